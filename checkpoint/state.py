@@ -1,0 +1,90 @@
+"""Run <-> checkpoint: the master weights under their canonical names, the optimizer's moments under NAME@MOMENT.
+
+`run` is a build.Run. What a checkpoint must agree with to be continued stands in its meta.json; the rest may change.
+"""
+import dataclasses
+import pathlib
+
+import torch
+from torch import Tensor
+
+from checkpoint import store
+from config import Config, ConfigError
+from parallel.boxes import Box
+from parallel.params import Bucket, publish
+
+HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask")  # else samples repeat or are lost
+FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std")  # the rest of model.* is hard
+
+
+def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]]) -> list[tuple[Box, Tensor]]:
+    """[(box, view)] of all that a checkpoint holds. state: {suffix: a flat tensor a bucket}."""
+    out = []
+    for i, bucket in enumerate(buckets):
+        for suffix, flat in [("", bucket.master), *((f"@{name}", flats[i]) for name, flats in state.items())]:
+            for slot in bucket.slots:
+                out += [(dataclasses.replace(box, key=box.key + suffix), part)
+                        for box, part in slot.param.spec.split(bucket.view(flat, slot))]
+    return out
+
+
+def describe(run, step: int) -> dict:
+    """meta.json: where the run stands and what it is."""
+    cfg = run.cfg
+    return {"step": step, "tokens": step * cfg.train.global_batch * cfg.train.seq_len, "config": dataclasses.asdict(cfg),
+            "tokenizer": run.data.tokenizer.fingerprint, "data": run.data.fingerprint, "torch": torch.__version__,
+            "layout": dataclasses.asdict(run.mesh.layout)}
+
+
+def flat(tree: dict) -> dict:
+    return {f"{s}.{k}": v for s, section in tree.items() for k, v in section.items()}
+
+
+def agree(meta: dict, run, where: str) -> list[str]:
+    """Warnings for settings that changed since the save. Raises ConfigError for those that may not."""
+    old, new = flat(meta["config"]), flat(dataclasses.asdict(run.cfg))
+    changed = [k for k in new if old.get(k) != new[k] and not k.startswith(("log.", "eval.", "checkpoint."))]
+    hard = [k for k in changed if k in HARD or (k.startswith("model.") and k not in FREE)]
+    if hard:
+        k = hard[0]
+        raise ConfigError(f"{k}: {where} was trained with {old.get(k)}, not {new[k]}; set it back, or start anew with "
+                          f"--log.name OTHER (and --checkpoint.init_from to keep the weights)")
+    for name, now in (("tokenizer", run.data.tokenizer.fingerprint), ("data", run.data.fingerprint)):
+        if meta[name] != now:
+            raise ConfigError(f"data.path: the {name} of {where} has fingerprint {meta[name][:12]}, this one {now[:12]}; give the "
+                              f"same data, or start anew with --log.name OTHER --checkpoint.init_from {where}")
+    if meta["torch"] != torch.__version__:
+        changed.append(f"torch {meta['torch']} -> {torch.__version__}")
+    return [f"resumed with another {k}" + (f" ({old.get(k)} -> {new[k]})" if k in new else "") for k in changed]
+
+
+def find(path: str, log: list[str]) -> pathlib.Path:
+    """The checkpoint that a path means: a checkpoint folder, a checkpoints folder, or a run folder."""
+    p = pathlib.Path(path)
+    if (p / "index.json").exists():
+        store.verify(p)
+        return p
+    root = p / "checkpoints" if (p / "checkpoints").is_dir() else p
+    found = store.newest(root, log) if root.is_dir() else None
+    if found is None:
+        raise ConfigError(f"checkpoint: {path} holds no checkpoint; give a run folder or a folder like .../checkpoints/step_00000100")
+    return found
+
+
+def load_weights(buckets: list[Bucket], path: pathlib.Path) -> None:
+    """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export)."""
+    store.load(path, boxes(buckets, {}), strict=False)
+    publish(buckets)
+
+
+def load(run, path: pathlib.Path) -> list[str]:
+    """Weights and optimizer state into the run; returns warnings."""
+    warnings = agree(store.meta(path), run, str(path))
+    store.load(path, boxes(run.buckets, run.optim.state()))
+    publish(run.buckets)
+    return warnings
+
+
+def save(run, root: pathlib.Path, step: int, at) -> pathlib.Path:
+    """One committed checkpoint of the run as it stands after `step`."""
+    return store.save(root, step, boxes(run.buckets, run.optim.state()), describe(run, step), run.cfg.checkpoint.keep, at)

@@ -1,0 +1,407 @@
+"""Every knob of Bevatron, in one tree of frozen dataclasses.
+
+Precedence: command line > --config file > recipe > the defaults below. All four go through `build`, so a typo or a
+value of the wrong type is the same one-line error wherever it was made: `error: parallel.tpp: no such key; did you mean
+parallel.tp?` (exit code 2). `validate` holds every rule that spans keys; it runs before any work starts.
+"""
+import dataclasses
+import difflib
+import math
+import pathlib
+import re
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Literal
+
+import yaml
+
+HERE = pathlib.Path(__file__).parent / "configs"
+
+
+class ConfigError(ValueError):
+    """The user's mistake: one line that names the key and the way out. train.py prints it and exits with 2."""
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Model:
+    preset: str = "llama-mini"  # entry of configs/models.yaml that the fields below start from
+    layers: int = 4  # transformer blocks
+    hidden: int = 128  # width of the residual stream
+    heads: int = 4  # query heads
+    kv_heads: int | None = None  # key/value heads (GQA); none: as many as heads
+    head_dim: int | None = None  # none: hidden / heads
+    ffn: int = 352  # inner width of the MLP
+    vocab: int | None = None  # token ids; none: what the tokenizer has
+    vocab_multiple: int = 128  # the embedding is padded to a multiple of this (never of a parallel degree)
+    context: int = 2048  # longest sequence the positions are made for
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"  # pre-norm of every block
+    norm_eps: float = 1e-5  # added to the variance
+    activation: Literal["swiglu", "gelu"] = "swiglu"  # gelu is the tanh form (GPT-2)
+    positions: Literal["rope", "learned"] = "rope"  # rotary (arXiv 2104.09864) or learned absolute
+    rope_theta: float = 10000.0  # base of the rotary wavelengths
+    rope_factor: float | None = None  # Llama-3.1 frequency scaling; none: off
+    rope_low_freq: float = 1.0  # llama3 scaling: wavelengths above original/low are divided by the factor
+    rope_high_freq: float = 4.0  # llama3 scaling: wavelengths below original/high stay
+    rope_original: int = 8192  # llama3 scaling: context before scaling
+    tied: bool = False  # output head shares the embedding
+    bias: bool = False  # biases on every linear and norm (GPT-2)
+    qkv_bias: bool = False  # biases on q, k, v alone (Qwen2)
+    qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE (Qwen3)
+    window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
+    dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
+    init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
+    attention: Literal["auto", "sdpa", "reference"] = "auto"  # attention kernel; auto: the fastest that fits
+
+
+@dataclass(frozen=True)
+class Train:
+    steps: int | None = None  # horizon; exactly one of steps, tokens and flops decides
+    tokens: float | None = None  # horizon in tokens, rounded up to whole steps
+    flops: float | None = None  # horizon in model FLOPs (forward + backward, no recompute)
+    seq_len: int = 256  # tokens a sequence
+    micro_batch: int = 8  # sequences a forward pass and rank
+    global_batch: int = 16  # sequences a step, over all ranks and micro-batches
+    seed: int = 1234  # of weights, sample order, dropout
+    dtype: Literal["fp64", "fp32", "bf16"] = "fp32"  # compute; bf16 keeps fp32 master weights and gradients
+    max_minutes: float | None = None  # stop after this long: save, exit 75
+    deterministic: bool = True  # only deterministic kernels
+    compile: bool = False  # torch.compile the elementwise kernels (CPU: needs a C++ compiler)
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
+    threads: int | None = None  # CPU threads; none: at most 4, one left free when there are more than 2
+
+
+@dataclass(frozen=True)
+class Optim:
+    name: Literal["adamw"] = "adamw"  # AdamW (arXiv 1711.05101)
+    lr: float = 1e-3  # peak learning rate
+    min_lr: float | None = None  # floor of the decay; none: lr / 10
+    warmup: int = 100  # steps of linear warmup (cut to a tenth of a horizon shorter than 10x this)
+    decay: Literal["cosine", "wsd", "linear", "constant"] = "cosine"  # shape after the warmup
+    decay_fraction: float = 0.2  # wsd: the last share of the horizon, in which the rate falls linearly
+    beta1: float = 0.9  # first-moment decay
+    beta2: float = 0.95  # second-moment decay
+    eps: float = 1e-8  # added to the root of the second moment
+    weight_decay: float = 0.1  # decoupled; on matrices, not on norms and biases
+    clip: float | None = 1.0  # global gradient norm; none: off
+
+
+@dataclass(frozen=True)
+class Parallel:
+    tp: int = 1  # tensor parallel degree
+    pp: int = 1  # pipeline stages (ranks)
+    cp: int = 1  # context parallel degree
+    dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
+
+
+@dataclass(frozen=True)
+class Data:
+    path: str = "stdlib"  # prefix of .bin/.idx, or a blend "0.7 a 0.3 b"; stdlib: Python's own source, made on the spot
+    tokenizer: str | None = None  # bytes | bpe-N (trained on the spot) | x.model | tokenizer.json; none: the data's own
+    split: str = "95,5"  # train,valid[,test] shares by document
+    doc_mask: bool = False  # attention and positions restart at document boundaries
+    cache: str = "runs/data"  # where data made on the spot is kept
+    prefetch: int = 2  # steps read ahead by the loader thread; 0: read when asked
+
+
+@dataclass(frozen=True)
+class Eval:
+    every: int | None = 100  # steps between validations; none: only at the end
+    batches: int = 8  # micro-batches of validation
+    sample: int = 48  # tokens of text sampled at each validation; 0: none
+    prompt: str = "def "  # what the sample starts from
+    temperature: float = 0.8  # of the sample
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    every: int | None = 100  # steps between saves; none: only at the end
+    keep: int = 2  # newest checkpoints kept
+    resume: str = "auto"  # auto: the newest good one of this run | none | a checkpoint or run folder
+    init_from: str | None = None  # take the weights (not optimizer, not position) of this checkpoint or run folder
+    async_save: bool = False  # write in a thread while training goes on
+
+
+@dataclass(frozen=True)
+class Log:
+    dir: str = "runs"  # parent of the run folder
+    name: str | None = None  # run folder's name; none: the recipe's
+    every: int = 10  # steps between console lines
+    wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
+    project: str = "bevatron"  # W&B project
+
+
+@dataclass(frozen=True)
+class Config:
+    model: Model = field(default_factory=Model)
+    train: Train = field(default_factory=Train)
+    optim: Optim = field(default_factory=Optim)
+    parallel: Parallel = field(default_factory=Parallel)
+    data: Data = field(default_factory=Data)
+    eval: Eval = field(default_factory=Eval)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    log: Log = field(default_factory=Log)
+
+
+# ---- plain data -> dataclasses ---------------------------------------------------------------------------------------
+
+def build(cls, data: dict, at: str = ""):
+    """A dataclass from nested plain data. Raises ConfigError naming the dotted key."""
+    hints = typing.get_type_hints(cls)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{at.rstrip('.') or 'config'}: expected keys and values, got {data!r}")
+    unknown = [k for k in data if k not in hints]
+    if unknown:
+        raise ConfigError(f"{at}{unknown[0]}: no such key" + nearest(cls, at, str(unknown[0])))
+    return cls(**{k: convert(hints[k], v, at + k) for k, v in data.items()})
+
+
+def nearest(cls, at: str, key: str) -> str:
+    names = [f.name for f in dataclasses.fields(cls)]
+    near = difflib.get_close_matches(key, names, 1, 0.5)
+    if near:
+        return f"; did you mean {at}{near[0]}?"
+    every = [f"{s.name}.{f.name}" for s in dataclasses.fields(Config) for f in dataclasses.fields(s.default_factory)]
+    other = [d for d in every if d.split(".")[1] == key] or difflib.get_close_matches(at + key, every, 1, 0.6)
+    return f"; did you mean {other[0]}?" if other else f"; {at.rstrip('.') or 'the top level'} has {', '.join(names)}"
+
+
+def convert(kind, value, at: str):
+    if dataclasses.is_dataclass(kind):
+        return build(kind, {} if value is None else value, at + ".")
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        if value is None or value == "none":
+            return None
+        return convert(next(a for a in typing.get_args(kind) if a is not type(None)), value, at)
+    if typing.get_origin(kind) is Literal:
+        if value not in typing.get_args(kind):
+            raise ConfigError(f"{at}: {value!r} is not one of {', '.join(map(str, typing.get_args(kind)))}")
+        return value
+    if kind is str:
+        if value is None or isinstance(value, (dict, list)):
+            raise ConfigError(f"{at}: expected text, got {value!r}")
+        return str(value)
+    if kind in (int, float):
+        try:  # YAML reads 3e-4 as text; 1e9 is a fair way to write an int
+            if isinstance(value, bool):
+                raise ValueError
+            number = float(value)
+            if not math.isfinite(number) or (kind is int and number != int(number)):
+                raise ValueError
+            return int(value) if kind is int and isinstance(value, int) else kind(number)
+        except (ValueError, TypeError, OverflowError):
+            raise ConfigError(f"{at}: expected {'a whole' if kind is int else 'a finite'} number, got {value!r}") from None
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "on", "yes", "1", "false", "off", "no", "0"):
+            return str(value).lower() in ("true", "on", "yes", "1")
+        raise ConfigError(f"{at}: expected true or false, got {value!r}")
+    raise TypeError(f"{at}: config type {kind}")
+
+
+HORIZONS = ("steps", "tokens", "flops")
+
+
+def merge(base: dict, over: dict) -> dict:
+    """Later wins, key by key. A layer that sets one horizon (steps, tokens, flops) takes back the other two."""
+    out = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(out.get(key), dict):
+            low = out[key]
+            if key == "train" and any(value.get(h) is not None for h in HORIZONS):
+                low = {k: v for k, v in low.items() if k not in HORIZONS}
+            out[key] = merge(low, value)
+        else:
+            out[key] = value
+    return out
+
+
+# ---- files, recipes, command line ------------------------------------------------------------------------------------
+
+class StrictLoader(yaml.SafeLoader):
+    """Safe YAML without the surprises: no aliases (a billion laughs), no duplicate keys; 12:30:45 and 017 are no numbers,
+    `no` and `off` are words."""
+
+    yaml_implicit_resolvers = {first: [(tag, regex) for tag, regex in rules if tag.rsplit(":")[-1] in ("null", "float", "merge")]
+                               for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            raise ConfigError(f"{self.name}:{self.peek_event().start_mark.line + 1}: aliases are not allowed here; write it out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise ConfigError(f"{self.name}:{key.start_mark.line + 1}: {key.value} stands twice; keep one")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+StrictLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
+StrictLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
+
+
+def read_yaml(path) -> dict:
+    """Raises ConfigError naming file and line."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            loader = StrictLoader(f)
+            loader.name = str(path)
+            tree = loader.get_single_data()
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
+    except yaml.YAMLError as e:
+        mark = getattr(e, "problem_mark", None)
+        raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: not YAML: {getattr(e, 'problem', e)}") from None
+    if tree is None or isinstance(tree, dict):
+        return tree or {}
+    raise ConfigError(f"{path}: expected keys and values, got {type(tree).__name__}")
+
+
+def presets() -> dict[str, dict]:
+    return read_yaml(HERE / "models.yaml")
+
+
+def recipes() -> list[str]:
+    """Every NAME that train.py takes: the files of configs/runs that name a model, and every preset."""
+    runs = sorted(p.stem for p in (HERE / "runs").glob("*.yaml") if "model" in read_yaml(p))
+    return runs + [n for n in presets() if n not in runs]
+
+
+def recipe(name: str) -> dict:
+    """configs/runs/NAME.yaml, or the preset NAME with the run settings that its `recipe` names."""
+    path = HERE / "runs" / f"{name}.yaml"
+    if name in recipes() and path.exists():
+        return read_yaml(path)
+    entry = presets().get(name)
+    if entry is None:
+        near = difflib.get_close_matches(name, recipes(), 3)
+        raise ConfigError(f"{name}: no such recipe" + (f"; did you mean {' or '.join(near)}?" if near else "; see --list"))
+    return merge(read_yaml(HERE / "runs" / f"{entry.get('recipe', 'pretrain')}.yaml"), {"model": {"preset": name}})
+
+
+def dotted(argv: list[str]) -> dict:
+    """['--parallel.tp', '2', '--train.steps=9'] -> nested plain data. Both spellings, and - for _, are accepted."""
+    tree: dict = {}
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            raise ConfigError(f"{word}: unexpected; a setting is written --section.field VALUE")
+        path, eq, value = word[2:].partition("=")
+        path = path.replace("-", "_")
+        if not eq:
+            if not rest or (rest[0].startswith("--") and "." in rest[0]):
+                raise ConfigError(f"{path}: needs a value")
+            value = rest.pop(0)
+        section, dot, key = path.partition(".")
+        if not dot or "." in key:
+            raise ConfigError(f"{path}: no such key" + nearest(Config, "", path))
+        tree.setdefault(section, {})[key] = value
+    return tree
+
+
+def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
+    """The whole chain: recipe <- file <- command line, presets filled in below them. Raises ConfigError."""
+    over = dotted(argv)
+    layers = ([recipe(name)] if name else []) + ([read_yaml(file)] if file else []) + [over]
+    if not name and not file:
+        layers.insert(0, recipe("quickstart"))
+    tree: dict = {}
+    for layer in layers:
+        tree = merge(tree, layer)
+    return from_tree(tree, name)
+
+
+def from_tree(tree: dict, name: str | None = None) -> Config:
+    preset = (tree.get("model") or {}).get("preset", Model.preset)
+    known = presets()
+    if preset not in known:
+        near = difflib.get_close_matches(str(preset), known, 1)
+        raise ConfigError(f"model.preset: no such preset {preset!r}" + (f"; did you mean {near[0]}?" if near else "; see --list"))
+    base = {k: v for k, v in known[preset].items() if k != "recipe"}
+    tree = merge({"model": base}, tree)
+    tree = merge({"log": {"name": name or preset}}, tree)
+    return build(Config, tree)
+
+
+def dump(cfg: Config) -> str:
+    """YAML that reads back to the same tree."""
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, default_flow_style=False, width=120)
+
+
+def head_dim(m: Model) -> int:
+    return m.head_dim or m.hidden // m.heads
+
+
+def kv_heads(m: Model) -> int:
+    return m.kv_heads or m.heads
+
+
+def padded_vocab(m: Model) -> int:
+    return -(-m.vocab // m.vocab_multiple) * m.vocab_multiple
+
+
+def near_divisors(n: int, want: int) -> str:
+    """The divisors of n nearest to `want`, as text for an error."""
+    divs = sorted((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - want))[:4]
+    return ", ".join(map(str, sorted(divs)))
+
+
+def validate(cfg: Config, world: int = 1) -> None:
+    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out."""
+    m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
+
+    def need(ok, text):
+        if not ok:
+            raise ConfigError(text)
+
+    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
+                "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
+                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep"),
+                "eval": ("every", "batches", "temperature"), "checkpoint": ("every", "keep"), "log": ("every",)}
+    for section, keys in positive.items():
+        for key in keys:
+            value = getattr(getattr(cfg, section), key)
+            need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
+    for key in ("beta1", "beta2"):
+        need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
+    need(0 <= m.dropout < 1, f"model.dropout: {m.dropout} must lie in [0, 1)")
+    need(0 < o.decay_fraction <= 1, f"optim.decay_fraction: {o.decay_fraction} must lie in (0, 1]")
+    need(o.weight_decay >= 0, f"optim.weight_decay: {o.weight_decay} must not be negative")
+    need(o.warmup >= 0, f"optim.warmup: {o.warmup} must not be negative")
+    need(o.min_lr is None or 0 <= o.min_lr <= o.lr, f"optim.min_lr: {o.min_lr} must lie in [0, optim.lr = {o.lr}]")
+    need(m.head_dim or m.hidden % m.heads == 0,
+         f"model.heads: {m.heads} does not divide model.hidden={m.hidden}; try {near_divisors(m.hidden, m.heads)}, or set model.head_dim")
+    need(m.heads % kv_heads(m) == 0,
+         f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}; try {near_divisors(m.heads, kv_heads(m))}")
+    need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE")
+    need(m.positions != "learned" or t.seq_len <= m.context,
+         f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context")
+    given = [h for h in HORIZONS if getattr(t, h) is not None]
+    need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
+                          + (f"got {' and '.join(given)}" if given else "got none"))
+    degree = p.tp * p.pp * p.cp * p.dp_rep
+    for key in ("tp", "pp", "cp", "dp_rep"):
+        need(getattr(p, key) == 1, f"parallel.{key}: {getattr(p, key)} is not supported yet; use 1")
+    need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {degree} does not divide the world size {world}; try {near_divisors(world, degree)}")
+    dp = world // (p.tp * p.pp * p.cp)
+    need(world == 1, f"world size {world}: more than one rank is not supported yet; start one process")
+    need(t.global_batch % (t.micro_batch * dp) == 0,
+         f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "
+         f"try {max(1, t.global_batch // (t.micro_batch * dp)) * t.micro_batch * dp}")
+    need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
+         f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")
+
+
+def show_help(cfg: Config) -> None:
+    """Every key with its type, its meaning and the value it has in this recipe."""
+    import tyro
+
+    tyro.cli(Config, prog="train.py [NAME] [--config FILE]", args=["--help"], default=cfg, config=(tyro.conf.FlagConversionOff,), use_underscores=True)

@@ -1,0 +1,21 @@
+"""One micro-batch, as every rank's model sees it. Shapes: b sequences of s tokens."""
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens: torch.Tensor  # int64 [b, s]
+    targets: torch.Tensor  # int64 [b, s]: the next token; -100 where it does not count
+    positions: torch.Tensor  # int64 [b, s]: 0, 1, 2, ...; restarts with each document under data.doc_mask
+    docs: torch.Tensor | None = None  # int32 [b, s]: number of the document within the sample; none without data.doc_mask
+
+    def counted(self) -> torch.Tensor:
+        """How many targets count: an int64 scalar on the batch's device."""
+        return (self.targets != -100).sum()
+
+    def to(self, device) -> "Batch":
+        if torch.device(device) == self.tokens.device:
+            return self
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in vars(self).items() if v is not None})

@@ -1,0 +1,200 @@
+"""The data of a run: data.path -> batches, a pure function of (seed, step).
+
+Global sample g = step * global_batch + i is sample j of data set d (blend), which is a window of tokens of d's split
+(sampler), read from a mapped file (indexed) and packed (pack). A rank reads its share of the step's samples. Nothing is
+kept between steps, so a resume at any step, on any number of ranks, reads the very samples that an unbroken run reads.
+A thread reads data.prefetch steps ahead; what goes wrong there is raised in the caller, at the step that needed it.
+"""
+import hashlib
+import json
+import math
+import pathlib
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import numpy as np
+
+from config import Config, ConfigError
+from data import blend, prepare, tokenizer
+from data.batch import Batch
+from data.indexed import Indexed
+from data.pack import pack
+from data.sampler import Windows, key
+
+SPLITS = ("train", "valid", "test")
+PROBE = 65536  # tokens decoded to measure bytes a token
+
+
+@dataclass(frozen=True)
+class Source:
+    """One data set of the blend."""
+    name: str  # as in data.path
+    index: Indexed
+    tokenizer: tokenizer.Tokenizer | None
+    cuts: tuple[int, ...]  # first token of train, valid, test, and the end
+    note: str
+
+
+class Data:
+    """What rank `rank` of `world` data-parallel ranks reads of one split; `open_data` makes it.
+
+    tokens, samples: of the split (samples an epoch).  tokenizer: none for files that do not name theirs.
+    vocab: every id lies below it (none: unknown).  fingerprint: equal ones give equal samples for equal train.*."""
+
+    def __init__(self, cfg: Config, split: str, rank: int, world: int, mix: blend.Blend, sources: list[Source]):
+        self.split, self.rank, self.world, self.sources = split, rank, world, sources
+        self._cfg, self._mix = cfg, mix
+        seed = key(cfg.train.seed) if split == "train" else 0  # validation is the same text whatever the seed
+        k = SPLITS.index(split)
+        self._windows = [Windows(s.cuts[k], s.cuts[k + 1], cfg.train.seq_len, key(seed, d)) for d, s in enumerate(sources)]
+        for source, w in zip(sources, self._windows):
+            if w.count < 1:
+                raise ConfigError(f"data.split: {split} of {source.name} has {w.last - w.first} tokens, a sample needs {w.seq_len + 1} (train.seq_len + 1); "
+                                  f"raise its share in {cfg.data.split!r}, shorten train.seq_len, or give more documents than {source.index.documents}")
+        self.tokens = sum(w.last - w.first for w in self._windows)
+        self.samples = sum(w.count for w in self._windows)
+        self.tokenizer = next((s.tokenizer for s in sources if s.tokenizer), None)
+        self._thread = ThreadPoolExecutor(1, "loader") if cfg.data.prefetch > 0 and split == "train" else None
+        self._ahead = {}  # step -> Future of its micro-batches
+
+    def microbatches(self, step: int) -> list[Batch]:  # global_batch / (micro_batch * world) x [micro_batch, seq_len]
+        """This rank's share of the step; of valid and test, of the step-th fixed global batch.
+        Raises ChecksumError or ConfigError when tokens of the step are damaged or not below the vocabulary."""
+        if self._thread is None:
+            return self._read(step)
+        want = range(step, step + 1 + self._cfg.data.prefetch)
+        for old in [s for s in self._ahead if s not in want]:
+            self._ahead.pop(old).cancel()
+        for s in want:
+            if s not in self._ahead:
+                self._ahead[s] = self._thread.submit(self._read, s)
+        return self._ahead.pop(step).result()
+
+    def ids(self, step: int) -> list[int]:
+        """A whole number for each sample of the step, over all ranks, in order; no two samples of a run share one."""
+        size, sets = self._cfg.train.global_batch, len(self.sources)
+        return [int(i) * sets + d for d, i, _ in self._samples(step * size, size)]
+
+    def _samples(self, first: int, count: int) -> list[tuple[int, int, int]]:
+        """(data set, id in it, first token) of global samples first .. first + count."""
+        sets, numbers = self._mix.pick(first, count)
+        found = np.empty((2, count), np.int64)
+        for d, windows in enumerate(self._windows):
+            found[:, sets == d] = windows.window(numbers[sets == d])
+        return list(zip(sets.tolist(), *found.tolist()))
+
+    def _read(self, step: int) -> list[Batch]:
+        t, s = self._cfg.train, self._cfg.train.seq_len
+        share = t.global_batch // self.world
+        rows, starts = [], []
+        for d, _, at in self._samples(step * t.global_batch + self.rank * share, share):
+            index = self.sources[d].index
+            rows.append(index.read(at, at + s + 1))
+            starts.append(index.starts(at, at + s + 1) - at if self._cfg.data.doc_mask else None)
+        cuts = [slice(i, i + t.micro_batch) for i in range(0, share, t.micro_batch)]
+        return [pack(rows[cut], starts[cut] if self._cfg.data.doc_mask else None) for cut in cuts]
+
+    @property
+    def vocab(self) -> int | None:
+        return self.tokenizer.vocab if self.tokenizer else next((v for s in self.sources if (v := vocab_of(s.index))), None)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over tokenizer, content of every data set, weights and split."""
+        parts = [self.tokenizer and self.tokenizer.fingerprint, [s.index.identity for s in self.sources], self._mix.weights, self._cfg.data.split]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    @cached_property
+    def bytes_per_token(self) -> float:
+        """UTF-8 bytes a token, measured on the first samples of the split; nan without a tokenizer."""
+        if self.tokenizer is None:
+            return math.nan
+        rows = []
+        for step in range(-(-PROBE // (self._cfg.train.global_batch * self._cfg.train.seq_len))):
+            rows += [row for batch in self._read(step) for row in batch.tokens.tolist()]
+        return sum(len(self.tokenizer.decode(row).encode()) for row in rows) / sum(map(len, rows))
+
+    def describe(self) -> str:
+        """One line: "python stdlib 3.11: 537 documents, 9.7 MB, 3.9M tokens (train 3.7M, valid 0.2M)   tokenizer bpe-1024 (cached)"."""
+        parts = []
+        for s, weight in zip(self.sources, self._mix.weights):
+            share = f"{100 * weight / sum(self._mix.weights):.3g} % " if len(self.sources) > 1 else ""
+            size = s.index.meta.get("text_bytes")
+            split = ", ".join(f"{name} {short(b - a)}" for name, a, b in zip(SPLITS, s.cuts, s.cuts[1:]) if b > a)
+            parts.append(f"{share}{s.index.meta.get('source') or s.name}: {s.index.documents:,} documents, "
+                         f"{f'{size / 1e6:.1f} MB, ' if size else ''}{short(s.index.tokens)} tokens ({split})")
+        note = f" ({self.sources[0].note})" if self.sources[0].note else ""
+        return f"{' + '.join(parts)}   tokenizer {self.tokenizer.name if self.tokenizer else 'unknown'}{note}"
+
+    def close(self) -> None:
+        """Joins the thread. May be called twice."""
+        if self._thread:
+            self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+def open_data(cfg: Config, split: str, rank: int, world: int) -> Data:
+    """Opens data.path, and makes the stdlib corpus first where it is asked for. `rank` of `world`: data-parallel.
+    Raises ConfigError (one line: key or file, and the way out), ChecksumError, OSError when the disk of data.cache fails."""
+    mix, paths = blend.parse(cfg.data.path)
+    parts = shares(cfg.data.split, split)
+    sources = [open_source(cfg, path, parts) for path in paths]
+    known = [s for s in sources if s.tokenizer]
+    for s in known:
+        if s.tokenizer.fingerprint != known[0].tokenizer.fingerprint:
+            raise ConfigError(f"data.path: {known[0].name} was made with tokenizer {label(known[0].tokenizer)}, {s.name} with {label(s.tokenizer)}; "
+                              "prepare them with the same one")
+    return Data(cfg, split, rank, world, mix, sources)
+
+
+def open_source(cfg: Config, path: str, parts: list[int]) -> Source:
+    prefix, note = pathlib.Path(path.removesuffix(".bin").removesuffix(".idx")), ""
+    if path == "stdlib":
+        prefix, note = prepare.stdlib(cfg.data.cache, cfg.data.tokenizer)
+    folder = pathlib.Path(f"{prefix}.tokenizer")
+    tok = tokenizer.load(folder) if folder.is_dir() else None
+    given = cfg.data.tokenizer
+    if path != "stdlib" and given and not (tok and given == tok.name):  # a name alone (bpe-1024) asks for the data's own
+        given = tokenizer.load(given)
+        tok = tok or given
+        if given.fingerprint != tok.fingerprint:
+            raise ConfigError(f"data.tokenizer: {label(given)} is not {label(tok)}, with which {path} was made; leave it out, or prepare the data again")
+    index = Indexed(prefix, cfg.model.vocab or (tok and tok.vocab))
+    made = index.meta.get("tokenizer")
+    if made and tok and made["fingerprint"] != tok.fingerprint:
+        raise ConfigError(f"data.tokenizer: {label(tok)} is not {made['name']} ({made['fingerprint'][:12]}), with which {path} was made (see {prefix}.json); "
+                          f"put the right one into {folder}, or prepare the data again")
+    return Source(path, index, tok, tuple(index.cut(sum(parts[:k]), sum(parts)) for k in range(4)), note)
+
+
+def vocab_of(index: Indexed) -> int | None:
+    return (index.meta.get("tokenizer") or {}).get("vocab")
+
+
+def shares(text: str, split: str) -> list[int]:
+    """ "95,5" -> [95, 5, 0]: whole numbers in the ratio of train, valid, test. Raises ConfigError."""
+    try:
+        parts = [Fraction(p.strip()) for p in text.split(",")]
+        ok = len(parts) <= 3 and min(parts) >= 0 and sum(parts) > 0
+    except (ValueError, ZeroDivisionError):
+        ok = False
+    if not ok:
+        raise ConfigError(f"data.split: {text!r} is not shares of train,valid[,test] such as 95,5 or 969,30,1")
+    parts += [Fraction(0)] * (3 - len(parts))
+    if split not in SPLITS or not parts[SPLITS.index(split)]:
+        raise ConfigError(f"data.split: {text!r} leaves nothing for {split}; give it a share (train,valid,test)")
+    scale = math.lcm(*(p.denominator for p in parts))
+    return [int(p * scale) for p in parts]
+
+
+def label(tok: tokenizer.Tokenizer) -> str:
+    return f"{tok.name} ({tok.fingerprint[:12]})"
+
+
+def short(n: float) -> str:
+    """3,887,194 -> 3.9M"""
+    for unit in ("", "K", "M", "B", "T"):
+        if n < 999.5 or unit == "T":
+            return f"{n:.1f}{unit}" if unit else f"{n:.0f}"
+        n /= 1000

@@ -1,0 +1,21 @@
+"""AdamW (arXiv 1711.05101) over one flat run of elements; the clip factor rides along, so gradients are read once."""
+import torch
+from torch import Tensor
+
+
+def adamw(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1: float, beta2: float, eps: float,
+          decay: float, step: int, factor: Tensor, ok: Tensor, low: Tensor | None = None) -> None:
+    """One update in place. All flat [n] in fp32 or fp64; grad is multiplied by `factor` (a device scalar: clipping).
+
+    step counts updates from 1. ok: False on the device leaves everything as it is (a skipped step, even with NaN in grad).
+    low: the compute-dtype copy of `param`, written too (bf16 training).
+    Matches torch.optim.AdamW: bias-corrected moments, eps outside the root, decay before the update.
+    """
+    grad = torch.where(ok, grad * factor, 0.0)
+    keep = ok.to(grad.dtype)  # 1: an update; 0: every coefficient below becomes the identity
+    m.lerp_(grad, (1 - beta1) * keep)
+    v.lerp_(grad.square_(), (1 - beta2) * keep)
+    root = (v / (1 - beta2**step)).sqrt_().add_(eps)
+    param.mul_(1 - lr * decay * keep).sub_((m / root).mul_(keep * (lr / (1 - beta1**step))))
+    if low is not None:
+        low.copy_(param)

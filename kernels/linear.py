@@ -1,0 +1,35 @@
+"""y = x W^T + b, whose weight gradient is accumulated into fp32 by the backward itself (see kernels/grad.py)."""
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.grad import give, give_sum, wide
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., n], weight [m, n], bias [m] -> [..., m]."""
+    return _Linear.apply(x, weight, bias)
+
+
+def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
+    """into += dy^T x, in `into`'s dtype. dy [t, m], x [t, n], into [m, n]; None: return dy^T x."""
+    if into is None:
+        return dy.t() @ x
+    return into.addmm_(dy.t(), x) if into.dtype == dy.dtype else into.add_(dy.t() @ x)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x)
+        ctx.weight, ctx.bias = weight, bias  # the Parameter objects: `give` looks for their main_grad
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        dy2, x2 = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, m], [t, n]
+        dx = dy @ ctx.weight if ctx.needs_input_grad[0] else None
+        dw = give(ctx.weight, lambda into: add_wgrad(into, dy2, x2))
+        db = None if ctx.bias is None else give_sum(ctx.bias, dy2.sum(0, dtype=wide(dy.dtype)))
+        return dx, dw, db

@@ -1,0 +1,53 @@
+"""The MLP's activations: SwiGLU (arXiv 2002.05202) on a merged [gate | up] input, and GELU in its tanh form (arXiv 1606.08415)."""
+import math
+
+import torch
+from torch import Tensor
+
+from kernels.grad import wide
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. gate_up [..., 2f], the first half gate -> [..., f]."""
+    return _Activation.apply(gate_up, swiglu_forward, swiglu_backward)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))). x [..., f] -> [..., f]."""
+    return _Activation.apply(x, gelu_forward, gelu_backward)
+
+
+def swiglu_forward(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, -1)
+    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+
+
+def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, -1)
+    g, s = dy.to(gate.dtype), torch.sigmoid(gate)
+    return torch.cat((g * up * s * (1 + gate * (1 - s)), g * gate * s), -1).to(gate_up.dtype)
+
+
+def gelu_forward(x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
+
+
+def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    f, c = x.to(wide(x.dtype)), math.sqrt(2 / math.pi)
+    t = torch.tanh(c * (f + 0.044715 * f**3))
+    slope = 0.5 * (1 + t) + 0.5 * f * (1 - t * t) * c * (1 + 3 * 0.044715 * f * f)
+    return (dy.to(f.dtype) * slope).to(x.dtype)
+
+
+class _Activation(torch.autograd.Function):
+    """Keeps only the input: the output is recomputed inside the backward's expression."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.save_for_backward(x)
+        ctx.slope = backward
+        return forward(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.slope(dy, *ctx.saved_tensors), None, None

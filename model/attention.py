@@ -1,0 +1,84 @@
+"""Grouped-query causal attention (arXiv 2305.13245): merged q|k|v projection, optional per-head norm, RoPE, output."""
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from config import Config, head_dim, kv_heads
+from kernels import rope
+from kernels.attention import attention, mask
+from kernels.norm import rms_norm
+from parallel.boxes import Box
+from parallel.mesh import Mesh
+from parallel.rng import Noise
+from parallel.spec import Spec, parameter
+from parallel.tensor import ColumnLinear, RowLinear
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: causal);
+    noise: dropout (None: evaluation); cache: keys and values of earlier tokens, for generation."""
+    cos: Tensor | None
+    sin: Tensor | None
+    see: Tensor | None
+    noise: Noise | None = None
+    cache: "Cache | None" = None
+
+
+@dataclass
+class Cache:
+    """Keys and values of the tokens seen so far, by layer: [b, s_past, kv_heads, head_dim]."""
+    length: int = 0
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.keys:
+            k, v = torch.cat((self.keys[layer], k), 1), torch.cat((self.values[layer], v), 1)
+        self.keys[layer], self.values[layer] = k, v
+        return k, v
+
+
+def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | None = None,
+            cache: Cache | None = None) -> Context:
+    """positions [b, s] (restarting where a document does), docs [b, s] or None -> the Context of a forward pass."""
+    m = cfg.model
+    cos = sin = None
+    if m.positions == "rope":
+        freq = rope.frequencies(head_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original)
+        dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
+        cos, sin = rope.tables(positions, freq.to(positions.device), dtype)
+    past = cache.length if cache else 0
+    keys = torch.arange(past + positions.shape[1], device=positions.device)
+    see = mask(keys[past:], keys, m.window, docs, docs)
+    return Context(cos, sin, see, noise, cache)
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+        super().__init__()
+        m, key = cfg.model, f"layers.{layer}.attn"
+        self.layer, self.kind, self.eps = layer, m.attention, m.norm_eps
+        self.dim = head_dim(m)
+        self.heads, self.kv = m.heads // mesh.tp.size, kv_heads(m) // mesh.tp.size  # of this rank
+        outs = {f"{key}.q": m.heads * self.dim, f"{key}.k": kv_heads(m) * self.dim, f"{key}.v": kv_heads(m) * self.dim}
+        self.qkv = ColumnLinear(mesh, outs, m.hidden, m.init_std, m.bias or m.qkv_bias)
+        self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias)
+        if m.qk_norm:
+            self.q_norm = parameter(Spec((Box.whole(f"{key}.q_norm.weight", (self.dim,)),), "ones", decay=False, partial=("tp",)))
+            self.k_norm = parameter(Spec((Box.whole(f"{key}.k_norm.weight", (self.dim,)),), "ones", decay=False, partial=("tp",)))
+        self.qk_norm, self.rope = m.qk_norm, m.positions == "rope"
+
+    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+        b, s, _ = x.shape
+        qkv = self.qkv(x).view(b, s, self.heads + 2 * self.kv, self.dim)  # [b, s, (h + 2g)/tp, d]
+        q, k, v = qkv.split((self.heads, self.kv, self.kv), 2)
+        if self.qk_norm:
+            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
+        if self.rope:
+            q, k = rope.rope(q, ctx.cos, ctx.sin), rope.rope(k, ctx.cos, ctx.sin)
+        if ctx.cache is not None:
+            k, v = ctx.cache.extend(self.layer, k, v)
+        return self.out(attention(q, k, v, ctx.see, self.kind).reshape(b, s, self.heads * self.dim))

@@ -1,0 +1,33 @@
+"""AdamW over the flat buckets of parallel/params.py."""
+import torch
+from torch import Tensor
+
+from config import Optim
+from kernels.adam import adamw
+from parallel.params import Bucket
+
+
+class AdamW:
+    """m, v: first and second moments, flat and in the master's dtype, a pair a bucket."""
+
+    def __init__(self, cfg: Optim, buckets: list[Bucket]) -> None:
+        self.cfg, self.buckets = cfg, buckets
+        self.m = [torch.zeros_like(b.master) for b in buckets]
+        self.v = [torch.zeros_like(b.master) for b in buckets]
+
+    def state(self) -> dict[str, list[Tensor]]:
+        """What a checkpoint keeps beside the master weights: {name: a flat tensor a bucket}."""
+        return {"adam_m": self.m, "adam_v": self.v}
+
+    @torch.no_grad()
+    def step(self, step: int, lr: float, factor: Tensor, ok: Tensor) -> None:
+        """Update number `step` (from 1) with the gradients times `factor`. ok False: a skipped step, nothing changes."""
+        if ok.device.type == "cpu" and not ok:
+            return
+        c = self.cfg
+        for b, m, v in zip(self.buckets, self.m, self.v):
+            low = None if b.weights is b.master else b.weights
+            for run, decay in ((slice(0, b.decayed), c.weight_decay), (slice(b.decayed, None), 0.0)):
+                if b.master[run].numel():
+                    adamw(b.master[run], b.grad[run], m[run], v[run], lr=lr, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
+                          decay=decay, step=step, factor=factor, ok=ok, low=None if low is None else low[run])

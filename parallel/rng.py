@@ -1,0 +1,45 @@
+"""Dropout whose mask is a function of (seed, step, layer, site, sequence, position, channel), never of rank or layout.
+
+A counter-based generator: the element's coordinates are hashed (the 64-bit finalizer of splitmix64, in int64 arithmetic
+that wraps the same way on every device), so any rank can make any piece of any mask.
+"""
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def signed(x: int) -> int:
+    """The int64 with the bits of x."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def mix(x: Tensor) -> Tensor:
+    """Bijective scrambling of int64."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * signed(factor)
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What dropout depends on in one forward pass. rows [b]: place of each sequence in the step's global batch;
+    columns [s]: place of each token in its sequence."""
+    seed: int
+    step: int
+    rows: Tensor
+    columns: Tensor
+
+    def keep(self, site: int, width: int, rate: float) -> Tensor:
+        """bool [b, s, width]: False with probability `rate`. site: a number for the place in the network."""
+        key = torch.tensor(signed((self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03 + site) % (1 << 64)))
+        token = mix(mix(mix(key) + self.rows.cpu()[:, None]) + self.columns.cpu()).to(self.rows.device)  # [b, s]
+        bits = mix(token[..., None] + torch.arange(width, device=token.device))
+        return (bits >> 11 & (1 << 53) - 1) >= int(rate * (1 << 53))
+
+
+def dropout(x: Tensor, rate: float, noise: Noise | None, site: int) -> Tensor:
+    """x [b, s, d]; identity where rate is 0 or noise is None (evaluation)."""
+    if rate == 0.0 or noise is None:
+        return x
+    return x * noise.keep(site, x.shape[-1], rate) * (1 / (1 - rate))

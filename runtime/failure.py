@@ -1,0 +1,49 @@
+"""Every way to end, and its exit code: one clear line for the user's mistakes, rank and host first for everything else.
+
+An exception class says its own code (`exit_code`): 2 ConfigError, 77 NonFinite, 79 IntegrityError, 82 StorageError.
+"""
+import errno
+import socket
+import sys
+import traceback
+
+import torch
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code of INTERFACE: what a scheduler decides on."""
+    if hasattr(error, "exit_code"):
+        return error.exit_code
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return 81
+    if isinstance(error, OSError) and error.errno in FULL:
+        return 82
+    return 1
+
+
+def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
+    """What goes to stderr: `error: ...` in one line where the code says it all, else where it happened and the trace."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    where = "" if code_of(error) == 2 else f"rank {rank} on {socket.gethostname()}: "
+    kind = "" if hasattr(error, "exit_code") else f"{type(error).__name__}: "
+    text = f"error: {where}{kind}{line}"
+    if trace or code_of(error) == 1:
+        text += "\n" + "".join(traceback.format_exception(error)).rstrip()
+    return text
+
+
+def fail_cleanly(main, argv: list[str]) -> int:
+    """main(argv), with every failure reported as above. --traceback anywhere in argv shows where it happened."""
+    trace = "--traceback" in argv
+    try:
+        return main([a for a in argv if a != "--traceback"])
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stderr.close()
+        return 0
+    except Exception as error:
+        print(explain(error, trace=trace), file=sys.stderr, flush=True)
+        return code_of(error)

@@ -1,0 +1,99 @@
+"""metrics.jsonl as a file: appended to in whole lines, cut at a resume, read back.
+
+Promises: each step stands there once, whatever killed the run before; a float reads back bit for bit; every line is valid
+JSON (a value that is not finite is null, and the line says nonfinite). A full disk drops records, never raises.
+"""
+import errno
+import json
+import math
+import os
+import re
+from pathlib import Path
+
+NAME = "metrics.jsonl"
+LINE = re.compile(rb'\{"step": (\d+), .*\}\n')  # as written here; anything else is torn or foreign
+
+
+class Lines:
+    """The file of one run, open for appending. start_step: the step of the checkpoint that the run goes on from."""
+
+    def __init__(self, run_dir: Path, start_step: int):
+        self.path = Path(run_dir) / NAME
+        self.fd: int | None = None
+        self.dropped = 0  # records
+        self.trouble: str | None = None
+        self.warned = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            cut(self.path, start_step)
+            self.open()
+        except OSError as e:
+            self.trouble = e.strerror
+
+    def open(self) -> None:
+        self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+    def add(self, rows: list[dict]) -> None:
+        """Appends a line for each row, in one write: a kill leaves whole lines, or none."""
+        if not rows:
+            return
+        block = "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows).encode()
+        try:
+            if self.fd is None:
+                self.open()
+            before = os.fstat(self.fd).st_size
+            if os.write(self.fd, block) < len(block):  # the disk filled up on the way: leave no half line behind
+                os.ftruncate(self.fd, before)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as e:
+            self.dropped += len(rows)
+            self.trouble = e.strerror
+
+    def warning(self) -> str | None:
+        """What went wrong, said once."""
+        if not self.trouble or self.warned:
+            return None
+        self.warned = True
+        return f"{self.path}: {self.trouble}; training goes on without these records"
+
+    def close(self) -> int:
+        """The number of records dropped."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+        return self.dropped
+
+
+def finite(row: dict) -> dict:
+    """JSON has no NaN."""
+    bad = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+    return row | dict.fromkeys(bad) | {"nonfinite": True} if bad else row
+
+
+def cut(path: Path, step: int) -> None:
+    """Leaves the whole lines up to `step`, atomically. Raises OSError; the file is then as it was."""
+    if not path.exists():
+        return
+    temp = path.with_name(path.name + ".tmp")
+    with open(path, "rb") as old, open(temp, "wb") as new:
+        for line in old:
+            found = LINE.fullmatch(line)
+            if found and int(found[1]) <= step:
+                new.write(line)
+        new.flush()
+        os.fsync(new.fileno())
+        same = new.tell() == old.tell()
+    os.unlink(temp) if same else os.replace(temp, path)
+
+
+def read(run_dir: Path) -> tuple[list[dict], list[dict]]:
+    """The step rows and the evaluation rows of a run folder, in their order; empty where there is no file."""
+    train, valid = [], []
+    path = Path(run_dir) / NAME
+    if path.exists():
+        with open(path, "rb") as f:
+            for line in f:
+                if LINE.fullmatch(line):
+                    row = json.loads(line)
+                    (valid if "val_loss" in row else train).append(row)
+    return train, valid

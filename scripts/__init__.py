@@ -1,0 +1,1 @@
+import runtime  # before torch (see there)

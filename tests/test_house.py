@@ -1,0 +1,110 @@
+"""The rules of the house, as tests: who may import whom, one mouth to torch.distributed, sizes, keys that are read."""
+import ast
+import dataclasses
+import pathlib
+import re
+
+import config
+
+ROOT = pathlib.Path(__file__).parent.parent
+ROOMS = ("kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan", "scripts")
+MAY = {"kernels": {"kernels"}, "config": set(), "parallel": {"parallel", "kernels"}, "data": {"data", "config"},
+       "model": {"model", "parallel", "kernels", "config"}, "optim": {"optim", "parallel", "kernels", "config"},
+       "checkpoint": {"checkpoint", "parallel", "config"}, "runtime": {"runtime", "parallel", "config"},
+       "plan": {"plan", "config"},
+       "build": {*ROOMS, "config"} - {"scripts"}, "train": {*ROOMS, "config", "build"} - {"scripts"},
+       "scripts": {*ROOMS, "config", "build", "train"}}
+PURE = {"plan", "parallel/layout.py", "parallel/schedule.py", "parallel/boxes.py", "parallel/ranges.py", "config.py"}  # no torch
+LINES = 450
+
+
+def sources():
+    for path in sorted(ROOT.rglob("*.py")):
+        where = path.relative_to(ROOT)
+        if where.parts[0] in (*ROOMS, "train.py", "build.py", "config.py", "tests"):
+            yield where, ast.parse(path.read_text())
+
+
+def imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (a.name for a in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module if node.module else ""
+
+
+def room(where):
+    return where.parts[0].removesuffix(".py")
+
+
+def test_imports_go_downwards():
+    for where, tree in sources():
+        if room(where) == "tests":
+            continue
+        for name in imports(tree):
+            first = name.split(".")[0]
+            if first in MAY:
+                assert first in MAY[room(where)], f"{where} imports {name}"
+            if room(where) == "scripts" and name.startswith("scripts."):
+                mine = where.parts[1].removesuffix(".py")
+                assert name.split(".")[1] == mine, f"{where} imports {name}: scripts never import each other"
+
+
+def test_pure_parts_need_no_torch():
+    for where, tree in sources():
+        if str(where) in PURE or room(where) in PURE:
+            assert "torch" not in {n.split(".")[0] for n in imports(tree)}, f"{where} imports torch"
+
+
+def test_one_mouth_to_torch_distributed():
+    for where, tree in sources():
+        if room(where) != "tests" and str(where) != "parallel/comm.py":
+            assert not any(n.startswith("torch.distributed") for n in imports(tree)), where
+            reached = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "distributed"]
+            assert not reached, f"{where} reaches torch.distributed"
+
+
+def test_environment_is_read_in_setup_alone():
+    for where, _ in sources():
+        if str(where) in ("runtime/setup.py", "runtime/__init__.py") or room(where) in ("tests", "scripts"):
+            continue
+        assert not re.search(r"os\.(environ|getenv)", (ROOT / where).read_text()), where
+
+
+def test_no_file_is_too_large_to_know():
+    for where, _ in sources():
+        assert len((ROOT / where).read_text().splitlines()) <= LINES, where
+
+
+def test_every_file_says_what_it_is():
+    for where, tree in sources():
+        if where.name != "__init__.py" and room(where) != "tests":
+            assert ast.get_docstring(tree), where
+
+
+def test_no_module_globals():
+    """A name at module level is a constant (CAPS), a definition, or dunder."""
+    for where, tree in sources():
+        if room(where) == "tests":
+            continue
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+            for name in (n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)):
+                alias = isinstance(node, ast.Assign) and not isinstance(node.value, (ast.Call, ast.List, ast.Dict, ast.Set))
+                assert name.isupper() or name.startswith("__") or alias, f"{where}: {name}"
+        assert not any(isinstance(n, ast.Global) for n in ast.walk(tree)), where
+
+
+def test_every_config_key_is_read():
+    text = "\n".join((ROOT / w).read_text() for w, _ in sources() if room(w) not in ("tests",) and w.name != "config.py")
+    text += (ROOT / "config.py").read_text().split("# ---- plain data")[1]
+    for section in dataclasses.fields(config.Config):
+        for key in dataclasses.fields(section.default_factory):
+            assert re.search(rf"\.{key.name}\b", text), f"{section.name}.{key.name} is never read"
+
+
+def test_a_reference_stands_beside_each_kernel():
+    """A file with a Triton kernel defines the same thing in plain torch, and tests/kernels has a file for it."""
+    for path in (ROOT / "kernels").glob("*.py"):
+        if "@triton.jit" in path.read_text():
+            assert (ROOT / "tests" / "kernels" / f"test_{path.name}").exists(), path
