@@ -22,10 +22,11 @@ from parallel.mesh import Mesh
 from parallel.params import zero_grads
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, setup
+from runtime.console import params as short
 from runtime.evaluate import mean_loss, report
 from runtime.guard import Guard
 from runtime.metrics import Metrics
-# from runtime.plot import loss_png
+from runtime.plot import loss_png
 from runtime.stop import Stop
 
 POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged")
@@ -36,7 +37,8 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     zero_grads(run.buckets)
     loss = run.pipeline.run(run.ops, batches, 1 / tokens)
-    at("step.backward", step)
+    if at("step.backward", step) == "nan":
+        run.buckets[0].grad[0] = float("nan")
     norm = grad_norm(run.buckets)
     ok = guard.judge(loss, norm)
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip), ok)
@@ -63,7 +65,7 @@ def train(cfg: Config, env, folder: Path) -> int:
     checks = [b.to(env.device) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
 
     def evaluate(step: int) -> None:
-        log.eval(step, **report(mean_loss(run.stage, checks, run.mesh), data.bytes_per_token), sample=sample(run))
+        log.eval(step, **report(mean_loss(run.stage, checks, run.mesh), valid.bytes_per_token), sample=sample(run))
 
     step, reason = start, None
     if start == 0:
@@ -90,7 +92,7 @@ def train(cfg: Config, env, folder: Path) -> int:
         if last:
             break
     data.close()
-    # loss_png(folder)
+    loss_png(folder, short(count["total"]))
     done = step == run.steps
     log.close(None if done else reason, code=0 if done else 75, hints=[
         f'python -m scripts.generate {folder} --prompt "class "', f"python -m scripts.evaluate {folder}", "python train.py --list"])
@@ -104,6 +106,8 @@ def due(every: int | None, step: int) -> bool:
 def resume(run: Run, root: Path) -> tuple[int, list[str]]:
     """Take up what checkpoint.resume and checkpoint.init_from name -> (steps done, notes for the log)."""
     c, notes = run.cfg.checkpoint, []
+    if root.is_dir():
+        store.clean(root)  # what a killed writer left; the run's lock is ours
     own = store.newest(root, notes) if root.is_dir() and c.resume != "none" else None
     if c.resume == "none" and root.is_dir() and store.committed(root):
         raise ConfigError(f"checkpoint.resume: none, but {root} holds checkpoints; choose another --log.name, or move them away")

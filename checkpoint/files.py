@@ -107,7 +107,9 @@ def finite(tensor: torch.Tensor) -> bool:
 
 def raw(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor in row-major order; copies only what is elsewhere or not contiguous."""
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    tensor = tensor.detach().cpu().contiguous()
+    flat = tensor.as_strided((tensor.numel(),), (1,))  # reshape(-1) would keep the odd stride of a dim of size 1
+    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def write_shard(path: Path, named: list[tuple[str, torch.Tensor]], save_id: str,

@@ -217,17 +217,15 @@ def publish(final: Path, step: int, keep: int, at: Callable) -> None:
         at("ckpt.pre_purge")
         for path in reversed([p for s, p in committed(root) if s < step][max(keep, 1) - 1:]):
             with held(path, fcntl.LOCK_EX) as free:
-                gone = trash(path) if free else None
-            if gone:
-                at("ckpt.mid_purge")
-                remove(gone)
+                if free:
+                    trash(path)
+                    at("ckpt.mid_purge")
+        clean(root)
 
 
-def trash(path: Path) -> Path:
+def trash(path: Path) -> None:
     """Takes a folder out of sight in one step: deleting file by file would leave half a checkpoint under its name."""
-    gone = path.with_name(f".trash-{path.name}-{uuid.uuid4().hex}")
-    os.rename(path, gone)
-    return gone
+    os.rename(path, path.with_name(f".trash-{path.name}-{uuid.uuid4().hex}"))
 
 
 # ---- find ------------------------------------------------------------------------------------------------------------
@@ -245,9 +243,11 @@ def newest(root: Path | str, log: list[str] | None = None) -> Path | None:
     """
     root, log = Path(root), [] if log is None else log
     folders, good = committed(root), None
-    for _, path in folders:
+    for step, path in folders:
         try:
             verify(path)
+            if index(path)["step"] != step:
+                raise IntegrityError(f"{path}: holds step {index(path)['step']}")
             good = path
             break
         except IntegrityError as e:

@@ -9,7 +9,9 @@ class Batch:
     tokens: torch.Tensor  # int64 [b, s]
     targets: torch.Tensor  # int64 [b, s]: the next token; -100 where it does not count
     positions: torch.Tensor  # int64 [b, s]: 0, 1, 2, ...; restarts with each document under data.doc_mask
-    docs: torch.Tensor | None = None  # int32 [b, s]: number of the document within the sample; none without data.doc_mask
+    docs: torch.Tensor | None = None  # int32 [b, s]: document number within the sample; none without data.doc_mask
+    rows: torch.Tensor | None = None  # int64 [b]: place of each sequence in the step's global batch (dropout depends on it)
+    step: int = 0  # the step it belongs to, from 0
 
     def counted(self) -> torch.Tensor:
         """How many targets count: an int64 scalar on the batch's device."""
@@ -18,4 +20,4 @@ class Batch:
     def to(self, device) -> "Batch":
         if torch.device(device) == self.tokens.device:
             return self
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in vars(self).items() if v is not None})
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, torch.Tensor)})

@@ -1,9 +1,9 @@
 """A weighted mix of data sets: which of them gives global sample g, and which of its own samples that is.
 
-Stride scheduling: sample j of data set d is due at (j + 1/2) / w_d, and samples come in the order in which they are due,
-ties by d. So every (d, j) comes exactly once, no order is stored, and after g samples data set d has given g * w_d of
-them to within 1/2 + D * w_d / 2 (D data sets; within 1 for two). Whole numbers throughout: floats would make ties, and so
-repeat or skip a sample after a resume, in the billions. Source: Waldspurger and Weihl 1995, TM-528.
+Stride scheduling: sample j of data set d is due at (j + 1/2) / w_d, and samples come in the order in which they fall
+due, ties by d. So every (d, j) comes exactly once, no order is stored, and after g samples data set d has given g * w_d
+of them to within 1/2 + D * w_d / 2 (D data sets). Whole numbers throughout: with floats, two samples in the billions
+could swap places between a run and its resume. Source: Waldspurger and Weihl 1995, MIT TM-528.
 """
 import math
 import shlex
@@ -49,7 +49,7 @@ def parse(text: str) -> tuple[Blend, list[str]]:
     if len(words) % 2 or None in weights:
         raise ConfigError(f"data.path: {text!r} is not a blend; weights and paths must take turns: \"0.7 a 0.3 b\"")
     if min(weights) <= 0:
-        raise ConfigError(f"data.path: weight {words[2 * weights.index(min(weights))]} must be above 0; leave the data set out instead")
+        raise ConfigError(f"data.path: {text!r}: weights must be above 0; leave the data set out instead")
     scale = math.lcm(*(w.denominator for w in weights))
     return Blend(tuple(int(w * scale) for w in weights)), words[1::2]
 

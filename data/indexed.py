@@ -1,13 +1,13 @@
 """Megatron's .bin/.idx, byte for byte, and a sidecar that finds every flipped bit.
 
 PREFIX.bin   token ids, little-endian, no header
-PREFIX.idx   magic, version, dtype, then lengths i32[N], byte offsets i64[N], document bounds i64[D+1]
-PREFIX.json  ours: counts, tokenizer, sha256 of the .idx.  PREFIX.crc: crc32 (u32) of every 256 KiB block of the .bin.
+PREFIX.idx   header; lengths i32[N] and byte offsets i64[N] of N sequences; bounds i64[D+1] of D documents
+PREFIX.json  ours: counts, tokenizer, sha256 of the .idx.  PREFIX.crc: crc32 (u32) of every block of the .bin
 PREFIX.tokenizer/  the tokenizer itself
 
 Opening reads the .idx in chunks (structure, then sha256) and never the .bin; a block of the .bin is checked (crc32, ids
 below the vocabulary) when the first token of it is asked for. Files made by Megatron have no sidecar and open with the
-structural checks alone. Memory: one chunk, one byte a block. Source: Megatron-LM, core/datasets/indexed_dataset.py.
+structural checks alone. Memory: one chunk, and a byte a block. Source: Megatron-LM, core/datasets/indexed_dataset.py.
 """
 import bisect
 import contextlib
@@ -26,8 +26,8 @@ from config import ConfigError
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences N, length of the document array D + 1
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no token ids
-BLOCK = 1 << 18  # bytes a crc covers. A window of 8 KiB read at random costs a whole block once, so not Megabytes
-CHUNK = 1 << 18  # entries of the .idx held in memory at a time
+BLOCK = 1 << 18  # bytes under one crc. The first window in a block costs the whole block: so not megabytes
+CHUNK = 1 << 18  # entries of the .idx in memory at a time
 AGAIN = "make it again with scripts.prepare_data"
 
 
@@ -35,132 +35,127 @@ class ChecksumError(ConfigError):
     """A data file whose content is not what was written. One line; train.py exits with 79."""
 
 
-@contextlib.contextmanager
-def naming(path):
-    """Writes that fail raise OSError without a name; the one line that the user reads needs it."""
-    try:
-        yield
-    except OSError as e:
-        e.filename = e.filename or str(path)
-        raise
-
-
 def dtype_of(vocab: int) -> str:
     return "<u2" if vocab < 65500 else "<i4"  # Megatron's rule: i4, never u4
 
 
+def beside(prefix, end: str) -> pathlib.Path:
+    return pathlib.Path(f"{prefix}{end}")
+
+
 class Indexed:
-    """Tokens of PREFIX as one stream, memory-mapped. `vocab`: ids at or above it are refused when first touched.
+    """The tokens of PREFIX as one stream, memory-mapped. Ids at or above `vocab` are refused.
 
     tokens, documents: counts.  meta: the sidecar, {} without one.  identity: sha256 that changes with the content.
-    Raises ConfigError (ChecksumError where a checksum fails): one line naming file, offset and the way out."""
+    Raises ConfigError, ChecksumError where a checksum fails: one line naming file, offset and the way out."""
 
     def __init__(self, prefix, vocab: int | None = None):
-        self.prefix = pathlib.Path(prefix)
-        self.idx, self.bin = (self.prefix.with_name(self.prefix.name + end) for end in (".idx", ".bin"))
+        self.idx, self.bin = beside(prefix, ".idx"), beside(prefix, ".bin")
         for path in (self.idx, self.bin):
             try:
-                with open(path, "rb"):
-                    pass
+                open(path, "rb").close()
             except OSError as e:
-                raise ConfigError(f"{path}: {e.strerror}; data.path is the name before .bin and .idx") from None
+                raise ConfigError(f"{path}: {e.strerror}; data.path is the name without .bin and .idx") from None
         self._open_idx()
-        self._open_sidecar(vocab)
-        raw = np.memmap(self.bin, np.uint8, "r")
-        self._raw, self._ids = np.asarray(raw), np.asarray(raw).view(self.dtype)  # plain arrays: memmap's scalars are slow
-        self._vocab = vocab
-        self._good = np.zeros(-(-len(raw) // BLOCK), bool)  # blocks already checked
+        self._open_sidecar(beside(prefix, ".json"), beside(prefix, ".crc"))
+        self._map(vocab)
+        if vocab is not None and self.meta and self.meta["max_id"] >= vocab:
+            self._refuse(self.meta["max_id_at"], self.meta["max_id"])
 
     # ---- opening -----------------------------------------------------------------------------------------------------
+
+    def _broken(self, offset: int, text: str) -> ConfigError:
+        return ConfigError(f"{self.idx}: offset {offset}: {text}; {AGAIN}")
 
     def _open_idx(self):
         size = self.idx.stat().st_size
         with open(self.idx, "rb") as f:
             head = f.read(HEADER.size)
         if head[:6] == b"TNTIDX":
-            raise ConfigError(f"{self.idx}: the old TNTIDX format is not read; {AGAIN}, or convert it with Megatron-LM")
+            raise self._broken(0, "the old TNTIDX format is not read")
         if len(head) < HEADER.size:
-            raise ConfigError(f"{self.idx}: {size} bytes, the header alone has {HEADER.size}: empty or truncated; {AGAIN}")
+            raise self._broken(size, f"ends here, the header alone has {HEADER.size} bytes: empty or truncated")
         magic, version, code, n, d1 = HEADER.unpack(head)
         if magic != MAGIC:
-            raise ConfigError(f"{self.idx}: offset 0: starts with {magic!r}, not {MAGIC!r}: not a Megatron index")
+            raise self._broken(0, f"starts with {magic!r}, not {MAGIC!r}: not a Megatron index")
         if version != 1:
-            raise ConfigError(f"{self.idx}: offset 9: version {version}, only 1 is known; {AGAIN}")
+            raise self._broken(9, f"version {version}, only 1 is known")
         if code not in DTYPES:
-            raise ConfigError(f"{self.idx}: offset 17: dtype code {code} is not one of {', '.join(map(str, DTYPES))}; {AGAIN}")
+            raise self._broken(17, f"dtype code {code} is not one of {', '.join(map(str, DTYPES))}")
         want = HEADER.size + 12 * n + 8 * d1
         if d1 < 1 or size not in (want, want + n):  # + n: a mode a sequence, of multimodal data
-            raise ConfigError(f"{self.idx}: {size} bytes, but its header (offset 18: {n} sequences, {d1} bounds) asks for {want}; {AGAIN}")
+            raise self._broken(18, f"{n} sequences and {d1} bounds make {want} bytes, the file has {size}")
         self.dtype, self.documents, self.sequences = np.dtype(DTYPES[code]), d1 - 1, n
         self._at = (HEADER.size, HEADER.size + 4 * n, HEADER.size + 12 * n)
-        total = self._check_sequences()
         self._check_documents()
-        have = self.bin.stat().st_size
+        total, have = self._check_sequences(), self.bin.stat().st_size
         if have != total:
-            raise ConfigError(f"{self.bin}: {have} bytes, but {self.idx.name} counts {total}: truncated or grown; {AGAIN}")
+            raise ConfigError(f"{self.bin}: {have} bytes, {self.idx.name} counts {total}: truncated or grown; {AGAIN}")
         if total == 0:
             raise ConfigError(f"{self.bin}: holds no tokens; {AGAIN}")
         self.tokens = total // self.dtype.itemsize
         idx = np.asarray(np.memmap(self.idx, np.uint8, "r"))
-        self._offsets = idx[self._at[1]:self._at[2]].view("<i8")  # [N]: byte offset of each sequence
+        self._offsets = idx[self._at[1]:self._at[2]].view("<i8")  # [N]: first byte of each sequence
         self._bounds = idx[self._at[2]:self._at[2] + 8 * d1].view("<i8")  # [D + 1]: first sequence of each document
 
     def _check_sequences(self) -> int:
-        """Bytes of all sequences. Offsets must be the running sum of the lengths: that is how every writer makes them."""
-        total, (lengths_at, offsets_at, _) = 0, self._at
+        """Bytes of all sequences. Offsets must be the running sum of the lengths: so every writer makes them."""
+        total = 0
         for i in range(0, self.sequences, CHUNK):
             k = min(CHUNK, self.sequences - i)
-            lengths = np.fromfile(self.idx, "<i4", k, offset=lengths_at + 4 * i).astype(np.int64)
-            offsets = np.fromfile(self.idx, "<i8", k, offset=offsets_at + 8 * i)
-            ends = total + np.cumsum(lengths) * self.dtype.itemsize
-            if (bad := lengths < 0).any():
+            sizes = np.fromfile(self.idx, "<i4", k, offset=self._at[0] + 4 * i).astype(np.int64) * self.dtype.itemsize
+            offsets = np.fromfile(self.idx, "<i8", k, offset=self._at[1] + 8 * i)
+            begins = total + np.cumsum(sizes) - sizes
+            if (bad := sizes < 0).any():
                 j = int(bad.argmax())
-                raise ConfigError(f"{self.idx}: offset {lengths_at + 4 * (i + j)}: sequence {i + j} has length {lengths[j]}; {AGAIN}")
-            if (bad := offsets != ends - lengths * self.dtype.itemsize).any():
+                raise self._broken(self._at[0] + 4 * (i + j), f"sequence {i + j} has a length below 0")
+            if (bad := offsets != begins).any():
                 j = int(bad.argmax())
-                raise ConfigError(f"{self.idx}: offset {offsets_at + 8 * (i + j)}: sequence {i + j} starts at byte {offsets[j]}, "
-                                  f"the lengths before it (from offset {lengths_at}) sum to {ends[j] - lengths[j] * self.dtype.itemsize}; {AGAIN}")
-            total = int(ends[-1])
+                raise self._broken(self._at[1] + 8 * (i + j), f"sequence {i + j} begins at byte {offsets[j]}, "
+                                                              f"but the lengths before it sum to {begins[j]}")
+            total = int(begins[-1] + sizes[-1])
         return total
 
     def _check_documents(self):
         last, at = 0, self._at[2]
         for i in range(0, self.documents + 1, CHUNK):
             bounds = np.fromfile(self.idx, "<i8", min(CHUNK, self.documents + 1 - i), offset=at + 8 * i)
-            steps = np.diff(bounds, prepend=0 if i == 0 else last)
-            bad = (steps < 0) | (bounds > self.sequences)
+            bad = (np.diff(bounds, prepend=last) < 0) | (bounds > self.sequences)
             bad[0] |= i == 0 and bounds[0] != 0
             if bad.any():
                 j = int(bad.argmax())
-                raise ConfigError(f"{self.idx}: offset {at + 8 * (i + j)}: document {i + j} starts at sequence {bounds[j]}; bounds must rise from 0 "
-                                  f"to {self.sequences}; {AGAIN}")
+                raise self._broken(at + 8 * (i + j), f"document {i + j} begins at sequence {bounds[j]}; "
+                                                     f"bounds must rise from 0 to {self.sequences}")
             last = int(bounds[-1])
         if last != self.sequences:
-            raise ConfigError(f"{self.idx}: offset {at + 8 * self.documents}: documents end at sequence {last}, not {self.sequences}; {AGAIN}")
+            raise self._broken(at + 8 * self.documents, f"documents end at sequence {last}, not {self.sequences}")
 
-    def _open_sidecar(self, vocab: int | None):
-        self.meta, self._crc = read_sidecar(self.prefix), None
+    def _open_sidecar(self, path: pathlib.Path, crc: pathlib.Path):
+        self.meta, self._crc = read_sidecar(path), None
         digest = file_sha256(self.idx)
+        self.identity = hashlib.sha256(f"{digest} {self.tokens}".encode()).hexdigest()
         if not self.meta:
-            self.identity = hashlib.sha256(f"{digest} {self.tokens}".encode()).hexdigest()
             return
-        if digest != self.meta["idx_sha256"]:
-            raise ChecksumError(f"{self.idx}: sha256 is not that of {self.prefix.name}.json: damaged or replaced; {AGAIN}, or restore the file")
-        crc = self.prefix.with_name(self.prefix.name + ".crc")
         try:
             self._crc = np.fromfile(crc, "<u4")
         except OSError as e:
-            raise ConfigError(f"{crc}: {e.strerror}; restore it, or delete {self.prefix.name}.json to read without checksums") from None
-        if hashlib.sha256(self._crc.tobytes()).hexdigest() != self.meta["crc_sha256"]:
-            raise ChecksumError(f"{crc}: sha256 is not that of {self.prefix.name}.json: damaged or replaced; {AGAIN}, or restore the file")
+            raise ConfigError(f"{crc}: {e.strerror}; restore it, or delete {path} to read unchecked") from None
+        found = {self.idx: (digest, "idx_sha256"), crc: (file_sha256(crc), "crc_sha256")}
+        for file, (have, key) in found.items():
+            if have != self.meta[key]:
+                raise ChecksumError(f"{file}: sha256 is not as in {path.name}: damaged or replaced; restore it or {AGAIN}")
         self.identity = hashlib.sha256(f"{digest} {self.meta['crc_sha256']}".encode()).hexdigest()
-        if vocab is not None and self.meta["max_id"] >= vocab:
-            self._refuse(self.meta["max_id_at"], self.meta["max_id"], vocab)
+
+    def _map(self, vocab: int | None, skip: int = 0):
+        """Maps the .bin after its first `skip` bytes; plain arrays, for memmap's own scalars are slow."""
+        self._raw = np.asarray(np.memmap(self.bin, np.uint8, "r", offset=skip))
+        self._ids, self._vocab = self._raw.view(self.dtype), vocab
+        self._good = np.zeros(-(-len(self._raw) // BLOCK), bool)  # blocks that have been checked
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def read(self, a: int, b: int) -> np.ndarray:  # ids [b - a]
-        """Tokens a..b of the stream, in the file's dtype. Raises ChecksumError naming the block, ConfigError naming document and id."""
+    def read(self, a: int, b: int) -> np.ndarray:  # ids [b - a], in the file's dtype
+        """Tokens a to b. Raises ChecksumError naming the block, ConfigError naming document, token and id."""
         size = self.dtype.itemsize
         for k in range(a * size // BLOCK, -(-b * size // BLOCK)):
             if not self._good[k]:
@@ -176,51 +171,50 @@ class Indexed:
         return self.tokens if s == self.sequences else int(self._offsets[s]) // self.dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        s = bisect.bisect_right(self._offsets, token * self.dtype.itemsize) - 1  # empty ones share an offset: the last holds it
+        s = bisect.bisect_right(self._offsets, token * self.dtype.itemsize) - 1  # after empty ones at the same offset
         return bisect.bisect_right(self._bounds, s) - 1
 
-    def starts(self, a: int, b: int) -> np.ndarray:  # int64, sorted
-        """Tokens in (a, b) that begin a document."""
-        first, last = self.document_at(a) + 1, self.document_at(b - 1)
-        return np.array(sorted({self.start(i) for i in range(first, last + 1)} - {a}), np.int64)
+    def starts(self, a: int, b: int) -> np.ndarray:  # int64, rising
+        """The tokens strictly between a and b that begin a document."""
+        inside = range(self.document_at(a) + 1, self.document_at(b - 1) + 1)
+        return np.array(sorted({self.start(i) for i in inside}), np.int64)
 
     def cut(self, part: int, whole: int) -> int:
-        """First token of the document at part/whole of all documents: where a split begins."""
+        """First token of the document that lies part/whole into all documents: where a split begins."""
         return self.start((2 * self.documents * part + whole) // (2 * whole))  # rounded half up
 
     def _check_block(self, k: int):
         raw = self._raw[k * BLOCK:(k + 1) * BLOCK]
         if self._crc is not None and zlib.crc32(raw) != int(self._crc[k]):
-            raise ChecksumError(f"{self.bin}: block {k} (bytes {k * BLOCK} to {k * BLOCK + len(raw)}) fails its crc32; restore the file or {AGAIN}")
+            where = f"block {k} (bytes {k * BLOCK} to {k * BLOCK + len(raw)})"
+            raise ChecksumError(f"{self.bin}: {where} fails its crc32: damaged; restore the file or {AGAIN}")
         ids = raw.view(self.dtype)
-        if self._vocab is not None and not self.meta:  # a sidecar has answered this at opening
-            wrong = int(ids.argmax()) if ids.max() >= self._vocab else int(ids.argmin())
-            if not 0 <= int(ids[wrong]) < self._vocab:
-                self._refuse(k * BLOCK // self.dtype.itemsize + wrong, int(ids[wrong]), self._vocab)
+        if self._vocab is not None and self._crc is None:  # a sidecar has answered this at opening
+            worst = int(ids.argmax()) if ids.max() >= self._vocab else int(ids.argmin())
+            if not 0 <= ids[worst] < self._vocab:
+                self._refuse(k * BLOCK // self.dtype.itemsize + worst, int(ids[worst]))
         self._good[k] = True
 
-    def _refuse(self, token: int, value: int, vocab: int):
+    def _refuse(self, token: int, value: int):
         d = self.document_at(token)
-        raise ConfigError(f"{self.bin}: document {d}, token {token - self.start(d)}: id {value} is not below the vocabulary of {vocab}; "
-                          f"set model.vocab to {value + 1} or more, or use the data's own tokenizer")
+        raise ConfigError(f"{self.bin}: document {d}, token {token - self.start(d)}: id {value} is not below the "
+                          f"vocabulary of {self._vocab}; raise model.vocab above {value}, or use the data's own tokenizer")
 
 
-def read_sidecar(prefix) -> dict:
-    """PREFIX.json, {} where there is none. Raises ChecksumError: it covers itself."""
-    path = pathlib.Path(f"{prefix}.json")
+def read_sidecar(path) -> dict:
+    """The .json, {} where there is none. It covers itself: raises ChecksumError when a byte of it has changed."""
     try:
-        text = path.read_bytes()
+        text = pathlib.Path(path).read_bytes()
+        meta = json.loads(text)
+        if sidecar_bytes(meta) == text and meta["format"] == 1 and meta["block"] == BLOCK:
+            return meta
     except FileNotFoundError:
         return {}
     except OSError as e:
         raise ConfigError(f"{path}: {e.strerror}") from None
-    try:
-        meta = json.loads(text)
-        if sidecar_bytes(meta) == text:
-            return meta
-    except (ValueError, RecursionError, TypeError, AttributeError):
+    except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
         pass
-    raise ChecksumError(f"{path}: damaged or edited by hand (its sha256 does not hold); {AGAIN}, or delete it to read without checksums")
+    raise ChecksumError(f"{path}: its own sha256 does not hold: damaged or edited; {AGAIN}, or delete it to read unchecked")
 
 
 def sidecar_bytes(meta: dict) -> bytes:
@@ -240,68 +234,63 @@ def file_sha256(path) -> str:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 class Writer:
-    """Streams documents to PREFIX.*; nothing of an older PREFIX is touched before `finish`. Memory: one chunk.
+    """Streams documents to PREFIX.*; an older PREFIX stays whole until `finish`. Memory: one chunk.
 
     with Writer("out", vocab=1024) as w:
-        w.add(ids)                     # one document, end-of-document id included
+        w.add(ids)                     # one document, its end-of-document id included
         w.finish(tokenizer, text_bytes)
-    Raises OSError with the file's name when the disk fails; a run killed midway leaves only PREFIX.*.tmp."""
+    Raises OSError with the file's name when the disk fails. Killed midway it leaves PREFIX.*.tmp; the next replaces them."""
 
     def __init__(self, prefix, vocab: int):
         self.prefix, self.dtype = pathlib.Path(prefix), np.dtype(dtype_of(vocab))
-        self.documents = self.tokens = 0
-        self.max_id, self.max_id_at = -1, 0
-        self._crc, self._crcs = 0, []
-        with naming(self.prefix):
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(self._tmp(".bin"), "wb")
-            self._lengths = open(self._tmp(".len"), "wb+")
+        self.documents = self.tokens = self.max_id_at = 0
+        self.max_id, self._crc, self._crcs = -1, 0, []
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._bin, self._lengths = open(self._tmp(".bin"), "wb"), open(self._tmp(".len"), "wb+")
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for f, end in ((self._bin, ".bin"), (self._lengths, ".len")):
-            with naming(self._tmp(end)):
+        for f in (self._bin, self._lengths):
+            with naming(f.name):
                 f.close()
 
     def _tmp(self, end: str) -> pathlib.Path:
-        return self.prefix.with_name(f"{self.prefix.name}{end}.tmp")
+        return beside(self.prefix, f"{end}.tmp")
 
     def add(self, ids) -> None:
         self.extend(np.asarray(ids), [len(ids)])
 
     def extend(self, ids: np.ndarray, lengths) -> None:
-        """Any stretch of tokens, and the lengths of the documents that end in it: in the end the two must agree."""
+        """A stretch of tokens, and the lengths of some documents: by `finish` the two must have come to the same."""
         if len(ids):
-            top = int(np.argmax(ids))
-            if int(ids[top]) > self.max_id:
+            top = int(ids.argmax())
+            if ids[top] > self.max_id:
                 self.max_id, self.max_id_at = int(ids[top]), self.tokens + top
             raw = memoryview(np.ascontiguousarray(ids, self.dtype)).cast("B")
-            with naming(self._tmp(".bin")):
+            with naming(self._bin.name):
                 self._bin.write(raw)
-            done = self.tokens * self.dtype.itemsize
+            at = self.tokens * self.dtype.itemsize
+            self.tokens += len(ids)
             while raw:
-                room = BLOCK - done % BLOCK
-                self._crc, done, raw = zlib.crc32(raw[:room], self._crc), done + len(raw[:room]), raw[room:]
-                if done % BLOCK == 0:
+                part = raw[:BLOCK - at % BLOCK]
+                self._crc, at, raw = zlib.crc32(part, self._crc), at + len(part), raw[len(part):]
+                if at % BLOCK == 0:
                     self._crcs.append(self._crc)
                     self._crc = 0
-            self.tokens += len(ids)
-        lengths = np.asarray(lengths, "<i4")
-        with naming(self._tmp(".len")):
-            self._lengths.write(lengths.tobytes())
+        with naming(self._lengths.name):
+            self._lengths.write(np.asarray(lengths, "<i4").tobytes())
         self.documents += len(lengths)
 
-    def finish(self, tokenizer=None, text_bytes: int | None = None, source: str | None = None, at=lambda point: None) -> None:
-        """Writes .crc, .json, .idx and .tokenizer/, makes all durable, and puts them in place, the .idx last."""
-        tail = [self._crc] if self.tokens * self.dtype.itemsize % BLOCK else []
-        crcs = np.array(self._crcs + tail, "<u4").tobytes()
-        self._write(".crc", crcs)
+    def finish(self, tokenizer=None, text_bytes: int | None = None, source: str | None = None, at=lambda point: None):
+        """Writes the other files, makes all durable, and puts them in place, the .idx last."""
+        last = [self._crc] if self.tokens * self.dtype.itemsize % BLOCK else []
+        self._write(".crc", np.array(self._crcs + last, "<u4").tobytes())
         self._write_idx()
-        meta = {"format": 1, "source": source, "documents": self.documents, "tokens": self.tokens, "text_bytes": text_bytes,
-                "max_id": self.max_id, "max_id_at": self.max_id_at, "block": BLOCK, "crc_sha256": hashlib.sha256(crcs).hexdigest(),
-                "idx_sha256": file_sha256(self._tmp(".idx")), "tokenizer": None}
+        meta = {"format": 1, "block": BLOCK, "source": source, "text_bytes": text_bytes, "tokenizer": None,
+                "documents": self.documents, "tokens": self.tokens, "max_id": self.max_id, "max_id_at": self.max_id_at,
+                "idx_sha256": file_sha256(self._tmp(".idx")), "crc_sha256": file_sha256(self._tmp(".crc"))}
         shutil.rmtree(self._tmp(".tokenizer"), ignore_errors=True)
         if tokenizer is not None:
             meta["tokenizer"] = {k: getattr(tokenizer, k) for k in ("name", "fingerprint", "vocab", "eod")}
@@ -309,15 +298,14 @@ class Writer:
                 self._tmp(".tokenizer").mkdir()
                 tokenizer.save(self._tmp(".tokenizer"))
         self._write(".json", sidecar_bytes(meta))
-        with naming(self._tmp(".bin")):
+        with naming(self._bin.name):
             sync(self._bin)
         at("prepare.pre_publish")
-        final = {end: self.prefix.with_name(self.prefix.name + end) for end in (".tokenizer", ".bin", ".crc", ".json", ".idx")}
-        final[".idx"].unlink(missing_ok=True)  # without it there is no data set: no mix of two can be read in between
-        shutil.rmtree(final[".tokenizer"], ignore_errors=True)
-        for end, path in final.items():
+        beside(self.prefix, ".idx").unlink(missing_ok=True)  # without it nothing opens: no mix of old and new is read
+        shutil.rmtree(beside(self.prefix, ".tokenizer"), ignore_errors=True)
+        for end in (".tokenizer", ".bin", ".crc", ".json", ".idx"):
             if self._tmp(end).exists():
-                os.replace(self._tmp(end), path)
+                os.replace(self._tmp(end), beside(self.prefix, end))
             at(f"prepare.published{end}")
         self._tmp(".len").unlink(missing_ok=True)
         sync_folder(self.prefix.parent)
@@ -328,9 +316,9 @@ class Writer:
             sync(f)
 
     def _write_idx(self):
+        n = self.documents  # one sequence a document
+        code = next(c for c, name in DTYPES.items() if np.dtype(name) == self.dtype)
         with naming(self._tmp(".idx")), open(self._tmp(".idx"), "wb") as f:
-            n = self.documents  # one sequence a document
-            code = next(c for c, name in DTYPES.items() if np.dtype(name) == self.dtype)
             f.write(HEADER.pack(MAGIC, 1, code, n, n + 1))
             self._lengths.seek(0)
             while chunk := self._lengths.read(4 * CHUNK):
@@ -338,14 +326,26 @@ class Writer:
             self._lengths.seek(0)
             end = 0
             while chunk := self._lengths.read(4 * CHUNK):
-                ends = end + np.cumsum(np.frombuffer(chunk, "<i4").astype(np.int64)) * self.dtype.itemsize
-                f.write(np.concatenate([[end], ends[:-1]]).astype("<i8").tobytes())
-                end = int(ends[-1])
+                sizes = np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize
+                f.write((end + np.cumsum(sizes) - sizes).astype("<i8").tobytes())
+                end += int(sizes.sum())
             if end != self.tokens * self.dtype.itemsize:
-                raise ValueError(f"{self.prefix}: lengths sum to {end} bytes, {self.tokens} tokens were written")
+                raise ValueError(f"{self.prefix}: lengths sum to {end} bytes, but {self.tokens} tokens were written")
             for i in range(0, n + 1, CHUNK):
                 f.write(np.arange(i, min(i + CHUNK, n + 1), dtype="<i8").tobytes())
             sync(f)
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def naming(path):
+    """A failed write raises OSError without a name, and the one line that the user reads needs it."""
+    try:
+        yield
+    except OSError as e:
+        e.filename = e.filename or str(path)
+        raise
 
 
 def sync(f) -> None:

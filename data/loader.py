@@ -10,11 +10,12 @@ import json
 import math
 import pathlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
+import torch
 
 from config import Config, ConfigError
 from data import blend, prepare, tokenizer
@@ -94,7 +95,8 @@ class Data:
             rows.append(index.read(at, at + s + 1))
             starts.append(index.starts(at, at + s + 1) - at if self._cfg.data.doc_mask else None)
         cuts = [slice(i, i + t.micro_batch) for i in range(0, share, t.micro_batch)]
-        return [pack(rows[cut], starts[cut] if self._cfg.data.doc_mask else None) for cut in cuts]
+        made = [pack(rows[cut], starts[cut] if self._cfg.data.doc_mask else None) for cut in cuts]
+        return [replace(b, step=step, rows=torch.arange(cut.start, cut.stop) + self.rank * share) for b, cut in zip(made, cuts)]
 
     @property
     def vocab(self) -> int | None:

@@ -2,8 +2,8 @@
 
 Without data.doc_mask a sample is one stream: attention sees across documents and the end-of-document token predicts the
 first token of the next one, as in Megatron. With it every document in a sample stands alone: positions restart, `docs`
-lets attention stop at the boundary, and the target that would cross it is -100: nothing in a document tells how the next
-one begins, so that target is noise.
+lets attention stop at the boundary, and the target that would cross it is -100: nothing in a document tells how the
+next one begins.
 """
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ IGNORE = -100
 
 
 def pack(windows: list[np.ndarray], starts: list[np.ndarray] | None) -> Batch:
-    """b windows of s + 1 tokens, and the places in each (1..s) where a document begins; none: no boundaries are marked."""
+    """b windows of s + 1 tokens, and the places (1..s) in each where a document begins; none: no doc_mask."""
     ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
     b, s = ids.shape[0], ids.shape[1] - 1
     tokens, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()  # [b, s]

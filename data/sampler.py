@@ -26,7 +26,7 @@ class Windows:
         return (self.last - self.first - 1) // self.seq_len
 
     def window(self, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # int64 [m] -> 2 x int64 [m]
-        """Sample numbers -> (unique id: epoch * count + window, first token). The sample's tokens are [at, at + seq_len]."""
+        """Sample numbers -> (id, epoch * count + window; first token). seq_len + 1 tokens from there are the sample."""
         k = np.asarray(k, np.int64)
         slack = self.last - self.first - 1 - self.count * self.seq_len
         ids, at = np.empty_like(k), np.empty_like(k)

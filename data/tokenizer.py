@@ -4,8 +4,8 @@
     t.encode(text) -> ids      t.batch(texts) -> one array a text      t.decode(ids) -> text      t.save(folder)
     t.name, t.vocab, t.eod (ends a document), t.bos, t.fingerprint (sha256 of all that decides the ids)
 
-Special tokens written out in a text ("</s>", "<|endoftext|>") are read as plain text: a web page that quotes one must not
-end a document. Each class reads only what its file holds, so that the fingerprint is the file's.
+Special tokens spelt in a text ("</s>", "<|endoftext|>") are read as plain text: a page that quotes one must not end a
+document.
 """
 import hashlib
 import io
@@ -111,8 +111,9 @@ def load(spec) -> Tokenizer:
     try:
         content = path.read_bytes()
     except OSError as e:
-        way = "; bpe-N is trained on text: give data.path stdlib, or prepare_data --tokenizer" if bpe_pieces(spec) else ""
-        raise ConfigError(f"tokenizer {spec}: {e.strerror}; give bytes, a .model, a tokenizer.json or a folder{way}") from None
+        way = "bpe-N is for data.path stdlib and for prepare_data" if bpe_pieces(spec) else "give bytes, a .model, a " \
+              "tokenizer.json or a folder of one"
+        raise ConfigError(f"tokenizer {spec}: {e.strerror}; {way}") from None
     if path.name == "tokenizer.bytes":
         return Bytes()
     return from_json(path, content) if path.suffix == ".json" else from_model(path, content)
@@ -123,7 +124,7 @@ def from_model(path: pathlib.Path, content: bytes) -> SentencePiece:
         sp = sentencepiece.SentencePieceProcessor(model_proto=content)
         vocab = sp.vocab_size()
     except Exception as e:  # the library raises RuntimeError, ValueError and its own kinds, by version
-        raise ConfigError(f"{path}: not a sentencepiece model ({first_line(e)}); train one with prepare_data --tokenizer bpe-N") from None
+        raise ConfigError(f"{path}: not a sentencepiece model ({first_line(e)}); restore it, or train one: bpe-N") from None
     if sp.eos_id() < 0:
         raise ConfigError(f"{path}: has no end-of-sentence piece to end documents with; train it with eos_id set")
     bos = sp.bos_id() if sp.bos_id() >= 0 else None

@@ -1,4 +1,5 @@
 """The decoder: Block (pre-norm attention and MLP) and Stage (the consecutive blocks that one pipeline stage owns)."""
+import torch
 from torch import Tensor, nn
 
 from config import Config
@@ -56,8 +57,12 @@ class Stage(nn.Module):
             cache.length += tokens.shape[1]
         return x
 
-    def forward(self, batch, scale, noise: Noise | None = None) -> Tensor:
-        """The batch's summed loss times scale (data/batch.py has the batch's shapes)."""
+    def forward(self, batch, scale) -> Tensor:
+        """The batch's summed loss times scale (data/batch.py has the batch's shapes); dropout only where gradients are on."""
+        noise = None
+        if self.cfg.model.dropout and torch.is_grad_enabled():
+            columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+            noise = Noise(self.cfg.train.seed, batch.step, batch.rows, columns)
         return self.head.loss(self.hidden(batch.tokens, batch.positions, batch.docs, noise), batch.targets, scale)
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: Cache | None = None, last: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ class Lines:
         self.warned = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            cut(self.path, start_step)
+            cut(self.path, start_step or -1)  # a run that begins anew also judges step 0 anew
             self.open()
         except OSError as e:
             self.trouble = e.strerror

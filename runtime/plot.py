@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from config import read_yaml
+from runtime.console import short
 from runtime.lines import read
 
 RAW, SMOOTH, VALID, RATE, INK = "#b9c7e0", "#2a5caa", "#d9822b", "#4f8f63", "#333333"
@@ -27,13 +28,13 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
     from matplotlib.figure import Figure
 
     step, loss, rate = (np.array([r[k] for r in train], float) for k in ("step", "loss", "lr"))
-    smooth = ema(loss, max(1, len(loss) // 50))
     keep = np.unique(np.linspace(0, len(step) - 1, POINTS).astype(int))
+    smooth = smoothed(loss, keep)
     figure = Figure(figsize=(9, 5.4), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     main, low = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     main.plot(step[keep], loss[keep], color=RAW, lw=0.9, label="train, each step")
-    main.plot(step[keep], smooth[keep], color=SMOOTH, lw=1.8, label=f"train, smoothed  {smooth[-1]:.3f}")
+    main.plot(step[keep], smooth, color=SMOOTH, lw=1.8, label=f"train, smoothed  {smooth[-1]:.3f}")
     if valid:
         at, val = [r["step"] for r in valid], [r["val_loss"] for r in valid]
         main.plot(at, val, "o-", color=VALID, lw=1, ms=4.5, mec="white", mew=0.7, label=f"validation  {val[-1]:.3f}")
@@ -61,7 +62,6 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
 
 def title(run_dir: Path, params: str, last: dict) -> str:
     """quickstart · llama-mini · 0.89M parameters · 800 steps, 1.64M tokens"""
-    from runtime.console import short
     config = run_dir / "config.yaml"
     preset = read_yaml(config).get("model", {}).get("preset", "") if config.exists() else ""
     words = [run_dir.resolve().name, preset, f"{params} parameters" if params else "",
@@ -70,13 +70,13 @@ def title(run_dir: Path, params: str, last: dict) -> str:
     return re.sub(r"\$", r"\\$", " · ".join(w for w in words if w))
 
 
-def ema(x: np.ndarray, span: int) -> np.ndarray:
-    """Exponential mean over about `span` values, without the pull of the first one (as Adam debiases its moments)."""
-    decay, total, weight, out = 1 - 1 / span, 0.0, 0.0, np.empty_like(x)
-    for i, value in enumerate(x):
-        total, weight = decay * total + value, decay * weight + 1
-        out[i] = total / weight
-    return out
+def smoothed(x: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """The median of x around each index of `at`, over a window that widens with the index up to a twenty-fifth of all.
+
+    Centred, so it does not lag behind a steep start as a running mean does; a median, so a spike stays a spike.
+    """
+    half = np.minimum(at // 10, len(x) // 50)
+    return np.array([np.median(x[max(0, i - h):i + h + 1]) for i, h in zip(at, half)])
 
 
 def window(loss: np.ndarray, smooth: np.ndarray, valid: list[float]) -> tuple[float, float]:

@@ -80,20 +80,18 @@ def place() -> tuple[int, int, int, int]:
     """rank, world, local rank, local world."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-        rank, world = number(names[0]), number(names[1])
-        out = rank, world, number(names[2], rank), number(names[3], world)
+        rank, world = number("RANK"), number("WORLD_SIZE")
+        local_rank, local_world = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world)
     elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and not in_batch_script():
-        names = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"
-        rank, world = number(names[0]), number(names[1], number("SLURM_NTASKS"))  # a step may be smaller than its job
-        nodes = number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))
-        out = rank, world, number(names[2], rank), -(-world // nodes)
+        rank, world = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS"))  # of the step, not the job
+        local_rank = number("SLURM_LOCALID", rank)
+        local_world = max(-(-world // number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))), local_rank + 1)
     else:
         return 0, 1, 0, 1
-    if not (0 <= out[0] < out[1] and 0 <= out[2] < out[3] <= out[1]):
-        raise ConfigError(f"{names[0]}={out[0]}, {names[1]}={out[1]}, {names[2]}={out[2]} of {out[3]} on this node do not fit "
-                          f"together; start with torchrun or srun, or unset {names[0]}")
-    return out
+    if not (0 <= rank < world and 0 <= local_rank < local_world):
+        raise ConfigError(f"rank {rank} of {world}, local rank {local_rank} of {local_world}: the environment's RANK, WORLD_SIZE, "
+                          "LOCAL_RANK (or SLURM_*) do not fit together; start with torchrun or srun, or unset them")
+    return rank, world, local_rank, local_world
 
 
 def in_batch_script() -> bool:

@@ -1,0 +1,55 @@
+"""Loss, perplexity and bits per byte of a run: python -m scripts.evaluate RUN [--data PREFIX]
+
+Without --data: the run's own validation split, each of its samples once. With it: all of PREFIX.bin, whose tokens must come
+from the run's tokenizer (make it with python -m scripts.prepare_data --tokenizer RUN/tokenizer).
+"""
+import argparse
+import json
+import sys
+import time
+from dataclasses import replace
+
+import torch
+
+from build import load_run
+from config import ConfigError
+from data.loader import open_data
+from parallel.mesh import Mesh
+from runtime.evaluate import mean_loss, report
+from runtime.failure import fail_cleanly
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("run", help="run folder or checkpoint folder")
+    p.add_argument("--data", help="prefix of a .bin/.idx pair, or a blend; none: the run's validation split")
+    p.add_argument("--samples", type=int, help="stop after this many sequences; none: all, once")
+    p.add_argument("--seq-len", type=int, help="tokens a sequence; none: as trained")
+    p.add_argument("--micro-batch", type=int, help="sequences a forward pass; none: as trained")
+    p.add_argument("--dtype", choices=("fp64", "fp32", "bf16"), help="none: as trained")
+    p.add_argument("--json", action="store_true", help="one JSON object")
+    a = p.parse_args(argv)
+    run = load_run(a.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"), a.dtype)
+    micro, seq = a.micro_batch or run.cfg.train.micro_batch, a.seq_len or run.cfg.train.seq_len
+    cfg = replace(run.cfg, train=replace(run.cfg.train, micro_batch=micro, global_batch=micro, seq_len=seq))
+    if a.data:
+        cfg = replace(cfg, data=replace(cfg.data, path=a.data, split="0,1", tokenizer=None))
+    data = open_data(cfg, "valid", 0, 1)
+    if data.tokenizer is not None and data.tokenizer.fingerprint != run.tokenizer.fingerprint:
+        raise ConfigError(f"--data: {a.data or cfg.data.path} was made with the tokenizer {data.tokenizer.name}, {a.run} was trained "
+                          f"with {run.tokenizer.name}; make it with python -m scripts.prepare_data --tokenizer {run.path.parent.parent}/tokenizer")
+    wanted = min(data.samples, a.samples or data.samples)
+    begun = time.perf_counter()
+    loss = mean_loss(run.stage, (data.microbatches(i)[0] for i in range(max(1, wanted // micro))), Mesh.single())
+    out = {"run": str(run.path), "step": run.step, "data": a.data or f"{cfg.data.path} (valid)", "tokens": max(1, wanted // micro) * micro * seq,
+           **report(loss, data.bytes_per_token), "seconds": time.perf_counter() - begun}
+    if a.json:
+        print(json.dumps(out))
+    else:
+        print(f"{out['run']} on {out['data']}: {out['tokens']:,} tokens in {out['seconds']:.1f} s\n"
+              f"loss {out['val_loss']:.4f}   perplexity {out['val_ppl']:.2f}   bits per byte {out['val_bpb']:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(fail_cleanly(main, sys.argv[1:]))

@@ -1,0 +1,105 @@
+import json
+import math
+import os
+import resource
+import signal
+
+import pytest
+
+from runtime.lines import Lines, cut, read
+
+
+def rows(*steps):
+    return [{"step": s, "loss": 1 / s} for s in steps]
+
+
+def steps(folder):
+    return [r["step"] for r in read(folder)[0]]
+
+
+def test_floats_read_back_bit_for_bit(tmp_path):
+    values = [0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0]
+    file = Lines(tmp_path, 0)
+    file.add([{"step": i, "loss": v} for i, v in enumerate(values)])
+    back = [r["loss"] for r in read(tmp_path)[0]]
+    assert [v.hex() for v in back] == [v.hex() for v in values]
+
+
+def test_what_is_not_finite_is_still_json(tmp_path):
+    Lines(tmp_path, 0).add([{"step": 1, "loss": math.nan, "grad_norm": -math.inf, "lr": 0.1}, {"step": 2, "loss": 1.0}])
+
+    def refuse(name):
+        raise AssertionError(name)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(lines[0], parse_constant=refuse) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1, "nonfinite": True}
+    assert "nonfinite" not in lines[1]
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"step": 7, "lo', b'{"step": 7, "loss": 0.1}', b"\0" * 40, b'{"step": 7, "loss": 0.1}garbage\n'])
+def test_a_resumed_run_holds_each_step_once(tmp_path, torn):
+    Lines(tmp_path, 0).add(rows(1, 2, 3) + [{"step": 3, "val_loss": 2.0}] + rows(4, 5, 6))
+    with open(tmp_path / "metrics.jsonl", "ab") as f:
+        f.write(torn)
+    file = Lines(tmp_path, 3)
+    assert steps(tmp_path) == [1, 2, 3] and len(read(tmp_path)[1]) == 1
+    file.add(rows(4, 5))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert not (tmp_path / "metrics.jsonl.tmp").exists()
+
+
+def test_a_start_from_nothing_begins_a_new_file(tmp_path):
+    Lines(tmp_path, 0).add(rows(1, 2))
+    Lines(tmp_path, 0).add(rows(1))
+    assert steps(tmp_path) == [1]
+
+
+def test_a_file_that_fits_is_not_rewritten(tmp_path):
+    Lines(tmp_path, 0).add(rows(1, 2))
+    inode = (tmp_path / "metrics.jsonl").stat().st_ino
+    cut(tmp_path / "metrics.jsonl", 2)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
+    cut(tmp_path / "metrics.jsonl", 1)
+    assert (tmp_path / "metrics.jsonl").stat().st_ino != inode
+
+
+def test_killed_while_writing_leaves_whole_lines(tmp_path):
+    """Eight times killed at some moment of a stream of writes: never half a line."""
+    for i in range(8):
+        pid = os.fork()
+        if pid == 0:
+            file = Lines(tmp_path, 0)
+            for n in range(10**6):
+                file.add(rows(*range(20 * n + 1, 20 * n + 21)))
+            os._exit(0)
+        while not (tmp_path / "metrics.jsonl").exists() or (tmp_path / "metrics.jsonl").stat().st_size < 1000 * i:
+            pass
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        text = (tmp_path / "metrics.jsonl").read_bytes()
+        assert not text or text.endswith(b"}\n")
+        assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, text.count(b"\n") + 1))
+
+
+def test_a_full_disk_drops_and_counts(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = Lines(tmp_path, 0)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
+        for s in range(1, 11):
+            file.add(rows(s))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    kept = steps(tmp_path)
+    assert 0 < len(kept) < 10 and kept == list(range(1, len(kept) + 1))
+    assert (tmp_path / "metrics.jsonl").read_bytes().endswith(b"}\n")  # no half line
+    assert "metrics.jsonl: File too large" in file.warning() and file.warning() is None
+    file.add(rows(11))  # there is room again
+    assert steps(tmp_path)[-1] == 11
+    assert file.close() == 10 - len(kept)
+
+
+def test_a_folder_that_cannot_be_written_to_never_raises(tmp_path):
+    (tmp_path / "file").write_text("")
+    file = Lines(tmp_path / "file", 0)
+    file.add(rows(1, 2))
+    assert "training goes on" in file.warning() and file.close() == 2

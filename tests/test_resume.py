@@ -1,0 +1,161 @@
+"""Killed at any moment, started again: the same losses bit for bit, the same weights, every sample once.
+
+Each crash point of the step and of the checkpoint writer is armed in turn with SIGKILL in a real run of train.py (forked
+from this warm process, so a run costs a second). The run that follows must continue as if nothing had happened.
+"""
+import json
+import os
+import pathlib
+import shutil
+import sys
+import traceback
+
+import pytest
+
+import train
+from checkpoint import store
+
+STEPS = 9
+ARGS = ["llama3-tiny", "--model.layers", "1", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "48",
+        "--model.dropout", "0.1", "--train.steps", str(STEPS), "--train.seq_len", "16", "--train.micro_batch", "2", "--train.global_batch",
+        "4", "--train.threads", "1", "--checkpoint.every", "3", "--checkpoint.keep", "2", "--eval.every", "4", "--eval.batches", "1",
+        "--eval.sample", "3", "--log.every", "2", "--optim.warmup", "2"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the tokenized corpus in it, and in `clean` the run that was never killed."""
+    home = tmp_path_factory.mktemp("resume")
+    assert run(home, "clean") == 0
+    return home
+
+
+def run(home: pathlib.Path, name: str, fault: str = "", extra: tuple = ()) -> int:
+    """train.py in a child -> its exit code, or minus the signal that killed it."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            os.environ["FAULT"] = fault
+            out = os.open(home / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            os.dup2(out, 1), os.dup2(out, 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            from runtime.failure import fail_cleanly
+            code = fail_cleanly(train.main, [*ARGS, "--log.dir", str(home), "--log.name", name, "--data.cache", str(home / "data"), *extra])
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    status = os.waitpid(pid, 0)[1]
+    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def story(folder: pathlib.Path) -> list[tuple]:
+    """What a run did, without its clocks: every step once, in order."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: v for k, v in r.items() if not k.endswith("_ms") and "per_" not in k and k not in ("mem_gib", "mfu")} for r in rows]
+    assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
+    return [tuple(sorted(r.items())) for r in rows]
+
+
+def weights(folder: pathlib.Path) -> dict[str, str]:
+    """{key: sha256} of every piece of the last checkpoint: weights and moments."""
+    path = store.newest(folder / "checkpoints", [])
+    index = store.index(path)
+    assert index["step"] == STEPS
+    return {p["key"]: p["sha256"] for p in index["pieces"]}
+
+
+def same_as_clean(home: pathlib.Path, name: str) -> None:
+    assert story(home / name) == story(home / "clean")
+    assert weights(home / name) == weights(home / "clean")
+    left = [p.name for p in (home / name / "checkpoints").iterdir() if ".tmp" in p.name or ".trash" in p.name]
+    assert not left
+
+
+@pytest.mark.parametrize("point", train.POINTS)
+def test_killed_and_started_again(home, point):
+    # step 6 is saved: for the writer's points there is an older checkpoint (3) to fall back on, and one to purge at 9
+    step = 9 if "purge" in point else 6
+    if point == "ckpt.mid_replace":  # reached only when a committed folder of that step is bad
+        assert run(home, point, extra=()) == 0
+        bad = home / point / "checkpoints" / "step_00000009"
+        shard = next(bad.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+        assert run(home, point, f"{point}:act=SIGKILL") == -9
+    else:
+        assert run(home, point, f"{point}:step={step}:act=SIGKILL") == -9
+    assert run(home, point) == 0
+    same_as_clean(home, point)
+    shutil.rmtree(home / point)
+
+
+def test_killed_in_the_first_step_and_twice(home):
+    assert run(home, "twice", "step.backward:step=1:act=SIGKILL") == -9
+    assert run(home, "twice", "step.end:step=5:act=SIGKILL") == -9
+    assert run(home, "twice", "ckpt.pre_rename:step=6:act=SIGKILL") == -9
+    assert run(home, "twice") == 0
+    same_as_clean(home, "twice")
+
+
+@pytest.mark.parametrize("act", ["SIGTERM"])
+def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
+    assert run(home, act, f"step.begin:step=4:act={act}") == 75
+    folder = home / act
+    assert store.index(store.newest(folder / "checkpoints", []))["step"] == 4
+    assert json.loads((folder / "exit_reason.json").read_text())["code"] == 75
+    assert run(home, act) == 0
+    assert weights(folder) == weights(home / "clean")
+
+
+def test_a_stop_file_and_a_time_limit(home):
+    (home / "stop").mkdir()
+    (home / "stop" / "STOP").touch()
+    assert run(home, "stop") == 75
+    assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75
+    assert run(home, "stop") == 0
+    assert weights(home / "stop") == weights(home / "clean")
+
+
+def test_a_nan_gradient_is_skipped_and_too_many_end_the_run(home):
+    assert run(home, "nan", "step.backward:step=5:act=nan") == 0
+    rows = [json.loads(line) for line in (home / "nan" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows if r.get("skipped")] == [5]
+    assert run(home, "nans", "step.backward:act=nan") == 77
+    assert json.loads((home / "nans" / "exit_reason.json").read_text())["code"] == 77
+
+
+def test_full_disk(home):
+    assert run(home, "full", "ckpt.mid_shard:step=6:act=ENOSPC") == 82
+    assert "error:" in (home / "full.log").read_text()
+    assert store.index(store.newest(home / "full" / "checkpoints", []))["step"] == 3
+    assert run(home, "full") == 0
+    same_as_clean(home, "full")
+
+
+def test_settings_that_would_spoil_the_run_are_refused(home):
+    shutil.copytree(home / "clean", home / "drift")
+    for extra, word in ((("--train.seed", "5"), "train.seed"), (("--train.global_batch", "8"), "train.global_batch"),
+                        (("--model.ffn", "64"), "model.ffn"), (("--data.tokenizer", "bytes"), "model.vocab"),
+                        (("--checkpoint.resume", "none"), "checkpoint.resume")):
+        (home / "drift.log").unlink(missing_ok=True)
+        assert run(home, "drift", extra=extra) == 2
+        line = (home / "drift.log").read_text().splitlines()[-1]
+        assert line.startswith("error: ") and word in line
+    assert weights(home / "drift") == weights(home / "clean")
+
+
+def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
+    shutil.copytree(home / "clean", home / "rot")
+    folders = [p for _, p in store.committed(home / "rot" / "checkpoints")]
+    for i, folder in enumerate(folders):
+        shard = next(folder.glob("*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[len(data) // 2] ^= 1
+        shard.write_bytes(data)
+        if i == 0:
+            assert run(home, "rot") == 0  # goes back to step 6 and makes step 9 again
+            same_as_clean(home, "rot")
+            shard.write_bytes(data)
+    assert run(home, "rot") == 79
+    assert "error: rank 0" in (home / "rot.log").read_text()
