@@ -45,7 +45,7 @@ class StorageError(RuntimeError):
         self.path, self.needed, self.why = Path(path), needed, why
 
     def __str__(self) -> str:
-        return f"{self.path}: cannot write {self.needed:,} bytes: {self.why}"
+        return f"{self.path}: cannot write{f' {self.needed:,} bytes' if self.needed else ''}: {self.why}"
 
 
 @contextlib.contextmanager

@@ -12,17 +12,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from checkpoint.files import storing
 from config import ConfigError
 
-WAIT = 1.0  # seconds: a holder that was just killed may take a moment to be gone
+WAIT = 1.0  # seconds until the lock is given up: a holder that was just killed may take a moment to be gone
 
 
 @contextlib.contextmanager
 def lock(folder: Path | str) -> Iterator[None]:
-    """The run lock of `folder` (made if it is not there). Raises ConfigError naming the holder after WAIT seconds."""
+    """The run lock of `folder` (made if it is not there). Raises ConfigError naming the holder, StorageError."""
     path = Path(folder) / ".lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    with storing(path, 0):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         deadline = time.monotonic() + WAIT
         while not take(fd):

@@ -47,7 +47,7 @@ from config import ConfigError
 from parallel.boxes import Box, check_tiling, holes, plan_read
 
 __all__ = ["IntegrityError", "NonFinite", "POINTS", "StorageError", "clean", "committed", "index", "load", "lock",
-           "meta", "newest", "rewind", "save", "verify"]
+           "meta", "newest", "save", "verify"]
 
 # Where a writer can die with a different folder behind it each time; the crash tests kill it at every one.
 POINTS = ("ckpt.pre_write", "ckpt.mid_shard", "ckpt.post_shard", "ckpt.pre_index", "ckpt.mid_index",
@@ -75,8 +75,8 @@ def save(root: Path | str, step: int, pieces: Pieces, meta: dict, keep: int,
     """
     root, pieces = Path(root), list(pieces)
     final = root / f"step_{step:08d}"
-    boxes = [box for part in agree(gather, lambda: check_tensors(pieces)) for box in part]
-    needed = sum(agree(gather, lambda: sum(t.numel() * t.element_size() for _, t in pieces)))
+    every = agree(gather, lambda: check_tensors(pieces))
+    boxes, needed = [box for boxes, _ in every for box in boxes], sum(n for _, n in every)
     save_id = agree(gather, lambda: begin(final, boxes, meta, needed) if rank == 0 else None)[0]
     if save_id is not None:
         temp = root / f"{final.name}.tmp-{save_id}"
@@ -92,7 +92,7 @@ def save(root: Path | str, step: int, pieces: Pieces, meta: dict, keep: int,
 
 
 def agree(gather: Callable, work: Callable) -> list:
-    """[work() of every rank]. Fails it on one, every rank raises its own error or the first: none is left waiting."""
+    """[work() of every rank]. If it fails on one, all raise (their own error, or the first): none is left waiting."""
     mine, error = None, None
     try:
         mine = work()
@@ -107,13 +107,14 @@ def agree(gather: Callable, work: Callable) -> list:
     return [result for result, _ in every]
 
 
-def check_tensors(pieces: list[tuple[Box, torch.Tensor]]) -> list[Box]:
+def check_tensors(pieces: list[tuple[Box, torch.Tensor]]) -> tuple[list[Box], int]:
+    """This rank's boxes and their bytes. Raises ValueError for a tensor that cannot be stored as its box."""
     for box, t in pieces:
         if tuple(t.shape) != tuple(box.size):
             raise ValueError(f"{box}: its tensor has shape {tuple(t.shape)}")
         if t.dtype not in DTYPES:
             raise ValueError(f"{box}: dtype {t.dtype} cannot be stored")
-    return [box for box, _ in pieces]
+    return [box for box, _ in pieces], sum(t.numel() * t.element_size() for _, t in pieces)
 
 
 def begin(final: Path, boxes: list[Box], meta: dict, needed: int) -> str | None:
@@ -122,6 +123,7 @@ def begin(final: Path, boxes: list[Box], meta: dict, needed: int) -> str | None:
     json.dumps(meta)  # a meta that is not JSON fails here, before a byte is written
     with storing(final, needed):
         os.makedirs(final.parent, exist_ok=True)
+        sync_dir(final.parent.parent)  # else a power cut could take the whole folder of checkpoints
         clean(final.parent)
         if os.path.lexists(final):
             try:
@@ -163,7 +165,8 @@ def shards(pieces: list[tuple[Box, torch.Tensor]]) -> Iterable[list[tuple[Box, t
         if group and size + n > SHARD_BYTES:
             yield sorted(group, key=lambda p: -p[1].element_size())
             group, size = [], 0
-        group, size = [*group, (box, t)], size + n
+        group.append((box, t))
+        size += n
     if group:
         yield sorted(group, key=lambda p: -p[1].element_size())
 
@@ -273,16 +276,6 @@ def clean(root: Path | str) -> None:
             remove(path)
 
 
-def rewind(root: Path | str, step: int) -> list[Path]:
-    """Moves checkpoints of later steps into root/old: a run that starts anew at `step` makes its own. Returns them."""
-    moved = []
-    with storing(Path(root), 0):
-        for _, path in [f for f in committed(root) if f[0] > step]:
-            (path.parent / "old").mkdir(exist_ok=True)
-            moved.append(path.rename(path.parent / "old" / f"{path.name}-{uuid.uuid4().hex[:8]}"))
-    return moved
-
-
 # ---- load ------------------------------------------------------------------------------------------------------------
 
 def load(path: Path | str, wants: Pieces, strict: bool = True, allow: Sequence[str] = (),
@@ -306,11 +299,14 @@ def load(path: Path | str, wants: Pieces, strict: bool = True, allow: Sequence[s
             for j, source, target in plan_read(box, [p.box for p in have]):
                 reads[have[j]].append((source, tensor.detach()[target]))
         spots = check_pieces(path, data, reads)
-        for file in {piece.file for piece in reads}:
-            copy_out(path / file, [(p, spots[p], reads[p]) for p in reads if p.file == file])
+        jobs: dict[str, list] = defaultdict(list)
+        for piece, targets in reads.items():
+            jobs[piece.file].append((piece, spots[piece], targets))
+        for file, inside in jobs.items():
+            copy_out(path / file, inside)
 
 
-def copy_out(path: Path, jobs: list) -> None:
+def copy_out(path: Path, jobs: list[tuple[Piece, int, list]]) -> None:
     """Verified pieces of one file into their tensors. Mapped: a slice reads only itself, and nothing is held twice."""
     with opened(path) as fd:
         memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)  # private and copied on write: torch wants writable memory

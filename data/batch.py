@@ -10,7 +10,7 @@ class Batch:
     targets: torch.Tensor  # int64 [b, s]: the next token; -100 where it does not count
     positions: torch.Tensor  # int64 [b, s]: 0, 1, 2, ...; restarts with each document under data.doc_mask
     docs: torch.Tensor | None = None  # int32 [b, s]: document number within the sample; none without data.doc_mask
-    rows: torch.Tensor | None = None  # int64 [b]: place of each sequence in the step's global batch (dropout depends on it)
+    rows: torch.Tensor | None = None  # int64 [b]: place of each sequence in the step's global batch; dropout needs it
     step: int = 0  # the step it belongs to, from 0
 
     def counted(self) -> torch.Tensor:
@@ -20,4 +20,5 @@ class Batch:
     def to(self, device) -> "Batch":
         if torch.device(device) == self.tokens.device:
             return self
-        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, torch.Tensor)})
+        tensors = {k: v for k, v in vars(self).items() if isinstance(v, torch.Tensor)}
+        return replace(self, **{k: v.to(device, non_blocking=True) for k, v in tensors.items()})

@@ -40,12 +40,15 @@ class Blend:
 
 def parse(text: str) -> tuple[Blend, list[str]]:
     """ "0.7 a 0.3 b" -> weights and paths; a lone path weighs 1. Raises ConfigError naming data.path."""
-    words = shlex.split(text)
-    weights = [number(w) for w in words[::2]]
-    if not words:
+    if not text.strip():
         raise ConfigError("data.path: empty; give stdlib, a prefix of .bin/.idx, or a blend \"0.7 a 0.3 b\"")
-    if weights[0] is None:
+    if number(text.split()[0]) is None:
         return Blend((1,)), [text.strip()]
+    try:
+        words = shlex.split(text)  # a path with spaces can be quoted
+    except ValueError as e:
+        raise ConfigError(f"data.path: {text!r}: {str(e).lower()}") from None
+    weights = [number(w) for w in words[::2]]
     if len(words) % 2 or None in weights:
         raise ConfigError(f"data.path: {text!r} is not a blend; weights and paths must take turns: \"0.7 a 0.3 b\"")
     if min(weights) <= 0:

@@ -5,30 +5,30 @@ hf:NAME[:CONFIG][:SPLIT] (streamed, by shard), stdlib (Python's own source); .gz
 A unit depends on the inputs alone, never on the number of workers. Memory: the longest document.
 """
 import codecs
-import gzip
 import glob
+import gzip
 import hashlib
 import io
 import json
 import os
 import pathlib
-import sys
 import sysconfig
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 from config import ConfigError
 
-UNIT = 16 << 20  # bytes of input in a unit: some seconds of work, which is what a kill can cost
+UNIT = 8 << 20  # bytes of input in a unit: a second or two of work, which is what a kill can cost
 KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
          ".txt": "text", ".md": "text", ".rst": "text", ".py": "text"}
-SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
+SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one input: bytes [start, stop) of a plain jsonl, row groups of a parquet, shard start of stop of hf."""
+    """A stretch of one input: bytes [start, stop) of a jsonl, row groups of a parquet, shard start of stop of hf."""
     kind: str
     path: str
     start: int
@@ -38,9 +38,9 @@ class Piece:
 
 class Record(NamedTuple):
     text: str | None  # none: bad
-    line: int  # in the file (parquet: row), from 1; of a cut jsonl: within the piece
+    line: int  # from 1: in the file, of a jsonl in the piece (see `place`); of parquet and hf the row
     why: str  # what is bad
-    done: int  # bytes of the piece read so far
+    done: int = 0  # bytes of the piece read so far, where that is known
 
 
 class Bad(ConfigError):
@@ -67,15 +67,14 @@ def pieces(name: str, unit: int) -> Iterator[Piece]:
         return
     if name.startswith("hf:"):
         shards = hf_dataset(name[3:]).num_shards
-        yield from (Piece("hf", name[3:], i, shards, unit) for i in range(shards))  # a size nobody knows: a unit each
+        yield from (Piece("hf", name[3:], i, shards, unit) for i in range(shards))  # of unknown size: a unit each
         return
     for path in files(name):
         kind, size = kind_of(path), os.path.getsize(path)
         if kind == "parquet":
             meta = parquet(path).metadata
-            groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
-            for i, group in enumerate(groups):
-                yield Piece(kind, path, i, i + 1, sum(group.column(c).total_compressed_size for c in range(group.num_columns)))
+            for i in range(meta.num_row_groups):
+                yield Piece(kind, path, i, i + 1, size // meta.num_row_groups)
         elif kind == "jsonl" and not path.endswith((".gz", ".zst")):
             for start in range(0, size, unit):
                 yield Piece(kind, path, start, min(start + unit, size), min(unit, size - start))
@@ -111,7 +110,7 @@ def stdlib() -> list[str]:
 
 
 def hf_dataset(name: str):
-    """NAME[:CONFIG][:SPLIT], streamed. A lone word after NAME is a config where the set has one of that name, else a split."""
+    """NAME[:CONFIG][:SPLIT], streamed. One word after NAME is a config where the set has one so named, else a split."""
     try:
         import datasets  # only where hf: is asked for
     except ImportError:
@@ -155,7 +154,7 @@ def read_text(piece: Piece, key: str) -> Iterator[Record]:
     try:
         yield Record(raw.decode("utf-8"), 1, "", piece.size)
     except UnicodeDecodeError as e:
-        yield Record(None, raw.count(b"\n", 0, e.start) + 1, f"invalid UTF-8 (byte 0x{raw[e.start]:02x})", piece.size)
+        yield Record(None, raw.count(b"\n", 0, e.start) + 1, f"invalid UTF-8 (byte 0x{raw[e.start]:02x})")
 
 
 def read_jsonl(piece: Piece, key: str) -> Iterator[Record]:
@@ -183,14 +182,16 @@ def from_json(raw: bytes, key: str, line: int) -> tuple[str | None, int, str]:
         return None, line, f"invalid UTF-8 (byte 0x{raw[e.start]:02x} at column {e.start + 1})"
     except (ValueError, RecursionError) as e:
         return None, line, f"broken JSON ({e})"
-    return checked(record.get(key) if isinstance(record, dict) else record, key, line, isinstance(record, dict))
-
-
-def checked(text, key: str, line: int, is_record: bool = True) -> tuple[str | None, int, str]:
-    if not is_record:
+    if not isinstance(record, dict):
         return None, line, f"not an object with a text under {key!r}"
+    return checked(record.get(key), key, line)
+
+
+def checked(text, key: str, line: int) -> tuple[str | None, int, str]:
+    if text is None:
+        return None, line, f"no text under {key!r} (see --jsonl-key)"
     if not isinstance(text, str):
-        return None, line, f"no text under {key!r} (see --jsonl-key)" if text is None else f"{key!r} holds no text but {type(text).__name__}"
+        return None, line, f"{key!r} holds no text but {type(text).__name__}"
     try:
         text.encode("utf-8")  # JSON can spell half a character ("\ud800"), which no tokenizer can take
     except UnicodeEncodeError:
@@ -207,29 +208,33 @@ def first_line_at(f, start: int) -> int:
 
 def read_parquet(piece: Piece, key: str) -> Iterator[Record]:
     table = parquet(piece.path)
-    if key not in table.schema_arrow.names:
-        raise ConfigError(f"{piece.path}: no column {key!r} but {', '.join(table.schema_arrow.names)}; choose with --jsonl-key")
+    columns = table.schema_arrow.names
+    if key not in columns:
+        raise ConfigError(f"{piece.path}: no column {key!r}; it has {', '.join(columns)}: choose with --jsonl-key")
     row = sum(table.metadata.row_group(i).num_rows for i in range(piece.start))
     for batch in table.iter_batches(256, row_groups=range(piece.start, piece.stop), columns=[key]):
-        for i, value in enumerate(batch.column(0)):
+        for value in batch.column(0):
+            row += 1
             try:
-                text = value.as_py()
+                yield Record(*checked(value.as_py(), key, row))
             except UnicodeDecodeError:
-                text, fault = None, "invalid UTF-8"
-                yield Record(None, row + i + 1, fault, 0)
-                continue
-            yield Record(*checked(text, key, row + i + 1), 0)
-        row += len(batch)
+                yield Record(None, row, "invalid UTF-8")
 
 
 def read_hf(piece: Piece, key: str) -> Iterator[Record]:
-    rows = hf_dataset(piece.path).shard(piece.stop, piece.start)
-    for i, row in enumerate(rows):
-        yield Record(*checked(row.get(key), key, i + 1), 0)
+    rows = enumerate(hf_dataset(piece.path).shard(piece.stop, piece.start), 1)
+    while True:
+        try:
+            i, row = next(rows, (0, None))
+        except Exception as e:  # the network's errors are of many kinds
+            raise ConfigError(f"hf:{piece.path}: {type(e).__name__}: {e}; the same command goes on") from None
+        if row is None:
+            return
+        yield Record(*checked(row.get(key), key, i))
 
 
 def place(piece: Piece, line: int) -> str:
-    """file:line. A piece of a jsonl counts its own lines; those before it are counted only now, when they are asked for."""
+    """file:line. A piece of a jsonl counts its own lines; those before it are counted only here, when asked for."""
     if piece.kind == "jsonl" and piece.start:
         with open(piece.path, "rb") as f:
             left = first_line_at(f, piece.start)
@@ -254,8 +259,8 @@ class Zstd(io.RawIOBase):
 
     def __init__(self, raw):
         import zstandard  # only where a .zst is read
-        self._raw, self._new, self._error = raw, lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
-        self._frame, self._left, self._out = None, b"", memoryview(b"")
+        self._new, self._error = lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
+        self._raw, self._frame, self._left, self._out = raw, None, b"", memoryview(b"")
 
     def readable(self):
         return True

@@ -32,7 +32,8 @@ AGAIN = "make it again with scripts.prepare_data"
 
 
 class ChecksumError(ConfigError):
-    """A data file whose content is not what was written. One line; train.py exits with 79."""
+    """A data file whose content is not what was written: one line."""
+    exit_code = 79
 
 
 def dtype_of(vocab: int) -> str:
@@ -143,7 +144,7 @@ class Indexed:
         found = {self.idx: (digest, "idx_sha256"), crc: (file_sha256(crc), "crc_sha256")}
         for file, (have, key) in found.items():
             if have != self.meta[key]:
-                raise ChecksumError(f"{file}: sha256 is not as in {path.name}: damaged or replaced; restore it or {AGAIN}")
+                raise ChecksumError(f"{file}: sha256 is not as in {path.name}: damaged or replaced; {AGAIN}")
         self.identity = hashlib.sha256(f"{digest} {self.meta['crc_sha256']}".encode()).hexdigest()
 
     def _map(self, vocab: int | None, skip: int = 0):
@@ -198,7 +199,7 @@ class Indexed:
     def _refuse(self, token: int, value: int):
         d = self.document_at(token)
         raise ConfigError(f"{self.bin}: document {d}, token {token - self.start(d)}: id {value} is not below the "
-                          f"vocabulary of {self._vocab}; raise model.vocab above {value}, or use the data's own tokenizer")
+                          f"vocabulary of {self._vocab}; raise model.vocab above {value}, or use the data's tokenizer")
 
 
 def read_sidecar(path) -> dict:
@@ -214,7 +215,7 @@ def read_sidecar(path) -> dict:
         raise ConfigError(f"{path}: {e.strerror}") from None
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
         pass
-    raise ChecksumError(f"{path}: its own sha256 does not hold: damaged or edited; {AGAIN}, or delete it to read unchecked")
+    raise ChecksumError(f"{path}: its sha256 does not hold: damaged or edited; {AGAIN}, or delete it to read unchecked")
 
 
 def sidecar_bytes(meta: dict) -> bytes:
@@ -239,7 +240,7 @@ class Writer:
     with Writer("out", vocab=1024) as w:
         w.add(ids)                     # one document, its end-of-document id included
         w.finish(tokenizer, text_bytes)
-    Raises OSError with the file's name when the disk fails. Killed midway it leaves PREFIX.*.tmp; the next replaces them."""
+    Raises OSError with the file's name when the disk fails. Killed midway it leaves PREFIX.*.tmp for the next."""
 
     def __init__(self, prefix, vocab: int):
         self.prefix, self.dtype = pathlib.Path(prefix), np.dtype(dtype_of(vocab))

@@ -8,7 +8,7 @@ A thread reads data.prefetch steps ahead; what goes wrong there is raised in the
 import hashlib
 import json
 import math
-import pathlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -22,6 +22,7 @@ from data import blend, prepare, tokenizer
 from data.batch import Batch
 from data.indexed import Indexed
 from data.pack import pack
+from data.raw import Raw
 from data.sampler import Windows, key
 
 SPLITS = ("train", "valid", "test")
@@ -41,19 +42,20 @@ class Source:
 class Data:
     """What rank `rank` of `world` data-parallel ranks reads of one split; `open_data` makes it.
 
-    tokens, samples: of the split (samples an epoch).  tokenizer: none for files that do not name theirs.
-    vocab: every id lies below it (none: unknown).  fingerprint: equal ones give equal samples for equal train.*."""
+    tokens, samples: of the split, samples an epoch.  tokenizer: none for files that do not name theirs.
+    vocab: ids lie below it; none: unknown.  fingerprint: equal ones give equal samples where train.* is equal."""
 
     def __init__(self, cfg: Config, split: str, rank: int, world: int, mix: blend.Blend, sources: list[Source]):
         self.split, self.rank, self.world, self.sources = split, rank, world, sources
         self._cfg, self._mix = cfg, mix
         seed = key(cfg.train.seed) if split == "train" else 0  # validation is the same text whatever the seed
         k = SPLITS.index(split)
-        self._windows = [Windows(s.cuts[k], s.cuts[k + 1], cfg.train.seq_len, key(seed, d)) for d, s in enumerate(sources)]
+        self._windows = [Windows(*s.cuts[k:k + 2], cfg.train.seq_len, key(seed, d)) for d, s in enumerate(sources)]
         for source, w in zip(sources, self._windows):
             if w.count < 1:
-                raise ConfigError(f"data.split: {split} of {source.name} has {w.last - w.first} tokens, a sample needs {w.seq_len + 1} (train.seq_len + 1); "
-                                  f"raise its share in {cfg.data.split!r}, shorten train.seq_len, or give more documents than {source.index.documents}")
+                raise ConfigError(f"data.split: {cfg.data.split} leaves {split} {w.last - w.first} tokens of "
+                                  f"{source.name} ({source.index.documents} documents), a sample is {w.seq_len + 1}; "
+                                  "raise its share, shorten train.seq_len, or give more documents")
         self.tokens = sum(w.last - w.first for w in self._windows)
         self.samples = sum(w.count for w in self._windows)
         self.tokenizer = next((s.tokenizer for s in sources if s.tokenizer), None)
@@ -96,16 +98,19 @@ class Data:
             starts.append(index.starts(at, at + s + 1) - at if self._cfg.data.doc_mask else None)
         cuts = [slice(i, i + t.micro_batch) for i in range(0, share, t.micro_batch)]
         made = [pack(rows[cut], starts[cut] if self._cfg.data.doc_mask else None) for cut in cuts]
-        return [replace(b, step=step, rows=torch.arange(cut.start, cut.stop) + self.rank * share) for b, cut in zip(made, cuts)]
+        places = torch.arange(share) + self.rank * share
+        return [replace(b, step=step, rows=places[cut]) for b, cut in zip(made, cuts)]
 
     @property
     def vocab(self) -> int | None:
-        return self.tokenizer.vocab if self.tokenizer else next((v for s in self.sources if (v := vocab_of(s.index))), None)
+        made = (s.index.meta.get("tokenizer") for s in self.sources)
+        return self.tokenizer.vocab if self.tokenizer else next((m["vocab"] for m in made if m), None)
 
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over tokenizer, content of every data set, weights and split."""
-        parts = [self.tokenizer and self.tokenizer.fingerprint, [s.index.identity for s in self.sources], self._mix.weights, self._cfg.data.split]
+        tok = self.tokenizer and self.tokenizer.fingerprint
+        parts = [tok, [s.index.identity for s in self.sources], self._mix.weights, self._cfg.data.split]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
@@ -119,13 +124,14 @@ class Data:
         return sum(len(self.tokenizer.decode(row).encode()) for row in rows) / sum(map(len, rows))
 
     def describe(self) -> str:
-        """One line: "python stdlib 3.11: 537 documents, 9.7 MB, 3.9M tokens (train 3.7M, valid 0.2M)   tokenizer bpe-1024 (cached)"."""
+        """One line: name, documents, bytes, tokens of each split, tokenizer."""
         parts = []
         for s, weight in zip(self.sources, self._mix.weights):
             share = f"{100 * weight / sum(self._mix.weights):.3g} % " if len(self.sources) > 1 else ""
             size = s.index.meta.get("text_bytes")
             split = ", ".join(f"{name} {short(b - a)}" for name, a, b in zip(SPLITS, s.cuts, s.cuts[1:]) if b > a)
-            parts.append(f"{share}{s.index.meta.get('source') or s.name}: {s.index.documents:,} documents, "
+            documents = f"{s.index.documents:,} documents, " if s.index.documents else ""
+            parts.append(f"{share}{s.index.meta.get('source') or s.name}: {documents}"
                          f"{f'{size / 1e6:.1f} MB, ' if size else ''}{short(s.index.tokens)} tokens ({split})")
         note = f" ({self.sources[0].note})" if self.sources[0].note else ""
         return f"{' + '.join(parts)}   tokenizer {self.tokenizer.name if self.tokenizer else 'unknown'}{note}"
@@ -138,40 +144,40 @@ class Data:
 
 def open_data(cfg: Config, split: str, rank: int, world: int) -> Data:
     """Opens data.path, and makes the stdlib corpus first where it is asked for. `rank` of `world`: data-parallel.
-    Raises ConfigError (one line: key or file, and the way out), ChecksumError, OSError when the disk of data.cache fails."""
+    Raises ConfigError (one line: key or file, and the way out), ChecksumError, OSError when data.cache's disk fails."""
     mix, paths = blend.parse(cfg.data.path)
     parts = shares(cfg.data.split, split)
     sources = [open_source(cfg, path, parts) for path in paths]
     known = [s for s in sources if s.tokenizer]
     for s in known:
         if s.tokenizer.fingerprint != known[0].tokenizer.fingerprint:
-            raise ConfigError(f"data.path: {known[0].name} was made with tokenizer {label(known[0].tokenizer)}, {s.name} with {label(s.tokenizer)}; "
-                              "prepare them with the same one")
+            raise ConfigError(f"data.path: {known[0].name} was made with tokenizer {label(known[0].tokenizer)}, "
+                              f"{s.name} with {label(s.tokenizer)}; prepare them with the same one")
     return Data(cfg, split, rank, world, mix, sources)
 
 
 def open_source(cfg: Config, path: str, parts: list[int]) -> Source:
-    prefix, note = pathlib.Path(path.removesuffix(".bin").removesuffix(".idx")), ""
+    prefix, note = path.removesuffix(".bin").removesuffix(".idx"), ""
     if path == "stdlib":
         prefix, note = prepare.stdlib(cfg.data.cache, cfg.data.tokenizer)
-    folder = pathlib.Path(f"{prefix}.tokenizer")
-    tok = tokenizer.load(folder) if folder.is_dir() else None
-    given = cfg.data.tokenizer
-    if path != "stdlib" and given and not (tok and given == tok.name):  # a name alone (bpe-1024) asks for the data's own
-        given = tokenizer.load(given)
-        tok = tok or given
-        if given.fingerprint != tok.fingerprint:
-            raise ConfigError(f"data.tokenizer: {label(given)} is not {label(tok)}, with which {path} was made; leave it out, or prepare the data again")
-    index = Indexed(prefix, cfg.model.vocab or (tok and tok.vocab))
+    tok = tokenizer.load(f"{prefix}.tokenizer") if os.path.isdir(f"{prefix}.tokenizer") else None
+    given = None if path == "stdlib" or (tok and tok.name == cfg.data.tokenizer) else cfg.data.tokenizer
+    if given:  # a name alone, such as bpe-1024, asks for the data's own
+        wanted = tokenizer.load(given)
+        tok = tok or wanted
+        if wanted.fingerprint != tok.fingerprint:
+            raise ConfigError(f"data.tokenizer: {given} is {label(wanted)}, but {path} was made with {label(tok)}; "
+                              "leave data.tokenizer out, or prepare the data again")
+    vocab = cfg.model.vocab or (tok and tok.vocab)
+    if path.endswith(".bin") and os.path.isfile(path) and not os.path.exists(f"{prefix}.idx"):
+        index = Raw(path, vocab, tok and tok.eod)
+    else:
+        index = Indexed(prefix, vocab)
     made = index.meta.get("tokenizer")
     if made and tok and made["fingerprint"] != tok.fingerprint:
-        raise ConfigError(f"data.tokenizer: {label(tok)} is not {made['name']} ({made['fingerprint'][:12]}), with which {path} was made (see {prefix}.json); "
-                          f"put the right one into {folder}, or prepare the data again")
+        raise ConfigError(f"data.tokenizer: {label(tok)} is not {made['name']} ({made['fingerprint'][:12]}), with "
+                          f"which {path} was made; put that one into {prefix}.tokenizer, or prepare the data again")
     return Source(path, index, tok, tuple(index.cut(sum(parts[:k]), sum(parts)) for k in range(4)), note)
-
-
-def vocab_of(index: Indexed) -> int | None:
-    return (index.meta.get("tokenizer") or {}).get("vocab")
 
 
 def shares(text: str, split: str) -> list[int]:

@@ -1,9 +1,9 @@
 """Text -> PREFIX.bin/.idx: in parallel, resumable, in bounded memory, the same bytes for any number of workers.
 
-The inputs are cut into units (documents.plan). Each becomes a shard in PREFIX.parts/, written beside and put in place by
-renames, its .json last: a shard with a .json is finished for good. When all are, one merge writes PREFIX.* beside and
-publishes it, the .idx last. So a kill at any moment costs the unfinished units, and starting again gives what one run
-would have given. Workers talk to the parent over a pipe each: a dead parent ends them, a dead worker is named.
+The inputs are cut into units (documents.plan). Each becomes a shard in PREFIX.parts/, written beside and put in place
+by renames, its .json last: a shard with a .json is finished for good. When all are, one merge writes PREFIX.* beside
+and publishes it, the .idx last. So a kill at any moment costs the unfinished units, and starting again gives what one
+run would have given. Each worker has a pipe to the parent: a dead parent ends it, a dead worker is named.
 """
 import fcntl
 import hashlib
@@ -30,6 +30,9 @@ from data.indexed import Indexed, Writer, dtype_of, naming, sync
 BATCH = 1 << 20  # characters encoded in one call
 TRAIN_ON = 64 << 20  # characters of text a bpe-N is trained on, taken from evenly spaced units
 SHOWN = 5  # bad records kept by name in each shard
+POINTS = tuple(f"prepare.{p}" for p in (
+    "planned", "mid_shard", "pre_shard_commit", "mid_shard_commit", "post_shard", "mid_merge", "pre_publish",
+    "published.tokenizer", "published.bin", "published.crc", "published.json", "published.idx"))  # where tests kill it
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,10 @@ class Job:
     skip_bad: bool
 
 
-def run(inputs: list[str], tokenizer: str, out, key: str = "text", workers: int = 1, append_eod: bool = True, skip_bad: bool = False,
-        source: str | None = None, say=lambda text: None, progress=lambda **_: None, at=lambda point: None, unit: int = documents.UNIT) -> dict:
-    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; returns the report. `at` is called at each named crash point.
+def run(inputs: list[str], tokenizer: str, out, key: str = "text", workers: int = 1, append_eod: bool = True,
+        skip_bad: bool = False, source: str | None = None, unit: int = documents.UNIT,
+        say=lambda text: None, progress=lambda done, whole: None, at=lambda point: None) -> dict:
+    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; returns the report. `at` hears of every named crash point.
     Raises ConfigError (Bad: naming file:line), OSError with a file name when the disk fails."""
     clock = time.monotonic()
     out = pathlib.Path(out)
@@ -51,51 +55,58 @@ def run(inputs: list[str], tokenizer: str, out, key: str = "text", workers: int 
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
     job = Job(f"{out}.parts", key, append_eod, skip_bad)
-    with naming(job.parts):
-        os.makedirs(job.parts, exist_ok=True)
+    mark = plan_digest(job, inputs, tokenizer, units)
+    os.makedirs(job.parts, exist_ok=True)
     with open(f"{job.parts}/lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel takes it back from the dead
         except OSError:
-            raise ConfigError(f"{job.parts}: another prepare_data is at work on this --out; wait for it, or choose another") from None
-        if not same_plan(job, inputs, tokenizer, units):
+            raise ConfigError(f"{job.parts}: another process works on this --out; wait, or choose another") from None
+        if not same_plan(job, mark):
             say("inputs or settings differ from the unfinished run's: starting over")
         tok = ready_tokenizer(job, tokenizer, units, say)
         at("prepare.planned")
         todo = [i for i in range(len(units)) if not finished(job, i)]
-        kept = len(units) - len(todo)
-        if kept:
-            say(f"going on: {kept} of {len(units)} shards are finished")
-        work = in_parallel if min(workers, len(todo)) > 1 else in_turn
-        work(job, units, todo, tok, min(workers, len(todo)), progress, at)
+        if len(todo) < len(units):
+            say(f"going on: {len(units) - len(todo)} of {len(units)} shards are finished")
+        progress(0, sum(size_of(units[i]) for i in todo))
+        if min(workers, len(todo)) > 1:
+            in_parallel(job, units, todo, min(workers, len(todo)), progress)
+        else:
+            in_turn(job, units, todo, tok, progress, at)
         report = merge(job, units, tok, out, source, at)
         shutil.rmtree(job.parts)
-    seconds = time.monotonic() - clock
-    size = sum(p.size for u in units for p in u)
-    return {"out": str(out), "tokenizer": tok.name, "fingerprint": tok.fingerprint, "vocab": tok.vocab, "dtype": np.dtype(dtype_of(tok.vocab)).name,
-            **report, "input_bytes": size, "seconds": seconds, "shards": len(units), "shards_kept": kept, "workers": workers}
+    return {"out": str(out), **report, "tokenizer": tok.name, "fingerprint": tok.fingerprint, "vocab": tok.vocab,
+            "dtype": np.dtype(dtype_of(tok.vocab)).name, "input_bytes": sum(map(size_of, units)), "workers": workers,
+            "seconds": time.monotonic() - clock, "shards": len(units), "shards_kept": len(units) - len(todo)}
+
+
+def size_of(unit: list[Piece]) -> int:
+    return sum(piece.size for piece in unit)
 
 
 # ---- the unfinished run ----------------------------------------------------------------------------------------------
 
-def same_plan(job: Job, inputs, tokenizer, units) -> bool:
-    """Keeps the shards of a run with the same inputs and settings, clears those of another. skip_bad is not among them:
-    a shard without bad records is the same with and without it."""
+def plan_digest(job: Job, inputs, tokenizer: str, units) -> str:
+    """sha256 of all that decides the shards. Not of skip_bad: a shard without bad records is the same either way."""
     tok = tokenizer if tokenizers.bpe_pieces(tokenizer) else tokenizers.load(tokenizer).fingerprint
     paths = sorted({p.path for u in units for p in u if p.kind != "hf"})
     stats = [(p, s.st_size, s.st_mtime_ns) for p in paths for s in [os.stat(p)]]
     cuts = [[(p.path, p.start, p.stop) for p in u] for u in units]
-    plan = json.dumps([tok, job.key, job.append_eod, inputs, hashlib.sha256(json.dumps([stats, cuts]).encode()).hexdigest()])
+    return hashlib.sha256(json.dumps([tok, job.key, job.append_eod, inputs, stats, cuts]).encode()).hexdigest()
+
+
+def same_plan(job: Job, mark: str) -> bool:
+    """Keeps the shards of a run with the same digest; clears those of another and answers False."""
     path = pathlib.Path(job.parts, "plan")
     old = path.read_text() if path.exists() else None
-    if old == plan:
+    if old == mark:
         return True
     for name in os.listdir(job.parts):
         if name != "lock":
             stale = os.path.join(job.parts, name)
             shutil.rmtree(stale) if os.path.isdir(stale) else os.unlink(stale)
-    with naming(path):
-        write_beside(path, plan.encode())
+    write_beside(path, mark.encode())
     return old is None
 
 
@@ -116,8 +127,7 @@ def ready_tokenizer(job: Job, spec: str, units, say):
 
 def train(units, job: Job, wanted: int, say):
     clock = time.monotonic()
-    size = sum(p.size for u in units for p in u)
-    stride = max(1, size // TRAIN_ON)
+    stride = max(1, sum(map(size_of, units)) // TRAIN_ON)
 
     def texts():
         left = TRAIN_ON
@@ -143,10 +153,15 @@ def shard_path(job: Job, i: int, end: str) -> str:
 def finished(job: Job, i: int) -> bool:
     """Made whole, and not by leaving out bad records that this run wants to hear of."""
     try:
-        meta = json.loads(pathlib.Path(shard_path(job, i, ".json")).read_bytes())
-    except OSError:
+        meta = shard_meta(job, i)
+        whole = all(os.path.getsize(shard_path(job, i, end)) == size for end, size in meta["sizes"].items())
+    except (OSError, ValueError, KeyError):
         return False
-    return job.skip_bad or not meta["bad"]
+    return whole and (job.skip_bad or not meta["bad"])
+
+
+def shard_meta(job: Job, i: int) -> dict:
+    return json.loads(pathlib.Path(shard_path(job, i, ".json")).read_bytes())
 
 
 def make_shard(job: Job, i: int, unit: list[Piece], tok, report=lambda done: None, at=lambda point: None) -> None:
@@ -176,7 +191,8 @@ def make_shard(job: Job, i: int, unit: list[Piece], tok, report=lambda done: Non
             for record in documents.read(piece, job.key):
                 if record.text is None:
                     if not job.skip_bad:
-                        raise Bad(f"{documents.place(piece, record.line)}: {record.why}; mend it, or pass --skip-bad to leave such records out")
+                        where = documents.place(piece, record.line)
+                        raise Bad(f"{where}: {record.why}; mend it, or leave such records out with --skip-bad")
                     count["bad"] += 1
                     if len(count["shown"]) < SHOWN:
                         count["shown"].append([n, record.line, record.why])
@@ -193,6 +209,7 @@ def make_shard(job: Job, i: int, unit: list[Piece], tok, report=lambda done: Non
         flush(texts)
         sync(tokens_file)
         sync(lengths_file)
+        count["sizes"] = {".bin": tokens_file.tell(), ".len": lengths_file.tell()}
     at("prepare.pre_shard_commit")
     for e, path in beside.items():
         os.replace(path, shard_path(job, i, e))
@@ -210,19 +227,18 @@ def write_beside(path, content: bytes) -> None:
         os.replace(f"{path}.tmp", path)
 
 
-def in_turn(job: Job, units, todo, tok, workers, progress, at) -> None:
-    whole = sum(p.size for i in todo for p in units[i])
-    before = 0
+def in_turn(job: Job, units, todo, tok, progress, at) -> None:
+    before, whole = 0, sum(size_of(units[i]) for i in todo)
     for i in todo:
-        make_shard(job, i, units[i], tok, lambda done: progress(done=before + done, whole=whole), at)
-        before += sum(p.size for p in units[i])
+        make_shard(job, i, units[i], tok, lambda done, before=before: progress(before + done, whole), at)
+        before += size_of(units[i])
 
 
-def in_parallel(job: Job, units, todo, tok, workers, progress, at) -> None:
-    """Hands out units in order. When one fails, those before it still end, so that the first fault in the input is the one told."""
-    ctx = multiprocessing.get_context("spawn")  # a fork would copy the threads' locks of whoever imported torch
+def in_parallel(job: Job, units, todo, workers, progress) -> None:
+    """Hands out units in order. When one fails, those before it still end: the first fault of the input is told."""
+    ctx = multiprocessing.get_context("spawn")  # a fork would copy the locks that other threads hold
     pipes, left = {}, list(todo)
-    whole, done = sum(p.size for i in todo for p in units[i]), {}
+    done, whole = {}, sum(size_of(units[i]) for i in todo)
     failed, fault = len(units), None
     try:
         for _ in range(workers):
@@ -240,22 +256,21 @@ def in_parallel(job: Job, units, todo, tok, workers, progress, at) -> None:
             if not any(i < failed for i in busy.values()):
                 break
             for pipe in multiprocessing.connection.wait(list(busy)):
-                try:
-                    kind, value = pipe.recv()
-                except (EOFError, ConnectionError):
-                    pipes[pipe].join()
-                    raise ConfigError(f"a worker died (exit code {pipes[pipe].exitcode}) on {units[busy[pipe]][0].path}; start again to go on, "
-                                      "with fewer --workers if memory ran out") from None
-                i = busy[pipe]
+                kind, value = pipe.recv()
                 if kind == "progress":
-                    done[i] = value
-                    progress(done=sum(done.values()), whole=whole)
+                    done[busy[pipe]] = value
+                    progress(sum(done.values()), whole)
                     continue
-                del busy[pipe]
+                i = busy.pop(pipe)
                 if kind == "fault" and i < failed:
                     failed, fault = i, value
         if fault:
             raise fault
+    except (EOFError, ConnectionError):
+        multiprocessing.connection.wait([p.sentinel for p in pipes.values()], timeout=5)
+        code = next((p.exitcode for p in pipes.values() if p.exitcode is not None), None)
+        raise ConfigError(f"{job.parts}: a worker died (exit code {code}); the same command goes on, with fewer "
+                          "--workers if memory ran out") from None
     finally:
         for pipe, process in pipes.items():
             process.terminate()
@@ -273,9 +288,9 @@ def serve(pipe, job: Job) -> None:
             try:
                 make_shard(job, i, unit, tok, lambda done: pipe.send(("progress", done)))
                 pipe.send(("done", None))
+            except ConnectionError:
+                raise
             except (ConfigError, OSError) as e:
-                if isinstance(e, (BrokenPipeError, ConnectionError)):
-                    raise
                 pipe.send(("fault", e))
     except (EOFError, ConnectionError):
         return
@@ -287,24 +302,26 @@ def merge(job: Job, units, tok, out: pathlib.Path, source: str | None, at) -> di
     """All shards, in order, into OUT.*; the counts of the report."""
     total = {"documents": 0, "tokens": 0, "text_bytes": 0, "empty": 0, "bad": 0}
     shown = []
+    for i, unit in enumerate(units):
+        meta = shard_meta(job, i)
+        for k in total:
+            total[k] += meta[k]
+        room = SHOWN - len(shown)
+        shown += [f"{documents.place(unit[n], line)}: {why}" for n, line, why in meta["shown"][:room]]
+    if not total["documents"]:
+        shutil.rmtree(job.parts)
+        raise ConfigError(f"{units[0][0].path}: the input has no documents, but {total['empty']} empty and "
+                          f"{total['bad']} bad records{f', the first {shown[0]}' if shown else ''}")
     with Writer(out, tok.vocab) as w:
-        for i, unit in enumerate(units):
-            meta = json.loads(pathlib.Path(shard_path(job, i, ".json")).read_bytes())
-            for k in total:
-                total[k] += meta[k]
-            if len(shown) < SHOWN:
-                shown += [f"{documents.place(unit[n], line)}: {why}" for n, line, why in meta["shown"]]
+        for i in range(len(units)):
             with open(shard_path(job, i, ".bin"), "rb") as tokens, open(shard_path(job, i, ".len"), "rb") as lengths:
                 while len(ids := np.fromfile(tokens, w.dtype, 1 << 20)):
                     w.extend(ids, [])
                 while len(some := np.fromfile(lengths, "<i4", 1 << 18)):
-                    w.extend(ids, some)
+                    w.extend(ids, some)  # the ids have come to their end
             at("prepare.mid_merge")
-        if not w.documents:
-            bad = f" ({total['bad']} bad, {total['empty']} empty); first: {shown[0]}" if shown else f" ({total['empty']} empty)"
-            raise ConfigError(f"{units[0][0].path}: no documents in the input{bad}")
         w.finish(tok, total["text_bytes"], source, at)
-    return {**total, "bad_records": shown[:SHOWN]}
+    return {**total, "bad_records": shown}
 
 
 # ---- the standard library, on the spot -------------------------------------------------------------------------------
@@ -322,9 +339,8 @@ def stdlib(cache, spec: str | None) -> tuple[pathlib.Path, str]:
     home = cache / f"stdlib-{version}-{label}-{content.hexdigest()[:12]}"
     if (home / "text.idx").exists():
         return home / "text", "cached"
-    with naming(cache):
-        cache.mkdir(parents=True, exist_ok=True)
-    with naming(cache / "lock"), open(cache / "lock", "w") as lock:
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (home / "text.idx").exists():
             return home / "text", "cached"
@@ -332,8 +348,11 @@ def stdlib(cache, spec: str | None) -> tuple[pathlib.Path, str]:
             shutil.rmtree(old, ignore_errors=True)
         beside = home.with_name(f"{home.name}.tmp-{uuid.uuid4().hex[:8]}")
         clock = time.monotonic()
-        run(["stdlib"], spec, beside / "text", skip_bad=True, source=f"python stdlib {version}")
-        os.replace(beside, home)
+        try:
+            run(["stdlib"], spec, beside / "text", skip_bad=True, source=f"python stdlib {version}")
+            os.replace(beside, home)
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
     return home / "text", f"made in {time.monotonic() - clock:.1f} s"
 
 

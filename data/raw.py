@@ -49,4 +49,4 @@ class Raw(Indexed):
 
     def _refuse(self, token: int, value: int):
         raise ConfigError(f"{self.bin}: token {token}: id {value} is not below the vocabulary of {self._vocab}; "
-                          f"raise model.vocab above {value}, or use the data's own tokenizer")
+                          f"raise model.vocab above {value}, or use the data's tokenizer")

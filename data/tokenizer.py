@@ -123,8 +123,10 @@ def from_model(path: pathlib.Path, content: bytes) -> SentencePiece:
     try:
         sp = sentencepiece.SentencePieceProcessor(model_proto=content)
         vocab = sp.vocab_size()
+        if not vocab:
+            raise ValueError("it is empty")
     except Exception as e:  # the library raises RuntimeError, ValueError and its own kinds, by version
-        raise ConfigError(f"{path}: not a sentencepiece model ({first_line(e)}); restore it, or train one: bpe-N") from None
+        raise ConfigError(f"{path}: not a sentencepiece model ({first_line(e)}); restore it, or use bpe-N") from None
     if sp.eos_id() < 0:
         raise ConfigError(f"{path}: has no end-of-sentence piece to end documents with; train it with eos_id set")
     bos = sp.bos_id() if sp.bos_id() >= 0 else None
@@ -205,13 +207,13 @@ def train_bpe(texts, pieces: int, out=None) -> SentencePiece:
             allow_whitespace_only_pieces=True, add_dummy_prefix=False, user_defined_symbols=["\n"],
             max_sentence_length=LONGEST, unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=1, minloglevel=3)
     except Exception as e:
-        most = re.search(r"value <= (\d+)", str(e))
+        most, least = re.search(r"value <= (\d+)", str(e)), re.search(r"required_chars\. \d+ vs (\d+)", str(e))
         if not seen:
             why = "there is no text to train on"
         elif most:
             why = f"the text has enough for {most[1]} pieces only; ask for bpe-{most[1]} or give more text"
-        elif pieces < 261:
-            why = "256 bytes, newline and 3 special pieces need at least 261"
+        elif least or pieces < 261:
+            why = f"256 bytes, newline, specials and the text's characters need at least {least[1] if least else 261}"
         else:
             why = first_line(e)
         raise ConfigError(f"tokenizer bpe-{pieces}: {why}") from None

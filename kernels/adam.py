@@ -1,6 +1,9 @@
 """AdamW (arXiv 1711.05101) over one flat run of elements; the clip factor rides along, so gradients are read once."""
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
+
+BLOCK = 1 << 19  # elements: five streams of fp32 that stay in a CPU's cache between the operations on them
 
 
 def adamw(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1: float, beta2: float, eps: float,
@@ -11,11 +14,31 @@ def adamw(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1
     low: the compute-dtype copy of `param`, written too (bf16 training).
     Matches torch.optim.AdamW: bias-corrected moments, eps outside the root, decay before the update.
     """
+    if param.device.type == "cpu":
+        return on_cpu(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low)
+    reference(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok)
+    if low is not None:
+        low.copy_(param)
+
+
+def on_cpu(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low) -> None:
+    """torch's one-pass AdamW, block by block: the clipped gradient and the low copy never leave the cache in between."""
+    if not ok:
+        return
+    clip = bool(factor != 1)
+    for at in range(0, param.numel(), BLOCK):
+        p, g, a, b = (t[at:at + BLOCK] for t in (param, grad, m, v))
+        torch_adamw([p], [g * factor if clip else g], [a], [b], [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False,
+                    maximize=False, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=decay)
+        if low is not None:
+            low[at:at + BLOCK] = p
+
+
+def reference(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok) -> None:
+    """The definition, without a host sync."""
     grad = torch.where(ok, grad * factor, 0.0)
     keep = ok.to(grad.dtype)  # 1: an update; 0: every coefficient below becomes the identity
     m.lerp_(grad, (1 - beta1) * keep)
     v.lerp_(grad.square_(), (1 - beta2) * keep)
     root = (v / (1 - beta2**step)).sqrt_().add_(eps)
     param.mul_(1 - lr * decay * keep).sub_((m / root).mul_(keep * (lr / (1 - beta1**step))))
-    if low is not None:
-        low.copy_(param)

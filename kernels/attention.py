@@ -1,7 +1,11 @@
 """Causal attention with grouped queries, a sliding window and document boundaries.
 
-One public function, `attention`, and its reference beside it. A mask is built only where causality alone does not say it
-all: `mask` returns None for the plain causal case, and the fused kernel then skips the upper triangle by itself.
+One public function, `attention`, that picks: `blocks` on a CPU, SDPA elsewhere, or the reference beside them, by name.
+
+Blocks: SDPA's CPU kernel reaches a third of what the machine's GEMMs do (its inner products are small and its softmax is
+scalar code between them). Here a block of queries meets all keys before its end in one batched GEMM, and keys after it are
+skipped: scores and softmax in fp32 or better, probabilities in the compute dtype. The probabilities are kept for the
+backward where they are small beside the block's other activations, and made again otherwise (the same lines, the same bits).
 """
 import math
 
@@ -10,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import wide
+
+BLOCK = 128  # queries that meet their keys together: smaller skips more of the upper triangle, larger has better GEMMs
 
 
 def mask(queries: Tensor, keys: Tensor, window: int | None = None, docs_q: Tensor | None = None,
@@ -33,6 +39,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, see: Tensor | None, kind: str = "
     """softmax(q k^T / sqrt(d)) v. q [b, s_q, h, d], k and v [b, s_k, g, d] with h a multiple of g -> [b, s_q, h, d]."""
     if kind == "reference":
         return reference(q, k, v, see)
+    if kind == "auto" and q.device.type == "cpu" and q.shape[1] == k.shape[1]:
+        return _Blocks.apply(q, k, v, see)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=see, is_causal=see is None, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
@@ -46,3 +54,71 @@ def reference(q: Tensor, k: Tensor, v: Tensor, see: Tensor | None) -> Tensor:
     if see is None:
         see = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     return (scores.masked_fill(~see, float("-inf")).softmax(-1) @ v).transpose(1, 2).to(dtype)
+
+
+def by_head(x: Tensor, groups: int) -> Tensor:
+    """[b, s, h, d] -> [b g, h/g, s, d], without a copy where x lies head by head already (kernels/rope.py makes it so)."""
+    b, s, h, d = x.shape
+    return x.transpose(1, 2).reshape(b * groups, h // groups, s, d)
+
+
+def by_token(x: Tensor, b: int) -> Tensor:
+    """The way back, as a view: [b g, h/g, s, d] -> [b, s, h, d]."""
+    return x.view(b, -1, *x.shape[2:]).transpose(1, 2)
+
+
+def probabilities(q: Tensor, k: Tensor, see: Tensor | None, lo: int, hi: int) -> Tensor:
+    """Softmax of queries lo..hi over keys 0..hi. q [n, r, s, d] and k [n, s, d] -> [n, r, hi - lo, hi], n = b g."""
+    n, r, _, d = q.shape
+    rows = (q[:, :, lo:hi].to(wide(q.dtype)) / math.sqrt(d)).reshape(n, -1, d)
+    scores = torch.bmm(rows, k[:, :hi].to(rows.dtype).transpose(1, 2)).view(n, r, hi - lo, hi)
+    if see is None:
+        scores[..., lo:] += torch.full((hi - lo, hi - lo), -math.inf, dtype=scores.dtype, device=q.device).triu_(1)
+    else:
+        scores.view(see.shape[0], -1, hi - lo, hi).masked_fill_(~see[:, :, lo:hi, :hi], -math.inf)
+    return torch.softmax(scores, -1).to(q.dtype)
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, see):
+        b, s, h, d = q.shape
+        g = k.shape[2]
+        q, k, v = by_head(q, g), by_head(k, g)[:, 0], by_head(v, g)[:, 0]  # [n, r, s, d], [n, s, d], n = b g
+        out = q.new_empty(b, s, g, h // g, d)
+        kept = [] if any(ctx.needs_input_grad) and s <= 16 * d else None  # [n, r, B, hi] a block: s / 2d times q's bytes
+        for lo in range(0, s, BLOCK):
+            hi = min(lo + BLOCK, s)
+            p = probabilities(q, k, see, lo, hi)
+            o = torch.bmm(p.view(len(p), -1, hi), v[:, :hi])  # [n, r B, d]
+            out[:, lo:hi] = o.view(b, g, h // g, hi - lo, d).permute(0, 3, 1, 2, 4)
+            if kept is not None:
+                kept.append(p)
+        out = out.view(b, s, h, d)
+        ctx.save_for_backward(q, k, v, see, out, *(kept or ()))
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        q, k, v, see, out, *kept = ctx.saved_tensors
+        (n, r, s, d), b, g = q.shape, len(dout), len(q) // len(dout)
+        dtype, acc = q.dtype, wide(q.dtype)
+        # dS = P (dO v^T - delta) with delta = <dO, O>. The subtraction rides inside the GEMM, as two more channels of dO
+        # (delta's leading digits and the rest) against ones in v: it happens before the product is rounded.
+        dout = by_head(dout, g)  # [n, r, s, d]
+        delta = (dout.to(acc) * by_head(out, g)).sum(-1, keepdim=True)
+        coarse = delta.to(dtype)
+        dout_delta = torch.cat((dout, -coarse, (coarse - delta).to(dtype)), -1)  # [n, r, s, d + 2]
+        v_ones = torch.cat((v, v.new_ones(n, s, 2)), -1).transpose(1, 2)  # [n, d + 2, s]
+        dq = torch.empty_like(q)
+        dk, dv = (torch.zeros_like(k, dtype=acc) for _ in "kv")
+        for i, lo in enumerate(range(0, s, BLOCK)):
+            hi = min(lo + BLOCK, s)
+            p = (kept[i] if kept else probabilities(q, k, see, lo, hi)).view(n, -1, hi)  # [n, r B, hi]
+            dv[:, :hi] += torch.bmm(p.transpose(1, 2), dout[:, :, lo:hi].reshape(n, -1, d))
+            ds = torch.bmm(dout_delta[:, :, lo:hi].reshape(n, -1, d + 2), v_ones[:, :, :hi]).mul_(p)
+            dq[:, :, lo:hi] = torch.bmm(ds, k[:, :hi]).view(n, r, hi - lo, d)
+            dk[:, :hi] += torch.bmm(ds.transpose(1, 2), q[:, :, lo:hi].reshape(n, -1, d))
+        scale = 1 / math.sqrt(d)
+        dk, dv = (x.to(dtype)[:, None] for x in (dk.mul_(scale), dv))
+        return by_token(dq.mul_(scale), b), by_token(dk, b), by_token(dv, b), None

@@ -3,6 +3,9 @@
 Both gradients are made during the forward, while a chunk's logits are there (the idea of Liger-Kernel and of arXiv
 2411.09009), so the backward costs no second GEMM over the vocabulary. The weight's gradient is therefore complete when the
 forward returns: a pipeline's W of the head is empty.
+
+A chunk is as many rows as fill CHUNK bytes in the compute dtype: three GEMMs. Inside it, BLOCK elements at a time go
+through the softmax in fp32 while they are in the cache, and come back as the gradient in the logits' place.
 """
 from typing import Callable
 
@@ -13,34 +16,41 @@ from kernels.grad import give, wide
 from kernels.linear import add_wgrad
 
 IGNORE = -100  # a target that is not counted
+CHUNK = 1 << 25  # bytes: what glibc still hands out again without new pages (its largest mmap threshold)
+BLOCK = 1 << 21  # elements
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, *,
-                         start: int = 0, merge: Callable = lambda lse, picked: (lse, picked), chunk: int = 512) -> Tensor:
+                         start: int = 0, merge: Callable | None = None, chunk: int | None = None) -> Tensor:
     """scale * sum over counted tokens of (logsumexp(logits) - logits[target]), a scalar in fp32 or better.
 
     hidden [t, d]; weight [v, d]: rows start.. of the (padded) vocabulary; targets [t], IGNORE where not counted;
     vocab: rows from here on are padding and take no part. merge: sums the partial statistics of a vocabulary that is
-    split over ranks: (lse, target's logit, both [rows]) -> the same over all ranks.
+    split over ranks: (lse, target's logit, both [rows]) -> the same over all ranks. chunk: rows at a time.
     """
-    return _LinearCrossEntropy.apply(hidden, weight, targets, scale, vocab, start, merge, chunk, torch.is_grad_enabled())
+    rows = chunk or max(1, CHUNK // (weight.shape[0] * weight.element_size()))
+    even = -(-hidden.shape[0] // -(-hidden.shape[0] // rows))  # as many chunks, none of them short
+    return _LinearCrossEntropy.apply(hidden, weight, targets, scale, vocab, start, merge, even, torch.is_grad_enabled())
 
 
-def chunk_loss(hidden, weight, targets, vocab: int, start: int, merge):
-    """One chunk: -> loss of each row [r] (0 where not counted), softmax minus one-hot [r, v] (0 where not counted)."""
-    logits = (hidden @ weight.t()).to(wide(hidden.dtype))  # [r, v]
-    if start + weight.shape[0] > vocab:
-        logits[:, max(vocab - start, 0):] = float("-inf")
+def block_loss(logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge) -> Tensor:
+    """Losses of some rows [r] (0 where not counted); logits [r, v] become scale * (softmax - one-hot), 0 where not counted."""
+    f = logits.to(wide(logits.dtype))
+    if start + f.shape[1] > vocab:
+        f[:, max(vocab - start, 0):] = float("-inf")
     counted = targets != IGNORE
     column = targets - start
-    here = counted & (column >= 0) & (column < weight.shape[0])
-    column = column.clamp(0, weight.shape[0] - 1)[:, None]
-    picked = logits.gather(1, column)[:, 0].where(here, 0.0)
-    lse, picked = merge(torch.logsumexp(logits, 1), picked)
-    grad = logits.sub_(lse[:, None]).exp_()
-    grad.scatter_add_(1, column, -here.to(grad.dtype)[:, None])
-    grad.mul_(counted[:, None])
-    return (lse - picked).where(counted, 0.0), grad
+    here = counted & (column >= 0) & (column < f.shape[1])
+    column = column.clamp(0, f.shape[1] - 1)[:, None]
+    picked = f.gather(1, column)[:, 0].where(here, 0.0)
+    p = torch.softmax(f, 1)
+    own = lse = f.amax(1) - p.amax(1).log()  # the largest probability is exp(largest logit - lse), and never underflows
+    if merge is not None:
+        lse, picked = merge(lse, picked)
+        p.mul_((own - lse).exp_()[:, None])
+    p.scatter_add_(1, column, -here.to(p.dtype)[:, None])
+    logits.copy_(p.mul_((counted * scale)[:, None]))
+    return (lse - picked).where(counted, 0.0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -49,14 +59,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=wide(hidden.dtype))
         dh = torch.empty_like(hidden) if learn else None
         dw = None
+        logits = hidden.new_empty(chunk, weight.shape[0])
+        step = max(1, BLOCK // weight.shape[0])
         for first in range(0, hidden.shape[0], chunk):
-            rows = slice(first, first + chunk)
-            one, grad = chunk_loss(hidden[rows], weight, targets[rows], vocab, start, merge)
-            loss += one.sum() * scale
+            h, y = hidden[first:first + chunk], targets[first:first + chunk]
+            grad = torch.mm(h, weight.t(), out=logits[:len(h)])
+            loss += scale * torch.cat([block_loss(grad[i:i + step], y[i:i + step], scale, vocab, start, merge)
+                                       for i in range(0, len(h), step)]).sum()
             if learn:
-                grad = grad.mul_(scale).to(hidden.dtype)
-                torch.mm(grad, weight, out=dh[rows])
-                part = give(weight, lambda into: add_wgrad(into, grad, hidden[rows]))
+                torch.mm(grad, weight, out=dh[first:first + chunk])
+                part = give(weight, lambda into: add_wgrad(into, grad, h))
                 dw = part if dw is None else dw + part
         ctx.save_for_backward(dh, dw)
         return loss

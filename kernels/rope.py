@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.grad import wide
+from kernels.jit import jit
 
 
 def frequencies(dim: int, theta: float, factor: float | None = None, low: float = 1.0, high: float = 4.0,
@@ -27,23 +28,60 @@ def tables(positions: Tensor, freq: Tensor, dtype: torch.dtype) -> tuple[Tensor,
     return angle.cos().to(wide(dtype)), angle.sin().to(wide(dtype))
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, fused: bool = False) -> Tensor:
     """x [b, s, h, d], cos and sin [b, s, 1, d/2] -> [b, s, h, d]."""
-    return _Rope.apply(x, cos, sin)
+    return _Rope.apply(x, cos, sin, fused)
+
+
+def split_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int, fused: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [b, s, heads + 2 kv, d], heads of q, k, v in this order -> q [b, s, heads, d], k and v [b, s, kv, d]; q and k turned.
+
+    The results lie head by head in memory, as batched GEMMs like them: split, turn and transposition are one pass, and so
+    is the way back.
+    """
+    return _SplitRope.apply(qkv, cos, sin, heads, kv, fused)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The definition. x [b, s, h, d] -> the same shape and dtype."""
     a, b = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1).to(x.dtype)
+
+
+def split_forward(qkv: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
+    """[b, s, h, d], the first `turned` heads to be turned -> [b, h, s, d]."""
+    b, s, h, d = qkv.shape
+    out = qkv.new_empty(b, h, s, d)
+    out[:, :turned] = rotate(qkv[:, :, :turned], cos, sin).transpose(1, 2)
+    out[:, turned:] = qkv[:, :, turned:].transpose(1, 2)
+    return out
+
+
+def split_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Three times [b, s, h, d] in any memory order -> [b, s, heads + 2 kv, d]."""
+    return torch.cat((rotate(dq, cos, -sin), rotate(dk, cos, -sin), dv), 2)  # a rotation's transpose is the rotation back
 
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin):
+    def forward(ctx, x, cos, sin, fused):
         ctx.save_for_backward(cos, sin)
-        return rotate(x, cos, sin)
+        ctx.fused = fused
+        return jit(rotate, fused)(x, cos, sin)
 
     @staticmethod
     def backward(ctx, dy):
         cos, sin = ctx.saved_tensors
-        return rotate(dy, cos, -sin), None, None  # a rotation's transpose is the rotation back
+        return jit(rotate, ctx.fused)(dy, cos, -sin), None, None, None
+
+
+class _SplitRope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, cos, sin, heads, kv, fused):
+        ctx.save_for_backward(cos, sin)
+        ctx.fused = fused
+        return jit(split_forward, fused)(qkv, cos, sin, heads + kv).transpose(1, 2).split((heads, kv, kv), 2)
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        return jit(split_backward, ctx.fused)(dq, dk, dv, *ctx.saved_tensors), *[None] * 5

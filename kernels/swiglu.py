@@ -2,34 +2,41 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import wide
+from kernels.jit import jit
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
+def swiglu(gate_up: Tensor, fused: bool = False) -> Tensor:
     """silu(gate) * up. gate_up [..., 2f], the first half gate -> [..., f]."""
-    return _Activation.apply(gate_up, swiglu_forward, swiglu_backward)
+    return _Activation.apply(gate_up, jit(swiglu_forward, fused), jit(swiglu_backward, fused))
 
 
-def gelu(x: Tensor) -> Tensor:
+def gelu(x: Tensor, fused: bool = False) -> Tensor:
     """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))). x [..., f] -> [..., f]."""
-    return _Activation.apply(x, gelu_forward, gelu_backward)
+    return _Activation.apply(x, jit(gelu_forward, fused), jit(gelu_backward, fused))
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, -1)
-    return (gate * torch.sigmoid(gate) * up).to(gate_up.dtype)
+    gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
+    return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = gate_up.to(wide(gate_up.dtype)).chunk(2, -1)
+    gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
     g, s = dy.to(gate.dtype), torch.sigmoid(gate)
-    return torch.cat((g * up * s * (1 + gate * (1 - s)), g * gate * s), -1).to(gate_up.dtype)
+    silu = gate * s
+    out = torch.empty_like(gate_up)
+    dgate, dup = out.chunk(2, -1)
+    dup.copy_(g * silu)
+    dgate.copy_(torch.addcmul(s, silu, 1 - s).mul_(up).mul_(g))  # silu' = s + silu (1 - s)
+    return out
 
 
 def gelu_forward(x: Tensor) -> Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
+    return F.gelu(x, approximate="tanh")
 
 
 def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:

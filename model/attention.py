@@ -69,16 +69,19 @@ class Attention(nn.Module):
         if m.qk_norm:
             self.q_norm = parameter(Spec((Box.whole(f"{key}.q_norm.weight", (self.dim,)),), "ones", decay=False, partial=("tp",)))
             self.k_norm = parameter(Spec((Box.whole(f"{key}.k_norm.weight", (self.dim,)),), "ones", decay=False, partial=("tp",)))
-        self.qk_norm, self.rope = m.qk_norm, m.positions == "rope"
+        self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         b, s, _ = x.shape
         qkv = self.qkv(x).view(b, s, self.heads + 2 * self.kv, self.dim)  # [b, s, (h + 2g)/tp, d]
-        q, k, v = qkv.split((self.heads, self.kv, self.kv), 2)
+        if self.rope and not self.qk_norm:
+            q, k, v = rope.split_rope(qkv, ctx.cos, ctx.sin, self.heads, self.kv, self.fused)
+        else:
+            q, k, v = qkv.split((self.heads, self.kv, self.kv), 2)
         if self.qk_norm:
-            q, k = rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)
-        if self.rope:
-            q, k = rope.rope(q, ctx.cos, ctx.sin), rope.rope(k, ctx.cos, ctx.sin)
+            q, k = rms_norm(q, self.q_norm, self.eps, self.fused), rms_norm(k, self.k_norm, self.eps, self.fused)
+        if self.rope and self.qk_norm:
+            q, k = rope.rope(q, ctx.cos, ctx.sin, self.fused), rope.rope(k, ctx.cos, ctx.sin, self.fused)
         if ctx.cache is not None:
             k, v = ctx.cache.extend(self.layer, k, v)
         return self.out(attention(q, k, v, ctx.see, self.kind).reshape(b, s, self.heads * self.dim))

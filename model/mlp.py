@@ -13,10 +13,11 @@ class MLP(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
         m, key = cfg.model, f"layers.{layer}.mlp"
+        self.fused = cfg.train.compile
         self.activation = swiglu if m.activation == "swiglu" else gelu
         names = ("gate", "up") if m.activation == "swiglu" else ("up",)
         self.inner = ColumnLinear(mesh, {f"{key}.{n}": m.ffn for n in names}, m.hidden, m.init_std, m.bias)
         self.down = RowLinear(mesh, f"{key}.down", m.ffn, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.inner(x)))  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]
+        return self.down(self.activation(self.inner(x), self.fused))  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]

@@ -21,12 +21,12 @@ COLUMNS = (("loss", 9, GREEN), ("gnorm", 9, YELLOW), ("lr", 9, MAGENTA), ("tok/s
 
 def short(n: float, least: float = 1.0) -> str:
     """950, 2.0K, 1.23M, 7.00B, 1.50T. `least` is the smallest number a unit may show: 0.1 makes 890,000 to 0.89M."""
-    if not math.isfinite(n):
-        return str(n)
-    for unit, size, digits in (("T", 1e12, 2), ("B", 1e9, 2), ("M", 1e6, 2), ("K", 1e3, 1)):
-        if round(abs(n) / size, digits) >= least:
-            return f"{n / size:.{digits}f}{unit}"
-    return f"{n:.0f}"
+    unit, digits = "", 0
+    for larger, more in (("K", 1), ("M", 2), ("B", 2), ("T", 2)):
+        if not round(abs(n), digits) >= 1000 * least:  # as rounded: never 1000.0K
+            break
+        n, unit, digits = n / 1000, larger, more
+    return f"{n:.{digits}f}{unit}"
 
 
 def params(n: int) -> str:
@@ -36,10 +36,12 @@ def params(n: int) -> str:
 
 def size(n: float) -> str:
     """Bytes: 812 B, 10.9 MB, 1.5 TB"""
-    for unit, bytes_ in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if round(n / bytes_, 1) >= 1:
-            return f"{n / bytes_:.1f} {unit}"
-    return f"{n:.0f} B"
+    unit, digits = "B", 0
+    for larger in ("KB", "MB", "GB", "TB"):
+        if round(n, digits) < 1000:
+            break
+        n, unit, digits = n / 1000, larger, 1
+    return f"{n:.{digits}f} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -77,12 +79,17 @@ def sparkline(values: Sequence[float | None], width: int = 11) -> str:
 
 
 def visible(text: str, width: int) -> str:
-    """One line of at most `width` columns: a sample may hold line ends, and escape codes that would steer the terminal."""
+    """One line of at most `width` columns: a sample may hold line ends, and codes that would steer the terminal."""
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return line if len(line) <= width else line[:max(0, width - 1)] + "…"
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
+
+def first(steps: int) -> int:
+    """Width of the first column, which says 100/600."""
+    return max(9, 2 * len(str(steps)) + 2)
+
 
 class Console:
     """Writes lines to `out` (None: to nowhere, as on every rank but the first)."""
@@ -107,13 +114,13 @@ class Console:
             self.lost += 1
 
     def hang_up(self) -> None:
-        """Nobody reads on. stdout is pointed elsewhere, or Python's own flush at the exit would turn the code into 120."""
+        """Nobody reads on. stdout is pointed elsewhere, or Python's flush at the exit would turn the code into 120."""
         if self.out is sys.stdout:
             try:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.out.fileno())
                 os.close(null)
-            except (OSError, ValueError):
+            except (OSError, ValueError, AttributeError):  # not a file of the system
                 pass
         self.out = None
 
@@ -129,18 +136,18 @@ class Console:
 
     def columns(self, steps: int) -> None:
         """The header of the step lines of a run of so many steps."""
-        self.wide = max(9, 2 * len(str(steps)) + 2)
         self.write("")
-        self.write(self.dim(f"{' step':<{self.wide}}" + "".join(f"{name:>{width}}" for name, width, _ in COLUMNS)))
+        self.write(self.dim(f"{' step':<{first(steps)}}" + "".join(f"{name:>{width}}" for name, width, _ in COLUMNS)))
 
     def step(self, step: int, steps: int, row: dict, rates: dict, eta: float) -> None:
-        """One step line. row: what metrics.jsonl has; rates: tokens_per_s, tflops, mfu, data of the time since the last."""
-        cells = (decimals(row["loss"], 4), decimals(row["grad_norm"], 3), f"{row['lr']:.1e}", short(rates["tokens_per_s"]),
-                 decimals(rates["tflops"], 2), "n/a" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
+        """One step line. row: as in metrics.jsonl; rates: tokens_per_s, tflops, mfu, data, skipped since the last."""
+        cells = (decimals(row["loss"], 4), decimals(row["grad_norm"], 3), f"{row['lr']:.1e}",
+                 short(rates["tokens_per_s"]), decimals(rates["tflops"], 2),
+                 "n/a" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
                  f"{row['mem_gib']:.1f}G", f"{rates['data']:.0%}", short(row["tokens"]), duration(eta))
         line = "".join(self.paint(f"{cell:>{width}}", color) for cell, (_, width, color) in zip(cells, COLUMNS))
         tail = self.paint(f"  {rates['skipped']} skipped", RED) if rates["skipped"] else ""
-        self.write(self.dim(f"{f'{step}/{steps}':>{self.wide}}") + line + tail)
+        self.write(self.dim(f"{f'{step}/{steps}':>{first(steps)}}") + line + tail)
 
     def eval(self, step: int, loss: float, ppl: float, bpb: float, sample: str = "") -> None:
         line = (f"{self.dim(' eval')} {step}  {self.dim('val')} {self.paint(decimals(loss, 3), GREEN)}  "

@@ -32,5 +32,5 @@ class Guard:
         for flag in skipped:
             self.bad = self.bad + 1 if flag else 0
             if self.bad >= self.limit:
-                raise NonFinite(f"loss or gradient norm not finite for {self.bad} steps in a row; the weights and the last "
-                                f"checkpoint are untouched. Lower optim.lr, set optim.clip, or look at the data of these steps")
+                raise NonFinite(f"loss or gradient norm not finite for {self.bad} steps in a row; the weights and the "
+                                f"last checkpoint are untouched. Lower optim.lr, set optim.clip, or look at the data")

@@ -1,9 +1,8 @@
 """metrics.jsonl as a file: appended to in whole lines, cut at a resume, read back.
 
-Promises: each step stands there once, whatever killed the run before; a float reads back bit for bit; every line is valid
-JSON (a value that is not finite is null, and the line says nonfinite). A full disk drops records, never raises.
+Promises: each step stands there once, whatever killed the run before; a float reads back bit for bit; every line is
+valid JSON (a value that is not finite is null, and the line says nonfinite). A full disk drops records, never raises.
 """
-import errno
 import json
 import math
 import os
@@ -34,17 +33,20 @@ class Lines:
         self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
     def add(self, rows: list[dict]) -> None:
-        """Appends a line for each row, in one write: a kill leaves whole lines, or none."""
+        """Appends a line for each row, in one write; the half line that a kill may leave is cut at the next start."""
         if not rows:
             return
         block = "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows).encode()
         try:
             if self.fd is None:
                 self.open()
-            before = os.fstat(self.fd).st_size
-            if os.write(self.fd, block) < len(block):  # the disk filled up on the way: leave no half line behind
-                os.ftruncate(self.fd, before)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            before, done = os.fstat(self.fd).st_size, 0
+            try:
+                while done < len(block):
+                    done += os.write(self.fd, block[done:])
+            except OSError:
+                os.ftruncate(self.fd, before)  # the disk filled up on the way: leave no half line behind
+                raise
         except OSError as e:
             self.dropped += len(rows)
             self.trouble = e.strerror
@@ -86,14 +88,23 @@ def cut(path: Path, step: int) -> None:
     os.unlink(temp) if same else os.replace(temp, path)
 
 
-def read(run_dir: Path) -> tuple[list[dict], list[dict]]:
-    """The step rows and the evaluation rows of a run folder, in their order; empty where there is no file."""
-    train, valid = [], []
+def read(run_dir: Path, most: int = 20_000) -> tuple[list[dict], list[dict]]:
+    """The step rows and the evaluation rows of a run folder, in their order; empty where there is no file.
+
+    Of more than `most` steps every n-th is read, and the last: parsing a million takes longer than drawing them.
+    """
     path = Path(run_dir) / NAME
-    if path.exists():
-        with open(path, "rb") as f:
-            for line in f:
-                if LINE.fullmatch(line):
-                    row = json.loads(line)
-                    (valid if "val_loss" in row else train).append(row)
+    if not path.exists():
+        return [], []
+    with open(path, "rb") as f:
+        count = sum(LINE.fullmatch(line) is not None and b'"val_loss"' not in line for line in f)
+    train, valid, seen, every = [], [], 0, -(-count // most)
+    with open(path, "rb") as f:
+        for line in filter(LINE.fullmatch, f):
+            if b'"val_loss"' in line:
+                valid.append(json.loads(line))
+            elif seen < count:
+                if seen % every == 0 or seen == count - 1:
+                    train.append(json.loads(line))
+                seen += 1
     return train, valid

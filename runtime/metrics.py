@@ -3,7 +3,7 @@
 Promises
 - No host sync in a step: loss, norm and verdict stay on the device and come over together, every log.every steps.
 - metrics.jsonl holds each step once: a resumed run first cuts what a killed one wrote past its checkpoint (lines.py).
-- Neither a full disk, a closed stdout nor W&B stops training: what is lost is counted, and the count is said at the end.
+- Neither a full disk, a closed stdout nor W&B stops training: what is lost is counted, and said at the end.
 - Times are monotonic; on a GPU they are the device's own (events), for there the host runs ahead.
 """
 import dataclasses
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from config import Config
 from runtime.console import Console, duration, params, short, size, sparkline, visible
+from runtime.failure import code_of
 from runtime.lines import Lines, read
 from runtime.setup import Env, peak_flops
 from runtime.wandb_sink import Sink
@@ -32,7 +33,8 @@ class Metrics:
     steps: the horizon; flops_per_token: model FLOPs, forward and backward; start_step: the checkpoint gone on from.
     """
 
-    def __init__(self, run_dir: Path, cfg: Config, env: Env, *, steps: int, flops_per_token: float, start_step: int = 0):
+    def __init__(self, run_dir: Path, cfg: Config, env: Env, *, steps: int, flops_per_token: float,
+                 start_step: int = 0):
         self.run_dir, self.cfg, self.env = Path(run_dir), cfg, env
         self.steps, self.start = steps, start_step
         self.tokens = cfg.train.global_batch * cfg.train.seq_len  # of a step
@@ -59,7 +61,7 @@ class Metrics:
     def __exit__(self, kind, error, trace) -> None:
         """A run that ends in an error still writes what it knows, and leaves W&B in order."""
         if error is not None:
-            self.close(f"{kind.__name__}: {error}", code=getattr(error, "exit_code", 1))
+            self.close(f"{kind.__name__}: {error}", code=code_of(error))
 
     # ---- once a step -------------------------------------------------------------------------------------------------
 
@@ -69,7 +71,7 @@ class Metrics:
         whole step on the host, data_seconds: of these waiting for data.
 
         Returns the skipped flags (0 or 1) of the steps that became known by this call, oldest first: often none."""
-        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok)])  # a copy: buffers are used again
+        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok)])  # a copy: buffers get reused
         end = self.stamp()
         host = {"step": step, "lr": lr, "step_ms": 1000 * seconds, "data_ms": 1000 * data_seconds}
         self.pending.append((host, values, (self.mark, end)))
@@ -121,8 +123,8 @@ class Metrics:
         ms = max(host["step_ms"], 1e-6)
         rate = 1000 * self.tokens / ms
         flops = rate / self.env.world * self.flops
-        return {"step": host["step"], "loss": loss, "grad_norm": norm, "lr": host["lr"], "tokens": host["step"] * self.tokens,
-                "step_ms": host["step_ms"], "data_ms": host["data_ms"], "tokens_per_s": rate,
+        return {"step": host["step"], "loss": loss, "grad_norm": norm, "lr": host["lr"],
+                "tokens": host["step"] * self.tokens, "step_ms": host["step_ms"], "data_ms": host["data_ms"], "tokens_per_s": rate,
                 "tokens_per_s_per_gpu": rate / self.env.world, "tflops_per_gpu": flops / 1e12,
                 "mfu": flops / self.peak if self.peak else None, "mem_gib": memory, "skipped": int(not ok)}
 
@@ -152,11 +154,11 @@ class Metrics:
         total = self.steps * self.tokens
         show.write(f"Bevatron 0.1 · {self.env} · run {self.run_dir}")
         heads = f"{m.heads} heads" + (f" ({m.kv_heads} kv)" if m.kv_heads not in (None, m.heads) else "")
-        show.label("model", f"{m.preset}   {params(parameters[0])} params ({params(parameters[1])} without embeddings) · "
-                            f"{m.layers} layers · d {m.hidden} · {heads} · vocab {m.vocab or 0:,}")
+        show.label("model", f"{m.preset}   {params(parameters[0])} params ({params(parameters[1])} without embeddings)"
+                            f" · {m.layers} layers · d {m.hidden} · {heads} · vocab {m.vocab or 0:,}")
         show.label("layout", f"world {world} = dp {dp} · tp {p.tp} · pp {p.pp} · cp {p.cp} · {t.dtype}")
-        show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {self.tokens:,} tok/step{'':10}"
-                            f"{self.steps:,} steps = {short(total)} tokens ({total / max(parameters[0], 1):.1f} tok/param)")
+        show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {self.tokens:,} tok/step"
+                            f"{'':10}{self.steps:,} steps = {short(total)} tokens ({total / max(parameters[0], 1):.1f} tok/param)")
         show.label("data", data)
         w = self.env.wandb
         how = " (--log.wandb to enable)" if w.mode == "off" else f" ({w.note})" if w.note else ""
@@ -177,7 +179,7 @@ class Metrics:
         self.span = []
 
     def eta(self, step: int) -> float:
-        """Seconds left: the median step (one slow step says nothing), plus what evaluating and saving have added so far."""
+        """Seconds left: the median step (one slow one says nothing), plus what evaluating and saving added so far."""
         done = max(step - self.start, 1)
         aside = max(time.perf_counter() - self.began - self.busy, 0.0) / done
         left = (self.steps - step) * (statistics.median(self.recent) / 1000 + (aside if done > 1 else 0.0))
@@ -203,8 +205,8 @@ class Metrics:
         self.mark = self.stamp()
 
     def close(self, reason: str | None = None, *, code: int = 0, hints: Sequence[str] = ()) -> None:
-        """Ends everything, once, and says how it went. reason: why the run stopped early, None when it is done; code: the
-        exit code, for W&B; hints: what to type next."""
+        """Ends everything, once, and says how it went. reason: why the run stopped early, None when it is done; code:
+        the exit code, for W&B; hints: what to type next."""
         if self.closed:
             return
         self.closed = True

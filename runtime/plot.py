@@ -14,9 +14,10 @@ POINTS = 2000  # more than a picture of this size can show; longer runs are thin
 
 
 def loss_png(run_dir: Path, params: str = "") -> Path | None:
-    """Draws run_dir/loss.png (train loss raw and smoothed, validation, learning rate) and returns it, replaced atomically.
+    """Draws run_dir/loss.png: train loss raw and smoothed, validation, learning rate. Replaced atomically.
 
-    params: the size of the model as text for the title ("0.89M"). None where there is nothing to draw. Raises OSError.
+    params: the size of the model as text for the title ("0.89M"). Returns the file, None where there is nothing to
+    draw. Raises OSError.
     """
     run_dir = Path(run_dir)
     train, valid = read(run_dir)
@@ -24,7 +25,7 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
     valid = [r for r in valid if r["val_loss"] is not None]
     if not train:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it keeps global state and asks for displays
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it has global state and asks for displays
     from matplotlib.figure import Figure
 
     step, loss, rate = (np.array([r[k] for r in train], float) for k in ("step", "loss", "lr"))

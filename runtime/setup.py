@@ -83,19 +83,20 @@ def place() -> tuple[int, int, int, int]:
         rank, world = number("RANK"), number("WORLD_SIZE")
         local_rank, local_world = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world)
     elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and not in_batch_script():
-        rank, world = number("SLURM_PROCID"), number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS"))  # of the step, not the job
+        rank = number("SLURM_PROCID")
+        world = number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS"))  # of the step, which may be smaller than the job
         local_rank = number("SLURM_LOCALID", rank)
         local_world = max(-(-world // number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))), local_rank + 1)
     else:
         return 0, 1, 0, 1
     if not (0 <= rank < world and 0 <= local_rank < local_world):
-        raise ConfigError(f"rank {rank} of {world}, local rank {local_rank} of {local_world}: the environment's RANK, WORLD_SIZE, "
-                          "LOCAL_RANK (or SLURM_*) do not fit together; start with torchrun or srun, or unset them")
+        raise ConfigError(f"rank {rank} of {world}, local rank {local_rank} of {local_world}: RANK, WORLD_SIZE, LOCAL_RANK "
+                          "(or SLURM_*) do not fit together; start with torchrun or srun, or unset them")
     return rank, world, local_rank, local_world
 
 
 def in_batch_script() -> bool:
-    """True in the body of an sbatch script: it carries the job's SLURM_NTASKS but is one process, not a step of srun."""
+    """True in the body of an sbatch script: it carries the job's SLURM_NTASKS but is one process, no step of srun."""
     return number("SLURM_STEP_ID", 0) >= 0xFFFFFFF0
 
 
@@ -132,13 +133,14 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     if kind == "cpu" or not count:
         return torch.device("cpu")
     if local_rank >= count:
-        raise ConfigError(f"train.device: local rank {local_rank} has no GPU, this node has {count}; start at most {count} ranks a node")
+        raise ConfigError(f"train.device: local rank {local_rank} has no GPU, this node has {count}; "
+                          f"start at most {count} ranks a node")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s that the device can do in `dtype` (train.dtype's names) by its data sheet; None where that is not known."""
+    """FLOP/s of the device in `dtype` (train.dtype's names) by its data sheet; None where that is not known."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device).lower()
@@ -149,7 +151,7 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
 
 
 def seed(cfg: Config) -> None:
-    """Seeds the three generators. Weights, sample order and dropout do not use them: they are functions of train.seed."""
+    """Seeds the three generators. Weights, sample order and dropout need none: they are functions of train.seed."""
     random.seed(cfg.train.seed)
     np.random.seed(cfg.train.seed % 2**32)
     torch.manual_seed(cfg.train.seed)
@@ -161,7 +163,7 @@ def faults(env: Env, known: Collection[str] = ()) -> Faults:
 
 
 def die_with_parent() -> None:
-    """A worker of a killed torchrun would live on with its GPUs and locks; the kernel ends it together with the agent."""
+    """A worker of a killed torchrun would live on with its GPUs and locks; the kernel ends it with the agent."""
     parent = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it died while we asked
@@ -177,7 +179,7 @@ def wants_color() -> bool:
 
 
 def wandb(cfg: Config) -> Wandb:
-    """The W&B settings: of log.wandb and WANDB_MODE the one that sends less; offline where there is no key to send with."""
+    """The W&B settings: of log.wandb and WANDB_MODE the one that sends less; offline without a key to send with."""
     order = ("off", "offline", "online")
     env = {k: os.environ.get(f"WANDB_{k}") for k in ("MODE", "PROJECT", "ENTITY", "RUN_ID", "DIR", "API_KEY")}
     wish = {"disabled": "off", "dryrun": "offline", "run": "online"}.get(env["MODE"], env["MODE"])

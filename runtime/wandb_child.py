@@ -5,6 +5,7 @@ ends without it means that the run died. What goes wrong is one line on stdout.
 """
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ GRACE = 3.0  # seconds to finish in, after the trainer has died
 
 
 def main() -> None:
-    trainer = os.getppid()
+    trainer = int(sys.argv[1])  # not getppid(): it may have died before we ask
     threading.Thread(target=end_with, args=(trainer,), daemon=True).start()
     sys.path.pop(0)  # this folder: its module names are not for wandb to find
     say = os.fdopen(os.dup(1), "w")
@@ -44,7 +45,7 @@ def end_with(trainer: int) -> None:
     while os.getppid() == trainer:
         time.sleep(0.5)
     time.sleep(GRACE)
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)  # with the processes that wandb has started
 
 
 if __name__ == "__main__":

@@ -44,9 +44,9 @@ class Sink:
         start = {"project": s.project, "entity": s.entity, "name": name, "id": s.id or stable_id(run_dir),
                  "dir": str(folder), "mode": s.mode, "resume": "allow", "config": tree}
         # A session of its own: Ctrl-C is ours to hear, and wandb's own processes can be killed together.
-        self.child = subprocess.Popen([sys.executable, str(Path(__file__).with_name("wandb_child.py"))], bufsize=0,
-                                      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                      start_new_session=True)
+        program = str(Path(__file__).with_name("wandb_child.py"))
+        self.child = subprocess.Popen([sys.executable, program, str(os.getpid())], bufsize=0, stdin=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
         os.set_blocking(self.child.stdin.fileno(), False)
         self.send(start)
 
@@ -90,7 +90,7 @@ class Sink:
             self.push()
             time.sleep(0.01)
         if self.child.poll() is None:
-            self.trouble = self.trouble or f"no answer in {wait:g} s at the end; what it has on disk, `wandb sync` can send"
+            self.trouble = self.trouble or f"no answer in {wait:g} s at the end; `wandb sync` can send what is on disk"
         self.kill()
 
     def kill(self) -> None:

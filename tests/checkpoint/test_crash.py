@@ -1,8 +1,8 @@
 """Every place where a writer can die, and every way the disk can fail: the old or the new checkpoint is there, whole.
 
 Random moments find little, enumerated points find everything: each name in store.POINTS is hit with SIGKILL in every
-situation that reaches it. Children are forked from this warm process (starting Python with torch takes seconds), so this
-file keeps torch to one thread.
+situation that reaches it. Children are forked from this warm process (starting Python with torch takes seconds), so
+this file keeps torch to one thread.
 """
 import contextlib
 import ctypes
@@ -79,7 +79,7 @@ def die(point):
 
 
 def prepare(root, situation):
-    """What stands before the save of step 30. Returns the step that is newest and good until the new one is committed."""
+    """What stands before the save of step 30. Returns the step that counts until the new one is committed."""
     if situation == "first":
         return None
     save(root, 10)
@@ -128,6 +128,9 @@ def test_sigkill_at_every_point_in_every_situation(tmp_path, threaded):
             assert code in (0, -signal.SIGKILL)
             if code:
                 hit.add((situation, point))
+            latest = root / "latest"
+            if latest.exists() and situation != "replace":  # it comes last: what it names is there
+                assert (root / latest.read_text().strip()).is_dir()
             committed = code == 0 or store.POINTS.index(point) >= COMMITTED
             assert child(lambda: recover(root, 30 if committed else old)) == 0, (situation, point)  # noqa: B023
             shutil.rmtree(root)
@@ -167,8 +170,8 @@ def test_killed_between_shards(tmp_path, monkeypatch):
     assert content(store.newest(tmp_path)) == 30 and not leftovers(tmp_path)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT, errno.EFBIG], ids=errno.errorcode.get)
-def test_an_error_of_the_disk_at_every_point(tmp_path, number):
+@pytest.mark.parametrize("cause", ["ENOSPC", "EIO", "EROFS", "EDQUOT", "EFBIG"])
+def test_an_error_of_the_disk_at_every_point(tmp_path, cause):
     """StorageError with path, bytes and cause; the previous checkpoint is intact; the same process can save again."""
     for point in store.POINTS:
         root = tmp_path / point
@@ -176,11 +179,12 @@ def test_an_error_of_the_disk_at_every_point(tmp_path, number):
 
         def at(reached, point=point, root=root):
             if reached == point:
-                raise OSError(number, os.strerror(number), str(root / "somewhere"))
+                raise OSError(getattr(errno, cause), "it fails", str(root / "somewhere"))
         with pytest.raises(store.StorageError) as e:
             save(root, 30, at)
-        assert errno.errorcode[number] in str(e.value) and str(root) in str(e.value) and " bytes" in str(e.value)
         committed = store.POINTS.index(point) >= COMMITTED
+        assert cause in str(e.value) and str(root) in str(e.value)
+        assert e.value.needed > 8000 and f"{e.value.needed:,} bytes" in str(e.value) or committed
         assert content(store.newest(root)) == (30 if committed else 20)
         assert not [p for p in root.iterdir() if p.name.startswith("step_") and ".tmp-" in p.name]
         recover(root, 30 if committed else 20)
@@ -213,15 +217,16 @@ def small_disk(path, size):
     def call(result):
         if result:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    namespace, user, private = 0x00020000, 0x10000000, (1 << 14) | (1 << 18)  # CLONE_NEWNS, CLONE_NEWUSER, MS_REC|MS_PRIVATE
+    namespace, user, private = 0x00020000, 0x10000000, 1 << 14 | 1 << 18  # CLONE_NEWNS, CLONE_NEWUSER, MS_REC | PRIVATE
     call(libc.unshare(namespace if os.geteuid() == 0 else namespace | user))
     call(libc.mount(b"none", b"/", None, private, None))
     call(libc.mount(b"none", str(path).encode(), b"tmpfs", 0, f"size={size}".encode()))
 
 
-def test_a_full_disk(tmp_path, monkeypatch):
+def test_a_full_disk(tmp_path):
     def probe():
         small_disk(tmp_path, 1 << 16)
+        (tmp_path / "file").write_text("written")
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):
         if child(probe):
             pytest.skip("this machine does not let a test mount a tmpfs")
@@ -229,7 +234,7 @@ def test_a_full_disk(tmp_path, monkeypatch):
     def full(margin):
         small_disk(tmp_path, 1 << 17)  # 32 pages: two checkpoints of a few pages each, and little more
         prepare(tmp_path, "later")
-        store.MARGIN = margin  # in this fork only; 0 switches the look ahead off, and the write itself runs into the wall
+        store.MARGIN = margin  # in this fork only; 0: no look ahead, the write itself runs into the wall
         filler = tmp_path / "filler"
         for room in (4096, 8192):
             filler.write_bytes(b"\1" * (shutil.disk_usage(tmp_path).free - room))
@@ -284,6 +289,29 @@ def test_at_least_one_good_checkpoint_at_every_instant(tmp_path):
     for step in range(1, 6):
         store.save(tmp_path, step, pieces(step), {"tokens": step * 100}, 1, look)
     assert seen == sorted(seen) and set(seen) == {1, 2, 3, 4, 5}
+
+
+def test_everything_is_flushed_before_it_counts(tmp_path, monkeypatch):
+    """SIGKILL does not show a missing fsync, a power cut would: the order of flushes and renames itself."""
+    events, fsync, rename, replace = [], os.fsync, os.rename, os.replace
+
+    def logged_fsync(fd):
+        events.append(("flush", os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+    monkeypatch.setattr(os, "fsync", logged_fsync)
+    monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", str(b))), rename(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("rename", str(b))), replace(a, b)))
+    monkeypatch.setattr(store, "SHARD_BYTES", 8000)
+    final = save(tmp_path, 30)
+    names = sorted(p.name for p in final.iterdir())
+    assert len(names) == 5, "two shards, meta, index, seal"
+    commit, latest = events.index(("rename", str(final))), events.index(("rename", str(tmp_path / "latest")))
+    before = [path for kind, path in events[:commit] if kind == "flush"]
+    assert sorted(Path(p).name for p in before[:-1]) == names and all(".tmp-" in p for p in before)
+    assert Path(before[-1]).parent == tmp_path and ".tmp-" in Path(before[-1]).name, "the folder, after its files"
+    assert ("flush", str(tmp_path)) in events[commit:latest], "the rename is on disk before `latest` names it"
+    assert events[latest - 1][0] == "flush" and "latest.tmp-" in events[latest - 1][1]
+    assert events[-1] == ("flush", str(tmp_path))
 
 
 def test_every_point_is_in_the_code_once():

@@ -28,7 +28,8 @@ def grid(rnd, key, shape):
 
 def flat_shards(rnd, key, shape):
     """A ZeRO layout: uneven runs of the flat tensor, as boxes."""
-    return [Box(key, shape, *box) for a, n in cut(rnd, prod(shape), rnd.randint(1, 4)) for box in range_boxes(shape, a, a + n)]
+    runs = cut(rnd, prod(shape), rnd.randint(1, 4))
+    return [Box(key, shape, *box) for a, n in runs for box in range_boxes(shape, a, a + n)]
 
 
 def part(t, box):
@@ -72,10 +73,11 @@ def test_a_hole_is_named_with_key_and_region():
         have = grid(rnd, "layers.0.w", shape)
         lost = have.pop(rnd.randrange(len(have)))
         assert sum(h.volume for h in holes(Box.whole("layers.0.w", shape), have)) == lost.volume
-        for call in (lambda: check_tiling(have), lambda: plan_read(Box.whole("layers.0.w", shape), have)):
-            if have:
-                with pytest.raises(ValueError, match=r"layers\.0\.w\[.*covers this region"):
-                    call()
+        if have:
+            with pytest.raises(ValueError, match=r"layers\.0\.w\[.*covers this region"):
+                check_tiling(have)
+        with pytest.raises(ValueError, match=r"layers\.0\.w\[.*covers this region"):
+            plan_read(Box.whole("layers.0.w", shape), have)
         for box in have:
             plan_read(box, have)  # what is there is still readable
     with pytest.raises(ValueError, match=r"w\[2:4, 0:3\] of shape \(4, 3\)"):

@@ -23,9 +23,9 @@ def cfg():
 
 @pytest.fixture
 def metrics(tmp_path, cfg):
-    """make(steps=10, start_step=0, env=Env()) -> Metrics in tmp_path, 16 tokens a step, 100 FLOPs a token."""
-    def make(steps=10, start_step=0, env=Env()):
-        return Metrics(tmp_path, cfg, env, steps=steps, flops_per_token=100.0, start_step=start_step)
+    """make(steps=10, start_step=0, env=None) -> Metrics in tmp_path, 16 tokens a step, 100 FLOPs a token."""
+    def make(steps=10, start_step=0, env=None):
+        return Metrics(tmp_path, cfg, env or Env(), steps=steps, flops_per_token=100.0, start_step=start_step)
     return make
 
 

@@ -15,8 +15,9 @@ def test_text_is_read_in_full():
     assert parse("") == []
 
 
-@pytest.mark.parametrize("text", ["a", "a:step=2", ":act=raise", "a:act=boom", "a:act=sleep", "a:act=sleep=x", "a:act=raise=3",
-                                  "a:step=x:act=raise", "a:step=1:step=2:act=raise", "a:node=1:act=raise", "a:act="])
+@pytest.mark.parametrize("text", [
+    "a", "a:step=2", ":act=raise", "a:act=boom", "a:act=sleep", "a:act=sleep=x", "a:act=raise=3", "a:act=",
+    "a:step=x:act=raise", "a:step=1:step=2:act=raise", "a:node=1:act=raise"])
 def test_bad_text_is_the_users_mistake(text):
     with pytest.raises(ConfigError, match="FAULT"):
         parse(text)

@@ -3,6 +3,7 @@ import math
 import os
 import resource
 import signal
+import time
 
 import pytest
 
@@ -31,11 +32,13 @@ def test_what_is_not_finite_is_still_json(tmp_path):
     def refuse(name):
         raise AssertionError(name)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(lines[0], parse_constant=refuse) == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1, "nonfinite": True}
+    row = json.loads(lines[0], parse_constant=refuse)
+    assert row == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1, "nonfinite": True}
     assert "nonfinite" not in lines[1]
 
 
-@pytest.mark.parametrize("torn", [b"", b'{"step": 7, "lo', b'{"step": 7, "loss": 0.1}', b"\0" * 40, b'{"step": 7, "loss": 0.1}garbage\n'])
+@pytest.mark.parametrize("torn", [b"", b'{"step": 7, "lo', b'{"step": 7, "loss": 0.1}', b"\0" * 40,
+                                  b'{"step": 7, "loss": 0.1}garbage\n'])
 def test_a_resumed_run_holds_each_step_once(tmp_path, torn):
     Lines(tmp_path, 0).add(rows(1, 2, 3) + [{"step": 3, "val_loss": 2.0}] + rows(4, 5, 6))
     with open(tmp_path / "metrics.jsonl", "ab") as f:
@@ -62,8 +65,9 @@ def test_a_file_that_fits_is_not_rewritten(tmp_path):
     assert (tmp_path / "metrics.jsonl").stat().st_ino != inode
 
 
-def test_killed_while_writing_leaves_whole_lines(tmp_path):
-    """Eight times killed at some moment of a stream of writes: never half a line."""
+def test_killed_while_writing(tmp_path):
+    """Killed eight times, at some moment of a stream of writes: the next start has whole lines, from the first on."""
+    path = tmp_path / "metrics.jsonl"
     for i in range(8):
         pid = os.fork()
         if pid == 0:
@@ -71,13 +75,16 @@ def test_killed_while_writing_leaves_whole_lines(tmp_path):
             for n in range(10**6):
                 file.add(rows(*range(20 * n + 1, 20 * n + 21)))
             os._exit(0)
-        while not (tmp_path / "metrics.jsonl").exists() or (tmp_path / "metrics.jsonl").stat().st_size < 1000 * i:
+        until = time.monotonic() + 5
+        while time.monotonic() < until and not (path.exists() and path.stat().st_size > 1000 * i):
             pass
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        text = (tmp_path / "metrics.jsonl").read_bytes()
-        assert not text or text.endswith(b"}\n")
+        Lines(tmp_path, 10**9)
+        text = path.read_bytes()
+        assert len(text) > 1000 * i - 100 and (not text or text.endswith(b"}\n"))
         assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, text.count(b"\n") + 1))
+        path.unlink()
 
 
 def test_a_full_disk_drops_and_counts(tmp_path):
@@ -103,3 +110,11 @@ def test_a_folder_that_cannot_be_written_to_never_raises(tmp_path):
     file = Lines(tmp_path / "file", 0)
     file.add(rows(1, 2))
     assert "training goes on" in file.warning() and file.close() == 2
+
+
+def test_a_long_run_is_thinned_but_keeps_its_ends(tmp_path):
+    file = Lines(tmp_path, 0)
+    file.add([{"step": 0, "val_loss": 9.0}] + rows(*range(1, 1001)) + [{"step": 1000, "val_loss": 2.0}])
+    train, valid = read(tmp_path, most=100)
+    assert [r["step"] for r in train] == [*range(1, 1001, 10), 1000] and [r["step"] for r in valid] == [0, 1000]
+    assert len(read(tmp_path)[0]) == 1000

@@ -1,0 +1,190 @@
+"""config.json of a Hugging Face folder <-> config.Model, for the dense families: one table, read in both directions.
+
+Promises: what is read means the same model, or it is refused with the reason; nothing that changes the logits is guessed.
+Both spellings are read (v5 writes rope_parameters and dtype); v4's is written, since v4 silently falls back to
+rope_theta=10000 on v5's, and v5 reads v4's exactly. Defaults are those of transformers' config classes, because a
+config.json may leave out whatever equals them.
+"""
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from config import ConfigError, Model, build, head_dim, kv_heads
+
+NULLABLE = ("num_key_value_heads", "head_dim", "n_inner", "sliding_window")  # null has a meaning there
+
+
+@dataclass(frozen=True)
+class Family:
+    """keys: fields of ours that stand in config.json under another name. ours: fields that all its models share.
+    theirs: keys with the values that we compute; any other value is another model. The first one is written."""
+    architecture: str
+    keys: dict[str, str]
+    ours: dict[str, object]
+    theirs: dict[str, tuple]
+    defaults: dict[str, object] = field(default_factory=dict)
+
+
+ROPE_KEYS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads",
+             "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn": "intermediate_size", "vocab": "vocab_size",
+             "context": "max_position_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
+             "tied": "tie_word_embeddings"}
+ROPE = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope"}
+ROPE_DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
+                 "tie_word_embeddings": False, "rope_theta": 10000.0}
+SILU = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0,), "quantization_config": (None,)}
+QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+FAMILIES = {
+    "gpt2": Family("GPT2LMHeadModel",
+                   {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "ffn": "n_inner", "vocab": "vocab_size",
+                    "context": "n_positions", "norm_eps": "layer_norm_epsilon", "init_std": "initializer_range",
+                    "tied": "tie_word_embeddings"},
+                   {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "qkv_bias": False,
+                    "qk_norm": False, "window": None},
+                   {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
+                    "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,), "quantization_config": (None,)},
+                   {"n_inner": None, "n_positions": 1024, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
+                    "tie_word_embeddings": True}),
+    "llama": Family("LlamaForCausalLM", {**ROPE_KEYS, "bias": "attention_bias"},
+                    {**ROPE, "qkv_bias": False, "qk_norm": False, "window": None}, SILU,
+                    {**ROPE_DEFAULTS, "attention_bias": False, "mlp_bias": False, "max_position_embeddings": 2048}),
+    "mistral": Family("MistralForCausalLM", ROPE_KEYS, {**ROPE, "bias": False, "qkv_bias": False, "qk_norm": False}, SILU,
+                      {**ROPE_DEFAULTS, "num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}),
+    "qwen2": Family("Qwen2ForCausalLM", ROPE_KEYS, {**ROPE, "bias": False, "qkv_bias": True, "qk_norm": False}, SILU,
+                    {**ROPE_DEFAULTS, **QWEN_WINDOW, "num_key_value_heads": 32, "max_position_embeddings": 32768}),
+    "qwen3": Family("Qwen3ForCausalLM", ROPE_KEYS, {**ROPE, "bias": False, "qkv_bias": False, "qk_norm": True},
+                    {**SILU, "attention_bias": (False,)},
+                    {**ROPE_DEFAULTS, **QWEN_WINDOW, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}),
+}
+
+
+# ---- config.json -> Model --------------------------------------------------------------------------------------------
+
+def read(folder: Path) -> tuple[str, Model]:
+    """(family, Model) of folder/config.json. Raises ConfigError naming the file and the key."""
+    path = Path(folder) / "config.json"
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}; give a folder as save_pretrained writes it") from None
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"{path}: not JSON ({e})") from None
+    if not isinstance(said, dict):
+        raise ConfigError(f"{path}: expected keys and values, got {type(said).__name__}")
+    kind = said.get("model_type")
+    if kind not in FAMILIES:
+        raise ConfigError(f"{path}: model_type {kind!r} is not supported; these are: {', '.join(FAMILIES)}")
+    try:
+        return kind, build(Model, to_model(kind, said), f"{path}: model.")
+    except Unlike as e:
+        raise ConfigError(f"{path}: {e}") from None
+
+
+class Unlike(ValueError):
+    """The config.json means a model that ours is not."""
+
+
+def to_model(kind: str, said: dict) -> dict:
+    """Plain data for config.build. Raises Unlike."""
+    family = FAMILIES[kind]
+    for key, values in family.theirs.items():
+        if said.get(key, values[0]) not in values:
+            raise Unlike(f"{key} = {said[key]!r} is not supported, only {' or '.join(map(repr, values))}")
+    said = {**family.defaults, **said}
+    for key in (*family.keys.values(), *family.defaults):
+        if key not in said:
+            raise Unlike(f"{key} is missing")
+        if not isinstance(said[key], (int, float)) and not (said[key] is None and key in NULLABLE):
+            raise Unlike(f"{key} = {said[key]!r} is not a number")
+    m = {**family.ours, **{ours: said[key] for ours, key in family.keys.items()}}
+    if kind == "gpt2":
+        return {**m, "ffn": 4 * m["hidden"] if m["ffn"] is None else m["ffn"]}
+    if kind == "llama" and said["mlp_bias"] != said["attention_bias"]:
+        raise Unlike("attention_bias and mlp_bias differ; both or neither are supported")
+    if m["head_dim"] is not None and m["head_dim"] * m["heads"] == m["hidden"]:
+        m["head_dim"] = None  # what it is anyway; v5 writes it out
+    return {**m, **rope(said), "window": window(kind, said)}
+
+
+def rope(said: dict) -> dict:
+    """rope_theta and llama3 scaling. Both spellings; v5 reads rope_scaling first as well."""
+    r = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    kind = r.get("rope_type", r.get("type", "default")) if isinstance(r, dict) else r
+    if kind not in ("default", "llama3") or not isinstance(r, dict):
+        raise Unlike(f"rope scaling {kind!r} is not supported, only llama3's and none")
+    for key, value in r.items():
+        if key not in ("rope_type", "type") and not isinstance(value, (int, float)) and value is not None:
+            raise Unlike(f"rope parameter {key} = {value!r} is not supported")
+    if (r.get("partial_rotary_factor") or 1.0) != 1.0:
+        raise Unlike(f"partial_rotary_factor = {r['partial_rotary_factor']} is not supported, only 1.0")
+    out = {"rope_theta": r.get("rope_theta") or said["rope_theta"]}
+    if kind == "default":
+        return out
+    original = said.get("original_max_position_embeddings", r.get("original_max_position_embeddings", said["max_position_embeddings"]))
+    lacks = [k for k in ("factor", "low_freq_factor", "high_freq_factor") if r.get(k) is None]
+    if lacks:
+        raise Unlike(f"llama3 rope scaling without {lacks[0]}")
+    return {**out, "rope_factor": r["factor"], "rope_low_freq": r["low_freq_factor"], "rope_high_freq": r["high_freq_factor"],
+            "rope_original": original}
+
+
+def window(kind: str, said: dict) -> int | None:
+    """The sliding window that the attention really uses: a Qwen config names one that its use_sliding_window turns off."""
+    if kind == "llama":
+        return None
+    size = said["sliding_window"]
+    if kind == "mistral":
+        return size
+    size = size if said["use_sliding_window"] else None
+    layers, first = said["num_hidden_layers"], said["max_window_layers"]
+    slides = [t == "sliding_attention" for t in said["layer_types"]] if said.get("layer_types") else \
+        [size is not None and i >= first for i in range(layers)]
+    if any(slides) and (not all(slides) or size is None):
+        raise Unlike("layers with and without a sliding window are mixed (max_window_layers, layer_types); all or none are supported")
+    return size if any(slides) else None
+
+
+# ---- Model -> config.json --------------------------------------------------------------------------------------------
+
+def family_of(m: Model) -> str:
+    """The family whose code computes what ours does. Raises ConfigError naming what no family has."""
+    wrong = {kind: misfits(kind, m) for kind in FAMILIES}
+    nearest = min(FAMILIES, key=lambda kind: len(wrong[kind]))  # the first of equals
+    if wrong[nearest]:
+        raise ConfigError(f"model.{wrong[nearest][0]}: no Hugging Face family has this; the nearest, {nearest}, differs in "
+                          f"{', '.join(wrong[nearest])}")
+    return nearest
+
+
+def misfits(kind: str, m: Model) -> list[str]:
+    """Fields in which m is not of this family."""
+    m = replace(m, qkv_bias=m.qkv_bias and not m.bias)  # bias has them already
+    out = [f"{k}={getattr(m, k)}" for k, v in FAMILIES[kind].ours.items() if getattr(m, k) != v]
+    if kind == "gpt2" and kv_heads(m) != m.heads:
+        out.append(f"kv_heads={m.kv_heads}")
+    if kind == "gpt2" and head_dim(m) * m.heads != m.hidden:
+        out.append(f"head_dim={m.head_dim}")
+    if kind == "llama" and m.hidden % m.heads:  # transformers 5 refuses it, for Llama alone; Mistral's is the same model
+        out.append(f"heads={m.heads}")
+    return out
+
+
+def to_json(m: Model, dtype: str, special: dict) -> dict:
+    """config.json in v4's spelling. dtype: float32 or bfloat16; special: bos_token_id and eos_token_id (null: none)."""
+    kind = family_of(m)
+    family = FAMILIES[kind]
+    full = replace(m, kv_heads=kv_heads(m), head_dim=head_dim(m))
+    out = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype, "use_cache": True, **special}
+    out |= {key: getattr(full, ours) for ours, key in family.keys.items()}
+    out |= {key: values[0] for key, values in family.theirs.items() if key not in ("quantization_config", "partial_rotary_factor")}
+    if kind == "gpt2":
+        return {**out, "resid_pdrop": m.dropout, "embd_pdrop": m.dropout, "attn_pdrop": 0.0}
+    out |= {"rope_theta": m.rope_theta, "rope_scaling": None, "attention_dropout": 0.0}
+    if m.rope_factor is not None:
+        out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_factor, "low_freq_factor": m.rope_low_freq,
+                               "high_freq_factor": m.rope_high_freq, "original_max_position_embeddings": m.rope_original}
+    extra = {"llama": {"mlp_bias": m.bias}, "mistral": {"sliding_window": m.window}}
+    qwen = {"use_sliding_window": m.window is not None, "sliding_window": m.window,
+            "max_window_layers": 0 if m.window else m.layers}  # the window starts at this layer
+    return out | extra.get(kind, qwen)

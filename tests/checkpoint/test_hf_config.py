@@ -1,0 +1,121 @@
+"""config.json <-> config.Model: every preset survives the trip, transformers counts the same parameters, the rest is refused."""
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import config
+from checkpoint import hf_config
+from config import ConfigError, Model
+from plan.count import parameters
+
+NONE = {"bos_token_id": None, "eos_token_id": None}
+FAMILY = {"gpt2": "gpt2", "llama": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3"}  # start of a preset's name
+COUNTED = ("gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-8b")
+LLAMA = {"model_type": "llama", "vocab_size": 99, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6}
+GPT2 = {"model_type": "gpt2", "vocab_size": 99, "n_embd": 36, "n_layer": 2, "n_head": 3}
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def preset(name):
+    entry = config.presets()[name]
+    return config.build(Model, {"vocab": 1000, **{k: v for k, v in entry.items() if k != "recipe"}})
+
+
+def read(tmp_path, said):
+    (tmp_path / "config.json").write_text(said if isinstance(said, str) else json.dumps(said))
+    return hf_config.read(tmp_path)
+
+
+def full(m):
+    return replace(m, kv_heads=config.kv_heads(m), head_dim=config.head_dim(m))
+
+
+@pytest.mark.parametrize("name", config.presets())
+def test_every_preset_comes_back(tmp_path, name):
+    m = preset(name)
+    kind, back = read(tmp_path, hf_config.to_json(m, "bfloat16", NONE))
+    assert kind == next(FAMILY[start] for start in FAMILY if name.startswith(start))
+    assert full(back) == full(m)
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_transformers_counts_the_same_parameters(tmp_path, name):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: Hugging Face's own count is not compared")
+    m = preset(name)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config.to_json(m, "bfloat16", NONE)))
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    assert sum(p.numel() for p in model.parameters()) == parameters(m)["total"]
+
+
+def test_both_spellings_mean_the_same(tmp_path):
+    v4 = {**LLAMA, "rope_theta": 5e5, "rope_scaling": SCALED, "torch_dtype": "float32"}
+    v5 = {**LLAMA, "rope_parameters": {"rope_theta": 5e5, **SCALED}, "dtype": "float32"}
+    assert read(tmp_path, v4) == read(tmp_path, v5)
+    m = read(tmp_path, v5)[1]
+    assert (m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original) == (5e5, 8.0, 1.0, 4.0, 64)
+
+
+QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
+
+
+@pytest.mark.parametrize("said, field, value", [
+    ({}, "norm_eps", 1e-6), ({}, "tied", False), ({}, "kv_heads", None), ({}, "rope_theta", 10000.0), ({}, "context", 2048),  # transformers' defaults
+    ({"rope_scaling": None}, "rope_factor", None), ({"rope_scaling": {"type": "default"}}, "rope_factor", None),
+    ({"rope_scaling": {k: v for k, v in SCALED.items() if k[0] != "o"}, "max_position_embeddings": 77}, "rope_original", 77),
+    ({"attention_bias": True, "mlp_bias": True}, "bias", True), ({"head_dim": 8}, "head_dim", None), ({"head_dim": 10}, "head_dim", 10),
+    ({"model_type": "mistral", "num_key_value_heads": 2}, "window", 4096), ({"model_type": "mistral", "sliding_window": None}, "window", None),
+    ({**QWEN, "sliding_window": 7}, "window", None), ({**QWEN, "use_sliding_window": True, "sliding_window": 7}, "window", None),
+    ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, "window", 7),
+    ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2}, "window", 7),
+    ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}, "window", None),
+    ({**QWEN, "model_type": "qwen3"}, "head_dim", 128), ({**QWEN, "model_type": "qwen3"}, "qk_norm", True),
+])
+def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):
+    assert getattr(read(tmp_path, {**LLAMA, **said})[1], field) == value
+
+
+def test_gpt2_leaves_out_almost_everything(tmp_path):
+    kind, m = read(tmp_path, GPT2)
+    assert (kind, m.ffn, m.tied, m.context, m.norm_eps, m.dropout) == ("gpt2", 144, True, 1024, 1e-5, 0.0)
+
+
+@pytest.mark.parametrize("said, words", [
+    ("{", "not JSON"), ([1], "expected keys and values"), ({}, "model_type None is not supported; these are: gpt2, llama"),
+    ({**LLAMA, "model_type": "bert"}, "model_type 'bert'"), ({**LLAMA, "hidden_size": "wide"}, "hidden_size = 'wide' is not a number"),
+    ({**LLAMA, "hidden_size": None}, "hidden_size = None"), ({**LLAMA, "num_hidden_layers": 1.5}, "layers: expected a whole number"),
+    ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "vocab_size is missing"),
+    ({**LLAMA, "hidden_act": "relu"}, "hidden_act = 'relu' is not supported, only 'silu'"),
+    ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
+    ({**LLAMA, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope scaling 'yarn'"), ({**LLAMA, "rope_scaling": "llama3"}, "rope"),
+    ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
+    ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor"),
+    ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+    ({**LLAMA, "attention_bias": True}, "attention_bias and mlp_bias differ"), ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config"),
+    ({**QWEN, "use_sliding_window": True, "max_window_layers": 1}, "with and without a sliding window are mixed"),
+    ({**QWEN, "model_type": "qwen3", "attention_bias": True}, "attention_bias = True"),
+    ({**GPT2, "activation_function": "gelu"}, "activation_function = 'gelu'"),
+    ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+])
+def test_what_is_another_model_is_refused(tmp_path, said, words):
+    with pytest.raises(ConfigError, match="config.json: ") as e:
+        read(tmp_path, said)
+    assert words in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"positions": "learned"}, "nearest, llama, differs in positions=learned"), ({"qkv_bias": True, "qk_norm": True}, "qkv_bias=True"),
+    ({"norm": "layernorm"}, "norm=layernorm"), ({"activation": "gelu", "bias": True}, "activation=gelu"),
+])
+def test_what_no_family_has_is_not_exported(change, words):
+    with pytest.raises(ConfigError, match="no Hugging Face family has this") as e:
+        hf_config.to_json(replace(preset("llama3-tiny"), **change), "float32", NONE)
+    assert words in str(e.value)
+
+
+def test_mistral_stands_in_where_transformers_refuses_llama():
+    m = replace(preset("llama2-7b"), hidden=40, heads=3, kv_heads=1, head_dim=10)  # LlamaConfig wants hidden % heads == 0
+    said = hf_config.to_json(m, "float32", NONE)
+    assert (said["model_type"], said["sliding_window"]) == ("mistral", None)

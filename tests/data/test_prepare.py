@@ -1,0 +1,342 @@
+"""data/prepare.py and its script: the same bytes whatever the workers, the kills and the kind of input."""
+import gzip
+import io
+import json
+import os
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from config import ConfigError
+from data import documents, prepare, tokenizer
+from data.indexed import Indexed
+from scripts import prepare_data
+
+ROOT = pathlib.Path(__file__).parents[2]
+ENDS = (".bin", ".idx", ".crc", ".json")
+UNIT = 20_000  # bytes: many units from little text
+
+
+def texts(count=300, seed=0):
+    rng = random.Random(seed)
+    words = ["def", "return", "self", "x", "\n", "    ", "日本", "é", "(a, b)", "0123"]
+    return [f"{i} " + " ".join(rng.choice(words) for _ in range(rng.randrange(1, 120))) for i in range(count)]
+
+
+def jsonl(rows, key="text"):
+    return "".join(json.dumps({key: t, "n": i}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(rows)).encode()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("in") / "a.jsonl"
+    path.write_bytes(jsonl(texts()))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tok") / "t.model"
+    tokenizer.train_bpe(texts(), 300, path)
+    return str(path)
+
+
+def content(out):
+    return {end: pathlib.Path(f"{out}{end}").read_bytes() for end in ENDS}
+
+
+def read_back(out):
+    data, tok = Indexed(out), tokenizer.load(f"{out}.tokenizer")
+    return [tok.decode(data.doc(i).tolist()) for i in range(data.documents)]
+
+
+def test_round_trip(corpus, model, tmp_path):
+    report = prepare.run([corpus], model, tmp_path / "o", unit=UNIT)
+    assert read_back(tmp_path / "o") == texts()
+    data = Indexed(tmp_path / "o")
+    assert all(data.doc(i)[-1] == 2 for i in range(300)) and report["shards"] > 4
+    assert report["documents"] == 300 and report["tokens"] == data.tokens
+    assert data.meta["text_bytes"] == sum(len(t.encode()) for t in texts())
+    assert data.meta["tokenizer"]["fingerprint"] == tokenizer.load(model).fingerprint
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["o.bin", "o.crc", "o.idx", "o.json", "o.tokenizer"]
+    prepare.run([corpus], model, tmp_path / "p", append_eod=False)
+    assert read_back(tmp_path / "p") == texts() and Indexed(tmp_path / "p").tokens == data.tokens - 300
+
+
+def test_workers_and_units_do_not_change_a_byte(corpus, model, tmp_path):
+    for workers, unit in ((1, UNIT), (2, UNIT), (1, 777), (1, 10**9)):
+        prepare.run([corpus], model, tmp_path / f"{workers}-{unit}", workers=workers, unit=unit)
+    first, *rest = (content(tmp_path / n) for n in (f"1-{UNIT}", f"2-{UNIT}", "1-777", "1-1000000000"))
+    assert all(other == first for other in rest)
+
+
+def test_every_kind_of_input(tmp_path):
+    pa, zstandard = pytest.importorskip("pyarrow"), pytest.importorskip("zstandard")
+    import pyarrow.parquet as pq
+    rows, folder = texts(60), tmp_path / "in"
+    folder.mkdir()
+    raw = jsonl(rows)
+    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.replace(b"\n", b"\r\n\r\n"))  # BOM, CRLF, blank lines
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(raw[:500], mtime=0) + gzip.compress(raw[500:], mtime=0))  # two members
+    frame = zstandard.ZstdCompressor().compress
+    (folder / "c.jsonl.zst").write_bytes(frame(raw[:999]) + frame(b"") + frame(raw[999:]))  # frames
+    pq.write_table(pa.table({"text": rows, "other": range(60)}), folder / "d.parquet", row_group_size=7)
+    (folder / "e.txt").write_text("one\ndocument", newline="")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "f.md.gz").write_bytes(gzip.compress("zwei\r\nDokumente".encode()))
+    (folder / "ignored.png").write_bytes(b"\x89PNG")
+    prepare.run([str(folder)], "bytes", tmp_path / "o", unit=3000)
+    assert read_back(tmp_path / "o") == rows * 4 + ["one\ndocument", "zwei\r\nDokumente"]
+    prepare.run([f"{folder}/*.jsonl*", f"{folder}/e.txt"], "bytes", tmp_path / "p")
+    assert read_back(tmp_path / "p") == rows * 3 + ["one\ndocument"]
+
+
+def test_hugging_face_data_sets(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    for k in range(3):
+        (tmp_path / "set" / f"train-{k}.jsonl").write_bytes(jsonl(texts(20, k), "body"))
+    prepare.run([f"hf:{tmp_path}/set"], "bytes", tmp_path / "o", key="body")
+    assert read_back(tmp_path / "o") == [t for k in range(3) for t in texts(20, k)]
+    with pytest.raises(ConfigError, match="hf:/no/such/set: "):
+        prepare.run(["hf:/no/such/set"], "bytes", tmp_path / "o")
+
+
+def test_the_standard_library():
+    files = documents.stdlib()
+    names = {os.path.basename(f) for f in files}
+    assert {"argparse.py", "ast.py", "heapq.py"} <= names and len(files) > 300
+    assert not any(part in documents.SKIP for f in files for part in pathlib.Path(f).parts[-3:])
+
+
+# ---- kills -----------------------------------------------------------------------------------------------------------
+
+RUN = """
+import os, sys
+from data import prepare
+source, model, out, point, nth = sys.argv[1:]
+left = [int(nth)]
+def at(name):
+    if name == point:
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), 9)
+prepare.run([source], model, out, unit=20000, at=at)
+"""
+
+
+@pytest.mark.parametrize("point", prepare.POINTS)
+def test_killed_anywhere_and_started_again(corpus, model, tmp_path, point):
+    """Over an older data set: after the kill that one, none or the new one opens; after the second start, the new one's bytes."""
+    out = tmp_path / "o"
+    prepare.run([corpus], model, tmp_path / "want", unit=UNIT)
+    prepare.run([corpus], "bytes", out, unit=UNIT)
+    old, want = content(out), content(tmp_path / "want")
+    nth = 3 if "shard" in point or "merge" in point else 1
+    done = subprocess.run([sys.executable, "-c", RUN, corpus, model, str(out), point, str(nth)], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    if pathlib.Path(f"{out}.idx").exists():
+        Indexed(out).read(0, 10)
+        assert content(out) in (old, want)
+    report = prepare.run([corpus], model, out, unit=UNIT)
+    assert content(out) == want and read_back(out) == texts()
+    kept = {"prepare.planned": 0, "prepare.mid_shard": 2, "prepare.pre_shard_commit": 2, "prepare.mid_shard_commit": 2, "prepare.post_shard": 3}
+    assert report["shards_kept"] == kept.get(point, report["shards"])
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("o")) == ["o.bin", "o.crc", "o.idx", "o.json", "o.tokenizer"]
+
+
+def test_other_inputs_or_settings_start_over(corpus, model, tmp_path):
+    def die(name):
+        if name == "prepare.mid_merge":
+            raise ZeroDivisionError
+
+    def unfinished():
+        with pytest.raises(ZeroDivisionError):
+            prepare.run([corpus], model, tmp_path / "o", unit=UNIT, at=die)
+
+    for change in ({"key": "n"}, {"append_eod": False}, {"unit": 5000}):
+        unfinished()
+        said = []
+        try:
+            report = prepare.run([corpus], model, tmp_path / "o", **{"unit": UNIT, **change}, say=said.append)
+            assert report["shards_kept"] == 0
+        except documents.Bad as e:
+            assert "'n' holds no text but int" in str(e)
+        assert "starting over" in said[0]
+    unfinished()
+    assert prepare.run([corpus], model, tmp_path / "o", unit=UNIT)["shards_kept"] > 4
+    unfinished()
+    (tmp_path / "o.parts" / "000001.bin").write_bytes(b"torn")  # a shard that lost its end is made again
+    report = prepare.run([corpus], model, tmp_path / "o", unit=UNIT)
+    assert report["shards_kept"] == report["shards"] - 1 and read_back(tmp_path / "o") == texts()
+
+
+def workers_of(pid):
+    def line(child):
+        try:
+            return pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
+        except OSError:
+            return b""
+    children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(c) for c in children if b"spawn_main" in line(c)]
+
+
+def wait_for(what, seconds=20):
+    end = time.monotonic() + seconds
+    while not (found := what()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
+def test_dead_workers_and_dead_parents(model, tmp_path):
+    (tmp_path / "big.jsonl").write_bytes(jsonl(texts()) * 700)
+    command = [sys.executable, "-m", "scripts.prepare_data", "--input", str(tmp_path / "big.jsonl"), "--tokenizer", model,
+               "--out", str(tmp_path / "o"), "--workers", "2"]
+    for kill_parent in (False, True):
+        run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        wait_for(lambda: (tmp_path / "o.parts" / "000000.bin.tmp").exists())
+        workers = workers_of(run.pid)
+        assert len(workers) == 2
+        os.kill(run.pid if kill_parent else workers[0], signal.SIGKILL)
+        _, told = run.communicate(timeout=20)
+        if not kill_parent:
+            assert run.returncode == 2 and "a worker died (exit code -9)" in told.splitlines()[-1]
+        assert wait_for(lambda: not any(pathlib.Path(f"/proc/{w}").exists() for w in workers))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------------------
+
+BAD = [(b"\xff\xfe", "invalid UTF-8"), (b'{"text": "a', "broken JSON"), (b"[1]", "not an object"), (b"{}", "no text under 'text'"),
+       (b'{"text": 3}', "holds no text but int"), (b'{"text": "\\ud800"}', "lone surrogate"), (b"[" * 100_000, "broken JSON"),
+       (b'{"text": null}', "no text under")]
+
+
+@pytest.mark.parametrize("line,why", BAD)
+def test_bad_lines_are_named_and_skipped_on_request(tmp_path, line, why):
+    good = jsonl(texts(40)).splitlines(keepends=True)
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b"".join(good[:30]) + line + b"\n" + b"".join(good[30:]) + b'{"text": ""}\n' + line)
+    for unit in (10**9, 500):  # in one piece, and cut so that the line numbers must be put together
+        with pytest.raises(documents.Bad, match=f"x.jsonl:31: .*{why}.*--skip-bad") as e:
+            prepare.run([str(path)], "bytes", tmp_path / "o", unit=unit)
+        assert "\n" not in str(e.value)
+    report = prepare.run([str(path)], "bytes", tmp_path / "o", unit=500, skip_bad=True)
+    assert (report["bad"], report["empty"], report["documents"]) == (2, 1, 40) and read_back(tmp_path / "o") == texts(40)
+    assert [b.split(": ")[0] for b in report["bad_records"]] == [f"{path}:31", f"{path}:43"]
+
+
+def test_skipping_is_not_inherited(tmp_path):
+    """Shards that left records out are not reused by a run that wants to hear of them."""
+    (tmp_path / "x.jsonl").write_bytes(jsonl(texts(20)) + b"broken\n")
+
+    def die(name):
+        if name == "prepare.mid_merge":
+            raise ZeroDivisionError
+    with pytest.raises(ZeroDivisionError):
+        prepare.run([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit=500, skip_bad=True, at=die)
+    with pytest.raises(documents.Bad, match="x.jsonl:21"):
+        prepare.run([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit=500)
+
+
+def test_the_first_fault_is_told_by_many_workers(tmp_path):
+    rows = jsonl(texts(400)).splitlines(keepends=True)
+    for i in (350, 200, 120, 90):
+        rows[i] = b"broken\n"
+    (tmp_path / "x.jsonl").write_bytes(b"".join(rows))
+    with pytest.raises(documents.Bad, match="x.jsonl:91: broken JSON"):
+        prepare.run([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit=2000, workers=3)
+
+
+@pytest.mark.parametrize("name,content,told", [
+    ("x.txt", b"ok\nok\n\xc3(", "x.txt:3: invalid UTF-8 .byte 0xc3"), ("x.jsonl.gz", gzip.compress(jsonl(texts()))[:-900], "cannot be read to its end"),
+    ("x.jsonl.gz", b"not gzip", "cannot be read to its end: Not a gzipped"), ("x.jsonl.zst", b"not zstd", "cannot be read to its end: not zstd"),
+    ("x.jsonl.zst", "cut", "cannot be read to its end: the file is cut off"), ("x.parquet", b"PAR1", "not a parquet file"),
+    ("x.jsonl", b"", "holds nothing to read"), ("x.txt", b"", "no documents, but 1 empty and 0 bad"),
+    ("x.jsonl", b'{"text": ""}\n' * 3, "no documents, but 3 empty"), ("none.jsonl", None, "no such file")])
+def test_bad_files(tmp_path, name, content, told):
+    path = tmp_path / name
+    if content == "cut":
+        content = pytest.importorskip("zstandard").ZstdCompressor().compress(jsonl(texts()))[:-50]
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError, match=told) as e:
+        prepare.run([str(path)], "bytes", tmp_path / "o")
+    assert "\n" not in str(e.value) and name in str(e.value)
+
+
+def test_a_column_that_is_not_there(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+    pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "x.parquet")
+    with pytest.raises(ConfigError, match="x.parquet: no column 'text'; it has body, n: choose with --jsonl-key"):
+        prepare.run([str(tmp_path / "x.parquet")], "bytes", tmp_path / "o")
+
+
+def test_two_at_the_same_place(corpus, tmp_path):
+    def second(name):
+        if name == "prepare.planned":
+            with pytest.raises(ConfigError, match="another process works on this --out"):
+                prepare.run([corpus], "bytes", tmp_path / "o")
+    prepare.run([corpus], "bytes", tmp_path / "o", at=second)
+
+
+# ---- the script ------------------------------------------------------------------------------------------------------
+
+def script(*args):
+    return prepare_data.main([str(a) for a in args])
+
+
+def test_script_reports(corpus, tmp_path, capsys):
+    assert script("--input", corpus, "--tokenizer", "bpe-300", "--out", tmp_path / "o", "--workers", 1, "--json") == 0
+    out = capsys.readouterr().out
+    report = json.loads(out)
+    assert out.count("\n") == 1 and report["documents"] == 300 and report["tokenizer"] == "bpe-300" and report["sample"].startswith("0 ")
+    assert script("--input", corpus, "--tokenizer", tmp_path / "o.tokenizer", "--out", tmp_path / "p", "--workers", 1) == 0
+    assert "300 documents" in capsys.readouterr().out and content(tmp_path / "p") == content(tmp_path / "o")
+
+
+@pytest.mark.parametrize("args,told", [
+    (["--input", "none.txt", "--tokenizer", "bytes"], "none.txt: no such file"), (["--input", "stdlib", "--tokenizer", "x"], "tokenizer x: No such"),
+    (["--input", "stdlib", "--tokenizer", "bytes", "--workers", 0], "--workers: 0"), (["--input", __file__, "--tokenizer", "bpe-99999"], "ask for bpe-")])
+def test_script_says_mistakes_in_one_line(tmp_path, capsys, args, told):
+    assert script(*args, "--out", tmp_path / "o") == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and err.count("\n") == 1 and told in err
+
+
+FULL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)
+from scripts.prepare_data import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("limit", [5_000, 60_000])
+def test_a_full_disk(corpus, model, tmp_path, limit):
+    """In a shard and in the merge: 82, one line with the path; nothing half is left to be read; the same command goes on."""
+    args = ["--input", corpus, corpus, corpus, "--tokenizer", model, "--out", str(tmp_path / "o"), "--workers", "1"]
+    done = subprocess.run([sys.executable, "-c", FULL, str(limit), *args], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 82 and done.stderr.count("\n") == 1 and str(tmp_path / "o") in done.stderr, done.stderr
+    assert not (tmp_path / "o.idx").exists()
+    assert script(*args) == 0 and read_back(tmp_path / "o") == texts() * 3
+
+
+def test_progress(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+    for stream in (Terminal(), io.StringIO()):
+        bar = prepare_data.Progress(stream)
+        now = [0.0]
+        monkeypatch.setattr(prepare_data.time, "monotonic", lambda: now[0])
+        for now[0], done in ((0, 0), (10, 50_000_000), (20, 100_000_000)):
+            bar.show(done, 100_000_000)
+        bar.end()
+        assert "50%  50.0 of 100.0 MB  5.0 MB/s  eta 10s" in stream.getvalue()
+        assert ("\r" in stream.getvalue()) == stream.isatty() and stream.getvalue().endswith("\n")

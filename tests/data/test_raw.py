@@ -1,0 +1,42 @@
+"""data/raw.py: nanoGPT's and modded-nanogpt's files."""
+import numpy as np
+import pytest
+
+from config import ConfigError
+from data.raw import GPT2_EOD, Raw
+
+
+def nanogpt(path, ids):
+    np.array(ids, "<u2").tofile(path)
+    return path
+
+
+def shard(path, ids, claim=None):
+    head = np.zeros(256, "<i4")
+    head[:3] = 20240520, 1, claim or len(ids)
+    path.write_bytes(head.tobytes() + np.array(ids, "<u2").tobytes())
+    return path
+
+
+def test_both_forms(tmp_path):
+    ids = [5, 6, GPT2_EOD, 7, 8, 9, GPT2_EOD, 1]
+    for raw in (Raw(nanogpt(tmp_path / "a.bin", ids), eod=GPT2_EOD), Raw(shard(tmp_path / "b.bin", ids))):
+        assert raw.tokens == 8 and raw.read(1, 5).tolist() == ids[1:5]
+        assert raw.starts(0, 8).tolist() == [3, 7] and raw.starts(3, 7).tolist() == []
+        assert [raw.cut(k, 4) for k in range(5)] == [0, 3, 7, 7, 8]  # at a document's start, where one is near
+        assert raw.identity != Raw(nanogpt(tmp_path / "c.bin", ids[:-1] + [2])).identity
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", np.array([20240520, 1, 9], "<i4").tobytes() + bytes(1012 + 16)])
+def test_bad_files(tmp_path, content):
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match="x.bin: .* bytes are not"):
+        Raw(tmp_path / "x.bin")
+
+
+def test_ids_and_boundaries_need_a_tokenizer(tmp_path):
+    raw = Raw(nanogpt(tmp_path / "a.bin", [1, 2, 900]), vocab=900)
+    with pytest.raises(ConfigError, match="token 2: id 900"):
+        raw.read(0, 1)
+    with pytest.raises(ConfigError, match="doc_mask"):
+        raw.starts(0, 2)

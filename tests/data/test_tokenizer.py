@@ -1,0 +1,124 @@
+"""data/tokenizer.py: text comes back as it was, files and settings travel, mistakes are one line."""
+import json
+import random
+
+import pytest
+
+from config import ConfigError
+from data import tokenizer
+from data.documents import stdlib
+
+PROBES = ["def f(x):\n    return  x\n", "\n\n\n", "   leading", "trailing  ", "\t\ttabs\n", "1234567890", "日本語とemoji 🙂\n", "a\r\nb\r",
+          "naïve café", "</s><s><unk>", "nul\0byte", "x" * 5000, "", "\ufeffbom", "e\u0301 combining"]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return tokenizer.train_bpe((open(p, encoding="utf-8").read() for p in stdlib()[:40]), 600)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A byte-level tokenizer.json as the hub has them."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tok = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|begin|>", "<|stop|>"],
+                                             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    tok.train_from_iterator(["some text to learn from, some more text"] * 5, trainer)
+    tok.enable_truncation(4)  # as some hub files do
+    tok.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|stop|>"}, "bos_token": "<|begin|>"}))
+    return tmp_path
+
+
+def check_round_trips(tok, probes):
+    for text in probes:
+        ids = tok.encode(text)
+        assert tok.decode(ids) == text, tok.name
+        assert tok.eod not in ids and all(0 <= i < tok.vocab for i in ids)
+        assert tok.decode([*ids, tok.eod]) == text
+    assert [ids.tolist() for ids in tok.batch(probes)] == [tok.encode(text) for text in probes]
+
+
+def check_saved(tok, folder):
+    folder.mkdir()
+    tok.save(folder)
+    again = tokenizer.load(folder)
+    assert (again.name, again.vocab, again.eod, again.bos, again.fingerprint) == (tok.name, tok.vocab, tok.eod, tok.bos, tok.fingerprint)
+    assert again.encode(PROBES[0]) == tok.encode(PROBES[0])
+
+
+def test_bytes(tmp_path):
+    tok = tokenizer.load("bytes")
+    assert (tok.vocab, tok.eod) == (257, 256)
+    check_round_trips(tok, PROBES)
+    check_saved(tok, tmp_path / "t")
+
+
+def test_bpe(bpe, tmp_path):
+    assert (bpe.name, bpe.vocab, bpe.eod, bpe.bos) == ("bpe-600", 600, 2, 1)
+    check_round_trips(bpe, PROBES)
+    check_saved(bpe, tmp_path / "t")
+    assert len(bpe.encode("        return self")) < 8  # it did learn
+    rng = random.Random(0)
+    for _ in range(200):
+        text = "".join(rng.choice(" \n\tab.(é語") for _ in range(rng.randrange(30)))
+        assert bpe.decode(bpe.encode(text)) == text
+
+
+def test_training_is_repeatable(bpe):
+    again = tokenizer.train_bpe([open(p, encoding="utf-8").read() for p in stdlib()[:40]], 600)
+    assert again.fingerprint == bpe.fingerprint
+
+
+def test_long_lines_are_learnt_from():
+    """sentencepiece drops lines above its limit, and dies when that leaves nothing."""
+    rng = random.Random(0)
+    line = " ".join(rng.choice(["some", "words", "語語", "repeat"]) for _ in range(40_000))
+    assert len(tokenizer.train_bpe([line], 285).encode("words repeat")) < 9
+    assert all(len(piece.encode()) <= tokenizer.LONGEST for piece in tokenizer.cut(line))
+    assert "".join(tokenizer.cut(line)) == line
+
+
+@pytest.mark.parametrize("texts,pieces,told", [([], 300, "no text to train on"), (["", "\n\n"], 300, "no text"),
+                                               (["ab"], 5000, "ask for bpe-"), (["abc"], 100, "at least 2"), (["abcdefghijk"], 262, "at least 271")])
+def test_training_mistakes(texts, pieces, told):
+    with pytest.raises(ConfigError, match=told) as e:
+        tokenizer.train_bpe(texts, pieces)
+    assert "\n" not in str(e.value)
+
+
+def test_json(folder, tmp_path):
+    tok = tokenizer.load(folder)
+    assert tok.eod == 1 and tok.bos == 0 and tok.vocab == 279
+    check_round_trips(tok, [*PROBES, "a page that quotes <|stop|> must not end a document"])
+    check_saved(tok, tmp_path / "t")
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": [7, 1], "vocab_size": 320, "architectures": ["X"]}))
+    listed = tokenizer.load(folder / "tokenizer.json")
+    assert listed.eod == 7 and listed.vocab == 320  # the model's own ids, the first of several
+    assert listed.fingerprint != tok.fingerprint
+
+
+def test_json_without_an_end(folder):
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(ConfigError, match="no end-of-document token; put tokenizer_config.json"):
+        tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("name,content,told", [
+    ("x.model", b"", "not a sentencepiece model"), ("x.model", b"garbage" * 99, "not a sentencepiece model"),
+    ("tokenizer.json", b"{}", "not a tokenizer.json"), ("tokenizer.json", b"\xff", "not a tokenizer.json"),
+    ("none.model", None, "No such file"), ("bpe-1024", None, "bpe-N is for data.path stdlib")])
+def test_bad_files(tmp_path, name, content, told):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=told) as e:
+        tokenizer.load(tmp_path / name if "-" not in name else name)
+    assert "\n" not in str(e.value) and name in str(e.value)
+
+
+def test_an_empty_folder(tmp_path):
+    with pytest.raises(ConfigError, match="holds no tokenizer.json"):
+        tokenizer.load(tmp_path)

@@ -1,0 +1,222 @@
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+
+import pytest
+import torch
+
+from runtime import metrics as module
+from runtime.lines import read
+from runtime.setup import Env
+
+KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "step_ms", "data_ms", "tokens_per_s", "tokens_per_s_per_gpu",
+        "tflops_per_gpu", "mfu", "mem_gib", "skipped"]
+
+
+def lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_one_line_a_step_with_exactly_these_keys(metrics, feed, tmp_path):
+    m = metrics(env=Env(world=2))
+    feed(m, 1, 10)
+    m.eval(10, val_loss=3.0, val_ppl=math.exp(3), val_bpb=1.5)
+    m.close()
+    *steps, last = lines(tmp_path)
+    assert [list(row) for row in steps] == [KEYS] * 10
+    assert last == {"step": 10, "val_loss": 3.0, "val_ppl": math.exp(3), "val_bpb": 1.5}
+    row = steps[2]
+    assert row["loss"] == torch.tensor(6.7).item()  # the float32, bit for bit
+    assert (row["step"], row["tokens"], row["step_ms"], row["data_ms"], row["skipped"]) == (3, 48, 500.0, 100.0, 0)
+    assert (row["tokens_per_s"], row["tokens_per_s_per_gpu"], row["mfu"]) == (32.0, 16.0, None)
+    assert row["tflops_per_gpu"] == 16.0 * 100 / 1e12 and 0.01 < row["mem_gib"] < 100
+
+
+def test_fp64_losses_read_back_bit_for_bit(metrics, tmp_path):
+    m = metrics()
+    value = torch.tensor(1 / 3, dtype=torch.float64)
+    m.step(1, loss=value, grad_norm=value, ok=torch.tensor(True), lr=1e-3, seconds=1.0, data_seconds=0.0)
+    assert lines(tmp_path)[0]["loss"].hex() == (1 / 3).hex()
+
+
+def test_numbers_are_brought_over_only_at_the_interval(metrics, feed, monkeypatch):
+    m = metrics()
+    seen = []
+    real = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: seen.append(len(self)) or real(self))
+    for name in ("item", "__float__", "__bool__"):
+        monkeypatch.setattr(torch.Tensor, name, lambda self: pytest.fail("waited for the device in a step"))
+    assert feed(m, 1, 10) == [[0], [], [], [0, 0, 0], [], [], [], [0] * 4, [], [0, 0]]  # first, every 4th, last
+    assert seen == [1, 3, 4, 2]
+
+
+def test_buffers_may_be_used_again(metrics, tmp_path):
+    m = metrics()
+    loss, ok = torch.zeros(()), torch.tensor(True)
+    for step in range(1, 5):
+        loss.fill_(step)
+        m.step(step, loss=loss, grad_norm=loss, ok=ok, lr=1e-3, seconds=1.0, data_seconds=0.0)
+    assert [r["loss"] for r in lines(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_flush_before_a_checkpoint_and_no_flag_is_lost(metrics, feed, tmp_path):
+    m = metrics()
+    flags = feed(m, 1, 6, loss=lambda s: math.nan if s in (3, 6) else 1.0)
+    assert len(lines(tmp_path)) == 4
+    m.eval(6, val_loss=1.0, val_ppl=2.0, val_bpb=1.0)  # brings in step 5 and 6, and keeps their flags for the guard
+    assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4, 5, 6, 6]
+    assert sum(flags, []) + m.flush() == [0, 0, 1, 0, 0, 1] and m.flush() == []
+
+
+def test_nan_is_null_and_marked(metrics, feed, tmp_path, capsys):
+    m = metrics()
+    feed(m, 1, 4, loss=lambda s: math.nan if s == 4 else 1.0)
+    row = lines(tmp_path)[3]
+    assert row["loss"] is None and row["grad_norm"] is None and row["skipped"] == 1 and row["nonfinite"] is True
+    assert "nan" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_killed_and_resumed_run_is_one_file(metrics, feed, tmp_path):
+    feed(metrics(), 1, 8)  # killed after its save at step 6: no close
+    m = metrics(start_step=6)
+    feed(m, 7, 10)
+    m.close()
+    train = read(tmp_path)[0]
+    assert [r["step"] for r in train] == list(range(1, 11)) and train[-1]["tokens"] == 160
+
+
+def test_the_console(metrics, feed, tmp_path, capsys):
+    m = metrics()
+    m.header((890_000, 760_000), "python stdlib 3.11", ["resumed from x at step 0"])
+    feed(m, 1, 10)
+    m.eval(10, val_loss=4.902, val_ppl=134.6, val_bpb=2.76, sample="def f():\n  pass")
+    m.saved(tmp_path / "step_00000010", 10_900_000, 0.1)
+    m.close(hints=["python train.py --list"])
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("Bevatron 0.1 · torch ") and out[0].endswith(f"cpu x1 (1 thread) · run {tmp_path}")
+    assert "0.89M params (0.76M without embeddings) · 4 layers · d 128" in out[1]
+    assert "world 1 = dp 1 · tp 1" in out[2] and "2 seq x 8 tok x 1 accum = 16 tok/step" in out[3]
+    assert "10 steps = 160 tokens" in out[3] and out[4] == "data     python stdlib 3.11" and "wandb off" in out[5]
+    assert out[6] == "resumed from x at step 0"
+    numbers = [line.split() for line in out[9:13]]
+    assert [n[0] for n in numbers] == ["1/10", "4/10", "8/10", "10/10"]
+    assert numbers[1] == ["4/10", "6.6000", "13.200", "1.0e-03", "32", "0.00", "n/a", numbers[1][7], "20%", "64", "3s"]
+    assert out[13] == " eval 10  val 4.902  ppl 134.6  bpb 2.76   | def f():\\n  pass"
+    assert out[14].endswith("step_00000010 (10.9 MB, 0.1 s)")
+    assert out[15].startswith("done in 0s   loss 6.90 -> 6.00  █▇▆▅▅▄▃▂▁▁") or "loss 6.90 -> 6.00" in out[15]
+    assert out[15].endswith("sample: def f():\\n  pass") and out[16] == "next     python train.py --list"
+
+
+def test_other_ranks_are_silent(metrics, feed, tmp_path, capsys):
+    m = metrics(env=Env(rank=1, world=2))
+    m.header((1, 1), "x")
+    assert sum(feed(m, 1, 10), []) == [0] * 10
+    m.close()
+    assert capsys.readouterr().out == "" and list(tmp_path.iterdir()) == []
+
+
+def test_eta_is_not_fooled_by_one_slow_step(metrics):
+    m = metrics(steps=100)
+    one = torch.ones(())
+    for step in range(1, 11):
+        m.step(step, loss=one, grad_norm=one, ok=one, lr=1e-3, seconds=60.0 if step == 5 else 0.5, data_seconds=0.0)
+    m.flush()
+    assert 44 < m.eta(10) < 46
+
+
+def test_eta_knows_the_time_limit(metrics, feed, cfg):
+    m = metrics(steps=1000)
+    m.cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, max_minutes=0.5))
+    feed(m, 1, 4)
+    assert 29 < m.eta(4) <= 30
+
+
+def test_a_jumping_wall_clock_changes_nothing(metrics, feed, monkeypatch, capsys):
+    m = metrics()
+    monkeypatch.setattr(time, "time", lambda: -1e9)
+    feed(m, 1, 10)
+    m.close()
+    assert "done in 0s" in capsys.readouterr().out
+
+
+def test_a_full_disk_does_not_stop_training(metrics, feed, tmp_path, capsys, monkeypatch):
+    m = metrics()
+    real = module.Lines.add.__globals__["os"].write
+
+    def full(fd, data):
+        if fd == m.file.fd:
+            raise OSError(28, "No space left on device")
+        return real(fd, data)
+    monkeypatch.setattr("os.write", full)
+    feed(m, 1, 10)
+    m.close()
+    out = capsys.readouterr().out
+    assert out.count("warning: ") == 2 and "metrics.jsonl: No space left on device" in out
+    assert "10 records dropped" in out
+
+
+def test_stdout_that_is_gone_does_not_stop_training(metrics, feed, monkeypatch, tmp_path):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+    monkeypatch.setattr(sys, "stdout", Gone())
+    m = metrics()
+    feed(m, 1, 10)
+    m.close()
+    assert len(lines(tmp_path)) == 10
+
+
+def test_an_error_still_leaves_what_is_known(metrics, feed, tmp_path, capsys):
+    with pytest.raises(ValueError), metrics() as m:
+        feed(m, 1, 6)
+        raise ValueError("boom")
+    assert len(lines(tmp_path)) == 6
+    assert "stopped after 0s: ValueError: boom" in capsys.readouterr().out
+    m.close()  # once is enough
+    assert capsys.readouterr().out == ""
+
+
+def test_on_a_gpu_the_devices_own_clock_counts(metrics, feed, tmp_path, monkeypatch):
+    """The host runs ahead, so its seconds are those of the launches. A stand-in for the device: `now`, in ms."""
+    class Event:
+        now = 0.0
+
+        def __init__(self, enable_timing):
+            self.at = None
+
+        def record(self):
+            self.at = Event.now
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**31)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    m = metrics(env=Env(device=torch.device("cuda", 0)))
+    for step in (1, 2, 3, 4):
+        Event.now += 250 + step
+        feed(m, step, step)
+        if step == 2:
+            Event.now += 9000  # its time is nobody's step
+            m.eval(2, val_loss=1.0, val_ppl=1.0, val_bpb=1.0)
+        if step == 3:
+            Event.now += 5000
+            m.saved(tmp_path, 1, 5.0)
+    rows = read(tmp_path)[0]
+    assert [r["step_ms"] for r in rows] == [251, 252, 253, 254] and rows[0]["mem_gib"] == 2.0
+    assert rows[0]["mfu"] == 16 / 0.251 * 100 / 67e12  # fp32
+
+
+def test_a_step_costs_microseconds(metrics, tmp_path):
+    m = metrics(steps=10**6)
+    m.cfg = dataclasses.replace(m.cfg, log=dataclasses.replace(m.cfg.log, every=100))
+    one, took = torch.ones(()), []
+    for step in range(2, 1002):
+        begun = time.perf_counter()
+        m.step(step, loss=one, grad_norm=one, ok=one, lr=1e-3, seconds=1.0, data_seconds=0.0)
+        took.append(time.perf_counter() - begun)
+    print("median us", 1e6 * statistics.median(took), "mean us", 1e6 * statistics.mean(took))
+    assert statistics.median(took) < 1e-3

@@ -1,0 +1,205 @@
+import dataclasses
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from config import ConfigError
+from runtime import setup
+from runtime.setup import Env
+
+
+@pytest.fixture
+def env(monkeypatch):
+    """env(RANK=1, ...): an environment without launcher and W&B variables but these."""
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "TORCHELASTIC_", "WANDB_")) or name.endswith(("RANK", "WORLD_SIZE")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", "/nonexistent")
+    return lambda **values: [monkeypatch.setenv(k, str(v)) for k, v in values.items()]
+
+
+@pytest.fixture
+def torch_state():
+    """start() changes the process; the tests after it must not feel that."""
+    threads, exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(exact)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
+
+
+def test_one_process_without_a_launcher(env):
+    assert setup.place() == (0, 1, 0, 1)
+
+
+def test_torchrun(env):
+    env(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, SLURM_PROCID=0, SLURM_NTASKS=2)
+    assert setup.place() == (5, 8, 1, 4)
+
+
+def test_bare_srun(env):
+    env(SLURM_PROCID=5, SLURM_NTASKS=8, SLURM_LOCALID=1, SLURM_NNODES=2)
+    assert setup.place() == (5, 8, 1, 4)
+    env(SLURM_STEP_NUM_TASKS=6)  # the step is smaller than the job
+    assert setup.place() == (5, 6, 1, 3)
+    env(SLURM_LOCALID=4)  # nodes may hold different numbers
+    assert setup.place() == (5, 6, 4, 5)
+
+
+def test_the_body_of_an_sbatch_script_is_one_process(env):
+    env(SLURM_PROCID=0, SLURM_NTASKS=8, SLURM_LOCALID=0, SLURM_STEP_ID=4294967291)
+    assert setup.place() == (0, 1, 0, 1)
+
+
+@pytest.mark.parametrize("bad", [{"RANK": 8}, {"RANK": "x"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": 4}, {"RANK": -1}])
+def test_a_bad_launcher_is_one_line(env, bad):
+    env(**({"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4} | bad))
+    with pytest.raises(ConfigError):
+        setup.place()
+
+
+@pytest.mark.parametrize("cores, ranks, threads", [(1, 1, 1), (2, 1, 2), (3, 1, 2), (4, 1, 3), (64, 1, 4), (8, 4, 2),
+                                                   (2, 8, 1)])
+def test_threads(monkeypatch, cores, ranks, threads):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(setup.Path, "read_text", lambda self: "max 100000")
+    assert setup.spare_threads(ranks) == threads
+
+
+def test_a_containers_quota_counts(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
+    monkeypatch.setattr(setup.Path, "read_text", lambda self: "200000 100000")
+    assert setup.spare_threads() == 2
+
+
+def test_start(env, cfg, torch_state):
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, threads=1, device="cpu"))
+    e = setup.start(cfg)
+    assert (e.rank, e.world, e.device, e.threads) == (0, 1, torch.device("cpu"), 1)
+    assert torch.get_num_threads() == 1 and torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert str(e).endswith("· cpu x1 (1 thread)")
+
+
+def test_seed_is_the_same_twice(cfg):
+    setup.seed(cfg)
+    a = torch.rand(3)
+    setup.seed(cfg)
+    assert torch.equal(a, torch.rand(3))
+
+
+def test_no_gpu_is_the_users_mistake(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert setup.pick_device("auto", 0) == torch.device("cpu")
+    with pytest.raises(ConfigError, match="train.device: cuda"):
+        setup.pick_device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match="at most 2 ranks a node"):
+        setup.pick_device("auto", 2)
+
+
+@pytest.mark.parametrize("name, dtype, tera", [
+    ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "fp8", 1979),
+    ("NVIDIA GB200", "bf16", 2500), ("NVIDIA L40S", "bf16", 362), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+    ("NVIDIA A100-SXM4-80GB", "fp8", None), ("NVIDIA Tesla K80", "fp32", None)])
+def test_peak_flops(monkeypatch, name, dtype, tera):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    assert setup.peak_flops(torch.device("cuda", 0), dtype) == (None if tera is None else tera * 1e12)
+    assert setup.peak_flops(torch.device("cpu"), dtype) is None
+
+
+def test_faults_come_from_the_environment(env, monkeypatch):
+    assert setup.faults(Env())("a", 1) is None
+    monkeypatch.setenv("FAULT", "a:rank=2:act=nan")
+    assert setup.faults(Env(rank=2), ("a",))("a", 1) == "nan"
+    with pytest.raises(ConfigError, match="no point"):
+        setup.faults(Env(), ("b",))
+
+
+@pytest.mark.parametrize("wish, mode, key, got", [
+    ("off", "online", "k" * 40, "off"), ("online", None, "k" * 40, "online"), ("online", None, None, "offline"),
+    ("online", "offline", "k" * 40, "offline"), ("offline", "online", "k" * 40, "offline"),
+    ("online", "disabled", None, "off"), ("offline", None, None, "offline")])
+def test_wandb_mode_is_the_more_private_wish(env, cfg, wish, mode, key, got):
+    env(**{k: v for k, v in {"WANDB_MODE": mode, "WANDB_API_KEY": key}.items() if v})
+    w = setup.wandb(dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb=wish)))
+    assert w.mode == got and (w.note is not None) == (got != wish)
+
+
+def test_wandb_variables(env, cfg, tmp_path, monkeypatch):
+    env(WANDB_PROJECT="p", WANDB_ENTITY="e", WANDB_RUN_ID="i", WANDB_DIR="/d")
+    on = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb="online"))
+    assert setup.wandb(on) == setup.Wandb("offline", "p", "e", "i", "/d", "no WANDB_API_KEY")
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert setup.wandb(on).mode == "online"
+
+
+def test_no_color(monkeypatch):
+    class Terminal:
+        def isatty(self):
+            return True
+    monkeypatch.setattr(setup.sys, "stdout", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert setup.wants_color()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not setup.wants_color()
+    monkeypatch.setenv("NO_COLOR", "")  # no-color.org: when not empty
+    monkeypatch.setenv("TERM", "dumb")
+    assert not setup.wants_color()
+
+
+def test_exit_reason_is_atomic_and_keeps_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "canary-31415926")
+    assert setup.exit_reason(tmp_path, 0, 75, "first")
+    assert setup.exit_reason(tmp_path, 0, 1, "login with canary-31415926 failed")
+    assert setup.exit_reason(tmp_path, 3, 77, "x")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["exit_reason.json", "exit_reason.rank3.json"]
+    words = json.loads((tmp_path / "exit_reason.json").read_text())
+    assert words["code"] == 1 and words["reason"] == "login with <MY_API_KEY> failed"
+    assert words["rank"] == 0 and words["host"]
+    assert setup.exit_reason(tmp_path / "gone", 0, 1, "x") is False
+
+
+def test_no_secret_in_the_env_object(env, cfg, monkeypatch):
+    env(WANDB_API_KEY="canary-31415926", HF_TOKEN="canary-27182818")
+    e = Env(wandb=setup.wandb(dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb="online"))))
+    assert e.wandb.mode == "online" and "canary" not in repr(e)
+
+
+def test_a_worker_dies_with_its_agent():
+    """SIGKILL to the parent ends the child too, within two seconds."""
+    read, write = os.pipe()
+    agent = os.fork()
+    if agent == 0:
+        if os.fork() == 0:
+            setup.die_with_parent()
+            os.write(write, str(os.getpid()).encode())
+            time.sleep(60)
+        time.sleep(60)
+        os._exit(0)
+    worker = int(os.read(read, 20))
+    os.kill(agent, signal.SIGKILL)
+    os.waitpid(agent, 0)
+    until = time.monotonic() + 2
+    while time.monotonic() < until and alive(worker):
+        time.sleep(0.01)
+    gone = not alive(worker)
+    if not gone:
+        os.kill(worker, signal.SIGKILL)
+    assert gone
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"  # nobody may reap it here
+    except OSError:
+        return False

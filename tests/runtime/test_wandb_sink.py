@@ -1,0 +1,172 @@
+"""W&B as it behaves on bad days, played by a wandb.py that the child process finds first."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from runtime.setup import Wandb
+from runtime.wandb_sink import Sink, stable_id
+
+FAKE = """
+import json, os, sys, time
+out = open({out!r}, "a")
+def tell(*words):
+    out.write(json.dumps(words) + "\\n"); out.flush()
+class Settings:
+    def __init__(self, **k): tell("settings", k)
+class Run:
+    def log(self, values, step):
+        {log}
+        tell("log", step, values)
+    def finish(self, exit_code):
+        {finish}
+        tell("finish", exit_code)
+def init(**k):
+    print("noise"); print("noise", file=sys.stderr)
+    {init}
+    k.pop("settings")
+    tell("init", k)
+    return Run()
+"""
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """fake(top=, init=, log=, finish=: code that goes there) -> told(): what wandb was told so far."""
+    def make(top="", init="pass", log="pass", finish="pass"):
+        out = tmp_path / "told"
+        out.touch()
+        (tmp_path / "wandb.py").write_text(top + FAKE.format(out=str(out), init=init, log=log, finish=finish))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return lambda: [json.loads(line) for line in out.read_text().splitlines()]
+    return make
+
+
+@pytest.fixture
+def sink(tmp_path):
+    made = []
+
+    def make(mode="offline", **k):
+        made.append(Sink(Wandb(mode, "proj"), tmp_path / "run", "name", {"train": {"steps": 3}}, **k))
+        return made[-1]
+    yield make
+    for s in made:
+        if s.child:
+            s.kill()
+
+
+def until(true, seconds=10):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.01)
+    return true()
+
+
+def gone(pid):
+    return not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_off_starts_nothing(sink, tmp_path):
+    s = sink("off")
+    s.put(1, {"a": 1})
+    s.close()
+    assert s.child is None and s.warning() is None and not (tmp_path / "run").exists()
+
+
+def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
+    told, s = fake(), sink()
+    for step in range(500):
+        s.put(step, {"train/loss": 1 / (step + 1)})
+    s.close(code=75)
+    settings, start, *logs, last = told()
+    assert settings[1] == {"console": "off", "silent": True, "save_code": False, "x_stats_pid": os.getpid()}
+    assert start[1] == {"project": "proj", "entity": None, "name": "name", "id": stable_id(tmp_path / "run"),
+                        "dir": str(tmp_path / "run"), "mode": "offline", "resume": "allow", "config": {"train": {"steps": 3}}}
+    assert logs == [["log", i, {"train/loss": 1 / (i + 1)}] for i in range(500)] and last == ["finish", 75]
+    assert s.warning() is None and capfd.readouterr() == ("", "")
+
+
+def test_a_resumed_run_keeps_its_id(tmp_path):
+    first = stable_id(tmp_path / "run")
+    assert stable_id(tmp_path / "run") == first and first != stable_id(tmp_path / "other")
+
+
+@pytest.mark.parametrize("where", [{"top": "raise ImportError('bad day')\n"}, {"init": "raise RuntimeError('bad day')"},
+                                   {"log": "raise RuntimeError('bad day')"}, {"finish": "raise RuntimeError('bad day')"},
+                                   {"init": "raise SystemExit('bad day')"}, {"log": "os.kill(os.getpid(), 9)"}])
+def test_one_warning_when_it_raises(fake, sink, where):
+    fake(**where)
+    s = sink()
+    s.put(1, {"a": 1})
+    if "finish" not in where:
+        assert until(lambda: s.put(2, {"a": 1}) or s.trouble)
+        s.put(3, {})
+        assert s.dropped >= 1
+    s.close()
+    words = "ended with -9" if "kill" in str(where) else "bad day"
+    assert words in s.warning() and s.warning() is None
+
+
+def test_secrets_are_not_in_the_warning(fake, sink, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "canary-31415926")
+    fake(init="raise ValueError('bad key ' + os.environ['WANDB_API_KEY'])")
+    s = sink()
+    s.close()
+    assert "bad key <WANDB_API_KEY>" in s.warning()
+
+
+@pytest.mark.parametrize("where", ["init", "log", "finish"])
+def test_blocked_for_ever(fake, sink, where):
+    """Nothing waits for it but the end, and the end not for long; no process is left."""
+    fake(**{where: "time.sleep(1000)"})
+    s = sink(room=10_000)
+    slowest = 0.0
+    for step in range(2000):
+        begun = time.perf_counter()
+        s.put(step, {"a": "x" * 100})
+        slowest = max(slowest, time.perf_counter() - begun)
+    assert slowest < 0.2  # a busy machine; it is some 10 us
+    begun = time.monotonic()
+    s.close(wait=0.3)
+    assert 0.25 < time.monotonic() - begun < 2
+    assert "no answer in 0.3 s" in s.warning() and s.warning() is None
+    assert gone(s.child.pid) and (where == "finish" or s.dropped > 0)
+
+
+def test_a_killed_run_leaves_no_orphan(fake, tmp_path):
+    """SIGKILL to the trainer while wandb hangs, before the child could look for it: it still ends a few seconds later."""
+    fake(init="time.sleep(1000)")
+    code = ("import os, sys, time; from runtime.wandb_sink import Sink; from runtime.setup import Wandb\n"
+            f"s = Sink(Wandb('offline'), {str(tmp_path / 'run')!r}, 'n', {{}}); print(s.child.pid, flush=True); time.sleep(60)")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
+    child = int(trainer.stdout.readline())
+    os.kill(child, signal.SIGSTOP)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.wait()
+    os.kill(child, signal.SIGCONT)
+    trainer.stdout.close()
+    assert until(lambda: gone(child), 6)
+
+
+def test_a_killed_run_is_told_as_failed(fake, sink):
+    told, s = fake(), sink()
+    s.put(1, {"a": 1})
+    s.child.stdin.close()  # what the kernel does for a killed trainer
+    assert s.child.wait(10) == 0 and told()[-2:] == [["log", 1, {"a": 1}], ["finish", 1]]
+
+
+def test_real_wandb_offline(sink, tmp_path):
+    pytest.importorskip("wandb")
+    s = sink()
+    for step in range(1, 4):
+        s.put(step, {"train/loss": 3.0 / step})
+    s.close(wait=60)
+    assert s.warning() is None
+    (file,) = (tmp_path / "run").glob(f"wandb/offline-run-*/run-{stable_id(tmp_path / 'run')}.wandb")
+    assert b"train/loss" in file.read_bytes()
