@@ -27,6 +27,7 @@ LLAMA = {"embed": "model.embed_tokens", "layers": "model.layers", "norm": "model
 GPT2 = {"embed": "transformer.wte", "positions": "transformer.wpe", "layers": "transformer.h", "norm": "transformer.ln_f",
         "head": "lm_head", "attn_norm": "ln_1", "attn.q": "attn.c_attn", "attn.k": "attn.c_attn", "attn.v": "attn.c_attn",
         "attn.o": "attn.c_proj", "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+TABLES = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
 HEAD = "lm_head.weight"
 BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")  # old files carry them; not weights
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -49,9 +50,9 @@ class Place:
 def places(kind: str, m: Model, pieces: list[tuple[Box, Tensor]]) -> list[Place]:
     """Every tensor of the folder, in the order of the forward pass. pieces: whole tensors under our keys; the padding of the
     vocabulary is left out."""
-    table, found = GPT2 if kind == "gpt2" else LLAMA, {}
+    found: dict[str, Place] = {}
     for box, t in pieces:
-        name = rename(box.key, table)
+        name = rename(box.key, TABLES[kind])
         flip = kind == "gpt2" and t.dim() == 2 and box.key.startswith("layers.")
         t = t[:m.vocab] if box.key in ("embed.weight", "head.weight") else t
         found.setdefault(name, Place(name, [], flip)).parts.append(t)

@@ -267,10 +267,9 @@ def in_parallel(job: Job, units, todo, workers, progress) -> None:
         if fault:
             raise fault
     except (EOFError, ConnectionError):
-        multiprocessing.connection.wait([p.sentinel for p in pipes.values()], timeout=5)
-        code = next((p.exitcode for p in pipes.values() if p.exitcode is not None), None)
-        raise ConfigError(f"{job.parts}: a worker died (exit code {code}); the same command goes on, with fewer "
-                          "--workers if memory ran out") from None
+        pipes[pipe].join(5)
+        raise ConfigError(f"{job.parts}: a worker died (exit code {pipes[pipe].exitcode}); the same command goes on, "
+                          "with fewer --workers if memory ran out") from None
     finally:
         for pipe, process in pipes.items():
             process.terminate()

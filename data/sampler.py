@@ -58,7 +58,7 @@ def permute(i: np.ndarray, n: int, seed: int) -> np.ndarray:  # int64 [m] -> int
     """A permutation of range(n) at the places i, keyed by seed."""
     half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))  # bits in each half of the network; its domain is below 4n
     mask = (np.uint64(1) << half) - np.uint64(1)
-    keys = [np.uint64(key(seed, r)) for r in range(ROUNDS)]
+    keys = mix(np.uint64(seed % 2**64) ^ np.arange(ROUNDS, dtype=np.uint64))
     x = np.asarray(i).astype(np.uint64)
     walk = np.ones(len(x), bool)
     while walk.any():  # leaving the domain and walking on until inside again keeps it a permutation of range(n)

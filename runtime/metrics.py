@@ -51,6 +51,7 @@ class Metrics:
         self.recent: deque[float] = deque(maxlen=WINDOW)  # ms of the last steps
         self.busy = 0.0  # seconds in steps so far; the rest of the wall time is evaluation and saving
         self.began = time.perf_counter()
+        self.first: float | None = None  # when the first step began
         self.text = ""  # the last sample
         self.closed = False
         self.mark = self.stamp()
@@ -71,8 +72,9 @@ class Metrics:
         whole step on the host, data_seconds: of these waiting for data.
 
         Returns the skipped flags (0 or 1) of the steps that became known by this call, oldest first: often none."""
-        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok)])  # a copy: buffers get reused
+        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok)])  # a copy, not a reference
         end = self.stamp()
+        self.first = time.perf_counter() - seconds if self.first is None else self.first
         host = {"step": step, "lr": lr, "step_ms": 1000 * seconds, "data_ms": 1000 * data_seconds}
         self.pending.append((host, values, (self.mark, end)))
         self.mark = end
@@ -124,9 +126,10 @@ class Metrics:
         rate = 1000 * self.tokens / ms
         flops = rate / self.env.world * self.flops
         return {"step": host["step"], "loss": loss, "grad_norm": norm, "lr": host["lr"],
-                "tokens": host["step"] * self.tokens, "step_ms": host["step_ms"], "data_ms": host["data_ms"], "tokens_per_s": rate,
-                "tokens_per_s_per_gpu": rate / self.env.world, "tflops_per_gpu": flops / 1e12,
-                "mfu": flops / self.peak if self.peak else None, "mem_gib": memory, "skipped": int(not ok)}
+                "tokens": host["step"] * self.tokens, "step_ms": host["step_ms"], "data_ms": host["data_ms"],
+                "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.env.world,
+                "tflops_per_gpu": flops / 1e12, "mfu": flops / self.peak if self.peak else None,
+                "mem_gib": memory, "skipped": int(not ok)}
 
     def memory(self) -> float:
         """Peak GiB: of the allocator on a GPU, of the process on a CPU."""
@@ -158,7 +161,8 @@ class Metrics:
                             f" · {m.layers} layers · d {m.hidden} · {heads} · vocab {m.vocab or 0:,}")
         show.label("layout", f"world {world} = dp {dp} · tp {p.tp} · pp {p.pp} · cp {p.cp} · {t.dtype}")
         show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {self.tokens:,} tok/step"
-                            f"{'':10}{self.steps:,} steps = {short(total)} tokens ({total / max(parameters[0], 1):.1f} tok/param)")
+                            f"{'':10}{self.steps:,} steps = {short(total)} tokens "
+                            f"({total / max(parameters[0], 1):.1f} tok/param)")
         show.label("data", data)
         w = self.env.wandb
         how = " (--log.wandb to enable)" if w.mode == "off" else f" ({w.note})" if w.note else ""
@@ -180,9 +184,8 @@ class Metrics:
 
     def eta(self, step: int) -> float:
         """Seconds left: the median step (one slow one says nothing), plus what evaluating and saving added so far."""
-        done = max(step - self.start, 1)
-        aside = max(time.perf_counter() - self.began - self.busy, 0.0) / done
-        left = (self.steps - step) * (statistics.median(self.recent) / 1000 + (aside if done > 1 else 0.0))
+        aside = max(time.perf_counter() - self.first - self.busy, 0.0) / max(step - self.start, 1)
+        left = (self.steps - step) * (statistics.median(self.recent) / 1000 + aside)
         limit = self.cfg.train.max_minutes
         return left if limit is None else min(left, max(0.0, 60 * limit - (time.perf_counter() - self.began)))
 
@@ -211,6 +214,8 @@ class Metrics:
             return
         self.closed = True
         self.gather()
+        if self.span:  # stopped between two lines
+            self.show()
         self.sink.close(code)
         self.write([])
         lost = self.file.close() if self.file else 0

@@ -90,8 +90,8 @@ def place() -> tuple[int, int, int, int]:
     else:
         return 0, 1, 0, 1
     if not (0 <= rank < world and 0 <= local_rank < local_world):
-        raise ConfigError(f"rank {rank} of {world}, local rank {local_rank} of {local_world}: RANK, WORLD_SIZE, LOCAL_RANK "
-                          "(or SLURM_*) do not fit together; start with torchrun or srun, or unset them")
+        raise ConfigError(f"rank {rank} of {world}, local rank {local_rank} of {local_world}: RANK, WORLD_SIZE, "
+                          "LOCAL_RANK (or SLURM_*) do not fit together; start with torchrun or srun, or unset them")
     return rank, world, local_rank, local_world
 
 

@@ -63,7 +63,8 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
         try:
             store.save(temp / "checkpoints", 0, pieces, meta, keep=1)
         except NonFinite as e:
-            raise ConfigError(f"{folder}: {str(e).partition(':')[0]} holds NaN or Inf; these weights are damaged") from None
+            name = hf.rename(str(e).partition(":")[0], hf.TABLES[kind])
+            raise ConfigError(f"{folder}: {name} holds NaN or Inf; these weights are damaged") from None
         with storing(temp, 0):
             (temp / "config.yaml").write_text(config.dump(cfg))
             if tok:
@@ -222,8 +223,10 @@ def full(m: Model) -> Model:
 
 
 def too_many(tok, m: Model) -> list[str]:
-    wrong = tok is not None and tok.vocab > m.vocab
-    return [f"the tokenizer has {tok.vocab} ids, the model only {m.vocab}: text that needs the last ones cannot be used"] * wrong
+    """A note where the tokenizer makes ids that the model does not have."""
+    if tok is None or tok.vocab <= m.vocab:
+        return []
+    return [f"the tokenizer has {tok.vocab} ids, the model only {m.vocab}: text that needs the last ones cannot be used"]
 
 
 def carry(source: Path, target: Path) -> None:

@@ -106,7 +106,7 @@ def test_what_is_another_model_is_refused(tmp_path, said, words):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"positions": "learned"}, "nearest, llama, differs in positions=learned"), ({"qkv_bias": True, "qk_norm": True}, "qkv_bias=True"),
+    ({"positions": "learned"}, "nearest, llama, differs in positions=learned"), ({"qkv_bias": True, "qk_norm": True}, "qwen2, differs in qk_norm=True"),
     ({"norm": "layernorm"}, "norm=layernorm"), ({"activation": "gelu", "bias": True}, "activation=gelu"),
 ])
 def test_what_no_family_has_is_not_exported(change, words):

@@ -11,8 +11,8 @@ from runtime.console import Console, decimals, duration, params, short, size, sp
 
 
 @pytest.mark.parametrize("n, text", [
-    (0, "0"), (950, "950"), (999.4, "999"), (2048, "2.0K"), (204_800, "204.8K"), (999_949, "999.9K"), (999_950, "1.00M"),
-    (1_228_800, "1.23M"), (7e9, "7.00B"), (1.5e13, "15.00T"), (math.nan, "nan")])
+    (0, "0"), (950, "950"), (999.4, "999"), (2048, "2.0K"), (204_800, "204.8K"), (999_949, "999.9K"),
+    (999_950, "1.00M"), (1_228_800, "1.23M"), (7e9, "7.00B"), (1.5e13, "15.00T"), (math.nan, "nan")])
 def test_short(n, text):
     assert short(n) == text
 

@@ -51,9 +51,12 @@ def test_a_resumed_run_holds_each_step_once(tmp_path, torn):
 
 
 def test_a_start_from_nothing_begins_a_new_file(tmp_path):
-    Lines(tmp_path, 0).add(rows(1, 2))
-    Lines(tmp_path, 0).add(rows(1))
-    assert steps(tmp_path) == [1]
+    start = {"step": 0, "val_loss": 9.0}
+    Lines(tmp_path, 0).add([start, *rows(1, 2)])
+    Lines(tmp_path, 0).add([start, *rows(1)])
+    assert steps(tmp_path) == [1] and read(tmp_path)[1] == [start]
+    Lines(tmp_path, 1)
+    assert steps(tmp_path) == [1] and read(tmp_path)[1] == [start]
 
 
 def test_a_file_that_fits_is_not_rewritten(tmp_path):

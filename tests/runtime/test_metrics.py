@@ -127,6 +127,27 @@ def test_eta_is_not_fooled_by_one_slow_step(metrics):
     assert 44 < m.eta(10) < 46
 
 
+def test_eta_counts_what_stands_between_steps(metrics, monkeypatch):
+    """Half a second of step, and 3 s of evaluation every 4 steps: 1.25 s a step. What came before the first is past."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    m = metrics(steps=100)
+    one = torch.ones(())
+    now[0] += 1000
+    for step in range(1, 9):
+        now[0] += 0.5 + (3 if step in (3, 7) else 0)
+        m.step(step, loss=one, grad_norm=one, ok=one, lr=1e-3, seconds=0.5, data_seconds=0.0)
+    assert m.eta(8) == pytest.approx(92 * 1.25)
+
+
+def test_the_last_step_is_shown_wherever_the_run_stops(metrics, feed, capsys):
+    m = metrics()
+    feed(m, 1, 6)
+    m.close("SIGTERM received", code=75)
+    out = capsys.readouterr().out.splitlines()
+    assert out[-2].split()[0] == "6/10" and out[-1].startswith("stopped after 0s: SIGTERM received   loss 6.90 -> 6.40")
+
+
 def test_eta_knows_the_time_limit(metrics, feed, cfg):
     m = metrics(steps=1000)
     m.cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, max_minutes=0.5))

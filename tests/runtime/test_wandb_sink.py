@@ -68,7 +68,10 @@ def until(true, seconds=10):
 
 
 def gone(pid):
-    return not Path(f"/proc/{pid}").exists() or Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # nobody may reap it here
+    except OSError:
+        return True
 
 
 def test_off_starts_nothing(sink, tmp_path):
@@ -86,7 +89,8 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
     settings, start, *logs, last = told()
     assert settings[1] == {"console": "off", "silent": True, "save_code": False, "x_stats_pid": os.getpid()}
     assert start[1] == {"project": "proj", "entity": None, "name": "name", "id": stable_id(tmp_path / "run"),
-                        "dir": str(tmp_path / "run"), "mode": "offline", "resume": "allow", "config": {"train": {"steps": 3}}}
+                        "dir": str(tmp_path / "run"), "mode": "offline", "resume": "allow",
+                        "config": {"train": {"steps": 3}}}
     assert logs == [["log", i, {"train/loss": 1 / (i + 1)}] for i in range(500)] and last == ["finish", 75]
     assert s.warning() is None and capfd.readouterr() == ("", "")
 
@@ -96,9 +100,10 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     assert stable_id(tmp_path / "run") == first and first != stable_id(tmp_path / "other")
 
 
-@pytest.mark.parametrize("where", [{"top": "raise ImportError('bad day')\n"}, {"init": "raise RuntimeError('bad day')"},
-                                   {"log": "raise RuntimeError('bad day')"}, {"finish": "raise RuntimeError('bad day')"},
-                                   {"init": "raise SystemExit('bad day')"}, {"log": "os.kill(os.getpid(), 9)"}])
+@pytest.mark.parametrize("where", [
+    {"top": "raise ImportError('bad day')\n"}, {"init": "raise RuntimeError('bad day')"},
+    {"log": "raise RuntimeError('bad day')"}, {"finish": "raise RuntimeError('bad day')"},
+    {"init": "raise SystemExit('bad day')"}, {"log": "os.kill(os.getpid(), 9)"}])
 def test_one_warning_when_it_raises(fake, sink, where):
     fake(**where)
     s = sink()
@@ -139,10 +144,11 @@ def test_blocked_for_ever(fake, sink, where):
 
 
 def test_a_killed_run_leaves_no_orphan(fake, tmp_path):
-    """SIGKILL to the trainer while wandb hangs, before the child could look for it: it still ends a few seconds later."""
+    """SIGKILL to the trainer while wandb hangs, before the child could look for it: it ends a few seconds later."""
     fake(init="time.sleep(1000)")
     code = ("import os, sys, time; from runtime.wandb_sink import Sink; from runtime.setup import Wandb\n"
-            f"s = Sink(Wandb('offline'), {str(tmp_path / 'run')!r}, 'n', {{}}); print(s.child.pid, flush=True); time.sleep(60)")
+            f"s = Sink(Wandb('offline'), {str(tmp_path / 'run')!r}, 'n', {{}})\n"
+            "print(s.child.pid, flush=True); time.sleep(60)")
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     child = int(trainer.stdout.readline())
@@ -151,7 +157,7 @@ def test_a_killed_run_leaves_no_orphan(fake, tmp_path):
     trainer.wait()
     os.kill(child, signal.SIGCONT)
     trainer.stdout.close()
-    assert until(lambda: gone(child), 6)
+    assert until(lambda: gone(child), 15)
 
 
 def test_a_killed_run_is_told_as_failed(fake, sink):

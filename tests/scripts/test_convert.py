@@ -1,0 +1,308 @@
+"""Hugging Face models in, trained, and out again: the same logits, the same losses, for every dense family; or one clear line.
+
+The shapes are odd on purpose: 3 key/value heads, 9 heads, a head_dim that is not hidden / heads, vocabularies that are no
+multiple of anything, positions beyond the original context, windows shorter than the sequence.
+"""
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import config
+from build import build, load_run
+from checkpoint import hf, hf_tokenizer, state, store
+from data import tokenizer
+from data.batch import Batch
+from parallel.mesh import Mesh
+from runtime.failure import fail_cleanly
+from runtime.guard import Guard
+from scripts import convert
+from train import train_step
+
+ROOT = Path(__file__).parent.parent.parent
+SEQ = 40
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+ROPE = {"vocab_size": 211, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
+        "max_position_embeddings": 64}
+GPT2 = {"vocab_size": 203, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 100, "n_positions": SEQ, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+CASES = {
+    "gpt2": ("GPT2", GPT2),
+    "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": None}),
+    "llama2": ("Llama", {**ROPE, "rms_norm_eps": 1e-5}),
+    "llama3.1-9heads": ("Llama", {**ROPE, "hidden_size": 72, "num_attention_heads": 9, "head_dim": 10, "rope_theta": 5e5, "rope_scaling": LLAMA3}),
+    "llama3.2-tied": ("Llama", {**ROPE, "rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True}),
+    "llama-biased": ("Llama", {**ROPE, "attention_bias": True, "mlp_bias": True}),
+    "mistral": ("Mistral", {**ROPE, "hidden_size": 50, "head_dim": 14, "sliding_window": 7}),
+    "mistral-nowindow": ("Mistral", {**ROPE, "sliding_window": None}),
+    "qwen2.5-tied": ("Qwen2", {**ROPE, "rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-window": ("Qwen2", {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
+    "qwen3-tied": ("Qwen3", {**ROPE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 26, "rope_theta": 1e6, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3", {**ROPE, "head_dim": 10}),
+}
+
+
+def nowhere(*_):
+    """at(point, step) of a run that no test kills."""
+
+
+def run(capsys, *argv):
+    """(exit code, stdout, stderr) of the command."""
+    capsys.readouterr()
+    code = fail_cleanly(convert.main, list(map(str, argv)))
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    module = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare the conversion with")
+    module.logging.set_verbosity_error()
+    module.logging.disable_progress_bar()
+    return module
+
+
+@torch.no_grad()
+def their_model(transformers, family, settings):
+    """A random model whose biases and norms are random too: as initialised, they would hide a mistake."""
+    torch.manual_seed(0)
+    model = getattr(transformers, "AutoModelForCausalLM").from_config(getattr(transformers, f"{family}Config")(**settings)).float().eval()
+    for p in model.parameters():
+        p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def loaded(transformers, folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def batches(vocab):
+    """Three steps of two microbatches; some targets do not count."""
+    g = torch.Generator().manual_seed(1)
+    positions = torch.arange(SEQ).expand(2, SEQ)
+    draw = [torch.randint(vocab, (2, SEQ + 1), generator=g) for _ in range(6)]
+    made = [Batch(t[:, :-1], t[:, 1:].clone(), positions) for t in draw]
+    for i, b in enumerate(made):
+        b.targets[0, :3 * i] = -100
+    return [made[:2], made[2:4], made[4:]]
+
+
+def train_theirs(model, steps, lr):
+    """Losses of plain torch: mean over the counted tokens of a step, clipped at 0.5, AdamW that decays matrices only."""
+    params = list(model.parameters())
+    optim = torch.optim.AdamW([{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1},
+                               {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0}], lr=lr, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for step in steps:
+        optim.zero_grad()
+        total = sum(cross_entropy(model(input_ids=b.tokens).logits.flatten(0, 1), b.targets.flatten(), reduction="sum") for b in step)
+        loss = total / sum(b.counted() for b in step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(params, 0.5)
+        optim.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
+    theirs = their_model(transformers, *CASES[name])
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size="50KB" if name == "llama2" else "1GB")
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["logits"]["against"].startswith("transformers")
+
+    cfg = config.resolve(None, str(tmp_path / "run" / "config.yaml"), [
+        "--train.dtype", "fp32", "--train.steps", "3", "--train.seq_len", f"{SEQ}", "--train.micro_batch", "2", "--train.global_batch", "4",
+        "--optim.lr", "1e-3", "--optim.warmup", "0", "--optim.decay", "constant", "--optim.clip", "0.5"])
+    data = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="none"), fingerprint="random")
+    ours = build(cfg, Mesh.single(), torch.device("cpu"), data, 3)
+    state.load_weights(ours.buckets, state.find(cfg.checkpoint.init_from, []))
+    assert not any(t[cfg.model.vocab:].any() for box, t in state.boxes(ours.buckets, {}) if box.key in ("embed.weight", "head.weight"))
+
+    steps = batches(cfg.model.vocab)
+    tokens, positions = steps[0][0].tokens, steps[0][0].positions
+    with torch.no_grad():
+        assert (ours.stage.logits(tokens, positions) - theirs(input_ids=tokens).logits).abs().max() < 1e-5
+
+    losses = [train_step(ours, i, step, Guard(), nowhere)[0].item() for i, step in enumerate(steps, 1)]
+    assert losses == pytest.approx(train_theirs(theirs, steps, 1e-3), abs=1e-5)
+    assert abs(losses[0] - losses[2]) > 1e-3  # it did train
+
+    state.save(ours, tmp_path / "trained" / "checkpoints", 3, nowhere)
+    code, _, err = run(capsys, "to-hf", tmp_path / "trained", tmp_path / "out")
+    assert code == 0, err
+    with torch.no_grad():
+        back, ours = loaded(transformers, tmp_path / "out")(input_ids=tokens).logits, ours.stage.logits(tokens, positions)
+        assert (back - ours).abs().max() < 1e-5
+        assert (back - theirs(input_ids=tokens).logits).abs().max() < 1e-3  # three AdamW steps apart: rounding of tiny gradients grows
+    assert type(loaded(transformers, tmp_path / "out")) is type(theirs)
+
+
+def test_the_hub_gpt2_layout(transformers, tmp_path, capsys):
+    """The hub's gpt2 has no `transformer.` prefix and carries its causal masks."""
+    theirs = their_model(transformers, *CASES["gpt2"])
+    theirs.save_pretrained(tmp_path / "hf")
+    from safetensors.torch import load_file, save_file
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(tmp_path / "hf" / "model.safetensors").items()}
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, SEQ, SEQ)}, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")
+    assert code == 0, err
+
+
+# ---- without transformers --------------------------------------------------------------------------------------------
+
+BPE = tokenizer.train_bpe([Path(json.__file__).with_name("decoder.py").read_text(), Path(shutil.__file__).read_text()], 400)
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """transformers cannot be imported."""
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+def make_run(folder, preset="qwen2.5-tiny", tok=BPE, **model):
+    """A run folder with random weights and one checkpoint."""
+    cfg = config.resolve(preset, None, ["--train.steps", "1", "--model.layers", "2", "--model.hidden", "32", "--model.ffn", "40"])
+    cfg = replace(cfg, model=replace(cfg.model, vocab=tok.vocab, **model))
+    data = SimpleNamespace(tokenizer=tok, fingerprint="random")
+    made = build(cfg, Mesh.single(), torch.device("cpu"), data, 1)
+    path = state.save(made, folder / "checkpoints", 5, nowhere)
+    (folder / "tokenizer").mkdir()
+    tok.save(folder / "tokenizer")
+    (folder / "config.yaml").write_text(config.dump(cfg))
+    return path
+
+
+def weights(path):
+    """{key: tensor} of a checkpoint, without the optimizer's."""
+    rows = [r for r in store.index(path)["pieces"] if "@" not in r["key"]]
+    out = {r["key"]: torch.empty(r["size"]) for r in rows}
+    store.load(path, [(hf.Box.whole(k, t.shape), t) for k, t in out.items()], strict=False)
+    return out
+
+
+def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
+    path = make_run(tmp_path / "run")
+    code, out, _ = run(capsys, "to-hf", path, tmp_path / "hf", "--json")  # a checkpoint folder will do as well
+    report = json.loads(out)
+    assert code == 0 and report["notes"] == [] and report["logits"] == {**report["logits"], "against": "its own reader", "max_abs_difference": 0.0}
+    said = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert said["architectures"] == ["Qwen2ForCausalLM"] and said["rope_theta"] == 1e6 and said["torch_dtype"] == "float32"
+    assert (said["bos_token_id"], said["eos_token_id"], said["vocab_size"]) == (1, 2, 400)
+    assert not {"rope_parameters", "dtype"} & said.keys()  # v4 would read them as silence
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == [
+        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer.model", "tokenizer_config.json"]
+
+    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")
+    assert code == 0 and "transformers is not installed" in out
+    before, after = weights(path), weights(tmp_path / "back" / "checkpoints" / "step_00000000")
+    assert before.keys() == after.keys() and all(torch.equal(before[k], after[k]) for k in before if k not in ("embed.weight", "head.weight"))
+    assert torch.equal(before["embed.weight"][:400], after["embed.weight"][:400]) and not after["embed.weight"][400:].any()
+    back = load_run(str(tmp_path / "back"), torch.device("cpu"))
+    assert back.tokenizer.encode("def f(x):\n  return x") == BPE.encode("def f(x):\n  return x") and back.step == 0
+
+
+@pytest.mark.parametrize("spec, vocab", [("bytes", 257), (None, 400)])
+def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
+    tok = tokenizer.load(spec) if spec else BPE
+    make_run(tmp_path / "run", "gpt2-tiny", tok)
+    code, out, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf", "--dtype", "bf16")
+    assert code == 0, err
+    text = (tmp_path / "hf" / "tokenizer.json").read_text()
+    assert hf_tokenizer.difference(tok.encode, hf_tokenizer.encoder(text)) is None
+    said = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert said["torch_dtype"] == "bfloat16" and said["vocab_size"] == vocab and said["eos_token_id"] == tok.eod
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size < 2.5 * sum(t[:vocab].numel() for t in weights(state.find(str(tmp_path / "run"), [])).values())
+
+
+@pytest.mark.parametrize("preset", ["llama3-tiny", "qwen2.5-tiny", "mistral-tiny"])
+def test_auto_tokenizer_gives_our_ids(transformers, tmp_path, capsys, preset):
+    make_run(tmp_path / "run", preset)
+    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert hf_tokenizer.difference(BPE.encode, lambda text: auto.encode(text, add_special_tokens=False)) is None
+    assert (auto.bos_token_id, auto.eos_token_id) == (1, 2)
+
+
+def test_resume_in_place_is_refused_with_the_way_out(alone, tmp_path, capsys):
+    make_run(tmp_path / "run")
+    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")[0] == 0
+    cfg = config.resolve(None, str(tmp_path / "back" / "config.yaml"), ["--train.dtype", "fp32"])
+    assert Path(cfg.log.dir) / cfg.log.name == tmp_path / "back-train" and cfg.checkpoint.init_from == str(tmp_path / "back")
+    assert cfg.data.tokenizer == str(tmp_path / "back" / "tokenizer")
+    fresh = build(cfg, Mesh.single(), torch.device("cpu"), SimpleNamespace(tokenizer=tokenizer.load(cfg.data.tokenizer), fingerprint="x"), 1)
+    with pytest.raises(config.ConfigError, match="start anew with --log.name OTHER --checkpoint.init_from"):
+        state.load(fresh, state.find(str(tmp_path / "back"), []))
+
+
+def test_logits_that_differ_leave_nothing(monkeypatch, tmp_path, capsys):
+    make_run(tmp_path / "run")
+    right = convert.read_back
+    monkeypatch.setattr(convert, "their_logits", lambda *a: None)
+    monkeypatch.setattr(convert, "read_back", lambda *a: ("it", right(*a)[1] * 1.01))
+    code, out, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")
+    assert code == 1 and out == "" and err.startswith("error: logits") and err.count("\n") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def edit(**change):
+    def apply(folder):
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    return apply
+
+
+def poison(folder):
+    from safetensors.torch import load_file, save_file
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("nan")
+    save_file(tensors, folder / "model.safetensors")
+
+
+def cut(folder):
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:len(data) // 2])
+
+
+@pytest.mark.parametrize("how, words", [
+    (lambda f: (f / "config.json").unlink(), "config.json: No such file or directory"), (edit(model_type="mamba"), "model_type 'mamba' is not supported"),
+    (edit(num_attention_heads=7), "kv_heads: 2 does not divide model.heads=7"), (edit(hidden_act="relu"), "hidden_act"), (cut, "truncated"),
+    (edit(hidden_size=24), "has shape"), (edit(num_hidden_layers=3), "model.layers.2"), (poison, "model.norm.weight holds NaN or Inf"),
+    (lambda f: shutil.rmtree(f), "No such file or directory"), (lambda f: (f / "tokenizer.json").write_text("{"), "not a tokenizer.json"),
+])
+def test_bad_input_is_one_line_and_leaves_nothing(alone, tmp_path, capsys, how, words):
+    make_run(tmp_path / "run")
+    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
+    how(tmp_path / "hf")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and words in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_targets_that_exist_and_runs_that_do_not(alone, tmp_path, capsys):
+    make_run(tmp_path / "run")
+    for argv, words in ((("to-hf", tmp_path / "run", tmp_path / "run"), "is there already"), (("to-hf", tmp_path / "gone", tmp_path / "hf"), "holds no checkpoint"),
+                        (("from-hf", tmp_path / "run", tmp_path / "back"), "config.json: No such file"),
+                        (("to-hf", tmp_path / "run", tmp_path / "hf", "--tokenizer", tmp_path / "no.model"), "no.model")):
+        code, out, err = run(capsys, *argv)
+        assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: ") and words in err
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_model_that_no_family_has(alone, tmp_path, capsys):
+    make_run(tmp_path / "run", "llama3-tiny", qkv_bias=True, qk_norm=True)
+    code, _, err = run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")
+    assert code == 2 and "no Hugging Face family has this" in err and not (tmp_path / "hf").exists()
+
+
+def test_the_command_line():
+    done = subprocess.run([sys.executable, "-m", "scripts.convert", "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "from-hf DIR RUN" in done.stdout
