@@ -19,7 +19,6 @@ from model.generate import generate
 from optim.clip import clip_factor, grad_norm
 from parallel import comm
 from parallel.mesh import Mesh
-from parallel.params import zero_grads
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, setup
 from runtime.console import params as short
@@ -35,13 +34,18 @@ POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged
 def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
-    zero_grads(run.buckets)
+    for b in run.buckets:
+        b.zero_grad()
     loss = run.pipeline.run(run.ops, batches, 1 / tokens)
+    for b in run.buckets:
+        b.sum_tied()
     if at("step.backward", step) == "nan":
-        run.buckets[0].grad[0] = float("nan")
-    norm = grad_norm(run.buckets)
+        run.buckets[0].shard[0] = float("nan")
+    norm = grad_norm(run.buckets, run.mesh)
     ok = guard.judge(loss, norm)
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip), ok)
+    for b in run.buckets:
+        b.publish()
     return loss, norm, ok
 
 
@@ -65,7 +69,7 @@ def train(cfg: Config, env, folder: Path) -> int:
     checks = [b.to(env.device) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
 
     def evaluate(step: int) -> None:
-        log.eval(step, **report(mean_loss(run.stage, checks, run.mesh), valid.bytes_per_token), sample=sample(run))
+        log.eval(step, **report(mean_loss(run.pipeline.evaluate, checks, run.mesh.loss), valid.bytes_per_token), sample=sample(run))
 
     step, reason = start, None
     if start == 0:
@@ -127,7 +131,7 @@ def sample(run: Run) -> str:
     """A piece of text as the model writes it now; '' where eval.sample is 0."""
     e, tok = run.cfg.eval, run.data.tokenizer
     start = tok.encode(e.prompt) or [tok.eod]
-    return e.prompt + tok.decode(list(generate(run.stage, start, e.sample, temperature=e.temperature, eod=tok.eod))) if e.sample else ""
+    return e.prompt + tok.decode(list(generate(run.stages[0], start, e.sample, temperature=e.temperature, eod=tok.eod))) if e.sample else ""
 
 
 def main(argv: list[str]) -> int:

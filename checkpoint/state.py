@@ -11,7 +11,7 @@ from torch import Tensor
 from checkpoint import store
 from config import Config, ConfigError
 from parallel.boxes import Box
-from parallel.params import Bucket, publish
+from parallel.params import Bucket
 
 HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask")  # else samples repeat or are lost
 FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std")  # the rest of model.* is hard
@@ -19,13 +19,17 @@ FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std")  #
 
 def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]]) -> list[tuple[Box, Tensor]]:
     """[(box, view)] of all that a checkpoint holds. state: {suffix: a flat tensor a bucket}."""
-    out = []
-    for i, bucket in enumerate(buckets):
-        for suffix, flat in [("", bucket.master), *((f"@{name}", flats[i]) for name, flats in state.items())]:
-            for slot in bucket.slots:
-                out += [(dataclasses.replace(box, key=box.key + suffix), part)
-                        for box, part in slot.param.spec.split(bucket.view(flat, slot))]
-    return out
+    return [(dataclasses.replace(box, key=box.key + suffix), part)
+            for i, bucket in enumerate(buckets)
+            for suffix, flat in [("", bucket.master), *((f"@{name}", flats[i]) for name, flats in state.items())]
+            for box, part in bucket.boxes(flat)]
+
+
+def take(buckets: list[Bucket]) -> None:
+    """Masters were filled: bring the weights up to them."""
+    for b in buckets:
+        b.round()
+        b.publish()
 
 
 def describe(run, step: int) -> dict:
@@ -74,14 +78,14 @@ def find(path: str, log: list[str]) -> pathlib.Path:
 def load_weights(buckets: list[Bucket], path: pathlib.Path) -> None:
     """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export)."""
     store.load(path, boxes(buckets, {}), strict=False)
-    publish(buckets)
+    take(buckets)
 
 
 def load(run, path: pathlib.Path) -> list[str]:
     """Weights and optimizer state into the run; returns warnings."""
     warnings = agree(store.meta(path), run, str(path))
     store.load(path, boxes(run.buckets, run.optim.state()))
-    publish(run.buckets)
+    take(run.buckets)
     return warnings
 
 

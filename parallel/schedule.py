@@ -5,7 +5,10 @@ process; the same lists are executed (parallel/pipeline.py), timed and drawn. Gr
 
     F  forward           B  whole backward        I  gradient of inputs only      W  gradient of weights only
 """
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Callable, NamedTuple
+
+Place = Callable[[int], int]
 
 
 class Op(NamedTuple):
@@ -18,6 +21,13 @@ class Op(NamedTuple):
 
 
 Order = list[list[Op]]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    order: Order
+    place: Callable[[int], int]  # stage -> rank
+    n_stages: int
 
 
 def one_f_one_b(p: int, m: int) -> Order:
@@ -62,3 +72,27 @@ def check(order: Order, n_stages: int, m: int) -> None:
         if not moved:
             raise ValueError("deadlock: " + ", ".join(f"rank {r} at {ops[a]}" for r, (a, ops) in enumerate(zip(at, order))
                                                       if a < len(ops)))
+
+
+def lower(order: Order, place: Place, n_stages: int) -> Order:
+    """Add sends and receives. The SENDER places both ends, so that any two ranks meet in the same order."""
+    out: Order = [[] for _ in order]
+    at, have = [0] * len(order), set()
+    while any(a < len(ops) for a, ops in zip(at, order)):
+        for r, ops in enumerate(order):
+            if at[r] == len(ops):
+                continue
+            op = ops[at[r]]
+            way = {"F": 1, "B": -1, "I": -1}.get(op.kind, 0)
+            source, target = op.stage - way, op.stage + way
+            if way and 0 <= source < n_stages and (way, op.stage, op.mb) not in have:
+                continue                                        # its input has not been sent yet
+            out[r].append(op)
+            at[r] += 1
+            if way and 0 <= target < n_stages:
+                have.add((way, target, op.mb))
+                if place(target) != r:
+                    letter = "F" if way > 0 else "B"
+                    out[r].append(Op("S" + letter, op.stage, op.mb))
+                    out[place(target)].append(Op("R" + letter, target, op.mb))
+    return out
