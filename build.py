@@ -7,27 +7,30 @@ import torch
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, validate
+from config import Config, ConfigError, Parallel, validate
 from data import tokenizer
+from model.split import layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
 from optim.lr import learning_rate
 from parallel.mesh import Mesh
-from parallel.params import Bucket, materialize
+from parallel.params import Bucket
 from parallel.pipeline import Later, Pipeline
-from parallel.schedule import Op, check, one_f_one_b
+from parallel.schedule import Op, Schedule, check, lower, one_f_one_b
+from parallel.zero import Zero
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Run:
-    """steps: the horizon; ops: this rank's schedule; buckets: weights, masters and gradients."""
+    """steps: the horizon; stages: {number: stage} of this rank; ops, peek: this rank's schedule for training and, forward
+    only, for evaluation; buckets: weights, masters and gradients."""
     cfg: Config
     mesh: Mesh
     device: torch.device
     data: object  # the train split: data.loader.Data
-    stage: Stage
+    stages: dict[int, Stage]
     buckets: list[Bucket]
     optim: AdamW
     pipeline: Pipeline
@@ -53,25 +56,46 @@ def horizon(cfg: Config, flops_per_token: float) -> int:
     return t.steps or ceil((t.tokens or t.flops / flops_per_token) / per_step)
 
 
-def build_stage(cfg: Config, mesh: Mesh, device: torch.device) -> tuple[Stage, list[Bucket], Later]:
-    """The model with its storage and initial weights."""
-    stage, later = Stage(cfg, mesh, 0, cfg.model.layers), Later()
-    groups = stage.groups()
-    buckets = materialize(groups, DTYPES[cfg.train.dtype], device, cfg.train.seed)
-    for p in (p for group in groups for p in group):
-        p.later = later
-    return stage, buckets, later
+def build_stages(cfg: Config, mesh: Mesh, device: torch.device, numbers: list[int], total: int) -> tuple[dict[int, Stage], list[Bucket]]:
+    """Stages `numbers` of `total` with their storage and initial weights. A tied table gets a bucket of its own, so that
+    both ends of a pipeline cut it into the same shards."""
+    cuts = layers_of(cfg.model, total, cfg.train.seq_len)
+    stages, buckets = {}, []
+    for n in numbers:
+        stage = Stage(cfg, mesh, *cuts[n])
+        made: dict[int, Bucket] = {}  # parameter -> its bucket
+
+        def bucket(params: list) -> None:
+            if params:
+                b = Bucket(params, mesh, cfg.parallel.zero, DTYPES[cfg.train.dtype], device, cfg.train.seed)
+                made.update({id(p): b for p in params})
+                buckets.append(b)
+
+        for part in stage.parts():
+            new = [p for p in part if id(p) not in made]
+            for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):
+                bucket(group)
+        stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()])
+        stages[n] = stage
+    return stages, buckets
 
 
 def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Run:
     """Raises ConfigError before anything is allocated."""
     validate(cfg, mesh.world.size)
     micro = cfg.train.global_batch // (cfg.train.micro_batch * mesh.data.size)
-    order = one_f_one_b(mesh.pp.size, micro)
-    check(order, mesh.pp.size, micro)
-    stage, buckets, later = build_stage(cfg, mesh, device)
-    return Run(cfg, mesh, device, data, stage, buckets, AdamW(cfg.optim, buckets), Pipeline(stage, later),
-               order[mesh.pp.index], steps)
+    schedule = Schedule(one_f_one_b(mesh.pp.size, micro), lambda s: s, mesh.pp.size)
+    check(schedule.order, schedule.n_stages, micro)
+    mine = [s for s in range(schedule.n_stages) if schedule.place(s) == mesh.pp.index]
+    stages, buckets = build_stages(cfg, mesh, device, mine, schedule.n_stages)
+    later = {n: Later() for n in mine}
+    for n, stage in stages.items():
+        for p in stage.parameters():
+            p.later = later[n]
+    pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
+                        mesh.tp.size if cfg.parallel.sp else 1)
+    ops = lower(schedule.order, schedule.place, schedule.n_stages)[mesh.pp.index]
+    return Run(cfg, mesh, device, data, stages, buckets, AdamW(cfg.optim, buckets), pipeline, ops, steps)
 
 
 @dataclass(frozen=True)
@@ -84,6 +108,11 @@ class Trained:
     path: Path
     step: int
 
+    @torch.no_grad()
+    def logits(self, tokens, positions, cache, at: int):
+        """Logits [vocab] of the token at place `at`; the one-process form of Pipeline.logits."""
+        return self.stage.head_logits(self.stage.hidden(tokens, positions, cache=cache), at)
+
 
 def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trained:
     """From a run folder or one of its checkpoint folders. Raises ConfigError, IntegrityError."""
@@ -94,6 +123,7 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
     tok = tokenizer.load(path.parent.parent / "tokenizer")
     if tok.fingerprint != meta["tokenizer"]:
         raise ConfigError(f"{path.parent.parent / 'tokenizer'}: is not the tokenizer that {path} was trained with; put that one there")
-    stage, buckets, _ = build_stage(cfg, Mesh.single(), device)
+    cfg = replace(cfg, parallel=Parallel())
+    stages, buckets = build_stages(cfg, Mesh.single(), device, [0], 1)
     state.load_weights(buckets, path)
-    return Trained(cfg, stage, buckets, tok, path, meta["step"])
+    return Trained(cfg, stages[0], buckets, tok, path, meta["step"])

@@ -6,6 +6,7 @@ parallel.tp?` (exit code 2). `validate` holds every rule that spans keys; it run
 """
 import dataclasses
 import difflib
+import hashlib
 import math
 import pathlib
 import re
@@ -17,6 +18,7 @@ from typing import Literal
 import yaml
 
 HERE = pathlib.Path(__file__).parent / "configs"
+CODE = (".", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan")
 
 
 class ConfigError(ValueError):
@@ -89,10 +91,16 @@ class Optim:
 
 @dataclass(frozen=True)
 class Parallel:
-    tp: int = 1  # tensor parallel degree
-    pp: int = 1  # pipeline stages (ranks)
+    tp: int = 1  # tensor parallel degree (arXiv 1909.08053)
+    sp: bool = False  # sequence parallelism: activations between tp regions are cut along the sequence (arXiv 2205.05198)
+    pp: int = 1  # pipeline ranks
+    vpp: int | None = None  # stages a pipeline rank holds; none: what the schedule wants (1; 2 for the V-shaped ones)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"  # pipeline schedule
     cp: int = 1  # context parallel degree
     dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
+    zero: Literal[0, 1, 2, 3] = 0  # what data-parallel ranks shard: 1 optimizer state, 2 + gradients, 3 + weights (arXiv 1910.02054)
+    timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
+    recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: attention core and norms; whole blocks
 
 
 @dataclass(frozen=True)
@@ -175,6 +183,7 @@ def convert(kind, value, at: str):
             return None
         return convert(next(a for a in typing.get_args(kind) if a is not type(None)), value, at)
     if typing.get_origin(kind) is Literal:
+        value = next((a for a in typing.get_args(kind) if str(a) == str(value)), value)  # "2" on the command line is 2
         if value not in typing.get_args(kind):
             raise ConfigError(f"{at}: {value!r} is not one of {', '.join(map(str, typing.get_args(kind)))}")
         return value
@@ -307,6 +316,27 @@ def dotted(argv: list[str]) -> dict:
     return tree
 
 
+def split_argv(argv: list[str]) -> tuple[str | None, str | None, list[str]]:
+    """train.py's arguments -> NAME, the --config file, the rest."""
+    rest, file = list(argv), None
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    if "--config" in rest:
+        at = rest.index("--config")
+        if at + 1 == len(rest):
+            raise ConfigError("--config: needs a file")
+        file = rest[at + 1]
+        del rest[at:at + 2]
+    return name, file, rest
+
+
+def code_hash() -> str:
+    """sha256 of every Python file of this checkout."""
+    root, digest = HERE.parent, hashlib.sha256()
+    for path in sorted(p for folder in CODE for p in (root / folder).glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
 def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
     """The whole chain: recipe <- file <- command line, presets filled in below them. Raises ConfigError."""
     over = dotted(argv)
@@ -388,11 +418,18 @@ def validate(cfg: Config, world: int = 1) -> None:
     need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
                           + (f"got {' and '.join(given)}" if given else "got none"))
     degree = p.tp * p.pp * p.cp * p.dp_rep
-    for key in ("tp", "pp", "cp", "dp_rep"):
-        need(getattr(p, key) == 1, f"parallel.{key}: {getattr(p, key)} is not supported yet; use 1")
-    need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {degree} does not divide the world size {world}; try {near_divisors(world, degree)}")
+    need(p.cp == 1, f"parallel.cp: {p.cp} is not supported yet; use 1")
+    need(p.recompute == "none", f"parallel.recompute: {p.recompute} is not supported yet; use none")
+    need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}; "
+                              f"a product of {near_divisors(world, degree)} does")
     dp = world // (p.tp * p.pp * p.cp)
-    need(world == 1, f"world size {world}: more than one rank is not supported yet; start one process")
+    for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
+        need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}; try {near_divisors(value, p.tp)}")
+    need(not p.sp or t.seq_len % (p.cp * p.tp) == 0,
+         f"parallel.sp: train.seq_len={t.seq_len} is not a multiple of cp*tp = {p.cp * p.tp}; make it one, or turn parallel.sp off")
+    stages = p.pp * (p.vpp or (2 if p.schedule in ("zb-v", "dualpipe-v", "interleaved") else 1))
+    need(stages <= m.layers, f"parallel.pp: {p.pp} ranks of {stages // p.pp} stages need at least {stages} layers, model.layers is {m.layers}")
+    need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "
          f"try {max(1, t.global_batch // (t.micro_batch * dp)) * t.micro_batch * dp}")

@@ -1,16 +1,18 @@
 """Train a language model: one step, and the loop around it.
 
     python train.py [NAME] [--config FILE] [--section.field VALUE ...]    NAME is a recipe; without one: quickstart
+    torchrun --standalone --nproc-per-node 8 train.py NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
     python train.py --list                                                every recipe with its size and shape
     python train.py NAME --help                                           every key with its type, meaning and default
 """
-import os
+import contextlib
 import sys
 import time
 from pathlib import Path
 
 import runtime  # before torch (see there)
 import config
+import torch
 from build import Run, build, horizon, with_vocab
 from checkpoint import state, store
 from config import Config, ConfigError
@@ -18,8 +20,8 @@ from data.loader import open_data
 from model.generate import generate
 from optim.clip import clip_factor, grad_norm
 from parallel import comm
+from parallel.layout import Layout
 from parallel.mesh import Mesh
-from parallel.params import zero_grads
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, setup
 from runtime.console import params as short
@@ -35,67 +37,81 @@ POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged
 def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
-    zero_grads(run.buckets)
+    for b in run.buckets:
+        b.zero_grad()
     loss = run.pipeline.run(run.ops, batches, 1 / tokens)
+    for b in run.buckets:
+        b.sum_tied()
     if at("step.backward", step) == "nan":
-        run.buckets[0].grad[0] = float("nan")
-    norm = grad_norm(run.buckets)
+        run.buckets[0].shard[0] = float("nan")
+    norm = grad_norm(run.buckets, run.mesh)
     ok = guard.judge(loss, norm)
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip), ok)
+    for b in run.buckets:
+        b.publish()
     return loss, norm, ok
 
 
-def train(cfg: Config, env, folder: Path) -> int:
+def train(cfg: Config, env, world: comm.World, folder: Path) -> int:
     """Train to the horizon; returns the exit code. Whatever can be refused is refused before the first step."""
     at = setup.faults(env, POINTS)
     setup.seed(cfg)
-    data, valid = (open_data(cfg, split, env.rank, env.world) for split in ("train", "valid"))
+    p = cfg.parallel
+    mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep), world)
+    same_everywhere(cfg, mesh)
+    state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world)  # rank 0 makes what is made on the spot
+    data, valid = (open_data(cfg, split, mesh.data.index, mesh.data.size) for split in ("train", "valid"))
     cfg = with_vocab(cfg, data.tokenizer.vocab)
     flops = flops_per_token(cfg.model, cfg.train.seq_len)
-    run = build(cfg, Mesh.single(), env.device, data, horizon(cfg, flops))
+    run = build(cfg, mesh, env.device, data, horizon(cfg, flops))
     root = folder / "checkpoints"
-    start, notes = resume(run, root)
-    os.makedirs(folder / "tokenizer", exist_ok=True)
-    data.tokenizer.save(folder / "tokenizer")
-    (folder / "config.yaml").write_text(config.dump(cfg))
-    log = Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start)
-    count = parameters(cfg.model)
-    log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
-    guard, stop = Guard(), Stop(folder, cfg.train.max_minutes)
+    start, notes = state.resume(run, root)
+    if env.rank == 0:
+        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
+        data.tokenizer.save(folder / "tokenizer")
+        (folder / "config.yaml").write_text(config.dump(cfg))
+    count, guard, stop = parameters(cfg.model), Guard(), Stop(folder, cfg.train.max_minutes)
     checks = [b.to(env.device) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
-
-    def evaluate(step: int) -> None:
-        log.eval(step, **report(mean_loss(run.stage, checks, run.mesh), valid.bytes_per_token), sample=sample(run))
-
     step, reason = start, None
-    if start == 0:
-        evaluate(0)
-    for step in range(start + 1, run.steps + 1):
-        at("step.begin", step)
-        begun = time.perf_counter()
-        batches = [b.to(env.device) for b in data.microbatches(step - 1)]
-        waited = time.perf_counter() - begun
-        loss, norm, ok = train_step(run, step, batches, guard, at)
-        at("step.end", step)
-        guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
-                               seconds=time.perf_counter() - begun))
-        at("step.logged", step)
-        reason = stop.check()
-        last = step == run.steps or reason is not None
-        if last or due(cfg.eval.every, step):
-            evaluate(step)
-        if last or due(cfg.checkpoint.every, step):
-            guard.observe(log.flush())
+    with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log:
+        log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
+
+        def evaluate(step: int) -> None:
+            loss = mean_loss(run.pipeline.evaluate, checks, mesh.loss)
+            log.eval(step, **report(loss, valid.bytes_per_token), sample=sample(run))
+
+        if start == 0:
+            evaluate(0)
+        for step in range(start + 1, run.steps + 1):
+            at("step.begin", step)
             begun = time.perf_counter()
-            path = state.save(run, root, step, at)
-            log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
-        if last:
-            break
-    data.close()
-    loss_png(folder, short(count["total"]))
-    done = step == run.steps
-    log.close(None if done else reason, code=0 if done else 75, hints=[
-        f'python -m scripts.generate {folder} --prompt "class "', f"python -m scripts.evaluate {folder}", "python train.py --list"])
+            batches = [b.to(env.device) for b in data.microbatches(step - 1)]
+            waited = time.perf_counter() - begun
+            loss, norm, ok = train_step(run, step, batches, guard, at)
+            at("step.end", step)
+            guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
+                                   seconds=time.perf_counter() - begun))
+            at("step.logged", step)
+            reason = agreed(stop.check(), mesh)
+            last = step == run.steps or reason is not None
+            if last or due(cfg.eval.every, step):
+                evaluate(step)
+            if last or due(cfg.checkpoint.every, step):
+                guard.observe(log.flush())
+                begun = time.perf_counter()
+                path = state.save(run, root, step, at)
+                log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
+            if last:
+                break
+        data.close()
+        done = step == run.steps
+        if env.rank == 0:
+            try:
+                loss_png(folder, short(count["total"]))
+            except Exception as error:  # a picture is not worth a finished run
+                log.event(f"warning: loss.png was not drawn: {error}")
+        log.close(None if done else reason, code=0 if done else 75, hints=[
+            f'python -m scripts.generate {folder} --prompt "class "', f"python -m scripts.evaluate {folder}", "python train.py --list"])
     return 0 if done else 75
 
 
@@ -103,45 +119,36 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def resume(run: Run, root: Path) -> tuple[int, list[str]]:
-    """Take up what checkpoint.resume and checkpoint.init_from name -> (steps done, notes for the log)."""
-    c, notes = run.cfg.checkpoint, []
-    if root.is_dir():
-        store.clean(root)  # what a killed writer left; the run's lock is ours
-    own = store.newest(root, notes) if root.is_dir() and c.resume != "none" else None
-    if c.resume == "none" and root.is_dir() and store.committed(root):
-        raise ConfigError(f"checkpoint.resume: none, but {root} holds checkpoints; choose another --log.name, or move them away")
-    path = own if c.resume in ("auto", "none") else own or state.find(c.resume, notes)
-    if path is not None:
-        notes += state.load(run, path)
-        step = store.meta(path)["step"]
-        return step, [*notes, f"resumed from {path} at step {step}"]
-    if c.init_from:
-        path = state.find(c.init_from, notes)
-        state.load_weights(run.buckets, path)
-        notes.append(f"weights from {path}")
-    return 0, notes
+def agreed(reason: str | None, mesh: Mesh) -> str | None:
+    """One answer for all ranks: any rank that was told to stop stops every rank at this step."""
+    flag = comm.max_(torch.tensor(reason is not None, dtype=torch.int32), mesh.world)
+    return (reason or "another rank was told to stop") if flag else None
+
+
+def same_everywhere(cfg: Config, mesh: Mesh) -> None:
+    """Ranks with another config, code or torch would train another model: refused, naming the rank."""
+    mine = {"config": config.dump(cfg), "torch": torch.__version__, "code": config.code_hash()}
+    for rank, theirs in enumerate(comm.all_objects(mine, mesh.world)):
+        for what in mine:
+            if theirs[what] != mine[what]:
+                raise ConfigError(f"rank {rank} was started with another {what} than rank {mesh.rank}; start every rank from the same checkout")
 
 
 def sample(run: Run) -> str:
     """A piece of text as the model writes it now; '' where eval.sample is 0."""
-    e, tok = run.cfg.eval, run.data.tokenizer
-    start = tok.encode(e.prompt) or [tok.eod]
-    return e.prompt + tok.decode(list(generate(run.stage, start, e.sample, temperature=e.temperature, eod=tok.eod))) if e.sample else ""
+    e, m, tok = run.cfg.eval, run.cfg.model, run.data.tokenizer
+    if not e.sample:
+        return ""
+    ids = generate(run.pipeline.logits, tok.encode(e.prompt) or [tok.eod], e.sample, temperature=e.temperature, eod=tok.eod, device=run.device,
+                   limit=m.context if m.positions == "learned" else None, multiple=run.pipeline.cut)
+    return e.prompt + tok.decode(list(ids))
 
 
 def main(argv: list[str]) -> int:
     if "--list" in argv:
         print(table({name: config.from_tree(config.recipe(name), name) for name in config.recipes()}))
         return 0
-    name = argv.pop(0) if argv and not argv[0].startswith("-") else None
-    file = None
-    if "--config" in argv:
-        at = argv.index("--config")
-        if at + 1 == len(argv):
-            raise ConfigError("--config: needs a file")
-        file = argv[at + 1]
-        del argv[at:at + 2]
+    name, file, argv = config.split_argv(argv)
     if "--help" in argv or "-h" in argv:
         config.show_help(config.resolve(name, file, []))
         return 0
@@ -150,16 +157,17 @@ def main(argv: list[str]) -> int:
     config.validate(cfg, env.world)
     folder = Path(cfg.log.dir) / cfg.log.name
     code, reason = 1, "unknown"
-    with store.lock(folder):
+    with store.lock(folder) if env.rank == 0 else contextlib.nullcontext():
         try:
-            code = train(cfg, env, folder)
+            world = comm.join(env.device.type, env.rank, env.world, cfg.parallel.timeout_s)
+            code = train(cfg, env, world, folder)
             reason = "finished" if code == 0 else "stopped early, everything saved: start me again"
         except BaseException as error:
             code, reason = failure.code_of(error), failure.explain(error, env.rank)
             raise
         finally:
             setup.exit_reason(folder, env.rank, code, reason)
-            comm.close()
+            comm.leave()
     return code
 
 

@@ -9,23 +9,28 @@ import torch
 from torch import Tensor
 
 from checkpoint import store
-from config import Config, ConfigError
+from config import ConfigError
+from parallel import comm
 from parallel.boxes import Box
-from parallel.params import Bucket, publish
+from parallel.params import Bucket
 
 HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask")  # else samples repeat or are lost
 FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std")  # the rest of model.* is hard
 
 
-def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]]) -> list[tuple[Box, Tensor]]:
-    """[(box, view)] of all that a checkpoint holds. state: {suffix: a flat tensor a bucket}."""
-    out = []
-    for i, bucket in enumerate(buckets):
-        for suffix, flat in [("", bucket.master), *((f"@{name}", flats[i]) for name, flats in state.items())]:
-            for slot in bucket.slots:
-                out += [(dataclasses.replace(box, key=box.key + suffix), part)
-                        for box, part in slot.param.spec.split(bucket.view(flat, slot))]
-    return out
+def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]], alone: bool = False) -> list[tuple[Box, Tensor]]:
+    """[(box, view)] of all that a checkpoint holds. state: {suffix: a flat tensor a bucket}; alone: see Bucket.boxes."""
+    return [(dataclasses.replace(box, key=box.key + suffix), part)
+            for i, bucket in enumerate(buckets)
+            for suffix, flat in [("", bucket.master), *((f"@{name}", flats[i]) for name, flats in state.items())]
+            for box, part in bucket.boxes(flat, alone)]
+
+
+def take(buckets: list[Bucket]) -> None:
+    """Masters were filled: bring the weights up to them."""
+    for b in buckets:
+        b.round()
+        b.publish()
 
 
 def describe(run, step: int) -> dict:
@@ -74,17 +79,60 @@ def find(path: str, log: list[str]) -> pathlib.Path:
 def load_weights(buckets: list[Bucket], path: pathlib.Path) -> None:
     """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export)."""
     store.load(path, boxes(buckets, {}), strict=False)
-    publish(buckets)
+    take(buckets)
 
 
 def load(run, path: pathlib.Path) -> list[str]:
-    """Weights and optimizer state into the run; returns warnings."""
+    """Weights and optimizer state into the run, whatever layout saved them; returns warnings."""
     warnings = agree(store.meta(path), run, str(path))
     store.load(path, boxes(run.buckets, run.optim.state()))
-    publish(run.buckets)
+    take(run.buckets)
     return warnings
 
 
 def save(run, root: pathlib.Path, step: int, at) -> pathlib.Path:
-    """One committed checkpoint of the run as it stands after `step`."""
-    return store.save(root, step, boxes(run.buckets, run.optim.state()), describe(run, step), run.cfg.checkpoint.keep, at)
+    """One committed checkpoint of the run as it stands after `step`: every rank writes what only it brings."""
+    world = run.mesh.world
+    return store.save(root, step, boxes(run.buckets, run.optim.state(), alone=True), describe(run, step), run.cfg.checkpoint.keep,
+                      at, world.index, world.size, lambda x: comm.all_objects(x, world))
+
+
+def resume(run, root: pathlib.Path) -> tuple[int, list[str]]:
+    """Take up what checkpoint.resume and checkpoint.init_from name -> (steps done, notes for the log). Rank 0 looks and
+    decides for all, so that ranks which see the disk differently still load the same checkpoint."""
+    c = run.cfg.checkpoint
+
+    def look() -> tuple[pathlib.Path | None, pathlib.Path | None, list[str]]:
+        notes: list[str] = []
+        if root.is_dir():
+            store.clean(root)  # what a killed writer left; the run's lock is ours
+        if c.resume == "none" and root.is_dir() and store.committed(root):
+            raise ConfigError(f"checkpoint.resume: none, but {root} holds checkpoints; choose another --log.name, or move them away")
+        path = store.newest(root, notes) if root.is_dir() else None
+        if path is None and c.resume not in ("auto", "none"):
+            path = find(c.resume, notes)
+        return path, find(c.init_from, notes) if c.init_from and path is None else None, notes
+
+    path, weights, notes = first(look, run.mesh.world)
+    if path is not None:
+        notes = [*notes, *load(run, path)]
+        step = store.meta(path)["step"]
+        return step, [*notes, f"resumed from {path} at step {step}"]
+    if weights is not None:
+        load_weights(run.buckets, weights)
+        notes = [*notes, f"weights from {weights}"]
+    return 0, notes
+
+
+def first(work, world: comm.Group):
+    """work() on rank 0, its result, or its failure, on every rank."""
+    mine = None
+    if world.index == 0:
+        try:
+            mine = (work(), None)
+        except Exception as error:
+            mine = (None, error)
+    result, error = comm.all_objects(mine, world)[0]
+    if error is not None:
+        raise error
+    return result

@@ -25,7 +25,7 @@ def give(weight: Tensor, compute: Callable[[Tensor | None], Tensor | None]) -> T
         return compute(None)
     later = getattr(weight, "later", None)  # the stage's list of deferred weight gradients, while it runs an I
     if later is not None and later.open:
-        later.put(compute, into)
+        later.put(weight, compute)
     else:
         compute(into)
     return None

@@ -9,11 +9,9 @@ from config import Config, head_dim, kv_heads
 from kernels import rope
 from kernels.attention import attention, mask
 from kernels.norm import rms_norm
-from parallel.boxes import Box
 from parallel.mesh import Mesh
 from parallel.rng import Noise
-from parallel.spec import Spec, parameter
-from parallel.tensor import ColumnLinear, RowLinear
+from parallel.tensor import ColumnLinear, RowLinear, replicated
 
 
 @dataclass(frozen=True)
@@ -64,16 +62,19 @@ class Attention(nn.Module):
         self.dim = head_dim(m)
         self.heads, self.kv = m.heads // mesh.tp.size, kv_heads(m) // mesh.tp.size  # of this rank
         outs = {f"{key}.q": m.heads * self.dim, f"{key}.k": kv_heads(m) * self.dim, f"{key}.v": kv_heads(m) * self.dim}
-        self.qkv = ColumnLinear(mesh, outs, m.hidden, m.init_std, m.bias or m.qkv_bias)
-        self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias)
+        self.qkv = ColumnLinear(mesh, outs, m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp)
+        self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias,
+                             cfg.parallel.sp)
         if m.qk_norm:
-            self.q_norm = parameter(Spec((Box.whole(f"{key}.q_norm.weight", (self.dim,)),), "ones", decay=False, partial=("tp",)))
-            self.k_norm = parameter(Spec((Box.whole(f"{key}.k_norm.weight", (self.dim,)),), "ones", decay=False, partial=("tp",)))
+            # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
+            self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
+            self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        b, s, _ = x.shape
-        qkv = self.qkv(x).view(b, s, self.heads + 2 * self.kv, self.dim)  # [b, s, (h + 2g)/tp, d]
+        qkv = self.qkv(x)
+        b, s, _ = qkv.shape  # sp: x has s/tp, the column layer gathered it
+        qkv = qkv.view(b, s, self.heads + 2 * self.kv, self.dim)  # [b, s, (h + 2g)/tp, d]
         if self.rope and not self.qk_norm:
             q, k, v = rope.split_rope(qkv, ctx.cos, ctx.sin, self.heads, self.kv, self.fused)
         else:

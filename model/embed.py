@@ -4,27 +4,37 @@ from torch import Tensor, nn
 from config import Config, padded_vocab
 from kernels.embedding import embedding
 from parallel.boxes import Box
+from parallel.collectives import take_dim1
 from parallel.mesh import Mesh
 from parallel.rng import Noise, dropout
 from parallel.spec import Spec, parameter
-from parallel.tensor import rows
+from parallel.tensor import rows, vocab_embedding
 
 EMBED_SITE = 0  # dropout sites: 0 is the embedding, 1 + 2 layer and 2 + 2 layer the branches of a block
 
 
+def table(cfg: Config, mesh: Mesh, key: str) -> nn.Parameter:
+    """[padded vocab / tp, d], under the key "embed" or "head". A tied table lives at both ends of a pipeline."""
+    m = cfg.model
+    tied = m.tied and mesh.pp.size > 1
+    return parameter(Spec((rows(f"{key}.weight", (padded_vocab(m), m.hidden), mesh.tp),), "normal", m.init_std,
+                          partial=("tied",) if tied else ()))
+
+
 class Embed(nn.Module):
-    """tokens [b, s], positions [b, s] -> [b, s, d]."""
+    """tokens [b, s], positions [b, s] -> [b, s, d] (sp: [b, s/tp, d])."""
 
     def __init__(self, cfg: Config, mesh: Mesh) -> None:
         super().__init__()
         m = cfg.model
-        self.rate = m.dropout
-        self.weight = parameter(Spec((rows("embed.weight", (padded_vocab(m), m.hidden), mesh.tp),), "normal", m.init_std))
-        learned = m.positions == "learned"
-        self.positions = parameter(Spec((Box.whole("positions.weight", (m.context, m.hidden)),), "normal", m.init_std)) if learned else None
+        self.rate, self.tp, self.sp = m.dropout, mesh.tp, cfg.parallel.sp
+        self.weight = table(cfg, mesh, "embed")
+        # sp: a rank looks up only its share of the sequence, so the gradient is partial over tp
+        spec = Spec((Box.whole("positions.weight", (m.context, m.hidden)),), "normal", m.init_std, partial=("tp",) if self.sp else ())
+        self.positions = parameter(spec) if m.positions == "learned" else None
 
     def forward(self, tokens: Tensor, positions: Tensor, noise: Noise | None) -> Tensor:
-        x = embedding(tokens, self.weight)
+        x = vocab_embedding(tokens, self.weight, self.tp, self.sp)
         if self.positions is not None:
-            x = x + embedding(positions, self.positions)
+            x = x + embedding(take_dim1(positions, self.tp) if self.sp else positions, self.positions)
         return dropout(x, self.rate, noise, EMBED_SITE)

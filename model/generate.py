@@ -1,31 +1,35 @@
-"""Sampling text with a key/value cache: one forward over the prompt, then one token a step."""
-from typing import Iterator
+"""Sampling text: one forward over the prompt, then one token a step from a key/value cache."""
+from typing import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from model.attention import Cache
-from model.transformer import Stage
+
+Logits = Callable[[Tensor, Tensor, Cache | None, int], Tensor]  # parallel/pipeline.py: Pipeline.logits
 
 
 @torch.no_grad()
-def generate(stage: Stage, prompt: list[int], max_new: int, *, temperature: float = 0.8, top_k: int | None = None,
-             top_p: float | None = None, eod: int | None = None, seed: int = 0) -> Iterator[int]:
-    """Yields new token ids. temperature 0: greedy. Stops at `eod` and at the end of the learned positions."""
-    device = stage.embed.weight.device
-    stream = torch.Generator(device).manual_seed(seed)
-    cache, feed = Cache(), torch.tensor([prompt], device=device)
-    limit = stage.cfg.model.context if stage.embed.positions is not None else None
+def generate(logits_of: Logits, prompt: list[int], max_new: int, *, temperature: float = 0.8, top_k: int | None = None,
+             top_p: float | None = None, eod: int | None = None, seed: int = 0, limit: int | None = None, multiple: int = 1,
+             device: torch.device = torch.device("cpu")) -> Iterator[int]:
+    """Yields new token ids; every rank yields the same. temperature 0: greedy. Stops at `eod`, and at `limit` tokens where
+    the positions are learned. multiple: sequence parallelism cuts the sequence, so it is padded to a multiple of this and
+    run anew for each token (what comes after a token does not touch it); 1: the cache is used.
+    """
+    stream = torch.Generator().manual_seed(seed)
+    ids, cache, done = list(prompt), Cache() if multiple == 1 else None, 0
     for _ in range(max_new):
-        if limit and cache.length + feed.shape[1] > limit:
+        if limit is not None and len(ids) > limit:
             return
-        positions = torch.arange(cache.length, cache.length + feed.shape[1], device=device)[None]
-        logits = stage.logits(feed, positions, cache, last=True)[0, -1]
-        token = choose(logits, temperature, top_k, top_p, stream)
+        feed = ids[done:] + [0] * (-len(ids[done:]) % multiple)
+        positions = torch.arange(done, done + len(feed), device=device)[None]
+        token = choose(logits_of(torch.tensor([feed], device=device), positions, cache, len(ids) - done - 1).cpu(), temperature, top_k, top_p, stream)
         if token == eod:
             return
         yield token
-        feed = torch.tensor([[token]], device=device)
+        done = len(ids) if cache is not None else 0
+        ids.append(token)
 
 
 def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, stream: torch.Generator) -> int:

@@ -2,30 +2,35 @@
 import torch
 from torch import Tensor, nn
 
-from config import Config, padded_vocab
+from config import Config
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.linear import linear
+from model.embed import table
 from model.norm import Norm
+from parallel import comm
+from parallel.collectives import enter
 from parallel.mesh import Mesh
-from parallel.spec import Spec, parameter
-from parallel.tensor import rows
+from parallel.tensor import merge_vocab
 
 
 class Head(nn.Module):
-    """embed: the embedding's weight where it is tied."""
+    """embed: the embedding's weight where it is tied and on this stage."""
 
     def __init__(self, cfg: Config, mesh: Mesh, embed: nn.Parameter | None) -> None:
         super().__init__()
         m = cfg.model
-        self.norm, self.vocab = Norm(cfg, mesh, "norm"), m.vocab
-        self.weight = embed if m.tied else parameter(
-            Spec((rows("head.weight", (padded_vocab(m), m.hidden), mesh.tp),), "normal", m.init_std))
+        self.norm, self.vocab, self.tp, self.sp = Norm(cfg, mesh, "norm"), m.vocab, mesh.tp, cfg.parallel.sp
+        self.weight = embed if m.tied and embed is not None else table(cfg, mesh, "embed" if m.tied else "head")
 
     def loss(self, x: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
         """x [b, s, d], targets [b, s] (-100: not counted) -> scale * sum of the counted tokens' losses."""
-        x = self.norm(x)
-        return linear_cross_entropy(x.view(-1, x.shape[-1]), self.weight, targets.view(-1), scale, self.vocab)
+        x = enter(self.norm(x), self.tp, self.sp)
+        return linear_cross_entropy(x.view(-1, x.shape[-1]), self.weight, targets.view(-1), scale, self.vocab,
+                                    start=self.tp.index * self.weight.shape[0], merge=merge_vocab(self.tp))
 
     def logits(self, x: Tensor) -> Tensor:
         """x [b, s, d] -> [b, s, vocab] without the padding, in fp32 or better."""
-        return linear(self.norm(x), self.weight)[..., :self.vocab].to(torch.promote_types(x.dtype, torch.float32))
+        part = linear(enter(self.norm(x), self.tp, self.sp), self.weight)  # [b, s, v/tp]
+        if self.tp.size > 1:
+            part = torch.cat(comm.gather(part[None], self.tp).unbind(0), -1)
+        return part[..., :self.vocab].to(torch.promote_types(x.dtype, torch.float32))

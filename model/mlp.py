@@ -16,8 +16,8 @@ class MLP(nn.Module):
         self.fused = cfg.train.compile
         self.activation = swiglu if m.activation == "swiglu" else gelu
         names = ("gate", "up") if m.activation == "swiglu" else ("up",)
-        self.inner = ColumnLinear(mesh, {f"{key}.{n}": m.ffn for n in names}, m.hidden, m.init_std, m.bias)
-        self.down = RowLinear(mesh, f"{key}.down", m.ffn, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias)
+        self.inner = ColumnLinear(mesh, {f"{key}.{n}": m.ffn for n in names}, m.hidden, m.init_std, m.bias, cfg.parallel.sp)
+        self.down = RowLinear(mesh, f"{key}.down", m.ffn, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias, cfg.parallel.sp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.inner(x), self.fused))  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]

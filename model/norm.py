@@ -3,9 +3,8 @@ from torch import Tensor, nn
 
 from config import Config
 from kernels import norm
-from parallel.boxes import Box
 from parallel.mesh import Mesh
-from parallel.spec import Spec, parameter
+from parallel.tensor import replicated
 
 
 class Norm(nn.Module):
@@ -15,9 +14,8 @@ class Norm(nn.Module):
         super().__init__()
         m = cfg.model
         self.eps, self.fused = m.norm_eps, cfg.train.compile
-        self.weight = parameter(Spec((Box.whole(f"{key}.weight", (m.hidden,)),), "ones", decay=False))
-        layer = m.norm == "layernorm"
-        self.bias = parameter(Spec((Box.whole(f"{key}.bias", (m.hidden,)),), "zeros", decay=False)) if layer else None
+        self.weight = replicated(f"{key}.weight", (m.hidden,), "ones", cfg.parallel.sp)
+        self.bias = replicated(f"{key}.bias", (m.hidden,), "zeros", cfg.parallel.sp) if m.norm == "layernorm" else None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bias is None:

@@ -8,12 +8,14 @@ from model.embed import Embed
 from model.loss import Head
 from model.mlp import MLP
 from model.norm import Norm
+from parallel.collectives import take_dim1
 from parallel.mesh import Mesh
 from parallel.rng import Noise, dropout
+from parallel.zero import Zero
 
 
 class Block(nn.Module):
-    """x [b, s, d] -> [b, s, d]."""
+    """x [b, s, d] -> [b, s, d] (sp: [b, s/tp, d])."""
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
@@ -30,42 +32,76 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks first .. last-1; the stage that owns block 0 also embeds, the one that owns the last block has the head."""
+    """Blocks first .. last-1; the stage that owns block 0 also embeds, the one that owns the last block has the head.
+
+    zero: gathers and reduces the weights of each part around its use; build.py sets it when the buckets are made."""
 
     def __init__(self, cfg: Config, mesh: Mesh, first: int, last: int) -> None:
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.tp = cfg, mesh.tp
         self.embed = Embed(cfg, mesh) if first == 0 else None
         self.blocks = nn.ModuleList(Block(cfg, mesh, i) for i in range(first, last))
         self.head = Head(cfg, mesh, self.embed.weight if self.embed else None) if last == cfg.model.layers else None
+        self.zero: Zero | None = None
 
-    def groups(self) -> list[list[nn.Parameter]]:
-        """Parameters, each once, in the order of the forward pass: what becomes one flat bucket each."""
-        seen: set[int] = set()
-        parts = [self.embed, *self.blocks, self.head]
-        every = [[p for p in part.parameters() if not (id(p) in seen or seen.add(id(p)))] for part in parts if part]
-        return [g for g in every if g]
+    def parts(self) -> list[list[nn.Parameter]]:
+        """The parameters of each part, in the order of the forward pass; a tied table stands in two."""
+        return [list(part.parameters()) for part in (self.embed, *self.blocks, self.head) if part is not None]
 
-    def hidden(self, tokens: Tensor, positions: Tensor, docs: Tensor | None = None, noise: Noise | None = None,
+    def table(self) -> nn.Parameter | None:
+        """The embedding's table where it is tied to the head."""
+        part = self.embed or self.head
+        return part.weight if self.cfg.model.tied and part is not None else None
+
+    def hidden(self, x: Tensor, positions: Tensor, docs: Tensor | None = None, noise: Noise | None = None,
                cache: Cache | None = None) -> Tensor:
-        """tokens, positions [b, s] -> [b, s, d] after the last block."""
+        """Token ids [b, s] on the first stage, else [b, s, d] from the stage before -> [b, s, d] after the last block here."""
         ctx = context(self.cfg, positions, docs, noise, cache)
-        x = self.embed(tokens, positions, noise)
-        for block in self.blocks:
-            x = block(x, ctx)
+        part = 0
+        if self.embed is not None:
+            self.zero.enter(0, False)
+            x = self.embed(x, positions, noise)
+            self.zero.left(0)
+            self.zero.watch(0, None, x)
+            part = 1
+        for i, block in enumerate(self.blocks, part):
+            self.zero.enter(i, False)
+            y = block(x, ctx)
+            self.zero.left(i)
+            self.zero.watch(i, x, y)
+            x = y
         if cache is not None:
-            cache.length += tokens.shape[1]
+            cache.length += positions.shape[1]
         return x
 
-    def forward(self, batch, scale) -> Tensor:
-        """The batch's summed loss times scale (data/batch.py has the batch's shapes); dropout only where gradients are on."""
+    def forward(self, x: Tensor, batch, scale) -> Tensor:
+        """One microbatch (data/batch.py has its shapes): the hidden state for the next stage, or, on the last, the summed
+        loss times scale. x: token ids or the hidden state from the stage before. Dropout only where gradients are on."""
+        learn = torch.is_grad_enabled()
         noise = None
-        if self.cfg.model.dropout and torch.is_grad_enabled():
-            columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-            noise = Noise(self.cfg.train.seed, batch.step, batch.rows, columns)
-        return self.head.loss(self.hidden(batch.tokens, batch.positions, batch.docs, noise), batch.targets, scale)
+        if self.cfg.model.dropout and learn:
+            columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
+            columns = take_dim1(columns, self.tp) if self.cfg.parallel.sp else columns
+            noise = Noise(self.cfg.train.seed, batch.step, batch.rows, columns[0])
+        x = self.hidden(x, batch.positions, batch.docs, noise)
+        if self.head is None:
+            return x
+        last = len(self.zero.parts) - 1
+        self.zero.enter(last, learn)
+        loss = self.head.loss(x, batch.targets, scale)
+        self.zero.watch(last, x, loss) if learn else self.zero.left(last)
+        return loss
 
-    def logits(self, tokens: Tensor, positions: Tensor, cache: Cache | None = None, last: bool = False) -> Tensor:
-        """[b, s, vocab] in fp32 or better; last: of the last token only [b, 1, vocab]."""
-        x = self.hidden(tokens, positions, cache=cache)
-        return self.head.logits(x[:, -1:] if last else x)
+    def head_logits(self, x: Tensor, at: int) -> Tensor:
+        """x [1, s, d] (sp: [1, s/tp, d]) after the last block -> logits [vocab] of the token at place `at` of the sequence."""
+        last = len(self.zero.parts) - 1
+        self.zero.enter(last, False)
+        out = self.head.logits(x)[0, at] if self.head.sp else self.head.logits(x[:, at:at + 1])[0, 0]
+        self.zero.left(last)
+        return out
+
+    def logits(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """[b, s, vocab] in fp32 or better. Needs the whole model on this stage."""
+        x = self.hidden(tokens, positions)
+        self.zero.enter(len(self.zero.parts) - 1, False)
+        return self.head.logits(x)

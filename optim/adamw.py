@@ -1,4 +1,4 @@
-"""AdamW over the flat buckets of parallel/params.py."""
+"""AdamW over the owned ranges of the flat buckets (parallel/params.py): the same code whatever ZeRO shards."""
 import torch
 from torch import Tensor
 
@@ -26,8 +26,7 @@ class AdamW:
             return
         c = self.cfg
         for b, m, v in zip(self.buckets, self.m, self.v):
-            low = None if b.weights is b.master else b.weights
-            for run, decay in ((slice(0, b.decayed), c.weight_decay), (slice(b.decayed, None), 0.0)):
-                if b.master[run].numel():
-                    adamw(b.master[run], b.grad[run], m[run], v[run], lr=lr, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
-                          decay=decay, step=step, factor=factor, ok=ok, low=None if low is None else low[run])
+            for run, decay, _ in b.runs():
+                adamw(b.master[run], b.shard[run], m[run], v[run], lr=lr, beta1=c.beta1, beta2=c.beta2, eps=c.eps,
+                      decay=c.weight_decay if decay else 0.0, step=step, factor=factor, ok=ok,
+                      low=None if b.own is b.master else b.own[run])

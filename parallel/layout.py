@@ -45,3 +45,7 @@ class Layout:
             c = self.coords(rank)
             table.setdefault(tuple(c[a] for a in DENSE if a not in axes), []).append(rank)
         return list(table.values())
+
+    def ends(self) -> list[list[int]]:
+        """Pairs of ranks at the two ends of each pipeline (one rank where there is no pipeline): where tied weights live."""
+        return [sorted({pipe[0], pipe[-1]}) for pipe in self.groups("pp")]

@@ -1,30 +1,47 @@
 """One rank's view of the layout: a Group for every axis (and product of axes) along which anything is exchanged."""
+from collections import Counter
 from dataclasses import dataclass
 
-from parallel.comm import Group
-from parallel.layout import Layout
+from parallel.comm import Group, World
+from parallel.layout import DENSE, Layout
 
-SPANS = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp": ("dp",), "dp_rep": ("dp_rep",),
+SPANS = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp_rep": ("dp_rep",),
          "data": ("dp_rep", "dp"),  # ranks that read different samples
+         "shard": ("dp", "cp"),  # ranks that share one copy of the sharded state under ZeRO
          "loss": ("dp_rep", "dp", "cp"),  # ranks that see different tokens: counts and gradients are summed here
-         "world": ("pp", "dp_rep", "dp", "cp", "tp")}
+         "model": ("pp", "tp"),  # ranks that hold different parameters
+         "world": DENSE}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """mesh.tp, mesh.cp, mesh.pp, mesh.dp, mesh.dp_rep, mesh.data, mesh.loss, mesh.world are Groups."""
+    """mesh.tp, .cp, .pp, .dp_rep, .data, .shard, .loss, .model, .world are Groups; tied: the pipeline's two ends (None on
+    the ranks between them)."""
     layout: Layout
     rank: int
     tp: Group
     cp: Group
     pp: Group
-    dp: Group
     dp_rep: Group
     data: Group
+    shard: Group
     loss: Group
+    model: Group
     world: Group
+    tied: Group | None
 
     @staticmethod
     def single() -> "Mesh":
         """One process: every group has one rank and every exchange is the identity. The oracle of all parallel tests."""
-        return Mesh(Layout(1), 0, **{name: Group(name) for name in SPANS})
+        return Mesh.bind(Layout(1), World())
+
+    @staticmethod
+    def bind(layout: Layout, world: World) -> "Mesh":
+        """Collective: every rank of the world calls it with the same layout. One ledger counts all groups."""
+        ledger: Counter = Counter()
+        groups = {name: world.groups(name, layout.groups(*axes), ledger) for name, axes in SPANS.items()}
+        return Mesh(layout, world.rank, **groups, tied=world.groups("tied", layout.ends(), ledger))
+
+    @property
+    def ledger(self) -> Counter:
+        return self.world.ledger

@@ -1,12 +1,19 @@
 """Layers that tensor parallelism splits (arXiv 1909.08053): column- and row-split linears over mesh.tp.
 
 A column layer may hold several projections (q, k, v; gate, up) as one GEMM: each is split on its own, so the stored keys
-stay the unfused canonical names. With one tp rank every piece is the whole tensor.
+stay the unfused canonical names. With sequence parallelism (arXiv 2205.05198) the activations between a row layer and the
+next column layer are cut along the sequence over the same group: what they pass through (norms, dropout, residual adds)
+is neither repeated nor kept twice, and the bytes on the wire stay those of tensor parallelism alone.
 """
+import torch
 from torch import Tensor, nn
 
+from kernels.embedding import embedding
+from kernels.grad import give_sum, wide
 from kernels.linear import linear
+from parallel import comm
 from parallel.boxes import Box
+from parallel.collectives import enter, leave
 from parallel.comm import Group
 from parallel.mesh import Mesh
 from parallel.spec import Spec, parameter
@@ -24,26 +31,66 @@ def columns(key: str, shape: tuple[int, int], group: Group) -> Box:
     return Box(key, shape, (0, group.index * share), (shape[0], share))
 
 
-class ColumnLinear(nn.Module):
-    """[b, s, n] -> [b, s, sum(outs)/tp]: output features split. outs: {key: features} of the merged projections."""
+def replicated(key: str, shape: tuple[int, ...], init: str, sequence: bool) -> nn.Parameter:
+    """A vector that every tp rank holds whole; on a sequence shard its gradient is partial."""
+    return parameter(Spec((Box.whole(key, shape),), init, decay=False, partial=("tp",) if sequence else ()))
 
-    def __init__(self, mesh: Mesh, outs: dict[str, int], n: int, std: float, bias: bool) -> None:
+
+class ColumnLinear(nn.Module):
+    """[b, s, n] (sp: [b, s/tp, n]) -> [b, s, sum(outs)/tp]: output features split. outs: {key: features}."""
+
+    def __init__(self, mesh: Mesh, outs: dict[str, int], n: int, std: float, bias: bool, sp: bool) -> None:
         super().__init__()
+        self.tp, self.sp = mesh.tp, sp
         self.weight = parameter(Spec(tuple(rows(f"{k}.weight", (m, n), mesh.tp) for k, m in outs.items()), "normal", std))
         self.bias = parameter(Spec(tuple(rows(f"{k}.bias", (m,), mesh.tp) for k, m in outs.items()), "zeros",
                                    decay=False)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        return linear(enter(x, self.tp, self.sp), self.weight, self.bias)
 
 
 class RowLinear(nn.Module):
-    """[b, s, n/tp] -> [b, s, m]: input features split, the partial products summed over tp."""
+    """[b, s, n/tp] -> [b, s, m] (sp: [b, s/tp, m]): input features split, the partial products summed over tp."""
 
-    def __init__(self, mesh: Mesh, key: str, n: int, m: int, std: float, bias: bool) -> None:
+    def __init__(self, mesh: Mesh, key: str, n: int, m: int, std: float, bias: bool, sp: bool) -> None:
         super().__init__()
+        self.tp, self.sp = mesh.tp, sp
         self.weight = parameter(Spec((columns(f"{key}.weight", (m, n), mesh.tp),), "normal", std))
-        self.bias = parameter(Spec((Box.whole(f"{key}.bias", (m,)),), "zeros", decay=False)) if bias else None
+        self.bias = replicated(f"{key}.bias", (m,), "zeros", sp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+        if self.tp.size == 1:
+            return linear(x, self.weight, self.bias)
+        y = leave(linear(x, self.weight), self.tp, self.sp)
+        return y if self.bias is None else _AddBias.apply(y, self.bias)  # once, after the sum
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, bias):
+        ctx.bias = bias
+        return y + bias
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, give_sum(ctx.bias, dy.reshape(-1, dy.shape[-1]).sum(0, dtype=wide(dy.dtype)))
+
+
+def vocab_embedding(ids: Tensor, weight: Tensor, group: Group, sequence: bool) -> Tensor:
+    """ids [b, s] -> [b, s, d] (sequence: [b, s/tp, d]) from a table whose rows are split over the group."""
+    if group.size == 1:
+        return embedding(ids, weight)
+    here = ids - group.index * weight.shape[0]
+    mine = (here >= 0) & (here < weight.shape[0])
+    x = embedding(here.clamp(0, weight.shape[0] - 1), weight)
+    return leave(x * mine[..., None], group, sequence)
+
+
+def merge_vocab(group: Group):
+    """For linear_cross_entropy: combine the partial statistics of a vocabulary split over the group, in one exchange;
+    None where it is whole."""
+    def merge(lse: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        parts = comm.gather(torch.stack((lse, picked))[None], group)  # [tp, 2, rows]
+        return parts[:, 0].logsumexp(0), parts[:, 1].sum(0)
+    return merge if group.size > 1 else None

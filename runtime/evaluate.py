@@ -1,19 +1,19 @@
 """Validation: the token-weighted mean loss of a fixed list of batches."""
 import math
+from typing import Callable
 
 import torch
+from torch import Tensor
 
 from parallel import comm
+from parallel.comm import Group
 
 
-@torch.no_grad()
-def mean_loss(stage, batches: list, mesh) -> float:
-    """Mean loss in nats a counted token. stage(batch, scale) -> scale * summed loss; the sum and the count are global."""
-    total = torch.zeros(2, dtype=torch.float64)
-    for batch in batches:
-        total += torch.stack([stage(batch, 1.0).double(), batch.counted().double()]).cpu()
-    total = comm.sum_(total, mesh.loss)
-    return float(total[0] / total[1])
+def mean_loss(summed: Callable[[list], Tensor], batches: list, group: Group) -> float:
+    """Mean loss in nats a counted token. summed(batches) -> their summed loss over all ranks; group: the ranks whose
+    batches differ."""
+    count = comm.sum_(sum(b.counted() for b in batches), group)
+    return float(summed(batches).double() / count)
 
 
 def report(loss: float, bytes_per_token: float) -> dict[str, float]:

@@ -9,6 +9,8 @@ import traceback
 
 import torch
 
+from runtime.setup import redact
+
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -31,7 +33,7 @@ def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
     text = f"error: {where}{kind}{line}"
     if trace or code_of(error) == 1:
         text += "\n" + "".join(traceback.format_exception(error)).rstrip()
-    return text
+    return redact(text)
 
 
 def fail_cleanly(main, argv: list[str]) -> int:

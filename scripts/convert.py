@@ -27,11 +27,12 @@ import config
 from build import DTYPES
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFinite, remove, storing, sync_dir
-from config import Config, ConfigError, Model
+from config import Config, ConfigError, Model, Parallel
 from data import tokenizer
 from model.transformer import Stage
 from parallel.boxes import Box
 from parallel.mesh import Mesh
+from parallel.zero import Zero
 from plan.count import parameters
 from runtime.failure import fail_cleanly
 
@@ -127,10 +128,11 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
 @torch.no_grad()
 def blank(cfg: Config, dtype: str) -> tuple[Stage, list[tuple[Box, Tensor]]]:
     """The model with zeros for weights, and each of its tensors under its key: no gradients, no second copy."""
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype))
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=Parallel())
     stage = Stage(cfg, Mesh.single(), 0, cfg.model.layers).requires_grad_(False)
+    stage.zero = Zero([[] for _ in stage.parts()])  # nothing is sharded
     pieces = []
-    for p in (p for group in stage.groups() for p in group):
+    for p in stage.parameters():  # each once, in the order of the forward pass
         p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype])
         pieces += p.spec.split(p.data)
     return stage, pieces

@@ -14,8 +14,7 @@ import torch
 from build import load_run
 from config import ConfigError
 from data.loader import open_data
-from parallel.mesh import Mesh
-from runtime.evaluate import mean_loss, report
+from runtime.evaluate import report
 from runtime.failure import fail_cleanly
 
 
@@ -29,7 +28,8 @@ def main(argv: list[str]) -> int:
     p.add_argument("--dtype", choices=("fp64", "fp32", "bf16"), help="none: as trained")
     p.add_argument("--json", action="store_true", help="one JSON object")
     a = p.parse_args(argv)
-    run = load_run(a.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"), a.dtype)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    run = load_run(a.run, device, a.dtype)
     micro, seq = a.micro_batch or run.cfg.train.micro_batch, a.seq_len or run.cfg.train.seq_len
     cfg = replace(run.cfg, train=replace(run.cfg.train, micro_batch=micro, global_batch=micro, seq_len=seq))
     if a.data:
@@ -40,7 +40,12 @@ def main(argv: list[str]) -> int:
                           f"with {run.tokenizer.name}; make it with python -m scripts.prepare_data --tokenizer {run.path.parent.parent}/tokenizer")
     wanted = min(data.samples, a.samples or data.samples)
     begun = time.perf_counter()
-    loss = mean_loss(run.stage, (data.microbatches(i)[0] for i in range(max(1, wanted // micro))), Mesh.single())
+    total = count = 0.0
+    with torch.no_grad():
+        for i in range(max(1, wanted // micro)):
+            batch = data.microbatches(i)[0].to(device)
+            total, count = total + run.stage(batch.tokens, batch, 1.0).double(), count + batch.counted()
+    loss = float(total / count)
     out = {"run": str(run.path), "step": run.step, "data": a.data or f"{cfg.data.path} (valid)", "tokens": max(1, wanted // micro) * micro * seq,
            **report(loss, data.bytes_per_token), "seconds": time.perf_counter() - begun}
     if a.json:

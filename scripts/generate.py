@@ -31,13 +31,15 @@ def main(argv: list[str]) -> int:
                      ("top-k", a.top_k is None or a.top_k > 0), ("top-p", a.top_p is None or 0 < a.top_p <= 1)):
         if not ok:
             raise ConfigError(f"--{name}: out of range; see --help")
-    loaded = load_run(a.run, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    loaded = load_run(a.run, device)
+    m = loaded.cfg.model
     tok = loaded.tokenizer
     start = tok.encode(a.prompt) or [tok.eod]
     for i in range(a.samples):
         clock = time.perf_counter()
-        ids = list(generate(loaded.stage, start, a.max_new_tokens, temperature=a.temperature, top_k=a.top_k, top_p=a.top_p,
-                            eod=tok.eod, seed=a.seed + i))
+        ids = list(generate(loaded.logits, start, a.max_new_tokens, temperature=a.temperature, top_k=a.top_k, top_p=a.top_p,
+                            eod=tok.eod, seed=a.seed + i, limit=m.context if m.positions == "learned" else None, device=device))
         seconds = time.perf_counter() - clock
         text = a.prompt + tok.decode(ids)
         if a.json:

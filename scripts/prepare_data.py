@@ -24,6 +24,7 @@ def arguments() -> argparse.ArgumentParser:
     head, rest = __doc__.split("\n\n", 1)
     p = argparse.ArgumentParser(prog="python -m scripts.prepare_data", description=head, epilog=rest,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.error = lambda text: p.exit(2, f"error: {text}; see --help\n")  # one line, as everywhere
     p.add_argument("--input", nargs="+", required=True, metavar="FILE",
                    help=f"files, folders or globs of {' '.join(KINDS)} (also .gz, .zst; text: one document a file), "
                         "hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own source)")
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         bar.say(f"error: {e}")
         return 2
     except OSError as e:
-        bar.say(f"error: {e.filename or args.out}: {e.strerror}; make room there, then the same command goes on")
+        bar.say(f"error: {e.filename or args.out}: {e.strerror}; make room or mend it, then the same command goes on")
         return STORAGE
     except KeyboardInterrupt:
         bar.say(f"interrupted; the same command goes on from {args.out}.parts")

@@ -316,6 +316,13 @@ def test_script_says_mistakes_in_one_line(tmp_path, capsys, args, told):
     assert err.startswith("error: ") and err.count("\n") == 1 and told in err
 
 
+def test_script_refuses_a_wrong_command_in_one_line(capsys):
+    for args in ([], ["--input", "a", "--tokenizer", "b", "--out", "c", "--worker-count", "2"]):
+        with pytest.raises(SystemExit) as e:
+            script(*args)
+        assert e.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
 FULL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)),) * 2)

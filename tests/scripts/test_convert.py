@@ -4,6 +4,7 @@ The shapes are odd on purpose: 3 key/value heads, 9 heads, a head_dim that is no
 multiple of anything, positions beyond the original context, windows shorter than the sequence.
 """
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,11 @@ CASES = {
 
 def nowhere(*_):
     """at(point, step) of a run that no test kills."""
+
+
+@pytest.fixture(autouse=True)
+def no_waiting_for_the_disk(monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 def run(capsys, *argv):
@@ -129,7 +135,7 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     steps = batches(cfg.model.vocab)
     tokens, positions = steps[0][0].tokens, steps[0][0].positions
     with torch.no_grad():
-        assert (ours.stage.logits(tokens, positions) - theirs(input_ids=tokens).logits).abs().max() < 1e-5
+        assert (ours.stages[0].logits(tokens, positions) - theirs(input_ids=tokens).logits).abs().max() < 1e-5
 
     losses = [train_step(ours, i, step, Guard(), nowhere)[0].item() for i, step in enumerate(steps, 1)]
     assert losses == pytest.approx(train_theirs(theirs, steps, 1e-3), abs=1e-5)
@@ -139,10 +145,11 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     code, _, err = run(capsys, "to-hf", tmp_path / "trained", tmp_path / "out")
     assert code == 0, err
     with torch.no_grad():
-        back, ours = loaded(transformers, tmp_path / "out")(input_ids=tokens).logits, ours.stage.logits(tokens, positions)
+        back, ours = loaded(transformers, tmp_path / "out")(input_ids=tokens).logits, ours.stages[0].logits(tokens, positions)
         assert (back - ours).abs().max() < 1e-5
         assert (back - theirs(input_ids=tokens).logits).abs().max() < 1e-3  # three AdamW steps apart: rounding of tiny gradients grows
-    assert type(loaded(transformers, tmp_path / "out")) is type(theirs)
+    said = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert said["architectures"] == [f"{'Llama' if name == 'mistral-nowindow' else CASES[name][0]}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"]
 
 
 def test_the_hub_gpt2_layout(transformers, tmp_path, capsys):
@@ -178,6 +185,17 @@ def make_run(folder, preset="qwen2.5-tiny", tok=BPE, **model):
     tok.save(folder / "tokenizer")
     (folder / "config.yaml").write_text(config.dump(cfg))
     return path
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A good Hugging Face folder of ours."""
+    folder = tmp_path_factory.mktemp("exported")
+    make_run(folder / "run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "transformers", None)
+        convert.to_hf(str(folder / "run"), folder / "hf")
+    return folder / "hf"
 
 
 def weights(path):
@@ -231,9 +249,8 @@ def test_auto_tokenizer_gives_our_ids(transformers, tmp_path, capsys, preset):
     assert (auto.bos_token_id, auto.eos_token_id) == (1, 2)
 
 
-def test_resume_in_place_is_refused_with_the_way_out(alone, tmp_path, capsys):
-    make_run(tmp_path / "run")
-    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")[0] == 0
+def test_resume_in_place_is_refused_with_the_way_out(alone, exported, tmp_path, capsys):
+    assert run(capsys, "from-hf", exported, tmp_path / "back")[0] == 0
     cfg = config.resolve(None, str(tmp_path / "back" / "config.yaml"), ["--train.dtype", "fp32"])
     assert Path(cfg.log.dir) / cfg.log.name == tmp_path / "back-train" and cfg.checkpoint.init_from == str(tmp_path / "back")
     assert cfg.data.tokenizer == str(tmp_path / "back" / "tokenizer")
@@ -277,9 +294,8 @@ def cut(folder):
     (edit(hidden_size=24), "has shape"), (edit(num_hidden_layers=3), "model.layers.2"), (poison, "model.norm.weight holds NaN or Inf"),
     (lambda f: shutil.rmtree(f), "No such file or directory"), (lambda f: (f / "tokenizer.json").write_text("{"), "not a tokenizer.json"),
 ])
-def test_bad_input_is_one_line_and_leaves_nothing(alone, tmp_path, capsys, how, words):
-    make_run(tmp_path / "run")
-    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
+def test_bad_input_is_one_line_and_leaves_nothing(alone, exported, tmp_path, capsys, how, words):
+    shutil.copytree(exported, tmp_path / "hf")
     how(tmp_path / "hf")
     before = sorted(p.name for p in tmp_path.iterdir())
     code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")

@@ -1,0 +1,84 @@
+"""Autograd pairs: what moves activations between ranks, and what its gradient does (arXiv 1909.08053, 2205.05198).
+
+Each pair is conjugate: where the forward copies, the backward sums, and the other way round. A group of one rank makes
+every one of them the identity.
+"""
+import torch
+from torch import Tensor
+
+from parallel import comm
+from parallel.comm import Group
+
+
+def enter(x: Tensor, group: Group, sequence: bool) -> Tensor:
+    """Into a tensor-parallel region. [b, s, d] (sequence: [b, s/tp, d], gathered) -> [b, s, d]; backward sums over tp."""
+    if group.size == 1:
+        return x
+    return _GatherSum.apply(x, group) if sequence else _CopySum.apply(x, group)
+
+
+def leave(x: Tensor, group: Group, sequence: bool) -> Tensor:
+    """Out of it. Partial sums [b, s, d] -> their sum [b, s, d] (sequence: this rank's [b, s/tp, d] of it)."""
+    if group.size == 1:
+        return x
+    return _SumScatter.apply(x, group) if sequence else _SumCopy.apply(x, group)
+
+
+def gather_dim1(x: Tensor, group: Group) -> Tensor:
+    """[b, s/n, ...] -> [b, s, ...]."""
+    b, s = x.shape[:2]
+    parts = comm.gather(x.transpose(0, 1), group)  # [s, b, ...]: ranks lie one after the other along dim 0
+    return parts.transpose(0, 1).contiguous() if b > 1 else parts.view(b, s * group.size, *x.shape[2:])
+
+
+def scatter_sum_dim1(x: Tensor, group: Group) -> Tensor:
+    """[b, s, ...] -> this rank's [b, s/n, ...] of the sum."""
+    return comm.scatter_sum(x.transpose(0, 1), group).transpose(0, 1).contiguous()
+
+
+def take_dim1(x: Tensor, group: Group) -> Tensor:
+    """This rank's share of dim 1, of a tensor that every rank has whole (data, not activations: no gradient)."""
+    return x if group.size == 1 else x.chunk(group.size, 1)[group.index]
+
+
+class _CopySum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return comm.sum_(dy.clone(), ctx.group), None
+
+
+class _SumCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        return comm.sum_(x.clone(), group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+class _GatherSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gather_dim1(x, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return scatter_sum_dim1(dy, ctx.group), None
+
+
+class _SumScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return scatter_sum_dim1(x, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather_dim1(dy, ctx.group), None

@@ -1,0 +1,49 @@
+"""How fast is it? Always beside something else, in one run.
+
+    python -m scripts.bench step [--dtype bf16] [--peers transformers,litgpt,nanogpt]    full training steps, raced
+    python -m scripts.bench kernels [--dtype bf16]                                       each kernel beside the plain torch ops
+    python -m scripts.bench data                                                         the loader, opening 1e9 tokens, tokenizing
+
+What the columns mean
+  wall x, cpu x   the baseline's time over this one's, above 1 is faster: medians over the rounds, each round against the
+                  baseline's steps of the same round. CPU-seconds repeat to a few percent on a busy machine; wall does not.
+  floor           the step's matrix products alone (shapes and dtype of our step, nothing between them), raced as a peer.
+  class           A: bf16 compute, fp32 master weights, gradients and moments. B: everything in bf16. fp32: everything in fp32.
+  peak            the process's largest resident memory; 'own' is that less what it held after importing its libraries.
+"""
+import argparse
+import sys
+
+import runtime  # noqa: F401  before torch: OpenMP and malloc settings
+from scripts.bench import data, kernels, race
+from scripts.bench.shape import Shape
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m scripts.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    step = commands.add_parser("step", help="full training steps (forward, backward, clip, AdamW), raced against peers")
+    step.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    step.add_argument("--peers", default="transformers,litgpt,nanogpt", help="comma-separated; what is not installed is said so")
+    step.add_argument("--ours", default="eager,compile", help="of eager, compile: ours without and with train.compile")
+    step.add_argument("--rounds", type=int, default=5)
+    step.add_argument("--steps", type=int, default=1, help="steps of each peer a round")
+    step.add_argument("--warm", type=int, default=2, help="steps before the clock starts")
+    step.add_argument("--shape", choices=("race", "quickstart"), default="race", help=Shape.race.__doc__)
+
+    each = commands.add_parser("kernels", help="each kernel, eager and compiled, beside the plain torch ops")
+    each.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    each.add_argument("--only", default="", help="kernels whose name contains this")
+
+    load = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
+    for p in (step, each, load):
+        p.add_argument("--threads", type=int, default=2)
+        p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+
+    args = parser.parse_args(argv)
+    return {"step": race.main, "kernels": kernels.main, "data": data.main}[args.command](args)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

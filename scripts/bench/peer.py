@@ -1,0 +1,185 @@
+"""One contestant of the race: a process of its own that trains its model one step at a time when told to.
+
+    python -m scripts.bench.peer NAME '{"dtype": "bf16", "threads": 2, "shape": {...}}'
+
+Speaks JSON lines on the real standard output: first what it is, then, for each line "N" it reads, N steps' times.
+Every contestant runs forward, loss with fp32 softmax, backward, clipping to norm 1 and AdamW on the same batches.
+"""
+import json
+import os
+import resource
+import sys
+import time
+
+import runtime  # noqa: F401  before torch
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from scripts.bench.shape import Shape
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def ours(shape: Shape, dtype: str, compile: bool = False):
+    """train.py's own step."""
+    import config
+    from build import build
+    from data.batch import Batch
+    from parallel.mesh import Mesh
+    from runtime.guard import Guard
+    from train import train_step
+    tree = {"model": {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "ffn": shape.ffn, "vocab": shape.vocab},
+            "train": {"seq_len": shape.seq, "micro_batch": shape.batch, "global_batch": shape.batch, "dtype": dtype,
+                      "compile": compile, "steps": 1000},
+            "optim": {"lr": ADAMW["lr"], "warmup": 0, "decay": "constant"}}
+    cfg = config.build(config.Config, tree)
+    run = build(cfg, Mesh.single(), torch.device("cpu"), None, 1000)
+    guard, done = Guard(), iter(range(1, 1 << 30))
+    positions = torch.arange(shape.seq).expand(shape.batch, -1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        return train_step(run, next(done), [Batch(x, y, positions)], guard, lambda *_: None)[0]
+
+    return step, sum(s.numel for b in run.buckets for s in b.slots)
+
+
+def plain(model: nn.Module, dtype: str, logits):
+    """The usual loop around a module: logits(model, x) [b, s, v]."""
+    model.to(DTYPES[dtype]).train()
+    optim = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optim.zero_grad(set_to_none=True)
+        loss = F.cross_entropy(logits(model, x).flatten(0, 1).float(), y.flatten())
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optim.step()
+        return loss.detach()
+
+    return step, sum(p.numel() for p in model.parameters())
+
+
+def transformers(shape: Shape, dtype: str):
+    from transformers import LlamaConfig, LlamaForCausalLM
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads, num_key_value_heads=shape.heads, max_position_embeddings=shape.seq,
+        rms_norm_eps=1e-5, tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa"))
+    return plain(model, dtype, lambda m, x: m(input_ids=x, use_cache=False).logits)
+
+
+def litgpt(shape: Shape, dtype: str):
+    from litgpt.config import Config
+    from litgpt.model import GPT
+    model = GPT(Config(
+        name="race", block_size=shape.seq, vocab_size=shape.vocab, padded_vocab_size=shape.vocab, n_layer=shape.layers,
+        n_head=shape.heads, n_query_groups=shape.heads, n_embd=shape.hidden, intermediate_size=shape.ffn,
+        rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=1e-5,
+        mlp_class_name="LLaMAMLP"))
+    return plain(model, dtype, lambda m, x: m(x))
+
+
+class GPTBlock(nn.Module):
+    """nanoGPT's block: LayerNorm, fused qkv, GELU at four times the width (its two matrices cost as much as SwiGLU's three)."""
+
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(d, bias=False) for _ in range(2))
+        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
+        self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, d = x.shape
+        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norms[0](x)).split(d, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, s, d))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class NanoGPT(nn.Module):
+    """As nanoGPT is written: learned positions, tied head."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        d = shape.hidden
+        self.tokens, self.positions = nn.Embedding(shape.vocab, d), nn.Embedding(shape.seq, d)
+        self.blocks = nn.Sequential(*(GPTBlock(d, shape.heads) for _ in range(shape.layers)))
+        self.norm = nn.LayerNorm(d, bias=False)
+        for p in self.parameters():
+            if p.dim() > 1:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.tokens(x) + self.positions.weight[:x.shape[1]]
+        return F.linear(self.norm(self.blocks(h)), self.tokens.weight)
+
+
+def nanogpt(shape: Shape, dtype: str):
+    return plain(NanoGPT(shape), dtype, lambda m, x: m(x))
+
+
+def floor(shape: Shape, dtype: str):
+    """The step's matrix products alone: y = x W^T, dx = dy W, dW = dy^T x of every linear."""
+    def operands(m, n):
+        x, w, dy = (torch.randn(*size).to(DTYPES[dtype]) for size in ((shape.tokens, n), (m, n), (shape.tokens, m)))
+        return x, w, dy, torch.empty_like(dy), torch.empty_like(x), torch.empty_like(w)
+
+    sets = [(times, operands(m, n)) for m, n, times in shape.gemms()]
+
+    def step(*_) -> Tensor:
+        for times, (x, w, dy, y, dx, dw) in sets:
+            for _ in range(times):
+                torch.mm(x, w.t(), out=y)
+                torch.mm(dy, w, out=dx)
+                torch.mm(dy.t(), x, out=dw)
+        return torch.tensor(float("nan"))
+
+    return step, 0
+
+
+def peer(name: str, shape: Shape, dtype: str):
+    """-> (step(x, y) -> loss, parameters). Raises ImportError where its package is not installed."""
+    base, _, flag = name.partition("+")
+    if base == "ours":
+        return ours(shape, dtype, compile=flag == "compile")
+    return {"transformers": transformers, "litgpt": litgpt, "nanogpt": nanogpt, "floor": floor}[base](shape, dtype)
+
+
+def peak() -> int:
+    """MiB that this process has held at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def main(name: str, settings: dict) -> None:
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print does not mix with the protocol
+
+    def say(**line) -> None:
+        print(json.dumps(line), file=out, flush=True)
+
+    torch.set_num_threads(settings["threads"])
+    torch.manual_seed(1234)
+    shape = Shape(**settings["shape"])
+    try:
+        step, parameters = peer(name, shape, settings["dtype"])
+    except ImportError as e:
+        return say(error=f"not installed ({e.name})")
+    say(parameters=parameters)
+    stream = torch.Generator().manual_seed(7)
+    for line in sys.stdin:
+        wall, cpu, loss = [], [], None
+        for _ in range(int(line)):
+            ids = torch.randint(0, shape.vocab, (shape.batch, shape.seq + 1), generator=stream)
+            x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+            begun, used = time.perf_counter(), time.process_time()
+            loss = step(x, y)
+            wall.append(time.perf_counter() - begun)
+            cpu.append(time.process_time() - used)
+        say(wall=wall, cpu=cpu, loss=float(loss), peak=peak())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

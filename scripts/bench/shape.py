@@ -1,0 +1,51 @@
+"""The models that are raced, and how tables are printed."""
+import json
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama-like model and its batch; heads as many as key/value heads, embedding and head not tied."""
+    layers: int
+    hidden: int
+    heads: int
+    ffn: int
+    vocab: int
+    seq: int
+    batch: int
+
+    @staticmethod
+    def race() -> "Shape":
+        """race: 8 layers, hidden 512, vocab 32000, 4 x 512 tokens; quickstart: the model of scripts/quickstart.sh"""
+        return Shape(layers=8, hidden=512, heads=8, ffn=1408, vocab=32000, seq=512, batch=4)
+
+    @staticmethod
+    def quickstart() -> "Shape":
+        return Shape(layers=4, hidden=128, heads=4, ffn=352, vocab=1024, seq=128, batch=16)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq
+
+    def gemms(self) -> list[tuple[int, int, int]]:
+        """(outputs, inputs, how often) of every linear: each costs three products of 2 * tokens * outputs * inputs FLOPs."""
+        d, f, n = self.hidden, self.ffn, self.layers
+        return [(3 * d, d, n), (d, d, n), (2 * f, d, n), (d, f, n), (self.vocab, d, 1)]
+
+    def gemm_flops(self) -> int:
+        return sum(6 * self.tokens * m * n * times for m, n, times in self.gemms())
+
+
+def show(rows: list[dict], as_json: bool, **facts) -> None:
+    """Print rows (same keys) as an aligned table, or everything as one JSON object."""
+    if as_json:
+        print(json.dumps({**facts, "rows": rows}))
+        return
+    for key, value in facts.items():
+        print(f"{key}: {value}")
+    if rows:
+        table = [list(rows[0])] + [["" if v is None else str(v) for v in row.values()] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*table)]
+        for line in table:
+            cells = [cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths))]
+            print("  ".join(cells).rstrip())
