@@ -16,7 +16,7 @@ from optim.lr import learning_rate
 from parallel.mesh import Mesh
 from parallel.params import Bucket
 from parallel.pipeline import Later, Pipeline
-from parallel.schedule import Op, Schedule, check, lower, one_f_one_b
+from parallel.schedule import Op, Schedule, check, lower, make
 from parallel.zero import Zero
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -80,13 +80,26 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, numbers: list[in
     return stages, buckets
 
 
+def plan_pipeline(cfg: Config, world: int) -> Schedule:
+    """The step's schedule, checked. Raises ConfigError for every setting that cannot run on `world` ranks."""
+    validate(cfg, world)
+    p, t = cfg.parallel, cfg.train
+    micro = t.global_batch // (t.micro_batch * (world // (p.tp * p.cp * p.pp)))
+    try:
+        schedule = make(p.schedule, p.pp, micro, p.vpp)
+    except ValueError as e:
+        raise ConfigError(f"parallel.schedule: {e} (microbatches = train.global_batch / (train.micro_batch * dp))") from None
+    if schedule.n_stages > cfg.model.layers:
+        raise ConfigError(f"parallel.pp: {p.schedule} on {p.pp} ranks makes {schedule.n_stages} stages, model.layers is {cfg.model.layers}; "
+                          f"lower parallel.pp or parallel.vpp")
+    check(schedule.order, schedule.n_stages, micro, schedule.place)
+    return schedule
+
+
 def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Run:
     """Raises ConfigError before anything is allocated."""
-    validate(cfg, mesh.world.size)
-    micro = cfg.train.global_batch // (cfg.train.micro_batch * mesh.data.size)
-    schedule = Schedule(one_f_one_b(mesh.pp.size, micro), lambda s: s, mesh.pp.size)
-    check(schedule.order, schedule.n_stages, micro)
-    mine = [s for s in range(schedule.n_stages) if schedule.place(s) == mesh.pp.index]
+    schedule = plan_pipeline(cfg, mesh.world.size)
+    mine = [s for s, rank in enumerate(schedule.place) if rank == mesh.pp.index]
     stages, buckets = build_stages(cfg, mesh, device, mine, schedule.n_stages)
     later = {n: Later() for n in mine}
     for n, stage in stages.items():
@@ -94,7 +107,7 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
             p.later = later[n]
     pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
                         mesh.tp.size if cfg.parallel.sp else 1)
-    ops = lower(schedule.order, schedule.place, schedule.n_stages)[mesh.pp.index]
+    ops = lower(schedule.order, schedule.place)[mesh.pp.index]
     return Run(cfg, mesh, device, data, stages, buckets, AdamW(cfg.optim, buckets), pipeline, ops, steps)
 
 

@@ -94,7 +94,7 @@ class Parallel:
     tp: int = 1  # tensor parallel degree (arXiv 1909.08053)
     sp: bool = False  # sequence parallelism: activations between tp regions are cut along the sequence (arXiv 2205.05198)
     pp: int = 1  # pipeline ranks
-    vpp: int | None = None  # stages a pipeline rank holds; none: what the schedule wants (1; 2 for the V-shaped ones)
+    vpp: int | None = None  # stages a pipeline rank holds; none: what the schedule has (interleaved: 2)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"  # pipeline schedule
     cp: int = 1  # context parallel degree
     dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
@@ -427,8 +427,6 @@ def validate(cfg: Config, world: int = 1) -> None:
         need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}; try {near_divisors(value, p.tp)}")
     need(not p.sp or t.seq_len % (p.cp * p.tp) == 0,
          f"parallel.sp: train.seq_len={t.seq_len} is not a multiple of cp*tp = {p.cp * p.tp}; make it one, or turn parallel.sp off")
-    stages = p.pp * (p.vpp or (2 if p.schedule in ("zb-v", "dualpipe-v", "interleaved") else 1))
-    need(stages <= m.layers, f"parallel.pp: {p.pp} ranks of {stages // p.pp} stages need at least {stages} layers, model.layers is {m.layers}")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "

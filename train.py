@@ -13,7 +13,7 @@ from pathlib import Path
 import runtime  # before torch (see there)
 import config
 import torch
-from build import Run, build, horizon, with_vocab
+from build import Run, build, horizon, plan_pipeline, with_vocab
 from checkpoint import state, store
 from config import Config, ConfigError
 from data.loader import open_data
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> int:
         return 0
     cfg = config.resolve(name, file, argv)
     env = setup.start(cfg)
-    config.validate(cfg, env.world)
+    plan_pipeline(cfg, env.world)
     folder = Path(cfg.log.dir) / cfg.log.name
     code, reason = 1, "unknown"
     with store.lock(folder) if env.rank == 0 else contextlib.nullcontext():

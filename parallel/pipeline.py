@@ -83,9 +83,9 @@ class Pipeline:
     @torch.no_grad()
     def evaluate(self, batches: list) -> Tensor:
         """The summed loss over all tokens of these microbatches, on every rank: forwards alone, stage after stage."""
-        order = [[Op("F", s, i) for i in range(len(batches)) for s in range(self.schedule.n_stages) if self.schedule.place(s) == r]
-                 for r in range(self.mesh.pp.size)]
-        return self.run(lower(order, self.schedule.place, self.schedule.n_stages)[self.mesh.pp.index], batches, 1.0)
+        place = self.schedule.place
+        order = [[Op("F", s, i) for i in range(len(batches)) for s in range(len(place)) if place[s] == r] for r in range(self.mesh.pp.size)]
+        return self.run(lower(order, place)[self.mesh.pp.index], batches, 1.0)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, positions: Tensor, cache, at: int) -> Tensor:
@@ -93,15 +93,15 @@ class Pipeline:
         keys and values of earlier tokens (None: none kept)."""
         x, last = tokens, self.schedule.n_stages - 1
         for number in range(self.schedule.n_stages):
-            here, stage = self.schedule.place(number), self.stages.get(number)
-            if number and self.schedule.place(number - 1) != here:
-                x = self.hand_over(x, tokens, self.schedule.place(number - 1), here)
+            here, stage = self.schedule.place[number], self.stages.get(number)
+            if number and self.schedule.place[number - 1] != here:
+                x = self.hand_over(x, tokens, self.schedule.place[number - 1], here)
             if stage is not None:
                 x = stage.hidden(x, positions, cache=cache)
                 if number == last:
                     x = stage.head_logits(x, at)
         out = x if last in self.stages else torch.empty(self.vocab, dtype=torch.promote_types(self.dtype, torch.float32), device=tokens.device)
-        return comm.broadcast(out.contiguous(), self.mesh.pp, self.schedule.place(last))
+        return comm.broadcast(out.contiguous(), self.mesh.pp, self.schedule.place[last])
 
     def hand_over(self, x: Tensor, tokens: Tensor, source: int, target: int) -> Tensor:
         """A hidden state from one pipeline rank to another, at once."""
@@ -164,7 +164,7 @@ class Pipeline:
         sends, receives, waiting = [], [], []
         for op in ops:
             way = 1 if op.kind in ("SF", "RB") else -1  # the neighbour is the next stage, or the one before
-            peer = place(op.stage + way)
+            peer = place[op.stage + way]
             if op.kind[0] == "S":
                 sends.append((flight.outputs.pop((op.stage, op.mb)), peer))
             else:

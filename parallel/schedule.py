@@ -1,16 +1,16 @@
 """Pipeline schedules as data: pure functions from (ranks, microbatches, chunks) to lists of ops.
 
-A schedule is `list[list[Op]]`: for each pipeline rank the ops that it runs, in order. Nothing here touches a tensor or a
-process; the same lists are checked (`check`), given their transfers (`lower`), executed (parallel/pipeline.py), timed
+A schedule is `list[list[Op]]`: for each pipeline rank the ops that it runs, in order. Nothing here touches a tensor or
+a process; the same lists are checked (`check`), given their transfers (`lower`), executed (parallel/pipeline.py), timed
 (plan/simulate.py) and drawn (plan/plot.py). Gradient accumulation is the pipeline of one.
 
-    F  forward      B  whole backward      I  gradient of the inputs only      W  gradient of the weights only (B = I + W)
-    SF/RF  send / receive an activation    SB/RB  send / receive a gradient
+    F  forward     B  whole backward     I  gradient of the inputs only     W  gradient of the weights only (B = I + W)
+    SF/RF  send / receive an activation     SB/RB  send / receive a gradient
 
 A *stage* is a slice of the model, numbered along its depth; a *chunk* is one of the v stages that a rank owns, numbered
 from 0; `place[stage]` is the rank of a stage. Each generator writes a rank's program in words, a letter and a chunk:
-`F0 B1` is the next forward of chunk 0, then the next backward of chunk 1, and `W` alone the oldest weight gradient that an
-I left behind. A rank's words depend on how many ranks are above it (nearer the data) and below it.
+`F0 B1` is the next forward of chunk 0, then the next backward of chunk 1, and `W` alone the oldest weight gradient that
+an I left behind. A rank's words depend on how many ranks are above it (nearer the data) and below it.
 """
 import difflib
 from collections import Counter, defaultdict, deque
@@ -125,8 +125,10 @@ def zero_bubble_h1(p: int, m: int) -> Order:
 
 
 def zero_bubble_v(p: int, m: int) -> Order:
-    """ZB-V (arXiv 2401.10241 section 6, 2405.15362): two chunks a rank, down and back up. Where F = I = W and m >= 2p - 1 no
-    rank is idle between its first op and its last; each holds 2p chunks at most, which is 1F1B's peak of p whole stages.
+    """ZB-V (arXiv 2401.10241 section 6, 2405.15362): two chunks a rank, down and back up.
+
+    Where F = I = W and m >= 2p - 1 no rank is idle between its first op and its last. Each holds 2p chunks at most, which
+    is 1F1B's peak of p whole stages.
     """
     n = max(m, 2 * p - 1)
 
@@ -138,10 +140,10 @@ def zero_bubble_v(p: int, m: int) -> Order:
 
 
 def dualpipe_v(p: int, m: int) -> Order:
-    """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, cut in half: github.com/deepseek-ai/DualPipe): as ZB-V, but most backwards
-    are whole and stand beside a forward of the other chunk (`F0 B1`), so that one's transfers hide behind the other's work.
+    """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, cut in half: github.com/deepseek-ai/DualPipe): a V of whole backwards.
 
-    B is cut where someone waits for it: in the fill, and in the second half of the drain. Holds 2p + 1 chunks at most.
+    Most stand beside a forward of the other chunk (`F0 B1`), so that one's transfers hide behind the other's work. B is
+    cut where someone waits for it: in the fill, and in the second half of the drain. Holds 2p + 1 chunks at most.
     """
     n = max(m, 2 * p)
 
@@ -163,9 +165,14 @@ class Kind(NamedTuple):
     chunks: int | None  # stages a rank; None: any
 
 
-SCHEDULES = {"gpipe": Kind(gpipe, loop, 1), "1f1b": Kind(one_f_one_b, loop, 1), "interleaved": Kind(interleaved, loop, None),
-             "zb-h1": Kind(zero_bubble_h1, loop, 1), "zb-v": Kind(zero_bubble_v, vee, 2),
-             "dualpipe-v": Kind(dualpipe_v, vee, 2)}
+SCHEDULES = {
+    "gpipe": Kind(gpipe, loop, 1),
+    "1f1b": Kind(one_f_one_b, loop, 1),
+    "interleaved": Kind(interleaved, loop, None),
+    "zb-h1": Kind(zero_bubble_h1, loop, 1),
+    "zb-v": Kind(zero_bubble_v, vee, 2),
+    "dualpipe-v": Kind(dualpipe_v, vee, 2),
+}
 
 
 def make(kind: str, p: int, m: int, v: int | None = None) -> Schedule:
@@ -174,8 +181,8 @@ def make(kind: str, p: int, m: int, v: int | None = None) -> Schedule:
     Raises ValueError, one line with the legal values.
     """
     if kind not in SCHEDULES:
-        near = difflib.get_close_matches(kind, SCHEDULES, 1, 0.4)
-        raise ValueError(f"no schedule {kind!r}; " + (f"did you mean {near[0]}?" if near else "there are " + ", ".join(SCHEDULES)))
+        near = difflib.get_close_matches(kind, SCHEDULES, 1, 0.4) or [" or ".join(SCHEDULES)]
+        raise ValueError(f"no schedule {kind!r}; did you mean {near[0]}?")
     if p < 1 or m < 1 or (v is not None and v < 1):
         raise ValueError(f"a schedule needs at least 1 rank, 1 microbatch and 1 chunk, not {p}, {m} and {v or 1}")
     generate, place, chunks = SCHEDULES[kind]
@@ -215,8 +222,8 @@ def walk(steps: list[list[tuple[Op, ...]]], n_stages: int) -> Iterator[tuple[int
                 at[r] += 1
                 moved = True
         if not moved:
-            waits = {r: next((op, n) for op in steps[r][at[r]] for n in needs(op, n_stages) if n not in done) for r in live}
-            raise ValueError("deadlock: " + ", ".join(f"rank {r} at {op} waits for {n}" for r, (op, n) in waits.items()))
+            waits = [(r, next((op, n) for op in steps[r][at[r]] for n in needs(op, n_stages) if n not in done)) for r in live]
+            raise ValueError("deadlock: " + ", ".join(f"rank {r} at {op} waits for {n}" for r, (op, n) in waits))
 
 
 def alone(order: Order) -> list[list[tuple[Op, ...]]]:
@@ -225,13 +232,13 @@ def alone(order: Order) -> list[list[tuple[Op, ...]]]:
 
 
 def check(order: Order, n_stages: int, m: int, place: Place | None = None) -> None:
-    """Raise ValueError unless every (stage, microbatch) runs once, on the rank that owns it (place; none: one rank a stage),
-    after what it needs, and no rank waits for ever."""
+    """Raise ValueError unless every (stage, microbatch) runs once, on the rank that owns it, after what it needs, and no
+    rank waits for ever. place: none for one stage a rank."""
     place = loop(n_stages) if place is None else place
     runs = defaultdict(list)
     for r, op in ((r, op) for r, ops in enumerate(order) for op in ops):
         if not (0 <= op.stage < n_stages and 0 <= op.mb < m and op.kind in COMPUTE):
-            raise ValueError(f"rank {r} runs {op}: there are {n_stages} stages, {m} microbatches and the ops {' '.join(COMPUTE)}")
+            raise ValueError(f"rank {r} runs {op}: no such op among {n_stages} stages and {m} microbatches")
         if place[op.stage] != r:
             raise ValueError(f"rank {r} runs {op}, but stage {op.stage} is rank {place[op.stage]}'s")
         runs[op.stage, op.mb].append(op.kind)
@@ -267,9 +274,9 @@ def mate(op: Op) -> Op:
 
 
 def meets(lowered: Order) -> bool:
-    """True if the lists finish on the strictest transport: nothing is buffered, and the transfers between two computations
-    are one batch, which ends only when the other end of each has been posted."""
-    batches = [[list(ops) for moves, ops in groupby(ops, lambda op: op.kind not in COMPUTE) if moves] for ops in lowered]
+    """True if the lists finish on the strictest transport: nothing is buffered, and the transfers between two
+    computations are one batch, which ends only when the other end of each has been posted."""
+    batches = [[list(run) for moves, run in groupby(ops, lambda op: op.kind not in COMPUTE) if moves] for ops in lowered]
     posted, at, moved = set(), [0] * len(batches), True
     while moved:
         live = [r for r, a in enumerate(at) if a < len(batches[r])]

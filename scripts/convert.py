@@ -77,7 +77,7 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
         del stage, pieces  # one model in memory at a time
         gc.collect()
         match = compare(ours, their_logits(folder, tokens, m.tied), "from transformers")
-    notes = [] if tok else [f"{folder} has no tokenizer.json and no tokenizer.model: put one into {run}/tokenizer, or import with --tokenizer"]
+    notes = [] if tok else [f"{folder} has no tokenizer.json and no tokenizer.model; generate and evaluate need one: import with --tokenizer"]
     notes += too_many(tok, m)
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
@@ -140,7 +140,7 @@ def blank(cfg: Config, dtype: str) -> tuple[Stage, list[tuple[Box, Tensor]]]:
 
 def probe(m: Model) -> Tensor:
     """A tiny batch [2, s] of any ids; longer than the window where that is cheap."""
-    length = 2 * m.window if m.window and m.window < 256 else 64
+    length = 2 * m.window if m.window and 32 < m.window < 256 else 64
     return torch.randint(m.vocab, (2, min(length, m.context)), generator=torch.Generator().manual_seed(0))
 
 
@@ -292,7 +292,8 @@ def write_json(path: Path, data: dict) -> None:
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(prog="python -m scripts.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ways = p.add_subparsers(dest="way", required=True, metavar="from-hf | to-hf")
-    into, out = ways.add_parser("from-hf", help="a Hugging Face folder -> a run folder"), ways.add_parser("to-hf", help="a run -> a Hugging Face folder")
+    into = ways.add_parser("from-hf", help="a Hugging Face folder -> a run folder")
+    out = ways.add_parser("to-hf", help="a run -> a Hugging Face folder")
     into.add_argument("folder", metavar="DIR", type=Path, help="config.json, *.safetensors, tokenizer files")
     into.add_argument("run", metavar="RUN", type=Path, help="run folder to make")
     out.add_argument("run", metavar="RUN", help="run folder (its newest checkpoint) or checkpoint folder")

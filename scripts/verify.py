@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 import config
-from build import build
+from build import build, plan_pipeline
 from config import Config, ConfigError
 from data.batch import Batch
 from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.schedule import SCHEDULES
 from runtime.failure import fail_cleanly
 from runtime.guard import Guard
 from runtime.pool import Pool
@@ -112,7 +113,7 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 
 # ---- the lattice -----------------------------------------------------------------------------------------------------
 
-AXES = {"tp": (1, 2, 4, 8), "sp": (False, True), "pp": (1, 2, 4, 8), "dp_rep": (1, 2, 4), "zero": (0, 1, 2, 3), "micro_batch": (1, 2)}
+AXES = {"tp": (1, 2, 4, 8), "sp": (False, True), "pp": (1, 2, 4, 8), "schedule": tuple(SCHEDULES), "dp_rep": (1, 2, 4), "zero": (0, 1, 2, 3), "micro_batch": (1, 2)}
 
 
 def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
@@ -125,7 +126,9 @@ def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
         try:
             if cell["sp"] and cell["tp"] == 1:
                 raise ConfigError("parallel.sp: does nothing at tp 1")
-            config.validate(layout, world)
+            if cell["pp"] == 1 and cell["schedule"] != "1f1b":
+                raise ConfigError("parallel.schedule: all are the same at pp 1")
+            plan_pipeline(layout, world)
             legal.append(layout)
         except ConfigError as e:
             reason = str(e).split(":")[0].split(" = ")[0]
@@ -146,9 +149,11 @@ def main(argv: list[str]) -> int:
     p.add_argument("--world", type=int, default=8, help="ranks, 1 to 8")
     p.add_argument("--layouts", default="12", help="all, or how many to draw")
     p.add_argument("--seed", type=int, default=0, help="of the draw")
+    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, e.g. --only zb-v zero3")
     a = p.parse_args(argv)
     cfg = subject(a.name)
     legal, refused = lattice(cfg, a.world)
+    legal = [layout for layout in legal if set(a.only) <= set(name_of(layout, a.world).split())]
     if a.layouts != "all":
         legal = random.Random(a.seed).sample(legal, min(int(a.layouts), len(legal)))
     print(f"{a.name}: {len(legal)} layouts of {a.world} ranks, {STEPS} steps, fp64, bound {BOUND:.0e}")
