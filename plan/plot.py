@@ -12,7 +12,8 @@ from plan.simulate import Span, Timeline
 
 COLOURS = {"F": "#2f6db3", "B": "#d9742b", "I": "#c2497a", "W": "#2e9384"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-INK, FAINT, EMPTY = "#333333", "#8a8a8a", "#f1f1f1"
+INK, EMPTY = "#333333", "#f1f1f1"
+DARK, LIGHT = (0.13, 0.17, 0.35), (0.75, 0.68, 0.80)  # of the memory curves, from the first rank to the last
 TEXTS = 6000  # numbers drawn at most; beyond that nobody reads them
 
 
@@ -82,11 +83,12 @@ def draw(timelines: list[tuple[str, Timeline]], out: Path) -> Path:
     for (title, timeline), rows, held in zip(timelines, axes[::2], axes[1::2]):
         gantt(rows, title, timeline)
         memory(held, timeline)
+        rows.spines[:].set_visible(False)
+        held.spines[["top", "right", "left"]].set_visible(False)
         for a in (rows, held):
-            a.spines[["top", "right", "left"]].set_visible(False)
-            a.tick_params(length=0, labelcolor=INK)
+            a.tick_params(length=0, labelcolor=INK, labelsize=9)
     axes[-1].set_xlim(0, float(span))
-    axes[-1].set_xlabel("time (a rank's F = 1 where --f is 1)" if False else "time", color=INK)
+    axes[-1].set_xlabel("time", color=INK)
     figure.canvas.draw()  # settles the layout, so that what fits in a box is known
     for (_, timeline), rows in zip(timelines, axes[::2]):
         numbers(rows, timeline, rows.get_window_extent().width / figure.dpi * 72 / float(span))
@@ -130,6 +132,8 @@ def gantt(axes, title: str, timeline: Timeline) -> None:
     axes.set_title(title, loc="left", fontsize=11, color=INK)
     kinds = [k for k in COLOURS if any(s.op.kind == k for rank in timeline.ranks for s in rank)]
     legend = [Patch(color=COLOURS[k], label=f"{k}  {NAMES[k]}") for k in kinds] + [Patch(color=EMPTY, label="idle")]
+    if any(len(chunks_of(rank)) > 1 for rank in timeline.ranks):
+        legend.append(Patch(alpha=0, label="lighter: later chunk"))
     axes.legend(handles=legend, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(legend), frameon=False, fontsize=8,
                 labelcolor=INK, handlelength=1, borderaxespad=0.3, columnspacing=1.4)
 
@@ -146,16 +150,17 @@ def numbers(axes, timeline: Timeline, points: float) -> None:
 
 
 def memory(axes, timeline: Timeline) -> None:
-    """Activations held by each rank over time, in whole shares of the model (chunks over chunks a rank)."""
+    """Activations held by each rank over time, in microbatches of its whole share (a chunk counts 1/v)."""
     zero = min(s.start for rank in timeline.ranks for s in rank)
     p = len(timeline.ranks)
     for r, rank in enumerate(timeline.ranks):
         v = len(chunks_of(rank))
         curve = timeline.memory(r)
-        xs, ys = [0.0] + [float(t - zero) for t, _ in curve], [0.0] + [held / v for _, held in curve]
-        axes.step(xs, ys, where="post", lw=1.3, color=(0.16 + 0.62 * r / p, 0.2 + 0.5 * r / p, 0.36 + 0.45 * r / p),
-                  label=f"rank {r}")
+        times, held = [float(t - zero) for t, _ in curve], [n / v for _, n in curve]
+        colour = tuple(dark + (light - dark) * r / p for dark, light in zip(DARK, LIGHT))
+        axes.step([0, *times], [0, *held], where="post", lw=1.3, color=colour, label=f"rank {r}" if r in (0, p - 1) else None)
     axes.set_ylim(0)
-    axes.set_ylabel("held", color=INK)
+    axes.set_ylabel("microbatches\nheld", color=INK, fontsize=9)
+    axes.legend(loc="lower center", frameon=False, fontsize=8, labelcolor=INK, ncols=2)
     axes.grid(axis="y", color="#e6e6e6", lw=0.6)
     axes.set_axisbelow(True)

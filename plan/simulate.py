@@ -106,15 +106,6 @@ def share(schedule: Schedule, f: float, i: float, w: float) -> dict[str, float]:
     return {"F": f / v, "I": i / v, "W": w / v, "B": (i + w) / v}
 
 
-FORMULAS = {  # the bubble, in the units of `share`; B = I + W
-    "gpipe": "(p-1)(F+B)",
-    "1f1b": "(p-1)(F+B)",
-    "interleaved": "(p-1)(F+B)/v",
-    "zb-h1": "(p-1)(F+B-2W)",
-    "zb-v": "(p-1)(I-W)",
-    "dualpipe-v": "(p-1)(F+B-2W)/2",
-    "dualpipe-v, overlapped": "(p-1)(F&B+B-3W)/2",
-}
 PEAKS = {  # the most activations that a rank holds, in microbatches of its whole share
     "gpipe": "m",
     "1f1b": "min(p-r, m) on rank r",
@@ -126,7 +117,7 @@ PEAKS = {  # the most activations that a rank holds, in microbatches of its whol
 
 
 def closed_form(kind: str, p: int, m: int, v: int, f: float, i: float, w: float, overlap: float | None = None):
-    """`Timeline.bubble` as a formula, in the units of `share`; None where no exact one is known.
+    """(formula, value) of `Timeline.bubble`, in the units of `share`, B = I + W; None where no exact one is known.
 
     gpipe, 1f1b, interleaved   arXiv 2104.04473, sections 2.2.1 and 2.2.2.
     zb-h1                      arXiv 2401.10241, table 2, for W <= F, I. With fewer microbatches than ranks fewer W
@@ -139,17 +130,21 @@ def closed_form(kind: str, p: int, m: int, v: int, f: float, i: float, w: float,
                                beside it can start: half of ZB-H1's (our simulation).
     """
     b = i + w
-    if kind in ("gpipe", "1f1b", "interleaved"):
-        return (p - 1) * (f + b) / v
+    if kind in ("gpipe", "1f1b"):
+        return "(p-1)(F+B)", (p - 1) * (f + b)
+    if kind == "interleaved":
+        return "(p-1)(F+B)/v", (p - 1) * (f + b) / v
     if kind == "zb-h1" and w <= min(f, i):
-        return (p - 1) * (f + i) - min(p - 1, m - 1) * w
+        if m >= p:
+            return "(p-1)(F+B-2W)", (p - 1) * (f + b - 2 * w)
+        return "(p-1)(F+I)-(m-1)W", (p - 1) * (f + i) - (m - 1) * w
     if kind == "zb-v" and m >= 2 * p - 1 and w <= f <= i:
-        return (p - 1) * (i - w)
+        return "(p-1)(I-W)", (p - 1) * (i - w)
     if kind == "zb-v" and f == i == w:
-        return (2 * p - 1 - m) * f
+        return "(2p-1-m)F", (2 * p - 1 - m) * f
     if kind == "dualpipe-v" and m >= 2 * p and f == i >= w:
         if overlap is None:
-            return (p - 1) * (f + b - 2 * w) / 2
+            return "(p-1)(F+B-2W)/2", (p - 1) * (f + b - 2 * w) / 2
         if b <= overlap * (f + b) <= f + b:
-            return (p - 1) * (overlap * (f + b) + b - 3 * w) / 2
+            return "(p-1)(F&B+B-3W)/2", (p - 1) * (overlap * (f + b) + b - 3 * w) / 2
     return None

@@ -13,7 +13,7 @@ from pathlib import Path
 from config import ConfigError
 from parallel.schedule import SCHEDULES, Schedule, check, in_flight, lower, make, meets
 from plan.plot import draw, text
-from plan.simulate import FORMULAS, PEAKS, Timeline, closed_form, share, simulate
+from plan.simulate import PEAKS, Timeline, closed_form, share, simulate
 from runtime.failure import fail_cleanly
 
 LARGEST = 100_000  # (stage, microbatch) pairs: about ten seconds
@@ -103,7 +103,7 @@ def report(s: Schedule, t: Timeline, a) -> dict:
     return {"kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks, "f": float(a.f), "i": float(a.i), "w": float(a.w),
             "hop": float(a.hop), "overlap": None if a.overlap is None else float(a.overlap),
             "makespan": float(t.makespan), "bubble": float(1 - t.busy(worst) / t.wall(worst)), "bubble_time": float(t.bubble),
-            "formula": FORMULAS[a.kind + (", overlapped" if a.overlap else "")], "formula_time": None if exact is None else float(exact),
+            "formula": exact and exact[0], "formula_time": exact and float(exact[1]),
             "idle": float(1 - sum(map(t.busy, ranks)) / (t.makespan * len(ranks))),
             "rank_bubble": [float(1 - t.busy(r) / t.wall(r)) for r in ranks],
             "rank_idle": [float(t.idle(r) / t.makespan) for r in ranks],
@@ -121,15 +121,17 @@ def lines(x: dict) -> list[str]:
     out = ["", *aligned([["rank", "bubble", "idle in the step", "peak activations"],
                          *([str(r), f"{b:.1%}", f"{i:.1%}", f"{k:g}"]
                            for r, (b, i, k) in enumerate(zip(x["rank_bubble"], x["rank_idle"], x["peak"])))]), ""]
-    known = f"formula {x['formula']}" + (f" = {x['formula_time']:g}" if x["formula_time"] is not None else " (not exact here)")
-    return out + [f"step {x['makespan']:g}, bubble {x['bubble_time']:g} ({x['bubble']:.1%} of its rank's time); {known}",
+    known = f", by formula {x['formula']} = {x['formula_time']:g}" if x["formula"] else ""
+    return out + [f"step {x['makespan']:g}, bubble {x['bubble_time']:g}{known}",
                   f"idle {x['idle']:.1%} of all ranks' time in the step, late starts and early ends included",
                   f"checked: complete, in order, no deadlock; {x['transfers']} transfers meet without buffers"]
 
 
 def table() -> list[dict]:
-    asks = {"interleaved": "a multiple of p"}
-    return [{"kind": k, "chunks": SCHEDULES[k].chunks or "v", "microbatches": asks.get(k, "any"), "bubble": FORMULAS[k],
+    """Every schedule: what it asks for, its bubble and its memory."""
+    asks, both = {"interleaved": "a multiple of p"}, {"dualpipe-v": (None, 1)}
+    return [{"kind": k, "chunks": SCHEDULES[k].chunks or "v", "microbatches": asks.get(k, "any"),
+             "bubble": ", overlapped ".join(closed_form(k, 2, 8, 1, 1, 1, 1, o)[0] for o in both.get(k, (None,))),
              "peak": PEAKS[k]} for k in SCHEDULES]
 
 
