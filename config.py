@@ -117,7 +117,7 @@ class Data:
 @dataclass(frozen=True)
 class Eval:
     every: int | None = 100  # steps between validations; none: only at the end
-    batches: int = 8  # micro-batches of validation
+    batches: int = 8  # global batches of validation, the same ones every time
     sample: int = 48  # tokens of text sampled at each validation; 0: none
     prompt: str = "def "  # what the sample starts from
     temperature: float = 0.8  # of the sample
@@ -396,13 +396,14 @@ def validate(cfg: Config, world: int = 1) -> None:
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
                 "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep"),
-                "eval": ("every", "batches", "temperature"), "checkpoint": ("every", "keep"), "log": ("every",)}
+                "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
             value = getattr(getattr(cfg, section), key)
             need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
     for key in ("beta1", "beta2"):
         need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
+    need(cfg.eval.temperature >= 0 and cfg.eval.sample >= 0, "eval.temperature, eval.sample: must not be negative")
     need(0 <= m.dropout < 1, f"model.dropout: {m.dropout} must lie in [0, 1)")
     need(0 < o.decay_fraction <= 1, f"optim.decay_fraction: {o.decay_fraction} must lie in (0, 1]")
     need(o.weight_decay >= 0, f"optim.weight_decay: {o.weight_decay} must not be negative")
@@ -426,13 +427,15 @@ def validate(cfg: Config, world: int = 1) -> None:
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
         need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}; try {near_divisors(value, p.tp)}")
     part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds
-    need(t.seq_len % part == 0,
-         f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}" + (f" and sp over tp={p.tp} cut" if p.sp else " cuts")
-         + f" it; try {' or '.join(str(n) for n in (t.seq_len // part * part, -(-t.seq_len // part) * part) if n)}")
-    for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m))) if p.cp > 1 and p.cp_kind == "ulysses" else ():
-        need(value % (p.tp * p.cp) == 0,
+    near = " or ".join(str(n) for n in (t.seq_len // part * part, -(-t.seq_len // part) * part) if n)
+    need(t.seq_len % part == 0, f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}"
+                                + (f" and parallel.sp over tp={p.tp} cut" if p.sp else " cuts") + f" it; try {near}")
+    for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m))):
+        need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
-             f"take a parallel.cp among {near_divisors(value // p.tp, p.cp)}, or ring")
+             f"take ring, or a parallel.cp of {near_divisors(value // p.tp, p.cp)}")
+    need(world == 1 or not cfg.checkpoint.async_save,
+         f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "

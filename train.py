@@ -15,6 +15,7 @@ import config
 import torch
 from build import Run, build, horizon, plan_pipeline, with_vocab
 from checkpoint import state, store
+from checkpoint.saver import Saver
 from config import Config, ConfigError
 from data.loader import open_data
 from model.generate import generate
@@ -72,6 +73,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path) -> int:
         data.tokenizer.save(folder / "tokenizer")
         (folder / "config.yaml").write_text(config.dump(cfg))
     count, guard, stop = parameters(cfg.model), Guard(), Stop(folder, cfg.train.max_minutes)
+    saver = Saver(cfg.checkpoint.async_save)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
     with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log:
@@ -100,8 +102,10 @@ def train(cfg: Config, env, world: comm.World, folder: Path) -> int:
             if last or due(cfg.checkpoint.every, step):
                 guard.observe(log.flush())
                 begun = time.perf_counter()
-                path = state.save(run, root, step, at)
-                log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
+                state.save(run, saver, root, step, at)
+                if not saver.threaded or last:
+                    path = saver.wait()
+                    log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
             if last:
                 break
         data.close()

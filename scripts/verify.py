@@ -111,7 +111,15 @@ def run_layout(world: World, cfg: Config, truth: dict | None) -> dict:
 
 
 def one_process(cfg: Config) -> dict[str, Tensor]:
-    return run_layout(World(), replace(cfg, parallel=config.Parallel()), None)
+    """What every layout must equal. Raises ConfigError where it is no oracle: two matrices that start identical."""
+    plain = replace(cfg, parallel=config.Parallel())
+    run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
+    for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
+        if part.dim() > 1:
+            twin = seen.setdefault((part.shape, float(part.sum())), box.key)
+            if twin != box.key:
+                raise ConfigError(f"{box.key} starts with the same weights as {twin}; initial weights must depend on the name")
+    return run_layout(World(), plain, None)
 
 
 # ---- the lattice -----------------------------------------------------------------------------------------------------
