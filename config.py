@@ -427,9 +427,8 @@ def validate(cfg: Config, world: int = 1) -> None:
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
         need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}; try {near_divisors(value, p.tp)}")
     part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds
-    near = " or ".join(str(n) for n in (t.seq_len // part * part, -(-t.seq_len // part) * part) if n)
     need(t.seq_len % part == 0, f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}"
-                                + (f" and parallel.sp over tp={p.tp} cut" if p.sp else " cuts") + f" it; try {near}")
+         f"{f' and parallel.sp over tp={p.tp} cut' if p.sp else ' cuts'} it; try {max(1, t.seq_len // part) * part}")
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m))):
         need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "

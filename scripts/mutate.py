@@ -101,7 +101,7 @@ TABLE = (
     Mutation("the window is counted in local places", "parallel/zigzag.py",
              "far = apart * c + place", "far = min(apart, 1) * c + place", "mistral-tiny", 2, "cp2 zero0 mb1 ring"),
     Mutation("the window hides a chunk that it still touches", "parallel/zigzag.py",
-             "(a - b - 1) * c + 1 < window", "(a - b) * c < window", "mistral-tiny", 4, "cp4 zero0 mb1 ring"),
+             "(a - b - 1) * c + 1 < window", "(a - b) * c < window", "mistral-tiny", 2, "cp2 zero0 mb1 ring"),
     Mutation("the halves of the zigzag are swapped on arrival", "parallel/zigzag.py",
              "torch.cat((early, late.flip(0))).transpose", "torch.cat((early, late)).transpose", "llama3-tiny", 2, "cp2 zero0 mb1 ulysses"),
     Mutation("positions restart on every rank of a context-parallel group", "parallel/zigzag.py",

@@ -42,7 +42,7 @@ def subject(name: str) -> Config:
                                       "--optim.eps", "1e-4"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
-                     ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 9, rope_original=16)
+                     ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16)
     return replace(cfg, model=shrunk)
 
 
