@@ -20,7 +20,7 @@ from config import Config, ConfigError
 from data.loader import open_data
 from model.generate import generate
 from optim.clip import clip_factor, grad_norm
-from parallel import comm
+from parallel import comm, zigzag
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from plan.count import flops_per_token, parameters, table
@@ -37,6 +37,7 @@ POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged
 
 def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
+    batches = [zigzag.cut(b, run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     for b in run.buckets:
         b.zero_grad()
@@ -73,7 +74,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path) -> int:
         (folder / "config.yaml").write_text(config.dump(cfg))
     count, guard, stop = parameters(cfg.model), Guard(), Stop(folder, cfg.train.max_minutes)
     saver = Saver(cfg.checkpoint.async_save)
-    checks = [b.to(env.device) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
+    checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
     with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log:
         log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
