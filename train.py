@@ -8,6 +8,7 @@
 import contextlib
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import runtime  # before torch (see there)
@@ -29,6 +30,7 @@ from runtime.console import params as short
 from runtime.evaluate import mean_loss, report
 from runtime.guard import Guard
 from runtime.metrics import Metrics
+from runtime.peers import Peers
 from runtime.plot import loss_png
 from runtime.stop import Stop
 
@@ -54,13 +56,12 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     return loss, norm, ok
 
 
-def train(cfg: Config, env, world: comm.World, folder: Path) -> int:
+def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nullcontext) -> int:
     """Train to the horizon; returns the exit code. Whatever can be refused is refused before the first step."""
     at = setup.faults(env, POINTS)
     setup.seed(cfg)
     p = cfg.parallel
     mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep), world)
-    same_everywhere(cfg, mesh)
     state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world)  # rank 0 makes what is made on the spot
     data, valid = (open_data(cfg, split, mesh.data.index, mesh.data.size) for split in ("train", "valid"))
     cfg = with_vocab(cfg, data.tokenizer.vocab)
@@ -76,7 +77,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path) -> int:
     saver = Saver(cfg.checkpoint.async_save)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
-    with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log:
+    with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told():
         log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
 
         def evaluate(step: int) -> None:
@@ -86,6 +87,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path) -> int:
         if start == 0:
             evaluate(0)
         for step in range(start + 1, run.steps + 1):
+            world.now.step = step
             at("step.begin", step)
             begun = time.perf_counter()
             batches = [b.to(env.device) for b in data.microbatches(step - 1)]
@@ -130,13 +132,19 @@ def agreed(reason: str | None, mesh: Mesh) -> str | None:
     return (reason or "another rank was told to stop") if flag else None
 
 
-def same_everywhere(cfg: Config, mesh: Mesh) -> None:
-    """Ranks with another config, code or torch would train another model: refused, naming the rank."""
-    mine = {"config": config.dump(cfg), "torch": torch.__version__, "code": config.code_hash()}
-    for rank, theirs in enumerate(comm.all_objects(mine, mesh.world)):
-        for what in mine:
-            if theirs[what] != mine[what]:
-                raise ConfigError(f"rank {rank} was started with another {what} than rank {mesh.rank}; start every rank from the same checkout")
+def same_everywhere(cfg: Config, world: comm.World) -> None:
+    """Ranks with another config, code or torch would train another model, or wait for each other: refused, naming the odd one."""
+    mine = {"torch": torch.__version__, "code": config.code_hash(), "config": config.dump(cfg)}
+    every = comm.all_objects(mine, world.everyone())
+    for what in mine:
+        count = Counter(theirs[what] for theirs in every)
+        usual = max(count, key=lambda x: (count[x], x == every[0][what]))
+        for rank, theirs in enumerate(every):
+            if theirs[what] != usual:
+                old, new = usual.splitlines(), theirs[what].splitlines()
+                detail = ", ".join(x.strip() for x in new if x not in old) or "fewer keys"
+                raise ConfigError(f"rank {rank} was started with another {what} than the others ({detail[:200]}); start every rank with the "
+                                  f"same command, from the same checkout")
 
 
 def sample(run: Run) -> str:
@@ -157,23 +165,18 @@ def main(argv: list[str]) -> int:
     if "--help" in argv or "-h" in argv:
         config.show_help(config.resolve(name, file, []))
         return 0
-    cfg = config.resolve(name, file, argv)
-    env = setup.start(cfg)
-    plan_pipeline(cfg, env.world)
-    folder = Path(cfg.log.dir) / cfg.log.name
-    code, reason = 1, "unknown"
-    with store.lock(folder) if env.rank == 0 else contextlib.nullcontext():
-        try:
-            world = comm.join(env.device.type, env.rank, env.world, cfg.parallel.timeout_s)
-            code = train(cfg, env, world, folder)
-            reason = "finished" if code == 0 else "stopped early, everything saved: start me again"
-        except BaseException as error:
-            code, reason = failure.code_of(error), failure.explain(error, env.rank)
-            raise
-        finally:
-            setup.exit_reason(folder, env.rank, code, reason)
-            comm.leave()
-    return code
+    with Peers(*setup.place()[:2], setup.attempt()) as peers:
+        cfg = config.resolve(name, file, argv)
+        env = setup.start(cfg)
+        plan_pipeline(cfg, env.world)
+        folder = Path(cfg.log.dir) / cfg.log.name
+        with store.lock(folder) if env.rank == 0 else contextlib.nullcontext():
+            world = comm.join(env.device.type, env.rank, env.world, cfg.parallel.timeout_s, store=peers.store, now=peers.now)
+            peers.folder = folder  # rank 0 holds its lock
+            same_everywhere(cfg, world)
+            code = train(cfg, env, world, folder, peers.told)
+            peers.reason(code, "finished" if code == 0 else "stopped early, everything saved: start me again")
+        return code
 
 
 if __name__ == "__main__":

@@ -4,7 +4,12 @@ A Group of one rank is the identity: nothing is called, nothing counted, so one 
 The ledger counts calls and payload bytes of each (group, verb): the bytes of the larger side of the exchange, so that a
 reduce-scatter and the all-gather that undoes it count the same, and the two together twice an all-reduce's share of work
 (a ring all-reduce is exactly these two, Patarasuk and Yuan 2009). Tests hold the ledger against closed forms.
+
+A peer that dies or hangs is a PeerError that says which exchange of which group was waiting for it. torch's own errors do
+not (gloo names a port), so every exchange notes in `Now` what it is about to do; runtime/peers.py reads it as well.
 """
+import re
+import time
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -13,19 +18,64 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # what gloo, nccl and the store say of a peer that does not answer,
+LOST = re.compile(r"connection|socket|broken pipe|reset by peer|remote (process|worker|server)", re.IGNORECASE)  # or is gone
+
+
+class PeerError(RuntimeError):
+    """A peer did not answer in time (exit_code 76) or is gone (1); the text says in which exchange."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Now:
+    """What this rank is doing: one for all groups of a job."""
+    step: int = 0
+    timeout_s: float = 0.0
+    exchange: tuple | None = None  # (verb, group, bytes, peer) while inside one
+    since: float = field(default_factory=time.monotonic)  # when it began, or when the last one ended
+
+    def __str__(self) -> str:
+        """all_reduce of 4,096 bytes in group data (dp_rep x dp: ranks 0, 2) at step 7"""
+        step = f" at step {self.step}" if self.step else ""
+        if self.exchange is None:
+            return f"no exchange{step}"
+        verb, group, size, peer = self.exchange
+        return f"{verb}{'' if size is None else f' of {size:,} bytes'}{'' if peer is None else f' rank {peer}'} in {group}{step}"
+
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that talk to each other. name: its axes ("tp"); ranks: global; index: this rank's place among them."""
+    """Ranks that talk to each other. ranks: global; index: this rank's place among them; axes: what it spans ("dp x cp")."""
     name: str
     ranks: tuple[int, ...] = (0,)
     index: int = 0
-    handle: object = None  # torch.distributed process group; None where the group has one rank
+    handle: object = None  # torch.distributed process group; None where the group has one rank, or is the whole job
     ledger: Counter = field(default_factory=Counter, compare=False, repr=False)
+    axes: str = ""
+    now: Now = field(default_factory=Now, compare=False, repr=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def __str__(self) -> str:
+        few = self.ranks if self.size <= 8 else (*self.ranks[:3], "...", self.ranks[-1])
+        axes = f"{self.axes}: " if self.axes not in ("", self.name) else ""
+        return f"group {self.name} ({axes}ranks {', '.join(map(str, few))})"
+
+    def run(self, verb: str, size: int | None, peer: int | None, work, *args, **how):
+        """work(*args, **how), the one place where a rank waits for others. Raises PeerError; errors of other kinds pass."""
+        self.now.exchange, self.now.since = (verb, self, size, peer), time.monotonic()
+        try:
+            result = work(*args, **how)
+        except RuntimeError as error:
+            raise named(error, self.now) from error
+        self.now.exchange, self.now.since = None, time.monotonic()
+        return result
 
     def count(self, verb: str, x: Tensor) -> None:
         self.ledger[self.name, verb, "calls"] += 1
@@ -38,25 +88,48 @@ class World:
     rank: int = 0
     size: int = 1
     handles: dict = field(default_factory=dict)
+    now: Now = field(default_factory=Now, compare=False, repr=False)
 
-    def groups(self, name: str, every: list[list[int]], ledger: Counter) -> Group:
+    def groups(self, name: str, every: list[list[int]], ledger: Counter, axes: str = "") -> Group:
         """The group among `every` that holds this rank. All ranks call this with the same lists, in the same order."""
         mine = None
         for ranks in map(tuple, every):
             if len(ranks) > 1 and ranks not in self.handles:
-                self.handles[ranks] = dist.new_group(list(ranks))
+                whole = Group(name, ranks, axes=axes, now=self.now)  # torch gives a new group 30 minutes unless told otherwise
+                self.handles[ranks] = whole.run("meeting", None, None, dist.new_group, list(ranks), timeout=timedelta(seconds=self.now.timeout_s))
             if self.rank in ranks:
-                mine = Group(name, ranks, ranks.index(self.rank), self.handles.get(ranks), ledger)
+                mine = Group(name, ranks, ranks.index(self.rank), self.handles.get(ranks), ledger, axes, self.now)
         return mine
 
+    def everyone(self) -> Group:
+        """All ranks, before there is a layout."""
+        return Group("job", tuple(range(self.size)), self.rank, now=self.now)
 
-def join(device: str, rank: int, size: int, timeout_s: float, init: str = "env://") -> World:
-    """Join the job: gloo for the host, nccl beside it on GPUs. The rendezvous comes from the launcher's variables, or from
-    `init` (a file:// or tcp:// address)."""
+
+def meet(rank: int, size: int, init: str = "env://", attempt: str = "0", timeout_s: float = 300.0):
+    """The job's key-value store: where ranks leave words for each other before, and after, there are process groups. From the
+    launcher's variables, or from `init` (a file:// or tcp:// address); each attempt of a launcher that restarts has its own."""
+    def go():
+        return next(dist.rendezvous(init, rank, size, timeout=timedelta(seconds=timeout_s)))[0]
+    return dist.PrefixStore(f"attempt_{attempt}", Group("job", tuple(range(size)), rank).run("meeting", None, None, go))
+
+
+def join(device: str, rank: int, size: int, timeout_s: float, init: str = "env://", store=None, now: Now | None = None) -> World:
+    """Join the job: gloo for the host, nccl beside it on GPUs. store: what meet() gave; None: meet first."""
+    world = World(rank, size, now=now or Now())
+    world.now.timeout_s = timeout_s
     if size > 1:
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=init, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
-    return World(rank, size)
+        world.everyone().run("meeting", None, None, dist.init_process_group, backend, store=store or meet(rank, size, init), rank=rank,
+                             world_size=size, timeout=timedelta(seconds=timeout_s))
+    return world
+
+
+def named(error: RuntimeError, now: Now) -> RuntimeError:
+    """torch's error as a PeerError where a peer is to blame; else the error itself."""
+    if LATE.search(str(error)):
+        return PeerError(f"no answer for {time.monotonic() - now.since:.1f} s in {now}", 76)
+    return PeerError(f"lost the connection in {now}", 1) if LOST.search(str(error)) else error
 
 
 def leave() -> None:
@@ -71,7 +144,7 @@ def sum_(x: Tensor, group: Group) -> Tensor:
     """In place: the sum over the group, on every rank."""
     if group.size > 1:
         group.count("all_reduce", x)
-        dist.all_reduce(x, group=group.handle)
+        group.run("all_reduce", x.nbytes, None, dist.all_reduce, x, group=group.handle)
     return x
 
 
@@ -80,7 +153,7 @@ def max_(x: Tensor, group: Group) -> Tensor:
     if group.size > 1:
         assert not x.is_floating_point(), "reduce a flag as an int: a float maximum loses NaNs"
         group.count("all_reduce", x)
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
+        group.run("all_reduce", x.nbytes, None, dist.all_reduce, x, op=dist.ReduceOp.MAX, group=group.handle)
     return x
 
 
@@ -91,7 +164,7 @@ def gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     out = x.new_empty(group.size * x.shape[0], *x.shape[1:]) if out is None else out
     group.count("all_gather", out)
     verb = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renames it
-    verb(out, x.contiguous(), group=group.handle)
+    group.run("all_gather", out.nbytes, None, verb, out, x.contiguous(), group=group.handle)
     return out
 
 
@@ -102,7 +175,7 @@ def scatter_sum(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     out = x.new_empty(x.shape[0] // group.size, *x.shape[1:]) if out is None else out
     group.count("reduce_scatter", x)
     verb = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    verb(out, x.contiguous(), group=group.handle)
+    group.run("reduce_scatter", x.nbytes, None, verb, out, x.contiguous(), group=group.handle)
     return out
 
 
@@ -121,7 +194,7 @@ def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """In place: the tensor of the group's rank number `source`."""
     if group.size > 1:
         group.count("broadcast", x)
-        dist.broadcast(x, src=group.ranks[source], group=group.handle)
+        group.run("broadcast", x.nbytes, None, dist.broadcast, x, src=group.ranks[source], group=group.handle)
     return x
 
 
@@ -130,17 +203,36 @@ def all_objects(x, group: Group) -> list:
     if group.size == 1:
         return [x]
     out = [None] * group.size
-    dist.all_gather_object(out, x, group=group.handle)
+    group.run("all_gather_object", None, None, dist.all_gather_object, out, x, group=group.handle)
     return out
 
 
-def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> list:
-    """Start transfers with group ranks: (tensor, to), (buffer, from). Returns works to wait for, sends first."""
+@dataclass(frozen=True)
+class Transfer:
+    """A send or receive under way; peer: a global rank."""
+    work: object
+    verb: str
+    size: int
+    peer: int
+    group: Group
+
+    def wait(self) -> None:
+        self.group.run(self.verb, self.size, self.peer, self.work.wait)
+
+
+def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group) -> list[Transfer]:
+    """Start transfers with group ranks: (tensor, to), (buffer, from). Returns what to wait for, sends first."""
     ops = [dist.P2POp(dist.isend, x.contiguous(), group=group.handle, group_peer=to) for x, to in sends]
     ops += [dist.P2POp(dist.irecv, x, group=group.handle, group_peer=source) for x, source in receives]
+    if not ops:
+        return []
     for x, _ in sends:
         group.count("send", x)
-    return dist.batch_isend_irecv(ops) if ops else []
+    works = group.run("sends and receives", None, None, dist.batch_isend_irecv, ops)
+    if len(works) < len(ops):  # nccl has one for all of them
+        works = [works[-1]] * len(ops)
+    verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
+    return [Transfer(work, verb, x.nbytes, group.ranks[peer], group) for work, verb, (x, peer) in zip(works, verbs, sends + receives)]
 
 
 def synchronize(device: torch.device) -> None:

@@ -39,7 +39,7 @@ class Mesh:
     def bind(layout: Layout, world: World) -> "Mesh":
         """Collective: every rank of the world calls it with the same layout. One ledger counts all groups."""
         ledger: Counter = Counter()
-        groups = {name: world.groups(name, layout.groups(*axes), ledger) for name, axes in SPANS.items()}
+        groups = {name: world.groups(name, layout.groups(*axes), ledger, " x ".join(axes)) for name, axes in SPANS.items()}
         return Mesh(layout, world.rank, **groups, tied=world.groups("tied", layout.ends(), ledger))
 
     @property

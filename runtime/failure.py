@@ -25,13 +25,16 @@ def code_of(error: BaseException) -> int:
     return 1
 
 
+def one_line(error: BaseException) -> str:
+    kind = "" if hasattr(error, "exit_code") else f"{type(error).__name__}: "
+    return kind + (" ".join(str(error).split()) or type(error).__name__)
+
+
 def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
     """What goes to stderr: `error: ...` in one line where the code says it all, else where it happened and the trace."""
-    line = " ".join(str(error).split()) or type(error).__name__
     where = "" if code_of(error) == 2 else f"rank {rank} on {socket.gethostname()}: "
-    kind = "" if hasattr(error, "exit_code") else f"{type(error).__name__}: "
-    text = f"error: {where}{kind}{line}"
-    if trace or code_of(error) == 1:
+    text = f"error: {where}{one_line(error)}"
+    if trace or (code_of(error) == 1 and not hasattr(error, "exit_code")):
         text += "\n" + "".join(traceback.format_exception(error)).rstrip()
     return redact(text)
 
@@ -47,5 +50,7 @@ def fail_cleanly(main, argv: list[str]) -> int:
         sys.stderr.close()
         return 0
     except Exception as error:
-        print(explain(error, trace=trace), file=sys.stderr, flush=True)
-        return code_of(error)
+        said = getattr(error, "said", None)  # by runtime/peers.py, with the code of the job's first failure
+        if said is None or trace:
+            print(explain(error, trace=trace), file=sys.stderr, flush=True)
+        return code_of(error) if said is None else said

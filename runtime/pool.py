@@ -44,7 +44,7 @@ class Pool:
         if failed:
             self.close()
             # ranks that wait for a dead peer complain about the connection: the one with another complaint is the cause
-            first = next((r for r in failed if "onnection" not in results[r] and "imed out" not in results[r]), failed[0])
+            first = next((r for r in failed if "PeerError" not in results[r]), failed[0])
             raise RuntimeError(f"rank {first}: {results[first]}")
         return results
 

@@ -95,6 +95,11 @@ def place() -> tuple[int, int, int, int]:
     return rank, world, local_rank, local_world
 
 
+def attempt() -> str:
+    """Which start of torchrun's --max-restarts this is: the store outlives one, and what ranks said in it."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
 def in_batch_script() -> bool:
     """True in the body of an sbatch script: it carries the job's SLURM_NTASKS but is one process, no step of srun."""
     return number("SLURM_STEP_ID", 0) >= 0xFFFFFFF0
