@@ -56,14 +56,14 @@ def horizon(cfg: Config, flops_per_token: float) -> int:
     return t.steps or ceil((t.tokens or t.flops / flops_per_token) / per_step)
 
 
-def build_stages(cfg: Config, mesh: Mesh, device: torch.device, numbers: list[int], total: int) -> tuple[dict[int, Stage], list[Bucket]]:
-    """Stages `numbers` of `total` with their storage and initial weights. A tied table gets a bucket of its own, so that
-    both ends of a pipeline cut it into the same shards."""
-    cuts = layers_of(cfg.model, total, cfg.train.seq_len)
+def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int, ...]) -> tuple[dict[int, Stage], list[Bucket]]:
+    """This rank's stages (place: the rank of each) with their storage and initial weights. A tied table gets a bucket of
+    its own, so that both ends of a pipeline cut it into the same shards."""
+    cuts = layers_of(cfg.model, len(place), cfg.train.seq_len)
     stages, buckets = {}, []
-    for n in numbers:
-        stage = Stage(cfg, mesh, *cuts[n])
-        made: dict[int, Bucket] = {}  # parameter -> its bucket
+    made: dict[int, Bucket] = {}  # parameter -> its bucket
+    for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
+        stage = Stage(cfg, mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
 
         def bucket(params: list) -> None:
             if params:
@@ -99,9 +99,8 @@ def plan_pipeline(cfg: Config, world: int) -> Schedule:
 def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Run:
     """Raises ConfigError before anything is allocated."""
     schedule = plan_pipeline(cfg, mesh.world.size)
-    mine = [s for s, rank in enumerate(schedule.place) if rank == mesh.pp.index]
-    stages, buckets = build_stages(cfg, mesh, device, mine, schedule.n_stages)
-    later = {n: Later() for n in mine}
+    stages, buckets = build_stages(cfg, mesh, device, schedule.place)
+    later = {n: Later() for n in stages}
     for n, stage in stages.items():
         for p in stage.parameters():
             p.later = later[n]
@@ -137,6 +136,6 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
     if tok.fingerprint != meta["tokenizer"]:
         raise ConfigError(f"{path.parent.parent / 'tokenizer'}: is not the tokenizer that {path} was trained with; put that one there")
     cfg = replace(cfg, parallel=Parallel())
-    stages, buckets = build_stages(cfg, Mesh.single(), device, [0], 1)
+    stages, buckets = build_stages(cfg, Mesh.single(), device, (0,))
     state.load_weights(buckets, path)
     return Trained(cfg, stages[0], buckets, tok, path, meta["step"])

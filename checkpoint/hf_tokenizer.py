@@ -64,7 +64,7 @@ def from_sentencepiece(model: bytes) -> dict:
                        (normalizer.get(4, 1), "it drops repeated spaces"), (not normalizer.get(5, 1), "it keeps spaces as they are"),
                        (trainer.get(24), "it puts spaces at the end of pieces"),
                        (any(k == UNUSED for *_, k in pieces), "it has unused pieces"),
-                       (any(k == USER and SPACE in p for p, _, k in pieces), "a symbol of the user's has a space in it")):
+                       (any(k == USER and {SPACE, " "} & {*p} for p, _, k in pieces), "a symbol of the user's has a space in it")):
         if wrong:
             raise Refused(why)
     score = {p: s for p, s, kind in pieces if kind == NORMAL}

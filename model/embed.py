@@ -13,10 +13,11 @@ from parallel.tensor import rows, vocab_embedding
 EMBED_SITE = 0  # dropout sites: 0 is the embedding, 1 + 2 layer and 2 + 2 layer the branches of a block
 
 
-def table(cfg: Config, mesh: Mesh, key: str) -> nn.Parameter:
-    """[padded vocab / tp, d], under the key "embed" or "head". A tied table lives at both ends of a pipeline."""
+def table(cfg: Config, mesh: Mesh, key: str, apart: bool) -> nn.Parameter:
+    """[padded vocab / tp, d], under the key "embed" or "head". apart: first and last stage are on different ranks, and a
+    tied table on both."""
     m = cfg.model
-    tied = m.tied and mesh.pp.size > 1
+    tied = m.tied and apart
     return parameter(Spec((rows(f"{key}.weight", (padded_vocab(m), m.hidden), mesh.tp),), "normal", m.init_std,
                           partial=("tied",) if tied else ()))
 
@@ -24,11 +25,11 @@ def table(cfg: Config, mesh: Mesh, key: str) -> nn.Parameter:
 class Embed(nn.Module):
     """tokens [b, s], positions [b, s] -> [b, s, d] (sp: [b, s/tp, d])."""
 
-    def __init__(self, cfg: Config, mesh: Mesh) -> None:
+    def __init__(self, cfg: Config, mesh: Mesh, apart: bool) -> None:
         super().__init__()
         m = cfg.model
         self.rate, self.tp, self.sp = m.dropout, mesh.tp, cfg.parallel.sp
-        self.weight = table(cfg, mesh, "embed")
+        self.weight = table(cfg, mesh, "embed", apart)
         # sp: a rank looks up only its share of the sequence, so the gradient is partial over tp
         spec = Spec((Box.whole("positions.weight", (m.context, m.hidden)),), "normal", m.init_std, partial=("tp",) if self.sp else ())
         self.positions = parameter(spec) if m.positions == "learned" else None

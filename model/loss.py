@@ -14,13 +14,13 @@ from parallel.tensor import merge_vocab
 
 
 class Head(nn.Module):
-    """embed: the embedding's weight where it is tied and on this stage."""
+    """embed: the embedding's table where it is on this rank; a tied head uses it."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, embed: nn.Parameter | None) -> None:
+    def __init__(self, cfg: Config, mesh: Mesh, embed: nn.Parameter | None, apart: bool) -> None:
         super().__init__()
         m = cfg.model
         self.norm, self.vocab, self.tp, self.sp = Norm(cfg, mesh, "norm"), m.vocab, mesh.tp, cfg.parallel.sp
-        self.weight = embed if m.tied and embed is not None else table(cfg, mesh, "embed" if m.tied else "head")
+        self.weight = embed if m.tied and embed is not None else table(cfg, mesh, "embed" if m.tied else "head", apart)
 
     def loss(self, x: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
         """x [b, s, d], targets [b, s] (-100: not counted) -> scale * sum of the counted tokens' losses."""

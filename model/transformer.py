@@ -34,14 +34,15 @@ class Block(nn.Module):
 class Stage(nn.Module):
     """Blocks first .. last-1; the stage that owns block 0 also embeds, the one that owns the last block has the head.
 
+    embed: the table of the first stage where that is another stage of this rank; apart: it is another rank's.
     zero: gathers and reduces the weights of each part around its use; build.py sets it when the buckets are made."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, first: int, last: int) -> None:
+    def __init__(self, cfg: Config, mesh: Mesh, first: int, last: int, embed: nn.Parameter | None = None, apart: bool = False) -> None:
         super().__init__()
         self.cfg, self.tp = cfg, mesh.tp
-        self.embed = Embed(cfg, mesh) if first == 0 else None
+        self.embed = Embed(cfg, mesh, apart) if first == 0 else None
         self.blocks = nn.ModuleList(Block(cfg, mesh, i) for i in range(first, last))
-        self.head = Head(cfg, mesh, self.embed.weight if self.embed else None) if last == cfg.model.layers else None
+        self.head = Head(cfg, mesh, self.embed.weight if self.embed else embed, apart) if last == cfg.model.layers else None
         self.zero: Zero | None = None
 
     def parts(self) -> list[list[nn.Parameter]]:

@@ -82,6 +82,7 @@ class Bucket:
         self.own = whole[self.lo:self.hi] if zero < 3 else whole[self.lo:self.hi].clone()
         self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
         self.grad: Tensor | None = None
+        self.users = self.finals = 0  # parts that use this bucket; those that ended their last backward of the step
         self.shard = torch.zeros(share, dtype=wide(dtype), device=device)
         self.point()
         if zero < 2:

@@ -28,6 +28,7 @@ class Later:
     def put(self, weight: Tensor, compute) -> None:
         self.jobs.setdefault(self.at, []).append((weight, compute))
 
+    @torch.no_grad()
     def run(self, mb: int) -> None:
         for weight, compute in self.jobs.pop(mb, []):
             compute(weight.main_grad)  # looked up now: ZeRO-2 may have sent the buffer of the I away

@@ -20,6 +20,7 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 COMPUTE = ("F", "B", "I", "W")
+MATES = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}  # a transfer's other end, stages away
 
 
 class Op(NamedTuple):
@@ -65,7 +66,7 @@ def vee(p: int, v: int = 2) -> Place:
 
 
 def spell(words: str, stages: Sequence[int], m: int) -> list[Op]:
-    """One rank's words as ops; stages[chunk]. Words may go on past m: ops of microbatches that do not exist fall out."""
+    """One rank's words as ops; stages[chunk]. Words may run past m: ops of microbatches that do not exist fall out."""
     turn, owed, ops = Counter(), deque(), []
     for word in words.split():
         if word == "W":
@@ -127,8 +128,8 @@ def zero_bubble_h1(p: int, m: int) -> Order:
 def zero_bubble_v(p: int, m: int) -> Order:
     """ZB-V (arXiv 2401.10241 section 6, 2405.15362): two chunks a rank, down and back up.
 
-    Where F = I = W and m >= 2p - 1 no rank is idle between its first op and its last. Each holds 2p chunks at most, which
-    is 1F1B's peak of p whole stages.
+    Where F = I = W and m >= 2p - 1 no rank is idle between its first op and its last. Each holds 2p chunks at most,
+    which is 1F1B's peak of p whole stages.
     """
     n = max(m, 2 * p - 1)
 
@@ -222,8 +223,8 @@ def walk(steps: list[list[tuple[Op, ...]]], n_stages: int) -> Iterator[tuple[int
                 at[r] += 1
                 moved = True
         if not moved:
-            waits = [(r, next((op, n) for op in steps[r][at[r]] for n in needs(op, n_stages) if n not in done)) for r in live]
-            raise ValueError("deadlock: " + ", ".join(f"rank {r} at {op} waits for {n}" for r, (op, n) in waits))
+            lacks = [(r, op, n) for r in live for op in steps[r][at[r]] for n in needs(op, n_stages) if n not in done]
+            raise ValueError("deadlock: " + ", ".join(f"rank {r} at {op} waits for {n}" for r, op, n in lacks))
 
 
 def alone(order: Order) -> list[list[tuple[Op, ...]]]:
@@ -232,8 +233,8 @@ def alone(order: Order) -> list[list[tuple[Op, ...]]]:
 
 
 def check(order: Order, n_stages: int, m: int, place: Place | None = None) -> None:
-    """Raise ValueError unless every (stage, microbatch) runs once, on the rank that owns it, after what it needs, and no
-    rank waits for ever. place: none for one stage a rank."""
+    """Raise ValueError unless every (stage, microbatch) runs once, on the rank that owns it, after what it needs, and
+    no rank waits for ever. place: none for one stage a rank."""
     place = loop(n_stages) if place is None else place
     runs = defaultdict(list)
     for r, op in ((r, op) for r, ops in enumerate(order) for op in ops):
@@ -269,14 +270,14 @@ def lower(order: Order, place: Place) -> Order:
 
 def mate(op: Op) -> Op:
     """The other end of a transfer."""
-    kind, by = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}[op.kind]
+    kind, by = MATES[op.kind]
     return Op(kind, op.stage + by, op.mb)
 
 
 def meets(lowered: Order) -> bool:
     """True if the lists finish on the strictest transport: nothing is buffered, and the transfers between two
     computations are one batch, which ends only when the other end of each has been posted."""
-    batches = [[list(run) for moves, run in groupby(ops, lambda op: op.kind not in COMPUTE) if moves] for ops in lowered]
+    batches = [[list(run) for moves, run in groupby(ops, lambda op: op.kind in MATES) if moves] for ops in lowered]
     posted, at, moved = set(), [0] * len(batches), True
     while moved:
         live = [r for r, a in enumerate(at) if a < len(batches[r])]

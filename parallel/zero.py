@@ -3,7 +3,8 @@
 A part is what a stage runs at once: the embedding, a block, the head. Its buckets are gathered before its forward and
 before its backward, and reduced when the last gradient of a microbatch (ZeRO-2, 3) or of the step (0, 1) has landed,
 while the backward goes on below it. Autograd says when: the gradient of a part's output begins its backward, the gradient
-of its input ends it. A bucket that two parts share (a tied embedding) waits for both.
+of its input ends it. A bucket that two parts share (a tied table) keeps
+its gradients until both have ended their last backward of the step.
 """
 from torch import Tensor
 
@@ -17,9 +18,8 @@ class Zero:
     def __init__(self, parts: list[list[Bucket]]) -> None:
         self.parts = parts
         self.final = self.split = False
-        every = [b for part in parts for b in part]
-        self.users = {id(b): sum(b is other for other in every) for b in every}
-        self.ended: dict[int, int] = {}
+        for b in (b for part in parts for b in part):
+            b.users += 1
 
     def enter(self, part: int, learn: bool) -> None:
         """Before a part's forward. The head makes gradients in its forward: learn."""
@@ -31,7 +31,7 @@ class Zero:
     def left(self, part: int) -> None:
         """After a forward whose backward needs the weights anew."""
         for b in self.parts[part]:
-            if b.zero == 3 and self.users[id(b)] == 1:
+            if b.zero == 3 and b.users == 1:
                 b.release()
 
     def watch(self, part: int, x: Tensor | None, y: Tensor) -> None:
@@ -54,11 +54,11 @@ class Zero:
     def end(self, part: int) -> None:
         """All gradients of one microbatch of this part are in."""
         for b in self.parts[part]:
-            self.ended[id(b)] = self.ended.get(id(b), 0) + 1
-            if self.ended[id(b)] < self.users[id(b)]:
-                continue
-            self.ended[id(b)] = 0
-            if self.final or b.zero >= 2:
+            b.finals += self.final
+            last = b.finals == b.users
+            if last or (b.zero >= 2 and b.users == 1):
                 b.reduce()
-            if b.zero == 3:
-                b.release()
+                if b.zero == 3:
+                    b.release()
+            if last:
+                b.finals = 0

@@ -1,12 +1,11 @@
 """Time a pipeline schedule: an event simulation over the very lists that the runtime executes (parallel/schedule.py).
 
-Times are in any unit, for one rank's whole share of the model; each of its v chunks takes 1/v of it. A rank computes one op
-at a time; transfers run beside the computation and delay only who waits for them. The closed forms of the papers are here
-too, with their sources (`closed_form`); tests hold that simulation and formula agree exactly.
+A rank computes one op at a time; transfers run beside the computation and delay only who waits for them. Times are in any
+unit, and exact where they are given as ints or Fractions. The closed forms of the papers are here too, with their sources
+(`closed_form`); tests hold that simulation and formula agree exactly.
 """
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -46,17 +45,12 @@ class Timeline:
         """The papers' bubble, in time: what the most idle rank waits between its first op and its last."""
         return max(self.wall(r) - self.busy(r) for r in range(len(self.ranks)))
 
-    @property
-    def bubble_share(self) -> float:
-        """The same rank's waiting as a share of its wall time."""
-        return max(1 - self.busy(r) / self.wall(r) for r in range(len(self.ranks)))
-
     def idle(self, r: int) -> float:
-        """The share of the whole step in which rank r computes nothing, its late start and early end included."""
-        return 1 - self.busy(r) / self.makespan
+        """Time of the whole step in which rank r computes nothing, its late start and early end included."""
+        return self.makespan - self.busy(r)
 
     def memory(self, r: int) -> list[tuple[float, int]]:
-        """[(time, chunks of activations held from then on)] of rank r: taken at the start of F, freed at the end of B or W."""
+        """[(time, chunks of activations held from then on)] of rank r: taken at the start of F, freed after B or W."""
         took = [(s.start, 1) for s in self.ranks[r] if s.op.kind == "F"]
         freed = [(s.end, -1) for s in self.ranks[r] if s.op.kind in "BW"]
         curve: dict[float, int] = {}
@@ -68,9 +62,9 @@ class Timeline:
 def simulate(order: Order, n_stages: int, cost: Cost, hop: float = 0, overlap: float | None = None) -> Timeline:
     """The timeline of `order`.
 
-    cost: times of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: F directly before
-    a B of another chunk start together and take this share of the sum of their times (DualPipe's F&B); none: one after the
-    other, in list order. Raises ValueError for a list that cannot finish.
+    cost: times of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: an F and a B of
+    another chunk right after it start together and take this share of the sum of their times (DualPipe's F&B); none: one
+    after the other. Raises ValueError for a list that cannot finish.
     """
     def time(op: Op) -> float:
         if op.kind == "B" and "B" not in cost:
@@ -107,16 +101,46 @@ def paired(ops: list[Op]) -> list[tuple[Op, ...]]:
 
 
 def share(schedule: Schedule, f: float, i: float, w: float) -> dict[str, float]:
-    """The cost of one op where F, I and W of a rank's whole share take f, i and w."""
+    """The cost of one op where F, I and W of all the chunks of a rank take f, i and w."""
     v = schedule.chunks
     return {"F": f / v, "I": i / v, "W": w / v, "B": (i + w) / v}
 
 
-FORMULAS = {  # bubble in the units of `share`; B = I + W
+FORMULAS = {  # the bubble, in the units of `share`; B = I + W
     "gpipe": "(p-1)(F+B)",
     "1f1b": "(p-1)(F+B)",
     "interleaved": "(p-1)(F+B)/v",
     "zb-h1": "(p-1)(F+B-2W)",
-    "zb-v": "(p-1)(max(F,I)-W)",
-    "dualpipe-v": "(p-1)(F&B+B-3W)/2",
+    "zb-v": "(p-1)(I-W)",
+    "dualpipe-v": "(p-1)(F+B-2W)/2",
+    "dualpipe-v, overlapped": "(p-1)(F&B+B-3W)/2",
 }
+
+
+def closed_form(kind: str, p: int, m: int, v: int, f: float, i: float, w: float, overlap: float | None = None):
+    """`Timeline.bubble` as a formula, in the units of `share`; None where no exact one is known.
+
+    gpipe, 1f1b, interleaved   arXiv 2104.04473, sections 2.2.1 and 2.2.2.
+    zb-h1                      arXiv 2401.10241, table 2, for W <= F, I. With fewer microbatches than ranks fewer W fill it.
+    zb-v                       arXiv 2401.10241, section 6: zero for F = I = W. For W <= F <= I, and for fewer than 2p - 1
+                               microbatches, it is what our simulation shows.
+    dualpipe-v                 github.com/deepseek-ai/DualPipe, README: (PP/2-1)(F&B+B-3W) of chunks, PP = 2p of them, for
+                               F = I >= W and B <= F&B <= F + B. It counts the idle time of the last rank in the step, which
+                               has the most pairs. Without overlap a B need not wait for the F beside it to begin: half of
+                               ZB-H1's, for W <= I <= F (our simulation).
+    """
+    b = i + w
+    if kind in ("gpipe", "1f1b", "interleaved"):
+        return (p - 1) * (f + b) / v
+    if kind == "zb-h1" and w <= min(f, i):
+        return (p - 1) * (f + i) - min(p - 1, m - 1) * w
+    if kind == "zb-v" and m >= 2 * p - 1 and w <= f <= i:
+        return (p - 1) * (i - w)
+    if kind == "zb-v" and f == i == w:
+        return (2 * p - 1 - m) * f
+    if kind == "dualpipe-v" and m >= 2 * p:
+        if overlap is None and w <= i <= f:
+            return (p - 1) * (f + b - 2 * w) / 2
+        if overlap is not None and f == i >= w and b <= overlap * (f + b) <= f + b:
+            return (p - 1) * (overlap * (f + b) + b - 3 * w) / 2
+    return None
