@@ -99,6 +99,9 @@ class Parallel:
     cp: int = 1  # context parallel degree
     dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
     zero: Literal[0, 1, 2, 3] = 0  # what data-parallel ranks shard: 1 optimizer state, 2 + gradients, 3 + weights (arXiv 1910.02054)
+    bucket_mb: float = 64.0  # gradients that are reduced together, in MiB; a parameter is never cut
+    reduce: Literal["collective", "ring", "hierarchy", "server"] = "collective"  # how data-parallel gradients are summed; the last three by sends
+    node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
     recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: attention core and norms; whole blocks
 
@@ -394,7 +397,7 @@ def validate(cfg: Config, world: int = 1) -> None:
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
-                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep"),
+                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep", "bucket_mb", "node"),
                 "eval": ("every", "batches", "temperature"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
@@ -428,6 +431,12 @@ def validate(cfg: Config, world: int = 1) -> None:
     need(not p.sp or t.seq_len % (p.cp * p.tp) == 0,
          f"parallel.sp: train.seq_len={t.seq_len} is not a multiple of cp*tp = {p.cp * p.tp}; make it one, or turn parallel.sp off")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
+    need(not p.zero or p.reduce in ("collective", "ring"), f"parallel.reduce: {p.reduce} leaves whole sums on every rank, parallel.zero={p.zero} wants "
+                                                           f"shards of them; use collective or ring, or parallel.zero 0")
+    if p.reduce == "hierarchy" and p.node and world > p.node:
+        need(world % p.node == 0 and ((world // p.pp) % p.node == 0 or p.node % (world // p.pp) == 0) and (p.node % p.tp == 0 or p.tp % p.node == 0),
+             f"parallel.node: {p.node} cuts the data-parallel groups of world {world}, pp {p.pp}, tp {p.tp} unevenly; "
+             f"try {near_divisors(world // p.pp, p.node)}")
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "
          f"try {max(1, t.global_batch // (t.micro_batch * dp)) * t.micro_batch * dp}")
