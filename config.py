@@ -431,12 +431,11 @@ def validate(cfg: Config, world: int = 1) -> None:
     need(not p.sp or t.seq_len % (p.cp * p.tp) == 0,
          f"parallel.sp: train.seq_len={t.seq_len} is not a multiple of cp*tp = {p.cp * p.tp}; make it one, or turn parallel.sp off")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
-    need(not p.zero or p.reduce in ("collective", "ring"), f"parallel.reduce: {p.reduce} leaves whole sums on every rank, parallel.zero={p.zero} wants "
-                                                           f"shards of them; use collective or ring, or parallel.zero 0")
-    if p.reduce == "hierarchy" and p.node and world > p.node:
-        need(world % p.node == 0 and ((world // p.pp) % p.node == 0 or p.node % (world // p.pp) == 0) and (p.node % p.tp == 0 or p.tp % p.node == 0),
-             f"parallel.node: {p.node} cuts the data-parallel groups of world {world}, pp {p.pp}, tp {p.tp} unevenly; "
-             f"try {near_divisors(world // p.pp, p.node)}")
+    need(not p.zero or p.reduce in ("collective", "ring"),
+         f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
+    a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
+    need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(p.tp, node) % min(p.tp, node) == 0,
+         f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at tp {p.tp}; try {near_divisors(a, node)}")
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "
          f"try {max(1, t.global_batch // (t.micro_batch * dp)) * t.micro_batch * dp}")
