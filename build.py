@@ -9,12 +9,13 @@ import config
 from checkpoint import state, store
 from config import Config, ConfigError, Parallel, validate
 from data import tokenizer
+from kernels.grad import wide
 from model.split import layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
 from optim.lr import learning_rate
 from parallel.mesh import Mesh
-from parallel.params import Bucket
+from parallel.params import Bucket, Sharing, cut
 from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
 from parallel.zero import Zero
@@ -60,22 +61,20 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     """This rank's stages (place: the rank of each) with their storage and initial weights. A tied table gets a bucket of
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg.model, len(place), cfg.train.seq_len)
+    p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
+    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize))
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
         stage = Stage(cfg, mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
 
-        def bucket(params: list) -> None:
-            if params:
-                b = Bucket(params, mesh, cfg.parallel.zero, DTYPES[cfg.train.dtype], device, cfg.train.seed)
-                made.update({id(p): b for p in params})
-                buckets.append(b)
-
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
             for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):
-                bucket(group)
-        stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()])
+                for params in cut(group, sharing.cap):
+                    buckets.append(Bucket(params, mesh, sharing, dtype, device, cfg.train.seed))
+                    made.update({id(p): buckets[-1] for p in params})
+        stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()], stage.embed is not None)
         stages[n] = stage
     return stages, buckets
 

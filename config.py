@@ -100,6 +100,9 @@ class Parallel:
     cp_kind: Literal["ring", "ulysses"] = "ring"  # keys and values go round (arXiv 2310.01889), or all-to-all over heads (2309.14509)
     dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
     zero: Literal[0, 1, 2, 3] = 0  # what data-parallel ranks shard: 1 optimizer state, 2 + gradients, 3 + weights (arXiv 1910.02054)
+    bucket_mb: float = 64.0  # gradients that are reduced together, in MiB; a parameter is never cut
+    reduce: Literal["collective", "ring", "hierarchy", "server"] = "collective"  # how data-parallel gradients are summed; the last three by sends
+    node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
     recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: attention core and norms; whole blocks
 
@@ -395,7 +398,7 @@ def validate(cfg: Config, world: int = 1) -> None:
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
-                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep"),
+                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep", "bucket_mb", "node"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
@@ -436,6 +439,11 @@ def validate(cfg: Config, world: int = 1) -> None:
     need(world == 1 or not cfg.checkpoint.async_save,
          f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
+    need(not p.zero or p.reduce in ("collective", "ring"),
+         f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
+    a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
+    need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(p.tp, node) % min(p.tp, node) == 0,
+         f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at tp {p.tp}; try {near_divisors(a, node)}")
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "
          f"try {max(1, t.global_batch // (t.micro_batch * dp)) * t.micro_batch * dp}")

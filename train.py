@@ -24,6 +24,7 @@ from optim.clip import clip_factor, grad_norm
 from parallel import comm, zigzag
 from parallel.layout import Layout
 from parallel.mesh import Mesh
+from parallel.params import finish
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, setup
 from runtime.console import params as short
@@ -44,8 +45,7 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     for b in run.buckets:
         b.zero_grad()
     loss = run.pipeline.run(run.ops, batches, 1 / tokens)
-    for b in run.buckets:
-        b.sum_tied()
+    finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")
     norm = grad_norm(run.buckets, run.mesh)

@@ -22,11 +22,10 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, weight):
         ctx.save_for_backward(ids)
-        ctx.weight = weight
+        ctx.weight, ctx.shape = weight, weight.shape  # the backward needs no values: ZeRO-3 does not gather them for it
         return weight[ids]
 
     @staticmethod
     def backward(ctx, dy):
         (ids,) = ctx.saved_tensors
-        shape = ctx.weight.shape
-        return None, give(ctx.weight, lambda into: add_rows(into, ids.reshape(-1), dy.reshape(-1, shape[1]), shape))
+        return None, give(ctx.weight, lambda into: add_rows(into, ids.reshape(-1), dy.reshape(-1, ctx.shape[1]), ctx.shape))

@@ -3,12 +3,14 @@ import functools
 from typing import Callable
 
 import torch
+from torch import Tensor
 
 
 @functools.cache
 def compiled(function: Callable) -> Callable:
     """One compiled twin a function: every layer shares its code. Another shape compiles once more."""
-    return torch.compile(function, dynamic=False)
+    twin = torch.compile(function, dynamic=False)
+    return lambda *args: twin(*(a.detach() if isinstance(a, Tensor) else a for a in args))  # the kernels have their own backward
 
 
 def jit(function: Callable, fused: bool) -> Callable:

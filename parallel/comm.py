@@ -190,6 +190,46 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
     return out
 
 
+class Work:
+    """An exchange under way. wait() -> its result, to be read from then on; in a group of one it is there at once."""
+
+    def __init__(self, result: Tensor, handle=None, source: Tensor | None = None) -> None:
+        self.result, self.handle, self.source = result, handle, source  # source: what is sent must live until it has arrived
+
+    def wait(self) -> Tensor:
+        if self.handle is not None:
+            self.handle.wait()
+        self.handle = self.source = None
+        return self.result
+
+
+def start_sum(x: Tensor, group: Group) -> Work:
+    """sum_, started: x is neither read nor written by others until wait()."""
+    if group.size == 1:
+        return Work(x)
+    group.count("all_reduce", x)
+    return Work(x, dist.all_reduce(x, group=group.handle, async_op=True))
+
+
+def start_gather(x: Tensor, group: Group, out: Tensor) -> Work:
+    """gather, started."""
+    if group.size == 1:
+        return Work(out.copy_(x))
+    group.count("all_gather", out)
+    verb = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return Work(out, verb(out, x, group=group.handle, async_op=True), x)
+
+
+def start_scatter_sum(x: Tensor, group: Group) -> Work:
+    """scatter_sum, started."""
+    if group.size == 1:
+        return Work(x)
+    group.count("reduce_scatter", x)
+    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    verb = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return Work(out, verb(out, x, group=group.handle, async_op=True), x)
+
+
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """In place: the tensor of the group's rank number `source`."""
     if group.size > 1:

@@ -2,12 +2,16 @@
 
     zero   optimizer state   gradients   weights      on the wire a step (full fp32 gradients g, compute weights w)
     0      whole             whole       whole        all-reduce g
-    1      sharded           whole       whole        reduce-scatter g, all-gather w
+    1      sharded           whole       whole        reduce-scatter g, all-gather w: never more than 0
     2      sharded           sharded     whole        as 1, the reduce-scatter once a microbatch
-    3      sharded           sharded     sharded      as 2, the all-gather twice a microbatch (forward and backward)
+    3      sharded           sharded     sharded      as 2, the all-gather twice a microbatch (forward and backward): 1.5 of 0
 
 Every parameter is a view into a bucket's flat buffer. "Sharded" is over mesh.shard (dp x cp); mesh.dp_rep replicates the
-shards (HSDP). The optimizer, clipping and checkpoints see only the owned range [lo, hi) of each bucket.
+shards (HSDP): each step, the shards' gradients are summed over it once more. The optimizer, clipping and checkpoints see
+only the owned range [lo, hi) of each bucket. plan/bytes.py and plan/memory.py have all of this as closed forms.
+
+Every exchange is started where its data is ready and awaited where its result is needed (parallel/zero.py says when):
+weights by fetch() .. need(), gradients by reduce() .. land() .. finish().
 """
 from dataclasses import dataclass
 from math import prod
@@ -16,13 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from kernels.grad import wide
-from parallel import comm
+from parallel import comm, packing
 from parallel.boxes import Box
+from parallel.comm import Work
 from parallel.mesh import Mesh
 from parallel.ranges import range_boxes
+from parallel.reduce import start_scatter_sum, start_sum
 from parallel.spec import fill
 
-ALIGN = 64  # elements: a slot, and a shard, starts on a cache line in every dtype
+
+@dataclass(frozen=True)
+class Sharing:
+    """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket."""
+    zero: int = 0
+    reduce: str = "collective"
+    node: int | None = None
+    cap: int = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -41,21 +54,22 @@ class Slot:
         return flat[self.offset:self.offset + self.numel].view(self.param.spec.shape)
 
 
+def whole(p: nn.Parameter) -> bool:
+    """Does every tp rank hold all of p? (At tp 1 that is true of every parameter.)"""
+    return all(b.size == b.shape for b in p.spec.boxes)
+
+
 def counted(p: nn.Parameter, mesh: Mesh) -> bool:
     """Is this rank the one that counts p in the norm? p is replicated over tp where it holds its tensors whole, and over
     the pipeline's ends where it is tied."""
-    whole = all(b.size == b.shape for b in p.spec.boxes)
-    first_tp = mesh.tp.index == 0 or not whole
-    return first_tp and ("tied" not in p.spec.partial or mesh.pp.index == 0)
+    return (mesh.tp.index == 0 or not whole(p)) and ("tied" not in p.spec.partial or mesh.pp.index == 0)
 
 
-def lay_out(params: list[nn.Parameter], mesh: Mesh, shards: int) -> tuple[list[Slot], int]:
-    """Slots, those with the same treatment (decay, counted) side by side -> (slots, bucket size in elements)."""
-    slots, at = [], 0
-    for p in sorted(params, key=lambda p: (not p.spec.decay, not counted(p, mesh))):  # sorted() keeps the order of equals
-        slots.append(Slot(p, at, counted(p, mesh)))
-        at += -(-prod(p.spec.shape) // ALIGN) * ALIGN
-    return slots, -(-at // (ALIGN * shards)) * ALIGN * shards
+def cut(params: list[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
+    """The parameters of a part -> those of each of its buckets. Those with the same treatment (decay, counted) lie side by
+    side, in an order that is the same on all tp ranks: what is partial over tp lies at the same place in each."""
+    params = sorted(params, key=lambda p: (not p.spec.decay, whole(p)))  # sorted() keeps the order of equals
+    return [[params[i] for i in group] for group in packing.pack([prod(p.spec.shape) for p in params], cap)]
 
 
 class Bucket:
@@ -66,27 +80,31 @@ class Bucket:
     the dtypes agree; shard [hi - lo]: the owned gradients, reduced.
     """
 
-    def __init__(self, params: list[nn.Parameter], mesh: Mesh, zero: int, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.mesh, self.zero, self.dtype = mesh, zero, dtype
-        parts = mesh.shard.size if zero else 1
-        slots, self.size = lay_out(params, mesh, parts)
-        self.slots = tuple(slots)
-        share = self.size // parts
+    def __init__(self, params: list[nn.Parameter], mesh: Mesh, sharing: Sharing, dtype: torch.dtype, device: torch.device, seed: int) -> None:
+        zero = sharing.zero
+        self.mesh, self.sharing, self.zero, self.dtype = mesh, sharing, zero, dtype
+        offsets, self.size = packing.place([prod(p.spec.shape) for p in params], (mesh.shard if zero else mesh.loss).size)
+        self.slots = tuple(Slot(p, at, counted(p, mesh)) for p, at in zip(params, offsets))
+        share = self.size // mesh.shard.size if zero else self.size
         self.lo = share * mesh.shard.index if zero else 0
         self.hi = self.lo + share
         initial = torch.zeros(self.size, dtype=wide(dtype), device=device)
         for slot in self.slots:
             fill(slot.param.spec, slot.of(initial), seed)
-        whole = initial if dtype == initial.dtype else initial.to(dtype)
-        self.weights: Tensor | None = whole
-        self.own = whole[self.lo:self.hi] if zero < 3 else whole[self.lo:self.hi].clone()
+        self.weights: Tensor | None = initial if dtype == initial.dtype else initial.to(dtype)
+        self.own = self.weights[self.lo:self.hi] if zero < 3 else self.weights[self.lo:self.hi].clone()
         self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
         self.grad: Tensor | None = None
         self.users = self.finals = 0  # parts that use this bucket; those that ended their last backward of the step
-        self.shard = torch.zeros(share, dtype=wide(dtype), device=device)
+        self.arriving: Work | None = None  # weights
+        self.scattering: Work | None = None  # a microbatch's gradients, or the step's
+        self.summing: Work | None = None  # the step's
+        self.last = False  # what is scattering is the step's last
+        flat = None if zero >= 2 else torch.zeros(self.size, dtype=wide(dtype), device=device)
+        self.shard = torch.zeros(share, dtype=wide(dtype), device=device) if flat is None else flat[self.lo:self.hi]
         self.point()
-        if zero < 2:
-            self.hold_grad()
+        if flat is not None:
+            self.hold_grad(flat)
         if zero == 3:
             self.release()
 
@@ -96,16 +114,25 @@ class Bucket:
 
     # ---- weights -----------------------------------------------------------------------------------------------------
 
-    def gather(self) -> None:
-        """Make the weights whole (ZeRO-3, before they are used)."""
+    def fetch(self) -> None:
+        """Start making the weights whole (ZeRO-3), ahead of their use."""
         if self.weights is None:
             self.weights = self.own.new_empty(self.size)
-            comm.gather(self.own, self.mesh.shard, out=self.weights)
+            self.arriving = comm.start_gather(self.own, self.mesh.shard, out=self.weights)
+
+    def need(self) -> None:
+        """The weights are whole: fetched, or published by the last step, and here."""
+        self.fetch()
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.arriving = None
             self.point()
 
     def release(self) -> None:
         """Keep the owned range alone (ZeRO-3, after use)."""
-        self.weights = None
+        if self.arriving is not None:
+            self.arriving.wait()
+        self.weights = self.arriving = None
         for slot in self.slots:
             slot.param.data = slot.param.data.new_empty(0)
 
@@ -115,53 +142,65 @@ class Bucket:
             self.own.copy_(self.master)
 
     def publish(self) -> None:
-        """After the owned weights changed: every rank gets the others' shares."""
-        if self.zero in (1, 2) and self.mesh.shard.size > 1:
-            comm.gather(self.own.clone(), self.mesh.shard, out=self.weights)
+        """After the owned weights changed: every rank gets the others' shares, by the time it needs them."""
         if self.zero == 3:
             self.release()  # whole weights that were kept from before are old now
+        elif self.zero and self.mesh.shard.size > 1:
+            if self.arriving is not None:
+                self.arriving.wait()
+            self.arriving = comm.start_gather(self.own.clone(), self.mesh.shard, out=self.weights)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
-    def hold_grad(self) -> None:
+    def hold_grad(self, flat: Tensor | None = None) -> None:
         """Room for whole gradients, zeroed; every parameter's main_grad points into it. ZeRO-2 and 3 have it only from a
         backward's first use of the bucket to its reduction."""
         if self.grad is None:
-            self.grad = self.shard if self.zero == 0 else self.shard.new_zeros(self.size)
+            self.grad = self.shard.new_zeros(self.size) if flat is None else flat
             for slot in self.slots:
                 slot.param.main_grad = slot.of(self.grad)
 
     def zero_grad(self) -> None:
-        self.shard.zero_()
-        if self.zero == 1:
-            self.grad.zero_()
+        (self.shard if self.zero >= 2 else self.grad).zero_()
 
-    def reduce(self) -> None:
-        """Sum what is partial, then sum over the ranks that saw other tokens; the owned range of it lands in `shard`."""
-        self.sum_partial()
+    def reduce(self, last: bool) -> None:
+        """Start the sum over the ranks that saw other tokens. last: nothing of this step comes after it."""
+        how, mesh = self.sharing, self.mesh
         if self.zero == 0:
-            comm.sum_(self.grad, self.mesh.loss)
+            self.summing = start_sum(self.grad, mesh.loss, how.reduce, how.node)
             return
-        part = comm.scatter_sum(self.grad, self.mesh.shard)
-        comm.sum_(part, self.mesh.dp_rep)
-        self.shard.add_(part)
+        self.land()
+        self.scattering, self.last = start_scatter_sum(self.grad, mesh.shard, how.reduce), last
         if self.zero >= 2:
             self.grad = None
             for slot in self.slots:
                 slot.param.main_grad = None
 
-    def sum_partial(self) -> None:
-        """Over tp: norms under sequence parallelism, per-head norms; in one exchange a bucket."""
-        slots = [s for s in self.slots if "tp" in s.param.spec.partial]
-        if slots and self.mesh.tp.size > 1:
-            flat = comm.sum_(torch.cat([s.of(self.grad).reshape(-1) for s in slots]), self.mesh.tp)
-            for slot, part in zip(slots, flat.split([s.numel for s in slots])):
-                slot.of(self.grad).copy_(part.view(slot.param.spec.shape))
+    def land(self) -> None:
+        """Wait for a scattered sum: the owned range of it goes to `shard`, and the step's on to the replicas."""
+        if self.scattering is None:
+            return
+        part, self.scattering = self.scattering.wait(), None
+        if self.zero == 1 and self.mesh.shard.size > 1:
+            self.shard.copy_(part)
+        elif self.zero >= 2:
+            self.shard.add_(part)
+        if self.last:
+            self.summing = start_sum(self.shard, self.mesh.dp_rep, self.sharing.reduce, self.sharing.node)
 
-    def sum_tied(self) -> None:
-        """Over the pipeline's ends: a tied embedding, alone in its bucket on both."""
-        if self.mesh.tied is not None and any("tied" in s.param.spec.partial for s in self.slots):
-            comm.sum_(self.shard, self.mesh.tied)
+    def finish(self) -> None:
+        """`shard` is the sum over all ranks that saw other tokens."""
+        self.land()
+        if self.summing is not None:
+            self.summing.wait()
+            self.summing = None
+
+    def partial(self, axis: str) -> list[Tensor]:
+        """Views of the owned gradients that are still partial over `axis`: "tp" (norms under sequence parallelism, per-head
+        norms), "tied" (a table at the pipeline's ends, alone in its bucket on both)."""
+        ranges = [(max(s.offset, self.lo) - self.lo, min(s.offset + s.numel, self.hi) - self.lo)
+                  for s in self.slots if axis in s.param.spec.partial]
+        return [self.shard[a:b] for a, b in ranges if a < b]
 
     # ---- what the optimizer, clipping and checkpoints read -----------------------------------------------------------
 
@@ -197,3 +236,16 @@ class Bucket:
                     done += prod(size)
                 at += n
         return out
+
+
+def finish(buckets: list[Bucket], mesh: Mesh) -> None:
+    """The step's gradients are whole: every reduction has ended, and what was partial over tp is summed, in one exchange;
+    then a tied table, over the ends of the pipeline."""
+    for b in buckets:
+        b.finish()
+    for axis, group in (("tp", mesh.tp), ("tied", mesh.tied)):
+        parts = [part for b in buckets for part in b.partial(axis)] if group is not None and group.size > 1 else []
+        if parts:
+            flat = comm.sum_(torch.cat(parts), group)
+            for part, value in zip(parts, flat.split([len(p) for p in parts])):
+                part.copy_(value)

@@ -1,10 +1,13 @@
 """When a part's weights are whole and when its gradients leave: ZeRO's table (parallel/params.py), set in motion.
 
-A part is what a stage runs at once: the embedding, a block, the head. Its buckets are gathered before its forward and
-before its backward, and reduced when the last gradient of a microbatch (ZeRO-2, 3) or of the step (0, 1) has landed,
-while the backward goes on below it. Autograd says when: the gradient of a part's output begins its backward, the gradient
-of its input ends it. A bucket that two parts share (a tied table) keeps
-its gradients until both have ended their last backward of the step.
+A part is what a stage runs at once: the embedding, a block, the head. Its buckets are needed before its forward and before
+its backward; those of the next part in the same direction are fetched meanwhile. Gradients are sent when the last of a
+microbatch (ZeRO-2, 3) or of the step (0, 1) has landed, and travel while the part below runs its backward; then they must
+be there, so that no more than two parts' whole gradients exist under ZeRO-2 and 3. Autograd says when: the gradient of a
+part's output begins its backward, the gradient of its input ends it. A bucket that two parts share (a tied table) keeps
+its gradients, and its weights whole, until both have ended their last backward of the step.
+
+Every rank of a group runs the same parts in the same order, so all start the same exchanges in the same order.
 """
 from torch import Tensor
 
@@ -12,20 +15,29 @@ from parallel.params import Bucket
 
 
 class Zero:
-    """parts: the buckets of each part of a stage. final: the backward now running is the step's last for this stage.
-    split: it computes input gradients only (an I); the buckets then end with the W."""
+    """parts: the buckets of each part of a stage; lookup: the first is an embedding, whose backward reads no weights.
+    final: the backward now running is the step's last for this stage. split: it computes input gradients only (an I); the
+    buckets then end with the W."""
 
-    def __init__(self, parts: list[list[Bucket]]) -> None:
-        self.parts = parts
+    def __init__(self, parts: list[list[Bucket]], lookup: bool) -> None:
+        self.parts, self.lookup = parts, lookup
         self.final = self.split = False
+        self.sent: list[Bucket] = []  # gradients of the part that ended last, under way
         for b in (b for part in parts for b in part):
             b.users += 1
 
+    def need(self, part: int, ahead: int) -> None:
+        """The weights of a part, now; those of part `ahead` are used next."""
+        for b in self.parts[part]:
+            b.need()
+        for b in self.parts[ahead] if 0 <= ahead < len(self.parts) else ():
+            b.fetch()
+
     def enter(self, part: int, learn: bool) -> None:
         """Before a part's forward. The head makes gradients in its forward: learn."""
-        for b in self.parts[part]:
-            b.gather()
-            if learn:
+        self.need(part, part + 1)
+        if learn:
+            for b in self.parts[part]:
                 b.hold_grad()
 
     def left(self, part: int) -> None:
@@ -42,8 +54,9 @@ class Zero:
             x.register_hook(lambda _: None if self.split else self.end(part))
 
     def begin(self, part: int) -> None:
+        if part or not self.lookup:
+            self.need(part, part - 1 if part > 1 or not self.lookup else -1)
         for b in self.parts[part]:
-            b.gather()
             b.hold_grad()
 
     def hold(self) -> None:
@@ -53,11 +66,15 @@ class Zero:
 
     def end(self, part: int) -> None:
         """All gradients of one microbatch of this part are in."""
+        for b in self.sent:
+            b.land()
+        self.sent = []
         for b in self.parts[part]:
             b.finals += self.final
             last = b.finals == b.users
             if last or (b.zero >= 2 and b.users == 1):
-                b.reduce()
+                b.reduce(last)
+                self.sent.append(b)
                 if b.zero == 3:
                     b.release()
             if last:

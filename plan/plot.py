@@ -1,5 +1,5 @@
-"""Draw a pipeline's timeline, simulated or measured: as text for a terminal, as a picture (matplotlib, imported only here
-and only when called).
+"""Draw a pipeline's timeline, simulated or measured: as text for a terminal, or as a picture (matplotlib, which is
+imported only when called).
 
 A later chunk of a rank is a lighter shade in the picture and lower case in the text. Ops that overlap share their row.
 """
@@ -36,27 +36,25 @@ def text(timeline: Timeline, width: int) -> list[str]:
 
     Numbers are left out where they do not fit; what still does not fit is cut and ends in `>`.
     """
-    spans = [s for rank in timeline.ranks for s in rank]
-    zero = min(s.start for s in spans)
     labels = [f"rank {r} " for r in range(len(timeline.ranks))]
     margin = max(map(len, labels))
     room = max(width - margin - 2, 8)
     unit = min((s.end - s.start) / n for rank in timeline.ranks for s, _, n in laid(rank) if s.end > s.start)
-    widest = max(len(str(s.op.mb)) for s in spans) + 2  # letter, number and a blank
+    widest = max(len(str(s.op.mb)) for rank in timeline.ranks for s in rank) + 2  # letter, number and a blank
     cell = next((c for c in range(widest, 0, -1) if timeline.makespan / unit * c <= room), 1)
 
     def column(time) -> int:
-        return round((time - zero) / unit * cell)
+        return round((time - timeline.start) / unit * cell)
 
     lines = []
     for label, rank in zip(labels, timeline.ranks):
         chunk = chunks_of(rank)
-        line = ["."] * column(zero + timeline.makespan)
+        line = ["."] * column(timeline.start + timeline.makespan)
         for span, lane, lanes in laid(rank):
             part = (span.end - span.start) / lanes
             a, b = column(span.start + lane * part), column(span.start + (lane + 1) * part)
-            word = f"{span.op.kind}{span.op.mb}"
-            word = (word if len(word) <= b - a else word[:b - a and 1]).ljust(b - a - (b - a > len(word)), "-").ljust(b - a)
+            word = f"{span.op.kind}{span.op.mb}" if len(str(span.op.mb)) < b - a else span.op.kind * (b > a)
+            word = word.ljust(b - a - (len(word) < b - a), "-").ljust(b - a)  # a blank at the end where there is room
             line[a:b] = word.lower() if chunk[span.op.stage] else word
         row = "".join(line)
         lines.append(label.rjust(margin) + "|" + (row + "|" if len(row) <= room else row[:room] + ">"))
@@ -70,14 +68,15 @@ def draw(timelines: list[tuple[str, Timeline]], out: Path) -> Path:
 
     The format is out's suffix (png, svg, pdf); out is replaced atomically. Raises OSError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it keeps global state and asks for displays
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it has global state and asks for displays
     from matplotlib.figure import Figure
 
     span = max(t.makespan for _, t in timelines)
     boxes = max(len(rank) for _, t in timelines for rank in t.ranks)
     wide = min(max(9.0, 0.24 * boxes + 2.5), 36.0)
     heights = [h for _, t in timelines for h in (min(0.42 * len(t.ranks), 24.0), 1.1)]
-    figure = Figure(figsize=(wide, sum(heights) + 0.75 * len(timelines) + 0.9), dpi=130, facecolor="white", layout="constrained")
+    size = (wide, sum(heights) + 0.75 * len(timelines) + 0.9)
+    figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     for (title, timeline), rows, held in zip(timelines, axes[::2], axes[1::2]):
@@ -107,7 +106,7 @@ def shade(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
 
 def boxes_of(timeline: Timeline) -> Iterator[tuple[Span, tuple[float, float, float], float, float, float, float]]:
     """(span, colour, x, y, width, height) in units of time and ranks; rank r's row is y in [r - 0.43, r + 0.43]."""
-    zero = min(s.start for rank in timeline.ranks for s in rank)
+    zero = timeline.start
     for r, rank in enumerate(timeline.ranks):
         chunk = chunks_of(rank)
         for span, lane, lanes in laid(rank):
@@ -151,16 +150,16 @@ def numbers(axes, timeline: Timeline, points: float) -> None:
 
 def memory(axes, timeline: Timeline) -> None:
     """Activations held by each rank over time, in microbatches of its whole share (a chunk counts 1/v)."""
-    zero = min(s.start for rank in timeline.ranks for s in rank)
     p = len(timeline.ranks)
     for r, rank in enumerate(timeline.ranks):
         v = len(chunks_of(rank))
-        curve = timeline.memory(r)
-        times, held = [float(t - zero) for t, _ in curve], [n / v for _, n in curve]
+        curve = [(timeline.start, 0), *timeline.memory(r)]
         colour = tuple(dark + (light - dark) * r / p for dark, light in zip(DARK, LIGHT))
-        axes.step([0, *times], [0, *held], where="post", lw=1.3, color=colour, label=f"rank {r}" if r in (0, p - 1) else None)
+        axes.step([float(t - timeline.start) for t, _ in curve], [held / v for _, held in curve], where="post", lw=1.3,
+                  color=colour, label=f"rank {r}" if r in (0, p - 1) else None)
     axes.set_ylim(0)
+    axes.yaxis.get_major_locator().set_params(integer=True, nbins=5)
     axes.set_ylabel("microbatches\nheld", color=INK, fontsize=9)
-    axes.legend(loc="lower center", frameon=False, fontsize=8, labelcolor=INK, ncols=2)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.94), frameon=False, fontsize=8, labelcolor=INK, ncols=2)
     axes.grid(axis="y", color="#e6e6e6", lw=0.6)
     axes.set_axisbelow(True)

@@ -22,14 +22,17 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when: ranks[r] is rank r's spans in order. Simulated here, or measured by a run."""
+    """What ran when: ranks[r] is rank r's spans in order, at least one. Simulated here, or measured by a run."""
     ranks: list[list[Span]]
+
+    @property
+    def start(self) -> float:
+        return min(spans[0].start for spans in self.ranks)
 
     @property
     def makespan(self) -> float:
         """From the first start on any rank to the last end: what a step with a barrier at its end takes."""
-        spans = [s for spans in self.ranks for s in spans]
-        return max(s.end for s in spans) - min(s.start for s in spans)
+        return max(spans[-1].end for spans in self.ranks) - self.start
 
     def busy(self, r: int) -> float:
         """Time in which rank r computes. Overlapped ops count once."""
@@ -38,7 +41,7 @@ class Timeline:
 
     def wall(self, r: int) -> float:
         """From rank r's first start to its last end."""
-        return max(s.end for s in self.ranks[r]) - self.ranks[r][0].start
+        return self.ranks[r][-1].end - self.ranks[r][0].start
 
     @property
     def bubble(self) -> float:

@@ -1,7 +1,7 @@
 """A pipeline schedule, proved and timed: python -m scripts.schedule --kind zb-v --pp 4 --micro 8 [--out x.png]
 
-Checks the lists that the pipeline would run (complete, in order, no deadlock, transfers that meet), simulates them, prints
-the timeline, the bubble and each rank's peak of activations, and draws a picture. --list shows every schedule.
+Checks the lists that the pipeline would run (complete, in order, no deadlock, transfers that meet), simulates them,
+prints the timeline, the bubble and each rank's peak of activations, and draws a picture. --list shows every schedule.
 """
 import argparse
 import json
@@ -11,7 +11,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from config import ConfigError
-from parallel.schedule import SCHEDULES, Schedule, check, in_flight, lower, make, meets
+from parallel.schedule import SCHEDULES, Order, Schedule, check, in_flight, lower, make, meets
 from plan.plot import draw, text
 from plan.simulate import PEAKS, Timeline, closed_form, share, simulate
 from runtime.failure import fail_cleanly
@@ -38,13 +38,14 @@ def number(least: float):
 
 
 def parser() -> Parser:
-    p = Parser(prog="python -m scripts.schedule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = Parser(prog="python -m scripts.schedule", description=__doc__,
+               formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--kind", help=", ".join(SCHEDULES))
     p.add_argument("--pp", type=int, help="pipeline ranks")
     p.add_argument("--micro", type=int, help="microbatches a step")
     p.add_argument("--vpp", type=int, help="chunks a rank (interleaved: 2 if not given; the others have theirs)")
     p.add_argument("--f", type=number(1e-6), default=Fraction(1), help="time of a forward through all chunks of a rank")
-    p.add_argument("--i", type=number(1e-6), default=Fraction(1), help="time of the backward to the inputs; B takes i + w")
+    p.add_argument("--i", type=number(1e-6), default=Fraction(1), help="time of the backward to the inputs (B: i + w)")
     p.add_argument("--w", type=number(1e-6), default=Fraction(1), help="time of the backward to the weights")
     p.add_argument("--hop", type=number(0), default=Fraction(0), help="time of a transfer between ranks")
     p.add_argument("--overlap", type=number(1e-6), help="dualpipe-v: F and B side by side take this share of F + B")
@@ -78,8 +79,7 @@ def main(argv: list[str]) -> int:
     if not meets(lowered):
         raise ValueError(f"{a.kind}: the transfers do not meet")
     timeline = simulate(schedule.order, schedule.n_stages, share(schedule, a.f, a.i, a.w), a.hop, a.overlap)
-    facts = report(schedule, timeline, a)
-    facts["transfers"] = sum(op.kind in ("SF", "SB") for ops in lowered for op in ops)
+    facts = report(schedule, lowered, timeline, a)
     if a.out:
         try:
             a.out.parent.mkdir(parents=True, exist_ok=True)
@@ -88,43 +88,52 @@ def main(argv: list[str]) -> int:
             raise ConfigError(f"--out: {a.out}: {e.strerror}") from None
     if a.json:
         print(json.dumps(facts | {"order": [[str(op) for op in ops] for ops in schedule.order]}))
-    else:
-        width = a.width or shutil.get_terminal_size((120, 24)).columns
-        print("\n".join([headline(facts), *text(timeline, width), *lines(facts), *([f"drawn: {a.out}"] if a.out else [])]))
+        return 0
+    width = a.width or shutil.get_terminal_size((120, 24)).columns
+    print("\n".join([headline(facts), *text(timeline, width), "", *ranks(facts), "", *summary(facts)]))
+    if a.out:
+        print(f"drawn: {a.out}")
     return 0
 
 
-def report(s: Schedule, t: Timeline, a) -> dict:
-    """What is known of the schedule, as plain numbers; times in the units of --f, shares from 0 to 1, peaks in microbatches
+def report(s: Schedule, lowered: Order, t: Timeline, a) -> dict:
+    """What is known of the schedule as plain numbers: times in the units of --f, shares from 0 to 1, peaks in microbatches
     of a rank's whole share (a chunk counts 1/v)."""
-    ranks = range(len(s.order))
-    exact = None if a.hop else closed_form(a.kind, a.pp, a.micro, s.chunks, a.f, a.i, a.w, a.overlap)
-    worst = max(ranks, key=lambda r: t.wall(r) - t.busy(r))
-    return {"kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks, "f": float(a.f), "i": float(a.i), "w": float(a.w),
-            "hop": float(a.hop), "overlap": None if a.overlap is None else float(a.overlap),
-            "makespan": float(t.makespan), "bubble": float(1 - t.busy(worst) / t.wall(worst)), "bubble_time": float(t.bubble),
-            "formula": exact and exact[0], "formula_time": exact and float(exact[1]),
-            "idle": float(1 - sum(map(t.busy, ranks)) / (t.makespan * len(ranks))),
-            "rank_bubble": [float(1 - t.busy(r) / t.wall(r)) for r in ranks],
-            "rank_idle": [float(t.idle(r) / t.makespan) for r in ranks],
-            "peak": [in_flight(ops) / s.chunks for ops in s.order]}
+    formula = None if a.hop else closed_form(a.kind, a.pp, a.micro, s.chunks, a.f, a.i, a.w, a.overlap)
+    every = range(a.pp)
+    bubbles = [float(1 - t.busy(r) / t.wall(r)) for r in every]
+    idle = [float(t.idle(r) / t.makespan) for r in every]
+    return {
+        "kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks, "f": float(a.f), "i": float(a.i), "w": float(a.w),
+        "hop": float(a.hop), "overlap": a.overlap and float(a.overlap),
+        "makespan": float(t.makespan), "bubble": max(bubbles), "bubble_time": float(t.bubble), "idle": sum(idle) / a.pp,
+        "formula": formula and formula[0], "formula_time": formula and float(formula[1]),
+        "rank_bubble": bubbles, "rank_idle": idle, "rank_peak": [in_flight(ops) / s.chunks for ops in s.order],
+        "transfers": sum(op.kind in ("SF", "SB") for ops in lowered for op in ops),
+    }
+
+
+def count(n: float, word: str) -> str:
+    return f"{n:.4g} {word}{'es' * (word[-2:] == 'ch') or 's'}" if n != 1 else f"1 {word}"
 
 
 def headline(x: dict) -> str:
-    chunks = f" x {x['vpp']} chunks" if x["vpp"] > 1 else ""
-    return (f"{x['kind']}: {x['pp']} ranks{chunks}, {x['micro']} microbatches, bubble {x['bubble']:.1%}, "
-            f"peak {max(x['peak']):g} microbatches held")
+    chunks = f" x {count(x['vpp'], 'chunk')}" if x["vpp"] > 1 else ""
+    return (f"{x['kind']}: {count(x['pp'], 'rank')}{chunks}, {count(x['micro'], 'microbatch')}, bubble {x['bubble']:.1%}, "
+            f"peak {max(x['rank_peak']):.4g} held")
 
 
-def lines(x: dict) -> list[str]:
-    """The report below the timeline."""
-    out = ["", *aligned([["rank", "bubble", "idle in the step", "peak activations"],
-                         *([str(r), f"{b:.1%}", f"{i:.1%}", f"{k:g}"]
-                           for r, (b, i, k) in enumerate(zip(x["rank_bubble"], x["rank_idle"], x["peak"])))]), ""]
-    known = f", by formula {x['formula']} = {x['formula_time']:g}" if x["formula"] else ""
-    return out + [f"step {x['makespan']:g}, bubble {x['bubble_time']:g}{known}",
-                  f"idle {x['idle']:.1%} of all ranks' time in the step, late starts and early ends included",
-                  f"checked: complete, in order, no deadlock; {x['transfers']} transfers meet without buffers"]
+def ranks(x: dict) -> list[str]:
+    return aligned([["rank", "bubble", "idle in the step", "peak of microbatches held"],
+                    *([str(r), f"{bubble:.1%}", f"{idle:.1%}", f"{peak:.4g}"]
+                      for r, (bubble, idle, peak) in enumerate(zip(x["rank_bubble"], x["rank_idle"], x["rank_peak"])))])
+
+
+def summary(x: dict) -> list[str]:
+    known = f", by formula {x['formula']} = {x['formula_time']:.6g}" if x["formula"] else ""
+    return [f"step {x['makespan']:.6g}, bubble {x['bubble_time']:.6g}{known}",
+            f"idle {x['idle']:.1%} of all ranks' time in the step, late starts and early ends included",
+            f"checked: complete, in order, no deadlock; {count(x['transfers'], 'transfer')} meet without buffers"]
 
 
 def table() -> list[dict]:

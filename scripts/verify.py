@@ -39,7 +39,7 @@ def subject(name: str) -> Config:
     """The recipe shrunk to what a laptop proves in a second a layout; every feature of the family stays."""
     cfg = config.resolve(name, None, ["--train.dtype", "fp64", "--train.steps", "50", "--train.seq_len", "32", "--train.micro_batch", "1",
                                       "--train.global_batch", "8", "--optim.warmup", "2", "--optim.clip", "0.5", "--model.dropout", "0.1",
-                                      "--optim.eps", "1e-4"])
+                                      "--optim.eps", "1e-4", "--parallel.bucket_mb", "0.03", "--parallel.node", "2"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
                      ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16)
@@ -125,7 +125,8 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 # ---- the lattice -----------------------------------------------------------------------------------------------------
 
 AXES = {"tp": (1, 2, 4, 8), "sp": (False, True), "pp": (1, 2, 4, 8), "schedule": tuple(SCHEDULES), "cp": (1, 2, 4, 8), "cp_kind": ("ring", "ulysses"),
-        "dp_rep": (1, 2, 4), "zero": (0, 1, 2, 3), "micro_batch": (1, 2), "doc_mask": (False, True)}
+        "dp_rep": (1, 2, 4), "zero": (0, 1, 2, 3), "reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2),
+        "doc_mask": (False, True)}
 
 
 def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
@@ -140,6 +141,8 @@ def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
                 raise ConfigError("parallel.cp_kind: does nothing at cp 1")
             if cell["sp"] and cell["tp"] == 1:
                 raise ConfigError("parallel.sp: does nothing at tp 1")
+            if cell["reduce"] != "collective" and cell["tp"] * cell["pp"] == world:
+                raise ConfigError("parallel.reduce: all are the same at dp 1")
             if cell["pp"] == 1 and cell["schedule"] != "1f1b":
                 raise ConfigError("parallel.schedule: all are the same at pp 1")
             train = replace(cfg.train, micro_batch=cell.pop("micro_batch"))
@@ -158,7 +161,7 @@ def name_of(cfg: Config, world: int) -> str:
     dp = world // (p.tp * p.pp * p.cp * p.dp_rep)
     words = [f"{k}{v}" for k, v in (("pp", p.pp), ("rep", p.dp_rep), ("dp", dp), ("cp", p.cp), ("tp", p.tp)) if v > 1]
     return " ".join(words + ["sp"] * p.sp + [f"zero{p.zero}"] + ([p.schedule] if p.pp > 1 else []) + [f"mb{cfg.train.micro_batch}"]
-                    + [p.cp_kind] * (p.cp > 1) + ["docs"] * cfg.data.doc_mask)
+                    + [p.cp_kind] * (p.cp > 1) + ([p.reduce] if p.reduce != "collective" else []) + ["docs"] * cfg.data.doc_mask)
 
 
 def main(argv: list[str]) -> int:

@@ -1,0 +1,38 @@
+"""How parameters lie in flat buckets: pure arithmetic, read by the real buckets (parallel/params.py) and by the planner.
+
+    part      what a stage runs at once: the embedding, a block, the head
+    bucket    parameters of one part that are reduced, gathered and updated together: at most `cap` elements, unless a single
+              parameter is larger (a parameter is never cut)
+    slot      a parameter's place in its bucket, from a multiple of ALIGN
+    share     what one rank owns of a bucket under ZeRO: an equal part of it, from a multiple of ALIGN
+"""
+from collections.abc import Sequence
+
+ALIGN = 64  # elements: a slot, and a share, starts on a cache line in every dtype
+
+
+def aligned(n: int, to: int = ALIGN) -> int:
+    """n rounded up to a multiple of `to`."""
+    return -(-n // to) * to
+
+
+def pack(sizes: Sequence[int], cap: int) -> list[list[int]]:
+    """Indexes of parameters of these sizes, in order -> those of each bucket."""
+    out: list[list[int]] = []
+    filled = 0
+    for i, n in enumerate(sizes):
+        if not out or filled + aligned(n) > cap:
+            out.append([])
+            filled = 0
+        out[-1].append(i)
+        filled += aligned(n)
+    return out
+
+
+def place(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
+    """(offset of each slot, size of the bucket with padding: `shards` equal shares)."""
+    offsets, at = [], 0
+    for n in sizes:
+        offsets.append(at)
+        at += aligned(n)
+    return offsets, aligned(at, ALIGN * shards)

@@ -1,0 +1,145 @@
+"""Calls and bytes on the wire of one training step, by process group and verb, as closed forms (no torch).
+
+They equal what parallel/comm.py's ledger counts, exactly, for every layout (tests/parallel/test_ledger.py): the payload of
+the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-scatter or an all-gather once (`weight`).
+
+    n gradient bytes, w weight bytes of a bucket; A = b s d activation bytes; m microbatches
+    data parallel     all-reduce n                                     weight 2 n
+    ZeRO-1            reduce-scatter n + all-gather w                  n + w <= 2 n
+    ZeRO-2            m reduce-scatters n + all-gather w
+    ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding and the head once; m = 1: <= 3 n = 1.5 x 2 n
+    tensor            4 all-reduces A a block and microbatch           weight 8 A
+    + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
+    pipeline          A (sp: A / tp) a boundary, direction and microbatch
+"""
+from collections import defaultdict
+
+from config import Config, padded_vocab
+from parallel.schedule import lower
+from plan.parts import BYTES, Bucket, Job, buckets, unique
+
+CHUNK, BLOCK = 1 << 25, 1 << 21  # kernels/cross_entropy.py: bytes of logits at a time, elements of a softmax
+
+Ledger = dict[tuple[str, str], tuple[int, int]]  # (group, verb): (calls, bytes)
+
+
+def weight(ledger: Ledger) -> int:
+    """Bytes that a rank sends per (N-1)/N on a ring: an all-reduce counts twice."""
+    return sum(n * (2 if verb == "all_reduce" else 1) for (_, verb), (_, n) in ledger.items())
+
+
+def step_bytes(job: Job) -> Ledger:
+    """One step of one rank (train.train_step), scalars included."""
+    out: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
+    L, p = job.layout, job.cfg.parallel
+    sizes = {"tp": L.tp, "pp": L.pp, "dp_rep": L.dp_rep, "shard": job.shards, "loss": job.shards * L.dp_rep, "model": L.pp * L.tp,
+             "tied": 2 if L.pp > 1 else 1}
+
+    def add(group: str, verb: str, calls: int, n: int) -> None:
+        """`calls` exchanges of n bytes each."""
+        if sizes[group] > 1 and calls:
+            out[group, verb][0] += calls
+            out[group, verb][1] += calls * n
+
+    stages, (c, g) = buckets(job), BYTES[job.cfg.train.dtype]
+    add("loss", "all_reduce", 1, 8)  # counted tokens
+    for group in ("loss", "pp", "model", *(["shard"] if p.zero else [])):
+        add(group, "all_reduce", 1, g)  # the loss; the norm
+    for stage, parts in stages.items():
+        kinds = [op.kind for op in job.schedule.order[job.pp] if op.stage == stage]
+        tensor_bytes(job, stage, kinds.count("F"), add)
+        share_bytes(job, parts, stage, kinds, add)
+    every = unique(stages)
+    for b in every:
+        if p.zero in (1, 2):
+            add("shard", "all_gather", 1, b.size * c)
+        if p.zero:
+            reduce_bytes(job, "dp_rep", b.share * g, add)
+        else:
+            reduce_bytes(job, "loss", b.size * g, add)
+    for axis in ("tp", "tied"):
+        n = sum(b.partial(axis) for b in every)
+        add(axis, "all_reduce", n > 0, n * g)
+    sends = [op for op in lower(job.schedule.order, job.schedule.place)[job.pp] if op.kind in ("SF", "SB")]
+    add("pp", "send", len(sends), activation(job.cfg) // (L.tp if p.sp else 1))
+    return {key: tuple(value) for key, value in out.items()}
+
+
+def activation(cfg: Config) -> int:
+    """Bytes of [b, s, d]."""
+    return cfg.train.micro_batch * cfg.train.seq_len * cfg.model.hidden * BYTES[cfg.train.dtype][0]
+
+
+def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
+    """Over tp, for the m microbatches of a stage."""
+    (first, last), L, n = job.cuts[stage], job.layout, activation(job.cfg)
+    embed, head = first == 0, last == job.cfg.model.layers
+    if job.cfg.parallel.sp:  # a block: two regions, entered and left, forward and backward
+        add("tp", "all_gather", m * (4 * (last - first) + embed + head), n)
+        add("tp", "reduce_scatter", m * (4 * (last - first) + embed + head), n)
+    else:  # a block: two regions; the embedding is left, the head entered
+        add("tp", "all_reduce", m * (4 * (last - first) + embed + head), n)
+    if head:
+        rows = [r for _ in range(m) for r in softmax_rows(job)]
+        for r in set(rows):
+            add("tp", "all_gather", rows.count(r), L.tp * 2 * r * BYTES[job.cfg.train.dtype][1])
+
+
+def softmax_rows(job: Job) -> list[int]:
+    """Rows of each block whose statistics the vocabulary-parallel cross entropy merges in one exchange."""
+    t, v = job.cfg.train.micro_batch * job.cfg.train.seq_len, padded_vocab(job.cfg.model) // job.layout.tp
+    most = max(1, CHUNK // (v * BYTES[job.cfg.train.dtype][0]))
+    chunk, step = -(-t // -(-t // most)), max(1, BLOCK // v)
+    return [min(step, end - at) for first in range(0, t, chunk) for end in [min(first + chunk, t)] for at in range(first, end, step)]
+
+
+def share_bytes(job: Job, parts: list[list[Bucket]], stage: int, kinds: list[str], add) -> None:
+    """Over the shard group, for one stage: gradients scattered; weights gathered under ZeRO-3. kinds: its ops, in order."""
+    p, (c, g) = job.cfg.parallel, BYTES[job.cfg.train.dtype]
+    if not p.zero:
+        return
+    ends = kinds.count("B") + kinds.count("W")
+    for i, part in enumerate(parts):
+        lookup, head = i == 0 and job.cuts[stage][0] == 0, i == len(parts) - 1 and job.cuts[stage][1] == job.cfg.model.layers
+        for b in part:
+            shared = b.users > 1  # a tied table, at its first part: once a step
+            if shared and not lookup:
+                continue
+            times = 1 if p.zero == 1 or shared else ends
+            if p.reduce == "ring":
+                add("shard", "send", times * (job.shards - 1), b.size * g // job.shards)
+            else:
+                add("shard", "reduce_scatter", times, b.size * g)
+            if p.zero == 3:
+                add("shard", "all_gather", 1 if shared else gathers(kinds, lookup, head), b.size * c)
+
+
+def gathers(kinds: list[str], lookup: bool, head: bool) -> int:
+    """How often a step makes a part's weights whole. A forward leaves only the head's so, an I any; an embedding's backward
+    reads none."""
+    count, whole = 0, False
+    for kind in kinds:
+        if kind == "F" or (kind in "BI" and not lookup):
+            count += not whole
+            whole = (kind == "F" and head) or kind == "I"
+        elif kind == "W":
+            whole = False
+    return count
+
+
+def reduce_bytes(job: Job, group: str, n: int, add) -> None:
+    """The sum of n bytes over a data-parallel group, as parallel/reduce.py does it."""
+    axes = ("dp_rep",) if group == "dp_rep" else ("dp_rep", "dp", "cp")
+    ranks = next(r for r in job.layout.groups(*axes) if job.rank in r)
+    N, kind = len(ranks), job.cfg.parallel.reduce
+    if kind == "collective":
+        add(group, "all_reduce", 1, n)
+    elif kind == "ring":
+        add(group, "send", 2 * (N - 1), n // N)
+    elif kind == "server":
+        add(group, "send", 1 if job.rank != ranks[0] else N - 1, n)
+    else:
+        node = job.cfg.parallel.node
+        k = sum(r // node == job.rank // node for r in ranks) if node else N
+        add(group, "send", 2 * (k - 1), n // k)
+        add(group, "send", 2 * (N // k - 1), n // N)

@@ -1,0 +1,122 @@
+"""The wire, counted: a real step's calls and bytes equal plan/bytes.py's closed forms, and the promises built on them."""
+from dataclasses import replace
+
+import pytest
+import torch
+
+import config
+from build import build, plan_pipeline
+from kernels import cross_entropy
+from model.split import layers_of
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from plan import bytes as wire
+from plan.parts import Job, buckets, unique
+from runtime.guard import Guard
+from scripts.verify import Tokens, subject
+from train import train_step
+
+PLAIN = [dict(zero=z, dp_rep=r) for z in (0, 1, 2, 3) for r in (1, 2, 4) if z or r == 1]
+SENDS = [dict(reduce=r) for r in ("ring", "hierarchy", "server")] + [dict(reduce="ring", zero=2, dp_rep=2), dict(reduce="hierarchy", node=None)]
+SPLIT = [dict(tp=2, sp=sp, zero=z) for sp in (False, True) for z in (0, 1, 3)] + [dict(tp=4, sp=True), dict(tp=4)]
+PIPES = [dict(pp=2, zero=z, schedule=s) for z, s in ((0, "1f1b"), (1, "gpipe"), (2, "interleaved"), (3, "1f1b"), (3, "zb-v"), (3, "zb-h1"), (3, "gpipe"))]
+MIXED = [dict(pp=2, tp=2, sp=True, schedule="zb-h1"), dict(pp=4), dict(pp=2, tp=2, zero=3, schedule="dualpipe-v")]
+EIGHT = [dict(pp=2, tp=2, sp=True, zero=3), dict(tp=2, zero=3, dp_rep=2), dict(pp=2, zero=1, dp_rep=2, schedule="zb-v"), dict(tp=2, reduce="hierarchy")]
+
+
+def laid(name: str, parallel: dict, **train) -> config.Config:
+    cfg = subject(name)
+    cfg = replace(cfg, model=replace(cfg.model, layers=4))
+    return replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **train))
+
+
+def job_of(cfg: config.Config, world: int, rank: int) -> Job:
+    p, schedule = cfg.parallel, plan_pipeline(cfg, world)
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg.model, schedule.n_stages, cfg.train.seq_len))
+
+
+def start(world, cfg):
+    p = cfg.parallel
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    return run, Tokens(cfg, mesh.data.index, mesh.data.size)
+
+
+def counted(world, cfg):
+    """What the second step of this rank puts on the wire, and how its buckets are made."""
+    run, data = start(world, cfg)
+    for step in (1, 2):
+        run.mesh.ledger.clear()
+        train_step(run, step, data.microbatches(step - 1), Guard(), lambda point, step: None)
+    ledger = {(group, verb): (n, run.mesh.ledger[group, verb, "bytes"]) for (group, verb, what), n in run.mesh.ledger.items() if what == "calls"}
+    slots = [(b.size, b.lo, b.hi, b.users, [(s.offset, s.numel) for s in b.slots]) for b in run.buckets]
+    for b in run.buckets:
+        b.need()  # nothing is left under way
+    return ledger, slots
+
+
+def compare(pool, name, parallel, **train):
+    cfg = laid(name, parallel, **train)
+    found = pool.run(counted, cfg)
+    for rank, (ledger, slots) in enumerate(found):
+        job = job_of(cfg, pool.size, rank)
+        planned = [(b.size, b.lo, b.hi, b.users, list(zip(b.offsets, (p.numel for p in b.params)))) for b in unique(buckets(job))]
+        assert slots == planned, (rank, parallel)
+        assert ledger == wire.step_bytes(job), (rank, parallel)
+
+
+@pytest.mark.parametrize("parallel", PLAIN + SENDS + SPLIT + PIPES + MIXED, ids=str)
+def test_every_byte_is_planned(ranks, parallel):
+    compare(ranks(4), "llama3-tiny", parallel)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "qwen3-tiny"])
+@pytest.mark.parametrize("parallel", [dict(zero=3), dict(tp=2, sp=True, pp=2), dict(pp=2, zero=2, schedule="zb-v"), dict(tp=2, zero=3)], ids=str)
+def test_tied_tables_biases_and_head_norms(ranks, name, parallel):
+    compare(ranks(4), name, parallel, micro_batch=2)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_dtypes(ranks, dtype):
+    compare(ranks(4), "llama3-tiny", dict(zero=3, tp=2), dtype=dtype)
+
+
+@pytest.mark.parametrize("parallel", EIGHT, ids=str)
+def test_eight_ranks(ranks, parallel):
+    compare(ranks(8), "gpt2-tiny", parallel)
+
+
+def cost(parallel, world=8, **train) -> int:
+    """The most that a rank of it sends, without the scalars."""
+    cfg = laid("llama3-tiny", parallel, **train)
+    return max(wire.weight({k: v for k, v in wire.step_bytes(job_of(cfg, world, r)).items() if v[1] > 64}) for r in range(world))
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16"])
+def test_sharding_costs_what_the_paper_says(dtype):
+    """One microbatch: ZeRO-1 and 2 no more than plain data parallelism, ZeRO-3 at most 1.5 times."""
+    train = dict(dtype=dtype, global_batch=8, micro_batch=1)
+    dp, *zero = (cost(dict(zero=z), **train) for z in (0, 1, 2, 3))
+    assert zero[0] == zero[1] <= dp and zero[1] < zero[2] <= 1.5 * dp
+
+
+def test_sequence_parallelism_is_free():
+    """On activations, to the byte; it adds the sum of the norms' gradients, once a step."""
+    for tp in (2, 4):
+        plain, sp = (job_of(laid("llama3-tiny", dict(tp=tp, sp=sp)), 8, 0) for sp in (False, True))
+        norms = sum(b.partial("tp") for b in unique(buckets(sp)))
+        tensor, both = (sum(n * (2 if verb == "all_reduce" else 1) for (group, verb), (_, n) in wire.step_bytes(job).items() if group == "tp")
+                        for job in (plain, sp))
+        assert both == tensor + 2 * norms * 8 and norms == (2 * sp.cfg.model.layers + 1) * sp.cfg.model.hidden
+
+
+def test_a_ring_sends_what_the_collective_counts():
+    """2 (N-1)/N n: the bytes of an all-reduce by its best algorithm; the server's rank 0 sends N / 2 times as much."""
+    cfgs = [laid("llama3-tiny", dict(reduce=kind)) for kind in ("collective", "ring", "server")]
+    everyone, ring, server = (wire.step_bytes(job_of(c, 8, 0)) for c in cfgs)
+    n = everyone["loss", "all_reduce"][1] - 8 - 8
+    assert ring["loss", "send"][1] * 8 == 2 * 7 * n and server["loss", "send"][1] == 7 * n
+
+
+def test_constants_are_the_kernels():
+    assert (wire.CHUNK, wire.BLOCK) == (cross_entropy.CHUNK, cross_entropy.BLOCK)

@@ -1,0 +1,110 @@
+"""Overlap: what is started when, that nothing is read before it is there, and that the bits do not depend on luck."""
+from dataclasses import replace
+
+import pytest
+import torch
+
+from build import build
+from parallel import comm
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from runtime.guard import Guard
+from scripts.verify import Tokens, subject
+from train import train_step
+
+
+def laid(**parallel):
+    cfg = subject("llama3-tiny")
+    return replace(cfg, model=replace(cfg.model, layers=3), parallel=replace(cfg.parallel, bucket_mb=64.0, **parallel),
+                   train=replace(cfg.train, global_batch=4))
+
+
+def start(world, cfg):
+    p = cfg.parallel
+    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world), torch.device("cpu"), None, cfg.train.steps)
+    return run, Tokens(cfg, run.mesh.data.index, run.mesh.data.size)
+
+
+def story(world, cfg):
+    """What happens to the parts e, 0, 1, 2, h in one step, in order."""
+    run, data = start(world, cfg)
+    said = []
+    for part, name in zip(run.stages[0].zero.parts, ("e", 0, 1, 2, "h")):
+        for b in part:
+            for verb in ("fetch", "reduce", "land", "publish"):
+                setattr(b, verb, noted(b, verb, name, said))
+    for i, block in enumerate(run.stages[0].blocks):
+        block.register_forward_pre_hook(lambda *_, i=i: said.append(f"forward {i}"))
+    train_step(run, 1, data.microbatches(0), Guard(), lambda point, step: said.append("norm") if point == "step.backward" else None)
+    before = list(said)
+    for b in run.buckets:
+        b.need()
+    return before
+
+
+def noted(b, verb, name, said):
+    """b.verb, noted where it starts or ends an exchange."""
+    inner = getattr(b, verb)
+
+    def call(*args):
+        before = b.arriving, b.scattering, b.summing
+        inner(*args)
+        if (b.arriving, b.scattering, b.summing) != before:
+            said.append(f"{verb} {name}")
+    return call
+
+
+def test_zero_3_fetches_ahead_and_lands_one_part_later(ranks):
+    said = ranks(4).run(story, laid(zero=3))[0]
+    assert said == ["fetch e", "fetch 0", "fetch 1", "forward 0", "fetch 2", "forward 1", "fetch h", "forward 2",
+                    "fetch 2", "fetch 1", "reduce h", "fetch 0", "land h", "reduce 2", "land 2", "reduce 1", "land 1", "reduce 0",
+                    "land 0", "reduce e", "land e", "norm"], said
+
+
+def test_plain_gradients_leave_during_the_backward(ranks):
+    said = ranks(4).run(story, laid())[0]
+    assert [w for w in said if not w.startswith("forward")] == \
+        ["reduce h", "reduce 2", "reduce 1", "reduce 0", "reduce e", "norm"], said
+
+
+def test_publish_does_not_wait(ranks):
+    said = ranks(4).run(story, laid(zero=1))[0]
+    assert said[-5:] == [f"publish {p}" for p in ("e", 0, 1, 2, "h")] and said[-6] == "norm"
+
+
+def trained(world, cfg):
+    run, data = start(world, cfg)
+    for step in (1, 2, 3):
+        loss, norm, _ = train_step(run, step, data.microbatches(step - 1), Guard(), lambda point, step: None)
+    for b in run.buckets:
+        b.need()
+    return [loss, norm, *(b.master for b in run.buckets)]
+
+
+@pytest.mark.parametrize("parallel", [dict(), dict(zero=2, dp_rep=2), dict(zero=3), dict(zero=1, tp=2, sp=True)], ids=str)
+def test_the_same_layout_twice_is_bitwise_equal(ranks, parallel):
+    cfg = laid(**parallel)
+    cfg = replace(cfg, train=replace(cfg.train, dtype="fp32"))
+    for first, second in zip(*(ranks(4).run(trained, cfg) for _ in "ab")):
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def late(world, _):
+    x = torch.ones(1 << 20, dtype=torch.float64)
+    work = comm.start_sum(x, Mesh.bind(Layout(world.size), world).loss)
+    return float(work.wait().sum()), float(work.wait()[0])  # waiting twice is no harm
+
+
+def test_work(ranks):
+    assert ranks(4).run(late, None) == [(4.0 * (1 << 20), 4.0)] * 4
+    x = torch.arange(3.0)
+    single = Mesh.single()
+    assert comm.start_sum(x, single.loss).wait() is x and comm.start_scatter_sum(x, single.shard).wait() is x
+    assert torch.equal(comm.start_gather(x, single.shard, torch.empty(3)).wait(), x) and not single.ledger
+
+
+def test_a_bucket_is_no_larger_than_asked():
+    cfg = laid()
+    small = replace(cfg, parallel=replace(cfg.parallel, bucket_mb=0.03))
+    one, many = (build(c, Mesh.single(), torch.device("cpu"), None, 1).buckets for c in (cfg, small))
+    assert len(one) == 5 < len(many) and all(b.size * 8 <= 0.03 * 2**20 or len(b.slots) == 1 for b in many)

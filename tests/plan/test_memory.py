@@ -1,0 +1,155 @@
+"""The planner's bytes against what a rank really holds: state, and what a microbatch keeps for its backward, to 5 %."""
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+import config
+from build import build, plan_pipeline
+from model.split import layers_of
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from plan import memory
+from plan.parts import Job
+from runtime.guard import Guard
+from scripts.verify import Tokens, subject
+from train import train_step
+
+STATES = [dict(zero=z, **more) for z in (0, 1, 2, 3) for more in ({}, dict(tp=2), dict(pp=2))]
+
+
+class Kept:
+    """Counts the bytes of every storage that autograd keeps, each once: now, and at most."""
+
+    def __init__(self):
+        self.held, self.now, self.peak = {}, 0, 0
+
+    def pack(self, x):
+        store = x.untyped_storage()
+        key = store.data_ptr()
+        if key not in self.held:
+            self.held[key] = [0, store.nbytes()]
+            self.now += store.nbytes()
+            self.peak = max(self.peak, self.now)
+        self.held[key][0] += 1
+        box = Box(x)
+        weakref.finalize(box, self.drop, key)
+        return box
+
+    def drop(self, key):
+        self.held[key][0] -= 1
+        if not self.held[key][0]:
+            self.now -= self.held.pop(key)[1]
+
+
+class Box:
+    def __init__(self, x):
+        self.x = x
+
+
+def job_of(cfg, world, rank):
+    p, schedule = cfg.parallel, plan_pipeline(cfg, world)
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg.model, schedule.n_stages, cfg.train.seq_len))
+
+
+def stores(tensors):
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
+
+
+def held(world, cfg):
+    """Bytes of a rank's state after a step, and the most that autograd kept during one."""
+    p = cfg.parallel
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    data, kept = Tokens(cfg, mesh.data.index, mesh.data.size), Kept()
+    batches = [replace(b, **{k: v.clone() for k, v in vars(b).items() if isinstance(v, torch.Tensor)}) for b in data.microbatches(0)]
+    with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.x):
+        train_step(run, 1, batches, Guard(), lambda point, step: None)
+    every = run.buckets
+    masters = [b.master for b in every if b.master is not b.own]
+    whole = {"weights": stores([b.own if b.weights is None else b.weights for b in every]), "masters": stores(masters),
+             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": stores(run.optim.m + run.optim.v)}
+    for b in every:
+        b.need()
+    return whole, kept.peak
+
+
+def laid(name, parallel, **train):
+    cfg = subject(name)
+    cfg = replace(cfg, model=replace(cfg.model, layers=4, hidden=64, ffn=96, context=64))
+    return replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **{"dtype": "bf16", "seq_len": 64, **train}))
+
+
+@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)], ids=str)
+def test_state(ranks, name, parallel):
+    cfg = laid(name, parallel)
+    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
+def test_sharding_saves_what_the_paper_says():
+    """State of bf16 weights with fp32 masters and AdamW over 8 ranks: 18 bytes a parameter, 2 + 4 + 12/8, 2 + 16/8, 18/8."""
+    jobs = [job_of(laid("llama3-tiny", dict(zero=z)), 8, 0) for z in (0, 1, 2, 3)]
+    plain, *sharded = (sum(memory.state_bytes(job).values()) for job in jobs)
+    for bytes_, state in zip((6 + 12 / 8, 2 + 16 / 8, 18 / 8), sharded):
+        assert state / plain == pytest.approx(bytes_ / 18, rel=1e-9)
+    assert sorted(sharded, reverse=True) == sharded
+
+
+@pytest.mark.parametrize("name", ["llama3-tiny", "gpt2-tiny", "qwen3-tiny", "mistral-tiny"])
+@pytest.mark.parametrize("parallel", [{}, dict(tp=2), dict(tp=2, sp=True), dict(tp=4, sp=True), dict(pp=2, schedule="gpipe"), dict(pp=2)], ids=str)
+def test_activations(ranks, name, parallel):
+    for train in (dict(), dict(micro_batch=2, dtype="fp32")) if name != "mistral-tiny" else (dict(),):
+        cfg = laid(name, parallel, **train)
+        for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
+            assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
+
+
+def test_what_lowers_the_peak(ranks):
+    """Sequence parallelism below tensor parallelism alone; 1F1B below GPipe, most on the last rank."""
+    def peaks(**parallel):
+        return [peak for _, peak in ranks(4).run(held, laid("llama3-tiny", parallel))]
+
+    assert max(peaks(tp=4, sp=True)) < 0.75 * max(peaks(tp=4))
+    gpipe, one = peaks(pp=4, schedule="gpipe"), peaks(pp=4)
+    assert all(b < a for a, b in zip(gpipe, one)) and one[3] < gpipe[3] / 6, (gpipe, one)  # 8 microbatches; 4, 3, 2, 1 in flight
+
+
+class Whole:
+    """Bytes of whole gradients and weights that are alive, sampled where the most are: when another is made."""
+
+    def __init__(self, buckets):
+        self.buckets, self.peak = buckets, 0
+
+    def look(self):
+        now = [b.grad for b in self.buckets if b.zero >= 2] + [b.weights for b in self.buckets if b.zero == 3]
+        now += [b.scattering.source for b in self.buckets if b.scattering is not None]
+        self.peak = max(self.peak, stores(now))
+
+
+def passing(world, cfg):
+    p = cfg.parallel
+    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world), torch.device("cpu"), None, cfg.train.steps)
+    whole = Whole(run.buckets)
+    for b in run.buckets:
+        for name in ("hold_grad", "fetch", "reduce"):
+            setattr(b, name, watched(getattr(b, name), whole))
+    train_step(run, 1, Tokens(cfg, run.mesh.data.index, run.mesh.data.size).microbatches(0), Guard(), lambda point, step: None)
+    for b in run.buckets:
+        b.need()
+    return whole.peak
+
+
+def watched(f, whole):
+    def call(*args):
+        f(*args)
+        whole.look()
+    return call
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_no_more_than_three_parts_are_whole(ranks, zero):
+    cfg = laid("llama3-tiny", dict(zero=zero))
+    for rank, peak in enumerate(ranks(4).run(passing, cfg)):
+        assert 0 < peak <= memory.passing_bytes(job_of(cfg, 4, rank))
