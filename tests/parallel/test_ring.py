@@ -14,16 +14,13 @@ from parallel.ring import ring_attention
 from parallel.ulysses import ulysses_attention
 from parallel.zigzag import cut, places
 from runtime.guard import Guard
-from runtime.pool import Pool
 from scripts.verify import BOUND, Tokens, one_process, run_layout, subject
 from train import train_step
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def pool(request):
-    made = Pool(request.param)
-    yield made
-    made.close()
+def pool(request, ranks):
+    return ranks(request.param)
 
 
 def mesh_of(world: World, cfg) -> Mesh:
