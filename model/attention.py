@@ -9,6 +9,7 @@ from config import Config, head_dim, kv_heads
 from kernels import rope
 from kernels.attention import attention, mask
 from kernels.norm import rms_norm
+from model.recompute import again
 from parallel.mesh import Mesh
 from parallel.ring import ring_attention
 from parallel.rng import Noise
@@ -75,6 +76,7 @@ class Attention(nn.Module):
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
+        self.recompute = cfg.parallel.recompute == "selective"
         self.cp, self.cp_kind, self.window = mesh.cp, cfg.parallel.cp_kind, m.window
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
@@ -92,7 +94,8 @@ class Attention(nn.Module):
             q, k = rope.rope(q, ctx.cos, ctx.sin, self.fused), rope.rope(k, ctx.cos, ctx.sin, self.fused)
         if ctx.cache is not None:
             k, v = ctx.cache.extend(self.layer, k, v)
-        return self.out(self.core(q, k, v, ctx).reshape(b, s, self.heads * self.dim))
+        core = again(self.core, q, k, v, ctx) if self.recompute and torch.is_grad_enabled() else self.core(q, k, v, ctx)
+        return self.out(core.reshape(b, s, self.heads * self.dim))
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """Attention over the whole sequence, of which this rank may hold a part. [b, s/cp, heads, d] -> the same."""
