@@ -104,7 +104,7 @@ class Parallel:
     reduce: Literal["collective", "ring", "hierarchy", "server"] = "collective"  # how data-parallel gradients are summed; the last three by sends
     node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
-    recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: attention core and norms; whole blocks
+    recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: the attention core; whole blocks
 
 
 @dataclass(frozen=True)
@@ -423,7 +423,6 @@ def validate(cfg: Config, world: int = 1) -> None:
     need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
                           + (f"got {' and '.join(given)}" if given else "got none"))
     degree = p.tp * p.pp * p.cp * p.dp_rep
-    need(p.recompute == "none", f"parallel.recompute: {p.recompute} is not supported yet; use none")
     need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}; "
                               f"a product of {near_divisors(world, degree)} does")
     dp = world // (p.tp * p.pp * p.cp)

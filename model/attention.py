@@ -9,6 +9,7 @@ from config import Config, head_dim, kv_heads
 from kernels import rope
 from kernels.attention import attention, mask
 from kernels.norm import rms_norm
+from model.recompute import again
 from parallel.mesh import Mesh
 from parallel.ring import ring_attention
 from parallel.rng import Noise
@@ -75,6 +76,7 @@ class Attention(nn.Module):
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
+        self.recompute = cfg.parallel.recompute == "selective"
         self.cp, self.cp_kind, self.window = mesh.cp, cfg.parallel.cp_kind, m.window
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
@@ -96,8 +98,11 @@ class Attention(nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """Attention over the whole sequence, of which this rank may hold a part. [b, s/cp, heads, d] -> the same."""
-        if ctx.cut and self.cp_kind == "ring":
+        if ctx.cut and self.cp_kind == "ring":  # keeps no probabilities, so there is nothing to make again
             return ring_attention(q, k, v, ctx.docs, self.window, self.cp)
-        if ctx.cut:
-            return ulysses_attention(lambda q, k, v: attention(q, k, v, ctx.see, self.kind), q, k, v, self.cp)
-        return attention(q, k, v, ctx.see, self.kind)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            if self.recompute and torch.is_grad_enabled():
+                return again(attention, q, k, v, ctx.see, self.kind)
+            return attention(q, k, v, ctx.see, self.kind)
+        return ulysses_attention(attend, q, k, v, self.cp) if ctx.cut else attend(q, k, v)

@@ -8,6 +8,7 @@ from model.embed import Embed
 from model.loss import Head
 from model.mlp import MLP
 from model.norm import Norm
+from model.recompute import again
 from parallel.collectives import take_dim1
 from parallel.mesh import Mesh
 from parallel.rng import Noise, dropout
@@ -68,7 +69,7 @@ class Stage(nn.Module):
             part = 1
         for i, block in enumerate(self.blocks, part):
             self.zero.enter(i, False)
-            y = block(x, ctx)
+            y = again(block, x, ctx) if self.cfg.parallel.recompute == "full" and torch.is_grad_enabled() else block(x, ctx)
             self.zero.left(i)
             self.zero.watch(i, x, y)
             x = y

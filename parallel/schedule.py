@@ -105,7 +105,7 @@ def interleaved(p: int, m: int, v: int) -> Order:
     """
     if m % p:
         near = " or ".join(str(n) for n in (m // p * p, m // p * p + p) if n)
-        raise ValueError(f"interleaved needs microbatches in multiples of the {p} pipeline ranks, not {m}; take {near}")
+        raise ValueError(f"interleaved needs a multiple of its {p} pipeline ranks as microbatches, not {m}; take {near}")
     fwd = [f"F{k // p % v}" for k in range(m * v)]
     bwd = [f"B{v - 1 - k // p % v}" for k in range(m * v)]
 
@@ -183,7 +183,7 @@ def make(kind: str, p: int, m: int, v: int | None = None) -> Schedule:
     """
     if kind not in SCHEDULES:
         near = difflib.get_close_matches(kind, SCHEDULES, 1, 0.4) or [" or ".join(SCHEDULES)]
-        raise ValueError(f"no schedule {kind!r}; did you mean {near[0]}?")
+        raise ValueError(f"no such schedule; did you mean {near[0]}?")
     if p < 1 or m < 1 or (v is not None and v < 1):
         raise ValueError(f"a schedule needs at least 1 rank, 1 microbatch and 1 chunk, not {p}, {m} and {v or 1}")
     generate, place, chunks = SCHEDULES[kind]

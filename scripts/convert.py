@@ -130,7 +130,7 @@ def blank(cfg: Config, dtype: str) -> tuple[Stage, list[tuple[Box, Tensor]]]:
     """The model with zeros for weights, and each of its tensors under its key: no gradients, no second copy."""
     cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=Parallel())
     stage = Stage(cfg, Mesh.single(), 0, cfg.model.layers).requires_grad_(False)
-    stage.zero = Zero([[] for _ in stage.parts()])  # nothing is sharded
+    stage.zero = Zero([[] for _ in stage.parts()], lookup=True)  # nothing is sharded
     pieces = []
     for p in stage.parameters():  # each once, in the order of the forward pass
         p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype])

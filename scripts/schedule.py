@@ -16,7 +16,7 @@ from plan.plot import draw, text
 from plan.simulate import PEAKS, Timeline, closed_form, share, simulate
 from runtime.failure import fail_cleanly
 
-LARGEST = 100_000  # (stage, microbatch) pairs: about ten seconds
+LARGEST = 50_000  # (stage, microbatch) pairs: about ten seconds
 PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -69,11 +69,11 @@ def main(argv: list[str]) -> int:
     if a.overlap and a.kind != "dualpipe-v":
         raise ConfigError(f"--overlap: only dualpipe-v runs F and B side by side, not {a.kind}")
     if max(a.pp, 1) * max(a.micro, 1) * max(a.vpp or 2, 1) > LARGEST:
-        raise ConfigError(f"--pp x --micro x --vpp: {LARGEST} is the most that is simulated here")
+        raise ConfigError(f"--pp x --micro x --vpp: the product may be {LARGEST} at most here")
     try:
         schedule = make(a.kind, a.pp, a.micro, a.vpp)
     except ValueError as e:
-        raise ConfigError(f"--{'kind' if a.kind not in SCHEDULES else 'micro'}: {e}") from None
+        raise ConfigError(f"--kind {a.kind}: {e}") from None
     check(schedule.order, schedule.n_stages, schedule.microbatches, schedule.place)
     lowered = lower(schedule.order, schedule.place)
     if not meets(lowered):
@@ -97,15 +97,15 @@ def main(argv: list[str]) -> int:
 
 
 def report(s: Schedule, lowered: Order, t: Timeline, a) -> dict:
-    """What is known of the schedule as plain numbers: times in the units of --f, shares from 0 to 1, peaks in microbatches
-    of a rank's whole share (a chunk counts 1/v)."""
+    """What is known of the schedule as plain numbers: times in the units of --f, shares from 0 to 1, peaks in
+    microbatches of a rank's whole share (a chunk counts 1/v)."""
     formula = None if a.hop else closed_form(a.kind, a.pp, a.micro, s.chunks, a.f, a.i, a.w, a.overlap)
     every = range(a.pp)
     bubbles = [float(1 - t.busy(r) / t.wall(r)) for r in every]
     idle = [float(t.idle(r) / t.makespan) for r in every]
     return {
-        "kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks, "f": float(a.f), "i": float(a.i), "w": float(a.w),
-        "hop": float(a.hop), "overlap": a.overlap and float(a.overlap),
+        "kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks,
+        "f": float(a.f), "i": float(a.i), "w": float(a.w), "hop": float(a.hop), "overlap": a.overlap and float(a.overlap),
         "makespan": float(t.makespan), "bubble": max(bubbles), "bubble_time": float(t.bubble), "idle": sum(idle) / a.pp,
         "formula": formula and formula[0], "formula_time": formula and float(formula[1]),
         "rank_bubble": bubbles, "rank_idle": idle, "rank_peak": [in_flight(ops) / s.chunks for ops in s.order],
@@ -119,8 +119,8 @@ def count(n: float, word: str) -> str:
 
 def headline(x: dict) -> str:
     chunks = f" x {count(x['vpp'], 'chunk')}" if x["vpp"] > 1 else ""
-    return (f"{x['kind']}: {count(x['pp'], 'rank')}{chunks}, {count(x['micro'], 'microbatch')}, bubble {x['bubble']:.1%}, "
-            f"peak {max(x['rank_peak']):.4g} held")
+    return (f"{x['kind']}: {count(x['pp'], 'rank')}{chunks}, {count(x['micro'], 'microbatch')}, "
+            f"bubble {x['bubble']:.1%}, peak {max(x['rank_peak']):.4g} held")
 
 
 def ranks(x: dict) -> list[str]:

@@ -126,7 +126,7 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 
 AXES = {"tp": (1, 2, 4, 8), "sp": (False, True), "pp": (1, 2, 4, 8), "schedule": tuple(SCHEDULES), "cp": (1, 2, 4, 8), "cp_kind": ("ring", "ulysses"),
         "dp_rep": (1, 2, 4), "zero": (0, 1, 2, 3), "reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2),
-        "doc_mask": (False, True)}
+        "recompute": ("none", "selective", "full"), "doc_mask": (False, True)}
 
 
 def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
@@ -161,7 +161,8 @@ def name_of(cfg: Config, world: int) -> str:
     dp = world // (p.tp * p.pp * p.cp * p.dp_rep)
     words = [f"{k}{v}" for k, v in (("pp", p.pp), ("rep", p.dp_rep), ("dp", dp), ("cp", p.cp), ("tp", p.tp)) if v > 1]
     return " ".join(words + ["sp"] * p.sp + [f"zero{p.zero}"] + ([p.schedule] if p.pp > 1 else []) + [f"mb{cfg.train.micro_batch}"]
-                    + [f"cp-{p.cp_kind}"] * (p.cp > 1) + ([p.reduce] if p.reduce != "collective" else []) + ["docs"] * cfg.data.doc_mask)
+                    + [f"cp-{p.cp_kind}"] * (p.cp > 1) + ([p.reduce] if p.reduce != "collective" else []) + ["docs"] * cfg.data.doc_mask
+                    + [p.recompute] * (p.recompute != "none"))
 
 
 def main(argv: list[str]) -> int:

@@ -58,6 +58,11 @@ def no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
+def save(run_, root, step):
+    """A committed checkpoint of a build.Run, as training leaves it."""
+    return store.save(root, step, state.boxes(run_.buckets, run_.optim.state()), state.describe(run_, step), keep=1)
+
+
 def run(capsys, *argv):
     """(exit code, stdout, stderr) of the command."""
     capsys.readouterr()
@@ -141,7 +146,7 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
     assert losses == pytest.approx(train_theirs(theirs, steps, 1e-3), abs=1e-5)
     assert abs(losses[0] - losses[2]) > 1e-3  # it did train
 
-    state.save(ours, tmp_path / "trained" / "checkpoints", 3, nowhere)
+    save(ours, tmp_path / "trained" / "checkpoints", 3)
     code, _, err = run(capsys, "to-hf", tmp_path / "trained", tmp_path / "out")
     assert code == 0, err
     with torch.no_grad():
@@ -180,7 +185,7 @@ def make_run(folder, preset="qwen2.5-tiny", tok=BPE, **model):
     cfg = replace(cfg, model=replace(cfg.model, vocab=tok.vocab, **model))
     data = SimpleNamespace(tokenizer=tok, fingerprint="random")
     made = build(cfg, Mesh.single(), torch.device("cpu"), data, 1)
-    path = state.save(made, folder / "checkpoints", 5, nowhere)
+    path = save(made, folder / "checkpoints", 5)
     (folder / "tokenizer").mkdir()
     tok.save(folder / "tokenizer")
     (folder / "config.yaml").write_text(config.dump(cfg))
