@@ -24,7 +24,7 @@ def partial(q: Tensor, k: Tensor, v: Tensor, see: Tensor | None) -> tuple[Tensor
     Returns out [b, s_q, h, d] and lse [b, s_q, h]; a query that sees no key has out 0 and lse -inf."""
     out = q.new_empty(q.shape, dtype=wide(q.dtype))
     lse = out.new_empty(q.shape[:3])
-    values = by_group(v)[:, :, None, 0]  # [b, g, 1, s_k, d]
+    values = by_group(v)  # [b, g, 1, s_k, d]
     for rows, scores in tiles(q, k, see):
         total = scores.logsumexp(-1, keepdim=True)  # [b, g, r, t, 1]
         p = torch.exp(scores - total.clamp_min(torch.finfo(total.dtype).min))  # no NaN where all scores are -inf

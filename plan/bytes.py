@@ -11,10 +11,13 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     tensor            4 all-reduces A a block and microbatch           weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
+    context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients once
+    context, ulysses  4 Q + 4 K a layer and microbatch; Q, K: bytes of a rank's queries and keys, K': of its keys in fp32
+Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
 from collections import defaultdict
 
-from config import Config, padded_vocab
+from config import Config, head_dim, kv_heads, padded_vocab
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -32,7 +35,7 @@ def step_bytes(job: Job) -> Ledger:
     """One step of one rank (train.train_step), scalars included."""
     out: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     L, p = job.layout, job.cfg.parallel
-    sizes = {"tp": L.tp, "pp": L.pp, "dp_rep": L.dp_rep, "shard": job.shards, "loss": job.shards * L.dp_rep, "model": L.pp * L.tp,
+    sizes = {"tp": L.tp, "cp": L.cp, "pp": L.pp, "dp_rep": L.dp_rep, "shard": job.shards, "loss": job.shards * L.dp_rep, "model": L.pp * L.tp,
              "tied": 2 if L.pp > 1 else 1}
 
     def add(group: str, verb: str, calls: int, n: int) -> None:
@@ -48,6 +51,7 @@ def step_bytes(job: Job) -> Ledger:
     for stage, parts in stages.items():
         kinds = [op.kind for op in job.schedule.order[job.pp] if op.stage == stage]
         tensor_bytes(job, stage, kinds.count("F"), add)
+        context_bytes(job, stage, kinds.count("F"), add)
         share_bytes(job, parts, stage, kinds, add)
     every = unique(stages)
     for b in every:
@@ -66,8 +70,8 @@ def step_bytes(job: Job) -> Ledger:
 
 
 def activation(cfg: Config) -> int:
-    """Bytes of [b, s, d]."""
-    return cfg.train.micro_batch * cfg.train.seq_len * cfg.model.hidden * BYTES[cfg.train.dtype][0]
+    """Bytes of [b, s/cp, d]."""
+    return cfg.train.micro_batch * cfg.train.seq_len // cfg.parallel.cp * cfg.model.hidden * BYTES[cfg.train.dtype][0]
 
 
 def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
@@ -85,9 +89,23 @@ def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
             add("tp", "all_gather", rows.count(r), L.tp * 2 * r * BYTES[job.cfg.train.dtype][1])
 
 
+def context_bytes(job: Job, stage: int, m: int, add) -> None:
+    """Over cp (parallel/ring.py, parallel/ulysses.py), for the m microbatches of a stage."""
+    (first, last), L, cfg = job.cuts[stage], job.layout, job.cfg
+    times = m * (last - first)
+    head, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp * head_dim(cfg.model), BYTES[cfg.train.dtype]  # numbers a head
+    q, k = head * cfg.model.heads // L.tp, head * kv_heads(cfg.model) // L.tp
+    if cfg.parallel.cp_kind == "ring":
+        add("cp", "send", 2 * times * (L.cp - 1), 2 * k * c)
+        add("cp", "send", times * (L.cp - 1), 2 * k * g)
+    else:
+        add("cp", "all_to_all", 2 * times, (q + 2 * k) * c)
+        add("cp", "all_to_all", 2 * times, q * c)
+
+
 def softmax_rows(job: Job) -> list[int]:
     """Rows of each block whose statistics the vocabulary-parallel cross entropy merges in one exchange."""
-    t, v = job.cfg.train.micro_batch * job.cfg.train.seq_len, padded_vocab(job.cfg.model) // job.layout.tp
+    t, v = job.cfg.train.micro_batch * job.cfg.train.seq_len // job.layout.cp, padded_vocab(job.cfg.model) // job.layout.tp
     most = max(1, CHUNK // (v * BYTES[job.cfg.train.dtype][0]))
     chunk, step = -(-t // -(-t // most)), max(1, BLOCK // v)
     return [min(step, end - at) for first in range(0, t, chunk) for end in [min(first + chunk, t)] for at in range(first, end, step)]

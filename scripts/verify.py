@@ -161,7 +161,7 @@ def name_of(cfg: Config, world: int) -> str:
     dp = world // (p.tp * p.pp * p.cp * p.dp_rep)
     words = [f"{k}{v}" for k, v in (("pp", p.pp), ("rep", p.dp_rep), ("dp", dp), ("cp", p.cp), ("tp", p.tp)) if v > 1]
     return " ".join(words + ["sp"] * p.sp + [f"zero{p.zero}"] + ([p.schedule] if p.pp > 1 else []) + [f"mb{cfg.train.micro_batch}"]
-                    + [p.cp_kind] * (p.cp > 1) + ([p.reduce] if p.reduce != "collective" else []) + ["docs"] * cfg.data.doc_mask
+                    + [f"cp-{p.cp_kind}"] * (p.cp > 1) + ([p.reduce] if p.reduce != "collective" else []) + ["docs"] * cfg.data.doc_mask
                     + [p.recompute] * (p.recompute != "none"))
 
 

@@ -21,6 +21,8 @@ SENDS = [dict(reduce=r) for r in ("ring", "hierarchy", "server")] + [dict(reduce
 SPLIT = [dict(tp=2, sp=sp, zero=z) for sp in (False, True) for z in (0, 1, 3)] + [dict(tp=4, sp=True), dict(tp=4)]
 PIPES = [dict(pp=2, zero=z, schedule=s) for z, s in ((0, "1f1b"), (1, "gpipe"), (2, "interleaved"), (3, "1f1b"), (3, "zb-v"), (3, "zb-h1"), (3, "gpipe"))]
 MIXED = [dict(pp=2, tp=2, sp=True, schedule="zb-h1"), dict(pp=4), dict(pp=2, tp=2, zero=3, schedule="dualpipe-v")]
+CONTEXT = [dict(cp=cp, cp_kind=kind, zero=z) for kind in ("ring", "ulysses") for cp, z in ((2, 0), (4, 1), (4, 3))] + [
+    dict(cp=2, cp_kind="ulysses", tp=2, sp=True), dict(cp=2, pp=2, schedule="zb-v", zero=2), dict(cp=2, dp_rep=2, zero=1), dict(cp=2, reduce="ring")]
 EIGHT = [dict(pp=2, tp=2, sp=True, zero=3), dict(tp=2, zero=3, dp_rep=2), dict(pp=2, zero=1, dp_rep=2, schedule="zb-v"), dict(tp=2, reduce="hierarchy")]
 
 
@@ -65,7 +67,7 @@ def compare(pool, name, parallel, **train):
         assert ledger == wire.step_bytes(job), (rank, parallel)
 
 
-@pytest.mark.parametrize("parallel", PLAIN + SENDS + SPLIT + PIPES + MIXED, ids=str)
+@pytest.mark.parametrize("parallel", PLAIN + SENDS + SPLIT + PIPES + MIXED + CONTEXT, ids=str)
 def test_every_byte_is_planned(ranks, parallel):
     compare(ranks(4), "llama3-tiny", parallel)
 
@@ -77,8 +79,9 @@ def test_tied_tables_biases_and_head_norms(ranks, name, parallel):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_dtypes(ranks, dtype):
-    compare(ranks(4), "llama3-tiny", dict(zero=3, tp=2), dtype=dtype)
+@pytest.mark.parametrize("parallel", [dict(zero=3, tp=2), dict(cp=4), dict(cp=2, tp=2, cp_kind="ulysses")], ids=str)
+def test_dtypes(ranks, dtype, parallel):
+    compare(ranks(4), "llama3-tiny", parallel, dtype=dtype)
 
 
 @pytest.mark.parametrize("parallel", EIGHT, ids=str)

@@ -14,16 +14,13 @@ from parallel.ring import ring_attention
 from parallel.ulysses import ulysses_attention
 from parallel.zigzag import cut, places
 from runtime.guard import Guard
-from runtime.pool import Pool
 from scripts.verify import BOUND, Tokens, one_process, run_layout, subject
 from train import train_step
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def pool(request):
-    made = Pool(request.param)
-    yield made
-    made.close()
+def pool(request, ranks):
+    return ranks(request.param)
 
 
 def mesh_of(world: World, cfg) -> Mesh:
@@ -31,8 +28,9 @@ def mesh_of(world: World, cfg) -> Mesh:
     return Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
 
 
-def with_layout(name: str, cp_kind: str, doc_mask: bool = False, **layout):
+def with_layout(name: str, cp_kind: str, doc_mask: bool = False, layers: int = 2, **layout):
     cfg = subject(name)
+    cfg = replace(cfg, model=replace(cfg.model, layers=layers), train=replace(cfg.train, global_batch=2))
     return replace(cfg, parallel=replace(cfg.parallel, cp_kind=cp_kind, **layout), data=replace(cfg.data, doc_mask=doc_mask))
 
 
@@ -61,7 +59,7 @@ def compare(world: World, kind: str, c: int, window, packed: bool, dtype: torch.
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-@pytest.mark.parametrize("c,window,packed", [(3, None, False), (3, None, True), (4, 6, False), (1, 2, True), (5, 1, False), (4, 9, True)])
+@pytest.mark.parametrize("c,window,packed", [(3, None, False), (3, None, True), (4, 6, False), (1, 2, True), (4, 9, True)])
 def test_attention_is_that_of_one_process(pool, kind, c, window, packed):
     assert max(pool.run(compare, kind, c, window, packed, torch.float64)) < 1e-13
 
@@ -83,17 +81,16 @@ def wire(world: World, cfg) -> dict:
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])
-@pytest.mark.parametrize("bf16", [False, True])
-def test_bytes_of_a_step_are_the_closed_form(pool, kind, bf16):
+def test_bytes_of_a_step_are_the_closed_form(pool, kind):
     """Per layer and microbatch; Q, K: bytes of the rank's queries and keys, K': of its keys in fp32 or better.
     ring: 2 (n-1) K forward, 2 (n-1) K + 2 (n-1) K' backward, in n-1 and 2 (n-1) transfers.
     ulysses: 2 Q + 2 K each way, in two exchanges each."""
     n = pool.size
     cfg = with_layout("llama3-tiny", kind, cp=n)
-    cfg = replace(cfg, train=replace(cfg.train, dtype="bf16" if bf16 else "fp64"))
+    cfg = replace(cfg, train=replace(cfg.train, dtype="bf16"))
     m, times = cfg.model, cfg.model.layers * cfg.train.global_batch  # micro_batch 1, dp 1
-    dim, tokens, item, wide = m.hidden // m.heads, cfg.train.seq_len // n, *((2, 4) if bf16 else (8, 8))
-    q, k, k_wide = tokens * m.heads * dim * item, tokens * m.kv_heads * dim * item, tokens * m.kv_heads * dim * wide
+    tokens, dim = cfg.train.seq_len // n, m.hidden // m.heads
+    q, k, k_wide = tokens * m.heads * dim * 2, tokens * m.kv_heads * dim * 2, tokens * m.kv_heads * dim * 4
     if kind == "ring":
         true = {("send", "calls"): times * 3 * (n - 1), ("send", "bytes"): times * (n - 1) * (4 * k + 2 * k_wide)}
     else:
@@ -108,7 +105,7 @@ def words(world: World, cfg) -> list[int]:
     run = build(cfg, mesh, torch.device("cpu"), None, 9)
     batches = Tokens(cfg, mesh.data.index, mesh.data.size).microbatches(0)
     train_step(run, 1, batches, Guard(), lambda *_: None)  # generation must leave nothing behind, nor find anything
-    ids = list(generate(run.pipeline.logits, [5, 7, 11], 9, temperature=1.0, seed=3, multiple=run.pipeline.cut))
+    ids = list(generate(run.pipeline.logits, [5, 7, 11], 5, temperature=1.0, seed=3, multiple=run.pipeline.cut))
     run.pipeline.evaluate([cut(b, mesh.cp) for b in batches])
     return ids
 
@@ -127,7 +124,7 @@ def test_generation_runs_whole_sequences(pool, kind, name, layout):
 
 @pytest.mark.parametrize("name,kind,docs,layout", [
     ("mistral-tiny", "ring", True, {"cp": 2}), ("gpt2-tiny", "ulysses", True, {"cp": 2, "zero": 2}),
-    ("llama3-tiny", "ring", False, {"cp": 2, "tp": 2, "sp": True, "zero": 3}), ("qwen3-tiny", "ulysses", True, {"cp": 2, "pp": 2, "schedule": "zb-v"}),
+    ("llama3-tiny", "ring", False, {"cp": 2, "tp": 2, "sp": True, "zero": 3}), ("qwen3-tiny", "ulysses", True, {"cp": 2, "pp": 2, "schedule": "zb-v", "layers": 4}),
     ("mistral-tiny", "ring", False, {"cp": 4, "zero": 1}), ("llama3-tiny", "ring", True, {"cp": 2, "zero": 1, "dp_rep": 2}),
 ])
 def test_layouts_train_like_one_process(pool, name, kind, docs, layout):
