@@ -96,7 +96,8 @@ class Parallel:
     pp: int = 1  # pipeline ranks
     vpp: int | None = None  # stages a pipeline rank holds; none: what the schedule has (interleaved: 2)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"  # pipeline schedule
-    cp: int = 1  # context parallel degree
+    cp: int = 1  # context parallel degree: ranks that share each sequence
+    cp_kind: Literal["ring", "ulysses"] = "ring"  # keys and values go round (arXiv 2310.01889), or all-to-all over heads (2309.14509)
     dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
     zero: Literal[0, 1, 2, 3] = 0  # what data-parallel ranks shard: 1 optimizer state, 2 + gradients, 3 + weights (arXiv 1910.02054)
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
@@ -116,7 +117,7 @@ class Data:
 @dataclass(frozen=True)
 class Eval:
     every: int | None = 100  # steps between validations; none: only at the end
-    batches: int = 8  # micro-batches of validation
+    batches: int = 8  # global batches of validation, the same ones every time
     sample: int = 48  # tokens of text sampled at each validation; 0: none
     prompt: str = "def "  # what the sample starts from
     temperature: float = 0.8  # of the sample
@@ -395,13 +396,14 @@ def validate(cfg: Config, world: int = 1) -> None:
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
                 "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep"),
-                "eval": ("every", "batches", "temperature"), "checkpoint": ("every", "keep"), "log": ("every",)}
+                "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
             value = getattr(getattr(cfg, section), key)
             need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
     for key in ("beta1", "beta2"):
         need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
+    need(cfg.eval.temperature >= 0 and cfg.eval.sample >= 0, "eval.temperature, eval.sample: must not be negative")
     need(0 <= m.dropout < 1, f"model.dropout: {m.dropout} must lie in [0, 1)")
     need(0 < o.decay_fraction <= 1, f"optim.decay_fraction: {o.decay_fraction} must lie in (0, 1]")
     need(o.weight_decay >= 0, f"optim.weight_decay: {o.weight_decay} must not be negative")
@@ -418,15 +420,21 @@ def validate(cfg: Config, world: int = 1) -> None:
     need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
                           + (f"got {' and '.join(given)}" if given else "got none"))
     degree = p.tp * p.pp * p.cp * p.dp_rep
-    need(p.cp == 1, f"parallel.cp: {p.cp} is not supported yet; use 1")
     need(p.recompute == "none", f"parallel.recompute: {p.recompute} is not supported yet; use none")
     need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}; "
                               f"a product of {near_divisors(world, degree)} does")
     dp = world // (p.tp * p.pp * p.cp)
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
         need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}; try {near_divisors(value, p.tp)}")
-    need(not p.sp or t.seq_len % (p.cp * p.tp) == 0,
-         f"parallel.sp: train.seq_len={t.seq_len} is not a multiple of cp*tp = {p.cp * p.tp}; make it one, or turn parallel.sp off")
+    part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds
+    need(t.seq_len % part == 0, f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}"
+         f"{f' and parallel.sp over tp={p.tp} cut' if p.sp else ' cuts'} it; try {max(1, t.seq_len // part) * part}")
+    for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m))):
+        need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
+             f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
+             f"take ring, or a parallel.cp of {near_divisors(value // p.tp, p.cp)}")
+    need(world == 1 or not cfg.checkpoint.async_save,
+         f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "

@@ -16,11 +16,12 @@ import config
 import torch
 from build import Run, build, horizon, plan_pipeline, with_vocab
 from checkpoint import state, store
+from checkpoint.saver import Saver
 from config import Config, ConfigError
 from data.loader import open_data
 from model.generate import generate
 from optim.clip import clip_factor, grad_norm
-from parallel import comm
+from parallel import comm, zigzag
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from plan.count import flops_per_token, parameters, table
@@ -38,6 +39,7 @@ POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged
 
 def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
+    batches = [zigzag.cut(b, run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     for b in run.buckets:
         b.zero_grad()
@@ -72,7 +74,8 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
         data.tokenizer.save(folder / "tokenizer")
         (folder / "config.yaml").write_text(config.dump(cfg))
     count, guard, stop = parameters(cfg.model), Guard(), Stop(folder, cfg.train.max_minutes)
-    checks = [b.to(env.device) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
+    saver = Saver(cfg.checkpoint.async_save)
+    checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
     with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told():
         log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
@@ -101,8 +104,10 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             if last or due(cfg.checkpoint.every, step):
                 guard.observe(log.flush())
                 begun = time.perf_counter()
-                path = state.save(run, root, step, at)
-                log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
+                state.save(run, saver, root, step, at)
+                if not saver.threaded or last:
+                    path = saver.wait()
+                    log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
             if last:
                 break
         data.close()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import store
+from checkpoint.saver import Saver
 from config import ConfigError
 from parallel import comm
 from parallel.boxes import Box
@@ -90,11 +91,12 @@ def load(run, path: pathlib.Path) -> list[str]:
     return warnings
 
 
-def save(run, root: pathlib.Path, step: int, at) -> pathlib.Path:
-    """One committed checkpoint of the run as it stands after `step`: every rank writes what only it brings."""
+def save(run, saver: Saver, root: pathlib.Path, step: int, at) -> None:
+    """One committed checkpoint of the run as it stands after `step`: every rank writes what only it brings. A threaded
+    saver may still be writing when this returns; its errors come with the next call."""
     world = run.mesh.world
-    return store.save(root, step, boxes(run.buckets, run.optim.state(), alone=True), describe(run, step), run.cfg.checkpoint.keep,
-                      at, world.index, world.size, lambda x: comm.all_objects(x, world))
+    saver.save(root, step, boxes(run.buckets, run.optim.state(), alone=True), describe(run, step), run.cfg.checkpoint.keep,
+               at, world.index, world.size, lambda x: comm.all_objects(x, world))
 
 
 def resume(run, root: pathlib.Path) -> tuple[int, list[str]]:

@@ -12,6 +12,8 @@ class Batch:
     docs: torch.Tensor | None = None  # int32 [b, s]: document number within the sample; none without data.doc_mask
     rows: torch.Tensor | None = None  # int64 [b]: place of each sequence in the step's global batch; dropout needs it
     step: int = 0  # the step it belongs to, from 0
+    places: torch.Tensor | None = None  # int64 [s/cp]: place of each token in its sequence, where context parallelism has cut
+    #   it (parallel/zigzag.py: tokens, targets, positions are then [b, s/cp], docs still [b, s]); none: the whole sequence
 
     def counted(self) -> torch.Tensor:
         """How many targets count: an int64 scalar on the batch's device."""

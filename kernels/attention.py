@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels.grad import wide
 
 BLOCK = 128  # queries that meet their keys together: smaller skips more of the upper triangle, larger has better GEMMs
+KEEP = 16  # probabilities are kept for the backward up to this many tokens a channel of a head (s <= KEEP d)
 
 
 def mask(queries: Tensor, keys: Tensor, window: int | None = None, docs_q: Tensor | None = None,
@@ -86,7 +87,7 @@ class _Blocks(torch.autograd.Function):
         g = k.shape[2]
         q, k, v = by_head(q, g), by_head(k, g)[:, 0], by_head(v, g)[:, 0]  # [n, r, s, d], [n, s, d], n = b g
         out = q.new_empty(b, s, g, h // g, d)
-        kept = [] if any(ctx.needs_input_grad) and s <= 16 * d else None  # [n, r, B, hi] a block: s / 2d times q's bytes
+        kept = [] if any(ctx.needs_input_grad) and s <= KEEP * d else None  # [n, r, B, hi] a block
         for lo in range(0, s, BLOCK):
             hi = min(lo + BLOCK, s)
             p = probabilities(q, k, see, lo, hi)

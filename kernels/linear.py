@@ -5,6 +5,8 @@ from torch import Tensor
 
 from kernels.grad import give, give_sum, wide
 
+BLOCK = 1 << 20  # elements of a weight gradient that a CPU makes and adds while they are in its cache
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [..., n], weight [m, n], bias [m] -> [..., m]."""
@@ -15,7 +17,13 @@ def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
     """into += dy^T x, in `into`'s dtype. dy [t, m], x [t, n], into [m, n]; None: return dy^T x."""
     if into is None:
         return dy.t() @ x
-    return into.addmm_(dy.t(), x) if into.dtype == dy.dtype else into.add_(dy.t() @ x)
+    if into.dtype == dy.dtype:
+        return into.addmm_(dy.t(), x)
+    # No CPU library adds a bf16 product to fp32, and torch widens a whole operand before it adds: so, in blocks of rows.
+    rows = max(1, BLOCK // into.shape[1]) if into.device.type == "cpu" else len(into)
+    for part, columns in zip(into.split(rows), dy.split(rows, 1)):
+        part.add_(columns.t() @ x)
+    return into
 
 
 class _Linear(torch.autograd.Function):

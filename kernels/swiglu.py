@@ -28,11 +28,8 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
     g, s = dy.to(gate.dtype), torch.sigmoid(gate)
     silu = gate * s
-    out = torch.empty_like(gate_up)
-    dgate, dup = out.chunk(2, -1)
-    dup.copy_(g * silu)
-    dgate.copy_(torch.addcmul(s, silu, 1 - s).mul_(up).mul_(g))  # silu' = s + silu (1 - s)
-    return out
+    dgate = g * up * torch.addcmul(s, silu, 1 - s)  # silu' = s + silu (1 - s)
+    return torch.cat((dgate.to(dy.dtype), (g * silu).to(dy.dtype)), -1)
 
 
 def gelu_forward(x: Tensor) -> Tensor:

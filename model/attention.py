@@ -10,19 +10,24 @@ from kernels import rope
 from kernels.attention import attention, mask
 from kernels.norm import rms_norm
 from parallel.mesh import Mesh
+from parallel.ring import ring_attention
 from parallel.rng import Noise
 from parallel.tensor import ColumnLinear, RowLinear, replicated
+from parallel.ulysses import ulysses_attention
 
 
 @dataclass(frozen=True)
 class Context:
     """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: causal);
-    noise: dropout (None: evaluation); cache: keys and values of earlier tokens, for generation."""
+    noise: dropout (None: evaluation); cache: keys and values of earlier tokens, for generation; cut: the sequence is cut over
+    cp, and docs [b, s] the documents of all of it (None: no document mask)."""
     cos: Tensor | None
     sin: Tensor | None
     see: Tensor | None
     noise: Noise | None = None
     cache: "Cache | None" = None
+    cut: bool = False
+    docs: Tensor | None = None
 
 
 @dataclass
@@ -40,18 +45,19 @@ class Cache:
 
 
 def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | None = None,
-            cache: Cache | None = None) -> Context:
-    """positions [b, s] (restarting where a document does), docs [b, s] or None -> the Context of a forward pass."""
-    m = cfg.model
+            cache: Cache | None = None, cut: bool = False) -> Context:
+    """positions [b, s] (cut: [b, s/cp]; restarting where a document does), docs [b, s] or None -> the Context of a forward
+    pass."""
+    m, p = cfg.model, cfg.parallel
     cos = sin = None
     if m.positions == "rope":
         freq = rope.frequencies(head_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original)
         dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
         cos, sin = rope.tables(positions, freq.to(positions.device), dtype)
     past = cache.length if cache else 0
-    keys = torch.arange(past + positions.shape[1], device=positions.device)
-    see = mask(keys[past:], keys, m.window, docs, docs)
-    return Context(cos, sin, see, noise, cache)
+    keys = torch.arange(past + positions.shape[1] * (p.cp if cut else 1), device=positions.device)
+    see = None if cut and p.cp_kind == "ring" else mask(keys[past:], keys, m.window, docs, docs)  # the ring makes its own
+    return Context(cos, sin, see, noise, cache, cut, docs)
 
 
 class Attention(nn.Module):
@@ -69,6 +75,7 @@ class Attention(nn.Module):
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
+        self.cp, self.cp_kind, self.window = mesh.cp, cfg.parallel.cp_kind, m.window
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -85,4 +92,12 @@ class Attention(nn.Module):
             q, k = rope.rope(q, ctx.cos, ctx.sin, self.fused), rope.rope(k, ctx.cos, ctx.sin, self.fused)
         if ctx.cache is not None:
             k, v = ctx.cache.extend(self.layer, k, v)
-        return self.out(attention(q, k, v, ctx.see, self.kind).reshape(b, s, self.heads * self.dim))
+        return self.out(self.core(q, k, v, ctx).reshape(b, s, self.heads * self.dim))
+
+    def core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        """Attention over the whole sequence, of which this rank may hold a part. [b, s/cp, heads, d] -> the same."""
+        if ctx.cut and self.cp_kind == "ring":
+            return ring_attention(q, k, v, ctx.docs, self.window, self.cp)
+        if ctx.cut:
+            return ulysses_attention(lambda q, k, v: attention(q, k, v, ctx.see, self.kind), q, k, v, self.cp)
+        return attention(q, k, v, ctx.see, self.kind)

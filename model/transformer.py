@@ -55,9 +55,10 @@ class Stage(nn.Module):
         return part.weight if self.cfg.model.tied and part is not None else None
 
     def hidden(self, x: Tensor, positions: Tensor, docs: Tensor | None = None, noise: Noise | None = None,
-               cache: Cache | None = None) -> Tensor:
-        """Token ids [b, s] on the first stage, else [b, s, d] from the stage before -> [b, s, d] after the last block here."""
-        ctx = context(self.cfg, positions, docs, noise, cache)
+               cache: Cache | None = None, cut: bool = False) -> Tensor:
+        """Token ids [b, s] on the first stage, else [b, s, d] from the stage before -> [b, s, d] after the last block here.
+        cut: these are this rank's tokens of sequences that are cut over cp; else whole sequences, as in generation."""
+        ctx = context(self.cfg, positions, docs, noise, cache, cut)
         part = 0
         if self.embed is not None:
             self.zero.enter(0, False)
@@ -81,10 +82,10 @@ class Stage(nn.Module):
         learn = torch.is_grad_enabled()
         noise = None
         if self.cfg.model.dropout and learn:
-            columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)[None]
-            columns = take_dim1(columns, self.tp) if self.cfg.parallel.sp else columns
-            noise = Noise(self.cfg.train.seed, batch.step, batch.rows, columns[0])
-        x = self.hidden(x, batch.positions, batch.docs, noise)
+            columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) if batch.places is None else batch.places
+            columns = take_dim1(columns[None], self.tp)[0] if self.cfg.parallel.sp else columns
+            noise = Noise(self.cfg.train.seed, batch.step, batch.rows, columns)
+        x = self.hidden(x, batch.positions, batch.docs, noise, cut=batch.places is not None)
         if self.head is None:
             return x
         last = len(self.zero.parts) - 1

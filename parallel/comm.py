@@ -179,6 +179,17 @@ def scatter_sum(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     return out
 
 
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """[size, ...]: part i goes to rank i -> [size, ...]: part i came from rank i."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    group.count("all_to_all", x)
+    dist.all_to_all_single(out, x, group=group.handle)
+    return out
+
+
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """In place: the tensor of the group's rank number `source`."""
     if group.size > 1:

@@ -1,8 +1,8 @@
 """Time a pipeline schedule: an event simulation over the very lists that the runtime executes (parallel/schedule.py).
 
-A rank computes one op at a time; transfers run beside the computation and delay only who waits for them. Times are in any
-unit, and exact where they are given as ints or Fractions. The closed forms of the papers are here too, with their sources
-(`closed_form`); tests hold that simulation and formula agree exactly.
+A rank computes one op at a time; transfers run beside the computation and delay only who waits for them. Times are in
+any unit, and exact where they are given as ints or Fractions. The closed forms of the papers are here too, with their
+sources (`closed_form`); tests hold that simulation and formula agree exactly.
 """
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,9 +62,9 @@ class Timeline:
 def simulate(order: Order, n_stages: int, cost: Cost, hop: float = 0, overlap: float | None = None) -> Timeline:
     """The timeline of `order`.
 
-    cost: times of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: an F and a B of
-    another chunk right after it start together and take this share of the sum of their times (DualPipe's F&B); none: one
-    after the other. Raises ValueError for a list that cannot finish.
+    cost: times of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: an F and a B
+    of another chunk right after it start together and take this share of the sum of their times (DualPipe's F&B); none:
+    one after the other. Raises ValueError for a list that cannot finish.
     """
     def time(op: Op) -> float:
         if op.kind == "B" and "B" not in cost:
@@ -106,41 +106,45 @@ def share(schedule: Schedule, f: float, i: float, w: float) -> dict[str, float]:
     return {"F": f / v, "I": i / v, "W": w / v, "B": (i + w) / v}
 
 
-FORMULAS = {  # the bubble, in the units of `share`; B = I + W
-    "gpipe": "(p-1)(F+B)",
-    "1f1b": "(p-1)(F+B)",
-    "interleaved": "(p-1)(F+B)/v",
-    "zb-h1": "(p-1)(F+B-2W)",
-    "zb-v": "(p-1)(I-W)",
-    "dualpipe-v": "(p-1)(F+B-2W)/2",
-    "dualpipe-v, overlapped": "(p-1)(F&B+B-3W)/2",
+PEAKS = {  # the most activations that a rank holds, in microbatches of its whole share
+    "gpipe": "m",
+    "1f1b": "min(p-r, m) on rank r",
+    "interleaved": "p+(p-1)/v",
+    "zb-h1": "p",
+    "zb-v": "p",
+    "dualpipe-v": "p+1/2",
 }
 
 
 def closed_form(kind: str, p: int, m: int, v: int, f: float, i: float, w: float, overlap: float | None = None):
-    """`Timeline.bubble` as a formula, in the units of `share`; None where no exact one is known.
+    """(formula, value) of `Timeline.bubble`, in the units of `share`, B = I + W; None where no exact one is known.
 
     gpipe, 1f1b, interleaved   arXiv 2104.04473, sections 2.2.1 and 2.2.2.
-    zb-h1                      arXiv 2401.10241, table 2, for W <= F, I. With fewer microbatches than ranks fewer W fill it.
-    zb-v                       arXiv 2401.10241, section 6: zero for F = I = W. For W <= F <= I, and for fewer than 2p - 1
-                               microbatches, it is what our simulation shows.
-    dualpipe-v                 github.com/deepseek-ai/DualPipe, README: (PP/2-1)(F&B+B-3W) of chunks, PP = 2p of them, for
-                               F = I >= W and B <= F&B <= F + B. It counts the idle time of the last rank in the step, which
-                               has the most pairs. Without overlap a B need not wait for the F beside it to begin: half of
-                               ZB-H1's, for W <= I <= F (our simulation).
+    zb-h1                      arXiv 2401.10241, table 2, for W <= F, I. With fewer microbatches than ranks fewer W
+                               fill it.
+    zb-v                       arXiv 2401.10241, section 6: zero for F = I = W. For W <= F <= I, and for fewer than
+                               2p - 1 microbatches, it is what our simulation shows.
+    dualpipe-v                 github.com/deepseek-ai/DualPipe, README: (PP/2-1)(F&B+B-3W) of chunks, PP = 2p of them,
+                               for F = I >= W and B <= F&B <= F + B. It counts the idle time of the last rank, which
+                               has the most pairs, in the whole step. Without overlap an F does not wait until the B
+                               beside it can start: half of ZB-H1's (our simulation).
     """
     b = i + w
-    if kind in ("gpipe", "1f1b", "interleaved"):
-        return (p - 1) * (f + b) / v
+    if kind in ("gpipe", "1f1b"):
+        return "(p-1)(F+B)", (p - 1) * (f + b)
+    if kind == "interleaved":
+        return "(p-1)(F+B)/v", (p - 1) * (f + b) / v
     if kind == "zb-h1" and w <= min(f, i):
-        return (p - 1) * (f + i) - min(p - 1, m - 1) * w
+        if m >= p:
+            return "(p-1)(F+B-2W)", (p - 1) * (f + b - 2 * w)
+        return "(p-1)(F+I)-(m-1)W", (p - 1) * (f + i) - (m - 1) * w
     if kind == "zb-v" and m >= 2 * p - 1 and w <= f <= i:
-        return (p - 1) * (i - w)
+        return "(p-1)(I-W)", (p - 1) * (i - w)
     if kind == "zb-v" and f == i == w:
-        return (2 * p - 1 - m) * f
-    if kind == "dualpipe-v" and m >= 2 * p:
-        if overlap is None and w <= i <= f:
-            return (p - 1) * (f + b - 2 * w) / 2
-        if overlap is not None and f == i >= w and b <= overlap * (f + b) <= f + b:
-            return (p - 1) * (overlap * (f + b) + b - 3 * w) / 2
+        return "(2p-1-m)F", (2 * p - 1 - m) * f
+    if kind == "dualpipe-v" and m >= 2 * p and f == i >= w:
+        if overlap is None:
+            return "(p-1)(F+B-2W)/2", (p - 1) * (f + b - 2 * w) / 2
+        if b <= overlap * (f + b) <= f + b:
+            return "(p-1)(F&B+B-3W)/2", (p - 1) * (overlap * (f + b) + b - 3 * w) / 2
     return None

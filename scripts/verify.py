@@ -18,6 +18,7 @@ import config
 from build import build, plan_pipeline
 from config import Config, ConfigError
 from data.batch import Batch
+from parallel import zigzag
 from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -36,12 +37,12 @@ FLOOR = 1e-7  # smaller is noise: a gradient that is zero in exact arithmetic (a
 
 def subject(name: str) -> Config:
     """The recipe shrunk to what a laptop proves in a second a layout; every feature of the family stays."""
-    cfg = config.resolve(name, None, ["--train.dtype", "fp64", "--train.steps", "50", "--train.seq_len", "16", "--train.micro_batch", "1",
+    cfg = config.resolve(name, None, ["--train.dtype", "fp64", "--train.steps", "50", "--train.seq_len", "32", "--train.micro_batch", "1",
                                       "--train.global_batch", "8", "--optim.warmup", "2", "--optim.clip", "0.5", "--model.dropout", "0.1",
                                       "--optim.eps", "1e-4"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
-                     ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 9, rope_original=16)
+                     ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16)
     return replace(cfg, model=shrunk)
 
 
@@ -81,7 +82,7 @@ def run_layout(world: World, cfg: Config, truth: dict | None) -> dict:
 
     def hold(what: str, box, value: Tensor) -> None:
         if truth is None:
-            made.setdefault(what, torch.zeros(box.shape if box else (), dtype=torch.float64))
+            made.setdefault(what, torch.zeros(box.shape if box else value.shape, dtype=torch.float64))
             made[what][tuple(slice(a, a + n) for a, n in zip(box.start, box.size)) if box else ...] = value.detach()
             return
         whole = truth[what]
@@ -102,18 +103,29 @@ def run_layout(world: World, cfg: Config, truth: dict | None) -> dict:
     for bucket in run.buckets:
         for box, part in bucket.boxes(bucket.master):
             hold(f"parameter {box.key}", box, part)
-    held = run.pipeline.evaluate(data.microbatches(99))
-    hold("evaluation loss", None, held)
+    batches = data.microbatches(99)
+    hold("evaluation loss", None, run.pipeline.evaluate([zigzag.cut(b, mesh.cp) for b in batches]))
+    prompt = torch.arange(cfg.train.seq_len)[None]  # generation: a whole sequence on every rank
+    hold("logits of a prompt", None, run.pipeline.logits(prompt, prompt, None, cfg.train.seq_len - 3))
     return made if truth is None else {"worst": max(worst, key=lambda w: (w[0] != w[0], w[0])), "ledger": dict(mesh.ledger)}
 
 
 def one_process(cfg: Config) -> dict[str, Tensor]:
-    return run_layout(World(), replace(cfg, parallel=config.Parallel()), None)
+    """What every layout must equal. Raises ConfigError where it is no oracle: two matrices that start identical."""
+    plain = replace(cfg, parallel=config.Parallel())
+    run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
+    for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
+        if part.dim() > 1:
+            twin = seen.setdefault((part.shape, float(part.sum())), box.key)
+            if twin != box.key:
+                raise ConfigError(f"{box.key} starts with the same weights as {twin}; initial weights must depend on the name")
+    return run_layout(World(), plain, None)
 
 
 # ---- the lattice -----------------------------------------------------------------------------------------------------
 
-AXES = {"tp": (1, 2, 4, 8), "sp": (False, True), "pp": (1, 2, 4, 8), "schedule": tuple(SCHEDULES), "dp_rep": (1, 2, 4), "zero": (0, 1, 2, 3), "micro_batch": (1, 2)}
+AXES = {"tp": (1, 2, 4, 8), "sp": (False, True), "pp": (1, 2, 4, 8), "schedule": tuple(SCHEDULES), "cp": (1, 2, 4, 8), "cp_kind": ("ring", "ulysses"),
+        "dp_rep": (1, 2, 4), "zero": (0, 1, 2, 3), "micro_batch": (1, 2), "doc_mask": (False, True)}
 
 
 def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
@@ -121,13 +133,18 @@ def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
     legal, refused = [], {}
     for values in itertools.product(*AXES.values()):
         cell = dict(zip(AXES, values))
-        train = replace(cfg.train, micro_batch=cell.pop("micro_batch"))
-        layout = replace(cfg, parallel=replace(cfg.parallel, **cell), train=train)
         try:
+            if world % (cell["tp"] * cell["pp"] * cell["cp"] * cell["dp_rep"]):
+                raise ConfigError("parallel.tp*pp*cp*dp_rep: does not divide the world size")
+            if cell["cp"] == 1 and cell["cp_kind"] != "ring":
+                raise ConfigError("parallel.cp_kind: does nothing at cp 1")
             if cell["sp"] and cell["tp"] == 1:
                 raise ConfigError("parallel.sp: does nothing at tp 1")
             if cell["pp"] == 1 and cell["schedule"] != "1f1b":
                 raise ConfigError("parallel.schedule: all are the same at pp 1")
+            train = replace(cfg.train, micro_batch=cell.pop("micro_batch"))
+            data = replace(cfg.data, doc_mask=cell.pop("doc_mask"))
+            layout = replace(cfg, parallel=replace(cfg.parallel, **cell), train=train, data=data)
             plan_pipeline(layout, world)
             legal.append(layout)
         except ConfigError as e:
@@ -140,7 +157,8 @@ def name_of(cfg: Config, world: int) -> str:
     p = cfg.parallel
     dp = world // (p.tp * p.pp * p.cp * p.dp_rep)
     words = [f"{k}{v}" for k, v in (("pp", p.pp), ("rep", p.dp_rep), ("dp", dp), ("cp", p.cp), ("tp", p.tp)) if v > 1]
-    return " ".join(words + ["sp"] * p.sp + [f"zero{p.zero}"] + ([p.schedule] if p.pp > 1 else []) + [f"mb{cfg.train.micro_batch}"])
+    return " ".join(words + ["sp"] * p.sp + [f"zero{p.zero}"] + ([p.schedule] if p.pp > 1 else []) + [f"mb{cfg.train.micro_batch}"]
+                    + [p.cp_kind] * (p.cp > 1) + ["docs"] * cfg.data.doc_mask)
 
 
 def main(argv: list[str]) -> int:
@@ -159,10 +177,10 @@ def main(argv: list[str]) -> int:
     print(f"{a.name}: {len(legal)} layouts of {a.world} ranks, {STEPS} steps, fp64, bound {BOUND:.0e}")
     for reason, count in sorted(refused.items()):
         print(f"  refused by {reason}: {count}")
-    truth = one_process(cfg)
+    truth = {docs: one_process(replace(cfg, data=replace(cfg.data, doc_mask=docs))) for docs in {layout.data.doc_mask for layout in legal}}
     pool, wrong, begun = Pool(a.world), 0, time.perf_counter()
     for layout in legal:
-        results = pool.run(run_layout, layout, truth)
+        results = pool.run(run_layout, layout, truth[layout.data.doc_mask])
         worst, where = max((r["worst"] for r in results), key=lambda w: (w[0] != w[0], w[0]))
         bad = not worst <= BOUND
         wrong += bad

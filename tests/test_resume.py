@@ -125,6 +125,14 @@ def test_a_nan_gradient_is_skipped_and_too_many_end_the_run(home):
     assert json.loads((home / "nans" / "exit_reason.json").read_text())["code"] == 77
 
 
+def test_saving_in_a_thread_gives_the_same_checkpoint(home):
+    assert run(home, "async", extra=("--checkpoint.async_save", "true")) == 0
+    assert story(home / "async") == story(home / "clean") and weights(home / "async") == weights(home / "clean")
+    assert run(home, "kill", "ckpt.pre_rename:step=6:act=SIGKILL", ("--checkpoint.async_save", "true")) == -9
+    assert run(home, "kill") == 0
+    same_as_clean(home, "kill")
+
+
 def test_full_disk(home):
     assert run(home, "full", "ckpt.mid_shard:step=6:act=ENOSPC") == 82
     assert "error:" in (home / "full.log").read_text()

@@ -1,0 +1,60 @@
+"""Context parallelism by all-to-all (DeepSpeed-Ulysses, arXiv 2309.14509): cut along the sequence everywhere, along the heads
+inside attention.
+
+    q, k, v  [b, s/n, heads, d]  ->  [b, s, heads/n, d]  -> any attention over whole sequences ->  [b, s/n, heads, d]
+
+q, k and v travel as one message. The zigzag order is undone on arrival, so masks, windows and kernels are those of one
+process. Needs query and key heads that n divides (config.validate says so).
+
+On the wire, a rank, layer and microbatch; Q, K: bytes of its queries and keys: 2 Q + 2 K forward, the same backward, in two
+all-to-alls each, of which 1/n stays on the rank.
+"""
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+from parallel import comm, zigzag
+from parallel.comm import Group
+
+
+def ulysses_attention(attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
+    """attend(q, k, v): attention of whole sequences, [b, s, h/n, d] and twice [b, s, g/n, d] -> [b, s, h/n, d].
+    q [b, s/n, h, d], k and v [b, s/n, g, d], cut by parallel/zigzag.py -> [b, s/n, h, d]."""
+    return _ToSequence.apply(attend(*_ToHeads.apply(q, k, v, group)), group)
+
+
+def to_heads(xs: list[Tensor], group: Group) -> list[Tensor]:
+    """[b, s/n, h, d] each, h their own -> [b, s, h/n, d] each, in the order of the sequence. One exchange."""
+    n = group.size
+    parts = torch.cat([x.unflatten(2, (n, -1)) for x in xs], 3)  # [b, s/n, n, sum of h/n, d]: heads r h/n ... go to rank r
+    whole = zigzag.join(comm.all_to_all(parts.movedim(2, 0), group))
+    return list(whole.split([x.shape[2] // n for x in xs], 2))
+
+
+def to_sequence(xs: list[Tensor], group: Group) -> list[Tensor]:
+    """The way back: [b, s, h/n, d] each -> [b, s/n, h, d] each."""
+    parts = comm.all_to_all(zigzag.split(torch.cat(xs, 2), group.size), group)  # [n, b, s/n, sum of h/n, d]
+    return [x.movedim(0, 2).flatten(2, 3) for x in parts.split([x.shape[2] for x in xs], 3)]
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        ctx.group = group
+        return tuple(to_heads([q, k, v], group))
+
+    @staticmethod
+    def backward(ctx, dq, dk, dv):
+        return (*to_sequence([dq, dk, dv], ctx.group), None)
+
+
+class _ToSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return to_sequence([x], group)[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        return to_heads([dy], ctx.group)[0], None

@@ -1,0 +1,170 @@
+"""Does the proof see a bug? python -m scripts.mutate [--world 4] [--only WORD ...]
+
+Plants one silent bug at a time into a copy of this checkout, each a class of faults that published codebases shipped,
+and runs scripts.verify on layouts that the bug can touch. A bug that verify does not see is a hole in the proof: exit 1.
+"""
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import ConfigError
+from runtime.failure import fail_cleanly
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """what: the fault in words, and where it was seen (NAME NUMBER: an issue or pull request); file, old, new: the edit;
+    model and layout: a recipe, a world and the words of a layout in which it bites."""
+    what: str
+    file: str
+    old: str
+    new: str
+    model: str
+    world: int
+    layout: str
+
+
+TABLE = (
+    Mutation("norm gradient under sequence parallelism is not summed over tp (Megatron-LM 1446)", "model/norm.py",
+             '"ones", cfg.parallel.sp)', '"ones", False)', "llama3-tiny", 2, "tp2 sp zero0 mb1"),
+    Mutation("per-head norm gradient is summed only under sequence parallelism (Megatron-LM 7452)", "model/attention.py",
+             '(self.dim,), "ones", True)', '(self.dim,), "ones", cfg.parallel.sp)', "qwen3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("replicated logits meet a vocab-parallel loss: too high by log(tp) (Megatron-LM 7452)", "parallel/tensor.py",
+             "return merge if group.size > 1 else None", "return (lambda lse, picked: merge(lse, picked / group.size)) if group.size > 1 else None",
+             "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("the target's logit counts on every rank of a split vocabulary", "parallel/tensor.py",
+             "parts[:, 1].sum(0)", "parts[:, 1].mean(0)", "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("a tp-replicated parameter counts once a rank in the clip norm (Megatron-LM 7452)", "parallel/params.py",
+             "first_tp = mesh.tp.index == 0 or not whole", "first_tp = True", "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("a tied table counts twice in the clip norm", "parallel/params.py",
+             '("tied" not in p.spec.partial or mesh.pp.index == 0)', "True", "llama3.2-tiny", 2, "pp2 zero0 1f1b mb1"),
+    Mutation("tied embedding and head drift apart (Megatron-LM 656)", "parallel/params.py",
+             "comm.sum_(self.shard, self.mesh.tied)", "pass", "llama3.2-tiny", 2, "pp2 zero0 1f1b mb1"),
+    Mutation("the row-parallel bias is added on every rank", "parallel/tensor.py",
+             "y = leave(linear(x, self.weight), self.tp, self.sp)\n        return y if self.bias is None else _AddBias.apply(y, self.bias)",
+             "return leave(linear(x, self.weight, self.bias), self.tp, self.sp)\n        return y if self.bias is None else _AddBias.apply(y, self.bias)",
+             "gpt2-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("microbatches with unequal token counts get equal weight (torchtitan 1842)", "train.py",
+             "tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)",
+             "tokens = len(batches) * batches[0].counted().clamp(min=1)", "llama3-tiny", 1, "zero0 mb2"),
+    Mutation("the loss is divided by this rank's tokens (Megatron-LM 673)", "train.py",
+             "tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)",
+             "tokens = run.mesh.loss.size * sum(b.counted() for b in batches)", "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("only the last microbatch trains (Fast-LLM 550)", "kernels/linear.py",
+             "into.addmm_(dy.t(), x) if into.dtype == dy.dtype", "into.copy_(dy.t() @ x) if into.dtype == dy.dtype", "llama3-tiny", 1, "zero2 mb1"),
+    Mutation("the deferred weight gradient never arrives (pytorch 153833)", "parallel/pipeline.py",
+             "compute(weight.main_grad)", "compute(weight.main_grad.clone())", "llama3-tiny", 2, "pp2 zero0 zb-h1 mb1"),
+    Mutation("a deferred weight gradient goes into the buffer of the I, which ZeRO-2 has sent away", "parallel/pipeline.py",
+             "self.jobs.setdefault(self.at, []).append((weight, compute))",
+             "self.jobs.setdefault(self.at, []).append((type('W', (), {'main_grad': weight.main_grad}), compute))",
+             "llama3-tiny", 2, "pp2 zero2 zb-h1 mb1"),
+    Mutation("a stale ZeRO shard: weights are not gathered after the update", "parallel/params.py",
+             "if self.zero in (1, 2) and self.mesh.shard.size > 1:", "if False:", "llama3-tiny", 2, "dp2 zero1 mb1"),
+    Mutation("ZeRO-3 keeps whole weights from before the update", "parallel/params.py",
+             "            self.release()  # whole", "            pass  # whole", "llama3.2-tiny", 2, "dp2 zero3 mb1"),
+    Mutation("gradients are averaged over the data ranks although the loss is already a mean", "parallel/params.py",
+             "comm.sum_(self.grad, self.mesh.loss)", "comm.sum_(self.grad, self.mesh.loss).div_(self.mesh.loss.size)", "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("replicas of a shard group are forgotten (HSDP)", "parallel/params.py",
+             "comm.sum_(part, self.mesh.dp_rep)", "pass", "llama3-tiny", 2, "rep2 zero1 mb1"),
+    Mutation("ZeRO-2 with accumulation reduces the first microbatch alone (DeepSpeed 966)", "parallel/params.py",
+             "self.shard.add_(part)", "self.shard.add_(part) if not self.shard.any() else None", "llama3-tiny", 2, "dp2 zero2 mb1"),
+    Mutation("gradients doubled where the group has two ranks (pytorch 160285)", "parallel/collectives.py",
+             "return comm.sum_(dy.clone(), ctx.group), None", "return comm.sum_(dy.clone(), ctx.group) * 2, None", "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("the input gradient of a column layer is not summed over tp", "parallel/collectives.py",
+             "return comm.sum_(dy.clone(), ctx.group), None", "return dy, None", "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("sequence shards of tp ranks are swapped in the gather's backward", "parallel/collectives.py",
+             "return comm.scatter_sum(x.transpose(0, 1), group).transpose(0, 1).contiguous()",
+             "return comm.scatter_sum(x.flip(1).transpose(0, 1), group).transpose(0, 1).flip(1).contiguous()", "llama3-tiny", 2, "tp2 sp zero0 mb1"),
+    Mutation("a microbatch meets another one's activations (Megatron-LM 5100)", "parallel/pipeline.py",
+             "batches[op.mb], scale)", "batches[op.mb - 1], scale)", "llama3-tiny", 2, "pp2 zero0 1f1b mb1"),
+    Mutation("dropout depends on the rank's own row numbers", "model/transformer.py",
+             "batch.step, batch.rows,", "batch.step, batch.rows - batch.rows[0],", "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("dropout columns restart on every sequence shard", "model/transformer.py",
+             "columns = take_dim1(columns[None], self.tp)[0] if self.cfg.parallel.sp else columns",
+             "columns = columns[:len(columns) // self.tp.size] if self.cfg.parallel.sp else columns", "llama3-tiny", 2, "tp2 sp zero0 mb1"),
+    Mutation("interleaved chunks start with identical weights (OLMo-core)", "parallel/spec.py",
+             'f"{seed}/{box.key}/{block}"', """f"{seed}/{box.key.split('.', 2)[-1]}/{block}" """, "llama3-tiny", 2, "initial weights"),
+    Mutation("the learned positions of sequence shards are those of the first shard", "model/embed.py",
+             "take_dim1(positions, self.tp) if self.sp", "positions[:, :positions.shape[1] // self.tp.size] if self.sp", "gpt2-tiny", 2, "tp2 sp zero0 mb1"),
+    Mutation("ring attention's backward reads the keys and values of step 0 at every step (diffusers 14265)", "parallel/ring.py",
+             "q[:, rows], kv[0, :, keys], kv[1, :, keys], see, lse", "q[:, rows], k[:, keys], v[:, keys], see, lse", "llama3-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("ring attention ignores document boundaries (axolotl 4002)", "parallel/zigzag.py",
+             "if docs is not None:", "if docs is not None and apart == 0:", "llama3-tiny", 2, "cp2 zero0 mb1 ring docs"),
+    Mutation("the window is counted in local places", "parallel/zigzag.py",
+             "far = apart * c + place", "far = min(apart, 1) * c + place", "mistral-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("the window hides a chunk that it still touches", "parallel/zigzag.py",
+             "(a - b - 1) * c + 1 < window", "(a - b) * c < window", "mistral-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("the halves of the zigzag are swapped on arrival", "parallel/zigzag.py",
+             "torch.cat((early, late.flip(0))).transpose", "torch.cat((early, late)).transpose", "llama3-tiny", 2, "cp2 zero0 mb1 ulysses"),
+    Mutation("positions restart on every rank of a context-parallel group", "parallel/zigzag.py",
+             "positions=batch.positions[:, mine]", "positions=batch.positions[:, :len(mine)]", "llama3-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("targets of another half of the sequence", "parallel/zigzag.py",
+             "targets=batch.targets[:, mine]", "targets=batch.targets[:, mine.roll(len(mine) // 2)]", "llama3-tiny", 2, "cp2 zero0 mb1 ulysses"),
+    Mutation("the loss is a mean over this rank's tokens under context parallelism (Megatron-LM 673, 906)", "train.py",
+             "tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)",
+             "tokens = run.mesh.loss.size * sum(b.counted() for b in batches)", "llama3-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("context-parallel ranks' tokens are counted over the data ranks alone", "train.py",
+             "batches), run.mesh.loss)", "batches), run.mesh.data)", "llama3-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("dropout columns restart on every rank of a context-parallel group", "model/transformer.py",
+             "if batch.places is None else batch.places", "if True else batch.places", "llama3-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("gradients of keys stay with the rank that made them", "parallel/ring.py",
+             "dkv if step == 1 else dkv + arrived(going)", "dkv if step == 1 else (arrived(going), dkv)[1]", "llama3-tiny", 4, "cp4 zero0 mb1 ring"),
+    Mutation("partial outputs are averaged, not weighted by their sums", "kernels/partial_attention.py",
+             "both = torch.logaddexp(lse, other_lse)", "both = lse.maximum(other_lse)", "llama3-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("a whole prompt is treated as a cut one in generation", "model/transformer.py",
+             "cut: bool = False) -> Tensor", "cut: bool = True) -> Tensor", "llama3-tiny", 2, "cp2 zero0 mb1 ring"),
+    Mutation("query heads come back from the all-to-all interleaved", "parallel/ulysses.py",
+             "x.movedim(0, 2).flatten(2, 3)", "x.movedim(0, 3).flatten(2, 3)", "llama3-tiny", 2, "cp2 zero0 mb1 ulysses"),
+    Mutation("weight decay reaches norms", "parallel/params.py",
+             "return [(slice(a, b), decay, once)", "return [(slice(a, b), self.mesh.tp.size > 1 or decay, once)", "llama3-tiny", 2, "tp2 zero0 mb1"),
+)
+
+
+def plant(m: Mutation, folder: Path) -> None:
+    """A copy of the checkout with the bug in it."""
+    for item in ("config.py", "build.py", "train.py", "configs", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan",
+                 "scripts"):
+        source = ROOT / item
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / item)
+    text = (folder / m.file).read_text()
+    if m.old not in text:
+        raise ConfigError(f"scripts/mutate.py: {m.what}: {m.file} no longer has {m.old!r}; bring the table up to date")
+    (folder / m.file).write_text(text.replace(m.old, m.new))
+
+
+def caught(m: Mutation) -> tuple[bool, str]:
+    """Whether verify failed on the planted copy, and the line in which it said why."""
+    with tempfile.TemporaryDirectory(prefix="bevatron-mutant-") as folder:
+        plant(m, Path(folder))
+        words = [] if m.layout == "initial weights" else ["--only", *m.layout.split()]
+        command = [sys.executable, "-m", "scripts.verify", m.model, "--world", str(m.world), "--layouts", "2", *words]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    said = [line for line in done.stdout.splitlines() if line.startswith("WRONG")] or done.stderr.strip().splitlines()[:1]
+    return done.returncode != 0, " ".join(said[0].split()) if said else ""
+
+
+def main(argv: list[str]) -> int:
+    p = argparse.ArgumentParser(prog="python -m scripts.mutate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", nargs="*", default=[], help="mutations whose text has all these words")
+    p.add_argument("--world", type=int, default=8, help="leave out mutations that need more ranks")
+    a = p.parse_args(argv)
+    table = [m for m in TABLE if m.world <= a.world and all(w in f"{m.what} {m.file} {m.layout}" for w in a.only)]
+    missed, begun = 0, time.perf_counter()
+    for m in table:
+        found, said = caught(m)
+        missed += not found
+        print(f"{'caught' if found else 'MISSED':<7} {m.what}\n        {said or 'verify saw nothing'}", flush=True)
+    print(f"{len(table) - missed} of {len(table)} planted bugs caught ({time.perf_counter() - begun:.0f} s)")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(fail_cleanly(main, sys.argv[1:]))

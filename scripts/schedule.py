@@ -1,0 +1,145 @@
+"""A pipeline schedule, proved and timed: python -m scripts.schedule --kind zb-v --pp 4 --micro 8 [--out x.png]
+
+Checks the lists that the pipeline would run (complete, in order, no deadlock, transfers that meet), simulates them, prints
+the timeline, the bubble and each rank's peak of activations, and draws a picture. --list shows every schedule.
+"""
+import argparse
+import json
+import shutil
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+from config import ConfigError
+from parallel.schedule import SCHEDULES, Schedule, check, in_flight, lower, make, meets
+from plan.plot import draw, text
+from plan.simulate import PEAKS, Timeline, closed_form, share, simulate
+from runtime.failure import fail_cleanly
+
+LARGEST = 100_000  # (stage, microbatch) pairs: about ten seconds
+PICTURES = (".png", ".svg", ".pdf")
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def number(least: float):
+    """An exact number of at least `least` (0: zero is allowed)."""
+    def read(word: str) -> Fraction:
+        try:
+            if least <= float(word) <= 1e9:
+                return Fraction(word)
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"expected a number from {least:g} to 1e9, got {word!r}")
+    return read
+
+
+def parser() -> Parser:
+    p = Parser(prog="python -m scripts.schedule", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--kind", help=", ".join(SCHEDULES))
+    p.add_argument("--pp", type=int, help="pipeline ranks")
+    p.add_argument("--micro", type=int, help="microbatches a step")
+    p.add_argument("--vpp", type=int, help="chunks a rank (interleaved: 2 if not given; the others have theirs)")
+    p.add_argument("--f", type=number(1e-6), default=Fraction(1), help="time of a forward through all chunks of a rank")
+    p.add_argument("--i", type=number(1e-6), default=Fraction(1), help="time of the backward to the inputs; B takes i + w")
+    p.add_argument("--w", type=number(1e-6), default=Fraction(1), help="time of the backward to the weights")
+    p.add_argument("--hop", type=number(0), default=Fraction(0), help="time of a transfer between ranks")
+    p.add_argument("--overlap", type=number(1e-6), help="dualpipe-v: F and B side by side take this share of F + B")
+    p.add_argument("--out", type=Path, help="draw a picture: " + ", ".join(PICTURES))
+    p.add_argument("--width", type=int, help="columns of the timeline (the terminal's if not given)")
+    p.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    p.add_argument("--list", action="store_true", help="every schedule: its bubble, memory and what it asks for")
+    return p
+
+
+def main(argv: list[str]) -> int:
+    a = parser().parse_args(argv)
+    if a.list:
+        print(json.dumps(table()) if a.json else "\n".join(aligned([list(table()[0]), *(r.values() for r in table())])))
+        return 0
+    for name in ("kind", "pp", "micro"):
+        if getattr(a, name) is None:
+            raise ConfigError(f"--{name}: missing; for example --kind zb-v --pp 4 --micro 8 (or --list)")
+    if a.out and a.out.suffix not in PICTURES:
+        raise ConfigError(f"--out: {a.out} must end in {', '.join(PICTURES)}")
+    if a.overlap and a.kind != "dualpipe-v":
+        raise ConfigError(f"--overlap: only dualpipe-v runs F and B side by side, not {a.kind}")
+    if max(a.pp, 1) * max(a.micro, 1) * max(a.vpp or 2, 1) > LARGEST:
+        raise ConfigError(f"--pp x --micro x --vpp: {LARGEST} is the most that is simulated here")
+    try:
+        schedule = make(a.kind, a.pp, a.micro, a.vpp)
+    except ValueError as e:
+        raise ConfigError(f"--{'kind' if a.kind not in SCHEDULES else 'micro'}: {e}") from None
+    check(schedule.order, schedule.n_stages, schedule.microbatches, schedule.place)
+    lowered = lower(schedule.order, schedule.place)
+    if not meets(lowered):
+        raise ValueError(f"{a.kind}: the transfers do not meet")
+    timeline = simulate(schedule.order, schedule.n_stages, share(schedule, a.f, a.i, a.w), a.hop, a.overlap)
+    facts = report(schedule, timeline, a)
+    facts["transfers"] = sum(op.kind in ("SF", "SB") for ops in lowered for op in ops)
+    if a.out:
+        try:
+            a.out.parent.mkdir(parents=True, exist_ok=True)
+            draw([(headline(facts), timeline)], a.out)
+        except OSError as e:
+            raise ConfigError(f"--out: {a.out}: {e.strerror}") from None
+    if a.json:
+        print(json.dumps(facts | {"order": [[str(op) for op in ops] for ops in schedule.order]}))
+    else:
+        width = a.width or shutil.get_terminal_size((120, 24)).columns
+        print("\n".join([headline(facts), *text(timeline, width), *lines(facts), *([f"drawn: {a.out}"] if a.out else [])]))
+    return 0
+
+
+def report(s: Schedule, t: Timeline, a) -> dict:
+    """What is known of the schedule, as plain numbers; times in the units of --f, shares from 0 to 1, peaks in microbatches
+    of a rank's whole share (a chunk counts 1/v)."""
+    ranks = range(len(s.order))
+    exact = None if a.hop else closed_form(a.kind, a.pp, a.micro, s.chunks, a.f, a.i, a.w, a.overlap)
+    worst = max(ranks, key=lambda r: t.wall(r) - t.busy(r))
+    return {"kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks, "f": float(a.f), "i": float(a.i), "w": float(a.w),
+            "hop": float(a.hop), "overlap": None if a.overlap is None else float(a.overlap),
+            "makespan": float(t.makespan), "bubble": float(1 - t.busy(worst) / t.wall(worst)), "bubble_time": float(t.bubble),
+            "formula": exact and exact[0], "formula_time": exact and float(exact[1]),
+            "idle": float(1 - sum(map(t.busy, ranks)) / (t.makespan * len(ranks))),
+            "rank_bubble": [float(1 - t.busy(r) / t.wall(r)) for r in ranks],
+            "rank_idle": [float(t.idle(r) / t.makespan) for r in ranks],
+            "peak": [in_flight(ops) / s.chunks for ops in s.order]}
+
+
+def headline(x: dict) -> str:
+    chunks = f" x {x['vpp']} chunks" if x["vpp"] > 1 else ""
+    return (f"{x['kind']}: {x['pp']} ranks{chunks}, {x['micro']} microbatches, bubble {x['bubble']:.1%}, "
+            f"peak {max(x['peak']):g} microbatches held")
+
+
+def lines(x: dict) -> list[str]:
+    """The report below the timeline."""
+    out = ["", *aligned([["rank", "bubble", "idle in the step", "peak activations"],
+                         *([str(r), f"{b:.1%}", f"{i:.1%}", f"{k:g}"]
+                           for r, (b, i, k) in enumerate(zip(x["rank_bubble"], x["rank_idle"], x["peak"])))]), ""]
+    known = f", by formula {x['formula']} = {x['formula_time']:g}" if x["formula"] else ""
+    return out + [f"step {x['makespan']:g}, bubble {x['bubble_time']:g}{known}",
+                  f"idle {x['idle']:.1%} of all ranks' time in the step, late starts and early ends included",
+                  f"checked: complete, in order, no deadlock; {x['transfers']} transfers meet without buffers"]
+
+
+def table() -> list[dict]:
+    """Every schedule: what it asks for, its bubble and its memory."""
+    asks, both = {"interleaved": "a multiple of p"}, {"dualpipe-v": (None, 1)}
+    return [{"kind": k, "chunks": SCHEDULES[k].chunks or "v", "microbatches": asks.get(k, "any"),
+             "bubble": ", overlapped ".join(closed_form(k, 2, 8, 1, 1, 1, 1, o)[0] for o in both.get(k, (None,))),
+             "peak": PEAKS[k]} for k in SCHEDULES]
+
+
+def aligned(rows) -> list[str]:
+    rows = [[str(c) for c in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(fail_cleanly(main, sys.argv[1:]))

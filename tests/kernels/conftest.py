@@ -1,0 +1,18 @@
+"""A weight as the training code has it: with an fp32 (fp64) buffer that its gradient is added to."""
+import pytest
+import torch
+
+
+@pytest.fixture
+def given():
+    """given(weight, 1.0): a copy of `weight` as a leaf, with a main_grad filled with 1.0."""
+    def make(weight, fill=0.0):
+        leaf = weight.detach().clone().requires_grad_()
+        leaf.main_grad = torch.full_like(leaf, fill, dtype=torch.promote_types(leaf.dtype, torch.float32))
+        return leaf
+    return make
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)

@@ -1,0 +1,49 @@
+"""AdamW against torch.optim.AdamW, and what a skipped step leaves."""
+import pytest
+import torch
+
+from kernels import adam
+from kernels.adam import adamw, reference
+
+HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": 0.1}
+YES, ONE = torch.tensor(True), torch.tensor(1.0)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
+@pytest.mark.parametrize("form", ["picked", "reference"])
+def test_five_steps(dtype, bound, form, monkeypatch):
+    monkeypatch.setattr(adam, "BLOCK", 64)  # several blocks, the last one short
+    param = torch.randn(150, dtype=dtype)
+    theirs = param.clone().requires_grad_()
+    m, v, low = torch.zeros_like(param), torch.zeros_like(param), param.bfloat16()
+    optim = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    for step in range(1, 6):
+        theirs.grad = torch.randn_like(param)
+        factor = torch.tensor(0.25 if step % 2 else 1.0, dtype=dtype)
+        grad = theirs.grad / factor
+        kept = grad.clone()
+        if form == "picked":
+            adamw(param, grad, m, v, step=step, factor=factor, ok=YES, low=low, **HYPER)
+            assert torch.equal(low, param.bfloat16())
+        else:
+            reference(param, grad, m, v, 0.01, 0.9, 0.95, 1e-8, 0.1, step, factor, YES)
+        assert torch.equal(grad, kept)  # the gradient is read, not changed
+        optim.step()
+    torch.testing.assert_close(param, theirs.detach(), rtol=bound, atol=bound)
+    torch.testing.assert_close(v, optim.state[theirs]["exp_avg_sq"], rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("form", ["picked", "reference"])
+def test_a_skipped_step_changes_nothing(form):
+    before = [torch.randn(10), torch.rand(10), torch.rand(10), torch.randn(10).bfloat16()]
+    param, m, v, low = (t.clone() for t in before)
+    grad, no = torch.full((10,), float("nan")), torch.tensor(False)
+    if form == "picked":
+        adamw(param, grad, m, v, step=3, factor=torch.tensor(float("nan")), ok=no, low=low, **HYPER)
+    else:
+        reference(param, grad, m, v, 0.01, 0.9, 0.95, 1e-8, 0.1, 3, torch.tensor(float("nan")), no)
+    assert all(torch.equal(a, b) for a, b in zip((param, m, v, low), before))
+
+
+def test_nothing_to_update():
+    adamw(*(torch.zeros(0) for _ in range(4)), step=1, factor=ONE, ok=YES, **HYPER)

@@ -1,0 +1,100 @@
+"""Blocked attention against the definition: values and gradients, every mask, odd shapes, both ways of the backward."""
+import pytest
+import torch
+
+from kernels import attention as kernel
+from kernels.attention import BLOCK, attention, mask
+
+SHAPES = {  # b, s, heads, kv heads, d
+    "one token": (1, 1, 1, 1, 2),
+    "three kv heads": (2, 37, 6, 3, 6),
+    "one block": (1, BLOCK, 2, 2, 16),
+    "ragged blocks": (2, BLOCK + 3, 3, 1, 16),
+    "recomputed": (1, 2 * BLOCK + 5, 2, 1, 4),  # longer than 16 d: the probabilities are not kept
+}
+
+
+def inputs(b, s, h, g, d, dtype=torch.float64, how="heads"):
+    """q, k, v; from one merged projection, or lying head by head as kernels/rope.py leaves them."""
+    if how == "merged":
+        merged = torch.randn(b, s, h + 2 * g, d, dtype=dtype, requires_grad=True)
+        return merged, merged.split((h, g, g), 2)
+    merged = torch.randn(b, h + 2 * g, s, d, dtype=dtype, requires_grad=True)
+    return merged, merged.transpose(1, 2).split((h, g, g), 2)
+
+
+def masks(b, s):
+    place = torch.arange(s)
+    docs = (torch.rand(b, s) < 0.1).cumsum(1).int()
+    yield "causal", None
+    yield "window", mask(place, place, max(1, s // 3))
+    yield "documents", mask(place, place, None, docs, docs)
+    yield "both", mask(place, place, 5, docs, docs)
+
+
+@pytest.mark.parametrize("how", ["heads", "merged"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_blocks_are_the_definition(shape, how):
+    b, s, *_ = SHAPES[shape]
+    merged, qkv = inputs(*SHAPES[shape], how=how)
+    for name, see in masks(b, s):
+        out, want = attention(*qkv, see), attention(*qkv, see, "reference")
+        dy = torch.randn_like(out)
+        grad, grad_want = (torch.autograd.grad(x, merged, dy, retain_graph=True)[0] for x in (out, want))
+        torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(grad, grad_want, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_gradcheck():
+    merged, _ = inputs(1, 5, 4, 2, 4)
+    assert torch.autograd.gradcheck(lambda x: attention(*x.transpose(1, 2).split((4, 2, 2), 2), None), merged)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_is_no_worse_than_sdpas(dtype):
+    _, qkv = inputs(2, 200, 4, 2, 32)
+    exact = [t.detach().to(dtype).double().requires_grad_() for t in qkv]
+    dy = torch.randn(2, 200, 4, 32).to(dtype)
+    want = (attention(*exact, None, "reference"),)
+    want += torch.autograd.grad(want[0], exact, dy.double())
+
+    def error(kind):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in exact]
+        got = (attention(*leaves, None, kind),)
+        got += torch.autograd.grad(got[0], leaves, dy)
+        return torch.stack([(a.double() - b).norm() / b.norm() for a, b in zip(got, want)])
+
+    ours, sdpa = error("auto"), error("sdpa")
+    assert ours.norm() <= 1.1 * sdpa.norm() and (ours <= 2 * sdpa).all(), (ours, sdpa)
+
+
+def test_equal_twice():
+    merged, qkv = inputs(2, 300, 4, 2, 8, torch.bfloat16)
+    a, b = (torch.autograd.grad(attention(*qkv, None).sum(), merged, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(a, b)
+
+
+def test_kept_or_made_again_is_the_same_bits(monkeypatch):
+    """s = 16 d keeps the probabilities."""
+    merged, qkv = inputs(1, 64, 2, 2, 4, torch.bfloat16)
+    kept = torch.autograd.grad(attention(*qkv, None).square().sum(), merged, retain_graph=True)[0]
+    made = []
+    probabilities = kernel.probabilities
+    monkeypatch.setattr(kernel, "probabilities", lambda *a: made.append(1) or probabilities(*a))
+    monkeypatch.setattr(kernel, "KEEP", 1)
+    again = torch.autograd.grad(attention(*qkv, None).square().sum(), merged, retain_graph=True)[0]
+    assert len(made) == 2 and torch.equal(kept, again)
+
+
+def test_one_query_over_a_cache():
+    q, k, v = torch.randn(2, 1, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
+    see = mask(torch.tensor([8]), torch.arange(9), 4)
+    torch.testing.assert_close(attention(q, k, v, see), attention(q, k, v, see, "reference"))
+
+
+def test_mask_says_nothing_where_causality_says_all():
+    place = torch.arange(6)
+    assert mask(place, place) is None and mask(place, place, 6) is None
+    assert mask(place, place, 2)[0, 0].sum(1).tolist() == [1, 2, 2, 2, 2, 2]
+    docs = torch.tensor([[0, 0, 1, 1, 1, 2]])
+    assert mask(place, place, None, docs, docs)[0, 0].sum(1).tolist() == [1, 2, 1, 2, 3, 1]

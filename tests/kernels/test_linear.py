@@ -1,0 +1,60 @@
+"""Linear and embedding, and the protocol that carries their weight gradients (kernels/grad.py)."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels import linear as kernel
+from kernels.embedding import embedding
+from kernels.linear import linear
+from parallel.pipeline import Later
+
+
+def test_gradcheck():
+    x, w, b = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 4), (5, 4), (5,)))
+    assert torch.autograd.gradcheck(linear, (x, w, b))
+    assert torch.autograd.gradcheck(lambda x, w: linear(x, w), (x, w))
+    ids = torch.tensor([[0, 4, 4], [2, 0, 0]])
+    assert torch.autograd.gradcheck(lambda w: embedding(ids, w), w)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+def test_buffers_get_what_autograd_gets(given, dtype, bound, monkeypatch):
+    monkeypatch.setattr(kernel, "BLOCK", 64)  # several blocks of rows, the last one short
+    x, w, b = (torch.randn(*s).to(dtype).requires_grad_() for s in ((2, 9, 24), (17, 24), (17,)))
+    dy = torch.randn(2, 9, 17).to(dtype)
+    exact = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    want = torch.autograd.grad(F.linear(*exact), exact, dy.double())
+    kept = [given(w, 1.0), given(b, 1.0)]
+    x2 = x.detach().clone().requires_grad_()
+    for _ in range(3):
+        linear(x2, *kept).backward(dy)
+    assert all(p.grad is None and p.main_grad.dtype == torch.promote_types(dtype, torch.float32) for p in kept)
+    for got, b in zip([x2.grad, *(p.main_grad - 1 for p in kept)], want):
+        assert (got.double() / 3 - b).norm() <= bound * b.norm()
+
+
+def test_input_gradient_alone_where_the_weight_is_frozen():
+    x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
+    linear(x, w).sum().backward()
+    torch.testing.assert_close(x.grad, w.sum(0).expand(3, -1))
+
+
+@pytest.mark.parametrize("layer", ["linear", "embedding"])
+def test_weight_gradient_put_off(given, layer):
+    """Inside an I nothing reaches the buffer; its W brings the same bits."""
+    w, ids, x = torch.randn(6, 4), torch.tensor([[1, 1, 5]]), torch.randn(1, 3, 4)
+    now, later = given(w), given(w)
+    later.later = Later()
+    later.later.open, later.later.at = True, 7
+    for weight in (now, later):
+        (linear(x, weight) if layer == "linear" else embedding(ids, weight)).square().sum().backward()
+    assert now.main_grad.any() and not later.main_grad.any()
+    later.later.open = False
+    later.later.run(7)
+    assert torch.equal(now.main_grad, later.main_grad) and not later.later.jobs
+
+
+def test_embedding_counts_every_use_in_fp32(given):
+    w = given(torch.randn(3, 2).bfloat16())
+    embedding(torch.zeros(1, 1000, dtype=torch.int64), w).backward(torch.ones(1, 1000, 2, dtype=torch.bfloat16))
+    assert w.main_grad.tolist() == [[1000.0, 1000.0], [0.0, 0.0], [0.0, 0.0]]  # bf16 would stop at 256

@@ -1,0 +1,33 @@
+"""SwiGLU and GELU against torch's."""
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.swiglu import gelu, swiglu
+
+PAIRS = {"swiglu": (swiglu, lambda x: F.silu(x[..., :x.shape[-1] // 2]) * x[..., x.shape[-1] // 2:]),
+         "gelu": (gelu, lambda x: F.gelu(x, approximate="tanh"))}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 6e-3)])
+def test_against_torch(name, dtype, bound):
+    ours, definition = PAIRS[name]
+    x = (3 * torch.randn(3, 5, 14)).to(dtype).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    got, want = ours(x), definition(exact)
+    dy = torch.randn(want.shape).to(dtype)
+    for a, b in ((got, want), (torch.autograd.grad(got, x, dy)[0], torch.autograd.grad(want, exact, dy.double())[0])):
+        assert a.dtype == dtype and (a.double() - b).norm() <= bound * b.norm()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_gradcheck(name):
+    assert torch.autograd.gradcheck(PAIRS[name][0], torch.randn(2, 6, dtype=torch.float64, requires_grad=True))
+
+
+def test_far_from_zero():
+    x = torch.tensor([[200.0, -200.0, 1.0, 1.0]], requires_grad=True)
+    y = swiglu(x)
+    assert y.tolist() == [[200.0, 0.0]]
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [[1.0, 0.0, 200.0, 0.0]]

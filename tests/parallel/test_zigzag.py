@@ -1,0 +1,88 @@
+"""The cut of a sequence over cp: every token once, balanced work, and who sees whom, all against the definition."""
+from dataclasses import replace
+
+import config
+import pytest
+import torch
+from data.batch import Batch
+from parallel.comm import Group
+from parallel.zigzag import cut, join, meetings, places, sight, split
+
+SIZES = [(n, c) for n in (1, 2, 3, 4) for c in (1, 2, 5)]
+
+
+@pytest.mark.parametrize("n,c", SIZES)
+def test_every_place_once_and_rising(n, c):
+    mine = [places(2 * n * c, r, n) for r in range(n)]
+    assert torch.cat(mine).sort().values.tolist() == list(range(2 * n * c))
+    for r, p in enumerate(mine):
+        assert (p.diff() > 0).all() and p[0] == r * c and p[-1] == (2 * n - r) * c - 1
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, 4, 7, 100])
+@pytest.mark.parametrize("n,c", SIZES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_meetings_are_the_mask(n, c, window, packed):
+    """What all ranks' meetings show, put together, is the mask of one process; nothing wholly hidden is met."""
+    s = 2 * n * c
+    docs = (torch.rand(2, s, generator=torch.Generator().manual_seed(s)) < 0.3).cumsum(1, dtype=torch.int32) if packed else None
+    apart = torch.arange(s)[:, None] - torch.arange(s)
+    true = ((apart >= 0) & (apart < (window or s)))[None, None].repeat(2, 1, 1, 1)
+    if packed:
+        true &= docs[:, None, :, None] == docs[:, None, None, :]
+    seen = torch.zeros_like(true)
+    for r in range(n):
+        for source in range(n):
+            met = meetings(r, source, n, c, window)
+            for i, m in enumerate(met):
+                rows, keys = (places(s, rank, n)[half * c:(half + 1) * c] for rank, half in ((r, m.query), (source, m.key)))
+                see = sight(m, c, window, docs, torch.device("cpu"))
+                part = torch.ones(2, 1, c, c, dtype=torch.bool) if see is None else see.expand(2, 1, c, c)
+                assert packed or part.any(), "met in vain"
+                assert (m.query_chunk == m.key_chunk) == (source == r and i < 2), "a chunk meets itself first"
+                seen[:, :, rows[:, None], keys] |= part
+    assert torch.equal(seen, true)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
+def test_work_is_balanced(n):
+    """In every step of the ring, every rank has the work of two chunk pairs (half a pair on the diagonal)."""
+    for r in range(n):
+        for step in range(n):
+            met = meetings(r, (r - step) % n, n, 4, None)
+            assert sum(0.5 if m.query_chunk == m.key_chunk else 1 for m in met) == 2
+
+
+@pytest.mark.parametrize("n,c", SIZES)
+def test_join_and_split(n, c):
+    whole = torch.arange(3 * 2 * n * c * 2).view(3, 2 * n * c, 2)
+    parts = split(whole, n)
+    assert all(torch.equal(parts[r], whole[:, places(2 * n * c, r, n)]) for r in range(n))
+    assert torch.equal(join(parts), whole)
+
+
+def test_cut_of_a_batch():
+    t = torch.arange(16).view(2, 8)
+    whole = Batch(t, t + 100, t + 200, t.int(), torch.arange(2), 5)
+    assert cut(whole, Group("cp")) is whole
+    part = cut(whole, Group("cp", (0, 1), 1))
+    assert part.places.tolist() == [2, 3, 4, 5]
+    for name in ("tokens", "targets", "positions"):
+        assert torch.equal(getattr(part, name), getattr(whole, name)[:, 2:6])
+    assert part.docs is whole.docs and part.rows is whole.rows and part.step == 5
+
+
+@pytest.mark.parametrize("over,match", [
+    ({"seq_len": 36, "cp": 4}, r"^train\.seq_len: 36 is not a multiple of 8, into which parallel\.cp=4 cuts it; try 32$"),
+    ({"seq_len": 6, "cp": 4}, r"try 8$"),
+    ({"seq_len": 36, "cp": 2, "tp": 4, "sp": True}, r"^train\.seq_len: 36 is not a multiple of 8, .*sp over tp=4 cut it; try 32$"),
+    ({"cp": 4, "tp": 2, "cp_kind": "ulysses"}, r"^parallel\.cp_kind: ulysses .* tp\*cp = 2\*4 does not divide model\.kv_heads=4; take ring, or a parallel\.cp of 1, 2$"),
+    ({"cp": 3}, r"^parallel\.tp\*pp\*cp\*dp_rep = 1\*1\*3\*1 = 3 does not divide the world size 8"),
+])
+def test_what_cannot_be_cut_is_one_clear_line(over, match):
+    cfg = config.resolve("llama3-tiny", None, [])
+    seq, layout = over.get("seq_len", cfg.train.seq_len), {k: v for k, v in over.items() if k != "seq_len"}
+    bad = replace(cfg, train=replace(cfg.train, seq_len=seq), parallel=replace(cfg.parallel, **layout))
+    with pytest.raises(config.ConfigError, match=match) as e:
+        config.validate(bad, 8)
+    assert "\n" not in str(e.value)
