@@ -186,7 +186,7 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     group.count("all_to_all", x)
-    dist.all_to_all_single(out, x, group=group.handle)
+    group.run("all_to_all", x.nbytes, None, dist.all_to_all_single, out, x, group=group.handle)
     return out
 
 

@@ -17,6 +17,7 @@ import torch
 
 from build import build
 from checkpoint import state, store
+from checkpoint.saver import Saver
 from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -60,7 +61,9 @@ def save(world: World, cfg, root) -> tuple[list, list[float]]:
     """Train, save, go on -> what this rank alone brings to the checkpoint, the losses after it."""
     run, data = begin(world, cfg)
     steps(run, data, 1, SAVED)
-    state.save(run, root, SAVED, lambda point: None)
+    saver = Saver(False)
+    state.save(run, saver, root, SAVED, lambda point: None)
+    saver.wait()
     pieces = held(run, alone=True)
     return pieces, steps(run, data, SAVED + 1, STEPS)
 
