@@ -103,6 +103,8 @@ def interleaved(p: int, m: int, v: int) -> Order:
 
     Microbatches go in groups of p through chunk 0, then the same group through chunk 1, ...; m must be a multiple of p.
     """
+    if v == 1:
+        return one_f_one_b(p, m)
     if m % p:
         near = " or ".join(str(n) for n in (m // p * p, m // p * p + p) if n)
         raise ValueError(f"interleaved needs a multiple of its {p} pipeline ranks as microbatches, not {m}; take {near}")
