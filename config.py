@@ -2,7 +2,7 @@
 
 Precedence: command line > --config file > recipe > the defaults below. All four go through `build`, so a typo or a
 value of the wrong type is the same one-line error wherever it was made: `error: parallel.tpp: no such key; did you mean
-parallel.tp?` (exit code 2). `validate` holds every rule that spans keys; it runs before any work starts.
+parallel.tp?` (exit code 2). rules.py holds every rule that spans keys.
 """
 import dataclasses
 import difflib
@@ -380,74 +380,6 @@ def kv_heads(m: Model) -> int:
 
 def padded_vocab(m: Model) -> int:
     return -(-m.vocab // m.vocab_multiple) * m.vocab_multiple
-
-
-def near_divisors(n: int, want: int) -> str:
-    """The divisors of n nearest to `want`, as text for an error."""
-    divs = sorted((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - want))[:4]
-    return ", ".join(map(str, sorted(divs)))
-
-
-def validate(cfg: Config, world: int = 1) -> None:
-    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out."""
-    m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
-
-    def need(ok, text):
-        if not ok:
-            raise ConfigError(text)
-
-    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
-                "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
-                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep", "bucket_mb", "node"),
-                "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
-    for section, keys in positive.items():
-        for key in keys:
-            value = getattr(getattr(cfg, section), key)
-            need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
-    for key in ("beta1", "beta2"):
-        need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
-    need(cfg.eval.temperature >= 0 and cfg.eval.sample >= 0, "eval.temperature, eval.sample: must not be negative")
-    need(0 <= m.dropout < 1, f"model.dropout: {m.dropout} must lie in [0, 1)")
-    need(0 < o.decay_fraction <= 1, f"optim.decay_fraction: {o.decay_fraction} must lie in (0, 1]")
-    need(o.weight_decay >= 0, f"optim.weight_decay: {o.weight_decay} must not be negative")
-    need(o.warmup >= 0, f"optim.warmup: {o.warmup} must not be negative")
-    need(o.min_lr is None or 0 <= o.min_lr <= o.lr, f"optim.min_lr: {o.min_lr} must lie in [0, optim.lr = {o.lr}]")
-    need(m.head_dim or m.hidden % m.heads == 0,
-         f"model.heads: {m.heads} does not divide model.hidden={m.hidden}; try {near_divisors(m.hidden, m.heads)}, or set model.head_dim")
-    need(m.heads % kv_heads(m) == 0,
-         f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}; try {near_divisors(m.heads, kv_heads(m))}")
-    need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE")
-    need(m.positions != "learned" or t.seq_len <= m.context,
-         f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context")
-    given = [h for h in HORIZONS if getattr(t, h) is not None]
-    need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
-                          + (f"got {' and '.join(given)}" if given else "got none"))
-    degree = p.tp * p.pp * p.cp * p.dp_rep
-    need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}; "
-                              f"a product of {near_divisors(world, degree)} does")
-    dp = world // (p.tp * p.pp * p.cp)
-    for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
-        need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}; try {near_divisors(value, p.tp)}")
-    part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds
-    need(t.seq_len % part == 0, f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}"
-         f"{f' and parallel.sp over tp={p.tp} cut' if p.sp else ' cuts'} it; try {max(1, t.seq_len // part) * part}")
-    for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m))):
-        need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
-             f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
-             f"take ring, or a parallel.cp of {near_divisors(value // p.tp, p.cp)}")
-    need(world == 1 or not cfg.checkpoint.async_save,
-         f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
-    need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
-    need(not p.zero or p.reduce in ("collective", "ring"),
-         f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
-    a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
-    need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(p.tp, node) % min(p.tp, node) == 0,
-         f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at tp {p.tp}; try {near_divisors(a, node)}")
-    need(t.global_batch % (t.micro_batch * dp) == 0,
-         f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "
-         f"try {max(1, t.global_batch // (t.micro_batch * dp)) * t.micro_batch * dp}")
-    need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
-         f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")
 
 
 def show_help(cfg: Config) -> None:

@@ -86,7 +86,9 @@ def load_weights(buckets: list[Bucket], path: pathlib.Path) -> None:
 def load(run, path: pathlib.Path) -> list[str]:
     """Weights and optimizer state into the run, whatever layout saved them; returns warnings."""
     warnings = agree(store.meta(path), run, str(path))
-    store.load(path, boxes(run.buckets, run.optim.state()))
+    wants = boxes(run.buckets, run.optim.state())
+    others = set().union(*comm.all_objects({box.key for box, _ in wants}, run.mesh.world))  # a rank of many holds a part
+    store.load(path, wants, others=others)
     take(run.buckets)
     return warnings
 

@@ -279,11 +279,12 @@ def clean(root: Path | str) -> None:
 # ---- load ------------------------------------------------------------------------------------------------------------
 
 def load(path: Path | str, wants: Pieces, strict: bool = True, allow: Sequence[str] = (),
-         allow_cast: bool = False) -> None:
+         allow_cast: bool = False, others: Iterable[str] = ()) -> None:
     """Fills each tensor of `wants` (Box, tensor of box.size, any device) from a checkpoint of any layout.
 
     Two phases: the bytes of every piece to be read are verified, then the tensors are filled; an error changes none.
-    strict: a stored key that nobody wants is an error, unless it matches a pattern of `allow`, such as "optim.*".
+    strict: a stored key that nobody wants is an error, unless it matches a pattern of `allow`, such as "optim.*"; others:
+    keys that other ranks want.
     allow_cast: the dtype may differ. Raises IntegrityError (damaged) or ConfigError (does not fit: every difference).
     """
     path, wants = Path(path), list(wants)
@@ -292,7 +293,7 @@ def load(path: Path | str, wants: Pieces, strict: bool = True, allow: Sequence[s
         stored: dict[str, list[Piece]] = defaultdict(list)
         for piece in map(Piece.of, data["pieces"]):
             stored[piece.box.key].append(piece)
-        fits(path, stored, wants, strict, allow, allow_cast)
+        fits(path, stored, wants, {*others, *(box.key for box, _ in wants)}, strict, allow, allow_cast)
         reads: dict[Piece, list[tuple[tuple, torch.Tensor]]] = defaultdict(list)
         for box, tensor in wants:
             have = stored[box.key]
@@ -317,9 +318,9 @@ def copy_out(path: Path, jobs: list[tuple[Piece, int, list]]) -> None:
             target.copy_(values[source])
 
 
-def fits(path: Path, stored: dict, wants: list, strict: bool, allow: Sequence[str], allow_cast: bool) -> None:
+def fits(path: Path, stored: dict, wants: list, wanted: set[str], strict: bool, allow: Sequence[str], allow_cast: bool) -> None:
     """Raises ConfigError with every difference between what is stored and wanted; IntegrityError for a hole."""
-    wrong, wanted = [], {box.key for box, _ in wants}
+    wrong = []
     for box, tensor in wants:
         have = stored.get(box.key, [])
         if tuple(tensor.shape) != tuple(box.size):

@@ -8,7 +8,7 @@ n: bytes of the bucket; N: ranks; k: ranks of one node. Bytes that a rank sends:
     server       n, and (N-1) n from rank 0               the parameter server: rank 0 is the bottleneck (Li et al. 2014)
 
 Every sum is taken in a fixed order, so the same layout gives the same bits. ZeRO needs a reduce-scatter only, which is the
-first half of the ring, (N-1)/N n; the other two sum whole buckets on every rank and are refused with it (config.validate).
+first half of the ring, (N-1)/N n; the other two sum whole buckets on every rank and are refused with it (rules.validate).
 These run where they are called: only `collective` overlaps with the backward.
 """
 from collections.abc import Sequence

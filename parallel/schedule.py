@@ -103,6 +103,8 @@ def interleaved(p: int, m: int, v: int) -> Order:
 
     Microbatches go in groups of p through chunk 0, then the same group through chunk 1, ...; m must be a multiple of p.
     """
+    if v == 1:
+        return one_f_one_b(p, m)
     if m % p:
         near = " or ".join(str(n) for n in (m // p * p, m // p * p + p) if n)
         raise ValueError(f"interleaved needs a multiple of its {p} pipeline ranks as microbatches, not {m}; take {near}")
@@ -183,7 +185,7 @@ def make(kind: str, p: int, m: int, v: int | None = None) -> Schedule:
     """
     if kind not in SCHEDULES:
         near = difflib.get_close_matches(kind, SCHEDULES, 1, 0.4) or [" or ".join(SCHEDULES)]
-        raise ValueError(f"no such schedule; did you mean {near[0]}?")
+        raise ValueError(f"no schedule {kind!r}; did you mean {near[0]}?")
     if p < 1 or m < 1 or (v is not None and v < 1):
         raise ValueError(f"a schedule needs at least 1 rank, 1 microbatch and 1 chunk, not {p}, {m} and {v or 1}")
     generate, place, chunks = SCHEDULES[kind]
@@ -253,9 +255,10 @@ def check(order: Order, n_stages: int, m: int, place: Place | None = None) -> No
 def lower(order: Order, place: Place) -> Order:
     """Add the transfers: a send right after the op that makes its data, and the receive in the other rank's list.
 
-    The SENDER places both ends, so that any two ranks meet in the same order. A receive placed where it is used would
-    be simpler, and deadlocks two thirds of all interleaved schedules on a transport without buffers. Stages that
-    neighbour on one rank (the turn of a V) need no transfer.
+    The SENDER places both ends, at one moment of a run that exists: so any two ranks meet in the same order, and the
+    lists of every legal schedule meet. A receive placed where it is used would be simpler, and deadlocks two thirds of
+    the interleaved schedules on a transport without buffers. Stages that neighbour on one rank (the turn of a V) need no
+    transfer. Raises ValueError for an order that cannot finish.
     """
     out: Order = [[] for _ in order]
     for r, (op,) in walk(alone(order), len(place)):

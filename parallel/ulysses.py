@@ -4,7 +4,7 @@ inside attention.
     q, k, v  [b, s/n, heads, d]  ->  [b, s, heads/n, d]  -> any attention over whole sequences ->  [b, s/n, heads, d]
 
 q, k and v travel as one message. The zigzag order is undone on arrival, so masks, windows and kernels are those of one
-process. Needs query and key heads that n divides (config.validate says so).
+process. Needs query and key heads that n divides (rules.validate says so).
 
 On the wire, a rank, layer and microbatch; Q, K: bytes of its queries and keys: 2 Q + 2 K forward, the same backward, in two
 all-to-alls each, of which 1/n stays on the rank.

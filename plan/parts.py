@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from config import Config, head_dim, kv_heads, padded_vocab
-from parallel import packing
+import parallel.packing as packing
 from parallel.layout import Layout
 from parallel.schedule import Schedule
 

@@ -71,7 +71,10 @@ def start(cfg: Config) -> Env:
     if cfg.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only deterministic with it
         torch.utils.deterministic.fill_uninitialized_memory = False  # else every torch.empty is written once more
-    torch.use_deterministic_algorithms(cfg.train.deterministic)
+    if cfg.train.compile:
+        torch.use_deterministic_algorithms(cfg.train.deterministic)  # tells the compiler too, whose import takes seconds
+    else:
+        torch.set_deterministic_debug_mode("error" if cfg.train.deterministic else "default")
     return Env(rank, world, local_rank, local_world, pick_device(cfg.train.device, local_rank), threads,
                socket.gethostname(), wants_color(), wandb(cfg))
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import config
+import rules
 from build import DTYPES
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFinite, remove, storing, sync_dir
@@ -55,7 +56,7 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
     has = spec or any((folder / name).exists() for name in TOKENIZERS)
     tok = tokenizer.load(spec or folder) if has else None
     cfg = recipe(m, run, tok is not None)
-    config.validate(cfg)
+    rules.validate(cfg)
     with made(run) as temp:
         stage, pieces = blank(cfg, "fp32")
         hf.read(kind, m, found, pieces)

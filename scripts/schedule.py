@@ -64,16 +64,19 @@ def main(argv: list[str]) -> int:
     for name in ("kind", "pp", "micro"):
         if getattr(a, name) is None:
             raise ConfigError(f"--{name}: missing; for example --kind zb-v --pp 4 --micro 8 (or --list)")
+    for name in ("pp", "micro", "vpp", "width"):
+        if getattr(a, name) is not None and getattr(a, name) < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {getattr(a, name)}")
     if a.out and a.out.suffix not in PICTURES:
         raise ConfigError(f"--out: {a.out} must end in {', '.join(PICTURES)}")
     if a.overlap and a.kind != "dualpipe-v":
         raise ConfigError(f"--overlap: only dualpipe-v runs F and B side by side, not {a.kind}")
-    if max(a.pp, 1) * max(a.micro, 1) * max(a.vpp or 2, 1) > LARGEST:
+    if a.pp * a.micro * (a.vpp or 2) > LARGEST:
         raise ConfigError(f"--pp x --micro x --vpp: the product may be {LARGEST} at most here")
     try:
         schedule = make(a.kind, a.pp, a.micro, a.vpp)
     except ValueError as e:
-        raise ConfigError(f"--kind {a.kind}: {e}") from None
+        raise ConfigError(str(e)) from None
     check(schedule.order, schedule.n_stages, schedule.microbatches, schedule.place)
     lowered = lower(schedule.order, schedule.place)
     if not meets(lowered):

@@ -130,7 +130,7 @@ AXES = {"tp": (1, 2, 4, 8), "sp": (False, True), "pp": (1, 2, 4, 8), "schedule":
 
 
 def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
-    """(every legal layout of this world, {reason: how many cells it refused}): legal is what config.validate lets pass."""
+    """(every legal layout of this world, {reason: how many cells it refused}): legal is what rules.validate lets pass."""
     legal, refused = [], {}
     for values in itertools.product(*AXES.values()):
         cell = dict(zip(AXES, values))

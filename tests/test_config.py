@@ -4,12 +4,13 @@ import dataclasses
 import pytest
 
 import config
+import rules
 from config import ConfigError
 
 
 def refused(*argv, name=None, file=None, match=None):
     with pytest.raises(ConfigError, match=match) as e:
-        config.validate(config.resolve(name, file, list(argv)))
+        rules.validate(config.resolve(name, file, list(argv)))
     assert "\n" not in str(e.value)
     return str(e.value)
 
@@ -29,7 +30,7 @@ def test_the_dump_repeats_the_run(tmp_path):
         f = tmp_path / "config.yaml"
         f.write_text(config.dump(cfg))
         assert config.resolve(None, str(f), []) == cfg
-        config.validate(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=cfg.model.vocab or 500)))
+        rules.validate(dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=cfg.model.vocab or 500)))
 
 
 def test_a_horizon_replaces_the_one_below():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import config
+import rules
 from parallel.comm import World
 from parallel.reduce import nodes, start_scatter_sum, start_sum
 from scripts.verify import subject
@@ -61,7 +62,7 @@ def test_nodes():
 def test_refused(parallel, world, key):
     cfg = subject("llama3-tiny")
     with pytest.raises(config.ConfigError, match=f"^{key}: "):
-        config.validate(replace(cfg, parallel=replace(cfg.parallel, **parallel)), world)
+        rules.validate(replace(cfg, parallel=replace(cfg.parallel, **parallel)), world)
 
 
 def test_validate_agrees_with_the_nodes():
@@ -71,7 +72,7 @@ def test_validate_agrees_with_the_nodes():
     passed = 0
     for world, tp, pp, node in ((w, t, p, n) for w in (2, 4, 8) for t in (1, 2, 4) for p in (1, 2) for n in range(1, 9) if w % (t * p) == 0):
         try:
-            config.validate(replace(cfg, parallel=replace(cfg.parallel, tp=tp, pp=pp, node=node, reduce="hierarchy")), world)
+            rules.validate(replace(cfg, parallel=replace(cfg.parallel, tp=tp, pp=pp, node=node, reduce="hierarchy")), world)
         except config.ConfigError:
             continue
         passed += 1

@@ -2,6 +2,7 @@
 from dataclasses import replace
 
 import config
+import rules
 import pytest
 import torch
 from data.batch import Batch
@@ -84,5 +85,5 @@ def test_what_cannot_be_cut_is_one_clear_line(over, match):
     seq, layout = over.get("seq_len", cfg.train.seq_len), {k: v for k, v in over.items() if k != "seq_len"}
     bad = replace(cfg, train=replace(cfg.train, seq_len=seq), parallel=replace(cfg.parallel, **layout))
     with pytest.raises(config.ConfigError, match=match) as e:
-        config.validate(bad, 8)
+        rules.validate(bad, 8)
     assert "\n" not in str(e.value)

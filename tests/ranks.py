@@ -1,0 +1,96 @@
+"""Ranks of train.py forked from the warm test process, started and ended as torchrun does it: the store is the launcher's,
+and the first rank that fails gets the others a SIGTERM. A job of four ranks starts in a second, torchrun takes eight."""
+import contextlib
+import os
+import pathlib
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+
+import matplotlib.backends.backend_agg  # noqa: F401  what a run imports late is warm here
+import matplotlib.figure  # noqa: F401
+import numpy as np
+import torch.distributed as dist
+
+import train
+from data import tokenizer
+from data.indexed import Writer
+from runtime.failure import fail_cleanly
+
+MODEL = ("--model.layers", "2", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "48", "--train.seq_len",
+         "16", "--train.micro_batch", "1", "--train.global_batch", "4", "--train.threads", "1", "--eval.every", "none", "--eval.batches", "1",
+         "--eval.sample", "0", "--log.every", "1", "--optim.warmup", "2")
+
+
+def corpus(folder: pathlib.Path) -> str:
+    """A prefix of 60 documents of random letters with the byte tokenizer (257 ids: the padded vocabulary is longer)."""
+    tok, rng = tokenizer.load("bytes"), np.random.default_rng(0)
+    with Writer(folder / "text", tok.vocab) as w:
+        for _ in range(60):
+            w.add([*rng.integers(97, 123, rng.integers(10, 60)), tok.eod])
+        w.finish(tok, 1)
+    return str(folder / "text")
+
+
+@dataclass(frozen=True)
+class End:
+    """How a job ended: exit codes (minus the signal that killed a rank), what each rank printed, seconds between the first end and the last."""
+    codes: list[int]
+    logs: list[str]
+    seconds: float
+
+    def errors(self) -> list[str]:
+        return [line for log in self.logs for line in log.splitlines() if line.startswith("error:")]
+
+
+def job(home: pathlib.Path, world: int, args, fault: str = "", rank_args=None, limit: float = 60.0, before=lambda rank: None,
+        meanwhile=lambda pids: None) -> End:
+    """Run train.py on `world` ranks. rank_args: {rank: more arguments}; before: called in each rank; meanwhile: in the launcher,
+    with the ranks' process ids."""
+    home.mkdir(parents=True, exist_ok=True)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    began, first, pids = time.monotonic(), None, {}
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            child(home, rank, world, store.port, [*args, *(rank_args or {}).get(rank, ())], fault, before)
+        pids[rank] = pid
+    meanwhile(pids)
+    codes: dict[int, int] = {}
+    try:
+        while len(codes) < world and time.monotonic() < began + limit:
+            for rank in [r for r in pids if r not in codes]:
+                pid, status = os.waitpid(pids[rank], os.WNOHANG)
+                if pid:
+                    codes[rank] = os.waitstatus_to_exitcode(status)
+                    first = first or time.monotonic()
+                    if codes[rank]:
+                        for other in [p for r, p in pids.items() if r not in codes]:
+                            os.kill(other, signal.SIGTERM)
+            time.sleep(0.01)
+        seconds = time.monotonic() - (first or began)
+    finally:
+        for rank in [r for r in pids if r not in codes]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[rank], signal.SIGKILL)
+            os.waitpid(pids[rank], 0)
+    return End([codes.get(r, 999) for r in range(world)], [(home / f"rank{r}.log").read_text() for r in range(world)], seconds)
+
+
+def child(home: pathlib.Path, rank: int, world: int, port: int, args: list[str], fault: str, before) -> None:
+    code = 99
+    try:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
+                          MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", FAULT=fault)
+        out = os.open(home / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(out, 1), os.dup2(out, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        before(rank)
+        code = fail_cleanly(train.main, args)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)

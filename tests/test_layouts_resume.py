@@ -1,0 +1,142 @@
+"""Any checkpoint at any layout: saved under one layout and loaded under another, every weight and moment is the same bit for
+bit on every rank that holds it, and the next losses are those of the run that never changed.
+
+One end-to-end run goes through torchrun and the real data; the pairs run on the warm pool.
+"""
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from build import build
+from checkpoint import state, store
+from checkpoint.saver import Saver
+from parallel.comm import World
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from ranks import MODEL, corpus
+from runtime.guard import Guard
+from runtime.pool import Pool
+from scripts.verify import Tokens, subject
+from train import train_step
+
+ROOT = pathlib.Path(__file__).parent.parent
+BOUND = 1e-9  # relative, in fp64
+LAYOUTS = {"one": (1, {}), "tp2 sp": (2, {"tp": 2, "sp": True}), "dp2 zero3": (2, {"zero": 3}), "pp2 dp2 zero1": (4, {"pp": 2, "zero": 1}),
+           "rep2 dp2 zero2": (4, {"dp_rep": 2, "zero": 2}), "tp2 sp dp2 zero3": (4, {"tp": 2, "sp": True, "zero": 3}),
+           "tp2 pp2 v-shaped": (4, {"tp": 2, "pp": 2, "schedule": "zb-v"})}
+SAVED, STEPS = 2, 4
+
+
+def config_of(layout: str, dtype: str = "fp64"):
+    """A model with tied embeddings, grouped heads, dropout and a vocabulary of 125 ids that is padded to 128."""
+    cfg = subject("llama3.2-tiny")
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layers=4), train=dataclasses.replace(cfg.train, dtype=dtype),
+                               parallel=dataclasses.replace(cfg.parallel, **LAYOUTS[layout][1]))
+
+
+def begin(world: World, cfg):
+    p = cfg.parallel
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    run = build(cfg, mesh, torch.device("cpu"), SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d"), cfg.train.steps)
+    return run, Tokens(cfg, mesh.data.index, mesh.data.size)
+
+
+def steps(run, data, first: int, last: int) -> list[float]:
+    return [train_step(run, s, data.microbatches(s - 1), Guard(), lambda *point: None)[0].item() for s in range(first, last + 1)]
+
+
+def held(run, alone: bool):
+    return [(box, part.detach().numpy().copy()) for box, part in state.boxes(run.buckets, run.optim.state(), alone)]
+
+
+def save(world: World, cfg, root) -> tuple[list, list[float]]:
+    """Train, save, go on -> what this rank alone brings to the checkpoint, the losses after it."""
+    run, data = begin(world, cfg)
+    steps(run, data, 1, SAVED)
+    saver = Saver(False)
+    state.save(run, saver, root, SAVED, lambda point: None)
+    saver.wait()
+    pieces = held(run, alone=True)
+    return pieces, steps(run, data, SAVED + 1, STEPS)
+
+
+def load(world: World, cfg, path, truth: dict) -> tuple[list[str], int, list[float]]:
+    """-> keys that differ from the truth in a bit, elements compared, the losses after it."""
+    run, data = begin(world, cfg)
+    for bucket in run.buckets:  # nothing of the fresh start may survive
+        bucket.master.fill_(7.0)
+    state.load(run, path)
+    pieces = held(run, alone=False)
+    wrong = [b.key for b, x in pieces if x.tobytes() != truth[b.key][tuple(slice(a, a + n) for a, n in zip(b.start, b.size))].tobytes()]
+    return wrong, sum(x.size for _, x in pieces), steps(run, data, SAVED + 1, STEPS)
+
+
+@pytest.fixture(scope="module")
+def pools():
+    pools = {n: Pool(n) for n in (2, 4)}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+
+
+def on(pools, layout: str, f, *args) -> list:
+    world = LAYOUTS[layout][0]
+    return [f(World(), *args)] if world == 1 else pools[world].run(f, *args)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_every_layout_continues_every_other(pools, tmp_path, dtype):
+    sources = LAYOUTS if dtype == "fp64" else ["tp2 sp", "rep2 dp2 zero2"]
+    for source in sources:
+        root = tmp_path / source
+        results = on(pools, source, save, config_of(source, dtype), root)
+        truth: dict[str, np.ndarray] = {}
+        for box, part in (piece for pieces, _ in results for piece in pieces):
+            whole = truth.setdefault(box.key, np.full(box.shape, np.nan))
+            whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.size))] = part
+        truth = {k: x.astype(np.float64 if dtype == "fp64" else np.float32) for k, x in truth.items()}
+        assert not any(np.isnan(x).any() for x in truth.values()) and sum("@" in k for k in truth) == 2 * sum("@" not in k for k in truth)
+        (_, path), = store.committed(root)
+        for target in (t for t in LAYOUTS if dtype == "fp64" or t in ("one", "tp2 sp dp2 zero3")):
+            for (wrong, compared, losses), rank in zip(on(pools, target, load, config_of(target, dtype), path, truth), range(4)):
+                assert not wrong and compared, f"{source} -> {target}: rank {rank} holds another {wrong[0]}"
+                if dtype == "fp64":
+                    np.testing.assert_allclose(losses, results[0][1], rtol=BOUND, atol=0, err_msg=f"{source} -> {target}")
+
+
+def losses(folder: pathlib.Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {r["step"]: r["loss"] for r in rows if "loss" in r}
+
+
+def command(ranks: int, args: list[str]) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "train.py"]
+    words = [sys.executable, "train.py"] if ranks == 1 else torchrun
+    done = subprocess.run([*words, *args], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_torchrun_and_resumes_under_other_layouts_follow_one_process(tmp_path):
+    args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--train.dtype", "fp64", "--log.dir", str(tmp_path), "--model.dropout", "0.1",
+            "--train.steps", "6", "--optim.decay", "constant", "--checkpoint.every", "2"]
+    command(1, [*args, "--log.name", "one"])
+    one, many = losses(tmp_path / "one"), ["--log.name", "many"]
+    stop = tmp_path / "many" / "STOP"  # how each run ends early: it stops after its first step, saved
+    stop.parent.mkdir()
+    for ranks, layout in ((4, ["--parallel.tp", "2", "--parallel.sp", "true", "--parallel.pp", "2", "--parallel.zero", "1"]),
+                          (4, ["--parallel.tp", "2", "--parallel.zero", "3"]), (1, [])):
+        if ranks == 1:
+            command(1, [*args, *many])
+            break
+        # a horizon of its own: torchrun turns "stopped early" into an error
+        command(ranks, [*args, *many, *layout, "--train.steps", str(2 if "--parallel.pp" in layout else 4)])
+    assert list(losses(tmp_path / "many")) == list(one) == [1, 2, 3, 4, 5, 6]
+    np.testing.assert_allclose(list(losses(tmp_path / "many").values()), list(one.values()), rtol=BOUND, atol=0)
