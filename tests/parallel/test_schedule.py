@@ -195,10 +195,11 @@ def test_any_legal_order_meets():
 def test_meets_refuses_a_crossed_wire():
     a = [Op("F", 0, 0), Op("SF", 0, 0), Op("RB", 0, 0), Op("B", 0, 0)]
     b = [Op("RF", 1, 0), Op("F", 1, 0), Op("B", 1, 0), Op("SB", 1, 0)]
-    assert not meets([a, b])  # rank 0's one batch waits for a gradient that needs its activation
-    a.insert(2, Op("F", 0, 1))
     assert meets([a, b])
+    assert not meets([a[:2] + a[3:], b])  # a send that nobody receives
     assert not meets([a, b[:3]])  # a receive that nobody sends
+    a.insert(1, a.pop(2)), a.insert(2, Op("W", 0, 0))
+    assert not meets([a, b])  # rank 0 waits for the gradient before it sends the activation
 
 
 def test_why_the_sender_places_the_receive():

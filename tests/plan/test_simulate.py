@@ -1,0 +1,128 @@
+"""Simulated bubbles equal the papers' formulas, exactly, for every schedule and all p <= 8, m <= 32."""
+from fractions import Fraction
+
+import pytest
+
+from parallel.schedule import SCHEDULES, Op, in_flight, make, one_f_one_b
+from plan.simulate import Span, Timeline, closed_form, paired, share, simulate
+
+COSTS = [(1, 1, 1), (2, 2, 1), (10, 12, 7)]  # F, I, W of a rank's share: equal; W the half; what a transformer measures
+
+
+def every(kind):
+    for p in range(1, 9):
+        for m in range(p, 33, p) if kind == "interleaved" else range(1, 33):
+            for v in (1, 2, 4) if kind == "interleaved" else (None,):
+                yield p, m, make(kind, p, m, v)
+
+
+def run(s, f, i, w, hop=0, overlap=None):
+    return simulate(s.order, s.n_stages, share(s, *map(Fraction, (f, i, w))), hop, overlap)
+
+
+@pytest.mark.parametrize("kind,applies,bubble", [
+    ("gpipe", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b)),
+    ("1f1b", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b)),
+    ("interleaved", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b) / v),
+    ("zb-h1", lambda p, m: m >= p, lambda p, f, b, w, v: (p - 1) * (f + b - 2 * w)),
+    ("zb-v", lambda p, m: m >= 2 * p - 1, lambda p, f, b, w, v: (p - 1) * (b - 2 * w)),  # zero where F = I = W
+    ("dualpipe-v", lambda p, m: m >= 2 * p, lambda p, f, b, w, v: (p - 1) * (f + b - 2 * w) / 2),
+])
+def test_bubbles_are_the_papers(kind, applies, bubble):
+    """The formulas stand here once more, so that closed_form cannot be bent to a wrong simulation."""
+    for p, m, s in every(kind):
+        for f, i, w in COSTS:
+            t, known = run(s, f, i, w), closed_form(kind, p, m, s.chunks, *map(Fraction, (f, i, w)))
+            assert all(t.busy(r) == m * (f + i + w) for r in range(p))
+            if kind == "dualpipe-v" and f != i:
+                assert known is None  # its readers may want F = I
+                continue
+            if applies(p, m):
+                assert t.bubble == bubble(p, Fraction(f), i + w, w, s.chunks), (p, m, s.chunks, f, i, w)
+            if known is not None:
+                assert t.bubble == known[1], (p, m, f, i, w)
+            else:
+                assert not applies(p, m)
+            if kind != "zb-v":  # the first rank starts first and ends last: its bubble is the step's
+                assert t.makespan == m * (f + i + w) + t.bubble
+
+
+def test_zero_bubble():
+    """ZB-V with F = I = W: a parallelogram. No rank waits from its first op to its last; each starts half an F later."""
+    for p, m, s in every("zb-v"):
+        t = run(s, 1, 1, 1)
+        if m >= 2 * p - 1:
+            assert [t.wall(r) - t.busy(r) for r in range(p)] == [0] * p
+            assert [rank[0].start for rank in t.ranks] == [Fraction(r, 2) for r in range(p)]
+            assert t.makespan == 3 * m + Fraction(p - 1, 2)
+        else:
+            assert t.bubble == 2 * p - 1 - m
+
+
+def test_dualpipe_overlapped_is_deepseeks_formula():
+    """(PP/2-1)(F&B+B-3W) with PP = 2p chunks, each half of a rank's share; F&B from B, hidden entirely, to F+B."""
+    for p, m, s in every("dualpipe-v"):
+        for f, w in ((1, 1), (2, 1), (3, 2)):
+            for overlap in (Fraction(1), Fraction(4, 5), Fraction(f + w, 2 * f + w)):
+                t, b = run(s, f, f, w, overlap=overlap), f + w
+                if m >= 2 * p:
+                    together = overlap * (f + b)
+                    bubble = (p - 1) * (together / 2 + Fraction(b, 2) - Fraction(3 * w, 2))
+                    assert max(t.idle(r) for r in range(p)) == t.idle(p - 1) == bubble
+                    assert closed_form("dualpipe-v", p, m, 2, f, f, w, overlap)[1] == bubble
+    assert [len([st for st in paired(ops) if len(st) == 2]) for ops in make("dualpipe-v", 4, 10).order] == [9, 10, 11, 11]
+
+
+def test_the_newer_the_better():
+    for p in range(2, 9):
+        for m in range(2 * p, 33, p):
+            b = {k: run(make(k, p, m), 1, 1, 1).bubble for k in SCHEDULES}
+            assert b["zb-v"] == 0 < b["dualpipe-v"] < b["zb-h1"] < b["interleaved"] < b["1f1b"] == b["gpipe"]
+
+
+def test_formulas_are_silent_where_they_do_not_hold():
+    assert closed_form("zb-h1", 4, 8, 1, 1, 1, 2) is None
+    assert closed_form("zb-v", 4, 8, 2, 2, 1, 1) is None
+    assert closed_form("dualpipe-v", 4, 7, 2, 1, 1, 1) is None
+    assert closed_form("dualpipe-v", 4, 8, 2, 1, 1, 1, Fraction(1, 2)) is None
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_memory_curve_peaks_where_the_list_says(kind):
+    for p, m, s in every(kind):
+        if m <= 12:
+            for overlap in (None, Fraction(4, 5)) if kind == "dualpipe-v" else (None,):
+                t = run(s, 10, 11, 7, Fraction(1, 3), overlap)
+                for r, ops in enumerate(s.order):
+                    curve = t.memory(r)
+                    assert max(held for _, held in curve) == in_flight(ops)
+                    assert curve[-1] == (t.ranks[r][-1].end, 0) and curve == sorted(curve)
+                    assert all(held > 0 for _, held in curve[:-1]) or kind != "gpipe"
+
+
+def test_by_hand():
+    """Two ranks, one microbatch: F, hop, F, B, hop, B."""
+    t = simulate(one_f_one_b(2, 1), 2, {"F": 1, "B": 2}, hop=3)
+    assert t.ranks == [[Span(Op("F", 0, 0), 0, 1), Span(Op("B", 0, 0), 9, 11)], [Span(Op("F", 1, 0), 4, 5), Span(Op("B", 1, 0), 5, 7)]]
+    assert (t.makespan, t.bubble, t.busy(0), t.wall(1), t.idle(1)) == (11, 8, 3, 3, 8)
+    assert t.memory(0) == [(0, 1), (11, 0)]
+
+
+def test_costs_may_differ_by_stage_and_a_v_turns_without_a_hop():
+    t = simulate(one_f_one_b(2, 1), 2, {"F": [1, 5], "I": [1, 1], "W": [0, 3]})
+    assert t.ranks[1] == [Span(Op("F", 1, 0), 1, 6), Span(Op("B", 1, 0), 6, 10)] and t.makespan == 11
+    v = make("zb-v", 1, 1)
+    assert simulate(v.order, 2, {"F": 1, "I": 1, "W": 1}, hop=100).makespan == 6
+
+
+def test_hops_only_delay():
+    for kind in SCHEDULES:
+        s = make(kind, 4, 8)
+        times = [run(s, 1, 1, 1, hop).makespan for hop in (0, Fraction(1, 10), 1)]
+        assert times == sorted(times) and times[0] < times[2]
+
+
+def test_overlapped_ops_count_once():
+    f, b = Op("F", 0, 1), Op("B", 1, 0)
+    t = Timeline([[Span(f, 1, 4), Span(b, 1, 4), Span(f, 6, 7)]])
+    assert (t.busy(0), t.wall(0), t.bubble, t.start) == (4, 6, 2, 1)

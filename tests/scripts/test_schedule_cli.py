@@ -1,0 +1,73 @@
+"""scripts.schedule: what it prints is what was simulated; bad input is one line on stderr and exit code 2."""
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from runtime.failure import fail_cleanly
+from scripts.schedule import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run(capsys, line):
+    code = fail_cleanly(main, line.split())
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_documented_command(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "scripts.schedule", *"--kind zb-v --pp 4 --micro 8 --out".split(), str(tmp_path / "x.png")],
+                          cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "100"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bubble 0.0%" in done.stdout and "no deadlock" in done.stdout and "rank 3 |" in done.stdout
+    assert max(map(len, done.stdout.replace(str(tmp_path), "").splitlines())) <= 100
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
+def test_json(capsys):
+    code, out, _ = run(capsys, "--kind 1f1b --pp 4 --micro 8 --json")
+    x = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    assert (x["makespan"], x["bubble_time"], x["formula_time"], x["formula"]) == (33, 9, 9, "(p-1)(F+B)")
+    assert x["bubble"] == pytest.approx(9 / 33) and x["rank_peak"] == [4, 3, 2, 1] and x["transfers"] == 48
+    assert x["order"][3][:4] == ["3F0", "3B0", "3F1", "3B1"]
+    _, out, _ = run(capsys, "--kind zb-v --pp 4 --micro 8 --json")
+    x = json.loads(out)
+    assert (x["bubble"], x["bubble_time"], x["formula_time"], x["makespan"], x["vpp"]) == (0, 0, 0, 25.5, 2)
+    assert x["idle"] == pytest.approx(1.5 / 25.5) and x["rank_peak"] == [4] * 4
+
+
+def test_costs_hop_and_overlap(capsys):
+    x = json.loads(run(capsys, "--kind zb-h1 --pp 4 --micro 8 --f 1 --i 1.1 --w 0.7 --json")[1])
+    assert x["bubble_time"] == x["formula_time"] == 4.2  # exact: 3 (1 + 1.1 - 0.7)
+    slow = json.loads(run(capsys, "--kind zb-h1 --pp 4 --micro 8 --hop 0.5 --json")[1])
+    assert slow["formula"] is None and slow["bubble_time"] > 3
+    x = json.loads(run(capsys, "--kind dualpipe-v --pp 4 --micro 10 --overlap 0.8 --json")[1])
+    assert x["formula"] == "(p-1)(F&B+B-3W)/2" and max(x["rank_idle"]) * x["makespan"] == pytest.approx(x["formula_time"])
+    assert json.loads(run(capsys, "--kind interleaved --pp 2 --micro 4 --vpp 3 --json")[1])["vpp"] == 3
+
+
+def test_list(capsys):
+    code, out, _ = run(capsys, "--list")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == [
+        "kind", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+    assert len(json.loads(run(capsys, "--list --json")[1])) == 6
+
+
+@pytest.mark.parametrize("line,says", [
+    ("", "--kind: missing"), ("--kind zbv --pp 4 --micro 4", "did you mean zb-v?"), ("--kind 1f1b --pp 4", "--micro: missing"),
+    ("--kind interleaved --pp 4 --micro 6", "take 4 or 8"), ("--kind 1f1b --pp 0 --micro 4", "--pp: expected at least 1"),
+    ("--kind 1f1b --pp 4 --micro -1", "--micro: expected at least 1"), ("--kind 1f1b --pp x --micro 4", "--pp: invalid int value"),
+    ("--kind 1f1b --pp 4 --micro 4 --vpp 2", "1f1b has 1 chunk"), ("--kind 1f1b --pp 4 --micro 4 --w 0", "--w: expected a number"),
+    ("--kind 1f1b --pp 4 --micro 4 --hop nan", "--hop: expected"), ("--kind 1f1b --pp 4 --micro 4 --f 1e999999999", "--f: expected"),
+    ("--kind 1f1b --pp 4 --micro 4 --out x.gif", "--out: x.gif must end in .png"), ("--kind 1f1b --pp 4 --micro 4 --x", "--x"),
+    ("--kind 1f1b --pp 4 --micro 4 --out /dev/null/x.png", "--out: /dev/null/x.png: Not a directory"),
+    ("--kind 1f1b --pp 4000 --micro 4000", "at most"), ("--kind 1f1b --pp 4 --micro 4 --overlap 1", "only dualpipe-v"),
+])
+def test_bad_input_is_one_line(capsys, line, says):
+    code, out, err = run(capsys, line)
+    assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and says in err
