@@ -28,8 +28,8 @@ def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
     g, s = dy.to(gate.dtype), torch.sigmoid(gate)
     silu = gate * s
-    dgate = g * up * torch.addcmul(s, silu, 1 - s)  # silu' = s + silu (1 - s)
-    return torch.cat((dgate.to(dy.dtype), (g * silu).to(dy.dtype)), -1)
+    dgate = (1 - s).mul_(silu).add_(s).mul_(up).mul_(g)  # silu' = s + silu (1 - s)
+    return torch.cat((dgate.to(dy.dtype), silu.mul_(g).to(dy.dtype)), -1)
 
 
 def gelu_forward(x: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def interleaved(p: int, m: int, v: int) -> Order:
         return one_f_one_b(p, m)
     if m % p:
         near = " or ".join(str(n) for n in (m // p * p, m // p * p + p) if n)
-        raise ValueError(f"interleaved needs a multiple of its {p} pipeline ranks as microbatches, not {m}; take {near}")
+        raise ValueError(f"interleaved needs a multiple of its {p} ranks as microbatches, not {m}; take {near}")
     fwd = [f"F{k // p % v}" for k in range(m * v)]
     bwd = [f"B{v - 1 - k // p % v}" for k in range(m * v)]
 
@@ -257,8 +257,8 @@ def lower(order: Order, place: Place) -> Order:
 
     The SENDER places both ends, at one moment of a run that exists: so any two ranks meet in the same order, and the
     lists of every legal schedule meet. A receive placed where it is used would be simpler, and deadlocks two thirds of
-    the interleaved schedules on a transport without buffers. Stages that neighbour on one rank (the turn of a V) need no
-    transfer. Raises ValueError for an order that cannot finish.
+    the interleaved schedules on a transport without buffers. Stages that neighbour on one rank (the turn of a V) need
+    no transfer. Raises ValueError for an order that cannot finish.
     """
     out: Order = [[] for _ in order]
     for r, (op,) in walk(alone(order), len(place)):

@@ -39,7 +39,8 @@ def text(timeline: Timeline, width: int) -> list[str]:
     labels = [f"rank {r} " for r in range(len(timeline.ranks))]
     margin = max(map(len, labels))
     room = max(width - margin - 2, 8)
-    unit = min((s.end - s.start) / n for rank in timeline.ranks for s, _, n in laid(rank) if s.end > s.start)
+    times = sorted((s.end - s.start) / n for rank in timeline.ranks for s, _, n in laid(rank) if s.end > s.start)
+    unit = max(times[0], times[len(times) // 2] / 4)  # a measured op may be tiny; it shall not stretch the line
     widest = max(len(str(s.op.mb)) for rank in timeline.ranks for s in rank) + 2  # letter, number and a blank
     cell = next((c for c in range(widest, 0, -1) if timeline.makespan / unit * c <= room), 1)
 

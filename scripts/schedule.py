@@ -107,8 +107,8 @@ def report(s: Schedule, lowered: Order, t: Timeline, a) -> dict:
     bubbles = [float(1 - t.busy(r) / t.wall(r)) for r in every]
     idle = [float(t.idle(r) / t.makespan) for r in every]
     return {
-        "kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks,
-        "f": float(a.f), "i": float(a.i), "w": float(a.w), "hop": float(a.hop), "overlap": a.overlap and float(a.overlap),
+        "kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks, "overlap": a.overlap and float(a.overlap),
+        "f": float(a.f), "i": float(a.i), "w": float(a.w), "hop": float(a.hop),
         "makespan": float(t.makespan), "bubble": max(bubbles), "bubble_time": float(t.bubble), "idle": sum(idle) / a.pp,
         "formula": formula and formula[0], "formula_time": formula and float(formula[1]),
         "rank_bubble": bubbles, "rank_idle": idle, "rank_peak": [in_flight(ops) / s.chunks for ops in s.order],

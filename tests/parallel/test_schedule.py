@@ -1,4 +1,4 @@
-"""Every schedule, for all small p, m and v: complete, in order, no deadlock, transfers that meet, memory as promised."""
+"""Every schedule, for all small p, m and v: complete, in order, no deadlock, transfers that meet, bounded memory."""
 import random
 from collections import Counter, defaultdict
 
@@ -44,7 +44,7 @@ def test_every_list_is_complete_and_can_finish(kind):
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_transfers_meet(kind):
-    for s in every(kind):
+    for s in every(kind, m_max=20):
         low = lower(s.order, s.place)
         assert [[op for op in ops if op.kind in COMPUTE] for ops in low] == s.order
         assert meets(low)
@@ -55,11 +55,11 @@ def test_transfers_meet(kind):
                     other = s.place[mate(op).stage]
                     assert other != r and mate(mate(op)) == op
                     between[r, other].append(op if op.kind[0] == "S" else mate(op))
-                if op.kind in ("SF", "SB"):  # right after its data is made
+                if op.kind in ("SF", "SB"):  # right after its data is made; a receive, before its data is used
                     assert ops[at - 1] in [op._replace(kind=k) for k in ("F" if op.kind == "SF" else "BI")]
-                elif op.kind in ("RF", "RB"):  # before its data is used
+                elif op.kind in ("RF", "RB"):
                     assert any(op._replace(kind=k) in ops[at:] for k in ("F" if op.kind == "RF" else "BI"))
-        assert all(mine == between[b, a] for (a, b), mine in between.items())  # one order at both ends, so first in, first out
+        assert all(mine == between[b, a] for (a, b), mine in between.items())  # one order at both ends
         cuts = sum(a != b for a, b in zip(s.place, s.place[1:]))
         assert sum(map(len, between.values())) == 2 * 2 * cuts * s.microbatches  # both ends, both directions
 
@@ -114,8 +114,8 @@ def test_one_chunk_interleaved_is_1f1b():
 @pytest.mark.parametrize("args,says", [
     (("zbv", 4, 8), "did you mean zb-v"), (("?", 4, 8), "gpipe or 1f1b or"), (("interleaved", 4, 6), "take 4 or 8"),
     (("interleaved", 4, 3), "take 4$"), (("1f1b", 4, 4, 2), "1f1b has 1 chunk a rank, not 2"),
-    (("zb-v", 4, 4, 3), "zb-v has 2 chunks a rank"), (("gpipe", 0, 1), "at least 1 rank"), (("gpipe", 1, 0), "at least"),
-    (("interleaved", 1, 1, 0), "at least"),
+    (("zb-v", 4, 4, 3), "zb-v has 2 chunks a rank"), (("gpipe", 0, 1), "at least 1 rank"),
+    (("gpipe", 1, 0), "at least"), (("interleaved", 1, 1, 0), "at least"),
 ])
 def test_illegal_values_are_one_line_with_the_legal_ones(args, says):
     with pytest.raises(ValueError, match=says) as e:
@@ -135,12 +135,12 @@ def broken(change):
     (lambda o: o[0].remove(Op("W", 0, 1)), "stage 0 runs F I for microbatch 1"),
     (lambda o: o[0].append(Op("F", 0, 1)), "stage 0 runs F F I W"),
     (lambda o: o[0].append(Op("B", 0, 1)), "stage 0 runs B F I W"),
-    (lambda o: (o[0].remove(Op("F", 0, 0)), o[1].insert(0, Op("F", 0, 0))), "rank 1 runs 0F0, but stage 0 is rank 0's"),
+    (lambda o: o[1].append(o[0].pop(0)), "rank 1 runs 0F0, but stage 0 is rank 0's"),
     (lambda o: o[0].append(Op("F", 0, 3)), "rank 0 runs 0F3: no such op"),
     (lambda o: o[0].append(Op("F", 4, 0)), "rank 0 runs 4F0: no such op"),
     (lambda o: o[0].append(Op("F", -1, 0)), "no such op"),
     (lambda o: o[0].append(Op("SF", 0, 0)), "no such op"),
-    (lambda o: o[1].sort(key=lambda op: -op.stage), r"deadlock: rank 0 at 3F0 waits for 2F0, rank 1 at 2F0 waits for 1F0"),
+    (lambda o: o[1].sort(key=lambda op: -op.stage), "rank 0 at 3F0 waits for 2F0, rank 1 at 2F0 waits for 1F0"),
     (lambda o: o[0].insert(0, o[0].pop(o[0].index(Op("W", 3, 0)))), "deadlock: rank 0 at 3W0 waits for 3I0, rank 1"),
 ])
 def test_broken_lists_are_refused(change, says):

@@ -20,8 +20,9 @@ def run(capsys, line):
 
 
 def test_the_documented_command(tmp_path):
-    done = subprocess.run([sys.executable, "-m", "scripts.schedule", *"--kind zb-v --pp 4 --micro 8 --out".split(), str(tmp_path / "x.png")],
-                          cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "100"})
+    words = ["--kind", "zb-v", "--pp", "4", "--micro", "8", "--out", str(tmp_path / "x.png")]
+    done = subprocess.run([sys.executable, "-m", "scripts.schedule", *words], cwd=ROOT, capture_output=True, text=True,
+                          timeout=120, env={**os.environ, "COLUMNS": "100"})
     assert (done.returncode, done.stderr) == (0, "")
     assert "bubble 0.0%" in done.stdout and "no deadlock" in done.stdout and "rank 3 |" in done.stdout
     assert max(map(len, done.stdout.replace(str(tmp_path), "").splitlines())) <= 100
@@ -47,7 +48,8 @@ def test_costs_hop_and_overlap(capsys):
     slow = json.loads(run(capsys, "--kind zb-h1 --pp 4 --micro 8 --hop 0.5 --json")[1])
     assert slow["formula"] is None and slow["bubble_time"] > 3
     x = json.loads(run(capsys, "--kind dualpipe-v --pp 4 --micro 10 --overlap 0.8 --json")[1])
-    assert x["formula"] == "(p-1)(F&B+B-3W)/2" and max(x["rank_idle"]) * x["makespan"] == pytest.approx(x["formula_time"])
+    assert x["formula"] == "(p-1)(F&B+B-3W)/2"
+    assert max(x["rank_idle"]) * x["makespan"] == pytest.approx(x["formula_time"])
     assert json.loads(run(capsys, "--kind interleaved --pp 2 --micro 4 --vpp 3 --json")[1])["vpp"] == 3
 
 
@@ -59,14 +61,22 @@ def test_list(capsys):
 
 
 @pytest.mark.parametrize("line,says", [
-    ("", "--kind: missing"), ("--kind zbv --pp 4 --micro 4", "did you mean zb-v?"), ("--kind 1f1b --pp 4", "--micro: missing"),
-    ("--kind interleaved --pp 4 --micro 6", "take 4 or 8"), ("--kind 1f1b --pp 0 --micro 4", "--pp: expected at least 1"),
-    ("--kind 1f1b --pp 4 --micro -1", "--micro: expected at least 1"), ("--kind 1f1b --pp x --micro 4", "--pp: invalid int value"),
-    ("--kind 1f1b --pp 4 --micro 4 --vpp 2", "1f1b has 1 chunk"), ("--kind 1f1b --pp 4 --micro 4 --w 0", "--w: expected a number"),
-    ("--kind 1f1b --pp 4 --micro 4 --hop nan", "--hop: expected"), ("--kind 1f1b --pp 4 --micro 4 --f 1e999999999", "--f: expected"),
-    ("--kind 1f1b --pp 4 --micro 4 --out x.gif", "--out: x.gif must end in .png"), ("--kind 1f1b --pp 4 --micro 4 --x", "--x"),
+    ("", "--kind: missing"),
+    ("--kind zbv --pp 4 --micro 4", "did you mean zb-v?"),
+    ("--kind 1f1b --pp 4", "--micro: missing"),
+    ("--kind interleaved --pp 4 --micro 6", "take 4 or 8"),
+    ("--kind 1f1b --pp 0 --micro 4", "--pp: expected at least 1"),
+    ("--kind 1f1b --pp 4 --micro -1", "--micro: expected at least 1"),
+    ("--kind 1f1b --pp x --micro 4", "--pp: invalid int value"),
+    ("--kind 1f1b --pp 4 --micro 4 --vpp 2", "1f1b has 1 chunk"),
+    ("--kind 1f1b --pp 4 --micro 4 --w 0", "--w: expected a number"),
+    ("--kind 1f1b --pp 4 --micro 4 --hop nan", "--hop: expected"),
+    ("--kind 1f1b --pp 4 --micro 4 --f 1e999999999", "--f: expected"),
+    ("--kind 1f1b --pp 4 --micro 4 --out x.gif", "--out: x.gif must end in .png"),
+    ("--kind 1f1b --pp 4 --micro 4 --x", "--x"),
     ("--kind 1f1b --pp 4 --micro 4 --out /dev/null/x.png", "--out: /dev/null/x.png: Not a directory"),
-    ("--kind 1f1b --pp 4000 --micro 4000", "at most"), ("--kind 1f1b --pp 4 --micro 4 --overlap 1", "only dualpipe-v"),
+    ("--kind 1f1b --pp 4000 --micro 4000", "at most"),
+    ("--kind 1f1b --pp 4 --micro 4 --overlap 1", "only dualpipe-v"),
 ])
 def test_bad_input_is_one_line(capsys, line, says):
     code, out, err = run(capsys, line)
