@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from build import build
 from kernels.attention import attention, mask, reference
 from model.generate import generate
