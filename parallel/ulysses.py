@@ -9,7 +9,7 @@ process. Needs query and key heads that n divides (rules.validate says so).
 On the wire, a rank, layer and microbatch; Q, K: bytes of its queries and keys: 2 Q + 2 K forward, the same backward, in two
 all-to-alls each, of which 1/n stays on the rank.
 """
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor

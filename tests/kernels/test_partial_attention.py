@@ -1,6 +1,7 @@
 """Parts of an attention, put together, are the whole: outputs and gradients, with queries that see nothing of a part."""
 import pytest
 import torch
+
 from kernels.attention import reference
 from kernels.partial_attention import TILE, merge, partial, partial_backward
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from build import build
 from kernels.attention import attention, mask, reference
 from model.generate import generate
@@ -124,7 +125,8 @@ def test_generation_runs_whole_sequences(pool, kind, name, layout):
 
 @pytest.mark.parametrize("name,kind,docs,layout", [
     ("mistral-tiny", "ring", True, {"cp": 2}), ("gpt2-tiny", "ulysses", True, {"cp": 2, "zero": 2}),
-    ("llama3-tiny", "ring", False, {"cp": 2, "tp": 2, "sp": True, "zero": 3}), ("qwen3-tiny", "ulysses", True, {"cp": 2, "pp": 2, "schedule": "zb-v", "layers": 4}),
+    ("llama3-tiny", "ring", False, {"cp": 2, "tp": 2, "sp": True, "zero": 3}),
+    ("qwen3-tiny", "ulysses", True, {"cp": 2, "pp": 2, "schedule": "zb-v", "layers": 4}),
     ("mistral-tiny", "ring", False, {"cp": 4, "zero": 1}), ("llama3-tiny", "ring", True, {"cp": 2, "zero": 1, "dp_rep": 2}),
 ])
 def test_layouts_train_like_one_process(pool, name, kind, docs, layout):
