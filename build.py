@@ -19,7 +19,7 @@ from parallel.params import Bucket, Sharing, cut
 from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
 from parallel.zero import Zero
-from rules import validate
+from rules import divisors, nearby, validate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -80,9 +80,9 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     return stages, buckets
 
 
-def plan_pipeline(cfg: Config, world: int) -> Schedule:
+def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
     """The step's schedule, checked. Raises ConfigError for every setting that cannot run on `world` ranks."""
-    validate(cfg, world)
+    validate(cfg, world, advise)
     p, t = cfg.parallel, cfg.train
     micro = t.global_batch // (t.micro_batch * (world // (p.tp * p.cp * p.pp)))
     try:
@@ -91,7 +91,8 @@ def plan_pipeline(cfg: Config, world: int) -> Schedule:
         raise ConfigError(f"parallel.schedule: {e} (microbatches = train.global_batch / (train.micro_batch * dp))") from None
     if schedule.n_stages > cfg.model.layers:
         raise ConfigError(f"parallel.pp: {p.schedule} on {p.pp} ranks makes {schedule.n_stages} stages, model.layers is {cfg.model.layers}; "
-                          f"lower parallel.pp or parallel.vpp")
+                          "lower parallel.pp or parallel.vpp"
+                          + (nearby(cfg, "parallel.pp", divisors(world), lambda c: plan_pipeline(c, world, False)) if advise else ""))
     check(schedule.order, schedule.n_stages, micro, schedule.place)
     return schedule
 

@@ -1,24 +1,39 @@
 """Every rule that spans config keys. It runs before any work starts; each refusal is one line that names the key, what is
 wrong with it, and values nearby that would do.
 """
+import contextlib
+import dataclasses
 import math
 
 from config import HORIZONS, Config, ConfigError, head_dim, kv_heads
 
 
-def near_divisors(n: int, want: int) -> str:
-    """The divisors of n nearest to `want`, as text for an error."""
-    divs = sorted((d for d in range(1, n + 1) if n % d == 0), key=lambda d: abs(d - want))[:4]
-    return ", ".join(map(str, sorted(divs)))
+def divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def validate(cfg: Config, world: int = 1) -> None:
-    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out."""
+def nearby(cfg: Config, key: str, values, check) -> str:
+    """Up to four of `values`, those nearest to what `key` has, with which check(config) passes: text for the end of an error."""
+    section, name = key.split(".")
+    part, good = getattr(cfg, section), []
+    now = getattr(part, name) or 0
+    for v in sorted(set(values), key=lambda v: (abs(v - now), v)):
+        with contextlib.suppress(ConfigError):
+            check(dataclasses.replace(cfg, **{section: dataclasses.replace(part, **{name: v})}))
+            good.append(v)
+        if len(good) == 4:
+            break
+    return f"; try {key} {', '.join(map(str, sorted(good)))}" if good else ""
+
+
+def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
+    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out; advise: with values that pass."""
     m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
 
-    def need(ok, text):
+    def need(ok, text, keys="", values=()):
         if not ok:
-            raise ConfigError(text)
+            tips = (nearby(cfg, key, values, lambda c: validate(c, world, False)) for key in keys.split() if advise)
+            raise ConfigError(text + next(filter(None, tips), ""))
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
@@ -37,38 +52,42 @@ def validate(cfg: Config, world: int = 1) -> None:
     need(o.warmup >= 0, f"optim.warmup: {o.warmup} must not be negative")
     need(o.min_lr is None or 0 <= o.min_lr <= o.lr, f"optim.min_lr: {o.min_lr} must lie in [0, optim.lr = {o.lr}]")
     need(m.head_dim or m.hidden % m.heads == 0,
-         f"model.heads: {m.heads} does not divide model.hidden={m.hidden}; try {near_divisors(m.hidden, m.heads)}, or set model.head_dim")
+         f"model.heads: {m.heads} does not divide model.hidden={m.hidden}, and model.head_dim is not set",
+         "model.heads", divisors(m.hidden))
     need(m.heads % kv_heads(m) == 0,
-         f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}; try {near_divisors(m.heads, kv_heads(m))}")
-    need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE")
+         f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}", "model.kv_heads", divisors(m.heads))
+    need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE",
+         "model.head_dim", (head_dim(m) - 1, head_dim(m) + 1))
     need(m.positions != "learned" or t.seq_len <= m.context,
-         f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context")
+         f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context",
+         "train.seq_len", [m.context // 2**i for i in range(4)])
     given = [h for h in HORIZONS if getattr(t, h) is not None]
     need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
                           + (f"got {' and '.join(given)}" if given else "got none"))
     degree = p.tp * p.pp * p.cp * p.dp_rep
-    need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}; "
-                              f"a product of {near_divisors(world, degree)} does")
+    need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}",
+         "parallel.tp parallel.pp parallel.cp parallel.dp_rep", divisors(world))
     dp = world // (p.tp * p.pp * p.cp)
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
-        need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}; try {near_divisors(value, p.tp)}")
+        need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}", "parallel.tp", divisors(value))
     part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds
     need(t.seq_len % part == 0, f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}"
-         f"{f' and parallel.sp over tp={p.tp} cut' if p.sp else ' cuts'} it; try {max(1, t.seq_len // part) * part}")
+         f"{f' and parallel.sp over tp={p.tp} cut' if p.sp else ' cuts'} it",
+         "train.seq_len", [part * max(1, t.seq_len // part + i) for i in range(-1, 3)])
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m))):
         need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
-             f"take ring, or a parallel.cp of {near_divisors(value // p.tp, p.cp)}")
+             "take ring, or another degree", "parallel.cp", divisors(value))
     need(world == 1 or not cfg.checkpoint.async_save,
          f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
-    need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1")
+    need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
     a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
     need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(p.tp, node) % min(p.tp, node) == 0,
-         f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at tp {p.tp}; try {near_divisors(a, node)}")
+         f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at tp {p.tp}", "parallel.node", divisors(a))
     need(t.global_batch % (t.micro_batch * dp) == 0,
-         f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}; "
-         f"try {max(1, t.global_batch // (t.micro_batch * dp)) * t.micro_batch * dp}")
+         f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}",
+         "train.global_batch", [t.micro_batch * dp * max(1, t.global_batch // (t.micro_batch * dp) + i) for i in range(-1, 3)])
     need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
          f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")

@@ -2,7 +2,10 @@
 rank says in one line what happened; its exit_reason.json carries the exit code that torchrun loses."""
 import json
 import os
+import pathlib
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -110,3 +113,22 @@ def test_two_ranks_stop_at_the_same_step(tmp_path, args, how):
     assert run(tmp_path, args).codes == [0, 0]  # and goes on under another layout
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_sigterm_to_torchrun_saves_on_every_rank(tmp_path, args):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--signals-to-handle",
+                "SIGTERM,SIGINT,SIGUSR1", "train.py"]
+    agent = subprocess.Popen([*torchrun, *args, "--train.steps", "100000", "--log.dir", str(tmp_path), "--log.name", "run"],
+                             cwd=pathlib.Path(__file__).parent.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        rows, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not (rows.exists() and '"step": 2,' in rows.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        agent.send_signal(signal.SIGTERM)
+        agent.wait(60)
+    finally:
+        agent.kill()
+        agent.wait()
+    assert {r: x["code"] for r, x in reasons(tmp_path).items()} == {0: 75, 1: 75}
+    ((step, _),) = store.committed(tmp_path / "run" / "checkpoints")
+    assert step >= 2 and step == json.loads(rows.read_text().splitlines()[-1])["step"]

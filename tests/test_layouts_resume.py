@@ -129,14 +129,9 @@ def test_torchrun_and_resumes_under_other_layouts_follow_one_process(tmp_path):
             "--train.steps", "6", "--optim.decay", "constant", "--checkpoint.every", "2"]
     command(1, [*args, "--log.name", "one"])
     one, many = losses(tmp_path / "one"), ["--log.name", "many"]
-    stop = tmp_path / "many" / "STOP"  # how each run ends early: it stops after its first step, saved
-    stop.parent.mkdir()
-    for ranks, layout in ((4, ["--parallel.tp", "2", "--parallel.sp", "true", "--parallel.pp", "2", "--parallel.zero", "1"]),
-                          (4, ["--parallel.tp", "2", "--parallel.zero", "3"]), (1, [])):
-        if ranks == 1:
-            command(1, [*args, *many])
-            break
-        # a horizon of its own: torchrun turns "stopped early" into an error
-        command(ranks, [*args, *many, *layout, "--train.steps", str(2 if "--parallel.pp" in layout else 4)])
+    # each start has a horizon of its own: a run that stops early is an error to torchrun
+    command(4, [*args, *many, "--train.steps", "2", "--parallel.tp", "2", "--parallel.sp", "true", "--parallel.pp", "2", "--parallel.zero", "1"])
+    command(4, [*args, *many, "--train.steps", "4", "--parallel.tp", "2", "--parallel.zero", "3"])
+    command(1, [*args, *many])
     assert list(losses(tmp_path / "many")) == list(one) == [1, 2, 3, 4, 5, 6]
     np.testing.assert_allclose(list(losses(tmp_path / "many").values()), list(one.values()), rtol=BOUND, atol=0)

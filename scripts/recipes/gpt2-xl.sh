@@ -13,6 +13,7 @@ WORDS=(gpt2-xl --log.name gpt2-xl --train.seq_len 1024 --train.global_batch 512 
 if [ "${*: -1}" = --words ]; then
     printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
 else
+    echo "made for $WORLD GPUs; this is one node" >&2
     cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@" # 1 such nodes: sbatch
+    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
 fi

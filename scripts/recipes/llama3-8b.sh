@@ -12,6 +12,7 @@ WORDS=(llama3-8b --log.name llama3-8b --train.tokens 15e12 --train.seq_len 8192 
 if [ "${*: -1}" = --words ]; then
     printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
 else
+    echo "made for $WORLD GPUs; this is one node" >&2
     cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@" # 64 such nodes: sbatch
+    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
 fi

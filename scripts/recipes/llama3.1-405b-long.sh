@@ -16,6 +16,7 @@ WORDS=(llama3.1-405b --log.name llama3.1-405b-long --train.tokens 8e11 --train.s
 if [ "${*: -1}" = --words ]; then
     printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
 else
+    echo "made for $WORLD GPUs; this is one node" >&2
     cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@" # 2048 such nodes: sbatch
+    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
 fi

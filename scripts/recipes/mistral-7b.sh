@@ -13,6 +13,7 @@ WORDS=(mistral-7b --log.name mistral-7b --train.seq_len 8192 --train.global_batc
 if [ "${*: -1}" = --words ]; then
     printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
 else
+    echo "made for $WORLD GPUs; this is one node" >&2
     cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@" # 32 such nodes: sbatch
+    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
 fi

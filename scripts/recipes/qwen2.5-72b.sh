@@ -13,6 +13,7 @@ WORDS=(qwen2.5-72b --log.name qwen2.5-72b --train.tokens 18e12 --train.seq_len 4
 if [ "${*: -1}" = --words ]; then
     printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
 else
+    echo "made for $WORLD GPUs; this is one node" >&2
     cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@" # 128 such nodes: sbatch
+    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
 fi

@@ -1,0 +1,113 @@
+"""What cannot run is refused before it starts: each rule names its key and values that are really accepted, and ranks that were
+started differently are told which of them is the odd one, in one line for the whole job."""
+import dataclasses
+import re
+
+import pytest
+
+import config
+import train
+from build import plan_pipeline
+from config import ConfigError
+from ranks import MODEL, corpus, job
+from rules import divisors
+
+BASE = config.resolve("llama3-tiny", None, ["--model.vocab", "500", "--train.global_batch", "48", "--train.micro_batch", "1", "--train.seq_len", "96"])
+
+
+def changed(cfg, key: str, value):
+    section, name = key.split(".")
+    return dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **{name: value})})
+
+
+def having(**keys):
+    cfg = BASE
+    for key, value in keys.items():
+        cfg = changed(cfg, key.replace("__", "."), value)
+    return cfg
+
+
+# (settings that break one rule, world, the key that the line names, whether a value must be offered)
+CASES = [
+    (having(model__heads=5), 1, "model.heads", True),
+    (having(model__kv_heads=3), 1, "model.kv_heads", True),
+    (having(model__head_dim=7), 1, "model.head_dim", True),
+    (having(model__positions="learned", model__context=64), 1, "train.seq_len", True),
+    (having(parallel__tp=4), 6, "parallel.tp", True),
+    (having(parallel__pp=3), 4, "parallel.pp", True),
+    (having(parallel__tp=3), 3, "model.heads", True),
+    (having(parallel__tp=8), 8, "model.kv_heads", True),
+    (having(parallel__tp=4, model__ffn=386), 4, "model.ffn", True),
+    (having(parallel__tp=4, model__vocab_multiple=2), 4, "model.vocab_multiple", True),
+    (having(parallel__tp=4, parallel__sp=True, train__seq_len=98), 4, "train.seq_len", True),
+    (having(parallel__cp=4, train__seq_len=100), 4, "train.seq_len", True),
+    (having(parallel__cp=3, parallel__cp_kind="ulysses"), 3, "parallel.cp_kind", False),
+    (having(parallel__pp=8), 8, "model.layers", True),
+    (having(train__global_batch=49), 4, "train.global_batch", True),
+    (having(parallel__dp_rep=2), 4, "parallel.dp_rep", True),
+]
+
+
+def offers(text: str) -> list[tuple[str, int]]:
+    found = re.search(r"; try ([a-z_.]+) ([\d, ]+)", text)
+    return [(found[1], int(v)) for v in found[2].split(",")] if found else []
+
+
+@pytest.mark.parametrize("cfg, world, key, offered", CASES, ids=[f"{c[2]}-{c[1]}-{i}" for i, c in enumerate(CASES)])
+def test_each_rule_names_its_key_and_values_that_pass(cfg, world, key, offered):
+    with pytest.raises(ConfigError) as e:
+        plan_pipeline(cfg, world)
+    text = str(e.value)
+    assert key.split(".")[1] in text and "\n" not in text
+    assert offers(text) or not offered, text
+    for name, value in offers(text):
+        plan_pipeline(changed(cfg, name, value), world)
+
+
+def test_whatever_is_refused_in_any_world_offers_only_what_is_accepted():
+    refused = helped = 0
+    for world in range(1, 17):
+        for tp, pp, zero in ((tp, pp, zero) for tp in (1, 2, 3, 4, 8) for pp in (1, 2, 3, 4, 5) for zero in (0, 1)):
+            cfg = having(parallel__tp=tp, parallel__pp=pp, parallel__zero=zero)
+            try:
+                plan_pipeline(cfg, world)
+                assert world % (tp * pp) == 0
+            except ConfigError as e:
+                refused += 1
+                helped += bool(offers(str(e)))
+                assert "\n" not in str(e) and re.match(r"(parallel|train|model)\.\w+", str(e)), e
+                for name, value in offers(str(e)):
+                    try:
+                        plan_pipeline(changed(cfg, name, value), world)
+                    except ConfigError as again:  # rules.validate offers for its own rules; the schedule is judged after them
+                        assert str(again).startswith(("parallel.schedule", "parallel.pp")), f"{e} -> {again}"
+    assert refused > 300 and helped > refused / 3
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    return ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path_factory.mktemp("refusals")), "--train.steps", "2", "--log.name", "r"]
+
+
+def test_a_mistake_on_every_rank_is_one_line(tmp_path, args):
+    end = job(tmp_path, 3, [*args, "--log.dir", str(tmp_path), "--parallel.tp", "2"])
+    assert 2 in end.codes and set(end.codes) <= {2, -15}
+    (line,) = end.errors()
+    assert "does not divide the world size 3" in line
+    assert not (tmp_path / "r").exists()  # refused before anything was made
+
+
+@pytest.mark.parametrize("what", ["config", "code", "torch"])
+def test_a_rank_that_was_started_differently_is_named(tmp_path, args, what):
+    def before(rank):
+        if rank == 1 and what == "code":
+            config.code_hash = lambda: "other"
+        if rank == 1 and what == "torch":
+            train.torch.__version__ = "1.0"
+    other = {1: ["--parallel.zero", "2"]} if what == "config" else {}
+    end = job(tmp_path, 3, [*args, "--log.dir", str(tmp_path), "--train.global_batch", "6"], rank_args=other, before=before)
+    assert 2 in end.codes and set(end.codes) <= {2, -15}, end.logs
+    (line,) = end.errors()
+    assert f"rank 1 was started with another {what}" in line
+    assert what != "config" or "zero: 2" in line
