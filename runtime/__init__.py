@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # glibc keeps freed memory instead of giving it back: the next step's activations come without page faults, which took
 # 6 % of a step's CPU time (8 layers, hidden 512, bf16). -1 is M_TRIM_THRESHOLD, -3 M_MMAP_THRESHOLD at its upper bound.
-mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # none outside glibc
-if mallopt is not None:
-    mallopt(-1, 2**31 - 1)
-    mallopt(-3, 1 << 25)
+MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # none outside glibc
+if MALLOPT is not None:
+    MALLOPT(-1, 2**31 - 1)
+    MALLOPT(-3, 1 << 25)
