@@ -134,6 +134,8 @@ def ranks(x: dict) -> list[str]:
 
 def summary(x: dict) -> list[str]:
     known = f", by formula {x['formula']} = {x['formula_time']:.6g}" if x["formula"] else ""
+    if x["overlap"]:  # DeepSeek's formula counts the idle time of the last rank in the whole step
+        known = f", last rank idle {x['rank_idle'][-1] * x['makespan']:.6g}" + known
     return [f"step {x['makespan']:.6g}, bubble {x['bubble_time']:.6g}{known}",
             f"idle {x['idle']:.1%} of all ranks' time in the step, late starts and early ends included",
             f"checked: complete, in order, no deadlock; {count(x['transfers'], 'transfer')} meet without buffers"]

@@ -4,6 +4,7 @@
 
 Speaks JSON lines on the real standard output: first what it is, then, for each line "N" it reads, N steps' times.
 Every contestant runs forward, loss with fp32 softmax, backward, clipping to norm 1 and AdamW on the same batches.
+ours+compile: with train.compile. transformers+malloc (any peer): with our malloc settings, to see what they are worth.
 """
 import json
 import os
@@ -11,7 +12,8 @@ import resource
 import sys
 import time
 
-import runtime  # noqa: F401  before torch
+if sys.argv[1].startswith("ours") or sys.argv[1].endswith("+malloc"):
+    import runtime  # noqa: F401  before torch: what train.py sets for OpenMP and malloc; the others run as their users run them
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn

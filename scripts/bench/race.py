@@ -1,5 +1,6 @@
 """The race of training steps: every contestant resident in a process of its own, steps handed out in rotating order."""
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -14,6 +15,7 @@ class Peer:
     def __init__(self, name: str, settings: dict) -> None:
         self.name, self.rounds = name, []
         self.process = subprocess.Popen([sys.executable, "-m", "scripts.bench.peer", name, json.dumps(settings)], text=True,
+                                        env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},  # the same for all
                                         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         hello = self.read()
         self.problem = hello.get("error")

@@ -50,6 +50,8 @@ def test_costs_hop_and_overlap(capsys):
     x = json.loads(run(capsys, "--kind dualpipe-v --pp 4 --micro 10 --overlap 0.8 --json")[1])
     assert x["formula"] == "(p-1)(F&B+B-3W)/2"
     assert max(x["rank_idle"]) * x["makespan"] == pytest.approx(x["formula_time"])
+    said = run(capsys, "--kind dualpipe-v --pp 4 --micro 10 --overlap 0.85")[1]
+    assert "last rank idle 2.325, by formula (p-1)(F&B+B-3W)/2 = 2.325" in said
     assert json.loads(run(capsys, "--kind interleaved --pp 2 --micro 4 --vpp 3 --json")[1])["vpp"] == 3
 
 
