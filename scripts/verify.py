@@ -176,6 +176,8 @@ def main(argv: list[str]) -> int:
     cfg = subject(a.name)
     legal, refused = lattice(cfg, a.world)
     legal = [layout for layout in legal if set(a.only) <= set(name_of(layout, a.world).split())]
+    if not legal:
+        raise ConfigError(f"--only: no legal layout of {a.world} ranks has the words {' '.join(a.only)}")
     if a.layouts != "all":
         legal = random.Random(a.seed).sample(legal, min(int(a.layouts), len(legal)))
     print(f"{a.name}: {len(legal)} layouts of {a.world} ranks, {STEPS} steps, fp64, bound {BOUND:.0e}")

@@ -7,7 +7,6 @@ import torch
 
 import config
 import rules
-from parallel.comm import World
 from parallel.reduce import nodes, start_scatter_sum, start_sum
 from scripts.verify import subject
 
@@ -21,7 +20,7 @@ def numbers(rank, dtype):
 def sums(world, kind, node, dtype):
     """(the sum, bytes and calls that this rank sent), in a group of all ranks; and ZeRO's share of it, where the kind has one."""
     ledger = Counter()
-    group = World(world.rank, world.size, world.handles).groups("loss", [list(range(world.size))], ledger)
+    group = world.groups("loss", [list(range(world.size))], ledger)
     whole = start_sum(numbers(world.rank, dtype), group, kind, node).wait()
     sent = ledger["loss", "send", "bytes"], ledger["loss", "send", "calls"]
     share = start_scatter_sum(numbers(world.rank, dtype), group, kind).wait() if kind in ("ring", "collective") else None
