@@ -69,7 +69,7 @@ TABLE = (
     Mutation("a stale ZeRO shard: weights are not gathered after the update", "parallel/params.py",
              "elif self.zero and self.mesh.shard.size > 1:", "elif False:", "llama3-tiny", 2, "dp2 zero1 mb1"),
     Mutation("ZeRO-3 keeps whole weights from before the update", "parallel/params.py",
-             "            self.release()  # whole", "            pass  # whole", "llama3.2-tiny", 2, "dp2 zero3 mb1"),
+             "self.weights = self.arriving = None\n", "self.arriving = None\n        return\n", "llama3.2-tiny", 2, "dp2 zero3 mb1"),
     Mutation("gradients are averaged over the data ranks although the loss is already a mean", "parallel/params.py",
              "start_sum(self.grad, mesh.loss,", "start_sum(self.grad.div_(mesh.loss.size), mesh.loss,", "llama3-tiny", 2, "dp2 zero0 mb1"),
     Mutation("replicas of a shard group are forgotten (HSDP)", "parallel/params.py",
