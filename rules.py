@@ -100,6 +100,7 @@ def mixture(cfg: Config, world: int, need) -> None:
     m, t, p = cfg.model, cfg.train, cfg.parallel
     if m.experts is None:
         need(p.ep == p.etp == 1, f"parallel.{'ep' if p.ep > 1 else 'etp'}: shares out experts, and model.experts is none; leave it at 1")
+        need(m.capacity is None, "model.capacity: is an expert's, and model.experts is none; leave it out")
         return
     inner = world // (p.pp * p.dp_rep)
     need(m.experts % p.ep == 0, f"parallel.ep: {p.ep} does not divide model.experts={m.experts}", "parallel.ep", divisors(m.experts))

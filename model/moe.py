@@ -69,9 +69,9 @@ class Router(nn.Module):
         m, self.key = self.m, f"layers.{layer}.mlp.router"
         # every tp rank routes its own tokens, with or without sp
         self.weight = parameter(Spec((Box.whole(f"{self.key}.weight", (m.experts, m.hidden)),), "normal", m.init_std, partial=("tp",)))
-        self.bias: Tensor | None = None  # [E]: only chooses
-        self.load: Tensor | None = None  # [E]: f of the step before
-        self.told: Tensor | None = None  # [E + len(TOLD)], this rank's share of the step so far; all three: see Routers
+        self.bias = torch.zeros(m.experts, dtype=torch.float64) if m.router_bias else None  # only chooses
+        self.load = torch.ones(m.experts, dtype=torch.float64) if m.aux_kind == "global" else None  # f of the step before
+        self.told = torch.zeros(m.experts + len(TOLD), dtype=torch.float64)  # this rank's share of the step so far
 
     def forward(self, x: Tensor, learn: Learning | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """-> index int64 [b, s, k] (-1: dropped), probs [b, s, k], told [E + len(TOLD)] in fp64 (None outside of training)."""
@@ -96,7 +96,7 @@ class Router(nn.Module):
         """scores [b, s, E] -> the top_k experts' numbers."""
         m = self.m
         if self.bias is not None:
-            scores = scores + self.bias
+            scores = scores + self.bias.to(scores.dtype)
         if m.router_groups > 1:
             groups = scores.unflatten(-1, (m.router_groups, -1))
             best = groups.amax(-1) if m.router == "softmax" else groups.topk(2, -1).values.sum(-1)  # [b, s, groups]
@@ -148,13 +148,21 @@ class Router(nn.Module):
             both = zigzag.join(comm.gather(both[None], cp))
         index, probs = both.unflatten(-1, (k, 2)).flatten(1, 2).unbind(-1)  # [b, s k], in the order of the sequence
         room = math.ceil(m.capacity * index.shape[1] / m.experts)
-        order = probs.argsort(1, descending=True, stable=True) if m.drop == "probability" else torch.arange(index.shape[1], device=index.device).expand(index.shape)
+        order = torch.arange(index.shape[1], device=index.device).expand(index.shape)
+        if m.drop == "probability":
+            order = probs.argsort(dim=1, descending=True, stable=True)
         queue = torch.nn.functional.one_hot(index.gather(1, order).long(), m.experts)  # who comes when, at which expert
         place = (queue.cumsum(1) * queue).sum(-1)  # 1: first in its expert's queue
         kept = torch.zeros_like(index, dtype=torch.bool).scatter_(1, order, place <= room).unflatten(1, (-1, k))
         if cp.size > 1:
             kept = zigzag.split(kept, cp.size)[cp.index]
         return take_dim1(kept, tp)
+
+
+    def boxes(self) -> list[tuple[Box, Tensor]]:
+        """What it keeps beside its weight, under global names."""
+        kept = (("bias", self.bias), ("load", self.load))
+        return [(Box.whole(f"{self.key}.{name}", t.shape), t) for name, t in kept if t is not None]
 
 
 class _Attach(torch.autograd.Function):
@@ -238,9 +246,7 @@ class Routers:
         self.here: list[Router] = [b.mlp.router for stage in stages for b in stage.blocks if isinstance(b.mlp, MoE)]
         self.told: Tensor | None = None  # [mixture layers, E + len(TOLD)] of the last step, over all tokens
         for r in self.here:
-            r.bias = torch.zeros(self.m.experts, dtype=torch.float64, device=device) if self.m.router_bias else None
-            r.load = torch.ones(self.m.experts, dtype=torch.float64, device=device) if self.m.aux_kind == "global" else None
-            r.told = torch.zeros(self.m.experts + len(TOLD), dtype=torch.float64, device=device)
+            r.bias, r.load, r.told = (None if t is None else t.to(device) for t in (r.bias, r.load, r.told))
 
     def begin(self) -> None:
         for r in self.here:
@@ -263,9 +269,9 @@ class Routers:
             if r.load is not None:
                 r.load.copy_(torch.where(ok, counts * (m.experts / counts.sum().clamp(min=1)), r.load))
 
-    def boxes(self, alone: bool = False) -> list[tuple[Box, Tensor]]:
-        """[(box, tensor)]: what a checkpoint keeps of them. alone: one rank of those that have the same brings it."""
+    def boxes(self, alone: bool = False, weights: bool = False) -> list[tuple[Box, Tensor]]:
+        """[(box, tensor)]: what a checkpoint keeps of them. alone: one rank of those that have the same brings it; weights: only
+        what the model's output depends on."""
         if alone and (self.mesh.loss.index or self.mesh.tp.index):
             return []
-        kept = [(f"{r.key}.{name}", t) for r in self.here for name, t in (("bias", r.bias), ("load", r.load)) if t is not None]
-        return [(Box.whole(key, t.shape), t) for key, t in kept]
+        return [pair for r in self.here for pair in r.boxes() if not weights or pair[1] is r.bias]

@@ -1,22 +1,27 @@
 """Which layers a pipeline stage holds: cut by cost, so that no stage waits for a heavier one."""
-from config import Model, head_dim, kv_heads, padded_vocab
+from config import Model, head_dim, is_moe, kv_heads, moe_ffn, padded_vocab
 
 
 def layers_of(m: Model, stages: int, seq_len: int) -> list[tuple[int, int]]:
     """[(first, last)] of the blocks of each stage, last excluded; every stage has at least one.
 
-    The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, the embedding nothing. Chooses,
-    among all cuts into consecutive runs, one whose heaviest stage is lightest (dynamic programming, exact)."""
+    The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, the embedding nothing, a mixture what
+    a token uses of it. Chooses, among all cuts into consecutive runs, one whose heaviest stage is lightest (dynamic programming,
+    exact)."""
     hd = head_dim(m)
-    block = m.hidden * hd * (2 * m.heads + 2 * kv_heads(m)) + m.hidden * m.ffn * (3 if m.activation == "swiglu" else 2)
-    block += m.heads * hd * min(m.window or seq_len, seq_len)  # the two products of causal attention, half of them masked
-    head = padded_vocab(m) * m.hidden / block
+    attn = m.hidden * hd * (2 * m.heads + 2 * kv_heads(m))
+    attn += m.heads * hd * min(m.window or seq_len, seq_len)  # the two products of causal attention, half of them masked
+    gates = 3 if m.activation == "swiglu" else 2
+    routed = m.hidden * ((m.top_k + m.shared_experts) * moe_ffn(m) * 3 + (m.experts or 0))
+    costs = [attn + (routed if is_moe(m, i) else m.hidden * m.ffn * gates) for i in range(m.layers)]
+    unit = costs[-1]
+    head, costs = padded_vocab(m) * m.hidden / unit, [c / unit for c in costs]
     best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]  # after k stages: {layers used: (heaviest, sizes)}
     for k in range(1, stages + 1):
         row: dict[int, tuple[float, list[int]]] = {}
         for used, (heaviest, sizes) in best[-1].items():
             for n in range(1, m.layers - used - (stages - k) + 1):
-                cost = max(heaviest, n + (head if k == stages else 0.0))
+                cost = max(heaviest, sum(costs[used:used + n]) + (head if k == stages else 0.0))
                 if used + n not in row or cost < row[used + n][0]:
                     row[used + n] = (cost, [*sizes, n])
         best.append(row)
