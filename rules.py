@@ -86,8 +86,9 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
     a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
-    need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(p.tp, node) % min(p.tp, node) == 0,
-         f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at tp {p.tp}", "parallel.node", divisors(a))
+    for key, apart in (("tp", p.tp), ("ep*etp", p.ep * p.etp)):
+        need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(apart, node) % min(apart, node) == 0,
+             f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at {key} {apart}", "parallel.node", divisors(a))
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}",
          "train.global_batch", [t.micro_batch * dp * max(1, t.global_batch // (t.micro_batch * dp) + i) for i in range(-1, 3)])
