@@ -51,6 +51,7 @@ class Model:
     bias: bool = False  # biases on every linear and norm (GPT-2)
     qkv_bias: bool = False  # biases on q, k, v alone (Qwen2)
     qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE (Qwen3)
+    qk_norm_whole: bool = False  # qk_norm over all heads of q, and all of k, at once (OLMoE)
     window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
     dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
     init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
@@ -238,6 +239,7 @@ def convert(kind, value, at: str):
 
 
 HORIZONS = ("steps", "tokens", "flops")
+LEARNING = ("aux_loss", "aux_kind", "z_loss", "jitter", "capacity", "drop", "router_bias_rate")  # of model.*: do nothing after training
 
 
 def merge(base: dict, over: dict) -> dict:

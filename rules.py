@@ -59,6 +59,7 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
          f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}", "model.kv_heads", divisors(m.heads))
     need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE",
          "model.head_dim", (head_dim(m) - 1, head_dim(m) + 1))
+    need(m.qk_norm or not m.qk_norm_whole, "model.qk_norm_whole: says how model.qk_norm is done, which is off; turn that on")
     need(m.positions != "learned" or t.seq_len <= m.context,
          f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context",
          "train.seq_len", [m.context // 2**i for i in range(4)])

@@ -13,7 +13,8 @@ from model.recompute import again
 from parallel.mesh import Mesh
 from parallel.ring import ring_attention
 from parallel.rng import Noise
-from parallel.tensor import ColumnLinear, RowLinear, replicated
+from parallel.spec import Spec, parameter
+from parallel.tensor import ColumnLinear, RowLinear, replicated, rows, split_norm
 from parallel.ulysses import ulysses_attention
 
 
@@ -73,12 +74,16 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(mesh, outs, m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp)
         self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias,
                              cfg.parallel.sp)
-        if m.qk_norm:
+        if m.qk_norm_whole:
+            self.q_norm, self.k_norm = (parameter(Spec((rows(f"{key}.{n}.weight", (h * self.dim,), mesh.tp),), "ones", decay=False))
+                                        for n, h in (("q_norm", m.heads), ("k_norm", kv_heads(m))))
+        elif m.qk_norm:
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
         self.recompute = cfg.parallel.recompute == "selective"
         self.cp, self.cp_kind, self.window = mesh.cp, cfg.parallel.cp_kind, m.window
+        self.tp, self.whole = mesh.tp, m.qk_norm_whole
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -89,7 +94,9 @@ class Attention(nn.Module):
             q, k, v = rope.split_rope(qkv, ctx.cos, ctx.sin, self.heads, self.kv, self.fused)
         else:
             q, k, v = qkv.split((self.heads, self.kv, self.kv), 2)
-        if self.qk_norm:
+        if self.whole:
+            q, k = (split_norm(t.flatten(2), w, self.eps, self.tp).view(t.shape) for t, w in ((q, self.q_norm), (k, self.k_norm)))
+        elif self.qk_norm:
             q, k = rms_norm(q, self.q_norm, self.eps, self.fused), rms_norm(k, self.k_norm, self.eps, self.fused)
         if self.rope and self.qk_norm:
             q, k = rope.rope(q, ctx.cos, ctx.sin, self.fused), rope.rope(k, ctx.cos, ctx.sin, self.fused)
