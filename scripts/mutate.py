@@ -36,7 +36,7 @@ TABLE = (
     Mutation("norm gradient under sequence parallelism is not summed over tp (Megatron-LM 1446)", "model/norm.py",
              '"ones", cfg.parallel.sp)', '"ones", False)', "llama3-tiny", 2, "tp2 sp zero0 mb1"),
     Mutation("per-head norm gradient is summed only under sequence parallelism (Megatron-LM 7452)", "model/attention.py",
-             '(self.dim,), "ones", True)', '(self.dim,), "ones", cfg.parallel.sp)', "qwen3-tiny", 2, "tp2 zero0 mb1"),
+             '(self.dim,), "ones", True)', '(self.dim,), "ones", cfg.parallel.sp)', "qwen3-tiny", 2, "tp2 no-sp zero0 mb1"),
     Mutation("replicated logits meet a vocab-parallel loss: too high by log(tp) (Megatron-LM 7452)", "parallel/tensor.py",
              "return merge if group.size > 1 else None", "return (lambda lse, picked: merge(lse, picked / group.size)) if group.size > 1 else None",
              "llama3-tiny", 2, "tp2 zero0 mb1"),
