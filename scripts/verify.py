@@ -135,8 +135,9 @@ def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tenso
 
 
 def one_process(cfg: Config) -> dict[str, Tensor]:
-    """What every layout must equal. Raises ConfigError where it is no oracle: two matrices that start identical."""
-    plain = replace(cfg, parallel=config.Parallel())
+    """What every layout must equal: the whole batch at once, nothing split, nothing summed up later. Raises ConfigError
+    where it is no oracle: two matrices that start identical."""
+    plain = replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=cfg.train.global_batch))
     run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
     for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
         if part.dim() > 1:
