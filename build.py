@@ -7,10 +7,10 @@ import torch
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, Parallel
+from config import Config, ConfigError, Parallel, numbers
 from data import tokenizer
 from kernels.grad import wide
-from model.split import layers_of
+from model.split import by_cost, layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
 from optim.lr import learning_rate
@@ -61,7 +61,7 @@ def horizon(cfg: Config, flops_per_token: float) -> int:
 def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int, ...]) -> tuple[dict[int, Stage], list[Bucket]]:
     """This rank's stages (place: the rank of each) with their storage and initial weights. A tied table gets a bucket of
     its own, so that both ends of a pipeline cut it into the same shards."""
-    cuts = layers_of(cfg.model, len(place), cfg.train.seq_len)
+    cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
     sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize))
     stages, buckets = {}, []
@@ -93,6 +93,9 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
         raise ConfigError(f"parallel.pp: {p.schedule} on {p.pp} ranks makes {schedule.n_stages} stages, model.layers is {cfg.model.layers}; "
                           "lower parallel.pp or parallel.vpp"
                           + (nearby(cfg, "parallel.pp", divisors(world), lambda c: plan_pipeline(c, world, False)) if advise else ""))
+    if p.stages and len(numbers(p.stages)) != schedule.n_stages:
+        raise ConfigError(f"parallel.stages: {p.stages} cuts {len(numbers(p.stages))} stages, {p.schedule} on {p.pp} ranks has {schedule.n_stages}"
+                          f"; try parallel.stages {','.join(map(str, by_cost(cfg.model, schedule.n_stages, t.seq_len)))}")
     check(schedule.order, schedule.n_stages, micro, schedule.place)
     return schedule
 

@@ -96,6 +96,7 @@ class Parallel:
     pp: int = 1  # pipeline ranks
     vpp: int | None = None  # stages a pipeline rank holds; none: what the schedule has (interleaved: 2)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"  # pipeline schedule
+    stages: str | None = None  # layers of each stage, in order, e.g. 3,2,2,1; none: cut by cost
     cp: int = 1  # context parallel degree: ranks that share each sequence
     cp_kind: Literal["ring", "ulysses"] = "ring"  # keys and values go round (arXiv 2310.01889), or all-to-all over heads (2309.14509)
     dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
@@ -376,6 +377,12 @@ def head_dim(m: Model) -> int:
 
 def kv_heads(m: Model) -> int:
     return m.kv_heads or m.heads
+
+
+def numbers(text: str) -> list[int]:
+    """[3, 2] of "3,2"; [] where it is no list of whole numbers above 0."""
+    words = [w.strip() for w in text.split(",")]
+    return [int(w) for w in words] if all(re.fullmatch("0*[1-9][0-9]{0,8}", w) for w in words) else []
 
 
 def padded_vocab(m: Model) -> int:

@@ -34,7 +34,7 @@ def laid(name: str, parallel: dict, **train) -> config.Config:
 
 def job_of(cfg: config.Config, world: int, rank: int) -> Job:
     p, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg.model, schedule.n_stages, cfg.train.seq_len))
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg, schedule.n_stages))
 
 
 def start(world, cfg):

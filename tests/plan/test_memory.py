@@ -50,7 +50,7 @@ class Box:
 
 def job_of(cfg, world, rank):
     p, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg.model, schedule.n_stages, cfg.train.seq_len))
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg, schedule.n_stages))
 
 
 def stores(tensors):

@@ -1,0 +1,37 @@
+"""Cells of the lattice that a random draw meets too seldom: what scripts.verify proves, on layouts chosen by hand."""
+from dataclasses import replace
+
+import pytest
+
+from config import ConfigError
+from build import plan_pipeline
+from scripts.verify import BOUND, one_process, run_layout, subject
+
+CUTS = [dict(pp=4, stages="3,2,2,1"), dict(pp=2, stages="1,7", schedule="gpipe", zero=3), dict(pp=2, stages="2,1,4,1", schedule="interleaved", zero=1),
+        dict(pp=2, stages="6,2", schedule="zb-h1", tp=2, sp=True), dict(pp=2, stages="1,4,2,1", schedule="zb-v", zero=2),
+        dict(pp=2, stages="1,1,1,5", schedule="dualpipe-v", cp=2)]
+
+
+def proved(pool, name: str, parallel: dict, **train) -> list[dict]:
+    """Train it and one process -> what each rank found; fails where they differ."""
+    cfg = subject(name)
+    cfg = replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **train))
+    found = pool.run(run_layout, cfg, one_process(cfg))
+    for rank, one in enumerate(found):
+        assert one["worst"][0] <= BOUND, (rank, one["worst"])
+    return found
+
+
+@pytest.mark.parametrize("parallel", CUTS, ids=str)
+def test_stages_cut_by_hand(ranks, parallel):
+    proved(ranks(4), "llama3.2-tiny", parallel)
+
+
+@pytest.mark.parametrize("stages, schedule, says", [
+    ("3,2", "1f1b", "makes 5 layers, model.layers is 8; try parallel.stages 3,5"), ("9,9", "1f1b", "makes 18 layers"),
+    ("3,0,5", "1f1b", "each at least 1"), ("4;4", "1f1b", "no list of layers"), ("4,4", "zb-v", "has 4; try parallel.stages 2,2,2,2")])
+def test_cuts_that_do_not_fit_are_refused(stages, schedule, says):
+    cfg = subject("llama3-tiny")
+    with pytest.raises(ConfigError, match="^parallel.stages: ") as e:
+        plan_pipeline(replace(cfg, parallel=replace(cfg.parallel, pp=2, stages=stages, schedule=schedule)), 2)
+    assert says in str(e.value) and "\n" not in str(e.value)
