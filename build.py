@@ -7,7 +7,7 @@ import torch
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, Parallel, numbers
+from config import Config, ConfigError, Parallel, numbers, of_stage, words
 from data import tokenizer
 from kernels.grad import wide
 from model.split import by_cost, layers_of
@@ -67,7 +67,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
-        stage = Stage(cfg, mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
+        stage = Stage(of_stage(cfg, n), mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
 
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
@@ -96,6 +96,10 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
     if p.stages and len(numbers(p.stages)) != schedule.n_stages:
         raise ConfigError(f"parallel.stages: {p.stages} cuts {len(numbers(p.stages))} stages, {p.schedule} on {p.pp} ranks has {schedule.n_stages}"
                           f"; try parallel.stages {','.join(map(str, by_cost(cfg.model, schedule.n_stages, t.seq_len)))}")
+    modes = words(p.recompute_stages)
+    if modes and len(modes) != schedule.n_stages:
+        raise ConfigError(f"parallel.recompute_stages: {len(modes)} modes, {p.schedule} on {p.pp} ranks has {schedule.n_stages} stages; "
+                          f"try parallel.recompute_stages {','.join((modes + modes[-1:] * schedule.n_stages)[:schedule.n_stages])}")
     check(schedule.order, schedule.n_stages, micro, schedule.place)
     return schedule
 

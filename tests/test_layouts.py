@@ -35,3 +35,28 @@ def test_cuts_that_do_not_fit_are_refused(stages, schedule, says):
     with pytest.raises(ConfigError, match="^parallel.stages: ") as e:
         plan_pipeline(replace(cfg, parallel=replace(cfg.parallel, pp=2, stages=stages, schedule=schedule)), 2)
     assert says in str(e.value) and "\n" not in str(e.value)
+
+
+PARTS = "core,norm,act"
+AGAIN = [dict(recompute="selective", recompute_parts=PARTS), dict(tp=2, sp=True, recompute="selective", recompute_parts="norm"),
+         dict(tp=2, recompute="selective", recompute_parts="act"), dict(tp=2, sp=True, zero=3, recompute="selective", recompute_parts=PARTS),
+         dict(pp=2, schedule="zb-v", zero=2, recompute="selective", recompute_parts="norm,act"), dict(tp=2, sp=True, recompute="full"),
+         dict(cp=2, cp_kind="ulysses", recompute="selective", recompute_parts=PARTS), dict(cp=2, recompute="full", zero=3),
+         dict(pp=2, tp=2, sp=True, schedule="zb-h1", recompute_stages="full,selective", recompute_parts=PARTS),
+         dict(pp=4, stages="3,2,2,1", recompute_stages="full,selective,none,none")]
+
+
+@pytest.mark.parametrize("parallel", AGAIN, ids=str)
+def test_recompute(ranks, parallel):
+    proved(ranks(4), "gpt2-tiny" if parallel.get("pp") == 2 else "llama3-tiny", parallel)
+
+
+@pytest.mark.parametrize("keys, says", [
+    (dict(recompute_parts="core,nrom"), "parallel.recompute_parts: 'nrom' is not one of core, norm, act"),
+    (dict(recompute_stages="full,half"), "parallel.recompute_stages: 'half' is not one of none, selective, full"),
+    (dict(recompute_stages="full"), "parallel.recompute_stages: 1 modes, 1f1b on 2 ranks has 2 stages; try parallel.recompute_stages full,full")])
+def test_recompute_that_does_not_exist_is_refused(keys, says):
+    cfg = subject("llama3-tiny")
+    with pytest.raises(ConfigError) as e:
+        plan_pipeline(replace(cfg, parallel=replace(cfg.parallel, pp=2, **keys)), 2)
+    assert str(e.value).startswith(says)
