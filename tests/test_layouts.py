@@ -5,26 +5,24 @@ import pytest
 
 from config import ConfigError
 from build import plan_pipeline
-from scripts.verify import BOUND, one_process, run_layout, subject
+from scripts.verify import prove, subject
 
 CUTS = [dict(pp=4, stages="3,2,2,1"), dict(pp=2, stages="1,7", schedule="gpipe", zero=3), dict(pp=2, stages="2,1,4,1", schedule="interleaved", zero=1),
         dict(pp=2, stages="6,2", schedule="zb-h1", tp=2, sp=True), dict(pp=2, stages="1,4,2,1", schedule="zb-v", zero=2),
         dict(pp=2, stages="1,1,1,5", schedule="dualpipe-v", cp=2)]
 
 
-def proved(pool, name: str, parallel: dict, **train) -> list[dict]:
-    """Train it and one process -> what each rank found; fails where they differ."""
-    cfg = subject(name)
+def proved(pool, folder, name: str, parallel: dict, **train) -> None:
+    """Train it and one process; fails where they differ."""
+    cfg = subject(name, pool.size)
     cfg = replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **train))
-    found = pool.run(run_layout, cfg, one_process(cfg))
-    for rank, one in enumerate(found):
-        assert one["worst"][0] <= BOUND, (rank, one["worst"])
-    return found
+    first, _ = prove(pool, cfg, folder)
+    assert not first.bad, first
 
 
 @pytest.mark.parametrize("parallel", CUTS, ids=str)
-def test_stages_cut_by_hand(ranks, parallel):
-    proved(ranks(4), "llama3.2-tiny", parallel)
+def test_stages_cut_by_hand(ranks, tmp_path, parallel):
+    proved(ranks(4), tmp_path, "llama3.2-tiny", parallel)
 
 
 @pytest.mark.parametrize("stages, schedule, says", [
@@ -47,8 +45,8 @@ AGAIN = [dict(recompute="selective", recompute_parts=PARTS), dict(tp=2, sp=True,
 
 
 @pytest.mark.parametrize("parallel", AGAIN, ids=str)
-def test_recompute(ranks, parallel):
-    proved(ranks(4), "gpt2-tiny" if parallel.get("pp") == 2 else "llama3-tiny", parallel)
+def test_recompute(ranks, tmp_path, parallel):
+    proved(ranks(4), tmp_path, "gpt2-tiny" if parallel.get("pp") == 2 else "llama3-tiny", parallel)
 
 
 @pytest.mark.parametrize("keys, says", [
