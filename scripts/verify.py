@@ -172,7 +172,9 @@ def words(values: Values, world: int) -> list[str]:
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
     """The cells that --layouts and --only ask for. Raises ConfigError where there are none."""
     if only or which == "product":
-        cells = list(lattice.product(found, lambda v: only <= set(words(v, found.world))))
+        without = {w[3:] for w in only if w.startswith("no-")}
+        cells = list(lattice.product(found, lambda v: {w for w in only if w[:3] != "no-"} <= (named := set(words(v, found.world)))
+                                     and not without & named))
         if not cells:
             raise ConfigError(f"--only: no legal layout of {found.world} ranks has the words {' '.join(sorted(only))}")
         return cells if which in ("all", "product") else random.Random(seed).sample(cells, min(int(which), len(cells)))
@@ -207,7 +209,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--world", type=int, default=8, help="ranks, 1 to 8")
     p.add_argument("--layouts", default="12", help="how many to draw; all: every layout; product: with every choice of switches")
     p.add_argument("--seed", type=int, default=0, help="of the draw")
-    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, e.g. --only zb-v zero3")
+    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or with no- may not have, e.g. --only zb-v zero3 no-sp")
     p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
     p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
     a = p.parse_args(argv)
