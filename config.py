@@ -43,14 +43,25 @@ class Model:
     activation: Literal["swiglu", "gelu"] = "swiglu"  # gelu is the tanh form (GPT-2)
     positions: Literal["rope", "learned"] = "rope"  # rotary (arXiv 2104.09864) or learned absolute
     rope_theta: float = 10000.0  # base of the rotary wavelengths
-    rope_factor: float | None = None  # Llama-3.1 frequency scaling; none: off
-    rope_low_freq: float = 1.0  # llama3 scaling: wavelengths above original/low are divided by the factor
-    rope_high_freq: float = 4.0  # llama3 scaling: wavelengths below original/high stay
-    rope_original: int = 8192  # llama3 scaling: context before scaling
+    rope_factor: float | None = None  # how many times longer than rope_original the context is made; none: no scaling
+    rope_kind: Literal["llama3", "yarn"] = "llama3"  # how: as Llama 3.1 does, or YaRN (arXiv 2309.00071)
+    rope_low_freq: float = 1.0  # channels that turn less often than this within rope_original are slowed by the factor (yarn: beta_slow)
+    rope_high_freq: float = 4.0  # those that turn more often stay; a ramp between (yarn: beta_fast)
+    rope_original: int = 8192  # context before scaling
+    rope_mscale: float = 1.0  # yarn: cos and sin times f(this) / f(rope_mscale_all), f(m) = 1 + m ln(rope_factor) / 10
+    rope_mscale_all: float = 0.0  # yarn with MLA: the softmax's scale times f(this) squared (DeepSeek)
+    rope_pairs: bool = False  # channels 2i and 2i + 1 turn together (DeepSeek), not i and i + dim/2
     tied: bool = False  # output head shares the embedding
     bias: bool = False  # biases on every linear and norm (GPT-2)
     qkv_bias: bool = False  # biases on q, k, v alone (Qwen2)
     qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE (Qwen3)
+    kv_rank: int | None = None  # multi-head latent attention (MLA, arXiv 2405.04434): width of the latent of keys and values; none: off
+    q_rank: int | None = None  # MLA: width of the queries' latent; none: queries straight from the hidden state
+    nope_dim: int = 128  # MLA: channels of a query and key head without positions
+    rope_dim: int = 64  # MLA: channels with positions; such a key is shared by all heads
+    v_dim: int = 128  # MLA: channels of a value head
+    mtp: int = 0  # multi-token prediction (arXiv 2412.19437): modules behind the last block, each for one token further ahead; training only
+    mtp_weight: float = 0.3  # of their mean loss, beside the next token's
     window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
     dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
     init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
@@ -371,7 +382,17 @@ def dump(cfg: Config) -> str:
 
 
 def head_dim(m: Model) -> int:
-    return m.head_dim or m.hidden // m.heads
+    """Channels of a query and key head."""
+    return m.nope_dim + m.rope_dim if m.kv_rank else m.head_dim or m.hidden // m.heads
+
+
+def value_dim(m: Model) -> int:
+    return m.v_dim if m.kv_rank else head_dim(m)
+
+
+def rope_dim(m: Model) -> int:
+    """Channels of a head that turn with the position."""
+    return m.rope_dim if m.kv_rank else head_dim(m)
 
 
 def kv_heads(m: Model) -> int:

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 
-from config import HORIZONS, Config, ConfigError, head_dim, kv_heads
+from config import HORIZONS, Config, ConfigError, kv_heads, rope_dim
 
 
 def divisors(n: int) -> list[int]:
@@ -35,7 +35,8 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
             tips = (nearby(cfg, key, values, lambda c: validate(c, world, False)) for key in keys.split() if advise)
             raise ConfigError(text + next(filter(None, tips), ""))
 
-    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
+    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window",
+                          "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "rope_factor", "rope_original"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
                 "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep", "bucket_mb", "node"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
@@ -51,13 +52,23 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
     need(o.weight_decay >= 0, f"optim.weight_decay: {o.weight_decay} must not be negative")
     need(o.warmup >= 0, f"optim.warmup: {o.warmup} must not be negative")
     need(o.min_lr is None or 0 <= o.min_lr <= o.lr, f"optim.min_lr: {o.min_lr} must lie in [0, optim.lr = {o.lr}]")
-    need(m.head_dim or m.hidden % m.heads == 0,
+    need(m.head_dim or m.kv_rank or m.hidden % m.heads == 0,
          f"model.heads: {m.heads} does not divide model.hidden={m.hidden}, and model.head_dim is not set",
          "model.heads", divisors(m.hidden))
     need(m.heads % kv_heads(m) == 0,
          f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}", "model.kv_heads", divisors(m.heads))
-    need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE",
-         "model.head_dim", (head_dim(m) - 1, head_dim(m) + 1))
+    key = "model.rope_dim" if m.kv_rank else "model.head_dim"
+    need(m.positions != "rope" or rope_dim(m) % 2 == 0, f"{key}: {rope_dim(m)} must be even for RoPE", key, (rope_dim(m) - 1, rope_dim(m) + 1))
+    latent = {"kv_heads": m.kv_heads in (None, m.heads), "head_dim": not m.head_dim, "positions": m.positions == "rope", "bias": not m.bias,
+              "qkv_bias": not m.qkv_bias, "qk_norm": not m.qk_norm}
+    for field, fits in latent.items():
+        need(not m.kv_rank or fits, f"model.{field}: {getattr(m, field)} has no meaning with latent attention (model.kv_rank={m.kv_rank}); "
+             "leave it at its default, or model.kv_rank out")
+    need(m.kv_rank or not (m.q_rank or m.rope_pairs or m.rope_mscale_all),
+         "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; give kv_rank, or leave them out")
+    need(m.rope_kind != "yarn" or m.rope_low_freq < m.rope_high_freq,
+         f"model.rope_low_freq: {m.rope_low_freq} must lie below model.rope_high_freq={m.rope_high_freq}")
+    need(m.mtp >= 0 and m.mtp_weight >= 0, "model.mtp, model.mtp_weight: must not be negative")
     need(m.positions != "learned" or t.seq_len <= m.context,
          f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context",
          "train.seq_len", [m.context // 2**i for i in range(4)])

@@ -6,6 +6,7 @@ from config import Config
 from model.attention import Attention, Cache, Context, context
 from model.embed import Embed
 from model.loss import Head
+from model.mla import MLA
 from model.mlp import MLP
 from model.norm import Norm
 from model.recompute import again
@@ -22,7 +23,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.rate = layer, cfg.model.dropout
         self.attn_norm = Norm(cfg, mesh, f"layers.{layer}.attn_norm")
-        self.attn = Attention(cfg, mesh, layer)
+        self.attn = (MLA if cfg.model.kv_rank else Attention)(cfg, mesh, layer)
         self.mlp_norm = Norm(cfg, mesh, f"layers.{layer}.mlp_norm")
         self.mlp = MLP(cfg, mesh, layer)
 

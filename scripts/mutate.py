@@ -95,7 +95,7 @@ TABLE = (
     Mutation("the learned positions of sequence shards are those of the first shard", "model/embed.py",
              "take_dim1(positions, self.tp) if self.sp", "positions[:, :positions.shape[1] // self.tp.size] if self.sp", "gpt2-tiny", 2, "tp2 sp zero0 mb1"),
     Mutation("ring attention's backward reads the keys and values of step 0 at every step (diffusers 14265)", "parallel/ring.py",
-             "q[:, rows], kv[0, :, keys], kv[1, :, keys], see, lse", "q[:, rows], k[:, keys], v[:, keys], see, lse", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ring"),
+             "q[:, rows], ks[:, keys], vs[:, keys], see, lse", "q[:, rows], k[:, keys], v[:, keys], see, lse", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ring"),
     Mutation("ring attention ignores document boundaries (axolotl 4002)", "parallel/zigzag.py",
              "if docs is not None:", "if docs is not None and apart == 0:", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ring docs"),
     Mutation("the window is counted in local places", "parallel/zigzag.py",
@@ -122,7 +122,7 @@ TABLE = (
     Mutation("a whole prompt is treated as a cut one in generation", "model/transformer.py",
              "cut: bool = False) -> Tensor", "cut: bool = True) -> Tensor", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ring"),
     Mutation("query heads come back from the all-to-all interleaved", "parallel/ulysses.py",
-             "x.movedim(0, 2).flatten(2, 3)", "x.movedim(0, 3).flatten(2, 3)", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ulysses"),
+             ".movedim(0, 2).flatten(2, 3)", ".movedim(0, 3).flatten(2, 3)", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ulysses"),
     Mutation("weight decay reaches norms", "parallel/params.py",
              "return [(slice(a, b), decay, once)", "return [(slice(a, b), self.mesh.tp.size > 1 or decay, once)", "llama3-tiny", 2, "tp2 zero0 mb1"),
 )

@@ -42,7 +42,8 @@ def subject(name: str) -> Config:
                                       "--optim.eps", "1e-4", "--parallel.bucket_mb", "0.03", "--parallel.node", "2"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
-                     ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16)
+                     ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16,
+                     kv_rank=m.kv_rank and 12, q_rank=m.q_rank and 20, nope_dim=8, rope_dim=4, v_dim=6)
     return replace(cfg, model=shrunk)
 
 
