@@ -399,6 +399,15 @@ def kv_heads(m: Model) -> int:
     return m.kv_heads or m.heads
 
 
+def attention_weights(m: Model) -> int:
+    """Elements of a block's attention matrices."""
+    if m.kv_rank:
+        queries = m.q_rank * (m.hidden + m.heads * head_dim(m)) if m.q_rank else m.hidden * m.heads * head_dim(m)
+        keys = m.kv_rank * m.heads * (m.nope_dim + m.v_dim) + m.hidden * (m.kv_rank + m.rope_dim)
+        return queries + keys + m.heads * m.v_dim * m.hidden
+    return m.hidden * head_dim(m) * 2 * (m.heads + kv_heads(m))
+
+
 def padded_vocab(m: Model) -> int:
     return -(-m.vocab // m.vocab_multiple) * m.vocab_multiple
 

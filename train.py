@@ -40,7 +40,7 @@ POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged
 
 def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
-    batches = [zigzag.cut(b, run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
+    batches = [zigzag.cut(b.look_ahead(run.cfg.model.mtp), run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     for b in run.buckets:
         b.zero_grad()

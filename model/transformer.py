@@ -4,10 +4,11 @@ from torch import Tensor, nn
 
 from config import Config
 from model.attention import Attention, Cache, Context, context
-from model.embed import Embed
+from model.embed import Embed, table
 from model.loss import Head
 from model.mla import MLA
 from model.mlp import MLP
+from model.mtp import MTP
 from model.norm import Norm
 from model.recompute import again
 from parallel.collectives import take_dim1
@@ -34,7 +35,8 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks first .. last-1; the stage that owns block 0 also embeds, the one that owns the last block has the head.
+    """Blocks first .. last-1; the stage that owns block 0 also embeds, the one that owns the last block has the head and the
+    modules of multi-token prediction.
 
     embed: the table of the first stage where that is another stage of this rank; apart: it is another rank's.
     zero: gathers and reduces the weights of each part around its use; build.py sets it when the buckets are made."""
@@ -45,16 +47,26 @@ class Stage(nn.Module):
         self.embed = Embed(cfg, mesh, apart) if first == 0 else None
         self.blocks = nn.ModuleList(Block(cfg, mesh, i) for i in range(first, last))
         self.head = Head(cfg, mesh, self.embed.weight if self.embed else embed, apart) if last == cfg.model.layers else None
+        self.mtp = None
+        if self.head is not None and cfg.model.mtp:
+            lookup = self.embed.weight if self.embed else embed if embed is not None else self.head.weight if cfg.model.tied else \
+                table(cfg, mesh, "embed", apart)
+            self.mtp = MTP(cfg, mesh, lookup, [Block(cfg, mesh, last + k) for k in range(cfg.model.mtp)])
         self.zero: Zero | None = None
 
     def parts(self) -> list[list[nn.Parameter]]:
         """The parameters of each part, in the order of the forward pass; a tied table stands in two."""
-        return [list(part.parameters()) for part in (self.embed, *self.blocks, self.head) if part is not None]
+        parts = [list(part.parameters()) for part in (self.embed, *self.blocks, self.head) if part is not None]
+        if self.mtp is not None:  # a part of the head's
+            parts[-1] = list(dict.fromkeys((*parts[-1], *self.mtp.parameters())))
+        return parts
 
     def table(self) -> nn.Parameter | None:
-        """The embedding's table where it is tied to the head."""
-        part = self.embed or self.head
-        return part.weight if self.cfg.model.tied and part is not None else None
+        """The embedding's table where the last stage needs it too: tied to the head, or for multi-token prediction."""
+        if self.mtp is not None:
+            return self.mtp.table
+        part = self.embed or (self.head if self.cfg.model.tied else None)
+        return part.weight if (self.cfg.model.tied or self.cfg.model.mtp) and part is not None else None
 
     def hidden(self, x: Tensor, positions: Tensor, docs: Tensor | None = None, noise: Noise | None = None,
                cache: Cache | None = None, cut: bool = False) -> Tensor:
@@ -92,9 +104,17 @@ class Stage(nn.Module):
             return x
         last = len(self.zero.parts) - 1
         self.zero.enter(last, learn)
-        loss = self.head.loss(x, batch.targets, scale)
+        loss = self.loss(x, batch, scale, noise, learn)
         self.zero.watch(last, x, loss) if learn else self.zero.left(last)
         return loss
+
+    def loss(self, x: Tensor, batch, scale, noise: Noise | None, learn: bool) -> Tensor:
+        """The next token's loss; further ones add their gradients to it, not their value."""
+        if self.mtp is None or not learn:
+            return self.head.loss(x, batch.targets, scale)
+        h = self.head.norm(x)
+        more = self.mtp(h, batch, scale, context(self.cfg, batch.positions, batch.docs, noise, cut=batch.places is not None), self.head)
+        return self.head.cross_entropy(h, batch.targets, scale) + (more - more.detach())
 
     def head_logits(self, x: Tensor, at: int) -> Tensor:
         """x [1, s, d] (sp: [1, s/tp, d]) after the last block -> logits [vocab] of the token at place `at` of the sequence."""
