@@ -1,4 +1,4 @@
-"""config.json of a Hugging Face folder <-> config.Model, for the dense families: one table, read in both directions.
+"""config.json of a Hugging Face folder <-> config.Model: one table, read in both directions.
 
 Promises: what is read means the same model, or it is refused with the reason; nothing that changes the logits is guessed.
 Both spellings are read (v5 writes rope_parameters and dtype); v4's is written, since v4 silently falls back to
@@ -6,12 +6,13 @@ rope_theta=10000 on v5's, and v5 reads v4's exactly. Defaults are those of trans
 config.json may leave out whatever equals them.
 """
 import json
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from config import ConfigError, Model, build, head_dim, kv_heads
 
-NULLABLE = ("num_key_value_heads", "head_dim", "n_inner", "sliding_window")  # null has a meaning there
+NULLABLE = ("num_key_value_heads", "head_dim", "n_inner", "sliding_window", "q_lora_rank")  # null has a meaning there
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,19 @@ ROPE_KEYS = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "n
              "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "ffn": "intermediate_size", "vocab": "vocab_size",
              "context": "max_position_embeddings", "norm_eps": "rms_norm_eps", "init_std": "initializer_range",
              "tied": "tie_word_embeddings"}
-ROPE = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope"}
+PLAIN = {"kv_rank": None, "mtp": 0}
+ROPE = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", **PLAIN}
 ROPE_DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
                  "tie_word_embeddings": False, "rope_theta": 10000.0}
 SILU = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0,), "quantization_config": (None,)}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+LATENT_KEYS = {**{ours: key for ours, key in ROPE_KEYS.items() if ours not in ("kv_heads", "head_dim")}, "kv_rank": "kv_lora_rank",
+               "q_rank": "q_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "v_dim": "v_head_dim"}
+LATENT = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False, "qkv_bias": False, "qk_norm": False, "window": None}
+LATENT_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, "rope_theta": 10000.0, "kv_lora_rank": 512,
+                   "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": None}
 
 FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel",
@@ -41,7 +50,7 @@ FAMILIES = {
                     "context": "n_positions", "norm_eps": "layer_norm_epsilon", "init_std": "initializer_range",
                     "tied": "tie_word_embeddings"},
                    {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "qkv_bias": False,
-                    "qk_norm": False, "window": None},
+                    "qk_norm": False, "window": None, **PLAIN},
                    {"activation_function": ("gelu_new", "gelu_pytorch_tanh"), "scale_attn_weights": (True,),
                     "scale_attn_by_inverse_layer_idx": (False,), "add_cross_attention": (False,), "quantization_config": (None,)},
                    {"n_inner": None, "n_positions": 1024, "layer_norm_epsilon": 1e-5, "initializer_range": 0.02,
@@ -56,6 +65,13 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", ROPE_KEYS, {**ROPE, "bias": False, "qkv_bias": False, "qk_norm": True},
                     {**SILU, "attention_bias": (False,)},
                     {**ROPE_DEFAULTS, **QWEN_WINDOW, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", LATENT_KEYS, {**LATENT, "mtp": 0, "rope_pairs": True}, {**SILU, "attention_bias": (False,),
+                          "mlp_bias": (False,)},
+                          {**LATENT_DEFAULTS, "max_position_embeddings": 2048, "first_k_dense_replace": 0}),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", {**LATENT_KEYS, "mtp": "num_nextn_predict_layers", "rope_pairs": "rope_interleave"}, LATENT,
+                          {**SILU, "attention_bias": (False,)},
+                          {**LATENT_DEFAULTS, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "num_nextn_predict_layers": 1,
+                           "rope_interleave": True}),
 }
 
 
@@ -102,17 +118,29 @@ def to_model(kind: str, said: dict) -> dict:
         return {**m, "ffn": 4 * m["hidden"] if m["ffn"] is None else m["ffn"]}
     if kind == "llama" and said["mlp_bias"] != said["attention_bias"]:
         raise Unlike("attention_bias and mlp_bias differ; both or neither are supported")
+    if kind in DEEPSEEK:
+        return {**m, **rope(kind, said), **experts(kind, said)}
     if m["head_dim"] is not None and m["head_dim"] * m["heads"] == m["hidden"]:
         m["head_dim"] = None  # what it is anyway; v5 writes it out
-    return {**m, **rope(said), "window": window(kind, said)}
+    return {**m, **rope(kind, said), "window": window(kind, said)}
 
 
-def rope(said: dict) -> dict:
-    """rope_theta and llama3 scaling. Both spellings; v5 reads rope_scaling first as well."""
+def experts(kind: str, said: dict) -> dict:
+    """What differs between DeepSeek's layers."""
+    if said["num_key_value_heads"] not in (None, said["num_attention_heads"]):
+        raise Unlike(f"num_key_value_heads = {said['num_key_value_heads']} is not supported with latent attention, only num_attention_heads")
+    if said["first_k_dense_replace"] < said["num_hidden_layers"]:
+        raise Unlike(f"first_k_dense_replace = {said['first_k_dense_replace']}: layers with experts are not supported")
+    return {}
+
+
+def rope(kind: str, said: dict) -> dict:
+    """rope_theta and llama3's or YaRN's scaling. Both spellings; v5 reads rope_scaling first as well."""
+    family = kind
     r = said.get("rope_scaling") or said.get("rope_parameters") or {}
     kind = r.get("rope_type", r.get("type", "default")) if isinstance(r, dict) else r
-    if kind not in ("default", "llama3") or not isinstance(r, dict):
-        raise Unlike(f"rope scaling {kind!r} is not supported, only llama3's and none")
+    if kind not in ("default", "llama3", "yarn") or not isinstance(r, dict):
+        raise Unlike(f"rope scaling {kind!r} is not supported, only llama3's, yarn's and none")
     for key, value in r.items():
         if key not in ("rope_type", "type") and not isinstance(value, (int, float)) and value is not None:
             raise Unlike(f"rope parameter {key} = {value!r} is not supported")
@@ -122,11 +150,32 @@ def rope(said: dict) -> dict:
     if kind == "default":
         return out
     original = said.get("original_max_position_embeddings", r.get("original_max_position_embeddings", said["max_position_embeddings"]))
-    lacks = [k for k in ("factor", "low_freq_factor", "high_freq_factor") if r.get(k) is None]
+    lacks = [k for k in (("factor",) if kind == "yarn" else ("factor", "low_freq_factor", "high_freq_factor")) if r.get(k) is None]
     if lacks:
-        raise Unlike(f"llama3 rope scaling without {lacks[0]}")
+        raise Unlike(f"{kind} rope scaling without {lacks[0]}")
+    if kind == "yarn":
+        return {**out, "rope_kind": "yarn", "rope_factor": r["factor"], "rope_low_freq": r.get("beta_slow") or 1, "rope_high_freq": r.get("beta_fast") or 32,
+                "rope_original": original, **mscales(family, r)}
     return {**out, "rope_factor": r["factor"], "rope_low_freq": r["low_freq_factor"], "rope_high_freq": r["high_freq_factor"],
             "rope_original": original}
+
+
+def mscales(kind: str, r: dict) -> dict:
+    """YaRN's growth of the logits, as transformers reads it: mscale counts only beside mscale_all_dim, an attention_factor
+    beats both on cos and sin."""
+    if r.get("truncate", True) is not True:
+        raise Unlike(f"rope parameter truncate = {r['truncate']} is not supported, only true")
+    mine, every, grown = r.get("mscale"), r.get("mscale_all_dim"), r["factor"] > 1
+    if every and kind not in DEEPSEEK:
+        raise Unlike(f"rope parameter mscale_all_dim = {every} is supported with latent attention alone")
+    out = {"rope_mscale": mine if mine and every else 1.0, "rope_mscale_all": every if mine and every else 0.0}
+    if every and not mine:
+        raise Unlike(f"rope parameter mscale_all_dim = {every} without mscale is not supported")
+    if r.get("attention_factor") is not None and grown:
+        if every:
+            raise Unlike("rope parameters attention_factor and mscale_all_dim together are not supported")
+        out["rope_mscale"] = (r["attention_factor"] - 1) / (0.1 * math.log(r["factor"]))
+    return out
 
 
 def window(kind: str, said: dict) -> int | None:
@@ -161,6 +210,8 @@ def misfits(kind: str, m: Model) -> list[str]:
     """Fields in which m is not of this family."""
     m = replace(m, qkv_bias=m.qkv_bias and not m.bias)  # bias has them already
     out = [f"{k}={getattr(m, k)}" for k, v in FAMILIES[kind].ours.items() if getattr(m, k) != v]
+    if kind in DEEPSEEK and not m.kv_rank:
+        out.append("kv_rank=none")
     if kind == "gpt2" and kv_heads(m) != m.heads:
         out.append(f"kv_heads={m.kv_heads}")
     if kind == "gpt2" and head_dim(m) * m.heads != m.hidden:
@@ -182,9 +233,21 @@ def to_json(m: Model, dtype: str, special: dict) -> dict:
         return {**out, "resid_pdrop": m.dropout, "embd_pdrop": m.dropout, "attn_pdrop": 0.0}
     out |= {"rope_theta": m.rope_theta, "rope_scaling": None, "attention_dropout": 0.0}
     if m.rope_factor is not None:
-        out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_factor, "low_freq_factor": m.rope_low_freq,
-                               "high_freq_factor": m.rope_high_freq, "original_max_position_embeddings": m.rope_original}
+        out["rope_scaling"] = scaling(m)
+    if kind in DEEPSEEK:
+        return out | {"num_key_value_heads": m.heads, "first_k_dense_replace": m.layers, "n_routed_experts": 1}
     extra = {"llama": {"mlp_bias": m.bias}, "mistral": {"sliding_window": m.window}}
     qwen = {"use_sliding_window": m.window is not None, "sliding_window": m.window,
             "max_window_layers": 0 if m.window else m.layers}  # the window starts at this layer
     return out | extra.get(kind, qwen)
+
+
+def scaling(m: Model) -> dict:
+    """rope_scaling of a model whose context was made longer."""
+    out = {"rope_type": m.rope_kind, "factor": m.rope_factor, "original_max_position_embeddings": m.rope_original}
+    if m.rope_kind == "llama3":
+        return out | {"low_freq_factor": m.rope_low_freq, "high_freq_factor": m.rope_high_freq}
+    out |= {"beta_slow": m.rope_low_freq, "beta_fast": m.rope_high_freq}
+    if m.rope_mscale_all:
+        return out | {"mscale": m.rope_mscale, "mscale_all_dim": m.rope_mscale_all}
+    return out if m.rope_mscale == 1.0 else out | {"attention_factor": 1 + 0.1 * m.rope_mscale * math.log(m.rope_factor)}

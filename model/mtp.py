@@ -33,7 +33,7 @@ class Predictor(nn.Module):
         self.embed_norm, self.hidden_norm = Norm(cfg, mesh, f"{key}.embed_norm"), Norm(cfg, mesh, f"{key}.hidden_norm")
         self.join = parameter(Spec((Box.whole(f"{key}.join.weight", (m.hidden, 2 * m.hidden)),), "normal", m.init_std,
                                    partial=("tp",) if cfg.parallel.sp else ()))
-        self.block, self.norm = block, Norm(cfg, mesh, f"{key}.norm")
+        self.block, self.norm = block, Norm(cfg, mesh, f"{key}.head_norm")
 
     def forward(self, h: Tensor, e: Tensor, ctx: Context) -> Tensor:
         """h, e [b, s, d] (sp: [b, s/tp, d]): states and embeddings -> the next states."""

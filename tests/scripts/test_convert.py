@@ -32,6 +32,9 @@ SEQ = 40
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 ROPE = {"vocab_size": 211, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
         "max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.3}
+LATENT = {**ROPE, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6,
+          "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
 GPT2 = {"vocab_size": 203, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 100, "n_positions": SEQ, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 CASES = {
     "gpt2": ("GPT2", GPT2),
@@ -46,7 +49,13 @@ CASES = {
     "qwen2-window": ("Qwen2", {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen3-tied": ("Qwen3", {**ROPE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 26, "rope_theta": 1e6, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**ROPE, "head_dim": 10}),
+    "qwen3-yarn": ("Qwen3", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
+    "qwen2-yarn-factor": ("Qwen2", {**ROPE, "rope_scaling": {**YARN, "attention_factor": 1.3}}),
+    "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
+    "deepseek-v3-dense": ("DeepseekV3", {**LATENT, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek-v3-halves": ("DeepseekV3", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
 }
+SAME = {"mistral-nowindow": "Llama", "deepseek-v3-dense": "DeepseekV2"}  # written as the first family that computes the same
 
 
 def nowhere(*_):
@@ -154,7 +163,7 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
         assert (back - ours).abs().max() < 1e-5
         assert (back - theirs(input_ids=tokens).logits).abs().max() < 1e-3  # three AdamW steps apart: rounding of tiny gradients grows
     said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert said["architectures"] == [f"{'Llama' if name == 'mistral-nowindow' else CASES[name][0]}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"]
+    assert said["architectures"] == [f"{SAME.get(name, CASES[name][0])}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"]
 
 
 def test_the_hub_gpt2_layout(transformers, tmp_path, capsys):
