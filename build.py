@@ -10,6 +10,7 @@ from checkpoint import state, store
 from config import Config, ConfigError, Parallel
 from data import tokenizer
 from kernels.grad import wide
+from model.moe import Routers
 from model.split import layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
@@ -27,7 +28,7 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True)
 class Run:
     """steps: the horizon; stages: {number: stage} of this rank; ops, peek: this rank's schedule for training and, forward
-    only, for evaluation; buckets: weights, masters and gradients."""
+    only, for evaluation; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them."""
     cfg: Config
     mesh: Mesh
     device: torch.device
@@ -38,6 +39,7 @@ class Run:
     pipeline: Pipeline
     ops: list[Op]
     steps: int
+    routers: Routers
 
     def lr(self, step: int) -> float:
         return learning_rate(self.cfg.optim, step, self.steps)
@@ -108,7 +110,8 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
     pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
                         mesh.tp.size if cfg.parallel.sp else 1)
     ops = lower(schedule.order, schedule.place)[mesh.pp.index]
-    return Run(cfg, mesh, device, data, stages, buckets, AdamW(cfg.optim, buckets), pipeline, ops, steps)
+    return Run(cfg, mesh, device, data, stages, buckets, AdamW(cfg.optim, buckets), pipeline, ops, steps,
+               Routers(cfg, mesh, list(stages.values()), device))
 
 
 @dataclass(frozen=True)
@@ -138,5 +141,5 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
         raise ConfigError(f"{path.parent.parent / 'tokenizer'}: is not the tokenizer that {path} was trained with; put that one there")
     cfg = replace(cfg, parallel=Parallel())
     stages, buckets = build_stages(cfg, Mesh.single(), device, (0,))
-    state.load_weights(buckets, path)
+    state.load_weights(buckets, path, Routers(cfg, Mesh.single(), list(stages.values()), device).boxes(weights=True))
     return Trained(cfg, stages[0], buckets, tok, path, meta["step"])

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 
-from config import HORIZONS, Config, ConfigError, kv_heads, rope_dim
+from config import HORIZONS, Config, ConfigError, is_moe, kv_heads, moe_ffn, rope_dim
 
 
 def divisors(n: int) -> list[int]:
@@ -35,10 +35,11 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
             tips = (nearby(cfg, key, values, lambda c: validate(c, world, False)) for key in keys.split() if advise)
             raise ConfigError(text + next(filter(None, tips), ""))
 
-    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window",
+    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
+                          "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
                           "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "rope_factor", "rope_original"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
-                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep", "bucket_mb", "node"),
+                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
@@ -91,14 +92,53 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
              "take ring, or another degree", "parallel.cp", divisors(value))
     need(world == 1 or not cfg.checkpoint.async_save,
          f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
+    mixture(cfg, world, need)
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
     a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
-    need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(p.tp, node) % min(p.tp, node) == 0,
-         f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at tp {p.tp}", "parallel.node", divisors(a))
+    for key, apart in (("tp", p.tp), ("ep*etp", p.ep * p.etp)):
+        need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(apart, node) % min(apart, node) == 0,
+             f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at {key} {apart}", "parallel.node", divisors(a))
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}",
          "train.global_batch", [t.micro_batch * dp * max(1, t.global_batch // (t.micro_batch * dp) + i) for i in range(-1, 3)])
     need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
          f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")
+
+
+def mixture(cfg: Config, world: int, need) -> None:
+    """The rules of a mixture of experts. need(ok, text, keys, values): as in `validate`."""
+    m, t, p = cfg.model, cfg.train, cfg.parallel
+    if m.experts is None:
+        need(p.ep == p.etp == 1, f"parallel.{'ep' if p.ep > 1 else 'etp'}: shares out experts, and model.experts is none; leave it at 1")
+        need(m.capacity is None, "model.capacity: is an expert's, and model.experts is none; leave it out")
+        return
+    inner = world // (p.pp * p.dp_rep)
+    need(m.experts % p.ep == 0, f"parallel.ep: {p.ep} does not divide model.experts={m.experts}", "parallel.ep", divisors(m.experts))
+    need(moe_ffn(m) % p.etp == 0, f"parallel.etp: {p.etp} does not divide model.moe_ffn={moe_ffn(m)}", "parallel.etp", divisors(moe_ffn(m)))
+    need(inner % (p.ep * p.etp) == 0, f"parallel.ep*etp = {p.ep}*{p.etp} does not divide dp*cp*tp = {inner}", "parallel.ep parallel.etp", divisors(inner))
+    need(m.top_k <= m.experts, f"model.top_k: {m.top_k} is more than model.experts={m.experts}", "model.top_k", (m.experts,))
+    need(m.experts % m.router_groups == 0, f"model.router_groups: {m.router_groups} does not divide model.experts={m.experts}",
+         "model.router_groups", divisors(m.experts))
+    need(m.router_group_top_k <= m.router_groups,
+         f"model.router_group_top_k: {m.router_group_top_k} is more than model.router_groups={m.router_groups}", "model.router_group_top_k", (m.router_groups,))
+    chosen = m.experts // m.router_groups * m.router_group_top_k
+    need(m.top_k <= chosen, f"model.top_k: {m.top_k} is more than the {chosen} experts of model.router_group_top_k={m.router_group_top_k} groups",
+         "model.top_k model.router_group_top_k", range(1, m.experts + 1))
+    need(m.router == "softmax" or m.router_groups == 1 or m.experts // m.router_groups > 1,
+         f"model.router_groups: {m.router_groups} groups of one expert have no two best", "model.router_groups", divisors(m.experts))
+    need(m.capacity is None or m.capacity >= 1 / m.experts,
+         f"model.capacity: {m.capacity} is below 1/experts = {1 / m.experts:g}, and most tokens would be dropped; 1 is a fair share, none drops nothing")
+    need(0 <= m.jitter < 1, f"model.jitter: {m.jitter} must lie in [0, 1)")
+    for key in ("shared_experts", "first_dense", "aux_loss", "z_loss", "router_bias_rate"):
+        need(getattr(m, key) >= 0, f"model.{key}: {getattr(m, key)} must not be negative")
+    need(any(is_moe(m, i) for i in range(m.layers)), f"model.first_dense: {m.first_dense} and model.moe_every={m.moe_every} leave none of the "
+         f"{m.layers} layers experts", "model.first_dense model.moe_every", range(m.layers))
+    need(not m.shared_gate or m.shared_experts, "model.shared_gate: there are no shared experts to gate; set model.shared_experts")
+    need(m.activation == "swiglu" and not m.bias, f"model.experts: an expert is a SwiGLU without biases, not {m.activation}{' with biases' * m.bias}; "
+         "set model.activation swiglu and model.bias false")
+    need(m.shared_experts * moe_ffn(m) % p.tp == 0, f"parallel.tp: {p.tp} does not divide the shared experts' width {m.shared_experts * moe_ffn(m)}",
+         "parallel.tp", divisors(m.shared_experts * moe_ffn(m)))
+    need(t.seq_len % (p.cp * p.tp) == 0, f"train.seq_len: {t.seq_len} is not a multiple of cp*tp = {p.cp}*{p.tp}, over which a mixture's tokens are cut",
+         "train.seq_len", [p.cp * p.tp * max(1, t.seq_len // (p.cp * p.tp) + i) for i in range(-1, 3)])

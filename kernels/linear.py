@@ -9,7 +9,7 @@ BLOCK = 1 << 20  # elements of a weight gradient that a CPU makes and adds while
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., n], weight [m, n], bias [m] -> [..., m]."""
+    """x [..., n], weight [m, n], bias [m] -> [..., m], in x's dtype: a router in fp32 reads weights of a lower one."""
     return _Linear.apply(x, weight, bias)
 
 
@@ -31,13 +31,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias):
         ctx.save_for_backward(x)
         ctx.weight, ctx.bias = weight, bias  # the Parameter objects: `give` looks for their main_grad
-        return F.linear(x, weight, bias)
+        return F.linear(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx, dy):
         (x,) = ctx.saved_tensors
         dy2, x2 = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, m], [t, n]
-        dx = dy @ ctx.weight if ctx.needs_input_grad[0] else None
+        dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         dw = give(ctx.weight, lambda into: add_wgrad(into, dy2, x2))
         db = None if ctx.bias is None else give_sum(ctx.bias, dy2.sum(0, dtype=wide(dy.dtype)))
         return dx, dw, db

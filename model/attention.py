@@ -22,7 +22,7 @@ from parallel.ulysses import ulysses_attention
 class Context:
     """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: causal);
     noise: dropout (None: evaluation); cache: keys and values of earlier tokens, for generation; cut: the sequence is cut over
-    cp, and docs [b, s] the documents of all of it (None: no document mask)."""
+    cp, and docs [b, s] the documents of all of it (None: no document mask); learn: what routers need (model/moe.py: Learning)."""
     cos: Tensor | None
     sin: Tensor | None
     see: Tensor | None
@@ -30,6 +30,7 @@ class Context:
     cache: "Cache | None" = None
     cut: bool = False
     docs: Tensor | None = None
+    learn: object | None = None
 
 
 @dataclass
@@ -48,7 +49,7 @@ class Cache:
 
 
 def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | None = None,
-            cache: Cache | None = None, cut: bool = False) -> Context:
+            cache: Cache | None = None, cut: bool = False, learn: object | None = None) -> Context:
     """positions [b, s] (cut: [b, s/cp]; restarting where a document does), docs [b, s] or None -> the Context of a forward
     pass."""
     m, p = cfg.model, cfg.parallel
@@ -61,7 +62,7 @@ def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | 
     past = cache.length if cache else 0
     keys = torch.arange(past + positions.shape[1] * (p.cp if cut else 1), device=positions.device)
     see = None if cut and p.cp_kind == "ring" else mask(keys[past:], keys, m.window, docs, docs)  # the ring makes its own
-    return Context(cos, sin, see, noise, cache, cut, docs)
+    return Context(cos, sin, see, noise, cache, cut, docs, learn)
 
 
 class Attention(nn.Module):

@@ -7,14 +7,17 @@ Module k = 1 .. mtp joins what is known after token i with token i + k and predi
 
 Embedding and head are the model's own. Training only: the modules add to the gradients, not to the loss that is reported,
 and evaluation and generation leave them out. Tokens and targets are shifted before context parallelism cuts the sequence
-(data/batch.py). The joins and norms are whole on every tp rank, as the norms of a block are.
+(data/batch.py). A mixture's router balances its load there over the tokens whose further target counts. The joins and norms are whole on every tp rank, as the norms of a block are.
 """
+from dataclasses import replace
+
 from torch import Tensor, cat, is_grad_enabled, nn
 
 from config import Config
 from kernels.linear import linear
 from model.attention import Context
 from model.loss import Head
+from model.moe import learning
 from model.norm import Norm
 from model.recompute import again
 from parallel.boxes import Box
@@ -38,7 +41,10 @@ class Predictor(nn.Module):
     def forward(self, h: Tensor, e: Tensor, ctx: Context) -> Tensor:
         """h, e [b, s, d] (sp: [b, s/tp, d]): states and embeddings -> the next states."""
         x = linear(cat((self.embed_norm(e), self.hidden_norm(h)), -1), self.join)
-        return self.norm(again(self.block, x, ctx) if self.full and is_grad_enabled() else self.block(x, ctx))
+        x, told = again(self.block, x, ctx) if self.full and is_grad_enabled() else self.block(x, ctx)
+        if told is not None:
+            self.block.mlp.router.told += told
+        return self.norm(x)
 
 
 class MTP(nn.Module):
@@ -47,6 +53,7 @@ class MTP(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, table: nn.Parameter, blocks: list[nn.Module]) -> None:
         super().__init__()
         m = cfg.model
+        self.cfg, self.mesh = cfg, mesh
         self.tp, self.sp, self.table, self.weight = mesh.tp, cfg.parallel.sp, table, m.mtp_weight / m.mtp
         self.steps = nn.ModuleList(Predictor(cfg, mesh, m.layers + k, block) for k, block in enumerate(blocks))
 
@@ -54,6 +61,8 @@ class MTP(nn.Module):
         """h [b, s, d] after the model's last norm; batch: with what lies ahead (Batch.look_ahead) -> the weighted loss."""
         total = 0.0
         for step, tokens, targets in zip(self.steps, batch.ahead, batch.ahead_targets):
+            if self.cfg.model.experts:
+                ctx = replace(ctx, learn=learning(self.cfg, self.mesh, replace(batch, targets=targets), scale, ctx.noise))
             h = step(h, vocab_embedding(tokens, self.table, self.tp, self.sp), ctx)
             total = total + head.cross_entropy(h, targets, scale * self.weight)
         return total

@@ -12,12 +12,13 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
     context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients once
+    experts           4 k etp A / tp, and small change, a mixture layer and microbatch (parallel/expert.py); 2 A over tp without sp
     context, ulysses  4 Q + 4 K a layer and microbatch; Q, K: bytes of a rank's queries and keys, K': of its keys in fp32
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
 from collections import defaultdict
 
-from config import Config, head_dim, kv_heads, padded_vocab
+from config import Config, head_dim, is_moe, kv_heads, padded_vocab
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -35,8 +36,9 @@ def step_bytes(job: Job) -> Ledger:
     """One step of one rank (train.train_step), scalars included."""
     out: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     L, p = job.layout, job.cfg.parallel
-    sizes = {"tp": L.tp, "cp": L.cp, "pp": L.pp, "dp_rep": L.dp_rep, "shard": job.shards, "loss": job.shards * L.dp_rep, "model": L.pp * L.tp,
-             "tied": 2 if L.pp > 1 else 1}
+    sizes = {"tp": L.tp, "cp": L.cp, "pp": L.pp, "dp_rep": L.dp_rep, "shard": job.shards(), "loss": job.shards() * L.dp_rep, "model": L.pp * L.tp,
+             "tokens": L.cp * L.tp, "experts": L.ep * L.etp, "eshard": L.edp, "eloss": L.edp * L.dp_rep, "emodel": L.pp * L.ep * L.etp,
+             "world": L.world, "tied": 2 if L.pp > 1 else 1}
 
     def add(group: str, verb: str, calls: int, n: int) -> None:
         """`calls` exchanges of n bytes each."""
@@ -46,21 +48,26 @@ def step_bytes(job: Job) -> Ledger:
 
     stages, (c, g) = buckets(job), BYTES[job.cfg.train.dtype]
     add("loss", "all_reduce", 1, 8)  # counted tokens
-    for group in ("loss", "pp", "model", *(["shard"] if p.zero else [])):
+    m, every_layer = job.cfg.model, range(job.cfg.model.layers)
+    norms = ("model", "shard", *(("emodel", "eshard") if m.experts else ()))
+    for group in ("loss", "pp", *(n for n in norms if p.zero or "model" in n)):
         add(group, "all_reduce", 1, g)  # the loss; the norm
     for stage, parts in stages.items():
         kinds = [op.kind for op in job.schedule.order[job.pp] if op.stage == stage]
         tensor_bytes(job, stage, kinds.count("F"), add)
         context_bytes(job, stage, kinds.count("F"), add)
+        mixture_bytes(job, kinds.count("F") * sparse(job, stage), add)
         share_bytes(job, parts, stage, kinds, add)
+    if m.experts:
+        add("world", "all_reduce", 1, sum(is_moe(m, i) for i in every_layer) * (m.experts + 4) * 8)  # what the routers tell
     every = unique(stages)
     for b in every:
         if p.zero in (1, 2):
-            add("shard", "all_gather", 1, b.size * c)
+            add("eshard" if b.expert else "shard", "all_gather", 1, b.size * c)
         if p.zero:
             reduce_bytes(job, "dp_rep", b.share * g, add)
         else:
-            reduce_bytes(job, "loss", b.size * g, add)
+            reduce_bytes(job, "eloss" if b.expert else "loss", b.size * g, add)
     for axis in ("tp", "tied"):
         n = sum(b.partial(axis) for b in every)
         add(axis, "all_reduce", n > 0, n * g)
@@ -77,16 +84,34 @@ def activation(cfg: Config) -> int:
 def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over tp, for the m microbatches of a stage."""
     (first, last), L, n = job.cuts[stage], job.layout, activation(job.cfg)
-    embed, head = first == 0, last == job.cfg.model.layers
-    if job.cfg.parallel.sp:  # a block: two regions, entered and left, forward and backward
-        add("tp", "all_gather", m * (4 * (last - first) + embed + head), n)
-        add("tp", "reduce_scatter", m * (4 * (last - first) + embed + head), n)
-    else:  # a block: two regions; the embedding is left, the head entered
-        add("tp", "all_reduce", m * (4 * (last - first) + embed + head), n)
+    embed, head, moe = first == 0, last == job.cfg.model.layers, sparse(job, stage)
+    regions = 2 * (last - first) - (0 if job.cfg.model.shared_experts else moe)  # a block: two, a mixture's second is its shared experts
+    if job.cfg.parallel.sp:  # each entered and left, forward and backward; the embedding is left, the head entered
+        add("tp", "all_gather", m * (2 * regions + embed + head), n)
+        add("tp", "reduce_scatter", m * (2 * regions + embed + head), n)
+    else:
+        add("tp", "all_reduce", m * (2 * regions + embed + head), n)
+        add("tp", "all_gather", m * 2 * moe, n)  # a mixture's outputs, and the gradients of its inputs
     if head:
         rows = [r for _ in range(m) for r in softmax_rows(job)]
         for r in set(rows):
             add("tp", "all_gather", rows.count(r), L.tp * 2 * r * BYTES[job.cfg.train.dtype][1])
+
+
+def sparse(job: Job, stage: int) -> int:
+    """Mixture layers of a stage."""
+    return sum(is_moe(job.cfg.model, i) for i in range(*job.cuts[stage]))
+
+
+def mixture_bytes(job: Job, times: int, add) -> None:
+    """Over experts and tokens, for so many (layer, microbatch) (parallel/expert.py, model/moe.py); dropless."""
+    cfg, L, (c, g) = job.cfg, job.layout, BYTES[job.cfg.train.dtype]
+    m, rows = cfg.model, cfg.train.micro_batch * cfg.train.seq_len // L.cp // L.tp * cfg.model.top_k * L.etp
+    add("experts", "all_to_all", times, L.etp * (m.experts or 0) * 8)
+    add("experts", "all_to_all", 4 * times, rows * m.hidden * c)
+    add("experts", "all_to_all", 2 * times, rows * g)
+    if m.aux_loss and m.aux_kind != "global":
+        add("tokens", "all_reduce", times, (cfg.train.micro_batch if m.aux_kind == "sequence" else 1) * (m.experts or 0) * g)
 
 
 def context_bytes(job: Job, stage: int, m: int, add) -> None:
@@ -123,13 +148,13 @@ def share_bytes(job: Job, parts: list[list[Bucket]], stage: int, kinds: list[str
             shared = b.users > 1  # a tied table, at its first part: once a step
             if shared and not lookup:
                 continue
-            times = 1 if p.zero == 1 or shared else ends
+            times, group, n = 1 if p.zero == 1 or shared else ends, "eshard" if b.expert else "shard", job.shards(b.expert)
             if p.reduce == "ring":
-                add("shard", "send", times * (job.shards - 1), b.size * g // job.shards)
+                add(group, "send", times * (n - 1), b.size * g // n)
             else:
-                add("shard", "reduce_scatter", times, b.size * g)
+                add(group, "reduce_scatter", times, b.size * g)
             if p.zero == 3:
-                add("shard", "all_gather", 1 if shared else gathers(kinds, lookup, head), b.size * c)
+                add(group, "all_gather", 1 if shared else gathers(kinds, lookup, head), b.size * c)
 
 
 def gathers(kinds: list[str], lookup: bool, head: bool) -> int:
@@ -147,7 +172,7 @@ def gathers(kinds: list[str], lookup: bool, head: bool) -> int:
 
 def reduce_bytes(job: Job, group: str, n: int, add) -> None:
     """The sum of n bytes over a data-parallel group, as parallel/reduce.py does it."""
-    axes = ("dp_rep",) if group == "dp_rep" else ("dp_rep", "dp", "cp")
+    axes = {"dp_rep": ("dp_rep",), "loss": ("dp_rep", "dp", "cp"), "eloss": ("dp_rep", "edp")}[group]
     ranks = next(r for r in job.layout.groups(*axes) if job.rank in r)
     N, kind = len(ranks), job.cfg.parallel.reduce
     if kind == "collective":

@@ -50,7 +50,7 @@ class Box:
 
 def job_of(cfg, world, rank):
     p, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg.model, schedule.n_stages, cfg.train.seq_len))
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), rank, schedule, layers_of(cfg.model, schedule.n_stages, cfg.train.seq_len))
 
 
 def stores(tensors):
@@ -60,7 +60,7 @@ def stores(tensors):
 def held(world, cfg):
     """Bytes of a rank's state after a step, and the most that autograd kept during one."""
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     data, kept = Tokens(cfg, mesh.data.index, mesh.data.size), Kept()
     batches = [replace(b, **{k: v.clone() for k, v in vars(b).items() if isinstance(v, torch.Tensor)}) for b in data.microbatches(0)]
@@ -81,7 +81,8 @@ def laid(name, parallel, **train):
     return replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **{"dtype": "bf16", "seq_len": 64, **train}))
 
 
-@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)], ids=str)
+@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)] + [("mixtral-tiny", p) for p in (
+    dict(zero=1, ep=2), dict(zero=3, ep=2, etp=2), dict(tp=2, ep=4), dict(zero=2, tp=2, dp_rep=2))], ids=str)
 def test_state(ranks, name, parallel):
     cfg = laid(name, parallel)
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
@@ -130,7 +131,7 @@ class Whole:
 
 def passing(world, cfg):
     p = cfg.parallel
-    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world), torch.device("cpu"), None, cfg.train.steps)
+    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world), torch.device("cpu"), None, cfg.train.steps)
     whole = Whole(run.buckets)
     for b in run.buckets:
         for name in ("hold_grad", "fetch", "reduce"):
