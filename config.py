@@ -414,7 +414,6 @@ def value_dim(m: Model) -> int:
 
 
 def rope_dim(m: Model) -> int:
-    """Channels of a head that turn with the position."""
     return m.rope_dim if m.kv_rank else head_dim(m)
 
 
@@ -424,11 +423,10 @@ def kv_heads(m: Model) -> int:
 
 def attention_weights(m: Model) -> int:
     """Elements of a block's attention matrices."""
-    if m.kv_rank:
-        queries = m.q_rank * (m.hidden + m.heads * head_dim(m)) if m.q_rank else m.hidden * m.heads * head_dim(m)
-        keys = m.kv_rank * m.heads * (m.nope_dim + m.v_dim) + m.hidden * (m.kv_rank + m.rope_dim)
-        return queries + keys + m.heads * m.v_dim * m.hidden
-    return m.hidden * head_dim(m) * 2 * (m.heads + kv_heads(m))
+    if not m.kv_rank:
+        return m.hidden * head_dim(m) * 2 * (m.heads + kv_heads(m))
+    queries = (m.q_rank or m.hidden) * m.heads * head_dim(m) + (m.q_rank or 0) * m.hidden
+    return queries + m.hidden * (m.kv_rank + m.rope_dim + m.heads * m.v_dim) + m.kv_rank * m.heads * (m.nope_dim + m.v_dim)
 
 
 def moe_ffn(m: Model) -> int:

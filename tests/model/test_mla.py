@@ -17,7 +17,7 @@ TWINS = ("deepseek-v2-lite-tiny", "deepseek-v3-tiny")  # without and with a late
 
 def made(name, **model):
     cfg = subject(name)
-    cfg = replace(cfg, model=replace(cfg.model, layers=2, **model))
+    cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None, **model))
     return build(cfg, Mesh.single(), torch.device("cpu"), None, 1)
 
 

@@ -48,7 +48,7 @@ def test_a_cut_carries_what_is_ahead_of_the_whole_sequence():
 
 def run_of(depth, weight=0.3, dtype="fp64", **model):
     cfg = subject("deepseek-v3-tiny")
-    cfg = replace(cfg, model=replace(cfg.model, layers=2, mtp=depth, mtp_weight=weight, dropout=0.0, **model), train=replace(cfg.train, global_batch=2, dtype=dtype))
+    cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None, mtp=depth, mtp_weight=weight, dropout=0.0, **model), train=replace(cfg.train, global_batch=2, dtype=dtype))
     return build(cfg, Mesh.single(), torch.device("cpu"), None, 50)
 
 
