@@ -55,6 +55,7 @@ class Model:
     bias: bool = False  # biases on every linear and norm (GPT-2)
     qkv_bias: bool = False  # biases on q, k, v alone (Qwen2)
     qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE (Qwen3)
+    qk_norm_whole: bool = False  # qk_norm over all heads of q, and all of k, at once (OLMoE)
     kv_rank: int | None = None  # multi-head latent attention (MLA, arXiv 2405.04434): width of the latent of keys and values; none: off
     q_rank: int | None = None  # MLA: width of the queries' latent; none: queries straight from the hidden state
     nope_dim: int = 128  # MLA: channels of a query and key head without positions
@@ -249,6 +250,7 @@ def convert(kind, value, at: str):
 
 
 HORIZONS = ("steps", "tokens", "flops")
+LEARNING = ("aux_loss", "aux_kind", "z_loss", "jitter", "capacity", "drop", "router_bias_rate")  # of model.*: do nothing after training
 
 
 def merge(base: dict, over: dict) -> dict:
@@ -411,10 +413,6 @@ def head_dim(m: Model) -> int:
 
 def value_dim(m: Model) -> int:
     return m.v_dim if m.kv_rank else head_dim(m)
-
-
-def rope_dim(m: Model) -> int:
-    return m.rope_dim if m.kv_rank else head_dim(m)
 
 
 def kv_heads(m: Model) -> int:

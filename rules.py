@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 import math
 
-from config import HORIZONS, Config, ConfigError, is_moe, kv_heads, moe_ffn, rope_dim
+from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn
 
 
 def divisors(n: int) -> list[int]:
@@ -58,8 +58,8 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
          "model.heads", divisors(m.hidden))
     need(m.heads % kv_heads(m) == 0,
          f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}", "model.kv_heads", divisors(m.heads))
-    key = "model.rope_dim" if m.kv_rank else "model.head_dim"
-    need(m.positions != "rope" or rope_dim(m) % 2 == 0, f"{key}: {rope_dim(m)} must be even for RoPE", key, (rope_dim(m) - 1, rope_dim(m) + 1))
+    key, turned = ("model.rope_dim", m.rope_dim) if m.kv_rank else ("model.head_dim", head_dim(m))
+    need(m.positions != "rope" or turned % 2 == 0, f"{key}: {turned} must be even for RoPE", key, (turned - 1, turned + 1))
     latent = {"kv_heads": m.kv_heads in (None, m.heads), "head_dim": not m.head_dim, "positions": m.positions == "rope", "bias": not m.bias,
               "qkv_bias": not m.qkv_bias, "qk_norm": not m.qk_norm}
     for field, fits in latent.items():
@@ -70,6 +70,7 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
     need(m.rope_kind != "yarn" or m.rope_low_freq < m.rope_high_freq,
          f"model.rope_low_freq: {m.rope_low_freq} must lie below model.rope_high_freq={m.rope_high_freq}")
     need(m.mtp >= 0 and m.mtp_weight >= 0, "model.mtp, model.mtp_weight: must not be negative")
+    need(m.qk_norm or not m.qk_norm_whole, "model.qk_norm_whole: says how model.qk_norm is done, which is off; turn that on")
     need(m.positions != "learned" or t.seq_len <= m.context,
          f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context",
          "train.seq_len", [m.context // 2**i for i in range(4)])

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from config import Config, head_dim, kv_heads, rope_dim
+from config import Config, head_dim, kv_heads
 from kernels import rope
 from kernels.attention import attention, mask
 from kernels.norm import rms_norm
@@ -14,7 +14,8 @@ from parallel.comm import Group
 from parallel.mesh import Mesh
 from parallel.ring import ring_attention
 from parallel.rng import Noise
-from parallel.tensor import ColumnLinear, RowLinear, replicated
+from parallel.spec import Spec, parameter
+from parallel.tensor import ColumnLinear, RowLinear, replicated, rows, split_norm
 from parallel.ulysses import ulysses_attention
 
 
@@ -55,7 +56,7 @@ def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | 
     m, p = cfg.model, cfg.parallel
     cos = sin = None
     if m.positions == "rope":
-        freq = rope.frequencies(rope_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original, m.rope_kind)
+        freq = rope.frequencies(m.rope_dim if m.kv_rank else head_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original, m.rope_kind)
         dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
         scale = rope.mscale(m.rope_factor, m.rope_mscale) / rope.mscale(m.rope_factor, m.rope_mscale_all) if m.rope_kind == "yarn" else 1.0
         cos, sin = rope.tables(positions, freq.to(positions.device), dtype, scale)
@@ -76,10 +77,14 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(mesh, outs, m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp)
         self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias,
                              cfg.parallel.sp)
-        if m.qk_norm:
+        if m.qk_norm_whole:
+            self.q_norm, self.k_norm = (parameter(Spec((rows(f"{key}.{n}.weight", (h * self.dim,), mesh.tp),), "ones", decay=False))
+                                        for n, h in (("q_norm", m.heads), ("k_norm", kv_heads(m))))
+        elif m.qk_norm:
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
+        self.tp, self.whole = mesh.tp, m.qk_norm_whole
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -90,7 +95,9 @@ class Attention(nn.Module):
             q, k, v = rope.split_rope(qkv, ctx.cos, ctx.sin, self.heads, self.kv, self.fused)
         else:
             q, k, v = qkv.split((self.heads, self.kv, self.kv), 2)
-        if self.qk_norm:
+        if self.whole:
+            q, k = (split_norm(t.flatten(2), w, self.eps, self.tp).view(t.shape) for t, w in ((q, self.q_norm), (k, self.k_norm)))
+        elif self.qk_norm:
             q, k = rms_norm(q, self.q_norm, self.eps, self.fused), rms_norm(k, self.k_norm, self.eps, self.fused)
         if self.rope and self.qk_norm:
             q, k = rope.rope(q, ctx.cos, ctx.sin, self.fused), rope.rope(k, ctx.cos, ctx.sin, self.fused)

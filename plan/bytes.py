@@ -92,6 +92,8 @@ def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
     else:
         add("tp", "all_reduce", m * (2 * regions + embed + head), n)
         add("tp", "all_gather", m * 2 * moe, n)  # a mixture's outputs, and the gradients of its inputs
+    if job.cfg.model.qk_norm_whole:  # a number a token for q and one for k, forward and backward
+        add("tp", "all_reduce", m * 4 * (last - first), n // job.cfg.model.hidden // BYTES[job.cfg.train.dtype][0] * BYTES[job.cfg.train.dtype][1])
     if head:
         rows = [r for _ in range(m) for r in softmax_rows(job)]
         for r in set(rows):

@@ -107,7 +107,8 @@ def block(cfg: Config, layer: int) -> list[Param]:
     m, tp, sp = cfg.model, cfg.parallel.tp, "tp" if cfg.parallel.sp else None
     hd, q, kv = head_dim(m), m.heads * head_dim(m), kv_heads(m) * head_dim(m)
     return [*norm(cfg, "attn_norm"),
-            *([Param(n, hd, False, True, "tp") for n in ("q_norm", "k_norm")] if m.qk_norm else []),
+            *([Param(n, k // tp, False, tp == 1) for n, k in (("q_norm", q), ("k_norm", kv))] if m.qk_norm_whole else
+              [Param(n, hd, False, True, "tp") for n in ("q_norm", "k_norm")] if m.qk_norm else []),
             Param("qkv.weight", (q + 2 * kv) * m.hidden // tp, True, tp == 1),
             *([Param("qkv.bias", (q + 2 * kv) // tp, False, tp == 1)] if m.bias or m.qkv_bias else []),
             Param("out.weight", q * m.hidden // tp, True, tp == 1),

@@ -34,7 +34,7 @@ ROPE = {"vocab_size": 211, "hidden_size": 48, "intermediate_size": 100, "num_hid
         "max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.3}
 LATENT = {**ROPE, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6,
-          "first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}
+          "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
 GPT2 = {"vocab_size": 203, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 100, "n_positions": SEQ, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 CASES = {
     "gpt2": ("GPT2", GPT2),
@@ -49,11 +49,29 @@ CASES = {
     "qwen2-window": ("Qwen2", {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen3-tied": ("Qwen3", {**ROPE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 26, "rope_theta": 1e6, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**ROPE, "head_dim": 10}),
+    "mixtral": ("Mixtral", {**ROPE, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {**ROPE, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7, "tie_word_embeddings": True}),
+    "qwen2-moe": ("Qwen2Moe", {**ROPE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 60}),
+    "qwen2-moe-sparse": ("Qwen2Moe", {**ROPE, "num_hidden_layers": 4, "num_experts": 6, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 40,
+                                      "decoder_sparse_step": 2, "norm_topk_prob": True, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("Qwen3Moe", {**ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}),
+    "qwen3-moe-first-dense": ("Qwen3Moe", {**ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+                                           "mlp_only_layers": [0]}),
+    "olmoe": ("Olmoe", {**ROPE, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None}),  # a padding token would not train
+    "dots1": ("Dots1", {**ROPE, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4,
+                        "topk_group": 2, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
+                        "head_dim": 12}),
     "qwen3-yarn": ("Qwen3", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
     "qwen2-yarn-factor": ("Qwen2", {**ROPE, "rope_scaling": {**YARN, "attention_factor": 1.3}}),
     "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
     "deepseek-v3-dense": ("DeepseekV3", {**LATENT, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek-v3-halves": ("DeepseekV3", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_shared_experts": 2,
+                                   "num_experts_per_tok": 3, "routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "deepseek-v2-groups": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 0, "moe_intermediate_size": 20, "n_shared_experts": 1, "num_experts_per_tok": 3,
+                                          "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_shared_experts": 1, "num_experts_per_tok": 3,
+                                   "n_group": 4, "topk_group": 2, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
 }
 SAME = {"mistral-nowindow": "Llama", "deepseek-v3-dense": "DeepseekV2"}  # written as the first family that computes the same
 
@@ -69,7 +87,7 @@ def no_waiting_for_the_disk(monkeypatch):
 
 def save(run_, root, step):
     """A committed checkpoint of a build.Run, as training leaves it."""
-    return store.save(root, step, state.boxes(run_.buckets, run_.optim.state()), state.describe(run_, step), keep=1)
+    return store.save(root, step, state.boxes(run_.buckets, run_.optim.state()) + run_.routers.boxes(), state.describe(run_, step), keep=1)
 
 
 def run(capsys, *argv):
@@ -95,6 +113,9 @@ def their_model(transformers, family, settings):
     model = getattr(transformers, "AutoModelForCausalLM").from_config(getattr(transformers, f"{family}Config")(**settings)).float().eval()
     for p in model.parameters():
         p.add_(torch.randn_like(p) * 0.1)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.add_(torch.randn_like(bias) * 0.1)
     return model
 
 
@@ -140,10 +161,11 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
 
     cfg = config.resolve(None, str(tmp_path / "run" / "config.yaml"), [
         "--train.dtype", "fp32", "--train.steps", "3", "--train.seq_len", f"{SEQ}", "--train.micro_batch", "2", "--train.global_batch", "4",
-        "--optim.lr", "1e-3", "--optim.warmup", "0", "--optim.decay", "constant", "--optim.clip", "0.5"])
+        "--optim.lr", "1e-3", "--optim.warmup", "0", "--optim.decay", "constant", "--optim.clip", "0.5",
+        "--model.router_bias_rate", "0"])
     data = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="none"), fingerprint="random")
     ours = build(cfg, Mesh.single(), torch.device("cpu"), data, 3)
-    state.load_weights(ours.buckets, state.find(cfg.checkpoint.init_from, []))
+    state.load_weights(ours.buckets, state.find(cfg.checkpoint.init_from, []), ours.routers.boxes(weights=True))
     assert not any(t[cfg.model.vocab:].any() for box, t in state.boxes(ours.buckets, {}) if box.key in ("embed.weight", "head.weight"))
 
     steps = batches(cfg.model.vocab)
