@@ -11,6 +11,7 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     tensor            4 all-reduces A a block and microbatch           weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
+    + latent          q_rank: 6 A + 2 A' a block (A': of the latents), else 8 A + 2 A'
     context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients once
     experts           4 k etp A / tp, and small change, a mixture layer and microbatch (parallel/expert.py); 2 A over tp without sp
     context, ulysses  4 Q + 4 K a layer and microbatch; Q, K: bytes of a rank's queries and keys, K': of its keys in fp32
@@ -18,7 +19,7 @@ Under context parallelism b s is a rank's share of the tokens, s / cp of each se
 """
 from collections import defaultdict
 
-from config import Config, head_dim, is_moe, kv_heads, padded_vocab
+from config import Config, head_dim, is_moe, kv_heads, padded_vocab, value_dim
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -48,7 +49,7 @@ def step_bytes(job: Job) -> Ledger:
 
     stages, (c, g) = buckets(job), BYTES[job.cfg.train.dtype]
     add("loss", "all_reduce", 1, 8)  # counted tokens
-    m, every_layer = job.cfg.model, range(job.cfg.model.layers)
+    m, every_layer = job.cfg.model, range(job.cfg.model.layers + job.cfg.model.mtp)
     norms = ("model", "shard", *(("emodel", "eshard") if m.experts else ()))
     for group in ("loss", "pp", *(n for n in norms if p.zero or "model" in n)):
         add(group, "all_reduce", 1, g)  # the loss; the norm
@@ -84,25 +85,35 @@ def activation(cfg: Config) -> int:
 def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over tp, for the m microbatches of a stage."""
     (first, last), L, n = job.cuts[stage], job.layout, activation(job.cfg)
-    embed, head, moe = first == 0, last == job.cfg.model.layers, sparse(job, stage)
-    regions = 2 * (last - first) - (0 if job.cfg.model.shared_experts else moe)  # a block: two, a mixture's second is its shared experts
-    if job.cfg.parallel.sp:  # each entered and left, forward and backward; the embedding is left, the head entered
-        add("tp", "all_gather", m * (2 * regions + embed + head), n)
-        add("tp", "reduce_scatter", m * (2 * regions + embed + head), n)
-    else:
-        add("tp", "all_reduce", m * (2 * regions + embed + head), n)
+    model, blocks, moe = job.cfg.model, len(layers(job, stage)), sparse(job, stage)
+    ends = (first == 0) + (last == model.layers) * (1 + 2 * model.mtp)  # the embedding is left, the head entered; MTP: both again
+    regions = 2 * blocks - (0 if model.shared_experts else moe)  # a block: two, a mixture's second is its shared experts
+    calls, latent = m * (2 * regions + ends), 0
+    if model.kv_rank:  # the latents enter; with q_rank instead of the hidden state, else beside it
+        calls -= m * blocks * (model.q_rank is not None)
+        latent = n // model.hidden * ((model.q_rank or 0) + model.kv_rank + model.rope_dim)
+    for verb in ("all_gather", "reduce_scatter") if job.cfg.parallel.sp else ("all_reduce",):  # entered and left, forward and backward
+        add("tp", verb, calls, n)
+        add("tp", verb, m * blocks * (latent > 0), latent)
+    if not job.cfg.parallel.sp:
         add("tp", "all_gather", m * 2 * moe, n)  # a mixture's outputs, and the gradients of its inputs
-    if job.cfg.model.qk_norm_whole:  # a number a token for q and one for k, forward and backward
-        add("tp", "all_reduce", m * 4 * (last - first), n // job.cfg.model.hidden // BYTES[job.cfg.train.dtype][0] * BYTES[job.cfg.train.dtype][1])
-    if head:
-        rows = [r for _ in range(m) for r in softmax_rows(job)]
+    if model.qk_norm_whole:  # a number a token for q and one for k, forward and backward
+        add("tp", "all_reduce", m * 4 * blocks, n // job.cfg.model.hidden // BYTES[job.cfg.train.dtype][0] * BYTES[job.cfg.train.dtype][1])
+    if last == model.layers:
+        rows = [r for _ in range(m * (1 + model.mtp)) for r in softmax_rows(job)]
         for r in set(rows):
             add("tp", "all_gather", rows.count(r), L.tp * 2 * r * BYTES[job.cfg.train.dtype][1])
 
 
+def layers(job: Job, stage: int) -> list[int]:
+    """Blocks of a stage, those of multi-token prediction too."""
+    n = job.cfg.model.layers
+    return [*range(*job.cuts[stage]), *(range(n, n + job.cfg.model.mtp) if job.cuts[stage][1] == n else ())]
+
+
 def sparse(job: Job, stage: int) -> int:
     """Mixture layers of a stage."""
-    return sum(is_moe(job.cfg.model, i) for i in range(*job.cuts[stage]))
+    return sum(is_moe(job.cfg.model, i) for i in layers(job, stage))
 
 
 def mixture_bytes(job: Job, times: int, add) -> None:
@@ -118,16 +129,16 @@ def mixture_bytes(job: Job, times: int, add) -> None:
 
 def context_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over cp (parallel/ring.py, parallel/ulysses.py), for the m microbatches of a stage."""
-    (first, last), L, cfg = job.cuts[stage], job.layout, job.cfg
-    times = m * (last - first)
-    head, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp * head_dim(cfg.model), BYTES[cfg.train.dtype]  # numbers a head
-    q, k = head * cfg.model.heads // L.tp, head * kv_heads(cfg.model) // L.tp
+    L, cfg, times = job.layout, job.cfg, m * len(layers(job, stage))
+    tokens, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp, BYTES[cfg.train.dtype]
+    heads, kv = tokens * cfg.model.heads // L.tp, tokens * kv_heads(cfg.model) // L.tp
+    q, k, v, out = heads * head_dim(cfg.model), kv * head_dim(cfg.model), kv * value_dim(cfg.model), heads * value_dim(cfg.model)
     if cfg.parallel.cp_kind == "ring":
-        add("cp", "send", 2 * times * (L.cp - 1), 2 * k * c)
-        add("cp", "send", times * (L.cp - 1), 2 * k * g)
+        add("cp", "send", 2 * times * (L.cp - 1), (k + v) * c)
+        add("cp", "send", times * (L.cp - 1), (k + v) * g)
     else:
-        add("cp", "all_to_all", 2 * times, (q + 2 * k) * c)
-        add("cp", "all_to_all", 2 * times, q * c)
+        add("cp", "all_to_all", 2 * times, (q + k + v) * c)
+        add("cp", "all_to_all", 2 * times, out * c)
 
 
 def softmax_rows(job: Job) -> list[int]:
