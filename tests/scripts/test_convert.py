@@ -237,7 +237,7 @@ def exported(tmp_path_factory):
 def weights(path):
     """{key: tensor} of a checkpoint, without the optimizer's."""
     rows = [r for r in store.index(path)["pieces"] if "@" not in r["key"]]
-    out = {r["key"]: torch.empty(r["size"]) for r in rows}
+    out = {r["key"]: torch.empty(r["size"], dtype={"F64": torch.float64}.get(r["dtype"], torch.float32)) for r in rows}
     store.load(path, [(hf.Box.whole(k, t.shape), t) for k, t in out.items()], strict=False)
     return out
 
@@ -261,6 +261,32 @@ def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
     assert torch.equal(before["embed.weight"][:400], after["embed.weight"][:400]) and not after["embed.weight"][400:].any()
     back = load_run(str(tmp_path / "back"), torch.device("cpu"))
     assert back.tokenizer.encode("def f(x):\n  return x") == BPE.encode("def f(x):\n  return x") and back.step == 0
+
+
+def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys):
+    """With a router each, beside the layers; transformers' logits are those of the model without."""
+    from safetensors.torch import load_file, save_file
+    path = make_run(tmp_path / "run", "deepseek-v3-tiny", mtp=2, heads=2, nope_dim=6, rope_dim=4, v_dim=5, kv_rank=7, q_rank=9, moe_ffn=12)
+    code, _, err = run(capsys, "to-hf", path, tmp_path / "hf")
+    assert code == 0, err
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    assert {"model.layers.3.eh_proj.weight", "model.layers.2.shared_head.norm.weight", "model.layers.3.mlp.gate.e_score_correction_bias"} <= tensors.keys()
+    copies = {"model.layers.2.embed_tokens.weight": tensors["model.embed_tokens.weight"], "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"]}
+    save_file({**tensors, **{k: t.clone() for k, t in copies.items()}}, file, {"format": "pt"})  # as published
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back", "--json")
+    assert code == 0 and not any("further" in n or "multi" in n for n in json.loads(out)["notes"]), err
+    before, after = weights(path), weights(tmp_path / "back" / "checkpoints" / "step_00000000")
+    assert before.keys() == after.keys() and "layers.3.join.weight" in after
+    assert all(torch.equal(before[k], after[k]) for k in before if k not in ("embed.weight", "head.weight"))
+    copies["model.layers.2.embed_tokens.weight"] = copies["model.layers.2.embed_tokens.weight"] + 1
+    save_file({**tensors, **{k: t.clone() for k, t in copies.items()}}, file, {"format": "pt"})
+    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "wrong")
+    assert code == 2 and "layers.2.embed_tokens.weight differs from the embedding, but multi-token prediction shares it" in err
+    save_file({k: t for k, t in tensors.items() if ".layers.2." not in k and ".layers.3." not in k}, file, {"format": "pt"})
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "without", "--json")
+    assert code == 0 and any("no weights for multi-token prediction" in n for n in json.loads(out)["notes"]), err
+    assert config.resolve(None, str(tmp_path / "without" / "config.yaml"), []).model.mtp == 0
 
 
 @pytest.mark.parametrize("spec, vocab", [("bytes", 257), (None, 400)])
