@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from config import Config, head_dim, kv_heads
+from config import Config, head_dim, kv_heads, remakes
 from kernels import rope
 from kernels.attention import attention, mask
 from kernels.norm import rms_norm
@@ -117,7 +117,7 @@ class Core:
 
     @staticmethod
     def of(cfg: Config, mesh: Mesh) -> "Core":
-        return Core(mesh.cp, cfg.parallel.cp_kind, cfg.model.window, cfg.model.attention, cfg.parallel.recompute == "selective")
+        return Core(mesh.cp, cfg.parallel.cp_kind, cfg.model.window, cfg.model.attention, remakes(cfg, "core"))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
         """q [b, s/cp, h, d], k [b, s/cp, g, d], v [b, s/cp, g, dv] -> [b, s/cp, h, dv]."""
