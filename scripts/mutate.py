@@ -203,7 +203,7 @@ TABLE = (
 
 def plant(m: Mutation, folder: Path) -> None:
     """A copy of the checkout with the bug in it."""
-    for item in ("config.py", "rules.py", "build.py", "train.py", "configs", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan",
+    for item in ("strict.py", "config.py", "rules.py", "build.py", "train.py", "configs", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan",
                  "scripts"):
         source = ROOT / item
         (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / item)
