@@ -63,7 +63,7 @@ class MLA(nn.Module):
         q = linear(q[0], self.q_up) if self.q_rank else self.q(x)
         b, s, _ = q.shape
         q_nope, q_rope = q.view(b, s, self.heads, self.nope + self.rope).split((self.nope, self.rope), -1)
-        q = torch.cat((q_nope * self.scale, self.turn(q_rope, ctx, self.scale)), -1)  # [b, s, h/tp, nope + rope]
+        q = torch.cat((q_nope if self.scale == 1 else q_nope * self.scale, self.turn(q_rope, ctx, self.scale)), -1)  # [b, s, h/tp, nope + rope]
         r = self.turn(r[:, :, None], ctx)[:, :, 0]  # [b, s, rope]
         if ctx.cache is not None:
             c, r = ctx.cache.extend(self.layer, c, r)
@@ -75,7 +75,8 @@ class MLA(nn.Module):
 
     def turn(self, x: Tensor, ctx: Context, scale: float = 1.0) -> Tensor:
         """x [b, s, h, rope] in the order of the weights -> turned, rotate-half order, times scale."""
-        return rope.rope(rope.halves(x) if self.pairs else x, ctx.cos * scale, ctx.sin * scale, self.fused)
+        cos, sin = (ctx.cos, ctx.sin) if scale == 1 else (ctx.cos * scale, ctx.sin * scale)
+        return rope.rope(rope.halves(x) if self.pairs else x, cos, sin, self.fused)
 
     def absorbed(self, q: Tensor, c: Tensor, r: Tensor, ctx: Context) -> Tensor:
         """One new token a sequence: W_kb goes over to the query and W_vb to the result, so that no earlier token's keys and

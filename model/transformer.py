@@ -79,11 +79,13 @@ class Stage(nn.Module):
                cache: Cache | None = None, cut: bool = False, learn: Learning | None = None) -> Tensor:
         """Token ids [b, s] on the first stage, else [b, s, d] from the stage before -> [b, s, d] after the last block here.
         cut: these are this rank's tokens of sequences that are cut over cp; else whole sequences, as in generation."""
-        ctx = context(self.cfg, positions, docs, noise, cache, cut, learn)
+        return self.through(x, positions, context(self.cfg, positions, docs, noise, cache, cut, learn))
+
+    def through(self, x: Tensor, positions: Tensor, ctx: Context) -> Tensor:
         part = 0
         if self.embed is not None:
             self.zero.enter(0, False)
-            x = self.embed(x, positions, noise)
+            x = self.embed(x, positions, ctx.noise)
             self.zero.left(0)
             self.zero.watch(0, None, x)
             part = 1
@@ -95,8 +97,8 @@ class Stage(nn.Module):
             x = y
             if told is not None:
                 block.mlp.router.told += told  # here, not in the block, which recompute may run twice
-        if cache is not None:
-            cache.length += positions.shape[1]
+        if ctx.cache is not None:
+            ctx.cache.length += positions.shape[1]
         return x
 
     def forward(self, x: Tensor, batch, scale) -> Tensor:
@@ -109,21 +111,21 @@ class Stage(nn.Module):
             columns = take_dim1(columns[None], self.tp)[0] if self.cfg.parallel.sp else columns
             noise = Noise(self.cfg.train.seed, batch.step, batch.rows, columns)
         routing = learning(self.cfg, self.mesh, batch, scale, noise) if learn and self.cfg.model.experts else None
-        x = self.hidden(x, batch.positions, batch.docs, noise, cut=batch.places is not None, learn=routing)
+        ctx = context(self.cfg, batch.positions, batch.docs, noise, cut=batch.places is not None, learn=routing)
+        x = self.through(x, batch.positions, ctx)
         if self.head is None:
             return x
         last = len(self.zero.parts) - 1
         self.zero.enter(last, learn)
-        loss = self.loss(x, batch, scale, noise, learn)
+        loss = self.loss(x, batch, scale, ctx, learn)
         self.zero.watch(last, x, loss) if learn else self.zero.left(last)
         return loss
 
-    def loss(self, x: Tensor, batch, scale, noise: Noise | None, learn: bool) -> Tensor:
+    def loss(self, x: Tensor, batch, scale, ctx: Context, learn: bool) -> Tensor:
         """The next token's loss; further ones add their gradients to it, not their value."""
         if self.mtp is None or not learn:
             return self.head.loss(x, batch.targets, scale)
         h = self.head.norm(x)
-        ctx = context(self.cfg, batch.positions, batch.docs, noise, cut=batch.places is not None)
         more = self.mtp(h, batch, scale, ctx, self.head)
         return self.head.cross_entropy(h, batch.targets, scale) + (more - more.detach())
 
