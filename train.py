@@ -97,7 +97,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             loss, norm, ok = train_step(run, step, batches, guard, at)
             at("step.end", step)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
-                                   seconds=time.perf_counter() - begun))
+                                   seconds=time.perf_counter() - begun, told=run.routers.told))
             at("step.logged", step)
             reason = agreed(stop.check(), mesh)
             last = step == run.steps or reason is not None
@@ -117,8 +117,10 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
         if env.rank == 0:
             try:
                 loss_png(folder, short(count["total"]))
+                if log.experts:
+                    log.experts.png(cfg.log.name)
             except Exception as error:  # a picture is not worth a finished run
-                log.event(f"warning: loss.png was not drawn: {error}")
+                log.event(f"warning: a picture was not drawn: {error}")
         log.close(None if done else reason, code=0 if done else 75, hints=[
             f'python -m scripts.generate {folder} --prompt "class "', f"python -m scripts.evaluate {folder}", "python train.py --list"])
     return 0 if done else 75

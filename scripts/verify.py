@@ -52,7 +52,8 @@ def subject(name: str, world: int = 1) -> Config:
                      ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16,
                      kv_rank=m.kv_rank and 12, q_rank=m.q_rank and 20, nope_dim=8, rope_dim=4, v_dim=6)
     if m.experts:
-        shrunk = replace(shrunk, experts=8, top_k=min(m.top_k, 3), moe_ffn=16, router_groups=min(m.router_groups, 4), router_bias_rate=0.01, aux_loss=10 * m.aux_loss)
+        shrunk = replace(shrunk, experts=8, top_k=min(m.top_k, 3), moe_ffn=16, router_groups=min(m.router_groups, 4), router_bias_rate=0.01, aux_loss=10 * m.aux_loss,
+                         jitter=0.05 if m.router == "softmax" else 0.0)
     return replace(cfg, model=shrunk)
 
 
