@@ -66,6 +66,13 @@ CASES = [
     (having(**MIXTURE, model__bias=True), 1, "model.bias", False),
     (having(**MIXTURE, parallel__tp=4, train__seq_len=98), 4, "train.seq_len", True),
     (having(model__qk_norm_whole=True), 1, "model.qk_norm_whole", False),
+    (having(model__kv_rank=8), 1, "model.kv_heads", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__qk_norm=True), 1, "model.qk_norm", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__positions="learned"), 1, "model.positions", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__rope_dim=5), 1, "model.rope_dim", True),
+    (having(model__q_rank=8), 1, "model.kv_rank", False),
+    (having(model__rope_kind="yarn", model__rope_low_freq=5.0), 1, "model.rope_low_freq", False),
+    (having(model__mtp=-1), 1, "model.mtp", False),
 ]
 
 
