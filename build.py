@@ -14,7 +14,11 @@ from model.moe import Routers
 from model.split import layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
+from optim.lamb import LAMB, LARS
+from optim.lion import Lion
 from optim.lr import learning_rate
+from optim.muon import Muon
+from optim.sgd import SGD
 from parallel.mesh import Mesh
 from parallel.params import Bucket, Sharing, cut
 from parallel.pipeline import Later, Pipeline
@@ -23,6 +27,7 @@ from parallel.zero import Zero
 from rules import divisors, nearby, validate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,7 @@ class Run:
     data: object  # the train split: data.loader.Data
     stages: dict[int, Stage]
     buckets: list[Bucket]
-    optim: AdamW
+    optim: AdamW | Muon | LAMB | LARS | Lion | SGD
     pipeline: Pipeline
     ops: list[Op]
     steps: int
@@ -65,7 +70,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg.model, len(place), cfg.train.seq_len)
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize))
+    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon")
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
@@ -74,7 +79,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
             for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):
-                for params in cut(group, sharing.cap):
+                for params in cut(group, sharing.cap, sharing.apart):
                     buckets.append(Bucket(params, mesh, sharing, dtype, device, cfg.train.seed))
                     made.update({id(p): buckets[-1] for p in params})
         stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()], stage.embed is not None)
@@ -110,7 +115,7 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
     pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
                         mesh.tp.size if cfg.parallel.sp else 1)
     ops = lower(schedule.order, schedule.place)[mesh.pp.index]
-    return Run(cfg, mesh, device, data, stages, buckets, AdamW(cfg.optim, buckets), pipeline, ops, steps,
+    return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
                Routers(cfg, mesh, list(stages.values()), device))
 
 

@@ -98,7 +98,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw"] = "adamw"  # AdamW (arXiv 1711.05101)
+    name: Literal["adamw", "muon", "lamb", "lars", "lion", "sgd"] = "adamw"  # AdamW (arXiv 1711.05101), or what optim/ says of the others
     lr: float = 1e-3  # peak learning rate
     min_lr: float | None = None  # floor of the decay; none: lr / 10
     warmup: int = 100  # steps of linear warmup (cut to a tenth of a horizon shorter than 10x this)
@@ -106,6 +106,7 @@ class Optim:
     decay_fraction: float = 0.2  # wsd: the last share of the horizon, in which the rate falls linearly
     beta1: float = 0.9  # first-moment decay
     beta2: float = 0.95  # second-moment decay
+    momentum: float = 0.95  # of muon, lars and sgd
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled; on matrices, not on norms and biases
     clip: float | None = 1.0  # global gradient norm; none: off

@@ -44,7 +44,7 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
         for key in keys:
             value = getattr(getattr(cfg, section), key)
             need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
-    for key in ("beta1", "beta2"):
+    for key in ("beta1", "beta2", "momentum"):
         need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
     need(cfg.eval.temperature >= 0 and cfg.eval.sample >= 0, "eval.temperature, eval.sample: must not be negative")
     need(0 <= m.dropout < 1, f"model.dropout: {m.dropout} must lie in [0, 1)")

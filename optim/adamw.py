@@ -4,13 +4,14 @@ from torch import Tensor
 
 from config import Optim
 from kernels.adam import adamw
+from parallel.mesh import Mesh
 from parallel.params import Bucket
 
 
 class AdamW:
     """m, v: first and second moments, flat and in the master's dtype, a pair a bucket."""
 
-    def __init__(self, cfg: Optim, buckets: list[Bucket]) -> None:
+    def __init__(self, cfg: Optim, buckets: list[Bucket], mesh: Mesh) -> None:
         self.cfg, self.buckets = cfg, buckets
         self.m = [torch.zeros_like(b.master) for b in buckets]
         self.v = [torch.zeros_like(b.master) for b in buckets]

@@ -23,7 +23,12 @@ def state_bytes(job: Job) -> dict[str, int]:
     every = unique(buckets(job))
     size, share = sum(b.size for b in every), sum(b.share for b in every)
     return {"weights": c * (share if zero == 3 else size), "masters": g * share if c != g else 0,
-            "gradients": g * (size if zero < 2 else share), "optimizer": 2 * g * share}
+            "gradients": g * (size if zero < 2 else share), "optimizer": g * sum(b.share * moments(job.cfg.optim.name, b.params[0].hidden) for b in every)}
+
+
+def moments(optimizer: str, hidden: bool) -> int:
+    """How many elements it keeps for each of a bucket's."""
+    return {"adamw": 2, "lamb": 2, "muon": 1 if hidden else 2}.get(optimizer, 1)
 
 
 def passing_bytes(job: Job) -> int:

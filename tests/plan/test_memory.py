@@ -69,7 +69,7 @@ def held(world, cfg):
     every = run.buckets
     masters = [b.master for b in every if b.master is not b.own]
     whole = {"weights": stores([b.own if b.weights is None else b.weights for b in every]), "masters": stores(masters),
-             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": stores(run.optim.m + run.optim.v)}
+             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": stores([f for flats in run.optim.state().values() for f in flats])}
     for b in every:
         b.need()
     return whole, kept.peak
@@ -85,6 +85,14 @@ def laid(name, parallel, **train):
     dict(zero=1, ep=2), dict(zero=3, ep=2, etp=2), dict(tp=2, ep=4), dict(zero=2, tp=2, dp_rep=2))], ids=str)
 def test_state(ranks, name, parallel):
     cfg = laid(name, parallel)
+    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
+@pytest.mark.parametrize("name", ["muon", "lamb", "lars", "lion", "sgd"])
+def test_moments_of_each_optimizer(ranks, name):
+    cfg = laid("mixtral-tiny", dict(zero=1, ep=2))
+    cfg = replace(cfg, optim=replace(cfg.optim, name=name))
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of(cfg, 4, rank))
 
