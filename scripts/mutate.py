@@ -125,8 +125,6 @@ TABLE = (
              "x.movedim(0, 2).flatten(2, 3)", "x.movedim(0, 3).flatten(2, 3)", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ulysses"),
     Mutation("LAMB's norms are those of this rank's shards", "optim/lamb.py",
              "comm.sum_(squares, self.mesh.world).sqrt()", "squares.sqrt()", "llama3-tiny", 2, "dp2 zero1 lamb"),
-    Mutation("LAMB counts a tensor once a data-parallel rank", "optim/lamb.py",
-             "b.boxes(flat, alone=True)", "b.boxes(flat)", "llama3-tiny", 2, "dp2 zero0 lamb"),
     Mutation("Muon's pieces arrive in another order than they were sent", "optim/muon.py",
              "[travels(r, me) for r in ranks]", "[travels(r, me)[::-1] for r in ranks]", "llama3-tiny", 2, "tp2 zero0 muon"),
     Mutation("replicas of a matrix's owner keep the old momentum's update (Muon)", "optim/muon.py",
