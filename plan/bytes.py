@@ -13,12 +13,14 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
     context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients once
     experts           4 k etp A / tp, and small change, a mixture layer and microbatch (parallel/expert.py); 2 A over tp without sp
+    recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after it is kept
+    recompute norm    with sp, 2 all-gathers A more a block and microbatch, beside the GEMMs of the input's gradient
     context, ulysses  4 Q + 4 K a layer and microbatch; Q, K: bytes of a rank's queries and keys, K': of its keys in fp32
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
 from collections import defaultdict
 
-from config import Config, head_dim, is_moe, kv_heads, padded_vocab
+from config import Config, head_dim, is_moe, kv_heads, of_stage, padded_vocab, remakes
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -56,7 +58,7 @@ def step_bytes(job: Job) -> Ledger:
         kinds = [op.kind for op in job.schedule.order[job.pp] if op.stage == stage]
         tensor_bytes(job, stage, kinds.count("F"), add)
         context_bytes(job, stage, kinds.count("F"), add)
-        mixture_bytes(job, kinds.count("F") * sparse(job, stage), add)
+        mixture_bytes(job, stage, kinds.count("F"), add)
         share_bytes(job, parts, stage, kinds, add)
     if m.experts:
         add("world", "all_reduce", 1, sum(is_moe(m, i) for i in every_layer) * (m.experts + 4) * 8)  # what the routers tell
@@ -85,15 +87,20 @@ def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over tp, for the m microbatches of a stage."""
     (first, last), L, n = job.cuts[stage], job.layout, activation(job.cfg)
     embed, head, moe = first == 0, last == job.cfg.model.layers, sparse(job, stage)
-    regions = 2 * (last - first) - (0 if job.cfg.model.shared_experts else moe)  # a block: two, a mixture's second is its shared experts
-    if job.cfg.parallel.sp:  # each entered and left, forward and backward; the embedding is left, the head entered
-        add("tp", "all_gather", m * (2 * regions + embed + head), n)
-        add("tp", "reduce_scatter", m * (2 * regions + embed + head), n)
+    cfg, m_ = of_stage(job.cfg, stage), job.cfg.model
+    regions = 2 * (last - first) - (0 if m_.shared_experts else moe)  # a block: two, a mixture's second is its shared experts
+    full, kept = cfg.parallel.recompute == "full", bool(m_.dropout)  # made again: a block's last sum only if something after it is kept
+    left = full * ((last - first - moe) * (1 + kept) + moe * (1 + bool(m_.shared_experts)))
+    entered = regions * (full or remakes(cfg, "norm"))
+    if job.cfg.parallel.sp:  # each region entered and left, forward and backward; the embedding is left, the head entered
+        add("tp", "all_gather", m * (2 * regions + entered + embed + head), n)
+        add("tp", "reduce_scatter", m * (2 * regions + left + embed + head), n)
     else:
-        add("tp", "all_reduce", m * (2 * regions + embed + head), n)
-        add("tp", "all_gather", m * 2 * moe, n)  # a mixture's outputs, and the gradients of its inputs
-    if job.cfg.model.qk_norm_whole:  # a number a token for q and one for k, forward and backward
-        add("tp", "all_reduce", m * 4 * (last - first), n // job.cfg.model.hidden // BYTES[job.cfg.train.dtype][0] * BYTES[job.cfg.train.dtype][1])
+        add("tp", "all_reduce", m * (2 * regions + left + embed + head), n)
+        add("tp", "all_gather", m * moe * (2 + full * kept), n)  # a mixture's outputs, and the gradients of its inputs
+    if m_.qk_norm_whole:  # a number a token for q and one for k, forward and backward
+        c, g = BYTES[job.cfg.train.dtype]
+        add("tp", "all_reduce", m * (4 + 2 * full) * (last - first), n // m_.hidden // c * g)
     if head:
         rows = [r for _ in range(m) for r in softmax_rows(job)]
         for r in set(rows):
@@ -105,15 +112,17 @@ def sparse(job: Job, stage: int) -> int:
     return sum(is_moe(job.cfg.model, i) for i in range(*job.cuts[stage]))
 
 
-def mixture_bytes(job: Job, times: int, add) -> None:
-    """Over experts and tokens, for so many (layer, microbatch) (parallel/expert.py, model/moe.py); dropless."""
-    cfg, L, (c, g) = job.cfg, job.layout, BYTES[job.cfg.train.dtype]
-    m, rows = cfg.model, cfg.train.micro_batch * cfg.train.seq_len // L.cp // L.tp * cfg.model.top_k * L.etp
-    add("experts", "all_to_all", times, L.etp * (m.experts or 0) * 8)
-    add("experts", "all_to_all", 4 * times, rows * m.hidden * c)
-    add("experts", "all_to_all", 2 * times, rows * g)
-    if m.aux_loss and m.aux_kind != "global":
-        add("tokens", "all_reduce", times, (cfg.train.micro_batch if m.aux_kind == "sequence" else 1) * (m.experts or 0) * g)
+def mixture_bytes(job: Job, stage: int, m: int, add) -> None:
+    """Over experts and tokens (parallel/expert.py, model/moe.py), for the m microbatches of a stage; dropless."""
+    cfg, L, (c, g) = of_stage(job.cfg, stage), job.layout, BYTES[job.cfg.train.dtype]
+    t, k, times = cfg.train, cfg.model, m * sparse(job, stage)
+    rows, experts = t.micro_batch * t.seq_len // L.cp // L.tp * k.top_k * L.etp, k.experts or 0
+    full = cfg.parallel.recompute == "full"
+    add("experts", "all_to_all", times * (1 + full), L.etp * experts * 8)
+    add("experts", "all_to_all", times * (4 + full * (2 if k.dropout else 1)), rows * k.hidden * c)
+    add("experts", "all_to_all", times * (2 + full), rows * g)
+    if k.aux_loss and k.aux_kind != "global":
+        add("tokens", "all_reduce", times * (1 + full), (t.micro_batch if k.aux_kind == "sequence" else 1) * experts * g)
 
 
 def context_bytes(job: Job, stage: int, m: int, add) -> None:
@@ -121,13 +130,14 @@ def context_bytes(job: Job, stage: int, m: int, add) -> None:
     (first, last), L, cfg = job.cuts[stage], job.layout, job.cfg
     times = m * (last - first)
     head, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp * head_dim(cfg.model), BYTES[cfg.train.dtype]  # numbers a head
+    again = of_stage(cfg, stage).parallel.recompute == "full"
     q, k = head * cfg.model.heads // L.tp, head * kv_heads(cfg.model) // L.tp
     if cfg.parallel.cp_kind == "ring":
-        add("cp", "send", 2 * times * (L.cp - 1), 2 * k * c)
+        add("cp", "send", (2 + again) * times * (L.cp - 1), 2 * k * c)
         add("cp", "send", times * (L.cp - 1), 2 * k * g)
     else:
-        add("cp", "all_to_all", 2 * times, (q + 2 * k) * c)
-        add("cp", "all_to_all", 2 * times, q * c)
+        add("cp", "all_to_all", (2 + again) * times, (q + 2 * k) * c)
+        add("cp", "all_to_all", (2 + again) * times, q * c)
 
 
 def softmax_rows(job: Job) -> list[int]:

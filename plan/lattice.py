@@ -11,14 +11,15 @@ from dataclasses import dataclass, replace
 from typing import Callable, Iterator
 
 from config import Config, ConfigError
+from parallel.schedule import SCHEDULES
 
 Values = dict[str, object]
 Check = Callable[[Config], object]  # raises ConfigError with the reason
 DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # their values are the divisors of the world
 LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
-SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full"),
-            "doc_mask": (False, True), "capacity": (None, 1.0),
+SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
+            "stages": (None, "uneven"), "doc_mask": (False, True), "capacity": (None, 1.0),
             "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd")}
 SECTION = {"micro_batch": "train", "doc_mask": "data", "capacity": "model", "name": "optim"}  # else parallel
 CANDIDATES = 24  # choices of switches that `cover` weighs for each layout
@@ -28,6 +29,8 @@ IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell w
     ("parallel.schedule: all are the same at pp 1", lambda v, world: v["schedule"] != "1f1b" and v["pp"] == 1),
     ("parallel.vpp: is free for interleaved alone", lambda v, world: v["vpp"] is not None and v["schedule"] != "interleaved"),
     ("parallel.cp_kind: does nothing at cp 1", lambda v, world: v["cp_kind"] != "ring" and v["cp"] == 1),
+    ("parallel.stages: every cut is the same", lambda v, world: v["stages"] and v["pp"] == 1),
+    ("parallel.recompute_stages: one stage has one mode", lambda v, world: v["recompute"] == "mixed" and v["pp"] == 1),
     ("parallel.reduce: all are the same where nobody shares a parameter", lambda v, world: v["reduce"] != "collective" and v["tp"] * v["pp"] == world))
 
 
@@ -42,6 +45,11 @@ class Lattice:
 
     def config(self, values: Values) -> Config:
         sections: dict[str, Values] = {}
+        values, n = dict(values), values["pp"] * (SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2)
+        if values["stages"] == "uneven":
+            values["stages"] = ",".join(map(str, [self.cfg.model.layers - n + 1, *[1] * (n - 1)]))
+        if values["recompute"] == "mixed":
+            values |= {"recompute": "none", "recompute_stages": ",".join((["full", "selective"] * n)[:n])}
         for key, value in values.items():
             sections.setdefault(SECTION.get(key, "parallel"), {})[key] = value
         return replace(self.cfg, **{s: replace(getattr(self.cfg, s), **keys) for s, keys in sections.items()})

@@ -46,7 +46,7 @@ def subject(name: str, world: int = 1) -> Config:
     batch = world * (-(-8 // world)) * (1 if world % 2 == 0 or world == 1 else 2)  # every world divides it, and 2 mostly what is left
     cfg = config.resolve(name, None, ["--train.dtype", "fp64", "--train.steps", "50", "--train.seq_len", "32", "--train.micro_batch", "1",
                                       "--train.global_batch", str(batch), "--optim.warmup", "2", "--optim.clip", "0.5", "--model.dropout", "0.1",
-                                      "--optim.eps", "1e-4", "--parallel.bucket_mb", "0.03", "--parallel.node", "2"])
+                                      "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03", "--parallel.node", "2"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
                      ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16)
@@ -141,8 +141,9 @@ def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tenso
 
 
 def one_process(cfg: Config) -> dict[str, Tensor]:
-    """What every layout must equal. Raises ConfigError where it is no oracle: two matrices that start identical."""
-    plain = replace(cfg, parallel=config.Parallel())
+    """What every layout must equal: the whole batch at once, nothing split, nothing summed up later. Raises ConfigError
+    where it is no oracle: two matrices that start identical."""
+    plain = replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=cfg.train.global_batch))
     run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
     for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
         if part.dim() > 1:
@@ -173,13 +174,15 @@ def words(values: Values, world: int) -> list[str]:
                                         ("ep", v["ep"]), ("etp", v["etp"])) if n > 1]
     return (degrees + ["sp"] * v["sp"] + [f"zero{v['zero']}"] + ([v["schedule"]] if v["pp"] > 1 else []) + [f"vpp{v['vpp']}"] * bool(v["vpp"])
             + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
-            + ["docs"] * v["doc_mask"] + ["capacity"] * bool(v["capacity"]) + [v["name"]] * (v["name"] != "adamw") + [v["recompute"]] * (v["recompute"] != "none"))
+            + ["uneven"] * bool(v["stages"]) + ["docs"] * v["doc_mask"] + ["capacity"] * bool(v["capacity"]) + [v["name"]] * (v["name"] != "adamw") + [v["recompute"]] * (v["recompute"] != "none"))
 
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
     """The cells that --layouts and --only ask for. Raises ConfigError where there are none."""
     if only or which == "product":
-        cells = list(lattice.product(found, lambda v: only <= set(words(v, found.world))))
+        never = {word.removeprefix("no-") for word in only if word.startswith("no-")}
+        must = {word for word in only if not word.startswith("no-")}
+        cells = list(lattice.product(found, lambda v: must <= (has := set(words(v, found.world))) and not never & has))
         if not cells:
             raise ConfigError(f"--only: no legal layout of {found.world} ranks has the words {' '.join(sorted(only))}")
         return cells if which in ("all", "product") else random.Random(seed).sample(cells, min(int(which), len(cells)))
@@ -214,7 +217,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--world", type=int, default=8, help="ranks, 1 to 8")
     p.add_argument("--layouts", default="12", help="how many to draw; all: every layout; product: with every choice of switches")
     p.add_argument("--seed", type=int, default=0, help="of the draw")
-    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, e.g. --only zb-v zero3")
+    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp")
     p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
     p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
     a = p.parse_args(argv)

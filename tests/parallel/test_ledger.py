@@ -28,7 +28,12 @@ EIGHT = [dict(pp=2, tp=2, sp=True, zero=3), dict(tp=2, zero=3, dp_rep=2), dict(p
 
 MIXTURES = [dict(ep=4), dict(ep=2, etp=2, zero=1), dict(tp=2, ep=2), dict(tp=2, sp=True, ep=4, zero=3), dict(tp=2, etp=2, zero=2), dict(cp=2, ep=2, zero=3),
             dict(pp=2, ep=2, zero=1), dict(pp=2, tp=2, sp=True, ep=2, schedule="zb-v"), dict(zero=3, dp_rep=2, ep=2), dict(ep=2, reduce="ring"),
-            dict(ep=2, reduce="hierarchy"), dict(tp=4), dict(pp=2, zero=2, etp=2, schedule="dualpipe-v")]
+            dict(ep=2, reduce="hierarchy"), dict(tp=4), dict(ep=2, tp=2, recompute="full"), dict(tp=2, sp=True, ep=2, recompute="full", pp=2),
+            dict(tp=2, sp=True, etp=2, recompute="selective", recompute_parts="core,norm,act"), dict(pp=2, zero=2, etp=2, schedule="dualpipe-v")]
+PARTS = "core,norm,act"
+AGAIN = [dict(tp=2, recompute="full"), dict(tp=2, sp=True, recompute="full", pp=2), dict(tp=2, sp=True, recompute="selective", recompute_parts=PARTS),
+         dict(cp=2, recompute="full", zero=3), dict(cp=4, cp_kind="ulysses", recompute="full"), dict(cp=2, recompute="selective", recompute_parts=PARTS),
+         dict(tp=2, sp=True, pp=2, stages="1,3", recompute_stages="selective,full", recompute_parts="norm")]
 
 
 def laid(name: str, parallel: dict, **train) -> config.Config:
@@ -39,7 +44,7 @@ def laid(name: str, parallel: dict, **train) -> config.Config:
 
 def job_of(cfg: config.Config, world: int, rank: int) -> Job:
     p, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), rank, schedule, layers_of(cfg.model, schedule.n_stages, cfg.train.seq_len))
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), rank, schedule, layers_of(cfg, schedule.n_stages))
 
 
 def start(world, cfg):
@@ -62,8 +67,9 @@ def counted(world, cfg):
     return ledger, slots
 
 
-def compare(pool, name, parallel, **train):
+def compare(pool, name, parallel, dropout=0.1, **train):
     cfg = laid(name, parallel, **train)
+    cfg = replace(cfg, model=replace(cfg.model, dropout=dropout))
     found = pool.run(counted, cfg)
     for rank, (ledger, slots) in enumerate(found):
         job = job_of(cfg, pool.size, rank)
@@ -83,6 +89,12 @@ def test_tied_tables_biases_and_head_norms(ranks, name, parallel):
     compare(ranks(4), name, parallel, micro_batch=2)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("parallel", AGAIN, ids=str)
+def test_exchanges_that_recompute_repeats(ranks, parallel, dropout):
+    compare(ranks(4), "llama3-tiny", parallel, dropout)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("parallel", [dict(zero=3, tp=2), dict(cp=4), dict(cp=2, tp=2, cp_kind="ulysses")], ids=str)
 def test_dtypes(ranks, dtype, parallel):
@@ -94,7 +106,7 @@ def test_eight_ranks(ranks, parallel):
     compare(ranks(8), "gpt2-tiny", parallel)
 
 
-@pytest.mark.parametrize("name", ["mixtral-tiny", "qwen3-moe-tiny", "dots1-tiny", "qwen2-moe-tiny"])
+@pytest.mark.parametrize("name", ["mixtral-tiny", "qwen3-moe-tiny", "dots1-tiny", "qwen2-moe-tiny", "olmoe-tiny"])
 @pytest.mark.parametrize("parallel", MIXTURES, ids=str)
 def test_mixtures(ranks, name, parallel):
     """Dispatch and combine send what is routed, without padding, whatever the router does."""
