@@ -15,6 +15,7 @@ from model.transformer import Stage
 from optim.adamw import AdamW
 from optim.lr import learning_rate
 from parallel.mesh import Mesh
+from parallel.offload import Away
 from parallel.params import Bucket, Sharing, cut
 from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
@@ -63,7 +64,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize))
+    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), p.offload in ("optimizer", "both"))
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
@@ -113,7 +114,7 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
         for p in stage.parameters():
             p.later = later[n]
     pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
-                        mesh.tp.size if cfg.parallel.sp else 1)
+                        mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
     ops = lower(schedule.order, schedule.place)[mesh.pp.index]
     return Run(cfg, mesh, device, data, stages, buckets, AdamW(cfg.optim, buckets), pipeline, ops, steps)
 

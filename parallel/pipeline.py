@@ -4,6 +4,7 @@ An activation lives from its F to its send; after that only its place in the gra
 Megatron-LM's deallocation). Transfers between two computes are posted together; a receive is waited for when its buffer
 is used, a send when the step ends. The sender's order is the receiver's (parallel/schedule.py), so messages need no names.
 """
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from parallel import comm
 from parallel.mesh import Mesh
+from parallel.offload import Away
 from parallel.schedule import Op, Schedule, lower
 
 COMM = ("SF", "RF", "SB", "RB")
@@ -49,9 +51,10 @@ class Pipeline:
     """stages: {number: model.Stage} of this rank; later: {number: its deferred weight gradients}."""
 
     def __init__(self, mesh: Mesh, schedule: Schedule, stages: dict, later: dict[int, Later], hidden: int, vocab: int,
-                 dtype: torch.dtype, cut: int) -> None:
+                 dtype: torch.dtype, cut: int, away: Away | None = None) -> None:
         self.mesh, self.schedule, self.stages, self.later = mesh, schedule, stages, later
         self.hidden, self.vocab, self.dtype, self.cut = hidden, vocab, dtype, cut  # cut: into how many parts sp divides the sequence
+        self.away = away  # where activations wait for their backward; None: on the device
 
     def run(self, ops: list[Op], batches: list, scale) -> Tensor:
         """Run this rank's ops over the step's microbatches -> the loss (times scale) summed over all tokens, on every rank."""
@@ -124,7 +127,8 @@ class Pipeline:
             x = arrived(flight.inputs.pop(key))
             if torch.is_grad_enabled():
                 flight.leaves[key] = x.requires_grad_()
-        y = stage(x, batch, scale)
+        with self.away.keeping() if self.away and torch.is_grad_enabled() else contextlib.nullcontext():
+            y = stage(x, batch, scale)
         if y.requires_grad:
             flight.edges[key] = get_gradient_edge(y)
         if op.stage == self.schedule.n_stages - 1:

@@ -19,7 +19,7 @@ DEGREES = ("tp", "pp", "cp", "dp_rep")  # their values are the divisors of the w
 LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
-            "stages": (None, "uneven"), "doc_mask": (False, True)}
+            "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True)}
 SECTION = {"micro_batch": "train", "doc_mask": "data"}  # else parallel
 CANDIDATES = 24  # choices of switches that `cover` weighs for each layout
 

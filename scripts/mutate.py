@@ -131,6 +131,10 @@ TABLE = (
              "remade(y, self.of, x) if", "remade(y, self.of, residual) if", "llama3-tiny", 2, "tp2 zero0 mb1 selective"),
     Mutation("sequence shards of an input that is made again come back in another order", "parallel/collectives.py",
              "return lambda: work.wait().transpose(0, 1)\n", "return lambda: work.wait().roll(1, 0).transpose(0, 1)\n", "llama3-tiny", 2, "tp2 sp zero0 mb1 selective"),
+    Mutation("an offloaded tensor is taken for an older one at the same address", "parallel/offload.py",
+             "if owner is not None and ticket is not None:", "if ticket is not None:", "llama3-tiny", 1, "offload zero0 mb1"),
+    Mutation("offloaded moments are not brought back to the host", "parallel/offload.py",
+             "host[cut].copy_(part, non_blocking=True)", "host[cut].copy_(part if host is hosts[0] else host[cut])", "llama3-tiny", 2, "dp2 offload zero1 mb1"),
     Mutation("weight decay reaches norms", "parallel/params.py",
              "return [(slice(a, b), decay, once)", "return [(slice(a, b), self.mesh.tp.size > 1 or decay, once)", "llama3-tiny", 2, "tp2 zero0 mb1"),
 )
