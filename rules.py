@@ -89,8 +89,6 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
         need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
              "take ring, or another degree", "parallel.cp", divisors(value))
-    need(world == 1 or not cfg.checkpoint.async_save,
-         f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")

@@ -74,7 +74,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
         data.tokenizer.save(folder / "tokenizer")
         (folder / "config.yaml").write_text(config.dump(cfg))
     count, guard, stop = parameters(cfg.model), Guard(), Stop(folder, cfg.train.max_minutes)
-    saver = Saver(cfg.checkpoint.async_save)
+    saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
     with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told():
@@ -97,7 +97,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
                                    seconds=time.perf_counter() - begun))
             at("step.logged", step)
-            reason = agreed(stop.check(), mesh)
+            reason = agreed(stop.check(), saver, mesh)
             last = step == run.steps or reason is not None
             if last or due(cfg.eval.every, step):
                 evaluate(step)
@@ -126,9 +126,12 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def agreed(reason: str | None, mesh: Mesh) -> str | None:
-    """One answer for all ranks: any rank that was told to stop stops every rank at this step."""
-    flag = comm.max_(torch.tensor(reason is not None, dtype=torch.int32), mesh.world)
+def agreed(reason: str | None, saver: Saver, mesh: Mesh) -> str | None:
+    """One answer for all ranks: any rank that was told to stop stops every rank at this step. Raises what a save behind the
+    run's back met, on every rank at the same step."""
+    flag = int(comm.max_(torch.tensor(2 if saver.failed() else reason is not None, dtype=torch.int32), mesh.world))
+    if flag == 2:
+        saver.wait()
     return (reason or "another rank was told to stop") if flag else None
 
 

@@ -96,7 +96,7 @@ def load(run, path: pathlib.Path) -> list[str]:
 def save(run, saver: Saver, root: pathlib.Path, step: int, at) -> None:
     """One committed checkpoint of the run as it stands after `step`: every rank writes what only it brings. A threaded
     saver may still be writing when this returns; its errors come with the next call."""
-    world = run.mesh.world
+    world = saver.group or run.mesh.world
     saver.save(root, step, boxes(run.buckets, run.optim.state(), alone=True), describe(run, step), run.cfg.checkpoint.keep,
                at, world.index, world.size, lambda x: comm.all_objects(x, world))
 
