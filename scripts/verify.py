@@ -135,8 +135,9 @@ def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tenso
 
 
 def one_process(cfg: Config) -> dict[str, Tensor]:
-    """What every layout must equal. Raises ConfigError where it is no oracle: two matrices that start identical."""
-    plain = replace(cfg, parallel=config.Parallel())
+    """What every layout must equal: the whole batch at once, nothing split, nothing summed up later. Raises ConfigError
+    where it is no oracle: two matrices that start identical."""
+    plain = replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=cfg.train.global_batch))
     run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
     for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
         if part.dim() > 1:
@@ -172,9 +173,9 @@ def words(values: Values, world: int) -> list[str]:
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
     """The cells that --layouts and --only ask for. Raises ConfigError where there are none."""
     if only or which == "product":
-        without = {w[3:] for w in only if w.startswith("no-")}
-        cells = list(lattice.product(found, lambda v: {w for w in only if w[:3] != "no-"} <= (named := set(words(v, found.world)))
-                                     and not without & named))
+        never = {word.removeprefix("no-") for word in only if word.startswith("no-")}
+        must = {word for word in only if not word.startswith("no-")}
+        cells = list(lattice.product(found, lambda v: must <= (has := set(words(v, found.world))) and not never & has))
         if not cells:
             raise ConfigError(f"--only: no legal layout of {found.world} ranks has the words {' '.join(sorted(only))}")
         return cells if which in ("all", "product") else random.Random(seed).sample(cells, min(int(which), len(cells)))
@@ -209,7 +210,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--world", type=int, default=8, help="ranks, 1 to 8")
     p.add_argument("--layouts", default="12", help="how many to draw; all: every layout; product: with every choice of switches")
     p.add_argument("--seed", type=int, default=0, help="of the draw")
-    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or with no- may not have, e.g. --only zb-v zero3 no-sp")
+    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp")
     p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
     p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
     a = p.parse_args(argv)
