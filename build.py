@@ -14,6 +14,7 @@ from model.split import by_cost, layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
 from optim.lr import learning_rate
+from parallel.boxes import Box
 from parallel.mesh import Mesh
 from parallel.offload import Away
 from parallel.params import Bucket, Sharing, cut
@@ -76,14 +77,16 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
                 for params in cut(group, sharing.cap):
                     buckets.append(Bucket(params, mesh, sharing, dtype, device, cfg.train.seed))
                     made.update({id(p): buckets[-1] for p in params})
-        stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()], stage.embed is not None)
+        stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()],
+                          stage.embed is not None, stage.head is not None)
         stages[n] = stage
     return stages, buckets
 
 
 def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
     """The step's schedule, checked. Raises ConfigError for every setting that cannot run on `world` ranks."""
-    validate(cfg, world, advise)
+    fits = (lambda c: plan_pipeline(c, world, False)) if advise else None
+    validate(cfg, world, fits)
     p, t = cfg.parallel, cfg.train
     micro = t.global_batch // (t.micro_batch * (world // (p.tp * p.cp * p.pp)))
     try:
@@ -93,7 +96,7 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
     if schedule.n_stages > cfg.model.layers:
         raise ConfigError(f"parallel.pp: {p.schedule} on {p.pp} ranks makes {schedule.n_stages} stages, model.layers is {cfg.model.layers}; "
                           "lower parallel.pp or parallel.vpp"
-                          + (nearby(cfg, "parallel.pp", divisors(world), lambda c: plan_pipeline(c, world, False)) if advise else ""))
+                          + (nearby(cfg, "parallel.pp", divisors(world), fits) if fits else ""))
     if p.stages and len(numbers(p.stages)) != schedule.n_stages:
         raise ConfigError(f"parallel.stages: {p.stages} cuts {len(numbers(p.stages))} stages, {p.schedule} on {p.pp} ranks has {schedule.n_stages}"
                           f"; try parallel.stages {','.join(map(str, by_cost(cfg.model, schedule.n_stages, t.seq_len)))}")
@@ -124,7 +127,6 @@ class Trained:
     """A checkpoint's weights in a stage, with the tokenizer that its tokens mean."""
     cfg: Config
     stage: Stage
-    buckets: list[Bucket]
     tokenizer: object
     path: Path
     step: int
@@ -135,16 +137,28 @@ class Trained:
         return self.stage.head_logits(self.stage.hidden(tokens, positions, cache=cache), at)
 
 
+@torch.no_grad()
+def weights_only(cfg: Config, device: torch.device, dtype: str) -> tuple[Stage, list[tuple[Box, torch.Tensor]]]:
+    """The whole model in one process with zeros for weights, and each of its tensors under its key: no gradients, no masters."""
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=Parallel())
+    stage = Stage(cfg, Mesh.single(), 0, cfg.model.layers).requires_grad_(False)
+    stage.zero = Zero([[] for _ in stage.parts()], lookup=True, head=True)  # nothing is sharded
+    pieces = []
+    for p in stage.parameters():  # each once, in the order of the forward pass
+        p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype], device=device)
+        pieces += p.spec.split(p.data)
+    return stage, pieces
+
+
 def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trained:
     """From a run folder or one of its checkpoint folders. Raises ConfigError, IntegrityError."""
     path = state.find(where, [])
     meta = store.meta(path)
     cfg = config.build(Config, meta["config"])
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype))
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype), parallel=Parallel())
     tok = tokenizer.load(path.parent.parent / "tokenizer")
     if tok.fingerprint != meta["tokenizer"]:
         raise ConfigError(f"{path.parent.parent / 'tokenizer'}: is not the tokenizer that {path} was trained with; put that one there")
-    cfg = replace(cfg, parallel=Parallel())
-    stages, buckets = build_stages(cfg, Mesh.single(), device, (0,))
-    state.load_weights(buckets, path)
-    return Trained(cfg, stages[0], buckets, tok, path, meta["step"])
+    stage, pieces = weights_only(cfg, device, cfg.train.dtype)
+    store.load(path, pieces, strict=False, allow_cast=True)
+    return Trained(cfg, stage, tok, path, meta["step"])

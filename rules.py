@@ -4,6 +4,7 @@ wrong with it, and values nearby that would do.
 import contextlib
 import dataclasses
 import math
+from typing import Callable
 
 from config import HORIZONS, Config, ConfigError, head_dim, kv_heads, numbers, words
 
@@ -28,13 +29,14 @@ def nearby(cfg: Config, key: str, values, check) -> str:
     return f"; try {key} {', '.join(map(str, sorted(good)))}" if good else ""
 
 
-def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
-    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out; advise: with values that pass."""
+def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | None = None) -> None:
+    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out, with values that fits(config)
+    lets pass; None: without."""
     m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
 
     def need(ok, text, keys="", values=()):
         if not ok:
-            tips = (nearby(cfg, key, values, lambda c: validate(c, world, False)) for key in keys.split() if advise)
+            tips = (nearby(cfg, key, values, fits) for key in keys.split() if fits)
             raise ConfigError(text + next(filter(None, tips), ""))
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),

@@ -64,6 +64,8 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep), world)
     state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world)  # rank 0 makes what is made on the spot
     data, valid = (open_data(cfg, split, mesh.data.index, mesh.data.size) for split in ("train", "valid"))
+    if data.tokenizer is None:
+        raise ConfigError(f"data.tokenizer: {cfg.data.path} does not say which tokenizer made it; name it: bytes, a tokenizer.json or an x.model")
     cfg = with_vocab(cfg, data.tokenizer.vocab)
     flops = flops_per_token(cfg.model, cfg.train.seq_len)
     run = build(cfg, mesh, env.device, data, horizon(cfg, flops))

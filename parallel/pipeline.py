@@ -60,7 +60,7 @@ class Pipeline:
         """Run this rank's ops over the step's microbatches -> the loss (times scale) summed over all tokens, on every rank."""
         flight, left = Flight(), {s: sum(o.kind in "BW" and o.stage == s for o in ops) for s in self.stages}
         total = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=batches[0].tokens.device)
-        at = 0
+        at, then = 0, follows(ops)
         while at < len(ops):
             op = ops[at]
             if op.kind in COMM:
@@ -71,6 +71,7 @@ class Pipeline:
                 at = last
                 continue
             if op.kind == "F":
+                self.stages[op.stage].zero.turning = then[at] in ("B", "I")
                 loss = self.forward(op, flight, batches[op.mb], scale)
                 total += 0 if loss is None else loss
             elif op.kind in "BI":
@@ -82,6 +83,8 @@ class Pipeline:
             at += 1
         for work in flight.sends:
             work.wait()
+        for stage in self.stages.values():
+            stage.zero.turning = False
         return comm.sum_(comm.sum_(total, self.mesh.loss), self.mesh.pp)
 
     @torch.no_grad()
@@ -181,6 +184,17 @@ class Pipeline:
         flight.sends += works[:len(sends)]
         for (table, key, buffer), work in zip(waiting, works[len(sends):]):
             table[key] = (buffer, work)
+
+
+def follows(ops: list[Op]) -> list[str]:
+    """The kind of the next op of the same stage, for each op; "" after its last."""
+    last: dict[int, str] = {}
+    out = []
+    for op in reversed(ops):
+        out.append(last.get(op.stage, ""))
+        if op.kind not in COMM:
+            last[op.stage] = op.kind
+    return out[::-1]
 
 
 def arrived(x) -> Tensor:

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-import config
 from build import build, plan_pipeline
 from model.split import layers_of
 from parallel.layout import Layout
