@@ -131,6 +131,7 @@ class Parallel:
     node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
     recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: parts of a block; whole blocks
+    offload: Literal["none", "optimizer", "activations", "both"] = "none"  # kept in host memory: masters and moments; what the backward needs
     recompute_parts: str = "core"  # what selective makes again, any of core,norm,act: attention's inside, norms, the MLP's activation
     recompute_stages: str | None = None  # a mode for each stage, e.g. full,selective,none,none; none: recompute for all
 

@@ -100,7 +100,7 @@ def load(run, path: pathlib.Path) -> list[str]:
 def save(run, saver: Saver, root: pathlib.Path, step: int, at) -> None:
     """One committed checkpoint of the run as it stands after `step`: every rank writes what only it brings. A threaded
     saver may still be writing when this returns; its errors come with the next call."""
-    world = run.mesh.world
+    world = saver.group or run.mesh.world
     mine = boxes(run.buckets, run.optim.state(), alone=True) + run.routers.boxes(alone=True)
     saver.save(root, step, mine, describe(run, step), run.cfg.checkpoint.keep, at, world.index, world.size, lambda x: comm.all_objects(x, world))
 

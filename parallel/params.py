@@ -26,6 +26,7 @@ from parallel import comm, packing
 from parallel.boxes import Box
 from parallel.comm import Work
 from parallel.mesh import Mesh
+from parallel.offload import to_host
 from parallel.ranges import range_boxes
 from parallel.reduce import start_scatter_sum, start_sum
 from parallel.spec import fill
@@ -34,12 +35,13 @@ from parallel.spec import fill
 @dataclass(frozen=True)
 class Sharing:
     """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket; apart:
-    hidden matrices have buckets of their own (Muon)."""
+    hidden matrices have buckets of their own (Muon); offload: masters are in host memory."""
     zero: int = 0
     reduce: str = "collective"
     node: int | None = None
     cap: int = 1 << 24
     apart: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Bucket:
 
     size: elements with padding; lo, hi: the range this rank owns. weights [size], compute dtype; grad [size], fp32 or fp64:
     None while sharded away. own [hi - lo]: the owned weights; master [hi - lo]: fp32 or fp64, the same tensor as own where
-    the dtypes agree; shard [hi - lo]: the owned gradients, reduced.
+    the dtypes agree and it is not offloaded; shard [hi - lo]: the owned gradients, reduced.
     """
 
     def __init__(self, params: list[nn.Parameter], mesh: Mesh, sharing: Sharing, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -104,7 +106,10 @@ class Bucket:
             fill(slot.param.spec, slot.of(initial), seed)
         self.weights: Tensor | None = initial if dtype == initial.dtype else initial.to(dtype)
         self.own = self.weights[self.lo:self.hi] if zero < 3 else self.weights[self.lo:self.hi].clone()
-        self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
+        if sharing.offload:
+            self.master = to_host(initial[self.lo:self.hi])
+        else:
+            self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
         self.grad: Tensor | None = None
         self.users = self.finals = 0  # parts that use this bucket; those that ended their last backward of the step
         self.arriving: Work | None = None  # weights

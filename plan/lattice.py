@@ -19,7 +19,7 @@ DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # their values are the divi
 LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
-            "stages": (None, "uneven"), "doc_mask": (False, True), "capacity": (None, 1.0),
+            "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0),
             "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd")}
 SECTION = {"micro_batch": "train", "doc_mask": "data", "capacity": "model", "name": "optim"}  # else parallel
 CANDIDATES = 24  # choices of switches that `cover` weighs for each layout
