@@ -106,7 +106,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw"] = "adamw"  # AdamW (arXiv 1711.05101)
+    name: Literal["adamw", "muon", "lamb", "lars", "lion", "sgd"] = "adamw"  # AdamW (arXiv 1711.05101), or what optim/ says of the others
     lr: float = 1e-3  # peak learning rate
     min_lr: float | None = None  # floor of the decay; none: lr / 10
     warmup: int = 100  # steps of linear warmup (cut to a tenth of a horizon shorter than 10x this)
@@ -114,6 +114,7 @@ class Optim:
     decay_fraction: float = 0.2  # wsd: the last share of the horizon, in which the rate falls linearly
     beta1: float = 0.9  # first-moment decay
     beta2: float = 0.95  # second-moment decay
+    momentum: float = 0.95  # of muon, lars and sgd
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled; on matrices, not on norms and biases
     clip: float | None = 1.0  # global gradient norm; none: off
@@ -138,6 +139,7 @@ class Parallel:
     node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
     recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: parts of a block; whole blocks
+    offload: Literal["none", "optimizer", "activations", "both"] = "none"  # kept in host memory: masters and moments; what the backward needs
     recompute_parts: str = "core"  # what selective makes again, any of core,norm,act: attention's inside, norms, the MLP's activation
     recompute_stages: str | None = None  # a mode for each stage, e.g. full,selective,none,none; none: recompute for all
 

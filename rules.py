@@ -4,6 +4,7 @@ wrong with it, and values nearby that would do.
 import contextlib
 import dataclasses
 import math
+from typing import Callable
 
 from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, words
 
@@ -28,13 +29,14 @@ def nearby(cfg: Config, key: str, values, check) -> str:
     return f"; try {key} {', '.join(map(str, sorted(good)))}" if good else ""
 
 
-def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
-    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out; advise: with values that pass."""
+def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | None = None) -> None:
+    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out, with values that fits(config)
+    lets pass; None: without."""
     m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
 
     def need(ok, text, keys="", values=()):
         if not ok:
-            tips = (nearby(cfg, key, values, lambda c: validate(c, world, False)) for key in keys.split() if advise)
+            tips = (nearby(cfg, key, values, fits) for key in keys.split() if fits)
             raise ConfigError(text + next(filter(None, tips), ""))
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
@@ -47,7 +49,7 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
         for key in keys:
             value = getattr(getattr(cfg, section), key)
             need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
-    for key in ("beta1", "beta2"):
+    for key in ("beta1", "beta2", "momentum"):
         need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
     need(cfg.eval.temperature >= 0 and cfg.eval.sample >= 0, "eval.temperature, eval.sample: must not be negative")
     need(0 <= m.dropout < 1, f"model.dropout: {m.dropout} must lie in [0, 1)")
@@ -102,9 +104,9 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
         need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
              "take ring, or another degree", "parallel.cp", divisors(value))
-    need(world == 1 or not cfg.checkpoint.async_save,
-         f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
     mixture(cfg, world, need)
+    need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
+         f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")

@@ -7,7 +7,8 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     data parallel     all-reduce n                                     weight 2 n
     ZeRO-1            reduce-scatter n + all-gather w                  n + w <= 2 n
     ZeRO-2            m reduce-scatters n + all-gather w
-    ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding and the head once; m = 1: <= 3 n = 1.5 x 2 n
+    ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding, the head and, where a backward follows, a
+                      stage's last block once; m = 1: <= 3 n = 1.5 x 2 n
     tensor            4 all-reduces A a block and microbatch           weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
@@ -167,8 +168,9 @@ def share_bytes(job: Job, parts: list[list[Bucket]], stage: int, kinds: list[str
     if not p.zero:
         return
     ends = kinds.count("B") + kinds.count("W")
+    at_end = job.cuts[stage][1] == job.cfg.model.layers
     for i, part in enumerate(parts):
-        lookup, head = i == 0 and job.cuts[stage][0] == 0, i == len(parts) - 1 and job.cuts[stage][1] == job.cfg.model.layers
+        lookup, head = i == 0 and job.cuts[stage][0] == 0, i == len(parts) - 1 and at_end
         for b in part:
             shared = b.users > 1  # a tied table, at its first part: once a step
             if shared and not lookup:
@@ -179,17 +181,17 @@ def share_bytes(job: Job, parts: list[list[Bucket]], stage: int, kinds: list[str
             else:
                 add(group, "reduce_scatter", times, b.size * g)
             if p.zero == 3:
-                add(group, "all_gather", 1 if shared else gathers(kinds, lookup, head), b.size * c)
+                add(group, "all_gather", 1 if shared else gathers(kinds, lookup, head, i == len(parts) - 1 - at_end), b.size * c)
 
 
-def gathers(kinds: list[str], lookup: bool, head: bool) -> int:
-    """How often a step makes a part's weights whole. A forward leaves only the head's so, an I any; an embedding's backward
-    reads none."""
+def gathers(kinds: list[str], lookup: bool, head: bool, hinge: bool) -> int:
+    """How often a step makes a part's weights whole. A forward leaves only the head's so, and the last block's (hinge) where a
+    backward follows; an I any; an embedding's backward reads none."""
     count, whole = 0, False
-    for kind in kinds:
+    for kind, then in zip(kinds, [*kinds[1:], ""]):
         if kind == "F" or (kind in "BI" and not lookup):
             count += not whole
-            whole = (kind == "F" and head) or kind == "I"
+            whole = (kind == "F" and (head or hinge and then in ("B", "I"))) or kind == "I"
         elif kind == "W":
             whole = False
     return count

@@ -2,6 +2,7 @@
 
 What plan/bytes.py and plan/memory.py count is built on it; a test compares it with the real buckets, slot by slot.
 """
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,11 @@ class Param(NamedTuple):
     whole: bool
     partial: str | None = None
     expert: bool = False
+
+    @property
+    def hidden(self) -> bool:
+        """As parallel/spec.py's Spec.hidden."""
+        return self.decay and self.name not in ("table", "positions", "router", "gate")
 
 
 @dataclass(eq=False)
@@ -156,7 +162,9 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
         return Bucket(tuple(params), offsets, size, share * index, share * (index + 1))
 
     def pack(params: list[Param]) -> list[Bucket]:
-        kinds = [sorted([x for x in params if x.expert == expert], key=lambda x: (not x.decay, x.whole)) for expert in (False, True)]
+        apart = cfg.optim.name == "muon"
+        kinds = [sorted([x for x in params if (x.expert, apart and x.hidden) == kind], key=lambda x: (not x.decay, x.whole))
+                 for kind in itertools.product((False, True), repeat=2)]
         return [make([kind[i] for i in group]) for kind in kinds for group in packing.pack([x.numel for x in kind], cap)]
 
     shared: Bucket | None = None  # a tied table

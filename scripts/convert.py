@@ -31,22 +31,19 @@ from torch import Tensor
 
 import config
 import rules
-from build import DTYPES
+from build import DTYPES, weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFinite, remove, storing, sync_dir
-from config import Config, ConfigError, Model, Parallel
+from config import Config, ConfigError, Model
 from data import tokenizer
-from model.moe import Routers
-from model.transformer import Stage
-from parallel.boxes import Box
 from parallel.mesh import Mesh
-from parallel.zero import Zero
 from plan.count import parameters
 from runtime.failure import fail_cleanly
 
 # Of the largest logit. Two right implementations in fp32 differ by 1e-7 to 1e-5 (80 layers of rounding); a swapped head, a
 # wrong base of the rotation or a bias left out differs by 1e-2 and more.
 TOLERANCE = 1e-4
+CPU = torch.device("cpu")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")
 
 
@@ -63,9 +60,9 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
     has = spec or any((folder / name).exists() for name in TOKENIZERS)
     tok = tokenizer.load(spec or folder) if has else None
     cfg = recipe(m, run, tok is not None)
-    rules.validate(cfg)
+    rules.validate(cfg, fits=rules.validate)
     with made(run) as temp:
-        stage, pieces = blank(cfg, "fp32")
+        stage, pieces = weights_only(cfg, CPU, "fp32")
         hf.read(kind, m, found, pieces)
         meta = {"step": 0, "tokens": 0, "config": asdict(cfg), "tokenizer": tok.fingerprint if tok else "none",
                 "data": f"none: weights imported from {kind}", "torch": torch.__version__, "layout": asdict(Mesh.single().layout)}
@@ -111,7 +108,7 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
         notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
     notes += too_many(tok, m)
     with made(folder) as temp:
-        stage, pieces = blank(cfg, "fp64" if cfg.train.dtype == "fp64" else "fp32")
+        stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
         store.load(path, pieces, strict=False)
         hf.write(temp, kind, m, pieces, DTYPES[dtype])
         with storing(temp, 0):
@@ -135,19 +132,6 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
 
 
 # ---- models and logits -----------------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def blank(cfg: Config, dtype: str) -> tuple[Stage, list[tuple[Box, Tensor]]]:
-    """The model with zeros for weights, and each of its tensors under its key: no gradients, no second copy."""
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=Parallel())
-    stage = Stage(cfg, Mesh.single(), 0, cfg.model.layers).requires_grad_(False)
-    stage.zero = Zero([[] for _ in stage.parts()], lookup=True)  # nothing is sharded
-    pieces = []
-    for p in stage.parameters():  # each once, in the order of the forward pass
-        p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype])
-        pieces += p.spec.split(p.data)
-    return stage, pieces + Routers(cfg, Mesh.single(), [stage], torch.device("cpu")).boxes(weights=True)
-
 
 def probe(m: Model) -> Tensor:
     """A tiny batch [2, s] of any ids; longer than the window where that is cheap."""
@@ -176,7 +160,7 @@ def their_logits(folder: Path, tokens: Tensor, tied: bool) -> tuple[str, Tensor]
 def read_back(folder: Path, tokens: Tensor) -> tuple[str, Tensor]:
     """(who, logits) of the folder as from-hf reads it."""
     kind, m = hf_config.read(folder)
-    stage, pieces = blank(Config(model=m), "fp32")
+    stage, pieces = weights_only(Config(model=m), CPU, "fp32")
     hf.read(kind, m, hf.stored(folder, kind), pieces)
     return "its own reader", stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 

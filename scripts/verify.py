@@ -158,7 +158,7 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
     truth is kept in `folder` and made once for all layouts of a model."""
-    truth = folder / f"{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}.pt"
+    truth = folder / f"{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}.pt"
     if not truth.exists():
         torch.save(one_process(cfg), truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
@@ -176,7 +176,8 @@ def words(values: Values, world: int) -> list[str]:
                                         ("ep", v["ep"]), ("etp", v["etp"])) if n > 1]
     return (degrees + ["sp"] * v["sp"] + [f"zero{v['zero']}"] + ([v["schedule"]] if v["pp"] > 1 else []) + [f"vpp{v['vpp']}"] * bool(v["vpp"])
             + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
-            + ["uneven"] * bool(v["stages"]) + ["docs"] * v["doc_mask"] + ["capacity"] * bool(v["capacity"]) + [v["recompute"]] * (v["recompute"] != "none"))
+            + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"] + ["capacity"] * bool(v["capacity"])
+            + [v["name"]] * (v["name"] != "adamw") + [v["recompute"]] * (v["recompute"] != "none"))
 
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
