@@ -102,7 +102,7 @@ def context_bytes(job: Job, stage: int, m: int, add) -> None:
     times = m * (last - first)
     head, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp * head_dim(cfg.model), BYTES[cfg.train.dtype]  # numbers a head
     again = of_stage(cfg, stage).parallel.recompute == "full"
-    q, k = head * cfg.model.heads // L.tp, head * kv_heads(cfg.model) // L.tp
+    q, k = head * cfg.model.heads // L.tp, head * max(1, kv_heads(cfg.model) // L.tp)
     if cfg.parallel.cp_kind == "ring":
         add("cp", "send", (2 + again) * times * (L.cp - 1), 2 * k * c)
         add("cp", "send", times * (L.cp - 1), 2 * k * g)

@@ -81,10 +81,17 @@ def block(cfg: Config) -> list[Param]:
     hd, q, kv = head_dim(m), m.heads * head_dim(m), kv_heads(m) * head_dim(m)
     inner = m.ffn * (2 if m.activation == "swiglu" else 1)
     split = tp == 1
+    bias = m.bias or m.qkv_bias
+    if kv_heads(m) < tp:  # parallel/tensor.py: SharedHeads
+        heads = [Param(f"{x}.weight", kv * m.hidden, True, True, "tp") for x in "kv"]
+        heads += [Param(f"{x}.bias", kv, False, True, "tp") for x in "kv" if bias]
+        q_share = q // tp
+    else:
+        heads, q_share = [], (q + 2 * kv) // tp
+    heads += [Param("qkv.weight", q_share * m.hidden, True, split), *([Param("qkv.bias", q_share, False, split)] if bias else [])]
     return [*norm(cfg, "attn_norm"),
             *([Param(n, hd, False, True, "tp") for n in ("q_norm", "k_norm")] if m.qk_norm else []),
-            Param("qkv.weight", (q + 2 * kv) * m.hidden // tp, True, split),
-            *([Param("qkv.bias", (q + 2 * kv) // tp, False, split)] if m.bias or m.qkv_bias else []),
+            *heads,
             Param("out.weight", q * m.hidden // tp, True, split),
             *([Param("out.bias", m.hidden, False, True, sp)] if m.bias else []),
             *norm(cfg, "mlp_norm"),
