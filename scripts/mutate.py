@@ -135,6 +135,10 @@ TABLE = (
              "if owner is not None and ticket is not None:", "if ticket is not None:", "llama3-tiny", 1, "offload zero0 mb1"),
     Mutation("offloaded moments are not brought back to the host", "parallel/offload.py",
              "host[cut].copy_(part, non_blocking=True)", "host[cut].copy_(part if host is hosts[0] else host[cut])", "llama3-tiny", 2, "dp2 offload zero1 mb1"),
+    Mutation("ranks that share a key head keep their own part of its gradient (bigcode Megatron-LM 35)", "parallel/tensor.py",
+             '"normal", std, partial=("tp",))) for x in "kv"', '"normal", std)) for x in "kv"', "llama3-tiny", 8, "tp8 zero0 mb1"),
+    Mutation("ranks that share key heads take them in turns instead of in blocks", "parallel/tensor.py",
+             "head = mesh.tp.index * kv // mesh.tp.size", "head = mesh.tp.index % kv", "llama3-tiny", 8, "tp8 zero0 mb1"),
     Mutation("weight decay reaches norms", "parallel/params.py",
              "return [(slice(a, b), decay, once)", "return [(slice(a, b), self.mesh.tp.size > 1 or decay, once)", "llama3-tiny", 2, "tp2 zero0 mb1"),
 )
