@@ -43,7 +43,7 @@ def flops_per_token(m: Model, seq_len: int) -> float:
 def state_bytes(m: Model, dtype: str) -> int:
     """Weights, gradients, master weights and two moments of AdamW, on one rank."""
     padded = parameters(m)["total"] + (padded_vocab(m) - m.vocab) * m.hidden * (1 if m.tied else 2)
-    return padded * {"fp64": 4 * 8, "fp32": 4 * 4, "bf16": 4 * 4 + 2}[dtype]
+    return padded * {"fp64": 4 * 8, "fp32": 4 * 4, "bf16": 4 * 4 + 2, "fp16": 4 * 4 + 2}[dtype]
 
 
 def table(configs: dict) -> str:
