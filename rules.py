@@ -4,6 +4,7 @@ wrong with it, and values nearby that would do.
 import contextlib
 import dataclasses
 import math
+from typing import Callable
 
 from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, words
 
@@ -28,17 +29,19 @@ def nearby(cfg: Config, key: str, values, check) -> str:
     return f"; try {key} {', '.join(map(str, sorted(good)))}" if good else ""
 
 
-def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
-    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out; advise: with values that pass."""
+def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | None = None) -> None:
+    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out, with values that fits(config)
+    lets pass; None: without."""
     m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
 
     def need(ok, text, keys="", values=()):
         if not ok:
-            tips = (nearby(cfg, key, values, lambda c: validate(c, world, False)) for key in keys.split() if advise)
+            tips = (nearby(cfg, key, values, fits) for key in keys.split() if fits)
             raise ConfigError(text + next(filter(None, tips), ""))
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
-                          "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity"),
+                          "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
+                          "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "rope_factor", "rope_original"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
                 "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
@@ -46,7 +49,7 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
         for key in keys:
             value = getattr(getattr(cfg, section), key)
             need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
-    for key in ("beta1", "beta2"):
+    for key in ("beta1", "beta2", "momentum"):
         need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
     need(cfg.eval.temperature >= 0 and cfg.eval.sample >= 0, "eval.temperature, eval.sample: must not be negative")
     need(0 <= m.dropout < 1, f"model.dropout: {m.dropout} must lie in [0, 1)")
@@ -54,13 +57,23 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
     need(o.weight_decay >= 0, f"optim.weight_decay: {o.weight_decay} must not be negative")
     need(o.warmup >= 0, f"optim.warmup: {o.warmup} must not be negative")
     need(o.min_lr is None or 0 <= o.min_lr <= o.lr, f"optim.min_lr: {o.min_lr} must lie in [0, optim.lr = {o.lr}]")
-    need(m.head_dim or m.hidden % m.heads == 0,
+    need(m.head_dim or m.kv_rank or m.hidden % m.heads == 0,
          f"model.heads: {m.heads} does not divide model.hidden={m.hidden}, and model.head_dim is not set",
          "model.heads", divisors(m.hidden))
     need(m.heads % kv_heads(m) == 0,
          f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}", "model.kv_heads", divisors(m.heads))
-    need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE",
-         "model.head_dim", (head_dim(m) - 1, head_dim(m) + 1))
+    key, turned = ("model.rope_dim", m.rope_dim) if m.kv_rank else ("model.head_dim", head_dim(m))
+    need(m.positions != "rope" or turned % 2 == 0, f"{key}: {turned} must be even for RoPE", key, (turned - 1, turned + 1))
+    latent = {"kv_heads": m.kv_heads in (None, m.heads), "head_dim": not m.head_dim, "positions": m.positions == "rope", "bias": not m.bias,
+              "qkv_bias": not m.qkv_bias, "qk_norm": not m.qk_norm}
+    for field, fits in latent.items():
+        need(not m.kv_rank or fits, f"model.{field}: {getattr(m, field)} has no meaning with latent attention (model.kv_rank={m.kv_rank}); "
+             "leave it at its default, or model.kv_rank out")
+    need(m.kv_rank or not (m.q_rank or m.rope_pairs or m.rope_mscale_all),
+         "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; give kv_rank, or leave them out")
+    need(m.rope_kind != "yarn" or m.rope_low_freq < m.rope_high_freq,
+         f"model.rope_low_freq: {m.rope_low_freq} must lie below model.rope_high_freq={m.rope_high_freq}")
+    need(m.mtp >= 0 and m.mtp_weight >= 0, "model.mtp, model.mtp_weight: must not be negative")
     need(m.qk_norm or not m.qk_norm_whole, "model.qk_norm_whole: says how model.qk_norm is done, which is off; turn that on")
     need(m.positions != "learned" or t.seq_len <= m.context,
          f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context",
@@ -82,7 +95,8 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
         odd = next((w for w in words(getattr(p, key)) if w not in known), None)
         need(odd is None, f"parallel.{key}: {odd!r} is not one of {', '.join(known)}; write them with commas between")
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
-        need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}", "parallel.tp", divisors(value))
+        shared = key == "model.kv_heads" and p.tp % value == 0 and not m.qk_norm_whole  # several ranks compute the same head
+        need(value % p.tp == 0 or shared, f"parallel.tp: {p.tp} does not divide {key}={value}", "parallel.tp", divisors(value))
     part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds
     need(t.seq_len % part == 0, f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}"
          f"{f' and parallel.sp over tp={p.tp} cut' if p.sp else ' cuts'} it",
@@ -91,9 +105,9 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
         need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
              "take ring, or another degree", "parallel.cp", divisors(value))
-    need(world == 1 or not cfg.checkpoint.async_save,
-         f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
     mixture(cfg, world, need)
+    need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
+         f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")

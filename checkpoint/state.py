@@ -16,7 +16,7 @@ from parallel import comm
 from parallel.boxes import Box
 from parallel.params import Bucket
 
-HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask")  # else samples repeat or are lost
+HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
 Boxes = Sequence[tuple[Box, Tensor]]
 FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std",
         "model.aux_loss", "model.z_loss", "model.jitter", "model.capacity", "model.drop", "model.router_bias_rate")  # the rest of model.* is hard
@@ -27,6 +27,7 @@ def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]], alone: bool = F
     return [(dataclasses.replace(box, key=box.key + suffix), part)
             for i, bucket in enumerate(buckets)
             for suffix, flat in [("", bucket.master), *((f"@{name}", flats[i]) for name, flats in state.items())]
+            if flat is not None  # an optimizer may keep a moment of some buckets alone
             for box, part in bucket.boxes(flat, alone)]
 
 
@@ -42,7 +43,7 @@ def describe(run, step: int) -> dict:
     cfg = run.cfg
     return {"step": step, "tokens": step * cfg.train.global_batch * cfg.train.seq_len, "config": dataclasses.asdict(cfg),
             "tokenizer": run.data.tokenizer.fingerprint, "data": run.data.fingerprint, "torch": torch.__version__,
-            "layout": dataclasses.asdict(run.mesh.layout)}
+            "layout": dataclasses.asdict(run.mesh.layout), "loss_scale": run.scaler.state()}
 
 
 def flat(tree: dict) -> dict:
@@ -93,13 +94,14 @@ def load(run, path: pathlib.Path) -> list[str]:
     others = set().union(*comm.all_objects({box.key for box, _ in wants}, run.mesh.world))  # a rank of many holds a part
     store.load(path, wants, others=others)
     take(run.buckets)
+    run.scaler.load(store.meta(path).get("loss_scale"))
     return warnings
 
 
 def save(run, saver: Saver, root: pathlib.Path, step: int, at) -> None:
     """One committed checkpoint of the run as it stands after `step`: every rank writes what only it brings. A threaded
     saver may still be writing when this returns; its errors come with the next call."""
-    world = run.mesh.world
+    world = saver.group or run.mesh.world
     mine = boxes(run.buckets, run.optim.state(), alone=True) + run.routers.boxes(alone=True)
     saver.save(root, step, mine, describe(run, step), run.cfg.checkpoint.keep, at, world.index, world.size, lambda x: comm.all_objects(x, world))
 

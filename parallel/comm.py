@@ -8,6 +8,7 @@ reduce-scatter and the all-gather that undoes it count the same, and the two tog
 A peer that dies or hangs is a PeerError that says which exchange of which group was waiting for it. torch's own errors do
 not (gloo names a port), so every exchange notes in `Now` what it is about to do; runtime/peers.py reads it as well.
 """
+import dataclasses
 import re
 import time
 from collections import Counter
@@ -100,6 +101,14 @@ class World:
             if self.rank in ranks:
                 mine = Group(name, ranks, ranks.index(self.rank), self.handles.get(ranks), ledger, axes, self.now)
         return mine
+
+    def apart(self, name: str) -> Group:
+        """All ranks, connected once more on the host: for a thread, whose exchanges must never meet those of a step. Collective."""
+        alone = Group(name, tuple(range(self.size)), self.rank, now=Now(timeout_s=self.now.timeout_s))
+        if self.size == 1:
+            return alone
+        handle = alone.run("meeting", None, None, dist.new_group, list(alone.ranks), timeout=timedelta(seconds=self.now.timeout_s), backend="gloo")
+        return dataclasses.replace(alone, handle=handle)
 
     def everyone(self) -> Group:
         """All ranks, before there is a layout."""

@@ -14,6 +14,7 @@ only the owned range [lo, hi) of each bucket. plan/bytes.py and plan/memory.py h
 Every exchange is started where its data is ready and awaited where its result is needed (parallel/zero.py says when):
 weights by fetch() .. need(), gradients by reduce() .. land() .. finish().
 """
+import itertools
 from dataclasses import dataclass
 from math import prod
 
@@ -25,6 +26,7 @@ from parallel import comm, packing
 from parallel.boxes import Box
 from parallel.comm import Work
 from parallel.mesh import Mesh
+from parallel.offload import to_host
 from parallel.ranges import range_boxes
 from parallel.reduce import start_scatter_sum, start_sum
 from parallel.spec import fill
@@ -32,11 +34,14 @@ from parallel.spec import fill
 
 @dataclass(frozen=True)
 class Sharing:
-    """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket."""
+    """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket; apart:
+    hidden matrices have buckets of their own (Muon); offload: masters are in host memory."""
     zero: int = 0
     reduce: str = "collective"
     node: int | None = None
     cap: int = 1 << 24
+    apart: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -68,11 +73,12 @@ def counted(p: nn.Parameter, mesh: Mesh) -> bool:
     return (mesh.tp.index == 0 or not whole(p)) and ("tied" not in p.spec.partial or mesh.pp.index == 0)
 
 
-def cut(params: list[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
+def cut(params: list[nn.Parameter], cap: int, apart: bool = False) -> list[list[nn.Parameter]]:
     """The parameters of a part -> those of each of its buckets. Those with the same treatment (decay, counted) lie side by
     side, in an order that is the same on all tp ranks: what is partial over tp lies at the same place in each. Experts, which
     other ranks share, have buckets of their own."""
-    kinds = [sorted([p for p in params if p.spec.expert == expert], key=lambda p: (not p.spec.decay, whole(p))) for expert in (False, True)]
+    kinds = [sorted([p for p in params if (p.spec.expert, apart and p.spec.hidden) == kind], key=lambda p: (not p.spec.decay, whole(p)))
+             for kind in itertools.product((False, True), repeat=2)]
     return [[kind[i] for i in group] for kind in kinds for group in packing.pack([prod(p.spec.shape) for p in kind], cap)]
 
 
@@ -82,14 +88,14 @@ class Bucket:
 
     size: elements with padding; lo, hi: the range this rank owns. weights [size], compute dtype; grad [size], fp32 or fp64:
     None while sharded away. own [hi - lo]: the owned weights; master [hi - lo]: fp32 or fp64, the same tensor as own where
-    the dtypes agree; shard [hi - lo]: the owned gradients, reduced.
+    the dtypes agree and it is not offloaded; shard [hi - lo]: the owned gradients, reduced.
     """
 
     def __init__(self, params: list[nn.Parameter], mesh: Mesh, sharing: Sharing, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         zero = sharing.zero
         self.sharing, self.zero, self.dtype, self.expert = sharing, zero, dtype, params[0].spec.expert
         self.group, self.everyone = (mesh.eshard, mesh.eloss) if self.expert else (mesh.shard, mesh.loss)
-        self.replicas = mesh.dp_rep
+        self.replicas, self.hidden = mesh.dp_rep, sharing.apart and params[0].spec.hidden
         offsets, self.size = packing.place([prod(p.spec.shape) for p in params], (self.group if zero else self.everyone).size)
         self.slots = tuple(Slot(p, at, counted(p, mesh)) for p, at in zip(params, offsets))
         share = self.size // self.group.size if zero else self.size
@@ -100,7 +106,10 @@ class Bucket:
             fill(slot.param.spec, slot.of(initial), seed)
         self.weights: Tensor | None = initial if dtype == initial.dtype else initial.to(dtype)
         self.own = self.weights[self.lo:self.hi] if zero < 3 else self.weights[self.lo:self.hi].clone()
-        self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
+        if sharing.offload:
+            self.master = to_host(initial[self.lo:self.hi])
+        else:
+            self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
         self.grad: Tensor | None = None
         self.users = self.finals = 0  # parts that use this bucket; those that ended their last backward of the step
         self.arriving: Work | None = None  # weights

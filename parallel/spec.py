@@ -29,6 +29,12 @@ class Spec:
     expert: bool = False
 
     @property
+    def hidden(self) -> bool:
+        """A matrix between hidden features: not a table, not what routes or gates."""
+        key = self.boxes[0].key
+        return len(self.shape) == 2 and self.decay and not key.startswith(("embed.", "positions.", "head.")) and ".router." not in key and "_gate." not in key
+
+    @property
     def shape(self) -> tuple[int, ...]:
         return (sum(b.size[0] for b in self.boxes), *self.boxes[0].size[1:])
 

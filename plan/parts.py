@@ -2,6 +2,7 @@
 
 What plan/bytes.py and plan/memory.py count is built on it; a test compares it with the real buckets, slot by slot.
 """
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ import parallel.packing as packing
 from parallel.layout import EXPERT, Layout
 from parallel.schedule import Schedule
 
-BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}  # train.dtype: compute, accumulation
+BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4)}  # train.dtype: compute, accumulation
 
 
 class Param(NamedTuple):
@@ -22,6 +23,11 @@ class Param(NamedTuple):
     whole: bool
     partial: str | None = None
     expert: bool = False
+
+    @property
+    def hidden(self) -> bool:
+        """As parallel/spec.py's Spec.hidden."""
+        return self.decay and self.name not in ("table", "positions", "router", "gate")
 
 
 @dataclass(eq=False)
@@ -102,15 +108,43 @@ def mixture(cfg: Config) -> list[Param]:
             *(linears(cfg, "shared.", m.shared_experts * moe_ffn(m)) if m.shared_experts else [])]
 
 
+def latent(cfg: Config) -> list[Param]:
+    """Latent attention's, its own first."""
+    m, tp, sp = cfg.model, cfg.parallel.tp, "tp" if cfg.parallel.sp else None
+    r, q = m.q_rank or 0, m.heads * head_dim(m) // tp
+    return [Param("down", (r + m.kv_rank + m.rope_dim) * m.hidden, True, True, sp),
+            *([Param("q_norm", r, False, True, sp), Param("q_up", q * r, True, tp == 1)] if r else []),
+            Param("kv_norm", m.kv_rank, False, True, sp), Param("kv_up", m.heads * (m.nope_dim + m.v_dim) * m.kv_rank // tp, True, tp == 1),
+            *([] if r else [Param("q.weight", q * m.hidden, True, tp == 1)]),
+            Param("out.weight", m.heads * m.v_dim * m.hidden // tp, True, tp == 1)]
+
+
+def ahead(cfg: Config) -> list[Param]:
+    """The modules of multi-token prediction, without the table that they share."""
+    m, sp = cfg.model, "tp" if cfg.parallel.sp else None
+    return [p for k in range(m.mtp) for p in (
+        Param("join", 2 * m.hidden ** 2, True, True, sp), *norm(cfg, "embed_norm"), *norm(cfg, "hidden_norm"), *block(cfg, m.layers + k),
+        *norm(cfg, "head_norm"))]
+
+
 def block(cfg: Config, layer: int) -> list[Param]:
     """In the order in which torch lists a Block's parameters."""
     m, tp, sp = cfg.model, cfg.parallel.tp, "tp" if cfg.parallel.sp else None
+    if m.kv_rank:
+        return [*norm(cfg, "attn_norm"), *latent(cfg), *norm(cfg, "mlp_norm"), *(mixture(cfg) if is_moe(m, layer) else linears(cfg, "", m.ffn))]
     hd, q, kv = head_dim(m), m.heads * head_dim(m), kv_heads(m) * head_dim(m)
+    bias = m.bias or m.qkv_bias
+    if kv_heads(m) < tp:  # parallel/tensor.py: SharedHeads
+        heads = [Param(f"{x}.weight", kv * m.hidden, True, True, "tp") for x in "kv"]
+        heads += [Param(f"{x}.bias", kv, False, True, "tp") for x in "kv" if bias]
+        q_share = q // tp
+    else:
+        heads, q_share = [], (q + 2 * kv) // tp
+    heads += [Param("qkv.weight", q_share * m.hidden, True, tp == 1), *([Param("qkv.bias", q_share, False, tp == 1)] if bias else [])]
     return [*norm(cfg, "attn_norm"),
             *([Param(n, k // tp, False, tp == 1) for n, k in (("q_norm", q), ("k_norm", kv))] if m.qk_norm_whole else
               [Param(n, hd, False, True, "tp") for n in ("q_norm", "k_norm")] if m.qk_norm else []),
-            Param("qkv.weight", (q + 2 * kv) * m.hidden // tp, True, tp == 1),
-            *([Param("qkv.bias", (q + 2 * kv) // tp, False, tp == 1)] if m.bias or m.qkv_bias else []),
+            *heads,
             Param("out.weight", q * m.hidden // tp, True, tp == 1),
             *([Param("out.bias", m.hidden, False, True, sp)] if m.bias else []),
             *norm(cfg, "mlp_norm"),
@@ -118,10 +152,13 @@ def block(cfg: Config, layer: int) -> list[Param]:
 
 
 def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
-    """{stage of this rank: the buckets of each part}; a tied table of two parts is one Bucket in both."""
+    """{stage of this rank: the buckets of each part}; a table of two parts (tied, or for multi-token prediction) is one Bucket in
+    both."""
     cfg, m, p = job.cfg, job.cfg.model, job.cfg.parallel
     ends = job.schedule.place[0], job.schedule.place[-1]
-    table = Param("table", padded_vocab(m) * m.hidden // p.tp, True, p.tp == 1, "tied" if m.tied and ends[0] != ends[1] else None)
+    both = m.tied or m.mtp > 0  # both ends have the embedding
+    table = Param("table", padded_vocab(m) * m.hidden // p.tp, True, p.tp == 1)
+    embed = table._replace(partial="tied" if both and ends[0] != ends[1] else None)
     cap = int(p.bucket_mb * 2**20 / BYTES[cfg.train.dtype][1])
 
     def make(params: list[Param]) -> Bucket:
@@ -132,7 +169,9 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
         return Bucket(tuple(params), offsets, size, share * index, share * (index + 1))
 
     def pack(params: list[Param]) -> list[Bucket]:
-        kinds = [sorted([x for x in params if x.expert == expert], key=lambda x: (not x.decay, x.whole)) for expert in (False, True)]
+        apart = cfg.optim.name == "muon"
+        kinds = [sorted([x for x in params if (x.expert, apart and x.hidden) == kind], key=lambda x: (not x.decay, x.whole))
+                 for kind in itertools.product((False, True), repeat=2)]
         return [make([kind[i] for i in group]) for kind in kinds for group in packing.pack([x.numel for x in kind], cap)]
 
     shared: Bucket | None = None  # a tied table
@@ -142,14 +181,12 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
         parts = out[stage] = []
         if first == 0:
             positions = [Param("positions", m.context * m.hidden, True, True, "tp" if p.sp else None)] if m.positions == "learned" else []
-            shared = make([table]) if m.tied else None
-            parts.append([shared, *pack(positions)] if m.tied else pack([table, *positions]))
+            shared = make([embed]) if both else None
+            parts.append([shared, *pack(positions)] if both else pack([embed, *positions]))
         parts += [pack(block(cfg, i)) for i in range(first, last)]
         if last == m.layers:
-            if m.tied:
-                parts.append([shared or make([table]), *pack(norm(cfg, "norm"))])
-            else:
-                parts.append(pack([table, *norm(cfg, "norm")]))
+            last_part = [*([] if m.tied else [table]), *norm(cfg, "norm"), *ahead(cfg)]
+            parts.append([*([shared or make([embed])] if both else []), *pack(last_part)])
     for b in (b for parts in out.values() for part in parts for b in part):
         b.users += 1
     return out

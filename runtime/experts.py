@@ -43,7 +43,7 @@ class LoadMap:
 
     def __init__(self, run_dir: Path, m: Model, start: int) -> None:
         self.m, self.file = m, Path(run_dir) / "experts.npz"
-        self.layers = [i for i in range(m.layers) if is_moe(m, i)]
+        self.layers = [i for i in range(m.layers + m.mtp) if is_moe(m, i)]
         self.every, self.counts = 1, np.zeros((0, len(self.layers), m.experts), np.float32)
         if start and self.file.exists():
             with np.load(self.file) as kept:

@@ -1,4 +1,5 @@
-"""Hugging Face folders, both ways: GPT-2, Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 and 2.5, Qwen3.
+"""Hugging Face folders, both ways: GPT-2, Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 and 2.5, Qwen3, DeepSeek V2 and V3, and the
+mixtures Mixtral, Qwen1.5-, 2- and 3-MoE, OLMoE and dots.llm1.
 
     python -m scripts.convert from-hf DIR RUN                         DIR as save_pretrained writes it -> a run folder
     python -m scripts.convert to-hf RUN DIR [--dtype fp32|bf16]       a run or checkpoint folder -> DIR for from_pretrained
@@ -8,6 +9,11 @@ The logits of both sides are compared in fp32 before anything is kept: against t
 
 An imported RUN holds weights at step 0 and no optimizer state. Generate and evaluate work on it; training goes on from it,
 in a folder of its own: `python train.py --config RUN/config.yaml`. It cannot be resumed in place, since it has no data yet.
+
+DeepSeek's modules of multi-token prediction are read and written under the layer numbers after the last, as published.
+transformers ignores them when it loads and drops them when it saves, so its logits say nothing about them; a folder without
+them becomes a model without (model.mtp 0). The copies of embedding and head that published folders keep beside them must
+be equal to the originals, and are not written. FP8 weights are refused (quantization_config).
 """
 import argparse
 import contextlib
@@ -25,22 +31,19 @@ from torch import Tensor
 
 import config
 import rules
-from build import DTYPES
+from build import DTYPES, weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFinite, remove, storing, sync_dir
-from config import Config, ConfigError, Model, Parallel
+from config import Config, ConfigError, Model
 from data import tokenizer
-from model.moe import Routers
-from model.transformer import Stage
-from parallel.boxes import Box
 from parallel.mesh import Mesh
-from parallel.zero import Zero
 from plan.count import parameters
 from runtime.failure import fail_cleanly
 
 # Of the largest logit. Two right implementations in fp32 differ by 1e-7 to 1e-5 (80 layers of rounding); a swapped head, a
 # wrong base of the rotation or a bias left out differs by 1e-2 and more.
 TOLERANCE = 1e-4
+CPU = torch.device("cpu")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")
 
 
@@ -53,13 +56,13 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
     """Writes the run folder; returns the report. Raises ConfigError; Differs; StorageError."""
     kind, m = hf_config.read(folder)
     found = hf.stored(folder, kind)
-    m = hf.tie(m, found)
+    ahead, m = m.mtp, hf.tie(m, found)
     has = spec or any((folder / name).exists() for name in TOKENIZERS)
     tok = tokenizer.load(spec or folder) if has else None
     cfg = recipe(m, run, tok is not None)
-    rules.validate(cfg)
+    rules.validate(cfg, fits=rules.validate)
     with made(run) as temp:
-        stage, pieces = blank(cfg, "fp32")
+        stage, pieces = weights_only(cfg, CPU, "fp32")
         hf.read(kind, m, found, pieces)
         meta = {"step": 0, "tokens": 0, "config": asdict(cfg), "tokenizer": tok.fingerprint if tok else "none",
                 "data": f"none: weights imported from {kind}", "torch": torch.__version__, "layout": asdict(Mesh.single().layout)}
@@ -81,6 +84,8 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
         match = compare(ours, their_logits(folder, tokens, m.tied), "from transformers")
     notes = [] if tok else [f"{folder} has no tokenizer.json and no tokenizer.model; generate and evaluate need one: import with --tokenizer"]
     notes += too_many(tok, m)
+    if ahead > m.mtp:
+        notes.append(f"the folder has no weights for multi-token prediction, though config.json says {ahead}: the model has none (model.mtp 0)")
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
     return {"family": kind, "parameters": parameters(m)["total"], "tensors": len(found), "from": str(folder), "to": str(run), "logits": match,
@@ -103,7 +108,7 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
         notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
     notes += too_many(tok, m)
     with made(folder) as temp:
-        stage, pieces = blank(cfg, "fp64" if cfg.train.dtype == "fp64" else "fp32")
+        stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
         store.load(path, pieces, strict=False)
         hf.write(temp, kind, m, pieces, DTYPES[dtype])
         with storing(temp, 0):
@@ -127,19 +132,6 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
 
 
 # ---- models and logits -----------------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def blank(cfg: Config, dtype: str) -> tuple[Stage, list[tuple[Box, Tensor]]]:
-    """The model with zeros for weights, and each of its tensors under its key: no gradients, no second copy."""
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=Parallel())
-    stage = Stage(cfg, Mesh.single(), 0, cfg.model.layers).requires_grad_(False)
-    stage.zero = Zero([[] for _ in stage.parts()], lookup=True)  # nothing is sharded
-    pieces = []
-    for p in stage.parameters():  # each once, in the order of the forward pass
-        p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype])
-        pieces += p.spec.split(p.data)
-    return stage, pieces + Routers(cfg, Mesh.single(), [stage], torch.device("cpu")).boxes(weights=True)
-
 
 def probe(m: Model) -> Tensor:
     """A tiny batch [2, s] of any ids; longer than the window where that is cheap."""
@@ -168,7 +160,7 @@ def their_logits(folder: Path, tokens: Tensor, tied: bool) -> tuple[str, Tensor]
 def read_back(folder: Path, tokens: Tensor) -> tuple[str, Tensor]:
     """(who, logits) of the folder as from-hf reads it."""
     kind, m = hf_config.read(folder)
-    stage, pieces = blank(Config(model=m), "fp32")
+    stage, pieces = weights_only(Config(model=m), CPU, "fp32")
     hf.read(kind, m, hf.stored(folder, kind), pieces)
     return "its own reader", stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-import config
 from build import build, plan_pipeline
 from model.split import layers_of
 from parallel.layout import Layout
@@ -18,7 +17,7 @@ from runtime.guard import Guard
 from scripts.verify import Tokens, subject
 from train import train_step
 
-STATES = [dict(zero=z, **more) for z in (0, 1, 2, 3) for more in ({}, dict(tp=2), dict(pp=2))]
+STATES = [dict(offload="optimizer", zero=z) for z in (0, 3)] + [dict(zero=z, **more) for z in (0, 1, 2, 3) for more in ({}, dict(tp=2), dict(pp=2))]
 
 
 class Kept:
@@ -78,9 +77,12 @@ def held(world, cfg):
     with watching_checkpoint(kept), torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.x):
         train_step(run, 1, batches, Guard(), lambda point, step: None)
     every = run.buckets
-    masters = [b.master for b in every if b.master is not b.own]
+    state, offloaded = [f for flats in run.optim.state().values() for f in flats], every[0].sharing.offload
+    host = [b.master for b in every if offloaded] + [t for t in state if offloaded]
+    masters = [b.master for b in every if b.master is not b.own and not b.sharing.offload]
     whole = {"weights": stores([b.own if b.weights is None else b.weights for b in every]), "masters": stores(masters),
-             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": stores(run.optim.m + run.optim.v)}
+             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": 0 if offloaded else stores(state)}
+    assert stores(host) == memory.host_bytes(job_of(cfg, world.size, world.rank))
     for b in every:
         b.need()
     return whole, kept.peak
@@ -117,6 +119,14 @@ def test_state(ranks, name, parallel):
         assert state == memory.state_bytes(job_of(cfg, 4, rank))
 
 
+@pytest.mark.parametrize("name", ["muon", "lamb", "lars", "lion", "sgd"])
+def test_moments_of_each_optimizer(ranks, name):
+    cfg = laid("mixtral-tiny", dict(zero=1, ep=2))
+    cfg = replace(cfg, optim=replace(cfg.optim, name=name))
+    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
 def test_sharding_saves_what_the_paper_says():
     """State of bf16 weights with fp32 masters and AdamW over 8 ranks: 18 bytes a parameter, 2 + 4 + 12/8, 2 + 16/8, 18/8."""
     jobs = [job_of(laid("llama3-tiny", dict(zero=z)), 8, 0) for z in (0, 1, 2, 3)]
@@ -135,6 +145,15 @@ def test_activations(ranks, name, parallel):
             assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
 
 
+@pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, zero=3)], ids=str)
+def test_shared_key_heads(ranks, parallel):
+    cfg = laid("llama3-tiny", parallel)
+    cfg = replace(cfg, model=replace(cfg.model, kv_heads=2))
+    for rank, (state, peak) in enumerate(ranks(4).run(held, cfg)):
+        assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05)
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
 EVERY = "core,norm,act"
 AGAIN = [dict(recompute="full"), dict(recompute="full", tp=2, sp=True), dict(recompute="full", pp=2), dict(recompute="selective"),
          dict(recompute="selective", recompute_parts="norm", tp=2, sp=True), dict(recompute="selective", recompute_parts="act"),
@@ -149,6 +168,49 @@ def test_what_is_made_again_is_not_kept(ranks, name, parallel):
     for rank, ((_, peak), (_, most)) in enumerate(zip(ranks(4).run(held, cfg), ranks(4).run(held, plain))):
         assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), rank
         assert peak < most
+
+
+@pytest.mark.parametrize("name,mtp", [("deepseek-v2-lite-tiny", 0), ("deepseek-v3-tiny", 0), ("deepseek-v3-tiny", 2)])
+@pytest.mark.parametrize("parallel", [{}, dict(tp=2), dict(tp=4, sp=True), dict(pp=2), dict(pp=2, recompute="full")], ids=str)
+def test_activations_of_latents_and_further_tokens(ranks, name, mtp, parallel):
+    for train in (dict(), dict(micro_batch=2, dtype="fp32")):
+        cfg = laid(name, parallel, **train)
+        cfg = replace(cfg, model=replace(cfg.model, experts=None, mtp=mtp, kv_rank=24, q_rank=cfg.model.q_rank and 40))
+        for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
+            assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
+
+
+def away(world, cfg):
+    """The most that autograd keeps on the device when activations are offloaded: what stayed, and what was fetched."""
+    p = cfg.parallel
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    there, kept, order = run.pipeline.away, Kept(), []
+    pack, unpack, fetch = there.pack, there.unpack, there.fetch
+
+    def packed(x):
+        ticket = pack(x)
+        return kept.pack(ticket) if ticket is x else ticket
+
+    def fetched(ticket):
+        if ticket.here is None:
+            order.append(ticket.before is not None and ticket.before() is not None)
+        fetch(ticket)
+        kept.see(ticket.here)
+    there.pack, there.fetch = packed, fetched
+    there.unpack = lambda x: x.x if isinstance(x, Box) else unpack(x)
+    train_step(run, 1, Tokens(cfg, mesh.data.index, mesh.data.size).microbatches(0), Guard(), lambda point, step: None)
+    return kept.peak, len(order)
+
+
+@pytest.mark.parametrize("parallel", [{}, dict(pp=4), dict(tp=2, sp=True), dict(pp=2, recompute="full")], ids=str)
+def test_what_is_offloaded_is_not_on_the_device(ranks, parallel):
+    cfg = laid("llama3-tiny", dict(offload="activations", **parallel), seq_len=128, dtype="fp64")
+    plain = replace(cfg, parallel=replace(cfg.parallel, offload="none"))
+    for (peak, fetched), (_, most) in zip(ranks(4).run(away, cfg), ranks(4).run(held, plain)):
+        block = memory.block_bytes(cfg)
+        block = sum(block[part] for part in ("norm", "core", "act", "rest"))
+        assert fetched and peak < block + 0.05 * most, (peak, block, most)  # of all blocks in flight, what one has
 
 
 def test_what_lowers_the_peak(ranks):
