@@ -66,8 +66,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(m.positions != "rope" or turned % 2 == 0, f"{key}: {turned} must be even for RoPE", key, (turned - 1, turned + 1))
     latent = {"kv_heads": m.kv_heads in (None, m.heads), "head_dim": not m.head_dim, "positions": m.positions == "rope", "bias": not m.bias,
               "qkv_bias": not m.qkv_bias, "qk_norm": not m.qk_norm}
-    for field, fits in latent.items():
-        need(not m.kv_rank or fits, f"model.{field}: {getattr(m, field)} has no meaning with latent attention (model.kv_rank={m.kv_rank}); "
+    for field, ok in latent.items():
+        need(not m.kv_rank or ok, f"model.{field}: {getattr(m, field)} has no meaning with latent attention (model.kv_rank={m.kv_rank}); "
              "leave it at its default, or model.kv_rank out")
     need(m.kv_rank or not (m.q_rank or m.rope_pairs or m.rope_mscale_all),
          "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; give kv_rank, or leave them out")
