@@ -96,7 +96,7 @@ class Train:
     micro_batch: int = 8  # sequences a forward pass and rank
     global_batch: int = 16  # sequences a step, over all ranks and micro-batches
     seed: int = 1234  # of weights, sample order, dropout
-    dtype: Literal["fp64", "fp32", "bf16"] = "fp32"  # compute; bf16 keeps fp32 master weights and gradients
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # compute; bf16 and fp16 keep fp32 master weights and gradients; fp16 scales the loss
     max_minutes: float | None = None  # stop after this long: save, exit 75
     deterministic: bool = True  # only deterministic kernels
     compile: bool = False  # torch.compile the elementwise kernels (CPU: needs a C++ compiler)

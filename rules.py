@@ -95,7 +95,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
         odd = next((w for w in words(getattr(p, key)) if w not in known), None)
         need(odd is None, f"parallel.{key}: {odd!r} is not one of {', '.join(known)}; write them with commas between")
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
-        need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}", "parallel.tp", divisors(value))
+        shared = key == "model.kv_heads" and p.tp % value == 0 and not m.qk_norm_whole  # several ranks compute the same head
+        need(value % p.tp == 0 or shared, f"parallel.tp: {p.tp} does not divide {key}={value}", "parallel.tp", divisors(value))
     part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds
     need(t.seq_len % part == 0, f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}"
          f"{f' and parallel.sp over tp={p.tp} cut' if p.sp else ' cuts'} it",

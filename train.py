@@ -45,16 +45,18 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     for b in run.buckets:
         b.zero_grad()
     run.routers.begin()
-    loss = run.pipeline.run(run.ops, batches, 1 / tokens)
+    scale = run.scaler.scale
+    loss = run.pipeline.run(run.ops, batches, scale / tokens) / scale
     finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")
-    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None)
+    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / scale
     ok = guard.judge(loss, norm)
-    run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip), ok)
+    run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip) / scale, ok)
+    run.scaler.update(ok)
     for b in run.buckets:
         b.publish()
-    run.routers.settle(ok)
+    run.routers.settle(ok, scale)
     return loss, norm, ok
 
 
@@ -77,7 +79,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
         (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
         data.tokenizer.save(folder / "tokenizer")
         (folder / "config.yaml").write_text(config.dump(cfg))
-    count, guard, stop = parameters(cfg.model), Guard(), Stop(folder, cfg.train.max_minutes)
+    count, guard, stop = parameters(cfg.model), Guard(20 if run.scaler.dynamic else 5), Stop(folder, cfg.train.max_minutes)
     saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None

@@ -15,7 +15,7 @@ from parallel.mesh import Mesh
 from parallel.ring import ring_attention
 from parallel.rng import Noise
 from parallel.spec import Spec, parameter
-from parallel.tensor import ColumnLinear, RowLinear, replicated, rows, split_norm
+from parallel.tensor import ColumnLinear, RowLinear, SharedHeads, replicated, rows, split_norm
 from parallel.ulysses import ulysses_attention
 
 
@@ -72,9 +72,11 @@ class Attention(nn.Module):
         m, key = cfg.model, f"layers.{layer}.attn"
         self.layer, self.eps, self.core = layer, m.norm_eps, Core.of(cfg, mesh)
         self.dim = head_dim(m)
-        self.heads, self.kv = m.heads // mesh.tp.size, kv_heads(m) // mesh.tp.size  # of this rank
+        self.heads, self.kv = m.heads // mesh.tp.size, max(1, kv_heads(m) // mesh.tp.size)  # of this rank
         outs = {f"{key}.q": m.heads * self.dim, f"{key}.k": kv_heads(m) * self.dim, f"{key}.v": kv_heads(m) * self.dim}
-        self.qkv = ColumnLinear(mesh, outs, m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp)
+        how = m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp
+        shared = kv_heads(m) < mesh.tp.size
+        self.qkv = SharedHeads(mesh, key, m.heads, kv_heads(m), self.dim, *how) if shared else ColumnLinear(mesh, outs, *how)
         self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias,
                              cfg.parallel.sp)
         if m.qk_norm_whole:

@@ -253,8 +253,8 @@ class Routers:
             r.told.zero_()
 
     @torch.no_grad()
-    def settle(self, ok: Tensor) -> None:
-        """After the optimizer's step: one sum over all ranks, then biases move against the load. ok False: a skipped step."""
+    def settle(self, ok: Tensor, scale: Tensor) -> None:
+        """After the optimizer's step: one sum over all ranks, then biases move against the load. ok False: a skipped step; scale: of the loss."""
         if not self.layers:
             return
         m = self.m
@@ -262,6 +262,7 @@ class Routers:
         for r in self.here:
             every[self.layers.index(r.layer)] = r.told
         self.told = comm.sum_(every, self.mesh.world)
+        self.told[:, -2:] /= scale  # the losses
         for r in self.here:
             counts = self.told[self.layers.index(r.layer), :m.experts]
             if r.bias is not None:

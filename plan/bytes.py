@@ -143,7 +143,7 @@ def context_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over cp (parallel/ring.py, parallel/ulysses.py), for the m microbatches of a stage."""
     L, cfg, times = job.layout, job.cfg, m * len(layers(job, stage))
     tokens, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp, BYTES[cfg.train.dtype]
-    heads, kv = tokens * cfg.model.heads // L.tp, tokens * kv_heads(cfg.model) // L.tp
+    heads, kv = tokens * cfg.model.heads // L.tp, tokens * max(1, kv_heads(cfg.model) // L.tp)
     q, k, v, out = heads * head_dim(cfg.model), kv * head_dim(cfg.model), kv * value_dim(cfg.model), heads * value_dim(cfg.model)
     again = of_stage(cfg, stage).parallel.recompute == "full"
     if cfg.parallel.cp_kind == "ring":

@@ -59,7 +59,7 @@ def block_bytes(cfg: Config, flash: bool = False) -> dict[str, int]:
     c, g = BYTES[t.dtype]
     tp, cut = cfg.parallel.tp, cfg.parallel.tp if cfg.parallel.sp else 1
     b, s, d, hd = t.micro_batch, t.seq_len, m.hidden, head_dim(m)
-    tokens, h, kv = b * s, m.heads // tp, kv_heads(m) // tp
+    tokens, h, kv = b * s, m.heads // tp, max(1, kv_heads(m) // tp)
     own = tokens // cut * d * c  # what lies between two tp regions: [b, s/tp, d] under sp
     inner = tokens * m.ffn // tp * c
     half = own + tokens // cut * g * (2 if m.norm == "layernorm" else 1)  # a norm's input and statistics

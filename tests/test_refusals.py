@@ -40,7 +40,7 @@ CASES = [
     (having(parallel__tp=4), 6, "parallel.tp", True),
     (having(parallel__pp=3), 4, "parallel.pp", True),
     (having(parallel__tp=3), 3, "model.heads", True),
-    (having(parallel__tp=8), 8, "model.kv_heads", True),
+    (having(parallel__tp=4, model__heads=12, model__kv_heads=6, model__head_dim=16), 4, "model.kv_heads", True),
     (having(parallel__tp=4, model__ffn=386), 4, "model.ffn", True),
     (having(parallel__tp=4, model__vocab_multiple=2), 4, "model.vocab_multiple", True),
     (having(parallel__tp=4, parallel__sp=True, train__seq_len=98), 4, "train.seq_len", True),

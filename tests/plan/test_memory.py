@@ -145,6 +145,15 @@ def test_activations(ranks, name, parallel):
             assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
 
 
+@pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, zero=3)], ids=str)
+def test_shared_key_heads(ranks, parallel):
+    cfg = laid("llama3-tiny", parallel)
+    cfg = replace(cfg, model=replace(cfg.model, kv_heads=2))
+    for rank, (state, peak) in enumerate(ranks(4).run(held, cfg)):
+        assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05)
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
 EVERY = "core,norm,act"
 AGAIN = [dict(recompute="full"), dict(recompute="full", tp=2, sp=True), dict(recompute="full", pp=2), dict(recompute="selective"),
          dict(recompute="selective", recompute_parts="norm", tp=2, sp=True), dict(recompute="selective", recompute_parts="act"),
