@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Callable
 
-from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, words
+from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, words
 
 PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
 
@@ -66,8 +66,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(m.positions != "rope" or turned % 2 == 0, f"{key}: {turned} must be even for RoPE", key, (turned - 1, turned + 1))
     latent = {"kv_heads": m.kv_heads in (None, m.heads), "head_dim": not m.head_dim, "positions": m.positions == "rope", "bias": not m.bias,
               "qkv_bias": not m.qkv_bias, "qk_norm": not m.qk_norm}
-    for field, plain in latent.items():
-        need(not m.kv_rank or plain, f"model.{field}: {getattr(m, field)} has no meaning with latent attention (model.kv_rank={m.kv_rank}); "
+    for field, ok in latent.items():
+        need(not m.kv_rank or ok, f"model.{field}: {getattr(m, field)} has no meaning with latent attention (model.kv_rank={m.kv_rank}); "
              "leave it at its default, or model.kv_rank out")
     need(m.kv_rank or not (m.q_rank or m.rope_pairs or m.rope_mscale_all),
          "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; give kv_rank, or leave them out")
@@ -81,6 +81,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     given = [h for h in HORIZONS if getattr(t, h) is not None]
     need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
                           + (f"got {' and '.join(given)}" if given else "got none"))
+    span(cfg.profile.steps)
     degree = p.tp * p.pp * p.cp * p.dp_rep
     need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}",
          "parallel.tp parallel.pp parallel.cp parallel.dp_rep", divisors(world))
