@@ -10,10 +10,15 @@ from checkpoint import state, store
 from config import Config, ConfigError, Parallel, numbers, of_stage, words
 from data import tokenizer
 from kernels.grad import wide
+from model.moe import Routers
 from model.split import by_cost, layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
+from optim.lamb import LAMB, LARS
+from optim.lion import Lion
 from optim.lr import learning_rate
+from optim.muon import Muon
+from optim.sgd import SGD
 from parallel.boxes import Box
 from parallel.mesh import Mesh
 from parallel.offload import Away
@@ -24,22 +29,24 @@ from parallel.zero import Zero
 from rules import divisors, nearby, validate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
 
 
 @dataclass(frozen=True)
 class Run:
     """steps: the horizon; stages: {number: stage} of this rank; ops, peek: this rank's schedule for training and, forward
-    only, for evaluation; buckets: weights, masters and gradients."""
+    only, for evaluation; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them."""
     cfg: Config
     mesh: Mesh
     device: torch.device
     data: object  # the train split: data.loader.Data
     stages: dict[int, Stage]
     buckets: list[Bucket]
-    optim: AdamW
+    optim: AdamW | Muon | LAMB | LARS | Lion | SGD
     pipeline: Pipeline
     ops: list[Op]
     steps: int
+    routers: Routers
 
     def lr(self, step: int) -> float:
         return learning_rate(self.cfg.optim, step, self.steps)
@@ -65,7 +72,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), p.offload in ("optimizer", "both"))
+    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon", p.offload in ("optimizer", "both"))
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
@@ -74,7 +81,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
             for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):
-                for params in cut(group, sharing.cap):
+                for params in cut(group, sharing.cap, sharing.apart):
                     buckets.append(Bucket(params, mesh, sharing, dtype, device, cfg.train.seed))
                     made.update({id(p): buckets[-1] for p in params})
         stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()],
@@ -119,7 +126,8 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
     pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
                         mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
     ops = lower(schedule.order, schedule.place)[mesh.pp.index]
-    return Run(cfg, mesh, device, data, stages, buckets, AdamW(cfg.optim, buckets), pipeline, ops, steps)
+    return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
+               Routers(cfg, mesh, list(stages.values()), device))
 
 
 @dataclass(frozen=True)
@@ -147,7 +155,7 @@ def weights_only(cfg: Config, device: torch.device, dtype: str) -> tuple[Stage, 
     for p in stage.parameters():  # each once, in the order of the forward pass
         p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype], device=device)
         pieces += p.spec.split(p.data)
-    return stage, pieces
+    return stage, pieces + Routers(cfg, Mesh.single(), [stage], device).boxes(weights=True)
 
 
 def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trained:

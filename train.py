@@ -44,15 +44,17 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     for b in run.buckets:
         b.zero_grad()
+    run.routers.begin()
     loss = run.pipeline.run(run.ops, batches, 1 / tokens)
     finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")
-    norm = grad_norm(run.buckets, run.mesh)
+    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None)
     ok = guard.judge(loss, norm)
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip), ok)
     for b in run.buckets:
         b.publish()
+    run.routers.settle(ok)
     return loss, norm, ok
 
 
@@ -61,7 +63,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     at = setup.faults(env, POINTS)
     setup.seed(cfg)
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world)  # rank 0 makes what is made on the spot
     data, valid = (open_data(cfg, split, mesh.data.index, mesh.data.size) for split in ("train", "valid"))
     if data.tokenizer is None:

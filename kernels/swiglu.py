@@ -14,6 +14,12 @@ def swiglu(gate_up: Tensor, fused: bool = False) -> Tensor:
     return _Activation.apply(gate_up, jit(swiglu_forward, fused), jit(swiglu_backward, fused))
 
 
+def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up * weight: a router's probability, applied where it costs least. gate_up [m, 2f], weight [m] -> [m, f].
+    Never compiled: m is another one each time."""
+    return _Weighted.apply(gate_up, weight)
+
+
 def gelu(x: Tensor, fused: bool = False) -> Tensor:
     """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))). x [..., f] -> [..., f]."""
     return _Activation.apply(x, jit(gelu_forward, fused), jit(gelu_backward, fused))
@@ -55,3 +61,30 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return ctx.slope(dy, *ctx.saved_tensors), None, None
+
+
+def weighted_forward(gate_up: Tensor, weight: Tensor) -> Tensor:
+    gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
+    return (F.silu(gate) * up * weight[:, None].to(gate.dtype)).to(gate_up.dtype)
+
+
+def weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """-> dgate_up, dweight."""
+    gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
+    g, s = dy.to(gate.dtype), torch.sigmoid(gate)
+    silu = gate * s
+    dweight = (g * silu * up).sum(-1)
+    g = g * weight[:, None].to(g.dtype)
+    dgate = (1 - s).mul_(silu).add_(s).mul_(up).mul_(g)
+    return torch.cat((dgate.to(dy.dtype), silu.mul_(g).to(dy.dtype)), -1), dweight.to(weight.dtype)
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, weight):
+        ctx.save_for_backward(gate_up, weight)
+        return weighted_forward(gate_up, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return weighted_backward(dy, *ctx.saved_tensors)

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from config import Optim
 from kernels.adam import adamw
+from parallel.mesh import Mesh
 from parallel.offload import Side, staged
 from parallel.params import Bucket
 
@@ -12,7 +13,7 @@ from parallel.params import Bucket
 class AdamW:
     """m, v: first and second moments, flat and in the master's dtype, a pair a bucket."""
 
-    def __init__(self, cfg: Optim, buckets: list[Bucket]) -> None:
+    def __init__(self, cfg: Optim, buckets: list[Bucket], mesh: Mesh) -> None:
         self.cfg, self.buckets = cfg, buckets
         self.m, self.v = ([torch.zeros_like(b.master, pin_memory=b.master.is_pinned()) for b in buckets] for _ in "mv")
         self.side = Side(buckets[0].own.device) if buckets and buckets[0].sharing.offload else None

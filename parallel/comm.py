@@ -242,6 +242,18 @@ def start_scatter_sum(x: Tensor, group: Group) -> Work:
     return Work(out, verb(out, x, group=group.handle, async_op=True), x, (group, "reduce_scatter", x.nbytes))
 
 
+def start_all_to_all(x: Tensor, sent: list[int], came: list[int], group: Group, count: bool = True) -> Work:
+    """Started: sent[i] rows of x [sum(sent), ...] go to rank i -> [sum(came), ...]: came[i] rows from rank i, in the order of ranks.
+    count: what is sent is counted; else what comes: so that the way there and the way back count the same."""
+    if group.size == 1:
+        return Work(x)
+    x = x.contiguous()
+    out = x.new_empty(sum(came), *x.shape[1:])
+    group.count("all_to_all", x if count else out)
+    return Work(out, dist.all_to_all_single(out, x, came, sent, group=group.handle, async_op=True), x,
+                (group, "all_to_all", x.nbytes))
+
+
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """In place: the tensor of the group's rank number `source`."""
     if group.size > 1:

@@ -109,12 +109,13 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
             if not (temp / "generation_config.json").exists():
                 write_json(temp / "generation_config.json", {"_from_model_config": True, **{k: v for k, v in special.items() if v is not None}})
             notes += export_json(tok, kind, temp) if tok else []
-        for _, t in pieces:  # what was written is what is compared, not what it was rounded from
-            t.copy_(t.to(DTYPES[dtype]))
+        for place in hf.places(kind, m, pieces):  # what was written is what is compared, not what it was rounded from
+            for t in place.parts:
+                t.copy_(t.to(place.dtype(DTYPES[dtype])))
         tokens = probe(m)
         ours = stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
         count = len(hf.places(kind, m, pieces))
-        del stage, pieces, t  # one model in memory at a time
+        del stage, pieces, place, t  # one model in memory at a time
         gc.collect()
         theirs = their_logits(temp, tokens, m.tied)
         match = compare(ours, theirs, "from transformers") or compare(ours, read_back(temp, tokens), "read back by ourselves")
@@ -207,7 +208,8 @@ def published(entry: dict, vocab: int) -> Model:
 
 def full(m: Model) -> Model:
     """With what is left out filled in, so that two spellings of one model are equal."""
-    return replace(m, preset="", kv_heads=config.kv_heads(m), head_dim=config.head_dim(m))
+    plain = {key: getattr(Model(), key) for key in config.LEARNING}
+    return replace(m, preset="", kv_heads=config.kv_heads(m), head_dim=config.head_dim(m), moe_ffn=config.moe_ffn(m), **plain)
 
 
 def too_many(tok, m: Model) -> list[str]:

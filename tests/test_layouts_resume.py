@@ -44,7 +44,7 @@ def config_of(layout: str, dtype: str = "fp64"):
 
 def begin(world: World, cfg):
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     run = build(cfg, mesh, torch.device("cpu"), SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d"), cfg.train.steps)
     return run, Tokens(cfg, mesh.data.index, mesh.data.size)
 

@@ -22,7 +22,7 @@ def laid(**parallel):
 
 def start(world, cfg):
     p = cfg.parallel
-    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world), torch.device("cpu"), None, cfg.train.steps)
+    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world), torch.device("cpu"), None, cfg.train.steps)
     return run, Tokens(cfg, run.mesh.data.index, run.mesh.data.size)
 
 

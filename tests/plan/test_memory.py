@@ -60,7 +60,7 @@ class Box:
 
 def job_of(cfg, world, rank):
     p, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg, schedule.n_stages))
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), rank, schedule, layers_of(cfg, schedule.n_stages))
 
 
 def stores(tensors):
@@ -70,17 +70,18 @@ def stores(tensors):
 def held(world, cfg):
     """Bytes of a rank's state after a step, and the most that autograd kept during one."""
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     data, kept = Tokens(cfg, mesh.data.index, mesh.data.size), Kept()
     batches = [replace(b, **{k: v.clone() for k, v in vars(b).items() if isinstance(v, torch.Tensor)}) for b in data.microbatches(0)]
     with watching_checkpoint(kept), torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.x):
         train_step(run, 1, batches, Guard(), lambda point, step: None)
     every = run.buckets
-    host = [b.master for b in every if b.sharing.offload] + [t for t in run.optim.m + run.optim.v if run.optim.side]
+    state, offloaded = [f for flats in run.optim.state().values() for f in flats], every[0].sharing.offload
+    host = [b.master for b in every if offloaded] + [t for t in state if offloaded]
     masters = [b.master for b in every if b.master is not b.own and not b.sharing.offload]
     whole = {"weights": stores([b.own if b.weights is None else b.weights for b in every]), "masters": stores(masters),
-             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": 0 if run.optim.side else stores(run.optim.m + run.optim.v)}
+             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": 0 if offloaded else stores(state)}
     assert stores(host) == memory.host_bytes(job_of(cfg, world.size, world.rank))
     for b in every:
         b.need()
@@ -110,9 +111,18 @@ def laid(name, parallel, **train):
     return replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **{"dtype": "bf16", "seq_len": 64, **train}))
 
 
-@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)], ids=str)
+@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)] + [("mixtral-tiny", p) for p in (
+    dict(zero=1, ep=2), dict(zero=3, ep=2, etp=2), dict(tp=2, ep=4), dict(zero=2, tp=2, dp_rep=2))], ids=str)
 def test_state(ranks, name, parallel):
     cfg = laid(name, parallel)
+    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
+@pytest.mark.parametrize("name", ["muon", "lamb", "lars", "lion", "sgd"])
+def test_moments_of_each_optimizer(ranks, name):
+    cfg = laid("mixtral-tiny", dict(zero=1, ep=2))
+    cfg = replace(cfg, optim=replace(cfg.optim, name=name))
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of(cfg, 4, rank))
 
@@ -217,7 +227,7 @@ class Whole:
 
 def passing(world, cfg):
     p = cfg.parallel
-    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world), torch.device("cpu"), None, cfg.train.steps)
+    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world), torch.device("cpu"), None, cfg.train.steps)
     whole = Whole(run.buckets)
     for b in run.buckets:
         for name in ("hold_grad", "fetch", "reduce"):
