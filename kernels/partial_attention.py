@@ -20,9 +20,9 @@ TILE = 512  # queries whose scores exist together
 
 
 def partial(q: Tensor, k: Tensor, v: Tensor, see: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q [b, s_q, h, d], k and v [b, s_k, g, d], h a multiple of g; see: bool [b or 1, 1, s_q, s_k], None: everyone sees all.
-    Returns out [b, s_q, h, d] and lse [b, s_q, h]; a query that sees no key has out 0 and lse -inf."""
-    out = q.new_empty(q.shape, dtype=wide(q.dtype))
+    """q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, dv], h a multiple of g; see: bool [b or 1, 1, s_q, s_k], None: everyone
+    sees all. Returns out [b, s_q, h, dv] and lse [b, s_q, h]; a query that sees no key has out 0 and lse -inf."""
+    out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype))
     lse = out.new_empty(q.shape[:3])
     values = by_group(v)  # [b, g, 1, s_k, d]
     for rows, scores in tiles(q, k, see):
@@ -42,7 +42,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
 
 def partial_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, see: Tensor | None, lse: Tensor,
                      delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """dout as q; lse, delta [b, s_q, h]: merged over all parts. Returns this part's share of dq, and dk, dv of its keys."""
+    """dout [b, s_q, h, dv]; lse, delta [b, s_q, h]: merged over all parts. Returns this part's share of dq, and dk, dv of its keys."""
     dq = q.new_empty(q.shape, dtype=wide(q.dtype))
     keys, values = by_group(k), by_group(v)  # [b, g, 1, s_k, d]
     dk, dv = torch.zeros_like(keys), torch.zeros_like(values)

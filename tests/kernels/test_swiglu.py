@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.swiglu import gelu, swiglu
+from kernels.swiglu import gelu, swiglu, weighted_swiglu
 
 PAIRS = {"swiglu": (swiglu, lambda x: F.silu(x[..., :x.shape[-1] // 2]) * x[..., x.shape[-1] // 2:]),
          "gelu": (gelu, lambda x: F.gelu(x, approximate="tanh"))}
@@ -31,3 +31,13 @@ def test_far_from_zero():
     y = swiglu(x)
     assert y.tolist() == [[200.0, 0.0]]
     assert torch.autograd.grad(y.sum(), x)[0].tolist() == [[1.0, 0.0, 200.0, 0.0]]
+
+
+def test_weighted():
+    """Times a number a row, whose gradient is the row's product."""
+    x, w = torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.allclose(weighted_swiglu(x, w), swiglu(x) * w[:, None])
+    assert torch.autograd.gradcheck(weighted_swiglu, (x, w))
+    low = weighted_swiglu(x.detach().bfloat16().requires_grad_(), w.detach().float().requires_grad_())
+    dx, dw = torch.autograd.grad(low.sum(), low.grad_fn.saved_tensors)
+    assert low.dtype == dx.dtype == torch.bfloat16 and dw.dtype == torch.float32

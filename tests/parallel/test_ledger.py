@@ -123,6 +123,18 @@ def test_mixtures_in_bf16(ranks, parallel):
     compare(ranks(4), "mixtral-tiny", parallel, dtype="bf16")
 
 
+LATENT = [dict(zero=3), dict(tp=2), dict(tp=2, sp=True, zero=1), dict(cp=2), dict(cp=2, cp_kind="ulysses", zero=2), dict(pp=2, zero=3),
+          dict(pp=2, zero=3, schedule="zb-v"), dict(pp=2, tp=2, sp=True, schedule="zb-h1"), dict(pp=4, zero=2), dict(pp=2, schedule="dualpipe-v", ep=2),
+          dict(tp=2, sp=True, recompute="full"), dict(tp=2, recompute="full"), dict(cp=2, recompute="full", pp=2),
+          dict(tp=2, sp=True, recompute="selective", recompute_parts="norm,core")]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite-tiny", "deepseek-v3-tiny"])
+@pytest.mark.parametrize("parallel", LATENT, ids=str)
+def test_latents_and_further_tokens(ranks, name, parallel):
+    compare(ranks(4), name, parallel)
+
+
 def cost(parallel, world=8, **train) -> int:
     """The most that a rank of it sends, without the scalars."""
     cfg = laid("llama3-tiny", parallel, **train)

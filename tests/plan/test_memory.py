@@ -170,6 +170,16 @@ def test_what_is_made_again_is_not_kept(ranks, name, parallel):
         assert peak < most
 
 
+@pytest.mark.parametrize("name,mtp", [("deepseek-v2-lite-tiny", 0), ("deepseek-v3-tiny", 0), ("deepseek-v3-tiny", 2)])
+@pytest.mark.parametrize("parallel", [{}, dict(tp=2), dict(tp=4, sp=True), dict(pp=2), dict(pp=2, recompute="full")], ids=str)
+def test_activations_of_latents_and_further_tokens(ranks, name, mtp, parallel):
+    for train in (dict(), dict(micro_batch=2, dtype="fp32")):
+        cfg = laid(name, parallel, **train)
+        cfg = replace(cfg, model=replace(cfg.model, experts=None, mtp=mtp, kv_rank=24, q_rank=cfg.model.q_rank and 40))
+        for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
+            assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
+
+
 def away(world, cfg):
     """The most that autograd keeps on the device when activations are offloaded: what stayed, and what was fetched."""
     p = cfg.parallel
