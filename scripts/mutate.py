@@ -206,14 +206,14 @@ TABLE = (
     Mutation("rows that fill up an expert are copies of a token, and its gradient reaches the expert", "parallel/expert.py",
              "mine.clamp(max=t * k), torch", "mine.clamp(max=t * k - 1), torch", "qwen2-moe-tiny", 2, "tp2 zero0 mb1 padded"),
     Mutation("jitter restarts on every tp rank", "model/moe.py",
-             "take_dim1(noise.columns[None], mesh.tp)[0]", "noise.columns[:len(noise.columns) // mesh.tp.size]", "mixtral-tiny", 2, "tp2 zero0 mb1"),
+             "take_dim1(noise.columns[None], mesh.tp)[0]", "noise.columns[:len(noise.columns) // mesh.tp.size]", "mixtral-tiny", 2, "tp2 no-sp zero0 mb1"),
     Mutation("recompute tells a router's counts twice", "model/moe.py",
              "        aux, told = self.losses(logits, scores, index, learn)\n",
              "        aux, told = self.losses(logits, scores, index, learn)\n        self.told += told * (self.mesh.tp.size > 1)\n", "mixtral-tiny", 2, "tp2 zero0 mb1 full"),
     Mutation("a norm over all heads takes the mean of this rank's in its backward", "parallel/tensor.py",
              "comm.sum_((gw * hat).sum(-1, keepdim=True), ctx.group)", "(gw * hat).sum(-1, keepdim=True) * ctx.group.size", "olmoe-tiny", 2, "tp2 zero0 mb1"),
     Mutation("inputs of experts lose the other tp ranks' gradients", "parallel/collectives.py",
-             "return gather_dim1(dy, ctx.group)[:, :ctx.s], None", "return gather_dim1(dy.roll(1, 1), ctx.group)[:, :ctx.s], None", "mixtral-tiny", 2, "tp2 zero0 mb1"),
+             "return gather_dim1(dy, ctx.group)[:, :ctx.s], None", "return gather_dim1(dy.roll(1, 1), ctx.group)[:, :ctx.s], None", "mixtral-tiny", 2, "tp2 no-sp zero0 mb1"),
 )
 
 
