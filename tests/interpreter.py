@@ -67,6 +67,13 @@ def patch():
     Builder.create_select = select
     Builder.create_fma = lambda self, a, b, c: back(Handle(widened(a).data * widened(b).data + widened(c).data, tl.float32)
                                                     if narrow(c) else Handle(a.data * b.data + c.data, c.dtype.scalar), c)
+    total = interpreter.ReduceOps.sum
+
+    def sum_(self, value):
+        assert not narrow(value.handle), "sum bf16 as fp32: the interpreter adds its bits"
+        return total(self, value)
+
+    interpreter.ReduceOps.sum = sum_
     Builder.create_dot = lambda self, a, b, d, *how: dot(self, widened(a), widened(b), d, *how)
 
 
