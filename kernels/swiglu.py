@@ -7,15 +7,23 @@ from torch import Tensor
 
 from kernels.grad import wide
 from kernels.jit import jit
+from kernels.triton_ import ceil_div, fits, tl, triton
 
+BLOCK = 2048  # channels of one token, a program: two 128-bit loads of bf16 a thread
+WARPS = 4
+CUBIC, SLOPE = 0.044715, math.sqrt(2 / math.pi)  # of GELU's tanh form
 
 def swiglu(gate_up: Tensor, fused: bool = False) -> Tensor:
     """silu(gate) * up. gate_up [..., 2f], the first half gate -> [..., f]."""
+    if fits("swiglu", gate_up):
+        return _Activation.apply(gate_up, launch_swiglu, launch_swiglu_backward)
     return _Activation.apply(gate_up, jit(swiglu_forward, fused), jit(swiglu_backward, fused))
 
 
 def gelu(x: Tensor, fused: bool = False) -> Tensor:
     """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))). x [..., f] -> [..., f]."""
+    if fits("gelu", x):
+        return _Activation.apply(x, launch_gelu, launch_gelu_backward)
     return _Activation.apply(x, jit(gelu_forward, fused), jit(gelu_backward, fused))
 
 
@@ -37,10 +45,82 @@ def gelu_forward(x: Tensor) -> Tensor:
 
 
 def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    f, c = x.to(wide(x.dtype)), math.sqrt(2 / math.pi)
-    t = torch.tanh(c * (f + 0.044715 * f**3))
-    slope = 0.5 * (1 + t) + 0.5 * f * (1 - t * t) * c * (1 + 3 * 0.044715 * f * f)
+    f = x.to(wide(x.dtype))
+    t = torch.tanh(SLOPE * (f + CUBIC * f**3))
+    slope = 0.5 * (1 + t) + 0.5 * f * (1 - t * t) * SLOPE * (1 + 3 * CUBIC * f * f)
     return (dy.to(f.dtype) * slope).to(x.dtype)
+
+
+# ---- Triton ------------------------------------------------------------------------------------------------------------------
+
+@triton.jit
+def swiglu_kernel(GATE_UP, Y, f, BLOCK: tl.constexpr):
+    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(GATE_UP + row * 2 * f + cols, cols < f).to(tl.float32)
+    up = tl.load(GATE_UP + row * 2 * f + f + cols, cols < f).to(tl.float32)
+    tl.store(Y + row * f + cols, (gate * tl.sigmoid(gate) * up).to(Y.dtype.element_ty), cols < f)
+
+
+@triton.jit
+def swiglu_backward_kernel(DY, GATE_UP, DGATE_UP, f, BLOCK: tl.constexpr):
+    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = row * 2 * f + cols
+    gate = tl.load(GATE_UP + at, cols < f).to(tl.float32)
+    up = tl.load(GATE_UP + f + at, cols < f).to(tl.float32)
+    g = tl.load(DY + row * f + cols, cols < f).to(tl.float32)
+    s = tl.sigmoid(gate)
+    silu = gate * s
+    tl.store(DGATE_UP + at, (g * up * (s + silu * (1 - s))).to(DGATE_UP.dtype.element_ty), cols < f)
+    tl.store(DGATE_UP + f + at, (g * silu).to(DGATE_UP.dtype.element_ty), cols < f)
+
+
+@triton.jit
+def gelu_kernel(X, Y, n, CUBIC: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + at, at < n).to(tl.float32)
+    y = x * tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))  # (1 + tanh u)/2 = sigmoid(2u)
+    tl.store(Y + at, y.to(Y.dtype.element_ty), at < n)
+
+
+@triton.jit
+def gelu_backward_kernel(DY, X, DX, n, CUBIC: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + at, at < n).to(tl.float32)
+    s = tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))
+    slope = s + x * s * (1 - s) * 2 * SLOPE * (1 + 3 * CUBIC * x * x)
+    tl.store(DX + at, (tl.load(DY + at, at < n).to(tl.float32) * slope).to(DX.dtype.element_ty), at < n)
+
+
+def launch_swiglu(gate_up: Tensor) -> Tensor:
+    gate_up, f = gate_up.contiguous(), gate_up.shape[-1] // 2
+    y = gate_up.new_empty(*gate_up.shape[:-1], f)
+    if y.numel():
+        swiglu_kernel[(y.numel() // f, ceil_div(f, BLOCK))](gate_up, y, f, BLOCK=BLOCK, num_warps=WARPS)
+    return y
+
+
+def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
+    dy, gate_up, f = dy.contiguous(), gate_up.contiguous(), dy.shape[-1]
+    dx = torch.empty_like(gate_up)
+    if dy.numel():
+        swiglu_backward_kernel[(dy.numel() // f, ceil_div(f, BLOCK))](dy, gate_up, dx, f, BLOCK=BLOCK, num_warps=WARPS)
+    return dx
+
+
+def launch_gelu(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    y, n = torch.empty_like(x), x.numel()
+    if n:
+        gelu_kernel[(ceil_div(n, BLOCK),)](x, y, n, CUBIC=CUBIC, SLOPE=SLOPE, BLOCK=BLOCK, num_warps=WARPS)
+    return y
+
+
+def launch_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    dy, x = dy.contiguous(), x.contiguous()
+    dx, n = torch.empty_like(x), x.numel()
+    if n:
+        gelu_backward_kernel[(ceil_div(n, BLOCK),)](dy, x, dx, n, CUBIC=CUBIC, SLOPE=SLOPE, BLOCK=BLOCK, num_warps=WARPS)
+    return dx
 
 
 class _Activation(torch.autograd.Function):

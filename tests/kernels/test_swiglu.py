@@ -31,3 +31,25 @@ def test_far_from_zero():
     y = swiglu(x)
     assert y.tolist() == [[200.0, 0.0]]
     assert torch.autograd.grad(y.sum(), x)[0].tolist() == [[1.0, 0.0, 200.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
+@pytest.mark.parametrize("shape", [(2, 3, 74), (1, 2 * 2048 + 6), (0, 4)])
+def test_triton(interpreted, name, dtype, bound, shape):
+    ours, definition = PAIRS[name]
+    x = (3 * torch.randn(shape, device=interpreted)).to(dtype).requires_grad_()
+    exact = x.detach().double().requires_grad_()
+    got, want = ours(x), definition(exact)
+    dy = torch.randn(want.shape, device=interpreted).to(dtype)
+    for a, b in ((got, want), (torch.autograd.grad(got, x, dy)[0], torch.autograd.grad(want, exact, dy.double())[0])):
+        assert a.dtype == dtype and a.shape == b.shape and (a.double() - b).norm() <= bound * b.norm()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_triton_on_strided_input_and_far_from_zero(interpreted, name):
+    x = torch.tensor([[200.0, -200.0, 1.0, 0.0], [-90.0, 90.0, 1.0, 1.0]], device=interpreted).repeat(3, 2)[::2, ::2].requires_grad_()
+    got, want = (f(x) for f in PAIRS[name])
+    dy = torch.ones(1, device=interpreted).expand_as(want)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y in (got, want)))
