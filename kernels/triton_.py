@@ -21,7 +21,7 @@ else:
     triton = None
 HERE = triton is not None
 if not HERE:
-    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=None)
+    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=lambda value: value)
 
 DEVICES = ("cuda",)  # where kernels run; the tests add the interpreter's "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

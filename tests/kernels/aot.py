@@ -1,0 +1,100 @@
+"""Every Triton kernel compiled for chips that are not here: registers, spills, shared memory, and the instructions that count.
+
+    python tests/kernels/aot.py [80 90 100] [--only NAME] > tests/kernels/aot.txt     the committed table
+
+ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The shapes are
+those of training (head dim 128, rows of 4096, everything a multiple of 16), the launch parameters the kernels' own.
+"""
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+import triton  # before the kernels: it is what makes them import it
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import norm, rope, swiglu
+
+BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CHIPS = (80, 90, 100)
+MMA = r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|QGMMA|QMMA)\b"  # tensor cores: Hopper's, Blackwell's, Ampere's; the fp8 ones
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and how it is launched. types: of arguments that are not what their names say: CAPS a pointer to bf16,
+    anything else an int that 16 divides."""
+    kernel: object
+    meta: dict
+    types: dict = field(default_factory=dict)
+    kind: str = "memory"  # memory: 128-bit loads must be there; gemm: tensor cores
+    chips: tuple = CHIPS
+
+
+STATISTICS = {"SCALE": "*fp32", "MEAN": "*fp32", "DWEIGHT": "*fp32", "DBIAS": "*fp32", "eps": "fp32"}
+TABLES = {"COS": "*fp32", "SIN": "*fp32"}
+GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
+CASES = {
+    "rms_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096)}, STATISTICS),
+    "rms_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096)}, STATISTICS),
+    "rms_norm_backward_heads": Case(norm.backward_kernel, {"PAIR": False, "LAYER": False, **norm.tile(128)}, STATISTICS),
+    "layer_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096)}, STATISTICS),
+    "layer_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096)}, STATISTICS),
+    "rope": Case(rope.turn_kernel, {"HALF": 64, "BACK": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, TABLES),
+    "swiglu": Case(swiglu.swiglu_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}),
+    "swiglu_backward": Case(swiglu.swiglu_backward_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}),
+    "gelu": Case(swiglu.gelu_kernel, GELU),
+    "gelu_backward": Case(swiglu.gelu_backward_kernel, GELU),
+}
+
+
+def compiled(case: Case, chip: int) -> dict:
+    """{registers, spilled bytes, shared bytes, tensor-core instructions, 128-bit loads} of one kernel on one chip."""
+    names = case.kernel.arg_names
+    options = {k: case.meta[k] for k in ("num_warps", "num_stages") if k in case.meta}
+    constants = {k: v for k, v in case.meta.items() if k not in options}
+    types = {n: "constexpr" if n in constants else case.types.get(n, "*bf16" if n.isupper() else "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or types[n] == "i32"}
+    for i, n in enumerate(names):
+        if isinstance(types[n], tuple):
+            aligned.update({(i, j): [["tt.divisibility", 16]] for j, t in enumerate(types[n]) if t == "i32"})
+    source = ASTSource(case.kernel, types, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage, sass = (subprocess.run([BIN / tool, *how, file.name], capture_output=True, text=True, check=True).stdout
+                       for tool, how in (("cuobjdump", ["--dump-resource-usage"]), ("nvdisasm", ["-c"])))
+    found = re.findall(MMA, sass)
+    return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+            "shared": binary.metadata.shared, "warps": binary.metadata.num_warps,
+            "mma": f"{len(found)} {found[0]}" if found else "-",
+            "wide loads": len(re.findall(r"(?:LDG|LDGSTS)\.E(?:\.[A-Z0-9]+)*\.128|UTMALDG", sass)),
+            "atomics": len(re.findall(r"\b(?:ATOM|ATOMG|RED)[A-Z]*\.E", sass))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("chips", nargs="*", type=int, default=CHIPS)
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    assert hasattr(norm.forward_kernel, "cache_key"), "compiles, so it must not run under TRITON_INTERPRET"
+    print(f"triton {triton.__version__}")
+    print(f"{'kernel':28}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'wide loads':>12}{'atomics':>9}  mma")
+    for name, case in CASES.items():
+        for chip in args.chips:
+            if args.only in name and chip in case.chips:
+                r = compiled(case, chip)
+                print(f"{name:28}sm_{chip:<4}{r['registers']:>9}{r['spills']:>8}{r['shared']:>8}{r['warps']:>7}{r['wide loads']:>12}"
+                      f"{r['atomics']:>9}  {r['mma']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
