@@ -27,7 +27,7 @@ LARGEST = 256  # head dim
 # Queries and keys of a block, warps, stages, by the padded head dim: what fits registers and shared memory without a spill.
 FORWARD = {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)}
 QUERIES = {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
-KEYS = {64: (64, 128, 8, 3), 128: (64, 128, 8, 2), 256: (32, 64, 8, 2)}
+KEYS = {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)}
 DELTA_ROWS = 64
 FP32 = (32, 32, 4, 1)  # four bytes an element, and no tensor cores: for parity, not for speed
 
@@ -136,30 +136,28 @@ def store_rows(X, x, rows, stride, n, D: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Which keys the queries row .. row + QUERIES see: begin, a, b, end; between a and b all see all, and the rest is masked."""
-    begin, a, b, end = 0, 0, s_k // KEYS * KEYS, s_k
+    """Which keys the queries row .. row + QUERIES see: begin, cut, end; before `cut` all see all, after it a mask decides."""
+    begin, cut, end = 0, s_k // KEYS * KEYS, s_k
     if CAUSAL:
         end = tl.minimum(s_k, tl.maximum(row + QUERIES + apart, 0))
-        b = tl.minimum(b, tl.maximum(row + apart + 1, 0) // KEYS * KEYS)
+        cut = tl.minimum(cut, tl.maximum(row + apart + 1, 0) // KEYS * KEYS)
     if BOUNDED:
         begin = tl.maximum(tl.load(FIRST + row) - key, 0) // KEYS * KEYS
-        a = tl.cdiv(tl.maximum(tl.load(FIRST + tl.minimum(row + QUERIES, s_q) - 1) - key, 0), KEYS) * KEYS
-        a = tl.minimum(a, tl.cdiv(end, KEYS) * KEYS)
-    return begin, a, tl.maximum(a, b), end
+        cut = begin
+    return begin, cut, end
 
 
 @triton.jit
 def queries_of(LAST, column, s_q, s_k, apart, query, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """The same from the other side: which queries see the keys column .. column + KEYS."""
-    begin, a, b, end = 0, 0, s_q // QUERIES * QUERIES, s_q
+    """Which queries see the keys column .. column + KEYS: begin, cut, end; before `cut` a mask decides, after it all see all."""
+    begin, cut, end = 0, 0, s_q
     if CAUSAL:
         begin = tl.maximum(column - apart, 0) // QUERIES * QUERIES
-        a = tl.cdiv(tl.maximum(column + KEYS - 1 - apart, 0), QUERIES) * QUERIES
+        cut = tl.minimum(tl.cdiv(tl.maximum(column + KEYS - 1 - apart, 0), QUERIES) * QUERIES, tl.cdiv(s_q, QUERIES) * QUERIES)
     if BOUNDED:
         end = tl.minimum(s_q, tl.maximum(tl.load(LAST + tl.minimum(column + KEYS, s_k) - 1) - query, 0))
-        b = tl.minimum(b, tl.maximum(tl.load(LAST + column) - query, 0) // QUERIES * QUERIES)
-    a = tl.minimum(a, tl.cdiv(end, QUERIES) * QUERIES)
-    return begin, a, tl.maximum(a, b), end
+        cut = end
+    return begin, cut, end
 
 
 @triton.jit
@@ -210,12 +208,11 @@ def forward_kernel(Q, K, V, FIRST, OUT, LSE, q_at, k_at, v_at, out_at, first_b, 
     first = rows
     if BOUNDED:
         first = tl.load(FIRST + tl.minimum(rows, s_q - 1)) - key
-    begin, a, c, end = keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL, BOUNDED, M, N)
+    begin, cut, end = keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL, BOUNDED, M, N)
     out, total, top = tl.zeros((M, EP), tl.float32), tl.zeros((M,), tl.float32), tl.full((M,), -float("inf"), tl.float32)
-    if BOUNDED:
-        out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, begin, a, s_k, apart, scale, True, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, a, c, s_k, apart, scale, False, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, c, end, s_k, apart, scale, True, CAUSAL, BOUNDED, N, D, DP, E, EP)
+    if not BOUNDED:
+        out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, begin, cut, s_k, apart, scale, False, CAUSAL, BOUNDED, N, D, DP, E, EP)
+    out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, cut, end, s_k, apart, scale, True, CAUSAL, BOUNDED, N, D, DP, E, EP)
     seen = total > 0.0
     store_rows(OUT + b * out_at[0] + h * out_at[2], out / tl.where(seen, total, 1.0)[:, None], rows, out_at[1], s_q, E, EP)
     lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) / LOG2E, -float("inf"))
@@ -266,34 +263,31 @@ def dq_kernel(Q, K, V, FIRST, DOUT, LSE, DELTA, DQ, q_at, k_at, v_at, dout_at, d
     first = rows
     if BOUNDED:
         first = tl.load(FIRST + tl.minimum(rows, s_q - 1)) - key
-    begin, a, c, end = keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL, BOUNDED, M, N)
+    begin, cut, end = keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL, BOUNDED, M, N)
     dq = tl.zeros((M, DP), tl.float32)
-    if BOUNDED:
-        dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, begin, a, s_k, apart, scale, True, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, a, c, s_k, apart, scale, False, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, c, end, s_k, apart, scale, True, CAUSAL, BOUNDED, N, D, DP, E, EP)
+    if not BOUNDED:
+        dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, begin, cut, s_k, apart, scale, False, CAUSAL, BOUNDED, N, D, DP, E, EP)
+    dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, cut, end, s_k, apart, scale, True, CAUSAL, BOUNDED, N, D, DP, E, EP)
     store_rows(DQ + b * dq_at[0] + h * dq_at[2], dq * (scale / LOG2E), rows, dq_at[1], s_q, D, DP)
 
 
 @triton.jit
-def add_dkv(dk, dv, k, v, Q, DOUT, LSE, DELTA, FIRST, q_stride, dout_stride, columns, begin, end, s_q, s_k, key, apart, scale, MASKED: tl.constexpr,
-            CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
+def add_dkv(dk, dv, k, v, Q, DOUT, LSE, DELTA, FIRST, q_stride, dout_stride, columns, begin, end, s_q, s_k, key, apart, scale,
+            MASKED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
     for m in range(begin, end, M):
         rows = m + tl.arange(0, M)
-        q = load_rows(Q, rows, q_stride, s_q, MASKED, D, DP)
-        dout = load_rows(DOUT, rows, dout_stride, s_q, MASKED, E, EP)
-        inside = tl.minimum(rows, s_q - 1)
-        lse, delta = tl.load(LSE + inside) * LOG2E, tl.load(DELTA + inside)
+        q = load_rows(Q, rows, q_stride, s_q, True, D, DP)
+        dout = load_rows(DOUT, rows, dout_stride, s_q, True, E, EP)
+        lse = tl.load(LSE + rows, rows < s_q, float("inf")) * LOG2E  # inf: every probability is 0
         lse = tl.where(lse == -float("inf"), float("inf"), lse)
         p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :])  # transposed: keys are rows
         if MASKED:
             first = rows
             if BOUNDED:
-                first = tl.load(FIRST + inside) - key
-            see = visible(rows[None, :], columns[:, None], first[None, :], s_k, apart, CAUSAL, BOUNDED)
-            p = tl.where(see & (rows < s_q)[None, :], p, 0.0)
+                first = tl.load(FIRST + rows, rows < s_q, 0) - key
+            p = tl.where(visible(rows[None, :], columns[:, None], first[None, :], s_k, apart, True, BOUNDED), p, 0.0)
         dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - delta[None, :])
+        ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - tl.load(DELTA + rows, rows < s_q, 0.0)[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
@@ -309,16 +303,18 @@ def dkv_kernel(Q, K, V, FIRST, LAST, DOUT, LSE, DELTA, DK, DV, q_at, k_at, v_at,
     k = load_rows(K + b * k_at[0] + g * k_at[2], columns, k_at[1], s_k, True, D, DP)
     v = load_rows(V + b * v_at[0] + g * v_at[2], columns, v_at[1], s_k, True, E, EP)
     FIRST += b * first_b
-    begin, a, c, end = queries_of(LAST + b * last_b, column, s_q, s_k, apart, query, CAUSAL, BOUNDED, M, N)
+    begin, cut, end = queries_of(LAST + b * last_b, column, s_q, s_k, apart, query, CAUSAL, BOUNDED, M, N)
     dk, dv = tl.zeros((N, DP), tl.float32), tl.zeros((N, EP), tl.float32)
     for i in range(0, share):
         h = g * share + i
         QH, DH = Q + b * q_at[0] + h * q_at[2], DOUT + b * dout_at[0] + h * dout_at[2]
         LH, XH = LSE + (b * groups * share + h) * s_q, DELTA + (b * groups * share + h) * s_q
         if CAUSAL:
-            dk, dv = add_dkv(dk, dv, k, v, QH, DH, LH, XH, FIRST, q_at[1], dout_at[1], columns, begin, a, s_q, s_k, key, apart, scale, True, CAUSAL, BOUNDED, M, D, DP, E, EP)
-        dk, dv = add_dkv(dk, dv, k, v, QH, DH, LH, XH, FIRST, q_at[1], dout_at[1], columns, a, c, s_q, s_k, key, apart, scale, False, CAUSAL, BOUNDED, M, D, DP, E, EP)
-        dk, dv = add_dkv(dk, dv, k, v, QH, DH, LH, XH, FIRST, q_at[1], dout_at[1], columns, c, end, s_q, s_k, key, apart, scale, True, CAUSAL, BOUNDED, M, D, DP, E, EP)
+            dk, dv = add_dkv(dk, dv, k, v, QH, DH, LH, XH, FIRST, q_at[1], dout_at[1], columns, begin, cut, s_q, s_k, key, apart, scale,
+                             True, BOUNDED, M, D, DP, E, EP)
+        if not BOUNDED:
+            dk, dv = add_dkv(dk, dv, k, v, QH, DH, LH, XH, FIRST, q_at[1], dout_at[1], columns, cut, end, s_q, s_k, key, apart, scale,
+                             False, BOUNDED, M, D, DP, E, EP)
     store_rows(DK + b * dk_at[0] + g * dk_at[2], dk * (scale / LOG2E), columns, dk_at[1], s_k, D, DP)
     store_rows(DV + b * dv_at[0] + g * dv_at[2], dv, columns, dv_at[1], s_k, E, EP)
 

@@ -21,9 +21,15 @@ class Sight:
     key: int
     s_q: int
     s_k: int
+    window: int | None  # where that is all there is besides causality, and the last query meets the last key
     first: Tensor | None
     last: Tensor | None
     device: torch.device
+
+    @property
+    def plain(self) -> bool:
+        """Causality alone, over equal lengths."""
+        return self.first is None and self.query == self.key and self.s_q == self.s_k
 
     @cached_property
     def dense(self) -> Tensor:
@@ -37,7 +43,7 @@ class Sight:
 def sight(query: int, s_q: int, key: int, s_k: int, window: int | None, docs: Tensor | None, device: torch.device) -> Sight:
     """docs [b, s]: the document of each token of the whole sequence; a document lies in one piece. window: in tokens."""
     if docs is None and (window is None or query + s_q - key <= window):
-        return Sight(query, key, s_q, s_k, None, None, device)
+        return Sight(query, key, s_q, s_k, None, None, None, device)
     place = torch.arange(max(query + s_q, key + s_k), dtype=torch.int32, device=device)[None]
     start, end = torch.zeros_like(place), torch.full_like(place, 2**31 - 1)
     if docs is not None:
@@ -48,4 +54,5 @@ def sight(query: int, s_q: int, key: int, s_k: int, window: int | None, docs: Te
         start, end = torch.cat((place[:, :1], start), 1), torch.cat((end, torch.full_like(place[:, :1], 2**31 - 1)), 1)
     if window is not None:
         start, end = torch.maximum(start, place - window + 1), torch.minimum(end, place + window)
-    return Sight(query, key, s_q, s_k, start[:, query:query + s_q].contiguous(), end[:, key:key + s_k].contiguous(), device)
+    alone = window if docs is None and query + s_q == key + s_k else None
+    return Sight(query, key, s_q, s_k, alone, start[:, query:query + s_q].contiguous(), end[:, key:key + s_k].contiguous(), device)

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from config import Config, head_dim, kv_heads
 from kernels import rope
-from kernels.attention import attention, mask
+from kernels.attention import attention
 from kernels.norm import rms_norm
+from kernels.sight import Sight, sight
 from model.recompute import again
 from parallel.mesh import Mesh
 from parallel.ring import ring_attention
@@ -19,12 +20,12 @@ from parallel.ulysses import ulysses_attention
 
 @dataclass(frozen=True)
 class Context:
-    """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: causal);
+    """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: the ring knows);
     noise: dropout (None: evaluation); cache: keys and values of earlier tokens, for generation; cut: the sequence is cut over
     cp, and docs [b, s] the documents of all of it (None: no document mask)."""
     cos: Tensor | None
     sin: Tensor | None
-    see: Tensor | None
+    see: Sight | None
     noise: Noise | None = None
     cache: "Cache | None" = None
     cut: bool = False
@@ -56,8 +57,8 @@ def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | 
         dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
         cos, sin = rope.tables(positions, freq.to(positions.device), dtype)
     past = cache.length if cache else 0
-    keys = torch.arange(past + positions.shape[1] * (p.cp if cut else 1), device=positions.device)
-    see = None if cut and p.cp_kind == "ring" else mask(keys[past:], keys, m.window, docs, docs)  # the ring makes its own
+    whole = positions.shape[1] * (p.cp if cut else 1)
+    see = None if cut and p.cp_kind == "ring" else sight(past, whole, 0, past + whole, m.window, docs, positions.device)
     return Context(cos, sin, see, noise, cache, cut, docs)
 
 

@@ -6,6 +6,8 @@ Four defects of triton 3.6 and 3.7, each silent or fatal:
 - fp32 -> bf16 cut the low bits off, and casts to fp8 rounded halves up: both round to nearest even on a GPU;
 - a Python scalar beside a bf16 tensor found no builder.
 """
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 import triton.language as tl
@@ -77,4 +79,11 @@ def patch():
     Builder.create_dot = lambda self, a, b, d, *how: dot(self, widened(a), widened(b), d, *how)
 
 
+def once():
+    """The language is patched for good: the interpreter did it anew for every call of every helper, most of a kernel's time."""
+    interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
+
+
 patch()
+once()

@@ -19,7 +19,7 @@ import triton  # before the kernels: it is what makes them import it
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import norm, rope, swiglu
+from kernels import norm, partial_attention, rope, swiglu
 
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
@@ -40,6 +40,21 @@ class Case:
 STATISTICS = {"SCALE": "*fp32", "MEAN": "*fp32", "DWEIGHT": "*fp32", "DBIAS": "*fp32", "eps": "fp32"}
 TABLES = {"COS": "*fp32", "SIN": "*fp32"}
 GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
+STRIDES = ("i32", "i32", "i32")
+FLASH = {**{n: STRIDES for n in ("q_at", "k_at", "v_at", "out_at", "dout_at", "dq_at", "dk_at", "dv_at")}, "scale": "fp32",
+         **{n: "*fp32" for n in ("LSE", "DELTA")}, **{n: "*i32" for n in ("FIRST", "LAST")}}
+
+
+def flash(kernel, table: dict, d: int, e: int, bounded: bool = False) -> Case:
+    dp, ep = (partial_attention.power_of_2(x) for x in (d, e))
+    m, n, warps, stages = table[max(dp, ep)]
+    return Case(kernel, {"CAUSAL": True, "BOUNDED": bounded, "M": m, "N": n, "D": d, "DP": dp, "E": e, "EP": ep,
+                         "num_warps": warps, "num_stages": stages}, FLASH, "gemm")
+
+
+ATTENTION = {"attention": (partial_attention.forward_kernel, partial_attention.FORWARD),
+             "attention_dq": (partial_attention.dq_kernel, partial_attention.QUERIES),
+             "attention_dkv": (partial_attention.dkv_kernel, partial_attention.KEYS)}
 CASES = {
     "rms_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096)}, STATISTICS),
     "rms_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096)}, STATISTICS),
@@ -51,6 +66,9 @@ CASES = {
     "swiglu_backward": Case(swiglu.swiglu_backward_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}),
     "gelu": Case(swiglu.gelu_kernel, GELU),
     "gelu_backward": Case(swiglu.gelu_backward_kernel, GELU),
+    "attention_delta": Case(partial_attention.delta_kernel, {"M": partial_attention.DELTA_ROWS, "E": 128, "EP": 128, "num_warps": 4}, FLASH),
+    **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded) for name, how in ATTENTION.items()
+       for d, e, bounded in ((64, 64, False), (128, 128, False), (128, 128, True), (192, 128, False), (256, 256, False))},
 }
 
 
