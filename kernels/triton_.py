@@ -15,13 +15,14 @@ if torch.version.cuda or "triton" in sys.modules:
     try:
         import triton
         import triton.language as tl
+        from triton.tools.tensor_descriptor import TensorDescriptor
     except ImportError:  # a platform without a wheel
         triton = None
 else:
     triton = None
 HERE = triton is not None
 if not HERE:
-    triton, tl = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=lambda value: value)
+    triton, tl, TensorDescriptor = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=lambda value: value), None
 
 DEVICES = ("cuda",)  # where kernels run; the tests add the interpreter's "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

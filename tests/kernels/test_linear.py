@@ -58,3 +58,25 @@ def test_embedding_counts_every_use_in_fp32(given):
     w = given(torch.randn(3, 2).bfloat16())
     embedding(torch.zeros(1, 1000, dtype=torch.int64), w).backward(torch.ones(1, 1000, 2, dtype=torch.bfloat16))
     assert w.main_grad.tolist() == [[1000.0, 1000.0], [0.0, 0.0], [0.0, 0.0]]  # bf16 would stop at 256
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
+@pytest.mark.parametrize("t, m, n", [(37, 40, 72), (16, 16, 8), (5, 96, 16)])
+def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n):
+    """Products are summed in fp32 and never rounded to the inputs' dtype on the way: the bound is fp32's for all."""
+    if interpreted.type == "cpu":
+        monkeypatch.setattr(kernel, "TILE", {"M": 16, "N": 32, "K": 16, "GROUP": 2})
+    dy, x = torch.randn(t, m, device=interpreted).to(dtype), torch.randn(t, 2 * n, device=interpreted).to(dtype)[:, :n]
+    into = torch.ones(m, n, device=interpreted)
+    assert kernel.triton_fits(into, dy, x)
+    got = kernel.launch_wgrad(into.clone(), dy, x)
+    want = 1 + dy.double().t() @ x.double()
+    assert (got - want).norm() <= bound * want.norm()
+    if dtype != torch.float32:  # where fp32 is added to fp32 the library's GEMM does it
+        assert torch.equal(kernel.add_wgrad(into, dy, x), got)
+
+
+def test_rows_that_the_copy_engine_cannot_read_take_the_other_way(interpreted, capfd):
+    dy, x, into = torch.randn(4, 8, device=interpreted).bfloat16(), torch.randn(4, 7, device=interpreted).bfloat16(), torch.zeros(8, 7, device=interpreted)
+    torch.testing.assert_close(kernel.add_wgrad(into, dy, x), dy.float().t() @ x.float(), rtol=0.02, atol=0.02)
+    assert "not aligned to 16 bytes" in capfd.readouterr().err
