@@ -7,10 +7,10 @@ import torch
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, Parallel
+from config import Config, ConfigError, Parallel, numbers, of_stage, words
 from data import tokenizer
 from kernels.grad import wide
-from model.split import layers_of
+from model.split import by_cost, layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
 from optim.lr import learning_rate
@@ -61,13 +61,13 @@ def horizon(cfg: Config, flops_per_token: float) -> int:
 def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int, ...]) -> tuple[dict[int, Stage], list[Bucket]]:
     """This rank's stages (place: the rank of each) with their storage and initial weights. A tied table gets a bucket of
     its own, so that both ends of a pipeline cut it into the same shards."""
-    cuts = layers_of(cfg.model, len(place), cfg.train.seq_len)
+    cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
     sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize))
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
-        stage = Stage(cfg, mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
+        stage = Stage(of_stage(cfg, n), mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
 
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
@@ -93,6 +93,13 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
         raise ConfigError(f"parallel.pp: {p.schedule} on {p.pp} ranks makes {schedule.n_stages} stages, model.layers is {cfg.model.layers}; "
                           "lower parallel.pp or parallel.vpp"
                           + (nearby(cfg, "parallel.pp", divisors(world), lambda c: plan_pipeline(c, world, False)) if advise else ""))
+    if p.stages and len(numbers(p.stages)) != schedule.n_stages:
+        raise ConfigError(f"parallel.stages: {p.stages} cuts {len(numbers(p.stages))} stages, {p.schedule} on {p.pp} ranks has {schedule.n_stages}"
+                          f"; try parallel.stages {','.join(map(str, by_cost(cfg.model, schedule.n_stages, t.seq_len)))}")
+    modes = words(p.recompute_stages)
+    if modes and len(modes) != schedule.n_stages:
+        raise ConfigError(f"parallel.recompute_stages: {len(modes)} modes, {p.schedule} on {p.pp} ranks has {schedule.n_stages} stages; "
+                          f"try parallel.recompute_stages {','.join((modes + modes[-1:] * schedule.n_stages)[:schedule.n_stages])}")
     check(schedule.order, schedule.n_stages, micro, schedule.place)
     return schedule
 

@@ -96,6 +96,7 @@ class Parallel:
     pp: int = 1  # pipeline ranks
     vpp: int | None = None  # stages a pipeline rank holds; none: what the schedule has (interleaved: 2)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"  # pipeline schedule
+    stages: str | None = None  # layers of each stage, in order, e.g. 3,2,2,1; none: cut by cost
     cp: int = 1  # context parallel degree: ranks that share each sequence
     cp_kind: Literal["ring", "ulysses"] = "ring"  # keys and values go round (arXiv 2310.01889), or all-to-all over heads (2309.14509)
     dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
@@ -104,7 +105,9 @@ class Parallel:
     reduce: Literal["collective", "ring", "hierarchy", "server"] = "collective"  # how data-parallel gradients are summed; the last three by sends
     node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
-    recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: the attention core; whole blocks
+    recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: parts of a block; whole blocks
+    recompute_parts: str = "core"  # what selective makes again, any of core,norm,act: attention's inside, norms, the MLP's activation
+    recompute_stages: str | None = None  # a mode for each stage, e.g. full,selective,none,none; none: recompute for all
 
 
 @dataclass(frozen=True)
@@ -376,6 +379,26 @@ def head_dim(m: Model) -> int:
 
 def kv_heads(m: Model) -> int:
     return m.kv_heads or m.heads
+
+
+def numbers(text: str) -> list[int]:
+    """[3, 2] of "3,2"; [] where it is no list of whole numbers above 0."""
+    return [int(w) for w in words(text)] if all(re.fullmatch("0*[1-9][0-9]{0,8}", w) for w in words(text)) else []
+
+
+def words(text: str | None) -> list[str]:
+    return [w.strip() for w in text.split(",")] if text else []
+
+
+def of_stage(cfg: Config, stage: int) -> Config:
+    """The config with the recompute mode of one pipeline stage."""
+    modes = words(cfg.parallel.recompute_stages)
+    return dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, recompute=modes[stage])) if modes else cfg
+
+
+def remakes(cfg: Config, part: str) -> bool:
+    """Is core, norm or act made again in the backward, alone (not with its block)?"""
+    return cfg.parallel.recompute == "selective" and part in words(cfg.parallel.recompute_parts)
 
 
 def padded_vocab(m: Model) -> int:

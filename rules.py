@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import math
 
-from config import HORIZONS, Config, ConfigError, head_dim, kv_heads
+from config import HORIZONS, Config, ConfigError, head_dim, kv_heads, numbers, words
+
+PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
 
 
 def divisors(n: int) -> list[int]:
@@ -71,6 +73,15 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
     need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}",
          "parallel.tp parallel.pp parallel.cp parallel.dp_rep", divisors(world))
     dp = world // (p.tp * p.pp * p.cp)
+    if p.stages:
+        cut = numbers(p.stages)
+        need(cut, f"parallel.stages: {p.stages!r} is no list of layers a stage; write it as 3,2,2,1, each at least 1")
+        rest = m.layers - sum(cut[:-1])
+        need(sum(cut) == m.layers, f"parallel.stages: {p.stages} makes {sum(cut)} layers, model.layers is {m.layers}"
+             + (f"; try parallel.stages {','.join(map(str, [*cut[:-1], rest]))}" if rest > 0 else ""))
+    for key, known in (("recompute_parts", PARTS), ("recompute_stages", MODES)):
+        odd = next((w for w in words(getattr(p, key)) if w not in known), None)
+        need(odd is None, f"parallel.{key}: {odd!r} is not one of {', '.join(known)}; write them with commas between")
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
         need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}", "parallel.tp", divisors(value))
     part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds

@@ -1,4 +1,11 @@
-"""y = x W^T + b, whose weight gradient is accumulated into fp32 by the backward itself (see kernels/grad.py)."""
+"""y = x W^T + b, whose weight gradient is accumulated into fp32 by the backward itself (see kernels/grad.py).
+
+Under tensor parallelism x may come from other ranks, and its gradient goes to them: a `region` (parallel/collectives.py)
+brings x before the GEMM, and in the backward takes the gradient of x away while the weight gradient is computed.
+An x that is cheap to make again (`remade`) is not kept for the backward, only what it is made from (arXiv 2205.05198).
+"""
+from typing import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,9 +18,19 @@ TILE = {"M": 128, "N": 256, "K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3
 ALIGNED = 16  # bytes: what the copy engine (TMA) wants of a base and a row
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., n], weight [m, n], bias [m] -> [..., m]."""
-    return _Linear.apply(x, weight, bias)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, region=None) -> Tensor:
+    """x [..., n], weight [m, n], bias [m] -> [..., m].
+
+    region: None, or an object whose enter(x) is the x that is multiplied, start_enter(x) the same under way, and
+    start_leave(dx) the gradient of the x that was given, under way; both are called to wait for the tensor."""
+    function, args = getattr(x, "source", (None, ()))
+    return _Linear.apply(x, weight, bias, region, function, *args)
+
+
+def remade(y: Tensor, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """y, which function(*args) gives again, bit for bit and without gradients: a linear that y meets keeps args instead."""
+    y.source = function, tuple(x.detach() for x in args)
+    return y
 
 
 def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
@@ -67,16 +84,28 @@ def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(x)
+    def forward(ctx, x, weight, bias, region, function, *args):
+        full = x if region is None else region.enter(x)
+        ctx.save_for_backward(*(args if function else (full,)))
         ctx.weight, ctx.bias = weight, bias  # the Parameter objects: `give` looks for their main_grad
-        return F.linear(x, weight, bias)
+        ctx.region, ctx.function, ctx.args = region, function, len(args)
+        return F.linear(full, weight, bias)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        dy2, x2 = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, m], [t, n]
+        coming = again(ctx.function, ctx.region, *ctx.saved_tensors)
         dx = dy @ ctx.weight if ctx.needs_input_grad[0] else None
+        going = None if ctx.region is None or dx is None else ctx.region.start_leave(dx)
+        x = coming()
+        dy2, x2 = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, m], [t, n]
         dw = give(ctx.weight, lambda into: add_wgrad(into, dy2, x2))
         db = None if ctx.bias is None else give_sum(ctx.bias, dy2.sum(0, dtype=wide(dy.dtype)))
-        return dx, dw, db
+        return (dx if going is None else going()), dw, db, None, None, *[None] * ctx.args
+
+
+def again(function, region, *saved: Tensor) -> Callable[[], Tensor]:
+    """What gives the x of the forward: kept, or made from what was kept, and then on its way from the other ranks."""
+    if function is None:
+        return lambda: saved[0]
+    x = function(*saved)
+    return (lambda: x) if region is None else region.start_enter(x)

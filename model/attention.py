@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from config import Config, head_dim, kv_heads
+from config import Config, head_dim, kv_heads, remakes
 from kernels import rope
 from kernels.attention import attention
 from kernels.norm import rms_norm
@@ -77,7 +77,7 @@ class Attention(nn.Module):
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
-        self.recompute = cfg.parallel.recompute == "selective"
+        self.recompute = remakes(cfg, "core")
         self.cp, self.cp_kind, self.window = mesh.cp, cfg.parallel.cp_kind, m.window
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 

@@ -1,9 +1,11 @@
 """The feed-forward half of a block: SwiGLU (gate and up as one GEMM) or GELU."""
 import math
+from functools import partial
 
 from torch import Tensor, nn
 
-from config import Config
+from config import Config, remakes
+from kernels.linear import remade
 from kernels.swiglu import gelu, swiglu
 from parallel.mesh import Mesh
 from parallel.tensor import ColumnLinear, RowLinear
@@ -13,11 +15,13 @@ class MLP(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
         m, key = cfg.model, f"layers.{layer}.mlp"
-        self.fused = cfg.train.compile
+        self.fused, self.again = cfg.train.compile, remakes(cfg, "act")
         self.activation = swiglu if m.activation == "swiglu" else gelu
         names = ("gate", "up") if m.activation == "swiglu" else ("up",)
         self.inner = ColumnLinear(mesh, {f"{key}.{n}": m.ffn for n in names}, m.hidden, m.init_std, m.bias, cfg.parallel.sp)
         self.down = RowLinear(mesh, f"{key}.down", m.ffn, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias, cfg.parallel.sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.activation(self.inner(x), self.fused))  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]
+        inner = self.inner(x)  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]
+        h = self.activation(inner, self.fused)
+        return self.down(remade(h, partial(self.activation, fused=self.fused), inner) if self.again else h)

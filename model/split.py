@@ -1,11 +1,17 @@
-"""Which layers a pipeline stage holds: cut by cost, so that no stage waits for a heavier one."""
-from config import Model, head_dim, kv_heads, padded_vocab
+"""Which layers a pipeline stage holds: cut by hand (parallel.stages), or by cost, so that no stage waits for a heavier one."""
+from itertools import accumulate
+
+from config import Config, Model, head_dim, kv_heads, numbers, padded_vocab
 
 
-def layers_of(m: Model, stages: int, seq_len: int) -> list[tuple[int, int]]:
-    """[(first, last)] of the blocks of each stage, last excluded; every stage has at least one.
+def layers_of(cfg: Config, stages: int) -> list[tuple[int, int]]:
+    """[(first, last)] of the blocks of each stage, last excluded; every stage has at least one."""
+    sizes = numbers(cfg.parallel.stages) if cfg.parallel.stages else by_cost(cfg.model, stages, cfg.train.seq_len)
+    return [(last - n, last) for n, last in zip(sizes, accumulate(sizes))]
 
-    The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, the embedding nothing. Chooses,
+
+def by_cost(m: Model, stages: int, seq_len: int) -> list[int]:
+    """Layers of each stage. The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, the embedding nothing. Chooses,
     among all cuts into consecutive runs, one whose heaviest stage is lightest (dynamic programming, exact)."""
     hd = head_dim(m)
     block = m.hidden * hd * (2 * m.heads + 2 * kv_heads(m)) + m.hidden * m.ffn * (3 if m.activation == "swiglu" else 2)
@@ -20,8 +26,4 @@ def layers_of(m: Model, stages: int, seq_len: int) -> list[tuple[int, int]]:
                 if used + n not in row or cost < row[used + n][0]:
                     row[used + n] = (cost, [*sizes, n])
         best.append(row)
-    out, at = [], 0
-    for n in best[-1][m.layers][1]:
-        out.append((at, at + n))
-        at += n
-    return out
+    return best[-1][m.layers][1]

@@ -3,6 +3,9 @@
 Each pair is conjugate: where the forward copies, the backward sums, and the other way round. A group of one rank makes
 every one of them the identity.
 """
+from dataclasses import dataclass
+from typing import Callable
+
 import torch
 from torch import Tensor
 
@@ -22,6 +25,31 @@ def leave(x: Tensor, group: Group, sequence: bool) -> Tensor:
     if group.size == 1:
         return x
     return _SumScatter.apply(x, group) if sequence else _SumCopy.apply(x, group)
+
+
+@dataclass(frozen=True)
+class Region:
+    """`enter` for a linear (kernels/linear.py), which runs the exchanges of its backward beside its GEMMs: the gradient of
+    its input travels while that of its weight is computed."""
+    group: Group
+    sequence: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        return gather_dim1(x, self.group) if self.sequence else x
+
+    def start_enter(self, x: Tensor) -> Callable[[], Tensor]:
+        if not self.sequence:
+            return lambda: x
+        x = x.transpose(0, 1).contiguous()  # [s/tp, b, ...]
+        work = comm.start_gather(x, self.group, x.new_empty(self.group.size * x.shape[0], *x.shape[1:]))
+        return lambda: work.wait().transpose(0, 1)
+
+    def start_leave(self, dx: Tensor) -> Callable[[], Tensor]:
+        """dx is scratch afterwards."""
+        if not self.sequence:
+            return comm.start_sum(dx, self.group).wait
+        work = comm.start_scatter_sum(dx.transpose(0, 1).contiguous(), self.group)
+        return lambda: work.wait().transpose(0, 1).contiguous()
 
 
 def gather_dim1(x: Tensor, group: Group) -> Tensor:

@@ -191,14 +191,17 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
 
 
 class Work:
-    """An exchange under way. wait() -> its result, to be read from then on; in a group of one it is there at once."""
+    """An exchange under way. wait() -> its result, to be read from then on; in a group of one it is there at once.
 
-    def __init__(self, result: Tensor, handle=None, source: Tensor | None = None) -> None:
-        self.result, self.handle, self.source = result, handle, source  # source: what is sent must live until it has arrived
+    source: what is sent must live until it has arrived; of: (group, verb, bytes), for the error of a peer that is lost."""
+
+    def __init__(self, result: Tensor, handle=None, source: Tensor | None = None, of: tuple | None = None) -> None:
+        self.result, self.handle, self.source, self.of = result, handle, source, of
 
     def wait(self) -> Tensor:
         if self.handle is not None:
-            self.handle.wait()
+            group, verb, size = self.of
+            group.run(verb, size, None, self.handle.wait)
         self.handle = self.source = None
         return self.result
 
@@ -208,7 +211,7 @@ def start_sum(x: Tensor, group: Group) -> Work:
     if group.size == 1:
         return Work(x)
     group.count("all_reduce", x)
-    return Work(x, dist.all_reduce(x, group=group.handle, async_op=True))
+    return Work(x, dist.all_reduce(x, group=group.handle, async_op=True), None, (group, "all_reduce", x.nbytes))
 
 
 def start_gather(x: Tensor, group: Group, out: Tensor) -> Work:
@@ -217,7 +220,7 @@ def start_gather(x: Tensor, group: Group, out: Tensor) -> Work:
         return Work(out.copy_(x))
     group.count("all_gather", out)
     verb = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return Work(out, verb(out, x, group=group.handle, async_op=True), x)
+    return Work(out, verb(out, x, group=group.handle, async_op=True), x, (group, "all_gather", out.nbytes))
 
 
 def start_scatter_sum(x: Tensor, group: Group) -> Work:
@@ -227,7 +230,7 @@ def start_scatter_sum(x: Tensor, group: Group) -> Work:
     group.count("reduce_scatter", x)
     out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     verb = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return Work(out, verb(out, x, group=group.handle, async_op=True), x)
+    return Work(out, verb(out, x, group=group.handle, async_op=True), x, (group, "reduce_scatter", x.nbytes))
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:

@@ -13,7 +13,7 @@ from kernels.grad import give_sum, wide
 from kernels.linear import linear
 from parallel import comm
 from parallel.boxes import Box
-from parallel.collectives import enter, leave
+from parallel.collectives import Region, leave
 from parallel.comm import Group
 from parallel.mesh import Mesh
 from parallel.spec import Spec, parameter
@@ -41,13 +41,13 @@ class ColumnLinear(nn.Module):
 
     def __init__(self, mesh: Mesh, outs: dict[str, int], n: int, std: float, bias: bool, sp: bool) -> None:
         super().__init__()
-        self.tp, self.sp = mesh.tp, sp
+        self.region = Region(mesh.tp, sp) if mesh.tp.size > 1 else None
         self.weight = parameter(Spec(tuple(rows(f"{k}.weight", (m, n), mesh.tp) for k, m in outs.items()), "normal", std))
         self.bias = parameter(Spec(tuple(rows(f"{k}.bias", (m,), mesh.tp) for k, m in outs.items()), "zeros",
                                    decay=False)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(enter(x, self.tp, self.sp), self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self.region)
 
 
 class RowLinear(nn.Module):

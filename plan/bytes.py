@@ -12,12 +12,14 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
     context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients once
+    recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after it is kept
+    recompute norm    with sp, 2 all-gathers A more a block and microbatch, beside the GEMMs of the input's gradient
     context, ulysses  4 Q + 4 K a layer and microbatch; Q, K: bytes of a rank's queries and keys, K': of its keys in fp32
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
 from collections import defaultdict
 
-from config import Config, head_dim, kv_heads, padded_vocab
+from config import Config, head_dim, kv_heads, of_stage, padded_vocab, remakes
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -78,11 +80,15 @@ def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over tp, for the m microbatches of a stage."""
     (first, last), L, n = job.cuts[stage], job.layout, activation(job.cfg)
     embed, head = first == 0, last == job.cfg.model.layers
+    cfg = of_stage(job.cfg, stage)
+    full = cfg.parallel.recompute == "full"
+    left = full * (2 if cfg.model.dropout else 1)  # made again: a block's last region is left only if something after it is kept
+    entered = 2 * (full or remakes(cfg, "norm"))
     if job.cfg.parallel.sp:  # a block: two regions, entered and left, forward and backward
-        add("tp", "all_gather", m * (4 * (last - first) + embed + head), n)
-        add("tp", "reduce_scatter", m * (4 * (last - first) + embed + head), n)
+        add("tp", "all_gather", m * ((4 + entered) * (last - first) + embed + head), n)
+        add("tp", "reduce_scatter", m * ((4 + left) * (last - first) + embed + head), n)
     else:  # a block: two regions; the embedding is left, the head entered
-        add("tp", "all_reduce", m * (4 * (last - first) + embed + head), n)
+        add("tp", "all_reduce", m * ((4 + left) * (last - first) + embed + head), n)
     if head:
         rows = [r for _ in range(m) for r in softmax_rows(job)]
         for r in set(rows):
@@ -94,13 +100,14 @@ def context_bytes(job: Job, stage: int, m: int, add) -> None:
     (first, last), L, cfg = job.cuts[stage], job.layout, job.cfg
     times = m * (last - first)
     head, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp * head_dim(cfg.model), BYTES[cfg.train.dtype]  # numbers a head
+    again = of_stage(cfg, stage).parallel.recompute == "full"
     q, k = head * cfg.model.heads // L.tp, head * kv_heads(cfg.model) // L.tp
     if cfg.parallel.cp_kind == "ring":
-        add("cp", "send", 2 * times * (L.cp - 1), 2 * k * c)
+        add("cp", "send", (2 + again) * times * (L.cp - 1), 2 * k * c)
         add("cp", "send", times * (L.cp - 1), 2 * k * g)
     else:
-        add("cp", "all_to_all", 2 * times, (q + 2 * k) * c)
-        add("cp", "all_to_all", 2 * times, q * c)
+        add("cp", "all_to_all", (2 + again) * times, (q + 2 * k) * c)
+        add("cp", "all_to_all", (2 + again) * times, q * c)
 
 
 def softmax_rows(job: Job) -> list[int]:

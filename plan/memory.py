@@ -10,7 +10,7 @@ P: elements of the rank's buckets with padding, N: ranks that share them; c, g: 
 
 tests/plan/test_memory.py holds both against what a rank really holds.
 """
-from config import Config, head_dim, kv_heads
+from config import Config, head_dim, kv_heads, of_stage, remakes
 from parallel.schedule import in_flight
 from plan.parts import BYTES, Job, buckets, unique
 
@@ -36,8 +36,10 @@ def passing_bytes(job: Job) -> int:
     return most
 
 
-def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) -> int:
-    """What blocks first .. last - 1 (with the embedding and the head at the model's ends) keep of one microbatch.
+def block_bytes(cfg: Config, flash: bool = False) -> dict[str, int]:
+    """What one block keeps of one microbatch when nothing is made again, by parts of recompute: "norm" the outputs of its
+    norms, "core" the probabilities, "act" the activation's output, "rest" all else; of that "mlp" in its second half, "input" its
+    input.
 
     flash: attention keeps a number a query and head (SDPA on a GPU), not the probabilities (kernels/attention.py's blocks)."""
     m, t = cfg.model, cfg.train
@@ -45,30 +47,61 @@ def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) ->
     tp, cut = cfg.parallel.tp, cfg.parallel.tp if cfg.parallel.sp else 1
     b, s, d, hd = t.micro_batch, t.seq_len, m.hidden, head_dim(m)
     tokens, h, kv = b * s, m.heads // tp, kv_heads(m) // tp
-    full, own = tokens * d * c, tokens // cut * d * c  # [b, s, d]; what lies between two tp regions
-    norm = own + tokens // cut * g * (2 if m.norm == "layernorm" else 1)  # its input, and the statistics
-    drop = tokens // cut * d if m.dropout else 0  # a mask of bools
-    attend = tokens * (2 * h + 2 * kv) * hd * c  # q, k, v and the output
+    own = tokens // cut * d * c  # what lies between two tp regions: [b, s/tp, d] under sp
+    inner = tokens * m.ffn // tp * c
+    half = own + tokens // cut * g * (2 if m.norm == "layernorm" else 1)  # a norm's input and statistics
+    half += tokens // cut * d if m.dropout else 0  # a mask of bools
+    mlp = half + inner * (2 if m.activation == "swiglu" else 1)  # the activation's input
+    rest = half + mlp + tokens * (2 * h + 2 * kv) * hd * c  # q, k, v and the output
     if m.qk_norm:  # before the norm as well; of one sequence, v is a part of that
-        attend += tokens * ((h + 2 * kv) * hd * c + (h + kv) * g) - (tokens * kv * hd * c if b == 1 else 0)
+        rest += tokens * ((h + 2 * kv) * hd * c + (h + kv) * g) - (tokens * kv * hd * c if b == 1 else 0)
+    core = 0
     if flash:
-        attend += tokens * h * g
+        core = tokens * h * g
     elif s <= 16 * hd:
-        attend += sum(b * h * (min(lo + KEYS, s) - lo) * min(lo + KEYS, s) * c for lo in range(0, s, KEYS))
-    inner = tokens * m.ffn // tp * c * (3 if m.activation == "swiglu" else 2)  # the activation's input and output
-    out = (last - first) * (2 * norm + 2 * full + attend + inner + 2 * drop)
+        core = sum(b * h * (min(lo + KEYS, s) - lo) * min(lo + KEYS, s) * c for lo in range(0, s, KEYS))
+    return {"norm": 2 * tokens * d * c, "core": core, "act": inner, "rest": rest, "mlp": mlp, "input": own}
+
+
+def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) -> int:
+    """What blocks first .. last - 1 (with the embedding and the head at the model's ends) keep of one microbatch. cfg: with
+    the stage's recompute mode."""
+    m, t = cfg.model, cfg.train
+    c, g = BYTES[t.dtype]
+    tp, cut = cfg.parallel.tp, cfg.parallel.tp if cfg.parallel.sp else 1
+    b, s, d = t.micro_batch, t.seq_len, m.hidden
+    tokens, x = b * s, block_bytes(cfg, flash)
+    drop = tokens // cut * d if m.dropout else 0
+    block = x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
+    out = (last - first) * (x["input"] if cfg.parallel.recompute == "full" else block)
     if m.positions == "rope":
-        out += tokens * hd * g  # the tables of cos and sin, shared by the blocks
+        out += tokens * head_dim(m) * g  # the tables of cos and sin, shared by the blocks
     if cfg.data.doc_mask or (m.window and m.window < s):
         out += s * s * (b if cfg.data.doc_mask else 1)  # who sees whom
     if first == 0:
         out += drop + tokens * 8 * (2 if m.positions == "learned" else 1) + (tokens if tp > 1 else 0)
-    if last == m.layers:
-        out += norm + full  # and the gradient of the head's input, made in the forward
-    return out
+    return out + (head_bytes(cfg) if last == m.layers else 0)
+
+
+def head_bytes(cfg: Config) -> int:
+    """The last norm, and the gradient of the head's input, made in the forward."""
+    m, t = cfg.model, cfg.train
+    (c, g), tokens = BYTES[t.dtype], t.micro_batch * t.seq_len
+    own = tokens // (cfg.parallel.tp if cfg.parallel.sp else 1)
+    return own * m.hidden * c + own * g * (2 if m.norm == "layernorm" else 1) + tokens * m.hidden * c
+
+
+def again_bytes(cfg: Config, last: int, flash: bool = False) -> int:
+    """What is made again in the backward of the last block, less what was freed before: the head, then the MLP's half."""
+    x, head = block_bytes(cfg, flash), head_bytes(cfg) if last == cfg.model.layers else 0
+    if cfg.parallel.recompute == "full":
+        return max(0, sum(x[part] for part in ("norm", "core", "act", "rest")) - x["input"] - head)
+    kept = sum(x[part] // n for part, n in (("norm", 2), ("act", 1)) if not remakes(cfg, part)) + x["mlp"]
+    return max(0, x["core"] - kept - head) if remakes(cfg, "core") else 0
 
 
 def peak_activation_bytes(job: Job, flash: bool = False) -> int:
     """All microbatches in flight, at most: the schedule decides how many chunks that are (1F1B: p - r, GPipe: all)."""
-    most = max(activation_bytes(job.cfg, *job.cuts[stage], flash) for stage in job.stages())
-    return in_flight(job.schedule.order[job.pp]) * most
+    stages = [(of_stage(job.cfg, stage), job.cuts[stage]) for stage in job.stages()]
+    most = max(activation_bytes(cfg, *cut, flash) for cfg, cut in stages)
+    return in_flight(job.schedule.order[job.pp]) * most + max(again_bytes(cfg, last, flash) for cfg, (_, last) in stages)

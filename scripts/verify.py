@@ -1,15 +1,20 @@
 """Prove that every parallel layout trains like one process: python -m scripts.verify NAME --world 8 [--layouts all | N]
 
 In fp64 on the CPU, over gloo: each step's loss, every gradient by its global name, the clip norm and the parameters after
-the last step, each within a relative 1e-9 of one process that ran the same steps. A layout is proved or refused with the
-reason that train.py would give.
+the last step, each within a relative 1e-9 of one process that ran the same steps. The layouts are those that train.py's own
+rules let pass; the rest is refused with the reason that train.py would give. `--layouts all` runs every layout, with
+switches (recompute, microbatches, ...) chosen so that every legal pair of values meets; `--layouts product` every choice.
 """
 import argparse
 import itertools
+import json
 import random
 import sys
+import tempfile
 import time
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +27,8 @@ from parallel import zigzag
 from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
-from parallel.schedule import SCHEDULES
+from plan import lattice
+from plan.lattice import Lattice, Values
 from runtime.failure import fail_cleanly
 from runtime.guard import Guard
 from runtime.pool import Pool
@@ -35,11 +41,12 @@ FLOOR = 1e-7  # smaller is noise: a gradient that is zero in exact arithmetic (a
 
 # ---- what is trained -------------------------------------------------------------------------------------------------
 
-def subject(name: str) -> Config:
+def subject(name: str, world: int = 1) -> Config:
     """The recipe shrunk to what a laptop proves in a second a layout; every feature of the family stays."""
+    batch = world * (-(-8 // world)) * (1 if world % 2 == 0 or world == 1 else 2)  # every world divides it, and 2 mostly what is left
     cfg = config.resolve(name, None, ["--train.dtype", "fp64", "--train.steps", "50", "--train.seq_len", "32", "--train.micro_batch", "1",
-                                      "--train.global_batch", "8", "--optim.warmup", "2", "--optim.clip", "0.5", "--model.dropout", "0.1",
-                                      "--optim.eps", "1e-4", "--parallel.bucket_mb", "0.03", "--parallel.node", "2"])
+                                      "--train.global_batch", str(batch), "--optim.warmup", "2", "--optim.clip", "0.5", "--model.dropout", "0.1",
+                                      "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03", "--parallel.node", "2"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
                      ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16)
@@ -71,48 +78,66 @@ class Tokens:
 
 # ---- one layout ------------------------------------------------------------------------------------------------------
 
-def run_layout(world: World, cfg: Config, truth: dict | None) -> dict:
-    """Train STEPS steps. Without truth: return it {"step/what/name": tensor}. With: {"worst", "where", "ledger"}."""
+class Off(NamedTuple):
+    """How far one value is from one process's, relative to the largest of its tensor; step: where it was seen."""
+    error: float
+    step: int
+    what: str
+
+    @property
+    def bad(self) -> bool:
+        return not self.error <= BOUND
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        return self.error != self.error, self.error  # NaN is the worst of all
+
+
+def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tensor] | list[Off]:
+    """Train STEPS steps. Without truth: return it, {which value: tensor}; with the file that holds it: how far off each value
+    of this rank is, but only the worst of each step."""
+    known = None if truth is None else torch.load(truth, mmap=True)
     p = cfg.parallel
     mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
     mesh.ledger.clear()
     run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    data, guard, worst = Tokens(cfg, mesh.data.index, mesh.data.size), Guard(), [(0.0, "")]
+    data, guard, seen = Tokens(cfg, mesh.data.index, mesh.data.size), Guard(), []
     made: dict[str, Tensor] = {}
 
-    def hold(what: str, box, value: Tensor) -> None:
-        if truth is None:
+    def hold(what: str, box, value: Tensor, step: int) -> None:
+        if known is None:
             made.setdefault(what, torch.zeros(box.shape if box else value.shape, dtype=torch.float64))
             made[what][tuple(slice(a, a + n) for a, n in zip(box.start, box.size)) if box else ...] = value.detach()
             return
-        whole = truth[what]
+        whole = known[what]
         true = whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.size))] if box else whole
         size = max(float(whole.abs().max()), FLOOR)
-        worst.append((float((value.detach() - true).abs().max()) / size if value.numel() else 0.0, what))
+        seen.append(Off(float((value.detach() - true).abs().max()) / size if value.numel() else 0.0, step, what))
 
     def gradients(point: str, step: int) -> None:
         if point == "step.backward":
             for bucket in run.buckets:
                 for box, part in bucket.boxes(bucket.shard):
-                    hold(f"step {step} gradient of {box.key}", box, part)
+                    hold(f"step {step} gradient of {box.key}", box, part, step)
 
     for step in range(1, STEPS + 1):
         loss, norm, _ = train_step(run, step, data.microbatches(step - 1), guard, gradients)
-        hold(f"step {step} loss", None, loss)
-        hold(f"step {step} gradient norm", None, norm)
+        hold(f"step {step} loss", None, loss, step)
+        hold(f"step {step} gradient norm", None, norm, step)
     for bucket in run.buckets:
         for box, part in bucket.boxes(bucket.master):
-            hold(f"parameter {box.key}", box, part)
+            hold(f"parameter {box.key}", box, part, STEPS + 1)
     batches = data.microbatches(99)
-    hold("evaluation loss", None, run.pipeline.evaluate([zigzag.cut(b, mesh.cp) for b in batches]))
+    hold("evaluation loss", None, run.pipeline.evaluate([zigzag.cut(b, mesh.cp) for b in batches]), STEPS + 1)
     prompt = torch.arange(cfg.train.seq_len)[None]  # generation: a whole sequence on every rank
-    hold("logits of a prompt", None, run.pipeline.logits(prompt, prompt, None, cfg.train.seq_len - 3))
-    return made if truth is None else {"worst": max(worst, key=lambda w: (w[0] != w[0], w[0])), "ledger": dict(mesh.ledger)}
+    hold("logits of a prompt", None, run.pipeline.logits(prompt, prompt, None, cfg.train.seq_len - 3), STEPS + 1)
+    return made if known is None else [max((s for s in seen if s.step == n), key=lambda s: s.rank) for n in range(1, STEPS + 2)]
 
 
 def one_process(cfg: Config) -> dict[str, Tensor]:
-    """What every layout must equal. Raises ConfigError where it is no oracle: two matrices that start identical."""
-    plain = replace(cfg, parallel=config.Parallel())
+    """What every layout must equal: the whole batch at once, nothing split, nothing summed up later. Raises ConfigError
+    where it is no oracle: two matrices that start identical."""
+    plain = replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=cfg.train.global_batch))
     run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
     for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
         if part.dim() > 1:
@@ -122,78 +147,102 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
     return run_layout(World(), plain, None)
 
 
+def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
+    """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
+    truth is kept in `folder` and made once for all layouts of a model."""
+    truth = folder / f"{cfg.train.global_batch}-{cfg.data.doc_mask}.pt"
+    if not truth.exists():
+        torch.save(one_process(cfg), truth)
+    seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
+    worst = max(seen, key=lambda off: off.rank)
+    return min((off for off in seen if off.bad), key=lambda off: (off.step, *(-x for x in off.rank)), default=worst), worst
+
+
 # ---- the lattice -----------------------------------------------------------------------------------------------------
 
-AXES = {"tp": (1, 2, 4, 8), "sp": (False, True), "pp": (1, 2, 4, 8), "schedule": tuple(SCHEDULES), "cp": (1, 2, 4, 8), "cp_kind": ("ring", "ulysses"),
-        "dp_rep": (1, 2, 4), "zero": (0, 1, 2, 3), "reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2),
-        "recompute": ("none", "selective", "full"), "doc_mask": (False, True)}
+def words(values: Values, world: int) -> list[str]:
+    """A layout in words: `pp2 dp2 tp2 sp zero1 1f1b mb1`."""
+    v = values
+    dp = world // (v["tp"] * v["pp"] * v["cp"] * v["dp_rep"])
+    degrees = [f"{k}{n}" for k, n in (("pp", v["pp"]), ("rep", v["dp_rep"]), ("dp", dp), ("cp", v["cp"]), ("tp", v["tp"])) if n > 1]
+    return (degrees + ["sp"] * v["sp"] + [f"zero{v['zero']}"] + ([v["schedule"]] if v["pp"] > 1 else []) + [f"vpp{v['vpp']}"] * bool(v["vpp"])
+            + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
+            + ["uneven"] * bool(v["stages"]) + ["docs"] * v["doc_mask"] + [v["recompute"]] * (v["recompute"] != "none"))
 
 
-def lattice(cfg: Config, world: int) -> tuple[list[Config], dict[str, int]]:
-    """(every legal layout of this world, {reason: how many cells it refused}): legal is what rules.validate lets pass."""
-    legal, refused = [], {}
-    for values in itertools.product(*AXES.values()):
-        cell = dict(zip(AXES, values))
-        try:
-            if world % (cell["tp"] * cell["pp"] * cell["cp"] * cell["dp_rep"]):
-                raise ConfigError("parallel.tp*pp*cp*dp_rep: does not divide the world size")
-            if cell["cp"] == 1 and cell["cp_kind"] != "ring":
-                raise ConfigError("parallel.cp_kind: does nothing at cp 1")
-            if cell["sp"] and cell["tp"] == 1:
-                raise ConfigError("parallel.sp: does nothing at tp 1")
-            if cell["reduce"] != "collective" and cell["tp"] * cell["pp"] == world:
-                raise ConfigError("parallel.reduce: all are the same at dp 1")
-            if cell["pp"] == 1 and cell["schedule"] != "1f1b":
-                raise ConfigError("parallel.schedule: all are the same at pp 1")
-            train = replace(cfg.train, micro_batch=cell.pop("micro_batch"))
-            data = replace(cfg.data, doc_mask=cell.pop("doc_mask"))
-            layout = replace(cfg, parallel=replace(cfg.parallel, **cell), train=train, data=data)
-            plan_pipeline(layout, world)
-            legal.append(layout)
-        except ConfigError as e:
-            reason = str(e).split(":")[0].split(" = ")[0]
-            refused[reason] = refused.get(reason, 0) + 1
-    return legal, refused
+def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
+    """The cells that --layouts and --only ask for. Raises ConfigError where there are none."""
+    if only or which == "product":
+        never = {word.removeprefix("no-") for word in only if word.startswith("no-")}
+        must = {word for word in only if not word.startswith("no-")}
+        cells = list(lattice.product(found, lambda v: must <= (has := set(words(v, found.world))) and not never & has))
+        if not cells:
+            raise ConfigError(f"--only: no legal layout of {found.world} ranks has the words {' '.join(sorted(only))}")
+        return cells if which in ("all", "product") else random.Random(seed).sample(cells, min(int(which), len(cells)))
+    return lattice.cover(found, seed) if which == "all" else lattice.draw(found, int(which), seed)
 
 
-def name_of(cfg: Config, world: int) -> str:
-    p = cfg.parallel
-    dp = world // (p.tp * p.pp * p.cp * p.dp_rep)
-    words = [f"{k}{v}" for k, v in (("pp", p.pp), ("rep", p.dp_rep), ("dp", dp), ("cp", p.cp), ("tp", p.tp)) if v > 1]
-    return " ".join(words + ["sp"] * p.sp + [f"zero{p.zero}"] + ([p.schedule] if p.pp > 1 else []) + [f"mb{cfg.train.micro_batch}"]
-                    + [f"cp-{p.cp_kind}"] * (p.cp > 1) + ([p.reduce] if p.reduce != "collective" else []) + ["docs"] * cfg.data.doc_mask
-                    + [p.recompute] * (p.recompute != "none"))
+def support(done: list[tuple[set[str], bool]]) -> list[str]:
+    """A Markdown table of (the words of a layout, whether it is proven): how many proven layouts hold each pair of features."""
+    kinds = [{"".join(c for c in w if not c.isdigit()) if w[:-1] in ("pp", "rep", "dp", "cp", "tp", "ep", "etp") else w for w in ws} for ws, _ in done]
+    columns = [c for c in ("tp", "sp", "pp", "cp-ring", "cp-ulysses", "ep", "etp", "dp", "rep", "zero1", "zero2", "zero3") if any(c in k for k in kinds)]
+    rows = [*columns, *sorted(set().union(*kinds) - set(columns) - {"cp", "mb1"})]
+    lines = ["| with | " + " | ".join(columns) + " | all |", "|---" * (len(columns) + 2) + "|"]
+    for row in rows:
+        pairs = [[ok for k, (_, ok) in zip(kinds, done) if {row, c} <= k] for c in (*columns, row)]
+        lines.append(f"| {row} | " + " | ".join("-" if not p else f"{sum(p)}" if all(p) else f"**{sum(p)} of {len(p)}**" for p in pairs) + " |")
+    return lines
+
+
+def write_table(path: Path, name: str, lines: list[str]) -> None:
+    """Between the marks of `name` where the file has them, else as the whole file."""
+    begin, end = f"<!-- scripts.verify {name} -->", "<!-- end -->"
+    old = path.read_text() if path.exists() else f"{begin}\n{end}\n"
+    if begin not in old:
+        raise ConfigError(f"--table: {path} has no line {begin}; add it, and {end} after it")
+    before, rest = old.split(begin, 1)
+    path.write_text(before + "\n".join([begin, *lines, end]) + rest.split(end, 1)[1])
 
 
 def main(argv: list[str]) -> int:
     p = argparse.ArgumentParser(prog="python -m scripts.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("name", help="recipe whose model is proved (a tiny twin)")
     p.add_argument("--world", type=int, default=8, help="ranks, 1 to 8")
-    p.add_argument("--layouts", default="12", help="all, or how many to draw")
+    p.add_argument("--layouts", default="12", help="how many to draw; all: every layout; product: with every choice of switches")
     p.add_argument("--seed", type=int, default=0, help="of the draw")
-    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, e.g. --only zb-v zero3")
+    p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp")
+    p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
+    p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
     a = p.parse_args(argv)
-    cfg = subject(a.name)
-    legal, refused = lattice(cfg, a.world)
-    legal = [layout for layout in legal if set(a.only) <= set(name_of(layout, a.world).split())]
-    if not legal:
-        raise ConfigError(f"--only: no legal layout of {a.world} ranks has the words {' '.join(a.only)}")
-    if a.layouts != "all":
-        legal = random.Random(a.seed).sample(legal, min(int(a.layouts), len(legal)))
-    print(f"{a.name}: {len(legal)} layouts of {a.world} ranks, {STEPS} steps, fp64, bound {BOUND:.0e}")
-    for reason, count in sorted(refused.items()):
-        print(f"  refused by {reason}: {count}")
-    truth = {docs: one_process(replace(cfg, data=replace(cfg.data, doc_mask=docs))) for docs in {layout.data.doc_mask for layout in legal}}
-    pool, wrong, begun = Pool(a.world), 0, time.perf_counter()
-    for layout in legal:
-        results = pool.run(run_layout, layout, truth[layout.data.doc_mask])
-        worst, where = max((r["worst"] for r in results), key=lambda w: (w[0] != w[0], w[0]))
-        bad = not worst <= BOUND
-        wrong += bad
-        print(f"{'WRONG' if bad else 'ok':<6} {name_of(layout, a.world):<40} {worst:.1e}" + (f"  {where}" if bad else ""), flush=True)
+    if not 1 <= a.world <= 8:
+        raise ConfigError(f"--world: {a.world} must lie in 1..8; the layouts of more ranks are made of the same parts")
+    if a.layouts not in ("all", "product") and not a.layouts.isdigit():
+        raise ConfigError(f"--layouts: {a.layouts!r} is neither a number nor all nor product")
+    cfg = subject(a.name, a.world)
+    found = lattice.layouts(cfg, a.world, lambda c: plan_pipeline(c, a.world, advise=False))
+    cells = chosen(found, a.layouts, set(a.only), a.seed)
+    say = (lambda *text: None) if a.json else lambda *text: print(*text, flush=True)
+    say(f"{a.name}: {len(cells)} cells of {len(found.layouts)} layouts of {a.world} ranks, {STEPS} steps, fp64, bound {BOUND:.0e}")
+    for key, whys in itertools.groupby(sorted(found.refused.items()), lambda item: item[0].split(":")[0].split(" = ")[0]):
+        whys = list(whys)
+        say(f"  refused {sum(n for _, n in whys)}: {whys[0][0]}")
+    done, begun, folder, pool = [], time.perf_counter(), tempfile.TemporaryDirectory(prefix="bevatron-verify-"), Pool(a.world)
+    for values in cells:
+        first, worst = prove(pool, found.config(values), Path(folder.name))
+        named = words(values, a.world)
+        done.append((set(named), not first.bad))
+        if a.json:
+            print(json.dumps({"layout": " ".join(named), "ok": not first.bad, "first": first._asdict(), "worst": worst._asdict()}), flush=True)
+        say(f"{'WRONG' if first.bad else 'ok':<6} {' '.join(named):<40} {worst.error:.1e}"
+            + (f"  first {first.what} ({first.error:.1e}); worst {worst.what}" if first.bad else ""))
     pool.close()
-    print(f"{len(legal) - wrong} of {len(legal)} layouts train like one process ({time.perf_counter() - begun:.0f} s)")
-    return 1 if wrong else 0
+    folder.cleanup()
+    proven = sum(ok for _, ok in done)
+    closing = f"{proven} of {len(done)} layouts train like one process ({time.perf_counter() - begun:.0f} s)"
+    say(closing)
+    if a.table:
+        write_table(a.table, a.name, [f"`python -m scripts.verify {' '.join(argv)}`: {closing}.", "", *support(done)])
+    return 0 if proven == len(done) else 1
 
 
 if __name__ == "__main__":

@@ -26,6 +26,12 @@ CONTEXT = [dict(cp=cp, cp_kind=kind, zero=z) for kind in ("ring", "ulysses") for
 EIGHT = [dict(pp=2, tp=2, sp=True, zero=3), dict(tp=2, zero=3, dp_rep=2), dict(pp=2, zero=1, dp_rep=2, schedule="zb-v"), dict(tp=2, reduce="hierarchy")]
 
 
+PARTS = "core,norm,act"
+AGAIN = [dict(tp=2, recompute="full"), dict(tp=2, sp=True, recompute="full", pp=2), dict(tp=2, sp=True, recompute="selective", recompute_parts=PARTS),
+         dict(cp=2, recompute="full", zero=3), dict(cp=4, cp_kind="ulysses", recompute="full"), dict(cp=2, recompute="selective", recompute_parts=PARTS),
+         dict(tp=2, sp=True, pp=2, stages="1,3", recompute_stages="selective,full", recompute_parts="norm")]
+
+
 def laid(name: str, parallel: dict, **train) -> config.Config:
     cfg = subject(name)
     cfg = replace(cfg, model=replace(cfg.model, layers=4))
@@ -34,7 +40,7 @@ def laid(name: str, parallel: dict, **train) -> config.Config:
 
 def job_of(cfg: config.Config, world: int, rank: int) -> Job:
     p, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg.model, schedule.n_stages, cfg.train.seq_len))
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg, schedule.n_stages))
 
 
 def start(world, cfg):
@@ -57,8 +63,9 @@ def counted(world, cfg):
     return ledger, slots
 
 
-def compare(pool, name, parallel, **train):
+def compare(pool, name, parallel, dropout=0.1, **train):
     cfg = laid(name, parallel, **train)
+    cfg = replace(cfg, model=replace(cfg.model, dropout=dropout))
     found = pool.run(counted, cfg)
     for rank, (ledger, slots) in enumerate(found):
         job = job_of(cfg, pool.size, rank)
@@ -76,6 +83,12 @@ def test_every_byte_is_planned(ranks, parallel):
 @pytest.mark.parametrize("parallel", [dict(zero=3), dict(tp=2, sp=True, pp=2), dict(pp=2, zero=2, schedule="zb-v"), dict(tp=2, zero=3)], ids=str)
 def test_tied_tables_biases_and_head_norms(ranks, name, parallel):
     compare(ranks(4), name, parallel, micro_batch=2)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("parallel", AGAIN, ids=str)
+def test_exchanges_that_recompute_repeats(ranks, parallel, dropout):
+    compare(ranks(4), "llama3-tiny", parallel, dropout)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

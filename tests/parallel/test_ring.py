@@ -15,7 +15,7 @@ from parallel.ring import ring_attention
 from parallel.ulysses import ulysses_attention
 from parallel.zigzag import cut, places
 from runtime.guard import Guard
-from scripts.verify import BOUND, Tokens, one_process, run_layout, subject
+from scripts.verify import Tokens, prove, subject
 from train import train_step
 
 
@@ -129,10 +129,10 @@ def test_generation_runs_whole_sequences(pool, kind, name, layout):
     ("qwen3-tiny", "ulysses", True, {"cp": 2, "pp": 2, "schedule": "zb-v", "layers": 4}),
     ("mistral-tiny", "ring", False, {"cp": 4, "zero": 1}), ("llama3-tiny", "ring", True, {"cp": 2, "zero": 1, "dp_rep": 2}),
 ])
-def test_layouts_train_like_one_process(pool, name, kind, docs, layout):
+def test_layouts_train_like_one_process(pool, tmp_path, name, kind, docs, layout):
     cfg = with_layout(name, kind, docs, **layout)
     p = cfg.parallel
     if p.cp * p.tp * p.pp * p.dp_rep != pool.size:
         pytest.skip("needs another number of ranks")
-    for r in pool.run(run_layout, cfg, one_process(cfg)):
-        assert r["worst"][0] <= BOUND, r["worst"]
+    first, _ = prove(pool, cfg, tmp_path)
+    assert not first.bad, first

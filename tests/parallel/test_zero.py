@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from build import build
+from kernels import linear
 from parallel import comm
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -108,3 +109,43 @@ def test_a_bucket_is_no_larger_than_asked():
     small = replace(cfg, parallel=replace(cfg.parallel, bucket_mb=0.03))
     one, many = (build(c, Mesh.single(), torch.device("cpu"), None, 1).buckets for c in (cfg, small))
     assert len(one) == 5 < len(many) and all(b.size * 8 <= 0.03 * 2**20 or len(b.slots) == 1 for b in many)
+
+
+def order(world, cfg):
+    """What a rank does in the backward of its last block's column layers: exchanges over tp, and weight gradients."""
+    run, data = start(world, cfg)
+    said = []
+
+    def note(module, name, word, then=None):
+        inner = getattr(module, name)
+
+        def call(*args, **how):
+            said.append(word)
+            out = inner(*args, **how)
+            if then and args[1].name == "tp":
+                wait = out.wait
+                out.wait = lambda: (said.append(then), wait())[1]
+            return out
+        setattr(module, name, call)
+        return lambda: setattr(module, name, inner)
+    back = [note(linear, "add_wgrad", "wgrad"), note(comm, "start_sum", "sum", "summed"), note(comm, "start_scatter_sum", "scatter", "scattered"),
+            note(comm, "start_gather", "gather", "gathered"), note(comm, "scatter_sum", "blocking"), note(comm, "gather", "blocking gather")]
+    try:
+        train_step(run, 1, data.microbatches(0), Guard(), lambda point, step: None)
+    finally:
+        for undo in back:
+            undo()
+    return said
+
+
+def runs(said, *words):
+    """How often these words stand one after the other."""
+    return sum(tuple(said[i:i + len(words)]) == words for i in range(len(said)))
+
+
+@pytest.mark.parametrize("parallel, words", [
+    (dict(tp=4), ("sum", "wgrad", "summed")), (dict(tp=4, sp=True), ("scatter", "wgrad", "scattered")),
+    (dict(tp=4, sp=True, recompute="selective", recompute_parts="norm"), ("gather", "scatter", "gathered", "wgrad", "scattered"))], ids=str)
+def test_the_input_gradient_travels_while_the_weight_gradient_is_computed(ranks, parallel, words):
+    for said in ranks(4).run(order, laid(**parallel)):
+        assert runs(said, *words) == 4 * 3 * 2, said  # microbatches, blocks, column layers

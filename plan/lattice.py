@@ -1,0 +1,132 @@
+"""The lattice of layouts that scripts.verify proves: every legal way to lay a job over its ranks, and a covering set of cells.
+
+A layout says where things are (LAYOUT); a switch says how a step is run there (SWITCHES). `layouts` enumerates every layout
+and asks the same rules as train.py whether it is legal. `cover` gives each layout at least one cell, a choice of switches,
+so that every pair of values that is legal anywhere stands in some cell (pairwise covering arrays: Cohen et al., AETG, 1997),
+and as many triples as there is room for. `product` is all of them.
+"""
+import itertools
+import random
+from dataclasses import dataclass, replace
+from typing import Callable, Iterator
+
+from config import Config, ConfigError
+from parallel.schedule import SCHEDULES
+
+Values = dict[str, object]
+Check = Callable[[Config], object]  # raises ConfigError with the reason
+DEGREES = ("tp", "pp", "cp", "dp_rep")  # their values are the divisors of the world
+LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
+          "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
+SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
+            "stages": (None, "uneven"), "doc_mask": (False, True)}
+SECTION = {"micro_batch": "train", "doc_mask": "data"}  # else parallel
+CANDIDATES = 24  # choices of switches that `cover` weighs for each layout
+
+IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
+    ("parallel.sp: does nothing at tp 1", lambda v, world: v["sp"] and v["tp"] == 1),
+    ("parallel.schedule: all are the same at pp 1", lambda v, world: v["schedule"] != "1f1b" and v["pp"] == 1),
+    ("parallel.vpp: is free for interleaved alone", lambda v, world: v["vpp"] is not None and v["schedule"] != "interleaved"),
+    ("parallel.cp_kind: does nothing at cp 1", lambda v, world: v["cp_kind"] != "ring" and v["cp"] == 1),
+    ("parallel.stages: every cut is the same", lambda v, world: v["stages"] and v["pp"] == 1),
+    ("parallel.recompute_stages: one stage has one mode", lambda v, world: v["recompute"] == "mixed" and v["pp"] == 1),
+    ("parallel.reduce: all are the same where nobody shares a parameter", lambda v, world: v["reduce"] != "collective" and v["tp"] * v["pp"] == world))
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """layouts: the legal ones, as values of LAYOUT and DEGREES; refused: {reason: how many}, idle ones included."""
+    cfg: Config
+    world: int
+    check: Check
+    layouts: list[Values]
+    refused: dict[str, int]
+
+    def config(self, values: Values) -> Config:
+        sections: dict[str, Values] = {}
+        values, n = dict(values), values["pp"] * (SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2)
+        if values["stages"] == "uneven":
+            values["stages"] = ",".join(map(str, [self.cfg.model.layers - n + 1, *[1] * (n - 1)]))
+        if values["recompute"] == "mixed":
+            values |= {"recompute": "none", "recompute_stages": ",".join((["full", "selective"] * n)[:n])}
+        for key, value in values.items():
+            sections.setdefault(SECTION.get(key, "parallel"), {})[key] = value
+        return replace(self.cfg, **{s: replace(getattr(self.cfg, s), **keys) for s, keys in sections.items()})
+
+    def legal(self, values: Values) -> bool:
+        if idle(values, self.world):
+            return False
+        try:
+            self.check(self.config(values))
+        except ConfigError:
+            return False
+        return True
+
+
+def idle(values: Values, world: int) -> str | None:
+    return next((why for why, when in IDLE if when(values, world)), None)
+
+
+def choices(axes: dict[str, tuple]) -> Iterator[Values]:
+    return (dict(zip(axes, values)) for values in itertools.product(*axes.values()))
+
+
+def layouts(cfg: Config, world: int, check: Check) -> Lattice:
+    """Every layout of `world` ranks that check(config) lets pass with the first value of each switch."""
+    degrees = tuple(d for d in range(1, world + 1) if world % d == 0)
+    first = {key: values[0] for key, values in SWITCHES.items()}
+    found = Lattice(cfg, world, check, [], {})
+    for values in choices({key: degrees for key in DEGREES} | LAYOUT):
+        if world % (values["tp"] * values["pp"] * values["cp"] * values["dp_rep"]):
+            continue
+        why = idle(values | first, world)
+        if why is None:
+            try:
+                check(found.config(values | first))
+                found.layouts.append(values)
+                continue
+            except ConfigError as e:
+                why = str(e)
+        found.refused[why] = found.refused.get(why, 0) + 1
+    return found
+
+
+def product(found: Lattice, wanted: Callable[[Values], bool] = lambda values: True) -> Iterator[Values]:
+    """Every legal cell: each layout with each choice of switches."""
+    every = list(choices(SWITCHES))
+    return (layout | switch for layout in found.layouts for switch in every if wanted(layout | switch) and found.legal(layout | switch))
+
+
+def draw(found: Lattice, n: int, seed: int) -> list[Values]:
+    """n cells: layouts without repeats while there are any, each with a legal choice of switches."""
+    stream, every, order = random.Random(seed), list(choices(SWITCHES)), []
+    while len(order) < n:
+        order += stream.sample(found.layouts, len(found.layouts))
+    return [next(v for s in stream.sample(every, len(every)) if found.legal(v := layout | s)) for layout in order[:n]]
+
+
+def pairs(values: Values) -> set[tuple]:
+    """What a choice of switches adds to the layouts: pairs of (axis, value) of which at least one is a switch's."""
+    items = list(values.items())
+    return {(a, b) for a, b in itertools.combinations(items, 2) if b[0] in SWITCHES or a[0] in SWITCHES}
+
+
+def triples(values: Values) -> set[tuple]:
+    return {t for t in itertools.combinations(values.items(), 3) if any(key in SWITCHES for key, _ in t)}
+
+
+def cover(found: Lattice, seed: int = 0) -> list[Values]:
+    """Each layout at least once; every legal pair of values at least once."""
+    stream, every, cells = random.Random(seed), list(choices(SWITCHES)), []
+    seen: set[tuple] = set()
+    for layout in found.layouts:
+        candidates = [layout | s for s in stream.sample(every, min(CANDIDATES, len(every)))]
+        gain = {i: (len(pairs(c) - seen), len(triples(c) - seen)) for i, c in enumerate(candidates)}
+        ranked = [candidates[i] for i in sorted(gain, key=gain.get, reverse=True)] + [layout | every[0]]
+        cells.append(next(c for c in ranked if found.legal(c)))
+        seen |= pairs(cells[-1]) | triples(cells[-1])
+    for cell in (layout | s for layout in found.layouts for s in every):  # what the greedy pass left out
+        if not pairs(cell) <= seen and found.legal(cell):
+            cells.append(cell)
+            seen |= pairs(cell)
+    return cells

@@ -1,0 +1,38 @@
+"""The lattice: every layout that the rules let pass, and cells that meet every legal pair of values."""
+import itertools
+
+import pytest
+
+from build import plan_pipeline
+from plan import lattice
+from scripts.verify import subject
+
+
+def found(world, name="llama3-tiny"):
+    return lattice.layouts(subject(name, world), world, lambda c: plan_pipeline(c, world, advise=False))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])  # all cells of 4 ranks take half a minute to enumerate
+def test_cover_meets_every_layout_and_every_legal_pair(world):
+    f = found(world)
+    every, cells = list(lattice.product(f)), lattice.cover(f)
+    assert all(f.legal(c) for c in cells) and len(cells) <= max(64, len(every) // 8)
+    axes = [k for k in cells[0] if k not in lattice.SWITCHES]
+    assert {tuple(c[k] for k in axes) for c in cells} == {tuple(c[k] for k in axes) for c in every}
+    assert set().union(*map(lattice.pairs, cells)) == set().union(*map(lattice.pairs, every))
+
+
+def test_nothing_legal_is_left_out():
+    """An independent count: every value of every axis at world 4, straight through the rules."""
+    f = found(4)
+    axes = {key: (1, 2, 4) for key in lattice.DEGREES} | lattice.LAYOUT
+    some = [dict(zip(axes, v)) for v in itertools.product(*axes.values())][::7]
+    first = {key: values[0] for key, values in lattice.SWITCHES.items()}
+    assert [v for v in some if 4 % (v["tp"] * v["pp"] * v["cp"] * v["dp_rep"]) == 0 and f.legal(v | first)] == [v for v in some if v in f.layouts]
+    assert f.layouts and f.refused
+
+
+def test_draws_repeat_by_seed_and_differ_between_seeds():
+    f = found(4)
+    assert lattice.draw(f, 9, 1) == lattice.draw(f, 9, 1) != lattice.draw(f, 9, 2)
+    assert len({str(c) for c in lattice.draw(f, 40, 0)}) == 40

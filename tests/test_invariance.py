@@ -1,0 +1,59 @@
+"""Every layout trains like one process: a fixed core, and a draw of the lattice that differs from commit to commit.
+
+The whole lattice runs on demand: python -m scripts.verify NAME --world 8 --layouts all. And the proof is proven: planted
+bugs (scripts/mutate.py) must be seen; a draw of them here, all of them by python -m scripts.mutate.
+"""
+import random
+import subprocess
+import zlib
+
+import pytest
+
+from build import plan_pipeline
+from plan import lattice
+from scripts import mutate, verify
+
+CORE = (("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"), ("llama3-tiny", 4, "cp2 tp2 sp zero1 mb1 cp-ring docs"),
+        ("gpt2-tiny", 4, "pp2 dp2 zero2 interleaved mb1"), ("qwen3-tiny", 4, "cp2 tp2 zero3 mb1 cp-ulysses full"),
+        ("llama3.2-tiny", 4, "pp2 dp2 zero3 dualpipe-v mb1"), ("mistral-tiny", 4, "pp2 cp2 zero0 zb-h1 mb1 cp-ring"),
+        ("llama3-tiny", 8, "pp2 rep2 dp2 zero3 1f1b mb1"), ("llama3-tiny", 8, "pp2 cp2 tp2 sp zero2 zb-h1 mb2 cp-ring"))
+DRAWN = (("llama3-tiny", 8, 4), ("llama3-tiny", 4, 6), ("gpt2-tiny", 4, 3), ("qwen3-tiny", 4, 3), ("mistral-tiny", 4, 3), ("llama3.2-tiny", 6, 2))
+PLANTED = 3
+
+
+def seed() -> int:
+    """Of this commit: every commit draws other layouts, and the same commit the same ones."""
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    return zlib.crc32(done.stdout.encode())
+
+
+def found(name: str, world: int) -> lattice.Lattice:
+    return lattice.layouts(verify.subject(name, world), world, lambda c: plan_pipeline(c, world, advise=False))
+
+
+@pytest.mark.parametrize("name,world,words", CORE)
+def test_core(ranks, tmp_path, name, world, words):
+    f = found(name, world)
+    cell = verify.chosen(f, "1", set(words.split()), 0)[0]
+    first, _ = verify.prove(ranks(world), f.config(cell), tmp_path)
+    assert not first.bad, f"{verify.words(cell, world)}: {first}"
+
+
+@pytest.mark.parametrize("name,world,n", DRAWN)
+def test_drawn(ranks, tmp_path, name, world, n):
+    f = found(name, world)
+    for cell in lattice.draw(f, n, seed()):
+        first, _ = verify.prove(ranks(world), f.config(cell), tmp_path)
+        assert not first.bad, f"{verify.words(cell, world)}: {first}"
+
+
+@pytest.mark.parametrize("bug", random.Random(seed()).sample(mutate.TABLE, PLANTED), ids=lambda m: m.what[:50])
+def test_planted_bugs_are_seen(bug):
+    found, said = mutate.caught(bug)
+    assert found, f"verify did not see: {bug.what}"
+    assert said
+
+
+@pytest.mark.parametrize("bug", mutate.TABLE, ids=lambda m: m.what[:50])
+def test_the_table_of_bugs_follows_the_code(bug, tmp_path):
+    assert mutate.ROOT.joinpath(bug.file).read_text().count(bug.old) >= 1, f"{bug.file} no longer has {bug.old!r}"
