@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import give, give_sum, wide
-from kernels.triton_ import TensorDescriptor, ceil_div, fits, tl, triton
+from kernels.triton_ import TensorDescriptor, ceil_div, chip, fits, tl, triton
 
 BLOCK = 1 << 20  # elements of a weight gradient that a CPU makes and adds while they are in its cache
 TILE = {"M": 128, "N": 256, "K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}  # of the GPU's GEMM: outputs, inputs, tokens
@@ -51,6 +51,15 @@ def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
 # ---- Triton ------------------------------------------------------------------------------------------------------------------
 
 @triton.jit
+def add_tile(INTO, part, row, column, m, n, M: tl.constexpr, N: tl.constexpr):
+    """INTO [m, n] += part [M, N], whose corner lies at (row, column)."""
+    rows, columns = row + tl.arange(0, M), column + tl.arange(0, N)
+    at = INTO + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    inside = (rows < m)[:, None] & (columns < n)[None, :]
+    tl.store(at, (tl.load(at, inside).to(tl.float32) + part).to(INTO.dtype.element_ty), inside)
+
+
+@triton.jit
 def wgrad_kernel(DY, X, INTO, t, m, n, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr):
     """One tile of INTO [m, n] += DY^T X, in fp32. DY, X: descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N]."""
     # tiles that run side by side form a square, GROUP rows high: they share what the cache holds
@@ -62,15 +71,21 @@ def wgrad_kernel(DY, X, INTO, t, m, n, M: tl.constexpr, N: tl.constexpr, K: tl.c
     total = tl.zeros((M, N), tl.float32)
     for k in range(0, t, K):  # what lies beyond the tensors reads as 0
         total = tl.dot(DY.load([k, row]).T, X.load([k, column]), total)
-    rows, columns = row + tl.arange(0, M), column + tl.arange(0, N)
-    at = INTO + rows.to(tl.int64)[:, None] * n + columns[None, :]
-    inside = (rows < m)[:, None] & (columns < n)[None, :]
-    tl.store(at, tl.load(at, inside) + total, inside)
+    left, right = tl.split(tl.permute(tl.reshape(total, (M, 2, N // 2)), (0, 2, 1)))  # in halves: all at once does not fit the registers
+    add_tile(INTO, left, row, column, m, n, M, N // 2)
+    add_tile(INTO, right, row, column + N // 2, m, n, M, N // 2)
+
+
+def skewed(*tensors: Tensor) -> str | None:
+    """Why the copy engine cannot read one of these matrices; None: it can."""
+    if chip(tensors[0].device) < 9:
+        return "a copy engine (TMA) is in chips from Hopper on"
+    odd = [t for t in tensors if t.stride(-1) != 1 or t.stride(-2) * t.itemsize % ALIGNED or t.data_ptr() % ALIGNED]
+    return f"rows that are not aligned to {ALIGNED} bytes" if odd else None
 
 
 def triton_fits(into: Tensor, dy: Tensor, x: Tensor) -> bool:
-    skew = [t for t in (dy, x) if t.stride(-1) != 1 or t.stride(0) * t.itemsize % ALIGNED or t.data_ptr() % ALIGNED]
-    why = "rows that are not aligned to 16 bytes" if skew else "an accumulator that is not contiguous" if not into.is_contiguous() else None
+    why = skewed(dy, x) or (None if into.is_contiguous() else "an accumulator that is not contiguous")
     return dy.numel() > 0 and into.numel() > 0 and fits("weight gradient", dy, x, into, why=why)
 
 

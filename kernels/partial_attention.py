@@ -20,14 +20,19 @@ from torch import Tensor
 
 from kernels.grad import wide
 from kernels.sight import Sight
-from kernels.triton_ import ceil_div, fits, power_of_2, tl, triton
+from kernels.triton_ import ceil_div, chip, fits, power_of_2, tl, triton
 
 TILE = 512  # queries whose scores exist together
 LARGEST = 256  # head dim
-# Queries and keys of a block, warps, stages, by the padded head dim: what fits registers and shared memory without a spill.
-FORWARD = {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)}
-QUERIES = {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)}
-KEYS = {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)}
+# By chip (kernels/triton_.py) and padded head dim: queries and keys of a block, warps, stages of the pipeline. The largest
+# that tests/kernels/aot.py compiles without a spill; Blackwell keeps accumulators in their own memory, and wants one stage.
+FORWARD = {8: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
+           9: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+           10: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)}}
+QUERIES = dict.fromkeys((8, 9, 10), {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)})
+KEYS = {8: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)},
+        9: {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)},
+        10: {64: (64, 128, 8, 1), 128: (64, 128, 8, 1), 256: (16, 64, 8, 1)}}
 DELTA_ROWS = 64
 FP32 = (32, 32, 4, 1)  # four bytes an element, and no tensor cores: for parity, not for speed
 
@@ -330,7 +335,7 @@ def triton_fits(q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None) -> 
 def launch_meta(table: dict, q: Tensor, v: Tensor, see: Sight | None) -> dict:
     d, e = q.shape[-1], v.shape[-1]
     dp, ep = (max(16, power_of_2(x)) for x in (d, e))
-    m, n, warps, stages = FP32 if q.dtype == torch.float32 else table[max(64, dp, ep)]
+    m, n, warps, stages = FP32 if q.dtype == torch.float32 else table[chip(q.device)][max(64, dp, ep)]
     return {"CAUSAL": see is not None, "BOUNDED": see is not None and see.first is not None, "M": m, "N": n,
             "D": d, "DP": dp, "E": e, "EP": ep, "num_warps": warps, "num_stages": stages}
 

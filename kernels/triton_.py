@@ -52,6 +52,13 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+@functools.cache
+def chip(device: torch.device) -> int:
+    """Which launch parameters fit: 9 Hopper, 10 data-centre Blackwell, 8 all others (they have less shared memory)."""
+    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
+    return major if major in (9, 10) else 8
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 

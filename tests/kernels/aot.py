@@ -19,10 +19,11 @@ import triton  # before the kernels: it is what makes them import it
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import norm, partial_attention, rope, swiglu
+from kernels import adam, cross_entropy, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
 
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
+TMA = (90, 100)  # kernels that read through the copy engine; an older chip takes the library's GEMMs
 MMA = r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|QGMMA|QMMA)\b"  # tensor cores: Hopper's, Blackwell's, Ampere's; the fp8 ones
 
 
@@ -35,6 +36,7 @@ class Case:
     types: dict = field(default_factory=dict)
     kind: str = "memory"  # memory: 128-bit loads must be there; gemm: tensor cores
     chips: tuple = CHIPS
+    of_chip: dict = field(default_factory=lambda: {8: {}, 9: {}, 10: {}})  # meta that depends on the chip
 
 
 STATISTICS = {"SCALE": "*fp32", "MEAN": "*fp32", "DWEIGHT": "*fp32", "DBIAS": "*fp32", "eps": "fp32"}
@@ -47,14 +49,33 @@ FLASH = {**{n: STRIDES for n in ("q_at", "k_at", "v_at", "out_at", "dout_at", "d
 
 def flash(kernel, table: dict, d: int, e: int, bounded: bool = False) -> Case:
     dp, ep = (partial_attention.power_of_2(x) for x in (d, e))
-    m, n, warps, stages = table[max(dp, ep)]
-    return Case(kernel, {"CAUSAL": True, "BOUNDED": bounded, "M": m, "N": n, "D": d, "DP": dp, "E": e, "EP": ep,
-                         "num_warps": warps, "num_stages": stages}, FLASH, "gemm")
+    blocks = {chip: dict(zip(("M", "N", "num_warps", "num_stages"), sizes[max(dp, ep)])) for chip, sizes in table.items()}
+    return Case(kernel, {"CAUSAL": True, "BOUNDED": bounded, "D": d, "DP": dp, "E": e, "EP": ep}, FLASH, "gemm", of_chip=blocks)
 
 
 ATTENTION = {"attention": (partial_attention.forward_kernel, partial_attention.FORWARD),
              "attention_dq": (partial_attention.dq_kernel, partial_attention.QUERIES),
              "attention_dkv": (partial_attention.dkv_kernel, partial_attention.KEYS)}
+ADAM = {n: "*fp32" for n in ("PARAM", "GRAD", "M", "V", "FACTOR")} | {"OK": "*i1"} | {
+    n: "fp32" for n in ("keep1", "keep2", "bias1", "bias2", "lr", "shrink", "eps")}
+CE = {"TARGETS": "*i64", "SCALE": "*fp32", "LSE": "*fp32", "PICKED": "*fp32"}
+CE_META = {"IGNORE": cross_entropy.IGNORE, "BLOCK": cross_entropy.COLUMNS, "num_warps": cross_entropy.WARPS}
+
+
+def descriptors(**blocks) -> dict:
+    return {name: f"tensordesc<bf16[{a},{b}]>" for name, (a, b) in blocks.items()}
+
+
+def grouped(back: bool) -> Case:
+    m, n, k = (grouped_gemm.TILE[x] for x in "MNK")
+    return Case(grouped_gemm.grouped_kernel, {**grouped_gemm.TILE, "BACK": back, "EXPERTS": 64},
+                {"OFFSETS": "*i32", **descriptors(X=(m, k), WEIGHT=(k, n) if back else (n, k))}, "gemm", TMA)
+
+
+def wgrad(kernel, tile: dict) -> Case:
+    return Case(kernel, tile, {"OFFSETS": "*i32", "INTO": "*fp32", **descriptors(DY=(tile["K"], tile["M"]), X=(tile["K"], tile["N"]))}, "gemm", TMA)
+
+
 CASES = {
     "rms_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096)}, STATISTICS),
     "rms_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096)}, STATISTICS),
@@ -67,6 +88,13 @@ CASES = {
     "gelu": Case(swiglu.gelu_kernel, GELU),
     "gelu_backward": Case(swiglu.gelu_backward_kernel, GELU),
     "attention_delta": Case(partial_attention.delta_kernel, {"M": partial_attention.DELTA_ROWS, "E": 128, "EP": 128, "num_warps": 4}, FLASH),
+    "cross_entropy": Case(cross_entropy.softmax_kernel, {"COUNT": True, "GRADIENT": True, **CE_META}, CE),
+    "cross_entropy_merged": Case(cross_entropy.softmax_kernel, {"COUNT": False, "GRADIENT": True, **CE_META}, CE),
+    "adamw": Case(adam.adamw_kernel, {"COPY": True, "BLOCK": adam.GPU_BLOCK, "num_warps": adam.WARPS}, ADAM),
+    "permute": Case(permute.sum_kernel, {"HOLES": False, "EACH": 1, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
+    "unpermute": Case(permute.sum_kernel, {"HOLES": True, "EACH": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
+    "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),
+    "grouped": grouped(False), "grouped_dgrad": grouped(True), "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
     **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded) for name, how in ATTENTION.items()
        for d, e, bounded in ((64, 64, False), (128, 128, False), (128, 128, True), (192, 128, False), (256, 256, False))},
 }
@@ -75,8 +103,9 @@ CASES = {
 def compiled(case: Case, chip: int) -> dict:
     """{registers, spilled bytes, shared bytes, tensor-core instructions, 128-bit loads} of one kernel on one chip."""
     names = case.kernel.arg_names
-    options = {k: case.meta[k] for k in ("num_warps", "num_stages") if k in case.meta}
-    constants = {k: v for k, v in case.meta.items() if k not in options}
+    meta = case.meta | case.of_chip[chip // 10]
+    options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
+    constants = {k: v for k, v in meta.items() if k not in options}
     types = {n: "constexpr" if n in constants else case.types.get(n, "*bf16" if n.isupper() else "i32") for n in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or types[n] == "i32"}
     for i, n in enumerate(names):

@@ -119,7 +119,7 @@ def test_the_interval_form_gives_the_same(monkeypatch):
 def test_triton(interpreted, monkeypatch, window, dtype, bound, e):
     """The whole function, with the gradients of q, k, v side by side where their head dims are equal."""
     for table in ("FORWARD", "QUERIES", "KEYS") if interpreted.type == "cpu" else ():
-        monkeypatch.setattr(parts, table, {64: (16, 32, 4, 1)})
+        monkeypatch.setattr(parts, table, {9: {64: (16, 32, 4, 1)}})
     q, k, v = (torch.randn(2, 41, n, d, device=interpreted).to(dtype).requires_grad_() for n, d in ((4, 16), (2, 16), (2, e)))
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     see = sight(0, 41, 0, 41, window, None, interpreted)

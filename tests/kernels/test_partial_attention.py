@@ -58,7 +58,7 @@ def test_parts_are_fp32(dtype):
 def small(interpreted, monkeypatch):
     if interpreted.type == "cpu":
         for table in ("FORWARD", "QUERIES", "KEYS"):
-            monkeypatch.setattr(kernel, table, {64: (16, 32, 4, 1)})
+            monkeypatch.setattr(kernel, table, {9: {64: (16, 32, 4, 1)}})
         monkeypatch.setattr(kernel, "FP32", (32, 16, 4, 1))
         monkeypatch.setattr(kernel, "DELTA_ROWS", 16)
     return interpreted
