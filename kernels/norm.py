@@ -12,6 +12,7 @@ from kernels.jit import jit
 from kernels.triton_ import ceil_div, fits, power_of_2, processors, tl, triton
 
 TILE = 4096  # elements a program works on at a time: short rows go several together
+FORWARD, BACKWARD = 512, 256  # elements of a row a warp: the backward holds more of them at once
 LONGEST = 1 << 15  # a row lies in one program's registers
 PROGRAMS = 4  # of the backward a multiprocessor: enough loads in flight, few partial sums
 
@@ -122,17 +123,17 @@ def backward_kernel(DY, DRES, X, WEIGHT, SCALE, MEAN, DX, DWEIGHT, DBIAS, n, d,
         tl.store(DBIAS + at, tl.sum(dbias, 0), cols < d)
 
 
-def tile(d: int) -> dict:
-    """Meta-parameters for rows of d elements."""
+def tile(d: int, each: int) -> dict:
+    """Launch parameters for rows of d elements, of which a warp has `each`."""
     block = power_of_2(d)
-    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": min(16, max(4, block // 512))}
+    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": min(16, max(4, block // each))}
 
 
 def launch_forward(x, residual, weight, bias, eps: float):
     """What norm_forward returns, as one kernel; the statistics are [rows]."""
     d, shape = x.shape[-1], x.shape
     x, residual = (None if t is None else t.contiguous() for t in (x, residual))
-    n, meta = x.numel() // d, tile(d)
+    n, meta = x.numel() // d, tile(d, FORWARD)
     y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
     scale = x.new_empty(n, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(scale)
@@ -143,7 +144,7 @@ def launch_forward(x, residual, weight, bias, eps: float):
 
 def launch_backward(dy, dres, x, weight, scale, mean):
     """What norm_backward returns, as one kernel and the sum of its programs' shares."""
-    d, meta = x.shape[-1], tile(x.shape[-1])
+    d, meta = x.shape[-1], tile(x.shape[-1], BACKWARD)
     dy, dres = (None if t is None else t.contiguous() for t in (dy, dres))
     n, dx = x.numel() // d, torch.empty_like(x)
     programs = min(PROGRAMS * processors(x.device), ceil_div(n, meta["ROWS"]))

@@ -19,7 +19,7 @@ import triton  # before the kernels: it is what makes them import it
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import adam, cross_entropy, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
+from kernels import adam, cross_entropy, fp8, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
 
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
@@ -47,10 +47,10 @@ FLASH = {**{n: STRIDES for n in ("q_at", "k_at", "v_at", "out_at", "dout_at", "d
          **{n: "*fp32" for n in ("LSE", "DELTA")}, **{n: "*i32" for n in ("FIRST", "LAST")}}
 
 
-def flash(kernel, table: dict, d: int, e: int, bounded: bool = False) -> Case:
+def flash(kernel, table: dict, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS) -> Case:
     dp, ep = (partial_attention.power_of_2(x) for x in (d, e))
     blocks = {chip: dict(zip(("M", "N", "num_warps", "num_stages"), sizes[max(dp, ep)])) for chip, sizes in table.items()}
-    return Case(kernel, {"CAUSAL": True, "BOUNDED": bounded, "D": d, "DP": dp, "E": e, "EP": ep}, FLASH, "gemm", of_chip=blocks)
+    return Case(kernel, {"CAUSAL": True, "BOUNDED": bounded, "D": d, "DP": dp, "E": e, "EP": ep}, FLASH, "gemm", chips, blocks)
 
 
 ATTENTION = {"attention": (partial_attention.forward_kernel, partial_attention.FORWARD),
@@ -76,12 +76,17 @@ def wgrad(kernel, tile: dict) -> Case:
     return Case(kernel, tile, {"OFFSETS": "*i32", "INTO": "*fp32", **descriptors(DY=(tile["K"], tile["M"]), X=(tile["K"], tile["N"]))}, "gemm", TMA)
 
 
+def cast(per_row: bool, given: bool, rows: int, columns: int) -> Case:
+    return Case(fp8.cast_kernel, {"PER_ROW": per_row, "GIVEN": given, "FLOOR": fp8.FLOOR, "LARGEST": 448.0, "ROWS": rows, "COLUMNS": columns,
+                                  "num_warps": 8}, {"Q": "*fp8e4nv", "SCALE": "*fp32", "INVERSE": "*fp32"}, chips=TMA)
+
+
 CASES = {
-    "rms_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096)}, STATISTICS),
-    "rms_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096)}, STATISTICS),
-    "rms_norm_backward_heads": Case(norm.backward_kernel, {"PAIR": False, "LAYER": False, **norm.tile(128)}, STATISTICS),
-    "layer_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096)}, STATISTICS),
-    "layer_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096)}, STATISTICS),
+    "rms_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096, norm.FORWARD)}, STATISTICS),
+    "rms_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096, norm.BACKWARD)}, STATISTICS),
+    "rms_norm_backward_heads": Case(norm.backward_kernel, {"PAIR": False, "LAYER": False, **norm.tile(128, norm.BACKWARD)}, STATISTICS),
+    "layer_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096, norm.FORWARD)}, STATISTICS),
+    "layer_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096, norm.BACKWARD)}, STATISTICS),
     "rope": Case(rope.turn_kernel, {"HALF": 64, "BACK": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, TABLES),
     "swiglu": Case(swiglu.swiglu_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}),
     "swiglu_backward": Case(swiglu.swiglu_backward_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}),
@@ -93,10 +98,14 @@ CASES = {
     "adamw": Case(adam.adamw_kernel, {"COPY": True, "BLOCK": adam.GPU_BLOCK, "num_warps": adam.WARPS}, ADAM),
     "permute": Case(permute.sum_kernel, {"HOLES": False, "EACH": 1, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
     "unpermute": Case(permute.sum_kernel, {"HOLES": True, "EACH": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
+    "fp8_tensor": cast(False, True, 1, 4096), "fp8_row": cast(True, False, 1, 4096), "fp8_group": cast(True, False, 32, 128),
+    "fp8_block": cast(False, False, 128, 128),
+    "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
     "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),
     "grouped": grouped(False), "grouped_dgrad": grouped(True), "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
-    **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded) for name, how in ATTENTION.items()
-       for d, e, bounded in ((64, 64, False), (128, 128, False), (128, 128, True), (192, 128, False), (256, 256, False))},
+    **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips) for name, how in ATTENTION.items()
+       for d, e, bounded, chips in ((64, 64, False, (90,)), (128, 128, False, CHIPS), (128, 128, True, (90,)), (192, 128, False, (90,)),
+                                    (256, 256, False, CHIPS))},
 }
 
 
@@ -133,12 +142,12 @@ def main() -> int:
     args = parser.parse_args()
     assert hasattr(norm.forward_kernel, "cache_key"), "compiles, so it must not run under TRITON_INTERPRET"
     print(f"triton {triton.__version__}")
-    print(f"{'kernel':28}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'wide loads':>12}{'atomics':>9}  mma")
+    print(f"{'kernel':30}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'wide loads':>12}{'atomics':>9}  mma")
     for name, case in CASES.items():
         for chip in args.chips:
             if args.only in name and chip in case.chips:
                 r = compiled(case, chip)
-                print(f"{name:28}sm_{chip:<4}{r['registers']:>9}{r['spills']:>8}{r['shared']:>8}{r['warps']:>7}{r['wide loads']:>12}"
+                print(f"{name:30}sm_{chip:<4}{r['registers']:>9}{r['spills']:>8}{r['shared']:>8}{r['warps']:>7}{r['wide loads']:>12}"
                       f"{r['atomics']:>9}  {r['mma']}", flush=True)
     return 0
 
