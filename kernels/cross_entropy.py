@@ -92,7 +92,7 @@ def softmax_kernel(LOGITS, TARGETS, SCALE, LSE, PICKED, stride, columns, start,
         for first in range(0, stride, BLOCK):  # padding's gradient is 0
             at = first + tl.arange(0, BLOCK)
             x = tl.load(LOGITS + at, at < columns, -float("inf")).to(tl.float32)
-            p = tl.where(at < columns, tl.exp(x - base) / total, 0.0) - tl.where(here & (at == column), 1.0, 0.0)
+            p = tl.where(at < columns, tl.exp(x - base) / total, 0.0) - tl.where(at == column, 1.0, 0.0)
             tl.store(LOGITS + at, (p * scale).to(LOGITS.dtype.element_ty), at < stride)
 
 
