@@ -10,11 +10,18 @@ from checkpoint import state, store
 from config import Config, ConfigError, Parallel, numbers, of_stage, words
 from data import tokenizer
 from kernels.grad import wide
+from model.moe import Routers
 from model.split import by_cost, layers_of
 from model.transformer import Stage
 from optim.adamw import AdamW
+from optim.lamb import LAMB, LARS
+from optim.lion import Lion
 from optim.lr import learning_rate
+from optim.muon import Muon
+from optim.sgd import SGD
+from parallel.boxes import Box
 from parallel.mesh import Mesh
+from parallel.offload import Away
 from parallel.params import Bucket, Sharing, cut
 from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
@@ -22,22 +29,24 @@ from parallel.zero import Zero
 from rules import divisors, nearby, validate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
 
 
 @dataclass(frozen=True)
 class Run:
     """steps: the horizon; stages: {number: stage} of this rank; ops, peek: this rank's schedule for training and, forward
-    only, for evaluation; buckets: weights, masters and gradients."""
+    only, for evaluation; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them."""
     cfg: Config
     mesh: Mesh
     device: torch.device
     data: object  # the train split: data.loader.Data
     stages: dict[int, Stage]
     buckets: list[Bucket]
-    optim: AdamW
+    optim: AdamW | Muon | LAMB | LARS | Lion | SGD
     pipeline: Pipeline
     ops: list[Op]
     steps: int
+    routers: Routers
 
     def lr(self, step: int) -> float:
         return learning_rate(self.cfg.optim, step, self.steps)
@@ -63,7 +72,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize))
+    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon", p.offload in ("optimizer", "both"))
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
@@ -72,17 +81,19 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
             for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):
-                for params in cut(group, sharing.cap):
+                for params in cut(group, sharing.cap, sharing.apart):
                     buckets.append(Bucket(params, mesh, sharing, dtype, device, cfg.train.seed))
                     made.update({id(p): buckets[-1] for p in params})
-        stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()], stage.embed is not None)
+        stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()],
+                          stage.embed is not None, stage.head is not None)
         stages[n] = stage
     return stages, buckets
 
 
 def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
     """The step's schedule, checked. Raises ConfigError for every setting that cannot run on `world` ranks."""
-    validate(cfg, world, advise)
+    fits = (lambda c: plan_pipeline(c, world, False)) if advise else None
+    validate(cfg, world, fits)
     p, t = cfg.parallel, cfg.train
     micro = t.global_batch // (t.micro_batch * (world // (p.tp * p.cp * p.pp)))
     try:
@@ -92,7 +103,7 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
     if schedule.n_stages > cfg.model.layers:
         raise ConfigError(f"parallel.pp: {p.schedule} on {p.pp} ranks makes {schedule.n_stages} stages, model.layers is {cfg.model.layers}; "
                           "lower parallel.pp or parallel.vpp"
-                          + (nearby(cfg, "parallel.pp", divisors(world), lambda c: plan_pipeline(c, world, False)) if advise else ""))
+                          + (nearby(cfg, "parallel.pp", divisors(world), fits) if fits else ""))
     if p.stages and len(numbers(p.stages)) != schedule.n_stages:
         raise ConfigError(f"parallel.stages: {p.stages} cuts {len(numbers(p.stages))} stages, {p.schedule} on {p.pp} ranks has {schedule.n_stages}"
                           f"; try parallel.stages {','.join(map(str, by_cost(cfg.model, schedule.n_stages, t.seq_len)))}")
@@ -113,9 +124,10 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
         for p in stage.parameters():
             p.later = later[n]
     pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
-                        mesh.tp.size if cfg.parallel.sp else 1)
+                        mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
     ops = lower(schedule.order, schedule.place)[mesh.pp.index]
-    return Run(cfg, mesh, device, data, stages, buckets, AdamW(cfg.optim, buckets), pipeline, ops, steps)
+    return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
+               Routers(cfg, mesh, list(stages.values()), device))
 
 
 @dataclass(frozen=True)
@@ -123,7 +135,6 @@ class Trained:
     """A checkpoint's weights in a stage, with the tokenizer that its tokens mean."""
     cfg: Config
     stage: Stage
-    buckets: list[Bucket]
     tokenizer: object
     path: Path
     step: int
@@ -134,16 +145,28 @@ class Trained:
         return self.stage.head_logits(self.stage.hidden(tokens, positions, cache=cache), at)
 
 
+@torch.no_grad()
+def weights_only(cfg: Config, device: torch.device, dtype: str) -> tuple[Stage, list[tuple[Box, torch.Tensor]]]:
+    """The whole model in one process with zeros for weights, and each of its tensors under its key: no gradients, no masters."""
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=Parallel())
+    stage = Stage(cfg, Mesh.single(), 0, cfg.model.layers).requires_grad_(False)
+    stage.zero = Zero([[] for _ in stage.parts()], lookup=True, head=True)  # nothing is sharded
+    pieces = []
+    for p in stage.parameters():  # each once, in the order of the forward pass
+        p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype], device=device)
+        pieces += p.spec.split(p.data)
+    return stage, pieces + Routers(cfg, Mesh.single(), [stage], device).boxes(weights=True)
+
+
 def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trained:
     """From a run folder or one of its checkpoint folders. Raises ConfigError, IntegrityError."""
     path = state.find(where, [])
     meta = store.meta(path)
     cfg = config.build(Config, meta["config"])
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype))
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype), parallel=Parallel())
     tok = tokenizer.load(path.parent.parent / "tokenizer")
     if tok.fingerprint != meta["tokenizer"]:
         raise ConfigError(f"{path.parent.parent / 'tokenizer'}: is not the tokenizer that {path} was trained with; put that one there")
-    cfg = replace(cfg, parallel=Parallel())
-    stages, buckets = build_stages(cfg, Mesh.single(), device, (0,))
-    state.load_weights(buckets, path)
-    return Trained(cfg, stages[0], buckets, tok, path, meta["step"])
+    stage, pieces = weights_only(cfg, device, cfg.train.dtype)
+    store.load(path, pieces, strict=False, allow_cast=True)
+    return Trained(cfg, stage, tok, path, meta["step"])

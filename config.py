@@ -51,10 +51,32 @@ class Model:
     bias: bool = False  # biases on every linear and norm (GPT-2)
     qkv_bias: bool = False  # biases on q, k, v alone (Qwen2)
     qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE (Qwen3)
+    qk_norm_whole: bool = False  # qk_norm over all heads of q, and all of k, at once (OLMoE)
     window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
     dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
     init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
     attention: Literal["auto", "flash", "sdpa", "triton", "reference"] = "auto"  # attention kernel; auto: the fastest that fits
+    experts: int | None = None  # routed experts of a mixture layer (arXiv 2101.03961); none: a dense model
+    top_k: int = 2  # experts that a token goes to
+    moe_ffn: int | None = None  # inner width of one expert; none: ffn
+    shared_experts: int = 0  # experts that every token goes to (arXiv 2401.06066), as one MLP that is this many times moe_ffn wide
+    shared_gate: bool = False  # the shared experts' output times sigmoid(x w) (Qwen2-MoE)
+    first_dense: int = 0  # this many first layers have a dense MLP (DeepSeek)
+    moe_every: int = 1  # of the others, layers n-1, 2n-1, ... have experts
+    router: Literal["softmax", "sigmoid"] = "softmax"  # scores over all experts; sigmoid: each its own (DeepSeek-V3, arXiv 2412.19437)
+    router_renorm: bool = True  # the chosen scores are divided by their sum
+    router_groups: int = 1  # experts are in this many groups, and chosen from the best router_group_top_k of them; a group's score is
+    router_group_top_k: int = 1  # its best expert's (softmax, arXiv 2405.04434) or its best two experts' sum (sigmoid, arXiv 2412.19437)
+    router_scale: float = 1.0  # factor of the routed experts' output
+    router_bias: bool = False  # a bias that only chooses, moved against the load after each step (aux-loss-free, arXiv 2408.15664)
+    router_bias_rate: float = 1e-3  # how far it moves a step
+    jitter: float = 0.0  # training: the router's input times uniform(1 - jitter, 1 + jitter) (arXiv 2101.03961)
+    aux_loss: float = 0.0  # load-balance loss: what a balanced layer adds to the loss; Hugging Face's Mixtral calls top_k times this so
+    aux_kind: Literal["sequence", "global", "micro"] = "sequence"  # whose load it balances: a sequence's; the step's (as of the step before,
+    #   arXiv 2501.11873); a micro-batch's (arXiv 2101.03961), which alone depends on micro_batch and layout
+    z_loss: float = 0.0  # factor of the mean squared logsumexp of the router's logits (arXiv 2202.08906)
+    capacity: float | None = None  # training: an expert takes at most this times its fair share of a sequence; none: nothing is dropped
+    drop: Literal["probability", "position"] = "probability"  # whom an expert over capacity turns away: the least likely, or the last
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,7 @@ class Train:
 
 @dataclass(frozen=True)
 class Optim:
-    name: Literal["adamw"] = "adamw"  # AdamW (arXiv 1711.05101)
+    name: Literal["adamw", "muon", "lamb", "lars", "lion", "sgd"] = "adamw"  # AdamW (arXiv 1711.05101), or what optim/ says of the others
     lr: float = 1e-3  # peak learning rate
     min_lr: float | None = None  # floor of the decay; none: lr / 10
     warmup: int = 100  # steps of linear warmup (cut to a tenth of a horizon shorter than 10x this)
@@ -84,6 +106,7 @@ class Optim:
     decay_fraction: float = 0.2  # wsd: the last share of the horizon, in which the rate falls linearly
     beta1: float = 0.9  # first-moment decay
     beta2: float = 0.95  # second-moment decay
+    momentum: float = 0.95  # of muon, lars and sgd
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled; on matrices, not on norms and biases
     clip: float | None = 1.0  # global gradient norm; none: off
@@ -99,6 +122,8 @@ class Parallel:
     stages: str | None = None  # layers of each stage, in order, e.g. 3,2,2,1; none: cut by cost
     cp: int = 1  # context parallel degree: ranks that share each sequence
     cp_kind: Literal["ring", "ulysses"] = "ring"  # keys and values go round (arXiv 2310.01889), or all-to-all over heads (2309.14509)
+    ep: int = 1  # ranks that share a mixture's experts (arXiv 2006.16668); ep x etp is folded out of dp x cp x tp
+    etp: int = 1  # ranks that share each expert's inner width
     dp_rep: int = 1  # replicas of the ZeRO shard group (HSDP)
     zero: Literal[0, 1, 2, 3] = 0  # what data-parallel ranks shard: 1 optimizer state, 2 + gradients, 3 + weights (arXiv 1910.02054)
     bucket_mb: float = 64.0  # gradients that are reduced together, in MiB; a parameter is never cut
@@ -106,6 +131,7 @@ class Parallel:
     node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
     recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: parts of a block; whole blocks
+    offload: Literal["none", "optimizer", "activations", "both"] = "none"  # kept in host memory: masters and moments; what the backward needs
     recompute_parts: str = "core"  # what selective makes again, any of core,norm,act: attention's inside, norms, the MLP's activation
     recompute_stages: str | None = None  # a mode for each stage, e.g. full,selective,none,none; none: recompute for all
 
@@ -218,6 +244,7 @@ def convert(kind, value, at: str):
 
 
 HORIZONS = ("steps", "tokens", "flops")
+LEARNING = ("aux_loss", "aux_kind", "z_loss", "jitter", "capacity", "drop", "router_bias_rate")  # of model.*: do nothing after training
 
 
 def merge(base: dict, over: dict) -> dict:
@@ -379,6 +406,15 @@ def head_dim(m: Model) -> int:
 
 def kv_heads(m: Model) -> int:
     return m.kv_heads or m.heads
+
+
+def moe_ffn(m: Model) -> int:
+    return m.moe_ffn or m.ffn
+
+
+def is_moe(m: Model, layer: int) -> bool:
+    """Has this layer experts?"""
+    return m.experts is not None and layer >= m.first_dense and (layer + 1) % m.moe_every == 0
 
 
 def numbers(text: str) -> list[int]:

@@ -4,8 +4,9 @@ wrong with it, and values nearby that would do.
 import contextlib
 import dataclasses
 import math
+from typing import Callable
 
-from config import HORIZONS, Config, ConfigError, head_dim, kv_heads, numbers, words
+from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, words
 
 PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
 
@@ -28,24 +29,26 @@ def nearby(cfg: Config, key: str, values, check) -> str:
     return f"; try {key} {', '.join(map(str, sorted(good)))}" if good else ""
 
 
-def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
-    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out; advise: with values that pass."""
+def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | None = None) -> None:
+    """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out, with values that fits(config)
+    lets pass; None: without."""
     m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
 
     def need(ok, text, keys="", values=()):
         if not ok:
-            tips = (nearby(cfg, key, values, lambda c: validate(c, world, False)) for key in keys.split() if advise)
+            tips = (nearby(cfg, key, values, fits) for key in keys.split() if fits)
             raise ConfigError(text + next(filter(None, tips), ""))
 
-    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window"),
+    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
+                          "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
-                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "dp_rep", "bucket_mb", "node"),
+                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
             value = getattr(getattr(cfg, section), key)
             need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
-    for key in ("beta1", "beta2"):
+    for key in ("beta1", "beta2", "momentum"):
         need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
     need(cfg.eval.temperature >= 0 and cfg.eval.sample >= 0, "eval.temperature, eval.sample: must not be negative")
     need(0 <= m.dropout < 1, f"model.dropout: {m.dropout} must lie in [0, 1)")
@@ -63,6 +66,7 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
     need(m.attention != "triton" or t.dtype != "fp64", "model.attention: the Triton kernels have no fp64; take auto or reference")
     need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE",
          "model.head_dim", (head_dim(m) - 1, head_dim(m) + 1))
+    need(m.qk_norm or not m.qk_norm_whole, "model.qk_norm_whole: says how model.qk_norm is done, which is off; turn that on")
     need(m.positions != "learned" or t.seq_len <= m.context,
          f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context",
          "train.seq_len", [m.context // 2**i for i in range(4)])
@@ -92,16 +96,55 @@ def validate(cfg: Config, world: int = 1, advise: bool = True) -> None:
         need(p.cp == 1 or p.cp_kind == "ring" or value % (p.tp * p.cp) == 0,
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
              "take ring, or another degree", "parallel.cp", divisors(value))
-    need(world == 1 or not cfg.checkpoint.async_save,
-         f"checkpoint.async_save: on {world} ranks the writers' exchanges would cross the step's; turn it off")
+    mixture(cfg, world, need)
+    need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
+         f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
     a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
-    need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(p.tp, node) % min(p.tp, node) == 0,
-         f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at tp {p.tp}", "parallel.node", divisors(a))
+    for key, apart in (("tp", p.tp), ("ep*etp", p.ep * p.etp)):
+        need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(apart, node) % min(apart, node) == 0,
+             f"parallel.node: {node} cuts the {a} ranks of a stage unevenly at {key} {apart}", "parallel.node", divisors(a))
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}",
          "train.global_batch", [t.micro_batch * dp * max(1, t.global_batch // (t.micro_batch * dp) + i) for i in range(-1, 3)])
     need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
          f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")
+
+
+def mixture(cfg: Config, world: int, need) -> None:
+    """The rules of a mixture of experts. need(ok, text, keys, values): as in `validate`."""
+    m, t, p = cfg.model, cfg.train, cfg.parallel
+    if m.experts is None:
+        need(p.ep == p.etp == 1, f"parallel.{'ep' if p.ep > 1 else 'etp'}: shares out experts, and model.experts is none; leave it at 1")
+        need(m.capacity is None, "model.capacity: is an expert's, and model.experts is none; leave it out")
+        return
+    inner = world // (p.pp * p.dp_rep)
+    need(m.experts % p.ep == 0, f"parallel.ep: {p.ep} does not divide model.experts={m.experts}", "parallel.ep", divisors(m.experts))
+    need(moe_ffn(m) % p.etp == 0, f"parallel.etp: {p.etp} does not divide model.moe_ffn={moe_ffn(m)}", "parallel.etp", divisors(moe_ffn(m)))
+    need(inner % (p.ep * p.etp) == 0, f"parallel.ep*etp = {p.ep}*{p.etp} does not divide dp*cp*tp = {inner}", "parallel.ep parallel.etp", divisors(inner))
+    need(m.top_k <= m.experts, f"model.top_k: {m.top_k} is more than model.experts={m.experts}", "model.top_k", (m.experts,))
+    need(m.experts % m.router_groups == 0, f"model.router_groups: {m.router_groups} does not divide model.experts={m.experts}",
+         "model.router_groups", divisors(m.experts))
+    need(m.router_group_top_k <= m.router_groups,
+         f"model.router_group_top_k: {m.router_group_top_k} is more than model.router_groups={m.router_groups}", "model.router_group_top_k", (m.router_groups,))
+    chosen = m.experts // m.router_groups * m.router_group_top_k
+    need(m.top_k <= chosen, f"model.top_k: {m.top_k} is more than the {chosen} experts of model.router_group_top_k={m.router_group_top_k} groups",
+         "model.top_k model.router_group_top_k", range(1, m.experts + 1))
+    need(m.router == "softmax" or m.router_groups == 1 or m.experts // m.router_groups > 1,
+         f"model.router_groups: {m.router_groups} groups of one expert have no two best", "model.router_groups", divisors(m.experts))
+    need(m.capacity is None or m.capacity >= 1 / m.experts,
+         f"model.capacity: {m.capacity} is below 1/experts = {1 / m.experts:g}, and most tokens would be dropped; 1 is a fair share, none drops nothing")
+    need(0 <= m.jitter < 1, f"model.jitter: {m.jitter} must lie in [0, 1)")
+    for key in ("shared_experts", "first_dense", "aux_loss", "z_loss", "router_bias_rate"):
+        need(getattr(m, key) >= 0, f"model.{key}: {getattr(m, key)} must not be negative")
+    need(any(is_moe(m, i) for i in range(m.layers)), f"model.first_dense: {m.first_dense} and model.moe_every={m.moe_every} leave none of the "
+         f"{m.layers} layers experts", "model.first_dense model.moe_every", range(m.layers))
+    need(not m.shared_gate or m.shared_experts, "model.shared_gate: there are no shared experts to gate; set model.shared_experts")
+    need(m.activation == "swiglu" and not m.bias, f"model.experts: an expert is a SwiGLU without biases, not {m.activation}{' with biases' * m.bias}; "
+         "set model.activation swiglu and model.bias false")
+    need(m.shared_experts * moe_ffn(m) % p.tp == 0, f"parallel.tp: {p.tp} does not divide the shared experts' width {m.shared_experts * moe_ffn(m)}",
+         "parallel.tp", divisors(m.shared_experts * moe_ffn(m)))
+    need(t.seq_len % (p.cp * p.tp) == 0, f"train.seq_len: {t.seq_len} is not a multiple of cp*tp = {p.cp}*{p.tp}, over which a mixture's tokens are cut",
+         "train.seq_len", [p.cp * p.tp * max(1, t.seq_len // (p.cp * p.tp) + i) for i in range(-1, 3)])

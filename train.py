@@ -44,15 +44,17 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     for b in run.buckets:
         b.zero_grad()
+    run.routers.begin()
     loss = run.pipeline.run(run.ops, batches, 1 / tokens)
     finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")
-    norm = grad_norm(run.buckets, run.mesh)
+    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None)
     ok = guard.judge(loss, norm)
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip), ok)
     for b in run.buckets:
         b.publish()
+    run.routers.settle(ok)
     return loss, norm, ok
 
 
@@ -61,9 +63,11 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     at = setup.faults(env, POINTS)
     setup.seed(cfg)
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world)  # rank 0 makes what is made on the spot
     data, valid = (open_data(cfg, split, mesh.data.index, mesh.data.size) for split in ("train", "valid"))
+    if data.tokenizer is None:
+        raise ConfigError(f"data.tokenizer: {cfg.data.path} does not say which tokenizer made it; name it: bytes, a tokenizer.json or an x.model")
     cfg = with_vocab(cfg, data.tokenizer.vocab)
     flops = flops_per_token(cfg.model, cfg.train.seq_len)
     run = build(cfg, mesh, env.device, data, horizon(cfg, flops))
@@ -74,7 +78,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
         data.tokenizer.save(folder / "tokenizer")
         (folder / "config.yaml").write_text(config.dump(cfg))
     count, guard, stop = parameters(cfg.model), Guard(), Stop(folder, cfg.train.max_minutes)
-    saver = Saver(cfg.checkpoint.async_save)
+    saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
     with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told():
@@ -97,7 +101,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
                                    seconds=time.perf_counter() - begun))
             at("step.logged", step)
-            reason = agreed(stop.check(), mesh)
+            reason = agreed(stop.check(), saver, mesh)
             last = step == run.steps or reason is not None
             if last or due(cfg.eval.every, step):
                 evaluate(step)
@@ -126,9 +130,12 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def agreed(reason: str | None, mesh: Mesh) -> str | None:
-    """One answer for all ranks: any rank that was told to stop stops every rank at this step."""
-    flag = comm.max_(torch.tensor(reason is not None, dtype=torch.int32), mesh.world)
+def agreed(reason: str | None, saver: Saver, mesh: Mesh) -> str | None:
+    """One answer for all ranks: any rank that was told to stop stops every rank at this step. Raises what a save behind the
+    run's back met, on every rank at the same step."""
+    flag = int(comm.max_(torch.tensor(2 if saver.failed() else reason is not None, dtype=torch.int32), mesh.world))
+    if flag == 2:
+        saver.wait()
     return (reason or "another rank was told to stop") if flag else None
 
 

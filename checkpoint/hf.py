@@ -27,8 +27,16 @@ LLAMA = {"embed": "model.embed_tokens", "layers": "model.layers", "norm": "model
 GPT2 = {"embed": "transformer.wte", "positions": "transformer.wpe", "layers": "transformer.h", "norm": "transformer.ln_f",
         "head": "lm_head", "attn_norm": "ln_1", "attn.q": "attn.c_attn", "attn.k": "attn.c_attn", "attn.v": "attn.c_attn",
         "attn.o": "attn.c_proj", "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-TABLES = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
+MIXTRAL = {**LLAMA, "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
+           "mlp.experts.up": "block_sparse_moe.experts.{}.w3", "mlp.experts.down": "block_sparse_moe.experts.{}.w2"}
+MOE = {**LLAMA, "mlp.router": "mlp.gate", **{f"mlp.experts.{n}": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}}
+QWEN2_MOE = {**MOE, "mlp.shared_gate": "mlp.shared_expert_gate", **{f"mlp.shared.{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}}
+DEEPSEEK = {**MOE, "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+            **{f"mlp.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}}
+TABLES = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE,
+          "qwen3_moe": MOE, "olmoe": MOE, "dots1": DEEPSEEK}
 HEAD = "lm_head.weight"
+EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)")
 BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")  # old files carry them; not weights
 FLOATS = ("F64", "F32", "F16", "BF16")
 SHARD_BYTES = 5_000_000_000  # transformers 4's own limit; version 5 went to ten times that
@@ -40,6 +48,10 @@ class Place:
     name: str
     parts: list[Tensor]
     flip: bool
+    exact: bool = False  # stays fp32 whatever the rest is written in: it only compares
+
+    def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32 if self.exact else dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,17 +67,20 @@ def places(kind: str, m: Model, pieces: list[tuple[Box, Tensor]]) -> list[Place]
         name = rename(box.key, TABLES[kind])
         flip = kind == "gpt2" and t.dim() == 2 and box.key.startswith("layers.")
         t = t[:m.vocab] if box.key in ("embed.weight", "head.weight") else t
-        found.setdefault(name, Place(name, [], flip)).parts.append(t)
+        found.setdefault(name, Place(name, [], flip, box.key.endswith(".router.bias"))).parts.append(t)
     return list(found.values())
 
 
 def rename(key: str, table: dict[str, str]) -> str:
-    """layers.3.attn.q.weight -> model.layers.3.self_attn.q_proj.weight"""
+    """layers.3.attn.q.weight -> model.layers.3.self_attn.q_proj.weight; layers.3.mlp.experts.7.up.weight -> ...experts.7.up_proj.weight"""
     body, _, leaf = key.rpartition(".")
     if not body.startswith("layers."):
         return f"{table[body]}.{leaf}"
     _, i, body = body.split(".", 2)
-    return f"{table['layers']}.{i}.{table[body]}.{leaf}"
+    expert = EXPERT.fullmatch(body)
+    body, number = (f"mlp.experts.{expert[2]}", expert[1]) if expert else (body, "")
+    name = table.get(f"{body}.{leaf}") or f"{table[body]}.{leaf}"
+    return f"{table['layers']}.{i}.{name.format(number)}"
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -166,7 +181,7 @@ def write(folder: Path, kind: str, m: Model, pieces: list[tuple[Box, Tensor]], d
     tensors. Raises StorageError."""
     groups, size = [[]], 0
     for place in places(kind, m, pieces):
-        n = prod(place.shape) * dtype.itemsize
+        n = prod(place.shape) * place.dtype(dtype).itemsize
         if groups[-1] and size + n > shard:
             groups, size = [*groups, []], 0
         groups[-1].append(place)
@@ -186,15 +201,15 @@ def write_tensors(path: Path, group: list[Place], dtype: torch.dtype) -> int:
     """One safetensors file, flushed; each tensor is converted when its turn comes. Returns the bytes of its tensors."""
     table, end = {"__metadata__": {"format": "pt"}}, 0  # older transformers refuse a file without it
     for p in group:
-        begin, end = end, end + prod(p.shape) * dtype.itemsize
-        table[p.name] = {"dtype": DTYPES[dtype], "shape": list(p.shape), "data_offsets": [begin, end]}
+        begin, end = end, end + prod(p.shape) * p.dtype(dtype).itemsize
+        table[p.name] = {"dtype": DTYPES[p.dtype(dtype)], "shape": list(p.shape), "data_offsets": [begin, end]}
     head = json.dumps(table).encode()
     head += b" " * (-len(head) % 8)  # the first tensor starts aligned
     with storing(path, end), open(path, "xb") as f:
         f.write(len(head).to_bytes(8, "little") + head)
         for p in group:
             value = p.parts[0] if len(p.parts) == 1 else torch.cat(p.parts)
-            data = raw((value.t() if p.flip else value).to(dtype))
+            data = raw((value.t() if p.flip else value).to(p.dtype(dtype)))
             for at in range(0, len(data), CHUNK):
                 f.write(data[at:at + CHUNK])
         f.flush()

@@ -1,4 +1,5 @@
-"""config.json of a Hugging Face folder <-> config.Model, for the dense families: one table, read in both directions.
+"""config.json of a Hugging Face folder <-> config.Model: one table, read in both directions. What only training uses of a
+mixture (config.LEARNING) stays behind: their losses are defined otherwise (model/moe.py).
 
 Promises: what is read means the same model, or it is refused with the reason; nothing that changes the logits is guessed.
 Both spellings are read (v5 writes rope_parameters and dtype); v4's is written, since v4 silently falls back to
@@ -6,10 +7,10 @@ rope_theta=10000 on v5's, and v5 reads v4's exactly. Defaults are those of trans
 config.json may leave out whatever equals them.
 """
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from config import ConfigError, Model, build, head_dim, kv_heads
+from config import ConfigError, Model, build, head_dim, kv_heads, moe_ffn
 
 NULLABLE = ("num_key_value_heads", "head_dim", "n_inner", "sliding_window")  # null has a meaning there
 
@@ -33,6 +34,11 @@ ROPE = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope"}
 ROPE_DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 1e-6, "initializer_range": 0.02,
                  "tie_word_embeddings": False, "rope_theta": 10000.0}
 SILU = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0,), "quantization_config": (None,)}
+MIXTURE = ("experts", "top_k", "moe_ffn", "shared_experts", "shared_gate", "first_dense", "moe_every", "router", "router_renorm",
+           "router_groups", "router_group_top_k", "router_scale", "router_bias")
+PLAIN = {f.name: f.default for f in fields(Model) if f.name in (*MIXTURE, "qk_norm_whole")}  # a family's, where it says nothing else
+QWEN_MOE = {**{k: v for k, v in ROPE_KEYS.items()}, "experts": "num_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size",
+            "router_renorm": "norm_topk_prob", "moe_every": "decoder_sparse_step"}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 FAMILIES = {
@@ -56,7 +62,35 @@ FAMILIES = {
     "qwen3": Family("Qwen3ForCausalLM", ROPE_KEYS, {**ROPE, "bias": False, "qkv_bias": False, "qk_norm": True},
                     {**SILU, "attention_bias": (False,)},
                     {**ROPE_DEFAULTS, **QWEN_WINDOW, "num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}),
+    "mixtral": Family("MixtralForCausalLM", {**ROPE_KEYS, "experts": "num_local_experts", "top_k": "num_experts_per_tok"},
+                      {**ROPE, "bias": False, "qkv_bias": False, "qk_norm": False}, SILU,
+                      {**ROPE_DEFAULTS, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None,
+                       "num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 131072}),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", {**QWEN_MOE, "qkv_bias": "qkv_bias"},
+                        {**ROPE, "bias": False, "qk_norm": False, "window": None, "shared_gate": True},
+                        {**SILU, "use_sliding_window": (False,)},
+                        {**ROPE_DEFAULTS, "num_key_value_heads": 16, "qkv_bias": True, "decoder_sparse_step": 1, "moe_intermediate_size": 1408,
+                         "shared_expert_intermediate_size": 5632, "num_experts_per_tok": 4, "num_experts": 60, "norm_topk_prob": False,
+                         "max_position_embeddings": 32768}),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", QWEN_MOE, {**ROPE, "bias": False, "qkv_bias": False, "qk_norm": True, "window": None},
+                        {**SILU, "attention_bias": (False,), "use_sliding_window": (False,)},
+                        {**ROPE_DEFAULTS, "num_key_value_heads": 4, "decoder_sparse_step": 1, "moe_intermediate_size": 768, "num_experts_per_tok": 8,
+                         "num_experts": 128, "norm_topk_prob": False, "max_position_embeddings": 32768}),
+    "olmoe": Family("OlmoeForCausalLM", {**{k: v for k, v in ROPE_KEYS.items() if k != "head_dim"}, "experts": "num_experts",
+                                         "top_k": "num_experts_per_tok", "router_renorm": "norm_topk_prob"},
+                    {**ROPE, "head_dim": None, "bias": False, "qkv_bias": False, "qk_norm": True, "qk_norm_whole": True, "window": None},
+                    {**SILU, "attention_bias": (False,), "clip_qkv": (None,)},
+                    {**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False,
+                     "max_position_embeddings": 4096}),
+    "dots1": Family("Dots1ForCausalLM", {**ROPE_KEYS, "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size",
+                                         "shared_experts": "n_shared_experts", "first_dense": "first_k_dense_replace", "router_renorm": "norm_topk_prob",
+                                         "router_groups": "n_group", "router_group_top_k": "topk_group", "router_scale": "routed_scaling_factor"},
+                    {**ROPE, "bias": False, "qkv_bias": False, "qk_norm": True, "window": None, "router": "sigmoid", "router_bias": True},
+                    {**SILU, "attention_bias": (False,)},
+                    {**ROPE_DEFAULTS, "num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False,
+                     "routed_scaling_factor": 1.0, "max_position_embeddings": 2048}),
 }
+ALIASES = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}  # transformers 5 writes Qwen's under the other name
 
 
 # ---- config.json -> Model --------------------------------------------------------------------------------------------
@@ -91,20 +125,36 @@ def to_model(kind: str, said: dict) -> dict:
     for key, values in family.theirs.items():
         if said.get(key, values[0]) not in values:
             raise Unlike(f"{key} = {said[key]!r} is not supported, only {' or '.join(map(repr, values))}")
-    said = {**family.defaults, **said}
+    other = {ALIASES[k]: v for k, v in said.items() if k in ALIASES and ALIASES[k] in family.keys.values()}
+    said = {**family.defaults, **other, **said}
     for key in (*family.keys.values(), *family.defaults):
         if key not in said:
             raise Unlike(f"{key} is missing")
         if not isinstance(said[key], (int, float)) and not (said[key] is None and key in NULLABLE):
             raise Unlike(f"{key} = {said[key]!r} is not a number")
-    m = {**family.ours, **{ours: said[key] for ours, key in family.keys.items()}}
+    m = {**family.ours, **{ours: said[key] for ours, key in family.keys.items()}, **mixture(kind, said)}
     if kind == "gpt2":
         return {**m, "ffn": 4 * m["hidden"] if m["ffn"] is None else m["ffn"]}
     if kind == "llama" and said["mlp_bias"] != said["attention_bias"]:
         raise Unlike("attention_bias and mlp_bias differ; both or neither are supported")
-    if m["head_dim"] is not None and m["head_dim"] * m["heads"] == m["hidden"]:
+    if m.get("head_dim") is not None and m["head_dim"] * m["heads"] == m["hidden"]:
         m["head_dim"] = None  # what it is anyway; v5 writes it out
     return {**m, **rope(said), "window": window(kind, said)}
+
+
+def mixture(kind: str, said: dict) -> dict:
+    """What a Qwen mixture says in other terms than ours: the shared experts' width, and layers without experts."""
+    if kind not in ("qwen2_moe", "qwen3_moe"):
+        return {}
+    dense = sorted(said.get("mlp_only_layers") or [])
+    if dense != list(range(len(dense))):
+        raise Unlike(f"mlp_only_layers = {dense} is not supported, only the first layers (and decoder_sparse_step)")
+    if kind == "qwen3_moe":
+        return {"first_dense": len(dense)}
+    shared, one = said["shared_expert_intermediate_size"], said["moe_intermediate_size"]
+    if shared % one or not shared:
+        raise Unlike(f"shared_expert_intermediate_size = {shared} is not a multiple of moe_intermediate_size = {one}")
+    return {"first_dense": len(dense), "shared_experts": shared // one}
 
 
 def rope(said: dict) -> dict:
@@ -131,10 +181,16 @@ def rope(said: dict) -> dict:
 
 def window(kind: str, said: dict) -> int | None:
     """The sliding window that the attention really uses: a Qwen config names one that its use_sliding_window turns off."""
-    if kind == "llama":
+    if FAMILIES[kind].ours.get("window", 0) is None and kind != "dots1":
+        return None
+    if kind == "dots1":
+        slides = said.get("layer_types") or ["sliding_attention"] * (said.get("sliding_window", 4096) is not None and
+                                                                     said["num_hidden_layers"] > said.get("max_window_layers", 62))
+        if "sliding_attention" in slides:
+            raise Unlike("layers with a sliding window (max_window_layers, layer_types) are not supported in this family")
         return None
     size = said["sliding_window"]
-    if kind == "mistral":
+    if kind in ("mistral", "mixtral"):
         return size
     size = size if said["use_sliding_window"] else None
     layers, first = said["num_hidden_layers"], said["max_window_layers"]
@@ -160,7 +216,22 @@ def family_of(m: Model) -> str:
 def misfits(kind: str, m: Model) -> list[str]:
     """Fields in which m is not of this family."""
     m = replace(m, qkv_bias=m.qkv_bias and not m.bias)  # bias has them already
-    out = [f"{k}={getattr(m, k)}" for k, v in FAMILIES[kind].ours.items() if getattr(m, k) != v]
+    family = FAMILIES[kind]
+    same = {**{k: v for k, v in PLAIN.items() if k not in family.keys}, **family.ours}
+    if m.experts and "moe_ffn" not in family.keys:
+        same["moe_ffn"] = m.ffn  # one width for both
+        m = replace(m, moe_ffn=moe_ffn(m))
+    if kind in ("qwen2_moe", "qwen3_moe"):
+        same.pop("first_dense")
+    if kind == "qwen2_moe":
+        same.pop("shared_experts")
+    out = [f"{k}={getattr(m, k)}" for k, v in same.items() if getattr(m, k) != v]
+    if "experts" in family.keys and m.experts is None:
+        out.append("experts=None")
+    if kind == "qwen2_moe" and not m.shared_experts:
+        out.append("shared_experts=0")
+    if kind == "olmoe" and head_dim(m) * m.heads != m.hidden:
+        out.append(f"head_dim={m.head_dim}")
     if kind == "gpt2" and kv_heads(m) != m.heads:
         out.append(f"kv_heads={m.kv_heads}")
     if kind == "gpt2" and head_dim(m) * m.heads != m.hidden:
@@ -174,7 +245,7 @@ def to_json(m: Model, dtype: str, special: dict) -> dict:
     """config.json in v4's spelling. dtype: float32 or bfloat16; special: bos_token_id and eos_token_id (null: none)."""
     kind = family_of(m)
     family = FAMILIES[kind]
-    full = replace(m, kv_heads=kv_heads(m), head_dim=head_dim(m))
+    full = replace(m, kv_heads=kv_heads(m), head_dim=head_dim(m), moe_ffn=moe_ffn(m))
     out = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype, "use_cache": True, **special}
     out |= {key: getattr(full, ours) for ours, key in family.keys.items()}
     out |= {key: values[0] for key, values in family.theirs.items() if key not in ("quantization_config", "partial_rotary_factor")}
@@ -184,7 +255,9 @@ def to_json(m: Model, dtype: str, special: dict) -> dict:
     if m.rope_factor is not None:
         out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_factor, "low_freq_factor": m.rope_low_freq,
                                "high_freq_factor": m.rope_high_freq, "original_max_position_embeddings": m.rope_original}
-    extra = {"llama": {"mlp_bias": m.bias}, "mistral": {"sliding_window": m.window}}
+    extra = {"llama": {"mlp_bias": m.bias}, "mistral": {"sliding_window": m.window}, "mixtral": {"sliding_window": m.window}, "olmoe": {},
+             "dots1": {"sliding_window": None, "max_window_layers": m.layers}, "qwen3_moe": {"mlp_only_layers": list(range(m.first_dense))},
+             "qwen2_moe": {"mlp_only_layers": list(range(m.first_dense)), "shared_expert_intermediate_size": m.shared_experts * moe_ffn(m)}}
     qwen = {"use_sliding_window": m.window is not None, "sliding_window": m.window,
             "max_window_layers": 0 if m.window else m.layers}  # the window starts at this layer
     return out | extra.get(kind, qwen)

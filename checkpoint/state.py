@@ -4,6 +4,7 @@
 """
 import dataclasses
 import pathlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from parallel import comm
 from parallel.boxes import Box
 from parallel.params import Bucket
 
-HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask")  # else samples repeat or are lost
-FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std")  # the rest of model.* is hard
+HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
+Boxes = Sequence[tuple[Box, Tensor]]
+FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std",
+        "model.aux_loss", "model.z_loss", "model.jitter", "model.capacity", "model.drop", "model.router_bias_rate")  # the rest of model.* is hard
 
 
 def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]], alone: bool = False) -> list[tuple[Box, Tensor]]:
@@ -24,6 +27,7 @@ def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]], alone: bool = F
     return [(dataclasses.replace(box, key=box.key + suffix), part)
             for i, bucket in enumerate(buckets)
             for suffix, flat in [("", bucket.master), *((f"@{name}", flats[i]) for name, flats in state.items())]
+            if flat is not None  # an optimizer may keep a moment of some buckets alone
             for box, part in bucket.boxes(flat, alone)]
 
 
@@ -77,16 +81,16 @@ def find(path: str, log: list[str]) -> pathlib.Path:
     return found
 
 
-def load_weights(buckets: list[Bucket], path: pathlib.Path) -> None:
-    """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export)."""
-    store.load(path, boxes(buckets, {}), strict=False)
+def load_weights(buckets: list[Bucket], path: pathlib.Path, more: Boxes = ()) -> None:
+    """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export). more: beside the buckets'."""
+    store.load(path, [*boxes(buckets, {}), *more], strict=False)
     take(buckets)
 
 
 def load(run, path: pathlib.Path) -> list[str]:
     """Weights and optimizer state into the run, whatever layout saved them; returns warnings."""
     warnings = agree(store.meta(path), run, str(path))
-    wants = boxes(run.buckets, run.optim.state())
+    wants = boxes(run.buckets, run.optim.state()) + run.routers.boxes()
     others = set().union(*comm.all_objects({box.key for box, _ in wants}, run.mesh.world))  # a rank of many holds a part
     store.load(path, wants, others=others)
     take(run.buckets)
@@ -96,9 +100,9 @@ def load(run, path: pathlib.Path) -> list[str]:
 def save(run, saver: Saver, root: pathlib.Path, step: int, at) -> None:
     """One committed checkpoint of the run as it stands after `step`: every rank writes what only it brings. A threaded
     saver may still be writing when this returns; its errors come with the next call."""
-    world = run.mesh.world
-    saver.save(root, step, boxes(run.buckets, run.optim.state(), alone=True), describe(run, step), run.cfg.checkpoint.keep,
-               at, world.index, world.size, lambda x: comm.all_objects(x, world))
+    world = saver.group or run.mesh.world
+    mine = boxes(run.buckets, run.optim.state(), alone=True) + run.routers.boxes(alone=True)
+    saver.save(root, step, mine, describe(run, step), run.cfg.checkpoint.keep, at, world.index, world.size, lambda x: comm.all_objects(x, world))
 
 
 def resume(run, root: pathlib.Path) -> tuple[int, list[str]]:
@@ -123,7 +127,7 @@ def resume(run, root: pathlib.Path) -> tuple[int, list[str]]:
         step = store.meta(path)["step"]
         return step, [*notes, f"resumed from {path} at step {step}"]
     if weights is not None:
-        load_weights(run.buckets, weights)
+        load_weights(run.buckets, weights, run.routers.boxes(weights=True))
         notes = [*notes, f"weights from {weights}"]
     return 0, notes
 

@@ -19,7 +19,7 @@ ALIGNED = 16  # bytes: what the copy engine (TMA) wants of a base and a row
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, region=None) -> Tensor:
-    """x [..., n], weight [m, n], bias [m] -> [..., m].
+    """x [..., n], weight [m, n], bias [m] -> [..., m], in x's dtype: a router in fp32 reads weights of a lower one.
 
     region: None, or an object whose enter(x) is the x that is multiplied, start_enter(x) the same under way, and
     start_leave(dx) the gradient of the x that was given, under way; both are called to wait for the tensor."""
@@ -104,12 +104,12 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*(args if function else (full,)))
         ctx.weight, ctx.bias = weight, bias  # the Parameter objects: `give` looks for their main_grad
         ctx.region, ctx.function, ctx.args = region, function, len(args)
-        return F.linear(full, weight, bias)
+        return F.linear(full, weight.to(full.dtype), bias)
 
     @staticmethod
     def backward(ctx, dy):
         coming = again(ctx.function, ctx.region, *ctx.saved_tensors)
-        dx = dy @ ctx.weight if ctx.needs_input_grad[0] else None
+        dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         going = None if ctx.region is None or dx is None else ctx.region.start_leave(dx)
         x = coming()
         dy2, x2 = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, m], [t, n]

@@ -20,6 +20,12 @@ def swiglu(gate_up: Tensor, fused: bool = False) -> Tensor:
     return _Activation.apply(gate_up, jit(swiglu_forward, fused), jit(swiglu_backward, fused))
 
 
+def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) * up * weight: a router's probability, applied where it costs least. gate_up [m, 2f], weight [m] -> [m, f].
+    Never compiled: m is another one each time."""
+    return _Weighted.apply(gate_up, weight)
+
+
 def gelu(x: Tensor, fused: bool = False) -> Tensor:
     """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))). x [..., f] -> [..., f]."""
     if fits("gelu", x):
@@ -51,14 +57,33 @@ def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     return (dy.to(f.dtype) * slope).to(x.dtype)
 
 
+def weighted_forward(gate_up: Tensor, weight: Tensor) -> Tensor:
+    gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
+    return (F.silu(gate) * up * weight[:, None].to(gate.dtype)).to(gate_up.dtype)
+
+
+def weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """-> dgate_up, dweight."""
+    gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
+    g, s = dy.to(gate.dtype), torch.sigmoid(gate)
+    silu = gate * s
+    dweight = (g * silu * up).sum(-1)
+    g = g * weight[:, None].to(g.dtype)
+    dgate = (1 - s).mul_(silu).add_(s).mul_(up).mul_(g)
+    return torch.cat((dgate.to(dy.dtype), silu.mul_(g).to(dy.dtype)), -1), dweight.to(weight.dtype)
+
+
 # ---- Triton ------------------------------------------------------------------------------------------------------------------
 
 @triton.jit
-def swiglu_kernel(GATE_UP, Y, f, BLOCK: tl.constexpr):
+def swiglu_kernel(GATE_UP, WEIGHT, Y, f, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(GATE_UP + row * 2 * f + cols, cols < f).to(tl.float32)
     up = tl.load(GATE_UP + row * 2 * f + f + cols, cols < f).to(tl.float32)
-    tl.store(Y + row * f + cols, (gate * tl.sigmoid(gate) * up).to(Y.dtype.element_ty), cols < f)
+    y = gate * tl.sigmoid(gate) * up
+    if WEIGHTED:
+        y *= tl.load(WEIGHT + row).to(tl.float32)
+    tl.store(Y + row * f + cols, y.to(Y.dtype.element_ty), cols < f)
 
 
 @triton.jit
@@ -72,6 +97,26 @@ def swiglu_backward_kernel(DY, GATE_UP, DGATE_UP, f, BLOCK: tl.constexpr):
     silu = gate * s
     tl.store(DGATE_UP + at, (g * up * (s + silu * (1 - s))).to(DGATE_UP.dtype.element_ty), cols < f)
     tl.store(DGATE_UP + f + at, (g * silu).to(DGATE_UP.dtype.element_ty), cols < f)
+
+
+@triton.jit
+def weighted_backward_kernel(DY, GATE_UP, WEIGHT, DGATE_UP, DWEIGHT, f, BLOCK: tl.constexpr):
+    """One row whole: the weight's gradient is a sum over it."""
+    row = tl.program_id(0).to(tl.int64)
+    weight, total = tl.load(WEIGHT + row).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, f, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        at = row * 2 * f + cols
+        gate = tl.load(GATE_UP + at, cols < f, 0.0).to(tl.float32)
+        up = tl.load(GATE_UP + f + at, cols < f, 0.0).to(tl.float32)
+        g = tl.load(DY + row * f + cols, cols < f, 0.0).to(tl.float32)
+        s = tl.sigmoid(gate)
+        silu = gate * s
+        total += g * silu * up
+        g *= weight
+        tl.store(DGATE_UP + at, (g * up * (s + silu * (1 - s))).to(DGATE_UP.dtype.element_ty), cols < f)
+        tl.store(DGATE_UP + f + at, (g * silu).to(DGATE_UP.dtype.element_ty), cols < f)
+    tl.store(DWEIGHT + row, tl.sum(total, 0).to(DWEIGHT.dtype.element_ty))
 
 
 @triton.jit
@@ -91,11 +136,12 @@ def gelu_backward_kernel(DY, X, DX, n, CUBIC: tl.constexpr, SLOPE: tl.constexpr,
     tl.store(DX + at, (tl.load(DY + at, at < n).to(tl.float32) * slope).to(DX.dtype.element_ty), at < n)
 
 
-def launch_swiglu(gate_up: Tensor) -> Tensor:
+def launch_swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
     gate_up, f = gate_up.contiguous(), gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], f)
     if y.numel():
-        swiglu_kernel[(y.numel() // f, ceil_div(f, BLOCK))](gate_up, y, f, BLOCK=BLOCK, num_warps=WARPS)
+        swiglu_kernel[(y.numel() // f, ceil_div(f, BLOCK))](gate_up, gate_up if weight is None else weight.contiguous(), y, f,
+                                                            WEIGHTED=weight is not None, BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
@@ -105,6 +151,15 @@ def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
     if dy.numel():
         swiglu_backward_kernel[(dy.numel() // f, ceil_div(f, BLOCK))](dy, gate_up, dx, f, BLOCK=BLOCK, num_warps=WARPS)
     return dx
+
+
+def launch_weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What weighted_backward returns."""
+    dy, gate_up, weight = dy.contiguous(), gate_up.contiguous(), weight.contiguous()
+    dx, dw = torch.empty_like(gate_up), torch.empty_like(weight)
+    if dy.numel():
+        weighted_backward_kernel[(len(dy),)](dy, gate_up, weight, dx, dw, dy.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    return dx, dw
 
 
 def launch_gelu(x: Tensor) -> Tensor:
@@ -135,3 +190,15 @@ class _Activation(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         return ctx.slope(dy, *ctx.saved_tensors), None, None
+
+
+class _Weighted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, weight):
+        ctx.save_for_backward(gate_up, weight)
+        ctx.triton = fits("swiglu", gate_up, weight)
+        return (launch_swiglu if ctx.triton else weighted_forward)(gate_up, weight)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return (launch_weighted_backward if ctx.triton else weighted_backward)(dy, *ctx.saved_tensors)

@@ -14,7 +14,8 @@ from model.recompute import again
 from parallel.mesh import Mesh
 from parallel.ring import ring_attention
 from parallel.rng import Noise
-from parallel.tensor import ColumnLinear, RowLinear, replicated
+from parallel.spec import Spec, parameter
+from parallel.tensor import ColumnLinear, RowLinear, replicated, rows, split_norm
 from parallel.ulysses import ulysses_attention
 
 
@@ -22,7 +23,7 @@ from parallel.ulysses import ulysses_attention
 class Context:
     """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: the ring knows);
     noise: dropout (None: evaluation); cache: keys and values of earlier tokens, for generation; cut: the sequence is cut over
-    cp, and docs [b, s] the documents of all of it (None: no document mask)."""
+    cp, and docs [b, s] the documents of all of it (None: no document mask); learn: what routers need (model/moe.py: Learning)."""
     cos: Tensor | None
     sin: Tensor | None
     see: Sight | None
@@ -30,6 +31,7 @@ class Context:
     cache: "Cache | None" = None
     cut: bool = False
     docs: Tensor | None = None
+    learn: object | None = None
 
 
 @dataclass
@@ -47,7 +49,7 @@ class Cache:
 
 
 def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | None = None,
-            cache: Cache | None = None, cut: bool = False) -> Context:
+            cache: Cache | None = None, cut: bool = False, learn: object | None = None) -> Context:
     """positions [b, s] (cut: [b, s/cp]; restarting where a document does), docs [b, s] or None -> the Context of a forward
     pass."""
     m, p = cfg.model, cfg.parallel
@@ -59,7 +61,7 @@ def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | 
     past = cache.length if cache else 0
     whole = positions.shape[1] * (p.cp if cut else 1)
     see = None if cut and p.cp_kind == "ring" else sight(past, whole, 0, past + whole, m.window, docs, positions.device)
-    return Context(cos, sin, see, noise, cache, cut, docs)
+    return Context(cos, sin, see, noise, cache, cut, docs, learn)
 
 
 class Attention(nn.Module):
@@ -73,12 +75,16 @@ class Attention(nn.Module):
         self.qkv = ColumnLinear(mesh, outs, m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp)
         self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias,
                              cfg.parallel.sp)
-        if m.qk_norm:
+        if m.qk_norm_whole:
+            self.q_norm, self.k_norm = (parameter(Spec((rows(f"{key}.{n}.weight", (h * self.dim,), mesh.tp),), "ones", decay=False))
+                                        for n, h in (("q_norm", m.heads), ("k_norm", kv_heads(m))))
+        elif m.qk_norm:
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
         self.recompute = remakes(cfg, "core")
         self.cp, self.cp_kind, self.window = mesh.cp, cfg.parallel.cp_kind, m.window
+        self.tp, self.whole = mesh.tp, m.qk_norm_whole
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -89,7 +95,9 @@ class Attention(nn.Module):
             q, k, v = rope.split_rope(qkv, ctx.cos, ctx.sin, self.heads, self.kv, self.fused)
         else:
             q, k, v = qkv.split((self.heads, self.kv, self.kv), 2)
-        if self.qk_norm:
+        if self.whole:
+            q, k = (split_norm(t.flatten(2), w, self.eps, self.tp).view(t.shape) for t, w in ((q, self.q_norm), (k, self.k_norm)))
+        elif self.qk_norm:
             q, k = rms_norm(q, self.q_norm, self.eps, self.fused), rms_norm(k, self.k_norm, self.eps, self.fused)
         if self.rope and self.qk_norm:
             q, k = rope.rope(q, ctx.cos, ctx.sin, self.fused), rope.rope(k, ctx.cos, ctx.sin, self.fused)

@@ -12,14 +12,17 @@ from parallel.tensor import ColumnLinear, RowLinear
 
 
 class MLP(nn.Module):
-    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+    """name, width: of a mixture's shared experts; else the block's MLP."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int, name: str = "mlp", width: int | None = None) -> None:
         super().__init__()
-        m, key = cfg.model, f"layers.{layer}.mlp"
+        m, key = cfg.model, f"layers.{layer}.{name}"
+        width = width or m.ffn
         self.fused, self.again = cfg.train.compile, remakes(cfg, "act")
         self.activation = swiglu if m.activation == "swiglu" else gelu
         names = ("gate", "up") if m.activation == "swiglu" else ("up",)
-        self.inner = ColumnLinear(mesh, {f"{key}.{n}": m.ffn for n in names}, m.hidden, m.init_std, m.bias, cfg.parallel.sp)
-        self.down = RowLinear(mesh, f"{key}.down", m.ffn, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias, cfg.parallel.sp)
+        self.inner = ColumnLinear(mesh, {f"{key}.{n}": width for n in names}, m.hidden, m.init_std, m.bias, cfg.parallel.sp)
+        self.down = RowLinear(mesh, f"{key}.down", width, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias, cfg.parallel.sp)
 
     def forward(self, x: Tensor) -> Tensor:
         inner = self.inner(x)  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]

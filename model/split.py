@@ -1,7 +1,7 @@
 """Which layers a pipeline stage holds: cut by hand (parallel.stages), or by cost, so that no stage waits for a heavier one."""
 from itertools import accumulate
 
-from config import Config, Model, head_dim, kv_heads, numbers, padded_vocab
+from config import Config, Model, head_dim, is_moe, kv_heads, moe_ffn, numbers, padded_vocab
 
 
 def layers_of(cfg: Config, stages: int) -> list[tuple[int, int]]:
@@ -11,18 +11,23 @@ def layers_of(cfg: Config, stages: int) -> list[tuple[int, int]]:
 
 
 def by_cost(m: Model, stages: int, seq_len: int) -> list[int]:
-    """Layers of each stage. The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, the embedding nothing. Chooses,
-    among all cuts into consecutive runs, one whose heaviest stage is lightest (dynamic programming, exact)."""
+    """Layers of each stage. The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, the embedding nothing,
+    a mixture what a token uses of it. Chooses, among all cuts into consecutive runs, one whose heaviest stage is lightest (dynamic programming,
+    exact)."""
     hd = head_dim(m)
-    block = m.hidden * hd * (2 * m.heads + 2 * kv_heads(m)) + m.hidden * m.ffn * (3 if m.activation == "swiglu" else 2)
-    block += m.heads * hd * min(m.window or seq_len, seq_len)  # the two products of causal attention, half of them masked
-    head = padded_vocab(m) * m.hidden / block
+    attn = m.hidden * hd * (2 * m.heads + 2 * kv_heads(m))
+    attn += m.heads * hd * min(m.window or seq_len, seq_len)  # the two products of causal attention, half of them masked
+    gates = 3 if m.activation == "swiglu" else 2
+    routed = m.hidden * ((m.top_k + m.shared_experts) * moe_ffn(m) * 3 + (m.experts or 0))
+    costs = [attn + (routed if is_moe(m, i) else m.hidden * m.ffn * gates) for i in range(m.layers)]
+    unit = costs[-1]
+    head, costs = padded_vocab(m) * m.hidden / unit, [c / unit for c in costs]
     best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]  # after k stages: {layers used: (heaviest, sizes)}
     for k in range(1, stages + 1):
         row: dict[int, tuple[float, list[int]]] = {}
         for used, (heaviest, sizes) in best[-1].items():
             for n in range(1, m.layers - used - (stages - k) + 1):
-                cost = max(heaviest, n + (head if k == stages else 0.0))
+                cost = max(heaviest, sum(costs[used:used + n]) + (head if k == stages else 0.0))
                 if used + n not in row or cost < row[used + n][0]:
                     row[used + n] = (cost, [*sizes, n])
         best.append(row)

@@ -2,11 +2,12 @@
 import torch
 from torch import Tensor, nn
 
-from config import Config
+from config import Config, is_moe
 from model.attention import Attention, Cache, Context, context
 from model.embed import Embed
 from model.loss import Head
 from model.mlp import MLP
+from model.moe import MoE, Learning, learning
 from model.norm import Norm
 from model.recompute import again
 from parallel.collectives import take_dim1
@@ -16,7 +17,7 @@ from parallel.zero import Zero
 
 
 class Block(nn.Module):
-    """x [b, s, d] -> [b, s, d] (sp: [b, s/tp, d])."""
+    """x [b, s, d] (sp: [b, s/tp, d]) -> the same, and what its router tells (model/moe.py; None without one, or outside of training)."""
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
@@ -24,12 +25,14 @@ class Block(nn.Module):
         self.attn_norm = Norm(cfg, mesh, f"layers.{layer}.attn_norm")
         self.attn = Attention(cfg, mesh, layer)
         self.mlp_norm = Norm(cfg, mesh, f"layers.{layer}.mlp_norm")
-        self.mlp = MLP(cfg, mesh, layer)
+        self.moe = is_moe(cfg.model, layer)
+        self.mlp = (MoE if self.moe else MLP)(cfg, mesh, layer)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
+    def forward(self, x: Tensor, ctx: Context) -> tuple[Tensor, Tensor | None]:
         a = dropout(self.attn(self.attn_norm(x), ctx), self.rate, ctx.noise, 1 + 2 * self.layer)
         h, x = self.mlp_norm.add(a, x)
-        return x + dropout(self.mlp(h), self.rate, ctx.noise, 2 + 2 * self.layer)
+        y, told = self.mlp(h, ctx.learn) if self.moe else (self.mlp(h), None)
+        return x + dropout(y, self.rate, ctx.noise, 2 + 2 * self.layer), told
 
 
 class Stage(nn.Module):
@@ -40,7 +43,7 @@ class Stage(nn.Module):
 
     def __init__(self, cfg: Config, mesh: Mesh, first: int, last: int, embed: nn.Parameter | None = None, apart: bool = False) -> None:
         super().__init__()
-        self.cfg, self.tp = cfg, mesh.tp
+        self.cfg, self.mesh, self.tp = cfg, mesh, mesh.tp
         self.embed = Embed(cfg, mesh, apart) if first == 0 else None
         self.blocks = nn.ModuleList(Block(cfg, mesh, i) for i in range(first, last))
         self.head = Head(cfg, mesh, self.embed.weight if self.embed else embed, apart) if last == cfg.model.layers else None
@@ -56,10 +59,10 @@ class Stage(nn.Module):
         return part.weight if self.cfg.model.tied and part is not None else None
 
     def hidden(self, x: Tensor, positions: Tensor, docs: Tensor | None = None, noise: Noise | None = None,
-               cache: Cache | None = None, cut: bool = False) -> Tensor:
+               cache: Cache | None = None, cut: bool = False, learn: Learning | None = None) -> Tensor:
         """Token ids [b, s] on the first stage, else [b, s, d] from the stage before -> [b, s, d] after the last block here.
         cut: these are this rank's tokens of sequences that are cut over cp; else whole sequences, as in generation."""
-        ctx = context(self.cfg, positions, docs, noise, cache, cut)
+        ctx = context(self.cfg, positions, docs, noise, cache, cut, learn)
         part = 0
         if self.embed is not None:
             self.zero.enter(0, False)
@@ -69,10 +72,12 @@ class Stage(nn.Module):
             part = 1
         for i, block in enumerate(self.blocks, part):
             self.zero.enter(i, False)
-            y = again(block, x, ctx) if self.cfg.parallel.recompute == "full" and torch.is_grad_enabled() else block(x, ctx)
+            y, told = again(block, x, ctx) if self.cfg.parallel.recompute == "full" and torch.is_grad_enabled() else block(x, ctx)
             self.zero.left(i)
             self.zero.watch(i, x, y)
             x = y
+            if told is not None:
+                block.mlp.router.told += told  # here, not in the block, which recompute may run twice
         if cache is not None:
             cache.length += positions.shape[1]
         return x
@@ -82,11 +87,12 @@ class Stage(nn.Module):
         loss times scale. x: token ids or the hidden state from the stage before. Dropout only where gradients are on."""
         learn = torch.is_grad_enabled()
         noise = None
-        if self.cfg.model.dropout and learn:
+        if (self.cfg.model.dropout or self.cfg.model.jitter) and learn:
             columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device) if batch.places is None else batch.places
             columns = take_dim1(columns[None], self.tp)[0] if self.cfg.parallel.sp else columns
             noise = Noise(self.cfg.train.seed, batch.step, batch.rows, columns)
-        x = self.hidden(x, batch.positions, batch.docs, noise, cut=batch.places is not None)
+        routing = learning(self.cfg, self.mesh, batch, scale, noise) if learn and self.cfg.model.experts else None
+        x = self.hidden(x, batch.positions, batch.docs, noise, cut=batch.places is not None, learn=routing)
         if self.head is None:
             return x
         last = len(self.zero.parts) - 1

@@ -69,6 +69,44 @@ def take_dim1(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else x.chunk(group.size, 1)[group.index]
 
 
+def split_dim1(x: Tensor, group: Group) -> Tensor:
+    """This rank's [b, s/n, ...] of an activation [b, s, ...] that every rank has whole; zeros fill up what n does not divide."""
+    return x if group.size == 1 else _SplitGather.apply(x, group)
+
+
+def join_dim1(x: Tensor, group: Group, s: int) -> Tensor:
+    """The way back, without the filling: every rank gets [b, s, ...], and uses it alike."""
+    return x if group.size == 1 else _GatherSplit.apply(x, group, s)
+
+
+def share(x: Tensor, group: Group) -> Tensor:
+    size = -(-x.shape[1] // group.size)
+    part = x[:, group.index * size:(group.index + 1) * size]
+    return torch.cat((part, part.new_zeros(x.shape[0], size - part.shape[1], *x.shape[2:])), 1) if part.shape[1] < size else part.contiguous()
+
+
+class _SplitGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group, ctx.s = group, x.shape[1]
+        return share(x, group)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return gather_dim1(dy, ctx.group)[:, :ctx.s], None
+
+
+class _GatherSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, s):
+        ctx.group = group
+        return gather_dim1(x, group)[:, :s]
+
+    @staticmethod
+    def backward(ctx, dy):
+        return share(dy, ctx.group), None, None
+
+
 class _CopySum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):

@@ -8,6 +8,7 @@ reduce-scatter and the all-gather that undoes it count the same, and the two tog
 A peer that dies or hangs is a PeerError that says which exchange of which group was waiting for it. torch's own errors do
 not (gloo names a port), so every exchange notes in `Now` what it is about to do; runtime/peers.py reads it as well.
 """
+import dataclasses
 import re
 import time
 from collections import Counter
@@ -100,6 +101,14 @@ class World:
             if self.rank in ranks:
                 mine = Group(name, ranks, ranks.index(self.rank), self.handles.get(ranks), ledger, axes, self.now)
         return mine
+
+    def apart(self, name: str) -> Group:
+        """All ranks, connected once more on the host: for a thread, whose exchanges must never meet those of a step. Collective."""
+        alone = Group(name, tuple(range(self.size)), self.rank, now=Now(timeout_s=self.now.timeout_s))
+        if self.size == 1:
+            return alone
+        handle = alone.run("meeting", None, None, dist.new_group, list(alone.ranks), timeout=timedelta(seconds=self.now.timeout_s), backend="gloo")
+        return dataclasses.replace(alone, handle=handle)
 
     def everyone(self) -> Group:
         """All ranks, before there is a layout."""
@@ -231,6 +240,18 @@ def start_scatter_sum(x: Tensor, group: Group) -> Work:
     out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     verb = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return Work(out, verb(out, x, group=group.handle, async_op=True), x, (group, "reduce_scatter", x.nbytes))
+
+
+def start_all_to_all(x: Tensor, sent: list[int], came: list[int], group: Group, count: bool = True) -> Work:
+    """Started: sent[i] rows of x [sum(sent), ...] go to rank i -> [sum(came), ...]: came[i] rows from rank i, in the order of ranks.
+    count: what is sent is counted; else what comes: so that the way there and the way back count the same."""
+    if group.size == 1:
+        return Work(x)
+    x = x.contiguous()
+    out = x.new_empty(sum(came), *x.shape[1:])
+    group.count("all_to_all", x if count else out)
+    return Work(out, dist.all_to_all_single(out, x, came, sent, group=group.handle, async_op=True), x,
+                (group, "all_to_all", x.nbytes))
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:

@@ -4,21 +4,26 @@ Axes run outermost first, so that tp neighbours share a node. `dp` is what is le
 """
 from dataclasses import dataclass
 
-DENSE = ("pp", "dp_rep", "dp", "cp", "tp")  # attention, norms, dense MLPs, embeddings
+DENSE = ("pp", "dp_rep", "dp", "cp", "tp")  # attention, norms, dense MLPs, embeddings, routers
+EXPERT = ("pp", "dp_rep", "edp", "ep", "etp")  # a mixture's experts: the same ranks, dp x cp x tp folded anew (arXiv 2504.14960)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Raises ValueError where the degrees do not multiply to a divisor of the world."""
+    """Raises ValueError where the degrees do not multiply to a divisor of the world, or ep x etp not to one of dp x cp x tp."""
     world: int
     tp: int = 1
     cp: int = 1
     pp: int = 1
     dp_rep: int = 1  # HSDP: replicas of the ZeRO shard group
+    ep: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
         if self.world % self.model:
             raise ValueError(f"world {self.world} is not a multiple of tp*cp*pp*dp_rep = {self.model}")
+        if self.dp * self.cp * self.tp % (self.ep * self.etp):
+            raise ValueError(f"ep*etp = {self.ep * self.etp} does not divide dp*cp*tp = {self.dp * self.cp * self.tp}")
 
     @property
     def model(self) -> int:
@@ -28,22 +33,31 @@ class Layout:
     def dp(self) -> int:
         return self.world // self.model
 
+    @property
+    def edp(self) -> int:
+        """Ranks that hold the same piece of the same experts, in one replica."""
+        return self.dp * self.cp * self.tp // (self.ep * self.etp)
+
     def size(self, axis: str) -> int:
         return getattr(self, axis)
 
-    def coords(self, rank: int) -> dict[str, int]:
-        """{axis: index} of one rank."""
+    def coords(self, rank: int, axes: tuple[str, ...] = DENSE) -> dict[str, int]:
+        """{axis: index} of one rank, in one of the two factorizations."""
         out = {}
-        for axis in reversed(DENSE):
+        for axis in reversed(axes):
             rank, out[axis] = divmod(rank, self.size(axis))
         return out
 
     def groups(self, *axes: str) -> list[list[int]]:
-        """Every group of ranks that spans `axes` and agrees on the others, e.g. groups('tp'), groups('dp', 'cp')."""
+        """Every group of ranks that spans `axes` and agrees on the others, e.g. groups('tp'), groups('dp', 'cp'),
+        groups('ep', 'etp'). Raises ValueError where they do not lie in one factorization."""
+        every = DENSE if set(axes) <= set(DENSE) else EXPERT
+        if not set(axes) <= set(every):
+            raise ValueError(f"{axes} do not lie in one factorization: {DENSE} or {EXPERT}")
         table: dict[tuple, list[int]] = {}
         for rank in range(self.world):
-            c = self.coords(rank)
-            table.setdefault(tuple(c[a] for a in DENSE if a not in axes), []).append(rank)
+            c = self.coords(rank, every)
+            table.setdefault(tuple(c[a] for a in every if a not in axes), []).append(rank)
         return list(table.values())
 
     def ends(self) -> list[list[int]]:

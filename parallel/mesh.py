@@ -10,13 +10,19 @@ SPANS = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp_rep": ("dp_rep",),
          "shard": ("dp", "cp"),  # ranks that share one copy of the sharded state under ZeRO
          "loss": ("dp_rep", "dp", "cp"),  # ranks that see different tokens: counts and gradients are summed here
          "model": ("pp", "tp"),  # ranks that hold different parameters
-         "world": DENSE}
+         "stage": ("dp_rep", "dp", "cp", "tp"),  # ranks that hold the same layers
+         "world": DENSE,
+         "tokens": ("cp", "tp"),  # ranks that share a sequence, where tp has cut it too: a router's counts are summed here
+         "experts": ("ep", "etp"),  # ranks that hold all experts together: tokens are exchanged here
+         "eshard": ("edp",),  # what shard, loss and model are to the rest, for experts
+         "eloss": ("dp_rep", "edp"),
+         "emodel": ("pp", "ep", "etp")}
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """mesh.tp, .cp, .pp, .dp_rep, .data, .shard, .loss, .model, .world are Groups; tied: the pipeline's two ends (None on
-    the ranks between them)."""
+    """mesh.tp, .cp, .pp, .dp_rep, .data, .shard, .loss, .model, .stage, .world, .tokens, .experts, .eshard, .eloss, .emodel are Groups;
+    tied: the pipeline's two ends (None on the ranks between them)."""
     layout: Layout
     rank: int
     tp: Group
@@ -27,7 +33,13 @@ class Mesh:
     shard: Group
     loss: Group
     model: Group
+    stage: Group
     world: Group
+    tokens: Group
+    experts: Group
+    eshard: Group
+    eloss: Group
+    emodel: Group
     tied: Group | None
 
     @staticmethod

@@ -7,12 +7,14 @@
     3      sharded           sharded     sharded      as 2, the all-gather twice a microbatch (forward and backward): 1.5 of 0
 
 Every parameter is a view into a bucket's flat buffer. "Sharded" is over mesh.shard (dp x cp); mesh.dp_rep replicates the
-shards (HSDP): each step, the shards' gradients are summed over it once more. The optimizer, clipping and checkpoints see
+shards (HSDP): each step, the shards' gradients are summed over it once more. Experts are shared by other ranks than the rest
+(mesh.eshard, eloss): each bucket knows its groups. The optimizer, clipping and checkpoints see
 only the owned range [lo, hi) of each bucket. plan/bytes.py and plan/memory.py have all of this as closed forms.
 
 Every exchange is started where its data is ready and awaited where its result is needed (parallel/zero.py says when):
 weights by fetch() .. need(), gradients by reduce() .. land() .. finish().
 """
+import itertools
 from dataclasses import dataclass
 from math import prod
 
@@ -24,6 +26,7 @@ from parallel import comm, packing
 from parallel.boxes import Box
 from parallel.comm import Work
 from parallel.mesh import Mesh
+from parallel.offload import to_host
 from parallel.ranges import range_boxes
 from parallel.reduce import start_scatter_sum, start_sum
 from parallel.spec import fill
@@ -31,11 +34,14 @@ from parallel.spec import fill
 
 @dataclass(frozen=True)
 class Sharing:
-    """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket."""
+    """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket; apart:
+    hidden matrices have buckets of their own (Muon); offload: masters are in host memory."""
     zero: int = 0
     reduce: str = "collective"
     node: int | None = None
     cap: int = 1 << 24
+    apart: bool = False
+    offload: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,39 +67,49 @@ def whole(p: nn.Parameter) -> bool:
 
 def counted(p: nn.Parameter, mesh: Mesh) -> bool:
     """Is this rank the one that counts p in the norm? p is replicated over tp where it holds its tensors whole, and over
-    the pipeline's ends where it is tied."""
+    the pipeline's ends where it is tied. An expert's piece is nobody else's."""
+    if p.spec.expert:
+        return True
     return (mesh.tp.index == 0 or not whole(p)) and ("tied" not in p.spec.partial or mesh.pp.index == 0)
 
 
-def cut(params: list[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
+def cut(params: list[nn.Parameter], cap: int, apart: bool = False) -> list[list[nn.Parameter]]:
     """The parameters of a part -> those of each of its buckets. Those with the same treatment (decay, counted) lie side by
-    side, in an order that is the same on all tp ranks: what is partial over tp lies at the same place in each."""
-    params = sorted(params, key=lambda p: (not p.spec.decay, whole(p)))  # sorted() keeps the order of equals
-    return [[params[i] for i in group] for group in packing.pack([prod(p.spec.shape) for p in params], cap)]
+    side, in an order that is the same on all tp ranks: what is partial over tp lies at the same place in each. Experts, which
+    other ranks share, have buckets of their own."""
+    kinds = [sorted([p for p in params if (p.spec.expert, apart and p.spec.hidden) == kind], key=lambda p: (not p.spec.decay, whole(p)))
+             for kind in itertools.product((False, True), repeat=2)]
+    return [[kind[i] for i in group] for kind in kinds for group in packing.pack([prod(p.spec.shape) for p in kind], cap)]
 
 
 class Bucket:
-    """Parameters that are reduced, gathered and updated together.
+    """Parameters that are reduced, gathered and updated together. group: the ranks that shard it; everyone: those whose gradients
+    are summed, group x replicas.
 
     size: elements with padding; lo, hi: the range this rank owns. weights [size], compute dtype; grad [size], fp32 or fp64:
     None while sharded away. own [hi - lo]: the owned weights; master [hi - lo]: fp32 or fp64, the same tensor as own where
-    the dtypes agree; shard [hi - lo]: the owned gradients, reduced.
+    the dtypes agree and it is not offloaded; shard [hi - lo]: the owned gradients, reduced.
     """
 
     def __init__(self, params: list[nn.Parameter], mesh: Mesh, sharing: Sharing, dtype: torch.dtype, device: torch.device, seed: int) -> None:
         zero = sharing.zero
-        self.mesh, self.sharing, self.zero, self.dtype = mesh, sharing, zero, dtype
-        offsets, self.size = packing.place([prod(p.spec.shape) for p in params], (mesh.shard if zero else mesh.loss).size)
+        self.sharing, self.zero, self.dtype, self.expert = sharing, zero, dtype, params[0].spec.expert
+        self.group, self.everyone = (mesh.eshard, mesh.eloss) if self.expert else (mesh.shard, mesh.loss)
+        self.replicas, self.hidden = mesh.dp_rep, sharing.apart and params[0].spec.hidden
+        offsets, self.size = packing.place([prod(p.spec.shape) for p in params], (self.group if zero else self.everyone).size)
         self.slots = tuple(Slot(p, at, counted(p, mesh)) for p, at in zip(params, offsets))
-        share = self.size // mesh.shard.size if zero else self.size
-        self.lo = share * mesh.shard.index if zero else 0
+        share = self.size // self.group.size if zero else self.size
+        self.lo = share * self.group.index if zero else 0
         self.hi = self.lo + share
         initial = torch.zeros(self.size, dtype=wide(dtype), device=device)
         for slot in self.slots:
             fill(slot.param.spec, slot.of(initial), seed)
         self.weights: Tensor | None = initial if dtype == initial.dtype else initial.to(dtype)
         self.own = self.weights[self.lo:self.hi] if zero < 3 else self.weights[self.lo:self.hi].clone()
-        self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
+        if sharing.offload:
+            self.master = to_host(initial[self.lo:self.hi])
+        else:
+            self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
         self.grad: Tensor | None = None
         self.users = self.finals = 0  # parts that use this bucket; those that ended their last backward of the step
         self.arriving: Work | None = None  # weights
@@ -118,7 +134,7 @@ class Bucket:
         """Start making the weights whole (ZeRO-3), ahead of their use."""
         if self.weights is None:
             self.weights = self.own.new_empty(self.size)
-            self.arriving = comm.start_gather(self.own, self.mesh.shard, out=self.weights)
+            self.arriving = comm.start_gather(self.own, self.group, out=self.weights)
 
     def need(self) -> None:
         """The weights are whole: fetched, or published by the last step, and here."""
@@ -145,10 +161,10 @@ class Bucket:
         """After the owned weights changed: every rank gets the others' shares, by the time it needs them."""
         if self.zero == 3:
             self.release()  # whole weights that were kept from before are old now
-        elif self.zero and self.mesh.shard.size > 1:
+        elif self.zero and self.group.size > 1:
             if self.arriving is not None:
                 self.arriving.wait()
-            self.arriving = comm.start_gather(self.own.clone(), self.mesh.shard, out=self.weights)
+            self.arriving = comm.start_gather(self.own.clone(), self.group, out=self.weights)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -165,12 +181,12 @@ class Bucket:
 
     def reduce(self, last: bool) -> None:
         """Start the sum over the ranks that saw other tokens. last: nothing of this step comes after it."""
-        how, mesh = self.sharing, self.mesh
+        how = self.sharing
         if self.zero == 0:
-            self.summing = start_sum(self.grad, mesh.loss, how.reduce, how.node)
+            self.summing = start_sum(self.grad, self.everyone, how.reduce, how.node)
             return
         self.land()
-        self.scattering, self.last = start_scatter_sum(self.grad, mesh.shard, how.reduce), last
+        self.scattering, self.last = start_scatter_sum(self.grad, self.group, how.reduce), last
         if self.zero >= 2:
             self.grad = None
             for slot in self.slots:
@@ -181,12 +197,12 @@ class Bucket:
         if self.scattering is None:
             return
         part, self.scattering = self.scattering.wait(), None
-        if self.zero == 1 and self.mesh.shard.size > 1:
+        if self.zero == 1 and self.group.size > 1:
             self.shard.copy_(part)
         elif self.zero >= 2:
             self.shard.add_(part)
         if self.last:
-            self.summing = start_sum(self.shard, self.mesh.dp_rep, self.sharing.reduce, self.sharing.node)
+            self.summing = start_sum(self.shard, self.replicas, self.sharing.reduce, self.sharing.node)
 
     def finish(self) -> None:
         """`shard` is the sum over all ranks that saw other tokens."""
@@ -221,7 +237,7 @@ class Bucket:
         """[(box, its elements)] of a flat tensor over the owned range: at most 2 ndim - 1 boxes a stored tensor.
         alone: leave out what another rank brings too, so that all ranks together have every element once."""
         out = []
-        copies = self.mesh.dp_rep if self.zero else self.mesh.loss  # ranks that own the same range
+        copies = self.replicas if self.zero else self.everyone  # ranks that own the same range
         for slot in self.slots:
             if alone and not (slot.once and copies.index == 0):
                 continue

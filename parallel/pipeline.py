@@ -4,6 +4,7 @@ An activation lives from its F to its send; after that only its place in the gra
 Megatron-LM's deallocation). Transfers between two computes are posted together; a receive is waited for when its buffer
 is used, a send when the step ends. The sender's order is the receiver's (parallel/schedule.py), so messages need no names.
 """
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from parallel import comm
 from parallel.mesh import Mesh
+from parallel.offload import Away
 from parallel.schedule import Op, Schedule, lower
 
 COMM = ("SF", "RF", "SB", "RB")
@@ -49,15 +51,16 @@ class Pipeline:
     """stages: {number: model.Stage} of this rank; later: {number: its deferred weight gradients}."""
 
     def __init__(self, mesh: Mesh, schedule: Schedule, stages: dict, later: dict[int, Later], hidden: int, vocab: int,
-                 dtype: torch.dtype, cut: int) -> None:
+                 dtype: torch.dtype, cut: int, away: Away | None = None) -> None:
         self.mesh, self.schedule, self.stages, self.later = mesh, schedule, stages, later
         self.hidden, self.vocab, self.dtype, self.cut = hidden, vocab, dtype, cut  # cut: into how many parts sp divides the sequence
+        self.away = away  # where activations wait for their backward; None: on the device
 
     def run(self, ops: list[Op], batches: list, scale) -> Tensor:
         """Run this rank's ops over the step's microbatches -> the loss (times scale) summed over all tokens, on every rank."""
         flight, left = Flight(), {s: sum(o.kind in "BW" and o.stage == s for o in ops) for s in self.stages}
         total = torch.zeros((), dtype=torch.promote_types(self.dtype, torch.float32), device=batches[0].tokens.device)
-        at = 0
+        at, then = 0, follows(ops)
         while at < len(ops):
             op = ops[at]
             if op.kind in COMM:
@@ -68,6 +71,7 @@ class Pipeline:
                 at = last
                 continue
             if op.kind == "F":
+                self.stages[op.stage].zero.turning = then[at] in ("B", "I")
                 loss = self.forward(op, flight, batches[op.mb], scale)
                 total += 0 if loss is None else loss
             elif op.kind in "BI":
@@ -79,6 +83,8 @@ class Pipeline:
             at += 1
         for work in flight.sends:
             work.wait()
+        for stage in self.stages.values():
+            stage.zero.turning = False
         return comm.sum_(comm.sum_(total, self.mesh.loss), self.mesh.pp)
 
     @torch.no_grad()
@@ -124,7 +130,8 @@ class Pipeline:
             x = arrived(flight.inputs.pop(key))
             if torch.is_grad_enabled():
                 flight.leaves[key] = x.requires_grad_()
-        y = stage(x, batch, scale)
+        with self.away.keeping() if self.away and torch.is_grad_enabled() else contextlib.nullcontext():
+            y = stage(x, batch, scale)
         if y.requires_grad:
             flight.edges[key] = get_gradient_edge(y)
         if op.stage == self.schedule.n_stages - 1:
@@ -177,6 +184,17 @@ class Pipeline:
         flight.sends += works[:len(sends)]
         for (table, key, buffer), work in zip(waiting, works[len(sends):]):
             table[key] = (buffer, work)
+
+
+def follows(ops: list[Op]) -> list[str]:
+    """The kind of the next op of the same stage, for each op; "" after its last."""
+    last: dict[int, str] = {}
+    out = []
+    for op in reversed(ops):
+        out.append(last.get(op.stage, ""))
+        if op.kind not in COMM:
+            last[op.stage] = op.kind
+    return out[::-1]
 
 
 def arrived(x) -> Tensor:

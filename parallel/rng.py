@@ -32,10 +32,18 @@ class Noise:
 
     def keep(self, site: int, width: int, rate: float) -> Tensor:
         """bool [b, s, width]: False with probability `rate`. site: a number for the place in the network."""
+        return self.bits(site, width) >= int(rate * (1 << 53))
+
+    def uniform(self, site: int, width: int, apart: float, dtype: torch.dtype) -> Tensor:
+        """[b, s, width] in [1 - apart, 1 + apart)."""
+        return 1 - apart + self.bits(site, width).to(dtype) * (2 * apart / (1 << 53))
+
+    def bits(self, site: int, width: int) -> Tensor:
+        """int64 [b, s, width] in [0, 2^53)."""
         key = torch.tensor(signed((self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03 + site) % (1 << 64)))
         token = mix(mix(mix(key) + self.rows.cpu()[:, None]) + self.columns.cpu()).to(self.rows.device)  # [b, s]
         bits = mix(token[..., None] + torch.arange(width, device=token.device))
-        return (bits >> 11 & (1 << 53) - 1) >= int(rate * (1 << 53))
+        return bits >> 11 & (1 << 53) - 1
 
 
 def dropout(x: Tensor, rate: float, noise: Noise | None, site: int) -> Tensor:

@@ -18,13 +18,21 @@ class Spec:
     """boxes: stacked along dim 0 of the local tensor, in order (q, k, v of a merged projection; usually one).
 
     init: 'normal' | 'ones' | 'zeros'; std of the normal. decay: weight decay applies. partial: mesh groups over which
-    every rank's gradient is only a part of the sum (beyond the data axes, over which it always is).
+    every rank's gradient is only a part of the sum (beyond the data axes, over which it always is). expert: laid out by the
+    experts' factorization of the ranks (parallel/layout.py), whose data axes are its own.
     """
     boxes: tuple[Box, ...]
     init: str
     std: float = 0.0
     decay: bool = True
     partial: tuple[str, ...] = ()
+    expert: bool = False
+
+    @property
+    def hidden(self) -> bool:
+        """A matrix between hidden features: not a table, not what routes or gates."""
+        key = self.boxes[0].key
+        return len(self.shape) == 2 and self.decay and not key.startswith(("embed.", "positions.", "head.")) and ".router." not in key and "_gate." not in key
 
     @property
     def shape(self) -> tuple[int, ...]:

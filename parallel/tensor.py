@@ -66,6 +66,32 @@ class RowLinear(nn.Module):
         return y if self.bias is None else _AddBias.apply(y, self.bias)  # once, after the sum
 
 
+def split_norm(x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
+    """RMSNorm over features that are split over the group. x [..., n/tp], weight [n/tp] -> [..., n/tp]; a number a row is summed,
+    forward and backward."""
+    return _SplitNorm.apply(x, weight, eps, group)
+
+
+class _SplitNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, eps, group):
+        f = x.to(wide(x.dtype))
+        n = x.shape[-1] * group.size
+        scale = torch.rsqrt(comm.sum_(f.square().sum(-1, keepdim=True), group) / n + eps)
+        ctx.save_for_backward(x, scale)
+        ctx.weight, ctx.group, ctx.n = weight, group, n
+        return (f * scale * weight.to(f.dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, scale = ctx.saved_tensors
+        g, hat = dy.to(scale.dtype), x.to(scale.dtype) * scale
+        gw = g * ctx.weight.to(scale.dtype)
+        slope = comm.sum_((gw * hat).sum(-1, keepdim=True), ctx.group) / ctx.n
+        dw = give_sum(ctx.weight, (g * hat).flatten(0, -2).sum(0))
+        return ((gw - hat * slope) * scale).to(x.dtype), dw, None, None
+
+
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, bias):

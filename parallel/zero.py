@@ -17,11 +17,12 @@ from parallel.params import Bucket
 class Zero:
     """parts: the buckets of each part of a stage; lookup: the first is an embedding, whose backward reads no weights.
     final: the backward now running is the step's last for this stage. split: it computes input gradients only (an I); the
-    buckets then end with the W."""
+    buckets then end with the W. head: the last part is one. turning: a backward follows the forward now running, and begins
+    where that ends: the last block stays whole in between, as the head always does."""
 
-    def __init__(self, parts: list[list[Bucket]], lookup: bool) -> None:
-        self.parts, self.lookup = parts, lookup
-        self.final = self.split = False
+    def __init__(self, parts: list[list[Bucket]], lookup: bool, head: bool) -> None:
+        self.parts, self.lookup, self.hinge = parts, lookup, len(parts) - 1 - head
+        self.final = self.split = self.turning = False
         self.sent: list[Bucket] = []  # gradients of the part that ended last, under way
         for b in (b for part in parts for b in part):
             b.users += 1
@@ -42,7 +43,7 @@ class Zero:
 
     def left(self, part: int) -> None:
         """After a forward whose backward needs the weights anew."""
-        for b in self.parts[part]:
+        for b in self.parts[part] if not (self.turning and part == self.hinge) else ():
             if b.zero == 3 and b.users == 1:
                 b.release()
 

@@ -7,11 +7,13 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     data parallel     all-reduce n                                     weight 2 n
     ZeRO-1            reduce-scatter n + all-gather w                  n + w <= 2 n
     ZeRO-2            m reduce-scatters n + all-gather w
-    ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding and the head once; m = 1: <= 3 n = 1.5 x 2 n
+    ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding, the head and, where a backward follows, a
+                      stage's last block once; m = 1: <= 3 n = 1.5 x 2 n
     tensor            4 all-reduces A a block and microbatch           weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
     context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients once
+    experts           4 k etp A / tp, and small change, a mixture layer and microbatch (parallel/expert.py); 2 A over tp without sp
     recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after it is kept
     recompute norm    with sp, 2 all-gathers A more a block and microbatch, beside the GEMMs of the input's gradient
     context, ulysses  4 Q + 4 K a layer and microbatch; Q, K: bytes of a rank's queries and keys, K': of its keys in fp32
@@ -19,7 +21,7 @@ Under context parallelism b s is a rank's share of the tokens, s / cp of each se
 """
 from collections import defaultdict
 
-from config import Config, head_dim, kv_heads, of_stage, padded_vocab, remakes
+from config import Config, head_dim, is_moe, kv_heads, of_stage, padded_vocab, remakes
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -37,8 +39,9 @@ def step_bytes(job: Job) -> Ledger:
     """One step of one rank (train.train_step), scalars included."""
     out: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     L, p = job.layout, job.cfg.parallel
-    sizes = {"tp": L.tp, "cp": L.cp, "pp": L.pp, "dp_rep": L.dp_rep, "shard": job.shards, "loss": job.shards * L.dp_rep, "model": L.pp * L.tp,
-             "tied": 2 if L.pp > 1 else 1}
+    sizes = {"tp": L.tp, "cp": L.cp, "pp": L.pp, "dp_rep": L.dp_rep, "shard": job.shards(), "loss": job.shards() * L.dp_rep, "model": L.pp * L.tp,
+             "tokens": L.cp * L.tp, "experts": L.ep * L.etp, "eshard": L.edp, "eloss": L.edp * L.dp_rep, "emodel": L.pp * L.ep * L.etp,
+             "world": L.world, "tied": 2 if L.pp > 1 else 1}
 
     def add(group: str, verb: str, calls: int, n: int) -> None:
         """`calls` exchanges of n bytes each."""
@@ -48,21 +51,26 @@ def step_bytes(job: Job) -> Ledger:
 
     stages, (c, g) = buckets(job), BYTES[job.cfg.train.dtype]
     add("loss", "all_reduce", 1, 8)  # counted tokens
-    for group in ("loss", "pp", "model", *(["shard"] if p.zero else [])):
+    m, every_layer = job.cfg.model, range(job.cfg.model.layers)
+    norms = ("model", "shard", *(("emodel", "eshard") if m.experts else ()))
+    for group in ("loss", "pp", *(n for n in norms if p.zero or "model" in n)):
         add(group, "all_reduce", 1, g)  # the loss; the norm
     for stage, parts in stages.items():
         kinds = [op.kind for op in job.schedule.order[job.pp] if op.stage == stage]
         tensor_bytes(job, stage, kinds.count("F"), add)
         context_bytes(job, stage, kinds.count("F"), add)
+        mixture_bytes(job, stage, kinds.count("F"), add)
         share_bytes(job, parts, stage, kinds, add)
+    if m.experts:
+        add("world", "all_reduce", 1, sum(is_moe(m, i) for i in every_layer) * (m.experts + 4) * 8)  # what the routers tell
     every = unique(stages)
     for b in every:
         if p.zero in (1, 2):
-            add("shard", "all_gather", 1, b.size * c)
+            add("eshard" if b.expert else "shard", "all_gather", 1, b.size * c)
         if p.zero:
             reduce_bytes(job, "dp_rep", b.share * g, add)
         else:
-            reduce_bytes(job, "loss", b.size * g, add)
+            reduce_bytes(job, "eloss" if b.expert else "loss", b.size * g, add)
     for axis in ("tp", "tied"):
         n = sum(b.partial(axis) for b in every)
         add(axis, "all_reduce", n > 0, n * g)
@@ -79,20 +87,43 @@ def activation(cfg: Config) -> int:
 def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over tp, for the m microbatches of a stage."""
     (first, last), L, n = job.cuts[stage], job.layout, activation(job.cfg)
-    embed, head = first == 0, last == job.cfg.model.layers
-    cfg = of_stage(job.cfg, stage)
-    full = cfg.parallel.recompute == "full"
-    left = full * (2 if cfg.model.dropout else 1)  # made again: a block's last region is left only if something after it is kept
-    entered = 2 * (full or remakes(cfg, "norm"))
-    if job.cfg.parallel.sp:  # a block: two regions, entered and left, forward and backward
-        add("tp", "all_gather", m * ((4 + entered) * (last - first) + embed + head), n)
-        add("tp", "reduce_scatter", m * ((4 + left) * (last - first) + embed + head), n)
-    else:  # a block: two regions; the embedding is left, the head entered
-        add("tp", "all_reduce", m * ((4 + left) * (last - first) + embed + head), n)
+    embed, head, moe = first == 0, last == job.cfg.model.layers, sparse(job, stage)
+    cfg, m_ = of_stage(job.cfg, stage), job.cfg.model
+    regions = 2 * (last - first) - (0 if m_.shared_experts else moe)  # a block: two, a mixture's second is its shared experts
+    full, kept = cfg.parallel.recompute == "full", bool(m_.dropout)  # made again: a block's last sum only if something after it is kept
+    left = full * ((last - first - moe) * (1 + kept) + moe * (1 + bool(m_.shared_experts)))
+    entered = regions * (full or remakes(cfg, "norm"))
+    if job.cfg.parallel.sp:  # each region entered and left, forward and backward; the embedding is left, the head entered
+        add("tp", "all_gather", m * (2 * regions + entered + embed + head), n)
+        add("tp", "reduce_scatter", m * (2 * regions + left + embed + head), n)
+    else:
+        add("tp", "all_reduce", m * (2 * regions + left + embed + head), n)
+        add("tp", "all_gather", m * moe * (2 + full * kept), n)  # a mixture's outputs, and the gradients of its inputs
+    if m_.qk_norm_whole:  # a number a token for q and one for k, forward and backward
+        c, g = BYTES[job.cfg.train.dtype]
+        add("tp", "all_reduce", m * (4 + 2 * full) * (last - first), n // m_.hidden // c * g)
     if head:
         rows = [r for _ in range(m) for r in softmax_rows(job)]
         for r in set(rows):
             add("tp", "all_gather", rows.count(r), L.tp * 2 * r * BYTES[job.cfg.train.dtype][1])
+
+
+def sparse(job: Job, stage: int) -> int:
+    """Mixture layers of a stage."""
+    return sum(is_moe(job.cfg.model, i) for i in range(*job.cuts[stage]))
+
+
+def mixture_bytes(job: Job, stage: int, m: int, add) -> None:
+    """Over experts and tokens (parallel/expert.py, model/moe.py), for the m microbatches of a stage; dropless."""
+    cfg, L, (c, g) = of_stage(job.cfg, stage), job.layout, BYTES[job.cfg.train.dtype]
+    t, k, times = cfg.train, cfg.model, m * sparse(job, stage)
+    rows, experts = t.micro_batch * t.seq_len // L.cp // L.tp * k.top_k * L.etp, k.experts or 0
+    full = cfg.parallel.recompute == "full"
+    add("experts", "all_to_all", times * (1 + full), L.etp * experts * 8)
+    add("experts", "all_to_all", times * (4 + full * (2 if k.dropout else 1)), rows * k.hidden * c)
+    add("experts", "all_to_all", times * (2 + full), rows * g)
+    if k.aux_loss and k.aux_kind != "global":
+        add("tokens", "all_reduce", times * (1 + full), (t.micro_batch if k.aux_kind == "sequence" else 1) * experts * g)
 
 
 def context_bytes(job: Job, stage: int, m: int, add) -> None:
@@ -124,29 +155,30 @@ def share_bytes(job: Job, parts: list[list[Bucket]], stage: int, kinds: list[str
     if not p.zero:
         return
     ends = kinds.count("B") + kinds.count("W")
+    at_end = job.cuts[stage][1] == job.cfg.model.layers
     for i, part in enumerate(parts):
-        lookup, head = i == 0 and job.cuts[stage][0] == 0, i == len(parts) - 1 and job.cuts[stage][1] == job.cfg.model.layers
+        lookup, head = i == 0 and job.cuts[stage][0] == 0, i == len(parts) - 1 and at_end
         for b in part:
             shared = b.users > 1  # a tied table, at its first part: once a step
             if shared and not lookup:
                 continue
-            times = 1 if p.zero == 1 or shared else ends
+            times, group, n = 1 if p.zero == 1 or shared else ends, "eshard" if b.expert else "shard", job.shards(b.expert)
             if p.reduce == "ring":
-                add("shard", "send", times * (job.shards - 1), b.size * g // job.shards)
+                add(group, "send", times * (n - 1), b.size * g // n)
             else:
-                add("shard", "reduce_scatter", times, b.size * g)
+                add(group, "reduce_scatter", times, b.size * g)
             if p.zero == 3:
-                add("shard", "all_gather", 1 if shared else gathers(kinds, lookup, head), b.size * c)
+                add(group, "all_gather", 1 if shared else gathers(kinds, lookup, head, i == len(parts) - 1 - at_end), b.size * c)
 
 
-def gathers(kinds: list[str], lookup: bool, head: bool) -> int:
-    """How often a step makes a part's weights whole. A forward leaves only the head's so, an I any; an embedding's backward
-    reads none."""
+def gathers(kinds: list[str], lookup: bool, head: bool, hinge: bool) -> int:
+    """How often a step makes a part's weights whole. A forward leaves only the head's so, and the last block's (hinge) where a
+    backward follows; an I any; an embedding's backward reads none."""
     count, whole = 0, False
-    for kind in kinds:
+    for kind, then in zip(kinds, [*kinds[1:], ""]):
         if kind == "F" or (kind in "BI" and not lookup):
             count += not whole
-            whole = (kind == "F" and head) or kind == "I"
+            whole = (kind == "F" and (head or hinge and then in ("B", "I"))) or kind == "I"
         elif kind == "W":
             whole = False
     return count
@@ -154,7 +186,7 @@ def gathers(kinds: list[str], lookup: bool, head: bool) -> int:
 
 def reduce_bytes(job: Job, group: str, n: int, add) -> None:
     """The sum of n bytes over a data-parallel group, as parallel/reduce.py does it."""
-    axes = ("dp_rep",) if group == "dp_rep" else ("dp_rep", "dp", "cp")
+    axes = {"dp_rep": ("dp_rep",), "loss": ("dp_rep", "dp", "cp"), "eloss": ("dp_rep", "edp")}[group]
     ranks = next(r for r in job.layout.groups(*axes) if job.rank in r)
     N, kind = len(ranks), job.cfg.parallel.reduce
     if kind == "collective":

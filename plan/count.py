@@ -1,7 +1,13 @@
 """How large a model is and what a token costs, from the config alone (no torch)."""
 from dataclasses import replace
 
-from config import Model, head_dim, kv_heads, padded_vocab
+from config import Model, head_dim, is_moe, kv_heads, moe_ffn, padded_vocab
+
+
+def mixture(m: Model, experts: int) -> int:
+    """Weights of a mixture layer of which `experts` routed experts count. (A router's bias is state, not a weight.)"""
+    shared = 3 * m.hidden * m.shared_experts * moe_ffn(m) + (m.hidden if m.shared_gate else 0)
+    return m.experts * m.hidden + experts * 3 * m.hidden * moe_ffn(m) + shared
 
 
 def parameters(m: Model) -> dict[str, int]:
@@ -11,20 +17,24 @@ def parameters(m: Model) -> dict[str, int]:
     d, hd, h, g = m.hidden, head_dim(m), m.heads, kv_heads(m)
     norm = d * (2 if m.norm == "layernorm" else 1)
     attn = d * hd * (h + 2 * g) + h * hd * d
-    attn += (hd * (h + 2 * g) if m.bias or m.qkv_bias else 0) + (d if m.bias else 0) + (2 * hd if m.qk_norm else 0)
+    attn += (hd * (h + 2 * g) if m.bias or m.qkv_bias else 0) + (d if m.bias else 0) + (hd * (h + g) if m.qk_norm_whole else 2 * hd if m.qk_norm else 0)
     gated = m.activation == "swiglu"
     mlp = d * m.ffn * (3 if gated else 2) + ((m.ffn * (2 if gated else 1) + d) if m.bias else 0)
+    sparse = sum(is_moe(m, i) for i in range(m.layers))
     table = m.vocab * d
     embedding = table * (1 if m.tied else 2) + (m.context * d if m.positions == "learned" else 0)
-    total = embedding + m.layers * (attn + mlp + 2 * norm) + norm
-    return {"total": total, "active": total, "embedding": embedding}
+    rest = embedding + m.layers * (attn + 2 * norm) + (m.layers - sparse) * mlp + norm
+    total, active = (rest + (sparse * mixture(m, n) if sparse else 0) for n in (m.experts, m.top_k))
+    return {"total": total, "active": active, "embedding": embedding}
 
 
 def flops_per_token(m: Model, seq_len: int) -> float:
     """Model FLOPs of one token's forward and backward (6 per matrix weight; attention's two products over the keys a
-    causal, windowed query really sees; no recompute). Padded vocabulary rows are work done, but not counted."""
+    causal, windowed query really sees; of a mixture, what it uses; no recompute). Padded vocabulary rows are work done, but not counted."""
     d, hd, h, g = m.hidden, head_dim(m), m.heads, kv_heads(m)
-    weights = m.layers * (d * hd * (2 * h + 2 * g) + d * m.ffn * (3 if m.activation == "swiglu" else 2)) + m.vocab * d
+    sparse = sum(is_moe(m, i) for i in range(m.layers))
+    weights = m.layers * d * hd * (2 * h + 2 * g) + (m.layers - sparse) * d * m.ffn * (3 if m.activation == "swiglu" else 2) + m.vocab * d
+    weights += sparse * mixture(m, m.top_k) if sparse else 0
     w = min(m.window or seq_len, seq_len)
     keys = (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len  # mean number of keys a query sees
     return 6.0 * weights + 12.0 * m.layers * h * hd * keys
@@ -45,7 +55,7 @@ def table(configs: dict) -> str:
     for name, cfg in configs.items():
         m = cfg.model
         n = parameters(m if m.vocab else replace(m, vocab=0))
-        heads = f"{m.heads}/{kv_heads(m)}"
-        lines.append(f"{name:<16}{size(n['total']):>9}{size(n['active']):>9}{m.layers:>8}{m.hidden:>7}{heads:>10}{'-':>9}"
+        heads, experts = f"{m.heads}/{kv_heads(m)}", f"{m.experts}:{m.top_k}" if m.experts else "-"
+        lines.append(f"{name:<16}{size(n['total']):>9}{size(n['active']):>9}{m.layers:>8}{m.hidden:>7}{heads:>10}{experts:>9}"
                      f"{m.vocab or 'data':>9}{m.context:>9}")
     return "\n".join(lines)

@@ -15,12 +15,13 @@ from parallel.schedule import SCHEDULES
 
 Values = dict[str, object]
 Check = Callable[[Config], object]  # raises ConfigError with the reason
-DEGREES = ("tp", "pp", "cp", "dp_rep")  # their values are the divisors of the world
+DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # their values are the divisors of the world
 LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
-            "stages": (None, "uneven"), "doc_mask": (False, True)}
-SECTION = {"micro_batch": "train", "doc_mask": "data"}  # else parallel
+            "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0),
+            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd")}
+SECTION = {"micro_batch": "train", "doc_mask": "data", "capacity": "model", "name": "optim"}  # else parallel
 CANDIDATES = 24  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -57,10 +58,21 @@ class Lattice:
         if idle(values, self.world):
             return False
         try:
+            provable(self.config(values))
             self.check(self.config(values))
         except ConfigError:
             return False
         return True
+
+
+def provable(cfg: Config) -> None:
+    """Raises ConfigError for what may be trained and is no function of the global batch alone."""
+    m = cfg.model
+    if m.experts and m.aux_loss and m.aux_kind == "micro":
+        raise ConfigError("model.aux_kind: micro balances the load of a micro-batch, which depends on train.micro_batch and the layout; "
+                          "sequence and global do not")
+    if cfg.optim.name == "lion" and m.positions != "rope" and (m.bias or m.qkv_bias):
+        raise ConfigError("optim.name: lion takes the sign of a gradient, and that of a k bias without RoPE is noise around zero")
 
 
 def idle(values: Values, world: int) -> str | None:
@@ -73,10 +85,11 @@ def choices(axes: dict[str, tuple]) -> Iterator[Values]:
 
 def layouts(cfg: Config, world: int, check: Check) -> Lattice:
     """Every layout of `world` ranks that check(config) lets pass with the first value of each switch."""
+    provable(cfg)
     degrees = tuple(d for d in range(1, world + 1) if world % d == 0)
     first = {key: values[0] for key, values in SWITCHES.items()}
     found = Lattice(cfg, world, check, [], {})
-    for values in choices({key: degrees for key in DEGREES} | LAYOUT):
+    for values in choices({key: degrees if cfg.model.experts or key not in ("ep", "etp") else (1,) for key in DEGREES} | LAYOUT):
         if world % (values["tp"] * values["pp"] * values["cp"] * values["dp_rep"]):
             continue
         why = idle(values | first, world)

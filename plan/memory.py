@@ -18,12 +18,25 @@ KEYS = 128  # kernels/attention.py: queries that meet their keys together
 
 
 def state_bytes(job: Job) -> dict[str, int]:
-    """{"weights", "masters", "gradients", "optimizer"}: between two steps."""
+    """{"weights", "masters", "gradients", "optimizer"}: on the device, between two steps."""
     zero, (c, g) = job.cfg.parallel.zero, BYTES[job.cfg.train.dtype]
     every = unique(buckets(job))
     size, share = sum(b.size for b in every), sum(b.share for b in every)
-    return {"weights": c * (share if zero == 3 else size), "masters": g * share if c != g else 0,
-            "gradients": g * (size if zero < 2 else share), "optimizer": 2 * g * share}
+    here = job.cfg.parallel.offload not in ("optimizer", "both")
+    kept = sum(b.share * moments(job.cfg.optim.name, b.params[0].hidden) for b in every)
+    return {"weights": c * (share if zero == 3 else size), "masters": g * share if c != g and here else 0,
+            "gradients": g * (size if zero < 2 else share), "optimizer": g * kept if here else 0}
+
+
+def moments(optimizer: str, hidden: bool) -> int:
+    """How many elements it keeps for each of a bucket's."""
+    return {"adamw": 2, "lamb": 2, "muon": 1 if hidden else 2}.get(optimizer, 1)
+
+
+def host_bytes(job: Job) -> int:
+    """Masters and AdamW's moments in host memory (parallel.offload)."""
+    offloaded = job.cfg.parallel.offload in ("optimizer", "both")
+    return 3 * BYTES[job.cfg.train.dtype][1] * sum(b.share for b in unique(buckets(job))) if offloaded else 0
 
 
 def passing_bytes(job: Job) -> int:

@@ -2,24 +2,32 @@
 
 What plan/bytes.py and plan/memory.py count is built on it; a test compares it with the real buckets, slot by slot.
 """
+import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config import Config, head_dim, kv_heads, padded_vocab
+from config import Config, head_dim, is_moe, kv_heads, moe_ffn, padded_vocab
 import parallel.packing as packing
-from parallel.layout import Layout
+from parallel.layout import EXPERT, Layout
 from parallel.schedule import Schedule
 
 BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}  # train.dtype: compute, accumulation
 
 
 class Param(NamedTuple):
-    """numel: elements on this rank; whole: every tp rank holds all of it; partial: the axis over which its gradient is a part."""
+    """numel: elements on this rank; whole: every tp rank holds all of it; partial: the axis over which its gradient is a part;
+    expert: shared out by the experts' factorization of the ranks."""
     name: str
     numel: int
     decay: bool
     whole: bool
     partial: str | None = None
+    expert: bool = False
+
+    @property
+    def hidden(self) -> bool:
+        """As parallel/spec.py's Spec.hidden."""
+        return self.decay and self.name not in ("table", "positions", "router", "gate")
 
 
 @dataclass(eq=False)
@@ -31,6 +39,10 @@ class Bucket:
     lo: int
     hi: int
     users: int = 0
+
+    @property
+    def expert(self) -> bool:
+        return self.params[0].expert
 
     @property
     def share(self) -> int:
@@ -54,19 +66,19 @@ class Job:
     def pp(self) -> int:
         return self.layout.coords(self.rank)["pp"]
 
-    @property
-    def shard(self) -> int:
-        """This rank's place in mesh.shard."""
-        c = self.layout.coords(self.rank)
-        return c["dp"] * self.layout.cp + c["cp"]
-
     def stages(self) -> list[int]:
         return [s for s, rank in enumerate(self.schedule.place) if rank == self.pp]
 
-    @property
-    def shards(self) -> int:
-        """Ranks of mesh.shard."""
-        return self.layout.dp * self.layout.cp
+    def shards(self, expert: bool = False) -> int:
+        """Ranks that share a bucket under ZeRO: of mesh.shard, or of mesh.eshard."""
+        return self.layout.edp if expert else self.layout.dp * self.layout.cp
+
+    def place(self, expert: bool = False) -> int:
+        """This rank's place among them."""
+        if expert:
+            return self.layout.coords(self.rank, EXPERT)["edp"]
+        c = self.layout.coords(self.rank)
+        return c["dp"] * self.layout.cp + c["cp"]
 
 
 def norm(cfg: Config, name: str) -> list[Param]:
@@ -75,23 +87,40 @@ def norm(cfg: Config, name: str) -> list[Param]:
     return out + ([Param(f"{name}.bias", d, False, True, partial)] if cfg.model.norm == "layernorm" else [])
 
 
-def block(cfg: Config) -> list[Param]:
+def linears(cfg: Config, name: str, ffn: int) -> list[Param]:
+    """An MLP's."""
+    m, tp = cfg.model, cfg.parallel.tp
+    inner = ffn * (2 if m.activation == "swiglu" else 1)
+    return [Param(f"{name}inner.weight", inner * m.hidden // tp, True, tp == 1),
+            *([Param(f"{name}inner.bias", inner // tp, False, tp == 1)] if m.bias else []),
+            Param(f"{name}down.weight", ffn * m.hidden // tp, True, tp == 1),
+            *([Param(f"{name}down.bias", m.hidden, False, True, "tp" if cfg.parallel.sp else None)] if m.bias else [])]
+
+
+def mixture(cfg: Config) -> list[Param]:
+    """A MoE's, in the order in which torch lists them: its own first."""
+    m, p = cfg.model, cfg.parallel
+    one = m.experts // p.ep * moe_ffn(m) // p.etp * m.hidden
+    return [*([Param("gate", m.hidden, True, True, "tp" if p.sp else None)] if m.shared_gate else []),
+            Param("router", m.experts * m.hidden, True, True, "tp"),
+            Param("experts.inner", 2 * one, True, p.ep * p.etp == 1, None, True),
+            Param("experts.down", one, True, p.ep * p.etp == 1, None, True),
+            *(linears(cfg, "shared.", m.shared_experts * moe_ffn(m)) if m.shared_experts else [])]
+
+
+def block(cfg: Config, layer: int) -> list[Param]:
     """In the order in which torch lists a Block's parameters."""
     m, tp, sp = cfg.model, cfg.parallel.tp, "tp" if cfg.parallel.sp else None
     hd, q, kv = head_dim(m), m.heads * head_dim(m), kv_heads(m) * head_dim(m)
-    inner = m.ffn * (2 if m.activation == "swiglu" else 1)
-    split = tp == 1
     return [*norm(cfg, "attn_norm"),
-            *([Param(n, hd, False, True, "tp") for n in ("q_norm", "k_norm")] if m.qk_norm else []),
-            Param("qkv.weight", (q + 2 * kv) * m.hidden // tp, True, split),
-            *([Param("qkv.bias", (q + 2 * kv) // tp, False, split)] if m.bias or m.qkv_bias else []),
-            Param("out.weight", q * m.hidden // tp, True, split),
+            *([Param(n, k // tp, False, tp == 1) for n, k in (("q_norm", q), ("k_norm", kv))] if m.qk_norm_whole else
+              [Param(n, hd, False, True, "tp") for n in ("q_norm", "k_norm")] if m.qk_norm else []),
+            Param("qkv.weight", (q + 2 * kv) * m.hidden // tp, True, tp == 1),
+            *([Param("qkv.bias", (q + 2 * kv) // tp, False, tp == 1)] if m.bias or m.qkv_bias else []),
+            Param("out.weight", q * m.hidden // tp, True, tp == 1),
             *([Param("out.bias", m.hidden, False, True, sp)] if m.bias else []),
             *norm(cfg, "mlp_norm"),
-            Param("inner.weight", inner * m.hidden // tp, True, split),
-            *([Param("inner.bias", inner // tp, False, split)] if m.bias else []),
-            Param("down.weight", m.ffn * m.hidden // tp, True, split),
-            *([Param("down.bias", m.hidden, False, True, sp)] if m.bias else [])]
+            *(mixture(cfg) if is_moe(m, layer) else linears(cfg, "", m.ffn))]
 
 
 def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
@@ -100,16 +129,19 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
     ends = job.schedule.place[0], job.schedule.place[-1]
     table = Param("table", padded_vocab(m) * m.hidden // p.tp, True, p.tp == 1, "tied" if m.tied and ends[0] != ends[1] else None)
     cap = int(p.bucket_mb * 2**20 / BYTES[cfg.train.dtype][1])
-    index = job.shard if p.zero else 0
 
     def make(params: list[Param]) -> Bucket:
-        offsets, size = packing.place([x.numel for x in params], job.shards if p.zero else job.shards * p.dp_rep)
-        share = size // (job.shards if p.zero else 1)
+        expert = params[0].expert
+        shards, index = job.shards(expert), job.place(expert) if p.zero else 0
+        offsets, size = packing.place([x.numel for x in params], shards if p.zero else shards * p.dp_rep)
+        share = size // (shards if p.zero else 1)
         return Bucket(tuple(params), offsets, size, share * index, share * (index + 1))
 
     def pack(params: list[Param]) -> list[Bucket]:
-        params = sorted(params, key=lambda x: (not x.decay, x.whole))
-        return [make([params[i] for i in group]) for group in packing.pack([x.numel for x in params], cap)]
+        apart = cfg.optim.name == "muon"
+        kinds = [sorted([x for x in params if (x.expert, apart and x.hidden) == kind], key=lambda x: (not x.decay, x.whole))
+                 for kind in itertools.product((False, True), repeat=2)]
+        return [make([kind[i] for i in group]) for kind in kinds for group in packing.pack([x.numel for x in kind], cap)]
 
     shared: Bucket | None = None  # a tied table
     out: dict[int, list[list[Bucket]]] = {}
@@ -120,7 +152,7 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
             positions = [Param("positions", m.context * m.hidden, True, True, "tp" if p.sp else None)] if m.positions == "learned" else []
             shared = make([table]) if m.tied else None
             parts.append([shared, *pack(positions)] if m.tied else pack([table, *positions]))
-        parts += [pack(block(cfg)) for _ in range(first, last)]
+        parts += [pack(block(cfg, i)) for i in range(first, last)]
         if last == m.layers:
             if m.tied:
                 parts.append([shared or make([table]), *pack(norm(cfg, "norm"))])

@@ -11,7 +11,7 @@ import torch
 
 from runtime.setup import redact
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def code_of(error: BaseException) -> int:

@@ -25,21 +25,19 @@ from torch import Tensor
 
 import config
 import rules
-from build import DTYPES
+from build import DTYPES, weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFinite, remove, storing, sync_dir
-from config import Config, ConfigError, Model, Parallel
+from config import Config, ConfigError, Model
 from data import tokenizer
-from model.transformer import Stage
-from parallel.boxes import Box
 from parallel.mesh import Mesh
-from parallel.zero import Zero
 from plan.count import parameters
 from runtime.failure import fail_cleanly
 
 # Of the largest logit. Two right implementations in fp32 differ by 1e-7 to 1e-5 (80 layers of rounding); a swapped head, a
 # wrong base of the rotation or a bias left out differs by 1e-2 and more.
 TOLERANCE = 1e-4
+CPU = torch.device("cpu")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")
 
 
@@ -56,9 +54,9 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
     has = spec or any((folder / name).exists() for name in TOKENIZERS)
     tok = tokenizer.load(spec or folder) if has else None
     cfg = recipe(m, run, tok is not None)
-    rules.validate(cfg)
+    rules.validate(cfg, fits=rules.validate)
     with made(run) as temp:
-        stage, pieces = blank(cfg, "fp32")
+        stage, pieces = weights_only(cfg, CPU, "fp32")
         hf.read(kind, m, found, pieces)
         meta = {"step": 0, "tokens": 0, "config": asdict(cfg), "tokenizer": tok.fingerprint if tok else "none",
                 "data": f"none: weights imported from {kind}", "torch": torch.__version__, "layout": asdict(Mesh.single().layout)}
@@ -102,7 +100,7 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
         notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
     notes += too_many(tok, m)
     with made(folder) as temp:
-        stage, pieces = blank(cfg, "fp64" if cfg.train.dtype == "fp64" else "fp32")
+        stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
         store.load(path, pieces, strict=False)
         hf.write(temp, kind, m, pieces, DTYPES[dtype])
         with storing(temp, 0):
@@ -111,12 +109,13 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
             if not (temp / "generation_config.json").exists():
                 write_json(temp / "generation_config.json", {"_from_model_config": True, **{k: v for k, v in special.items() if v is not None}})
             notes += export_json(tok, kind, temp) if tok else []
-        for _, t in pieces:  # what was written is what is compared, not what it was rounded from
-            t.copy_(t.to(DTYPES[dtype]))
+        for place in hf.places(kind, m, pieces):  # what was written is what is compared, not what it was rounded from
+            for t in place.parts:
+                t.copy_(t.to(place.dtype(DTYPES[dtype])))
         tokens = probe(m)
         ours = stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
         count = len(hf.places(kind, m, pieces))
-        del stage, pieces, t  # one model in memory at a time
+        del stage, pieces, place, t  # one model in memory at a time
         gc.collect()
         theirs = their_logits(temp, tokens, m.tied)
         match = compare(ours, theirs, "from transformers") or compare(ours, read_back(temp, tokens), "read back by ourselves")
@@ -125,19 +124,6 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
 
 
 # ---- models and logits -----------------------------------------------------------------------------------------------
-
-@torch.no_grad()
-def blank(cfg: Config, dtype: str) -> tuple[Stage, list[tuple[Box, Tensor]]]:
-    """The model with zeros for weights, and each of its tensors under its key: no gradients, no second copy."""
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=Parallel())
-    stage = Stage(cfg, Mesh.single(), 0, cfg.model.layers).requires_grad_(False)
-    stage.zero = Zero([[] for _ in stage.parts()], lookup=True)  # nothing is sharded
-    pieces = []
-    for p in stage.parameters():  # each once, in the order of the forward pass
-        p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype])
-        pieces += p.spec.split(p.data)
-    return stage, pieces
-
 
 def probe(m: Model) -> Tensor:
     """A tiny batch [2, s] of any ids; longer than the window where that is cheap."""
@@ -166,7 +152,7 @@ def their_logits(folder: Path, tokens: Tensor, tied: bool) -> tuple[str, Tensor]
 def read_back(folder: Path, tokens: Tensor) -> tuple[str, Tensor]:
     """(who, logits) of the folder as from-hf reads it."""
     kind, m = hf_config.read(folder)
-    stage, pieces = blank(Config(model=m), "fp32")
+    stage, pieces = weights_only(Config(model=m), CPU, "fp32")
     hf.read(kind, m, hf.stored(folder, kind), pieces)
     return "its own reader", stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
 
@@ -222,7 +208,8 @@ def published(entry: dict, vocab: int) -> Model:
 
 def full(m: Model) -> Model:
     """With what is left out filled in, so that two spellings of one model are equal."""
-    return replace(m, preset="", kv_heads=config.kv_heads(m), head_dim=config.head_dim(m))
+    plain = {key: getattr(Model(), key) for key in config.LEARNING}
+    return replace(m, preset="", kv_heads=config.kv_heads(m), head_dim=config.head_dim(m), moe_ffn=config.moe_ffn(m), **plain)
 
 
 def too_many(tok, m: Model) -> list[str]:

@@ -50,6 +50,8 @@ def subject(name: str, world: int = 1) -> Config:
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
                      ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16)
+    if m.experts:
+        shrunk = replace(shrunk, experts=8, top_k=min(m.top_k, 3), moe_ffn=16, router_groups=min(m.router_groups, 4), router_bias_rate=0.01, aux_loss=10 * m.aux_loss)
     return replace(cfg, model=shrunk)
 
 
@@ -98,7 +100,7 @@ def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tenso
     of this rank is, but only the worst of each step."""
     known = None if truth is None else torch.load(truth, mmap=True)
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     mesh.ledger.clear()
     run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     data, guard, seen = Tokens(cfg, mesh.data.index, mesh.data.size), Guard(), []
@@ -124,6 +126,10 @@ def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tenso
         loss, norm, _ = train_step(run, step, data.microbatches(step - 1), guard, gradients)
         hold(f"step {step} loss", None, loss, step)
         hold(f"step {step} gradient norm", None, norm, step)
+        if run.routers.told is not None:
+            hold(f"step {step} counts and losses of the routers", None, run.routers.told, step)
+        for box, part in run.routers.boxes():
+            hold(f"step {step} {box.key}", box, part, step)
     for bucket in run.buckets:
         for box, part in bucket.boxes(bucket.master):
             hold(f"parameter {box.key}", box, part, STEPS + 1)
@@ -150,7 +156,7 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
     truth is kept in `folder` and made once for all layouts of a model."""
-    truth = folder / f"{cfg.train.global_batch}-{cfg.data.doc_mask}.pt"
+    truth = folder / f"{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}.pt"
     if not truth.exists():
         torch.save(one_process(cfg), truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
@@ -164,10 +170,12 @@ def words(values: Values, world: int) -> list[str]:
     """A layout in words: `pp2 dp2 tp2 sp zero1 1f1b mb1`."""
     v = values
     dp = world // (v["tp"] * v["pp"] * v["cp"] * v["dp_rep"])
-    degrees = [f"{k}{n}" for k, n in (("pp", v["pp"]), ("rep", v["dp_rep"]), ("dp", dp), ("cp", v["cp"]), ("tp", v["tp"])) if n > 1]
+    degrees = [f"{k}{n}" for k, n in (("pp", v["pp"]), ("rep", v["dp_rep"]), ("dp", dp), ("cp", v["cp"]), ("tp", v["tp"]),
+                                        ("ep", v["ep"]), ("etp", v["etp"])) if n > 1]
     return (degrees + ["sp"] * v["sp"] + [f"zero{v['zero']}"] + ([v["schedule"]] if v["pp"] > 1 else []) + [f"vpp{v['vpp']}"] * bool(v["vpp"])
             + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
-            + ["uneven"] * bool(v["stages"]) + ["docs"] * v["doc_mask"] + [v["recompute"]] * (v["recompute"] != "none"))
+            + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"] + ["capacity"] * bool(v["capacity"])
+            + [v["name"]] * (v["name"] != "adamw") + [v["recompute"]] * (v["recompute"] != "none"))
 
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:

@@ -36,6 +36,8 @@ def test_cuts_that_do_not_fit_are_refused(stages, schedule, says):
 
 
 PARTS = "core,norm,act"
+AWAY = [dict(zero=z, offload="both") for z in (0, 3)] + [dict(pp=2, zero=2, schedule="zb-v", offload="both", recompute="full"),
+        dict(tp=2, sp=True, offload="activations"), dict(pp=2, schedule="dualpipe-v", offload="activations"), dict(cp=2, zero=1, offload="optimizer")]
 AGAIN = [dict(recompute="selective", recompute_parts=PARTS), dict(tp=2, sp=True, recompute="selective", recompute_parts="norm"),
          dict(tp=2, recompute="selective", recompute_parts="act"), dict(tp=2, sp=True, zero=3, recompute="selective", recompute_parts=PARTS),
          dict(pp=2, schedule="zb-v", zero=2, recompute="selective", recompute_parts="norm,act"), dict(tp=2, sp=True, recompute="full"),
@@ -58,3 +60,8 @@ def test_recompute_that_does_not_exist_is_refused(keys, says):
     with pytest.raises(ConfigError) as e:
         plan_pipeline(replace(cfg, parallel=replace(cfg.parallel, pp=2, **keys)), 2)
     assert str(e.value).startswith(says)
+
+
+@pytest.mark.parametrize("parallel", AWAY, ids=str)
+def test_offload(ranks, tmp_path, parallel):
+    proved(ranks(4), tmp_path, "llama3.2-tiny", parallel)

@@ -29,7 +29,7 @@ from train import train_step
 
 ROOT = pathlib.Path(__file__).parent.parent
 BOUND = 1e-9  # relative, in fp64
-LAYOUTS = {"one": (1, {}), "tp2 sp": (2, {"tp": 2, "sp": True}), "dp2 zero3": (2, {"zero": 3}), "pp2 dp2 zero1": (4, {"pp": 2, "zero": 1}),
+LAYOUTS = {"one": (1, {}), "tp2 sp": (2, {"tp": 2, "sp": True}), "dp2 zero3 offload": (2, {"zero": 3, "offload": "both"}), "pp2 dp2 zero1": (4, {"pp": 2, "zero": 1}),
            "rep2 dp2 zero2": (4, {"dp_rep": 2, "zero": 2}), "tp2 sp dp2 zero3": (4, {"tp": 2, "sp": True, "zero": 3}),
            "tp2 pp2 v-shaped": (4, {"tp": 2, "pp": 2, "schedule": "zb-v"})}
 SAVED, STEPS = 2, 4
@@ -44,7 +44,7 @@ def config_of(layout: str, dtype: str = "fp64"):
 
 def begin(world: World, cfg):
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     run = build(cfg, mesh, torch.device("cpu"), SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d"), cfg.train.steps)
     return run, Tokens(cfg, mesh.data.index, mesh.data.size)
 

@@ -11,8 +11,11 @@ from config import ConfigError, Model
 from plan.count import parameters
 
 NONE = {"bos_token_id": None, "eos_token_id": None}
-FAMILY = {"gpt2": "gpt2", "llama": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "qwen3": "qwen3"}  # start of a preset's name
-COUNTED = ("gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-8b")
+FAMILY = {"gpt2": "gpt2", "llama": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "mixtral": "mixtral",
+          "qwen1.5-moe": "qwen2_moe", "qwen2-": "qwen2_moe", "qwen3-moe": "qwen3_moe", "qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe", "qwen3": "qwen3",
+          "olmoe": "olmoe", "dots1": "dots1"}  # start of a preset's name
+COUNTED = ("gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-8b",
+           "mixtral-8x22b", "qwen1.5-moe-a2.7b", "qwen2-57b-a14b", "qwen3-235b-a22b", "olmoe-1b-7b", "dots1-142b", "qwen2-moe-tiny")
 LLAMA = {"model_type": "llama", "vocab_size": 99, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6}
 GPT2 = {"model_type": "gpt2", "vocab_size": 99, "n_embd": 36, "n_layer": 2, "n_head": 3}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -29,7 +32,8 @@ def read(tmp_path, said):
 
 
 def full(m):
-    return replace(m, kv_heads=config.kv_heads(m), head_dim=config.head_dim(m))
+    plain = {key: getattr(Model(), key) for key in config.LEARNING}  # theirs are others
+    return replace(m, kv_heads=config.kv_heads(m), head_dim=config.head_dim(m), moe_ffn=config.moe_ffn(m), **plain)
 
 
 @pytest.mark.parametrize("name", config.presets())

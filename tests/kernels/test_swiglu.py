@@ -3,7 +3,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels.swiglu import gelu, swiglu
+from kernels import swiglu as kernel
+from kernels.swiglu import gelu, swiglu, weighted_swiglu
 
 PAIRS = {"swiglu": (swiglu, lambda x: F.silu(x[..., :x.shape[-1] // 2]) * x[..., x.shape[-1] // 2:]),
          "gelu": (gelu, lambda x: F.gelu(x, approximate="tanh"))}
@@ -53,3 +54,18 @@ def test_triton_on_strided_input_and_far_from_zero(interpreted, name):
     dy = torch.ones(1, device=interpreted).expand_as(want)
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(*(torch.autograd.grad(y, x, dy)[0] for y in (got, want)))
+
+
+@pytest.mark.parametrize("way, dtype, bound", [("torch", torch.float64, 1e-12), ("torch", torch.bfloat16, 6e-3), ("triton", torch.float32, 1e-6),
+                                               ("triton", torch.bfloat16, 6e-3), ("triton", torch.float16, 8e-4)])
+@pytest.mark.parametrize("m, f", [(5, 37), (3, 100), (0, 8)])
+def test_weighted(request, monkeypatch, way, dtype, bound, m, f):
+    monkeypatch.setattr(kernel, "BLOCK", 64)  # of 100 channels the last ones are a cut block
+    device = request.getfixturevalue("interpreted") if way == "triton" else "cpu"
+    x = (3 * torch.randn(m, 2 * f, device=device)).to(dtype).requires_grad_()
+    weight = torch.rand(m, device=device).to(torch.promote_types(dtype, torch.float32)).requires_grad_()  # a router's, in fp32
+    exact = [t.detach().double().requires_grad_() for t in (x, weight)]
+    got, want = weighted_swiglu(x, weight), PAIRS["swiglu"][1](exact[0]) * exact[1][:, None]
+    dy = torch.randn(want.shape, device=device).to(dtype)
+    for a, b in zip((got, *torch.autograd.grad(got, (x, weight), dy)), (want, *torch.autograd.grad(want, exact, dy.double()))):
+        assert a.shape == b.shape and (a.double() - b).norm() <= bound * b.norm()

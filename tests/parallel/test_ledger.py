@@ -26,6 +26,10 @@ CONTEXT = [dict(cp=cp, cp_kind=kind, zero=z) for kind in ("ring", "ulysses") for
 EIGHT = [dict(pp=2, tp=2, sp=True, zero=3), dict(tp=2, zero=3, dp_rep=2), dict(pp=2, zero=1, dp_rep=2, schedule="zb-v"), dict(tp=2, reduce="hierarchy")]
 
 
+MIXTURES = [dict(ep=4), dict(ep=2, etp=2, zero=1), dict(tp=2, ep=2), dict(tp=2, sp=True, ep=4, zero=3), dict(tp=2, etp=2, zero=2), dict(cp=2, ep=2, zero=3),
+            dict(pp=2, ep=2, zero=1), dict(pp=2, tp=2, sp=True, ep=2, schedule="zb-v"), dict(zero=3, dp_rep=2, ep=2), dict(ep=2, reduce="ring"),
+            dict(ep=2, reduce="hierarchy"), dict(tp=4), dict(ep=2, tp=2, recompute="full"), dict(tp=2, sp=True, ep=2, recompute="full", pp=2),
+            dict(tp=2, sp=True, etp=2, recompute="selective", recompute_parts="core,norm,act"), dict(pp=2, zero=2, etp=2, schedule="dualpipe-v")]
 PARTS = "core,norm,act"
 AGAIN = [dict(tp=2, recompute="full"), dict(tp=2, sp=True, recompute="full", pp=2), dict(tp=2, sp=True, recompute="selective", recompute_parts=PARTS),
          dict(cp=2, recompute="full", zero=3), dict(cp=4, cp_kind="ulysses", recompute="full"), dict(cp=2, recompute="selective", recompute_parts=PARTS),
@@ -40,12 +44,12 @@ def laid(name: str, parallel: dict, **train) -> config.Config:
 
 def job_of(cfg: config.Config, world: int, rank: int) -> Job:
     p, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg, schedule.n_stages))
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), rank, schedule, layers_of(cfg, schedule.n_stages))
 
 
 def start(world, cfg):
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     return run, Tokens(cfg, mesh.data.index, mesh.data.size)
 
@@ -100,6 +104,18 @@ def test_dtypes(ranks, dtype, parallel):
 @pytest.mark.parametrize("parallel", EIGHT, ids=str)
 def test_eight_ranks(ranks, parallel):
     compare(ranks(8), "gpt2-tiny", parallel)
+
+
+@pytest.mark.parametrize("name", ["mixtral-tiny", "qwen3-moe-tiny", "dots1-tiny", "qwen2-moe-tiny", "olmoe-tiny"])
+@pytest.mark.parametrize("parallel", MIXTURES, ids=str)
+def test_mixtures(ranks, name, parallel):
+    """Dispatch and combine send what is routed, without padding, whatever the router does."""
+    compare(ranks(4), name, parallel, micro_batch=2)
+
+
+@pytest.mark.parametrize("parallel", [dict(ep=2, tp=2, zero=1), dict(ep=4, zero=3)], ids=str)
+def test_mixtures_in_bf16(ranks, parallel):
+    compare(ranks(4), "mixtral-tiny", parallel, dtype="bf16")
 
 
 def cost(parallel, world=8, **train) -> int:

@@ -26,7 +26,7 @@ def pool(request, ranks):
 
 def mesh_of(world: World, cfg) -> Mesh:
     p = cfg.parallel
-    return Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    return Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
 
 
 def with_layout(name: str, cp_kind: str, doc_mask: bool = False, layers: int = 2, **layout):

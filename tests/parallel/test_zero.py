@@ -22,7 +22,7 @@ def laid(**parallel):
 
 def start(world, cfg):
     p = cfg.parallel
-    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world), torch.device("cpu"), None, cfg.train.steps)
+    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world), torch.device("cpu"), None, cfg.train.steps)
     return run, Tokens(cfg, run.mesh.data.index, run.mesh.data.size)
 
 
@@ -58,7 +58,7 @@ def noted(b, verb, name, said):
 def test_zero_3_fetches_ahead_and_lands_one_part_later(ranks):
     said = ranks(4).run(story, laid(zero=3))[0]
     assert said == ["fetch e", "fetch 0", "fetch 1", "forward 0", "fetch 2", "forward 1", "fetch h", "forward 2",
-                    "fetch 2", "fetch 1", "reduce h", "fetch 0", "land h", "reduce 2", "land 2", "reduce 1", "land 1", "reduce 0",
+                    "fetch 1", "reduce h", "fetch 0", "land h", "reduce 2", "land 2", "reduce 1", "land 1", "reduce 0",
                     "land 0", "reduce e", "land e", "norm"], said
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import config
-import rules
+from build import plan_pipeline
 from data.batch import Batch
 from parallel.comm import Group
 from parallel.zigzag import cut, join, meetings, places, sight, split
@@ -87,5 +87,5 @@ def test_what_cannot_be_cut_is_one_clear_line(over, match):
     seq, layout = over.get("seq_len", cfg.train.seq_len), {k: v for k, v in over.items() if k != "seq_len"}
     bad = replace(cfg, train=replace(cfg.train, seq_len=seq), parallel=replace(cfg.parallel, **layout))
     with pytest.raises(config.ConfigError, match=match) as e:
-        rules.validate(bad, 8)
+        plan_pipeline(bad, 8)
     assert "\n" not in str(e.value)

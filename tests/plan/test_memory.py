@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-import config
 from build import build, plan_pipeline
 from model.split import layers_of
 from parallel.layout import Layout
@@ -18,7 +17,7 @@ from runtime.guard import Guard
 from scripts.verify import Tokens, subject
 from train import train_step
 
-STATES = [dict(zero=z, **more) for z in (0, 1, 2, 3) for more in ({}, dict(tp=2), dict(pp=2))]
+STATES = [dict(offload="optimizer", zero=z) for z in (0, 3)] + [dict(zero=z, **more) for z in (0, 1, 2, 3) for more in ({}, dict(tp=2), dict(pp=2))]
 
 
 class Kept:
@@ -61,7 +60,7 @@ class Box:
 
 def job_of(cfg, world, rank):
     p, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep), rank, schedule, layers_of(cfg, schedule.n_stages))
+    return Job(cfg, Layout(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), rank, schedule, layers_of(cfg, schedule.n_stages))
 
 
 def stores(tensors):
@@ -71,16 +70,19 @@ def stores(tensors):
 def held(world, cfg):
     """Bytes of a rank's state after a step, and the most that autograd kept during one."""
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     data, kept = Tokens(cfg, mesh.data.index, mesh.data.size), Kept()
     batches = [replace(b, **{k: v.clone() for k, v in vars(b).items() if isinstance(v, torch.Tensor)}) for b in data.microbatches(0)]
     with watching_checkpoint(kept), torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.x):
         train_step(run, 1, batches, Guard(), lambda point, step: None)
     every = run.buckets
-    masters = [b.master for b in every if b.master is not b.own]
+    state, offloaded = [f for flats in run.optim.state().values() for f in flats], every[0].sharing.offload
+    host = [b.master for b in every if offloaded] + [t for t in state if offloaded]
+    masters = [b.master for b in every if b.master is not b.own and not b.sharing.offload]
     whole = {"weights": stores([b.own if b.weights is None else b.weights for b in every]), "masters": stores(masters),
-             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": stores(run.optim.m + run.optim.v)}
+             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": 0 if offloaded else stores(state)}
+    assert stores(host) == memory.host_bytes(job_of(cfg, world.size, world.rank))
     for b in every:
         b.need()
     return whole, kept.peak
@@ -109,9 +111,18 @@ def laid(name, parallel, **train):
     return replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **{"dtype": "bf16", "seq_len": 64, **train}))
 
 
-@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)], ids=str)
+@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)] + [("mixtral-tiny", p) for p in (
+    dict(zero=1, ep=2), dict(zero=3, ep=2, etp=2), dict(tp=2, ep=4), dict(zero=2, tp=2, dp_rep=2))], ids=str)
 def test_state(ranks, name, parallel):
     cfg = laid(name, parallel)
+    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
+@pytest.mark.parametrize("name", ["muon", "lamb", "lars", "lion", "sgd"])
+def test_moments_of_each_optimizer(ranks, name):
+    cfg = laid("mixtral-tiny", dict(zero=1, ep=2))
+    cfg = replace(cfg, optim=replace(cfg.optim, name=name))
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of(cfg, 4, rank))
 
@@ -150,6 +161,39 @@ def test_what_is_made_again_is_not_kept(ranks, name, parallel):
         assert peak < most
 
 
+def away(world, cfg):
+    """The most that autograd keeps on the device when activations are offloaded: what stayed, and what was fetched."""
+    p = cfg.parallel
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    there, kept, order = run.pipeline.away, Kept(), []
+    pack, unpack, fetch = there.pack, there.unpack, there.fetch
+
+    def packed(x):
+        ticket = pack(x)
+        return kept.pack(ticket) if ticket is x else ticket
+
+    def fetched(ticket):
+        if ticket.here is None:
+            order.append(ticket.before is not None and ticket.before() is not None)
+        fetch(ticket)
+        kept.see(ticket.here)
+    there.pack, there.fetch = packed, fetched
+    there.unpack = lambda x: x.x if isinstance(x, Box) else unpack(x)
+    train_step(run, 1, Tokens(cfg, mesh.data.index, mesh.data.size).microbatches(0), Guard(), lambda point, step: None)
+    return kept.peak, len(order)
+
+
+@pytest.mark.parametrize("parallel", [{}, dict(pp=4), dict(tp=2, sp=True), dict(pp=2, recompute="full")], ids=str)
+def test_what_is_offloaded_is_not_on_the_device(ranks, parallel):
+    cfg = laid("llama3-tiny", dict(offload="activations", **parallel), seq_len=128, dtype="fp64")
+    plain = replace(cfg, parallel=replace(cfg.parallel, offload="none"))
+    for (peak, fetched), (_, most) in zip(ranks(4).run(away, cfg), ranks(4).run(held, plain)):
+        block = memory.block_bytes(cfg)
+        block = sum(block[part] for part in ("norm", "core", "act", "rest"))
+        assert fetched and peak < block + 0.05 * most, (peak, block, most)  # of all blocks in flight, what one has
+
+
 def test_what_lowers_the_peak(ranks):
     """Sequence parallelism below tensor parallelism alone; 1F1B below GPipe, most on the last rank."""
     def peaks(**parallel):
@@ -174,7 +218,7 @@ class Whole:
 
 def passing(world, cfg):
     p = cfg.parallel
-    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world), torch.device("cpu"), None, cfg.train.steps)
+    run = build(cfg, Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world), torch.device("cpu"), None, cfg.train.steps)
     whole = Whole(run.buckets)
     for b in run.buckets:
         for name in ("hold_grad", "fetch", "reduce"):

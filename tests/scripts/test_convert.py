@@ -46,6 +46,18 @@ CASES = {
     "qwen2-window": ("Qwen2", {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen3-tied": ("Qwen3", {**ROPE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 26, "rope_theta": 1e6, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**ROPE, "head_dim": 10}),
+    "mixtral": ("Mixtral", {**ROPE, "num_local_experts": 6, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {**ROPE, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7, "tie_word_embeddings": True}),
+    "qwen2-moe": ("Qwen2Moe", {**ROPE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 60}),
+    "qwen2-moe-sparse": ("Qwen2Moe", {**ROPE, "num_hidden_layers": 4, "num_experts": 6, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 40,
+                                      "decoder_sparse_step": 2, "norm_topk_prob": True, "num_experts_per_tok": 2}),
+    "qwen3-moe": ("Qwen3Moe", {**ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}),
+    "qwen3-moe-first-dense": ("Qwen3Moe", {**ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+                                           "mlp_only_layers": [0]}),
+    "olmoe": ("Olmoe", {**ROPE, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None}),  # a padding token would not train
+    "dots1": ("Dots1", {**ROPE, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4,
+                        "topk_group": 2, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
+                        "head_dim": 12}),
 }
 
 
@@ -60,7 +72,7 @@ def no_waiting_for_the_disk(monkeypatch):
 
 def save(run_, root, step):
     """A committed checkpoint of a build.Run, as training leaves it."""
-    return store.save(root, step, state.boxes(run_.buckets, run_.optim.state()), state.describe(run_, step), keep=1)
+    return store.save(root, step, state.boxes(run_.buckets, run_.optim.state()) + run_.routers.boxes(), state.describe(run_, step), keep=1)
 
 
 def run(capsys, *argv):
@@ -86,6 +98,9 @@ def their_model(transformers, family, settings):
     model = getattr(transformers, "AutoModelForCausalLM").from_config(getattr(transformers, f"{family}Config")(**settings)).float().eval()
     for p in model.parameters():
         p.add_(torch.randn_like(p) * 0.1)
+    for name, bias in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            bias.add_(torch.randn_like(bias) * 0.1)
     return model
 
 
@@ -131,10 +146,11 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
 
     cfg = config.resolve(None, str(tmp_path / "run" / "config.yaml"), [
         "--train.dtype", "fp32", "--train.steps", "3", "--train.seq_len", f"{SEQ}", "--train.micro_batch", "2", "--train.global_batch", "4",
-        "--optim.lr", "1e-3", "--optim.warmup", "0", "--optim.decay", "constant", "--optim.clip", "0.5"])
+        "--optim.lr", "1e-3", "--optim.warmup", "0", "--optim.decay", "constant", "--optim.clip", "0.5",
+        "--model.router_bias_rate", "0"])
     data = SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="none"), fingerprint="random")
     ours = build(cfg, Mesh.single(), torch.device("cpu"), data, 3)
-    state.load_weights(ours.buckets, state.find(cfg.checkpoint.init_from, []))
+    state.load_weights(ours.buckets, state.find(cfg.checkpoint.init_from, []), ours.routers.boxes(weights=True))
     assert not any(t[cfg.model.vocab:].any() for box, t in state.boxes(ours.buckets, {}) if box.key in ("embed.weight", "head.weight"))
 
     steps = batches(cfg.model.vocab)

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from runtime.failure import fail_cleanly
-from scripts.schedule import main
+from parallel.schedule import make, needs
+from scripts.schedule import main, measure, parser, subject
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -62,7 +63,29 @@ def test_list(capsys):
     assert len(json.loads(run(capsys, "--list --json")[1])) == 6
 
 
+@pytest.mark.parametrize("line", ["--kind zb-v --pp 2 --micro 3", "--kind interleaved --pp 2 --micro 2 --vpp 2", "--kind 1f1b --pp 1 --micro 2"])
+def test_a_measured_step_runs_the_same_ops_in_the_order_of_their_needs(line):
+    a = parser().parse_args(f"{line} --run llama3-tiny".split())
+    s = make(a.kind, a.pp, a.micro, a.vpp)
+    t = measure(subject(a, s), s)
+    assert [[span.op for span in rank] for rank in t.ranks] == s.order and t.start == 0
+    ends = {span.op: span.end for rank in t.ranks for span in rank}
+    ends |= {op._replace(kind="B"): end for op, end in ends.items() if op.kind == "I"}
+    for rank in t.ranks:
+        assert all(0 <= span.start < span.end <= then.start for span, then in zip(rank, rank[1:]))
+        assert all(span.start >= ends[need] - 0.05 for span in rank for need in needs(span.op, s.n_stages))  # ms
+
+
+def test_the_measured_step_is_drawn_beside_the_simulated_one(capsys, tmp_path):
+    code, out, err = run(capsys, f"--kind zb-h1 --pp 2 --micro 3 --run llama3-tiny --out {tmp_path}/x.png --width 200")
+    assert (code, err) == (0, "") and out.count("rank 0 |") == 2 and "measured, llama3-tiny: step" in out
+    assert (tmp_path / "x.png").stat().st_size > 10_000
+
+
 @pytest.mark.parametrize("line,says", [
+    ("--kind 1f1b --pp 2 --micro 2 --run llama3-tinny", "llama3-tinny: no such recipe; did you mean llama3-tiny"),
+    ("--kind 1f1b --pp 40 --micro 2 --run llama3-tiny", "--run: starts a process for each of --pp 40 ranks, at most 16"),
+    ("--kind 1f1b --pp 2 --micro 2 --run llama3.1-8b", "parameters; take a recipe of at most"),
     ("", "--kind: missing"),
     ("--kind zbv --pp 4 --micro 4", "did you mean zb-v?"),
     ("--kind 1f1b --pp 4", "--micro: missing"),

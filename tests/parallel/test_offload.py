@@ -1,0 +1,80 @@
+"""Offload: the copies are the tensors, an address that was used again is no old friend, and the update in chunks is the update."""
+import torch
+
+from kernels.adam import adamw
+from parallel.offload import AHEAD, SMALL, Away, Side, Ticket, staged
+
+CPU = torch.device("cpu")
+
+
+def test_an_update_in_chunks_is_bitwise_the_update():
+    g, n = torch.Generator().manual_seed(0), 1000
+    state, grad = [torch.rand(n, generator=g) for _ in range(3)], torch.randn(n, generator=g)
+    how = dict(lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, step=3, factor=torch.tensor(0.5), ok=torch.tensor(True))
+    whole, low = [t.clone() for t in state], torch.empty(n, dtype=torch.bfloat16)
+    adamw(whole[0], grad, *whole[1:], **how)
+    seen = []
+    for cut, (p, m, v) in staged(state, CPU, Side(CPU), chunk=256):
+        assert all(t.data_ptr() != s[cut].data_ptr() for t, s in zip((p, m, v), state))  # a copy, as on a GPU
+        adamw(p, grad[cut], m, v, low=low[cut], **how)
+        seen.append((cut.start, cut.stop))
+    assert seen == [(0, 256), (256, 512), (512, 768), (768, 1000)]
+    assert all(torch.equal(a, b) for a, b in zip(state, whole)) and torch.equal(low, whole[0].bfloat16())
+
+
+def chain(x, w, depth=6):
+    for _ in range(depth):
+        x = (x @ w).tanh()
+    return x.square().sum()
+
+
+def test_gradients_are_those_of_tensors_that_stayed():
+    g = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(64, 64, generator=g, dtype=torch.float64).requires_grad_() for _ in "xw")
+    chain(x, w).backward()
+    want, x.grad, w.grad = (x.grad.clone(), w.grad.clone()), None, None
+    away = Away(CPU)
+    with away.keeping():
+        y = chain(x, w)
+    y.backward()
+    assert torch.equal(x.grad, want[0]) and torch.equal(w.grad, want[1])
+
+
+def test_fetched_in_reverse_a_few_ahead_and_once():
+    away, order = Away(CPU), []
+    fetch = away.fetch
+    away.fetch = lambda t: (order.append(t.place) if t.here is None else None, fetch(t))
+    with away.keeping():
+        tickets = [away.pack(torch.full((SMALL,), i, dtype=torch.float64)) for i in range(6)]
+    for i, t in enumerate(tickets):
+        t.place = i
+    for i in reversed(range(6)):
+        assert torch.equal(away.unpack(tickets[i]), torch.full((SMALL,), i, dtype=torch.float64))
+        assert order == list(range(5, max(i - AHEAD, 0) - 1, -1))
+        del tickets[i]
+
+
+def test_small_tensors_stay_equal_ones_are_copied_once_and_an_address_used_again_is_another():
+    away = Away(CPU)
+    with away.keeping():
+        small = torch.zeros(4)
+        assert away.pack(small) is small
+        x = torch.rand(SMALL)
+        first = away.pack(x)
+        assert isinstance(first, Ticket) and away.pack(x.detach()) is first
+        x.add_(1)  # written in place since
+        second = away.pack(x)
+        assert second is not first and torch.equal(second.host, first.host + 1)
+        for _ in range(20):  # freed and made again: often at the same address
+            y = torch.rand(SMALL)
+            ticket = away.pack(y)
+            assert torch.equal(ticket.host, y)
+            del y
+
+
+def test_a_transposed_tensor_comes_back_as_it_lay():
+    away = Away(CPU)
+    x = torch.rand(128, 64).t()
+    with away.keeping():
+        back = away.unpack(away.pack(x))
+    assert torch.equal(back, x) and back.stride() == x.stride()

@@ -1,0 +1,77 @@
+"""checkpoint.async_save on many ranks: the writers' exchanges never meet the step's, a killed writer costs nothing that was
+committed, and an error of one writer ends the job at the next step, on every rank with the same code."""
+import json
+
+import pytest
+
+from checkpoint import store
+from ranks import MODEL, corpus, job
+
+STEPS = 8
+LAYOUTS = {"tp2": (2, ("--parallel.tp", "2")), "pp2 dp2 zero3": (4, ("--parallel.pp", "2", "--parallel.zero", "3"))}
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    home = tmp_path_factory.mktemp("async")
+    return ["llama3-tiny", *MODEL, "--data.path", corpus(home), "--train.steps", str(STEPS), "--checkpoint.every", "2", "--optim.decay", "constant"]
+
+
+def run(folder, args, layout, sync=False, **how):
+    world, words = LAYOUTS[layout]
+    more = () if sync else ("--checkpoint.async_save", "true")
+    return job(folder, world, [*args, *words, *more, "--log.dir", str(folder), "--log.name", "run"], **how)
+
+
+def weights(folder) -> dict[str, str]:
+    path = store.newest(folder / "run" / "checkpoints", [])
+    assert store.index(path)["step"] == STEPS
+    return {str(p[k] if k in p else "") + p["sha256"]: p["key"] for p in store.index(path)["pieces"] for k in ("start",)}
+
+
+def losses(folder) -> list[tuple[int, float]]:
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [(r["step"], r["loss"]) for r in rows if "loss" in r]
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, args):
+    """{layout: (weights, losses)} of runs that saved in the step."""
+    done = {}
+
+    def of(layout):
+        if layout not in done:
+            folder = tmp_path_factory.mktemp("clean")
+            assert not any(run(folder, args, layout, sync=True).codes)
+            done[layout] = weights(folder), losses(folder)
+        return done[layout]
+    return of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_goes_on_while_the_writers_agree(tmp_path, args, clean, layout):
+    end = run(tmp_path, args, layout, fault="ckpt.pre_rename:rank=0:act=sleep=0.4; ckpt.pre_write:rank=1:act=sleep=0.2")
+    assert not any(end.codes), end.logs
+    assert (weights(tmp_path), losses(tmp_path)) == clean(layout)
+    log = end.logs[0].splitlines()
+    slept = next(i for i, line in enumerate(log) if line.startswith("fault ckpt.pre_rename"))
+    assert slept > next(i for i, line in enumerate(log) if line.split()[:2] == ["step", "3"] or " 3/" in line), log  # step 3 ran before it
+
+
+@pytest.mark.parametrize("layout, point, rank", [("tp2", p, r) for p, r in (("pre_write", 1), ("mid_shard", 0), ("mid_shard", 1), ("post_shard", 1),
+                                                 ("pre_index", 0), ("pre_rename", 0), ("post_rename", 0), ("mid_latest", 0))]
+                         + [("pp2 dp2 zero3", "mid_shard", 3), ("pp2 dp2 zero3", "pre_rename", 0)])
+def test_a_writer_that_is_killed(tmp_path, args, clean, layout, point, rank):
+    end = run(tmp_path, args, layout, fault=f"ckpt.{point}:rank={rank}:act=SIGKILL")
+    assert end.codes[rank] == -9 and all(code for code in end.codes) and end.seconds < 30, end.logs
+    assert not any(run(tmp_path, args, layout).codes)
+    assert (weights(tmp_path), losses(tmp_path)) == clean(layout)
+    assert not [p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if ".tmp" in p.name or ".trash" in p.name]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_writer_ends_the_job_on_every_rank(tmp_path, args, rank):
+    end = run(tmp_path, [*args, "--train.steps", "300", "--checkpoint.every", "60"], "tp2", fault=f"ckpt.mid_shard:rank={rank}:act=ENOSPC")
+    assert end.codes == [82, 82], end.logs
+    assert end.errors() and all("ENOSPC" in line for line in end.errors())
+    assert 60 <= losses(tmp_path)[-1][0] < 120  # not with the second save
