@@ -61,7 +61,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
          "model.heads", divisors(m.hidden))
     need(m.heads % kv_heads(m) == 0,
          f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}", "model.kv_heads", divisors(m.heads))
-    need(m.attention not in ("flash", "triton") or t.device != "cpu", f"model.attention: {m.attention} needs a GPU, and train.device is cpu; take auto")
+    need(m.attention not in ("flash", "triton") or t.device != "cpu",
+         f"model.attention: {m.attention} needs a GPU, and train.device is cpu; take auto")
     need(m.attention != "flash" or t.dtype == "bf16", f"model.attention: flash-attn has no {t.dtype}; set train.dtype bf16 or take auto")
     need(m.attention != "triton" or t.dtype != "fp64", "model.attention: the Triton kernels have no fp64; take auto or reference")
     need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE",

@@ -216,8 +216,10 @@ def forward_kernel(Q, K, V, FIRST, OUT, LSE, q_at, k_at, v_at, out_at, first_b, 
     begin, cut, end = keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL, BOUNDED, M, N)
     out, total, top = tl.zeros((M, EP), tl.float32), tl.zeros((M,), tl.float32), tl.full((M,), -float("inf"), tl.float32)
     if not BOUNDED:
-        out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, begin, cut, s_k, apart, scale, False, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, cut, end, s_k, apart, scale, True, CAUSAL, BOUNDED, N, D, DP, E, EP)
+        out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, begin, cut, s_k, apart, scale,
+                               False, CAUSAL, BOUNDED, N, D, DP, E, EP)
+    out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, cut, end, s_k, apart, scale,
+                           True, CAUSAL, BOUNDED, N, D, DP, E, EP)
     seen = total > 0.0
     store_rows(OUT + b * out_at[0] + h * out_at[2], out / tl.where(seen, total, 1.0)[:, None], rows, out_at[1], s_q, E, EP)
     lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) / LOG2E, -float("inf"))
@@ -271,8 +273,10 @@ def dq_kernel(Q, K, V, FIRST, DOUT, LSE, DELTA, DQ, q_at, k_at, v_at, dout_at, d
     begin, cut, end = keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL, BOUNDED, M, N)
     dq = tl.zeros((M, DP), tl.float32)
     if not BOUNDED:
-        dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, begin, cut, s_k, apart, scale, False, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, cut, end, s_k, apart, scale, True, CAUSAL, BOUNDED, N, D, DP, E, EP)
+        dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, begin, cut, s_k, apart, scale,
+                    False, CAUSAL, BOUNDED, N, D, DP, E, EP)
+    dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, cut, end, s_k, apart, scale,
+                True, CAUSAL, BOUNDED, N, D, DP, E, EP)
     store_rows(DQ + b * dq_at[0] + h * dq_at[2], dq * (scale / LOG2E), rows, dq_at[1], s_q, D, DP)
 
 

@@ -13,6 +13,7 @@ BLOCK = 2048  # channels of one token, a program: two 128-bit loads of bf16 a th
 WARPS = 4
 CUBIC, SLOPE = 0.044715, math.sqrt(2 / math.pi)  # of GELU's tanh form
 
+
 def swiglu(gate_up: Tensor, fused: bool = False) -> Tensor:
     """silu(gate) * up. gate_up [..., 2f], the first half gate -> [..., f]."""
     if fits("swiglu", gate_up):

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import adam, attention, cross_entropy, fp8, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
+from kernels import adam, attention, cross_entropy, fp8, grouped_gemm, linear, norm, permute, rope, swiglu
 from kernels.sight import Sight, sight
 from scripts.bench.shape import show
 
@@ -47,15 +47,19 @@ class Case:
 def main(args) -> int:
     size, device, dtype = Size(), torch.device("cuda"), torch.bfloat16
     torch.set_float32_matmul_precision("highest")
-    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in "ab")
-    copy = 2 * a.numel() / clock(lambda: a.copy_(b), device)
-    del a, b
+    copy = copy_speed(device)
     memory = [row(name, case, device, copy) for name, case in memory_cases(size, device, dtype).items() if args.only in name]
     product = [row(name, case, device, None) for name, case in product_cases(size, device, dtype).items() if args.only in name]
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, {time.strftime('%Y-%m-%d')}"
     show(memory, args.json, machine=where, copy=f"{copy / 1e12:.2f} TB/s", memory=f"bf16, ms, median of {REPEATS}")
     show(product, args.json, products="bf16, TFLOP/s, forward or as named")
     return 0
+
+
+def copy_speed(device: torch.device) -> float:
+    """Bytes a second, read and written, of one large copy."""
+    a, b = (torch.empty(1 << 30, dtype=torch.uint8, device=device) for _ in "ab")
+    return 2 * a.numel() / clock(lambda: a.copy_(b), device)
 
 
 def row(name: str, case: Case, device: torch.device, copy: float | None) -> dict:

@@ -131,7 +131,7 @@ def test_triton_over_parts_of_the_vocabulary(interpreted, monkeypatch):
     for part, start in zip(parts, (0, 20, 40)):
         kernel.launch(part.clone(), y, 0.5, 40, start, lambda lse, picked: seen.append((lse.clone(), picked.clone())) or (lse, picked))
     lse, picked = (torch.stack(x) for x in zip(*seen))
-    for i, (part, start) in enumerate(zip(parts, (0, 20, 40))):
+    for part, start in zip(parts, (0, 20, 40)):
         got = kernel.launch(part, y, 0.5, 40, start, lambda *_: (lse.logsumexp(0), picked.sum(0)))
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(part, whole[:, start:start + 20], rtol=1e-5, atol=1e-7)

@@ -77,6 +77,7 @@ def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n)
 
 
 def test_rows_that_the_copy_engine_cannot_read_take_the_other_way(interpreted, capfd):
-    dy, x, into = torch.randn(4, 8, device=interpreted).bfloat16(), torch.randn(4, 7, device=interpreted).bfloat16(), torch.zeros(8, 7, device=interpreted)
+    dy, x = (torch.randn(4, n, device=interpreted).bfloat16() for n in (8, 7))
+    into = torch.zeros(8, 7, device=interpreted)
     torch.testing.assert_close(kernel.add_wgrad(into, dy, x), dy.float().t() @ x.float(), rtol=0.02, atol=0.02)
     assert "not aligned to 16 bytes" in capfd.readouterr().err
