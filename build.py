@@ -18,6 +18,7 @@ from optim.lamb import LAMB, LARS
 from optim.lion import Lion
 from optim.lr import learning_rate
 from optim.muon import Muon
+from optim.scaler import Scaler
 from optim.sgd import SGD
 from parallel.boxes import Box
 from parallel.mesh import Mesh
@@ -28,14 +29,14 @@ from parallel.schedule import Op, Schedule, check, lower, make
 from parallel.zero import Zero
 from rules import divisors, nearby, validate
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
 
 
 @dataclass(frozen=True)
 class Run:
     """steps: the horizon; stages: {number: stage} of this rank; ops, peek: this rank's schedule for training and, forward
-    only, for evaluation; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them."""
+    only, for evaluation; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16."""
     cfg: Config
     mesh: Mesh
     device: torch.device
@@ -47,6 +48,7 @@ class Run:
     ops: list[Op]
     steps: int
     routers: Routers
+    scaler: Scaler
 
     def lr(self, step: int) -> float:
         return learning_rate(self.cfg.optim, step, self.steps)
@@ -127,7 +129,7 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
                         mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
     ops = lower(schedule.order, schedule.place)[mesh.pp.index]
     return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
-               Routers(cfg, mesh, list(stages.values()), device))
+               Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device))
 
 
 @dataclass(frozen=True)

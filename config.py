@@ -17,13 +17,10 @@ from typing import Literal
 
 import yaml
 
+from strict import ConfigError, read_yaml
+
 HERE = pathlib.Path(__file__).parent / "configs"
 CODE = (".", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan")
-
-
-class ConfigError(ValueError):
-    """The user's mistake: one line that names the key and the way out. train.py prints it and exits with 2."""
-    exit_code = 2
 
 
 @dataclass(frozen=True)
@@ -43,15 +40,26 @@ class Model:
     activation: Literal["swiglu", "gelu"] = "swiglu"  # gelu is the tanh form (GPT-2)
     positions: Literal["rope", "learned"] = "rope"  # rotary (arXiv 2104.09864) or learned absolute
     rope_theta: float = 10000.0  # base of the rotary wavelengths
-    rope_factor: float | None = None  # Llama-3.1 frequency scaling; none: off
-    rope_low_freq: float = 1.0  # llama3 scaling: wavelengths above original/low are divided by the factor
-    rope_high_freq: float = 4.0  # llama3 scaling: wavelengths below original/high stay
-    rope_original: int = 8192  # llama3 scaling: context before scaling
+    rope_factor: float | None = None  # how many times longer than rope_original the context is made; none: no scaling
+    rope_kind: Literal["llama3", "yarn"] = "llama3"  # how: as Llama 3.1 does, or YaRN (arXiv 2309.00071)
+    rope_low_freq: float = 1.0  # channels that turn less often than this within rope_original are slowed by the factor (yarn: beta_slow)
+    rope_high_freq: float = 4.0  # those that turn more often stay; a ramp between (yarn: beta_fast)
+    rope_original: int = 8192  # context before scaling
+    rope_mscale: float = 1.0  # yarn: cos and sin times f(this) / f(rope_mscale_all), f(m) = 1 + m ln(rope_factor) / 10
+    rope_mscale_all: float = 0.0  # yarn with MLA: the softmax's scale times f(this) squared (DeepSeek)
+    rope_pairs: bool = False  # channels 2i and 2i + 1 turn together (DeepSeek), not i and i + dim/2
     tied: bool = False  # output head shares the embedding
     bias: bool = False  # biases on every linear and norm (GPT-2)
     qkv_bias: bool = False  # biases on q, k, v alone (Qwen2)
     qk_norm: bool = False  # RMSNorm on each head of q and k, before RoPE (Qwen3)
     qk_norm_whole: bool = False  # qk_norm over all heads of q, and all of k, at once (OLMoE)
+    kv_rank: int | None = None  # multi-head latent attention (MLA, arXiv 2405.04434): width of the latent of keys and values; none: off
+    q_rank: int | None = None  # MLA: width of the queries' latent; none: queries straight from the hidden state
+    nope_dim: int = 128  # MLA: channels of a query and key head without positions
+    rope_dim: int = 64  # MLA: channels with positions; such a key is shared by all heads
+    v_dim: int = 128  # MLA: channels of a value head
+    mtp: int = 0  # multi-token prediction (arXiv 2412.19437): modules behind the last block, each for one token further ahead; training only
+    mtp_weight: float = 0.3  # of their mean loss, beside the next token's
     window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
     dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
     init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
@@ -88,7 +96,7 @@ class Train:
     micro_batch: int = 8  # sequences a forward pass and rank
     global_batch: int = 16  # sequences a step, over all ranks and micro-batches
     seed: int = 1234  # of weights, sample order, dropout
-    dtype: Literal["fp64", "fp32", "bf16"] = "fp32"  # compute; bf16 keeps fp32 master weights and gradients
+    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # compute; bf16 and fp16 keep fp32 master weights and gradients; fp16 scales the loss
     max_minutes: float | None = None  # stop after this long: save, exit 75
     deterministic: bool = True  # only deterministic kernels
     compile: bool = False  # torch.compile the elementwise kernels (CPU: needs a C++ compiler)
@@ -174,6 +182,11 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Profile:
+    steps: str | None = None  # FIRST:LAST: a profiler trace of these steps into the run folder
+
+
+@dataclass(frozen=True)
 class Config:
     model: Model = field(default_factory=Model)
     train: Train = field(default_factory=Train)
@@ -183,6 +196,7 @@ class Config:
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
+    profile: Profile = field(default_factory=Profile)
 
 
 # ---- plain data -> dataclasses ---------------------------------------------------------------------------------------
@@ -262,50 +276,6 @@ def merge(base: dict, over: dict) -> dict:
 
 
 # ---- files, recipes, command line ------------------------------------------------------------------------------------
-
-class StrictLoader(yaml.SafeLoader):
-    """Safe YAML without the surprises: no aliases (a billion laughs), no duplicate keys; 12:30:45 and 017 are no numbers,
-    `no` and `off` are words."""
-
-    yaml_implicit_resolvers = {first: [(tag, regex) for tag, regex in rules if tag.rsplit(":")[-1] in ("null", "float", "merge")]
-                               for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-
-    def compose_node(self, parent, index):
-        if self.check_event(yaml.AliasEvent):
-            raise ConfigError(f"{self.name}:{self.peek_event().start_mark.line + 1}: aliases are not allowed here; write it out")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node, deep=False):
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise ConfigError(f"{self.name}:{key.start_mark.line + 1}: {key.value} stands twice; keep one")
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-
-StrictLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(0|[1-9][0-9_]*)$"), list("-+0123456789"))
-StrictLoader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(true|false)$"), list("tf"))
-
-
-def read_yaml(path) -> dict:
-    """Raises ConfigError naming file and line."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            loader = StrictLoader(f)
-            loader.name = str(path)
-            tree = loader.get_single_data()
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not UTF-8 text") from None
-    except yaml.YAMLError as e:
-        mark = getattr(e, "problem_mark", None)
-        raise ConfigError(f"{path}{f':{mark.line + 1}' if mark else ''}: not YAML: {getattr(e, 'problem', e)}") from None
-    if tree is None or isinstance(tree, dict):
-        return tree or {}
-    raise ConfigError(f"{path}: expected keys and values, got {type(tree).__name__}")
-
 
 def presets() -> dict[str, dict]:
     return read_yaml(HERE / "models.yaml")
@@ -401,11 +371,24 @@ def dump(cfg: Config) -> str:
 
 
 def head_dim(m: Model) -> int:
-    return m.head_dim or m.hidden // m.heads
+    """Channels of a query and key head."""
+    return m.nope_dim + m.rope_dim if m.kv_rank else m.head_dim or m.hidden // m.heads
+
+
+def value_dim(m: Model) -> int:
+    return m.v_dim if m.kv_rank else head_dim(m)
 
 
 def kv_heads(m: Model) -> int:
     return m.kv_heads or m.heads
+
+
+def attention_weights(m: Model) -> int:
+    """Elements of a block's attention matrices."""
+    if not m.kv_rank:
+        return m.hidden * head_dim(m) * 2 * (m.heads + kv_heads(m))
+    queries = (m.q_rank or m.hidden) * m.heads * head_dim(m) + (m.q_rank or 0) * m.hidden
+    return queries + m.hidden * (m.kv_rank + m.rope_dim + m.heads * m.v_dim) + m.kv_rank * m.heads * (m.nope_dim + m.v_dim)
 
 
 def moe_ffn(m: Model) -> int:
@@ -415,6 +398,14 @@ def moe_ffn(m: Model) -> int:
 def is_moe(m: Model, layer: int) -> bool:
     """Has this layer experts?"""
     return m.experts is not None and layer >= m.first_dense and (layer + 1) % m.moe_every == 0
+
+
+def span(text: str | None) -> range:
+    """The steps that "10:12" names, both ends included; "10" is one. Raises ConfigError."""
+    first, _, last = (text or "").partition(":")
+    if text is not None and not (first.isdigit() and (last or first).isdigit() and 0 < int(first) <= int(last or first)):
+        raise ConfigError(f"profile.steps: {text!r} must be FIRST:LAST, counted from 1, e.g. 10:12")
+    return range(0) if text is None else range(int(first), int(last or first) + 1)
 
 
 def numbers(text: str) -> list[int]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Callable
 
-from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, words
+from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, words
 
 PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
 
@@ -40,7 +40,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
             raise ConfigError(text + next(filter(None, tips), ""))
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
-                          "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity"),
+                          "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
+                          "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "rope_factor", "rope_original"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
                 "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
@@ -56,7 +57,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(o.weight_decay >= 0, f"optim.weight_decay: {o.weight_decay} must not be negative")
     need(o.warmup >= 0, f"optim.warmup: {o.warmup} must not be negative")
     need(o.min_lr is None or 0 <= o.min_lr <= o.lr, f"optim.min_lr: {o.min_lr} must lie in [0, optim.lr = {o.lr}]")
-    need(m.head_dim or m.hidden % m.heads == 0,
+    need(m.head_dim or m.kv_rank or m.hidden % m.heads == 0,
          f"model.heads: {m.heads} does not divide model.hidden={m.hidden}, and model.head_dim is not set",
          "model.heads", divisors(m.hidden))
     need(m.heads % kv_heads(m) == 0,
@@ -65,8 +66,18 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
          f"model.attention: {m.attention} needs a GPU, and train.device is cpu; take auto")
     need(m.attention != "flash" or t.dtype == "bf16", f"model.attention: flash-attn has no {t.dtype}; set train.dtype bf16 or take auto")
     need(m.attention != "triton" or t.dtype != "fp64", "model.attention: the Triton kernels have no fp64; take auto or reference")
-    need(m.positions != "rope" or head_dim(m) % 2 == 0, f"model.head_dim: {head_dim(m)} must be even for RoPE",
-         "model.head_dim", (head_dim(m) - 1, head_dim(m) + 1))
+    key, turned = ("model.rope_dim", m.rope_dim) if m.kv_rank else ("model.head_dim", head_dim(m))
+    need(m.positions != "rope" or turned % 2 == 0, f"{key}: {turned} must be even for RoPE", key, (turned - 1, turned + 1))
+    latent = {"kv_heads": m.kv_heads in (None, m.heads), "head_dim": not m.head_dim, "positions": m.positions == "rope", "bias": not m.bias,
+              "qkv_bias": not m.qkv_bias, "qk_norm": not m.qk_norm}
+    for field, ok in latent.items():
+        need(not m.kv_rank or ok, f"model.{field}: {getattr(m, field)} has no meaning with latent attention (model.kv_rank={m.kv_rank}); "
+             "leave it at its default, or model.kv_rank out")
+    need(m.kv_rank or not (m.q_rank or m.rope_pairs or m.rope_mscale_all),
+         "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; give kv_rank, or leave them out")
+    need(m.rope_kind != "yarn" or m.rope_low_freq < m.rope_high_freq,
+         f"model.rope_low_freq: {m.rope_low_freq} must lie below model.rope_high_freq={m.rope_high_freq}")
+    need(m.mtp >= 0 and m.mtp_weight >= 0, "model.mtp, model.mtp_weight: must not be negative")
     need(m.qk_norm or not m.qk_norm_whole, "model.qk_norm_whole: says how model.qk_norm is done, which is off; turn that on")
     need(m.positions != "learned" or t.seq_len <= m.context,
          f"train.seq_len: {t.seq_len} is longer than the {m.context} learned positions (model.context); shorten it or raise model.context",
@@ -74,6 +85,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     given = [h for h in HORIZONS if getattr(t, h) is not None]
     need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
                           + (f"got {' and '.join(given)}" if given else "got none"))
+    span(cfg.profile.steps)
     degree = p.tp * p.pp * p.cp * p.dp_rep
     need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}",
          "parallel.tp parallel.pp parallel.cp parallel.dp_rep", divisors(world))
@@ -88,7 +100,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
         odd = next((w for w in words(getattr(p, key)) if w not in known), None)
         need(odd is None, f"parallel.{key}: {odd!r} is not one of {', '.join(known)}; write them with commas between")
     for key, value in (("model.heads", m.heads), ("model.kv_heads", kv_heads(m)), ("model.ffn", m.ffn), ("model.vocab_multiple", m.vocab_multiple)):
-        need(value % p.tp == 0, f"parallel.tp: {p.tp} does not divide {key}={value}", "parallel.tp", divisors(value))
+        shared = key == "model.kv_heads" and p.tp % value == 0 and not m.qk_norm_whole  # several ranks compute the same head
+        need(value % p.tp == 0 or shared, f"parallel.tp: {p.tp} does not divide {key}={value}", "parallel.tp", divisors(value))
     part = p.cp * math.lcm(2 if p.cp > 1 else 1, p.tp if p.sp else 1)  # cp holds two chunks a rank; sp cuts what a rank holds
     need(t.seq_len % part == 0, f"train.seq_len: {t.seq_len} is not a multiple of {part}, into which parallel.cp={p.cp}"
          f"{f' and parallel.sp over tp={p.tp} cut' if p.sp else ' cuts'} it",

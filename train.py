@@ -33,6 +33,7 @@ from runtime.guard import Guard
 from runtime.metrics import Metrics
 from runtime.peers import Peers
 from runtime.plot import loss_png
+from runtime.profile import Trace
 from runtime.stop import Stop
 
 POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged")
@@ -40,21 +41,23 @@ POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged
 
 def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
-    batches = [zigzag.cut(b, run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
+    batches = [zigzag.cut(b.look_ahead(run.cfg.model.mtp), run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     for b in run.buckets:
         b.zero_grad()
     run.routers.begin()
-    loss = run.pipeline.run(run.ops, batches, 1 / tokens)
+    scale = run.scaler.scale
+    loss = run.pipeline.run(run.ops, batches, scale / tokens) / scale
     finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")
-    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None)
+    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / scale
     ok = guard.judge(loss, norm)
-    run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip), ok)
+    run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip) / scale, ok)
+    run.scaler.update(ok)
     for b in run.buckets:
         b.publish()
-    run.routers.settle(ok)
+    run.routers.settle(ok, scale)
     return loss, norm, ok
 
 
@@ -77,11 +80,11 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
         (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
         data.tokenizer.save(folder / "tokenizer")
         (folder / "config.yaml").write_text(config.dump(cfg))
-    count, guard, stop = parameters(cfg.model), Guard(), Stop(folder, cfg.train.max_minutes)
+    count, guard, stop = parameters(cfg.model), Guard(20 if run.scaler.dynamic else 5), Stop(folder, cfg.train.max_minutes)
     saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
-    with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told():
+    with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told(), contextlib.closing(Trace(cfg.profile.steps, folder, env.rank)) as trace:
         log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
 
         def evaluate(step: int) -> None:
@@ -96,10 +99,11 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             begun = time.perf_counter()
             batches = [b.to(env.device) for b in data.microbatches(step - 1)]
             waited = time.perf_counter() - begun
-            loss, norm, ok = train_step(run, step, batches, guard, at)
+            with trace.around(step):
+                loss, norm, ok = train_step(run, step, batches, guard, at)
             at("step.end", step)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
-                                   seconds=time.perf_counter() - begun))
+                                   seconds=time.perf_counter() - begun, told=run.routers.told))
             at("step.logged", step)
             reason = agreed(stop.check(), saver, mesh)
             last = step == run.steps or reason is not None
@@ -119,8 +123,10 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
         if env.rank == 0:
             try:
                 loss_png(folder, short(count["total"]))
+                if log.experts:
+                    log.experts.png(cfg.log.name)
             except Exception as error:  # a picture is not worth a finished run
-                log.event(f"warning: loss.png was not drawn: {error}")
+                log.event(f"warning: a picture was not drawn: {error}")
         log.close(None if done else reason, code=0 if done else 75, hints=[
             f'python -m scripts.generate {folder} --prompt "class "', f"python -m scripts.evaluate {folder}", "python train.py --list"])
     return 0 if done else 75

@@ -31,10 +31,13 @@ MIXTRAL = {**LLAMA, "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "
            "mlp.experts.up": "block_sparse_moe.experts.{}.w3", "mlp.experts.down": "block_sparse_moe.experts.{}.w2"}
 MOE = {**LLAMA, "mlp.router": "mlp.gate", **{f"mlp.experts.{n}": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}}
 QWEN2_MOE = {**MOE, "mlp.shared_gate": "mlp.shared_expert_gate", **{f"mlp.shared.{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}}
-DEEPSEEK = {**MOE, "mlp.router.bias": "mlp.gate.e_score_correction_bias",
-            **{f"mlp.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}}
+DOTS = {**MOE, "mlp.router.bias": "mlp.gate.e_score_correction_bias",
+        **{f"mlp.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}}
+DEEPSEEK = {**DOTS, "attn.q_a": "self_attn.q_a_proj", "attn.q_norm": "self_attn.q_a_layernorm", "attn.q_b": "self_attn.q_b_proj",
+            "attn.kv_a": "self_attn.kv_a_proj_with_mqa", "attn.kv_norm": "self_attn.kv_a_layernorm", "attn.kv_b": "self_attn.kv_b_proj",
+            "embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "head_norm": "shared_head.norm"}  # the last four: MTP
 TABLES = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE,
-          "qwen3_moe": MOE, "olmoe": MOE, "dots1": DEEPSEEK}
+          "qwen3_moe": MOE, "olmoe": MOE, "dots1": DOTS, "deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK}
 HEAD = "lm_head.weight"
 EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)")
 BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")  # old files carry them; not weights
@@ -137,15 +140,26 @@ def opened(file: Path):
 
 
 def tie(m: Model, found: dict[str, Stored]) -> Model:
-    """A folder without lm_head has a tied one, whatever its config.json says or leaves out."""
-    return replace(m, tied=m.tied or HEAD not in found)
+    """What the tensors say, whatever config.json says or leaves out: a folder without lm_head has a tied one; one without the
+    modules of multi-token prediction (transformers drops them when it saves) has none."""
+    ahead = any(name.startswith(f"model.layers.{m.layers}.") for name in found)
+    return replace(m, tied=m.tied or HEAD not in found, mtp=m.mtp if ahead else 0)
+
+
+def copies(m: Model) -> dict[str, str]:
+    """{name: which table of ours}: tensors that files may store a second time."""
+    out = {HEAD: "embed.weight"} if m.tied else {}
+    for i in range(m.layers, m.layers + m.mtp):
+        out |= {f"model.layers.{i}.embed_tokens.weight": "embed.weight",
+                f"model.layers.{i}.shared_head.head.weight": "embed.weight" if m.tied else "head.weight"}
+    return out
 
 
 @torch.no_grad()
 def read(kind: str, m: Model, found: dict[str, Stored], pieces: list[tuple[Box, Tensor]]) -> None:
     """Fills `pieces`. Raises ConfigError listing every tensor that is missing, too much or misshapen, before any is read."""
     want = {p.name: p for p in places(kind, m, pieces)}
-    spare = {HEAD} if m.tied else set()  # some files store the tied head as well
+    spare = copies(m)
     wrong = [f"{n} is missing" for n in want if n not in found]
     wrong += [f"{n} is not a weight of {kind}" for n in found if n not in want and n not in spare]
     wrong += [f"{n} has shape {list(found[n].shape)}, config.json makes it {list(p.shape)}" for n, p in want.items()
@@ -165,12 +179,13 @@ def read(kind: str, m: Model, found: dict[str, Stored], pieces: list[tuple[Box, 
                     value = value.t() if want[name].flip else value
                     for part, source in zip(want[name].parts, value.split([len(p) for p in want[name].parts])):
                         part.copy_(source)
-    if m.tied and HEAD in found:
-        embed = next(t for box, t in pieces if box.key == "embed.weight")[:m.vocab]
-        with opened(found[HEAD].file) as f:
-            head = f.get_tensor(HEAD)
-        if head.shape != embed.shape or not torch.equal(head.to(embed.dtype), embed):
-            raise ConfigError(f"{found[HEAD].file}: {HEAD} differs from the embedding, but tie_word_embeddings says they are one")
+    for name in spare.keys() & found.keys():
+        table = next(t for box, t in pieces if box.key == spare[name])[:m.vocab]
+        with opened(found[name].file) as f:
+            copy = f.get_tensor(found[name].name)
+        if copy.shape != table.shape or not torch.equal(copy.to(table.dtype), table):
+            why = "tie_word_embeddings says they are one" if name == HEAD else "multi-token prediction shares it"
+            raise ConfigError(f"{found[name].file}: {name} differs from the {'head' if spare[name] == 'head.weight' else 'embedding'}, but {why}")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ rope_theta=10000 on v5's, and v5 reads v4's exactly. Defaults are those of trans
 config.json may leave out whatever equals them.
 """
 import json
+import math
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from config import ConfigError, Model, build, head_dim, kv_heads, moe_ffn
 
-NULLABLE = ("num_key_value_heads", "head_dim", "n_inner", "sliding_window")  # null has a meaning there
+NULLABLE = ("num_key_value_heads", "head_dim", "n_inner", "sliding_window", "q_lora_rank")  # null has a meaning there
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,19 @@ ROPE_DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 
 SILU = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0,), "quantization_config": (None,)}
 MIXTURE = ("experts", "top_k", "moe_ffn", "shared_experts", "shared_gate", "first_dense", "moe_every", "router", "router_renorm",
            "router_groups", "router_group_top_k", "router_scale", "router_bias")
-PLAIN = {f.name: f.default for f in fields(Model) if f.name in (*MIXTURE, "qk_norm_whole")}  # a family's, where it says nothing else
+PLAIN = {f.name: f.default for f in fields(Model) if f.name in (*MIXTURE, "qk_norm_whole", "kv_rank", "q_rank", "rope_pairs", "mtp")}  # a family's, where it says nothing else
 QWEN_MOE = {**{k: v for k, v in ROPE_KEYS.items()}, "experts": "num_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size",
             "router_renorm": "norm_topk_prob", "moe_every": "decoder_sparse_step"}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+
+DEEPSEEK = ("deepseek_v2", "deepseek_v3")
+LATENT_KEYS = {**{ours: key for ours, key in ROPE_KEYS.items() if ours not in ("kv_heads", "head_dim")}, "kv_rank": "kv_lora_rank",
+               "q_rank": "q_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "v_dim": "v_head_dim",
+               "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size", "shared_experts": "n_shared_experts",
+               "first_dense": "first_k_dense_replace", "router_scale": "routed_scaling_factor"}
+LATENT = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False, "qkv_bias": False, "qk_norm": False, "window": None}
+LATENT_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, "rope_theta": 10000.0, "kv_lora_rank": 512,
+                   "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": None}
 
 FAMILIES = {
     "gpt2": Family("GPT2LMHeadModel",
@@ -89,6 +99,18 @@ FAMILIES = {
                     {**SILU, "attention_bias": (False,)},
                     {**ROPE_DEFAULTS, "num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False,
                      "routed_scaling_factor": 1.0, "max_position_embeddings": 2048}),
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", LATENT_KEYS, {**LATENT, "rope_pairs": True, "router_renorm": False},
+                          {**SILU, "attention_bias": (False,), "mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",),
+                           "moe_layer_freq": (1,)},
+                          {**LATENT_DEFAULTS, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2,
+                           "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "num_experts_per_tok": 2}),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", {**LATENT_KEYS, "mtp": "num_nextn_predict_layers", "rope_pairs": "rope_interleave",
+                                                    "router_groups": "n_group", "router_group_top_k": "topk_group", "router_renorm": "norm_topk_prob"},
+                          {**LATENT, "router": "sigmoid", "router_bias": True},
+                          {**SILU, "attention_bias": (False,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+                          {**LATENT_DEFAULTS, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1,
+                           "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+                           "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "rope_interleave": True}),
 }
 ALIASES = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}  # transformers 5 writes Qwen's under the other name
 
@@ -137,13 +159,34 @@ def to_model(kind: str, said: dict) -> dict:
         return {**m, "ffn": 4 * m["hidden"] if m["ffn"] is None else m["ffn"]}
     if kind == "llama" and said["mlp_bias"] != said["attention_bias"]:
         raise Unlike("attention_bias and mlp_bias differ; both or neither are supported")
+    if kind in DEEPSEEK:
+        return {**m, **rope(kind, said)}
     if m.get("head_dim") is not None and m["head_dim"] * m["heads"] == m["hidden"]:
         m["head_dim"] = None  # what it is anyway; v5 writes it out
-    return {**m, **rope(said), "window": window(kind, said)}
+    return {**m, **rope(kind, said), "window": window(kind, said)}
 
+
+def experts(kind: str, said: dict) -> dict:
+    """What differs between DeepSeek's layers."""
+    if said["num_key_value_heads"] not in (None, said["num_attention_heads"]):
+        raise Unlike(f"num_key_value_heads = {said['num_key_value_heads']} is not supported with latent attention, only num_attention_heads")
+    if said["first_k_dense_replace"] < said["num_hidden_layers"]:
+        raise Unlike(f"first_k_dense_replace = {said['first_k_dense_replace']}: layers with experts are not supported")
+    return {}
 
 def mixture(kind: str, said: dict) -> dict:
-    """What a Qwen mixture says in other terms than ours: the shared experts' width, and layers without experts."""
+    """What Qwen's and DeepSeek's say in other terms than ours: the shared experts' width, layers without experts, groups."""
+    if kind in DEEPSEEK:
+        if said["num_key_value_heads"] not in (None, said["num_attention_heads"]):
+            raise Unlike(f"num_key_value_heads = {said['num_key_value_heads']} is not supported with latent attention, only num_attention_heads")
+        if said["first_k_dense_replace"] >= said["num_hidden_layers"]:
+            return {k: PLAIN[k] for k in MIXTURE}
+        how = said.get("topk_method") or "greedy"
+        if kind == "deepseek_v2" and how != "greedy":
+            if how != "group_limited_greedy":
+                raise Unlike(f"topk_method = {how!r} is not supported, only 'greedy' and 'group_limited_greedy'")
+            return {"router_groups": said["n_group"], "router_group_top_k": said["topk_group"]}
+        return {}
     if kind not in ("qwen2_moe", "qwen3_moe"):
         return {}
     dense = sorted(said.get("mlp_only_layers") or [])
@@ -157,12 +200,13 @@ def mixture(kind: str, said: dict) -> dict:
     return {"first_dense": len(dense), "shared_experts": shared // one}
 
 
-def rope(said: dict) -> dict:
-    """rope_theta and llama3 scaling. Both spellings; v5 reads rope_scaling first as well."""
+def rope(kind: str, said: dict) -> dict:
+    """rope_theta and llama3's or YaRN's scaling. Both spellings; v5 reads rope_scaling first as well."""
+    family = kind
     r = said.get("rope_scaling") or said.get("rope_parameters") or {}
     kind = r.get("rope_type", r.get("type", "default")) if isinstance(r, dict) else r
-    if kind not in ("default", "llama3") or not isinstance(r, dict):
-        raise Unlike(f"rope scaling {kind!r} is not supported, only llama3's and none")
+    if kind not in ("default", "llama3", "yarn") or not isinstance(r, dict):
+        raise Unlike(f"rope scaling {kind!r} is not supported, only llama3's, yarn's and none")
     for key, value in r.items():
         if key not in ("rope_type", "type") and not isinstance(value, (int, float)) and value is not None:
             raise Unlike(f"rope parameter {key} = {value!r} is not supported")
@@ -172,11 +216,32 @@ def rope(said: dict) -> dict:
     if kind == "default":
         return out
     original = said.get("original_max_position_embeddings", r.get("original_max_position_embeddings", said["max_position_embeddings"]))
-    lacks = [k for k in ("factor", "low_freq_factor", "high_freq_factor") if r.get(k) is None]
+    lacks = [k for k in (("factor",) if kind == "yarn" else ("factor", "low_freq_factor", "high_freq_factor")) if r.get(k) is None]
     if lacks:
-        raise Unlike(f"llama3 rope scaling without {lacks[0]}")
+        raise Unlike(f"{kind} rope scaling without {lacks[0]}")
+    if kind == "yarn":
+        return {**out, "rope_kind": "yarn", "rope_factor": r["factor"], "rope_low_freq": r.get("beta_slow") or 1, "rope_high_freq": r.get("beta_fast") or 32,
+                "rope_original": original, **mscales(family, r)}
     return {**out, "rope_factor": r["factor"], "rope_low_freq": r["low_freq_factor"], "rope_high_freq": r["high_freq_factor"],
             "rope_original": original}
+
+
+def mscales(kind: str, r: dict) -> dict:
+    """YaRN's growth of the logits, as transformers reads it: mscale counts only beside mscale_all_dim, an attention_factor
+    beats both on cos and sin."""
+    if r.get("truncate", True) is not True:
+        raise Unlike(f"rope parameter truncate = {r['truncate']} is not supported, only true")
+    mine, every, grown = r.get("mscale"), r.get("mscale_all_dim"), r["factor"] > 1
+    if every and kind not in DEEPSEEK:
+        raise Unlike(f"rope parameter mscale_all_dim = {every} is supported with latent attention alone")
+    out = {"rope_mscale": mine if mine and every else 1.0, "rope_mscale_all": every if mine and every else 0.0}
+    if every and not mine:
+        raise Unlike(f"rope parameter mscale_all_dim = {every} without mscale is not supported")
+    if r.get("attention_factor") is not None and grown:
+        if every:
+            raise Unlike("rope parameters attention_factor and mscale_all_dim together are not supported")
+        out["rope_mscale"] = (r["attention_factor"] - 1) / (0.1 * math.log(r["factor"]))
+    return out
 
 
 def window(kind: str, said: dict) -> int | None:
@@ -225,8 +290,14 @@ def misfits(kind: str, m: Model) -> list[str]:
         same.pop("first_dense")
     if kind == "qwen2_moe":
         same.pop("shared_experts")
+    if kind in DEEPSEEK and not m.experts:
+        same = {k: v for k, v in same.items() if k not in MIXTURE}  # no layer has any
+    if kind == "deepseek_v2":
+        same = {k: v for k, v in same.items() if not k.startswith("router_group")}
     out = [f"{k}={getattr(m, k)}" for k, v in same.items() if getattr(m, k) != v]
-    if "experts" in family.keys and m.experts is None:
+    if kind in DEEPSEEK and not m.kv_rank:
+        out.append("kv_rank=None")
+    if "experts" in family.keys and m.experts is None and kind not in DEEPSEEK:
         out.append("experts=None")
     if kind == "qwen2_moe" and not m.shared_experts:
         out.append("shared_experts=0")
@@ -253,11 +324,29 @@ def to_json(m: Model, dtype: str, special: dict) -> dict:
         return {**out, "resid_pdrop": m.dropout, "embd_pdrop": m.dropout, "attn_pdrop": 0.0}
     out |= {"rope_theta": m.rope_theta, "rope_scaling": None, "attention_dropout": 0.0}
     if m.rope_factor is not None:
-        out["rope_scaling"] = {"rope_type": "llama3", "factor": m.rope_factor, "low_freq_factor": m.rope_low_freq,
-                               "high_freq_factor": m.rope_high_freq, "original_max_position_embeddings": m.rope_original}
+        out["rope_scaling"] = scaling(m)
+    if kind in DEEPSEEK:
+        out["num_key_value_heads"] = m.heads
+        if m.experts is None:
+            return out | {"first_k_dense_replace": m.layers, "n_routed_experts": 1, "num_experts_per_tok": 1, "moe_intermediate_size": m.ffn}
+        if kind == "deepseek_v2":
+            out |= {"topk_method": "greedy" if m.router_groups == 1 else "group_limited_greedy", "n_group": m.router_groups,
+                    "topk_group": m.router_group_top_k}
+        return out
     extra = {"llama": {"mlp_bias": m.bias}, "mistral": {"sliding_window": m.window}, "mixtral": {"sliding_window": m.window}, "olmoe": {},
              "dots1": {"sliding_window": None, "max_window_layers": m.layers}, "qwen3_moe": {"mlp_only_layers": list(range(m.first_dense))},
              "qwen2_moe": {"mlp_only_layers": list(range(m.first_dense)), "shared_expert_intermediate_size": m.shared_experts * moe_ffn(m)}}
     qwen = {"use_sliding_window": m.window is not None, "sliding_window": m.window,
             "max_window_layers": 0 if m.window else m.layers}  # the window starts at this layer
     return out | extra.get(kind, qwen)
+
+
+def scaling(m: Model) -> dict:
+    """rope_scaling of a model whose context was made longer."""
+    out = {"rope_type": m.rope_kind, "factor": m.rope_factor, "original_max_position_embeddings": m.rope_original}
+    if m.rope_kind == "llama3":
+        return out | {"low_freq_factor": m.rope_low_freq, "high_freq_factor": m.rope_high_freq}
+    out |= {"beta_slow": m.rope_low_freq, "beta_fast": m.rope_high_freq}
+    if m.rope_mscale_all:
+        return out | {"mscale": m.rope_mscale, "mscale_all_dim": m.rope_mscale_all}
+    return out if m.rope_mscale == 1.0 else out | {"attention_factor": 1 + 0.1 * m.rope_mscale * math.log(m.rope_factor)}

@@ -43,7 +43,7 @@ def describe(run, step: int) -> dict:
     cfg = run.cfg
     return {"step": step, "tokens": step * cfg.train.global_batch * cfg.train.seq_len, "config": dataclasses.asdict(cfg),
             "tokenizer": run.data.tokenizer.fingerprint, "data": run.data.fingerprint, "torch": torch.__version__,
-            "layout": dataclasses.asdict(run.mesh.layout)}
+            "layout": dataclasses.asdict(run.mesh.layout), "loss_scale": run.scaler.state()}
 
 
 def flat(tree: dict) -> dict:
@@ -53,7 +53,7 @@ def flat(tree: dict) -> dict:
 def agree(meta: dict, run, where: str) -> list[str]:
     """Warnings for settings that changed since the save. Raises ConfigError for those that may not."""
     old, new = flat(meta["config"]), flat(dataclasses.asdict(run.cfg))
-    changed = [k for k in new if old.get(k) != new[k] and not k.startswith(("log.", "eval.", "checkpoint."))]
+    changed = [k for k in new if old.get(k) != new[k] and not k.startswith(("log.", "eval.", "checkpoint.", "profile."))]
     hard = [k for k in changed if k in HARD or (k.startswith("model.") and k not in FREE)]
     if hard:
         k = hard[0]
@@ -94,6 +94,7 @@ def load(run, path: pathlib.Path) -> list[str]:
     others = set().union(*comm.all_objects({box.key for box, _ in wants}, run.mesh.world))  # a rank of many holds a part
     store.load(path, wants, others=others)
     take(run.buckets)
+    run.scaler.load(store.meta(path).get("loss_scale"))
     return warnings
 
 

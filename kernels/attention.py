@@ -185,38 +185,38 @@ class _Blocks(torch.autograd.Function):
         b, s, h, d = q.shape
         g = k.shape[2]
         q, k, v = by_head(q, g), by_head(k, g)[:, 0], by_head(v, g)[:, 0]  # [n, r, s, d], [n, s, d], n = b g
-        out = q.new_empty(b, s, g, h // g, d)
+        out = q.new_empty(b, s, g, h // g, v.shape[-1])
         kept = [] if any(ctx.needs_input_grad) and s <= KEEP * d else None  # [n, r, B, hi] a block
         for lo in range(0, s, BLOCK):
             hi = min(lo + BLOCK, s)
             p = probabilities(q, k, see, lo, hi)
-            o = torch.bmm(p.view(len(p), -1, hi), v[:, :hi])  # [n, r B, d]
-            out[:, lo:hi] = o.view(b, g, h // g, hi - lo, d).permute(0, 3, 1, 2, 4)
+            o = torch.bmm(p.view(len(p), -1, hi), v[:, :hi])  # [n, r B, dv]
+            out[:, lo:hi] = o.view(b, g, h // g, hi - lo, -1).permute(0, 3, 1, 2, 4)
             if kept is not None:
                 kept.append(p)
-        out = out.view(b, s, h, d)
+        out = out.view(b, s, h, -1)
         ctx.save_for_backward(q, k, v, see, out, *(kept or ()))
         return out
 
     @staticmethod
     def backward(ctx, dout):
         q, k, v, see, out, *kept = ctx.saved_tensors
-        (n, r, s, d), b, g = q.shape, len(dout), len(q) // len(dout)
+        (n, r, s, d), d_v, b, g = q.shape, v.shape[-1], len(dout), len(q) // len(dout)
         dtype, acc = q.dtype, wide(q.dtype)
         # dS = P (dO v^T - delta) with delta = <dO, O>. The subtraction rides inside the GEMM, as two more channels of dO
         # (delta's leading digits and the rest) against ones in v: it happens before the product is rounded.
-        dout = by_head(dout, g)  # [n, r, s, d]
+        dout = by_head(dout, g)  # [n, r, s, d_v]
         delta = (dout.to(acc) * by_head(out, g)).sum(-1, keepdim=True)
         coarse = delta.to(dtype)
-        dout_delta = torch.cat((dout, -coarse, (coarse - delta).to(dtype)), -1)  # [n, r, s, d + 2]
-        v_ones = torch.cat((v, v.new_ones(n, s, 2)), -1).transpose(1, 2)  # [n, d + 2, s]
+        dout_delta = torch.cat((dout, -coarse, (coarse - delta).to(dtype)), -1)  # [n, r, s, d_v + 2]
+        v_ones = torch.cat((v, v.new_ones(n, s, 2)), -1).transpose(1, 2)  # [n, d_v + 2, s]
         dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(k, dtype=acc) for _ in "kv")
+        dk, dv = (torch.zeros_like(x, dtype=acc) for x in (k, v))
         for i, lo in enumerate(range(0, s, BLOCK)):
             hi = min(lo + BLOCK, s)
             p = (kept[i] if kept else probabilities(q, k, see, lo, hi)).view(n, -1, hi)  # [n, r B, hi]
-            dv[:, :hi] += torch.bmm(p.transpose(1, 2), dout[:, :, lo:hi].reshape(n, -1, d))
-            ds = torch.bmm(dout_delta[:, :, lo:hi].reshape(n, -1, d + 2), v_ones[:, :, :hi]).mul_(p)
+            dv[:, :hi] += torch.bmm(p.transpose(1, 2), dout[:, :, lo:hi].reshape(n, -1, d_v))
+            ds = torch.bmm(dout_delta[:, :, lo:hi].reshape(n, -1, d_v + 2), v_ones[:, :, :hi]).mul_(p)
             dq[:, :, lo:hi] = torch.bmm(ds, k[:, :hi]).view(n, r, hi - lo, d)
             dk[:, :hi] += torch.bmm(ds.transpose(1, 2), q[:, :, lo:hi].reshape(n, -1, d))
         scale = 1 / math.sqrt(d)

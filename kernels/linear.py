@@ -27,6 +27,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, region=None) -
     return _Linear.apply(x, weight, bias, region, function, *args)
 
 
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: list[slice], region=None) -> Tensor:
+    """Several linears of one x, side by side: [..., n] -> [..., sum of the rows]. rows: of each weight (and bias), those that
+    are used here; the gradient of the others is zero. region: see linear."""
+    function, args = getattr(x, "source", (None, ()))
+    return _Linears.apply(x, region, function, rows, *weights, *biases, *args)
+
+
 def remade(y: Tensor, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     """y, which function(*args) gives again, bit for bit and without gradients: a linear that y meets keeps args instead."""
     y.source = function, tuple(x.detach() for x in args)
@@ -124,3 +131,37 @@ def again(function, region, *saved: Tensor) -> Callable[[], Tensor]:
         return lambda: saved[0]
     x = function(*saved)
     return (lambda: x) if region is None else region.start_enter(x)
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, region, function, rows, *tensors):
+        n = len(rows)
+        full = x if region is None else region.enter(x)
+        ctx.save_for_backward(*(tensors[2 * n:] if function else (full,)))
+        ctx.weights, ctx.biases, ctx.rows, ctx.count = tensors[:n], tensors[n:2 * n], rows, len(tensors)
+        ctx.region, ctx.function = region, function
+        return torch.cat([F.linear(full, w[r], None if b is None else b[r]) for w, b, r in zip(ctx.weights, ctx.biases, rows)], -1)
+
+    @staticmethod
+    def backward(ctx, dy):
+        coming = again(ctx.function, ctx.region, *ctx.saved_tensors)
+        parts = dy.split([len(range(len(w))[r]) for w, r in zip(ctx.weights, ctx.rows)], -1)
+        dx = sum(part @ w[r] for part, w, r in zip(parts, ctx.weights, ctx.rows))
+        going = None if ctx.region is None else ctx.region.start_leave(dx)
+        x = coming()
+        x2, dws, dbs = x.reshape(-1, x.shape[-1]), [], []
+        for part, w, b, r in zip(parts, ctx.weights, ctx.biases, ctx.rows):
+            dws.append(give(w, within(w, r, lambda into, dy2=part.reshape(-1, part.shape[-1]): add_wgrad(into, dy2, x2))))
+            db = part.reshape(-1, part.shape[-1]).sum(0, dtype=wide(dy.dtype))
+            dbs.append(None if b is None else give(b, within(b, r, lambda into, db=db: into.add_(db))))
+        return (dx if going is None else going()), None, None, None, *dws, *dbs, *[None] * (ctx.count - 2 * len(dws))
+
+
+def within(weight: Tensor, rows: slice, add: Callable[[Tensor], object]) -> Callable:
+    """For give: the gradient of these rows of a weight is what add(room for them) adds."""
+    def compute(into: Tensor | None) -> Tensor:
+        whole = torch.zeros_like(weight) if into is None else into
+        add(whole[rows])
+        return whole
+    return compute

@@ -1,6 +1,7 @@
-"""Rotary positions (arXiv 2104.09864) in the rotate-half form: channel i turns with channel i + d/2.
+"""Rotary positions (arXiv 2104.09864) in the rotate-half form: channel i turns with channel i + d/2; `halves` brings channels
+whose pairs are neighbours (DeepSeek's) into it.
 
-The llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.21783, section 3.4.2).
+The llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.21783, section 3.4.2); yarn is arXiv 2309.00071.
 On a GPU the merged q, k, v are turned in place, and so are their gradients where attention's backward wrote them side by side.
 """
 import math
@@ -16,20 +17,36 @@ TILE = 2048  # pairs of channels a program turns at a time
 
 
 def frequencies(dim: int, theta: float, factor: float | None = None, low: float = 1.0, high: float = 4.0,
-                original: int = 8192) -> Tensor:
-    """Radians a position, fp64 [dim/2]; with `factor`, llama3-scaled: long waves slowed, short ones kept, a ramp between."""
+                original: int = 8192, kind: str = "llama3") -> Tensor:
+    """Radians a position, fp64 [dim/2]; with `factor`, scaled: long waves slowed, short ones kept, a ramp between, over the
+    turns within the original context (llama3) or over the channels between those with `high` and `low` turns (yarn)."""
     freq = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if factor is None:
         return freq
-    turns = original * freq / (2 * math.pi)  # how often a channel turns within the original context
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    if kind == "yarn":
+        first, last = (dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (high, low))
+        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+        keep = 1 - ((torch.arange(dim // 2, dtype=torch.float64) - first) / max(last - first, 1e-3)).clamp(0, 1)
+    else:
+        turns = original * freq / (2 * math.pi)  # how often a channel turns within the original context
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
     return freq * (keep + (1 - keep) / factor)
 
 
-def tables(positions: Tensor, freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """positions [b, s] -> cos, sin [b, s, 1, d/2] in at least fp32."""
+def mscale(factor: float | None, weight: float) -> float:
+    """YaRN's growth of the attention logits with the length: 1 + weight ln(factor) / 10, 1 where nothing is made longer."""
+    return 1.0 if factor is None or factor <= 1 else 1 + 0.1 * weight * math.log(factor)
+
+
+def tables(positions: Tensor, freq: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+    """positions [b, s] -> cos, sin [b, s, 1, d/2] in at least fp32, times `scale`."""
     angle = positions[..., None, None].to(torch.float64) * freq
-    return angle.cos().to(wide(dtype)), angle.sin().to(wide(dtype))
+    return (angle.cos() * scale).to(wide(dtype)), (angle.sin() * scale).to(wide(dtype))
+
+
+def halves(x: Tensor) -> Tensor:
+    """[..., d], channels 2i and 2i + 1 a pair -> [..., d], channels i and i + d/2."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, fused: bool = False) -> Tensor:

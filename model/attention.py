@@ -11,11 +11,12 @@ from kernels.attention import attention
 from kernels.norm import rms_norm
 from kernels.sight import Sight, sight
 from model.recompute import again
+from parallel.comm import Group
 from parallel.mesh import Mesh
 from parallel.ring import ring_attention
 from parallel.rng import Noise
 from parallel.spec import Spec, parameter
-from parallel.tensor import ColumnLinear, RowLinear, replicated, rows, split_norm
+from parallel.tensor import ColumnLinear, RowLinear, SharedHeads, replicated, rows, split_norm
 from parallel.ulysses import ulysses_attention
 
 
@@ -36,7 +37,8 @@ class Context:
 
 @dataclass
 class Cache:
-    """Keys and values of the tokens seen so far, by layer: [b, s_past, kv_heads, head_dim]."""
+    """Keys and values of the tokens seen so far, by layer: [b, s_past, kv_heads, head_dim]; of MLA, the latent [b, s_past,
+    kv_rank] and the turned key that all heads share [b, s_past, rope_dim] instead."""
     length: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -55,9 +57,10 @@ def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | 
     m, p = cfg.model, cfg.parallel
     cos = sin = None
     if m.positions == "rope":
-        freq = rope.frequencies(head_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original)
+        freq = rope.frequencies(m.rope_dim if m.kv_rank else head_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original, m.rope_kind)
         dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
-        cos, sin = rope.tables(positions, freq.to(positions.device), dtype)
+        scale = rope.mscale(m.rope_factor, m.rope_mscale) / rope.mscale(m.rope_factor, m.rope_mscale_all) if m.rope_kind == "yarn" else 1.0
+        cos, sin = rope.tables(positions, freq.to(positions.device), dtype, scale)
     past = cache.length if cache else 0
     whole = positions.shape[1] * (p.cp if cut else 1)
     see = None if cut and p.cp_kind == "ring" else sight(past, whole, 0, past + whole, m.window, docs, positions.device)
@@ -68,11 +71,13 @@ class Attention(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
         m, key = cfg.model, f"layers.{layer}.attn"
-        self.layer, self.kind, self.eps = layer, m.attention, m.norm_eps
+        self.layer, self.eps, self.core = layer, m.norm_eps, Core.of(cfg, mesh)
         self.dim = head_dim(m)
-        self.heads, self.kv = m.heads // mesh.tp.size, kv_heads(m) // mesh.tp.size  # of this rank
+        self.heads, self.kv = m.heads // mesh.tp.size, max(1, kv_heads(m) // mesh.tp.size)  # of this rank
         outs = {f"{key}.q": m.heads * self.dim, f"{key}.k": kv_heads(m) * self.dim, f"{key}.v": kv_heads(m) * self.dim}
-        self.qkv = ColumnLinear(mesh, outs, m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp)
+        how = m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp
+        shared = kv_heads(m) < mesh.tp.size
+        self.qkv = SharedHeads(mesh, key, m.heads, kv_heads(m), self.dim, *how) if shared else ColumnLinear(mesh, outs, *how)
         self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias,
                              cfg.parallel.sp)
         if m.qk_norm_whole:
@@ -82,8 +87,6 @@ class Attention(nn.Module):
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
-        self.recompute = remakes(cfg, "core")
-        self.cp, self.cp_kind, self.window = mesh.cp, cfg.parallel.cp_kind, m.window
         self.tp, self.whole = mesh.tp, m.qk_norm_whole
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
@@ -105,8 +108,22 @@ class Attention(nn.Module):
             k, v = ctx.cache.extend(self.layer, k, v)
         return self.out(self.core(q, k, v, ctx).reshape(b, s, self.heads * self.dim))
 
-    def core(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
-        """Attention over the whole sequence, of which this rank may hold a part. [b, s/cp, heads, d] -> the same."""
+
+@dataclass(frozen=True)
+class Core:
+    """softmax(q k^T / sqrt(d)) v over the whole sequence, of which this rank may hold a part."""
+    cp: Group
+    cp_kind: str
+    window: int | None
+    kind: str  # of kernels/attention.py
+    recompute: bool
+
+    @staticmethod
+    def of(cfg: Config, mesh: Mesh) -> "Core":
+        return Core(mesh.cp, cfg.parallel.cp_kind, cfg.model.window, cfg.model.attention, remakes(cfg, "core"))
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+        """q [b, s/cp, h, d], k [b, s/cp, g, d], v [b, s/cp, g, dv] -> [b, s/cp, h, dv]."""
         if ctx.cut and self.cp_kind == "ring":  # keeps no probabilities, so there is nothing to make again
             return ring_attention(q, k, v, ctx.docs, self.window, self.cp)
 

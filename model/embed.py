@@ -15,9 +15,9 @@ EMBED_SITE = 0  # dropout sites: 0 is the embedding, 1 + 2 layer and 2 + 2 layer
 
 def table(cfg: Config, mesh: Mesh, key: str, apart: bool) -> nn.Parameter:
     """[padded vocab / tp, d], under the key "embed" or "head". apart: first and last stage are on different ranks, and a
-    tied table on both."""
+    tied table, or one that multi-token prediction reads, on both."""
     m = cfg.model
-    tied = m.tied and apart
+    tied = key == "embed" and (m.tied or m.mtp > 0) and apart
     return parameter(Spec((rows(f"{key}.weight", (padded_vocab(m), m.hidden), mesh.tp),), "normal", m.init_std,
                           partial=("tied",) if tied else ()))
 

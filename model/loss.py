@@ -24,7 +24,11 @@ class Head(nn.Module):
 
     def loss(self, x: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
         """x [b, s, d], targets [b, s] (-100: not counted) -> scale * sum of the counted tokens' losses."""
-        x = enter(self.norm(x), self.tp, self.sp)
+        return self.cross_entropy(self.norm(x), targets, scale)
+
+    def cross_entropy(self, x: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
+        """The same, from x after the norm."""
+        x = enter(x, self.tp, self.sp)
         return linear_cross_entropy(x.view(-1, x.shape[-1]), self.weight, targets.view(-1), scale, self.vocab,
                                     start=self.tp.index * self.weight.shape[0], merge=merge_vocab(self.tp))
 

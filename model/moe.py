@@ -242,8 +242,8 @@ class Routers:
 
     def __init__(self, cfg: Config, mesh: Mesh, stages: list, device: torch.device) -> None:
         self.m, self.mesh = cfg.model, mesh
-        self.layers = [i for i in range(self.m.layers) if is_moe(self.m, i)]  # of the model
-        self.here: list[Router] = [b.mlp.router for stage in stages for b in stage.blocks if isinstance(b.mlp, MoE)]
+        self.layers = [i for i in range(self.m.layers + self.m.mtp) if is_moe(self.m, i)]  # of the model
+        self.here: list[Router] = [b.mlp.router for stage in stages for b in stage.every_block() if isinstance(b.mlp, MoE)]
         self.told: Tensor | None = None  # [mixture layers, E + len(TOLD)] of the last step, over all tokens
         for r in self.here:
             r.bias, r.load, r.told = (None if t is None else t.to(device) for t in (r.bias, r.load, r.told))
@@ -253,8 +253,8 @@ class Routers:
             r.told.zero_()
 
     @torch.no_grad()
-    def settle(self, ok: Tensor) -> None:
-        """After the optimizer's step: one sum over all ranks, then biases move against the load. ok False: a skipped step."""
+    def settle(self, ok: Tensor, scale: Tensor) -> None:
+        """After the optimizer's step: one sum over all ranks, then biases move against the load. ok False: a skipped step; scale: of the loss."""
         if not self.layers:
             return
         m = self.m
@@ -262,6 +262,7 @@ class Routers:
         for r in self.here:
             every[self.layers.index(r.layer)] = r.told
         self.told = comm.sum_(every, self.mesh.world)
+        self.told[:, -2:] /= scale  # the losses
         for r in self.here:
             counts = self.told[self.layers.index(r.layer), :m.experts]
             if r.bias is not None:

@@ -1,7 +1,7 @@
 """Which layers a pipeline stage holds: cut by hand (parallel.stages), or by cost, so that no stage waits for a heavier one."""
 from itertools import accumulate
 
-from config import Config, Model, head_dim, is_moe, kv_heads, moe_ffn, numbers, padded_vocab
+from config import Config, Model, attention_weights, head_dim, is_moe, moe_ffn, numbers, padded_vocab, value_dim
 
 
 def layers_of(cfg: Config, stages: int) -> list[tuple[int, int]]:
@@ -11,17 +11,17 @@ def layers_of(cfg: Config, stages: int) -> list[tuple[int, int]]:
 
 
 def by_cost(m: Model, stages: int, seq_len: int) -> list[int]:
-    """Layers of each stage. The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, the embedding nothing,
-    a mixture what a token uses of it. Chooses, among all cuts into consecutive runs, one whose heaviest stage is lightest (dynamic programming,
-    exact)."""
-    hd = head_dim(m)
-    attn = m.hidden * hd * (2 * m.heads + 2 * kv_heads(m))
-    attn += m.heads * hd * min(m.window or seq_len, seq_len)  # the two products of causal attention, half of them masked
+    """Layers of each stage. The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, a module of
+    multi-token prediction a block, its join and the head again, the embedding nothing, a mixture what a token uses of it. Chooses,
+    among all cuts into consecutive runs, one whose heaviest stage is lightest (dynamic programming, exact)."""
+    attn = attention_weights(m)
+    attn += m.heads * (head_dim(m) + value_dim(m)) * min(m.window or seq_len, seq_len) / 2  # causal: half of the products are masked
     gates = 3 if m.activation == "swiglu" else 2
     routed = m.hidden * ((m.top_k + m.shared_experts) * moe_ffn(m) * 3 + (m.experts or 0))
-    costs = [attn + (routed if is_moe(m, i) else m.hidden * m.ffn * gates) for i in range(m.layers)]
-    unit = costs[-1]
-    head, costs = padded_vocab(m) * m.hidden / unit, [c / unit for c in costs]
+    costs = [attn + (routed if is_moe(m, i) else m.hidden * m.ffn * gates) for i in range(m.layers + m.mtp)]
+    unit, head = costs[m.layers - 1], padded_vocab(m) * m.hidden
+    head += sum(c + 2 * m.hidden ** 2 + head for c in costs[m.layers:])
+    head, costs = head / unit, [c / unit for c in costs[:m.layers]]
     best: list[dict[int, tuple[float, list[int]]]] = [{0: (0.0, [])}]  # after k stages: {layers used: (heaviest, sizes)}
     for k in range(1, stages + 1):
         row: dict[int, tuple[float, list[int]]] = {}

@@ -4,10 +4,12 @@ from torch import Tensor, nn
 
 from config import Config, is_moe
 from model.attention import Attention, Cache, Context, context
-from model.embed import Embed
+from model.embed import Embed, table
 from model.loss import Head
+from model.mla import MLA
 from model.mlp import MLP
 from model.moe import MoE, Learning, learning
+from model.mtp import MTP
 from model.norm import Norm
 from model.recompute import again
 from parallel.collectives import take_dim1
@@ -23,7 +25,7 @@ class Block(nn.Module):
         super().__init__()
         self.layer, self.rate = layer, cfg.model.dropout
         self.attn_norm = Norm(cfg, mesh, f"layers.{layer}.attn_norm")
-        self.attn = Attention(cfg, mesh, layer)
+        self.attn = (MLA if cfg.model.kv_rank else Attention)(cfg, mesh, layer)
         self.mlp_norm = Norm(cfg, mesh, f"layers.{layer}.mlp_norm")
         self.moe = is_moe(cfg.model, layer)
         self.mlp = (MoE if self.moe else MLP)(cfg, mesh, layer)
@@ -36,7 +38,8 @@ class Block(nn.Module):
 
 
 class Stage(nn.Module):
-    """Blocks first .. last-1; the stage that owns block 0 also embeds, the one that owns the last block has the head.
+    """Blocks first .. last-1; the stage that owns block 0 also embeds, the one that owns the last block has the head and the
+    modules of multi-token prediction.
 
     embed: the table of the first stage where that is another stage of this rank; apart: it is another rank's.
     zero: gathers and reduces the weights of each part around its use; build.py sets it when the buckets are made."""
@@ -47,26 +50,42 @@ class Stage(nn.Module):
         self.embed = Embed(cfg, mesh, apart) if first == 0 else None
         self.blocks = nn.ModuleList(Block(cfg, mesh, i) for i in range(first, last))
         self.head = Head(cfg, mesh, self.embed.weight if self.embed else embed, apart) if last == cfg.model.layers else None
+        self.mtp = None
+        if self.head is not None and cfg.model.mtp:
+            lookup = self.embed.weight if self.embed else embed if embed is not None else self.head.weight if cfg.model.tied else \
+                table(cfg, mesh, "embed", apart)
+            self.mtp = MTP(cfg, mesh, lookup, [Block(cfg, mesh, last + k) for k in range(cfg.model.mtp)])
         self.zero: Zero | None = None
+
+    def every_block(self) -> list[Block]:
+        """With those that predict further ahead."""
+        return [*self.blocks, *(step.block for step in (self.mtp.steps if self.mtp is not None else ()))]
 
     def parts(self) -> list[list[nn.Parameter]]:
         """The parameters of each part, in the order of the forward pass; a tied table stands in two."""
-        return [list(part.parameters()) for part in (self.embed, *self.blocks, self.head) if part is not None]
+        parts = [list(part.parameters()) for part in (self.embed, *self.blocks, self.head) if part is not None]
+        if self.mtp is not None:  # a part of the head's
+            parts[-1] = list(dict.fromkeys((*parts[-1], *self.mtp.parameters())))
+        return parts
 
     def table(self) -> nn.Parameter | None:
-        """The embedding's table where it is tied to the head."""
-        part = self.embed or self.head
-        return part.weight if self.cfg.model.tied and part is not None else None
+        """The embedding's table where the last stage needs it too: tied to the head, or for multi-token prediction."""
+        if self.mtp is not None:
+            return self.mtp.table
+        part = self.embed or (self.head if self.cfg.model.tied else None)
+        return part.weight if (self.cfg.model.tied or self.cfg.model.mtp) and part is not None else None
 
     def hidden(self, x: Tensor, positions: Tensor, docs: Tensor | None = None, noise: Noise | None = None,
                cache: Cache | None = None, cut: bool = False, learn: Learning | None = None) -> Tensor:
         """Token ids [b, s] on the first stage, else [b, s, d] from the stage before -> [b, s, d] after the last block here.
         cut: these are this rank's tokens of sequences that are cut over cp; else whole sequences, as in generation."""
-        ctx = context(self.cfg, positions, docs, noise, cache, cut, learn)
+        return self.through(x, positions, context(self.cfg, positions, docs, noise, cache, cut, learn))
+
+    def through(self, x: Tensor, positions: Tensor, ctx: Context) -> Tensor:
         part = 0
         if self.embed is not None:
             self.zero.enter(0, False)
-            x = self.embed(x, positions, noise)
+            x = self.embed(x, positions, ctx.noise)
             self.zero.left(0)
             self.zero.watch(0, None, x)
             part = 1
@@ -78,8 +97,8 @@ class Stage(nn.Module):
             x = y
             if told is not None:
                 block.mlp.router.told += told  # here, not in the block, which recompute may run twice
-        if cache is not None:
-            cache.length += positions.shape[1]
+        if ctx.cache is not None:
+            ctx.cache.length += positions.shape[1]
         return x
 
     def forward(self, x: Tensor, batch, scale) -> Tensor:
@@ -92,14 +111,23 @@ class Stage(nn.Module):
             columns = take_dim1(columns[None], self.tp)[0] if self.cfg.parallel.sp else columns
             noise = Noise(self.cfg.train.seed, batch.step, batch.rows, columns)
         routing = learning(self.cfg, self.mesh, batch, scale, noise) if learn and self.cfg.model.experts else None
-        x = self.hidden(x, batch.positions, batch.docs, noise, cut=batch.places is not None, learn=routing)
+        ctx = context(self.cfg, batch.positions, batch.docs, noise, cut=batch.places is not None, learn=routing)
+        x = self.through(x, batch.positions, ctx)
         if self.head is None:
             return x
         last = len(self.zero.parts) - 1
         self.zero.enter(last, learn)
-        loss = self.head.loss(x, batch.targets, scale)
+        loss = self.loss(x, batch, scale, ctx, learn)
         self.zero.watch(last, x, loss) if learn else self.zero.left(last)
         return loss
+
+    def loss(self, x: Tensor, batch, scale, ctx: Context, learn: bool) -> Tensor:
+        """The next token's loss; further ones add their gradients to it, not their value."""
+        if self.mtp is None or not learn:
+            return self.head.loss(x, batch.targets, scale)
+        h = self.head.norm(x)
+        more = self.mtp(h, batch, scale, ctx, self.head)
+        return self.head.cross_entropy(h, batch.targets, scale) + (more - more.detach())
 
     def head_logits(self, x: Tensor, at: int) -> Tensor:
         """x [1, s, d] (sp: [1, s/tp, d]) after the last block -> logits [vocab] of the token at place `at` of the sequence."""

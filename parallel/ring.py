@@ -22,8 +22,8 @@ from parallel.zigzag import meetings, sight
 
 
 def ring_attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor | None, window: int | None, group: Group) -> Tensor:
-    """Causal attention of this rank's queries over all keys of the group. q [b, s/n, h, d], k and v [b, s/n, g, d], cut by
-    parallel/zigzag.py; docs [b, s]: of the whole sequence; window: in tokens -> [b, s/n, h, d]."""
+    """Causal attention of this rank's queries over all keys of the group. q [b, s/n, h, d], k [b, s/n, g, d], v [b, s/n, g, dv],
+    cut by parallel/zigzag.py; docs [b, s]: of the whole sequence; window: in tokens -> [b, s/n, h, dv]."""
     return _Ring.apply(q, k, v, docs, window, group)
 
 
@@ -51,13 +51,14 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, docs, window, group):
         n = group.size
-        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], float("-inf"))
-        kv = torch.stack((k, v))  # [2, b, 2c, g, d]: one message
+        kv = torch.cat((k, v), -1)  # [b, 2c, g, d + dv]: one message
         for step in range(n):
             coming = pass_on(kv, group) if step < n - 1 else None  # posted first: it travels while we compute
+            ks, vs = kv.split((k.shape[-1], v.shape[-1]), -1)
             for rows, keys, see in visits(q, docs, window, group, step):
-                merge(out[:, rows], lse[:, rows], *partial(q[:, rows], kv[0, :, keys], kv[1, :, keys], see))
+                merge(out[:, rows], lse[:, rows], *partial(q[:, rows], ks[:, keys], vs[:, keys], see))
             kv = arrived(coming) if coming else kv
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, docs, out, lse)
@@ -70,19 +71,20 @@ class _Ring(torch.autograd.Function):
         group, n = ctx.group, ctx.group.size
         delta = (dout.to(lse.dtype) * out).sum(-1)  # [b, 2c, h]
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        kv = torch.stack((k, v))
+        kv, widths = torch.cat((k, v), -1), (k.shape[-1], v.shape[-1])
         home = going = None  # gradients of our own keys, and of others' keys on their way home
         for step in range(n):
             coming = pass_on(kv, group) if step < n - 1 else None
             dkv = torch.zeros_like(kv, dtype=lse.dtype)  # of the keys that are here at this step
+            (ks, vs), (dks, dvs) = kv.split(widths, -1), dkv.split(widths, -1)
             for rows, keys, see in visits(q, docs, ctx.window, group, step):
-                part = partial_backward(dout[:, rows], q[:, rows], kv[0, :, keys], kv[1, :, keys], see, lse[:, rows], delta[:, rows])
-                for total, share in zip((dq[:, rows], dkv[0, :, keys], dkv[1, :, keys]), part):
+                part = partial_backward(dout[:, rows], q[:, rows], ks[:, keys], vs[:, keys], see, lse[:, rows], delta[:, rows])
+                for total, share in zip((dq[:, rows], dks[:, keys], dvs[:, keys]), part):
                     total += share
             if step == 0:
                 home = dkv
             else:
                 going = pass_on(dkv if step == 1 else dkv + arrived(going), group)
             kv = arrived(coming) if coming else kv
-        dk, dv = (home + arrived(going)).to(k.dtype)
+        dk, dv = (home + arrived(going)).to(k.dtype).split(widths, -1)
         return dq.to(q.dtype), dk, dv, None, None, None

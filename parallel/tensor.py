@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kernels.embedding import embedding
 from kernels.grad import give_sum, wide
-from kernels.linear import linear
+from kernels.linear import linear, linears
 from parallel import comm
 from parallel.boxes import Box
 from parallel.collectives import Region, leave
@@ -48,6 +48,23 @@ class ColumnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self.region)
+
+
+class SharedHeads(nn.Module):
+    """q|k|v where there are fewer key and value heads than ranks: [b, s, n] (sp: [b, s/tp, n]) -> [b, s, heads dim / tp + 2 dim].
+    Queries are split; every rank holds the keys' and values' weights whole, computes the one head that its queries meet, and has
+    a part of their gradients."""
+
+    def __init__(self, mesh: Mesh, key: str, heads: int, kv: int, dim: int, n: int, std: float, bias: bool, sp: bool) -> None:
+        super().__init__()
+        self.q = ColumnLinear(mesh, {f"{key}.q": heads * dim}, n, std, bias, sp)
+        head = mesh.tp.index * kv // mesh.tp.size
+        self.rows = [slice(0, heads * dim // mesh.tp.size), *[slice(head * dim, (head + 1) * dim)] * 2]
+        self.k, self.v = (parameter(Spec((Box.whole(f"{key}.{x}.weight", (kv * dim, n)),), "normal", std, partial=("tp",))) for x in "kv")
+        self.k_bias, self.v_bias = (replicated(f"{key}.{x}.bias", (kv * dim,), "zeros", True) if bias else None for x in "kv")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linears(x, [self.q.weight, self.k, self.v], [self.q.bias, self.k_bias, self.v_bias], self.rows, self.q.region)
 
 
 class RowLinear(nn.Module):

@@ -19,23 +19,24 @@ from parallel.comm import Group
 
 
 def ulysses_attention(attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, group: Group) -> Tensor:
-    """attend(q, k, v): attention of whole sequences, [b, s, h/n, d] and twice [b, s, g/n, d] -> [b, s, h/n, d].
-    q [b, s/n, h, d], k and v [b, s/n, g, d], cut by parallel/zigzag.py -> [b, s/n, h, d]."""
+    """attend(q, k, v): attention of whole sequences, [b, s, h/n, d], [b, s, g/n, d], [b, s, g/n, dv] -> [b, s, h/n, dv].
+    q [b, s/n, h, d], k [b, s/n, g, d], v [b, s/n, g, dv], cut by parallel/zigzag.py -> [b, s/n, h, dv]."""
     return _ToSequence.apply(attend(*_ToHeads.apply(q, k, v, group)), group)
 
 
 def to_heads(xs: list[Tensor], group: Group) -> list[Tensor]:
-    """[b, s/n, h, d] each, h their own -> [b, s, h/n, d] each, in the order of the sequence. One exchange."""
+    """[b, s/n, h, d] each, h and d their own -> [b, s, h/n, d] each, in the order of the sequence. One exchange."""
     n = group.size
-    parts = torch.cat([x.unflatten(2, (n, -1)) for x in xs], 3)  # [b, s/n, n, sum of h/n, d]: heads r h/n ... go to rank r
+    parts = torch.cat([x.unflatten(2, (n, -1)).flatten(3) for x in xs], 3)  # [b, s/n, n, sum of h/n d]: heads r h/n ... go to rank r
     whole = zigzag.join(comm.all_to_all(parts.movedim(2, 0), group))
-    return list(whole.split([x.shape[2] // n for x in xs], 2))
+    return [y.unflatten(2, (-1, x.shape[3])) for x, y in zip(xs, whole.split([x.shape[2] // n * x.shape[3] for x in xs], 2))]
 
 
 def to_sequence(xs: list[Tensor], group: Group) -> list[Tensor]:
     """The way back: [b, s, h/n, d] each -> [b, s/n, h, d] each."""
-    parts = comm.all_to_all(zigzag.split(torch.cat(xs, 2), group.size), group)  # [n, b, s/n, sum of h/n, d]
-    return [x.movedim(0, 2).flatten(2, 3) for x in parts.split([x.shape[2] for x in xs], 3)]
+    parts = comm.all_to_all(zigzag.split(torch.cat([x.flatten(2) for x in xs], 2), group.size), group)  # [n, b, s/n, sum of h/n d]
+    back = zip(xs, parts.split([x.shape[2] * x.shape[3] for x in xs], 3))
+    return [y.unflatten(3, x.shape[2:]).movedim(0, 2).flatten(2, 3) for x, y in back]
 
 
 class _ToHeads(torch.autograd.Function):

@@ -37,7 +37,9 @@ def cut(batch, group: Group):
     if group.size == 1:
         return batch
     mine = places(batch.tokens.shape[1], group.index, group.size).to(batch.tokens.device)
-    return replace(batch, tokens=batch.tokens[:, mine], targets=batch.targets[:, mine], positions=batch.positions[:, mine], places=mine)
+    ahead, ahead_targets = (x if x is None else x[:, :, mine] for x in (batch.ahead, batch.ahead_targets))
+    return replace(batch, tokens=batch.tokens[:, mine], targets=batch.targets[:, mine], positions=batch.positions[:, mine], places=mine,
+                   ahead=ahead, ahead_targets=ahead_targets)
 
 
 def join(parts: Tensor) -> Tensor:

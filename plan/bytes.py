@@ -12,6 +12,7 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     tensor            4 all-reduces A a block and microbatch           weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
+    + latent          q_rank: 6 A + 2 A' a block (A': of the latents), else 8 A + 2 A'
     context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients once
     experts           4 k etp A / tp, and small change, a mixture layer and microbatch (parallel/expert.py); 2 A over tp without sp
     recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after it is kept
@@ -21,7 +22,7 @@ Under context parallelism b s is a rank's share of the tokens, s / cp of each se
 """
 from collections import defaultdict
 
-from config import Config, head_dim, is_moe, kv_heads, of_stage, padded_vocab, remakes
+from config import Config, head_dim, is_moe, kv_heads, of_stage, padded_vocab, remakes, value_dim
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -51,7 +52,7 @@ def step_bytes(job: Job) -> Ledger:
 
     stages, (c, g) = buckets(job), BYTES[job.cfg.train.dtype]
     add("loss", "all_reduce", 1, 8)  # counted tokens
-    m, every_layer = job.cfg.model, range(job.cfg.model.layers)
+    m, every_layer = job.cfg.model, range(job.cfg.model.layers + job.cfg.model.mtp)
     norms = ("model", "shard", *(("emodel", "eshard") if m.experts else ()))
     for group in ("loss", "pp", *(n for n in norms if p.zero or "model" in n)):
         add(group, "all_reduce", 1, g)  # the loss; the norm
@@ -87,30 +88,42 @@ def activation(cfg: Config) -> int:
 def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over tp, for the m microbatches of a stage."""
     (first, last), L, n = job.cuts[stage], job.layout, activation(job.cfg)
-    embed, head, moe = first == 0, last == job.cfg.model.layers, sparse(job, stage)
-    cfg, m_ = of_stage(job.cfg, stage), job.cfg.model
-    regions = 2 * (last - first) - (0 if m_.shared_experts else moe)  # a block: two, a mixture's second is its shared experts
-    full, kept = cfg.parallel.recompute == "full", bool(m_.dropout)  # made again: a block's last sum only if something after it is kept
-    left = full * ((last - first - moe) * (1 + kept) + moe * (1 + bool(m_.shared_experts)))
-    entered = regions * (full or remakes(cfg, "norm"))
-    if job.cfg.parallel.sp:  # each region entered and left, forward and backward; the embedding is left, the head entered
-        add("tp", "all_gather", m * (2 * regions + entered + embed + head), n)
-        add("tp", "reduce_scatter", m * (2 * regions + left + embed + head), n)
+    model, blocks, moe, cfg = job.cfg.model, len(layers(job, stage)), sparse(job, stage), of_stage(job.cfg, stage)
+    ends = (first == 0) + (last == model.layers) * (1 + 2 * model.mtp)  # the embedding is left, the head entered; MTP: both again
+    leaves = 2 * blocks - (0 if model.shared_experts else moe)  # a block: two regions, a mixture's second is its shared experts
+    enters, latent = leaves, 0
+    if model.kv_rank:  # the latents enter; with q_rank instead of the hidden state, else beside it
+        enters -= blocks * (model.q_rank is not None)
+        latent = n // model.hidden * ((model.q_rank or 0) + model.kv_rank + model.rope_dim)
+    full, kept = cfg.parallel.recompute == "full", bool(model.dropout)  # made again: a block's last sum only if something after it is kept
+    left = full * ((blocks - moe) * (1 + kept) + moe * (1 + bool(model.shared_experts)))
+    if job.cfg.parallel.sp:  # each region entered and left, forward and backward
+        add("tp", "all_gather", m * (leaves + enters * (1 + (full or remakes(cfg, "norm"))) + ends), n)
+        add("tp", "reduce_scatter", m * (leaves + enters + left + ends), n)
+        add("tp", "all_gather", m * blocks * (1 + full) * (latent > 0), latent)
+        add("tp", "reduce_scatter", m * blocks * (latent > 0), latent)
     else:
-        add("tp", "all_reduce", m * (2 * regions + left + embed + head), n)
+        add("tp", "all_reduce", m * (leaves + enters + left + ends), n)
+        add("tp", "all_reduce", m * blocks * (latent > 0), latent)
         add("tp", "all_gather", m * moe * (2 + full * kept), n)  # a mixture's outputs, and the gradients of its inputs
-    if m_.qk_norm_whole:  # a number a token for q and one for k, forward and backward
+    if model.qk_norm_whole:  # a number a token for q and one for k, forward and backward
         c, g = BYTES[job.cfg.train.dtype]
-        add("tp", "all_reduce", m * (4 + 2 * full) * (last - first), n // m_.hidden // c * g)
-    if head:
-        rows = [r for _ in range(m) for r in softmax_rows(job)]
+        add("tp", "all_reduce", m * (4 + 2 * full) * blocks, n // model.hidden // c * g)
+    if last == model.layers:
+        rows = [r for _ in range(m * (1 + model.mtp)) for r in softmax_rows(job)]
         for r in set(rows):
             add("tp", "all_gather", rows.count(r), L.tp * 2 * r * BYTES[job.cfg.train.dtype][1])
 
 
+def layers(job: Job, stage: int) -> list[int]:
+    """Blocks of a stage, those of multi-token prediction too."""
+    n = job.cfg.model.layers
+    return [*range(*job.cuts[stage]), *(range(n, n + job.cfg.model.mtp) if job.cuts[stage][1] == n else ())]
+
+
 def sparse(job: Job, stage: int) -> int:
     """Mixture layers of a stage."""
-    return sum(is_moe(job.cfg.model, i) for i in range(*job.cuts[stage]))
+    return sum(is_moe(job.cfg.model, i) for i in layers(job, stage))
 
 
 def mixture_bytes(job: Job, stage: int, m: int, add) -> None:
@@ -128,17 +141,17 @@ def mixture_bytes(job: Job, stage: int, m: int, add) -> None:
 
 def context_bytes(job: Job, stage: int, m: int, add) -> None:
     """Over cp (parallel/ring.py, parallel/ulysses.py), for the m microbatches of a stage."""
-    (first, last), L, cfg = job.cuts[stage], job.layout, job.cfg
-    times = m * (last - first)
-    head, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp * head_dim(cfg.model), BYTES[cfg.train.dtype]  # numbers a head
+    L, cfg, times = job.layout, job.cfg, m * len(layers(job, stage))
+    tokens, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp, BYTES[cfg.train.dtype]
+    heads, kv = tokens * cfg.model.heads // L.tp, tokens * max(1, kv_heads(cfg.model) // L.tp)
+    q, k, v, out = heads * head_dim(cfg.model), kv * head_dim(cfg.model), kv * value_dim(cfg.model), heads * value_dim(cfg.model)
     again = of_stage(cfg, stage).parallel.recompute == "full"
-    q, k = head * cfg.model.heads // L.tp, head * kv_heads(cfg.model) // L.tp
     if cfg.parallel.cp_kind == "ring":
-        add("cp", "send", (2 + again) * times * (L.cp - 1), 2 * k * c)
-        add("cp", "send", times * (L.cp - 1), 2 * k * g)
+        add("cp", "send", (2 + again) * times * (L.cp - 1), (k + v) * c)
+        add("cp", "send", times * (L.cp - 1), (k + v) * g)
     else:
-        add("cp", "all_to_all", (2 + again) * times, (q + 2 * k) * c)
-        add("cp", "all_to_all", (2 + again) * times, q * c)
+        add("cp", "all_to_all", (2 + again) * times, (q + k + v) * c)
+        add("cp", "all_to_all", (2 + again) * times, out * c)
 
 
 def softmax_rows(job: Job) -> list[int]:

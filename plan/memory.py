@@ -10,7 +10,7 @@ P: elements of the rank's buckets with padding, N: ranks that share them; c, g: 
 
 tests/plan/test_memory.py holds both against what a rank really holds.
 """
-from config import Config, head_dim, kv_heads, of_stage, remakes
+from config import Config, head_dim, kv_heads, of_stage, remakes, value_dim
 from parallel.schedule import in_flight
 from plan.parts import BYTES, Job, buckets, unique
 
@@ -59,13 +59,20 @@ def block_bytes(cfg: Config, flash: bool = False) -> dict[str, int]:
     c, g = BYTES[t.dtype]
     tp, cut = cfg.parallel.tp, cfg.parallel.tp if cfg.parallel.sp else 1
     b, s, d, hd = t.micro_batch, t.seq_len, m.hidden, head_dim(m)
-    tokens, h, kv = b * s, m.heads // tp, kv_heads(m) // tp
+    tokens, h, kv = b * s, m.heads // tp, max(1, kv_heads(m) // tp)
     own = tokens // cut * d * c  # what lies between two tp regions: [b, s/tp, d] under sp
     inner = tokens * m.ffn // tp * c
     half = own + tokens // cut * g * (2 if m.norm == "layernorm" else 1)  # a norm's input and statistics
     half += tokens // cut * d if m.dropout else 0  # a mask of bools
     mlp = half + inner * (2 if m.activation == "swiglu" else 1)  # the activation's input
-    rest = half + mlp + tokens * (2 * h + 2 * kv) * hd * c  # q, k, v and the output
+    norms = 2 * tokens * d * c
+    rest = half + mlp + tokens * (h * (hd + value_dim(m)) + kv * (hd + value_dim(m))) * c  # q, k, v and the output
+    if m.kv_rank:
+        latent = (m.q_rank or 0) + m.kv_rank + m.rope_dim
+        rest += (tokens // cut + tokens) * latent * c + tokens // cut * g * (2 if m.q_rank else 1)  # before the latents' norms, and entered
+        rest += tokens * h * m.nope_dim * c if b == 1 or flash else 0  # v is a part of what was made from the latent
+        rest += tokens * m.rope_dim * g if m.rope_kind == "yarn" and m.rope_mscale_all and m.rope_factor else 0  # tables of the queries
+        norms = tokens * d * c + (own if m.q_rank else tokens * d * c + (own if cut > 1 else 0))  # x as it is, and gathered for q
     if m.qk_norm:  # before the norm as well; of one sequence, v is a part of that
         rest += tokens * ((h + 2 * kv) * hd * c + (h + kv) * g) - (tokens * kv * hd * c if b == 1 else 0)
     core = 0
@@ -73,7 +80,7 @@ def block_bytes(cfg: Config, flash: bool = False) -> dict[str, int]:
         core = tokens * h * g
     elif s <= 16 * hd:
         core = sum(b * h * (min(lo + KEYS, s) - lo) * min(lo + KEYS, s) * c for lo in range(0, s, KEYS))
-    return {"norm": 2 * tokens * d * c, "core": core, "act": inner, "rest": rest, "mlp": mlp, "input": own}
+    return {"norm": norms, "core": core, "act": inner, "rest": rest, "mlp": mlp, "input": own}
 
 
 def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) -> int:
@@ -88,25 +95,30 @@ def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) ->
     block = x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
     out = (last - first) * (x["input"] if cfg.parallel.recompute == "full" else block)
     if m.positions == "rope":
-        out += tokens * head_dim(m) * g  # the tables of cos and sin, shared by the blocks
+        out += tokens * (m.rope_dim if m.kv_rank else head_dim(m)) * g  # the tables of cos and sin, shared by the blocks
     if cfg.data.doc_mask or (m.window and m.window < s):
         out += s * s * (b if cfg.data.doc_mask else 1)  # who sees whom
     if first == 0:
         out += drop + tokens * 8 * (2 if m.positions == "learned" else 1) + (tokens if tp > 1 else 0)
-    return out + (head_bytes(cfg) if last == m.layers else 0)
+    return out + (head_bytes(cfg, m.mtp) if last == m.layers else 0)
 
 
-def head_bytes(cfg: Config) -> int:
-    """The last norm, and the gradient of the head's input, made in the forward."""
+def head_bytes(cfg: Config, modules: int) -> int:
+    """The last norm, and the gradient of the head's input, made in the forward; for each module of multi-token prediction that again,
+    its block, the inputs of two more norms and of the join, and the tokens."""
     m, t = cfg.model, cfg.train
     (c, g), tokens = BYTES[t.dtype], t.micro_batch * t.seq_len
     own = tokens // (cfg.parallel.tp if cfg.parallel.sp else 1)
-    return own * m.hidden * c + own * g * (2 if m.norm == "layernorm" else 1) + tokens * m.hidden * c
+    norm = own * m.hidden * c + own * g * (2 if m.norm == "layernorm" else 1)
+    head = norm + tokens * m.hidden * c
+    x = block_bytes(cfg)
+    block = x["input"] if cfg.parallel.recompute == "full" else x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
+    return head + modules * (head + block + 2 * norm + 2 * own * m.hidden * c + tokens * (8 + (cfg.parallel.tp > 1)))
 
 
 def again_bytes(cfg: Config, last: int, flash: bool = False) -> int:
-    """What is made again in the backward of the last block, less what was freed before: the head, then the MLP's half."""
-    x, head = block_bytes(cfg, flash), head_bytes(cfg) if last == cfg.model.layers else 0
+    """What is made again in the backward of the last block (of further tokens, where there are), less what was freed before: its head, then the MLP's half."""
+    x, head = block_bytes(cfg, flash), head_bytes(cfg, 0) if last == cfg.model.layers else 0
     if cfg.parallel.recompute == "full":
         return max(0, sum(x[part] for part in ("norm", "core", "act", "rest")) - x["input"] - head)
     kept = sum(x[part] // n for part, n in (("norm", 2), ("act", 1)) if not remakes(cfg, part)) + x["mlp"]

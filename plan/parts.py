@@ -11,7 +11,7 @@ import parallel.packing as packing
 from parallel.layout import EXPERT, Layout
 from parallel.schedule import Schedule
 
-BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4)}  # train.dtype: compute, accumulation
+BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4)}  # train.dtype: compute, accumulation
 
 
 class Param(NamedTuple):
@@ -108,15 +108,40 @@ def mixture(cfg: Config) -> list[Param]:
             *(linears(cfg, "shared.", m.shared_experts * moe_ffn(m)) if m.shared_experts else [])]
 
 
+def latent(cfg: Config) -> list[Param]:
+    """Latent attention's, its own first."""
+    m, tp, sp = cfg.model, cfg.parallel.tp, "tp" if cfg.parallel.sp else None
+    r, q = m.q_rank or 0, m.heads * head_dim(m) // tp
+    return [Param("down", (r + m.kv_rank + m.rope_dim) * m.hidden, True, True, sp),
+            *([Param("q_norm", r, False, True, sp), Param("q_up", q * r, True, tp == 1)] if r else []),
+            Param("kv_norm", m.kv_rank, False, True, sp), Param("kv_up", m.heads * (m.nope_dim + m.v_dim) * m.kv_rank // tp, True, tp == 1),
+            *([] if r else [Param("q.weight", q * m.hidden, True, tp == 1)]),
+            Param("out.weight", m.heads * m.v_dim * m.hidden // tp, True, tp == 1)]
+
+
+def ahead(cfg: Config) -> list[Param]:
+    """The modules of multi-token prediction, without the table that they share."""
+    m, sp = cfg.model, "tp" if cfg.parallel.sp else None
+    return [p for k in range(m.mtp) for p in (
+        Param("join", 2 * m.hidden ** 2, True, True, sp), *norm(cfg, "embed_norm"), *norm(cfg, "hidden_norm"), *block(cfg, m.layers + k),
+        *norm(cfg, "head_norm"))]
+
+
 def block(cfg: Config, layer: int) -> list[Param]:
     """In the order in which torch lists a Block's parameters."""
     m, tp, sp = cfg.model, cfg.parallel.tp, "tp" if cfg.parallel.sp else None
+    if m.kv_rank:
+        return [*norm(cfg, "attn_norm"), *latent(cfg), *norm(cfg, "mlp_norm"), *(mixture(cfg) if is_moe(m, layer) else linears(cfg, "", m.ffn))]
     hd, q, kv = head_dim(m), m.heads * head_dim(m), kv_heads(m) * head_dim(m)
+    shared, bias = kv_heads(m) < tp, m.bias or m.qkv_bias  # parallel/tensor.py: SharedHeads
+    split = q // tp if shared else (q + 2 * kv) // tp
+    heads = [Param(f"{x}.weight", kv * m.hidden, True, True, "tp") for x in "kv" if shared]
+    heads += [Param(f"{x}.bias", kv, False, True, "tp") for x in "kv" if shared and bias]
+    heads += [Param("qkv.weight", split * m.hidden, True, tp == 1), *([Param("qkv.bias", split, False, tp == 1)] if bias else [])]
     return [*norm(cfg, "attn_norm"),
             *([Param(n, k // tp, False, tp == 1) for n, k in (("q_norm", q), ("k_norm", kv))] if m.qk_norm_whole else
               [Param(n, hd, False, True, "tp") for n in ("q_norm", "k_norm")] if m.qk_norm else []),
-            Param("qkv.weight", (q + 2 * kv) * m.hidden // tp, True, tp == 1),
-            *([Param("qkv.bias", (q + 2 * kv) // tp, False, tp == 1)] if m.bias or m.qkv_bias else []),
+            *heads,
             Param("out.weight", q * m.hidden // tp, True, tp == 1),
             *([Param("out.bias", m.hidden, False, True, sp)] if m.bias else []),
             *norm(cfg, "mlp_norm"),
@@ -124,10 +149,13 @@ def block(cfg: Config, layer: int) -> list[Param]:
 
 
 def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
-    """{stage of this rank: the buckets of each part}; a tied table of two parts is one Bucket in both."""
+    """{stage of this rank: the buckets of each part}; a table of two parts (tied, or for multi-token prediction) is one Bucket in
+    both."""
     cfg, m, p = job.cfg, job.cfg.model, job.cfg.parallel
     ends = job.schedule.place[0], job.schedule.place[-1]
-    table = Param("table", padded_vocab(m) * m.hidden // p.tp, True, p.tp == 1, "tied" if m.tied and ends[0] != ends[1] else None)
+    both = m.tied or m.mtp > 0  # both ends have the embedding
+    table = Param("table", padded_vocab(m) * m.hidden // p.tp, True, p.tp == 1)
+    embed = table._replace(partial="tied" if both and ends[0] != ends[1] else None)
     cap = int(p.bucket_mb * 2**20 / BYTES[cfg.train.dtype][1])
 
     def make(params: list[Param]) -> Bucket:
@@ -150,14 +178,12 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
         parts = out[stage] = []
         if first == 0:
             positions = [Param("positions", m.context * m.hidden, True, True, "tp" if p.sp else None)] if m.positions == "learned" else []
-            shared = make([table]) if m.tied else None
-            parts.append([shared, *pack(positions)] if m.tied else pack([table, *positions]))
+            shared = make([embed]) if both else None
+            parts.append([shared, *pack(positions)] if both else pack([embed, *positions]))
         parts += [pack(block(cfg, i)) for i in range(first, last)]
         if last == m.layers:
-            if m.tied:
-                parts.append([shared or make([table]), *pack(norm(cfg, "norm"))])
-            else:
-                parts.append(pack([table, *norm(cfg, "norm")]))
+            last_part = [*([] if m.tied else [table]), *norm(cfg, "norm"), *ahead(cfg)]
+            parts.append([*([shared or make([embed])] if both else []), *pack(last_part)])
     for b in (b for parts in out.values() for part in parts for b in part):
         b.users += 1
     return out

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from config import Config
 from runtime.console import Console, duration, params, short, size, sparkline, visible
+from runtime.experts import LoadMap, flat, numbers
 from runtime.failure import code_of
 from runtime.lines import Lines, read
 from runtime.setup import Env, peak_flops
@@ -45,7 +46,8 @@ class Metrics:
         self.file = Lines(self.run_dir, start_step) if self.writes else None
         self.sink = Sink(env.wandb if self.writes else dataclasses.replace(env.wandb, mode="off"), self.run_dir,
                          cfg.log.name or self.run_dir.name, dataclasses.asdict(cfg))
-        self.pending: list[tuple[dict, Tensor, object]] = []  # steps whose numbers are still on the device
+        self.experts = LoadMap(self.run_dir, cfg.model, start_step) if self.writes and cfg.model.experts else None
+        self.pending: list[tuple[dict, Tensor, object, Tensor | None]] = []  # steps whose numbers are still on the device
         self.unseen: list[int] = []  # skipped flags that no call has handed back yet
         self.span: list[dict] = []  # rows since the last console line
         self.recent: deque[float] = deque(maxlen=WINDOW)  # ms of the last steps
@@ -67,16 +69,16 @@ class Metrics:
     # ---- once a step -------------------------------------------------------------------------------------------------
 
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, ok: Tensor, lr: float, seconds: float,
-             data_seconds: float) -> list[int]:
+             data_seconds: float, told: Tensor | None = None) -> list[int]:
         """Takes in one step. loss, grad_norm, ok: scalars [] on any device, copied, not waited for; seconds: of the
-        whole step on the host, data_seconds: of these waiting for data.
+        whole step on the host, data_seconds: of these waiting for data; told: model.moe.Routers.told, kept as it is.
 
         Returns the skipped flags (0 or 1) of the steps that became known by this call, oldest first: often none."""
         values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok)])  # a copy, not a reference
         end = self.stamp()
         self.first = time.perf_counter() - seconds if self.first is None else self.first
         host = {"step": step, "lr": lr, "step_ms": 1000 * seconds, "data_ms": 1000 * data_seconds}
-        self.pending.append((host, values, (self.mark, end)))
+        self.pending.append((host, values, (self.mark, end), told))
         self.mark = end
         if step % self.cfg.log.every == 0 or step in (self.start + 1, self.steps):
             self.gather()
@@ -87,6 +89,11 @@ class Metrics:
         """Brings in and writes every pending step; call it before a checkpoint is committed, so that the file is never
         behind one. Returns the skipped flags not yet handed back."""
         self.gather()
+        if self.experts:
+            try:
+                self.experts.save()
+            except OSError as error:  # a picture is not worth a run
+                self.event(f"warning: {self.experts.file} was not written: {error.strerror}")
         return self.taken()
 
     def taken(self) -> list[int]:
@@ -105,18 +112,21 @@ class Metrics:
         """The one place that waits for the device."""
         if not self.pending:
             return
-        numbers = torch.stack([values for _, values, _ in self.pending]).tolist()
+        scalars = torch.stack([values for _, values, *_ in self.pending]).tolist()
         rows, memory = [], self.memory()
-        for (host, _, (mark, end)), (loss, norm, ok) in zip(self.pending, numbers):
+        for (host, _, (mark, end), told), (loss, norm, ok) in zip(self.pending, scalars):
             if mark is not None:
                 host["step_ms"] = mark.elapsed_time(end)
             rows.append(self.row(host, loss, norm, ok, memory))
+            if self.experts and told is not None:
+                rows[-1] |= numbers(told.cpu().numpy(), self.cfg.model)
+                self.experts.add(host["step"], told[:, :self.cfg.model.experts].cpu().numpy())
         self.pending = []
         for row in rows:
             self.unseen.append(row["skipped"])
             self.recent.append(row["step_ms"])
             self.busy += row["step_ms"] / 1000
-            self.sink.put(row["step"], {f"train/{k}": v for k, v in row.items() if v is not None})
+            self.sink.put(row["step"], {f"train/{k}": v for k, v in flat(row).items()})
         self.span += rows
         self.write(rows)
 
@@ -156,10 +166,12 @@ class Metrics:
         accum = t.global_batch // (t.micro_batch * dp)
         total = self.steps * self.tokens
         show.write(f"Bevatron 0.1 · {self.env} · run {self.run_dir}")
+        mix = f" · {m.experts} experts, {m.top_k} a token" if m.experts else ""
         heads = f"{m.heads} heads" + (f" ({m.kv_heads} kv)" if m.kv_heads not in (None, m.heads) else "")
         show.label("model", f"{m.preset}   {params(parameters[0])} params ({params(parameters[1])} without embeddings)"
-                            f" · {m.layers} layers · d {m.hidden} · {heads} · vocab {m.vocab or 0:,}")
-        show.label("layout", f"world {world} = dp {dp} · tp {p.tp} · pp {p.pp} · cp {p.cp} · {t.dtype}")
+                            f" · {m.layers} layers · d {m.hidden} · {heads}{mix} · vocab {m.vocab or 0:,}")
+        show.label("layout", f"world {world} = dp {dp} · tp {p.tp} · pp {p.pp} · cp {p.cp}"
+                             + (f" · ep {p.ep} · etp {p.etp}" if m.experts else "") + f" · {t.dtype}")
         show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {self.tokens:,} tok/step"
                             f"{'':10}{self.steps:,} steps = {short(total)} tokens "
                             f"({total / max(parameters[0], 1):.1f} tok/param)")

@@ -1,4 +1,5 @@
-"""Hugging Face folders, both ways: GPT-2, Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 and 2.5, Qwen3.
+"""Hugging Face folders, both ways: GPT-2, Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 and 2.5, Qwen3, DeepSeek V2 and V3, and the
+mixtures Mixtral, Qwen1.5-, 2- and 3-MoE, OLMoE and dots.llm1.
 
     python -m scripts.convert from-hf DIR RUN                         DIR as save_pretrained writes it -> a run folder
     python -m scripts.convert to-hf RUN DIR [--dtype fp32|bf16]       a run or checkpoint folder -> DIR for from_pretrained
@@ -8,6 +9,11 @@ The logits of both sides are compared in fp32 before anything is kept: against t
 
 An imported RUN holds weights at step 0 and no optimizer state. Generate and evaluate work on it; training goes on from it,
 in a folder of its own: `python train.py --config RUN/config.yaml`. It cannot be resumed in place, since it has no data yet.
+
+DeepSeek's modules of multi-token prediction are read and written under the layer numbers after the last, as published.
+transformers ignores them when it loads and drops them when it saves, so its logits say nothing about them; a folder without
+them becomes a model without (model.mtp 0). The copies of embedding and head that published folders keep beside them must
+be equal to the originals, and are not written. FP8 weights are refused (quantization_config).
 """
 import argparse
 import contextlib
@@ -50,7 +56,7 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
     """Writes the run folder; returns the report. Raises ConfigError; Differs; StorageError."""
     kind, m = hf_config.read(folder)
     found = hf.stored(folder, kind)
-    m = hf.tie(m, found)
+    ahead, m = m.mtp, hf.tie(m, found)
     has = spec or any((folder / name).exists() for name in TOKENIZERS)
     tok = tokenizer.load(spec or folder) if has else None
     cfg = recipe(m, run, tok is not None)
@@ -78,6 +84,8 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
         match = compare(ours, their_logits(folder, tokens, m.tied), "from transformers")
     notes = [] if tok else [f"{folder} has no tokenizer.json and no tokenizer.model; generate and evaluate need one: import with --tokenizer"]
     notes += too_many(tok, m)
+    if ahead > m.mtp:
+        notes.append(f"the folder has no weights for multi-token prediction, though config.json says {ahead}: the model has none (model.mtp 0)")
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
     return {"family": kind, "parameters": parameters(m)["total"], "tensors": len(found), "from": str(folder), "to": str(run), "logits": match,

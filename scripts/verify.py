@@ -49,9 +49,11 @@ def subject(name: str, world: int = 1) -> Config:
                                       "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03", "--parallel.node", "2"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
-                     ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16)
+                     ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16,
+                     kv_rank=m.kv_rank and 12, q_rank=m.q_rank and 20, nope_dim=8, rope_dim=4, v_dim=6)
     if m.experts:
-        shrunk = replace(shrunk, experts=8, top_k=min(m.top_k, 3), moe_ffn=16, router_groups=min(m.router_groups, 4), router_bias_rate=0.01, aux_loss=10 * m.aux_loss)
+        shrunk = replace(shrunk, experts=8, top_k=min(m.top_k, 3), moe_ffn=16, router_groups=min(m.router_groups, 4), router_bias_rate=0.01, aux_loss=10 * m.aux_loss,
+                         jitter=0.05 if m.router == "softmax" else 0.0)
     return replace(cfg, model=shrunk)
 
 

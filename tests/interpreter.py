@@ -87,4 +87,4 @@ def once():
 
 patch()
 once()
-np.seterr(divide="ignore", invalid="ignore")  # kernels take log(0) and inf - inf, and select something else, as on a GPU
+np.seterr(divide="ignore", invalid="ignore", over="ignore")  # kernels take log(0), inf - inf and exp(200), and select something else, as on a GPU

@@ -12,10 +12,10 @@ CUTS = [dict(pp=4, stages="3,2,2,1"), dict(pp=2, stages="1,7", schedule="gpipe",
         dict(pp=2, stages="1,1,1,5", schedule="dualpipe-v", cp=2)]
 
 
-def proved(pool, folder, name: str, parallel: dict, **train) -> None:
+def proved(pool, folder, name: str, parallel: dict, **model) -> None:
     """Train it and one process; fails where they differ."""
     cfg = subject(name, pool.size)
-    cfg = replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **train))
+    cfg = replace(cfg, parallel=replace(cfg.parallel, **parallel), model=replace(cfg.model, **model))
     first, _ = prove(pool, cfg, folder)
     assert not first.bad, first
 
@@ -65,3 +65,13 @@ def test_recompute_that_does_not_exist_is_refused(keys, says):
 @pytest.mark.parametrize("parallel", AWAY, ids=str)
 def test_offload(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "llama3.2-tiny", parallel)
+
+
+FEW = [dict(tp=4), dict(tp=4, sp=True, zero=3), dict(tp=2, cp=2), dict(tp=2, pp=2, schedule="zb-v", zero=2), dict(tp=2, sp=True, dp_rep=2, zero=1),
+       dict(tp=4, sp=True, recompute="selective", recompute_parts=PARTS, offload="both"), dict(tp=4, recompute="full")]
+
+
+@pytest.mark.parametrize("name", ["llama3-tiny", "qwen3-tiny"])
+@pytest.mark.parametrize("parallel", FEW, ids=str)
+def test_fewer_key_heads_than_ranks(ranks, tmp_path, name, parallel):
+    proved(ranks(4), tmp_path, name, parallel, kv_heads=1 if parallel["tp"] == 2 else 2, qkv_bias=True)

@@ -32,14 +32,16 @@ BOUND = 1e-9  # relative, in fp64
 LAYOUTS = {"one": (1, {}), "tp2 sp": (2, {"tp": 2, "sp": True}), "dp2 zero3 offload": (2, {"zero": 3, "offload": "both"}), "pp2 dp2 zero1": (4, {"pp": 2, "zero": 1}),
            "rep2 dp2 zero2": (4, {"dp_rep": 2, "zero": 2}), "tp2 sp dp2 zero3": (4, {"tp": 2, "sp": True, "zero": 3}),
            "tp2 pp2 v-shaped": (4, {"tp": 2, "pp": 2, "schedule": "zb-v"})}
+MIXTURES = {"one": (1, {}), "ep2": (2, {"ep": 2}), "tp2 ep2 etp2 sp zero1": (4, {"tp": 2, "sp": True, "ep": 2, "etp": 2, "zero": 1}),
+            "pp2 ep2 zero3": (4, {"pp": 2, "ep": 2, "zero": 3}), "rep2 ep2 zero2": (4, {"dp_rep": 2, "ep": 2, "zero": 2})}
 SAVED, STEPS = 2, 4
 
 
-def config_of(layout: str, dtype: str = "fp64"):
-    """A model with tied embeddings, grouped heads, dropout and a vocabulary of 125 ids that is padded to 128."""
-    cfg = subject("llama3.2-tiny")
+def config_of(layout: str, dtype: str = "fp64", name: str = "llama3.2-tiny"):
+    """A model with tied embeddings, grouped heads, dropout and a vocabulary of 125 ids that is padded to 128; or a mixture."""
+    cfg = subject(name)
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, layers=4), train=dataclasses.replace(cfg.train, dtype=dtype),
-                               parallel=dataclasses.replace(cfg.parallel, **LAYOUTS[layout][1]))
+                               parallel=dataclasses.replace(cfg.parallel, **(LAYOUTS | MIXTURES)[layout][1]))
 
 
 def begin(world: World, cfg):
@@ -54,7 +56,7 @@ def steps(run, data, first: int, last: int) -> list[float]:
 
 
 def held(run, alone: bool):
-    return [(box, part.detach().numpy().copy()) for box, part in state.boxes(run.buckets, run.optim.state(), alone)]
+    return [(box, part.detach().numpy().copy()) for box, part in state.boxes(run.buckets, run.optim.state(), alone) + run.routers.boxes(alone)]
 
 
 def save(world: World, cfg, root) -> tuple[list, list[float]]:
@@ -73,6 +75,8 @@ def load(world: World, cfg, path, truth: dict) -> tuple[list[str], int, list[flo
     run, data = begin(world, cfg)
     for bucket in run.buckets:  # nothing of the fresh start may survive
         bucket.master.fill_(7.0)
+    for _, part in run.routers.boxes():
+        part.fill_(7.0)
     state.load(run, path)
     pieces = held(run, alone=False)
     wrong = [b.key for b, x in pieces if x.tobytes() != truth[b.key][tuple(slice(a, a + n) for a, n in zip(b.start, b.size))].tobytes()]
@@ -88,7 +92,7 @@ def pools():
 
 
 def on(pools, layout: str, f, *args) -> list:
-    world = LAYOUTS[layout][0]
+    world = (LAYOUTS | MIXTURES)[layout][0]
     return [f(World(), *args)] if world == 1 else pools[world].run(f, *args)
 
 
@@ -110,6 +114,25 @@ def test_every_layout_continues_every_other(pools, tmp_path, dtype):
                 assert not wrong and compared, f"{source} -> {target}: rank {rank} holds another {wrong[0]}"
                 if dtype == "fp64":
                     np.testing.assert_allclose(losses, results[0][1], rtol=BOUND, atol=0, err_msg=f"{source} -> {target}")
+
+
+@pytest.mark.parametrize("name", ["dots1-tiny", "qwen3-moe-tiny"])
+def test_mixtures_with_what_their_routers_keep(pools, tmp_path, name):
+    """Experts by their own names, biases and loads: from one way of sharing out the experts to another."""
+    for source in MIXTURES:
+        results = on(pools, source, save, config_of(source, name=name), tmp_path / source)
+        truth: dict[str, np.ndarray] = {}
+        for box, part in (piece for pieces, _ in results for piece in pieces):
+            whole = truth.setdefault(box.key, np.full(box.shape, np.nan))
+            assert np.isnan(whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.size))]).all()  # nobody else brings it
+            whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.size))] = part
+        kept = [k for k in truth if ".router." in k and "weight" not in k]
+        assert any(truth[k].std() > 0 for k in kept) and not any(np.isnan(x).any() for x in truth.values())
+        (_, path), = store.committed(tmp_path / source)
+        for target in MIXTURES:
+            for wrong, compared, losses in on(pools, target, load, config_of(target, name=name), path, truth):
+                assert not wrong and compared, f"{source} -> {target}: {wrong[0]}"
+                np.testing.assert_allclose(losses, results[0][1], rtol=BOUND, atol=0, err_msg=f"{source} -> {target}")
 
 
 def losses(folder: pathlib.Path) -> dict[int, float]:

@@ -30,6 +30,7 @@ def having(**keys):
     return cfg
 
 
+MIXTURE = {"model__experts": 8, "model__moe_ffn": 48}
 # (settings that break one rule, world, the key that the line names, whether a value must be offered)
 CASES = [
     (having(model__heads=5), 1, "model.heads", True),
@@ -39,7 +40,7 @@ CASES = [
     (having(parallel__tp=4), 6, "parallel.tp", True),
     (having(parallel__pp=3), 4, "parallel.pp", True),
     (having(parallel__tp=3), 3, "model.heads", True),
-    (having(parallel__tp=8), 8, "model.kv_heads", True),
+    (having(parallel__tp=4, model__heads=12, model__kv_heads=6, model__head_dim=16), 4, "model.kv_heads", True),
     (having(parallel__tp=4, model__ffn=386), 4, "model.ffn", True),
     (having(parallel__tp=4, model__vocab_multiple=2), 4, "model.vocab_multiple", True),
     (having(parallel__tp=4, parallel__sp=True, train__seq_len=98), 4, "train.seq_len", True),
@@ -48,6 +49,33 @@ CASES = [
     (having(parallel__pp=8), 8, "model.layers", True),
     (having(train__global_batch=49), 4, "train.global_batch", True),
     (having(parallel__dp_rep=2), 4, "parallel.dp_rep", True),
+    (having(parallel__ep=2), 2, "parallel.ep", False),
+    (having(model__capacity=1.0), 1, "model.capacity", False),
+    (having(**MIXTURE, parallel__ep=3), 3, "parallel.ep", True),
+    (having(**MIXTURE, parallel__ep=4), 2, "parallel.ep", True),
+    (having(**MIXTURE, parallel__etp=5), 4, "parallel.etp", True),
+    (having(**MIXTURE, parallel__ep=4, parallel__etp=2), 4, "parallel.ep", True),
+    (having(**MIXTURE, model__top_k=9), 1, "model.top_k", True),
+    (having(**MIXTURE, model__router_groups=3), 1, "model.router_groups", True),
+    (having(**MIXTURE, model__router_group_top_k=2), 1, "model.router_group_top_k", True),
+    (having(**MIXTURE, model__router_groups=4, model__top_k=3), 1, "model.top_k", True),
+    (having(**MIXTURE, model__router="sigmoid", model__router_groups=8, model__top_k=1), 1, "model.router_groups", True),
+    (having(**MIXTURE, model__capacity=0.1), 1, "model.capacity", False),
+    (having(**MIXTURE, model__jitter=1.0), 1, "model.jitter", False),
+    (having(**MIXTURE, model__aux_loss=-1.0), 1, "model.aux_loss", False),
+    (having(**MIXTURE, model__first_dense=4), 1, "model.first_dense", True),
+    (having(**MIXTURE, model__shared_gate=True), 1, "model.shared_gate", False),
+    (having(**MIXTURE, model__activation="gelu"), 1, "model.experts", False),
+    (having(**MIXTURE, model__bias=True), 1, "model.bias", False),
+    (having(**MIXTURE, parallel__tp=4, train__seq_len=98), 4, "train.seq_len", True),
+    (having(model__qk_norm_whole=True), 1, "model.qk_norm_whole", False),
+    (having(model__kv_rank=8), 1, "model.kv_heads", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__qk_norm=True), 1, "model.qk_norm", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__positions="learned"), 1, "model.positions", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__rope_dim=5), 1, "model.rope_dim", True),
+    (having(model__q_rank=8), 1, "model.kv_rank", False),
+    (having(model__rope_kind="yarn", model__rope_low_freq=5.0), 1, "model.rope_low_freq", False),
+    (having(model__mtp=-1), 1, "model.mtp", False),
 ]
 
 

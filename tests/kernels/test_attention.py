@@ -105,6 +105,19 @@ def test_mask_says_nothing_where_causality_says_all():
     assert mask(place, place, None, docs, docs)[0, 0].sum(1).tolist() == [1, 2, 1, 2, 3, 1]
 
 
+@pytest.mark.parametrize("b,s,h,g,d,value", [(2, 37, 6, 3, 6, 4), (1, BLOCK + 3, 4, 1, 16, 24), (1, 2 * BLOCK + 5, 2, 2, 4, 3)])
+@pytest.mark.parametrize("kind", ["auto", "sdpa"])
+def test_values_of_another_width(b, s, h, g, d, value, kind):
+    """As latent attention has them: keys are wider or narrower than values."""
+    q, k, v = (torch.randn(b, s, n, w, dtype=torch.float64, requires_grad=True) for n, w in ((h, d), (g, d), (g, value)))
+    for _, see in masks(b, s):
+        want, dy = kernel.reference(q, k, v, see), torch.randn(b, s, h, value, dtype=torch.float64)
+        got = attention(q, k, v, see, kind)
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+        for a, c in zip(torch.autograd.grad(got, (q, k, v), dy), torch.autograd.grad(want, (q, k, v), dy)):
+            torch.testing.assert_close(a, c, rtol=1e-9, atol=1e-9)
+
+
 def test_the_interval_form_gives_the_same(monkeypatch):
     """On a CPU a Sight is its bits."""
     _, qkv = inputs(2, 30, 2, 1, 8)

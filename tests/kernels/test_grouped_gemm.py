@@ -1,11 +1,67 @@
-"""Grouped GEMM: the loop of GEMMs against einsum, and Triton's one launch against the loop."""
+"""Grouped GEMM against a GEMM an expert: uneven and empty experts, gradients in the buffers, now or later."""
 import pytest
 import torch
 
 from kernels import grouped_gemm as kernel
-from kernels.grouped_gemm import grouped_linear
+from kernels.grouped_gemm import grouped_dgrad, grouped_forward, grouped_linear, grouped_wgrad
+from parallel.pipeline import Later
 
-COUNTS = {"uneven": (5, 0, 17, 16, 1), "all to one": (0, 0, 39), "even": (16, 16), "none at the ends": (0, 7, 0)}
+COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3]]
+N, O = 6, 10
+
+
+def exact(x, w, counts):
+    return torch.cat([rows @ part.t() for rows, part in zip(x.split(counts), w.view(len(counts), -1, x.shape[1]))])
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+def test_against_one_gemm_an_expert(given, counts, dtype, bound):
+    x, w, dy = (torch.randn(*s).to(dtype) for s in ((sum(counts), N), (len(counts) * O, N), (sum(counts), O)))
+    kept, x1 = given(w, 1.0), x.clone().requires_grad_()
+    x2, w2 = (t.double().requires_grad_() for t in (x, w))
+    want = exact(x2, w2, counts)
+    dx, dw = torch.autograd.grad(want, (x2, w2), dy.double())
+    for _ in range(2):
+        got = grouped_linear(x1, kept, counts)
+        got.backward(dy)
+    assert got.shape == want.shape and got.dtype == dtype and kept.grad is None
+    for a, b in ((got, want), (x1.grad / 2, dx), ((kept.main_grad - 1) / 2, dw)):
+        assert (a.double() - b).norm() <= bound * b.norm() + 1e-300
+    for i, n in enumerate(counts):
+        assert n or (kept.main_grad.view(len(counts), O, N)[i] == 1).all()  # an empty expert's gradient is what it was
+
+
+def test_the_three_products_alone():
+    counts, (x, w, dy) = [2, 0, 3], (torch.randn(5, N), torch.randn(3, O, N), torch.randn(5, O))
+    assert torch.allclose(grouped_forward(x, w, counts), exact(x, w.view(-1, N), counts))
+    assert torch.allclose(grouped_dgrad(dy, w, counts), torch.cat([dy[:2] @ w[0], dy[2:] @ w[2]]))
+    into = torch.ones(3, O, N, dtype=torch.float64)
+    grouped_wgrad(into, dy.double(), x.double(), counts)
+    assert torch.allclose(into, 1 + torch.stack([dy[:2].t() @ x[:2], torch.zeros(O, N), dy[2:].t() @ x[2:]]).double(), atol=1e-5)
+
+
+def test_gradcheck():
+    x, w = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, [4, 0, 0, 1]), (x, w))
+
+
+def test_weight_gradient_put_off(given):
+    """Inside an I nothing reaches the buffer; its W brings the same bits."""
+    x, w, dy, counts = torch.randn(5, N), torch.randn(2 * O, N), torch.randn(5, O), [1, 4]
+    now, put = given(w), given(w)
+    put.later = Later()
+    put.later.open, put.later.at = True, 3
+    for weight in (now, put):
+        grouped_linear(x.clone().requires_grad_(), weight, counts).backward(dy)
+    assert now.main_grad.any() and not put.main_grad.any()
+    put.later.run(3)
+    assert torch.equal(now.main_grad, put.main_grad)
+
+
+# ---- Triton, beside one definition for all ways ----
+
+SHARES = {"uneven": (5, 0, 17, 16, 1), "all to one": (0, 0, 39), "even": (16, 16), "none at the ends": (0, 7, 0)}
 
 
 def case(counts, o, n, dtype):
@@ -19,16 +75,7 @@ def definition(x, weight, counts):
     return torch.einsum("mn,mon->mo", x, weight.view(len(counts), -1, x.shape[1])[owner])
 
 
-@pytest.mark.parametrize("name", COUNTS)
-def test_the_loop(name):
-    x, weight, dy = case(COUNTS[name], 6, 10, torch.float64)
-    got, want = grouped_linear(x, weight, COUNTS[name]), definition(x, weight, COUNTS[name])
-    torch.testing.assert_close(got, want)
-    for a, b in zip(*(torch.autograd.grad(y, (x, weight), dy) for y in (got, want))):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("name", COUNTS)
+@pytest.mark.parametrize("name", SHARES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
 @pytest.mark.parametrize("on_device", [False, True])
@@ -36,10 +83,10 @@ def test_triton(interpreted, monkeypatch, given, name, dtype, o, n, on_device):
     if interpreted.type == "cpu":
         for table in ("TILE", "WGRAD"):
             monkeypatch.setattr(kernel, table, {"M": 16, "N": 32, "K": 16})
-    counts = torch.tensor(COUNTS[name], device=interpreted) if on_device else COUNTS[name]
-    x, weight, dy = (t.detach().to(interpreted) for t in case(COUNTS[name], o, n, dtype))
+    counts = torch.tensor(SHARES[name], device=interpreted) if on_device else SHARES[name]
+    x, weight, dy = (t.detach().to(interpreted) for t in case(SHARES[name], o, n, dtype))
     leaves, exact = (x.requires_grad_(), given(weight, 1.0)), (x.detach().double().requires_grad_(), weight.double().requires_grad_())
-    got, want = grouped_linear(leaves[0], leaves[1], counts), definition(*exact, COUNTS[name])
+    got, want = grouped_linear(leaves[0], leaves[1], counts), definition(*exact, SHARES[name])
     assert got.grad_fn.triton
     got.backward(dy)
     want.backward(dy.double())
@@ -47,8 +94,8 @@ def test_triton(interpreted, monkeypatch, given, name, dtype, o, n, on_device):
     assert (got - want).norm() <= rounding * want.norm()
     assert (leaves[0].grad - exact[0].grad).norm() <= rounding * exact[0].grad.norm()
     assert (leaves[1].main_grad - 1 - exact[1].grad).norm() <= 1e-6 * exact[1].grad.norm()  # fp32 throughout
-    for i, count in enumerate(COUNTS[name]):
-        assert count or (leaves[1].main_grad.view(len(COUNTS[name]), o, n)[i] == 1).all()
+    for i, count in enumerate(SHARES[name]):
+        assert count or (leaves[1].main_grad.view(len(SHARES[name]), o, n)[i] == 1).all()
 
 
 def test_triton_returns_a_plain_tensors_gradient(interpreted, monkeypatch):

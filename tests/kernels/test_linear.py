@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from kernels import linear as kernel
 from kernels.embedding import embedding
-from kernels.linear import linear
+from kernels.linear import linear, linears, remade
 from parallel.pipeline import Later
 
 
@@ -58,6 +58,30 @@ def test_embedding_counts_every_use_in_fp32(given):
     w = given(torch.randn(3, 2).bfloat16())
     embedding(torch.zeros(1, 1000, dtype=torch.int64), w).backward(torch.ones(1, 1000, 2, dtype=torch.bfloat16))
     assert w.main_grad.tolist() == [[1000.0, 1000.0], [0.0, 0.0], [0.0, 0.0]]  # bf16 would stop at 256
+
+
+def test_several_linears_of_one_input_and_of_some_rows():
+    g = torch.Generator().manual_seed(0)
+    x, *w = (torch.randn(*s, generator=g, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 5), (4, 5), (6, 5), (4,), (6,)))
+    rows = [slice(0, 4), slice(2, 5)]
+    assert torch.autograd.gradcheck(lambda x, a, b, c, d: linears(x, [a, b], [c, d], rows), (x, *w))
+    assert torch.autograd.gradcheck(lambda x, a, b: linears(x, [a, b], [None, None], rows), (x, *w[:2]))
+    assert torch.equal(linears(x, w[:2], w[2:], rows), torch.cat((F.linear(x, w[0], w[2]), F.linear(x, w[1][2:5], w[3][2:5])), -1))
+
+
+def test_an_input_that_is_made_again_is_not_kept():
+    x, w = torch.randn(4, 5, dtype=torch.float64, requires_grad=True), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    want, made, kept = torch.autograd.grad(linear(x.sin(), w).square().sum(), (x, w)), [], []
+
+    def again(x):
+        made.append(x.sin())
+        return made[-1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.data_ptr()), t)[1], lambda t: t):
+        h = x.sin()
+        y = linear(remade(h, again, x), w)
+    assert x.data_ptr() in kept and h.data_ptr() not in kept and not made
+    got = torch.autograd.grad(y.square().sum(), (x, w))
+    assert len(made) == 1 and all(torch.equal(a, b) for a, b in zip(got, want))
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])

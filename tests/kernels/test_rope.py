@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from kernels.rope import frequencies, rope, split_rope, tables
+from kernels.rope import frequencies, halves, mscale, rope, split_rope, tables
 
 
 def table(b, s, d, dtype=torch.float64):
@@ -59,6 +59,30 @@ def test_llama3_scaling_slows_long_waves_and_keeps_short_ones():
     torch.testing.assert_close(ratio[waves < 8192 / 4], torch.ones_like(ratio[waves < 8192 / 4]))
     torch.testing.assert_close(ratio[waves > 8192], torch.full_like(ratio[waves > 8192], 8.0))
     assert (ratio.diff() >= 0).all()
+
+
+def test_yarn_slows_long_waves_and_keeps_short_ones():
+    plain, scaled = frequencies(128, 10000.0), frequencies(128, 10000.0, 40.0, 1.0, 32.0, 4096, "yarn")
+    ratio, turns = plain / scaled, 4096 * plain / (2 * math.pi)
+    torch.testing.assert_close(ratio[turns > 40], torch.ones_like(ratio[turns > 40]))  # a channel beyond the bound, where it is rounded
+    torch.testing.assert_close(ratio[turns < 0.8], torch.full_like(ratio[turns < 0.8], 40.0))
+    assert (ratio.diff() >= -1e-12).all() and mscale(40.0, 1.0) == 1 + 0.1 * math.log(40) and mscale(None, 1.0) == mscale(0.5, 1.0) == 1
+
+
+def test_yarn_is_that_of_transformers():
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="transformers is not installed: nothing to compare with")
+    from transformers import LlamaConfig
+    for settings in ({"factor": 4.0, "original_max_position_embeddings": 32768}, {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 16, "beta_slow": 2}):
+        cfg = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_theta=50000.0, rope_scaling={"rope_type": "yarn", **settings})
+        theirs, grown = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](cfg, "cpu")
+        ours = frequencies(64, 50000.0, settings["factor"], settings.get("beta_slow", 1), settings.get("beta_fast", 32),
+                           settings["original_max_position_embeddings"], "yarn")
+        torch.testing.assert_close(ours.float(), theirs, rtol=1e-5, atol=0)
+        assert grown == pytest.approx(mscale(settings["factor"], 1.0))
+
+
+def test_neighbours_as_halves():
+    assert halves(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)])

@@ -34,6 +34,16 @@ def test_far_from_zero():
     assert torch.autograd.grad(y.sum(), x)[0].tolist() == [[1.0, 0.0, 200.0, 0.0]]
 
 
+def test_weighted():
+    """Times a number a row, whose gradient is the row's product."""
+    x, w = torch.randn(4, 6, dtype=torch.float64, requires_grad=True), torch.randn(4, dtype=torch.float64, requires_grad=True)
+    assert torch.allclose(weighted_swiglu(x, w), swiglu(x) * w[:, None])
+    assert torch.autograd.gradcheck(weighted_swiglu, (x, w))
+    low = weighted_swiglu(x.detach().bfloat16().requires_grad_(), w.detach().float().requires_grad_())
+    dx, dw = torch.autograd.grad(low.sum(), low.grad_fn.saved_tensors)
+    assert low.dtype == dx.dtype == torch.bfloat16 and dw.dtype == torch.float32
+
+
 @pytest.mark.parametrize("name", PAIRS)
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 6e-3), (torch.float16, 8e-4)])
 @pytest.mark.parametrize("shape", [(2, 3, 74), (1, 2 * 2048 + 6), (0, 4)])
@@ -59,7 +69,7 @@ def test_triton_on_strided_input_and_far_from_zero(interpreted, name):
 @pytest.mark.parametrize("way, dtype, bound", [("torch", torch.float64, 1e-12), ("torch", torch.bfloat16, 6e-3), ("triton", torch.float32, 1e-6),
                                                ("triton", torch.bfloat16, 6e-3), ("triton", torch.float16, 8e-4)])
 @pytest.mark.parametrize("m, f", [(5, 37), (3, 100), (0, 8)])
-def test_weighted(request, monkeypatch, way, dtype, bound, m, f):
+def test_weighted_either_way(request, monkeypatch, way, dtype, bound, m, f):
     monkeypatch.setattr(kernel, "BLOCK", 64)  # of 100 channels the last ones are a cut block
     device = request.getfixturevalue("interpreted") if way == "triton" else "cpu"
     x = (3 * torch.randn(m, 2 * f, device=device)).to(dtype).requires_grad_()

@@ -67,9 +67,9 @@ def counted(world, cfg):
     return ledger, slots
 
 
-def compare(pool, name, parallel, dropout=0.1, **train):
+def compare(pool, name, parallel, dropout=0.1, model=None, **train):
     cfg = laid(name, parallel, **train)
-    cfg = replace(cfg, model=replace(cfg.model, dropout=dropout))
+    cfg = replace(cfg, model=replace(cfg.model, dropout=dropout, **(model or {})))
     found = pool.run(counted, cfg)
     for rank, (ledger, slots) in enumerate(found):
         job = job_of(cfg, pool.size, rank)
@@ -87,6 +87,11 @@ def test_every_byte_is_planned(ranks, parallel):
 @pytest.mark.parametrize("parallel", [dict(zero=3), dict(tp=2, sp=True, pp=2), dict(pp=2, zero=2, schedule="zb-v"), dict(tp=2, zero=3)], ids=str)
 def test_tied_tables_biases_and_head_norms(ranks, name, parallel):
     compare(ranks(4), name, parallel, micro_batch=2)
+
+
+@pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, recompute="selective", recompute_parts="norm"), dict(tp=2, cp=2, zero=3)], ids=str)
+def test_fewer_key_heads_than_ranks(ranks, parallel):
+    compare(ranks(4), "qwen2.5-tiny", parallel, model=dict(kv_heads=1))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -116,6 +121,18 @@ def test_mixtures(ranks, name, parallel):
 @pytest.mark.parametrize("parallel", [dict(ep=2, tp=2, zero=1), dict(ep=4, zero=3)], ids=str)
 def test_mixtures_in_bf16(ranks, parallel):
     compare(ranks(4), "mixtral-tiny", parallel, dtype="bf16")
+
+
+LATENT = [dict(zero=3), dict(tp=2), dict(tp=2, sp=True, zero=1), dict(cp=2), dict(cp=2, cp_kind="ulysses", zero=2), dict(pp=2, zero=3),
+          dict(pp=2, zero=3, schedule="zb-v"), dict(pp=2, tp=2, sp=True, schedule="zb-h1"), dict(pp=4, zero=2), dict(pp=2, schedule="dualpipe-v", ep=2),
+          dict(tp=2, sp=True, recompute="full"), dict(tp=2, recompute="full"), dict(cp=2, recompute="full", pp=2),
+          dict(tp=2, sp=True, recompute="selective", recompute_parts="norm,core")]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v2-lite-tiny", "deepseek-v3-tiny"])
+@pytest.mark.parametrize("parallel", LATENT, ids=str)
+def test_latents_and_further_tokens(ranks, name, parallel):
+    compare(ranks(4), name, parallel)
 
 
 def cost(parallel, world=8, **train) -> int:

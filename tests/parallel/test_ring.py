@@ -37,12 +37,12 @@ def with_layout(name: str, cp_kind: str, doc_mask: bool = False, layers: int = 2
 
 # ---- attention alone -------------------------------------------------------------------------------------------------
 
-def compare(world: World, kind: str, c: int, window, packed: bool, dtype: torch.dtype) -> float:
+def compare(world: World, kind: str, c: int, window, packed: bool, dtype: torch.dtype, value: int = 16) -> float:
     """The largest difference of out, dq, dk, dv of this rank's tokens from the reference over the whole sequence."""
     group = Mesh.bind(Layout(world.size, cp=world.size), world).cp
     n, s, stream = group.size, 2 * group.size * c, torch.Generator().manual_seed(c)
-    q, dy = (torch.randn(2, s, 8, 16, generator=stream, dtype=torch.float64).to(dtype) for _ in "qd")
-    k, v = (torch.randn(2, s, 4, 16, generator=stream, dtype=torch.float64).to(dtype) for _ in "kv")
+    heads = {"q": (8, 16), "k": (4, 16), "v": (4, value), "dy": (8, value)}
+    q, k, v, dy = (torch.randn(2, s, h, d, generator=stream, dtype=torch.float64).to(dtype) for h, d in heads.values())
     docs = (torch.rand(2, s, generator=stream) < 0.2).cumsum(1, dtype=torch.int32) if packed else None
     see = mask(torch.arange(s), torch.arange(s), window, docs, docs)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -63,6 +63,12 @@ def compare(world: World, kind: str, c: int, window, packed: bool, dtype: torch.
 @pytest.mark.parametrize("c,window,packed", [(3, None, False), (3, None, True), (4, 6, False), (1, 2, True), (4, 9, True)])
 def test_attention_is_that_of_one_process(pool, kind, c, window, packed):
     assert max(pool.run(compare, kind, c, window, packed, torch.float64)) < 1e-13
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("value", [6, 24])
+def test_values_of_another_width(pool, kind, value):
+    assert max(pool.run(compare, kind, 3, None, True, torch.float64, value)) < 1e-13
 
 
 @pytest.mark.parametrize("kind", ["ring", "ulysses"])

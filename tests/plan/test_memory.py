@@ -145,6 +145,15 @@ def test_activations(ranks, name, parallel):
             assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
 
 
+@pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, zero=3)], ids=str)
+def test_shared_key_heads(ranks, parallel):
+    cfg = laid("llama3-tiny", parallel)
+    cfg = replace(cfg, model=replace(cfg.model, kv_heads=2))
+    for rank, (state, peak) in enumerate(ranks(4).run(held, cfg)):
+        assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05)
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
 EVERY = "core,norm,act"
 AGAIN = [dict(recompute="full"), dict(recompute="full", tp=2, sp=True), dict(recompute="full", pp=2), dict(recompute="selective"),
          dict(recompute="selective", recompute_parts="norm", tp=2, sp=True), dict(recompute="selective", recompute_parts="act"),
@@ -159,6 +168,16 @@ def test_what_is_made_again_is_not_kept(ranks, name, parallel):
     for rank, ((_, peak), (_, most)) in enumerate(zip(ranks(4).run(held, cfg), ranks(4).run(held, plain))):
         assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), rank
         assert peak < most
+
+
+@pytest.mark.parametrize("name,mtp", [("deepseek-v2-lite-tiny", 0), ("deepseek-v3-tiny", 0), ("deepseek-v3-tiny", 2)])
+@pytest.mark.parametrize("parallel", [{}, dict(tp=2), dict(tp=4, sp=True), dict(pp=2), dict(pp=2, recompute="full")], ids=str)
+def test_activations_of_latents_and_further_tokens(ranks, name, mtp, parallel):
+    for train in (dict(), dict(micro_batch=2, dtype="fp32")):
+        cfg = laid(name, parallel, **train)
+        cfg = replace(cfg, model=replace(cfg.model, experts=None, mtp=mtp, kv_rank=24, q_rank=cfg.model.q_rank and 40))
+        for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
+            assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
 
 
 def away(world, cfg):

@@ -32,6 +32,9 @@ SEQ = 40
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
 ROPE = {"vocab_size": 211, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3,
         "max_position_embeddings": 64}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.3}
+LATENT = {**ROPE, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6,
+          "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
 GPT2 = {"vocab_size": 203, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 100, "n_positions": SEQ, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 CASES = {
     "gpt2": ("GPT2", GPT2),
@@ -58,7 +61,19 @@ CASES = {
     "dots1": ("Dots1", {**ROPE, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 4,
                         "topk_group": 2, "first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5, "sliding_window": None,
                         "head_dim": 12}),
+    "qwen3-yarn": ("Qwen3", {**ROPE, "head_dim": 10, "rope_scaling": YARN}),
+    "qwen2-yarn-factor": ("Qwen2", {**ROPE, "rope_scaling": {**YARN, "attention_factor": 1.3}}),
+    "deepseek-v2-dense": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}}),
+    "deepseek-v3-dense": ("DeepseekV3", {**LATENT, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "deepseek-v3-halves": ("DeepseekV3", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
+    "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_shared_experts": 2,
+                                   "num_experts_per_tok": 3, "routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "deepseek-v2-groups": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 0, "moe_intermediate_size": 20, "n_shared_experts": 1, "num_experts_per_tok": 3,
+                                          "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    "deepseek-v3": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_shared_experts": 1, "num_experts_per_tok": 3,
+                                   "n_group": 4, "topk_group": 2, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
 }
+SAME = {"mistral-nowindow": "Llama", "deepseek-v3-dense": "DeepseekV2"}  # written as the first family that computes the same
 
 
 def nowhere(*_):
@@ -170,7 +185,7 @@ def test_in_evaluated_trained_and_out(transformers, tmp_path, capsys, name):
         assert (back - ours).abs().max() < 1e-5
         assert (back - theirs(input_ids=tokens).logits).abs().max() < 1e-3  # three AdamW steps apart: rounding of tiny gradients grows
     said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert said["architectures"] == [f"{'Llama' if name == 'mistral-nowindow' else CASES[name][0]}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"]
+    assert said["architectures"] == [f"{SAME.get(name, CASES[name][0])}{'LMHeadModel' if 'gpt2' in name else 'ForCausalLM'}"]
 
 
 def test_the_hub_gpt2_layout(transformers, tmp_path, capsys):
@@ -222,7 +237,7 @@ def exported(tmp_path_factory):
 def weights(path):
     """{key: tensor} of a checkpoint, without the optimizer's."""
     rows = [r for r in store.index(path)["pieces"] if "@" not in r["key"]]
-    out = {r["key"]: torch.empty(r["size"]) for r in rows}
+    out = {r["key"]: torch.empty(r["size"], dtype={"F64": torch.float64}.get(r["dtype"], torch.float32)) for r in rows}
     store.load(path, [(hf.Box.whole(k, t.shape), t) for k, t in out.items()], strict=False)
     return out
 
@@ -246,6 +261,32 @@ def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
     assert torch.equal(before["embed.weight"][:400], after["embed.weight"][:400]) and not after["embed.weight"][400:].any()
     back = load_run(str(tmp_path / "back"), torch.device("cpu"))
     assert back.tokenizer.encode("def f(x):\n  return x") == BPE.encode("def f(x):\n  return x") and back.step == 0
+
+
+def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys):
+    """With a router each, beside the layers; transformers' logits are those of the model without."""
+    from safetensors.torch import load_file, save_file
+    path = make_run(tmp_path / "run", "deepseek-v3-tiny", mtp=2, heads=2, nope_dim=6, rope_dim=4, v_dim=5, kv_rank=7, q_rank=9, moe_ffn=12)
+    code, _, err = run(capsys, "to-hf", path, tmp_path / "hf")
+    assert code == 0, err
+    file = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(file)
+    assert {"model.layers.3.eh_proj.weight", "model.layers.2.shared_head.norm.weight", "model.layers.3.mlp.gate.e_score_correction_bias"} <= tensors.keys()
+    copies = {"model.layers.2.embed_tokens.weight": tensors["model.embed_tokens.weight"], "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"]}
+    save_file({**tensors, **{k: t.clone() for k, t in copies.items()}}, file, {"format": "pt"})  # as published
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back", "--json")
+    assert code == 0 and not any("further" in n or "multi" in n for n in json.loads(out)["notes"]), err
+    before, after = weights(path), weights(tmp_path / "back" / "checkpoints" / "step_00000000")
+    assert before.keys() == after.keys() and "layers.3.join.weight" in after
+    assert all(torch.equal(before[k], after[k]) for k in before if k not in ("embed.weight", "head.weight"))
+    copies["model.layers.2.embed_tokens.weight"] = copies["model.layers.2.embed_tokens.weight"] + 1
+    save_file({**tensors, **{k: t.clone() for k, t in copies.items()}}, file, {"format": "pt"})
+    code, _, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "wrong")
+    assert code == 2 and "layers.2.embed_tokens.weight differs from the embedding, but multi-token prediction shares it" in err
+    save_file({k: t for k, t in tensors.items() if ".layers.2." not in k and ".layers.3." not in k}, file, {"format": "pt"})
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "without", "--json")
+    assert code == 0 and any("no weights for multi-token prediction" in n for n in json.loads(out)["notes"]), err
+    assert config.resolve(None, str(tmp_path / "without" / "config.yaml"), []).model.mtp == 0
 
 
 @pytest.mark.parametrize("spec, vocab", [("bytes", 257), (None, 400)])

@@ -1,0 +1,67 @@
+"""Loss scaling: exact where nothing overflows, and a step that overflows is skipped and heeded."""
+import dataclasses
+
+import pytest
+import torch
+
+from build import build
+from optim import scaler
+from optim.scaler import Scaler
+from parallel.mesh import Mesh
+from runtime.guard import Guard
+from scripts.verify import Tokens, subject
+from train import train_step
+
+
+def run_of(name, dtype):
+    cfg = subject(name)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype))
+    return build(cfg, Mesh.single(), torch.device("cpu"), None, 50), Tokens(cfg, 0, 1)
+
+
+def steps(run, data, n, guard=None):
+    return [train_step(run, i, data.microbatches(i - 1), guard or Guard(), lambda *_: None) for i in range(1, n + 1)]
+
+
+@pytest.mark.parametrize("name", ["llama3-tiny", "mixtral-tiny"])
+def test_a_power_of_two_changes_nothing(name):
+    (a, data), (b, _) = run_of(name, "fp64"), run_of(name, "fp64")
+    b.scaler.scale.fill_(2.0**16)
+    assert steps(a, data, 2) == steps(b, data, 2)
+    for x, y in zip(a.buckets, b.buckets):
+        assert torch.equal(x.master, y.master)
+    if a.routers.told is not None:
+        assert torch.equal(a.routers.told, b.routers.told)
+
+
+def test_fp16_trains_like_fp32_and_halves_its_scale_on_overflow():
+    (a, data), (b, _) = run_of("llama3-tiny", "fp32"), run_of("llama3-tiny", "fp16")
+    b.scaler.scale.fill_(2.0**40)  # far too large: it must come down by itself
+    guard = Guard(40)
+    skipped = 0
+    while b.scaler.scale > 2.0**20:
+        ok = steps(b, data, 1, guard)[0][2]
+        skipped += int(not ok)
+        if ok:
+            break
+    assert skipped > 3 and b.scaler.scale == 2.0**(40 - skipped)
+    (c, _) = run_of("llama3-tiny", "fp16")
+    ours, theirs = steps(c, data, 4), steps(a, data, 4)
+    assert all(ok for _, _, ok in ours)
+    for (l1, n1, _), (l2, n2, _) in zip(ours, theirs):
+        assert float(l1) == pytest.approx(float(l2), rel=3e-3) and float(n1) == pytest.approx(float(n2), rel=3e-2)
+
+
+def test_growth_and_memory():
+    s = Scaler(torch.float16, torch.device("cpu"))
+    for _ in range(scaler.GROWTH):
+        s.update(torch.tensor(True))
+    assert s.state() == [2 * scaler.FIRST, 0.0]
+    s.update(torch.tensor(True))
+    other = Scaler(torch.float16, torch.device("cpu"))
+    other.load(s.state())
+    assert other.state() == s.state() == [2 * scaler.FIRST, 1.0]
+    plain = Scaler(torch.bfloat16, torch.device("cpu"))
+    plain.load([8.0, 1.0])
+    plain.update(torch.tensor(False))
+    assert plain.state() == [1.0, 0.0]

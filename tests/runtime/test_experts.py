@@ -1,0 +1,72 @@
+"""What is told of the experts: numbers a step, and a picture whose data stays bounded and goes on after a resume."""
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from config import Model
+from runtime import experts
+from runtime.experts import LoadMap, flat, numbers
+
+M = Model(layers=3, experts=4, top_k=2, first_dense=1)
+
+
+def told(*counts):
+    """Two mixture layers with these counts; 3 choices dropped in each, entropy 0.5 a token, losses 0.1 and 0.2."""
+    return np.array([[*c, 3, 0.5 * sum(c) / 2, 0.1, 0.2] for c in counts], float)
+
+
+def test_numbers_of_a_step():
+    n = numbers(told((4, 4, 4, 4), (8, 8, 0, 0)), M)
+    assert n == {"moe_load": [1.0, 2.0], "moe_entropy": [0.5, 0.5], "moe_dropped": 6 / 32, "aux_loss": pytest.approx(0.2), "z_loss": pytest.approx(0.4)}
+    assert flat({"loss": 1.0, "mfu": None, **n})["moe_load/1"] == 2.0 and "mfu" not in flat({"mfu": None})
+    broken = told((0, 0, 0, 0), (1, 1, 1, 1))
+    broken[:, 5] = np.nan
+    assert numbers(broken, M)["moe_entropy"] == [None, None] and json.dumps(numbers(broken, M), allow_nan=False)
+
+
+def test_the_map_is_bounded_and_loses_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(experts, "COLUMNS", 8)
+    kept = LoadMap(tmp_path, M, 0)
+    for step in range(1, 101):
+        kept.add(step, np.full((2, 4), step))
+    assert kept.every == 16 and kept.counts.shape == (7, 2, 4) and kept.counts[:, 0, 0].sum() == 5050
+    assert kept.counts[0, 0, 0] == sum(range(1, 17))
+
+
+def test_a_resumed_run_goes_on(tmp_path):
+    first = LoadMap(tmp_path, M, 0)
+    for step in range(1, 11):
+        first.add(step, np.ones((2, 4)))
+    first.save()
+    again = LoadMap(tmp_path, M, 6)  # its checkpoint is of step 6
+    assert len(again.counts) == 6
+    again.add(7, np.full((2, 4), 2))
+    assert again.counts[:, 0, 0].tolist() == [1] * 6 + [2]
+    assert len(LoadMap(tmp_path, M, 0).counts) == 0  # a new run
+    assert len(LoadMap(tmp_path, dataclasses.replace(M, experts=8), 6).counts) == 0  # another model's
+
+
+def test_draws_a_picture(tmp_path):
+    kept = LoadMap(tmp_path, M, 0)
+    assert kept.png() is None
+    for step in range(1, 30):
+        kept.add(step, np.random.default_rng(step).integers(0, 9, (2, 4)) * (step > 3))
+    assert kept.png("run $1$").read_bytes().startswith(b"\x89PNG")
+
+
+def test_metrics_tell_it(metrics, tmp_path, cfg):
+    from runtime.metrics import Metrics
+    from runtime.setup import Env
+    cfg = dataclasses.replace(cfg, model=M)
+    m = Metrics(tmp_path, cfg, Env(), steps=4, flops_per_token=1.0)
+    for step in range(1, 5):
+        one = torch.tensor(1.0)
+        m.step(step, loss=one, grad_norm=one, ok=one > 0, lr=1.0, seconds=1.0, data_seconds=0.0, told=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))))
+    m.flush()
+    m.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all(r["moe_load"] == [1.0, 2.0] for r in rows)
+    assert LoadMap(tmp_path, M, 4).counts[:, 1, 0].tolist() == [8] * 4
