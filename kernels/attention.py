@@ -81,13 +81,15 @@ def pick(q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None) -> str:
         return "blocks" if q.shape[1] == k.shape[1] else "sdpa"
     if flash_fits(q, k, v, see):
         return "flash"
-    ours = see is not None or q.shape[-1] != v.shape[-1]  # where SDPA's fast kernels do not go
+    ours = see is not None or q.shape[-1] != v.shape[-1] or q.dtype == torch.float32  # where SDPA's fast kernels do not go
     return "triton" if ours and triton_takes(q, k, v, see) else "sdpa"
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, see: Tensor | None) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    with sdpa_kernel(PLAIN, set_priority=True) if q.is_cuda else contextlib.nullcontext():
+    exact = torch.are_deterministic_algorithms_enabled()
+    allowed = [kernel for kernel in PLAIN if kernel != SDPBackend.EFFICIENT_ATTENTION or not exact]  # its backward has atomics
+    with sdpa_kernel(allowed, set_priority=True) if q.is_cuda else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=see, is_causal=see is None, enable_gqa=q.shape[1] != k.shape[1])
     return out.transpose(1, 2)
 

@@ -99,7 +99,7 @@ def softmax_kernel(LOGITS, TARGETS, SCALE, LSE, PICKED, stride, columns, start,
 def launch(logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge) -> Tensor:
     """What block_loss returns and leaves in `logits` [r, v], contiguous."""
     rows, stride = logits.shape
-    scale = torch.as_tensor(scale, dtype=torch.float32, device=logits.device)
+    scale = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=logits.device)  # no copy from the host
     lse, picked = (scale.new_empty(rows) for _ in "lp")
 
     def kernel(count: bool, gradient: bool) -> None:
