@@ -110,12 +110,18 @@ def product(found: Lattice, wanted: Callable[[Values], bool] = lambda values: Tr
     return (layout | switch for layout in found.layouts for switch in every if wanted(layout | switch) and found.legal(layout | switch))
 
 
-def draw(found: Lattice, n: int, seed: int) -> list[Values]:
-    """n cells: layouts without repeats while there are any, each with a legal choice of switches."""
-    stream, every, order = random.Random(seed), list(choices(SWITCHES)), []
-    while len(order) < n:
-        order += stream.sample(found.layouts, len(found.layouts))
-    return [next(v for s in stream.sample(every, len(every)) if found.legal(v := layout | s)) for layout in order[:n]]
+def draw(found: Lattice, n: int, seed: int, wanted: Callable[[Values], bool] = lambda values: True) -> list[Values]:
+    """At most n wanted cells: one of each layout before a second of any, each with a legal choice of switches."""
+    stream, every = random.Random(seed), list(choices(SWITCHES))
+
+    def of(layout: Values) -> Iterator[Values]:
+        return (v for s in stream.sample(every, len(every)) if wanted(v := layout | s) and found.legal(v))
+
+    rows = [of(layout) for layout in stream.sample(found.layouts, len(found.layouts))]
+    cells: list[Values] = []
+    while rows and len(cells) < n:
+        rows = [row for row in rows if len(cells) < n and (cell := next(row, None)) is not None and not cells.append(cell)]
+    return cells
 
 
 def pairs(values: Values) -> set[tuple]:

@@ -8,7 +8,6 @@ switches (recompute, microbatches, ...) chosen so that every legal pair of value
 import argparse
 import itertools
 import json
-import random
 import sys
 import tempfile
 import time
@@ -182,14 +181,20 @@ def words(values: Values, world: int) -> list[str]:
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
     """The cells that --layouts and --only ask for. Raises ConfigError where there are none."""
-    if only or which == "product":
-        never = {word.removeprefix("no-") for word in only if word.startswith("no-")}
-        must = {word for word in only if not word.startswith("no-")}
-        cells = list(lattice.product(found, lambda v: must <= (has := set(words(v, found.world))) and not never & has))
-        if not cells:
-            raise ConfigError(f"--only: no legal layout of {found.world} ranks has the words {' '.join(sorted(only))}")
-        return cells if which in ("all", "product") else random.Random(seed).sample(cells, min(int(which), len(cells)))
-    return lattice.cover(found, seed) if which == "all" else lattice.draw(found, int(which), seed)
+    must, never = {word for word in only if not word.startswith("no-")}, {word[3:] for word in only if word.startswith("no-")}
+    first = {key: values[0] for key, values in lattice.SWITCHES.items()}
+    turned = [first | {key: value} for key, values in lattice.SWITCHES.items() for value in values]  # each switch alone
+    found = replace(found, layouts=[v for v in found.layouts if must <= {w for s in turned for w in words(v | s, found.world)}])
+
+    def wanted(v: Values) -> bool:
+        return must <= (named := set(words(v, found.world))) and not never & named
+
+    if which == "all" and not only:
+        return lattice.cover(found, seed)
+    cells = list(lattice.product(found, wanted)) if which in ("all", "product") else lattice.draw(found, int(which), seed, wanted)
+    if not cells:
+        raise ConfigError(f"--only: no legal layout of {found.world} ranks has the words {' '.join(sorted(only))}")
+    return cells
 
 
 def support(done: list[tuple[set[str], bool]]) -> list[str]:
