@@ -182,6 +182,11 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Profile:
+    steps: str | None = None  # FIRST:LAST: a profiler trace of these steps into the run folder
+
+
+@dataclass(frozen=True)
 class Config:
     model: Model = field(default_factory=Model)
     train: Train = field(default_factory=Train)
@@ -191,6 +196,7 @@ class Config:
     eval: Eval = field(default_factory=Eval)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     log: Log = field(default_factory=Log)
+    profile: Profile = field(default_factory=Profile)
 
 
 # ---- plain data -> dataclasses ---------------------------------------------------------------------------------------
@@ -392,6 +398,14 @@ def moe_ffn(m: Model) -> int:
 def is_moe(m: Model, layer: int) -> bool:
     """Has this layer experts?"""
     return m.experts is not None and layer >= m.first_dense and (layer + 1) % m.moe_every == 0
+
+
+def span(text: str | None) -> range:
+    """The steps that "10:12" names, both ends included; "10" is one. Raises ConfigError."""
+    first, _, last = (text or "").partition(":")
+    if text is not None and not (first.isdigit() and (last or first).isdigit() and 0 < int(first) <= int(last or first)):
+        raise ConfigError(f"profile.steps: {text!r} must be FIRST:LAST, counted from 1, e.g. 10:12")
+    return range(0) if text is None else range(int(first), int(last or first) + 1)
 
 
 def numbers(text: str) -> list[int]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Callable
 
-from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, words
+from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, words
 
 PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
 
@@ -81,6 +81,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     given = [h for h in HORIZONS if getattr(t, h) is not None]
     need(len(given) == 1, f"train.{given[1] if len(given) > 1 else 'steps'}: give exactly one of train.steps, train.tokens, train.flops; "
                           + (f"got {' and '.join(given)}" if given else "got none"))
+    span(cfg.profile.steps)
     degree = p.tp * p.pp * p.cp * p.dp_rep
     need(world % degree == 0, f"parallel.tp*pp*cp*dp_rep = {p.tp}*{p.pp}*{p.cp}*{p.dp_rep} = {degree} does not divide the world size {world}",
          "parallel.tp parallel.pp parallel.cp parallel.dp_rep", divisors(world))

@@ -33,6 +33,7 @@ from runtime.guard import Guard
 from runtime.metrics import Metrics
 from runtime.peers import Peers
 from runtime.plot import loss_png
+from runtime.profile import Trace
 from runtime.stop import Stop
 
 POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged")
@@ -83,7 +84,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
-    with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told():
+    with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told(), contextlib.closing(Trace(cfg.profile.steps, folder, env.rank)) as trace:
         log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
 
         def evaluate(step: int) -> None:
@@ -98,7 +99,8 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             begun = time.perf_counter()
             batches = [b.to(env.device) for b in data.microbatches(step - 1)]
             waited = time.perf_counter() - begun
-            loss, norm, ok = train_step(run, step, batches, guard, at)
+            with trace.around(step):
+                loss, norm, ok = train_step(run, step, batches, guard, at)
             at("step.end", step)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
                                    seconds=time.perf_counter() - begun, told=run.routers.told))

@@ -53,7 +53,7 @@ def flat(tree: dict) -> dict:
 def agree(meta: dict, run, where: str) -> list[str]:
     """Warnings for settings that changed since the save. Raises ConfigError for those that may not."""
     old, new = flat(meta["config"]), flat(dataclasses.asdict(run.cfg))
-    changed = [k for k in new if old.get(k) != new[k] and not k.startswith(("log.", "eval.", "checkpoint."))]
+    changed = [k for k in new if old.get(k) != new[k] and not k.startswith(("log.", "eval.", "checkpoint.", "profile."))]
     hard = [k for k in changed if k in HARD or (k.startswith("model.") and k not in FREE)]
     if hard:
         k = hard[0]

@@ -65,18 +65,21 @@ class _Activation(torch.autograd.Function):
 
 def weighted_forward(gate_up: Tensor, weight: Tensor) -> Tensor:
     gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
-    return (F.silu(gate) * up * weight[:, None].to(gate.dtype)).to(gate_up.dtype)
+    return F.silu(gate).mul_(up).mul_(weight[:, None].to(gate.dtype)).to(gate_up.dtype)
 
 
 def weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """-> dgate_up, dweight."""
     gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
-    g, s = dy.to(gate.dtype), torch.sigmoid(gate)
-    silu = gate * s
-    dweight = (g * silu * up).sum(-1)
-    g = g * weight[:, None].to(g.dtype)
-    dgate = (1 - s).mul_(silu).add_(s).mul_(up).mul_(g)
-    return torch.cat((dgate.to(dy.dtype), silu.mul_(g).to(dy.dtype)), -1), dweight.to(weight.dtype)
+    g, s, w = dy.to(gate.dtype), torch.sigmoid(gate), weight[:, None].to(gate.dtype)
+    silu, out = gate * s, torch.empty_like(gate_up)
+    dgate, dup = out.chunk(2, -1)
+    slope = s.mul_(1 - silu).add_(silu).mul_(up)  # silu' = s + silu (1 - s)
+    dgate.copy_(slope.mul_(g).mul_(w))
+    silu.mul_(g)
+    dweight = torch.linalg.vecdot(silu, up)
+    dup.copy_(silu.mul_(w))
+    return out, dweight.to(weight.dtype)
 
 
 class _Weighted(torch.autograd.Function):

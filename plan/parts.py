@@ -133,14 +133,11 @@ def block(cfg: Config, layer: int) -> list[Param]:
     if m.kv_rank:
         return [*norm(cfg, "attn_norm"), *latent(cfg), *norm(cfg, "mlp_norm"), *(mixture(cfg) if is_moe(m, layer) else linears(cfg, "", m.ffn))]
     hd, q, kv = head_dim(m), m.heads * head_dim(m), kv_heads(m) * head_dim(m)
-    bias = m.bias or m.qkv_bias
-    if kv_heads(m) < tp:  # parallel/tensor.py: SharedHeads
-        heads = [Param(f"{x}.weight", kv * m.hidden, True, True, "tp") for x in "kv"]
-        heads += [Param(f"{x}.bias", kv, False, True, "tp") for x in "kv" if bias]
-        q_share = q // tp
-    else:
-        heads, q_share = [], (q + 2 * kv) // tp
-    heads += [Param("qkv.weight", q_share * m.hidden, True, tp == 1), *([Param("qkv.bias", q_share, False, tp == 1)] if bias else [])]
+    shared, bias = kv_heads(m) < tp, m.bias or m.qkv_bias  # parallel/tensor.py: SharedHeads
+    split = q // tp if shared else (q + 2 * kv) // tp
+    heads = [Param(f"{x}.weight", kv * m.hidden, True, True, "tp") for x in "kv" if shared]
+    heads += [Param(f"{x}.bias", kv, False, True, "tp") for x in "kv" if shared and bias]
+    heads += [Param("qkv.weight", split * m.hidden, True, tp == 1), *([Param("qkv.bias", split, False, tp == 1)] if bias else [])]
     return [*norm(cfg, "attn_norm"),
             *([Param(n, k // tp, False, tp == 1) for n, k in (("q_norm", q), ("k_norm", kv))] if m.qk_norm_whole else
               [Param(n, hd, False, True, "tp") for n in ("q_norm", "k_norm")] if m.qk_norm else []),

@@ -1,6 +1,7 @@
 """How fast is it? Always beside something else, in one run.
 
     python -m scripts.bench step [--dtype bf16] [--peers transformers,litgpt,nanogpt,picotron] [--ranks 2 --split tp]    full training steps, raced
+    python -m scripts.bench step --shape mixture --peers transformers,transformers+grouped --ours eager                the same of a mixture of experts
     python -m scripts.bench kernels [--dtype bf16]                                       each kernel beside the plain torch ops
     python -m scripts.bench data                                                         the loader, opening 1e9 tokens, tokenizing
 
@@ -32,7 +33,7 @@ def main(argv: list[str]) -> int:
     step.add_argument("--warm", type=int, default=2, help="steps before the clock starts")
     step.add_argument("--ranks", type=int, default=1, help="processes over gloo for each contestant, --threads each")
     step.add_argument("--split", choices=("dp", "tp"), default="dp", help="how the ranks divide the work: each its own batch, or each layer")
-    step.add_argument("--shape", choices=("race", "quickstart"), default="race", help=Shape.race.__doc__)
+    step.add_argument("--shape", choices=("race", "quickstart", "mixture"), default="race", help=Shape.race.__doc__)
 
     each = commands.add_parser("kernels", help="each kernel, eager and compiled, beside the plain torch ops")
     each.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")

@@ -4,7 +4,8 @@
 
 Speaks JSON lines on the real standard output: first what it is, then, for each line "N" it reads, N steps' times.
 Every contestant runs forward, loss with fp32 softmax, backward, clipping to norm 1 and AdamW on the same batches.
-ours+compile: with train.compile. picotron: from its source tree, on PYTHONPATH; it clips no gradients, as its own train.py. transformers+malloc (any peer): with our malloc settings, to see what they are worth.
+ours+compile: with train.compile. picotron: from its source tree, on PYTHONPATH; it clips no gradients, as its own train.py. transformers+grouped: a mixture's experts by torch's grouped_mm, not
+one by one. transformers+malloc (any peer): with our malloc settings, to see what they are worth.
 """
 import json
 import os
@@ -53,6 +54,7 @@ def ours(shape: Shape, dtype: str, job: Job, compile: bool = False):
                       "dtype": dtype, "compile": compile, "steps": 1000},
             "optim": {"lr": ADAMW["lr"], "warmup": 0, "decay": "constant"},
             "parallel": {"tp": job.ranks if job.split == "tp" else 1}}
+    tree["model"] |= {"experts": shape.experts, "top_k": shape.top_k} if shape.experts else {}
     cfg = config.build(config.Config, tree)
     mesh = Mesh.bind(Layout(job.ranks, tp=cfg.parallel.tp), job.join())
     run = build(cfg, mesh, torch.device("cpu"), None, 1000)
@@ -124,10 +126,12 @@ def picotron(shape: Shape, dtype: str, job: Job):
     return step, sum(p.numel() for p in model.parameters())
 
 
-def transformers(shape: Shape, dtype: str, job: Job):
-    from transformers import LlamaConfig, LlamaForCausalLM
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
+def transformers(shape: Shape, dtype: str, job: Job, experts: str = "eager"):
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+    Model, Settings = (MixtralForCausalLM, MixtralConfig) if shape.experts else (LlamaForCausalLM, LlamaConfig)
+    mixture = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.top_k, "experts_implementation": experts} if shape.experts else {}
+    model = Model(Settings(
+        **mixture, vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.heads, max_position_embeddings=shape.seq,
         rms_norm_eps=1e-5, tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa"))
     return plain(model, dtype, job, lambda m, x: m(input_ids=x, use_cache=False).logits)
@@ -209,6 +213,8 @@ def peer(name: str, shape: Shape, dtype: str, job: Job):
     base, _, flag = name.partition("+")
     if base == "ours":
         return ours(shape, dtype, job, compile=flag == "compile")
+    if name == "transformers+grouped":
+        return transformers(shape, dtype, job, "grouped_mm")
     return {"transformers": transformers, "litgpt": litgpt, "nanogpt": nanogpt, "picotron": picotron, "floor": floor}[base](shape, dtype, job)
 
 

@@ -51,7 +51,7 @@ class Peer:
 
 
 def main(args) -> int:
-    shape = {"race": Shape.race, "quickstart": Shape.quickstart}[args.shape]()
+    shape = {"race": Shape.race, "quickstart": Shape.quickstart, "mixture": Shape.mixture}[args.shape]()
     settings = {"dtype": args.dtype, "threads": args.threads, "shape": asdict(shape)}
     mine = [{"eager": "ours", "compile": "ours+compile"}[kind] for kind in args.ours.split(",") if kind]
     folder = tempfile.TemporaryDirectory(prefix="bevatron-race-")

@@ -13,15 +13,22 @@ class Shape:
     vocab: int
     seq: int
     batch: int
+    experts: int = 0  # of a Mixtral-like model; 0: dense
+    top_k: int = 0
 
     @staticmethod
     def race() -> "Shape":
-        """race: 8 layers, hidden 512, vocab 32000, 4 x 512 tokens; quickstart: the model of scripts/quickstart.sh"""
+        """race: 8 layers, hidden 512, vocab 32000, 4 x 512 tokens; quickstart: the model of scripts/quickstart.sh;
+        mixture: 8 layers, hidden 512, 16 experts of width 704, 2 a token, vocab 8192, 4 x 256 tokens"""
         return Shape(layers=8, hidden=512, heads=8, ffn=1408, vocab=32000, seq=512, batch=4)
 
     @staticmethod
     def quickstart() -> "Shape":
         return Shape(layers=4, hidden=128, heads=4, ffn=352, vocab=1024, seq=128, batch=16)
+
+    @staticmethod
+    def mixture() -> "Shape":
+        return Shape(layers=8, hidden=512, heads=8, ffn=704, vocab=8192, seq=256, batch=4, experts=16, top_k=2)
 
     @property
     def tokens(self) -> int:
@@ -30,7 +37,8 @@ class Shape:
     def gemms(self) -> list[tuple[int, int, int]]:
         """(outputs, inputs, how often) of every linear: each costs three products of 2 * tokens * outputs * inputs FLOPs."""
         d, f, n = self.hidden, self.ffn, self.layers
-        return [(3 * d, d, n), (d, d, n), (2 * f, d, n), (d, f, n), (self.vocab, d, 1)]
+        mlps = n * (self.top_k or 1)  # a token's experts, as if all tokens went to the same
+        return [(3 * d, d, n), (d, d, n), (2 * f, d, mlps), (d, f, mlps), (self.vocab, d, 1)]
 
     def gemm_flops(self) -> int:
         return sum(6 * self.tokens * m * n * times for m, n, times in self.gemms())
