@@ -5,12 +5,13 @@ import pytest
 
 import config
 import rules
+from build import plan_pipeline
 from config import ConfigError
 
 
 def refused(*argv, name=None, file=None, match=None):
     with pytest.raises(ConfigError, match=match) as e:
-        rules.validate(config.resolve(name, file, list(argv)))
+        plan_pipeline(config.resolve(name, file, list(argv)), 1)
     assert "\n" not in str(e.value)
     return str(e.value)
 
