@@ -63,7 +63,7 @@ class Model:
     window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
     dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
     init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
-    attention: Literal["auto", "sdpa", "reference"] = "auto"  # attention kernel; auto: the fastest that fits
+    attention: Literal["auto", "flash", "sdpa", "triton", "reference"] = "auto"  # attention kernel; auto: the fastest that fits
     experts: int | None = None  # routed experts of a mixture layer (arXiv 2101.03961); none: a dense model
     top_k: int = 2  # experts that a token goes to
     moe_ffn: int | None = None  # inner width of one expert; none: ffn

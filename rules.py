@@ -62,6 +62,10 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
          "model.heads", divisors(m.hidden))
     need(m.heads % kv_heads(m) == 0,
          f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}", "model.kv_heads", divisors(m.heads))
+    need(m.attention not in ("flash", "triton") or t.device != "cpu",
+         f"model.attention: {m.attention} needs a GPU, and train.device is cpu; take auto")
+    need(m.attention != "flash" or t.dtype == "bf16", f"model.attention: flash-attn has no {t.dtype}; set train.dtype bf16 or take auto")
+    need(m.attention != "triton" or t.dtype != "fp64", "model.attention: the Triton kernels have no fp64; take auto or reference")
     key, turned = ("model.rope_dim", m.rope_dim) if m.kv_rank else ("model.head_dim", head_dim(m))
     need(m.positions != "rope" or turned % 2 == 0, f"{key}: {turned} must be even for RoPE", key, (turned - 1, turned + 1))
     latent = {"kv_heads": m.kv_heads in (None, m.heads), "head_dim": not m.head_dim, "positions": m.positions == "rope", "bias": not m.bias,

@@ -1,9 +1,17 @@
-"""AdamW (arXiv 1711.05101) over one flat run of elements; the clip factor rides along, so gradients are read once."""
+"""AdamW (arXiv 1711.05101) over one flat run of elements; the clip factor rides along, so gradients are read once.
+
+On a GPU a run is one launch: four streams read, three written and the low copy, nothing read back to the host.
+"""
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw as torch_adamw
 
+from kernels import triton_
+from kernels.triton_ import ceil_div, fits, tl, triton
+
 BLOCK = 1 << 19  # elements: five streams of fp32 that stay in a CPU's cache between the operations on them
+
+GPU_BLOCK, WARPS = 1024, 4  # elements a program: two 128-bit accesses a thread and stream
 
 
 def adamw(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1: float, beta2: float, eps: float,
@@ -14,8 +22,10 @@ def adamw(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1
     low: the compute-dtype copy of `param`, written too (bf16 training).
     Matches torch.optim.AdamW: bias-corrected moments, eps outside the root, decay before the update.
     """
-    if param.device.type == "cpu":
+    if param.device.type == "cpu" and "cpu" not in triton_.DEVICES:
         return on_cpu(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low)
+    if fits("AdamW", param, grad, m, v, low):
+        return launch(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low)
     reference(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok)
     if low is not None:
         low.copy_(param)
@@ -42,3 +52,30 @@ def reference(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok)
     v.lerp_(grad.square_(), (1 - beta2) * keep)
     root = (v / (1 - beta2**step)).sqrt_().add_(eps)
     param.mul_(1 - lr * decay * keep).sub_((m / root).mul_(keep * (lr / (1 - beta1**step))))
+
+
+# ---- Triton ------------------------------------------------------------------------------------------------------------------
+
+@triton.jit
+def adamw_kernel(PARAM, GRAD, M, V, LOW, FACTOR, OK, n, keep1, keep2, bias1, bias2, lr, shrink, eps, COPY: tl.constexpr, BLOCK: tl.constexpr):
+    if tl.load(OK):
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < n
+        g = tl.load(GRAD + at, inside).to(tl.float32) * tl.load(FACTOR).to(tl.float32)
+        m, v = tl.load(M + at, inside), tl.load(V + at, inside)
+        m += keep1 * (g - m)
+        v += keep2 * (g * g - v)
+        tl.store(M + at, m, inside)
+        tl.store(V + at, v, inside)
+        p = tl.load(PARAM + at, inside) * shrink - lr * (m / bias1) / (tl.sqrt(v / bias2) + eps)
+        tl.store(PARAM + at, p, inside)
+        if COPY:
+            tl.store(LOW + at, p.to(LOW.dtype.element_ty), inside)
+
+
+def launch(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low) -> None:
+    n = param.numel()
+    if n:
+        adamw_kernel[(ceil_div(n, GPU_BLOCK),)](
+            param, grad, m, v, param if low is None else low, factor, ok, n, 1 - beta1, 1 - beta2, 1 - beta1**step, 1 - beta2**step,
+            lr, 1 - lr * decay, eps, COPY=low is not None, BLOCK=GPU_BLOCK, num_warps=WARPS)

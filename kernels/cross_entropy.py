@@ -5,7 +5,8 @@ Both gradients are made during the forward, while a chunk's logits are there (th
 forward returns: a pipeline's W of the head is empty.
 
 A chunk is as many rows as fill CHUNK bytes in the compute dtype: three GEMMs. Inside it, BLOCK elements at a time go
-through the softmax in fp32 while they are in the cache, and come back as the gradient in the logits' place.
+through the softmax in fp32 while they are in the cache, and come back as the gradient in the logits' place. On a GPU a chunk
+is larger, for its GEMMs, and one kernel makes statistics and gradient of a row: two, where ranks share the vocabulary.
 """
 from typing import Callable
 
@@ -14,10 +15,13 @@ from torch import Tensor
 
 from kernels.grad import give, wide
 from kernels.linear import add_wgrad
+from kernels.triton_ import fits, tl, triton
 
 IGNORE = -100  # a target that is not counted
 CHUNK = 1 << 25  # bytes: what glibc still hands out again without new pages (its largest mmap threshold)
 BLOCK = 1 << 21  # elements
+GPU_CHUNK = 1 << 28  # bytes: 1,024 rows of 128k logits in bf16, enough for full GEMMs
+COLUMNS, WARPS = 8192, 16  # of a row that a program reads at a time
 
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, *,
@@ -28,7 +32,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale:
     vocab: rows from here on are padding and take no part. merge: sums the partial statistics of a vocabulary that is
     split over ranks: (lse, target's logit, both [rows]) -> the same over all ranks. chunk: rows at a time.
     """
-    rows = chunk or max(1, CHUNK // (weight.shape[0] * weight.element_size()))
+    size = CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
+    rows = chunk or max(1, size // (weight.shape[0] * weight.element_size()))
     even = -(-hidden.shape[0] // -(-hidden.shape[0] // rows))  # as many chunks, none of them short
     return _LinearCrossEntropy.apply(hidden, weight, targets, scale, vocab, start, merge, even, torch.is_grad_enabled())
 
@@ -53,19 +58,77 @@ def block_loss(logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: in
     return (lse - picked).where(counted, 0.0)
 
 
+# ---- Triton ------------------------------------------------------------------------------------------------------------------
+
+@triton.jit
+def softmax_kernel(LOGITS, TARGETS, SCALE, LSE, PICKED, stride, columns, start,
+                   COUNT: tl.constexpr, GRADIENT: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
+    """One row. COUNT: its log-sum-exp and target's logit, from these columns; GRADIENT: in place, from the statistics of all."""
+    row = tl.program_id(0).to(tl.int64)
+    LOGITS += row * stride
+    target = tl.load(TARGETS + row)
+    counted = target != IGNORE
+    column = target - start
+    here = counted & (column >= 0) & (column < columns)
+    if COUNT:
+        top, total = tl.full((BLOCK,), -float("inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
+        for first in range(0, columns, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            x = tl.load(LOGITS + at, at < columns, -float("inf")).to(tl.float32)
+            new = tl.maximum(top, x)
+            base = tl.where(new == -float("inf"), 0.0, new)
+            total = total * tl.exp(top - base) + tl.exp(x - base)
+            top = new
+        largest = tl.max(top, 0)
+        base = tl.where(largest == -float("inf"), 0.0, largest)  # a rank that has nothing but padding
+        total = tl.sum(total * tl.exp(top - base), 0)
+        picked = tl.load(LOGITS + column, here, 0.0).to(tl.float32)
+        tl.store(LSE + row, base + tl.log(total))
+        tl.store(PICKED + row, picked)
+    else:
+        base, total = tl.load(LSE + row), 1.0
+    if GRADIENT:
+        scale = tl.where(counted, tl.load(SCALE), 0.0)
+        for first in range(0, stride, BLOCK):  # padding's gradient is 0
+            at = first + tl.arange(0, BLOCK)
+            x = tl.load(LOGITS + at, at < columns, -float("inf")).to(tl.float32)
+            p = tl.where(at < columns, tl.exp(x - base) / total, 0.0) - tl.where(at == column, 1.0, 0.0)
+            tl.store(LOGITS + at, (p * scale).to(LOGITS.dtype.element_ty), at < stride)
+
+
+def launch(logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge) -> Tensor:
+    """What block_loss returns and leaves in `logits` [r, v], contiguous."""
+    rows, stride = logits.shape
+    scale = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=logits.device)  # no copy from the host
+    lse, picked = (scale.new_empty(rows) for _ in "lp")
+
+    def kernel(count: bool, gradient: bool) -> None:
+        softmax_kernel[(rows,)](logits, targets, scale, lse, picked, stride, min(stride, max(0, vocab - start)), start,
+                                COUNT=count, GRADIENT=gradient, IGNORE=IGNORE, BLOCK=COLUMNS, num_warps=WARPS)
+    kernel(True, merge is None)
+    if merge is not None:
+        lse, picked = (t.contiguous() for t in merge(lse, picked))
+        kernel(False, True)
+    return (lse - picked).where(targets != IGNORE, 0.0)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, targets, scale, vocab, start, merge, chunk, learn):
         loss = hidden.new_zeros((), dtype=wide(hidden.dtype))
         dh = torch.empty_like(hidden) if learn else None
         dw = None
+        triton = fits("cross entropy", hidden, weight)
         logits = hidden.new_empty(chunk, weight.shape[0])
         step = max(1, BLOCK // weight.shape[0])
         for first in range(0, hidden.shape[0], chunk):
             h, y = hidden[first:first + chunk], targets[first:first + chunk]
             grad = torch.mm(h, weight.t(), out=logits[:len(h)])
-            loss += scale * torch.cat([block_loss(grad[i:i + step], y[i:i + step], scale, vocab, start, merge)
-                                       for i in range(0, len(h), step)]).sum()
+            if triton:
+                losses = launch(grad, y, scale, vocab, start, merge)
+            else:
+                losses = torch.cat([block_loss(grad[i:i + step], y[i:i + step], scale, vocab, start, merge) for i in range(0, len(h), step)])
+            loss += scale * losses.sum()
             if learn:
                 torch.mm(grad, weight, out=dh[first:first + chunk])
                 part = give(weight, lambda into: add_wgrad(into, grad, h))

@@ -11,8 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import give, give_sum, wide
+from kernels.triton_ import TensorDescriptor, ceil_div, chip, fits, tl, triton
 
 BLOCK = 1 << 20  # elements of a weight gradient that a CPU makes and adds while they are in its cache
+TILE = {"M": 128, "N": 256, "K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}  # of the GPU's GEMM: outputs, inputs, tokens
+ALIGNED = 16  # bytes: what the copy engine (TMA) wants of a base and a row
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, region=None) -> Tensor:
@@ -43,10 +46,61 @@ def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
         return dy.t() @ x
     if into.dtype == dy.dtype:
         return into.addmm_(dy.t(), x)
+    if triton_fits(into, dy, x):
+        return launch_wgrad(into, dy, x)
     # No CPU library adds a bf16 product to fp32, and torch widens a whole operand before it adds: so, in blocks of rows.
     rows = max(1, BLOCK // into.shape[1]) if into.device.type == "cpu" else len(into)
     for part, columns in zip(into.split(rows), dy.split(rows, 1)):
         part.add_(columns.t() @ x)
+    return into
+
+
+# ---- Triton ------------------------------------------------------------------------------------------------------------------
+
+@triton.jit
+def add_tile(INTO, part, row, column, m, n, M: tl.constexpr, N: tl.constexpr):
+    """INTO [m, n] += part [M, N], whose corner lies at (row, column)."""
+    rows, columns = row + tl.arange(0, M), column + tl.arange(0, N)
+    at = INTO + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    inside = (rows < m)[:, None] & (columns < n)[None, :]
+    tl.store(at, (tl.load(at, inside).to(tl.float32) + part).to(INTO.dtype.element_ty), inside)
+
+
+@triton.jit
+def wgrad_kernel(DY, X, INTO, t, m, n, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr):
+    """One tile of INTO [m, n] += DY^T X, in fp32. DY, X: descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N]."""
+    # tiles that run side by side form a square, GROUP rows high: they share what the cache holds
+    tiles_m, tiles_n = tl.cdiv(m, M), tl.cdiv(n, N)
+    band = tl.program_id(0) // (GROUP * tiles_n)
+    height = tl.minimum(tiles_m - band * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles_n)
+    row, column = (band * GROUP + within % height) * M, within // height * N
+    total = tl.zeros((M, N), tl.float32)
+    for k in range(0, t, K):  # what lies beyond the tensors reads as 0
+        total = tl.dot(DY.load([k, row]).T, X.load([k, column]), total)
+    left, right = tl.split(tl.permute(tl.reshape(total, (M, 2, N // 2)), (0, 2, 1)))  # in halves: all at once does not fit the registers
+    add_tile(INTO, left, row, column, m, n, M, N // 2)
+    add_tile(INTO, right, row, column + N // 2, m, n, M, N // 2)
+
+
+def skewed(*tensors: Tensor) -> str | None:
+    """Why the copy engine cannot read one of these matrices; None: it can."""
+    if chip(tensors[0].device) < 9:
+        return "a copy engine (TMA) is in chips from Hopper on"
+    odd = [t for t in tensors if t.stride(-1) != 1 or t.stride(-2) * t.itemsize % ALIGNED or t.data_ptr() % ALIGNED]
+    return f"rows that are not aligned to {ALIGNED} bytes" if odd else None
+
+
+def triton_fits(into: Tensor, dy: Tensor, x: Tensor) -> bool:
+    why = skewed(dy, x) or (None if into.is_contiguous() else "an accumulator that is not contiguous")
+    return dy.numel() > 0 and into.numel() > 0 and fits("weight gradient", dy, x, into, why=why)
+
+
+def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    (t, m), n, tile = dy.shape, x.shape[1], TILE
+    wgrad_kernel[(ceil_div(m, tile["M"]) * ceil_div(n, tile["N"]),)](
+        TensorDescriptor(dy, dy.shape, dy.stride(), [tile["K"], tile["M"]]), TensorDescriptor(x, x.shape, x.stride(), [tile["K"], tile["N"]]),
+        into, t, m, n, **tile)
     return into
 
 

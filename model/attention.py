@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from config import Config, head_dim, kv_heads, remakes
 from kernels import rope
-from kernels.attention import attention, mask
+from kernels.attention import attention
 from kernels.norm import rms_norm
+from kernels.sight import Sight, sight
 from model.recompute import again
 from parallel.comm import Group
 from parallel.mesh import Mesh
@@ -21,12 +22,12 @@ from parallel.ulysses import ulysses_attention
 
 @dataclass(frozen=True)
 class Context:
-    """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: causal);
+    """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: the ring knows);
     noise: dropout (None: evaluation); cache: keys and values of earlier tokens, for generation; cut: the sequence is cut over
     cp, and docs [b, s] the documents of all of it (None: no document mask); learn: what routers need (model/moe.py: Learning)."""
     cos: Tensor | None
     sin: Tensor | None
-    see: Tensor | None
+    see: Sight | None
     noise: Noise | None = None
     cache: "Cache | None" = None
     cut: bool = False
@@ -61,8 +62,8 @@ def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | 
         scale = rope.mscale(m.rope_factor, m.rope_mscale) / rope.mscale(m.rope_factor, m.rope_mscale_all) if m.rope_kind == "yarn" else 1.0
         cos, sin = rope.tables(positions, freq.to(positions.device), dtype, scale)
     past = cache.length if cache else 0
-    keys = torch.arange(past + positions.shape[1] * (p.cp if cut else 1), device=positions.device)
-    see = None if cut and p.cp_kind == "ring" else mask(keys[past:], keys, m.window, docs, docs)  # the ring makes its own
+    whole = positions.shape[1] * (p.cp if cut else 1)
+    see = None if cut and p.cp_kind == "ring" else sight(past, whole, 0, past + whole, m.window, docs, positions.device)
     return Context(cos, sin, see, noise, cache, cut, docs, learn)
 
 

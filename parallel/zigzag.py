@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.sight import Sight
+from kernels.sight import sight as interval
 from parallel.comm import Group
 
 
@@ -70,9 +72,11 @@ def meetings(index: int, source: int, n: int, c: int, window: int | None) -> lis
     return sorted(met, key=lambda m: m.query_chunk - m.key_chunk)
 
 
-def sight(m: Meeting, c: int, window: int | None, docs: Tensor | None, device: torch.device) -> Tensor | None:
+def sight(m: Meeting, c: int, window: int | None, docs: Tensor | None, device: torch.device) -> Tensor | Sight | None:
     """bool [b or 1, 1, c, c]: which queries of a meeting see which keys, by their places in the sequence; None: all see all.
-    docs [b, s]: the document of each token of the whole sequence."""
+    docs [b, s]: the document of each token of the whole sequence. On a GPU as a Sight, whose kernels skip blocks."""
+    if device.type == "cuda":
+        return interval(m.query_chunk * c, c, m.key_chunk * c, c, window, docs, device)
     see, apart = None, m.query_chunk - m.key_chunk  # in chunks
     place = torch.arange(c, device=device)
     far = apart * c + place[:, None] - place

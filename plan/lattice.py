@@ -2,8 +2,8 @@
 
 A layout says where things are (LAYOUT); a switch says how a step is run there (SWITCHES). `layouts` enumerates every layout
 and asks the same rules as train.py whether it is legal. `cover` gives each layout at least one cell, a choice of switches,
-so that every pair of values that is legal anywhere stands in some cell (pairwise covering arrays: Cohen et al., AETG, 1997),
-and as many triples as there is room for. `product` is all of them.
+so that every pair of values that is legal anywhere stands in some cell (pairwise covering arrays: Cohen et al., AETG, 1997).
+`product` is all of them.
 """
 import itertools
 import random
@@ -22,7 +22,7 @@ SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batc
             "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
             "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd")}
 SECTION = {"micro_batch": "train", "doc_mask": "data", "capacity": "model", "pad": "model", "name": "optim"}  # else parallel
-CANDIDATES = 24  # choices of switches that `cover` weighs for each layout
+CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
     ("parallel.sp: does nothing at tp 1", lambda v, world: v["sp"] and v["tp"] == 1),
@@ -132,22 +132,21 @@ def pairs(values: Values) -> set[tuple]:
     return {(a, b) for a, b in itertools.combinations(items, 2) if b[0] in SWITCHES or a[0] in SWITCHES}
 
 
-def triples(values: Values) -> set[tuple]:
-    return {t for t in itertools.combinations(values.items(), 3) if any(key in SWITCHES for key, _ in t)}
-
-
 def cover(found: Lattice, seed: int = 0) -> list[Values]:
     """Each layout at least once; every legal pair of values at least once."""
     stream, every, cells = random.Random(seed), list(choices(SWITCHES)), []
     seen: set[tuple] = set()
     for layout in found.layouts:
         candidates = [layout | s for s in stream.sample(every, min(CANDIDATES, len(every)))]
-        gain = {i: (len(pairs(c) - seen), len(triples(c) - seen)) for i, c in enumerate(candidates)}
-        ranked = [candidates[i] for i in sorted(gain, key=gain.get, reverse=True)] + [layout | every[0]]
+        ranked = sorted(candidates, key=lambda c: -len(pairs(c) - seen)) + [layout | every[0]]
         cells.append(next(c for c in ranked if found.legal(c)))
-        seen |= pairs(cells[-1]) | triples(cells[-1])
-    for cell in (layout | s for layout in found.layouts for s in every):  # what the greedy pass left out
-        if not pairs(cell) <= seen and found.legal(cell):
+        seen |= pairs(cells[-1])
+    first = {key: values[0] for key, values in SWITCHES.items()}
+    single = [(key, value) for key, values in SWITCHES.items() for value in values]
+    axes = dict.fromkeys(item for layout in found.layouts for item in layout.items())
+    for a, b in ((a, b) for a in (*axes, *single) for b in single if a[0] != b[0] and not {(a, b), (b, a)} & seen):
+        likely = (layout | first | dict((a, b)) for layout in found.layouts if a[0] in SWITCHES or layout[a[0]] == a[1])
+        if cell := next((v for v in likely if found.legal(v)), None):  # what the greedy pass left out
             cells.append(cell)
             seen |= pairs(cell)
     return cells

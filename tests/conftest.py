@@ -1,8 +1,16 @@
 """One thread a process: the tests share two cores, and a single thread makes every result bitwise repeatable."""
 import runtime  # noqa: F401  before torch (see there)
 
+import contextlib
+import os
+
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # kernels run through Triton's interpreter, which decides when it is first imported
+    os.environ["TRITON_INTERPRET"] = "1"
+    with contextlib.suppress(ImportError):  # no wheel for this platform: the tests that need it skip themselves
+        import interpreter  # noqa: F401
 
 from runtime.pool import Pool
 

@@ -2,7 +2,7 @@
 
     python -m scripts.bench step [--dtype bf16] [--peers transformers,litgpt,nanogpt,picotron] [--ranks 2 --split tp]    full training steps, raced
     python -m scripts.bench step --shape mixture --peers transformers,transformers+grouped --ours eager                the same of a mixture of experts
-    python -m scripts.bench kernels [--dtype bf16]                                       each kernel beside the plain torch ops
+    python -m scripts.bench kernels [--dtype bf16] [--device cuda]                       each kernel beside the plain torch ops
     python -m scripts.bench data                                                         the loader, opening 1e9 tokens, tokenizing
 
 What the columns mean
@@ -16,6 +16,8 @@ import argparse
 import sys
 
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
+import torch
+
 from scripts.bench import data, kernels, race
 from scripts.bench.shape import Shape
 
@@ -37,6 +39,8 @@ def main(argv: list[str]) -> int:
 
     each = commands.add_parser("kernels", help="each kernel, eager and compiled, beside the plain torch ops")
     each.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    each.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu",
+                      help="cuda: the Triton kernels beside a copy, torch.compile, cuBLAS, SDPA and flash-attn")
     each.add_argument("--only", default="", help="kernels whose name contains this")
 
     load = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")

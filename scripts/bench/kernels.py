@@ -10,12 +10,15 @@ from kernels.attention import attention
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.linear import linear
 from kernels.swiglu import swiglu
+from scripts.bench import gpu
 from scripts.bench.shape import Shape, show
 
 REPEATS = 5
 
 
 def main(args) -> int:
+    if args.device == "cuda":
+        return gpu.main(args)
     torch.set_num_threads(args.threads)
     rows = [row(name, *case, args.dtype) for name, case in cases(Shape.race(), getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[args.dtype])).items()
             if args.only in name]

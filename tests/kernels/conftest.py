@@ -16,3 +16,16 @@ def given():
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The public functions run their Triton kernels: on a GPU as they are, elsewhere through the interpreter. Its value: the device."""
+    from kernels import triton_
+    if not triton_.HERE:
+        pytest.skip("no Triton for this platform")
+    triton_.say_once.cache_clear()
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    monkeypatch.setattr(triton_, "DEVICES", ("cpu",))
+    return torch.device("cpu")

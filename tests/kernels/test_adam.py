@@ -47,3 +47,21 @@ def test_a_skipped_step_changes_nothing(form):
 
 def test_nothing_to_update():
     adamw(*(torch.zeros(0) for _ in range(4)), step=1, factor=ONE, ok=YES, **HYPER)
+
+
+@pytest.mark.parametrize("low_dtype", [None, torch.bfloat16, torch.float16])
+def test_triton(interpreted, monkeypatch, low_dtype):
+    monkeypatch.setattr(adam, "GPU_BLOCK", 64)
+    param, m, v = (t.to(interpreted) for t in (torch.randn(150), torch.randn(150), torch.rand(150)))
+    low = None if low_dtype is None else torch.empty(150, dtype=low_dtype, device=interpreted)
+    want = [t.clone() for t in (param, m, v)]
+    for step in (1, 7):
+        grad, factor, ok = torch.randn(150, device=interpreted), torch.tensor(0.3, device=interpreted), torch.tensor(True, device=interpreted)
+        adamw(param, grad, m, v, step=step, factor=factor, ok=ok, low=low, **HYPER)
+        reference(want[0], grad, *want[1:], 0.01, 0.9, 0.95, 1e-8, 0.1, step, factor, ok)
+    for a, b in zip((param, m, v), want):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    assert low is None or torch.equal(low, param.to(low_dtype))
+    before = [t.clone() for t in (param, m, v)]
+    adamw(param, torch.full_like(param, torch.nan), m, v, step=8, factor=factor, ok=~ok, low=low, **HYPER)
+    assert all(torch.equal(a, b) for a, b in zip((param, m, v), before))

@@ -1,9 +1,14 @@
 """Blocked attention against the definition: values and gradients, every mask, odd shapes, both ways of the backward."""
+import sys
+import types
+
 import pytest
 import torch
 
 from kernels import attention as kernel
+from kernels import partial_attention as parts
 from kernels.attention import BLOCK, attention, mask
+from kernels.sight import sight
 
 SHAPES = {  # b, s, heads, kv heads, d
     "one token": (1, 1, 1, 1, 2),
@@ -111,3 +116,52 @@ def test_values_of_another_width(b, s, h, g, d, value, kind):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
         for a, c in zip(torch.autograd.grad(got, (q, k, v), dy), torch.autograd.grad(want, (q, k, v), dy)):
             torch.testing.assert_close(a, c, rtol=1e-9, atol=1e-9)
+
+
+def test_the_interval_form_gives_the_same(monkeypatch):
+    """On a CPU a Sight is its bits."""
+    _, qkv = inputs(2, 30, 2, 1, 8)
+    see = sight(0, 30, 0, 30, 7, None, torch.device("cpu"))
+    place = torch.arange(30)
+    for kind in ("auto", "sdpa", "reference"):
+        assert torch.equal(attention(*qkv, see, kind), attention(*qkv, mask(place, place, 7), kind))
+
+
+@pytest.mark.parametrize("window, dtype, bound", [(None, torch.float32, 1e-5), (20, torch.bfloat16, 0.01), (20, torch.float16, 2e-3)])
+@pytest.mark.parametrize("e", [16, 8])
+def test_triton(interpreted, monkeypatch, window, dtype, bound, e):
+    """The whole function, with the gradients of q, k, v side by side where their head dims are equal."""
+    for table in ("FORWARD", "QUERIES", "KEYS") if interpreted.type == "cpu" else ():
+        monkeypatch.setattr(parts, table, {9: {64: (16, 32, 4, 1)}})
+    q, k, v = (torch.randn(2, 41, n, d, device=interpreted).to(dtype).requires_grad_() for n, d in ((4, 16), (2, 16), (2, e)))
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    see = sight(0, 41, 0, 41, window, None, interpreted)
+    out, want = attention(q, k, v, see, "triton"), attention(*exact, see, "reference")
+    dy = torch.randn(2, 41, 4, e, device=interpreted).to(dtype)
+    grads = torch.autograd.grad(out, (q, k, v), dy)
+    assert (grads[0].untyped_storage().data_ptr() == grads[2].untyped_storage().data_ptr()) == (e == 16)
+    for a, c in zip((out, *grads), (want, *torch.autograd.grad(want, exact, dy.double()))):
+        assert a.dtype == dtype and (a.double() - c).norm() <= bound * c.norm()
+
+
+def test_a_kind_that_cannot_says_so_and_auto_picks(capfd):
+    q, k, v = torch.randn(1, 3, 2, 4), torch.randn(1, 3, 1, 4), torch.randn(1, 3, 1, 4)
+    for kind in ("triton", "flash", "flash"):
+        assert torch.equal(attention(q, k, v, None, kind), attention(q, k, v, None))
+    assert capfd.readouterr().err.splitlines() == [
+        f"model.attention={kind}: not for float32 on cpu, head dims 4 and 4, as installed here; auto picks" for kind in ("triton", "flash")]
+
+
+def test_the_best_installed_flash_attention_is_found(monkeypatch):
+    def module(name):
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_func=name))
+    kernel.flash_function.cache_clear()
+    for name in kernel.FLASH:
+        monkeypatch.setitem(sys.modules, name, None)  # not installed
+    assert kernel.flash_function((9, 0)) is None
+    module("flash_attn")
+    assert kernel.flash_function((8, 0)) == "flash_attn" and kernel.flash_function((7, 5)) is None
+    module("flash_attn_interface")
+    kernel.flash_function.cache_clear()
+    assert kernel.flash_function((9, 0)) == "flash_attn_interface" and kernel.flash_function((8, 0)) == "flash_attn"
+    kernel.flash_function.cache_clear()

@@ -3,6 +3,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from kernels import cross_entropy as kernel
+from kernels import triton_
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 
 
@@ -96,3 +98,40 @@ def test_vocabulary_in_two_parts():
         parts.append(torch.autograd.grad(got, (hidden, half)))
     torch.testing.assert_close(parts[0][0] + parts[1][0], dh)
     torch.testing.assert_close(torch.cat((parts[0][1], parts[1][1])), dw)
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("size", [1.0, 300.0])
+@pytest.mark.parametrize("columns", [64, 256])
+def test_triton(interpreted, monkeypatch, dtype, bound, size, columns):
+    """Vocabularies of several blocks, the last one cut, and padded; a target that is not counted."""
+    monkeypatch.setattr(kernel, "COLUMNS", columns)
+    hidden, weight, y = (t.to(interpreted) for t in case(13, 16, 150))
+    y[2] = IGNORE
+    scale = torch.tensor(0.25, device=interpreted)
+    hidden, weight = ((x.detach() * size**0.5).to(dtype).requires_grad_() for x in (hidden, weight))
+    with monkeypatch.context() as m:  # the torch path, which is proved above: logits are rounded to dtype in both
+        m.setattr(triton_, "DEVICES", ())
+        want = linear_cross_entropy(hidden, weight, y, scale, 147, chunk=5)
+        grads = torch.autograd.grad(want, (hidden, weight))
+    got = linear_cross_entropy(hidden, weight, y, scale, 147, chunk=5)
+    assert got.dtype == torch.float32 and abs(got - want) <= bound * want
+    for a, b in zip(torch.autograd.grad(got, (hidden, weight)), grads):
+        assert a.dtype == dtype and (a.double() - b.double()).norm() <= bound * b.double().norm()
+
+
+def test_triton_over_parts_of_the_vocabulary(interpreted, monkeypatch):
+    """Three ranks' columns, of which the last is all padding: statistics merged as parallel/tensor.py does, gradients as the whole's."""
+    monkeypatch.setattr(kernel, "COLUMNS", 16)
+    logits, y = 5 * torch.randn(7, 60, device=interpreted), torch.randint(0, 40, (7,), device=interpreted)
+    y[4] = IGNORE
+    whole, parts = logits.clone(), [logits[:, i:i + 20].contiguous() for i in (0, 20, 40)]
+    want = kernel.block_loss(whole, y, 0.5, 40, 0, None)
+    seen = []
+    for part, start in zip(parts, (0, 20, 40)):
+        kernel.launch(part.clone(), y, 0.5, 40, start, lambda lse, picked: seen.append((lse.clone(), picked.clone())) or (lse, picked))
+    lse, picked = (torch.stack(x) for x in zip(*seen))
+    for part, start in zip(parts, (0, 20, 40)):
+        got = kernel.launch(part, y, 0.5, 40, start, lambda *_: (lse.logsumexp(0), picked.sum(0)))
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(part, whole[:, start:start + 20], rtol=1e-5, atol=1e-7)

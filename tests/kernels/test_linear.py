@@ -82,3 +82,26 @@ def test_an_input_that_is_made_again_is_not_kept():
     assert x.data_ptr() in kept and h.data_ptr() not in kept and not made
     got = torch.autograd.grad(y.square().sum(), (x, w))
     assert len(made) == 1 and all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
+@pytest.mark.parametrize("t, m, n", [(37, 40, 72), (16, 16, 8), (5, 96, 16)])
+def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n):
+    """Products are summed in fp32 and never rounded to the inputs' dtype on the way: the bound is fp32's for all."""
+    if interpreted.type == "cpu":
+        monkeypatch.setattr(kernel, "TILE", {"M": 16, "N": 32, "K": 16, "GROUP": 2})
+    dy, x = torch.randn(t, m, device=interpreted).to(dtype), torch.randn(t, 2 * n, device=interpreted).to(dtype)[:, :n]
+    into = torch.ones(m, n, device=interpreted)
+    assert kernel.triton_fits(into, dy, x)
+    got = kernel.launch_wgrad(into.clone(), dy, x)
+    want = 1 + dy.double().t() @ x.double()
+    assert (got - want).norm() <= bound * want.norm()
+    if dtype != torch.float32:  # where fp32 is added to fp32 the library's GEMM does it
+        assert torch.equal(kernel.add_wgrad(into, dy, x), got)
+
+
+def test_rows_that_the_copy_engine_cannot_read_take_the_other_way(interpreted, capfd):
+    dy, x = (torch.randn(4, n, device=interpreted).bfloat16() for n in (8, 7))
+    into = torch.zeros(8, 7, device=interpreted)
+    torch.testing.assert_close(kernel.add_wgrad(into, dy, x), dy.float().t() @ x.float(), rtol=0.02, atol=0.02)
+    assert "not aligned to 16 bytes" in capfd.readouterr().err

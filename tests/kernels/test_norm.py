@@ -61,3 +61,42 @@ def test_weight_gradients_go_to_the_buffers(given):
     assert w2.grad is None and b2.grad is None
     torch.testing.assert_close(w2.main_grad, 1 + 2 * plain[0].float(), rtol=0.02, atol=0.02)
     torch.testing.assert_close(b2.main_grad, 2 + 2 * plain[1].float(), rtol=0.02, atol=0.02)
+
+
+def gradients(kind, leaves, dy, dt):
+    """y, x + residual, and all gradients."""
+    x, r, w, b = leaves
+    y, total = add_rms_norm(x, r, w, EPS) if kind == "rms" else add_layer_norm(x, r, w, b, EPS)
+    given = [t for t in leaves if t.requires_grad] if kind == "layer" else [x, r, w]
+    return y, total, *torch.autograd.grad((y, total), given, (dy, dt))
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.003)])
+@pytest.mark.parametrize("shape", [(2, 37, 48), (70, 129), (3, 4096), (1, 1, 1)])
+def test_triton(interpreted, kind, dtype, bound, shape):
+    leaves = [t.detach().to(interpreted, dtype).requires_grad_() for t in case(shape=shape)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    dy, dt = (torch.randn(shape, device=interpreted).to(dtype) for _ in "yt")
+    got = gradients(kind, leaves, dy, dt)
+    assert got[0].grad_fn.triton
+    for a, c in zip(got, gradients(kind, exact, dy.double(), dt.double())):
+        assert a.dtype == dtype and (a.double() - c).norm() <= bound * c.norm().clamp_min(0.1)
+
+
+def test_triton_without_residual_on_strided_rows(interpreted):
+    """The heads of q inside a merged qkv: no uniform row stride, so a copy is made, never a wrong read."""
+    qkv, w = torch.randn(2, 3, 6, 16, device=interpreted), torch.randn(16, device=interpreted)
+    q = qkv[:, :, 1:3].requires_grad_()
+    got, want = rms_norm(q, w, EPS), F.rms_norm(q, (16,), w, EPS)
+    torch.testing.assert_close(got, want)
+    dy = torch.randn(2, 2, 3, 16, device=interpreted).transpose(1, 2)
+    torch.testing.assert_close(*(torch.autograd.grad(y, q, dy)[0] for y in (got, want)))
+
+
+def test_what_triton_has_no_kernel_for_is_said_once(interpreted, capfd):
+    x, w = torch.randn(2, 4, dtype=torch.float64, device=interpreted), torch.ones(4, dtype=torch.float64, device=interpreted)
+    for _ in range(2):
+        torch.testing.assert_close(rms_norm(x, w, EPS), F.rms_norm(x, (4,), w, EPS))
+    said = capfd.readouterr().err.splitlines()
+    assert said == ["norm: no kernel for float64; the slower torch reference runs instead"]

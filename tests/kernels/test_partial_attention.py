@@ -2,8 +2,10 @@
 import pytest
 import torch
 
+from kernels import partial_attention as kernel
 from kernels.attention import reference
 from kernels.partial_attention import TILE, merge, partial, partial_backward
+from kernels.sight import sight
 
 
 def draw(s: int, d: int = 8, dtype=torch.float64):
@@ -48,3 +50,65 @@ def test_parts_are_fp32(dtype):
     out, lse = partial(q, k, v, None)
     assert out.dtype == lse.dtype == torch.float32
     assert {x.dtype for x in partial_backward(dy, q, k, v, None, lse, lse)} == {torch.float32}
+
+
+# ---- Triton: blocks of 16, so that small sequences have empty, whole and cut ones ----
+
+@pytest.fixture
+def small(interpreted, monkeypatch):
+    if interpreted.type == "cpu":
+        for table in ("FORWARD", "QUERIES", "KEYS"):
+            monkeypatch.setattr(kernel, table, {9: {64: (16, 32, 4, 1)}})
+        monkeypatch.setattr(kernel, "FP32", (32, 16, 4, 1))
+        monkeypatch.setattr(kernel, "DELTA_ROWS", 16)
+    return interpreted
+
+
+SIGHTS = {  # place of the first query, queries, place of the first key, keys, window, documents
+    "causal": (0, 67, 0, 67, None, False), "window": (0, 67, 0, 67, 20, False), "documents": (0, 67, 0, 67, None, True),
+    "both": (0, 50, 0, 50, 30, True), "cache": (40, 9, 0, 49, None, False), "ring": (50, 25, 25, 25, 30, True),
+    "one token": (0, 1, 0, 1, None, False),
+}
+
+
+@pytest.mark.parametrize("name", SIGHTS)
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)])
+def test_triton(small, name, dtype, bound):
+    query, s_q, key, s_k, window, documents = SIGHTS[name]
+    b, h, g, d, e = (2, 4, 2, 24, 16) if dtype == torch.float32 else (1, 3, 1, 16, 16)
+    qkv = torch.randn(b, s_q, h + 1, d, device=small).to(dtype)
+    q, dy = qkv[:, :, :h], torch.randn(b, h, s_q, e, device=small).to(dtype).transpose(1, 2)  # strided, as models have them
+    k, v = (torch.randn(b, s_k, g, n, device=small).to(dtype) for n in (d, e))
+    docs = (torch.rand(b, 100) < 0.05).cumsum(1).to(small) if documents else None
+    see = sight(query, s_q, key, s_k, window, docs, small)
+    exact = [t.double() for t in (q, k, v)]
+    out, lse = kernel.partial_reference(*exact, see.dense)
+    got, got_lse = partial(q, k, v, see)
+    delta = (dy * out).sum(-1)
+    seen = torch.isfinite(lse)
+    assert torch.equal(torch.isfinite(got_lse), seen)
+    want = kernel.partial_backward_reference(dy.double(), *exact, see.dense, lse.masked_fill(~seen, torch.inf), delta)
+    grads = partial_backward(dy, q, k, v, see, got_lse, delta.float())
+    torch.testing.assert_close(kernel.inner(got.to(dtype), dy).double(), delta, rtol=bound, atol=10 * bound)
+    for a, c in zip((got, got_lse[seen], *grads), (out, lse[seen], *want)):
+        assert a.dtype == torch.float32 and (a.double() - c).norm() <= bound * c.norm().clamp_min(0.1), name
+    again = partial_backward(dy, q, k, v, see, got_lse, delta.float())
+    assert all(torch.equal(a, c) for a, c in zip(grads, again))
+
+
+def test_triton_where_everyone_sees_all(small):
+    q, k, v, dy, _ = (t.float().to(small) for t in draw(37))
+    out, lse = partial(q, k, v, None)
+    want = kernel.partial_reference(q, k, v, None)
+    torch.testing.assert_close((out, lse), want)
+    delta = (out * dy).sum(-1)
+    torch.testing.assert_close(partial_backward(dy, q, k, v, None, lse, delta), kernel.partial_backward_reference(dy, q, k, v, None, lse, delta))
+
+
+def test_what_triton_refuses(small, capfd):
+    q, k, v, _, see = (t.to(small) for t in draw(6))
+    partial(q.float(), k.float(), v.float(), see)
+    wide = torch.randn(1, 2, 1, 300, device=small)
+    partial(wide, wide, wide, None)
+    assert capfd.readouterr().err.splitlines() == [f"attention: {why}; the slower torch reference runs instead"
+                                                   for why in ("a mask given as bits", "head dim 300 is above 256")]

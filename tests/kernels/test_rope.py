@@ -83,3 +83,50 @@ def test_yarn_is_that_of_transformers():
 
 def test_neighbours_as_halves():
     assert halves(torch.arange(6)).tolist() == [0, 2, 4, 1, 3, 5]
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 5e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("heads, kv, d", [(3, 1, 6), (5, 5, 16), (64, 8, 128)])
+@pytest.mark.parametrize("gradient", ["side by side", "apart", "transposed"])
+def test_triton(interpreted, dtype, bound, heads, kv, d, gradient):
+    s = 3 if heads > 5 else 7
+    merged = torch.randn(2, s, (heads + 2 * kv) * d, device=interpreted).to(dtype).requires_grad_()
+    exact = merged.detach().double().requires_grad_()
+    positions = torch.arange(s).expand(2, -1) % 4
+    cos, sin = (t.to(interpreted) for t in tables(positions, frequencies(d, 100.0), dtype))
+    qkv = (2 * merged).view(2, s, -1, d)
+    got = split_rope(qkv, cos, sin, heads, kv)
+    assert got[0].data_ptr() == qkv.data_ptr()  # in place
+    q, k, v = (2 * exact).view(2, s, -1, d).split((heads, kv, kv), 2)
+    want = *(rope(t, cos.double(), sin.double()) for t in (q, k)), v
+    dy = torch.randn(2, s, heads + 2 * kv, d, device=interpreted).to(dtype)
+    dys = dy.split((heads, kv, kv), 2)
+    if gradient == "apart":
+        dys = [t.clone() for t in dys]
+    if gradient == "transposed":
+        dys = [t.transpose(1, 3).contiguous().transpose(1, 3) for t in dys]
+    should = torch.autograd.grad(want, exact, [t.double() for t in dys])
+    for a, b in zip((*got, *torch.autograd.grad(got, merged, dys)), (*want, *should)):
+        assert a.dtype == dtype and (a.double() - b).norm() <= bound * b.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_rope_alone(interpreted, dtype):
+    x = torch.randn(2, 5, 6, 3, device=interpreted).to(dtype).transpose(2, 3).requires_grad_()  # no adjacent channels
+    cos, sin = (t.to(interpreted) for t in table(2, 5, 6, torch.float32))
+    got, want = rope(x, cos, sin), rope(x.double(), cos.double(), sin.double())
+    dy = torch.randn_like(x)
+    for a, b in ((got, want), (torch.autograd.grad(got, x, dy)[0], torch.autograd.grad(want, x, dy.double())[0])):
+        torch.testing.assert_close(a, b.to(dtype), rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_triton_leaves_a_leaf_alone_and_says_who_still_needs_qkv(interpreted):
+    qkv = torch.randn(1, 3, 4, 4, device=interpreted, requires_grad=True)
+    before = qkv.detach().clone()
+    cos, sin = (t.to(interpreted) for t in table(1, 3, 4, torch.float32))
+    split_rope(qkv, cos, sin, 2, 1)
+    assert torch.equal(qkv, before)
+    kept = qkv.exp()  # exp's backward needs its output
+    q, k, v = split_rope(kept, cos, sin, 2, 1)
+    with pytest.raises(RuntimeError, match="inplace"):
+        (q.sum() + k.sum() + v.sum()).backward()

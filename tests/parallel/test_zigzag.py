@@ -8,6 +8,7 @@ import config
 from build import plan_pipeline
 from data.batch import Batch
 from parallel.comm import Group
+from kernels.sight import sight as interval
 from parallel.zigzag import cut, join, meetings, places, sight, split
 
 SIZES = [(n, c) for n in (1, 2, 3, 4) for c in (1, 2, 5)]
@@ -89,3 +90,17 @@ def test_what_cannot_be_cut_is_one_clear_line(over, match):
     with pytest.raises(config.ConfigError, match=match) as e:
         plan_pipeline(bad, 8)
     assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("window", [None, 1, 5, 9])
+@pytest.mark.parametrize("documents", [False, True])
+def test_the_interval_that_a_gpu_reads_is_the_mask(n, window, documents):
+    c, cpu = 4, torch.device("cpu")
+    docs = (torch.rand(2, 2 * n * c) < 0.2).cumsum(1) if documents else None
+    for index in range(n):
+        for source in range(n):
+            for m in meetings(index, source, n, c, window):
+                see = sight(m, c, window, docs, cpu)
+                whole = interval(m.query_chunk * c, c, m.key_chunk * c, c, window, docs, cpu).dense
+                assert torch.equal(whole, torch.ones_like(whole) if see is None else see.expand_as(whole))

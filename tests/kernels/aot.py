@@ -1,0 +1,158 @@
+"""Every Triton kernel compiled for chips that are not here: registers, spills, shared memory, and the instructions that count.
+
+    python tests/kernels/aot.py [80 90 100] [--only NAME] > tests/kernels/aot.txt     the committed table
+
+ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The shapes are
+those of training (head dim 128, rows of 4096, everything a multiple of 16), the launch parameters the kernels' own.
+"""
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
+
+import triton  # before the kernels: it is what makes them import it
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import adam, cross_entropy, fp8, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
+
+BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+CHIPS = (80, 90, 100)
+TMA = (90, 100)  # kernels that read through the copy engine; an older chip takes the library's GEMMs
+MMA = r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|QGMMA|QMMA)\b"  # tensor cores: Hopper's, Blackwell's, Ampere's; the fp8 ones
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel and how it is launched. types: of arguments that are not what their names say: CAPS a pointer to bf16,
+    anything else an int that 16 divides."""
+    kernel: object
+    meta: dict
+    types: dict = field(default_factory=dict)
+    kind: str = "memory"  # memory: 128-bit loads must be there; gemm: tensor cores
+    chips: tuple = CHIPS
+    of_chip: dict = field(default_factory=lambda: {8: {}, 9: {}, 10: {}})  # meta that depends on the chip
+
+
+STATISTICS = {"SCALE": "*fp32", "MEAN": "*fp32", "DWEIGHT": "*fp32", "DBIAS": "*fp32", "eps": "fp32"}
+TABLES = {"COS": "*fp32", "SIN": "*fp32"}
+GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
+STRIDES = ("i32", "i32", "i32")
+FLASH = {**{n: STRIDES for n in ("q_at", "k_at", "v_at", "out_at", "dout_at", "dq_at", "dk_at", "dv_at")}, "scale": "fp32",
+         **{n: "*fp32" for n in ("LSE", "DELTA")}, **{n: "*i32" for n in ("FIRST", "LAST")}}
+
+
+def flash(kernel, table: dict, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS) -> Case:
+    dp, ep = (partial_attention.power_of_2(x) for x in (d, e))
+    blocks = {chip: dict(zip(("M", "N", "num_warps", "num_stages"), sizes[max(dp, ep)])) for chip, sizes in table.items()}
+    return Case(kernel, {"CAUSAL": True, "BOUNDED": bounded, "D": d, "DP": dp, "E": e, "EP": ep}, FLASH, "gemm", chips, blocks)
+
+
+ATTENTION = {"attention": (partial_attention.forward_kernel, partial_attention.FORWARD),
+             "attention_dq": (partial_attention.dq_kernel, partial_attention.QUERIES),
+             "attention_dkv": (partial_attention.dkv_kernel, partial_attention.KEYS)}
+ADAM = {n: "*fp32" for n in ("PARAM", "GRAD", "M", "V", "FACTOR")} | {"OK": "*i1"} | {
+    n: "fp32" for n in ("keep1", "keep2", "bias1", "bias2", "lr", "shrink", "eps")}
+CE = {"TARGETS": "*i64", "SCALE": "*fp32", "LSE": "*fp32", "PICKED": "*fp32"}
+CE_META = {"IGNORE": cross_entropy.IGNORE, "BLOCK": cross_entropy.COLUMNS, "num_warps": cross_entropy.WARPS}
+
+
+def descriptors(**blocks) -> dict:
+    return {name: f"tensordesc<bf16[{a},{b}]>" for name, (a, b) in blocks.items()}
+
+
+def grouped(back: bool) -> Case:
+    m, n, k = (grouped_gemm.TILE[x] for x in "MNK")
+    return Case(grouped_gemm.grouped_kernel, {**grouped_gemm.TILE, "BACK": back, "EXPERTS": 64},
+                {"OFFSETS": "*i32", **descriptors(X=(m, k), WEIGHT=(k, n) if back else (n, k))}, "gemm", TMA)
+
+
+def wgrad(kernel, tile: dict) -> Case:
+    return Case(kernel, tile, {"OFFSETS": "*i32", "INTO": "*fp32", **descriptors(DY=(tile["K"], tile["M"]), X=(tile["K"], tile["N"]))}, "gemm", TMA)
+
+
+def cast(per_row: bool, given: bool, rows: int, columns: int) -> Case:
+    return Case(fp8.cast_kernel, {"PER_ROW": per_row, "GIVEN": given, "FLOOR": fp8.FLOOR, "LARGEST": 448.0, "ROWS": rows, "COLUMNS": columns,
+                                  "num_warps": 8}, {"Q": "*fp8e4nv", "SCALE": "*fp32", "INVERSE": "*fp32"}, chips=TMA)
+
+
+CASES = {
+    "rms_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096, norm.FORWARD)}, STATISTICS),
+    "rms_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096, norm.BACKWARD)}, STATISTICS),
+    "rms_norm_backward_heads": Case(norm.backward_kernel, {"PAIR": False, "LAYER": False, **norm.tile(128, norm.BACKWARD)}, STATISTICS),
+    "layer_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096, norm.FORWARD)}, STATISTICS),
+    "layer_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096, norm.BACKWARD)}, STATISTICS),
+    "rope": Case(rope.turn_kernel, {"HALF": 64, "BACK": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, TABLES),
+    "swiglu": Case(swiglu.swiglu_kernel, {"WEIGHTED": True, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}, {"WEIGHT": "*fp32"}),
+    "swiglu_weighted_backward": Case(swiglu.weighted_backward_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS},
+                                     {"WEIGHT": "*fp32", "DWEIGHT": "*fp32"}),
+    "swiglu_backward": Case(swiglu.swiglu_backward_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}),
+    "gelu": Case(swiglu.gelu_kernel, GELU),
+    "gelu_backward": Case(swiglu.gelu_backward_kernel, GELU),
+    "attention_delta": Case(partial_attention.delta_kernel, {"M": partial_attention.DELTA_ROWS, "E": 128, "EP": 128, "num_warps": 4}, FLASH),
+    "cross_entropy": Case(cross_entropy.softmax_kernel, {"COUNT": True, "GRADIENT": True, **CE_META}, CE),
+    "cross_entropy_merged": Case(cross_entropy.softmax_kernel, {"COUNT": False, "GRADIENT": True, **CE_META}, CE),
+    "adamw": Case(adam.adamw_kernel, {"COPY": True, "BLOCK": adam.GPU_BLOCK, "num_warps": adam.WARPS}, ADAM),
+    "permute": Case(permute.sum_kernel, {"HOLES": False, "EACH": 1, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
+    "unpermute": Case(permute.sum_kernel, {"HOLES": True, "EACH": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
+    "fp8_tensor": cast(False, True, 1, 4096), "fp8_row": cast(True, False, 1, 4096), "fp8_group": cast(True, False, 32, 128),
+    "fp8_block": cast(False, False, 128, 128),
+    "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
+    "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),
+    "grouped": grouped(False), "grouped_dgrad": grouped(True), "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
+    **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips) for name, how in ATTENTION.items()
+       for d, e, bounded, chips in ((64, 64, False, (90,)), (128, 128, False, CHIPS), (128, 128, True, (90,)), (192, 128, False, (90,)),
+                                    (256, 256, False, CHIPS))},
+}
+
+
+def compiled(case: Case, chip: int) -> dict:
+    """{registers, spilled bytes, shared bytes, tensor-core instructions, 128-bit loads} of one kernel on one chip."""
+    names = case.kernel.arg_names
+    meta = case.meta | case.of_chip[chip // 10]
+    options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
+    constants = {k: v for k, v in meta.items() if k not in options}
+    types = {n: "constexpr" if n in constants else case.types.get(n, "*bf16" if n.isupper() else "i32") for n in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or types[n] == "i32"}
+    for i, n in enumerate(names):
+        if isinstance(types[n], tuple):
+            aligned.update({(i, j): [["tt.divisibility", 16]] for j, t in enumerate(types[n]) if t == "i32"})
+    source = ASTSource(case.kernel, types, {(names.index(k),): v for k, v in constants.items()}, aligned)
+    binary = triton.compile(source, target=GPUTarget("cuda", chip, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage, sass = (subprocess.run([BIN / tool, *how, file.name], capture_output=True, text=True, check=True).stdout
+                       for tool, how in (("cuobjdump", ["--dump-resource-usage"]), ("nvdisasm", ["-c"])))
+    found = re.findall(MMA, sass)
+    return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+            "shared": binary.metadata.shared, "warps": binary.metadata.num_warps,
+            "mma": f"{len(found)} {found[0]}" if found else "-",
+            "wide loads": len(re.findall(r"(?:LDG|LDGSTS)\.E(?:\.[A-Z0-9]+)*\.128|UTMALDG", sass)),
+            "atomics": len(re.findall(r"\b(?:ATOM|ATOMG|RED)[A-Z]*\.E", sass))}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("chips", nargs="*", type=int, default=CHIPS)
+    parser.add_argument("--only", default="")
+    args = parser.parse_args()
+    assert hasattr(norm.forward_kernel, "cache_key"), "compiles, so it must not run under TRITON_INTERPRET"
+    print(f"triton {triton.__version__}")
+    print(f"{'kernel':30}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'wide loads':>12}{'atomics':>9}  mma")
+    for name, case in CASES.items():
+        for chip in args.chips:
+            if args.only in name and chip in case.chips:
+                r = compiled(case, chip)
+                print(f"{name:30}sm_{chip:<4}{r['registers']:>9}{r['spills']:>8}{r['shared']:>8}{r['warps']:>7}{r['wide loads']:>12}"
+                      f"{r['atomics']:>9}  {r['mma']}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Whole models trained through the Triton kernels, beside the same through torch: every loss, gradient and parameter."""
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels import grouped_gemm, linear, triton_
+from parallel.comm import World
+from scripts import verify
+
+SMALL = {"M": 16, "N": 16, "K": 16}
+CASES = (("llama3-tiny", "fp32", 1e-4), ("mistral-tiny", "fp32", 1e-4), ("deepseek-v3-tiny", "fp32", 1e-3), ("gpt2-tiny", "fp32", 1e-4),
+         ("llama3-tiny", "bf16", 0.05), ("mixtral-tiny", "bf16", 0.1))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="verify's single process is on the CPU, where kernels are interpreted or not at all")
+@pytest.mark.parametrize("name, dtype, bound", CASES)
+def test_trains_alike(interpreted, monkeypatch, name, dtype, bound):
+    cfg = verify.subject(name)
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype, global_batch=2, seq_len=16), model=replace(cfg.model, layers=2, jitter=0.0, attention="triton"),
+                  data=replace(cfg.data, doc_mask=name == "mistral-tiny"))
+    monkeypatch.setattr(verify, "STEPS", 1)
+    for module, table in ((linear, "TILE"), (grouped_gemm, "TILE"), (grouped_gemm, "WGRAD")):
+        monkeypatch.setattr(module, table, {**getattr(module, table), **SMALL})
+    got = verify.run_layout(World(), cfg, None)
+    monkeypatch.setattr(triton_, "DEVICES", ())
+    want = verify.run_layout(World(), cfg, None)
+    assert got.keys() == want.keys() and len(got) > 20
+    same = sum(torch.equal(got[key], want[key]) for key in want)
+    assert same < len(want)  # kernels did run
+    for key, value in want.items():
+        assert (got[key] - value).norm() <= bound * value.norm() + 1e-9, key
