@@ -85,6 +85,7 @@ class Model:
     z_loss: float = 0.0  # factor of the mean squared logsumexp of the router's logits (arXiv 2202.08906)
     capacity: float | None = None  # training: an expert takes at most this times its fair share of a sequence; none: nothing is dropped
     drop: Literal["probability", "position"] = "probability"  # whom an expert over capacity turns away: the least likely, or the last
+    pad: bool = False  # training: with a capacity, each rank fills up what it sends to every expert, so that no shape depends on the routing
 
 
 @dataclass(frozen=True)
@@ -258,7 +259,7 @@ def convert(kind, value, at: str):
 
 
 HORIZONS = ("steps", "tokens", "flops")
-LEARNING = ("aux_loss", "aux_kind", "z_loss", "jitter", "capacity", "drop", "router_bias_rate")  # of model.*: do nothing after training
+LEARNING = ("aux_loss", "aux_kind", "z_loss", "jitter", "capacity", "drop", "pad", "router_bias_rate")  # of model.*: do nothing after training
 
 
 def merge(base: dict, over: dict) -> dict:

@@ -150,6 +150,7 @@ def mixture(cfg: Config, world: int, need) -> None:
          f"model.router_groups: {m.router_groups} groups of one expert have no two best", "model.router_groups", divisors(m.experts))
     need(m.capacity is None or m.capacity >= 1 / m.experts,
          f"model.capacity: {m.capacity} is below 1/experts = {1 / m.experts:g}, and most tokens would be dropped; 1 is a fair share, none drops nothing")
+    need(m.capacity is not None or not m.pad, "model.pad: fills up to model.capacity, which is none; set it, or leave pad out")
     need(0 <= m.jitter < 1, f"model.jitter: {m.jitter} must lie in [0, 1)")
     for key in ("shared_experts", "first_dense", "aux_loss", "z_loss", "router_bias_rate"):
         need(getattr(m, key) >= 0, f"model.{key}: {getattr(m, key)} must not be negative")

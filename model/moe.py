@@ -136,6 +136,10 @@ class Router(nn.Module):
         counts = comm.sum_(counts, self.mesh.tokens)
         return counts * (m.experts / counts.sum(-1, keepdim=True).clamp(min=1))
 
+    def room(self, s: int) -> int:
+        """How many tokens of a sequence of s an expert takes."""
+        return math.ceil(self.m.capacity * s * self.m.top_k / self.m.experts)
+
     @torch.no_grad()
     def keep(self, index: Tensor, probs: Tensor) -> Tensor:
         """bool [b, s, k]: which choices their experts have room for, by the whole sequence."""
@@ -147,7 +151,7 @@ class Router(nn.Module):
         if cp.size > 1:
             both = zigzag.join(comm.gather(both[None], cp))
         index, probs = both.unflatten(-1, (k, 2)).flatten(1, 2).unbind(-1)  # [b, s k], in the order of the sequence
-        room = math.ceil(m.capacity * index.shape[1] / m.experts)
+        room = self.room(index.shape[1] // k)
         order = torch.arange(index.shape[1], device=index.device).expand(index.shape)
         if m.drop == "probability":
             order = probs.argsort(dim=1, descending=True, stable=True)
@@ -197,9 +201,10 @@ class Experts(nn.Module):
         self.inner = parameter(Spec(inner, "normal", m.init_std, expert=True))
         self.down = parameter(Spec(down, "normal", m.init_std / math.sqrt(2 * m.layers), expert=True))
 
-    def forward(self, x: Tensor, index: Tensor, probs: Tensor, dropped: bool, meanwhile) -> Tensor:
-        """x [b, s, d], index and probs [b, s, k] -> [b, s, d]. meanwhile: called while the tokens are on their way."""
-        p = plan(index.flatten(0, 1), self.experts, self.group, self.etp, dropped)
+    def forward(self, x: Tensor, index: Tensor, probs: Tensor, dropped: bool, meanwhile, room: int | None = None) -> Tensor:
+        """x [b, s, d], index and probs [b, s, k] -> [b, s, d]. meanwhile: called while the tokens are on their way; room: see
+        parallel/expert.py."""
+        p = plan(index.flatten(0, 1), self.experts, self.group, self.etp, dropped, room)
         way = Dispatch(x.flatten(0, 1), probs.flatten(0, 1), p)
         meanwhile()
         rows, weight = way.rows()
@@ -218,13 +223,15 @@ class MoE(nn.Module):
         self.shared = MLP(cfg, mesh, layer, "mlp.shared", m.shared_experts * moe_ffn(m)) if m.shared_experts else None
         self.gate = parameter(Spec((Box.whole(f"layers.{layer}.mlp.shared_gate.weight", (1, m.hidden)),), "normal", m.init_std,
                                    partial=("tp",) if self.sp else ())) if m.shared_gate else None
-        self.capacity = m.capacity is not None
+        self.capacity, self.pad, self.cut = m.capacity is not None, m.pad, mesh.tokens.size
 
     def forward(self, x: Tensor, learn: Learning | None) -> tuple[Tensor, Tensor | None]:
         own = x if self.sp else split_dim1(x, self.tp)  # a tp rank routes its own tokens
         index, probs, told = self.router(own, learn)
         beside: list[Tensor] = []
-        y = self.experts(own, index, probs, self.capacity and learn is not None, lambda: beside.extend(self.others(x)))
+        b, s, d = own.shape
+        room = b * min(self.router.room(s * self.cut), s) if self.pad and learn is not None else None  # a token takes one row of an expert
+        y = self.experts(own, index, probs, self.capacity and learn is not None, lambda: beside.extend(self.others(x)), room)
         y = y if self.sp else join_dim1(y, self.tp, x.shape[1])
         return y + beside[0] if beside else y, told
 

@@ -2,7 +2,8 @@
 
 Rank (i, j) of the group ep x etp holds experts i E/ep ... and of each the j-th part of its inner width. A row (a token for
 one of its experts) goes to all etp ranks of that expert, and their partial outputs are added where the token lives: one
-all-to-all each way, whatever etp is. Nothing is padded, so what is sent is what was routed. The experts' ranks are folded out
+all-to-all each way, whatever etp is. Nothing is padded, so what is sent is what was routed, unless `room` asks for static shapes:
+then each rank sends every expert so many rows, and no count is exchanged or read on the host. The experts' ranks are folded out
 of dp x cp x tp (arXiv 2504.14960); tokens are cut over all of these before they come here, with or without sequence parallelism.
 
 On the wire, a rank, layer and microbatch of t tokens (t = b s / cp / tp, k = top_k; c, g: bytes of compute and fp32 or better):
@@ -27,7 +28,7 @@ class Plan:
     """Where rows go. Sent: m rows, by rank, then by expert; came: r rows, sorted by expert once they are here.
 
     source [m]: the token of each sent row; pair [m]: its (token, choice) as one number; slots [t, k etp], pairs [t k, etp]: the
-    other way round (-1: dropped, where not whole); order, back [r]: arrival -> by expert, and back (None: one rank, as they are).
+    other way round (-1: dropped, where not whole); padded: rows without a token are there too, of a token t of zeros; order, back [r]: arrival -> by expert, and back (None: one rank, as they are).
     sent, came: rows to and from each rank; counts: rows of each expert that is here."""
     group: Group
     source: Tensor
@@ -35,6 +36,7 @@ class Plan:
     slots: Tensor
     pairs: Tensor
     whole: bool
+    padded: bool
     order: Tensor | None
     back: Tensor | None
     sent: list[int]
@@ -43,32 +45,46 @@ class Plan:
 
 
 @torch.no_grad()
-def plan(index: Tensor, experts: int, group: Group, etp: int, dropped: bool) -> Plan:
-    """index [t, k]: each token's experts; -1: dropped, only where `dropped`. One small exchange; reads the counts on the host."""
+def plan(index: Tensor, experts: int, group: Group, etp: int, dropped: bool, room: int | None = None) -> Plan:
+    """index [t, k]: each token's experts; -1: dropped, only where `dropped`. One small exchange; reads the counts on the host.
+    room: rows for each expert, never more than that in index; none of both."""
     t, k = index.shape
     flat = index.flatten()
     here = experts * etp // group.size
+    if room is not None:  # fill up each expert's rows with pairs t k, t k + 1, ... that are no token's
+        lacks = room - torch.bincount(flat + 1, minlength=experts + 1)[1:, None]
+        filling = torch.where(torch.arange(room, device=flat.device) < lacks, torch.arange(experts, device=flat.device)[:, None], -1)
+        flat = torch.cat((flat, filling.flatten()))
     order = flat.argsort(stable=True)  # by expert; dropped ones first
     rows = torch.bincount(flat + 1, minlength=experts + 1)  # [1 + experts]
+    if room is not None:
+        rows = [len(flat) - experts * room] + [room] * experts  # whatever was routed
     if group.size == 1:
-        lost, *counts = rows.tolist()
+        lost, *counts = rows if room is not None else rows.tolist()
         mine, sent, came = order[lost:], [len(order) - lost], [len(order) - lost]
         arriving = back = None
         copy = torch.zeros_like(mine)
     else:
-        table = rows[1:].view(-1, 1, here).expand(-1, etp, -1).reshape(group.size, here)  # rows to (rank, expert)
-        theirs = comm.all_to_all(table, group)
-        both = torch.stack((table.sum(1), theirs.sum(1))).tolist()
-        (sent, came), counts, lost = both, theirs.sum(0).tolist(), int(rows[0]) if dropped else 0
+        if room is not None:
+            theirs = torch.full((group.size, here), room, device=flat.device)
+            sent, came, counts, lost = [here * room] * group.size, [here * room] * group.size, [group.size * room] * here, rows[0]
+        else:
+            table = rows[1:].view(-1, 1, here).expand(-1, etp, -1).reshape(group.size, here)  # rows to (rank, expert)
+            theirs = comm.all_to_all(table, group)
+            (sent, came), counts = torch.stack((table.sum(1), theirs.sum(1))).tolist(), theirs.sum(0).tolist()
+            lost = int(rows[0]) if dropped else 0
         blocks = order[lost:].split(sent[::etp])  # the rows of one rank's experts, which all its etp partners get
         mine = torch.cat([block for block in blocks for _ in range(etp)])
         copy = torch.cat([torch.full_like(block, j) for block in blocks for j in range(etp)])
         expert = torch.arange(here, device=flat.device).repeat(group.size).repeat_interleave(theirs.flatten())
         arriving = expert.argsort(stable=True)
         back = torch.empty_like(arriving).scatter_(0, arriving, torch.arange(len(arriving), device=flat.device))
-    pairs = flat.new_full((t * k, etp), -1)
+    pairs = flat.new_full((len(flat), etp), -1)
     pairs[mine, copy] = torch.arange(len(mine), device=flat.device)
-    return Plan(group, mine // k, mine, pairs.view(t, k * etp), pairs, not dropped, arriving, back, sent, came, counts)
+    slots = pairs[:t * k].view(t, k * etp)
+    if room is not None:
+        mine, slots, pairs = mine.clamp(max=t * k), torch.nn.functional.pad(slots, (0, 0, 0, 1), value=-1), torch.nn.functional.pad(pairs[:t * k], (0, 0, 0, 1), value=-1)
+    return Plan(group, mine // k, mine, slots, pairs, not dropped and room is None, room is not None, arriving, back, sent, came, counts)
 
 
 class Dispatch:
@@ -76,7 +92,8 @@ class Dispatch:
 
     def __init__(self, x: Tensor, probs: Tensor, p: Plan) -> None:
         self.plan = p
-        parts = permute(x, p.source, p.slots, p.whole), permute(probs.reshape(-1, 1), p.pair, p.pairs, p.whole)
+        x, probs = (torch.nn.functional.pad(part, (0, 0, 0, 1)) if p.padded else part for part in (x, probs.reshape(-1, 1)))
+        parts = permute(x, p.source, p.slots, p.whole), permute(probs, p.pair, p.pairs, p.whole)
         self.travels = [travel(part, p, out=True) for part in parts]
 
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -91,7 +108,8 @@ def combine(rows: Tensor, p: Plan) -> Tensor:
     """rows [r, d] by expert, already weighted -> the sum of each token's [t, d]."""
     if p.order is not None:
         rows = permute(rows, p.back, p.order[:, None])
-    return unpermute(arrive(*travel(rows, p, out=False)), p.source, p.slots, p.whole)
+    out = unpermute(arrive(*travel(rows, p, out=False)), p.source, p.slots, p.whole)
+    return out[:-1] if p.padded else out
 
 
 # ---- an all-to-all in two halves, forward and backward -----------------------------------------------------------------

@@ -19,9 +19,9 @@ DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # their values are the divi
 LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
-            "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0),
+            "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
             "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd")}
-SECTION = {"micro_batch": "train", "doc_mask": "data", "capacity": "model", "name": "optim"}  # else parallel
+SECTION = {"micro_batch": "train", "doc_mask": "data", "capacity": "model", "pad": "model", "name": "optim"}  # else parallel
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -50,6 +50,8 @@ class Lattice:
             values["stages"] = ",".join(map(str, [self.cfg.model.layers - n + 1, *[1] * (n - 1)]))
         if values["recompute"] == "mixed":
             values |= {"recompute": "none", "recompute_stages": ",".join((["full", "selective"] * n)[:n])}
+        if values["capacity"] == "padded":
+            values |= {"capacity": 1.0, "pad": True}
         for key, value in values.items():
             sections.setdefault(SECTION.get(key, "parallel"), {})[key] = value
         return replace(self.cfg, **{s: replace(getattr(self.cfg, s), **keys) for s, keys in sections.items()})

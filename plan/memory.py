@@ -10,7 +10,7 @@ P: elements of the rank's buckets with padding, N: ranks that share them; c, g: 
 
 tests/plan/test_memory.py holds both against what a rank really holds.
 """
-from config import Config, head_dim, kv_heads, of_stage, remakes, value_dim
+from config import Config, head_dim, is_moe, kv_heads, moe_ffn, of_stage, remakes, value_dim
 from parallel.schedule import in_flight
 from plan.parts import BYTES, Job, buckets, unique
 
@@ -49,7 +49,22 @@ def passing_bytes(job: Job) -> int:
     return most
 
 
-def block_bytes(cfg: Config, flash: bool = False) -> dict[str, int]:
+def mixture_bytes(cfg: Config) -> tuple[int, int]:
+    """What a mixture keeps in the place of an MLP, where all experts get their fair share: (without, only) the activation's outputs
+    of its shared experts. Rows that travel are kept once, in the order of experts."""
+    m, p, (c, g) = cfg.model, cfg.parallel, BYTES[cfg.train.dtype]
+    tokens = cfg.train.micro_batch * cfg.train.seq_len
+    own = tokens // p.tp
+    rows = own * m.top_k * p.etp
+    router = own * m.experts * (4 * g) + (own * m.hidden * g if c != g or (p.tp > 1 and not p.sp) else 0)  # its input, logits, scores
+    numbers = 8 * (rows * (5 if p.ep * p.etp > 1 else 3) + own * m.top_k)  # who goes where
+    experts = rows * (m.hidden + 3 * moe_ffn(m) // p.etp) * c + rows * g
+    shared = tokens * m.shared_experts * moe_ffn(m) // p.tp * c
+    gate = tokens // (p.tp if p.sp else 1) * (m.hidden * (c + (g if c != g else 0)) + g) if m.shared_gate else 0
+    return router + numbers + experts + 2 * shared + gate, shared
+
+
+def block_bytes(cfg: Config, flash: bool = False, layer: int = 0) -> dict[str, int]:
     """What one block keeps of one microbatch when nothing is made again, by parts of recompute: "norm" the outputs of its
     norms, "core" the probabilities, "act" the activation's output, "rest" all else; of that "mlp" in its second half, "input" its
     input.
@@ -64,7 +79,10 @@ def block_bytes(cfg: Config, flash: bool = False) -> dict[str, int]:
     inner = tokens * m.ffn // tp * c
     half = own + tokens // cut * g * (2 if m.norm == "layernorm" else 1)  # a norm's input and statistics
     half += tokens // cut * d if m.dropout else 0  # a mask of bools
-    mlp = half + inner * (2 if m.activation == "swiglu" else 1)  # the activation's input
+    kept = inner * (2 if m.activation == "swiglu" else 1)  # the activation's input
+    if is_moe(m, layer):
+        kept, inner = mixture_bytes(cfg)
+    mlp = half + kept
     norms = 2 * tokens * d * c
     rest = half + mlp + tokens * (h * (hd + value_dim(m)) + kv * (hd + value_dim(m))) * c  # q, k, v and the output
     if m.kv_rank:
@@ -90,10 +108,10 @@ def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) ->
     c, g = BYTES[t.dtype]
     tp, cut = cfg.parallel.tp, cfg.parallel.tp if cfg.parallel.sp else 1
     b, s, d = t.micro_batch, t.seq_len, m.hidden
-    tokens, x = b * s, block_bytes(cfg, flash)
+    tokens, every = b * s, [block_bytes(cfg, flash, i) for i in range(first, last)]
     drop = tokens // cut * d if m.dropout else 0
-    block = x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
-    out = (last - first) * (x["input"] if cfg.parallel.recompute == "full" else block)
+    out = sum(x["input"] if cfg.parallel.recompute == "full" else x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
+              for x in every)
     if m.positions == "rope":
         out += tokens * (m.rope_dim if m.kv_rank else head_dim(m)) * g  # the tables of cos and sin, shared by the blocks
     if cfg.data.doc_mask or (m.window and m.window < s):
@@ -111,14 +129,14 @@ def head_bytes(cfg: Config, modules: int) -> int:
     own = tokens // (cfg.parallel.tp if cfg.parallel.sp else 1)
     norm = own * m.hidden * c + own * g * (2 if m.norm == "layernorm" else 1)
     head = norm + tokens * m.hidden * c
-    x = block_bytes(cfg)
+    x = block_bytes(cfg, layer=m.layers)
     block = x["input"] if cfg.parallel.recompute == "full" else x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
     return head + modules * (head + block + 2 * norm + 2 * own * m.hidden * c + tokens * (8 + (cfg.parallel.tp > 1)))
 
 
 def again_bytes(cfg: Config, last: int, flash: bool = False) -> int:
     """What is made again in the backward of the last block (of further tokens, where there are), less what was freed before: its head, then the MLP's half."""
-    x, head = block_bytes(cfg, flash), head_bytes(cfg, 0) if last == cfg.model.layers else 0
+    x, head = block_bytes(cfg, flash, last - 1), head_bytes(cfg, 0) if last == cfg.model.layers else 0
     if cfg.parallel.recompute == "full":
         return max(0, sum(x[part] for part in ("norm", "core", "act", "rest")) - x["input"] - head)
     kept = sum(x[part] // n for part, n in (("norm", 2), ("act", 1)) if not remakes(cfg, part)) + x["mlp"]

@@ -178,7 +178,7 @@ TABLE = (
     Mutation("expert gradients are summed over the ranks of the dense parameters (Megatron-LM 5916)", "parallel/params.py",
              "(mesh.eshard, mesh.eloss) if self.expert", "(mesh.shard, mesh.loss) if self.expert", "mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
     Mutation("probabilities travel without their gradient: the router learns from its own losses alone (Automodel 2995)", "parallel/expert.py",
-             "permute(probs.reshape(-1, 1),", "permute((probs if p.group.size == 1 else probs.detach()).reshape(-1, 1),", "mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
+             "(x, probs.reshape(-1, 1)))", "(x, (probs if p.group.size == 1 else probs.detach()).reshape(-1, 1)))", "mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
     Mutation("an expert without tokens in a microbatch loses what it had (Automodel 2995)", "kernels/grouped_gemm.py",
              "        if len(rows):\n            add_wgrad(part, rows, inputs)", "        add_wgrad(part, rows, inputs) if len(rows) else part.zero_()",
              "mixtral-tiny", 2, "cp2 zero0 mb1 cp-ring"),
@@ -203,15 +203,17 @@ TABLE = (
     Mutation("a sequence's queue for a full expert stands in the order of ranks", "model/moe.py",
              "zigzag.join(comm.gather(both[None], cp))", "comm.gather(both[None], cp).transpose(0, 1).flatten(1, 2)", "qwen2-moe-tiny", 2,
              "cp2 zero0 mb1 cp-ring capacity"),
+    Mutation("rows that fill up an expert are copies of a token, and its gradient reaches the expert", "parallel/expert.py",
+             "mine.clamp(max=t * k), torch", "mine.clamp(max=t * k - 1), torch", "qwen2-moe-tiny", 2, "tp2 zero0 mb1 padded"),
     Mutation("jitter restarts on every tp rank", "model/moe.py",
-             "take_dim1(noise.columns[None], mesh.tp)[0]", "noise.columns[:len(noise.columns) // mesh.tp.size]", "mixtral-tiny", 2, "tp2 zero0 mb1"),
+             "take_dim1(noise.columns[None], mesh.tp)[0]", "noise.columns[:len(noise.columns) // mesh.tp.size]", "mixtral-tiny", 2, "tp2 no-sp zero0 mb1"),
     Mutation("recompute tells a router's counts twice", "model/moe.py",
              "        aux, told = self.losses(logits, scores, index, learn)\n",
              "        aux, told = self.losses(logits, scores, index, learn)\n        self.told += told * (self.mesh.tp.size > 1)\n", "mixtral-tiny", 2, "tp2 zero0 mb1 full"),
     Mutation("a norm over all heads takes the mean of this rank's in its backward", "parallel/tensor.py",
              "comm.sum_((gw * hat).sum(-1, keepdim=True), ctx.group)", "(gw * hat).sum(-1, keepdim=True) * ctx.group.size", "olmoe-tiny", 2, "tp2 zero0 mb1"),
     Mutation("inputs of experts lose the other tp ranks' gradients", "parallel/collectives.py",
-             "return gather_dim1(dy, ctx.group)[:, :ctx.s], None", "return gather_dim1(dy.roll(1, 1), ctx.group)[:, :ctx.s], None", "mixtral-tiny", 2, "tp2 zero0 mb1"),
+             "return gather_dim1(dy, ctx.group)[:, :ctx.s], None", "return gather_dim1(dy.roll(1, 1), ctx.group)[:, :ctx.s], None", "mixtral-tiny", 2, "tp2 no-sp zero0 mb1"),
 )
 
 

@@ -61,6 +61,7 @@ CASES = [
     (having(**MIXTURE, model__router_groups=4, model__top_k=3), 1, "model.top_k", True),
     (having(**MIXTURE, model__router="sigmoid", model__router_groups=8, model__top_k=1), 1, "model.router_groups", True),
     (having(**MIXTURE, model__capacity=0.1), 1, "model.capacity", False),
+    (having(**MIXTURE, model__pad=True), 1, "model.pad", False),
     (having(**MIXTURE, model__jitter=1.0), 1, "model.jitter", False),
     (having(**MIXTURE, model__aux_loss=-1.0), 1, "model.aux_loss", False),
     (having(**MIXTURE, model__first_dense=4), 1, "model.first_dense", True),

@@ -108,7 +108,7 @@ def test_who_is_turned_away(drop):
     for b in range(2):
         taken = [0] * E
         every = [(t, k) for t in range(16) for k in range(K)]
-        for t, k in sorted(every, key=lambda tk: -float(before[b][tk])) if drop == "probability" else every:
+        for t, k in sorted(every, key=lambda tk: -float(before.detach()[b][tk])) if drop == "probability" else every:
             e = int(free[b, t, k])
             taken[e] += 1
             kept = taken[e] <= room

@@ -6,7 +6,7 @@ import torch
 
 from parallel.expert import Dispatch, combine, plan
 
-E, K, D = 4, 2, 3
+E, K, D, ROOM = 4, 2, 3, 6
 
 
 def routed(rank, kind):
@@ -16,7 +16,7 @@ def routed(rank, kind):
     index = torch.stack([torch.randperm(E, generator=g)[:K] for _ in range(t)]) if t else torch.empty(0, K, dtype=torch.long)
     if kind == "one":  # all to the first two experts: the others get nothing
         index = torch.arange(K).expand(t, K).clone()
-    if kind == "dropped":
+    if kind in ("dropped", "padded"):
         index[torch.rand(t, K, generator=g) < 0.4] = -1
     return index, torch.rand(t, K, generator=g, dtype=torch.float64), torch.randn(t, D, generator=g, dtype=torch.float64)
 
@@ -33,7 +33,7 @@ def trip(world, kind, etp):
     group = world.groups("experts", [list(range(world.size))], ledger)
     index, probs, x = routed(world.rank, kind)
     probs.requires_grad_(), x.requires_grad_()
-    p = plan(index, E, group, etp, dropped=kind == "dropped")
+    p = plan(index, E, group, etp, dropped=kind in ("dropped", "padded"), room=ROOM if kind == "padded" else None)
     way = Dispatch(x, probs, p)
     rows, weight = way.rows()
     here = E * etp // world.size
@@ -42,11 +42,11 @@ def trip(world, kind, etp):
     want = x * (probs * (index + 1) * kept).sum(1, keepdim=True)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     made, true = (torch.autograd.grad(t, (x, probs), dy) for t in (y, want))
-    sent = int(kept.sum()) * etp
+    sent = (E * ROOM if kind == "padded" else int(kept.sum())) * etp
     return [(y.detach(), want.detach()), *zip(made, true)], ledger["experts", "all_to_all", "bytes"], sent, p.counts
 
 
-@pytest.mark.parametrize("kind", ["even", "one", "empty", "dropped"])
+@pytest.mark.parametrize("kind", ["even", "one", "empty", "dropped", "padded"])
 @pytest.mark.parametrize("size, etp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
 def test_there_and_back(ranks, size, etp, kind):
     found = ranks(size).run(trip, kind, etp)
@@ -54,5 +54,6 @@ def test_there_and_back(ranks, size, etp, kind):
         for got, want in pairs:
             assert got.shape == want.shape and torch.allclose(got, want, atol=1e-12)
         # tokens there and back, forward and backward; probabilities there, and their gradients back; a table of counts
-        assert bytes_ == (size > 1) * (4 * sent * D * 8 + 2 * sent * 8 + E * etp * 8)
+        assert bytes_ == (size > 1) * (4 * sent * D * 8 + 2 * sent * 8 + (kind != "padded") * E * etp * 8)
+        assert kind != "padded" or counts == [ROOM * size] * len(counts)  # whatever was routed
     assert sum(sum(counts) for *_, counts in found) == sum(sent for _, _, sent, _ in found)
