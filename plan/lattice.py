@@ -21,7 +21,7 @@ LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
             "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
             "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd")}
-SECTION = {"micro_batch": "train", "doc_mask": "data", "capacity": "model", "pad": "model", "name": "optim"}  # else parallel
+SECTION = {"micro_batch": "train", "global_batch": "train", "layers": "model", "doc_mask": "data", "capacity": "model", "pad": "model", "name": "optim"}  # else parallel
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -44,10 +44,14 @@ class Lattice:
     refused: dict[str, int]
 
     def config(self, values: Values) -> Config:
+        """The job of a cell: no more layers and sequences than its stages and microbatches need, since a proof pays for each."""
         sections: dict[str, Values] = {}
         values, n = dict(values), values["pp"] * (SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2)
+        dp = self.world // (values["tp"] * values["cp"] * values["pp"])
+        values["layers"] = min(self.cfg.model.layers, n + 2)
+        values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * 2 * values["pp"])
         if values["stages"] == "uneven":
-            values["stages"] = ",".join(map(str, [self.cfg.model.layers - n + 1, *[1] * (n - 1)]))
+            values["stages"] = ",".join(map(str, [values["layers"] - n + 1, *[1] * (n - 1)]))
         if values["recompute"] == "mixed":
             values |= {"recompute": "none", "recompute_stages": ",".join((["full", "selective"] * n)[:n])}
         if values["capacity"] == "padded":

@@ -17,7 +17,7 @@ class Pool:
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "build", "train"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "build", "train"])
         self.folder = tempfile.TemporaryDirectory(prefix="bevatron-pool-")
         self.size, self.pipes, self.ranks = size, [], []
         for rank in range(size):

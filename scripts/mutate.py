@@ -181,7 +181,7 @@ TABLE = (
              "(x, probs.reshape(-1, 1)))", "(x, (probs if p.group.size == 1 else probs.detach()).reshape(-1, 1)))", "mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
     Mutation("an expert without tokens in a microbatch loses what it had (Automodel 2995)", "kernels/grouped_gemm.py",
              "        if len(rows):\n            add_wgrad(part, rows, inputs)", "        add_wgrad(part, rows, inputs) if len(rows) else part.zero_()",
-             "mixtral-tiny", 2, "cp2 zero0 mb1 cp-ring"),
+             "mixtral-tiny", 4, "cp4 zero0 mb1 cp-ring"),
     Mutation("gradients of experts are doubled at ep 2 (pytorch 160285)", "parallel/expert.py",
              "ctx.flight.start(dy, False)", "ctx.flight.start(dy * ctx.flight.plan.group.size, False)", "mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
     Mutation("the sequence-wise balance counts a sequence shard alone (Megatron-LM 5996)", "model/moe.py",
@@ -219,7 +219,7 @@ TABLE = (
 
 def plant(m: Mutation, folder: Path) -> None:
     """A copy of the checkout with the bug in it."""
-    for item in ("strict.py", "config.py", "rules.py", "build.py", "train.py", "configs", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan",
+    for item in ("strict.py", "keys.py", "config.py", "rules.py", "build.py", "train.py", "configs", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan",
                  "scripts"):
         source = ROOT / item
         (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / item)

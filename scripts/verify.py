@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import config
@@ -99,7 +100,7 @@ class Off(NamedTuple):
 def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tensor] | list[Off]:
     """Train STEPS steps. Without truth: return it, {which value: tensor}; with the file that holds it: how far off each value
     of this rank is, but only the worst of each step."""
-    known = None if truth is None else torch.load(truth, mmap=True)
+    known = None if truth is None else load_file(truth)
     p = cfg.parallel
     mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
     mesh.ledger.clear()
@@ -157,9 +158,9 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
     truth is kept in `folder` and made once for all layouts of a model."""
-    truth = folder / f"{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}.pt"
+    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}.safetensors"
     if not truth.exists():
-        torch.save(one_process(cfg), truth)
+        save_file({what: value.contiguous() for what, value in one_process(cfg).items()}, truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
     worst = max(seen, key=lambda off: off.rank)
     return min((off for off in seen if off.bad), key=lambda off: (off.step, *(-x for x in off.rank)), default=worst), worst
