@@ -49,7 +49,7 @@ class Lattice:
         values, n = dict(values), values["pp"] * (SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2)
         dp = self.world // (values["tp"] * values["cp"] * values["pp"])
         values["layers"] = min(self.cfg.model.layers, n + 2)
-        values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * 2 * values["pp"])
+        values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * max(4, 2 * values["pp"]))
         if values["stages"] == "uneven":
             values["stages"] = ",".join(map(str, [values["layers"] - n + 1, *[1] * (n - 1)]))
         if values["recompute"] == "mixed":
