@@ -8,7 +8,6 @@ switches (recompute, microbatches, ...) chosen so that every legal pair of value
 import argparse
 import itertools
 import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -29,7 +28,6 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from plan import lattice
 from plan.lattice import Lattice, Values
-from runtime.failure import fail_cleanly
 from runtime.guard import Guard
 from runtime.pool import Pool
 from train import train_step
@@ -158,7 +156,7 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
     truth is kept in `folder` and made once for all layouts of a model."""
-    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}.safetensors"
+    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}-{cfg.model.mup_base}.safetensors"
     if not truth.exists():
         save_file({what: value.contiguous() for what, value in one_process(cfg).items()}, truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
@@ -178,7 +176,7 @@ def words(values: Values, world: int) -> list[str]:
             + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
             + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"] + ["capacity"] * (v["capacity"] == 1.0)
             + ["padded"] * (v["capacity"] == "padded")
-            + [v["name"]] * (v["name"] != "adamw") + [v["recompute"]] * (v["recompute"] != "none"))
+            + [v["name"]] * (v["name"] != "adamw") + ["mup"] * bool(v["mup_base"]) + [v["recompute"]] * (v["recompute"] != "none"))
 
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
@@ -261,6 +259,3 @@ def main(argv: list[str]) -> int:
         write_table(a.table, a.name, [f"`python -m scripts.verify {' '.join(argv)}`: {closing}.", "", *support(done)])
     return 0 if proven == len(done) else 1
 
-
-if __name__ == "__main__":
-    sys.exit(fail_cleanly(main, sys.argv[1:]))
