@@ -4,6 +4,8 @@ In fp64 on the CPU, over gloo: each step's loss, every gradient by its global na
 the last step, each within a relative 1e-9 of one process that ran the same steps. The layouts are those that train.py's own
 rules let pass; the rest is refused with the reason that train.py would give. `--layouts all` runs every layout, with
 switches (recompute, microbatches, ...) chosen so that every legal pair of values meets; `--layouts product` every choice.
+
+`--coord` proves no layout, but muP: how far training moves activations, by width (scripts/verify/coord.py).
 """
 import argparse
 import itertools
@@ -30,6 +32,7 @@ from plan import lattice
 from plan.lattice import Lattice, Values
 from runtime.guard import Guard
 from runtime.pool import Pool
+from scripts.verify import coord
 from train import train_step
 
 STEPS = 2
@@ -228,7 +231,13 @@ def main(argv: list[str]) -> int:
     p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp")
     p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
     p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
+    p.add_argument("--coord", action="store_true", help="instead of layouts: the coordinate check of muP, at widths that double")
+    p.add_argument("--out", type=Path, help="of --coord: draw it into this .png")
     a = p.parse_args(argv)
+    if a.coord:
+        return coord.check(a.name, a.json, a.out)
+    if a.out:
+        raise ConfigError("--out: is the picture of --coord; give that too")
     if not 1 <= a.world <= 8:
         raise ConfigError(f"--world: {a.world} must lie in 1..8; the layouts of more ranks are made of the same parts")
     if a.layouts not in ("all", "product") and not a.layouts.isdigit():
