@@ -228,6 +228,7 @@ def test_files_without_a_sidecar_or_tokenizer(prefix, tmp_path):
 def test_bytes_per_token(prefix):
     data = open_data(settings(prefix), "valid", 0, 1)
     assert 0.9 < data.bytes_per_token < 1  # each end-of-document token has no bytes
+    assert [open_data(settings(prefix), "valid", rank, 2).bytes_per_token for rank in range(2)] == 2 * [data.bytes_per_token]
 
 
 def test_speed(prefix):
