@@ -64,7 +64,7 @@ def test_without_the_harness_one_line_says_what_to_install():
 
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval, an optional package, is not installed")
 def test_a_task_of_ones_own(tmp_path):
-    docs = [{"q": f"{i}", "a": [chr(65 + i), chr(75 + i)], "gold": i % 2} for i in range(6)]
+    docs = [{"q": f"say {i}", "a": [chr(65 + i), chr(75 + i)], "gold": i % 2} for i in range(6)]
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(d) + "\n" for d in docs))
     (tmp_path / "own.yaml").write_text(f"""
 task: own
@@ -74,7 +74,7 @@ test_split: test
 output_type: multiple_choice
 doc_to_text: "{{{{q}}}}"
 doc_to_choice: "{{{{a}}}}"
-doc_to_target: gold
+doc_to_target: "{{{{gold}}}}"
 target_delimiter: ""
 metric_list: [{{metric: acc}}]
 """)
