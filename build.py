@@ -7,7 +7,7 @@ import torch
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, Parallel, numbers, of_stage, words
+from config import Config, ConfigError, Parallel, mup_width, numbers, of_stage, words
 from data import tokenizer
 from kernels.grad import wide
 from model.moe import Routers
@@ -31,6 +31,8 @@ from rules import divisors, nearby, validate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
+
+MUP_POWER = {"muon": 0.5}  # a hidden matrix of m times the tuned width learns m^-this times as fast (optim/muon.py says why); else 1
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
         stage = Stage(of_stage(cfg, n), mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
-
+        for weight in stage.parameters():  # a table of another stage stays as it is
+            weight.spec = weight.spec.wider(mup_width(cfg.model), MUP_POWER.get(cfg.optim.name, 1.0))
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
             for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):

@@ -49,6 +49,8 @@ class Model:
     window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
     dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
     init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
+    mup_base: int | None = None  # muP (arXiv 2203.03466): width of the model whose rates and init_std were tuned; ffn, heads and ranks grow with hidden; none: off
+    mup_head_dim: int | None = None  # muP: that model's head_dim; attention scores go as 1 / head_dim from there; none: the same as here
     attention: Literal["auto", "flash", "sdpa", "triton", "reference"] = "auto"  # attention kernel; auto: the fastest that fits
     experts: int | None = None  # routed experts of a mixture layer (arXiv 2101.03961); none: a dense model
     top_k: int = 2  # experts that a token goes to
@@ -199,6 +201,16 @@ def value_dim(m: Model) -> int:
 
 def kv_heads(m: Model) -> int:
     return m.kv_heads or m.heads
+
+
+def mup_width(m: Model) -> float:
+    """How many times wider this is than the model that was tuned; 1 without muP."""
+    return m.hidden / m.mup_base if m.mup_base else 1.0
+
+
+def mup_scores(m: Model) -> float:
+    """What muP multiplies attention scores by, beside 1 / sqrt(head_dim)."""
+    return (m.mup_head_dim / head_dim(m)) ** 0.5 if m.mup_head_dim else 1.0
 
 
 def attention_weights(m: Model) -> int:

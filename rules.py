@@ -8,6 +8,8 @@ from typing import Callable
 
 from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, words
 
+NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here", "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
+          "lars": "its trust ratio sets each tensor's step, for which muP has no rule"}
 PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
 
 
@@ -41,7 +43,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
                           "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
-                          "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "rope_factor", "rope_original"),
+                          "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "mup_base", "mup_head_dim", "rope_factor", "rope_original"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
                 "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
@@ -77,6 +79,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
          "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; give kv_rank, or leave them out")
     need(m.rope_kind != "yarn" or m.rope_low_freq < m.rope_high_freq,
          f"model.rope_low_freq: {m.rope_low_freq} must lie below model.rope_high_freq={m.rope_high_freq}")
+    need(not m.mup_base or o.name not in NO_MUP, f"optim.name: {o.name} and model.mup_base do not go together: {NO_MUP.get(o.name)}; take adamw, lion or muon")
+    need(m.mup_base or not m.mup_head_dim, "model.mup_head_dim: is that of muP's base model; give model.mup_base as well, or leave it out")
     need(m.mtp >= 0 and m.mtp_weight >= 0, "model.mtp, model.mtp_weight: must not be negative")
     need(m.qk_norm or not m.qk_norm_whole, "model.qk_norm_whole: says how model.qk_norm is done, which is off; turn that on")
     need(m.positions != "learned" or t.seq_len <= m.context,

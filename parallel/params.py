@@ -74,10 +74,10 @@ def counted(p: nn.Parameter, mesh: Mesh) -> bool:
 
 
 def cut(params: list[nn.Parameter], cap: int, apart: bool = False) -> list[list[nn.Parameter]]:
-    """The parameters of a part -> those of each of its buckets. Those with the same treatment (decay, counted) lie side by
+    """The parameters of a part -> those of each of its buckets. Those with the same treatment (decay, rate, counted) lie side by
     side, in an order that is the same on all tp ranks: what is partial over tp lies at the same place in each. Experts, which
     other ranks share, have buckets of their own."""
-    kinds = [sorted([p for p in params if (p.spec.expert, apart and p.spec.hidden) == kind], key=lambda p: (not p.spec.decay, whole(p)))
+    kinds = [sorted([p for p in params if (p.spec.expert, apart and p.spec.hidden) == kind], key=lambda p: (not p.spec.decay, p.spec.rate, whole(p)))
              for kind in itertools.product((False, True), repeat=2)]
     return [[kind[i] for i in group] for kind in kinds for group in packing.pack([prod(p.spec.shape) for p in kind], cap)]
 
@@ -220,18 +220,18 @@ class Bucket:
 
     # ---- what the optimizer, clipping and checkpoints read -----------------------------------------------------------
 
-    def runs(self) -> list[tuple[slice, bool, bool]]:
-        """[(range within the owned share, weight decay, counted in the norm)]: as few as the order of slots allows."""
-        out: list[tuple[int, int, bool, bool]] = []
+    def runs(self) -> list[tuple[slice, bool, float, bool]]:
+        """[(range within the owned share, weight decay, factor of the rate, counted in the norm)]: as few as the order of slots allows."""
+        out: list[tuple[int, int, bool, float, bool]] = []
         for slot in self.slots:
             a, b = max(slot.offset, self.lo), min(slot.offset + slot.numel, self.hi)
             if a < b:
-                same = out and out[-1][2:] == (slot.param.spec.decay, slot.once)
-                if same:
+                how = slot.param.spec.decay, slot.param.spec.rate, slot.once
+                if out and out[-1][2:] == how:
                     out[-1] = (out[-1][0], b - self.lo, *out[-1][2:])  # padding between them is zero and stays zero
                 else:
-                    out.append((a - self.lo, b - self.lo, slot.param.spec.decay, slot.once))
-        return [(slice(a, b), decay, once) for a, b, decay, once in out]
+                    out.append((a - self.lo, b - self.lo, *how))
+        return [(slice(a, b), decay, rate, once) for a, b, decay, rate, once in out]
 
     def boxes(self, flat: Tensor, alone: bool = False) -> list[tuple[Box, Tensor]]:
         """[(box, its elements)] of a flat tensor over the owned range: at most 2 ndim - 1 boxes a stored tensor.

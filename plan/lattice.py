@@ -20,8 +20,8 @@ LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
             "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
-            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd")}
-SECTION = {"micro_batch": "train", "global_batch": "train", "layers": "model", "doc_mask": "data", "capacity": "model", "pad": "model", "name": "optim"}  # else parallel
+            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd"), "mup_base": (None, 16)}
+SECTION = {"micro_batch": "train", "global_batch": "train", "layers": "model", "doc_mask": "data", "capacity": "model", "pad": "model", "name": "optim", "mup_base": "model", "mup_head_dim": "model"}  # else parallel
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -56,6 +56,8 @@ class Lattice:
             values |= {"recompute": "none", "recompute_stages": ",".join((["full", "selective"] * n)[:n])}
         if values["capacity"] == "padded":
             values |= {"capacity": 1.0, "pad": True}
+        if values["mup_base"]:
+            values["mup_head_dim"] = 2
         for key, value in values.items():
             sections.setdefault(SECTION.get(key, "parallel"), {})[key] = value
         return replace(self.cfg, **{s: replace(getattr(self.cfg, s), **keys) for s, keys in sections.items()})

@@ -77,6 +77,10 @@ CASES = [
     (having(model__q_rank=8), 1, "model.kv_rank", False),
     (having(model__rope_kind="yarn", model__rope_low_freq=5.0), 1, "model.rope_low_freq", False),
     (having(model__mtp=-1), 1, "model.mtp", False),
+    (having(model__mup_base=0), 1, "model.mup_base", False),
+    (having(model__mup_base=-64), 1, "model.mup_base", False),
+    (having(model__mup_head_dim=8), 1, "model.mup_head_dim", False),
+    *((having(model__mup_base=64, optim__name=name), 1, "model.mup_base", False) for name in ("sgd", "lamb", "lars")),
 ]
 
 

@@ -4,11 +4,12 @@ In fp64 on the CPU, over gloo: each step's loss, every gradient by its global na
 the last step, each within a relative 1e-9 of one process that ran the same steps. The layouts are those that train.py's own
 rules let pass; the rest is refused with the reason that train.py would give. `--layouts all` runs every layout, with
 switches (recompute, microbatches, ...) chosen so that every legal pair of values meets; `--layouts product` every choice.
+
+`--coord` proves no layout, but muP: how far training moves activations, by width (scripts/verify/coord.py).
 """
 import argparse
 import itertools
 import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -29,9 +30,9 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from plan import lattice
 from plan.lattice import Lattice, Values
-from runtime.failure import fail_cleanly
 from runtime.guard import Guard
 from runtime.pool import Pool
+from scripts.verify import coord
 from train import train_step
 
 STEPS = 2
@@ -158,7 +159,7 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
     truth is kept in `folder` and made once for all layouts of a model."""
-    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}.safetensors"
+    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}-{cfg.model.mup_base}.safetensors"
     if not truth.exists():
         save_file({what: value.contiguous() for what, value in one_process(cfg).items()}, truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
@@ -178,7 +179,7 @@ def words(values: Values, world: int) -> list[str]:
             + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
             + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"] + ["capacity"] * (v["capacity"] == 1.0)
             + ["padded"] * (v["capacity"] == "padded")
-            + [v["name"]] * (v["name"] != "adamw") + [v["recompute"]] * (v["recompute"] != "none"))
+            + [v["name"]] * (v["name"] != "adamw") + ["mup"] * bool(v["mup_base"]) + [v["recompute"]] * (v["recompute"] != "none"))
 
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
@@ -230,7 +231,13 @@ def main(argv: list[str]) -> int:
     p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp")
     p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
     p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
+    p.add_argument("--coord", action="store_true", help="instead of layouts: the coordinate check of muP, at widths that double")
+    p.add_argument("--out", type=Path, help="of --coord: draw it into this .png")
     a = p.parse_args(argv)
+    if a.coord:
+        return coord.check(a.name, a.json, a.out)
+    if a.out:
+        raise ConfigError("--out: is the picture of --coord; give that too")
     if not 1 <= a.world <= 8:
         raise ConfigError(f"--world: {a.world} must lie in 1..8; the layouts of more ranks are made of the same parts")
     if a.layouts not in ("all", "product") and not a.layouts.isdigit():
@@ -261,6 +268,3 @@ def main(argv: list[str]) -> int:
         write_table(a.table, a.name, [f"`python -m scripts.verify {' '.join(argv)}`: {closing}.", "", *support(done)])
     return 0 if proven == len(done) else 1
 
-
-if __name__ == "__main__":
-    sys.exit(fail_cleanly(main, sys.argv[1:]))
