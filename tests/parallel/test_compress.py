@@ -1,6 +1,7 @@
 """Lossy sums and gathers: how far off they may be, that no two ranks see different values, that nothing sick vanishes, and that
 models still learn. Planted bugs must be seen by the same checks."""
 import hashlib
+import pathlib
 from collections import Counter, defaultdict
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ import rules
 from build import build
 from checkpoint import state, store
 from checkpoint.saver import Saver
+from data.batch import Batch
 from parallel import compress, powersgd
 from parallel.boxes import Box
 from parallel.comm import World
@@ -340,14 +342,23 @@ def test_a_nan_reaches_every_guard_and_does_no_harm(ranks, parallel):
         assert said == [True, False, True, True] and kept and finite
 
 
+def text(cfg, step: int, rank: int, world: int) -> list[Batch]:
+    """A rank's sequences of a step: places in the licence, letter by letter."""
+    letters = torch.tensor([ord(c) % cfg.model.vocab for c in (pathlib.Path(config.__file__).parent / "LICENSE").read_text()])
+    t = cfg.train
+    starts = torch.randint(len(letters) - t.seq_len, (t.global_batch,), generator=torch.Generator().manual_seed(step)).tolist()
+    mine = range(rank, t.global_batch, world)
+    rows = torch.stack([letters[starts[i]:starts[i] + t.seq_len + 1] for i in mine])
+    return [Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), torch.arange(t.seq_len).expand(len(rows), -1), None, torch.tensor(list(mine)), step)]
+
+
 def learned(world: World, cfg):
-    """(mean loss of the last ten steps, bytes of gradients and weights on the wire in the last step)."""
-    run, data = begin(world, cfg)
-    fixed = [data.microbatches(i) for i in range(4)]  # few enough to be learned by heart
+    """(mean loss of the last ten steps, bytes of gradients and weights on the wire in a step, as all-reduces count twice, the first loss)."""
+    run, _ = begin(world, cfg)
     losses = []
     for step in range(1, cfg.train.steps + 1):
         run.mesh.ledger.clear()
-        losses.append(float(train_step(run, step, fixed[step % 4], Guard(), lambda *point: None)[0]))
+        losses.append(float(train_step(run, step, text(cfg, step, world.rank, world.size), Guard(), lambda *point: None)[0]))
     wire = {verb: run.mesh.ledger[group, verb, "bytes"] for group in ("loss", "shard") for verb in ("all_reduce", "all_to_all", "reduce_scatter", "all_gather")
             if run.mesh.ledger[group, verb, "bytes"] > 64}
     for b in run.buckets:
@@ -355,24 +366,26 @@ def learned(world: World, cfg):
     return sum(losses[-10:]) / 10, sum(n * (2 if verb == "all_reduce" else 1) for verb, n in wire.items()), losses[0]
 
 
-LEARN = [dict(), dict(compress="int8"), dict(compress="fp8"), dict(compress="powersgd", powersgd_rank=4), dict(zero=1),
-         dict(zero=1, compress="int8", compress_weights="int8"), dict(zero=3, compress="fp8", compress_weights="fp8")]
+EIGHT = dict(compress="int8", compress_weights="int8"), dict(compress="fp8", compress_weights="fp8")
+LEARN = [(dict(), 0.0), (dict(compress="int8"), 0.02), (dict(compress="fp8"), 0.02), (dict(compress="powersgd", powersgd_rank=4), 0.15),
+         (dict(compress="powersgd", powersgd_rank=16), 0.05), (dict(zero=1), 0.01), (dict(zero=1, **EIGHT[0]), 0.02), (dict(zero=1, **EIGHT[1]), 0.05),
+         (dict(zero=3), 0.01), (dict(zero=3, **EIGHT[0]), 0.02), (dict(zero=3, **EIGHT[1]), 0.05)]
 
 
 def test_models_learn_all_the_same(ranks, capsys):
-    """60 steps of two ranks by heart: the last ten losses are within 3 % of the uncompressed, of what was learned."""
-    rows = []
-    for parallel in LEARN:
-        cfg = laid("fp32", 60, **(dict(parallel) | dict(bucket_mb=64.0)))
-        cfg = replace(cfg, parallel=replace(cfg.parallel, compress_block=256), model=replace(cfg.model, hidden=64, ffn=128),
-                      optim=replace(cfg.optim, lr=3e-3))
-        loss, sent, begun = ranks(2).run(learned, cfg)[0]
-        plain = rows[0] if rows else (None, sent, loss)
-        rows.append((parallel, sent, loss))
-        with capsys.disabled():
-            print(f"\n{' '.join(f'{k} {v}' for k, v in parallel.items()) or 'none':<48} {sent:>9,} bytes a step, {sent / plain[1]:.3f} of none; "
-                  f"loss {loss:.4f}, {loss - plain[2]:+.4f}", end="")
-        assert loss < 0.8 * begun and abs(loss - plain[2]) < 0.03 * (begun - plain[2]), (parallel, loss, plain)
+    """60 steps of two ranks in fp32: the mean of the last ten losses is within the margin of plain data parallelism's, as a share of what
+    that learned. The README's table is what this prints."""
+    plain = sent = None
+    with capsys.disabled():
+        for parallel, margin in LEARN:
+            cfg = laid("fp32", 60, **(parallel | dict(bucket_mb=64.0)))
+            cfg = replace(cfg, parallel=replace(cfg.parallel, compress_block=256), model=replace(cfg.model, hidden=64, ffn=128),
+                          optim=replace(cfg.optim, lr=3e-3), train=replace(cfg.train, micro_batch=8, global_batch=16))
+            loss, wire, begun = ranks(2).run(learned, cfg)[0]
+            plain, sent = (plain, sent) if plain else (loss, wire)
+            name = " ".join(f"{k} {v}" for k, v in parallel.items()) or "none"
+            print(f"\n{name:<48} {wire:>9,} bytes {wire / sent:.3f}   loss {loss:.4f} {loss - plain:+.4f}", end="")
+            assert loss < 0.7 * begun and abs(loss - plain) <= margin * (begun - plain), (parallel, loss, plain)
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
