@@ -7,7 +7,7 @@ import torch
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, Parallel, mup_width, numbers, of_stage, words
+from config import Config, ConfigError, Parallel, mup_width, numbers, of_stage, scale_block, words
 from data import tokenizer
 from kernels.grad import wide
 from model.moe import Routers
@@ -21,8 +21,10 @@ from optim.muon import Muon
 from optim.scaler import Scaler
 from optim.sgd import SGD
 from parallel.boxes import Box
+from parallel.compress import CODES
 from parallel.mesh import Mesh
 from parallel.offload import Away
+from parallel.packing import ALIGN
 from parallel.params import Bucket, Sharing, cut
 from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
@@ -76,7 +78,8 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon", p.offload in ("optimizer", "both"))
+    sharing = Sharing(p.zero, p.compress if p.compress in CODES else p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon",
+                      p.offload in ("optimizer", "both"), p.compress_weights, scale_block(p) or ALIGN, p.powersgd_rank if p.compress == "powersgd" else None)
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
@@ -86,7 +89,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
             for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):
-                for params in cut(group, sharing.cap, sharing.apart):
+                for params in cut(group, sharing):
                     buckets.append(Bucket(params, mesh, sharing, dtype, device, cfg.train.seed))
                     made.update({id(p): buckets[-1] for p in params})
         stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()],

@@ -126,6 +126,11 @@ class Parallel:
     bucket_mb: float = 64.0  # gradients that are reduced together, in MiB; a parameter is never cut
     reduce: Literal["collective", "ring", "hierarchy", "server"] = "collective"  # how data-parallel gradients are summed; the last three by sends
     node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
+    compress: Literal["none", "int8", "fp8", "powersgd"] = "none"  # these gradients on the wire, lossy: in 8 bits (qgZ, arXiv 2306.10209); of low
+    #   rank (arXiv 1905.13727), zero 0 only
+    compress_weights: Literal["none", "int8", "fp8"] = "none"  # weights that zero 1 to 3 gather, lossy (qwZ, arXiv 2306.10209); masters stay exact
+    compress_block: int = 256  # elements that have a scale together in int8 and fp8, a multiple of 64
+    powersgd_rank: int = 4  # of a matrix's gradient; the smaller of its sides, or more, loses nothing
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
     recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: parts of a block; whole blocks
     offload: Literal["none", "optimizer", "activations", "both"] = "none"  # kept in host memory: masters and moments; what the backward needs
@@ -256,6 +261,11 @@ def of_stage(cfg: Config, stage: int) -> Config:
 def remakes(cfg: Config, part: str) -> bool:
     """Is core, norm or act made again in the backward, alone (not with its block)?"""
     return cfg.parallel.recompute == "selective" and part in words(cfg.parallel.recompute_parts)
+
+
+def scale_block(p: Parallel) -> int | None:
+    """Elements that have a scale together on the wire: parameters, and ranks' shares of them, begin with a scale of their own."""
+    return p.compress_block if {p.compress, p.compress_weights} & {"int8", "fp8"} else None
 
 
 def padded_vocab(m: Model) -> int:

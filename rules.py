@@ -45,7 +45,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
                           "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
                           "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "mup_base", "mup_head_dim", "rope_factor", "rope_original"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
-                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node"),
+                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node", "compress_block", "powersgd_rank"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
@@ -120,6 +120,16 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
+    need(p.compress == "none" or p.reduce == "collective",
+         f"parallel.compress: {p.compress} says how gradients are summed, and so does parallel.reduce={p.reduce}; use one of them")
+    need(p.compress != "powersgd" or not p.zero, f"parallel.compress: powersgd has factors of whole gradients, parallel.zero={p.zero} wants shards of them; "
+         "use int8 or fp8, or parallel.zero 0")
+    need(p.compress != "powersgd" or t.dtype != "fp16", "parallel.compress: powersgd keeps errors from step to step, which a changing loss scale (fp16) "
+         "would make wrong; use train.dtype bf16")
+    need(p.compress_weights == "none" or p.zero, f"parallel.compress_weights: {p.compress_weights} is for weights that are gathered, and parallel.zero=0 gathers "
+         "none; set parallel.zero to 1, 2 or 3, or leave it at none", "parallel.zero", (1, 2, 3))
+    need(p.compress_block % 64 == 0, f"parallel.compress_block: {p.compress_block} is not a multiple of 64, from which parameters begin",
+         "parallel.compress_block", [64 * max(1, p.compress_block // 64 + i) for i in range(-1, 3)])
     a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
     for key, apart in (("tp", p.tp), ("ep*etp", p.ep * p.etp)):
         need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(apart, node) % min(apart, node) == 0,

@@ -56,6 +56,7 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip) / scale, ok)
     run.scaler.update(ok)
     for b in run.buckets:
+        b.settle(ok)
         b.publish()
     run.routers.settle(ok, scale)
     return loss, norm, ok

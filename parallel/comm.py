@@ -214,6 +214,9 @@ class Work:
         self.handle = self.source = None
         return self.result
 
+    def turn(self) -> None:
+        """Nothing: the second hop is that of sums which have one (parallel/compress.py)."""
+
 
 def start_sum(x: Tensor, group: Group) -> Work:
     """sum_, started: x is neither read nor written by others until wait()."""
