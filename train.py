@@ -47,7 +47,7 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
         b.zero_grad()
     run.routers.begin()
     scale = run.scaler.scale
-    loss = run.pipeline.run(run.ops, batches, scale / tokens) / scale
+    loss = run.pipeline.run(run.ops[len(batches)], batches, scale / tokens) / scale
     finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import Config
+from config import Config, batch_size, sequences
 from runtime.console import Console, duration, params, short, size, sparkline, visible
 from runtime.experts import LoadMap, flat, numbers
 from runtime.failure import code_of
@@ -38,7 +38,6 @@ class Metrics:
                  start_step: int = 0):
         self.run_dir, self.cfg, self.env = Path(run_dir), cfg, env
         self.steps, self.start = steps, start_step
-        self.tokens = cfg.train.global_batch * cfg.train.seq_len  # of a step
         self.flops = flops_per_token
         self.peak = peak_flops(env.device, cfg.train.dtype)
         self.writes = env.rank == 0
@@ -133,10 +132,11 @@ class Metrics:
     def row(self, host: dict, loss: float, norm: float, ok: float, memory: float) -> dict:
         """One line of metrics.jsonl, in its order."""
         ms = max(host["step_ms"], 1e-6)
-        rate = 1000 * self.tokens / ms
+        train = self.cfg.train
+        rate = 1000 * batch_size(train, host["step"] - 1) * train.seq_len / ms
         flops = rate / self.env.world * self.flops
         return {"step": host["step"], "loss": loss, "grad_norm": norm, "lr": host["lr"],
-                "tokens": host["step"] * self.tokens, "step_ms": host["step_ms"], "data_ms": host["data_ms"],
+                "tokens": sequences(train, host["step"]) * train.seq_len, "step_ms": host["step_ms"], "data_ms": host["data_ms"],
                 "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.env.world,
                 "tflops_per_gpu": flops / 1e12, "mfu": flops / self.peak if self.peak else None,
                 "mem_gib": memory, "skipped": int(not ok)}
@@ -164,7 +164,7 @@ class Metrics:
         world, p = self.env.world, c.parallel
         dp = world // (p.tp * p.pp * p.cp)
         accum = t.global_batch // (t.micro_batch * dp)
-        total = self.steps * self.tokens
+        total = sequences(t, self.steps) * t.seq_len
         show.write(f"Bevatron 0.1 · {self.env} · run {self.run_dir}")
         mix = f" · {m.experts} experts, {m.top_k} a token" if m.experts else ""
         heads = f"{m.heads} heads" + (f" ({m.kv_heads} kv)" if m.kv_heads not in (None, m.heads) else "")
@@ -172,8 +172,8 @@ class Metrics:
                             f" · {m.layers} layers · d {m.hidden} · {heads}{mix} · vocab {m.vocab or 0:,}")
         show.label("layout", f"world {world} = dp {dp} · tp {p.tp} · pp {p.pp} · cp {p.cp}"
                              + (f" · ep {p.ep} · etp {p.etp}" if m.experts else "") + f" · {t.dtype}")
-        show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {self.tokens:,} tok/step"
-                            f"{'':10}{self.steps:,} steps = {short(total)} tokens "
+        show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {t.global_batch * t.seq_len:,} tok/step"
+                            + (f" (ramp {t.ramp})" if t.ramp else "") + f"{'':10}{self.steps:,} steps = {short(total)} tokens "
                             f"({total / max(parameters[0], 1):.1f} tok/param)")
         show.label("data", data)
         w = self.env.wandb
@@ -187,7 +187,8 @@ class Metrics:
         """The console line of the newest step, with the rates since the line before."""
         span, last = self.span, self.span[-1]
         seconds = max(sum(r["step_ms"] for r in span) / 1000, 1e-9)
-        rate = len(span) * self.tokens / seconds
+        t = self.cfg.train
+        rate = (sequences(t, last["step"]) - sequences(t, span[0]["step"] - 1)) * t.seq_len / seconds
         flops = rate / self.env.world * self.flops
         rates = {"tokens_per_s": rate, "tflops": flops / 1e12, "mfu": flops / self.peak if self.peak else None,
                  "data": sum(r["data_ms"] for r in span) / 1000 / seconds, "skipped": sum(r["skipped"] for r in span)}
