@@ -18,6 +18,7 @@ from optim.lamb import LAMB, LARS
 from optim.lion import Lion
 from optim.lr import learning_rate
 from optim.muon import Muon
+from optim.noise import Noise
 from optim.scaler import Scaler
 from optim.sgd import SGD
 from parallel.boxes import Box
@@ -36,7 +37,8 @@ OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": 
 @dataclass(frozen=True)
 class Run:
     """steps: the horizon; stages: {number: stage} of this rank; ops: this rank's schedule for each number of
-    microbatches that a step may have; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16."""
+    microbatches that a step may have; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16;
+    noise: the gradient noise scale."""
     cfg: Config
     mesh: Mesh
     device: torch.device
@@ -49,6 +51,7 @@ class Run:
     steps: int
     routers: Routers
     scaler: Scaler
+    noise: Noise
 
     def lr(self, step: int) -> float:
         return learning_rate(self.cfg.optim, step, self.steps)
@@ -74,7 +77,8 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon", p.offload in ("optimizer", "both"))
+    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon", p.offload in ("optimizer", "both"),
+                      cfg.log.noise_scale)
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
@@ -142,7 +146,8 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
                         mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
     ops = {one.microbatches: lower(one.order, one.place)[mesh.pp.index] for one in every}
     return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
-               Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device))
+               Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device),
+               Noise(cfg.log.noise_scale, buckets, mesh))
 
 
 @dataclass(frozen=True)

@@ -166,6 +166,7 @@ class Log:
     dir: str = "runs"  # parent of the run folder
     name: str | None = None  # run folder's name; none: the recipe's
     every: int = 10  # steps between console lines
+    noise_scale: bool = False  # gradient noise scale (arXiv 1812.06162): reads the gradients of matrices twice more a step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     project: str = "bevatron"  # W&B project
 

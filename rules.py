@@ -136,6 +136,12 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}",
          "train.global_batch", [t.micro_batch * dp * max(1, t.global_batch // (t.micro_batch * dp) + i) for i in range(-1, 3)])
+    need(not cfg.log.noise_scale or p.cp == 1, f"log.noise_scale: wants the gradient of some sequences alone, and parallel.cp={p.cp} ranks hold parts "
+         "of each; set parallel.cp 1, or leave it out")
+    latent = (m.kv_rank or m.mtp) and p.sp and p.tp > 1
+    need(not cfg.log.noise_scale or (kv_heads(m) % p.tp == 0 and not latent), f"log.noise_scale: at parallel.tp={p.tp}"
+         + (" with parallel.sp the matrices behind latents and further tokens have" if latent else f" model.kv_heads={kv_heads(m)} has") + " gradients that are summed over tp "
+         "after the step; take a lower parallel.tp, or leave it out")
     if t.ramp:
         unit, tip = t.micro_batch * dp, lambda: nearby_ramp(cfg, t.micro_batch * dp, fits)
         start, more, *rest = numbers(t.ramp) + [0, 0]

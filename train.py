@@ -53,6 +53,7 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
         run.buckets[0].shard[0] = float("nan")
     norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / scale
     ok = guard.judge(loss, norm)
+    run.noise.settle(batches[0].counted(), len(batches), tokens, scale)
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip) / scale, ok)
     run.scaler.update(ok)
     for b in run.buckets:
@@ -103,7 +104,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
                 loss, norm, ok = train_step(run, step, batches, guard, at)
             at("step.end", step)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
-                                   seconds=time.perf_counter() - begun, told=run.routers.told))
+                                   seconds=time.perf_counter() - begun, told=run.routers.told, noise=run.noise.told))
             at("step.logged", step)
             reason = agreed(stop.check(), saver, mesh)
             last = step == run.steps or reason is not None

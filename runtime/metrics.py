@@ -7,6 +7,7 @@ Promises
 - Times are monotonic; on a GPU they are the device's own (events), for there the host runs ahead.
 """
 import dataclasses
+import math
 import statistics
 import sys
 import time
@@ -25,7 +26,26 @@ from runtime.lines import Lines, read
 from runtime.setup import Env, peak_flops
 from runtime.wandb_sink import Sink
 
+DECAY = 0.95  # of the running means behind the noise scale
 WINDOW = 64  # steps whose median is the rate behind the ETA
+
+
+class Smooth:
+    """The gradient noise scale as a ratio of running means: each part alone is unbiased, their ratio in one step is noise and may be
+    negative. A resumed run goes on from the lines it kept. rows: of metrics.jsonl."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.means: list[float] | None = None
+        for r in rows:
+            self.row([r.get("noise_s"), r.get("noise_g2")], not r["skipped"])
+
+    def row(self, noise: list, ok: bool) -> dict:
+        """noise: [S, |G|^2] of a step, or nothing -> what its line says: noise_scale in tokens, None where it is not known."""
+        s, g2 = noise if len(noise) == 2 and None not in noise and all(map(math.isfinite, noise)) else (None, None)
+        if ok and s is not None:
+            self.means = [s, g2] if self.means is None else [DECAY * m + (1 - DECAY) * x for m, x in zip(self.means, (s, g2))]
+        known = s is not None and min(self.means or [0.0]) > 0
+        return {"noise_scale": self.means[0] / self.means[1] if known else None, "noise_s": s, "noise_g2": g2}
 
 
 class Metrics:
@@ -48,6 +68,7 @@ class Metrics:
         self.experts = LoadMap(self.run_dir, cfg.model, start_step) if self.writes and cfg.model.experts else None
         self.pending: list[tuple[dict, Tensor, object, Tensor | None]] = []  # steps whose numbers are still on the device
         self.unseen: list[int] = []  # skipped flags that no call has handed back yet
+        self.noise = Smooth(read(self.run_dir, 1 << 40)[0] if self.writes and cfg.log.noise_scale else [])
         self.span: list[dict] = []  # rows since the last console line
         self.recent: deque[float] = deque(maxlen=WINDOW)  # ms of the last steps
         self.busy = 0.0  # seconds in steps so far; the rest of the wall time is evaluation and saving
@@ -68,12 +89,13 @@ class Metrics:
     # ---- once a step -------------------------------------------------------------------------------------------------
 
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, ok: Tensor, lr: float, seconds: float,
-             data_seconds: float, told: Tensor | None = None) -> list[int]:
+             data_seconds: float, told: Tensor | None = None, noise: Tensor | None = None) -> list[int]:
         """Takes in one step. loss, grad_norm, ok: scalars [] on any device, copied, not waited for; seconds: of the
-        whole step on the host, data_seconds: of these waiting for data; told: model.moe.Routers.told, kept as it is.
+        whole step on the host, data_seconds: of these waiting for data; told: model.moe.Routers.told, kept as it is;
+        noise: optim.noise.Noise.told, [2].
 
         Returns the skipped flags (0 or 1) of the steps that became known by this call, oldest first: often none."""
-        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok)])  # a copy, not a reference
+        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok, *(() if noise is None else noise))])  # a copy, not a reference
         end = self.stamp()
         self.first = time.perf_counter() - seconds if self.first is None else self.first
         host = {"step": step, "lr": lr, "step_ms": 1000 * seconds, "data_ms": 1000 * data_seconds}
@@ -111,12 +133,13 @@ class Metrics:
         """The one place that waits for the device."""
         if not self.pending:
             return
-        scalars = torch.stack([values for _, values, *_ in self.pending]).tolist()
+        scalars = torch.cat([values for _, values, *_ in self.pending]).tolist()
         rows, memory = [], self.memory()
-        for (host, _, (mark, end), told), (loss, norm, ok) in zip(self.pending, scalars):
+        for host, values, (mark, end), told in self.pending:
+            (loss, norm, ok, *noise), scalars = scalars[:len(values)], scalars[len(values):]
             if mark is not None:
                 host["step_ms"] = mark.elapsed_time(end)
-            rows.append(self.row(host, loss, norm, ok, memory))
+            rows.append(self.row(host, loss, norm, ok, memory) | (self.noise.row(noise, bool(ok)) if self.cfg.log.noise_scale else {}))
             if self.experts and told is not None:
                 rows[-1] |= numbers(told.cpu().numpy(), self.cfg.model)
                 self.experts.add(host["step"], told[:, :self.cfg.model.experts].cpu().numpy())

@@ -77,6 +77,8 @@ CASES = [
     (having(model__q_rank=8), 1, "model.kv_rank", False),
     (having(model__rope_kind="yarn", model__rope_low_freq=5.0), 1, "model.rope_low_freq", False),
     (having(model__mtp=-1), 1, "model.mtp", False),
+    (having(log__noise_scale=True, parallel__cp=2), 2, "log.noise_scale", False),
+    (having(log__noise_scale=True, model__kv_heads=1, parallel__tp=2), 2, "log.noise_scale", False),
     (having(train__ramp="8,8"), 4, "train.ramp", True),
     (having(train__ramp="8,0,100"), 4, "train.ramp", True),
     (having(train__ramp="8,7,100"), 4, "train.ramp", True),
