@@ -100,11 +100,12 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             begun = time.perf_counter()
             batches = [b.to(env.device) for b in data.microbatches(step - 1)]
             waited = time.perf_counter() - begun
+            world.now.clock.take()  # what came between the steps
             with trace.around(step):
                 loss, norm, ok = train_step(run, step, batches, guard, at)
             at("step.end", step)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
-                                   seconds=time.perf_counter() - begun, told=run.routers.told, noise=run.noise.told))
+                                   seconds=time.perf_counter() - begun, told=run.routers.told, noise=run.noise.told, comm=world.now.clock.take()))
             at("step.logged", step)
             reason = agreed(stop.check(), saver, mesh)
             last = step == run.steps or reason is not None

@@ -66,7 +66,7 @@ class Metrics:
         self.sink = Sink(env.wandb if self.writes else dataclasses.replace(env.wandb, mode="off"), self.run_dir,
                          cfg.log.name or self.run_dir.name, dataclasses.asdict(cfg))
         self.experts = LoadMap(self.run_dir, cfg.model, start_step) if self.writes and cfg.model.experts else None
-        self.pending: list[tuple[dict, Tensor, object, Tensor | None]] = []  # steps whose numbers are still on the device
+        self.pending: list[tuple[dict, Tensor, object, Tensor | None, object]] = []  # steps whose numbers are still on the device
         self.unseen: list[int] = []  # skipped flags that no call has handed back yet
         self.noise = Smooth(read(self.run_dir, 1 << 40)[0] if self.writes and cfg.log.noise_scale else [])
         self.span: list[dict] = []  # rows since the last console line
@@ -89,17 +89,17 @@ class Metrics:
     # ---- once a step -------------------------------------------------------------------------------------------------
 
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, ok: Tensor, lr: float, seconds: float,
-             data_seconds: float, told: Tensor | None = None, noise: Tensor | None = None) -> list[int]:
+             data_seconds: float, told: Tensor | None = None, noise: Tensor | None = None, comm=None) -> list[int]:
         """Takes in one step. loss, grad_norm, ok: scalars [] on any device, copied, not waited for; seconds: of the
         whole step on the host, data_seconds: of these waiting for data; told: model.moe.Routers.told, kept as it is;
-        noise: optim.noise.Noise.told, [2].
+        noise: optim.noise.Noise.told, [2]; comm: parallel.clock.Step, of this rank; read as late as the others.
 
         Returns the skipped flags (0 or 1) of the steps that became known by this call, oldest first: often none."""
         values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok, *(() if noise is None else noise))])  # a copy, not a reference
         end = self.stamp()
         self.first = time.perf_counter() - seconds if self.first is None else self.first
         host = {"step": step, "lr": lr, "step_ms": 1000 * seconds, "data_ms": 1000 * data_seconds}
-        self.pending.append((host, values, (self.mark, end), told))
+        self.pending.append((host, values, (self.mark, end), told, comm))
         self.mark = end
         if step % self.cfg.log.every == 0 or step in (self.start + 1, self.steps):
             self.gather()
@@ -135,10 +135,11 @@ class Metrics:
             return
         scalars = torch.cat([values for _, values, *_ in self.pending]).tolist()
         rows, memory = [], self.memory()
-        for host, values, (mark, end), told in self.pending:
+        for host, values, (mark, end), told, comm in self.pending:
             (loss, norm, ok, *noise), scalars = scalars[:len(values)], scalars[len(values):]
             if mark is not None:
                 host["step_ms"] = mark.elapsed_time(end)
+            host["comm"] = comm.read() if comm else (0.0, 0.0)
             rows.append(self.row(host, loss, norm, ok, memory) | (self.noise.row(noise, bool(ok)) if self.cfg.log.noise_scale else {}))
             if self.experts and told is not None:
                 rows[-1] |= numbers(told.cpu().numpy(), self.cfg.model)
@@ -160,6 +161,7 @@ class Metrics:
         flops = rate / self.env.world * self.flops
         return {"step": host["step"], "loss": loss, "grad_norm": norm, "lr": host["lr"],
                 "tokens": sequences(train, host["step"]) * train.seq_len, "step_ms": host["step_ms"], "data_ms": host["data_ms"],
+                "comm_exposed_ms": host["comm"][0], "comm_hidden_ms": host["comm"][1],
                 "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.env.world,
                 "tflops_per_gpu": flops / 1e12, "mfu": flops / self.peak if self.peak else None,
                 "mem_gib": memory, "skipped": int(not ok)}
