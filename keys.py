@@ -84,6 +84,8 @@ class Train:
     seq_len: int = 256  # tokens a sequence
     micro_batch: int = 8  # sequences a forward pass and rank
     global_batch: int = 16  # sequences a step, over all ranks and micro-batches
+    ramp: str | None = None  # START,INCREMENT,SAMPLES: a step takes START sequences at first, and INCREMENT more at a time until it takes
+    #   global_batch, evenly over the first SAMPLES sequences (Megatron-LM's --rampup-batch-size); none: global_batch throughout
     seed: int = 1234  # of weights, sample order, dropout
     dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # compute; bf16 and fp16 keep fp32 master weights and gradients; fp16 scales the loss
     max_minutes: float | None = None  # stop after this long: save, exit 75
@@ -171,6 +173,7 @@ class Log:
     dir: str = "runs"  # parent of the run folder
     name: str | None = None  # run folder's name; none: the recipe's
     every: int = 10  # steps between console lines
+    noise_scale: bool = False  # gradient noise scale (arXiv 1812.06162): reads the gradients of matrices twice more a step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     project: str = "bevatron"  # W&B project
 
@@ -241,6 +244,40 @@ def span(text: str | None) -> range:
     if text is not None and not (first.isdigit() and (last or first).isdigit() and 0 < int(first) <= int(last or first)):
         raise ConfigError(f"profile.steps: {text!r} must be FIRST:LAST, counted from 1, e.g. 10:12")
     return range(0) if text is None else range(int(first), int(last or first) + 1)
+
+
+def phases(t: Train) -> list[tuple[int, int, int]]:
+    """[(step, sequence, batch)], counted from 0: from this step on, which begins with this sequence of the run, steps take so many
+    sequences. A batch that train.ramp is too short for stands here with the step of the next."""
+    start, more, samples = numbers(t.ramp) if t.ramp else (t.global_batch, 1, 1)
+    step = sequence = 0
+    out, rises = [], (t.global_batch - start) // more
+    for i in range(rises):
+        batch = start + i * more
+        out.append((step, sequence, batch))
+        took = max(0, -(-(-(-samples * (i + 1) // rises) - sequence) // batch))  # until (i + 1)/rises of the samples are seen
+        step, sequence = step + took, sequence + took * batch
+    return [*out, (step, sequence, t.global_batch)]
+
+
+def batch_size(t: Train, step: int) -> int:
+    """Sequences of a step, counted from 0, over all ranks."""
+    return next(batch for first, _, batch in reversed(phases(t)) if first <= step)
+
+
+def sequences(t: Train, steps: int) -> int:
+    """Sequences that so many steps see: the first sequence of step `steps`, counted from 0."""
+    return next(sequence + (steps - first) * batch for first, sequence, batch in reversed(phases(t)) if first <= steps)
+
+
+def steps_of(t: Train, wanted: int) -> int:
+    """The fewest steps that see as many sequences."""
+    return next(first + -(-(wanted - sequence) // batch) for first, sequence, batch in reversed(phases(t)) if sequence <= wanted)
+
+
+def batch_sizes(t: Train) -> list[int]:
+    """Every batch that some step takes, the smallest first."""
+    return sorted({batch_size(t, first) for first, _, _ in phases(t)})
 
 
 def numbers(text: str) -> list[int]:

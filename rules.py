@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Callable
 
-from config import HORIZONS, Config, ConfigError, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, words
+from config import HORIZONS, Config, ConfigError, batch_sizes, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, words
 
 NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here", "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
           "lars": "its trust ratio sets each tensor's step, for which muP has no rule"}
@@ -31,15 +31,28 @@ def nearby(cfg: Config, key: str, values, check) -> str:
     return f"; try {key} {', '.join(map(str, sorted(good)))}" if good else ""
 
 
+def nearby_ramp(cfg: Config, unit: int, check) -> str:
+    """The ramp nearest to train.ramp, in multiples of `unit` sequences, that check(config) lets pass: text for the end of an error."""
+    t = cfg.train
+    first, more, samples = (numbers(t.ramp) + [unit, unit, 100 * t.global_batch])[:3] if len(numbers(t.ramp)) != 3 else numbers(t.ramp)
+    every = [(start, step) for start in range(unit, t.global_batch, unit) for step in divisors(t.global_batch - start) if step % unit == 0]
+    for start, step in sorted(every, key=lambda s: (abs(s[0] - first), abs(s[1] - more)))[:50] if check else ():
+        with contextlib.suppress(ConfigError):
+            ramp = f"{start},{step},{samples}"
+            check(dataclasses.replace(cfg, train=dataclasses.replace(t, ramp=ramp)))
+            return f"; try train.ramp {ramp}"
+    return "; leave it out"
+
+
 def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | None = None) -> None:
     """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out, with values that fits(config)
     lets pass; None: without."""
     m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
 
-    def need(ok, text, keys="", values=()):
+    def need(ok, text, keys="", values=(), tip=str):
         if not ok:
             tips = (nearby(cfg, key, values, fits) for key in keys.split() if fits)
-            raise ConfigError(text + next(filter(None, tips), ""))
+            raise ConfigError(text + next(filter(None, tips), "") + tip())
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
                           "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
@@ -137,6 +150,21 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}",
          "train.global_batch", [t.micro_batch * dp * max(1, t.global_batch // (t.micro_batch * dp) + i) for i in range(-1, 3)])
+    need(not cfg.log.noise_scale or p.cp == 1, f"log.noise_scale: wants the gradient of some sequences alone, and parallel.cp={p.cp} ranks hold parts "
+         "of each; set parallel.cp 1, or leave it out")
+    latent = (m.kv_rank or m.mtp) and p.sp and p.tp > 1
+    need(not cfg.log.noise_scale or (kv_heads(m) % p.tp == 0 and not latent), f"log.noise_scale: at parallel.tp={p.tp}"
+         + (" with parallel.sp the matrices behind latents and further tokens have" if latent else f" model.kv_heads={kv_heads(m)} has") + " gradients that are summed over tp "
+         "after the step; take a lower parallel.tp, or leave it out")
+    if t.ramp:
+        unit, tip = t.micro_batch * dp, lambda: nearby_ramp(cfg, t.micro_batch * dp, fits)
+        start, more, *rest = numbers(t.ramp) + [0, 0]
+        need(len(numbers(t.ramp)) == 3, f"train.ramp: {t.ramp!r} must be START,INCREMENT,SAMPLES: three whole numbers above 0 and below 1e9", tip=tip)
+        need(start < t.global_batch and (t.global_batch - start) % more == 0,
+             f"train.ramp: {t.ramp} does not lead from {start} sequences by {more} at a time to train.global_batch={t.global_batch}", tip=tip)
+        need(start % unit == more % unit == 0,
+             f"train.ramp: {t.ramp} has steps of {start} and {start + more} sequences, and each must be a multiple of train.micro_batch x dp = "
+             f"{t.micro_batch} x {dp}", tip=tip)
     need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
          f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")
 

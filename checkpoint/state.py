@@ -12,13 +12,13 @@ from torch import Tensor
 
 from checkpoint import store
 from checkpoint.saver import Saver
-from config import ConfigError
+from config import ConfigError, sequences
 from parallel import comm
 from parallel.boxes import Box
 from parallel.params import Bucket
 from parallel.powersgd import BASIS, ERROR, PowerSGD
 
-HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
+HARD = ("train.seed", "train.seq_len", "train.global_batch", "train.ramp", "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
 Boxes = Sequence[tuple[Box, Tensor]]
 FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std",
         "model.aux_loss", "model.z_loss", "model.jitter", "model.capacity", "model.drop", "model.pad", "model.router_bias_rate")  # the rest of model.* is hard
@@ -47,7 +47,7 @@ def take(buckets: list[Bucket]) -> None:
 def describe(run, step: int) -> dict:
     """meta.json: where the run stands and what it is."""
     cfg = run.cfg
-    return {"step": step, "tokens": step * cfg.train.global_batch * cfg.train.seq_len, "config": dataclasses.asdict(cfg),
+    return {"step": step, "tokens": sequences(cfg.train, step) * cfg.train.seq_len, "config": dataclasses.asdict(cfg),
             "tokenizer": run.data.tokenizer.fingerprint, "data": run.data.fingerprint, "torch": torch.__version__,
             "layout": dataclasses.asdict(run.mesh.layout), "loss_scale": run.scaler.state()}
 

@@ -37,7 +37,8 @@ from parallel.spec import fill
 class Sharing:
     """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket; apart:
     hidden matrices have buckets of their own (Muon); offload: masters are in host memory; weights: none, int8 or fp8, as they
-    are gathered; align: of slots and shares, where blocks of it have scales; rank: of PowerSGD, none: off."""
+    are gathered; align: of slots and shares, where blocks of it have scales; rank: of PowerSGD, none: off; noise: optim/noise.py
+    wants the first microbatch's gradients."""
     zero: int = 0
     reduce: str = "collective"
     node: int | None = None
@@ -47,6 +48,7 @@ class Sharing:
     weights: str = "none"
     align: int = packing.ALIGN
     rank: int | None = None
+    noise: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Bucket:
         self.arriving: Work | None = None  # weights
         self.scattering: Work | None = None  # a microbatch's gradients, or the step's
         self.summing: Work | None = None  # the step's
+        self.first: Tensor | None = None  # squares of the step's first microbatch
         self.last = False  # what is scattering is the step's last
         flat = None if zero >= 2 else torch.zeros(self.size, dtype=wide(dtype), device=device)
         self.shard = torch.zeros(share, dtype=wide(dtype), device=device) if flat is None else flat[self.lo:self.hi]
@@ -190,7 +193,20 @@ class Bucket:
                 slot.param.main_grad = slot.of(self.grad)
 
     def zero_grad(self) -> None:
+        self.first = None
         (self.shard if self.zero >= 2 else self.grad).zero_()
+
+    def squares(self, flat: Tensor, lo: int, hi: int) -> Tensor:
+        """The sum of squares of `flat`, elements lo .. hi of the bucket, over the matrices between hidden features outside experts
+        that this rank counts."""
+        spans = [(max(s.offset, lo), min(s.offset + s.numel, hi)) for s in self.slots if s.once and s.param.spec.hidden and not self.expert]
+        parts = [torch.linalg.vector_norm(flat[a - lo:b - lo]) for a, b in spans if a < b]
+        return torch.stack(parts).square().sum() if parts else flat.new_zeros(())
+
+    def sample(self) -> None:
+        """A microbatch of this bucket has ended and nothing is summed yet: the step's first is looked at."""
+        if self.sharing.noise and self.first is None and self.grad is not None:
+            self.first = self.squares(self.grad, 0, self.size)
 
     def reduce(self, last: bool) -> None:
         """Start the sum over the ranks that saw other tokens. last: nothing of this step comes after it."""

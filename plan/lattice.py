@@ -19,9 +19,10 @@ DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # their values are the divi
 LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server", "powersgd"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
-            "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
+            "ramp": (False, True), "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
             "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd"), "mup_base": (None, 16)}
-SECTION = {"micro_batch": "train", "global_batch": "train", "layers": "model", "doc_mask": "data", "capacity": "model", "pad": "model", "name": "optim", "mup_base": "model", "mup_head_dim": "model"}  # else parallel
+SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "layers": "model", "doc_mask": "data", "capacity": "model", "pad": "model",
+           "mup_base": "model", "mup_head_dim": "model", "name": "optim"}  # else parallel
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -50,6 +51,8 @@ class Lattice:
         dp = self.world // (values["tp"] * values["cp"] * values["pp"])
         values["layers"] = min(self.cfg.model.layers, n + 2)
         values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * max(4, 2 * values["pp"]))
+        half = values["global_batch"] // 2  # the first step takes half of the batch
+        values["ramp"] = f"{half},{half},{half}" if values["ramp"] else None
         if values["stages"] == "uneven":
             values["stages"] = ",".join(map(str, [values["layers"] - n + 1, *[1] * (n - 1)]))
         if values["recompute"] == "mixed":

@@ -52,6 +52,8 @@ TABLE = (
              "y = leave(linear(x, self.weight), self.tp, self.sp)\n        return y if self.bias is None else _AddBias.apply(y, self.bias)",
              "return leave(linear(x, self.weight, self.bias), self.tp, self.sp)\n        return y if self.bias is None else _AddBias.apply(y, self.bias)",
              "gpt2-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("the schedule of a ramp's first batch runs on: later microbatches are dropped", "train.py",
+             "run.ops[len(batches)]", "run.ops[min(run.ops)]", "llama3-tiny", 2, "dp2 zero0 mb1 ramp"),
     Mutation("microbatches with unequal token counts get equal weight (torchtitan 1842)", "train.py",
              "tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)",
              "tokens = len(batches) * batches[0].counted().clamp(min=1)", "llama3-tiny", 1, "zero0 mb2"),
