@@ -40,16 +40,6 @@ def remade(y: Tensor, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
     return y
 
 
-def times(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """x [..., n], weight [m, n] or such a one's transpose, bias [m] -> x W^T + b; with `out` [t, m], x [t, n] and no bias. In fp32
-    on a CPU by oneDNN, which torch keeps for lower precisions and torch.compile: MKL's is 5 to 15 % slower on AMD."""
-    plain = x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.numel() and torch.backends.mkldnn.is_available()
-    if plain and x.is_contiguous() and (weight.is_contiguous() or weight.t().is_contiguous()):  # else oneDNN has a slow way of its own
-        y = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return y if out is None else out.copy_(y)
-    return F.linear(x, weight, bias) if out is None else torch.mm(x, weight.t(), out=out)
-
-
 def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
     """into += dy^T x, in `into`'s dtype. dy [t, m], x [t, n], into [m, n]; None: return dy^T x."""
     if into is None:
@@ -121,12 +111,12 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(*(args if function else (full,)))
         ctx.weight, ctx.bias = weight, bias  # the Parameter objects: `give` looks for their main_grad
         ctx.region, ctx.function, ctx.args = region, function, len(args)
-        return times(full, weight.to(full.dtype), bias)
+        return F.linear(full, weight.to(full.dtype), bias)
 
     @staticmethod
     def backward(ctx, dy):
         coming = again(ctx.function, ctx.region, *ctx.saved_tensors)
-        dx = times(dy, ctx.weight.to(dy.dtype).t()) if ctx.needs_input_grad[0] else None
+        dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
         going = None if ctx.region is None or dx is None else ctx.region.start_leave(dx)
         x = coming()
         dy2, x2 = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, m], [t, n]
