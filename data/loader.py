@@ -115,12 +115,11 @@ class Data:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes a token, measured on the first samples of the split; nan without a tokenizer."""
+        """UTF-8 bytes a token, measured on the first samples of the split, the same ones on every rank; nan without a tokenizer."""
         if self.tokenizer is None:
             return math.nan
-        rows = []
-        for step in range(-(-PROBE // (self._cfg.train.global_batch * self._cfg.train.seq_len))):
-            rows += [row for batch in self._read(step) for row in batch.tokens.tolist()]
+        length = self._cfg.train.seq_len
+        rows = [self.sources[d].index.read(at, at + length).tolist() for d, _, at in self._samples(0, -(-PROBE // length))]
         return sum(len(self.tokenizer.decode(row).encode()) for row in rows) / sum(map(len, rows))
 
     def describe(self) -> str:

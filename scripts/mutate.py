@@ -141,7 +141,7 @@ TABLE = (
              '(m.kv_rank,), "ones", sp)', '(m.kv_rank,), "ones", False)', "deepseek-v2-lite-tiny", 2, "tp2 sp zero0 mb1"),
     Mutation("the latents' gradients stay those of one rank's heads", "model/mla.py",
              "enter(torch.cat(latents, -1), self.tp, self.sp)", "(enter if self.sp else lambda x, *_: x)(torch.cat(latents, -1), self.tp, self.sp)",
-             "deepseek-v3-tiny", 2, "tp2 zero0 mb1"),
+             "deepseek-v3-tiny", 2, "tp2 no-sp zero0 mb1"),
     Mutation("the shared rotary key's gradient counts once a group of heads", "model/mla.py",
              "r = self.turn(r[:, :, None], ctx)[:, :, 0]", "r = self.turn(r[:, :, None], ctx)[:, :, 0]\n        r = r * self.tp.size - r.detach() * (self.tp.size - 1)",
              "deepseek-v2-lite-tiny", 2, "tp2 zero0 mb1"),
