@@ -203,7 +203,7 @@ TABLE = (
     Mutation("probabilities travel without their gradient: the router learns from its own losses alone (Automodel 2995)", "parallel/expert.py",
              "(x, probs.reshape(-1, 1)))", "(x, (probs if p.group.size == 1 else probs.detach()).reshape(-1, 1)))", "mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
     Mutation("an expert without tokens in a microbatch loses what it had (Automodel 2995)", "kernels/grouped_gemm.py",
-             "        if len(rows):\n            add_wgrad(part, rows, inputs)", "        add_wgrad(part, rows, inputs) if len(rows) else part.zero_()",
+             "        if n:\n            add_wgrad(part, rows, inputs)", "        add_wgrad(part, rows, inputs) if n else part.zero_()",
              "mixtral-tiny", 4, "cp4 zero0 mb1 cp-ring"),
     Mutation("gradients of experts are doubled at ep 2 (pytorch 160285)", "parallel/expert.py",
              "ctx.flight.start(dy, False)", "ctx.flight.start(dy * ctx.flight.plan.group.size, False)", "mixtral-tiny", 2, "dp2 ep2 zero0 mb1"),
