@@ -28,6 +28,7 @@ from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
 from parallel.zero import Zero
 from rules import divisors, nearby, validate
+from runtime.graphs import Graph
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
@@ -36,7 +37,8 @@ OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": 
 @dataclass(frozen=True)
 class Run:
     """steps: the horizon; stages: {number: stage} of this rank; ops, peek: this rank's schedule for training and, forward
-    only, for evaluation; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16."""
+    only, for evaluation; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16;
+    graph: what replays forward and backward (train.cuda_graphs), None: they run."""
     cfg: Config
     mesh: Mesh
     device: torch.device
@@ -49,6 +51,7 @@ class Run:
     steps: int
     routers: Routers
     scaler: Scaler
+    graph: Graph | None = None
 
     def lr(self, step: int) -> float:
         return learning_rate(self.cfg.optim, step, self.steps)
@@ -129,7 +132,8 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
                         mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
     ops = lower(schedule.order, schedule.place)[mesh.pp.index]
     return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
-               Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device))
+               Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device),
+               Graph(device) if cfg.train.cuda_graphs else None)
 
 
 @dataclass(frozen=True)

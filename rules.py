@@ -111,6 +111,11 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
              "take ring, or another degree", "parallel.cp", divisors(value))
     mixture(cfg, world, need)
+    graphs = {f"{world} ranks, whose exchanges are not recorded": world > 1, "train.device=cpu": t.device == "cpu",
+              "model.experts: how tokens are shared out is read on the host": m.experts is not None,
+              f"parallel.offload={p.offload}": p.offload != "none", f"parallel.zero={p.zero}, whose buffers come and go": p.zero > 1}
+    why = next((w for w, bad in graphs.items() if bad), None)
+    need(not t.cuda_graphs or why is None, f"train.cuda_graphs: cannot be with {why}; leave it out")
     need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
          f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))

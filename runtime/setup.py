@@ -75,7 +75,10 @@ def start(cfg: Config) -> Env:
         torch.use_deterministic_algorithms(cfg.train.deterministic)  # tells the compiler too, whose import takes seconds
     else:
         torch.set_deterministic_debug_mode("error" if cfg.train.deterministic else "default")
-    return Env(rank, world, local_rank, local_world, pick_device(cfg.train.device, local_rank), threads,
+    device = pick_device(cfg.train.device, local_rank)
+    if cfg.train.cuda_graphs and device.type != "cuda":
+        raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
+    return Env(rank, world, local_rank, local_world, device, threads,
                socket.gethostname(), wants_color(), wandb(cfg))
 
 

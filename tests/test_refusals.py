@@ -77,6 +77,12 @@ CASES = [
     (having(model__q_rank=8), 1, "model.kv_rank", False),
     (having(model__rope_kind="yarn", model__rope_low_freq=5.0), 1, "model.rope_low_freq", False),
     (having(model__mtp=-1), 1, "model.mtp", False),
+    (having(train__cuda_graphs=True), 2, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, parallel__pp=2), 2, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, train__device="cpu"), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, parallel__offload="activations"), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, parallel__zero=3), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, **MIXTURE), 1, "train.cuda_graphs", False),
 ]
 
 
