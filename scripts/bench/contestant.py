@@ -11,7 +11,7 @@ cuDNN's Hopper kernels first, for all. Written for torchtitan 0.2, Megatron-core
     megatron-core, +local          its GPT with Transformer Engine's layers; +local: its own layers, SDPA for their attention
     torchtitan+compile             blocks and loss compiled, as its trainer does
     transformers, +liger           Llama or Qwen3-MoE (grouped_mm); +liger: with Liger's kernels, the fused linear cross entropy among them
-    nanogpt+compile                nanoGPT's block and loop, compiled; two matrices of 4 d, where the others have SwiGLU's three
+    nanogpt+compile                nanoGPT's block and loop, blocks and loss compiled; two matrices of 4 d, where the others have SwiGLU's three
 """
 import contextlib
 import functools
@@ -94,11 +94,18 @@ def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
 
 
+def compiled(blocks, whole: bool = True):
+    """Compile the blocks, which share their code, in place (the whole model at once would take minutes); returns a compiled loss."""
+    for block in blocks:
+        block.compile(fullgraph=whole)
+    return torch.compile(cross_entropy)
+
+
 def nanogpt(shape: Shape, device: str, flags: set[str]):
     with torch.device(device):
         model = NanoGPT(shape)
-    net = torch.compile(model) if "compile" in flags else model
-    return autocast(model, device, lambda _, x, y: cross_entropy(net(x), y))
+    loss = compiled(model.blocks) if "compile" in flags else cross_entropy
+    return autocast(model, device, lambda m, x, y: loss(m(x), y))
 
 
 def transformers(shape: Shape, device: str, flags: set[str]):
@@ -137,11 +144,7 @@ def torchtitan(shape: Shape, device: str, flags: set[str]):
         model = kind(args)
         with torch.no_grad():
             model.init_weights(buffer_device=torch.device(device))
-    loss = cross_entropy
-    if "compile" in flags:
-        for block in model.layers.values():
-            block.compile(fullgraph=not shape.experts)
-        loss = torch.compile(cross_entropy)
+    loss = compiled(model.layers.values(), not shape.experts) if "compile" in flags else cross_entropy
     return autocast(model, device, lambda m, x, y: loss(m(x), y))
 
 
