@@ -41,27 +41,30 @@ POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged
 
 
 def gradients(run: Run, batches: list, scale):
-    """The step's gradients, times scale, into the buckets -> loss. No host sync; what changes from step to step is in its arguments."""
+    """The step's gradients, times scale, into the buckets -> loss, the number of tokens that count. No host sync, and what changes
+    from step to step is in its arguments: train.cuda_graphs records it."""
     batches = [zigzag.cut(b.look_ahead(run.cfg.model.mtp), run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     for b in run.buckets:
         b.zero_grad()
     run.routers.begin()
-    return run.pipeline.run(run.ops, batches, scale / tokens) / scale
+    return run.pipeline.run(run.ops[len(batches)], batches, scale / tokens) / scale, tokens
 
 
 def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
     scale, work = run.scaler.scale, functools.partial(gradients, run)
-    loss = work(batches, scale) if run.graph is None else run.graph(work, batches, scale)
+    loss, tokens = work(batches, scale) if run.graph is None else run.graph(work, batches, scale)
     finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")
     norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / scale
     ok = guard.judge(loss, norm)
+    run.noise.settle(batches[0].counted(), len(batches), tokens, scale)
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip) / scale, ok)
     run.scaler.update(ok)
     for b in run.buckets:
+        b.settle(ok)
         b.publish()
     run.routers.settle(ok, scale)
     return loss, norm, ok
@@ -105,11 +108,12 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             begun = time.perf_counter()
             batches = [b.to(env.device) for b in data.microbatches(step - 1)]
             waited = time.perf_counter() - begun
+            world.now.clock.take()  # what came between the steps
             with trace.around(step):
                 loss, norm, ok = train_step(run, step, batches, guard, at)
             at("step.end", step)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
-                                   seconds=time.perf_counter() - begun, told=run.routers.told))
+                                   seconds=time.perf_counter() - begun, told=run.routers.told, noise=run.noise.told, comm=world.now.clock.take()))
             at("step.logged", step)
             reason = agreed(stop.check(), saver, mesh)
             last = step == run.steps or reason is not None

@@ -20,25 +20,25 @@ ARGS = ["--model.vocab", "100", "--model.layers", "1", "--model.hidden", "32", "
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: a recording needs one"))]
 
 
-def batches(step: int, docs: bool, device) -> list[Batch]:
+def batches(step: int, docs: bool, device, number: int = 2) -> list[Batch]:
     stream = torch.Generator().manual_seed(step)
     ids = torch.randint(100, (4, 17), generator=stream)
     targets = ids[:, 1:].masked_fill(torch.rand(4, 16, generator=stream) < 0.1 * step, -100)  # another count of tokens each step
     document = (torch.rand(4, 16, generator=stream) < 0.1).cumsum(1, dtype=torch.int32) if docs else None
-    cuts = [slice(0, 2), slice(2, 4)]
+    cuts = [slice(0, 2), slice(2, 4)][:number]
     return [Batch(ids[c, :-1], targets[c], torch.arange(16).expand(2, -1), None if document is None else document[c],
                   torch.arange(4)[c], step - 1).to(device) for c in cuts]
 
 
-def trained(args: list[str], device: torch.device, graph: bool, steps: int = WARM + 2):
-    """Losses and norms of some steps, one of which is skipped, and the weights after them."""
+def trained(args: list[str], device: torch.device, graph: bool, numbers: tuple[int, ...] = (2,) * (WARM + 2)):
+    """Losses and norms of some steps, one of which is skipped, and the weights after them. numbers: of microbatches, for each step."""
     cfg = config.resolve("llama3-tiny", None, [*ARGS, *args])
     run = replace(build(cfg, Mesh.single(), device, None, 20), graph=Graph(device) if graph else None)
     guard, told = Guard(), []
-    for step in range(1, steps + 1):
-        loss, norm, ok = train_step(run, step, batches(step, cfg.data.doc_mask, device), guard, lambda _, at: "nan" if at == WARM else None)
+    for step, number in enumerate(numbers, 1):
+        loss, norm, ok = train_step(run, step, batches(step, cfg.data.doc_mask, device, number), guard, lambda _, at: "nan" if at == WARM else None)
         told += [loss.clone(), norm.clone(), ok.clone()]
-    assert not graph or run.graph.calls == steps and run.graph.replay is not None
+    assert not graph or run.graph.calls == numbers.count(numbers[-1]) and run.graph.replay is not None
     return told, [b.master.clone() for b in run.buckets], run
 
 
@@ -50,6 +50,14 @@ def test_a_recorded_step_is_the_step(device, args):
     assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
     assert len({float(loss) for loss in plain[0][::3]}) > WARM, "the steps are not all the same step"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_ramp_is_recorded_anew_for_each_number_of_microbatches(device):
+    args, numbers = ["--train.ramp", "2,2,64", "--model.dropout", "0.1"], (1,) * (WARM + 2) + (2,) * (WARM + 2)
+    plain, graph = (trained(args, torch.device(device), on, numbers) for on in (False, True))
+    assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
 
 
 @pytest.mark.parametrize("left", ["step", "tokens", "scale"])
@@ -73,7 +81,7 @@ def test_a_value_that_is_left_behind_is_seen(monkeypatch, left):
 def test_another_shape_is_an_error():
     *_, run = trained([], torch.device("cpu"), True)
     with pytest.raises(ValueError, match="train.cuda_graphs"):
-        run.graph([].append, batches(1, True, "cpu"), run.scaler.scale)
+        run.graph([].append, batches(1, True, "cpu"), run.scaler.scale)  # now with documents
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
