@@ -1,11 +1,11 @@
 """Training steps of large models on one GPU, ours beside the peers, in one run that ends when it was told to.
 
-    python -m scripts.bench step --device cuda --minutes 9 --site SITE --out step.jsonl --table step.md
+    python -m scripts.bench step --device cuda --minutes 9.5 --site SITE --out step.jsonl --table step.md
     python -m scripts.bench step --device cpu --tiny --minutes 3        a rehearsal of it: the same plan, tiny
 
 Each contestant (scripts/bench/contestant.py) has a process of its own in a time box: one that crashes or hangs costs its box, and
 its row says why. Results are appended to --out as they come, so a run that is killed keeps what it has. PLAN is in the order of
-worth; what does not fit into the time that is left is said so. Ours runs the dense model twice: the difference is the noise.
+worth, the kernels (scripts/bench/gpu.py) among its entries; what does not fit into the time that is left is said so. Ours runs the dense model twice: the difference is the noise.
 
 The run of ten minutes, on a machine without a network (Python 3.12, torch 2.11, one H200). Beforehand, where there is a network, the
 peers' wheels go to peers/wheels of the checkout (git ignores peers/), 45 MiB in all; a prebuilt extension of Transformer Engine to peers/:
@@ -14,13 +14,11 @@ peers' wheels go to peers/wheels of the checkout (git ignores peers/), 45 MiB in
         transformer-engine-cu13==2.20.2 torchtitan==0.2.2 liger-kernel==0.8.5 torchdata torchao tyro docstring_parser datasets dill \
         multiprocess pydantic pydantic-core annotated-types typing-inspection nvdlfw-inspect
 
-Then three calls there, each below ten minutes (SITE=/tmp/site; results under $OUT, or wherever they are kept):
+Then, there (SITE=/tmp/site; results under $OUT, or wherever they are kept), what breaks, in 6 minutes, and the run itself, in 9 and a half:
 
-    1  pip install -q --no-index --no-deps --no-compile --target $SITE peers/wheels/*.whl; cp peers/*.so $SITE/
-       python -m pytest -q tests/runtime/test_graphs.py tests/kernels -x          1-2 minutes: recordings and kernels are right on the card
-       python -m scripts.bench step --device cuda --minutes 4 --only dense --peers ours,megatron-core --site $SITE        what breaks
-    2  python -m scripts.bench step --device cuda --minutes 9 --site $SITE --out $OUT/step.jsonl --table $OUT/step.md      everything
-    3  python -m scripts.bench kernels --device cuda > $OUT/kernels.txt           and what of 2 had no time left: --only moe,8b
+    pip install -q --no-index --no-deps --no-compile --target $SITE peers/wheels/*.whl; cp peers/*.so $SITE/
+    python -m pytest -q -x tests/runtime/test_graphs.py tests/kernels; python -m scripts.bench step --device cuda --minutes 3 --only dense --peers ours,megatron-core --site $SITE
+    python -m scripts.bench step --device cuda --minutes 9.5 --site $SITE --out $OUT/step.jsonl --table $OUT/step.md
 
     MFU: model FLOPs (plan/count.py: causal attention once, a mixture's active experts, no padding) over 989 TFLOP/s dense bf16.
 """
@@ -54,6 +52,7 @@ ROOM = 0.88  # of the card's memory that a model may plan for: libraries' worksp
 GPU = {"warm": 4, "steps": 10}
 CPU = {"warm": 1, "steps": 2}
 NOTHING = {"ms": None, "problem": None}
+KERNELS = "kernels"  # of PLAN's models the one that is none: scripts/bench/gpu.py, whose rows are kept as they come, too
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ class Entry:
 PLAN = (
     Entry("dense", "ours", 30, 90), Entry("dense", "megatron-core"), Entry("dense", "torchtitan+compile", 40, 90), Entry("dense", "ours+graphs"),
     Entry("moe", "ours"), Entry("dense", "transformers+liger"), Entry("8b", "ours"), Entry("dense-128k", "ours"), Entry("dense", "nanogpt+compile", 40),
-    Entry("dense", "ours+fp8"), Entry("moe", "megatron-core"), Entry("dense-128k", "torchtitan+compile", 40, 90), Entry("8b", "torchtitan+compile", 40, 90),
-    Entry("dense", "ours"), Entry("moe", "torchtitan+compile", 40), Entry("8b", "ours+fp8"), Entry("dense-128k", "transformers+liger"), Entry("moe", "transformers"),
+    Entry("dense", "ours+fp8"), Entry(KERNELS, "ours", 60, 150), Entry("moe", "megatron-core"), Entry("dense-128k", "torchtitan+compile", 40, 90),
+    Entry("dense", "ours"), Entry("8b", "torchtitan+compile", 40, 90), Entry("moe", "torchtitan+compile", 40), Entry("8b", "ours+fp8"), Entry("dense-128k", "transformers+liger"), Entry("moe", "transformers"),
     Entry("dense", "megatron-core+local"), Entry("8b", "megatron-core"))
 
 
@@ -79,8 +78,8 @@ def main(args) -> int:
     where, bytes_ = machine(args.device)
     shapes = Shape.card(args.tiny)
     shapes["8b"] = cut(shapes["8b"], bytes_)
-    wanted, peers = args.only.split(",") if args.only else shapes, args.peers.split(",") if args.peers else None
-    todo = [e for e in PLAN if e.model in wanted and (peers is None or e.contestant in peers or e.contestant.split("+")[0] in peers)]
+    wanted, peers = args.only.split(",") if args.only else [*shapes, KERNELS], args.peers.split(",") if args.peers else None
+    todo = [e for e in PLAN if e.model in wanted and (e.model != KERNELS or args.device == "cuda") and (peers is None or e.contestant in peers or e.contestant.split("+")[0] in peers)]
     share = 60 * args.minutes - RESERVE
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed, and what is there gets its table
     try:
@@ -88,15 +87,16 @@ def main(args) -> int:
             entry, *todo = todo
             left = share - (time.monotonic() - begun)
             row = {"model": entry.model, "contestant": entry.contestant, "date": time.strftime("%Y-%m-%d %H:%M"), **where}
-            shape = shapes[entry.model]
+            shape = shapes.get(entry.model)
             if left < entry.needs and not args.tiny or left < 1:
                 row |= NOTHING | {"problem": f"no time left ({max(left, 0):.0f} s)"}
             else:
-                row |= {"shape": asdict(shape)} | run(entry, shape, args, min(entry.box, left))
+                row |= run(entry, shape, args, min(entry.box, left))
                 if row["problem"] == "out of memory" and entry.model == "8b" and entry.contestant == "ours" and shape.layers > 4:
                     shapes["8b"] = replace(shape, layers=shape.layers - 3)
                     todo = [entry, *todo]
-            row |= judge(row, shape, peak_of(where["card"], "bf16"))
+            if row["ms"]:
+                row |= judge(row, shape, peak_of(where["card"], "bf16"))
             rows.append(row)
             with results.open("a") as f:
                 f.write(json.dumps(row) + "\n")
@@ -132,18 +132,21 @@ def cut(shape: Shape, room: int) -> Shape:
     return smaller
 
 
-def run(entry: Entry, shape: Shape, args, box: float) -> dict:
+def run(entry: Entry, shape: Shape | None, args, box: float) -> dict:
     """One contestant in a session of its own, which is killed whole at the end -> what it measured, or {"problem": why not}."""
-    settings = {"shape": asdict(shape), "device": args.device, **(GPU if args.device == "cuda" else CPU)}
+    if shape is None:
+        command = ["scripts.bench", "kernels", "--device", args.device, "--json"]
+    else:
+        settings = {"shape": asdict(shape), "device": args.device, **(GPU if args.device == "cuda" else CPU)}
+        command = ["scripts.bench.contestant", entry.contestant, json.dumps(settings)]
     env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    if args.site and not entry.contestant.startswith("ours"):
+    if args.site and (shape is None or not entry.contestant.startswith("ours")):
         env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.path.abspath(args.site), env.get("PYTHONPATH"))))
     if "graphs" in entry.contestant:
         del env["PYTORCH_CUDA_ALLOC_CONF"]  # a recording's memory is a pool of its own
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as complaints:
         begun, late = time.monotonic(), False
-        process = subprocess.Popen([sys.executable, "-m", "scripts.bench.contestant", entry.contestant, json.dumps(settings)], stdout=out,
-                                   stderr=complaints, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=complaints, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
         try:
             process.wait(box)
         except subprocess.TimeoutExpired:
@@ -153,13 +156,16 @@ def run(entry: Entry, shape: Shape, args, box: float) -> dict:
                 os.killpg(process.pid, signal.SIGKILL)  # compilers that it started, too
             process.wait()
         out.seek(0), complaints.seek(0)
-        said = [json.loads(x) for x in out.read().splitlines() if x.startswith("{")]
+        said = [json.loads(x) for x in out.read().splitlines() if x.startswith("{") and x.endswith("}")]  # what was killed may have stopped within a line
         last = said[-1] if said else {}
         took = {"took s": round(time.monotonic() - begun, 1)}
         if "done" in last:
             first = next(x["s"] for x in said if x.get("at") == "the first step")
             return {**last["done"], "first s": first, "problem": None, **took}
-        why = last.get("error") or (f"its {box:.0f} s ended after {last.get('at', 'starting')}" if late else reason(complaints.read()))
+        at = last.get("at") or last.get("kernel") or "starting"
+        why = last.get("error") or (f"its {box:.0f} s ended after {at}" if late else reason(complaints.read()))
+        if shape is None:
+            return NOTHING | {"problem": None if "machine" in last else why, "kernels": [x for x in said if "kernel" in x], **took}
         return NOTHING | {"problem": why, **took}
 
 
@@ -171,14 +177,15 @@ def reason(complaints: str) -> str:
 
 def judge(row: dict, shape: Shape, peak: float | None) -> dict:
     """What follows from the milliseconds."""
-    if not row["ms"]:
-        return {}
     flops = flops_per_token(config.Model(**shape.model()), shape.seq) * shape.tokens / row["ms"] * 1e3
     return {"tokens/s": shape.tokens / row["ms"] * 1e3, "TFLOP/s": flops / 1e12, "MFU": flops / peak if peak else None}
 
 
 def cells(row: dict, best: dict[str, float]) -> dict[str, str]:
     """A row of the table. best: of each model, the tokens/s of ours in bf16."""
+    if row["model"] == KERNELS:
+        problem = f", then: {row['problem']}" if row["problem"] else ""
+        return {"model": KERNELS, "contestant": row["contestant"], "tokens/s": f"{len(row.get('kernels', []))} measured, below{problem}"}
     if row["problem"]:
         return {"model": row["model"], "contestant": row["contestant"], "tokens/s": f"not run: {row['problem']}"}
     ratio = best.get(row["model"], 0.0) / row["tokens/s"]
@@ -193,8 +200,14 @@ def line(row: dict) -> str:
     return "  ".join(f"{k} {v}" if k not in ("model", "contestant") else f"{v:22}" for k, v in cells(row, {}).items() if v)
 
 
+def markdown(rows: list[dict[str, str]]) -> list[str]:
+    columns = list(dict.fromkeys(k for row in rows for k in row))
+    head, *rest = ["| " + " | ".join(row.get(k, "") for k in columns) + " |" for row in [dict(zip(columns, columns)), *rows]]
+    return [head, "|" + "---|" * len(columns), *rest] if rows else []
+
+
 def table(rows: list[dict], where: dict) -> str:
-    """Markdown: when and on what, a row each, and the shapes."""
+    """Markdown: when and on what, a row each, each kernel, and the shapes."""
     best: dict[str, float] = {}
     for r in rows:
         if not r["problem"] and r["contestant"] in ("ours", "ours+graphs"):
@@ -203,10 +216,10 @@ def table(rows: list[dict], where: dict) -> str:
     text = [f"{time.strftime('%Y-%m-%d')}, {where['card']}" + (f", driver {where['driver']}" if where["driver"] else "")
             + "".join(f", {k} {v}" for k, v in known.items()) + ".", ""]
     order = {model: i for i, model in enumerate(dict.fromkeys(r["model"] for r in rows))}
-    lines = [cells(r, best) for r in sorted(rows, key=lambda r: order[r["model"]])]
-    columns = list(dict.fromkeys(k for c in lines for k in c))
-    text += ["| " + " | ".join(c.get(k, "") for k in columns) + " |" for c in [dict(zip(columns, columns))] + lines]
-    text[2:3] = [text[2], "|" + "---|" * len(columns)] if lines else []
+    text += markdown([cells(r, best) for r in sorted(rows, key=lambda r: order[r["model"]])])
+    measured = [k for r in rows for k in r.get("kernels", ())]
+    for unit in dict.fromkeys(k for row in measured for k in row if k not in ("kernel", "beside it")):
+        text += ["", *markdown([row for row in measured if unit in row])]
     shapes = {r["model"]: r["shape"] for r in rows if r.get("shape")}
     text += ["", *(f"- {m}: " + ", ".join(f"{k} {v}" for k, v in s.items() if v) for m, s in shapes.items()), ""]
     return "\n".join(text)

@@ -14,7 +14,7 @@ import torch
 import config
 from plan.count import flops_per_token, parameters
 from scripts.bench import card
-from scripts.bench.card import PLAN, Entry, cells, cut, judge, reason, table
+from scripts.bench.card import KERNELS, PLAN, Entry, cells, cut, judge, reason, table
 from scripts.bench.shape import Shape
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -33,7 +33,7 @@ def test_the_models_are_those_of_the_targets():
     assert round(sizes["moe"]["active"] / 1e9, 1) == 0.7 and shapes["dense-128k"].vocab > 128000
     assert flops_per_token(config.Model(**shapes["dense"].model()), 4096) == pytest.approx(10.43e9, rel=2e-3)
     assert flops_per_token(config.Model(**shapes["moe"].model()), 4096) == pytest.approx(4.53e9, rel=2e-3)
-    assert {e.model for e in PLAN} == set(shapes)
+    assert {e.model for e in PLAN} == {*shapes, KERNELS}
 
 
 def test_the_8b_shape_gets_as_many_layers_as_fit():
@@ -73,6 +73,18 @@ def test_a_contestant_that_hangs_costs_its_box(tmp_path, monkeypatch):
     else:
         os.kill(child, signal.SIGKILL)
         pytest.fail("what a contestant started lives on")
+
+
+def test_kernels_that_were_measured_before_the_end_are_kept(tmp_path, monkeypatch):
+    rows = [{"kernel": "rope", "ms (of a copy)": "0.1 (90 %)", "beside it": "compiled 0.2 (45 %)"}, {"kernel": "gemm", "TFLOP/s": "700", "beside it": ""}]
+    lines, start = "".join(json.dumps(r) + "\n" for r in rows), subprocess.Popen
+    for code, problem in ((f"import time; print({lines!r} + '{{', end='', flush=True); time.sleep(600)", "its 3 s ended after gemm"),
+                          (f"print({lines!r} + '{{\"machine\": 1}}')", None)):
+        monkeypatch.setattr(card.subprocess, "Popen", lambda cmd, **how: start([sys.executable, "-c", code], **how))
+        row = {"model": KERNELS, "contestant": "ours"} | card.run(Entry(KERNELS, "ours"), None, args(tmp_path), 3.0)
+        assert row["kernels"] == rows and row["problem"] == problem
+        text = table([row], WHERE)
+        assert "| kernels | ours | 2 measured, below" in text and "| rope | 0.1 (90 %) | compiled 0.2 (45 %) |" in text and "| gemm | 700 |  |" in text
 
 
 def test_a_contestant_that_dies_says_why(tmp_path, monkeypatch):
