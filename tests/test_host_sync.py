@@ -78,7 +78,8 @@ CASES = ["--optim.name adamw", "--model.dropout 0.1", "--model.dropout 0.1 --par
          "--model.qk_norm true --parallel.recompute selective --parallel.recompute_parts core,norm,act", "--parallel.schedule zb-h1",
          "--train.dtype fp16", "--optim.name muon", "--optim.name lamb", "--optim.name lars", "--optim.name lion", "--optim.name sgd",
          "--model.mtp 1", "--model.positions learned --model.norm layernorm --model.activation gelu --model.bias true --model.tied true",
-         "--model.kv_rank 16 --model.kv_heads none --model.rope_kind yarn --model.rope_factor 4", "--parallel.zero 3", "--optim.clip none"]
+         "--model.kv_rank 16 --model.kv_heads none --model.rope_kind yarn --model.rope_factor 4", "--parallel.zero 3", "--optim.clip none",
+         "--log.noise_scale true --model.mup_base 16"]
 
 
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
