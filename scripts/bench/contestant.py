@@ -16,12 +16,14 @@ cuDNN's Hopper kernels first, for all. Written for torchtitan 0.2, Megatron-core
 import contextlib
 import functools
 import importlib.metadata
+import importlib.util
 import json
 import os
 import statistics
 import sys
 import time
 import traceback
+import types
 import typing
 
 if sys.argv[1].startswith("ours"):
@@ -127,6 +129,8 @@ def transformers(shape: Shape, device: str, flags: set[str]):
 
 
 def torchtitan(shape: Shape, device: str, flags: set[str]):
+    if importlib.util.find_spec("tensorboard") is None:  # its trainer writes there, and is not run here; its models import it
+        sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=None)
     sizes = {"dim": shape.hidden, "n_layers": shape.layers, "n_heads": shape.heads, "n_kv_heads": shape.kv or shape.heads, "vocab_size": shape.vocab,
              "max_seq_len": shape.seq, "rope_theta": ROPE}
     if shape.experts:
