@@ -4,12 +4,14 @@ In fp64 on the CPU, over gloo: each step's loss, every gradient by its global na
 the last step, each within a relative 1e-9 of one process that ran the same steps. The layouts are those that train.py's own
 rules let pass; the rest is refused with the reason that train.py would give. `--layouts all` runs every layout, with
 switches (recompute, microbatches, ...) chosen so that every legal pair of values meets; `--layouts product` every choice.
+`--part 2/4` runs the second quarter of what was chosen: a long proof over several machines or sittings.
 
 `--coord` proves no layout, but muP: how far training moves activations, by width (scripts/verify/coord.py).
 """
 import argparse
 import itertools
 import json
+import re
 import tempfile
 import time
 from dataclasses import replace
@@ -200,6 +202,14 @@ def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values
     return cells
 
 
+def part_of(cells: list[Values], part: str) -> list[Values]:
+    """The k-th of n parts of the cells, "k/n", in their order: every cell is in exactly one. Raises ConfigError where there is no such part."""
+    k, n = map(int, found.groups()) if (found := re.fullmatch(r"([0-9]+)/([0-9]+)", part)) else (0, 0)
+    if not 1 <= k <= n <= len(cells):
+        raise ConfigError(f"--part: {part!r} must be K/N with 1 <= K <= N <= {len(cells)} cells, as 2/4: the second quarter")
+    return cells[(k - 1) * len(cells) // n:k * len(cells) // n]
+
+
 def support(done: list[tuple[set[str], bool]]) -> list[str]:
     """A Markdown table of (the words of a layout, whether it is proven): how many proven layouts hold each pair of features."""
     kinds = [{"".join(c for c in w if not c.isdigit()) if w[:-1] in ("pp", "rep", "dp", "cp", "tp", "ep", "etp") else w for w in ws} for ws, _ in done]
@@ -229,6 +239,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--layouts", default="12", help="how many to draw; all: every layout; product: with every choice of switches")
     p.add_argument("--seed", type=int, default=0, help="of the draw")
     p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp")
+    p.add_argument("--part", default="1/1", help="K/N: the K-th of N parts of the chosen cells")
     p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
     p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
     p.add_argument("--coord", action="store_true", help="instead of layouts: the coordinate check of muP, at widths that double")
@@ -244,9 +255,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--layouts: {a.layouts!r} is neither a number nor all nor product")
     cfg = subject(a.name, a.world)
     found = lattice.layouts(cfg, a.world, lambda c: plan_pipeline(c, a.world, advise=False))
-    cells = chosen(found, a.layouts, set(a.only), a.seed)
+    cells = part_of(chosen(found, a.layouts, set(a.only), a.seed), a.part)
+    part = "" if a.part == "1/1" else f"part {a.part}: "
     say = (lambda *text: None) if a.json else lambda *text: print(*text, flush=True)
-    say(f"{a.name}: {len(cells)} cells of {len(found.layouts)} layouts of {a.world} ranks, {STEPS} steps, fp64, bound {BOUND:.0e}")
+    say(f"{a.name}: {part}{len(cells)} cells of {len(found.layouts)} layouts of {a.world} ranks, {STEPS} steps, fp64, bound {BOUND:.0e}")
     for key, whys in itertools.groupby(sorted(found.refused.items()), lambda item: item[0].split(":")[0].split(" = ")[0]):
         whys = list(whys)
         say(f"  refused {sum(n for _, n in whys)}: {whys[0][0]}")
@@ -262,7 +274,7 @@ def main(argv: list[str]) -> int:
     pool.close()
     folder.cleanup()
     proven = sum(ok for _, ok in done)
-    closing = f"{proven} of {len(done)} layouts train like one process ({time.perf_counter() - begun:.0f} s)"
+    closing = f"{part}{proven} of {len(done)} layouts train like one process ({time.perf_counter() - begun:.0f} s)"
     say(closing)
     if a.table:
         write_table(a.table, a.name, [f"`python -m scripts.verify {' '.join(argv)}`: {closing}.", "", *support(done)])
