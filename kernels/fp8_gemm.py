@@ -15,7 +15,8 @@ from kernels import fp8
 from kernels.linear import add_tile, skewed
 from kernels.triton_ import DTYPES, TensorDescriptor, ceil_div, fits, tl, triton
 
-TILE = {"M": 128, "N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}  # the summed dimension: in steps of a block
+TILE = {"M": 128, "N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}  # where all rows of B in a tile have one scale; the summed dimension: in steps of a block
+EACH = {**TILE, "N": 64}  # where each has its own: more of them do not fit the registers
 SMALLEST = 32  # columns that a tensor core multiplies at once
 STEP = 128  # columns between two additions to fp32, where no block says so
 
@@ -40,7 +41,8 @@ def quantize(x: Tensor, kind: str, dtype: torch.dtype, side: int, largest: Tenso
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [m, k], b [n, k] -> a b^T [m, n] in dtype."""
     if a.kind in ("tensor", "row") and a.q.device.type == "cuda":
-        return torch._scaled_mm(a.q, b.q.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=True)
+        return torch._scaled_mm(a.q, b.q.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype,
+                               use_fast_accum=a.q.dtype == fp8.E4M3)  # not for gradients: they keep the sum's bits, as in torchao
     if dtype in DTYPES and triton_fits(a, b):
         return launch(a, b, a.q.new_empty(a.q.shape[0], b.q.shape[0], dtype=dtype), False)
     return (a.wide() @ b.wide().t()).to(dtype)
@@ -97,10 +99,11 @@ def steps(x: Quantized) -> tuple[int, int]:
 
 def launch(a: Quantized, b: Quantized, y: Tensor, add: bool) -> Tensor:
     """a: a scale a tensor, row or group. y [m, n], contiguous."""
-    (m, k), n, tile = a.q.shape, b.q.shape[0], TILE
+    (m, k), n = a.q.shape, b.q.shape[0]
+    shared = {"tensor": TILE["N"], "block": b.side}.get(b.kind, 1)
+    tile = TILE if shared == TILE["N"] else EACH
     step = a.side if a.kind == "group" else STEP
     scaled_kernel[(ceil_div(m, tile["M"]) * ceil_div(n, tile["N"]),)](
         TensorDescriptor(a.q, a.q.shape, a.q.stride(), [tile["M"], step]), TensorDescriptor(b.q, b.q.shape, b.q.stride(), [tile["N"], step]),
-        y, a.scale, b.scale, m, n, k, *steps(a), *steps(b), SHARED=b.side if b.kind == "block" else tile["N"] if b.kind == "tensor" else 1,
-        ADD=add, K=step, **tile)
+        y, a.scale, b.scale, m, n, k, *steps(a), *steps(b), SHARED=shared, ADD=add, K=step, **tile)
     return y
