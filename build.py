@@ -120,6 +120,8 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
 def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Run:
     """Raises ConfigError before anything is allocated."""
     schedule = plan_pipeline(cfg, mesh.world.size)
+    if cfg.train.dtype == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"train.dtype: {torch.cuda.get_device_name(device)} has no fp8 (chips from sm_89 on have); use bf16")
     stages, buckets = build_stages(cfg, mesh, device, schedule.place)
     later = {n: Later() for n in stages}
     for n, stage in stages.items():
@@ -165,7 +167,8 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
     path = state.find(where, [])
     meta = store.meta(path)
     cfg = config.build(Config, meta["config"])
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype), parallel=Parallel())
+    plain = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # as its weights are; fp8 is a way to train
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or plain, fp8=None), parallel=Parallel())
     tok = tokenizer.load(path.parent.parent / "tokenizer")
     if tok.fingerprint != meta["tokenizer"]:
         raise ConfigError(f"{path.parent.parent / 'tokenizer'}: is not the tokenizer that {path} was trained with; put that one there")
