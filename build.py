@@ -7,7 +7,7 @@ import torch
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, Parallel, numbers, of_stage, words
+from config import Config, ConfigError, Parallel, batch_sizes, mup_width, numbers, of_stage, scale_block, steps_of, words
 from data import tokenizer
 from kernels.grad import wide
 from model.moe import Routers
@@ -18,25 +18,31 @@ from optim.lamb import LAMB, LARS
 from optim.lion import Lion
 from optim.lr import learning_rate
 from optim.muon import Muon
+from optim.noise import Noise
 from optim.scaler import Scaler
 from optim.sgd import SGD
 from parallel.boxes import Box
+from parallel.compress import CODES
 from parallel.mesh import Mesh
 from parallel.offload import Away
+from parallel.packing import ALIGN
 from parallel.params import Bucket, Sharing, cut
 from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
 from parallel.zero import Zero
-from rules import divisors, nearby, validate
+from rules import divisors, nearby, nearby_ramp, validate
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
 
+MUP_POWER = {"muon": 0.5}  # a hidden matrix of m times the tuned width learns m^-this times as fast (optim/muon.py says why); else 1
+
 
 @dataclass(frozen=True)
 class Run:
-    """steps: the horizon; stages: {number: stage} of this rank; ops, peek: this rank's schedule for training and, forward
-    only, for evaluation; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16."""
+    """steps: the horizon; stages: {number: stage} of this rank; ops: this rank's schedule for each number of
+    microbatches that a step may have; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16;
+    noise: the gradient noise scale."""
     cfg: Config
     mesh: Mesh
     device: torch.device
@@ -45,10 +51,11 @@ class Run:
     buckets: list[Bucket]
     optim: AdamW | Muon | LAMB | LARS | Lion | SGD
     pipeline: Pipeline
-    ops: list[Op]
+    ops: dict[int, list[Op]]
     steps: int
     routers: Routers
     scaler: Scaler
+    noise: Noise
 
     def lr(self, step: int) -> float:
         return learning_rate(self.cfg.optim, step, self.steps)
@@ -65,8 +72,8 @@ def with_vocab(cfg: Config, vocab: int) -> Config:
 
 def horizon(cfg: Config, flops_per_token: float) -> int:
     """train.steps, or what train.tokens or train.flops come to, rounded up."""
-    t, per_step = cfg.train, cfg.train.global_batch * cfg.train.seq_len
-    return t.steps or ceil((t.tokens or t.flops / flops_per_token) / per_step)
+    t = cfg.train
+    return t.steps or steps_of(t, ceil((t.tokens or t.flops / flops_per_token) / t.seq_len))
 
 
 def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int, ...]) -> tuple[dict[int, Stage], list[Bucket]]:
@@ -74,16 +81,19 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon", p.offload in ("optimizer", "both"))
+    sharing = Sharing(p.zero, p.compress if p.compress in CODES else p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon",
+                      p.offload in ("optimizer", "both"), p.compress_weights, scale_block(p) or ALIGN, p.powersgd_rank if p.compress == "powersgd" else None,
+                      cfg.log.noise_scale)
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
         stage = Stage(of_stage(cfg, n), mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
-
+        for weight in stage.parameters():  # a table of another stage stays as it is
+            weight.spec = weight.spec.wider(mup_width(cfg.model), MUP_POWER.get(cfg.optim.name, 1.0))
         for part in stage.parts():
             new = [p for p in part if id(p) not in made]
             for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):
-                for params in cut(group, sharing.cap, sharing.apart):
+                for params in cut(group, sharing):
                     buckets.append(Bucket(params, mesh, sharing, dtype, device, cfg.train.seed))
                     made.update({id(p): buckets[-1] for p in params})
         stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()],
@@ -93,15 +103,26 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
 
 
 def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
-    """The step's schedule, checked. Raises ConfigError for every setting that cannot run on `world` ranks."""
-    fits = (lambda c: plan_pipeline(c, world, False)) if advise else None
+    """The schedule of a step with the whole train.global_batch; that, and those of a ramp's smaller batches, checked. Raises
+    ConfigError for every setting that cannot run on `world` ranks."""
+    return schedules(cfg, world, advise)[-1]
+
+
+def schedules(cfg: Config, world: int, advise: bool = True) -> list[Schedule]:
+    """One for each number of microbatches that a step may have, the fewest first."""
+    fits = (lambda c: schedules(c, world, False)) if advise else None
     validate(cfg, world, fits)
     p, t = cfg.parallel, cfg.train
-    micro = t.global_batch // (t.micro_batch * (world // (p.tp * p.cp * p.pp)))
-    try:
-        schedule = make(p.schedule, p.pp, micro, p.vpp)
-    except ValueError as e:
-        raise ConfigError(f"parallel.schedule: {e} (microbatches = train.global_batch / (train.micro_batch * dp))") from None
+    unit, every = t.micro_batch * (world // (p.tp * p.cp * p.pp)), []
+    for size in reversed(batch_sizes(t)):  # what is wrong with all of them is said of the whole batch
+        try:
+            every.insert(0, make(p.schedule, p.pp, size // unit, p.vpp))
+        except ValueError as e:
+            if every:
+                raise ConfigError(f"train.ramp: {t.ramp} has steps of {size} sequences, and parallel.schedule {e} (microbatches = sequences / "
+                                  f"(train.micro_batch * dp))" + nearby_ramp(cfg, unit, fits)) from None
+            raise ConfigError(f"parallel.schedule: {e} (microbatches = train.global_batch / (train.micro_batch * dp))") from None
+    schedule = every[-1]
     if schedule.n_stages > cfg.model.layers:
         raise ConfigError(f"parallel.pp: {p.schedule} on {p.pp} ranks makes {schedule.n_stages} stages, model.layers is {cfg.model.layers}; "
                           "lower parallel.pp or parallel.vpp"
@@ -113,15 +134,17 @@ def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
     if modes and len(modes) != schedule.n_stages:
         raise ConfigError(f"parallel.recompute_stages: {len(modes)} modes, {p.schedule} on {p.pp} ranks has {schedule.n_stages} stages; "
                           f"try parallel.recompute_stages {','.join((modes + modes[-1:] * schedule.n_stages)[:schedule.n_stages])}")
-    check(schedule.order, schedule.n_stages, micro, schedule.place)
-    return schedule
+    for one in every:
+        check(one.order, one.n_stages, one.microbatches, one.place)
+    return every
 
 
 def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Run:
     """Raises ConfigError before anything is allocated."""
-    schedule = plan_pipeline(cfg, mesh.world.size)
     if cfg.train.dtype == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(f"train.dtype: {torch.cuda.get_device_name(device)} has no fp8 (chips from sm_89 on have); use bf16")
+    every = schedules(cfg, mesh.world.size)
+    schedule = every[-1]
     stages, buckets = build_stages(cfg, mesh, device, schedule.place)
     later = {n: Later() for n in stages}
     for n, stage in stages.items():
@@ -129,9 +152,10 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
             p.later = later[n]
     pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
                         mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
-    ops = lower(schedule.order, schedule.place)[mesh.pp.index]
+    ops = {one.microbatches: lower(one.order, one.place)[mesh.pp.index] for one in every}
     return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
-               Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device))
+               Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device),
+               Noise(cfg.log.noise_scale, buckets, mesh))
 
 
 @dataclass(frozen=True)

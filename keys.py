@@ -49,6 +49,8 @@ class Model:
     window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
     dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
     init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
+    mup_base: int | None = None  # muP (arXiv 2203.03466): width of the model whose rates and init_std were tuned; ffn, heads and ranks grow with hidden; none: off
+    mup_head_dim: int | None = None  # muP: that model's head_dim; attention scores go as 1 / head_dim from there; none: the same as here
     attention: Literal["auto", "flash", "sdpa", "triton", "reference"] = "auto"  # attention kernel; auto: the fastest that fits
     experts: int | None = None  # routed experts of a mixture layer (arXiv 2101.03961); none: a dense model
     top_k: int = 2  # experts that a token goes to
@@ -82,6 +84,8 @@ class Train:
     seq_len: int = 256  # tokens a sequence
     micro_batch: int = 8  # sequences a forward pass and rank
     global_batch: int = 16  # sequences a step, over all ranks and micro-batches
+    ramp: str | None = None  # START,INCREMENT,SAMPLES: a step takes START sequences at first, and INCREMENT more at a time until it takes
+    #   global_batch, evenly over the first SAMPLES sequences (Megatron-LM's --rampup-batch-size); none: global_batch throughout
     seed: int = 1234  # of weights, sample order, dropout
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"  # compute; all below fp32 keep fp32 master weights and gradients; fp16 scales
     #   the loss; fp8: bf16, but for the products of most linears
@@ -129,6 +133,11 @@ class Parallel:
     bucket_mb: float = 64.0  # gradients that are reduced together, in MiB; a parameter is never cut
     reduce: Literal["collective", "ring", "hierarchy", "server"] = "collective"  # how data-parallel gradients are summed; the last three by sends
     node: int | None = None  # ranks of a node, for reduce=hierarchy; none: all are on one
+    compress: Literal["none", "int8", "fp8", "powersgd"] = "none"  # these gradients on the wire, lossy: in 8 bits (qgZ, arXiv 2306.10209); of low
+    #   rank (arXiv 1905.13727), zero 0 only
+    compress_weights: Literal["none", "int8", "fp8"] = "none"  # weights that zero 1 to 3 gather, lossy (qwZ, arXiv 2306.10209); masters stay exact
+    compress_block: int = 256  # elements that have a scale together in int8 and fp8, a multiple of 64
+    powersgd_rank: int = 4  # of a matrix's gradient; the smaller of its sides, or more, loses nothing
     timeout_s: float = 300.0  # how long a rank waits for a peer before it gives up
     recompute: Literal["none", "selective", "full"] = "none"  # activations made again in the backward: parts of a block; whole blocks
     offload: Literal["none", "optimizer", "activations", "both"] = "none"  # kept in host memory: masters and moments; what the backward needs
@@ -169,6 +178,7 @@ class Log:
     dir: str = "runs"  # parent of the run folder
     name: str | None = None  # run folder's name; none: the recipe's
     every: int = 10  # steps between console lines
+    noise_scale: bool = False  # gradient noise scale (arXiv 1812.06162): reads the gradients of matrices twice more a step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
     project: str = "bevatron"  # W&B project
 
@@ -206,6 +216,16 @@ def kv_heads(m: Model) -> int:
     return m.kv_heads or m.heads
 
 
+def mup_width(m: Model) -> float:
+    """How many times wider this is than the model that was tuned; 1 without muP."""
+    return m.hidden / m.mup_base if m.mup_base else 1.0
+
+
+def mup_scores(m: Model) -> float:
+    """What muP multiplies attention scores by, beside 1 / sqrt(head_dim)."""
+    return (m.mup_head_dim / head_dim(m)) ** 0.5 if m.mup_head_dim else 1.0
+
+
 def attention_weights(m: Model) -> int:
     """Elements of a block's attention matrices."""
     if not m.kv_rank:
@@ -229,6 +249,40 @@ def span(text: str | None) -> range:
     if text is not None and not (first.isdigit() and (last or first).isdigit() and 0 < int(first) <= int(last or first)):
         raise ConfigError(f"profile.steps: {text!r} must be FIRST:LAST, counted from 1, e.g. 10:12")
     return range(0) if text is None else range(int(first), int(last or first) + 1)
+
+
+def phases(t: Train) -> list[tuple[int, int, int]]:
+    """[(step, sequence, batch)], counted from 0: from this step on, which begins with this sequence of the run, steps take so many
+    sequences. A batch that train.ramp is too short for stands here with the step of the next."""
+    start, more, samples = numbers(t.ramp) if t.ramp else (t.global_batch, 1, 1)
+    step = sequence = 0
+    out, rises = [], (t.global_batch - start) // more
+    for i in range(rises):
+        batch = start + i * more
+        out.append((step, sequence, batch))
+        took = max(0, -(-(-(-samples * (i + 1) // rises) - sequence) // batch))  # until (i + 1)/rises of the samples are seen
+        step, sequence = step + took, sequence + took * batch
+    return [*out, (step, sequence, t.global_batch)]
+
+
+def batch_size(t: Train, step: int) -> int:
+    """Sequences of a step, counted from 0, over all ranks."""
+    return next(batch for first, _, batch in reversed(phases(t)) if first <= step)
+
+
+def sequences(t: Train, steps: int) -> int:
+    """Sequences that so many steps see: the first sequence of step `steps`, counted from 0."""
+    return next(sequence + (steps - first) * batch for first, sequence, batch in reversed(phases(t)) if first <= steps)
+
+
+def steps_of(t: Train, wanted: int) -> int:
+    """The fewest steps that see as many sequences."""
+    return next(first + -(-(wanted - sequence) // batch) for first, sequence, batch in reversed(phases(t)) if sequence <= wanted)
+
+
+def batch_sizes(t: Train) -> list[int]:
+    """Every batch that some step takes, the smallest first."""
+    return sorted({batch_size(t, first) for first, _, _ in phases(t)})
 
 
 def numbers(text: str) -> list[int]:
@@ -258,6 +312,11 @@ def in_fp8(cfg: Config, layer: int) -> bool:
 def remakes(cfg: Config, part: str) -> bool:
     """Is core, norm or act made again in the backward, alone (not with its block)?"""
     return cfg.parallel.recompute == "selective" and part in words(cfg.parallel.recompute_parts)
+
+
+def scale_block(p: Parallel) -> int | None:
+    """Elements that have a scale together on the wire: parameters, and ranks' shares of them, begin with a scale of their own."""
+    return p.compress_block if {p.compress, p.compress_weights} & {"int8", "fp8"} else None
 
 
 def padded_vocab(m: Model) -> int:

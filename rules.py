@@ -6,8 +6,10 @@ import dataclasses
 import math
 from typing import Callable
 
-from config import HORIZONS, Config, ConfigError, head_dim, is_moe, fp8_recipe, kv_heads, moe_ffn, numbers, span, value_dim, words
+from config import HORIZONS, Config, ConfigError, batch_sizes, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, value_dim, words
 
+NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here", "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
+          "lars": "its trust ratio sets each tensor's step, for which muP has no rule"}
 PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
 
 
@@ -29,21 +31,34 @@ def nearby(cfg: Config, key: str, values, check) -> str:
     return f"; try {key} {', '.join(map(str, sorted(good)))}" if good else ""
 
 
+def nearby_ramp(cfg: Config, unit: int, check) -> str:
+    """The ramp nearest to train.ramp, in multiples of `unit` sequences, that check(config) lets pass: text for the end of an error."""
+    t = cfg.train
+    first, more, samples = (numbers(t.ramp) + [unit, unit, 100 * t.global_batch])[:3] if len(numbers(t.ramp)) != 3 else numbers(t.ramp)
+    every = [(start, step) for start in range(unit, t.global_batch, unit) for step in divisors(t.global_batch - start) if step % unit == 0]
+    for start, step in sorted(every, key=lambda s: (abs(s[0] - first), abs(s[1] - more)))[:50] if check else ():
+        with contextlib.suppress(ConfigError):
+            ramp = f"{start},{step},{samples}"
+            check(dataclasses.replace(cfg, train=dataclasses.replace(t, ramp=ramp)))
+            return f"; try train.ramp {ramp}"
+    return "; leave it out"
+
+
 def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | None = None) -> None:
     """Every rule that spans keys. Raises ConfigError: one line naming the key and the way out, with values that fits(config)
     lets pass; None: without."""
     m, t, o, p = cfg.model, cfg.train, cfg.optim, cfg.parallel
 
-    def need(ok, text, keys="", values=()):
+    def need(ok, text, keys="", values=(), tip=str):
         if not ok:
             tips = (nearby(cfg, key, values, fits) for key in keys.split() if fits)
-            raise ConfigError(text + next(filter(None, tips), ""))
+            raise ConfigError(text + next(filter(None, tips), "") + tip())
 
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
                           "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
-                          "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "rope_factor", "rope_original"),
+                          "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "mup_base", "mup_head_dim", "rope_factor", "rope_original"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads", "fp8_block"),
-                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node"),
+                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node", "compress_block", "powersgd_rank"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
@@ -77,6 +92,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
          "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; give kv_rank, or leave them out")
     need(m.rope_kind != "yarn" or m.rope_low_freq < m.rope_high_freq,
          f"model.rope_low_freq: {m.rope_low_freq} must lie below model.rope_high_freq={m.rope_high_freq}")
+    need(not m.mup_base or o.name not in NO_MUP, f"optim.name: {o.name} and model.mup_base do not go together: {NO_MUP.get(o.name)}; take adamw, lion or muon")
+    need(m.mup_base or not m.mup_head_dim, "model.mup_head_dim: is that of muP's base model; give model.mup_base as well, or leave it out")
     need(m.mtp >= 0 and m.mtp_weight >= 0, "model.mtp, model.mtp_weight: must not be negative")
     need(m.qk_norm or not m.qk_norm_whole, "model.qk_norm_whole: says how model.qk_norm is done, which is off; turn that on")
     need(m.positions != "learned" or t.seq_len <= m.context,
@@ -117,6 +134,16 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
+    need(p.compress == "none" or p.reduce == "collective",
+         f"parallel.compress: {p.compress} says how gradients are summed, and so does parallel.reduce={p.reduce}; use one of them")
+    need(p.compress != "powersgd" or not p.zero, f"parallel.compress: powersgd has factors of whole gradients, parallel.zero={p.zero} wants shards of them; "
+         "use int8 or fp8, or parallel.zero 0")
+    need(p.compress != "powersgd" or t.dtype != "fp16", "parallel.compress: powersgd keeps errors from step to step, which a changing loss scale (fp16) "
+         "would make wrong; use train.dtype bf16")
+    need(p.compress_weights == "none" or p.zero, f"parallel.compress_weights: {p.compress_weights} is for weights that are gathered, and parallel.zero=0 gathers "
+         "none; set parallel.zero to 1, 2 or 3, or leave it at none", "parallel.zero", (1, 2, 3))
+    need(p.compress_block % 64 == 0, f"parallel.compress_block: {p.compress_block} is not a multiple of 64, from which parameters begin",
+         "parallel.compress_block", [64 * max(1, p.compress_block // 64 + i) for i in range(-1, 3)])
     a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
     for key, apart in (("tp", p.tp), ("ep*etp", p.ep * p.etp)):
         need(p.reduce != "hierarchy" or max(a, node) % min(a, node) == max(apart, node) % min(apart, node) == 0,
@@ -124,6 +151,21 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}",
          "train.global_batch", [t.micro_batch * dp * max(1, t.global_batch // (t.micro_batch * dp) + i) for i in range(-1, 3)])
+    need(not cfg.log.noise_scale or p.cp == 1, f"log.noise_scale: wants the gradient of some sequences alone, and parallel.cp={p.cp} ranks hold parts "
+         "of each; set parallel.cp 1, or leave it out")
+    latent = (m.kv_rank or m.mtp) and p.sp and p.tp > 1
+    need(not cfg.log.noise_scale or (kv_heads(m) % p.tp == 0 and not latent), f"log.noise_scale: at parallel.tp={p.tp}"
+         + (" with parallel.sp the matrices behind latents and further tokens have" if latent else f" model.kv_heads={kv_heads(m)} has") + " gradients that are summed over tp "
+         "after the step; take a lower parallel.tp, or leave it out")
+    if t.ramp:
+        unit, tip = t.micro_batch * dp, lambda: nearby_ramp(cfg, t.micro_batch * dp, fits)
+        start, more, *rest = numbers(t.ramp) + [0, 0]
+        need(len(numbers(t.ramp)) == 3, f"train.ramp: {t.ramp!r} must be START,INCREMENT,SAMPLES: three whole numbers above 0 and below 1e9", tip=tip)
+        need(start < t.global_batch and (t.global_batch - start) % more == 0,
+             f"train.ramp: {t.ramp} does not lead from {start} sequences by {more} at a time to train.global_batch={t.global_batch}", tip=tip)
+        need(start % unit == more % unit == 0,
+             f"train.ramp: {t.ramp} has steps of {start} and {start + more} sequences, and each must be a multiple of train.micro_batch x dp = "
+             f"{t.micro_batch} x {dp}", tip=tip)
     need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
          f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")
 

@@ -47,15 +47,17 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
         b.zero_grad()
     run.routers.begin()
     scale = run.scaler.scale
-    loss = run.pipeline.run(run.ops, batches, scale / tokens) / scale
+    loss = run.pipeline.run(run.ops[len(batches)], batches, scale / tokens) / scale
     finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")
     norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / scale
     ok = guard.judge(loss, norm)
+    run.noise.settle(batches[0].counted(), len(batches), tokens, scale)
     run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip) / scale, ok)
     run.scaler.update(ok)
     for b in run.buckets:
+        b.settle(ok)
         b.publish()
     run.routers.settle(ok, scale)
     return loss, norm, ok
@@ -99,11 +101,12 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             begun = time.perf_counter()
             batches = [b.to(env.device) for b in data.microbatches(step - 1)]
             waited = time.perf_counter() - begun
+            world.now.clock.take()  # what came between the steps
             with trace.around(step):
                 loss, norm, ok = train_step(run, step, batches, guard, at)
             at("step.end", step)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
-                                   seconds=time.perf_counter() - begun, told=run.routers.told))
+                                   seconds=time.perf_counter() - begun, told=run.routers.told, noise=run.noise.told, comm=world.now.clock.take()))
             at("step.logged", step)
             reason = agreed(stop.check(), saver, mesh)
             last = step == run.steps or reason is not None

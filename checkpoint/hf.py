@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.files import CHUNK, DTYPES, raw, storing, write_file
-from config import ConfigError, Model
+from config import ConfigError, Model, mup_scores, mup_width
 from parallel.boxes import Box
 
 LLAMA = {"embed": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "head": "lm_head",
@@ -189,6 +189,22 @@ def read(kind: str, m: Model, found: dict[str, Stored], pieces: list[tuple[Box, 
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
+
+@torch.no_grad()
+def fold(m: Model, pieces: list[tuple[Box, Tensor]], back: bool = False) -> None:
+    """What muP multiplies by, which no config.json can say, into the weights, in place: the logits' factor into the head or, where
+    that is the embedding, the last norm; that of attention scores into what makes the queries. back: out of them again.
+    Raises ConfigError where no weights can hold it."""
+    if m.mup_base and m.tied and m.mtp:
+        raise ConfigError("model.mup_base: the factor of a tied head goes into the last norm, which multi-token prediction reads too; no Hugging Face "
+                          "folder can hold this model (model.tied with model.mtp)")
+    head = ("norm.weight", "norm.bias") if m.tied else ("head.weight",)
+    query = ("q_b.weight",) if m.q_rank else ("q_norm.weight",) if m.qk_norm else ("q.weight", "q.bias")  # behind a norm q has no size
+    for box, t in pieces:
+        _, attn, leaf = box.key.rpartition(".attn.")
+        factor = 1 / mup_width(m) if box.key in head else mup_scores(m) if attn and leaf in query else 1.0
+        t.mul_(1 / factor if back else factor)
+
 
 @torch.no_grad()
 def write(folder: Path, kind: str, m: Model, pieces: list[tuple[Box, Tensor]], dtype: torch.dtype, shard: int = SHARD_BYTES) -> int:

@@ -1,4 +1,5 @@
-"""Run <-> checkpoint: the master weights under their canonical names, the optimizer's moments under NAME@MOMENT.
+"""Run <-> checkpoint: the master weights under their canonical names, the optimizer's moments under NAME@MOMENT, and what PowerSGD
+has yet to send (parallel/powersgd.py).
 
 `run` is a build.Run. What a checkpoint must agree with to be continued stands in its meta.json; the rest may change.
 """
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from checkpoint import store
 from checkpoint.saver import Saver
-from config import ConfigError
+from config import ConfigError, sequences
 from parallel import comm
 from parallel.boxes import Box
 from parallel.params import Bucket
+from parallel.powersgd import BASIS, ERROR, PowerSGD
 
-HARD = ("train.seed", "train.seq_len", "train.global_batch", "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
+HARD = ("train.seed", "train.seq_len", "train.global_batch", "train.ramp", "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
 Boxes = Sequence[tuple[Box, Tensor]]
 FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std",
         "model.aux_loss", "model.z_loss", "model.jitter", "model.capacity", "model.drop", "model.pad", "model.router_bias_rate")  # the rest of model.* is hard
@@ -31,6 +33,10 @@ def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]], alone: bool = F
             for box, part in bucket.boxes(flat, alone)]
 
 
+def powers(buckets: list[Bucket]) -> list[PowerSGD]:
+    return [b.power for b in buckets if b.power is not None]
+
+
 def take(buckets: list[Bucket]) -> None:
     """Masters were filled: bring the weights up to them."""
     for b in buckets:
@@ -41,7 +47,7 @@ def take(buckets: list[Bucket]) -> None:
 def describe(run, step: int) -> dict:
     """meta.json: where the run stands and what it is."""
     cfg = run.cfg
-    return {"step": step, "tokens": step * cfg.train.global_batch * cfg.train.seq_len, "config": dataclasses.asdict(cfg),
+    return {"step": step, "tokens": sequences(cfg.train, step) * cfg.train.seq_len, "config": dataclasses.asdict(cfg),
             "tokenizer": run.data.tokenizer.fingerprint, "data": run.data.fingerprint, "torch": torch.__version__,
             "layout": dataclasses.asdict(run.mesh.layout), "loss_scale": run.scaler.state()}
 
@@ -91,8 +97,14 @@ def load(run, path: pathlib.Path) -> list[str]:
     """Weights and optimizer state into the run, whatever layout saved them; returns warnings."""
     warnings = agree(store.meta(path), run, str(path))
     wants = boxes(run.buckets, run.optim.state()) + run.routers.boxes()
+    errors = [torch.zeros_like(power.error) for power in powers(run.buckets)]
+    kept = {(p["key"], tuple(p["shape"])) for p in store.index(path)["pieces"]} if errors else set()
+    more = [pair for power, total in zip(powers(run.buckets), errors) for pair in power.boxes(total)]
+    wants += [(box, x) for box, x in more if (box.key, box.shape) in kept]  # the rest begins anew
     others = set().union(*comm.all_objects({box.key for box, _ in wants}, run.mesh.world))  # a rank of many holds a part
-    store.load(path, wants, others=others)
+    store.load(path, wants, allow=(f"*{ERROR}", f"*{BASIS}*"), others=others)
+    for power, total in zip(powers(run.buckets), errors):
+        power.take(total)
     take(run.buckets)
     run.scaler.load(store.meta(path).get("loss_scale"))
     return warnings
@@ -103,6 +115,7 @@ def save(run, saver: Saver, root: pathlib.Path, step: int, at) -> None:
     saver may still be writing when this returns; its errors come with the next call."""
     world = saver.group or run.mesh.world
     mine = boxes(run.buckets, run.optim.state(), alone=True) + run.routers.boxes(alone=True)
+    mine += [pair for power in powers(run.buckets) for pair in power.boxes(power.share(), alone=True)]
     saver.save(root, step, mine, describe(run, step), run.cfg.checkpoint.keep, at, world.index, world.size, lambda x: comm.all_objects(x, world))
 
 

@@ -1,6 +1,7 @@
 """The data of a run: data.path -> batches, a pure function of (seed, step).
 
-Global sample g = step * global_batch + i is sample j of data set d (blend), which is a window of tokens of d's split
+Global sample g = sequences(train, step) + i, the first sequence of a step being a function of the step under train.ramp as
+well (keys.py), is sample j of data set d (blend), which is a window of tokens of d's split
 (sampler), read from a mapped file (indexed) and packed (pack). A rank reads its share of the step's samples. Nothing is
 kept between steps, so a resume at any step, on any number of ranks, reads the very samples that an unbroken run reads.
 A thread reads data.prefetch steps ahead; what goes wrong there is raised in the caller, at the step that needed it.
@@ -17,7 +18,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from config import Config, ConfigError
+from config import Config, ConfigError, batch_size, sequences
 from data import blend, prepare, tokenizer
 from data.batch import Batch
 from data.indexed import Indexed
@@ -48,6 +49,7 @@ class Data:
     def __init__(self, cfg: Config, split: str, rank: int, world: int, mix: blend.Blend, sources: list[Source]):
         self.split, self.rank, self.world, self.sources = split, rank, world, sources
         self._cfg, self._mix = cfg, mix
+        self._train = cfg.train if split == "train" else replace(cfg.train, ramp=None)  # validation is the same whatever the ramp
         seed = key(cfg.train.seed) if split == "train" else 0  # validation is the same text whatever the seed
         k = SPLITS.index(split)
         self._windows = [Windows(*s.cuts[k:k + 2], cfg.train.seq_len, key(seed, d)) for d, s in enumerate(sources)]
@@ -62,7 +64,7 @@ class Data:
         self._thread = ThreadPoolExecutor(1, "loader") if cfg.data.prefetch > 0 and split == "train" else None
         self._ahead = {}  # step -> Future of its micro-batches
 
-    def microbatches(self, step: int) -> list[Batch]:  # global_batch / (micro_batch * world) x [micro_batch, seq_len]
+    def microbatches(self, step: int) -> list[Batch]:  # batch_size / (micro_batch * world) x [micro_batch, seq_len]
         """This rank's share of the step; of valid and test, of the step-th fixed global batch.
         Raises ChecksumError or ConfigError when tokens of the step are damaged or not below the vocabulary."""
         if self._thread is None:
@@ -77,8 +79,8 @@ class Data:
 
     def ids(self, step: int) -> list[int]:
         """A whole number for each sample of the step, over all ranks, in order; no two samples of a run share one."""
-        size, sets = self._cfg.train.global_batch, len(self.sources)
-        return [int(i) * sets + d for d, i, _ in self._samples(step * size, size)]
+        sets = len(self.sources)
+        return [int(i) * sets + d for d, i, _ in self._samples(sequences(self._train, step), batch_size(self._train, step))]
 
     def _samples(self, first: int, count: int) -> list[tuple[int, int, int]]:
         """(data set, id in it, first token) of global samples first .. first + count."""
@@ -89,10 +91,10 @@ class Data:
         return list(zip(sets.tolist(), *found.tolist()))
 
     def _read(self, step: int) -> list[Batch]:
-        t, s = self._cfg.train, self._cfg.train.seq_len
-        share = t.global_batch // self.world
+        t, s = self._train, self._train.seq_len
+        share = batch_size(t, step) // self.world
         rows, starts = [], []
-        for d, _, at in self._samples(step * t.global_batch + self.rank * share, share):
+        for d, _, at in self._samples(sequences(t, step) + self.rank * share, share):
             index = self.sources[d].index
             rows.append(index.read(at, at + s + 1))
             starts.append(index.starts(at, at + s + 1) - at if self._cfg.data.doc_mask else None)
@@ -115,12 +117,11 @@ class Data:
 
     @cached_property
     def bytes_per_token(self) -> float:
-        """UTF-8 bytes a token, measured on the first samples of the split; nan without a tokenizer."""
+        """UTF-8 bytes a token, measured on the first samples of the split, the same ones on every rank; nan without a tokenizer."""
         if self.tokenizer is None:
             return math.nan
-        rows = []
-        for step in range(-(-PROBE // (self._cfg.train.global_batch * self._cfg.train.seq_len))):
-            rows += [row for batch in self._read(step) for row in batch.tokens.tolist()]
+        length = self._cfg.train.seq_len
+        rows = [self.sources[d].index.read(at, at + length).tolist() for d, _, at in self._samples(0, -(-PROBE // length))]
         return sum(len(self.tokenizer.decode(row).encode()) for row in rows) / sum(map(len, rows))
 
     def describe(self) -> str:

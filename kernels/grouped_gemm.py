@@ -24,27 +24,23 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor) ->
 
 
 def grouped_forward(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """x [m, n], weight [e, o, n] -> [m, o]."""
+    """x [m, n], weight [e, o, n] or such a one's transpose -> [m, o]."""
     y = x.new_empty(x.shape[0], weight.shape[1])
-    for rows, w, out in zip(x.split(counts), weight, y.split(counts)):
-        if len(rows):
+    for rows, w, out, n in zip(x.split(counts), weight, y.split(counts), counts):
+        if n:
             torch.mm(rows, w.t(), out=out)
     return y
 
 
 def grouped_dgrad(dy: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     """dy [m, o], weight [e, o, n] -> dx [m, n]."""
-    dx = dy.new_empty(dy.shape[0], weight.shape[2])
-    for rows, w, out in zip(dy.split(counts), weight, dx.split(counts)):
-        if len(rows):
-            torch.mm(rows, w, out=out)
-    return dx
+    return grouped_forward(dy, weight.transpose(1, 2), counts)
 
 
 def grouped_wgrad(into: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
     """into [e, o, n] += dy_i^T x_i, in its own dtype. dy [m, o], x [m, n]."""
-    for part, rows, inputs in zip(into, dy.split(counts), x.split(counts)):
-        if len(rows):
+    for part, rows, inputs, n in zip(into, dy.split(counts), x.split(counts), counts):
+        if n:
             add_wgrad(part, rows, inputs)
     return into
 

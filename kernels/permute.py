@@ -31,7 +31,10 @@ def sum_rows(rows: Tensor, slots: Tensor, whole: bool) -> Tensor:
     if rows.numel() and fits("unpermute", rows):
         return launch(rows, slots, True)
     if slots.shape[1] == 1 and whole:
-        return rows[slots[:, 0]]
+        return rows.index_select(0, slots[:, 0])
+    if whole and rows.device.type == "cpu" and rows.dtype == wide(rows.dtype):  # one pass; in bf16 it would round in between
+        starts = torch.arange(0, slots.numel(), slots.shape[1])
+        return torch.embedding_bag(rows, slots.flatten(), starts, mode=0)[0]  # 0: sum
     out = rows.new_zeros(slots.shape[0], rows.shape[1], dtype=wide(rows.dtype))
     if len(rows):
         for slot in slots.unbind(1):
@@ -42,7 +45,7 @@ def sum_rows(rows: Tensor, slots: Tensor, whole: bool) -> Tensor:
 
 def take_rows(x: Tensor, source: Tensor) -> Tensor:
     """x [t, d], source [m] -> [m, d]."""
-    return launch(x, source[:, None], False) if x.numel() and fits("permute", x) else x[source]
+    return launch(x, source[:, None], False) if x.numel() and fits("permute", x) else x.index_select(0, source)
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from config import Config, head_dim, kv_heads, remakes
+from config import Config, head_dim, kv_heads, mup_scores, remakes
 from kernels import rope
 from kernels.attention import attention
 from kernels.norm import rms_norm
@@ -88,7 +88,7 @@ class Attention(nn.Module):
             # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
             self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
             self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
-        self.tp, self.whole = mesh.tp, m.qk_norm_whole
+        self.tp, self.whole, self.scale = mesh.tp, m.qk_norm_whole, mup_scores(m)  # the softmax's scale beyond 1 / sqrt(d)
         self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
@@ -105,6 +105,7 @@ class Attention(nn.Module):
             q, k = rms_norm(q, self.q_norm, self.eps, self.fused), rms_norm(k, self.k_norm, self.eps, self.fused)
         if self.rope and self.qk_norm:
             q, k = rope.rope(q, ctx.cos, ctx.sin, self.fused), rope.rope(k, ctx.cos, ctx.sin, self.fused)
+        q = q if self.scale == 1 else q * self.scale
         if ctx.cache is not None:
             k, v = ctx.cache.extend(self.layer, k, v)
         return self.out(self.core(q, k, v, ctx).reshape(b, s, self.heads * self.dim))

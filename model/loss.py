@@ -2,7 +2,7 @@
 import torch
 from torch import Tensor, nn
 
-from config import Config
+from config import Config, mup_width
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.linear import linear
 from model.embed import table
@@ -20,6 +20,7 @@ class Head(nn.Module):
         super().__init__()
         m = cfg.model
         self.norm, self.vocab, self.tp, self.sp = Norm(cfg, mesh, "norm"), m.vocab, mesh.tp, cfg.parallel.sp
+        self.shrink = 1 / mup_width(m)  # muP: of the logits
         self.weight = embed if m.tied and embed is not None else table(cfg, mesh, "embed" if m.tied else "head", apart)
 
     def loss(self, x: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
@@ -28,13 +29,17 @@ class Head(nn.Module):
 
     def cross_entropy(self, x: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
         """The same, from x after the norm."""
-        x = enter(x, self.tp, self.sp)
+        x = self.inputs(x)
         return linear_cross_entropy(x.view(-1, x.shape[-1]), self.weight, targets.view(-1), scale, self.vocab,
                                     start=self.tp.index * self.weight.shape[0], merge=merge_vocab(self.tp))
 
+    def inputs(self, x: Tensor) -> Tensor:
+        """x [b, s, d] (sp: [b, s/tp, d]) after the norm -> what the table is multiplied by, whole."""
+        return enter(x if self.shrink == 1 else x * self.shrink, self.tp, self.sp)
+
     def logits(self, x: Tensor) -> Tensor:
         """x [b, s, d] -> [b, s, vocab] without the padding, in fp32 or better."""
-        part = linear(enter(self.norm(x), self.tp, self.sp), self.weight)  # [b, s, v/tp]
+        part = linear(self.inputs(self.norm(x)), self.weight)  # [b, s, v/tp]
         if self.tp.size > 1:
             part = torch.cat(comm.gather(part[None], self.tp).unbind(0), -1)
         return part[..., :self.vocab].to(torch.promote_types(x.dtype, torch.float32))

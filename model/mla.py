@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from config import Config
+from config import Config, mup_scores
 from kernels import rope
 from kernels.attention import attention
 from kernels.linear import linear
@@ -41,7 +41,7 @@ class MLA(nn.Module):
         self.heads, self.pairs = m.heads // mesh.tp.size, m.rope_pairs  # heads of this rank
         self.q_rank, self.kv_rank, self.nope, self.rope, self.v = m.q_rank or 0, m.kv_rank, m.nope_dim, m.rope_dim, m.v_dim
         # the softmax's scale beyond 1 / sqrt(d): it rides on the queries
-        self.scale = rope.mscale(m.rope_factor, m.rope_mscale_all) ** 2 if m.rope_kind == "yarn" else 1.0
+        self.scale = mup_scores(m) * (rope.mscale(m.rope_factor, m.rope_mscale_all) ** 2 if m.rope_kind == "yarn" else 1.0)
         downs = ({"q_a": m.q_rank} if m.q_rank else {}) | {"kv_a": m.kv_rank + m.rope_dim}
         self.down = parameter(Spec(tuple(Box.whole(f"{key}.{n}.weight", (r, m.hidden)) for n, r in downs.items()), "normal", m.init_std,
                                    partial=("tp",) if sp else ()))

@@ -26,6 +26,10 @@ class MLP(nn.Module):
         self.down = RowLinear(mesh, f"{key}.down", width, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias, cfg.parallel.sp, fp8)
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.inner(x)  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]
+        return self.down(self.active(x))  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]
+
+    def active(self, x: Tensor) -> Tensor:
+        """All but the last product."""
+        inner = self.inner(x)
         h = self.activation(inner, self.fused)
-        return self.down(remade(h, partial(self.activation, fused=self.fused), inner) if self.again else h)
+        return remade(h, partial(self.activation, fused=self.fused), inner) if self.again else h

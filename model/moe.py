@@ -18,6 +18,7 @@ A capacity counts every token of a sequence, with or without a target, and holds
 where later tokens are not known yet, drop nothing.
 """
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,7 +33,7 @@ from model.mlp import MLP
 from parallel import comm, zigzag
 from parallel.boxes import Box
 from parallel.collectives import gather_dim1, join_dim1, split_dim1, take_dim1
-from parallel.expert import Dispatch, combine, plan
+from parallel.expert import Combine, Dispatch, plan
 from parallel.mesh import Mesh
 from parallel.rng import Noise
 from parallel.spec import Spec, parameter
@@ -201,15 +202,17 @@ class Experts(nn.Module):
         self.inner = parameter(Spec(inner, "normal", m.init_std, expert=True))
         self.down = parameter(Spec(down, "normal", m.init_std / math.sqrt(2 * m.layers), expert=True))
 
-    def forward(self, x: Tensor, index: Tensor, probs: Tensor, dropped: bool, meanwhile, room: int | None = None) -> Tensor:
-        """x [b, s, d], index and probs [b, s, k] -> [b, s, d]. meanwhile: called while the tokens are on their way; room: see
-        parallel/expert.py."""
+    def forward(self, x: Tensor, index: Tensor, probs: Tensor, dropped: bool, meanwhile: Iterator, room: int | None = None) -> tuple[Tensor, Tensor | None]:
+        """x [b, s, d], index and probs [b, s, k] -> [b, s, d], and the second that `meanwhile` gives. meanwhile: work in two parts,
+        done while the tokens are on their way there and back; room: see parallel/expert.py."""
         p = plan(index.flatten(0, 1), self.experts, self.group, self.etp, dropped, room)
         way = Dispatch(x.flatten(0, 1), probs.flatten(0, 1), p)
-        meanwhile()
+        next(meanwhile)
         rows, weight = way.rows()
         inner = weighted_swiglu(grouped_linear(rows, self.inner, p.counts), weight)
-        return combine(grouped_linear(inner, self.down, p.counts), p).view(x.shape)
+        back = Combine(grouped_linear(inner, self.down, p.counts), p)
+        beside = next(meanwhile)
+        return back.tokens().view(x.shape), beside
 
 
 class MoE(nn.Module):
@@ -228,19 +231,19 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, learn: Learning | None) -> tuple[Tensor, Tensor | None]:
         own = x if self.sp else split_dim1(x, self.tp)  # a tp rank routes its own tokens
         index, probs, told = self.router(own, learn)
-        beside: list[Tensor] = []
-        b, s, d = own.shape
+        b, s, _ = own.shape
         room = b * min(self.router.room(s * self.cut), s) if self.pad and learn is not None else None  # a token takes one row of an expert
-        y = self.experts(own, index, probs, self.capacity and learn is not None, lambda: beside.extend(self.others(x)), room)
+        y, beside = self.experts(own, index, probs, self.capacity and learn is not None, self.others(x), room)
         y = y if self.sp else join_dim1(y, self.tp, x.shape[1])
-        return y + beside[0] if beside else y, told
+        return y if beside is None else y + beside, told
 
-    def others(self, x: Tensor) -> list[Tensor]:
-        """The shared experts' output."""
-        if self.shared is None:
-            return []
-        y = self.shared(x)
-        return [y if self.gate is None else y * linear(x.to(wide(x.dtype)), self.gate).sigmoid().to(y.dtype)]
+    def others(self, x: Tensor) -> Iterator[Tensor | None]:
+        """The shared experts in two parts; the second gives their output, or None where there are none. The backward, which autograd
+        runs in the order of the forward turned round, has the second's gradients under its way back, the first's under its way there."""
+        h = None if self.shared is None else self.shared.active(x)
+        yield None
+        y = None if self.shared is None else self.shared.down(h)
+        yield y if self.gate is None else y * linear(x.to(wide(x.dtype)), self.gate).sigmoid().to(y.dtype)
 
 
 class Routers:

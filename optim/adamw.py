@@ -5,6 +5,7 @@ from torch import Tensor
 
 from config import Optim
 from kernels.adam import adamw
+from optim.base import pace
 from parallel.mesh import Mesh
 from parallel.offload import Side, staged
 from parallel.params import Bucket
@@ -29,10 +30,10 @@ class AdamW:
             return
         c = self.cfg
         for b, m, v in zip(self.buckets, self.m, self.v):
-            for run, decay, _ in b.runs():
+            for run, decay, rate, _ in b.runs():
                 grad, low = b.shard[run], None if b.own is b.master else b.own[run]
                 for cut, (p, m1, v1) in self.chunks([b.master[run], m[run], v[run]], grad.device):
-                    adamw(p, grad[cut], m1, v1, lr=lr, beta1=c.beta1, beta2=c.beta2, eps=c.eps, decay=c.weight_decay if decay else 0.0,
+                    adamw(p, grad[cut], m1, v1, **pace(c, lr, decay, rate), beta1=c.beta1, beta2=c.beta2, eps=c.eps,
                           step=step, factor=factor, ok=ok, low=None if low is None else low[cut])
 
     def chunks(self, state: list[Tensor], device: torch.device):

@@ -11,6 +11,12 @@ from parallel.mesh import Mesh
 from parallel.params import Bucket
 
 
+def pace(cfg: Optim, lr: float, decay: bool, rate: float) -> dict[str, float]:
+    """{lr, decay} of a run of elements. Decoupled weight decay shrinks by lr * weight_decay a step whatever the rate's factor: under
+    muP the averaging time of a weight, 1 / (lr * weight_decay), is the same at every width (arXiv 2405.13698)."""
+    return {"lr": lr * rate, "decay": cfg.weight_decay / rate if decay else 0.0}
+
+
 class Optimizer:
     """MOMENTS: names of the flat moments, in the master's dtype, one a bucket each; a checkpoint keeps them as KEY@NAME."""
     MOMENTS: tuple[str, ...] = ()
@@ -33,11 +39,11 @@ class Optimizer:
             b.round()
 
     def update(self, step: int, lr: float, factor: Tensor, ok: Tensor) -> None:
-        """Elementwise optimizers: each run of elements with the same weight decay through `change`."""
+        """Elementwise optimizers: each run of elements with the same weight decay and rate through `change`."""
         for i, b in enumerate(self.buckets):
-            for run, decay, _ in b.runs():
+            for run, decay, rate, _ in b.runs():
                 old = [b.master[run], *(flats[i][run] for flats in self.moments.values())]
-                put(old, self.change(b.shard[run] * factor, *old, lr=lr, decay=self.cfg.weight_decay if decay else 0.0), ok)
+                put(old, self.change(b.shard[run] * factor, *old, **pace(self.cfg, lr, decay, rate)), ok)
 
     def change(self, grad: Tensor, *old: Tensor, lr: float, decay: float) -> tuple[Tensor, ...]:
         """(grad, weights, moments ...) -> new weights, moments."""

@@ -16,7 +16,7 @@ def grad_norm(buckets: list[Bucket], mesh: Mesh, mixture: bool = False) -> Tenso
         if expert and not mixture:
             continue
         kind = [b for b in buckets if b.expert == expert]
-        parts = [torch.linalg.vector_norm(b.shard[run]) for b in kind for run, _, once in b.runs() if once]
+        parts = [torch.linalg.vector_norm(b.shard[run]) for b in kind for run, *_, once in b.runs() if once]
         squares = torch.stack(parts).square().sum() if parts else torch.zeros_like(total)
         if buckets[0].zero:
             squares = comm.sum_(squares, shard)

@@ -48,7 +48,7 @@ class Trust(Optimizer):
         """weight_decay times the masters of bucket i that decay."""
         b = self.buckets[i]
         out = torch.zeros_like(b.master)
-        for run, decay, _ in b.runs():
+        for run, decay, *_ in b.runs():
             if decay:
                 out[run] = self.cfg.weight_decay * b.master[run]
         return out

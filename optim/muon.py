@@ -1,7 +1,8 @@
 """Muon (Keller Jordan 2024; at scale: arXiv 2502.16982): hidden matrices move by their orthogonalised momentum, whole.
 
 Embeddings, the head, routers, norms and biases go by AdamW. The update of a matrix is scaled by 0.2 sqrt(max(m, n)), so that
-both share one learning rate (2502.16982, section 2.2).
+both share one learning rate (2502.16982, section 2.2). muP wants the update's spectral norm the same at every width (arXiv
+2310.17813), and this scale grows as the width's root: so hidden matrices then go m^-1/2 times as fast.
 
 Whole matrices, whatever shards them: the ranks of a pipeline stage share its matrices out, balanced by FLOPs. One all-to-all
 brings each its matrices' momentum, another takes the results to everyone that owns a piece. What an owner holds itself does
@@ -104,7 +105,8 @@ class Muon:
         self.orthogonalise(views)
         for i in self.hidden:
             b = self.buckets[i]
-            put([b.master], (b.master * (1 - lr * self.cfg.weight_decay) - lr * updates[i],), ok)
+            for run, _, rate, _ in b.runs():
+                put([b.master[run]], (b.master[run] * (1 - lr * self.cfg.weight_decay) - lr * rate * updates[i][run],), ok)
             b.round()
 
     def orthogonalise(self, views: list[tuple[Box, Tensor]]) -> None:

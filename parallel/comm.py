@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.clock import Clock
+
 LATE = re.compile(r"timed? ?out", re.IGNORECASE)  # what gloo, nccl and the store say of a peer that does not answer,
 LOST = re.compile(r"connection|socket|broken pipe|reset by peer|remote (process|worker|server)", re.IGNORECASE)  # or is gone
 
@@ -38,6 +40,7 @@ class Now:
     timeout_s: float = 0.0
     exchange: tuple | None = None  # (verb, group, bytes, peer) while inside one
     since: float = field(default_factory=time.monotonic)  # when it began, or when the last one ended
+    clock: Clock = field(default_factory=Clock)
 
     def __str__(self) -> str:
         """all_reduce of 4,096 bytes in group data (dp_rep x dp: ranks 0, 2) at step 7"""
@@ -71,11 +74,13 @@ class Group:
     def run(self, verb: str, size: int | None, peer: int | None, work, *args, **how):
         """work(*args, **how), the one place where a rank waits for others. Raises PeerError; errors of other kinds pass."""
         self.now.exchange, self.now.since = (verb, self, size, peer), time.monotonic()
+        begun = self.now.clock.stamp()
         try:
             result = work(*args, **how)
         except RuntimeError as error:
             raise named(error, self.now) from error
         self.now.exchange, self.now.since = None, time.monotonic()
+        self.now.clock.wait(begun)
         return result
 
     def count(self, verb: str, x: Tensor) -> None:
@@ -131,6 +136,7 @@ def join(device: str, rank: int, size: int, timeout_s: float, init: str = "env:/
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         world.everyone().run("meeting", None, None, dist.init_process_group, backend, store=store or meet(rank, size, init), rank=rank,
                              world_size=size, timeout=timedelta(seconds=timeout_s))
+        world.now.clock.device = torch.device("cuda") if device == "cuda" else None
     return world
 
 
@@ -212,13 +218,18 @@ class Work:
 
     def __init__(self, result: Tensor, handle=None, source: Tensor | None = None, of: tuple | None = None) -> None:
         self.result, self.handle, self.source, self.of = result, handle, source, of
+        self.flight = None if handle is None else of[0].now.clock.start(handle)
 
     def wait(self) -> Tensor:
         if self.handle is not None:
             group, verb, size = self.of
+            group.now.clock.arrive(self.flight, self.handle)
             group.run(verb, size, None, self.handle.wait)
         self.handle = self.source = None
         return self.result
+
+    def turn(self) -> None:
+        """Nothing: the second hop is that of sums which have one (parallel/compress.py)."""
 
 
 def start_sum(x: Tensor, group: Group) -> Work:
@@ -285,8 +296,11 @@ class Transfer:
     size: int
     peer: int
     group: Group
+    flight: object = None
 
     def wait(self) -> None:
+        if self.flight is not None:
+            self.group.now.clock.arrive(self.flight, self.work)
         self.group.run(self.verb, self.size, self.peer, self.work.wait)
 
 
@@ -302,7 +316,8 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
     if len(works) < len(ops):  # nccl has one for all of them
         works = [works[-1]] * len(ops)
     verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
-    return [Transfer(work, verb, x.nbytes, group.ranks[peer], group) for work, verb, (x, peer) in zip(works, verbs, sends + receives)]
+    flights = [group.now.clock.start(work) if group.now.clock.device else None for work in works]
+    return [Transfer(work, verb, x.nbytes, group.ranks[peer], group, flight) for work, flight, verb, (x, peer) in zip(works, flights, verbs, sends + receives)]
 
 
 def synchronize(device: torch.device) -> None:

@@ -11,7 +11,8 @@ On the wire, a rank, layer and microbatch of t tokens (t = b s / cp / tp, k = to
     counts of rows                     1 all-to-all   ep etp E/ep 8
     forward, backward   tokens         2 each         t k etp d c        dropless; a capacity's drops do not travel
                         probabilities  1 each         t k etp g
-Counted where the token lives (what it sends, and what comes back), so that the count does not depend on the routing.
+Counted where the token lives (what it sends, and what comes back), so that the count does not depend on the routing. Of the shared
+experts, all but the last product lies under the exchange there, the last under the one back, and likewise their gradients (model/moe.py).
 """
 from dataclasses import dataclass
 
@@ -104,12 +105,18 @@ class Dispatch:
         return x, probs[:, 0]
 
 
-def combine(rows: Tensor, p: Plan) -> Tensor:
-    """rows [r, d] by expert, already weighted -> the sum of each token's [t, d]."""
-    if p.order is not None:
-        rows = permute(rows, p.back, p.order[:, None])
-    out = unpermute(arrive(*travel(rows, p, out=False)), p.source, p.slots, p.whole)
-    return out[:-1] if p.padded else out
+class Combine:
+    """Rows [r, d] by expert, already weighted, on their way back: started when made, here after `tokens()`."""
+
+    def __init__(self, rows: Tensor, p: Plan) -> None:
+        if p.order is not None:
+            rows = permute(rows, p.back, p.order[:, None])
+        self.plan, self.travels = p, travel(rows, p, out=False)
+
+    def tokens(self) -> Tensor:
+        """-> the sum of each token's rows [t, d]."""
+        out = unpermute(arrive(*self.travels), self.plan.source, self.plan.slots, self.plan.whole)
+        return out[:-1] if self.plan.padded else out
 
 
 # ---- an all-to-all in two halves, forward and backward -----------------------------------------------------------------

@@ -8,7 +8,7 @@
 """
 from collections.abc import Sequence
 
-ALIGN = 64  # elements: a slot, and a share, starts on a cache line in every dtype
+ALIGN = 64  # elements: a slot, and a share, starts on a cache line in every dtype; where blocks of it have scales, at a block
 
 
 def aligned(n: int, to: int = ALIGN) -> int:
@@ -16,23 +16,23 @@ def aligned(n: int, to: int = ALIGN) -> int:
     return -(-n // to) * to
 
 
-def pack(sizes: Sequence[int], cap: int) -> list[list[int]]:
+def pack(sizes: Sequence[int], cap: int, align: int = ALIGN) -> list[list[int]]:
     """Indexes of parameters of these sizes, in order -> those of each bucket."""
     out: list[list[int]] = []
     filled = 0
     for i, n in enumerate(sizes):
-        if not out or filled + aligned(n) > cap:
+        if not out or filled + aligned(n, align) > cap:
             out.append([])
             filled = 0
         out[-1].append(i)
-        filled += aligned(n)
+        filled += aligned(n, align)
     return out
 
 
-def place(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
+def place(sizes: Sequence[int], shards: int, align: int = ALIGN) -> tuple[list[int], int]:
     """(offset of each slot, size of the bucket with padding: `shards` equal shares)."""
     offsets, at = [], 0
     for n in sizes:
         offsets.append(at)
-        at += aligned(n)
-    return offsets, aligned(at, ALIGN * shards)
+        at += aligned(n, align)
+    return offsets, aligned(at, align * shards)

@@ -22,26 +22,33 @@ import torch
 from torch import Tensor, nn
 
 from kernels.grad import wide
-from parallel import comm, packing
+from parallel import comm, compress, packing
 from parallel.boxes import Box
 from parallel.comm import Work
 from parallel.mesh import Mesh
 from parallel.offload import to_host
+from parallel.powersgd import PowerSGD, is_matrix
 from parallel.ranges import range_boxes
-from parallel.reduce import start_scatter_sum, start_sum
+from parallel.reduce import start_gather, start_scatter_sum, start_sum
 from parallel.spec import fill
 
 
 @dataclass(frozen=True)
 class Sharing:
     """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket; apart:
-    hidden matrices have buckets of their own (Muon); offload: masters are in host memory."""
+    hidden matrices have buckets of their own (Muon); offload: masters are in host memory; weights: none, int8 or fp8, as they
+    are gathered; align: of slots and shares, where blocks of it have scales; rank: of PowerSGD, none: off; noise: optim/noise.py
+    wants the first microbatch's gradients."""
     zero: int = 0
     reduce: str = "collective"
     node: int | None = None
     cap: int = 1 << 24
     apart: bool = False
     offload: bool = False
+    weights: str = "none"
+    align: int = packing.ALIGN
+    rank: int | None = None
+    noise: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,13 +80,13 @@ def counted(p: nn.Parameter, mesh: Mesh) -> bool:
     return (mesh.tp.index == 0 or not whole(p)) and ("tied" not in p.spec.partial or mesh.pp.index == 0)
 
 
-def cut(params: list[nn.Parameter], cap: int, apart: bool = False) -> list[list[nn.Parameter]]:
-    """The parameters of a part -> those of each of its buckets. Those with the same treatment (decay, counted) lie side by
+def cut(params: list[nn.Parameter], sharing: Sharing) -> list[list[nn.Parameter]]:
+    """The parameters of a part -> those of each of its buckets. Those with the same treatment (decay, rate, counted) lie side by
     side, in an order that is the same on all tp ranks: what is partial over tp lies at the same place in each. Experts, which
     other ranks share, have buckets of their own."""
-    kinds = [sorted([p for p in params if (p.spec.expert, apart and p.spec.hidden) == kind], key=lambda p: (not p.spec.decay, whole(p)))
+    kinds = [sorted([p for p in params if (p.spec.expert, sharing.apart and p.spec.hidden) == kind], key=lambda p: (not p.spec.decay, p.spec.rate, whole(p)))
              for kind in itertools.product((False, True), repeat=2)]
-    return [[kind[i] for i in group] for kind in kinds for group in packing.pack([prod(p.spec.shape) for p in kind], cap)]
+    return [[kind[i] for i in group] for kind in kinds for group in packing.pack([prod(p.spec.shape) for p in kind], sharing.cap, sharing.align)]
 
 
 class Bucket:
@@ -96,7 +103,8 @@ class Bucket:
         self.sharing, self.zero, self.dtype, self.expert = sharing, zero, dtype, params[0].spec.expert
         self.group, self.everyone = (mesh.eshard, mesh.eloss) if self.expert else (mesh.shard, mesh.loss)
         self.replicas, self.hidden = mesh.dp_rep, sharing.apart and params[0].spec.hidden
-        offsets, self.size = packing.place([prod(p.spec.shape) for p in params], (self.group if zero else self.everyone).size)
+        cutters = self.group if zero and sharing.reduce not in compress.CODES else self.everyone  # replicas share a shard's blocks
+        offsets, self.size = packing.place([prod(p.spec.shape) for p in params], cutters.size, sharing.align)
         self.slots = tuple(Slot(p, at, counted(p, mesh)) for p, at in zip(params, offsets))
         share = self.size // self.group.size if zero else self.size
         self.lo = share * self.group.index if zero else 0
@@ -104,20 +112,26 @@ class Bucket:
         initial = torch.zeros(self.size, dtype=wide(dtype), device=device)
         for slot in self.slots:
             fill(slot.param.spec, slot.of(initial), seed)
-        self.weights: Tensor | None = initial if dtype == initial.dtype else initial.to(dtype)
+        self.quantized = sharing.weights != "none" and zero > 0 and self.group.size > 1
+        self.weights: Tensor | None = initial if dtype == initial.dtype and not self.quantized else initial.to(dtype, copy=True)
+        if self.quantized and zero < 3:  # as the others see them, from the first step on
+            self.weights.copy_(compress.seen(self.weights, self.group.size, sharing.weights, sharing.align))
         self.own = self.weights[self.lo:self.hi] if zero < 3 else self.weights[self.lo:self.hi].clone()
         if sharing.offload:
             self.master = to_host(initial[self.lo:self.hi])
         else:
-            self.master = self.own if self.own.dtype == initial.dtype else initial[self.lo:self.hi].clone()
+            self.master = self.own if self.own.dtype == initial.dtype and (zero == 3 or not self.quantized) else initial[self.lo:self.hi].clone()
         self.grad: Tensor | None = None
         self.users = self.finals = 0  # parts that use this bucket; those that ended their last backward of the step
         self.arriving: Work | None = None  # weights
         self.scattering: Work | None = None  # a microbatch's gradients, or the step's
         self.summing: Work | None = None  # the step's
+        self.first: Tensor | None = None  # squares of the step's first microbatch
         self.last = False  # what is scattering is the step's last
         flat = None if zero >= 2 else torch.zeros(self.size, dtype=wide(dtype), device=device)
         self.shard = torch.zeros(share, dtype=wide(dtype), device=device) if flat is None else flat[self.lo:self.hi]
+        several = sharing.rank is not None and self.everyone.size > 1
+        self.power = PowerSGD(self.slots, self.size, self.everyone, sharing.rank, seed, flat) if several and any(is_matrix(p.spec) for p in params) else None
         self.point()
         if flat is not None:
             self.hold_grad(flat)
@@ -134,7 +148,7 @@ class Bucket:
         """Start making the weights whole (ZeRO-3), ahead of their use."""
         if self.weights is None:
             self.weights = self.own.new_empty(self.size)
-            self.arriving = comm.start_gather(self.own, self.group, out=self.weights)
+            self.arriving = start_gather(self.own, self.group, self.weights, self.sharing.weights, self.sharing.align)
 
     def need(self) -> None:
         """The weights are whole: fetched, or published by the last step, and here."""
@@ -164,7 +178,9 @@ class Bucket:
         elif self.zero and self.group.size > 1:
             if self.arriving is not None:
                 self.arriving.wait()
-            self.arriving = comm.start_gather(self.own.clone(), self.group, out=self.weights)
+            if self.quantized:
+                self.round()  # a skipped step left what the others saw
+            self.arriving = start_gather(self.own.clone(), self.group, self.weights, self.sharing.weights, self.sharing.align)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -177,23 +193,39 @@ class Bucket:
                 slot.param.main_grad = slot.of(self.grad)
 
     def zero_grad(self) -> None:
+        self.first = None
         (self.shard if self.zero >= 2 else self.grad).zero_()
+
+    def squares(self, flat: Tensor, lo: int, hi: int) -> Tensor:
+        """The sum of squares of `flat`, elements lo .. hi of the bucket, over the matrices between hidden features outside experts
+        that this rank counts."""
+        spans = [(max(s.offset, lo), min(s.offset + s.numel, hi)) for s in self.slots if s.once and s.param.spec.hidden and not self.expert]
+        parts = [torch.linalg.vector_norm(flat[a - lo:b - lo]) for a, b in spans if a < b]
+        return torch.stack(parts).square().sum() if parts else flat.new_zeros(())
+
+    def sample(self) -> None:
+        """A microbatch of this bucket has ended and nothing is summed yet: the step's first is looked at."""
+        if self.sharing.noise and self.first is None and self.grad is not None:
+            self.first = self.squares(self.grad, 0, self.size)
 
     def reduce(self, last: bool) -> None:
         """Start the sum over the ranks that saw other tokens. last: nothing of this step comes after it."""
         how = self.sharing
         if self.zero == 0:
-            self.summing = start_sum(self.grad, self.everyone, how.reduce, how.node)
+            self.summing = self.power.start(self.grad) if self.power else start_sum(self.grad, self.everyone, how.reduce, how.node, how.align)
             return
         self.land()
-        self.scattering, self.last = start_scatter_sum(self.grad, self.group, how.reduce), last
+        self.scattering, self.last = start_scatter_sum(self.grad, self.group, how.reduce, how.align), last
         if self.zero >= 2:
             self.grad = None
             for slot in self.slots:
                 slot.param.main_grad = None
 
     def land(self) -> None:
-        """Wait for a scattered sum: the owned range of it goes to `shard`, and the step's on to the replicas."""
+        """Wait for a scattered sum: the owned range of it goes to `shard`, and the step's on to the replicas. A sum of two hops
+        begins the second."""
+        if self.summing is not None:
+            self.summing.turn()
         if self.scattering is None:
             return
         part, self.scattering = self.scattering.wait(), None
@@ -202,7 +234,8 @@ class Bucket:
         elif self.zero >= 2:
             self.shard.add_(part)
         if self.last:
-            self.summing = start_sum(self.shard, self.replicas, self.sharing.reduce, self.sharing.node)
+            how = self.sharing
+            self.summing = start_sum(self.shard, self.replicas, how.reduce, how.node, how.align)
 
     def finish(self) -> None:
         """`shard` is the sum over all ranks that saw other tokens."""
@@ -210,6 +243,11 @@ class Bucket:
         if self.summing is not None:
             self.summing.wait()
             self.summing = None
+
+    def settle(self, ok: Tensor) -> None:
+        """The step was judged: what a compressed sum left behind is kept, or forgotten with the step."""
+        if self.power is not None:
+            self.power.settle(ok)
 
     def partial(self, axis: str) -> list[Tensor]:
         """Views of the owned gradients that are still partial over `axis`: "tp" (norms under sequence parallelism, per-head
@@ -220,18 +258,18 @@ class Bucket:
 
     # ---- what the optimizer, clipping and checkpoints read -----------------------------------------------------------
 
-    def runs(self) -> list[tuple[slice, bool, bool]]:
-        """[(range within the owned share, weight decay, counted in the norm)]: as few as the order of slots allows."""
-        out: list[tuple[int, int, bool, bool]] = []
+    def runs(self) -> list[tuple[slice, bool, float, bool]]:
+        """[(range within the owned share, weight decay, factor of the rate, counted in the norm)]: as few as the order of slots allows."""
+        out: list[tuple[int, int, bool, float, bool]] = []
         for slot in self.slots:
             a, b = max(slot.offset, self.lo), min(slot.offset + slot.numel, self.hi)
             if a < b:
-                same = out and out[-1][2:] == (slot.param.spec.decay, slot.once)
-                if same:
+                how = slot.param.spec.decay, slot.param.spec.rate, slot.once
+                if out and out[-1][2:] == how:
                     out[-1] = (out[-1][0], b - self.lo, *out[-1][2:])  # padding between them is zero and stays zero
                 else:
-                    out.append((a - self.lo, b - self.lo, slot.param.spec.decay, slot.once))
-        return [(slice(a, b), decay, once) for a, b, decay, once in out]
+                    out.append((a - self.lo, b - self.lo, *how))
+        return [(slice(a, b), decay, rate, once) for a, b, decay, rate, once in out]
 
     def boxes(self, flat: Tensor, alone: bool = False) -> list[tuple[Box, Tensor]]:
         """[(box, its elements)] of a flat tensor over the owned range: at most 2 ndim - 1 boxes a stored tensor.
@@ -257,6 +295,8 @@ class Bucket:
 def finish(buckets: list[Bucket], mesh: Mesh) -> None:
     """The step's gradients are whole: every reduction has ended, and what was partial over tp is summed, in one exchange;
     then a tied table, over the ends of the pipeline."""
+    for b in buckets:  # second hops start before the first is waited for
+        b.land()
     for b in buckets:
         b.finish()
     for axis, group in (("tp", mesh.tp), ("tied", mesh.tied)):

@@ -1,4 +1,4 @@
-"""Sums over data-parallel ranks, four ways: the backend's collectives, or point-to-point sends to be read and compared.
+"""Sums over data-parallel ranks: the backend's collectives, point-to-point sends to be read and compared, or 8 bits an element.
 
 n: bytes of the bucket; N: ranks; k: ranks of one node. Bytes that a rank sends:
 
@@ -6,24 +6,28 @@ n: bytes of the bucket; N: ranks; k: ranks of one node. Bytes that a rank sends:
     ring         2 (N-1)/N n                              bandwidth-optimal (Patarasuk and Yuan 2009; Horovod, arXiv 1802.05799)
     hierarchy    2 (k-1)/k n + 2 (N/k - 1)/(N/k) n/k       slow links between nodes carry 1/k of it (Horovod's hierarchical all-reduce)
     server       n, and (N-1) n from rank 0               the parameter server: rank 0 is the bottleneck (Li et al. 2014)
+    int8, fp8    of 1 + 4/block bytes an element: an all-to-all and an all-gather (parallel/compress.py): lossy
 
 Every sum is taken in a fixed order, so the same layout gives the same bits. ZeRO needs a reduce-scatter only, which is the
-first half of the ring, (N-1)/N n; the other two sum whole buckets on every rank and are refused with it (rules.validate).
-These run where they are called: only `collective` overlaps with the backward.
+first half of the ring, (N-1)/N n; hierarchy and server sum whole buckets on every rank and are refused with it (rules.validate).
+Sends run where they are called: the others overlap with the backward.
 """
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from parallel import comm
+from parallel import comm, compress
 from parallel.comm import Group, Work
 
 
-def start_sum(x: Tensor, group: Group, kind: str, node: int | None) -> Work:
-    """In place: x [n] summed over the group, on every rank. n is a multiple of the group's size. node: ranks of a node."""
+def start_sum(x: Tensor, group: Group, kind: str, node: int | None = None, block: int = 0) -> Work | compress.Sum:
+    """In place: x [n] summed over the group, on every rank. n is a multiple of the group's size (and block). node: ranks of a node;
+    block: elements of a scale."""
     if kind == "collective" or group.size == 1:
         return comm.start_sum(x, group)
+    if kind in compress.CODES:
+        return compress.Sum(x, group, kind, block)
     everyone = tuple(range(group.size))
     if kind == "ring":
         ring_scatter(x, group, everyone)
@@ -35,11 +39,20 @@ def start_sum(x: Tensor, group: Group, kind: str, node: int | None) -> Work:
     return Work(x)
 
 
-def start_scatter_sum(x: Tensor, group: Group, kind: str) -> Work:
+def start_scatter_sum(x: Tensor, group: Group, kind: str, block: int = 0) -> Work | compress.ScatteredSum:
     """x [n] of each rank -> this rank's [n / size] of the sum. x is scratch afterwards."""
     if kind == "collective" or group.size == 1:
         return comm.start_scatter_sum(x, group)
+    if kind in compress.CODES:
+        return compress.ScatteredSum(x, group, kind, block)
     return Work(ring_scatter(x, group, tuple(range(group.size))).clone())
+
+
+def start_gather(x: Tensor, group: Group, out: Tensor, kind: str, block: int = 0) -> Work | compress.Gather:
+    """x [n / size] of each rank -> out [n] on every rank. kind: none, int8 or fp8."""
+    if kind == "none" or group.size == 1:
+        return comm.start_gather(x, group, out)
+    return compress.Gather(x, group, out, kind, block)
 
 
 def swap(send: Tensor, to: int, source: int, group: Group) -> Tensor:

@@ -2,7 +2,7 @@
 partial. Initialisation, ZeRO, clipping, the optimizer, checkpoints and export all read it; there is no second bookkeeping.
 """
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -17,7 +17,7 @@ BLOCK = 1 << 20  # elements of one key that are drawn together; part of the defi
 class Spec:
     """boxes: stacked along dim 0 of the local tensor, in order (q, k, v of a merged projection; usually one).
 
-    init: 'normal' | 'ones' | 'zeros'; std of the normal. decay: weight decay applies. partial: mesh groups over which
+    init: 'normal' | 'ones' | 'zeros'; std of the normal. decay: weight decay applies. rate: factor of the learning rate. partial: mesh groups over which
     every rank's gradient is only a part of the sum (beyond the data axes, over which it always is). expert: laid out by the
     experts' factorization of the ranks (parallel/layout.py), whose data axes are its own.
     """
@@ -25,6 +25,7 @@ class Spec:
     init: str
     std: float = 0.0
     decay: bool = True
+    rate: float = 1.0
     partial: tuple[str, ...] = ()
     expert: bool = False
 
@@ -34,6 +35,15 @@ class Spec:
         key = self.boxes[0].key
         return len(self.shape) == 2 and self.decay and not key.startswith(("embed.", "positions.", "head.")) and ".router." not in key and "_gate." not in key
 
+    def wider(self, m: float, power: float) -> "Spec":
+        """The same in a model m times as wide as the one that was tuned: muP (arXiv 2203.03466, table 8). A table or vector stays;
+        a hidden matrix starts m^-1/2 times as large and learns m^-power times as fast; what reads a fixed number of values off
+        the hidden state, a router or gate, starts and learns 1/m times (table 3: the same as a factor 1/m behind it)."""
+        if self.hidden:
+            return replace(self, std=self.std / m**0.5, rate=self.rate / m**power)
+        reads = len(self.shape) == 2 and self.boxes[0].key.startswith("layers.")
+        return replace(self, std=self.std / m, rate=self.rate / m) if reads else self
+
     @property
     def shape(self) -> tuple[int, ...]:
         return (sum(b.size[0] for b in self.boxes), *self.boxes[0].size[1:])
@@ -41,7 +51,6 @@ class Spec:
     def split(self, local: Tensor) -> list[tuple[Box, Tensor]]:
         """[(box, its rows of the local tensor)]: views."""
         return list(zip(self.boxes, local.split([b.size[0] for b in self.boxes])))
-
 
 
 def parameter(spec: Spec) -> nn.Parameter:

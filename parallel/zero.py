@@ -71,6 +71,7 @@ class Zero:
             b.land()
         self.sent = []
         for b in self.parts[part]:
+            b.sample()
             b.finals += self.final
             last = b.finals == b.users
             if last or (b.zero >= 2 and b.users == 1):

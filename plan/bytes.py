@@ -9,6 +9,9 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     ZeRO-2            m reduce-scatters n + all-gather w
     ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding, the head and, where a backward follows, a
                       stage's last block once; m = 1: <= 3 n = 1.5 x 2 n
+    int8, fp8         compress: all-to-all n' for a reduce-scatter, all-to-all + all-gather n' for an all-reduce; compress_weights: all-gather w';
+                      n', w': elements x (1 + 4/block) bytes
+    powersgd          2 all-reduces: r m a matrix [m, n] and all else whole; r n a matrix
     tensor            4 all-reduces A a block and microbatch           weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
@@ -28,6 +31,7 @@ from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, of_st
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
+CODED = ("int8", "fp8")
 CHUNK, BLOCK = 1 << 25, 1 << 21  # kernels/cross_entropy.py: bytes of logits at a time, elements of a softmax
 
 Ledger = dict[tuple[str, str], tuple[int, int]]  # (group, verb): (calls, bytes)
@@ -70,17 +74,26 @@ def step_bytes(job: Job) -> Ledger:
     every = unique(stages)
     for b in every:
         if p.zero in (1, 2):
-            add("eshard" if b.expert else "shard", "all_gather", 1, b.size * c)
+            add("eshard" if b.expert else "shard", "all_gather", 1, b.size * c if p.compress_weights == "none" else coded(job, b.size))
         if p.zero:
-            reduce_bytes(job, "dp_rep", b.share * g, add)
+            reduce_bytes(job, "dp_rep", b.share, add)
+        elif p.compress == "powersgd" and any(factors := [x.factors(p.powersgd_rank) for x in b.params]):
+            group = "eloss" if b.expert else "loss"
+            add(group, "all_reduce", 1, sum(f[0] if f else x.numel for x, f in zip(b.params, factors)) * g)
+            add(group, "all_reduce", 1, sum(f[1] for f in factors if f) * g)
         else:
-            reduce_bytes(job, "eloss" if b.expert else "loss", b.size * g, add)
+            reduce_bytes(job, "eloss" if b.expert else "loss", b.size, add)
     for axis in ("tp", "tied"):
         n = sum(b.partial(axis) for b in every)
         add(axis, "all_reduce", n > 0, n * g)
     sends = [op for op in lower(job.schedule.order, job.schedule.place)[job.pp] if op.kind in ("SF", "SB")]
     add("pp", "send", len(sends), activation(job.cfg) // (L.tp if p.sp else 1))
     return {key: tuple(value) for key, value in out.items()}
+
+
+def coded(job: Job, n: int) -> int:
+    """Bytes of n elements in 8 bits with their scales in fp32 (parallel/compress.py)."""
+    return n + n // job.cfg.parallel.compress_block * 4
 
 
 def activation(cfg: Config) -> int:
@@ -201,12 +214,15 @@ def share_bytes(job: Job, parts: list[list[Bucket]], stage: int, kinds: list[str
             if shared and not lookup:
                 continue
             times, group, n = 1 if p.zero == 1 or shared else ends, "eshard" if b.expert else "shard", job.shards(b.expert)
-            if p.reduce == "ring":
+            if p.compress in CODED:
+                add(group, "all_to_all", times, coded(job, b.size))
+            elif p.reduce == "ring":
                 add(group, "send", times * (n - 1), b.size * g // n)
             else:
                 add(group, "reduce_scatter", times, b.size * g)
             if p.zero == 3:
-                add(group, "all_gather", 1 if shared else gathers(kinds, lookup, head, i == len(parts) - 1 - at_end), b.size * c)
+                add(group, "all_gather", 1 if shared else gathers(kinds, lookup, head, i == len(parts) - 1 - at_end),
+                    b.size * c if p.compress_weights == "none" else coded(job, b.size))
 
 
 def gathers(kinds: list[str], lookup: bool, head: bool, hinge: bool) -> int:
@@ -223,10 +239,16 @@ def gathers(kinds: list[str], lookup: bool, head: bool, hinge: bool) -> int:
 
 
 def reduce_bytes(job: Job, group: str, n: int, add) -> None:
-    """The sum of n bytes over a data-parallel group, as parallel/reduce.py does it."""
+    """The sum of n elements over a data-parallel group, as parallel/reduce.py does it."""
+    p = job.cfg.parallel
+    if p.compress in CODED:
+        add(group, "all_to_all", 1, coded(job, n))
+        add(group, "all_gather", 1, coded(job, n))
+        return
+    n *= BYTES[job.cfg.train.dtype][1]
     axes = {"dp_rep": ("dp_rep",), "loss": ("dp_rep", "dp", "cp"), "eloss": ("dp_rep", "edp")}[group]
     ranks = next(r for r in job.layout.groups(*axes) if job.rank in r)
-    N, kind = len(ranks), job.cfg.parallel.reduce
+    N, kind = len(ranks), p.reduce
     if kind == "collective":
         add(group, "all_reduce", 1, n)
     elif kind == "ring":
@@ -234,7 +256,7 @@ def reduce_bytes(job: Job, group: str, n: int, add) -> None:
     elif kind == "server":
         add(group, "send", 1 if job.rank != ranks[0] else N - 1, n)
     else:
-        node = job.cfg.parallel.node
+        node = p.node
         k = sum(r // node == job.rank // node for r in ranks) if node else N
         add(group, "send", 2 * (k - 1), n // k)
         add(group, "send", 2 * (N // k - 1), n // N)

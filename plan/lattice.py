@@ -18,11 +18,11 @@ Check = Callable[[Config], object]  # raises ConfigError with the reason
 DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # their values are the divisors of the world
 LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
-SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
-            "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
-            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd"), "fp8": (None, "tensorwise", "rowwise", "blockwise")}
-SECTION = {"micro_batch": "train", "global_batch": "train", "layers": "model", "doc_mask": "data", "capacity": "model", "pad": "model", "name": "optim",
-           "fp8": "train"}  # else parallel
+SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server", "powersgd"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
+            "ramp": (False, True), "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
+            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd"), "mup_base": (None, 16), "fp8": (None, "tensorwise", "rowwise", "blockwise")}
+SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp8": "train", "layers": "model", "doc_mask": "data", "capacity": "model",
+           "pad": "model", "mup_base": "model", "mup_head_dim": "model", "name": "optim"}  # else parallel
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -51,12 +51,18 @@ class Lattice:
         dp = self.world // (values["tp"] * values["cp"] * values["pp"])
         values["layers"] = min(self.cfg.model.layers, n + 2)
         values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * max(4, 2 * values["pp"]))
+        half = values["global_batch"] // 2  # the first step takes half of the batch
+        values["ramp"] = f"{half},{half},{half}" if values["ramp"] else None
         if values["stages"] == "uneven":
             values["stages"] = ",".join(map(str, [values["layers"] - n + 1, *[1] * (n - 1)]))
         if values["recompute"] == "mixed":
             values |= {"recompute": "none", "recompute_stages": ",".join((["full", "selective"] * n)[:n])}
+        if values["reduce"] == "powersgd":  # of full rank, which loses nothing
+            values |= {"reduce": "collective", "compress": "powersgd", "powersgd_rank": 1 << 20}
         if values["capacity"] == "padded":
             values |= {"capacity": 1.0, "pad": True}
+        if values["mup_base"]:
+            values["mup_head_dim"] = 2
         for key, value in values.items():
             sections.setdefault(SECTION.get(key, "parallel"), {})[key] = value
         return replace(self.cfg, **{s: replace(getattr(self.cfg, s), **keys) for s, keys in sections.items()})
@@ -78,6 +84,9 @@ def provable(cfg: Config) -> None:
     if m.experts and m.aux_loss and m.aux_kind == "micro":
         raise ConfigError("model.aux_kind: micro balances the load of a micro-batch, which depends on train.micro_batch and the layout; "
                           "sequence and global do not")
+    p = cfg.parallel
+    if p.compress in ("int8", "fp8") or p.compress_weights != "none":
+        raise ConfigError("parallel.compress, parallel.compress_weights: 8 bits lose the rest; tests/parallel/test_compress.py holds them against their bounds")
     if cfg.optim.name == "lion" and m.positions != "rope" and (m.bias or m.qkv_bias):
         raise ConfigError("optim.name: lion takes the sign of a gradient, and that of a k bias without RoPE is noise around zero")
 

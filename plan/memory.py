@@ -8,6 +8,7 @@ P: elements of the rank's buckets with padding, N: ranks that share them; c, g: 
     2      P c       P g / N          P g / N     2 P g / N         + the whole gradients of at most 2 parts in passing
     3      P c / N   P g / N          P g / N     2 P g / N         + the whole weights of at most 3 parts in passing
 
+Quantized weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype; PowerSGD's errors are P g more beside the gradients.
 tests/plan/test_memory.py holds both against what a rank really holds.
 """
 from config import Config, head_dim, is_moe, kv_heads, moe_ffn, of_stage, remakes, value_dim
@@ -24,8 +25,11 @@ def state_bytes(job: Job) -> dict[str, int]:
     size, share = sum(b.size for b in every), sum(b.share for b in every)
     here = job.cfg.parallel.offload not in ("optimizer", "both")
     kept = sum(b.share * moments(job.cfg.optim.name, b.params[0].hidden) for b in every)
-    return {"weights": c * (share if zero == 3 else size), "masters": g * share if c != g and here else 0,
-            "gradients": g * (size if zero < 2 else share), "optimizer": g * kept if here else 0}
+    p, shared = job.cfg.parallel, [b for b in every if job.shards(b.expert) > 1]
+    exact = every if c != g else [b for b in shared if p.compress_weights != "none" and zero in (1, 2)]  # beside what computes
+    errors = sum(b.size for b in shared if p.compress == "powersgd" and any(x.factors(p.powersgd_rank) for x in b.params))
+    return {"weights": c * (share if zero == 3 else size), "masters": g * sum(b.share for b in exact) if here else 0,
+            "gradients": g * ((size if zero < 2 else share) + errors), "optimizer": g * kept if here else 0}
 
 
 def moments(optimizer: str, hidden: bool) -> int:

@@ -7,6 +7,7 @@ Promises
 - Times are monotonic; on a GPU they are the device's own (events), for there the host runs ahead.
 """
 import dataclasses
+import math
 import statistics
 import sys
 import time
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from config import Config
+from config import Config, batch_size, sequences
 from runtime.console import Console, duration, params, short, size, sparkline, visible
 from runtime.experts import LoadMap, flat, numbers
 from runtime.failure import code_of
@@ -25,7 +26,26 @@ from runtime.lines import Lines, read
 from runtime.setup import Env, peak_flops
 from runtime.wandb_sink import Sink
 
+DECAY = 0.95  # of the running means behind the noise scale
 WINDOW = 64  # steps whose median is the rate behind the ETA
+
+
+class Smooth:
+    """The gradient noise scale as a ratio of running means: each part alone is unbiased, their ratio in one step is noise and may be
+    negative. A resumed run goes on from the lines it kept. rows: of metrics.jsonl."""
+
+    def __init__(self, rows: list[dict]) -> None:
+        self.means: list[float] | None = None
+        for r in rows:
+            self.row([r.get("noise_s"), r.get("noise_g2")], not r["skipped"])
+
+    def row(self, noise: list, ok: bool) -> dict:
+        """noise: [S, |G|^2] of a step, or nothing -> what its line says: noise_scale in tokens, None where it is not known."""
+        s, g2 = noise if len(noise) == 2 and None not in noise and all(map(math.isfinite, noise)) else (None, None)
+        if ok and s is not None:
+            self.means = [s, g2] if self.means is None else [DECAY * m + (1 - DECAY) * x for m, x in zip(self.means, (s, g2))]
+        known = s is not None and min(self.means or [0.0]) > 0
+        return {"noise_scale": self.means[0] / self.means[1] if known else None, "noise_s": s, "noise_g2": g2}
 
 
 class Metrics:
@@ -38,7 +58,6 @@ class Metrics:
                  start_step: int = 0):
         self.run_dir, self.cfg, self.env = Path(run_dir), cfg, env
         self.steps, self.start = steps, start_step
-        self.tokens = cfg.train.global_batch * cfg.train.seq_len  # of a step
         self.flops = flops_per_token
         self.peak = peak_flops(env.device, "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype)  # of bf16, so that the two compare
         self.writes = env.rank == 0
@@ -47,8 +66,9 @@ class Metrics:
         self.sink = Sink(env.wandb if self.writes else dataclasses.replace(env.wandb, mode="off"), self.run_dir,
                          cfg.log.name or self.run_dir.name, dataclasses.asdict(cfg))
         self.experts = LoadMap(self.run_dir, cfg.model, start_step) if self.writes and cfg.model.experts else None
-        self.pending: list[tuple[dict, Tensor, object, Tensor | None]] = []  # steps whose numbers are still on the device
+        self.pending: list[tuple[dict, Tensor, object, Tensor | None, object]] = []  # steps whose numbers are still on the device
         self.unseen: list[int] = []  # skipped flags that no call has handed back yet
+        self.noise = Smooth(read(self.run_dir, 1 << 40)[0] if self.writes and cfg.log.noise_scale else [])
         self.span: list[dict] = []  # rows since the last console line
         self.recent: deque[float] = deque(maxlen=WINDOW)  # ms of the last steps
         self.busy = 0.0  # seconds in steps so far; the rest of the wall time is evaluation and saving
@@ -69,16 +89,17 @@ class Metrics:
     # ---- once a step -------------------------------------------------------------------------------------------------
 
     def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, ok: Tensor, lr: float, seconds: float,
-             data_seconds: float, told: Tensor | None = None) -> list[int]:
+             data_seconds: float, told: Tensor | None = None, noise: Tensor | None = None, comm=None) -> list[int]:
         """Takes in one step. loss, grad_norm, ok: scalars [] on any device, copied, not waited for; seconds: of the
-        whole step on the host, data_seconds: of these waiting for data; told: model.moe.Routers.told, kept as it is.
+        whole step on the host, data_seconds: of these waiting for data; told: model.moe.Routers.told, kept as it is;
+        noise: optim.noise.Noise.told, [2]; comm: parallel.clock.Step, of this rank; read as late as the others.
 
         Returns the skipped flags (0 or 1) of the steps that became known by this call, oldest first: often none."""
-        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok)])  # a copy, not a reference
+        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok, *(() if noise is None else noise))])  # a copy, not a reference
         end = self.stamp()
         self.first = time.perf_counter() - seconds if self.first is None else self.first
         host = {"step": step, "lr": lr, "step_ms": 1000 * seconds, "data_ms": 1000 * data_seconds}
-        self.pending.append((host, values, (self.mark, end), told))
+        self.pending.append((host, values, (self.mark, end), told, comm))
         self.mark = end
         if step % self.cfg.log.every == 0 or step in (self.start + 1, self.steps):
             self.gather()
@@ -112,12 +133,14 @@ class Metrics:
         """The one place that waits for the device."""
         if not self.pending:
             return
-        scalars = torch.stack([values for _, values, *_ in self.pending]).tolist()
+        scalars = torch.cat([values for _, values, *_ in self.pending]).tolist()
         rows, memory = [], self.memory()
-        for (host, _, (mark, end), told), (loss, norm, ok) in zip(self.pending, scalars):
+        for host, values, (mark, end), told, comm in self.pending:
+            (loss, norm, ok, *noise), scalars = scalars[:len(values)], scalars[len(values):]
             if mark is not None:
                 host["step_ms"] = mark.elapsed_time(end)
-            rows.append(self.row(host, loss, norm, ok, memory))
+            host["comm"] = comm.read() if comm else (0.0, 0.0)
+            rows.append(self.row(host, loss, norm, ok, memory) | (self.noise.row(noise, bool(ok)) if self.cfg.log.noise_scale else {}))
             if self.experts and told is not None:
                 rows[-1] |= numbers(told.cpu().numpy(), self.cfg.model)
                 self.experts.add(host["step"], told[:, :self.cfg.model.experts].cpu().numpy())
@@ -133,10 +156,12 @@ class Metrics:
     def row(self, host: dict, loss: float, norm: float, ok: float, memory: float) -> dict:
         """One line of metrics.jsonl, in its order."""
         ms = max(host["step_ms"], 1e-6)
-        rate = 1000 * self.tokens / ms
+        train = self.cfg.train
+        rate = 1000 * batch_size(train, host["step"] - 1) * train.seq_len / ms
         flops = rate / self.env.world * self.flops
         return {"step": host["step"], "loss": loss, "grad_norm": norm, "lr": host["lr"],
-                "tokens": host["step"] * self.tokens, "step_ms": host["step_ms"], "data_ms": host["data_ms"],
+                "tokens": sequences(train, host["step"]) * train.seq_len, "step_ms": host["step_ms"], "data_ms": host["data_ms"],
+                "comm_exposed_ms": host["comm"][0], "comm_hidden_ms": host["comm"][1],
                 "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.env.world,
                 "tflops_per_gpu": flops / 1e12, "mfu": flops / self.peak if self.peak else None,
                 "mem_gib": memory, "skipped": int(not ok)}
@@ -164,7 +189,7 @@ class Metrics:
         world, p = self.env.world, c.parallel
         dp = world // (p.tp * p.pp * p.cp)
         accum = t.global_batch // (t.micro_batch * dp)
-        total = self.steps * self.tokens
+        total = sequences(t, self.steps) * t.seq_len
         show.write(f"Bevatron 0.1 · {self.env} · run {self.run_dir}")
         mix = f" · {m.experts} experts, {m.top_k} a token" if m.experts else ""
         heads = f"{m.heads} heads" + (f" ({m.kv_heads} kv)" if m.kv_heads not in (None, m.heads) else "")
@@ -172,8 +197,8 @@ class Metrics:
                             f" · {m.layers} layers · d {m.hidden} · {heads}{mix} · vocab {m.vocab or 0:,}")
         show.label("layout", f"world {world} = dp {dp} · tp {p.tp} · pp {p.pp} · cp {p.cp}"
                              + (f" · ep {p.ep} · etp {p.etp}" if m.experts else "") + f" · {t.dtype}")
-        show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {self.tokens:,} tok/step"
-                            f"{'':10}{self.steps:,} steps = {short(total)} tokens "
+        show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {t.global_batch * t.seq_len:,} tok/step"
+                            + (f" (ramp {t.ramp})" if t.ramp else "") + f"{'':10}{self.steps:,} steps = {short(total)} tokens "
                             f"({total / max(parameters[0], 1):.1f} tok/param)")
         show.label("data", data)
         w = self.env.wandb
@@ -187,7 +212,8 @@ class Metrics:
         """The console line of the newest step, with the rates since the line before."""
         span, last = self.span, self.span[-1]
         seconds = max(sum(r["step_ms"] for r in span) / 1000, 1e-9)
-        rate = len(span) * self.tokens / seconds
+        t = self.cfg.train
+        rate = (sequences(t, last["step"]) - sequences(t, span[0]["step"] - 1)) * t.seq_len / seconds
         flops = rate / self.env.world * self.flops
         rates = {"tokens_per_s": rate, "tflops": flops / 1e12, "mfu": flops / self.peak if self.peak else None,
                  "data": sum(r["data_ms"] for r in span) / 1000 / seconds, "skipped": sum(r["skipped"] for r in span)}

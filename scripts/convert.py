@@ -110,6 +110,7 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
     with made(folder) as temp:
         stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
         store.load(path, pieces, strict=False)
+        hf.fold(m, pieces)
         hf.write(temp, kind, m, pieces, DTYPES[dtype])
         with storing(temp, 0):
             special = export_tokenizer(tok, source, temp) if tok else {"bos_token_id": None, "eos_token_id": None}
@@ -120,6 +121,7 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
         for place in hf.places(kind, m, pieces):  # what was written is what is compared, not what it was rounded from
             for t in place.parts:
                 t.copy_(t.to(place.dtype(DTYPES[dtype])))
+        hf.fold(m, pieces, back=True)  # our side multiplies by itself
         tokens = probe(m)
         ours = stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
         count = len(hf.places(kind, m, pieces))

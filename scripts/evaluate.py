@@ -1,7 +1,8 @@
-"""Loss, perplexity and bits per byte of a run: python -m scripts.evaluate RUN [--data PREFIX]
+"""Loss, perplexity and bits per byte of a run: python -m scripts.evaluate RUN [--data PREFIX] [--tasks arc_easy ...]
 
 Without --data: the run's own validation split, each of its samples once. With it: all of PREFIX.bin, whose tokens must come
-from the run's tokenizer (make it with python -m scripts.prepare_data --tokenizer RUN/tokenizer).
+from the run's tokenizer (make it with python -m scripts.prepare_data --tokenizer RUN/tokenizer). With --tasks: those of
+lm-evaluation-harness instead (pip install lm-eval).
 """
 import argparse
 import json
@@ -11,11 +12,13 @@ from dataclasses import replace
 
 import torch
 
-from build import load_run
+from build import Trained, load_run
 from config import ConfigError
 from data.loader import open_data
+from model.generate import generate
 from runtime.evaluate import report
 from runtime.failure import fail_cleanly
+from runtime.tasks import Speaker, run_tasks
 
 
 def main(argv: list[str]) -> int:
@@ -26,10 +29,16 @@ def main(argv: list[str]) -> int:
     p.add_argument("--seq-len", type=int, help="tokens a sequence; none: as trained")
     p.add_argument("--micro-batch", type=int, help="sequences a forward pass; none: as trained")
     p.add_argument("--dtype", choices=("fp64", "fp32", "bf16"), help="none: as trained")
+    p.add_argument("--tasks", nargs="+", help="tasks of lm-eval, e.g. arc_easy hellaswag")
+    p.add_argument("--shots", type=int, help="--tasks: examples in a prompt; none: as the task says")
+    p.add_argument("--limit", type=int, help="--tasks: documents of each task; none: all")
+    p.add_argument("--task-folder", help="--tasks: a folder with task files of your own")
     p.add_argument("--json", action="store_true", help="one JSON object")
     a = p.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = load_run(a.run, device, a.dtype)
+    if a.tasks:
+        return tasks(run, a, device)
     micro, seq = a.micro_batch or run.cfg.train.micro_batch, a.seq_len or run.cfg.train.seq_len
     cfg = replace(run.cfg, train=replace(run.cfg.train, micro_batch=micro, global_batch=micro, seq_len=seq))
     if a.data:
@@ -53,6 +62,26 @@ def main(argv: list[str]) -> int:
     else:
         print(f"{out['run']} on {out['data']}: {out['tokens']:,} tokens in {out['seconds']:.1f} s\n"
               f"loss {out['val_loss']:.4f}   perplexity {out['val_ppl']:.2f}   bits per byte {out['val_bpb']:.4f}")
+    return 0
+
+
+def tasks(run: Trained, a: argparse.Namespace, device: torch.device) -> int:
+    """The harness's tasks, each with its metrics and their standard errors."""
+    m, tok = run.cfg.model, run.tokenizer
+
+    @torch.no_grad()
+    def logits(tokens: torch.Tensor) -> torch.Tensor:
+        return run.stage.logits(tokens.to(device), torch.arange(tokens.shape[1], device=device).expand_as(tokens))
+
+    def write(ids: list[int], most: int):
+        return generate(run.logits, ids, most, temperature=0, eod=tok.eod, device=device)
+
+    speaker = Speaker(logits, write, tok.encode, tok.decode, tok.eod, m.context, a.micro_batch or run.cfg.train.micro_batch)
+    found = run_tasks(a.tasks, speaker, a.shots, a.limit, a.task_folder)
+    if a.json:
+        print(json.dumps({"run": str(run.path), "step": run.step, "tasks": found}))
+    else:
+        print("\n".join(f"{task:<24} " + "   ".join(f"{k} {v:.4f}" for k, v in values.items()) for task, values in found.items()))
     return 0
 
 

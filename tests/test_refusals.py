@@ -77,11 +77,25 @@ CASES = [
     (having(model__q_rank=8), 1, "model.kv_rank", False),
     (having(model__rope_kind="yarn", model__rope_low_freq=5.0), 1, "model.rope_low_freq", False),
     (having(model__mtp=-1), 1, "model.mtp", False),
+    (having(model__mup_base=0), 1, "model.mup_base", False),
+    (having(model__mup_base=-64), 1, "model.mup_base", False),
+    (having(model__mup_head_dim=8), 1, "model.mup_head_dim", False),
+    *((having(model__mup_base=64, optim__name=name), 1, "model.mup_base", False) for name in ("sgd", "lamb", "lars")),
+    (having(log__noise_scale=True, parallel__cp=2), 2, "log.noise_scale", False),
+    (having(log__noise_scale=True, model__kv_heads=1, parallel__tp=2), 2, "log.noise_scale", False),
+    (having(train__ramp="8,8"), 4, "train.ramp", True),
+    (having(train__ramp="8,0,100"), 4, "train.ramp", True),
+    (having(train__ramp="8,7,100"), 4, "train.ramp", True),
+    (having(train__ramp="48,8,100"), 4, "train.ramp", True),
+    (having(train__ramp="6,6,100"), 4, "train.ramp", True),
+    (having(train__ramp="16,4,100", parallel__pp=2, parallel__schedule="interleaved", train__micro_batch=2, train__global_batch=48), 4, "train.ramp", True),
 ]
 
 
-def offers(text: str) -> list[tuple[str, int]]:
+def offers(text: str) -> list[tuple[str, object]]:
     found = re.search(r"; try ([a-z_.]+) ([\d, ]+)", text)
+    if found and found[1] == "train.ramp":
+        return [(found[1], found[2])]
     return [(found[1], int(v)) for v in found[2].split(",")] if found else []
 
 

@@ -6,16 +6,9 @@
 #
 #     sbatch --nodes 256 --gpus-per-node 8 scripts/slurm/train.sbatch scripts/recipes/deepseek-v3.sh --data.path PREFIX
 #
-# Checked against every rule at this size, not run at it. On one node: bash scripts/recipes/deepseek-v3.sh MORE. --words prints train.py's arguments, one a line.
-set -euo pipefail
+# On one node: bash scripts/recipes/deepseek-v3.sh MORE
 WORLD=2048
 WORDS=(deepseek-v3 --log.name deepseek-v3 --train.tokens 14.8e12 --train.seq_len 4096 --train.global_batch 15360 --train.micro_batch 1 --train.dtype bf16
     --optim.lr 2.2e-4 --optim.min_lr 7.3e-6 --optim.warmup 2000 --parallel.pp 16 --parallel.schedule dualpipe-v
     --parallel.ep 64 --parallel.zero 1)
-if [ "${*: -1}" = --words ]; then
-    printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
-else
-    echo "made for $WORLD GPUs; this is one node" >&2
-    cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
-fi
+source "$(dirname "$0")/launch"

@@ -5,15 +5,8 @@
 #
 #     sbatch --nodes 32 --gpus-per-node 8 scripts/slurm/train.sbatch scripts/recipes/llama2-7b.sh --data.path PREFIX
 #
-# Checked against every rule at this size, not run at it. On one node: bash scripts/recipes/llama2-7b.sh MORE. --words prints train.py's arguments, one a line.
-set -euo pipefail
+# On one node: bash scripts/recipes/llama2-7b.sh MORE
 WORLD=256
 WORDS=(llama2-7b --log.name llama2-7b --train.tokens 2e12 --train.seq_len 4096 --train.global_batch 1024
     --train.micro_batch 1 --optim.lr 3e-4 --optim.min_lr 3e-5 --optim.warmup 2000 --optim.eps 1e-5 --parallel.zero 1)
-if [ "${*: -1}" = --words ]; then
-    printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
-else
-    echo "made for $WORLD GPUs; this is one node" >&2
-    cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
-fi
+source "$(dirname "$0")/launch"

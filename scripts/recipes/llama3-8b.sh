@@ -4,15 +4,8 @@
 #
 #     sbatch --nodes 64 --gpus-per-node 8 scripts/slurm/train.sbatch scripts/recipes/llama3-8b.sh --data.path PREFIX
 #
-# Checked against every rule at this size, not run at it. On one node: bash scripts/recipes/llama3-8b.sh MORE. --words prints train.py's arguments, one a line.
-set -euo pipefail
+# On one node: bash scripts/recipes/llama3-8b.sh MORE
 WORLD=512
 WORDS=(llama3-8b --log.name llama3-8b --train.tokens 15e12 --train.seq_len 8192 --train.global_batch 512
     --train.micro_batch 1 --optim.lr 3e-4 --optim.warmup 8000 --parallel.zero 2)
-if [ "${*: -1}" = --words ]; then
-    printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
-else
-    echo "made for $WORLD GPUs; this is one node" >&2
-    cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
-fi
+source "$(dirname "$0")/launch"

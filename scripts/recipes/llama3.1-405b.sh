@@ -7,16 +7,9 @@
 #
 #     sbatch --nodes 1024 --gpus-per-node 8 scripts/slurm/train.sbatch scripts/recipes/llama3.1-405b.sh --data.path PREFIX
 #
-# Checked against every rule at this size, not run at it. On one node: bash scripts/recipes/llama3.1-405b.sh MORE. --words prints train.py's arguments, one a line.
-set -euo pipefail
+# On one node: bash scripts/recipes/llama3.1-405b.sh MORE
 WORLD=8192
 WORDS=(llama3.1-405b --log.name llama3.1-405b --train.tokens 15.6e12 --train.seq_len 8192 --train.global_batch 2048
     --train.micro_batch 1 --optim.lr 8e-5 --optim.min_lr 8e-7 --optim.warmup 8000 --parallel.tp 8 --parallel.sp true
     --parallel.pp 16 --parallel.schedule 1f1b --parallel.zero 2)
-if [ "${*: -1}" = --words ]; then
-    printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
-else
-    echo "made for $WORLD GPUs; this is one node" >&2
-    cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
-fi
+source "$(dirname "$0")/launch"

@@ -5,15 +5,8 @@
 #
 #     sbatch --nodes 128 --gpus-per-node 8 scripts/slurm/train.sbatch scripts/recipes/qwen2.5-72b.sh --data.path PREFIX
 #
-# Checked against every rule at this size, not run at it. On one node: bash scripts/recipes/qwen2.5-72b.sh MORE. --words prints train.py's arguments, one a line.
-set -euo pipefail
+# On one node: bash scripts/recipes/qwen2.5-72b.sh MORE
 WORLD=1024
 WORDS=(qwen2.5-72b --log.name qwen2.5-72b --train.tokens 18e12 --train.seq_len 4096 --train.global_batch 1024
     --train.micro_batch 1 --parallel.tp 8 --parallel.sp true --parallel.pp 4 --parallel.zero 1)
-if [ "${*: -1}" = --words ]; then
-    printf '%s\n' "${WORDS[@]}" "${@:1:$#-1}"
-else
-    echo "made for $WORLD GPUs; this is one node" >&2
-    cd "$(dirname "$0")/../.."
-    exec torchrun --standalone --nproc-per-node "${GPUS:-8}" --signals-to-handle SIGTERM,SIGINT,SIGUSR1 train.py "${WORDS[@]}" "$@"
-fi
+source "$(dirname "$0")/launch"

@@ -1,10 +1,17 @@
 """Dispatch and combine: each row meets its expert and comes home, wherever experts are and however many there are of each."""
+import functools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
-from parallel.expert import Dispatch, combine, plan
+from build import build
+from parallel import comm
+from parallel.expert import Combine, Dispatch, plan
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from scripts.verify import subject
 
 E, K, D, ROOM = 4, 2, 3, 6
 
@@ -37,7 +44,7 @@ def trip(world, kind, etp):
     way = Dispatch(x, probs, p)
     rows, weight = way.rows()
     here = E * etp // world.size
-    y = combine(experts(rows, weight, p.counts, group.index // etp * here, group.index % etp, etp), p)
+    y = Combine(experts(rows, weight, p.counts, group.index // etp * here, group.index % etp, etp), p).tokens()
     kept = index >= 0
     want = x * (probs * (index + 1) * kept).sum(1, keepdim=True)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -57,3 +64,36 @@ def test_there_and_back(ranks, size, etp, kind):
         assert bytes_ == (size > 1) * (4 * sent * D * 8 + 2 * sent * 8 + (kind != "padded") * E * etp * 8)
         assert kind != "padded" or counts == [ROOM * size] * len(counts)  # whatever was routed
     assert sum(sum(counts) for *_, counts in found) == sum(sent for _, _, sent, _ in found)
+
+
+def overlapped(world, name):
+    """What a mixture layer over two ranks does, in order: exchanges started and waited for, halves of the shared experts done; there, and back."""
+    cfg = subject(name, world.size)
+    cfg = replace(cfg, parallel=replace(cfg.parallel, ep=world.size))
+    run = build(cfg, Mesh.bind(Layout(world.size, ep=world.size), world), torch.device("cpu"), None, 1)
+    moe = next(b.mlp for b in run.stages[0].blocks if b.moe)
+    done, (active, down), (start, wait) = [], (moe.shared.active, moe.shared.down.forward), (comm.start_all_to_all, comm.Work.wait)
+
+    def watched(what, function, x):
+        x = x.view_as(x)
+        x.register_hook(lambda _: done.append(what))  # its gradient: this half's backward is over
+        done.append(what)
+        return function(x)
+
+    moe.shared.active, moe.shared.down.forward = (functools.partial(watched, *pair) for pair in (("active", active), ("down", down)))
+    x = torch.randn(2, 6, cfg.model.hidden, generator=torch.Generator().manual_seed(world.rank), dtype=torch.float64, requires_grad=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "start_all_to_all", lambda *args, **how: done.append("start") or start(*args, **how))
+        patch.setattr(comm.Work, "wait", lambda work: done.append("wait") or wait(work))
+        y, _ = moe(x, None)
+        forward = done[:]
+        done.clear()
+        y.sum().backward()
+    return forward, done
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3-tiny", "qwen2-moe-tiny"])
+def test_shared_experts_lie_under_both_exchanges(ranks, name):
+    for forward, backward in ranks(2).run(overlapped, name):
+        assert forward == ["start", "start", "active", "wait", "wait", "start", "down", "wait"]  # tokens and probabilities; outputs
+        assert backward == ["start", "down", "wait", "start", "start", "active", "wait", "wait"]

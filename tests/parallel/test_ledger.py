@@ -83,6 +83,35 @@ def test_every_byte_is_planned(ranks, parallel):
     compare(ranks(4), "llama3-tiny", parallel)
 
 
+CODED = [dict(compress="int8"), dict(compress="fp8", tp=2, compress_block=64), dict(compress="int8", zero=1, dp_rep=2), dict(compress="fp8", zero=2, pp=2),
+         dict(compress="int8", compress_weights="fp8", zero=3), dict(compress_weights="int8", zero=1, cp=2), dict(compress_weights="int8", zero=3, dp_rep=2)]
+RANKS = [dict(compress="powersgd", powersgd_rank=3), dict(compress="powersgd", tp=2, sp=True), dict(compress="powersgd", pp=2, schedule="zb-v")]
+
+
+@pytest.mark.parametrize("parallel", CODED + RANKS, ids=str)
+def test_compressed_sums_and_gathers(ranks, parallel):
+    compare(ranks(4), "llama3.2-tiny", parallel, dtype="bf16")
+
+
+@pytest.mark.parametrize("name, parallel", [("qwen2-moe-tiny", dict(compress="powersgd", ep=2)), ("mixtral-tiny", dict(compress="powersgd", tp=2, etp=2)),
+                                            ("deepseek-v3-tiny", dict(compress="powersgd")), ("deepseek-v2-lite-tiny", dict(compress="powersgd", tp=2, sp=True)),
+                                            ("qwen2-moe-tiny", dict(compress="int8", compress_weights="int8", zero=1, ep=2)), ("gpt2-tiny", RANKS[1])], ids=str)
+def test_compressed_mixtures_latents_and_biases(ranks, name, parallel):
+    compare(ranks(4), name, parallel)
+
+
+@pytest.mark.parametrize("dtype, gradients, weights", [("fp32", 1 / 4, 1 / 4), ("bf16", 1 / 4, 1 / 2)])
+def test_eight_bits_cost_what_the_paper_says(dtype, gradients, weights):
+    """qgZ and qwZ with blocks of 256: a quarter of fp32, half of bf16, and a scale of four bytes a block beside them."""
+    def wires(**parallel):
+        found = wire.step_bytes(job_of(laid("llama3-tiny", dict(zero=1, bucket_mb=64.0, **parallel), dtype=dtype), 4, 0))
+        return found.get(("shard", "all_to_all"), found.get(("shard", "reduce_scatter")))[1], found["shard", "all_gather"][1]
+
+    plain, coded = wires(compress_block=256), wires(compress="int8", compress_weights="fp8", compress_block=256)
+    pad = 1.35  # of these small parameters to whole blocks; 64 elements otherwise
+    assert gradients < coded[0] / plain[0] < gradients * (1 + 4 / 256) * pad and weights < coded[1] / plain[1] < weights * (1 + 4 / 256) * pad
+
+
 @pytest.mark.parametrize("name", ["gpt2-tiny", "qwen3-tiny"])
 @pytest.mark.parametrize("parallel", [dict(zero=3), dict(tp=2, sp=True, pp=2), dict(pp=2, zero=2, schedule="zb-v"), dict(tp=2, zero=3)], ids=str)
 def test_tied_tables_biases_and_head_norms(ranks, name, parallel):

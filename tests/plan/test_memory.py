@@ -18,6 +18,7 @@ from scripts.verify import Tokens, subject
 from train import train_step
 
 STATES = [dict(offload="optimizer", zero=z) for z in (0, 3)] + [dict(zero=z, **more) for z in (0, 1, 2, 3) for more in ({}, dict(tp=2), dict(pp=2))]
+STATES += [dict(zero=z, compress="int8", compress_weights="int8") for z in (1, 3)] + [dict(compress="powersgd", pp=2)]
 
 
 class Kept:
@@ -81,7 +82,7 @@ def held(world, cfg):
     host = [b.master for b in every if offloaded] + [t for t in state if offloaded]
     masters = [b.master for b in every if b.master is not b.own and not b.sharing.offload]
     whole = {"weights": stores([b.own if b.weights is None else b.weights for b in every]), "masters": stores(masters),
-             "gradients": stores([b.shard for b in every] + [b.grad for b in every]), "optimizer": 0 if offloaded else stores(state)}
+             "gradients": stores([x for b in every for x in (b.shard, b.grad, b.power and b.power.error)]), "optimizer": 0 if offloaded else stores(state)}
     assert stores(host) == memory.host_bytes(job_of(cfg, world.size, world.rank))
     for b in every:
         b.need()

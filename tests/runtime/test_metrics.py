@@ -12,7 +12,7 @@ from runtime import metrics as module
 from runtime.lines import read
 from runtime.setup import Env
 
-KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "step_ms", "data_ms", "tokens_per_s", "tokens_per_s_per_gpu",
+KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "step_ms", "data_ms", "comm_exposed_ms", "comm_hidden_ms", "tokens_per_s", "tokens_per_s_per_gpu",
         "tflops_per_gpu", "mfu", "mem_gib", "skipped"]
 
 
@@ -50,7 +50,7 @@ def test_numbers_are_brought_over_only_at_the_interval(metrics, feed, monkeypatc
     for name in ("item", "__float__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, lambda self: pytest.fail("waited for the device in a step"))
     assert feed(m, 1, 10) == [[0], [], [], [0, 0, 0], [], [], [], [0] * 4, [], [0, 0]]  # first, every 4th, last
-    assert seen == [1, 3, 4, 2]
+    assert seen == [3, 9, 12, 6]  # three numbers a step, all at once
 
 
 def test_buffers_may_be_used_again(metrics, tmp_path):
@@ -69,6 +69,25 @@ def test_flush_before_a_checkpoint_and_no_flag_is_lost(metrics, feed, tmp_path):
     m.eval(6, val_loss=1.0, val_ppl=2.0, val_bpb=1.0)  # brings in step 5 and 6, and keeps their flags for the guard
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4, 5, 6, 6]
     assert sum(flags, []) + m.flush() == [0, 0, 1, 0, 0, 1] and m.flush() == []
+
+
+def test_the_noise_scale_is_a_ratio_of_running_means_and_a_resume_goes_on_with_it(metrics, cfg, tmp_path):
+    cfg = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, noise_scale=True))
+    told = [(8.0, 2.0), None, (-4.0, 1.0), (math.nan, 1.0), (6.0, 3.0)]
+
+    def feed(m, steps):
+        for step in steps:
+            one, pair = torch.ones(()), told[step - 1]
+            m.step(step, loss=one, grad_norm=one, ok=torch.tensor(step != 4), lr=1e-3, seconds=1.0, data_seconds=0.0,
+                   noise=None if pair is None else torch.tensor(pair, dtype=torch.float64))
+        m.close()
+    feed(module.Metrics(tmp_path, cfg, Env(), steps=5, flops_per_token=1.0), range(1, 6))
+    rows = lines(tmp_path)
+    s, g = 0.95 * 8 - 0.05 * 4, 0.95 * 2 + 0.05
+    want = [4.0, None, s / g, None, (0.95 * s + 0.3) / (0.95 * g + 0.15)]
+    assert [r["noise_scale"] for r in rows] == pytest.approx(want) and [r["noise_s"] for r in rows] == [8.0, None, -4.0, None, 6.0]
+    feed(module.Metrics(tmp_path, cfg, Env(), steps=5, flops_per_token=1.0, start_step=3), range(4, 6))
+    assert [r["noise_scale"] for r in lines(tmp_path)] == [r["noise_scale"] for r in rows]
 
 
 def test_nan_is_null_and_marked(metrics, feed, tmp_path, capsys):

@@ -4,11 +4,12 @@ In fp64 on the CPU, over gloo: each step's loss, every gradient by its global na
 the last step, each within a relative 1e-9 of one process that ran the same steps. The layouts are those that train.py's own
 rules let pass; the rest is refused with the reason that train.py would give. `--layouts all` runs every layout, with
 switches (recompute, microbatches, ...) chosen so that every legal pair of values meets; `--layouts product` every choice.
+
+`--coord` proves no layout, but muP: how far training moves activations, by width (scripts/verify/coord.py).
 """
 import argparse
 import itertools
 import json
-import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -29,9 +30,9 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from plan import lattice
 from plan.lattice import Lattice, Values
-from runtime.failure import fail_cleanly
 from runtime.guard import Guard
 from runtime.pool import Pool
+from scripts.verify import coord
 from train import train_step
 
 STEPS = 2
@@ -65,17 +66,17 @@ class Tokens:
         self.cfg, self.rank, self.world = cfg, rank, world
 
     def microbatches(self, step: int) -> list[Batch]:
-        t, v = self.cfg.train, self.cfg.model.vocab
+        t, v, size = self.cfg.train, self.cfg.model.vocab, config.batch_size(self.cfg.train, step)
         stream = torch.Generator().manual_seed(t.seed + step)
-        ids = torch.randint(v, (t.global_batch, t.seq_len + 1), generator=stream)
-        targets = ids[:, 1:].masked_fill(torch.rand(t.global_batch, t.seq_len, generator=stream) < 0.2, -100)
+        ids = torch.randint(v, (size, t.seq_len + 1), generator=stream)
+        targets = ids[:, 1:].masked_fill(torch.rand(size, t.seq_len, generator=stream) < 0.2, -100)
         targets[0, 1:] = -100  # one sequence that hardly counts: microbatches of very unequal weight
-        starts = torch.rand(t.global_batch, t.seq_len, generator=stream) < 0.1
+        starts = torch.rand(size, t.seq_len, generator=stream) < 0.1
         starts[:, 0] = True
         place = torch.arange(t.seq_len).expand_as(starts)
         positions = place - torch.where(starts, place, 0).cummax(1).values if self.cfg.data.doc_mask else place
         docs = starts.cumsum(1, dtype=torch.int32) if self.cfg.data.doc_mask else None
-        share = t.global_batch // self.world
+        share = size // self.world
         cuts = [slice(i, i + t.micro_batch) for i in range(self.rank * share, (self.rank + 1) * share, t.micro_batch)]
         return [Batch(ids[c, :-1], targets[c], positions[c], None if docs is None else docs[c],
                       torch.arange(c.start, c.stop), step) for c in cuts]
@@ -144,10 +145,10 @@ def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tenso
 
 
 def one_process(cfg: Config) -> dict[str, Tensor]:
-    """What every layout must equal: the whole batch at once, nothing split, nothing summed up later. (Scales in fp8 that span
-    a microbatch are a function of it: the same microbatches then.) Raises ConfigError where it is no oracle: two matrices that
-    start identical."""
-    whole = cfg.train.micro_batch if cfg.train.fp8 in BY_MICROBATCH else cfg.train.global_batch
+    """What every layout must equal: the whole batch at once (under a ramp, its first batch), nothing split, nothing summed up later. (Scales
+    in fp8 that span a microbatch are a function of it: the same microbatches then.) Raises ConfigError where it is no oracle: two
+    matrices that start identical."""
+    whole = cfg.train.micro_batch if cfg.train.fp8 in BY_MICROBATCH else config.batch_size(cfg.train, 0)
     plain = replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=whole))
     run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
     for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
@@ -161,8 +162,9 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
     truth is kept in `folder` and made once for all layouts of a model."""
-    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}-{cfg.train.fp8}"
-    truth = truth.with_name(f"{truth.name}{f'-{cfg.train.micro_batch}' if cfg.train.fp8 in BY_MICROBATCH else ''}.safetensors")
+    of = [cfg.model.layers, cfg.train.global_batch, cfg.train.ramp, cfg.data.doc_mask, cfg.model.capacity, cfg.optim.name, cfg.model.mup_base, cfg.train.fp8]
+    of += [cfg.train.micro_batch] if cfg.train.fp8 in BY_MICROBATCH else []
+    truth = folder / f"{'-'.join(map(str, of))}.safetensors"
     if not truth.exists():
         save_file({what: value.contiguous() for what, value in one_process(cfg).items()}, truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
@@ -180,9 +182,10 @@ def words(values: Values, world: int) -> list[str]:
                                         ("ep", v["ep"]), ("etp", v["etp"])) if n > 1]
     return (degrees + ["sp"] * v["sp"] + [f"zero{v['zero']}"] + ([v["schedule"]] if v["pp"] > 1 else []) + [f"vpp{v['vpp']}"] * bool(v["vpp"])
             + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
-            + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"] + ["capacity"] * (v["capacity"] == 1.0)
+            + ["ramp"] * v["ramp"] + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"] + ["capacity"] * (v["capacity"] == 1.0)
             + ["padded"] * (v["capacity"] == "padded")
-            + [v["fp8"]] * (v["fp8"] is not None) + ["fp8"] * (v["fp8"] is not None) + [v["name"]] * (v["name"] != "adamw") + [v["recompute"]] * (v["recompute"] != "none"))
+            + ["fp8", v["fp8"]] * (v["fp8"] is not None) + [v["name"]] * (v["name"] != "adamw") + ["mup"] * bool(v["mup_base"])
+            + [v["recompute"]] * (v["recompute"] != "none"))
 
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
@@ -234,7 +237,13 @@ def main(argv: list[str]) -> int:
     p.add_argument("--only", nargs="*", default=[], help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp")
     p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
     p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
+    p.add_argument("--coord", action="store_true", help="instead of layouts: the coordinate check of muP, at widths that double")
+    p.add_argument("--out", type=Path, help="of --coord: draw it into this .png")
     a = p.parse_args(argv)
+    if a.coord:
+        return coord.check(a.name, a.json, a.out)
+    if a.out:
+        raise ConfigError("--out: is the picture of --coord; give that too")
     if not 1 <= a.world <= 8:
         raise ConfigError(f"--world: {a.world} must lie in 1..8; the layouts of more ranks are made of the same parts")
     if a.layouts not in ("all", "product") and not a.layouts.isdigit():
@@ -265,6 +274,3 @@ def main(argv: list[str]) -> int:
         write_table(a.table, a.name, [f"`python -m scripts.verify {' '.join(argv)}`: {closing}.", "", *support(done)])
     return 0 if proven == len(done) else 1
 
-
-if __name__ == "__main__":
-    sys.exit(fail_cleanly(main, sys.argv[1:]))

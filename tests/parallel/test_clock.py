@@ -1,0 +1,88 @@
+"""Exposed and hidden time of exchanges: a peer that comes late is waited for, a sum under a computation is not."""
+import time
+from unittest import mock
+
+import pytest
+import torch
+
+from parallel import clock, comm
+from parallel.clock import Clock, Flight, Step, union
+
+LATE, LONG = 0.3, 1.2  # seconds: how late the peer comes, how long the computation takes
+
+
+def test_spans_that_overlap_count_once():
+    assert union([(3, 4), (0, 1), (0.5, 2), (1, 1.5)]) == 3 and union([]) == 0
+    flights, waits = [(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)], [(2.5, 4.0), (5.0, 6.0)]
+    assert Step(waits, flights).read() == (2500, 2500)  # 0 .. 2.5 is hidden; what was waited for is not
+    assert Step([], []).read() == (0, 0)
+
+
+class Event:
+    """As torch.cuda.Event, where its two clocks are told."""
+    def __init__(self, ms):
+        self.ms, self.ready = ms, False
+
+    def synchronize(self):
+        self.ready = True
+
+    def elapsed_time(self, other):
+        assert other.ready
+        return other.ms - self.ms
+
+
+def test_a_gpus_events_are_read_late():
+    a, b, c, d = map(Event, (10.0, 17.0, 15.0, 18.0))
+    assert Step([(c, d)], [(a, b)]).read() == (3.0, 5.0)
+    assert not a.ready or b.ready
+
+
+BUGS = {"waiting is not counted": (Clock, "wait", lambda self, start: None),
+        "what has long arrived counts until it is used": (Clock, "start", lambda self, work: Flight(time.monotonic(), time.monotonic() + LONG)),
+        "a started exchange is not counted": (Clock, "arrive", lambda self, flight, work: None), None: (clock, "union", union)}
+
+
+def measured(world, bug=None) -> dict[str, tuple[float, float]]:
+    """{what: (exposed, hidden) ms} of this rank; rank 1 comes late to every exchange."""
+    group, x, out = world.everyone(), torch.ones(1000), {}
+    with mock.patch.object(*BUGS[bug]):
+        for what in ("blocking", "started", "scattered", "gathered"):
+            comm.sum_(x, group)  # together
+            world.now.clock.take()
+            time.sleep(LATE * world.rank)
+            if what == "blocking":
+                comm.sum_(x, group)
+            elif what == "gathered":
+                work = comm.start_gather(x, group, torch.empty(2000))
+            else:
+                work = (comm.start_sum if what == "started" else comm.start_scatter_sum)(x.clone(), group)
+            if what in ("started", "gathered"):
+                time.sleep(LONG)  # the computation
+            if what != "blocking":
+                work.wait()
+            out[what] = world.now.clock.take().read()
+    return out
+
+
+def as_it_should(found: dict[str, tuple[float, float]]) -> bool:
+    late, long = 800 * LATE, 1000 * LONG
+    (exposed, hidden), (waited, under), (gather_waited, gather_under), (at_once, none) = (found[k] for k in ("blocking", "started", "gathered", "scattered"))
+    return (exposed > late and hidden == 0 and at_once > late and none < late and waited < late < under < 0.8 * long
+            and gather_waited < late < gather_under < 0.8 * long)
+
+
+def test_a_late_peer_is_exposed_and_a_sum_under_a_computation_is_hidden(ranks):
+    found, late = ranks(2).run(measured)
+    assert as_it_should(found), found
+    assert late["blocking"][0] < 800 * LATE  # nobody let the late one wait
+
+
+@pytest.mark.parametrize("bug", [b for b in BUGS if b])
+def test_planted_bugs_are_seen(ranks, bug):
+    assert not as_it_should(ranks(2).run(measured, bug)[0])
+
+
+def test_a_group_of_one_takes_no_time():
+    group = comm.World().everyone()
+    comm.sum_(torch.ones(2), group), comm.start_sum(torch.ones(2), group).wait()
+    assert group.now.clock.take().read() == (0, 0)
