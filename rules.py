@@ -178,8 +178,9 @@ def eight_bits(cfg: Config, need) -> None:
          "or leave train.fp8 out")
     if recipe is None:
         return
-    need(0 <= t.fp8_keep and 2 * t.fp8_keep < m.layers, f"train.fp8_keep: {t.fp8_keep} first and {t.fp8_keep} last layers in bf16 leave none of "
-         f"model.layers={m.layers} in fp8", "train.fp8_keep", range((m.layers + 1) // 2))
+    need(t.fp8_keep >= 0, f"train.fp8_keep: {t.fp8_keep} must not be negative", "train.fp8_keep", (0, 1))
+    need(2 * t.fp8_keep < m.layers, f"train.fp8_keep: {t.fp8_keep} first and {t.fp8_keep} last layers in bf16 leave none of model.layers={m.layers} in fp8",
+         "train.fp8_keep", range((m.layers + 1) // 2))
     need(m.experts is None, "model.experts: grouped products have no fp8 yet; set train.dtype bf16 for a mixture")
     need(kv_heads(m) % p.tp == 0, f"parallel.tp: {p.tp} ranks share model.kv_heads={kv_heads(m)}, and shared heads have no fp8; use at most that many, or bf16",
          "parallel.tp", divisors(kv_heads(m)))
@@ -193,7 +194,7 @@ def eight_bits(cfg: Config, need) -> None:
         dims["model.kv_heads"] = (kv_heads(m) * head_dim(m), p.tp)
     elif not m.q_rank:
         dims["model.heads"] = (m.heads * math.gcd(head_dim(m), value_dim(m)), p.tp)
-    blocks = ("train.fp8_block", [d for d in (16, 32, 64, 128)]) if recipe == "blockwise" else ("parallel.tp", divisors(p.tp))
+    blocks = ("train.fp8_block", (16, 32, 64, 128)) if recipe == "blockwise" else ("parallel.tp", divisors(p.tp))
     for key, (size, cut) in dims.items():
         need(size % (cut * unit) == 0, f"train.dtype: {size}{f' / tp {cut}' if cut > 1 else ''} features of {key} are no multiple of {unit} ({why}); "
              "change it, or use bf16", *blocks)

@@ -48,7 +48,8 @@ def subject(name: str, world: int = 1) -> Config:
     batch = world * (-(-8 // world)) * (1 if world % 2 == 0 or world == 1 else 2)  # every world divides it, and 2 mostly what is left
     cfg = config.resolve(name, None, ["--train.dtype", "fp64", "--train.steps", "50", "--train.seq_len", "32", "--train.micro_batch", "1",
                                       "--train.global_batch", str(batch), "--optim.warmup", "2", "--optim.clip", "0.5", "--model.dropout", "0.1",
-                                      "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03", "--parallel.node", "2", "--train.fp8_block", "4"])
+                                      "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03", "--parallel.node", "2",
+                                      "--train.fp8_block", "4"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
                      ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16,
