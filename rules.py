@@ -188,7 +188,7 @@ def eight_bits(cfg: Config, need) -> None:
     need(recipe != "blockwise" or proof or (t.fp8_block >= 16 and t.fp8_block & t.fp8_block - 1 == 0),
          f"train.fp8_block: {t.fp8_block} must be a power of two from 16 on", "train.fp8_block", (16, 32, 64, 128))
     unit = t.fp8_block if recipe == "blockwise" else 1 if proof else 16
-    why = "train.fp8_block" if recipe == "blockwise" else "16, in which chips read fp8"
+    of = f"train.fp8_block={unit}" if recipe == "blockwise" else f"{unit}, in which chips read fp8"
     dims = {"model.hidden": (m.hidden, 1), "model.ffn": (m.ffn, p.tp), "model.heads": (m.heads * value_dim(m), p.tp)}
     if not m.kv_rank:
         dims["model.kv_heads"] = (kv_heads(m) * head_dim(m), p.tp)
@@ -196,14 +196,14 @@ def eight_bits(cfg: Config, need) -> None:
         dims["model.heads"] = (m.heads * math.gcd(head_dim(m), value_dim(m)), p.tp)
     blocks = ("train.fp8_block", (16, 32, 64, 128)) if recipe == "blockwise" else ("parallel.tp", divisors(p.tp))
     for key, (size, cut) in dims.items():
-        need(size % (cut * unit) == 0, f"train.dtype: {size}{f' / tp {cut}' if cut > 1 else ''} features of {key} are no multiple of {unit} ({why}); "
+        need(size % (cut * unit) == 0, f"train.dtype: {size}{f' / tp {cut}' if cut > 1 else ''} features of {key} are no multiple of {of}; "
              "change it, or use bf16", *blocks)
     tokens, chunks = t.micro_batch * t.seq_len // p.cp, 2 * p.cp if p.cp > 1 else 1
     if recipe == "blockwise":
-        need(t.seq_len % (chunks * unit) == 0, f"train.seq_len: {t.seq_len}{f' / {chunks} chunks of cp {p.cp}' if chunks > 1 else ''} is no multiple of "
-             f"train.fp8_block={unit}, along which the weights' gradients are quantized", *blocks)
+        need(t.seq_len % (chunks * unit) == 0, f"train.seq_len: {t.seq_len}{f' / {chunks} chunks of cp {p.cp}' if chunks > 1 else ''} is no multiple of {of}, along "
+             f"which the weights' gradients are quantized", *blocks)
     else:
-        need(tokens % unit == 0, f"train.seq_len: {tokens} tokens of a microbatch and rank are no multiple of {unit} ({why})",
+        need(tokens % unit == 0, f"train.seq_len: {tokens} tokens of a microbatch and rank are no multiple of {of}",
              "train.seq_len", [unit * p.cp * max(1, t.seq_len // (unit * p.cp) + i) for i in range(-1, 3)])
 
 

@@ -1,6 +1,6 @@
 """Training in fp8: as bf16 trains, within a margin; with gradients near fp32's; and the same bits when it is resumed."""
-import dataclasses
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +8,8 @@ import torch
 import config
 from build import build
 from kernels.fp8_linear import RECIPES, Scaling, scaled_linear
+from parallel.comm import World
+from parallel.layout import Layout
 from parallel.mesh import Mesh
 from ranks import MODEL, corpus, job
 from runtime.guard import Guard
@@ -27,32 +29,47 @@ class Counting(Tokens):
 
     def microbatches(self, step):
         made = super().microbatches(step)
-        return [dataclasses.replace(b, tokens=ids, targets=(ids * 5 + 3) % 64) for b in made
+        return [replace(b, tokens=ids, targets=(ids * 5 + 3) % 64) for b in made
                 for ids in [(b.tokens[:, :1] * 5 ** torch.arange(b.tokens.shape[1])[None] % 64)]]
 
 
-def losses(*keys) -> list[float]:
-    cfg = config.resolve("llama3-tiny", None, [*SMALL, *keys])
-    run = build(cfg, Mesh.single(), torch.device("cpu"), None, STEPS)
-    data = Counting(cfg, 0, 1)
+def job_of(*keys) -> config.Config:
+    return config.resolve("llama3-tiny", None, [*SMALL, *keys])
+
+
+def losses(world: World, cfg: config.Config) -> list[float]:
+    mesh = Mesh.bind(Layout(world.size, cfg.parallel.tp, 1, 1, 1), world)
+    run, data = build(cfg, mesh, torch.device("cpu"), None, STEPS), Counting(cfg, mesh.data.index, mesh.data.size)
     return [float(train_step(run, step, data.microbatches(step - 1), Guard(), lambda point, step: None)[0]) for step in range(1, STEPS + 1)]
 
 
 @pytest.fixture(scope="module")
 def bf16():
-    return losses("--train.dtype", "bf16")
+    return losses(World(), job_of("--train.dtype", "bf16"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_loss_follows_bf16(bf16, recipe):
-    eight = losses("--train.dtype", "fp8", "--train.fp8", recipe)
+def follow(eight: list[float], bf16: list[float], recipe: str) -> None:
     assert eight != bf16 and bf16[-1] < 0.8 * bf16[0]
     a, b = sum(eight[-10:]), sum(bf16[-10:])
     assert abs(a - b) <= MARGIN[recipe] * b, (a / b, eight[-1], bf16[-1])
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_follows_bf16(bf16, recipe):
+    follow(losses(World(), job_of("--train.dtype", "fp8", "--train.fp8", recipe)), bf16, recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_that_travel_in_eight_bits(ranks, bf16, recipe):
+    """ZeRO-3 gathers its weights in e4m3 (parallel/compress.py); the linears quantize what arrived. Every rank has the same loss."""
+    cfg = job_of("--train.dtype", "fp8", "--train.fp8", recipe, "--parallel.zero", "3", "--parallel.compress_weights", "fp8")
+    one, other = ranks(2).run(losses, cfg)
+    assert one == other and one != ranks(2).run(losses, replace(cfg, parallel=replace(cfg.parallel, compress_weights="none")))[0]
+    follow(one, bf16, recipe)
+
+
 def test_the_first_and_last_layers_stay():
-    cfg = config.resolve("llama3-tiny", None, [*SMALL, "--train.dtype", "fp8"])
+    cfg = job_of("--train.dtype", "fp8")
     stage = build(cfg, Mesh.single(), torch.device("cpu"), None, STEPS).stages[0]
     kept = [[m.scaling is None for m in (b.attn.qkv, b.attn.out, b.mlp.inner, b.mlp.down)] for b in stage.blocks]
     assert kept == [[True] * 4, [False] * 4, [False] * 4, [True] * 4]
