@@ -249,7 +249,7 @@ def test_refused(parallel, key, says):
 
 
 def test_a_loss_scale_and_errors_do_not_go_together():
-    with pytest.raises(config.ConfigError, match="^parallel.compress: powersgd .* fp16"):
+    with pytest.raises(config.ConfigError, match="^parallel.compress: powersgd .*fp16"):
         rules.validate(laid("fp16", compress="powersgd"), 2)
 
 
