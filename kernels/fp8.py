@@ -2,9 +2,10 @@
 
     inverse = LARGEST / max |x|      q = round to nearest even of x * inverse      x ~ q * scale, scale = 1 / inverse
 
-in fp32, each operation rounded once: for finite inputs the torch definition and the Triton kernel give the same bits. fp64 is
-quantized with scales in fp64 (on the grid of the same 8 bits): what scripts.verify proves. A transposed view is read as it lies,
-and its q comes out contiguous: that is how the operands of a weight gradient are made, whose rows run along the tokens.
+in fp32, each operation rounded once: for finite inputs the torch definition and the Triton kernel give the same bits, and no
+product hides an element that is not finite: it is NaN in q, or its scale is infinite. fp64 is quantized with scales in fp64 (on
+the grid of the same 8 bits): what scripts.verify proves. A transposed view is read as it lies, and its q comes out contiguous:
+that is how the operands of a weight gradient are made, whose rows run along the tokens.
 """
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ def cast_kernel(X, Q, SCALE, INVERSE, m, n, x_row, x_column, blocks, PER_ROW: tl
     else:
         inverse = tl.div_rn(LARGEST, tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), FLOOR))
         tl.store(SCALE + tl.program_id(0) * blocks + tl.program_id(1), tl.div_rn(1.0, inverse))
-    q = tl.minimum(tl.maximum(x * inverse, -LARGEST), LARGEST)
+    q = tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     tl.store(Q + at, q.to(Q.dtype.element_ty), inside)
 
 

@@ -15,7 +15,7 @@ from kernels import fp8
 from kernels.linear import add_tile, skewed
 from kernels.triton_ import DTYPES, TensorDescriptor, ceil_div, fits, tl, triton
 
-TILE = {"M": 128, "N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}  # where all rows of B in a tile have one scale; the summed dimension: in steps of a block
+TILE = {"M": 128, "N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}  # where all rows of B in a tile have one scale
 EACH = {**TILE, "N": 64}  # where each has its own: more of them do not fit the registers
 SMALLEST = 32  # columns that a tensor core multiplies at once
 STEP = 128  # columns between two additions to fp32, where no block says so
@@ -40,7 +40,7 @@ def quantize(x: Tensor, kind: str, dtype: torch.dtype, side: int, largest: Tenso
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Tensor:
     """a [m, k], b [n, k] -> a b^T [m, n] in dtype."""
-    if a.kind in ("tensor", "row") and a.q.device.type == "cuda":
+    if a.kind in ("tensor", "row") and dtype == torch.bfloat16 and a.q.device.type == "cuda":
         return torch._scaled_mm(a.q, b.q.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype,
                                use_fast_accum=a.q.dtype == fp8.E4M3)  # not for gradients: they keep the sum's bits, as in torchao
     if dtype in DTYPES and triton_fits(a, b):

@@ -71,9 +71,10 @@ class Scaling:
         kind, _, dtype = RECIPES[self.recipe]
         return self.scale(dy.t(), kind, dtype, self.outs, self.tokens, largest)
 
-    def known(self, one: Quantized) -> Tensor | None:
-        """A tensor's largest element is its transpose's."""
-        return one.largest if one.kind == "tensor" else None
+def known(one: Quantized) -> Tensor | None:
+    """A tensor's largest element is its transpose's."""
+    return one.largest if one.kind == "tensor" else None
+
 
 
 def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region, scaling: Scaling) -> Tensor:
@@ -90,9 +91,9 @@ class _ScaledLinear(torch.autograd.Function):
         one, w = scaling.inputs(flat), scaling.weight(weight)
         y = product(one, w, x.dtype).view(*full.shape[:-1], -1)
         if learn:
-            by_token = scaling.inputs_by_token(flat, scaling.known(one))
-            ctx.save_for_backward(*(args if function else by_token[:2]), *(t for t in (by_token.largest, scaling.known(w)) if t is not None))
-            ctx.kept, ctx.told = len(args) if function else 2, (by_token.largest is not None, scaling.known(w) is not None)
+            by_token = scaling.inputs_by_token(flat, known(one))
+            ctx.save_for_backward(*(args if function else by_token[:2]), *(t for t in (by_token.largest, known(w)) if t is not None))
+            ctx.kept, ctx.told = len(args) if function else 2, (by_token.largest is not None, known(w) is not None)
         ctx.weight, ctx.bias, ctx.region, ctx.scaling, ctx.function = weight, bias, region, scaling, function
         return y if bias is None else y + bias
 
@@ -107,7 +108,7 @@ class _ScaledLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = product(one, scaling.weight_back(ctx.weight, weight_largest), dy.dtype).view(*dy.shape[:-1], -1)
             going = None if region is None else region.start_leave(dx)
-        by_token = scaling.gradient_by_token(dy2, scaling.known(one))
+        by_token = scaling.gradient_by_token(dy2, known(one))
         x = scaling.inputs_by_token(coming().flatten(0, -2), largest) if coming else Quantized(*kept, RECIPES[scaling.recipe][0], scaling.side)
         dw = give(ctx.weight, lambda into: add_product(into, by_token, x, dy.dtype))
         db = None if ctx.bias is None else give_sum(ctx.bias, dy2.sum(0, dtype=wide(dy.dtype)))

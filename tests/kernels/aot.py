@@ -80,8 +80,8 @@ def scaled(shared: int, add: bool, gradient: str = "fp8e4nv") -> Case:
     tile, k = fp8_gemm.EACH if shared == 1 else fp8_gemm.TILE, fp8_gemm.STEP
     m, n = tile["M"], tile["N"]
     return Case(fp8_gemm.scaled_kernel, {**tile, "K": k, "SHARED": shared, "ADD": add},
-                {"A": f"tensordesc<{gradient}[{m},{k}]>", "B": f"tensordesc<fp8e4nv[{n},{k}]>", "A_SCALE": "*fp32", "B_SCALE": "*fp32", **({"Y": "*fp32"} if add else {})},
-                "gemm", TMA)
+                {"A": f"tensordesc<{gradient}[{m},{k}]>", "B": f"tensordesc<fp8e4nv[{n},{k}]>", "A_SCALE": "*fp32", "B_SCALE": "*fp32",
+                 **({"Y": "*fp32"} if add else {})}, "gemm", TMA)
 
 
 def cast(per_row: bool, given: bool, rows: int, columns: int, near: str = "x_column") -> Case:
@@ -110,7 +110,8 @@ CASES = {
     "permute": Case(permute.sum_kernel, {"HOLES": False, "EACH": 1, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
     "unpermute": Case(permute.sum_kernel, {"HOLES": True, "EACH": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
     "fp8_tensor": cast(False, True, 1, 4096), "fp8_row": cast(True, False, 1, 4096), "fp8_group": cast(True, False, 32, 128),
-    "fp8_block": cast(False, False, 128, 128), "fp8_group_transposed": cast(True, False, 32, 128, "x_row"), "fp8_row_transposed": cast(True, True, 32, 128, "x_row"),
+    "fp8_block": cast(False, False, 128, 128), "fp8_group_transposed": cast(True, False, 32, 128, "x_row"),
+    "fp8_row_transposed": cast(True, True, 32, 128, "x_row"),
     "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
     "scaled_block": scaled(fp8.SIDE, False), "scaled_group_add": scaled(1, True), "scaled_row_add_e5m2": scaled(1, True, "fp8e5"),
     "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),

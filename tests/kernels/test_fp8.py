@@ -1,4 +1,5 @@
 """Quantization to fp8: bounds, scales, and the kernel's bits beside the definition's."""
+import numpy as np
 import pytest
 import torch
 
@@ -41,3 +42,17 @@ def test_triton_gives_the_same_bits(interpreted, kind, dtype, source):
     for part in (x, x[:129, :127], x[:1], x[:, :1], x.t(), x[:129, :127].t()):
         (q, scale), (want, want_scale) = quantize(part, kind, dtype), fp8.reference(part, kind, dtype)
         assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and torch.equal(scale, want_scale) and q.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("sick", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(interpreted, monkeypatch, kind, dtype, sick):
+    """Whatever multiplies it, the product is NaN. A GPU's maximum of NaN and a number is the number; the interpreter's is NaN."""
+    from triton.runtime.interpreter import InterpreterBuilder
+    for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
+        monkeypatch.setattr(InterpreterBuilder, name, lambda self, a, b, function=function: self.binary_op(a, b, function))
+    x = draw().to(interpreted)
+    x[70, 130] = sick
+    for make in (quantize, fp8.reference):
+        assert dequantize(*make(x, kind, dtype), kind)[70, 130].isnan()

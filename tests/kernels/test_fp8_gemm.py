@@ -49,7 +49,8 @@ def test_definition_is_near_the_exact_product(kinds, bound):
     want = x @ w.t()
     assert (product(a, b, torch.float32) - want).norm() <= bound * want.norm()
     into = torch.zeros(64, 48)
-    assert torch.equal(add_product(into, a, b, torch.bfloat16), product(a, b, torch.float32)) and add_product(None, a, b, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(add_product(into, a, b, torch.bfloat16), product(a, b, torch.float32))
+    assert add_product(None, a, b, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_blocks_too_small_for_a_tensor_core_take_the_other_way(interpreted, capfd):
