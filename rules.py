@@ -129,6 +129,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
              "take ring, or another degree", "parallel.cp", divisors(value))
     mixture(cfg, world, need)
     eight_bits(cfg, need)
+    recordable(cfg, world, need)
     need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
          f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
@@ -200,11 +201,23 @@ def eight_bits(cfg: Config, need) -> None:
              "change it, or use bf16", *blocks)
     tokens, chunks = t.micro_batch * t.seq_len // p.cp, 2 * p.cp if p.cp > 1 else 1
     if recipe == "blockwise":
-        need(t.seq_len % (chunks * unit) == 0, f"train.seq_len: {t.seq_len}{f' / {chunks} chunks of cp {p.cp}' if chunks > 1 else ''} is no multiple of {of}, along "
-             f"which the weights' gradients are quantized", *blocks)
+        need(t.seq_len % (chunks * unit) == 0, f"train.seq_len: {t.seq_len}{f' / {chunks} chunks of cp {p.cp}' if chunks > 1 else ''} is no multiple of {of}, "
+             "along which the weights' gradients are quantized", *blocks)
     else:
         need(tokens % unit == 0, f"train.seq_len: {tokens} tokens of a microbatch and rank are no multiple of {of}",
              "train.seq_len", [unit * p.cp * max(1, t.seq_len // (unit * p.cp) + i) for i in range(-1, 3)])
+
+
+def recordable(cfg: Config, world: int, need) -> None:
+    """What a recording of forward and backward (runtime/graphs.py) cannot hold. need(ok, text): as in `validate`."""
+    p = cfg.parallel
+    against = {f"{world} ranks, whose exchanges are not recorded": world > 1, "train.device=cpu, which records nothing": cfg.train.device == "cpu",
+               "model.experts: how tokens are shared out is read on the host": cfg.model.experts is not None,
+               f"parallel.offload={p.offload}, whose copies go through the host": p.offload != "none",
+               f"parallel.zero={p.zero}, whose buffers come and go": p.zero > 1,
+               "log.noise_scale, which looks into the step between two microbatches": cfg.log.noise_scale}
+    why = next((w for w, there in against.items() if there), "")
+    need(not cfg.train.cuda_graphs or not why, f"train.cuda_graphs: cannot be with {why}; leave it out")
 
 
 def mixture(cfg: Config, world: int, need) -> None:
