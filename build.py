@@ -33,7 +33,7 @@ from parallel.zero import Zero
 from rules import divisors, nearby, nearby_ramp, validate
 from runtime.graphs import Graph
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
 
 MUP_POWER = {"muon": 0.5}  # a hidden matrix of m times the tuned width learns m^-this times as fast (optim/muon.py says why); else 1
@@ -143,6 +143,8 @@ def schedules(cfg: Config, world: int, advise: bool = True) -> list[Schedule]:
 
 def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Run:
     """Raises ConfigError before anything is allocated."""
+    if cfg.train.dtype == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"train.dtype: {torch.cuda.get_device_name(device)} has no fp8 (chips from sm_89 on have); use bf16")
     every = schedules(cfg, mesh.world.size)
     schedule = every[-1]
     stages, buckets = build_stages(cfg, mesh, device, schedule.place)
@@ -191,7 +193,8 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
     path = state.find(where, [])
     meta = store.meta(path)
     cfg = config.build(Config, meta["config"])
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or cfg.train.dtype), parallel=Parallel())
+    plain = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # as its weights are; fp8 is a way to train
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or plain, fp8=None), parallel=Parallel())
     tok = tokenizer.load(path.parent.parent / "tokenizer")
     if tok.fingerprint != meta["tokenizer"]:
         raise ConfigError(f"{path.parent.parent / 'tokenizer'}: is not the tokenizer that {path} was trained with; put that one there")

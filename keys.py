@@ -87,7 +87,12 @@ class Train:
     ramp: str | None = None  # START,INCREMENT,SAMPLES: a step takes START sequences at first, and INCREMENT more at a time until it takes
     #   global_batch, evenly over the first SAMPLES sequences (Megatron-LM's --rampup-batch-size); none: global_batch throughout
     seed: int = 1234  # of weights, sample order, dropout
-    dtype: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"  # compute; bf16 and fp16 keep fp32 master weights and gradients; fp16 scales the loss
+    dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"  # compute; all below fp32 keep fp32 master weights and gradients; fp16 scales
+    #   the loss; fp8: bf16, but for the products of most linears
+    fp8: Literal["tensorwise", "rowwise", "blockwise"] | None = None  # how dtype fp8 scales (kernels/fp8_linear.py); none: tensorwise; with
+    #   dtype fp64: the same 8-bit grids, all else in fp64, for proofs
+    fp8_block: int = 128  # side of a block of blockwise (DeepSeek-V3)
+    fp8_keep: int = 1  # this many first and last layers stay in bf16
     max_minutes: float | None = None  # stop after this long: save, exit 75
     deterministic: bool = True  # only deterministic kernels
     compile: bool = False  # torch.compile the elementwise kernels (CPU: needs a C++ compiler)
@@ -294,6 +299,15 @@ def of_stage(cfg: Config, stage: int) -> Config:
     """The config with the recompute mode of one pipeline stage."""
     modes = words(cfg.parallel.recompute_stages)
     return replace(cfg, parallel=replace(cfg.parallel, recompute=modes[stage])) if modes else cfg
+
+
+def fp8_recipe(t: Train) -> str | None:
+    return t.fp8 or ("tensorwise" if t.dtype == "fp8" else None)
+
+
+def in_fp8(cfg: Config, layer: int) -> bool:
+    """Do this layer's linears run in fp8? (Modules of multi-token prediction come after the last layer, and do not.)"""
+    return fp8_recipe(cfg.train) is not None and cfg.train.fp8_keep <= layer < cfg.model.layers - cfg.train.fp8_keep
 
 
 def remakes(cfg: Config, part: str) -> bool:

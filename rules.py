@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Callable
 
-from config import HORIZONS, Config, ConfigError, batch_sizes, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, words
+from config import HORIZONS, Config, ConfigError, batch_sizes, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, value_dim, words
 
 NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here", "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
           "lars": "its trust ratio sets each tensor's step, for which muP has no rule"}
@@ -57,7 +57,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
                           "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
                           "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "mup_base", "mup_head_dim", "rope_factor", "rope_original"),
-                "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads"),
+                "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads", "fp8_block"),
                 "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node", "compress_block", "powersgd_rank"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
@@ -79,7 +79,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
          f"model.kv_heads: {kv_heads(m)} does not divide model.heads={m.heads}", "model.kv_heads", divisors(m.heads))
     need(m.attention not in ("flash", "triton") or t.device != "cpu",
          f"model.attention: {m.attention} needs a GPU, and train.device is cpu; take auto")
-    need(m.attention != "flash" or t.dtype == "bf16", f"model.attention: flash-attn has no {t.dtype}; set train.dtype bf16 or take auto")
+    need(m.attention != "flash" or t.dtype in ("bf16", "fp8"), f"model.attention: flash-attn has no {t.dtype}; set train.dtype bf16 or take auto")
     need(m.attention != "triton" or t.dtype != "fp64", "model.attention: the Triton kernels have no fp64; take auto or reference")
     key, turned = ("model.rope_dim", m.rope_dim) if m.kv_rank else ("model.head_dim", head_dim(m))
     need(m.positions != "rope" or turned % 2 == 0, f"{key}: {turned} must be even for RoPE", key, (turned - 1, turned + 1))
@@ -128,6 +128,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
              "take ring, or another degree", "parallel.cp", divisors(value))
     mixture(cfg, world, need)
+    eight_bits(cfg, need)
     recordable(cfg, world, need)
     need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
          f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
@@ -168,6 +169,43 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
              f"{t.micro_batch} x {dp}", tip=tip)
     need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
          f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")
+
+
+def eight_bits(cfg: Config, need) -> None:
+    """The rules of fp8. need: as in `mixture`."""
+    m, t, p = cfg.model, cfg.train, cfg.parallel
+    recipe = fp8_recipe(t)
+    need(recipe is None or t.dtype in ("fp8", "fp64"), f"train.fp8: {t.fp8} says how train.dtype fp8 scales, and the dtype is {t.dtype}; set train.dtype fp8, "
+         "or leave train.fp8 out")
+    if recipe is None:
+        return
+    need(t.fp8_keep >= 0, f"train.fp8_keep: {t.fp8_keep} must not be negative", "train.fp8_keep", (0, 1))
+    need(2 * t.fp8_keep < m.layers, f"train.fp8_keep: {t.fp8_keep} first and {t.fp8_keep} last layers in bf16 leave none of model.layers={m.layers} in fp8",
+         "train.fp8_keep", range((m.layers + 1) // 2))
+    need(m.experts is None, "model.experts: grouped products have no fp8 yet; set train.dtype bf16 for a mixture")
+    need(kv_heads(m) % p.tp == 0, f"parallel.tp: {p.tp} ranks share model.kv_heads={kv_heads(m)}, and shared heads have no fp8; use at most that many, or bf16",
+         "parallel.tp", divisors(kv_heads(m)))
+    proof = t.dtype == "fp64"  # no chip has a say
+    need(recipe != "blockwise" or proof or (t.fp8_block >= 16 and t.fp8_block & t.fp8_block - 1 == 0),
+         f"train.fp8_block: {t.fp8_block} must be a power of two from 16 on", "train.fp8_block", (16, 32, 64, 128))
+    unit = t.fp8_block if recipe == "blockwise" else 1 if proof else 16
+    of = f"train.fp8_block={unit}" if recipe == "blockwise" else f"{unit}, in which chips read fp8"
+    dims = {"model.hidden": (m.hidden, 1), "model.ffn": (m.ffn, p.tp), "model.heads": (m.heads * value_dim(m), p.tp)}
+    if not m.kv_rank:
+        dims["model.kv_heads"] = (kv_heads(m) * head_dim(m), p.tp)
+    elif not m.q_rank:
+        dims["model.heads"] = (m.heads * math.gcd(head_dim(m), value_dim(m)), p.tp)
+    blocks = ("train.fp8_block", (16, 32, 64, 128)) if recipe == "blockwise" else ("parallel.tp", divisors(p.tp))
+    for key, (size, cut) in dims.items():
+        need(size % (cut * unit) == 0, f"train.dtype: {size}{f' / tp {cut}' if cut > 1 else ''} features of {key} are no multiple of {of}; "
+             "change it, or use bf16", *blocks)
+    tokens, chunks = t.micro_batch * t.seq_len // p.cp, 2 * p.cp if p.cp > 1 else 1
+    if recipe == "blockwise":
+        need(t.seq_len % (chunks * unit) == 0, f"train.seq_len: {t.seq_len}{f' / {chunks} chunks of cp {p.cp}' if chunks > 1 else ''} is no multiple of {of}, "
+             "along which the weights' gradients are quantized", *blocks)
+    else:
+        need(tokens % unit == 0, f"train.seq_len: {tokens} tokens of a microbatch and rank are no multiple of {of}",
+             "train.seq_len", [unit * p.cp * max(1, t.seq_len // (unit * p.cp) + i) for i in range(-1, 3)])
 
 
 def recordable(cfg: Config, world: int, need) -> None:

@@ -10,6 +10,7 @@ from kernels import rope
 from kernels.attention import attention
 from kernels.norm import rms_norm
 from kernels.sight import Sight, sight
+from model.precision import of_layer
 from model.recompute import again
 from parallel.comm import Group
 from parallel.mesh import Mesh
@@ -78,9 +79,9 @@ class Attention(nn.Module):
         outs = {f"{key}.q": m.heads * self.dim, f"{key}.k": kv_heads(m) * self.dim, f"{key}.v": kv_heads(m) * self.dim}
         how = m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp
         shared = kv_heads(m) < mesh.tp.size
-        self.qkv = SharedHeads(mesh, key, m.heads, kv_heads(m), self.dim, *how) if shared else ColumnLinear(mesh, outs, *how)
+        self.qkv = SharedHeads(mesh, key, m.heads, kv_heads(m), self.dim, *how) if shared else ColumnLinear(mesh, outs, *how, of_layer(cfg, layer))
         self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias,
-                             cfg.parallel.sp)
+                             cfg.parallel.sp, of_layer(cfg, layer))
         if m.qk_norm_whole:
             self.q_norm, self.k_norm = (parameter(Spec((rows(f"{key}.{n}.weight", (h * self.dim,), mesh.tp),), "ones", decay=False))
                                         for n, h in (("q_norm", m.heads), ("k_norm", kv_heads(m))))

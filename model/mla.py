@@ -21,6 +21,7 @@ from kernels.attention import attention
 from kernels.linear import linear
 from kernels.norm import rms_norm
 from model.attention import Context, Core
+from model.precision import of_layer
 from parallel.boxes import Box
 from parallel.collectives import enter
 from parallel.mesh import Mesh
@@ -49,10 +50,10 @@ class MLA(nn.Module):
             self.q_norm = replicated(f"{key}.q_norm.weight", (m.q_rank,), "ones", sp)
             self.q_up = parameter(Spec((rows(f"{key}.q_b.weight", (width, m.q_rank), mesh.tp),), "normal", m.init_std))
         else:
-            self.q = ColumnLinear(mesh, {f"{key}.q": width}, m.hidden, m.init_std, False, sp)
+            self.q = ColumnLinear(mesh, {f"{key}.q": width}, m.hidden, m.init_std, False, sp, of_layer(cfg, layer))
         self.kv_norm = replicated(f"{key}.kv_norm.weight", (m.kv_rank,), "ones", sp)
         self.kv_up = parameter(Spec((rows(f"{key}.kv_b.weight", (m.heads * (m.nope_dim + m.v_dim), m.kv_rank), mesh.tp),), "normal", m.init_std))
-        self.out = RowLinear(mesh, f"{key}.o", m.heads * m.v_dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), False, sp)
+        self.out = RowLinear(mesh, f"{key}.o", m.heads * m.v_dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), False, sp, of_layer(cfg, layer))
 
     def forward(self, x: Tensor, ctx: Context) -> Tensor:
         q, c, r = linear(x, self.down).split((self.q_rank, self.kv_rank, self.rope), -1)

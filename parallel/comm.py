@@ -177,6 +177,12 @@ def max_(x: Tensor, group: Group) -> Tensor:
     return x
 
 
+def largest_(x: Tensor, group: Group) -> Tensor:
+    """In place: the maximum over the group of numbers that are not negative. Their bits stand in the same order, NaN above all."""
+    max_(x.view({4: torch.int32, 8: torch.int64}[x.itemsize]), group)
+    return x
+
+
 def gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     """[n, ...] of each rank -> [size * n, ...] in the group's order, into `out` where given."""
     if group.size == 1:

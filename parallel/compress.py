@@ -1,6 +1,6 @@
 """Sums and gathers that travel in 8 bits: ZeRO++'s qgZ for gradients and qwZ for weights (arXiv 2306.10209).
 
-    scale = max |x| of a block / LARGEST      code = x / scale, rounded to a whole number (int8) or to e4m3 (fp8)      x ~ code scale
+    scale = max |x| of a block / LARGEST      code = x / scale, rounded to a whole number (int8) or to e4m3 (fp8: kernels/fp8.py)      x ~ code scale
 
 n elements over N ranks; a code and its part of a scale are 1 + 4/block bytes, against 4 in fp32 and 2 in bf16:
 
@@ -16,24 +16,27 @@ scales on each. A block with anything in it that is not finite arrives as NaN, o
 import torch
 from torch import Tensor
 
+from kernels import fp8
+from kernels.fp8 import E4M3, FLOOR
 from kernels.grad import wide
 from parallel import comm
 from parallel.comm import Group
 
-LARGEST = {"int8": 127.0, "fp8": 448.0}
-CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-FLOOR = 2.0**-100  # of max |x|: zeros keep a scale to be divided by
+LARGEST = {"int8": 127.0, "fp8": fp8.LARGEST[E4M3]}
+CODES = {"int8": torch.int8, "fp8": E4M3}
 SCALE = 4  # bytes of a scale
 
 
 def encode(x: Tensor, kind: str, block: int) -> Tensor:
     """x [rows, n], n a multiple of block -> bytes [rows, n + 4 n / block]: a row's codes, then its scales."""
     parts = x.float().unflatten(1, (-1, block))
-    largest = parts.abs().amax(2)
-    scale = torch.where(largest.isfinite(), largest.clamp(min=FLOOR) / LARGEST[kind], torch.nan)
-    codes = (parts / scale[..., None]).clamp(-LARGEST[kind], LARGEST[kind])
-    codes = (codes.round() if kind == "int8" else codes).to(CODES[kind])
-    return torch.cat([codes.flatten(1).view(torch.uint8), scale.view(torch.uint8)], 1)
+    if kind == "fp8":  # by the definition on every device: it spreads what is not finite over its block, the Triton kernel need not
+        codes, scale = (part.view(*parts.shape[:2], -1) for part in fp8.reference(parts.flatten(0, 1), "row", E4M3))
+    else:
+        largest = parts.abs().amax(2, keepdim=True)
+        scale = torch.where(largest.isfinite(), largest.clamp(min=FLOOR) / LARGEST[kind], torch.nan)
+        codes = (parts / scale).clamp(-LARGEST[kind], LARGEST[kind]).round().to(CODES[kind])
+    return torch.cat([codes.flatten(1).view(torch.uint8), scale.flatten(1).view(torch.uint8)], 1)
 
 
 def decode(message: Tensor, kind: str, block: int, dtype: torch.dtype) -> Tensor:

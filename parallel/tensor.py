@@ -5,10 +5,13 @@ stay the unfused canonical names. With sequence parallelism (arXiv 2205.05198) t
 next column layer are cut along the sequence over the same group: what they pass through (norms, dropout, residual adds)
 is neither repeated nor kept twice, and the bytes on the wire stay those of tensor parallelism alone.
 """
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from kernels.embedding import embedding
+from kernels.fp8_linear import Scaling, scaled_linear
 from kernels.grad import give_sum, wide
 from kernels.linear import linear, linears
 from parallel import comm
@@ -36,17 +39,28 @@ def replicated(key: str, shape: tuple[int, ...], init: str, sequence: bool) -> n
     return parameter(Spec((Box.whole(key, shape),), init, decay=False, partial=("tp",) if sequence else ()))
 
 
+def scaling(fp8: tuple[str, int] | None, mesh: Mesh, outs: bool) -> Scaling | None:
+    """fp8: recipe and side of a block (model/precision.py), or None. outs: tp cuts the weight's outputs, else its inputs. The
+    largest elements of what a scale spans are exchanged over tp and over cp, so that a layout changes no scale of a microbatch."""
+    if fp8 is None:
+        return None
+    tp, cp = (partial(comm.largest_, group=group) if group.size > 1 else None for group in (mesh.tp, mesh.cp))
+    return Scaling(*fp8, outs=tp if outs else None, ins=None if outs else tp, tokens=cp)
+
+
 class ColumnLinear(nn.Module):
     """[b, s, n] (sp: [b, s/tp, n]) -> [b, s, sum(outs)/tp]: output features split. outs: {key: features}."""
 
-    def __init__(self, mesh: Mesh, outs: dict[str, int], n: int, std: float, bias: bool, sp: bool) -> None:
+    def __init__(self, mesh: Mesh, outs: dict[str, int], n: int, std: float, bias: bool, sp: bool, fp8: tuple[str, int] | None = None) -> None:
         super().__init__()
-        self.region = Region(mesh.tp, sp) if mesh.tp.size > 1 else None
+        self.region, self.scaling = Region(mesh.tp, sp) if mesh.tp.size > 1 else None, scaling(fp8, mesh, True)
         self.weight = parameter(Spec(tuple(rows(f"{k}.weight", (m, n), mesh.tp) for k, m in outs.items()), "normal", std))
         self.bias = parameter(Spec(tuple(rows(f"{k}.bias", (m,), mesh.tp) for k, m in outs.items()), "zeros",
                                    decay=False)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.scaling is not None:
+            return scaled_linear(x, self.weight, self.bias, self.region, self.scaling)
         return linear(x, self.weight, self.bias, self.region)
 
 
@@ -70,16 +84,18 @@ class SharedHeads(nn.Module):
 class RowLinear(nn.Module):
     """[b, s, n/tp] -> [b, s, m] (sp: [b, s/tp, m]): input features split, the partial products summed over tp."""
 
-    def __init__(self, mesh: Mesh, key: str, n: int, m: int, std: float, bias: bool, sp: bool) -> None:
+    def __init__(self, mesh: Mesh, key: str, n: int, m: int, std: float, bias: bool, sp: bool, fp8: tuple[str, int] | None = None) -> None:
         super().__init__()
-        self.tp, self.sp = mesh.tp, sp
+        self.tp, self.sp, self.scaling = mesh.tp, sp, scaling(fp8, mesh, False)
         self.weight = parameter(Spec((columns(f"{key}.weight", (m, n), mesh.tp),), "normal", std))
         self.bias = replicated(f"{key}.bias", (m,), "zeros", sp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias if self.tp.size == 1 else None
+        y = linear(x, self.weight, bias) if self.scaling is None else scaled_linear(x, self.weight, bias, None, self.scaling)
         if self.tp.size == 1:
-            return linear(x, self.weight, self.bias)
-        y = leave(linear(x, self.weight), self.tp, self.sp)
+            return y
+        y = leave(y, self.tp, self.sp)
         return y if self.bias is None else _AddBias.apply(y, self.bias)  # once, after the sum
 
 

@@ -20,12 +20,14 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
     experts           4 k etp A / tp, and small change, a mixture layer and microbatch (parallel/expert.py); 2 A over tp without sp
     recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after it is kept
     recompute norm    with sp, 2 all-gathers A more a block and microbatch, beside the GEMMs of the input's gradient
+    fp8               tensorwise, rowwise: the largest elements of what a scale spans, where it is cut: a number a tensor, row or
+                      feature (scale_bytes); blockwise none
     context, ulysses  4 Q + 4 K a layer and microbatch; Q, K: bytes of a rank's queries and keys, K': of its keys in fp32
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
 from collections import defaultdict
 
-from config import Config, head_dim, is_moe, kv_heads, of_stage, padded_vocab, remakes, value_dim
+from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, of_stage, padded_vocab, remakes, value_dim
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -63,6 +65,7 @@ def step_bytes(job: Job) -> Ledger:
     for stage, parts in stages.items():
         kinds = [op.kind for op in job.schedule.order[job.pp] if op.stage == stage]
         tensor_bytes(job, stage, kinds.count("F"), add)
+        scale_bytes(job, stage, kinds.count("F"), add)
         context_bytes(job, stage, kinds.count("F"), add)
         mixture_bytes(job, stage, kinds.count("F"), add)
         share_bytes(job, parts, stage, kinds, add)
@@ -126,6 +129,28 @@ def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
         rows = [r for _ in range(m * (1 + model.mtp)) for r in softmax_rows(job)]
         for r in set(rows):
             add("tp", "all_gather", rows.count(r), L.tp * 2 * r * BYTES[job.cfg.train.dtype][1])
+
+
+def scale_bytes(job: Job, stage: int, m: int, add) -> None:
+    """What fp8's scales exchange over tp and cp (kernels/fp8_linear.py), for the m microbatches of a stage."""
+    cfg, L, g = of_stage(job.cfg, stage), job.layout, BYTES[job.cfg.train.dtype][1]
+    k, recipe = cfg.model, fp8_recipe(cfg.train)
+    if recipe not in ("tensorwise", "rowwise"):
+        return
+    blocks = m * sum(in_fp8(cfg, i) for i in layers(job, stage))
+    rows, forward = cfg.train.micro_batch * cfg.train.seq_len // L.cp, 1 + (cfg.parallel.recompute == "full")
+    queries = (k.heads * head_dim(k) + (0 if k.kv_rank else 2 * kv_heads(k) * head_dim(k))) // L.tp
+    inner = k.ffn * (2 if k.activation == "swiglu" else 1) // L.tp
+    columns = ([] if k.q_rank else [(k.hidden, queries)]) + [(k.hidden, inner)]  # (inputs, outputs) on this rank
+    heads = [(k.heads * value_dim(k) // L.tp, k.hidden), (k.ffn // L.tp, k.hidden)]
+    for (ins, outs), out_cut in [(c, True) for c in columns] + [(h, False) for h in heads]:
+        one = recipe == "tensorwise"
+        add("tp", "all_reduce", blocks * forward * (one or not out_cut), (1 if one else outs) * g)  # W
+        add("tp", "all_reduce", blocks * forward * (not out_cut), (1 if one else rows) * g)  # x
+        add("cp", "all_reduce", blocks * forward, (1 if one else ins) * g)
+        add("tp", "all_reduce", blocks * out_cut, (1 if one else rows) * g)  # dy
+        add("tp", "all_reduce", blocks * (out_cut and not one), ins * g)  # W, the other way
+        add("cp", "all_reduce", blocks, (1 if one else outs) * g)
 
 
 def layers(job: Job, stage: int) -> list[int]:

@@ -48,7 +48,7 @@ def state_bytes(m: Model, dtype: str) -> int:
     """Weights, gradients, master weights and two moments of AdamW, on one rank."""
     count = parameters(m)
     padded = count["total"] + count["ahead"] + (padded_vocab(m) - m.vocab) * m.hidden * (1 if m.tied else 2)
-    return padded * {"fp64": 4 * 8, "fp32": 4 * 4, "bf16": 4 * 4 + 2, "fp16": 4 * 4 + 2}[dtype]
+    return padded * {"fp64": 4 * 8, "fp32": 4 * 4, "bf16": 4 * 4 + 2, "fp16": 4 * 4 + 2, "fp8": 4 * 4 + 2}[dtype]
 
 
 def table(configs: dict) -> str:

@@ -20,9 +20,9 @@ LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server", "powersgd"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
             "ramp": (False, True), "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
-            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd"), "mup_base": (None, 16)}
-SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "layers": "model", "doc_mask": "data", "capacity": "model", "pad": "model",
-           "mup_base": "model", "mup_head_dim": "model", "name": "optim"}  # else parallel
+            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd"), "mup_base": (None, 16), "fp8": (None, "tensorwise", "rowwise", "blockwise")}
+SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp8": "train", "layers": "model", "doc_mask": "data", "capacity": "model",
+           "pad": "model", "mup_base": "model", "mup_head_dim": "model", "name": "optim"}  # else parallel
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -131,7 +131,9 @@ def draw(found: Lattice, n: int, seed: int, wanted: Callable[[Values], bool] = l
     stream, every = random.Random(seed), list(choices(SWITCHES))
 
     def of(layout: Values) -> Iterator[Values]:
-        return (v for s in stream.sample(every, len(every)) if wanted(v := layout | s) and found.legal(v))
+        for i in stream.sample(range(len(every)), len(every)):
+            if wanted(v := layout | every[i]) and found.legal(v):
+                yield v
 
     rows = [of(layout) for layout in stream.sample(found.layouts, len(found.layouts))]
     cells: list[Values] = []

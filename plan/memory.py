@@ -11,7 +11,7 @@ P: elements of the rank's buckets with padding, N: ranks that share them; c, g: 
 Quantized weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype; PowerSGD's errors are P g more beside the gradients.
 tests/plan/test_memory.py holds both against what a rank really holds.
 """
-from config import Config, head_dim, is_moe, kv_heads, moe_ffn, of_stage, remakes, value_dim
+from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, of_stage, remakes, value_dim
 from parallel.schedule import in_flight
 from plan.parts import BYTES, Job, buckets, unique
 
@@ -79,22 +79,31 @@ def block_bytes(cfg: Config, flash: bool = False, layer: int = 0) -> dict[str, i
     tp, cut = cfg.parallel.tp, cfg.parallel.tp if cfg.parallel.sp else 1
     b, s, d, hd = t.micro_batch, t.seq_len, m.hidden, head_dim(m)
     tokens, h, kv = b * s, m.heads // tp, max(1, kv_heads(m) // tp)
+    eight = fp8_recipe(t) if in_fp8(cfg, layer) else None
+    of_scales = {"tensorwise": 0, "rowwise": g, "blockwise": -(-tokens // t.fp8_block) * g}.get(eight, 0)  # a feature's
+
+    def kept_by_linear(features: int) -> int:
+        """Its input: in 8 bits with scales along the tokens, or as it is."""
+        return features * (tokens + of_scales) if eight else features * tokens * c
+
     own = tokens // cut * d * c  # what lies between two tp regions: [b, s/tp, d] under sp
     inner = tokens * m.ffn // tp * c
     half = own + tokens // cut * g * (2 if m.norm == "layernorm" else 1)  # a norm's input and statistics
     half += tokens // cut * d if m.dropout else 0  # a mask of bools
     kept = inner * (2 if m.activation == "swiglu" else 1)  # the activation's input
+    act = kept_by_linear(m.ffn // tp)
     if is_moe(m, layer):
-        kept, inner = mixture_bytes(cfg)
+        kept, act = mixture_bytes(cfg)
     mlp = half + kept
-    norms = 2 * tokens * d * c
+    norms = 2 * kept_by_linear(d)
     rest = half + mlp + tokens * (h * (hd + value_dim(m)) + kv * (hd + value_dim(m))) * c  # q, k, v and the output
+    rest += kept_by_linear(h * value_dim(m)) if eight else 0  # the output, beside attention's own
     if m.kv_rank:
         latent = (m.q_rank or 0) + m.kv_rank + m.rope_dim
         rest += (tokens // cut + tokens) * latent * c + tokens // cut * g * (2 if m.q_rank else 1)  # before the latents' norms, and entered
         rest += tokens * h * m.nope_dim * c if b == 1 or flash else 0  # v is a part of what was made from the latent
         rest += tokens * m.rope_dim * g if m.rope_kind == "yarn" and m.rope_mscale_all and m.rope_factor else 0  # tables of the queries
-        norms = tokens * d * c + (own if m.q_rank else tokens * d * c + (own if cut > 1 else 0))  # x as it is, and gathered for q
+        norms = kept_by_linear(d) + (own if m.q_rank else kept_by_linear(d) + (own if cut > 1 or eight else 0))  # x as it is, and gathered for q
     if m.qk_norm:  # before the norm as well; of one sequence, v is a part of that
         rest += tokens * ((h + 2 * kv) * hd * c + (h + kv) * g) - (tokens * kv * hd * c if b == 1 else 0)
     core = 0
@@ -102,7 +111,7 @@ def block_bytes(cfg: Config, flash: bool = False, layer: int = 0) -> dict[str, i
         core = tokens * h * g
     elif s <= 16 * hd:
         core = sum(b * h * (min(lo + KEYS, s) - lo) * min(lo + KEYS, s) * c for lo in range(0, s, KEYS))
-    return {"norm": norms, "core": core, "act": inner, "rest": rest, "mlp": mlp, "input": own}
+    return {"norm": norms, "core": core, "act": act, "rest": rest, "mlp": mlp, "input": own}
 
 
 def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) -> int:

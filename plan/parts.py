@@ -11,7 +11,7 @@ import parallel.packing as packing
 from parallel.layout import EXPERT, Layout
 from parallel.schedule import Schedule
 
-BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4)}  # train.dtype: compute, accumulation
+BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "fp8": (2, 4)}  # train.dtype: compute, accumulation
 
 
 class Param(NamedTuple):

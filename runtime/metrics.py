@@ -59,7 +59,7 @@ class Metrics:
         self.run_dir, self.cfg, self.env = Path(run_dir), cfg, env
         self.steps, self.start = steps, start_step
         self.flops = flops_per_token
-        self.peak = peak_flops(env.device, cfg.train.dtype)
+        self.peak = peak_flops(env.device, "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype)  # of bf16, so that the two compare
         self.writes = env.rank == 0
         self.console = Console(sys.stdout if self.writes else None, env.color)
         self.file = Lines(self.run_dir, start_step) if self.writes else None

@@ -30,6 +30,7 @@ def having(**keys):
     return cfg
 
 
+EIGHT = {"train__dtype": "fp8"}
 MIXTURE = {"model__experts": 8, "model__moe_ffn": 48}
 # (settings that break one rule, world, the key that the line names, whether a value must be offered)
 CASES = [
@@ -88,6 +89,15 @@ CASES = [
     (having(model__mup_base=-64), 1, "model.mup_base", False),
     (having(model__mup_head_dim=8), 1, "model.mup_head_dim", False),
     *((having(model__mup_base=64, optim__name=name), 1, "model.mup_base", False) for name in ("sgd", "lamb", "lars")),
+    (having(train__fp8="rowwise"), 1, "train.fp8", False),
+    (having(**EIGHT, train__fp8_keep=2), 1, "train.fp8_keep", True),
+    (having(**EIGHT, train__fp8_keep=-1), 1, "train.fp8_keep", True),
+    (having(**EIGHT, **MIXTURE), 1, "model.experts", False),
+    (having(**EIGHT, model__kv_heads=2, parallel__tp=4), 4, "parallel.tp", True),
+    (having(**EIGHT, train__seq_len=100), 1, "train.seq_len", True),
+    (having(**EIGHT, model__ffn=384, parallel__tp=4, model__head_dim=24), 4, "parallel.tp", False),
+    (having(**EIGHT, train__fp8="blockwise", train__fp8_block=24), 1, "train.fp8_block", True),
+    (having(**EIGHT, train__fp8="blockwise", train__fp8_block=64), 1, "train.fp8_block", True),
     (having(log__noise_scale=True, parallel__cp=2), 2, "log.noise_scale", False),
     (having(log__noise_scale=True, model__kv_heads=1, parallel__tp=2), 2, "log.noise_scale", False),
     (having(train__ramp="8,8"), 4, "train.ramp", True),
@@ -100,7 +110,7 @@ CASES = [
 
 
 def offers(text: str) -> list[tuple[str, object]]:
-    found = re.search(r"; try ([a-z_.]+) ([\d, ]+)", text)
+    found = re.search(r"; try ([a-z0-9_.]+) ([\d, ]+)", text)
     if found and found[1] == "train.ramp":
         return [(found[1], found[2])]
     return [(found[1], int(v)) for v in found[2].split(",")] if found else []

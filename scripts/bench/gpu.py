@@ -143,7 +143,7 @@ def memory_cases(s: Size, device: torch.device, dtype: torch.dtype) -> dict[str,
         "permute": Case(2 * rows.numel() * e, lambda: permute.launch(x, source[:, None], False), {"torch": lambda: x[source]}),
         "unpermute": Case((s.top_k + 1) * n, lambda: permute.launch(rows, slots, True), {"torch": lambda: rows[slots].sum(1)}),
         **{f"fp8_{kind}": Case(1.5 * n if kind != "tensor" else 2.5 * n, lambda kind=kind: fp8.launch(x, kind, torch.float8_e4m3fn), {
-            "compiled": dw(lambda kind=kind: fp8.reference(x, kind, torch.float8_e4m3fn))}) for kind in fp8.BLOCKS},
+            "compiled": dw(lambda kind=kind: fp8.reference(x, kind, torch.float8_e4m3fn))}) for kind in fp8.KINDS},
     }
     with contextlib.suppress(ImportError):
         for name, way in liger_ways(importlib.import_module("liger_kernel.ops"), s, make).items():

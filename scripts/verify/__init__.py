@@ -39,6 +39,7 @@ from train import train_step
 
 STEPS = 2
 BOUND = 1e-9
+BY_MICROBATCH = ("tensorwise", "rowwise")  # fp8 whose scales span the tokens of a microbatch, and no fewer
 FLOOR = 1e-7  # smaller is noise: a gradient that is zero in exact arithmetic (a k bias without RoPE), and what Adam makes of it
 
 
@@ -49,7 +50,8 @@ def subject(name: str, world: int = 1) -> Config:
     batch = world * (-(-8 // world)) * (1 if world % 2 == 0 or world == 1 else 2)  # every world divides it, and 2 mostly what is left
     cfg = config.resolve(name, None, ["--train.dtype", "fp64", "--train.steps", "50", "--train.seq_len", "32", "--train.micro_batch", "1",
                                       "--train.global_batch", str(batch), "--optim.warmup", "2", "--optim.clip", "0.5", "--model.dropout", "0.1",
-                                      "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03", "--parallel.node", "2"])
+                                      "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03", "--parallel.node", "2",
+                                      "--train.fp8_block", "4"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
                      ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16,
@@ -146,9 +148,11 @@ def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tenso
 
 
 def one_process(cfg: Config) -> dict[str, Tensor]:
-    """What every layout must equal: the whole batch at once (under a ramp, its first batch), nothing split, nothing summed up later.
-    Raises ConfigError where it is no oracle: two matrices that start identical."""
-    plain = replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=config.batch_size(cfg.train, 0)))
+    """What every layout must equal: the whole batch at once (under a ramp, its first batch), nothing split, nothing summed up later. (Scales
+    in fp8 that span a microbatch are a function of it: the same microbatches then.) Raises ConfigError where it is no oracle: two
+    matrices that start identical."""
+    whole = cfg.train.micro_batch if cfg.train.fp8 in BY_MICROBATCH else config.batch_size(cfg.train, 0)
+    plain = replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=whole))
     run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
     for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
         if part.dim() > 1:
@@ -161,7 +165,9 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
     truth is kept in `folder` and made once for all layouts of a model."""
-    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.train.ramp}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}-{cfg.model.mup_base}.safetensors"
+    of = [cfg.model.layers, cfg.train.global_batch, cfg.train.ramp, cfg.data.doc_mask, cfg.model.capacity, cfg.optim.name, cfg.model.mup_base, cfg.train.fp8]
+    of += [cfg.train.micro_batch] if cfg.train.fp8 in BY_MICROBATCH else []
+    truth = folder / f"{'-'.join(map(str, of))}.safetensors"
     if not truth.exists():
         save_file({what: value.contiguous() for what, value in one_process(cfg).items()}, truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
@@ -181,7 +187,8 @@ def words(values: Values, world: int) -> list[str]:
             + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
             + ["ramp"] * v["ramp"] + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"] + ["capacity"] * (v["capacity"] == 1.0)
             + ["padded"] * (v["capacity"] == "padded")
-            + [v["name"]] * (v["name"] != "adamw") + ["mup"] * bool(v["mup_base"]) + [v["recompute"]] * (v["recompute"] != "none"))
+            + ["fp8", v["fp8"]] * (v["fp8"] is not None) + [v["name"]] * (v["name"] != "adamw") + ["mup"] * bool(v["mup_base"])
+            + [v["recompute"]] * (v["recompute"] != "none"))
 
 
 def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:

@@ -19,7 +19,7 @@ import triton  # before the kernels: it is what makes them import it
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import adam, cross_entropy, fp8, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
+from kernels import adam, cross_entropy, fp8, fp8_gemm, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
 
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
@@ -76,8 +76,17 @@ def wgrad(kernel, tile: dict) -> Case:
     return Case(kernel, tile, {"OFFSETS": "*i32", "INTO": "*fp32", **descriptors(DY=(tile["K"], tile["M"]), X=(tile["K"], tile["N"]))}, "gemm", TMA)
 
 
-def cast(per_row: bool, given: bool, rows: int, columns: int) -> Case:
-    return Case(fp8.cast_kernel, {"PER_ROW": per_row, "GIVEN": given, "FLOOR": fp8.FLOOR, "LARGEST": 448.0, "ROWS": rows, "COLUMNS": columns,
+def scaled(shared: int, add: bool, gradient: str = "fp8e4nv") -> Case:
+    tile, k = fp8_gemm.EACH if shared == 1 else fp8_gemm.TILE, fp8_gemm.STEP
+    m, n = tile["M"], tile["N"]
+    return Case(fp8_gemm.scaled_kernel, {**tile, "K": k, "SHARED": shared, "ADD": add},
+                {"A": f"tensordesc<{gradient}[{m},{k}]>", "B": f"tensordesc<fp8e4nv[{n},{k}]>", "A_SCALE": "*fp32", "B_SCALE": "*fp32",
+                 **({"Y": "*fp32"} if add else {})}, "gemm", TMA)
+
+
+def cast(per_row: bool, given: bool, rows: int, columns: int, near: str = "x_column") -> Case:
+    """near: the dimension along which x lies, whose stride is 1."""
+    return Case(fp8.cast_kernel, {"PER_ROW": per_row, "GIVEN": given, "FLOOR": fp8.FLOOR, "LARGEST": 448.0, "ROWS": rows, "COLUMNS": columns, near: 1,
                                   "num_warps": 8}, {"Q": "*fp8e4nv", "SCALE": "*fp32", "INVERSE": "*fp32"}, chips=TMA)
 
 
@@ -101,8 +110,10 @@ CASES = {
     "permute": Case(permute.sum_kernel, {"HOLES": False, "EACH": 1, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
     "unpermute": Case(permute.sum_kernel, {"HOLES": True, "EACH": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
     "fp8_tensor": cast(False, True, 1, 4096), "fp8_row": cast(True, False, 1, 4096), "fp8_group": cast(True, False, 32, 128),
-    "fp8_block": cast(False, False, 128, 128),
+    "fp8_block": cast(False, False, 128, 128), "fp8_group_transposed": cast(True, False, 32, 128, "x_row"),
+    "fp8_row_transposed": cast(True, True, 32, 128, "x_row"),
     "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
+    "scaled_block": scaled(fp8.SIDE, False), "scaled_group_add": scaled(1, True), "scaled_row_add_e5m2": scaled(1, True, "fp8e5"),
     "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),
     "grouped": grouped(False), "grouped_dgrad": grouped(True), "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
     **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips) for name, how in ATTENTION.items()

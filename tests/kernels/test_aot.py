@@ -28,14 +28,15 @@ def table() -> str:
 
 
 def test_the_table_holds_what_it_promises(table):
-    gemm = ("attention", "grouped", "weight_gradient")
+    gemm = ("attention", "grouped", "weight_gradient", "scaled")
     found = rows(table)
     assert {chip for _, chip in found} == set(LARGEST)
     for (name, chip), row in found.items():
         assert int(row["spills"]) <= SPILLS.get((name, chip), 0), (name, chip)
         assert int(row["shared"]) <= LARGEST[chip] and int(row["atomics"]) == 0, (name, chip)
         if name.startswith(gemm) and name != "attention_delta":
-            assert {"sm_80": "HMMA", "sm_90": "HGMMA", "sm_100": "UTC"}[chip] in row["mma"], (name, chip)
+            tensor_core = {"sm_80": "HMMA", "sm_90": "QGMMA" if name.startswith("scaled") else "HGMMA", "sm_100": "UTC"}[chip]  # Q: of fp8
+            assert tensor_core in row["mma"], (name, chip)
         else:
             assert row["mma"] == "-" and int(row["wide"]) > 0, (name, chip)
 

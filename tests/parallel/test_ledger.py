@@ -164,6 +164,21 @@ def test_latents_and_further_tokens(ranks, name, parallel):
     compare(ranks(4), name, parallel)
 
 
+EIGHT_BITS = [dict(tp=2, sp=True, cp=2), dict(tp=2, recompute="full", zero=3), dict(cp=2, pp=2, schedule="zb-v"),
+              dict(tp=4, sp=True, recompute="selective", recompute_parts=PARTS), dict(pp=2, tp=2, stages="1,3")]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("parallel", EIGHT_BITS, ids=str)
+def test_scales_in_fp8(ranks, recipe, parallel):
+    compare(ranks(4), "llama3-tiny", parallel, fp8=recipe)
+
+
+@pytest.mark.parametrize("name, recipe", [("gpt2-tiny", "rowwise"), ("gpt2-tiny", "tensorwise")])
+def test_scales_beside_biases(ranks, name, recipe):
+    compare(ranks(4), name, dict(tp=2, cp=2), fp8=recipe)
+
+
 def cost(parallel, world=8, **train) -> int:
     """The most that a rank of it sends, without the scalars."""
     cfg = laid("llama3-tiny", parallel, **train)

@@ -146,6 +146,16 @@ def test_activations(ranks, name, parallel):
             assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
 
 
+@pytest.mark.parametrize("name, recipe", [("llama3-tiny", "tensorwise"), ("llama3-tiny", "rowwise"), ("llama3-tiny", "blockwise"), ("gpt2-tiny", "rowwise"),
+                                          ("deepseek-v2-lite-tiny", "rowwise"), ("deepseek-v3-tiny", "blockwise")])
+@pytest.mark.parametrize("parallel", [{}, dict(tp=2, sp=True), dict(pp=2), dict(recompute="selective", recompute_parts="norm,act")], ids=str)
+def test_activations_in_eight_bits(ranks, name, recipe, parallel):
+    cfg = laid(name, parallel, dtype="fp8", fp8=recipe, fp8_block=16, fp8_keep=0)
+    cfg = replace(cfg, model=replace(cfg.model, experts=None, mtp=0, v_dim=8, nope_dim=12))
+    for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
+        assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), rank
+
+
 @pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, zero=3)], ids=str)
 def test_shared_key_heads(ranks, parallel):
     cfg = laid("llama3-tiny", parallel)
