@@ -71,10 +71,10 @@ class Scaling:
         kind, _, dtype = RECIPES[self.recipe]
         return self.scale(dy.t(), kind, dtype, self.outs, self.tokens, largest)
 
+
 def known(one: Quantized) -> Tensor | None:
     """A tensor's largest element is its transpose's."""
     return one.largest if one.kind == "tensor" else None
-
 
 
 def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region, scaling: Scaling) -> Tensor:
