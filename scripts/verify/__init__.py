@@ -150,7 +150,7 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
     run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
     for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
         if part.dim() > 1:
-            twin = seen.setdefault((part.shape, float(part.sum())), box.key)
+            twin = seen.setdefault((part.shape, float(part.double().sum())), box.key)
             if twin != box.key:
                 raise ConfigError(f"{box.key} starts with the same weights as {twin}; initial weights must depend on the name")
     return run_layout(World(), plain, None)
@@ -159,7 +159,7 @@ def one_process(cfg: Config) -> dict[str, Tensor]:
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
     truth is kept in `folder` and made once for all layouts of a model."""
-    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.train.ramp}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}-{cfg.model.mup_base}.safetensors"
+    truth = folder / f"{cfg.model.layers}-{cfg.train.global_batch}-{cfg.train.ramp}-{cfg.data.doc_mask}-{cfg.model.capacity}-{cfg.optim.name}-{cfg.optim.states}-{cfg.model.mup_base}.safetensors"
     if not truth.exists():
         save_file({what: value.contiguous() for what, value in one_process(cfg).items()}, truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
