@@ -83,12 +83,16 @@ def adamw_kernel(PARAM, GRAD, M, V, LOW, FACTOR, OK, n, keep1, keep2, bias1, bia
         m, v = tl.load(M + at, inside).to(tl.float32), tl.load(V + at, inside).to(tl.float32)
         m += keep1 * (g - m)
         v += keep2 * (g * g - v)
-        p = tl.load(PARAM + at, inside).to(tl.float32) * shrink - lr * (m / bias1) / (tl.sqrt(v / bias2) + eps)
         if ROUND:
             bits = place_bits(at, salt, base, width, stride, skip, ROWS)
-            p, m, v = round_to_bf16(p, bits), round_to_bf16(m, bits >> 16), round_to_bf16(v, bits >> 32)
-        tl.store(M + at, m, inside)
-        tl.store(V + at, v, inside)
+            tl.store(M + at, round_to_bf16(m, bits >> 16), inside)
+            tl.store(V + at, round_to_bf16(v, bits >> 32), inside)
+        else:
+            tl.store(M + at, m, inside)
+            tl.store(V + at, v, inside)
+        p = tl.load(PARAM + at, inside).to(tl.float32) * shrink - lr * (m / bias1) / (tl.sqrt(v / bias2) + eps)
+        if ROUND:
+            p = round_to_bf16(p, bits)
         tl.store(PARAM + at, p, inside)
         if COPY:
             tl.store(LOW + at, p.to(LOW.dtype.element_ty), inside)
