@@ -52,8 +52,8 @@ def reference(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok)
     """The definition, without a host sync."""
     grad = torch.where(ok, grad * factor, 0.0)
     keep = ok.to(grad.dtype)  # 1: an update; 0: every coefficient below becomes the identity
-    m.add_((grad - m).mul_((1 - beta1) * keep))  # no lerp: its last bit depends on where an element lies
-    v.add_((grad.square_() - v).mul_((1 - beta2) * keep))
+    m.lerp_(grad, (1 - beta1) * keep)
+    v.lerp_(grad.square_(), (1 - beta2) * keep)
     root = (v / (1 - beta2**step)).sqrt_().add_(eps)
     param.mul_(1 - lr * decay * keep).sub_((m / root).mul_(keep * (lr / (1 - beta1**step))))
 
