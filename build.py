@@ -31,6 +31,7 @@ from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
 from parallel.zero import Zero
 from rules import divisors, nearby, nearby_ramp, validate
+from runtime.graphs import Graph
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
@@ -42,7 +43,7 @@ MUP_POWER = {"muon": 0.5}  # a hidden matrix of m times the tuned width learns m
 class Run:
     """steps: the horizon; stages: {number: stage} of this rank; ops: this rank's schedule for each number of
     microbatches that a step may have; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16;
-    noise: the gradient noise scale."""
+    noise: the gradient noise scale; graph: what replays forward and backward (train.cuda_graphs), None: they run."""
     cfg: Config
     mesh: Mesh
     device: torch.device
@@ -56,6 +57,7 @@ class Run:
     routers: Routers
     scaler: Scaler
     noise: Noise
+    graph: Graph | None = None
 
     def lr(self, step: int) -> float:
         return learning_rate(self.cfg.optim, step, self.steps)
@@ -153,7 +155,7 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
     ops = {one.microbatches: lower(one.order, one.place)[mesh.pp.index] for one in every}
     return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
                Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device),
-               Noise(cfg.log.noise_scale, buckets, mesh))
+               Noise(cfg.log.noise_scale, buckets, mesh), Graph(device) if cfg.train.cuda_graphs else None)
 
 
 @dataclass(frozen=True)

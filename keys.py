@@ -91,6 +91,7 @@ class Train:
     max_minutes: float | None = None  # stop after this long: save, exit 75
     deterministic: bool = True  # only deterministic kernels
     compile: bool = False  # torch.compile the elementwise kernels (CPU: needs a C++ compiler)
+    cuda_graphs: bool = False  # record forward and backward once, and replay them: for steps that keep the host busier than the GPU
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda where there is one
     threads: int | None = None  # CPU threads; none: at most 4, one left free when there are more than 2
 

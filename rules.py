@@ -128,6 +128,7 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
              f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {p.tp}*{p.cp} does not divide {key}={value}; "
              "take ring, or another degree", "parallel.cp", divisors(value))
     mixture(cfg, world, need)
+    recordable(cfg, world, need)
     need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
          f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
     need(o.states == "fp32" or o.name == "adamw", f"optim.states: bf16 is rounded stochastically by adamw alone, and nearest rounding would lose what "
@@ -169,6 +170,18 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
              f"{t.micro_batch} x {dp}", tip=tip)
     need(not cfg.log.name or ("/" not in cfg.log.name and "\0" not in cfg.log.name and cfg.log.name not in (".", "..")),
          f"log.name: {cfg.log.name!r} must be a plain folder name; put the parent into log.dir")
+
+
+def recordable(cfg: Config, world: int, need) -> None:
+    """What a recording of forward and backward (runtime/graphs.py) cannot hold. need(ok, text): as in `validate`."""
+    p = cfg.parallel
+    against = {f"{world} ranks, whose exchanges are not recorded": world > 1, "train.device=cpu, which records nothing": cfg.train.device == "cpu",
+               "model.experts: how tokens are shared out is read on the host": cfg.model.experts is not None,
+               f"parallel.offload={p.offload}, whose copies go through the host": p.offload != "none",
+               f"parallel.zero={p.zero}, whose buffers come and go": p.zero > 1,
+               "log.noise_scale, which looks into the step between two microbatches": cfg.log.noise_scale}
+    why = next((w for w, there in against.items() if there), "")
+    need(not cfg.train.cuda_graphs or not why, f"train.cuda_graphs: cannot be with {why}; leave it out")
 
 
 def mixture(cfg: Config, world: int, need) -> None:

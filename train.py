@@ -6,6 +6,7 @@
     python train.py NAME --help                                           every key with its type, meaning and default
 """
 import contextlib
+import functools
 import sys
 import time
 from collections import Counter
@@ -39,15 +40,21 @@ from runtime.stop import Stop
 POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged")
 
 
-def train_step(run: Run, step: int, batches: list, guard: Guard, at):
-    """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
+def gradients(run: Run, batches: list, scale):
+    """The step's gradients, times scale, into the buckets -> loss, the number of tokens that count. No host sync, and what changes
+    from step to step is in its arguments: train.cuda_graphs records it."""
     batches = [zigzag.cut(b.look_ahead(run.cfg.model.mtp), run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
     tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
     for b in run.buckets:
         b.zero_grad()
     run.routers.begin()
-    scale = run.scaler.scale
-    loss = run.pipeline.run(run.ops[len(batches)], batches, scale / tokens) / scale
+    return run.pipeline.run(run.ops[len(batches)], batches, scale / tokens) / scale, tokens
+
+
+def train_step(run: Run, step: int, batches: list, guard: Guard, at):
+    """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
+    scale, work = run.scaler.scale, functools.partial(gradients, run)
+    loss, tokens = work(batches, scale) if run.graph is None else run.graph(work, batches, scale)
     finish(run.buckets, run.mesh)  # the sums that were started during the backward
     if at("step.backward", step) == "nan":
         run.buckets[0].shard[0] = float("nan")

@@ -12,7 +12,7 @@ class Batch:
     positions: torch.Tensor  # int64 [b, s]: 0, 1, 2, ...; restarts with each document under data.doc_mask
     docs: torch.Tensor | None = None  # int32 [b, s]: document number within the sample; none without data.doc_mask
     rows: torch.Tensor | None = None  # int64 [b]: place of each sequence in the step's global batch; dropout needs it
-    step: int = 0  # the step it belongs to, from 0
+    step: int | torch.Tensor = 0  # the step it belongs to, from 0; an int64 scalar in a recorded step (runtime/graphs.py)
     places: torch.Tensor | None = None  # int64 [s/cp]: place of each token in its sequence, where context parallelism has cut
     #   it (parallel/zigzag.py: tokens, targets, positions are then [b, s/cp], docs still [b, s]); none: the whole sequence
 

@@ -17,16 +17,16 @@ TILE = 2048  # pairs of channels a program turns at a time
 
 
 def frequencies(dim: int, theta: float, factor: float | None = None, low: float = 1.0, high: float = 4.0,
-                original: int = 8192, kind: str = "llama3") -> Tensor:
+                original: int = 8192, kind: str = "llama3", device: torch.device | None = None) -> Tensor:
     """Radians a position, fp64 [dim/2]; with `factor`, scaled: long waves slowed, short ones kept, a ramp between, over the
     turns within the original context (llama3) or over the channels between those with `high` and `low` turns (yarn)."""
-    freq = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    freq = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     if factor is None:
         return freq
     if kind == "yarn":
         first, last = (dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (high, low))
         first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
-        keep = 1 - ((torch.arange(dim // 2, dtype=torch.float64) - first) / max(last - first, 1e-3)).clamp(0, 1)
+        keep = 1 - ((torch.arange(dim // 2, dtype=torch.float64, device=device) - first) / max(last - first, 1e-3)).clamp(0, 1)
     else:
         turns = original * freq / (2 * math.pi)  # how often a channel turns within the original context
         keep = ((turns - low) / (high - low)).clamp(0, 1)

@@ -140,6 +140,11 @@ def join(device: str, rank: int, size: int, timeout_s: float, init: str = "env:/
     return world
 
 
+def alone(device: str) -> None:
+    """A process group of one rank, for libraries that cannot do without one (scripts/bench)."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
 def named(error: RuntimeError, now: Now) -> RuntimeError:
     """torch's error as a PeerError where a peer is to blame; else the error itself."""
     if LATE.search(str(error)):

@@ -13,9 +13,9 @@ from kernels.rounding import mix, signed
 @dataclass(frozen=True)
 class Noise:
     """What dropout depends on in one forward pass. rows [b]: place of each sequence in the step's global batch;
-    columns [s]: place of each token in its sequence."""
+    columns [s]: place of each token in its sequence. step: or an int64 scalar, whose value a captured step is told (runtime/graphs.py)."""
     seed: int
-    step: int
+    step: int | Tensor
     rows: Tensor
     columns: Tensor
 
@@ -29,8 +29,9 @@ class Noise:
 
     def bits(self, site: int, width: int) -> Tensor:
         """int64 [b, s, width] in [0, 2^53)."""
-        key = torch.tensor(signed((self.seed * 0x9E3779B97F4A7C15 + self.step * 0xD1B54A32D192ED03 + site) % (1 << 64)))
-        token = mix(mix(mix(key) + self.rows.cpu()[:, None]) + self.columns.cpu()).to(self.rows.device)  # [b, s]
+        step = self.step if isinstance(self.step, Tensor) else torch.full((), self.step, device=self.rows.device)  # no copy from the host
+        key = step * signed(0xD1B54A32D192ED03) + signed((self.seed * 0x9E3779B97F4A7C15 + site) % (1 << 64))
+        token = mix(mix(mix(key) + self.rows[:, None]) + self.columns)  # [b, s]
         bits = mix(token[..., None] + torch.arange(width, device=token.device))
         return bits >> 11 & (1 << 53) - 1
 

@@ -25,10 +25,10 @@ def chunks(index: int, n: int) -> tuple[int, int]:
     return index, 2 * n - 1 - index
 
 
-def places(s: int, index: int, n: int) -> Tensor:
+def places(s: int, index: int, n: int, device: torch.device | None = None) -> Tensor:
     """int64 [s / n]: the place in a sequence of s tokens of each token of rank `index`. s: a multiple of 2n."""
     c = s // (2 * n)
-    return torch.cat([torch.arange(c) + chunk * c for chunk in chunks(index, n)])
+    return torch.cat([torch.arange(c, device=device) + chunk * c for chunk in chunks(index, n)])
 
 
 def cut(batch, group: Group):
@@ -36,7 +36,7 @@ def cut(batch, group: Group):
     decided between a rank's own tokens and everyone's. Applied once, before anything is counted."""
     if group.size == 1:
         return batch
-    mine = places(batch.tokens.shape[1], group.index, group.size).to(batch.tokens.device)
+    mine = places(batch.tokens.shape[1], group.index, group.size, batch.tokens.device)
     ahead, ahead_targets = (x if x is None else x[:, :, mine] for x in (batch.ahead, batch.ahead_targets))
     return replace(batch, tokens=batch.tokens[:, mine], targets=batch.targets[:, mine], positions=batch.positions[:, mine], places=mine,
                    ahead=ahead, ahead_targets=ahead_targets)

@@ -75,7 +75,10 @@ def start(cfg: Config) -> Env:
         torch.use_deterministic_algorithms(cfg.train.deterministic)  # tells the compiler too, whose import takes seconds
     else:
         torch.set_deterministic_debug_mode("error" if cfg.train.deterministic else "default")
-    return Env(rank, world, local_rank, local_world, pick_device(cfg.train.device, local_rank), threads,
+    device = pick_device(cfg.train.device, local_rank)
+    if cfg.train.cuda_graphs and device.type != "cuda":
+        raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
+    return Env(rank, world, local_rank, local_world, device, threads,
                socket.gethostname(), wants_color(), wandb(cfg))
 
 
@@ -149,9 +152,12 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
     """FLOP/s of the device in `dtype` (train.dtype's names) by its data sheet; None where that is not known."""
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device).lower()
+    return peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+
+
+def peak_of(name: str, dtype: str) -> float | None:
+    """The same, by the device's name."""
+    name = name.lower()
     gpus = config.read_yaml(config.HERE / "clusters.yaml")["gpus"]
     fits = [g for g in gpus if g in name]
     value = gpus[max(fits, key=len)].get(dtype) if fits else None

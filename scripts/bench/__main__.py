@@ -2,6 +2,7 @@
 
     python -m scripts.bench step [--dtype bf16] [--peers transformers,litgpt,nanogpt,picotron] [--ranks 2 --split tp]    full training steps, raced
     python -m scripts.bench step --shape mixture --peers transformers,transformers+grouped --ours eager                the same of a mixture of experts
+    python -m scripts.bench step --device cuda [--minutes 9] [--table FILE]              the large models on one GPU, each contestant in its time box
     python -m scripts.bench kernels [--dtype bf16] [--device cuda]                       each kernel beside the plain torch ops
     python -m scripts.bench data                                                         the loader, opening 1e9 tokens, tokenizing
 
@@ -18,7 +19,7 @@ import sys
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
-from scripts.bench import data, kernels, race
+from scripts.bench import card, data, kernels, race
 from scripts.bench.shape import Shape
 
 
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> int:
 
     step = commands.add_parser("step", help="full training steps (forward, backward, clip, AdamW), raced against peers")
     step.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
-    step.add_argument("--peers", default="transformers,litgpt,nanogpt", help="comma-separated; what is not installed is said so")
+    step.add_argument("--peers", help=f"comma-separated; what is not installed is said so; default {race.PEERS}, and on a GPU the plan of card.py")
     step.add_argument("--ours", default="eager,compile", help="of eager, compile: ours without and with train.compile")
     step.add_argument("--rounds", type=int, default=5)
     step.add_argument("--steps", type=int, default=1, help="steps of each peer a round")
@@ -36,6 +37,13 @@ def main(argv: list[str]) -> int:
     step.add_argument("--ranks", type=int, default=1, help="processes over gloo for each contestant, --threads each")
     step.add_argument("--split", choices=("dp", "tp"), default="dp", help="how the ranks divide the work: each its own batch, or each layer")
     step.add_argument("--shape", choices=("race", "quickstart", "mixture"), default="race", help=Shape.race.__doc__)
+    step.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=card.HELP)
+    step.add_argument("--tiny", action="store_true", help="a rehearsal of --device cuda: the same plan at tiny sizes, on a CPU with --device cpu")
+    step.add_argument("--minutes", type=float, default=9.0, help="of --device cuda: when to be done")
+    step.add_argument("--only", default="", help="of --device cuda: models, of dense, dense-128k, 8b, moe")
+    step.add_argument("--site", default="", help="of --device cuda: a folder with the peers' packages, for their processes alone")
+    step.add_argument("--out", default="runs/bench/step.jsonl", help="of --device cuda: each result is appended here when it is there")
+    step.add_argument("--table", default="", help="of --device cuda: where the Markdown table goes; it is printed, too")
 
     each = commands.add_parser("kernels", help="each kernel, eager and compiled, beside the plain torch ops")
     each.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
@@ -49,6 +57,8 @@ def main(argv: list[str]) -> int:
         p.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
     args = parser.parse_args(argv)
+    if args.command == "step" and (args.device == "cuda" or args.tiny):
+        return card.main(args)
     return {"step": race.main, "kernels": kernels.main, "data": data.main}[args.command](args)
 
 

@@ -1,8 +1,11 @@
 """On a GPU: each Triton kernel's bandwidth beside a plain copy's, each product's FLOP/s beside the libraries'.
 
 Bytes are those that must be moved (inputs once, outputs once), so 100 % of a copy is a bound; `plain` is the same thing in torch
-operations under torch.compile. The shapes are those of a dense 1.6B model, micro-batch 8 x 4096.
+operations under torch.compile, `liger` its kernel where liger-kernel is installed. The shapes are those of a dense 1.6B model, micro-batch 8 x 4096.
 """
+import contextlib
+import importlib
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -48,11 +51,20 @@ def main(args) -> int:
     size, device, dtype = Size(), torch.device("cuda"), torch.bfloat16
     torch.set_float32_matmul_precision("highest")
     copy = copy_speed(device)
-    memory = [row(name, case, device, copy) for name, case in memory_cases(size, device, dtype).items() if args.only in name]
-    product = [row(name, case, device, None) for name, case in product_cases(size, device, dtype).items() if args.only in name]
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, CUDA {torch.version.cuda}, {time.strftime('%Y-%m-%d')}"
-    show(memory, args.json, machine=where, copy=f"{copy / 1e12:.2f} TB/s", memory=f"bf16, ms, median of {REPEATS}")
-    show(product, args.json, products="bf16, TFLOP/s, forward or as named")
+    tables: list[list[dict]] = []
+    for cases, bound in ((memory_cases, copy), (product_cases, None)):
+        tables.append([])
+        for name, case in cases(size, device, dtype).items():
+            if args.only in name:
+                tables[-1].append(row(name, case, device, bound))
+                if args.json:
+                    print(json.dumps(tables[-1][-1]), flush=True)
+    if args.json:
+        show([], True, machine=where, copy=copy)
+        return 0
+    show(tables[0], False, machine=where, copy=f"{copy / 1e12:.2f} TB/s", memory=f"bf16, ms, median of {REPEATS}")
+    show(tables[1], False, products="bf16, TFLOP/s, forward or as named")
     return 0
 
 
@@ -113,7 +125,7 @@ def memory_cases(s: Size, device: torch.device, dtype: torch.dtype) -> dict[str,
     rows, source = make(t * s.top_k, d), torch.empty(t * s.top_k, dtype=torch.int64, device=device)
     source[slots.view(-1)] = torch.arange(t, device=device).repeat_interleave(s.top_k)
     n = t * d * e  # bytes of one [tokens, hidden]
-    return {
+    cases = {
         "add_rms_norm": Case(4 * n, lambda: norm.launch_forward(x, r, w, None, 1e-5), {
             "compiled": dw(lambda: (F.rms_norm(x + r, (d,), w, 1e-5), x + r))}),
         "add_rms_norm_backward": Case(4 * n, lambda: norm.launch_backward(dy, r, total, w, scale, mean), {
@@ -133,6 +145,43 @@ def memory_cases(s: Size, device: torch.device, dtype: torch.dtype) -> dict[str,
         **{f"fp8_{kind}": Case(1.5 * n if kind != "tensor" else 2.5 * n, lambda kind=kind: fp8.launch(x, kind, torch.float8_e4m3fn), {
             "compiled": dw(lambda kind=kind: fp8.reference(x, kind, torch.float8_e4m3fn))}) for kind in fp8.BLOCKS},
     }
+    with contextlib.suppress(ImportError):
+        for name, way in liger_ways(importlib.import_module("liger_kernel.ops"), s, make).items():
+            cases[name].others["liger"] = way
+    return cases
+
+
+def liger_ways(liger, s: Size, make: Callable) -> dict[str, Callable]:
+    """Liger's kernels of the same sizes, on inputs of their own: some write into them."""
+    t, d, dim, p = s.batch * s.seq, s.hidden, s.hidden // s.heads, torch.Tensor.requires_grad_
+    x, r, w, a, b, logits = p(make(t, d)), p(make(t, d)), p(make(d)), p(make(t, s.ffn)), p(make(t, s.ffn)), make(s.rows, s.vocab)
+    q, k = (make(s.batch, s.seq, heads, dim).transpose(1, 2) for heads in (s.heads, s.kv))
+    cos, sin = (make(1, s.seq, dim) for _ in "cs")
+    targets = torch.randint(s.vocab, (s.rows,), device=x.device)
+
+    def norm_() -> tuple:
+        return liger.LigerFusedAddRMSNormFunction.apply(x, r, w, 1e-5)
+
+    def product() -> torch.Tensor:
+        return liger.LigerSiLUMulFunction.apply(a, b)
+
+    return {"add_rms_norm": torch.no_grad()(norm_), "add_rms_norm_backward": backward(norm_, (x, r, w)),
+            "rope": lambda: liger.LigerRopeFunction.apply(q, k, cos, sin),
+            "swiglu": torch.no_grad()(product), "swiglu_backward": backward(product, (a, b)),
+            "cross_entropy": lambda: liger.LigerCrossEntropyFunction.apply(p(logits.detach()), targets, None)}
+
+
+def backward(forward: Callable, inputs: tuple) -> Callable:
+    """The backward alone, over one forward, which is run when it is first asked for."""
+    outs: list = []
+
+    def run() -> None:
+        if not outs:
+            out = forward()
+            outs.extend(out if isinstance(out, tuple) else (out,))
+            outs.append([torch.ones_like(o) for o in outs])
+        torch.autograd.grad(outs[:-1], inputs, outs[-1], retain_graph=True)
+    return run
 
 
 def product_cases(s: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Case]:
@@ -144,6 +193,10 @@ def product_cases(s: Size, device: torch.device, dtype: torch.dtype) -> dict[str
     dy, x, into = make(t, s.ffn), make(t, d), torch.zeros(s.ffn, d, device=device)
     cases = {"weight_gradient": Case(2 * t * s.ffn * d, lambda: linear.launch_wgrad(into, dy, x), {
         "addmm to fp32": lambda: torch.addmm(into, dy.t(), x, out_dtype=torch.float32), "add_(mm)": lambda: into.add_(dy.t() @ x)})}
+    both = make(2 * s.ffn, d)  # gate and up
+    x8, both8, one = x.to(torch.float8_e4m3fn), both.to(torch.float8_e4m3fn), torch.ones((), device=device)
+    cases["gemm"] = Case(4 * t * s.ffn * d, lambda: x @ both.t(), {  # cuBLAS: what can be had of the card
+        "in fp8": lambda: torch._scaled_mm(x8, both8.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)})
     counts = torch.full((s.experts,), t * s.top_k // s.experts, device=device)
     rows, inner = make(t * s.top_k, d), make(t * s.top_k, 2 * s.expert_ffn)
     weight, grads = make(s.experts, 2 * s.expert_ffn, d), torch.zeros(s.experts, 2 * s.expert_ffn, d, device=device)

@@ -49,12 +49,11 @@ def ours(shape: Shape, dtype: str, job: Job, compile: bool = False):
     from parallel.mesh import Mesh
     from runtime.guard import Guard
     from train import train_step
-    tree = {"model": {"layers": shape.layers, "hidden": shape.hidden, "heads": shape.heads, "ffn": shape.ffn, "vocab": shape.vocab},
+    tree = {"model": shape.model(),
             "train": {"seq_len": shape.seq, "micro_batch": shape.batch, "global_batch": shape.batch * (job.ranks if job.split == "dp" else 1),
                       "dtype": dtype, "compile": compile, "steps": 1000},
             "optim": {"lr": ADAMW["lr"], "warmup": 0, "decay": "constant"},
             "parallel": {"tp": job.ranks if job.split == "tp" else 1}}
-    tree["model"] |= {"experts": shape.experts, "top_k": shape.top_k} if shape.experts else {}
     cfg = config.build(config.Config, tree)
     mesh = Mesh.bind(Layout(job.ranks, tp=cfg.parallel.tp), job.join())
     run = build(cfg, mesh, torch.device("cpu"), None, 1000)

@@ -9,6 +9,8 @@ from dataclasses import asdict
 
 from scripts.bench.shape import Shape, show
 
+PEERS = "transformers,litgpt,nanogpt"
+
 
 class Peer:
     """A running contestant of one or more ranks. problem: why it does not take part, or None."""
@@ -55,7 +57,7 @@ def main(args) -> int:
     settings = {"dtype": args.dtype, "threads": args.threads, "shape": asdict(shape)}
     mine = [{"eager": "ours", "compile": "ours+compile"}[kind] for kind in args.ours.split(",") if kind]
     folder = tempfile.TemporaryDirectory(prefix="bevatron-race-")
-    peers = [Peer(name, settings, args.ranks, args.split, folder.name) for name in [*(p for p in args.peers.split(",") if p), *mine, "floor"]]
+    peers = [Peer(name, settings, args.ranks, args.split, folder.name) for name in [*(p for p in (PEERS if args.peers is None else args.peers).split(",") if p), *mine, "floor"]]
     try:
         for p in peers:
             if not p.problem:

@@ -1,11 +1,11 @@
 """The models that are raced, and how tables are printed."""
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A Llama-like model and its batch; heads as many as key/value heads, embedding and head not tied."""
+    """A Llama-like model and its batch; embedding and head not tied."""
     layers: int
     hidden: int
     heads: int
@@ -15,6 +15,7 @@ class Shape:
     batch: int
     experts: int = 0  # of a Mixtral-like model; 0: dense
     top_k: int = 0
+    kv: int = 0  # key/value heads; 0: as many as heads
 
     @staticmethod
     def race() -> "Shape":
@@ -29,6 +30,23 @@ class Shape:
     @staticmethod
     def mixture() -> "Shape":
         return Shape(layers=8, hidden=512, heads=8, ffn=704, vocab=8192, seq=256, batch=4, experts=16, top_k=2)
+
+    @staticmethod
+    def card(tiny: bool) -> "dict[str, Shape]":
+        """Those of one GPU: 1.57B with two vocabularies, the 8B model (all layers: scripts/bench/card.py cuts them), and a mixture of 3.9B,
+        of which plan/count.py counts 0.7B a token. tiny: twins for a rehearsal."""
+        if tiny:
+            small = Shape(layers=2, hidden=64, heads=2, ffn=96, vocab=512, seq=64, batch=2)
+            return {"dense": small, "dense-128k": replace(small, vocab=1024), "8b": replace(small, kv=1), "moe": replace(small, experts=4, top_k=2)}
+        dense = Shape(layers=28, hidden=2048, heads=16, ffn=5632, vocab=32000, seq=4096, batch=8)
+        return {"dense": dense, "dense-128k": replace(dense, vocab=128256),
+                "8b": Shape(layers=32, hidden=4096, heads=32, kv=8, ffn=14336, vocab=128256, seq=8192, batch=1),
+                "moe": Shape(layers=16, hidden=1536, heads=12, ffn=768, vocab=32000, seq=4096, batch=8, experts=64, top_k=8)}
+
+    def model(self) -> dict:
+        """The keys of config.Model."""
+        mixture = {"experts": self.experts, "top_k": self.top_k} if self.experts else {}
+        return {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv or None, "ffn": self.ffn, "vocab": self.vocab, **mixture}
 
     @property
     def tokens(self) -> int:
