@@ -85,7 +85,7 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
     sharing = Sharing(p.zero, p.compress if p.compress in CODES else p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon",
                       p.offload in ("optimizer", "both"), p.compress_weights, scale_block(p) or ALIGN, p.powersgd_rank if p.compress == "powersgd" else None,
-                      cfg.log.noise_scale)
+                      cfg.log.noise_scale, cfg.optim.states == "bf16")
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket
     for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:

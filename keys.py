@@ -115,6 +115,7 @@ class Optim:
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled; on matrices, not on norms and biases
     clip: float | None = 1.0  # global gradient norm; none: off
+    states: Literal["fp32", "bf16"] = "fp32"  # adamw's masters and moments; bf16: stochastically rounded (arXiv 2010.06192), 6 bytes a parameter, not 12
 
 
 @dataclass(frozen=True)

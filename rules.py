@@ -132,6 +132,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     recordable(cfg, world, need)
     need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
          f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
+    need(o.states == "fp32" or o.name == "adamw", f"optim.states: bf16 is rounded stochastically by adamw alone, and nearest rounding would lose what "
+         f"optim.name={o.name} adds; take adamw, or optim.states fp32")
     need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")

@@ -89,20 +89,23 @@ def find(path: str, log: list[str]) -> pathlib.Path:
 
 def load_weights(buckets: list[Bucket], path: pathlib.Path, more: Boxes = ()) -> None:
     """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export). more: beside the buckets'."""
-    store.load(path, [*boxes(buckets, {}), *more], strict=False)
+    store.load(path, [*boxes(buckets, {}), *more], strict=False, allow_cast=True)
     take(buckets)
 
 
 def load(run, path: pathlib.Path) -> list[str]:
     """Weights and optimizer state into the run, whatever layout saved them; returns warnings."""
     warnings = agree(store.meta(path), run, str(path))
+    saved, states = flat(store.meta(path)["config"]).get("optim.states", "fp32"), run.cfg.optim.states
+    if saved != states:
+        warnings.append(f"optim.states: masters and moments of {path} were converted from {saved} to {states}" + ", to nearest" * (states == "bf16"))
     wants = boxes(run.buckets, run.optim.state()) + run.routers.boxes()
     errors = [torch.zeros_like(power.error) for power in powers(run.buckets)]
     kept = {(p["key"], tuple(p["shape"])) for p in store.index(path)["pieces"]} if errors else set()
     more = [pair for power, total in zip(powers(run.buckets), errors) for pair in power.boxes(total)]
     wants += [(box, x) for box, x in more if (box.key, box.shape) in kept]  # the rest begins anew
     others = set().union(*comm.all_objects({box.key for box, _ in wants}, run.mesh.world))  # a rank of many holds a part
-    store.load(path, wants, allow=(f"*{ERROR}", f"*{BASIS}*"), others=others)
+    store.load(path, wants, allow=(f"*{ERROR}", f"*{BASIS}*"), others=others, allow_cast=saved != states)
     for power, total in zip(powers(run.buckets), errors):
         power.take(total)
     take(run.buckets)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.grad import wide
+from kernels.rounding import Place
 from parallel import comm, compress, packing
 from parallel.boxes import Box
 from parallel.comm import Work
@@ -38,7 +39,7 @@ class Sharing:
     """How data-parallel ranks share. zero: 0 to 3; reduce, node: parallel/reduce.py; cap: elements of a bucket; apart:
     hidden matrices have buckets of their own (Muon); offload: masters are in host memory; weights: none, int8 or fp8, as they
     are gathered; align: of slots and shares, where blocks of it have scales; rank: of PowerSGD, none: off; noise: optim/noise.py
-    wants the first microbatch's gradients."""
+    wants the first microbatch's gradients; bf16: masters are, and AdamW's moments, rounded stochastically."""
     zero: int = 0
     reduce: str = "collective"
     node: int | None = None
@@ -49,6 +50,7 @@ class Sharing:
     align: int = packing.ALIGN
     rank: int | None = None
     noise: bool = False
+    bf16: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,8 @@ class Bucket:
     are summed, group x replicas.
 
     size: elements with padding; lo, hi: the range this rank owns. weights [size], compute dtype; grad [size], fp32 or fp64:
-    None while sharded away. own [hi - lo]: the owned weights; master [hi - lo]: fp32 or fp64, the same tensor as own where
-    the dtypes agree and it is not offloaded; shard [hi - lo]: the owned gradients, reduced.
+    None while sharded away. own [hi - lo]: the owned weights; master [hi - lo]: fp32 or fp64 (bf16 on request), the same tensor
+    as own where the dtypes agree and it is not offloaded; shard [hi - lo]: the owned gradients, reduced.
     """
 
     def __init__(self, params: list[nn.Parameter], mesh: Mesh, sharing: Sharing, dtype: torch.dtype, device: torch.device, seed: int) -> None:
@@ -112,6 +114,7 @@ class Bucket:
         initial = torch.zeros(self.size, dtype=wide(dtype), device=device)
         for slot in self.slots:
             fill(slot.param.spec, slot.of(initial), seed)
+        initial, self.seed = initial.bfloat16() if sharing.bf16 else initial, seed
         self.quantized = sharing.weights != "none" and zero > 0 and self.group.size > 1
         self.weights: Tensor | None = initial if dtype == initial.dtype and not self.quantized else initial.to(dtype, copy=True)
         if self.quantized and zero < 3:  # as the others see them, from the first step on
@@ -289,6 +292,17 @@ class Bucket:
                     out.append((Box(box.key, box.shape, where, size), flat[done:done + prod(size)].view(size)))
                     done += prod(size)
                 at += n
+        return out
+
+    def places(self) -> list[tuple[int, int, str, Place]]:
+        """[(a, b, key, where elements a .. b - 1 of the owned share lie in that tensor)], in order."""
+        out = []
+        for box, part in self.boxes(self.master):
+            if box.size[2:] != box.shape[2:]:
+                raise ValueError(f"{box}: is cut along more than two dims, and its elements are rounded by rows and columns")
+            row, a = prod(box.shape[1:]), part.storage_offset() - self.master.storage_offset()
+            base = box.start[0] * row + (box.start[1] * prod(box.shape[2:]) if box.shape[1:] else 0)
+            out.append((a, a + box.volume, box.key, Place(0, base, row if box.size[0] == 1 else prod(box.size[1:]), row)))
         return out
 
 

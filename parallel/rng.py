@@ -1,24 +1,13 @@
 """Dropout whose mask is a function of (seed, step, layer, site, sequence, position, channel), never of rank or layout.
 
-A counter-based generator: the element's coordinates are hashed (the 64-bit finalizer of splitmix64, in int64 arithmetic
-that wraps the same way on every device), so any rank can make any piece of any mask.
+A counter-based generator: the element's coordinates are hashed (kernels/rounding.py), so any rank can make any piece of any mask.
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-
-def signed(x: int) -> int:
-    """The int64 with the bits of x."""
-    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
-
-
-def mix(x: Tensor) -> Tensor:
-    """Bijective scrambling of int64."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * signed(factor)
-    return x ^ (x >> 31 & (1 << 33) - 1)
+from kernels.rounding import mix, signed
 
 
 @dataclass(frozen=True)

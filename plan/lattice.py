@@ -20,9 +20,9 @@ LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
 SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server", "powersgd"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
             "ramp": (False, True), "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
-            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd"), "mup_base": (None, 16), "fp8": (None, "tensorwise", "rowwise", "blockwise")}
+            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd", "adamw-bf16"), "mup_base": (None, 16), "fp8": (None, "tensorwise", "rowwise", "blockwise")}
 SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp8": "train", "layers": "model", "doc_mask": "data", "capacity": "model",
-           "pad": "model", "mup_base": "model", "mup_head_dim": "model", "name": "optim"}  # else parallel
+           "pad": "model", "mup_base": "model", "mup_head_dim": "model", "name": "optim", "states": "optim"}  # else parallel
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -61,6 +61,8 @@ class Lattice:
             values |= {"reduce": "collective", "compress": "powersgd", "powersgd_rank": 1 << 20}
         if values["capacity"] == "padded":
             values |= {"capacity": 1.0, "pad": True}
+        if values["name"] == "adamw-bf16":  # its states in bf16, the arithmetic in fp64: rounding is a function of names and places
+            values |= {"name": "adamw", "states": "bf16"}
         if values["mup_base"]:
             values["mup_head_dim"] = 2
         for key, value in values.items():

@@ -8,7 +8,8 @@ P: elements of the rank's buckets with padding, N: ranks that share them; c, g: 
     2      P c       P g / N          P g / N     2 P g / N         + the whole gradients of at most 2 parts in passing
     3      P c / N   P g / N          P g / N     2 P g / N         + the whole weights of at most 3 parts in passing
 
-Quantized weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype; PowerSGD's errors are P g more beside the gradients.
+Quantized weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype; optim.states bf16: 2 bytes for g in masters
+and moments, and none for masters where the weights are bf16 themselves; PowerSGD's errors are P g more beside the gradients.
 tests/plan/test_memory.py holds both against what a rank really holds.
 """
 from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, of_stage, remakes, value_dim
@@ -25,11 +26,18 @@ def state_bytes(job: Job) -> dict[str, int]:
     size, share = sum(b.size for b in every), sum(b.share for b in every)
     here = job.cfg.parallel.offload not in ("optimizer", "both")
     kept = sum(b.share * moments(job.cfg.optim.name, b.params[0].hidden) for b in every)
+    s = wide(job)
     p, shared = job.cfg.parallel, [b for b in every if job.shards(b.expert) > 1]
-    exact = every if c != g else [b for b in shared if p.compress_weights != "none" and zero in (1, 2)]  # beside what computes
+    apart = job.cfg.train.dtype != "bf16" if job.cfg.optim.states == "bf16" else c != g
+    exact = every if apart else [b for b in shared if p.compress_weights != "none" and zero in (1, 2)]  # beside what computes
     errors = sum(b.size for b in shared if p.compress == "powersgd" and any(x.factors(p.powersgd_rank) for x in b.params))
-    return {"weights": c * (share if zero == 3 else size), "masters": g * sum(b.share for b in exact) if here else 0,
-            "gradients": g * ((size if zero < 2 else share) + errors), "optimizer": g * kept if here else 0}
+    return {"weights": c * (share if zero == 3 else size), "masters": s * sum(b.share for b in exact) if here else 0,
+            "gradients": g * ((size if zero < 2 else share) + errors), "optimizer": s * kept if here else 0}
+
+
+def wide(job: Job) -> int:
+    """Bytes of an element of masters and moments."""
+    return 2 if job.cfg.optim.states == "bf16" else BYTES[job.cfg.train.dtype][1]
 
 
 def moments(optimizer: str, hidden: bool) -> int:
@@ -40,7 +48,7 @@ def moments(optimizer: str, hidden: bool) -> int:
 def host_bytes(job: Job) -> int:
     """Masters and AdamW's moments in host memory (parallel.offload)."""
     offloaded = job.cfg.parallel.offload in ("optimizer", "both")
-    return 3 * BYTES[job.cfg.train.dtype][1] * sum(b.share for b in unique(buckets(job))) if offloaded else 0
+    return 3 * wide(job) * sum(b.share for b in unique(buckets(job))) if offloaded else 0
 
 
 def passing_bytes(job: Job) -> int:

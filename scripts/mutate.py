@@ -192,7 +192,7 @@ TABLE = (
     Mutation("ranks that share key heads take them in turns instead of in blocks", "parallel/tensor.py",
              "head = mesh.tp.index * kv // mesh.tp.size", "head = mesh.tp.index % kv", "llama3-tiny", 8, "tp8 zero0 mb1"),
     Mutation("weight decay reaches norms", "parallel/params.py",
-             "return [(slice(a, b), decay, rate, once)", "return [(slice(a, b), decay or not once, rate, once)", "llama3-tiny", 2, "tp2 zero0 adamw mb1"),
+             "return [(slice(a, b), decay, rate, once)", "return [(slice(a, b), decay or not once, rate, once)", "llama3-tiny", 2, "tp2 zero0 mb1"),
     Mutation("muP's rates are lost where ZeRO shards", "parallel/params.py",
              "return [(slice(a, b), decay, rate, once)", "return [(slice(a, b), decay, 1.0 if self.zero else rate, once)", "llama3-tiny", 2, "dp2 zero1 mb1 mup"),
     Mutation("a shard takes the muP rate of its first parameter for all", "parallel/params.py",
@@ -210,6 +210,12 @@ TABLE = (
              "q = q if self.scale == 1 else", "q = q if self.scale == 1 or ctx.cut else", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ring mup"),
     Mutation("muP's rate of a matrix that Muon moves is lost in its exchange", "optim/muon.py",
              "- lr * rate * updates", "- lr * (rate if self.group.size == 1 else 1.0) * updates", "llama3-tiny", 2, "dp2 zero1 muon mup"),
+    Mutation("rounding counts from the start of a rank's piece of a tensor: split tensors round otherwise", "parallel/params.py",
+             "Place(0, base,", "Place(0, 0,", "llama3-tiny", 2, "dp2 zero3 mb1 adamw-bf16"),
+    Mutation("rounding takes a piece's columns for the whole rows", "parallel/params.py",
+             "prod(box.size[1:]), row)))", "row, row)))", "llama3-tiny", 2, "tp2 zero0 mb1 adamw-bf16"),
+    Mutation("rounding depends on the rank: replicas drift apart", "optim/adamw.py",
+             "salt=salt(seed, step, key)", "salt=salt(seed, step, f'{key}{lo > 0}')", "llama3-tiny", 2, "dp2 zero1 mb1 adamw-bf16"),
     Mutation("in-place all-reduce overwrites the router's local counts (Megatron-LM 7452, finding 10)", "model/moe.py",
              "counts = counts.clone() if m.aux_kind", "counts = counts if m.aux_kind", "mixtral-tiny", 2, "cp2 zero0 mb1"),
     Mutation("the clip norm leaves out experts of other ranks (Megatron-LM 5916)", "optim/clip.py",
@@ -275,6 +281,8 @@ def caught(m: Mutation) -> tuple[bool, str]:
         words = [] if m.layout == "initial weights" else ["--only", *m.layout.split()]
         command = [sys.executable, "-m", "scripts.verify", m.model, "--world", str(m.world), "--layouts", "2", *words]
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    if done.stderr.startswith("error: --only"):  # nothing was run
+        raise ConfigError(f"scripts/mutate.py: {m.what}: {done.stderr.strip()}")
     said = [line for line in done.stdout.splitlines() if line.startswith("WRONG")] or done.stderr.strip().splitlines()[:1]
     return done.returncode != 0, " ".join(said[0].split()) if said else ""
 

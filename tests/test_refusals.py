@@ -50,6 +50,7 @@ CASES = [
     (having(parallel__pp=8), 8, "model.layers", True),
     (having(train__global_batch=49), 4, "train.global_batch", True),
     (having(parallel__dp_rep=2), 4, "parallel.dp_rep", True),
+    (having(optim__states="bf16", optim__name="lion"), 1, "optim.states", False),
     (having(parallel__ep=2), 2, "parallel.ep", False),
     (having(model__capacity=1.0), 1, "model.capacity", False),
     (having(**MIXTURE, parallel__ep=3), 3, "parallel.ep", True),

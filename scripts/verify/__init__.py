@@ -9,6 +9,7 @@ switches (recompute, microbatches, ...) chosen so that every legal pair of value
 `--coord` proves no layout, but muP: how far training moves activations, by width (scripts/verify/coord.py).
 """
 import argparse
+import hashlib
 import itertools
 import json
 import re
@@ -39,6 +40,7 @@ from train import train_step
 
 STEPS = 2
 BOUND = 1e-9
+KEPT = 200  # files of some megabytes
 BY_MICROBATCH = ("tensorwise", "rowwise")  # fp8 whose scales span the tokens of a microbatch, and no fewer
 FLOOR = 1e-7  # smaller is noise: a gradient that is zero in exact arithmetic (a k bias without RoPE), and what Adam makes of it
 
@@ -147,29 +149,33 @@ def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tenso
     return made if known is None else [max((s for s in seen if s.step == n), key=lambda s: s.rank) for n in range(1, STEPS + 2)]
 
 
-def one_process(cfg: Config) -> dict[str, Tensor]:
-    """What every layout must equal: the whole batch at once (under a ramp, its first batch), nothing split, nothing summed up later. (Scales
-    in fp8 that span a microbatch are a function of it: the same microbatches then.) Raises ConfigError where it is no oracle: two
-    matrices that start identical."""
+def plain(cfg: Config) -> Config:
+    """The same job in one process: the whole batch at once (under a ramp, its first batch), nothing split, nothing summed up later. (Scales
+    in fp8 that span a microbatch are a function of it: the same microbatches then.)"""
     whole = cfg.train.micro_batch if cfg.train.fp8 in BY_MICROBATCH else config.batch_size(cfg.train, 0)
-    plain = replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=whole))
-    run, seen = build(plain, Mesh.single(), torch.device("cpu"), None, 1), {}
+    return replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=whole))
+
+
+def one_process(cfg: Config) -> dict[str, Tensor]:
+    """What every layout must equal; cfg: a plain one. Raises ConfigError where it is no oracle: two matrices that start identical."""
+    run, seen = build(cfg, Mesh.single(), torch.device("cpu"), None, 1), {}
     for box, part in (pair for b in run.buckets for pair in b.boxes(b.master)):
         if part.dim() > 1:
-            twin = seen.setdefault((part.shape, float(part.sum())), box.key)
+            twin = seen.setdefault((part.shape, float(part.double().sum())), box.key)
             if twin != box.key:
                 raise ConfigError(f"{box.key} starts with the same weights as {twin}; initial weights must depend on the name")
-    return run_layout(World(), plain, None)
+    return run_layout(World(), cfg, None)
 
 
 def prove(pool: Pool, cfg: Config, folder: Path) -> tuple[Off, Off]:
-    """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). The
-    truth is kept in `folder` and made once for all layouts of a model."""
-    of = [cfg.model.layers, cfg.train.global_batch, cfg.train.ramp, cfg.data.doc_mask, cfg.model.capacity, cfg.optim.name, cfg.model.mup_base, cfg.train.fp8]
-    of += [cfg.train.micro_batch] if cfg.train.fp8 in BY_MICROBATCH else []
-    truth = folder / f"{'-'.join(map(str, of))}.safetensors"
+    """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). Truths are
+    kept in `folder` for other layouts of the same job, the last KEPT that were made."""
+    alone = plain(cfg)
+    truth = folder / f"{hashlib.sha256(repr(alone).encode()).hexdigest()}.safetensors"
     if not truth.exists():
-        save_file({what: value.contiguous() for what, value in one_process(cfg).items()}, truth)
+        for old in sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)[:-KEPT]:
+            old.unlink()
+        save_file({what: value.contiguous() for what, value in one_process(alone).items()}, truth)
     seen = [off for offs in pool.run(run_layout, cfg, truth) for off in offs]
     worst = max(seen, key=lambda off: off.rank)
     return min((off for off in seen if off.bad), key=lambda off: (off.step, *(-x for x in off.rank)), default=worst), worst

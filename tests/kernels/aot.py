@@ -58,6 +58,8 @@ ATTENTION = {"attention": (partial_attention.forward_kernel, partial_attention.F
              "attention_dkv": (partial_attention.dkv_kernel, partial_attention.KEYS)}
 ADAM = {n: "*fp32" for n in ("PARAM", "GRAD", "M", "V", "FACTOR")} | {"OK": "*i1"} | {
     n: "fp32" for n in ("keep1", "keep2", "bias1", "bias2", "lr", "shrink", "eps")}
+ADAM_BF16 = {**ADAM, **{n: "*bf16" for n in ("PARAM", "M", "V")}, "salt": "i64"}
+ADAM_META = {"BLOCK": adam.GPU_BLOCK, "num_warps": adam.WARPS}
 CE = {"TARGETS": "*i64", "SCALE": "*fp32", "LSE": "*fp32", "PICKED": "*fp32"}
 CE_META = {"IGNORE": cross_entropy.IGNORE, "BLOCK": cross_entropy.COLUMNS, "num_warps": cross_entropy.WARPS}
 
@@ -106,7 +108,9 @@ CASES = {
     "attention_delta": Case(partial_attention.delta_kernel, {"M": partial_attention.DELTA_ROWS, "E": 128, "EP": 128, "num_warps": 4}, FLASH),
     "cross_entropy": Case(cross_entropy.softmax_kernel, {"COUNT": True, "GRADIENT": True, **CE_META}, CE),
     "cross_entropy_merged": Case(cross_entropy.softmax_kernel, {"COUNT": False, "GRADIENT": True, **CE_META}, CE),
-    "adamw": Case(adam.adamw_kernel, {"COPY": True, "BLOCK": adam.GPU_BLOCK, "num_warps": adam.WARPS}, ADAM),
+    "adamw": Case(adam.adamw_kernel, {"COPY": True, "ROUND": False, "ROWS": False, **ADAM_META}, ADAM),
+    "adamw_bf16": Case(adam.adamw_kernel, {"COPY": False, "ROUND": True, "ROWS": False, **ADAM_META}, ADAM_BF16),
+    "adamw_bf16_columns": Case(adam.adamw_kernel, {"COPY": False, "ROUND": True, "ROWS": True, **ADAM_META}, ADAM_BF16),
     "permute": Case(permute.sum_kernel, {"HOLES": False, "EACH": 1, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
     "unpermute": Case(permute.sum_kernel, {"HOLES": True, "EACH": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
     "fp8_tensor": cast(False, True, 1, 4096), "fp8_row": cast(True, False, 1, 4096), "fp8_group": cast(True, False, 32, 128),

@@ -3,7 +3,8 @@ import pytest
 import torch
 
 from kernels import adam
-from kernels.adam import adamw, reference
+from kernels.adam import adamw, narrow, reference
+from kernels.rounding import Place, salt
 
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": 0.1}
 YES, ONE = torch.tensor(True), torch.tensor(1.0)
@@ -65,3 +66,38 @@ def test_triton(interpreted, monkeypatch, low_dtype):
     before = [t.clone() for t in (param, m, v)]
     adamw(param, torch.full_like(param, torch.nan), m, v, step=8, factor=factor, ok=~ok, low=low, **HYPER)
     assert all(torch.equal(a, b) for a, b in zip((param, m, v), before))
+
+
+@pytest.mark.parametrize("place", [Place(3, 0, 1, 1), Place(salt(1, 1, "w"), 500, 10, 64, 7)], ids=str)
+@pytest.mark.parametrize("low_dtype", [None, torch.float16])
+def test_triton_with_states_in_bf16(interpreted, monkeypatch, low_dtype, place):
+    """As the definition: but for the last bit of fp32, which turns one rounding in 65,536."""
+    monkeypatch.setattr(adam, "GPU_BLOCK", 64)
+    state = [t.to(interpreted).bfloat16() for t in (torch.randn(150), torch.randn(150), torch.rand(150))]
+    want, low = [t.clone() for t in state], None if low_dtype is None else torch.empty(150, dtype=low_dtype, device=interpreted)
+    factor, ok = torch.tensor(0.3, device=interpreted), torch.tensor(True, device=interpreted)
+    for step in (1, 7):
+        grad = torch.randn(150, device=interpreted)
+        adamw(state[0], grad, *state[1:], step=step, factor=factor, ok=ok, low=low, place=place, **HYPER)
+        narrow(want[0], grad, *want[1:], 0.01, 0.9, 0.95, 1e-8, 0.1, step, factor, ok, None, place)
+        assert all(torch.equal(a, b) for a, b in zip(state, want))
+    assert low is None or torch.equal(low, state[0].to(low_dtype))
+    adamw(state[0], torch.full_like(grad, torch.nan), *state[1:], step=8, factor=factor, ok=~ok, low=low, place=place, **HYPER)
+    assert all(torch.equal(a, b) for a, b in zip(state, want))
+
+
+def test_states_in_bf16_are_rounded_block_by_block_and_a_skipped_step_changes_nothing(monkeypatch):
+    place, how = Place(salt(1, 1, "w"), 500, 10, 64, 7), {**HYPER, "step": 3, "factor": torch.tensor(0.3)}
+    start, grad = [t.bfloat16() for t in (torch.randn(150), torch.randn(150), torch.rand(150))], torch.randn(150)
+    whole, blocks, kept = ([t.clone() for t in start] for _ in range(3))
+    low = torch.empty(150, dtype=torch.float16)
+    adamw(whole[0], grad, *whole[1:], ok=YES, place=place, low=low, **how)
+    monkeypatch.setattr(adam, "BLOCK", 64)
+    adamw(blocks[0], grad, *blocks[1:], ok=YES, place=place, **how)
+    adamw(kept[0], torch.full_like(grad, torch.nan), *kept[1:], ok=~YES, place=place, **how)
+    assert all(torch.equal(a, b) for a, b in zip(whole, blocks)) and all(torch.equal(a, b) for a, b in zip(kept, start))
+    assert torch.equal(low, whole[0].half())
+    near = [t.float() for t in start]
+    reference(near[0], grad, *near[1:], 0.01, 0.9, 0.95, 1e-8, 0.1, 3, torch.tensor(0.3), YES)
+    for got, x in zip(whole, near):
+        assert ((got.float() - x).abs() <= x.abs() / 128).all() and not torch.equal(got, x.bfloat16())

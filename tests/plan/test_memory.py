@@ -128,6 +128,24 @@ def test_moments_of_each_optimizer(ranks, name):
         assert state == memory.state_bytes(job_of(cfg, 4, rank))
 
 
+@pytest.mark.parametrize("parallel", [dict(), dict(zero=1, tp=2), dict(zero=3), dict(zero=1, offload="optimizer"), dict(zero=2, compress_weights="int8"),
+                                      dict(pp=2, zero=1)], ids=str)
+@pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
+def test_states_in_bf16(ranks, parallel, dtype):
+    cfg = laid("llama3-tiny", parallel, dtype=dtype)
+    cfg = replace(cfg, optim=replace(cfg.optim, states="bf16"))
+    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+
+
+def test_states_in_bf16_are_6_bytes_a_parameter_and_the_masters_the_weights():
+    cfg = laid("llama3-tiny", {})
+    wide, narrow = (memory.state_bytes(job_of(replace(cfg, optim=replace(cfg.optim, states=s)), 1, 0)) for s in ("fp32", "bf16"))
+    n = wide["weights"] // 2
+    assert wide == {"weights": 2 * n, "masters": 4 * n, "gradients": 4 * n, "optimizer": 8 * n}
+    assert narrow == {"weights": 2 * n, "masters": 0, "gradients": 4 * n, "optimizer": 4 * n}
+
+
 def test_sharding_saves_what_the_paper_says():
     """State of bf16 weights with fp32 masters and AdamW over 8 ranks: 18 bytes a parameter, 2 + 4 + 12/8, 2 + 16/8, 18/8."""
     jobs = [job_of(laid("llama3-tiny", dict(zero=z)), 8, 0) for z in (0, 1, 2, 3)]
