@@ -6,6 +6,7 @@ so that every pair of values that is legal anywhere stands in some cell (pairwis
 `product` is all of them.
 """
 import itertools
+import math
 import random
 from dataclasses import dataclass, replace
 from typing import Callable, Iterator
@@ -73,8 +74,9 @@ class Lattice:
         if idle(values, self.world):
             return False
         try:
-            provable(self.config(values))
-            self.check(self.config(values))
+            cfg = self.config(values)
+            provable(cfg)
+            self.check(cfg)
         except ConfigError:
             return False
         return True
@@ -99,6 +101,19 @@ def idle(values: Values, world: int) -> str | None:
 
 def choices(axes: dict[str, tuple]) -> Iterator[Values]:
     return (dict(zip(axes, values)) for values in itertools.product(*axes.values()))
+
+
+def switches(stream: random.Random) -> Iterator[Values]:
+    """Every choice of switches once, without listing them all, in an order that the stream decides: a walk in steps that have
+    no divisor in common with their number."""
+    n = math.prod(map(len, SWITCHES.values()))
+    first, step = stream.randrange(n), next(s for s in iter(lambda: stream.randrange(n // 3 + 1, n + 1), None) if math.gcd(s, n) == 1)
+    for i in range(n):
+        at, chosen = (first + i * step) % n, {}
+        for key, values in SWITCHES.items():
+            at, digit = divmod(at, len(values))
+            chosen[key] = values[digit]
+        yield chosen
 
 
 def layouts(cfg: Config, world: int, check: Check) -> Lattice:
@@ -130,12 +145,10 @@ def product(found: Lattice, wanted: Callable[[Values], bool] = lambda values: Tr
 
 def draw(found: Lattice, n: int, seed: int, wanted: Callable[[Values], bool] = lambda values: True) -> list[Values]:
     """At most n wanted cells: one of each layout before a second of any, each with a legal choice of switches."""
-    stream, every = random.Random(seed), list(choices(SWITCHES))
+    stream = random.Random(seed)
 
     def of(layout: Values) -> Iterator[Values]:
-        for i in stream.sample(range(len(every)), len(every)):
-            if wanted(v := layout | every[i]) and found.legal(v):
-                yield v
+        return (v for s in switches(stream) if wanted(v := layout | s) and found.legal(v))
 
     rows = [of(layout) for layout in stream.sample(found.layouts, len(found.layouts))]
     cells: list[Values] = []
@@ -152,14 +165,13 @@ def pairs(values: Values) -> set[tuple]:
 
 def cover(found: Lattice, seed: int = 0) -> list[Values]:
     """Each layout at least once; every legal pair of values at least once."""
-    stream, every, cells = random.Random(seed), list(choices(SWITCHES)), []
+    stream, first, cells = random.Random(seed), {key: values[0] for key, values in SWITCHES.items()}, []
     seen: set[tuple] = set()
     for layout in found.layouts:
-        candidates = [layout | s for s in stream.sample(every, min(CANDIDATES, len(every)))]
-        ranked = sorted(candidates, key=lambda c: -len(pairs(c) - seen)) + [layout | every[0]]
+        candidates = [layout | s for s in itertools.islice(switches(stream), CANDIDATES)]
+        ranked = sorted(candidates, key=lambda c: -len(pairs(c) - seen)) + [layout | first]
         cells.append(next(c for c in ranked if found.legal(c)))
         seen |= pairs(cells[-1])
-    first = {key: values[0] for key, values in SWITCHES.items()}
     single = [(key, value) for key, values in SWITCHES.items() for value in values]
     axes = dict.fromkeys(item for layout in found.layouts for item in layout.items())
     for a, b in ((a, b) for a in (*axes, *single) for b in single if a[0] != b[0] and not {(a, b), (b, a)} & seen):
