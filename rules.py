@@ -4,9 +4,9 @@ wrong with it, and values nearby that would do.
 import contextlib
 import dataclasses
 import math
-from typing import Callable
+from collections.abc import Callable
 
-from config import HORIZONS, Config, ConfigError, batch_sizes, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, value_dim, words
+from config import HORIZONS, Config, ConfigError, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, value_dim, words
 
 NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here", "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
           "lars": "its trust ratio sets each tensor's step, for which muP has no rule"}

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import importlib
 import math
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F

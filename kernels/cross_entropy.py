@@ -8,7 +8,7 @@ A chunk is as many rows as fill CHUNK bytes in the compute dtype: three GEMMs. I
 through the softmax in fp32 while they are in the cache, and come back as the gradient in the logits' place. On a GPU a chunk
 is larger, for its GEMMs, and one kernel makes statistics and gradient of a row: two, where ranks share the vocabulary.
 """
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor

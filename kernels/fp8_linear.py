@@ -12,8 +12,8 @@ are exchanged where a scale spans the cut (`Scaling`); a block never does. x is 
 features for y and along the tokens for dW; only the latter is kept for the backward, in 8 bits. W is quantized in every
 forward and backward: (2 + 1) m n bytes of traffic beside 2 t m n FLOPs.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor

@@ -6,7 +6,7 @@ flat fp32 buffer (`main_grad`, a view that parallel/grads.py lays out), or is pu
 backward into I (inputs) and W (weights) (arXiv 2401.10241). A plain tensor without `main_grad` gets its gradient through
 autograd as usual, so every kernel also works alone, in a test or a notebook.
 """
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor

@@ -1,6 +1,6 @@
 """torch.compile for the pure functions inside the kernels, where train.compile asks for it."""
 import functools
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor

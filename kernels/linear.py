@@ -4,7 +4,7 @@ Under tensor parallelism x may come from other ranks, and its gradient goes to t
 brings x before the GEMM, and in the backward takes the gradient of x away while the weight gradient is computed.
 An x that is cheap to make again (`remade`) is not kept for the backward, only what it is made from (arXiv 2205.05198).
 """
-from typing import Callable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F

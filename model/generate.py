@@ -1,5 +1,5 @@
 """Sampling text: one forward over the prompt, then one token a step from a key/value cache."""
-from typing import Callable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor

@@ -37,7 +37,6 @@ from parallel.expert import Combine, Dispatch, plan
 from parallel.mesh import Mesh
 from parallel.rng import Noise
 from parallel.spec import Spec, parameter
-from parallel.tensor import replicated
 
 TOLD = ("dropped", "entropy", "aux_loss", "z_loss")  # what a layer tells of a step beside its experts' counts
 

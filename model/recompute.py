@@ -4,7 +4,7 @@
 What is made again is bitwise what it was: dropout is a function of its coordinates, so no generator's state is saved. The
 exchanges inside run again too, in the same order on every rank of their group.
 """
-from typing import Callable
+from collections.abc import Callable
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint

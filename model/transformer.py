@@ -8,7 +8,7 @@ from model.embed import Embed, table
 from model.loss import Head
 from model.mla import MLA
 from model.mlp import MLP
-from model.moe import MoE, Learning, learning
+from model.moe import Learning, MoE, learning
 from model.mtp import MTP
 from model.norm import Norm
 from model.recompute import again

@@ -116,7 +116,7 @@ class Muon:
         arrived = exchange([[cut_out(views, b) for b in to] for to in p.send], p.came, self.group, like)
         for box, x in [*((b, cut_out(views, b)) for b in p.own), *arrived]:
             whole[box.key][box.within(Box.whole(box.key, box.shape))] = x
-        for key, x in whole.items():
+        for x in whole.values():
             x.copy_(newton_schulz(x) * (SCALE * max(x.shape)**0.5))
         results = [(Box.whole(key, x.shape), x) for key, x in whole.items()]
         home = exchange([[cut_out(results, b) for b in to] for to in p.back], p.home, self.group, like)

@@ -3,8 +3,8 @@
 Each pair is conjugate: where the forward copies, the backward sums, and the other way round. A group of one rank makes
 every one of them the identity.
 """
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable
 
 import torch
 from torch import Tensor

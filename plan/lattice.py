@@ -8,8 +8,8 @@ so that every pair of values that is legal anywhere stands in some cell (pairwis
 import itertools
 import math
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Callable, Iterator
 
 from config import Config, ConfigError
 from parallel.schedule import SCHEDULES

@@ -6,8 +6,8 @@ import itertools
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from config import Config, head_dim, is_moe, kv_heads, moe_ffn, padded_vocab, scale_block
 import parallel.packing as packing
+from config import Config, head_dim, is_moe, kv_heads, moe_ffn, padded_vocab, scale_block
 from parallel.layout import EXPERT, Layout
 from parallel.schedule import Schedule
 

@@ -1,8 +1,7 @@
 """Validation: the token-weighted mean loss of a fixed list of batches."""
 import math
-from typing import Callable
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
 from parallel import comm

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import tempfile
 import traceback
-from typing import Callable
+from collections.abc import Callable
 
 
 class Pool:

@@ -3,8 +3,8 @@
 The harness brings prompts, answers and metrics; from a model it wants three things: how likely a continuation is after a
 context, how likely a whole text is, and greedy text. Each is a function of the logits, here.
 """
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor

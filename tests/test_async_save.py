@@ -3,9 +3,9 @@ committed, and an error of one writer ends the job at the next step, on every ra
 import json
 
 import pytest
+from ranks import MODEL, corpus, job
 
 from checkpoint import store
-from ranks import MODEL, corpus, job
 
 STEPS = 8
 LAYOUTS = {"tp2": (2, ("--parallel.tp", "2")), "pp2 dp2 zero3": (4, ("--parallel.pp", "2", "--parallel.zero", "3"))}

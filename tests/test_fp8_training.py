@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks import MODEL, corpus, job
 
 import config
 from build import build
@@ -11,7 +12,6 @@ from kernels.fp8_linear import RECIPES, Scaling, scaled_linear
 from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
-from ranks import MODEL, corpus, job
 from runtime.guard import Guard
 from scripts.verify import Tokens
 from train import train_step

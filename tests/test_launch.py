@@ -9,9 +9,9 @@ import sys
 import time
 
 import pytest
+from ranks import MODEL, corpus, job
 
 from checkpoint import store
-from ranks import MODEL, corpus, job
 
 SHORT = ("--parallel.timeout_s", str(5 + 2 * os.getloadavg()[0] / os.cpu_count()))  # for ranks that hang; what dies is found without it
 AT_ONCE = 30.0  # seconds between the first rank's end and the last's; a second on a quiet machine

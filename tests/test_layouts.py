@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from config import ConfigError
 from build import plan_pipeline
+from config import ConfigError
 from scripts.verify import prove, subject
 
 CUTS = [dict(pp=4, stages="3,2,2,1"), dict(pp=2, stages="1,7", schedule="gpipe", zero=3), dict(pp=2, stages="2,1,4,1", schedule="interleaved", zero=1),

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from ranks import MODEL, corpus
 
 from build import build
 from checkpoint import state, store
@@ -21,7 +22,6 @@ from checkpoint.saver import Saver
 from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
-from ranks import MODEL, corpus
 from runtime.guard import Guard
 from runtime.pool import Pool
 from scripts.verify import Tokens, subject

@@ -8,12 +8,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from ranks import MODEL, corpus, job
 
 from build import build, horizon, plan_pipeline, schedules
 from config import Train, batch_size, batch_sizes, sequences, steps_of
 from data import loader
 from parallel.mesh import Mesh
-from ranks import MODEL, corpus, job
 from runtime.guard import Guard
 from scripts.verify import Tokens, subject
 from train import train_step

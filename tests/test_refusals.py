@@ -6,12 +6,12 @@ import re
 import shutil
 
 import pytest
+from ranks import MODEL, corpus, job
 
 import config
 import train
 from build import plan_pipeline
 from config import ConfigError
-from ranks import MODEL, corpus, job
 from rules import divisors
 from runtime.failure import code_of
 

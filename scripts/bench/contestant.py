@@ -142,7 +142,8 @@ def torchtitan(shape: Shape, device: str, flags: set[str]):
                                                route_norm=True, score_before_experts=False, use_grouped_mm=device == "cuda"))
         kind = Qwen3Model
     else:
-        from torchtitan.models.llama3 import Transformer as kind, TransformerModelArgs
+        from torchtitan.models.llama3 import Transformer as kind
+        from torchtitan.models.llama3 import TransformerModelArgs
         args = TransformerModelArgs(**sizes, multiple_of=1, ffn_dim_multiplier=(shape.ffn + 0.5) / int(8 * shape.hidden / 3))  # gives shape.ffn
     with torch.device(device):
         model = kind(args)
@@ -164,6 +165,7 @@ def megatron(shape: Shape, device: str, flags: set[str]):
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     from parallel import comm
     comm.alone(device)
     parallel_state.initialize_model_parallel(1, 1)

@@ -272,8 +272,8 @@ def main(argv: list[str]) -> int:
     part = "" if a.part == "1/1" else f"part {a.part}: "
     say = (lambda *text: None) if a.json else lambda *text: print(*text, flush=True)
     say(f"{a.name}: {part}{len(cells)} cells of {len(found.layouts)} layouts of {a.world} ranks, {STEPS} steps, fp64, bound {BOUND:.0e}")
-    for key, whys in itertools.groupby(sorted(found.refused.items()), lambda item: item[0].split(":")[0].split(" = ")[0]):
-        whys = list(whys)
+    for _, group in itertools.groupby(sorted(found.refused.items()), lambda item: item[0].split(":")[0].split(" = ")[0]):
+        whys = list(group)
         say(f"  refused {sum(n for _, n in whys)}: {whys[0][0]}")
     done, begun, folder, pool = [], time.perf_counter(), tempfile.TemporaryDirectory(prefix="bevatron-verify-"), Pool(a.world)
     for values in cells:

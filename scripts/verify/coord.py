@@ -18,7 +18,7 @@ from torch import Tensor
 import config
 import rules
 from build import build
-from config import Config, ConfigError, kv_heads, moe_ffn
+from config import Config, ConfigError, kv_heads
 from data.batch import Batch
 from kernels.linear import linear
 from parallel.mesh import Mesh

@@ -7,7 +7,7 @@ import torch
 
 import config
 from build import build
-from model.moe import Learning, MoE, Router, TOLD, attach
+from model.moe import TOLD, Learning, MoE, Router, attach
 from parallel.mesh import Mesh
 from runtime.guard import Guard
 from scripts.verify import Tokens, subject

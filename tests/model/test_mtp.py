@@ -85,7 +85,7 @@ def test_gradients_are_those_of_transformers_modules(tied):
         pytest.skip(f"transformers {transformers.__version__} has no modules for multi-token prediction")
     from checkpoint import hf, hf_config
     run, depth = run_of(2, 0.6, tied=tied, vocab=128), 2
-    (stage,), m = run.stages.values(), run.cfg.model
+    m = run.cfg.model
     pieces = [(box, part) for b in run.buckets for box, part in b.boxes(b.master)]
     for box, part in pieces:
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(len(box.key))) * 0.3 + (part.dim() == 1))

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from build import build
-from optim.muon import make_plan, share_out
 from kernels.newton_schulz import newton_schulz
+from optim.muon import make_plan, share_out
 from parallel.boxes import Box, check_tiling
 from parallel.mesh import Mesh
 from scripts.verify import subject

@@ -7,8 +7,8 @@ import torch
 import config
 from build import plan_pipeline
 from data.batch import Batch
-from parallel.comm import Group
 from kernels.sight import sight as interval
+from parallel.comm import Group
 from parallel.zigzag import cut, join, meetings, places, sight, split
 
 SIZES = [(n, c) for n in (1, 2, 3, 4) for c in (1, 2, 5)]

@@ -110,7 +110,7 @@ def transformers():
 def their_model(transformers, family, settings):
     """A random model whose biases and norms are random too: as initialised, they would hide a mistake."""
     torch.manual_seed(0)
-    model = getattr(transformers, "AutoModelForCausalLM").from_config(getattr(transformers, f"{family}Config")(**settings)).float().eval()
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, f"{family}Config")(**settings)).float().eval()
     for p in model.parameters():
         p.add_(torch.randn_like(p) * 0.1)
     for name, bias in model.named_buffers():

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from runtime.failure import fail_cleanly
 from parallel.schedule import make, needs
+from runtime.failure import fail_cleanly
 from scripts.schedule import main, measure, parser, subject
 
 ROOT = pathlib.Path(__file__).parents[2]
