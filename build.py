@@ -42,8 +42,9 @@ MUP_POWER = {"muon": 0.5}  # a hidden matrix of m times the tuned width learns m
 @dataclass(frozen=True)
 class Run:
     """steps: the horizon; stages: {number: stage} of this rank; ops: this rank's schedule for each number of
-    microbatches that a step may have; buckets: weights, masters and gradients; routers: what a mixture's routers keep beside them; scaler: of the loss, in fp16;
-    noise: the gradient noise scale; graph: what replays forward and backward (train.cuda_graphs), None: they run."""
+    microbatches that a step may have; buckets: weights, masters and gradients; routers: what a mixture's routers keep
+    beside them; scaler: of the loss, in fp16; noise: the gradient noise scale; graph: what replays forward and backward
+    (train.cuda_graphs), None: they run."""
     cfg: Config
     mesh: Mesh
     device: torch.device
@@ -83,8 +84,9 @@ def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int
     its own, so that both ends of a pipeline cut it into the same shards."""
     cuts = layers_of(cfg, len(place))
     p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.compress if p.compress in CODES else p.reduce, p.node, int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon",
-                      p.offload in ("optimizer", "both"), p.compress_weights, scale_block(p) or ALIGN, p.powersgd_rank if p.compress == "powersgd" else None,
+    sharing = Sharing(p.zero, p.compress if p.compress in CODES else p.reduce, p.node,
+                      int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon", p.offload in ("optimizer", "both"),
+                      p.compress_weights, scale_block(p) or ALIGN, p.powersgd_rank if p.compress == "powersgd" else None,
                       cfg.log.noise_scale, cfg.optim.states == "bf16")
     stages, buckets = {}, []
     made: dict[int, Bucket] = {}  # parameter -> its bucket

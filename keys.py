@@ -49,7 +49,7 @@ class Model:
     window: int | None = None  # sliding-window attention: a token sees this many, itself included (Mistral)
     dropout: float = 0.0  # on embeddings and both residual branches; masks depend on (seed, step, layer, position)
     init_std: float = 0.02  # of every matrix; output projections get init_std / sqrt(2 layers)
-    mup_base: int | None = None  # muP (arXiv 2203.03466): width of the model whose rates and init_std were tuned; ffn, heads and ranks grow with hidden; none: off
+    mup_base: int | None = None  # muP (arXiv 2203.03466): width of the tuned model (rates, init_std); ffn, heads and ranks grow with it; none: off
     mup_head_dim: int | None = None  # muP: that model's head_dim; attention scores go as 1 / head_dim from there; none: the same as here
     attention: Literal["auto", "flash", "sdpa", "triton", "reference"] = "auto"  # attention kernel; auto: the fastest that fits
     experts: int | None = None  # routed experts of a mixture layer (arXiv 2101.03961); none: a dense model
@@ -115,7 +115,7 @@ class Optim:
     eps: float = 1e-8  # added to the root of the second moment
     weight_decay: float = 0.1  # decoupled; on matrices, not on norms and biases
     clip: float | None = 1.0  # global gradient norm; none: off
-    states: Literal["fp32", "bf16"] = "fp32"  # adamw's masters and moments; bf16: stochastically rounded (arXiv 2010.06192), 6 bytes a parameter, not 12
+    states: Literal["fp32", "bf16"] = "fp32"  # adamw's masters and moments; bf16: stochastically rounded (arXiv 2010.06192), half the bytes
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 from config import HORIZONS, Config, ConfigError, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, value_dim, words
 
-NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here", "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
+NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here",
+          "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
           "lars": "its trust ratio sets each tensor's step, for which muP has no rule"}
 PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
 
@@ -54,11 +55,12 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
             tips = (nearby(cfg, key, values, fits) for key in keys.split() if fits)
             raise ConfigError(text + next(filter(None, tips), "") + tip())
 
-    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window", "experts", "top_k",
-                          "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
+    positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window",
+                          "experts", "top_k", "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
                           "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "mup_base", "mup_head_dim", "rope_factor", "rope_original"),
                 "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads", "fp8_block"),
-                "optim": ("lr", "eps", "clip"), "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node", "compress_block", "powersgd_rank"),
+                "optim": ("lr", "eps", "clip"),
+                "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node", "compress_block", "powersgd_rank"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
     for section, keys in positive.items():
         for key in keys:
@@ -92,7 +94,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
          "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; give kv_rank, or leave them out")
     need(m.rope_kind != "yarn" or m.rope_low_freq < m.rope_high_freq,
          f"model.rope_low_freq: {m.rope_low_freq} must lie below model.rope_high_freq={m.rope_high_freq}")
-    need(not m.mup_base or o.name not in NO_MUP, f"optim.name: {o.name} and model.mup_base do not go together: {NO_MUP.get(o.name)}; take adamw, lion or muon")
+    need(not m.mup_base or o.name not in NO_MUP,
+         f"optim.name: {o.name} and model.mup_base do not go together: {NO_MUP.get(o.name)}; take adamw, lion or muon")
     need(m.mup_base or not m.mup_head_dim, "model.mup_head_dim: is that of muP's base model; give model.mup_base as well, or leave it out")
     need(m.mtp >= 0 and m.mtp_weight >= 0, "model.mtp, model.mtp_weight: must not be negative")
     need(m.qk_norm or not m.qk_norm_whole, "model.qk_norm_whole: says how model.qk_norm is done, which is off; turn that on")
@@ -132,19 +135,24 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     recordable(cfg, world, need)
     need(o.name == "adamw" or p.offload not in ("optimizer", "both"),
          f"parallel.offload: {p.offload} keeps the state of adamw in host memory, not that of optim.name={o.name}; use none or activations")
-    need(o.states == "fp32" or o.name == "adamw", f"optim.states: bf16 is rounded stochastically by adamw alone, and nearest rounding would lose what "
+    need(o.states == "fp32" or o.name == "adamw",
+         "optim.states: bf16 is rounded stochastically by adamw alone, and nearest rounding would lose what "
          f"optim.name={o.name} adds; take adamw, or optim.states fp32")
-    need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1", "parallel.zero", (1, 2, 3))
+    need(p.zero or p.dp_rep == 1, "parallel.dp_rep: replicates the shards of ZeRO; set parallel.zero to 1, 2 or 3, or leave dp_rep at 1",
+         "parallel.zero", (1, 2, 3))
     need(not p.zero or p.reduce in ("collective", "ring"),
          f"parallel.reduce: {p.reduce} makes whole sums, parallel.zero={p.zero} wants shards of them; use collective or ring, or parallel.zero 0")
     need(p.compress == "none" or p.reduce == "collective",
          f"parallel.compress: {p.compress} says how gradients are summed, and so does parallel.reduce={p.reduce}; use one of them")
-    need(p.compress != "powersgd" or not p.zero, f"parallel.compress: powersgd has factors of whole gradients, parallel.zero={p.zero} wants shards of them; "
+    need(p.compress != "powersgd" or not p.zero,
+         f"parallel.compress: powersgd has factors of whole gradients, parallel.zero={p.zero} wants shards of them; "
          "use int8 or fp8, or parallel.zero 0")
-    need(p.compress != "powersgd" or t.dtype != "fp16", "parallel.compress: powersgd keeps errors from step to step, which a changing loss scale (fp16) "
-         "would make wrong; use train.dtype bf16")
-    need(p.compress_weights == "none" or p.zero, f"parallel.compress_weights: {p.compress_weights} is for weights that are gathered, and parallel.zero=0 gathers "
-         "none; set parallel.zero to 1, 2 or 3, or leave it at none", "parallel.zero", (1, 2, 3))
+    need(p.compress != "powersgd" or t.dtype != "fp16",
+         "parallel.compress: powersgd keeps errors from step to step, which a changing loss scale (fp16) would make wrong; "
+         "use train.dtype bf16")
+    need(p.compress_weights == "none" or p.zero,
+         f"parallel.compress_weights: {p.compress_weights} is for weights that are gathered, and parallel.zero=0 gathers none; "
+         "set parallel.zero to 1, 2 or 3, or leave it at none", "parallel.zero", (1, 2, 3))
     need(p.compress_block % 64 == 0, f"parallel.compress_block: {p.compress_block} is not a multiple of 64, from which parameters begin",
          "parallel.compress_block", [64 * max(1, p.compress_block // 64 + i) for i in range(-1, 3)])
     a, node = world // p.pp, p.node or world  # a stage's ranks in a row; those of one data-parallel group are tp apart
@@ -154,12 +162,13 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     need(t.global_batch % (t.micro_batch * dp) == 0,
          f"train.global_batch: {t.global_batch} is not a multiple of train.micro_batch x dp = {t.micro_batch} x {dp}",
          "train.global_batch", [t.micro_batch * dp * max(1, t.global_batch // (t.micro_batch * dp) + i) for i in range(-1, 3)])
-    need(not cfg.log.noise_scale or p.cp == 1, f"log.noise_scale: wants the gradient of some sequences alone, and parallel.cp={p.cp} ranks hold parts "
-         "of each; set parallel.cp 1, or leave it out")
+    need(not cfg.log.noise_scale or p.cp == 1,
+         f"log.noise_scale: wants the gradient of some sequences alone, and parallel.cp={p.cp} ranks hold parts of each; "
+         "set parallel.cp 1, or leave it out")
     latent = (m.kv_rank or m.mtp) and p.sp and p.tp > 1
     need(not cfg.log.noise_scale or (kv_heads(m) % p.tp == 0 and not latent), f"log.noise_scale: at parallel.tp={p.tp}"
-         + (" with parallel.sp the matrices behind latents and further tokens have" if latent else f" model.kv_heads={kv_heads(m)} has") + " gradients that are summed over tp "
-         "after the step; take a lower parallel.tp, or leave it out")
+         + (" with parallel.sp the matrices behind latents and further tokens have" if latent else f" model.kv_heads={kv_heads(m)} has")
+         + " gradients that are summed over tp after the step; take a lower parallel.tp, or leave it out")
     if t.ramp:
         unit, tip = t.micro_batch * dp, lambda: nearby_ramp(cfg, t.micro_batch * dp, fits)
         start, more, *rest = numbers(t.ramp) + [0, 0]
@@ -177,15 +186,17 @@ def eight_bits(cfg: Config, need) -> None:
     """The rules of fp8. need: as in `mixture`."""
     m, t, p = cfg.model, cfg.train, cfg.parallel
     recipe = fp8_recipe(t)
-    need(recipe is None or t.dtype in ("fp8", "fp64"), f"train.fp8: {t.fp8} says how train.dtype fp8 scales, and the dtype is {t.dtype}; set train.dtype fp8, "
-         "or leave train.fp8 out")
+    need(recipe is None or t.dtype in ("fp8", "fp64"),
+         f"train.fp8: {t.fp8} says how train.dtype fp8 scales, and the dtype is {t.dtype}; set train.dtype fp8, or leave train.fp8 out")
     if recipe is None:
         return
     need(t.fp8_keep >= 0, f"train.fp8_keep: {t.fp8_keep} must not be negative", "train.fp8_keep", (0, 1))
-    need(2 * t.fp8_keep < m.layers, f"train.fp8_keep: {t.fp8_keep} first and {t.fp8_keep} last layers in bf16 leave none of model.layers={m.layers} in fp8",
+    need(2 * t.fp8_keep < m.layers,
+         f"train.fp8_keep: {t.fp8_keep} first and {t.fp8_keep} last layers in bf16 leave none of model.layers={m.layers} in fp8",
          "train.fp8_keep", range((m.layers + 1) // 2))
     need(m.experts is None, "model.experts: grouped products have no fp8 yet; set train.dtype bf16 for a mixture")
-    need(kv_heads(m) % p.tp == 0, f"parallel.tp: {p.tp} ranks share model.kv_heads={kv_heads(m)}, and shared heads have no fp8; use at most that many, or bf16",
+    need(kv_heads(m) % p.tp == 0,
+         f"parallel.tp: {p.tp} ranks share model.kv_heads={kv_heads(m)}, and shared heads have no fp8; use at most that many, or bf16",
          "parallel.tp", divisors(kv_heads(m)))
     proof = t.dtype == "fp64"  # no chip has a say
     need(recipe != "blockwise" or proof or (t.fp8_block >= 16 and t.fp8_block & t.fp8_block - 1 == 0),
@@ -203,7 +214,8 @@ def eight_bits(cfg: Config, need) -> None:
              "change it, or use bf16", *blocks)
     tokens, chunks = t.micro_batch * t.seq_len // p.cp, 2 * p.cp if p.cp > 1 else 1
     if recipe == "blockwise":
-        need(t.seq_len % (chunks * unit) == 0, f"train.seq_len: {t.seq_len}{f' / {chunks} chunks of cp {p.cp}' if chunks > 1 else ''} is no multiple of {of}, "
+        need(t.seq_len % (chunks * unit) == 0,
+             f"train.seq_len: {t.seq_len}{f' / {chunks} chunks of cp {p.cp}' if chunks > 1 else ''} is no multiple of {of}, "
              "along which the weights' gradients are quantized", *blocks)
     else:
         need(tokens % unit == 0, f"train.seq_len: {tokens} tokens of a microbatch and rank are no multiple of {of}",
@@ -232,19 +244,22 @@ def mixture(cfg: Config, world: int, need) -> None:
     inner = world // (p.pp * p.dp_rep)
     need(m.experts % p.ep == 0, f"parallel.ep: {p.ep} does not divide model.experts={m.experts}", "parallel.ep", divisors(m.experts))
     need(moe_ffn(m) % p.etp == 0, f"parallel.etp: {p.etp} does not divide model.moe_ffn={moe_ffn(m)}", "parallel.etp", divisors(moe_ffn(m)))
-    need(inner % (p.ep * p.etp) == 0, f"parallel.ep*etp = {p.ep}*{p.etp} does not divide dp*cp*tp = {inner}", "parallel.ep parallel.etp", divisors(inner))
+    need(inner % (p.ep * p.etp) == 0, f"parallel.ep*etp = {p.ep}*{p.etp} does not divide dp*cp*tp = {inner}",
+         "parallel.ep parallel.etp", divisors(inner))
     need(m.top_k <= m.experts, f"model.top_k: {m.top_k} is more than model.experts={m.experts}", "model.top_k", (m.experts,))
     need(m.experts % m.router_groups == 0, f"model.router_groups: {m.router_groups} does not divide model.experts={m.experts}",
          "model.router_groups", divisors(m.experts))
     need(m.router_group_top_k <= m.router_groups,
-         f"model.router_group_top_k: {m.router_group_top_k} is more than model.router_groups={m.router_groups}", "model.router_group_top_k", (m.router_groups,))
+         f"model.router_group_top_k: {m.router_group_top_k} is more than model.router_groups={m.router_groups}",
+         "model.router_group_top_k", (m.router_groups,))
     chosen = m.experts // m.router_groups * m.router_group_top_k
     need(m.top_k <= chosen, f"model.top_k: {m.top_k} is more than the {chosen} experts of model.router_group_top_k={m.router_group_top_k} groups",
          "model.top_k model.router_group_top_k", range(1, m.experts + 1))
     need(m.router == "softmax" or m.router_groups == 1 or m.experts // m.router_groups > 1,
          f"model.router_groups: {m.router_groups} groups of one expert have no two best", "model.router_groups", divisors(m.experts))
     need(m.capacity is None or m.capacity >= 1 / m.experts,
-         f"model.capacity: {m.capacity} is below 1/experts = {1 / m.experts:g}, and most tokens would be dropped; 1 is a fair share, none drops nothing")
+         f"model.capacity: {m.capacity} is below 1/experts = {1 / m.experts:g}, and most tokens would be dropped; "
+         "1 is a fair share, none drops nothing")
     need(m.capacity is not None or not m.pad, "model.pad: fills up to model.capacity, which is none; set it, or leave pad out")
     need(0 <= m.jitter < 1, f"model.jitter: {m.jitter} must lie in [0, 1)")
     for key in ("shared_experts", "first_dense", "aux_loss", "z_loss", "router_bias_rate"):
@@ -252,9 +267,11 @@ def mixture(cfg: Config, world: int, need) -> None:
     need(any(is_moe(m, i) for i in range(m.layers)), f"model.first_dense: {m.first_dense} and model.moe_every={m.moe_every} leave none of the "
          f"{m.layers} layers experts", "model.first_dense model.moe_every", range(m.layers))
     need(not m.shared_gate or m.shared_experts, "model.shared_gate: there are no shared experts to gate; set model.shared_experts")
-    need(m.activation == "swiglu" and not m.bias, f"model.experts: an expert is a SwiGLU without biases, not {m.activation}{' with biases' * m.bias}; "
+    need(m.activation == "swiglu" and not m.bias,
+         f"model.experts: an expert is a SwiGLU without biases, not {m.activation}{' with biases' * m.bias}; "
          "set model.activation swiglu and model.bias false")
     need(m.shared_experts * moe_ffn(m) % p.tp == 0, f"parallel.tp: {p.tp} does not divide the shared experts' width {m.shared_experts * moe_ffn(m)}",
          "parallel.tp", divisors(m.shared_experts * moe_ffn(m)))
-    need(t.seq_len % (p.cp * p.tp) == 0, f"train.seq_len: {t.seq_len} is not a multiple of cp*tp = {p.cp}*{p.tp}, over which a mixture's tokens are cut",
+    need(t.seq_len % (p.cp * p.tp) == 0,
+         f"train.seq_len: {t.seq_len} is not a multiple of cp*tp = {p.cp}*{p.tp}, over which a mixture's tokens are cut",
          "train.seq_len", [p.cp * p.tp * max(1, t.seq_len // (p.cp * p.tp) + i) for i in range(-1, 3)])

@@ -93,7 +93,8 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
-    with Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told(), contextlib.closing(Trace(cfg.profile.steps, folder, env.rank)) as trace:
+    with (Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told(),
+          contextlib.closing(Trace(cfg.profile.steps, folder, env.rank)) as trace):
         log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
 
         def evaluate(step: int) -> None:

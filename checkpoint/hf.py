@@ -196,8 +196,8 @@ def fold(m: Model, pieces: list[tuple[Box, Tensor]], back: bool = False) -> None
     that is the embedding, the last norm; that of attention scores into what makes the queries. back: out of them again.
     Raises ConfigError where no weights can hold it."""
     if m.mup_base and m.tied and m.mtp:
-        raise ConfigError("model.mup_base: the factor of a tied head goes into the last norm, which multi-token prediction reads too; no Hugging Face "
-                          "folder can hold this model (model.tied with model.mtp)")
+        raise ConfigError("model.mup_base: the factor of a tied head goes into the last norm, which multi-token prediction reads too; "
+                          "no Hugging Face folder can hold this model (model.tied with model.mtp)")
     head = ("norm.weight", "norm.bias") if m.tied else ("head.weight",)
     query = ("q_b.weight",) if m.q_rank else ("q_norm.weight",) if m.qk_norm else ("q.weight", "q.bias")  # behind a norm q has no size
     for box, t in pieces:

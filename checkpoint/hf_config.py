@@ -37,7 +37,8 @@ ROPE_DEFAULTS = {"num_key_value_heads": None, "head_dim": None, "rms_norm_eps": 
 SILU = {"hidden_act": ("silu", "swish"), "partial_rotary_factor": (1.0,), "quantization_config": (None,)}
 MIXTURE = ("experts", "top_k", "moe_ffn", "shared_experts", "shared_gate", "first_dense", "moe_every", "router", "router_renorm",
            "router_groups", "router_group_top_k", "router_scale", "router_bias")
-PLAIN = {f.name: f.default for f in fields(Model) if f.name in (*MIXTURE, "qk_norm_whole", "kv_rank", "q_rank", "rope_pairs", "mtp")}  # a family's, where it says nothing else
+PLAIN = {f.name: f.default for f in fields(Model)  # a family's, where it says nothing else
+         if f.name in (*MIXTURE, "qk_norm_whole", "kv_rank", "q_rank", "rope_pairs", "mtp")}
 QWEN_MOE = {**{k: v for k, v in ROPE_KEYS.items()}, "experts": "num_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size",
             "router_renorm": "norm_topk_prob", "moe_every": "decoder_sparse_step"}
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -45,8 +46,8 @@ QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_
 DEEPSEEK = ("deepseek_v2", "deepseek_v3")
 LATENT_KEYS = {**{ours: key for ours, key in ROPE_KEYS.items() if ours not in ("kv_heads", "head_dim")}, "kv_rank": "kv_lora_rank",
                "q_rank": "q_lora_rank", "nope_dim": "qk_nope_head_dim", "rope_dim": "qk_rope_head_dim", "v_dim": "v_head_dim",
-               "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size", "shared_experts": "n_shared_experts",
-               "first_dense": "first_k_dense_replace", "router_scale": "routed_scaling_factor"}
+               "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size",
+               "shared_experts": "n_shared_experts", "first_dense": "first_k_dense_replace", "router_scale": "routed_scaling_factor"}
 LATENT = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "bias": False, "qkv_bias": False, "qk_norm": False, "window": None}
 LATENT_DEFAULTS = {"rms_norm_eps": 1e-6, "initializer_range": 0.02, "tie_word_embeddings": False, "rope_theta": 10000.0, "kv_lora_rank": 512,
                    "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "num_key_value_heads": None}
@@ -92,9 +93,10 @@ FAMILIES = {
                     {**SILU, "attention_bias": (False,), "clip_qkv": (None,)},
                     {**ROPE_DEFAULTS, "rms_norm_eps": 1e-5, "num_experts_per_tok": 8, "num_experts": 64, "norm_topk_prob": False,
                      "max_position_embeddings": 4096}),
-    "dots1": Family("Dots1ForCausalLM", {**ROPE_KEYS, "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size",
-                                         "shared_experts": "n_shared_experts", "first_dense": "first_k_dense_replace", "router_renorm": "norm_topk_prob",
-                                         "router_groups": "n_group", "router_group_top_k": "topk_group", "router_scale": "routed_scaling_factor"},
+    "dots1": Family("Dots1ForCausalLM",
+                    {**ROPE_KEYS, "experts": "n_routed_experts", "top_k": "num_experts_per_tok", "moe_ffn": "moe_intermediate_size",
+                     "shared_experts": "n_shared_experts", "first_dense": "first_k_dense_replace", "router_renorm": "norm_topk_prob",
+                     "router_groups": "n_group", "router_group_top_k": "topk_group", "router_scale": "routed_scaling_factor"},
                     {**ROPE, "bias": False, "qkv_bias": False, "qk_norm": True, "window": None, "router": "sigmoid", "router_bias": True},
                     {**SILU, "attention_bias": (False,)},
                     {**ROPE_DEFAULTS, "num_key_value_heads": 32, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "norm_topk_prob": False,
@@ -102,15 +104,17 @@ FAMILIES = {
     "deepseek_v2": Family("DeepseekV2ForCausalLM", LATENT_KEYS, {**LATENT, "rope_pairs": True, "router_renorm": False},
                           {**SILU, "attention_bias": (False,), "mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",),
                            "moe_layer_freq": (1,)},
-                          {**LATENT_DEFAULTS, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_routed_experts": 64, "n_shared_experts": 2,
-                           "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "num_experts_per_tok": 2}),
-    "deepseek_v3": Family("DeepseekV3ForCausalLM", {**LATENT_KEYS, "mtp": "num_nextn_predict_layers", "rope_pairs": "rope_interleave",
-                                                    "router_groups": "n_group", "router_group_top_k": "topk_group", "router_renorm": "norm_topk_prob"},
+                          {**LATENT_DEFAULTS, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_routed_experts": 64,
+                           "n_shared_experts": 2, "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "num_experts_per_tok": 2}),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM",
+                          {**LATENT_KEYS, "mtp": "num_nextn_predict_layers", "rope_pairs": "rope_interleave",
+                           "router_groups": "n_group", "router_group_top_k": "topk_group", "router_renorm": "norm_topk_prob"},
                           {**LATENT, "router": "sigmoid", "router_bias": True},
                           {**SILU, "attention_bias": (False,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
-                          {**LATENT_DEFAULTS, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1,
-                           "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
-                           "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "rope_interleave": True}),
+                          {**LATENT_DEFAULTS, "max_position_embeddings": 4096, "first_k_dense_replace": 3, "n_routed_experts": 256,
+                           "n_shared_experts": 1, "moe_intermediate_size": 2048, "routed_scaling_factor": 2.5, "n_group": 8,
+                           "topk_group": 4, "norm_topk_prob": True, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1,
+                           "rope_interleave": True}),
 }
 ALIASES = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}  # transformers 5 writes Qwen's under the other name
 
@@ -220,8 +224,8 @@ def rope(kind: str, said: dict) -> dict:
     if lacks:
         raise Unlike(f"{kind} rope scaling without {lacks[0]}")
     if kind == "yarn":
-        return {**out, "rope_kind": "yarn", "rope_factor": r["factor"], "rope_low_freq": r.get("beta_slow") or 1, "rope_high_freq": r.get("beta_fast") or 32,
-                "rope_original": original, **mscales(family, r)}
+        return {**out, "rope_kind": "yarn", "rope_factor": r["factor"], "rope_low_freq": r.get("beta_slow") or 1,
+                "rope_high_freq": r.get("beta_fast") or 32, "rope_original": original, **mscales(family, r)}
     return {**out, "rope_factor": r["factor"], "rope_low_freq": r["low_freq_factor"], "rope_high_freq": r["high_freq_factor"],
             "rope_original": original}
 

@@ -17,7 +17,8 @@ CARRIED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "specia
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # kinds of sentencepiece pieces
 SPACE = "▁"  # how a piece writes a space
 PROBES = ("", " ", "  two  spaces  ", "\ttab", "trailing \n", "\n\n\n", "\r\n", "naïve café Ünïcödé", "漢字かな交じり文", "한국어",
-          "👩‍👩‍👧 🏳️‍🌈", "a\u0301 \u00a0 \u3000 \u200b", "0123456789 3.14e-10", "<s>x</s><unk><0x0A>", f"{SPACE}literal{SPACE}{SPACE}",
+          "👩‍👩‍👧 🏳️‍🌈", "a\u0301 \u00a0 \u3000 \u200b", "0123456789 3.14e-10",
+          "<s>x</s><unk><0x0A>", f"{SPACE}literal{SPACE}{SPACE}",
           "<|endoftext|>", "\x00\x01\x7f", "Ａ ﬁ ½ Ⅷ")
 
 

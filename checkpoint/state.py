@@ -18,10 +18,11 @@ from parallel.boxes import Box
 from parallel.params import Bucket
 from parallel.powersgd import BASIS, ERROR, PowerSGD
 
-HARD = ("train.seed", "train.seq_len", "train.global_batch", "train.ramp", "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
+HARD = ("train.seed", "train.seq_len", "train.global_batch", "train.ramp",
+        "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
 Boxes = Sequence[tuple[Box, Tensor]]
-FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std",
-        "model.aux_loss", "model.z_loss", "model.jitter", "model.capacity", "model.drop", "model.pad", "model.router_bias_rate")  # the rest of model.* is hard
+FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std", "model.aux_loss", "model.z_loss", "model.jitter",
+        "model.capacity", "model.drop", "model.pad", "model.router_bias_rate")  # the rest of model.* is hard
 
 
 def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]], alone: bool = False) -> list[tuple[Box, Tensor]]:

@@ -58,8 +58,8 @@ def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | 
     m, p = cfg.model, cfg.parallel
     cos = sin = None
     if m.positions == "rope":
-        freq = rope.frequencies(m.rope_dim if m.kv_rank else head_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original, m.rope_kind,
-                                positions.device)  # made there: a copy would stop the host
+        freq = rope.frequencies(m.rope_dim if m.kv_rank else head_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq,
+                                m.rope_original, m.rope_kind, positions.device)  # made there: a copy would stop the host
         dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
         scale = rope.mscale(m.rope_factor, m.rope_mscale) / rope.mscale(m.rope_factor, m.rope_mscale_all) if m.rope_kind == "yarn" else 1.0
         cos, sin = rope.tables(positions, freq, dtype, scale)

@@ -201,7 +201,8 @@ class Experts(nn.Module):
         self.inner = parameter(Spec(inner, "normal", m.init_std, expert=True))
         self.down = parameter(Spec(down, "normal", m.init_std / math.sqrt(2 * m.layers), expert=True))
 
-    def forward(self, x: Tensor, index: Tensor, probs: Tensor, dropped: bool, meanwhile: Iterator, room: int | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, index: Tensor, probs: Tensor, dropped: bool, meanwhile: Iterator,
+                room: int | None = None) -> tuple[Tensor, Tensor | None]:
         """x [b, s, d], index and probs [b, s, k] -> [b, s, d], and the second that `meanwhile` gives. meanwhile: work in two parts,
         done while the tokens are on their way there and back; room: see parallel/expert.py."""
         p = plan(index.flatten(0, 1), self.experts, self.group, self.etp, dropped, room)

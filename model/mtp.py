@@ -7,7 +7,8 @@ Module k = 1 .. mtp joins what is known after token i with token i + k and predi
 
 Embedding and head are the model's own. Training only: the modules add to the gradients, not to the loss that is reported,
 and evaluation and generation leave them out. Tokens and targets are shifted before context parallelism cuts the sequence
-(data/batch.py). A mixture's router balances its load there over the tokens whose further target counts. The joins and norms are whole on every tp rank, as the norms of a block are.
+(data/batch.py). A mixture's router balances its load there over the tokens whose further target counts. The joins and
+norms are whole on every tp rank, as the norms of a block are.
 """
 from dataclasses import replace
 

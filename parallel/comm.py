@@ -322,7 +322,8 @@ def exchange(sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]]
         works = [works[-1]] * len(ops)
     verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
     flights = [group.now.clock.start(work) if group.now.clock.device else None for work in works]
-    return [Transfer(work, verb, x.nbytes, group.ranks[peer], group, flight) for work, flight, verb, (x, peer) in zip(works, flights, verbs, sends + receives)]
+    return [Transfer(work, verb, x.nbytes, group.ranks[peer], group, flight)
+            for work, flight, verb, (x, peer) in zip(works, flights, verbs, sends + receives)]
 
 
 def synchronize(device: torch.device) -> None:

@@ -29,7 +29,8 @@ class Plan:
     """Where rows go. Sent: m rows, by rank, then by expert; came: r rows, sorted by expert once they are here.
 
     source [m]: the token of each sent row; pair [m]: its (token, choice) as one number; slots [t, k etp], pairs [t k, etp]: the
-    other way round (-1: dropped, where not whole); padded: rows without a token are there too, of a token t of zeros; order, back [r]: arrival -> by expert, and back (None: one rank, as they are).
+    other way round (-1: dropped, where not whole); padded: rows without a token are there too, of a token t of zeros;
+    order, back [r]: arrival -> by expert, and back (None: one rank, as they are).
     sent, came: rows to and from each rank; counts: rows of each expert that is here."""
     group: Group
     source: Tensor
@@ -84,7 +85,8 @@ def plan(index: Tensor, experts: int, group: Group, etp: int, dropped: bool, roo
     pairs[mine, copy] = torch.arange(len(mine), device=flat.device)
     slots = pairs[:t * k].view(t, k * etp)
     if room is not None:
-        mine, slots, pairs = mine.clamp(max=t * k), torch.nn.functional.pad(slots, (0, 0, 0, 1), value=-1), torch.nn.functional.pad(pairs[:t * k], (0, 0, 0, 1), value=-1)
+        mine, slots, pairs = (mine.clamp(max=t * k), torch.nn.functional.pad(slots, (0, 0, 0, 1), value=-1),
+                              torch.nn.functional.pad(pairs[:t * k], (0, 0, 0, 1), value=-1))
     return Plan(group, mine // k, mine, slots, pairs, not dropped and room is None, room is not None, arriving, back, sent, came, counts)
 
 

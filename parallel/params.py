@@ -86,7 +86,8 @@ def cut(params: list[nn.Parameter], sharing: Sharing) -> list[list[nn.Parameter]
     """The parameters of a part -> those of each of its buckets. Those with the same treatment (decay, rate, counted) lie side by
     side, in an order that is the same on all tp ranks: what is partial over tp lies at the same place in each. Experts, which
     other ranks share, have buckets of their own."""
-    kinds = [sorted([p for p in params if (p.spec.expert, sharing.apart and p.spec.hidden) == kind], key=lambda p: (not p.spec.decay, p.spec.rate, whole(p)))
+    kinds = [sorted([p for p in params if (p.spec.expert, sharing.apart and p.spec.hidden) == kind],
+                    key=lambda p: (not p.spec.decay, p.spec.rate, whole(p)))
              for kind in itertools.product((False, True), repeat=2)]
     return [[kind[i] for i in group] for kind in kinds for group in packing.pack([prod(p.spec.shape) for p in kind], sharing.cap, sharing.align)]
 
@@ -134,7 +135,8 @@ class Bucket:
         flat = None if zero >= 2 else torch.zeros(self.size, dtype=wide(dtype), device=device)
         self.shard = torch.zeros(share, dtype=wide(dtype), device=device) if flat is None else flat[self.lo:self.hi]
         several = sharing.rank is not None and self.everyone.size > 1
-        self.power = PowerSGD(self.slots, self.size, self.everyone, sharing.rank, seed, flat) if several and any(is_matrix(p.spec) for p in params) else None
+        self.power = (PowerSGD(self.slots, self.size, self.everyone, sharing.rank, seed, flat)
+                      if several and any(is_matrix(p.spec) for p in params) else None)
         self.point()
         if flat is not None:
             self.hold_grad(flat)

@@ -17,9 +17,9 @@ BLOCK = 1 << 20  # elements of one key that are drawn together; part of the defi
 class Spec:
     """boxes: stacked along dim 0 of the local tensor, in order (q, k, v of a merged projection; usually one).
 
-    init: 'normal' | 'ones' | 'zeros'; std of the normal. decay: weight decay applies. rate: factor of the learning rate. partial: mesh groups over which
-    every rank's gradient is only a part of the sum (beyond the data axes, over which it always is). expert: laid out by the
-    experts' factorization of the ranks (parallel/layout.py), whose data axes are its own.
+    init: 'normal' | 'ones' | 'zeros'; std of the normal. decay: weight decay applies. rate: factor of the learning rate.
+    partial: mesh groups over which every rank's gradient is only a part of the sum (beyond the data axes, over which it
+    always is). expert: laid out by the experts' factorization of the ranks (parallel/layout.py), whose data axes are its own.
     """
     boxes: tuple[Box, ...]
     init: str
@@ -33,7 +33,8 @@ class Spec:
     def hidden(self) -> bool:
         """A matrix between hidden features: not a table, not what routes or gates."""
         key = self.boxes[0].key
-        return len(self.shape) == 2 and self.decay and not key.startswith(("embed.", "positions.", "head.")) and ".router." not in key and "_gate." not in key
+        return (len(self.shape) == 2 and self.decay and not key.startswith(("embed.", "positions.", "head."))
+                and ".router." not in key and "_gate." not in key)
 
     def wider(self, m: float, power: float) -> "Spec":
         """The same in a model m times as wide as the one that was tuned: muP (arXiv 2203.03466, table 8). A table or vector stays;

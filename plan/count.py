@@ -18,7 +18,8 @@ def parameters(m: Model) -> dict[str, int]:
     d, hd, h, g = m.hidden, head_dim(m), m.heads, kv_heads(m)
     norm = d * (2 if m.norm == "layernorm" else 1)
     attn = attention_weights(m) + (m.kv_rank + (m.q_rank or 0) if m.kv_rank else 0)
-    attn += (hd * (h + 2 * g) if m.bias or m.qkv_bias else 0) + (d if m.bias else 0) + (hd * (h + g) if m.qk_norm_whole else 2 * hd if m.qk_norm else 0)
+    attn += (hd * (h + 2 * g) if m.bias or m.qkv_bias else 0) + (d if m.bias else 0)
+    attn += hd * (h + g) if m.qk_norm_whole else 2 * hd if m.qk_norm else 0
     gated = m.activation == "swiglu"
     mlp = d * m.ffn * (3 if gated else 2) + ((m.ffn * (2 if gated else 1) + d) if m.bias else 0)
     sparse = sum(is_moe(m, i) for i in range(m.layers))

@@ -19,11 +19,14 @@ Check = Callable[[Config], object]  # raises ConfigError with the reason
 DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # their values are the divisors of the world
 LAYOUT = {"sp": (False, True), "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "vpp": (None, 4),
           "cp_kind": ("ring", "ulysses"), "zero": (0, 1, 2, 3)}
-SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server", "powersgd"), "micro_batch": (1, 2), "recompute": ("none", "selective", "full", "mixed"),
-            "ramp": (False, True), "stages": (None, "uneven"), "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
-            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd", "adamw-bf16"), "mup_base": (None, 16), "fp8": (None, "tensorwise", "rowwise", "blockwise")}
-SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp8": "train", "layers": "model", "doc_mask": "data", "capacity": "model",
-           "pad": "model", "mup_base": "model", "mup_head_dim": "model", "name": "optim", "states": "optim"}  # else parallel
+SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server", "powersgd"), "micro_batch": (1, 2),
+            "recompute": ("none", "selective", "full", "mixed"), "ramp": (False, True), "stages": (None, "uneven"),
+            "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
+            "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd", "adamw-bf16"), "mup_base": (None, 16),
+            "fp8": (None, "tensorwise", "rowwise", "blockwise")}
+SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp8": "train", "layers": "model",
+           "doc_mask": "data", "capacity": "model", "pad": "model", "mup_base": "model", "mup_head_dim": "model",
+           "name": "optim", "states": "optim"}  # else parallel
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -33,7 +36,8 @@ IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell w
     ("parallel.cp_kind: does nothing at cp 1", lambda v, world: v["cp_kind"] != "ring" and v["cp"] == 1),
     ("parallel.stages: every cut is the same", lambda v, world: v["stages"] and v["pp"] == 1),
     ("parallel.recompute_stages: one stage has one mode", lambda v, world: v["recompute"] == "mixed" and v["pp"] == 1),
-    ("parallel.reduce: all are the same where nobody shares a parameter", lambda v, world: v["reduce"] != "collective" and v["tp"] * v["pp"] == world))
+    ("parallel.reduce: all are the same where nobody shares a parameter",
+     lambda v, world: v["reduce"] != "collective" and v["tp"] * v["pp"] == world))
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ def provable(cfg: Config) -> None:
                           "sequence and global do not")
     p = cfg.parallel
     if p.compress in ("int8", "fp8") or p.compress_weights != "none":
-        raise ConfigError("parallel.compress, parallel.compress_weights: 8 bits lose the rest; tests/parallel/test_compress.py holds them against their bounds")
+        raise ConfigError("parallel.compress, parallel.compress_weights: 8 bits lose the rest; "
+                          "tests/parallel/test_compress.py holds them against their bounds")
     if cfg.optim.name == "lion" and m.positions != "rope" and (m.bias or m.qkv_bias):
         raise ConfigError("optim.name: lion takes the sign of a gradient, and that of a k bias without RoPE is noise around zero")
 

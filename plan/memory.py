@@ -131,7 +131,8 @@ def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) ->
     b, s, d = t.micro_batch, t.seq_len, m.hidden
     tokens, every = b * s, [block_bytes(cfg, flash, i) for i in range(first, last)]
     drop = tokens // cut * d if m.dropout else 0
-    out = sum(x["input"] if cfg.parallel.recompute == "full" else x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
+    out = sum(x["input"] if cfg.parallel.recompute == "full"
+              else x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
               for x in every)
     if m.positions == "rope":
         out += tokens * (m.rope_dim if m.kv_rank else head_dim(m)) * g  # the tables of cos and sin, shared by the blocks
@@ -156,7 +157,8 @@ def head_bytes(cfg: Config, modules: int) -> int:
 
 
 def again_bytes(cfg: Config, last: int, flash: bool = False) -> int:
-    """What is made again in the backward of the last block (of further tokens, where there are), less what was freed before: its head, then the MLP's half."""
+    """What is made again in the backward of the last block (of further tokens, where there are), less what was freed before:
+    its head, then the MLP's half."""
     x, head = block_bytes(cfg, flash, last - 1), head_bytes(cfg, 0) if last == cfg.model.layers else 0
     if cfg.parallel.recompute == "full":
         return max(0, sum(x[part] for part in ("norm", "core", "act", "rest")) - x["input"] - head)

@@ -122,7 +122,8 @@ def latent(cfg: Config) -> list[Param]:
     r, q = m.q_rank or 0, m.heads * head_dim(m) // tp
     return [Param("down", (r + m.kv_rank + m.rope_dim) * m.hidden, True, True, sp, columns=m.hidden),
             *([Param("q_norm", r, False, True, sp), Param("q_up", q * r, True, tp == 1, columns=r)] if r else []),
-            Param("kv_norm", m.kv_rank, False, True, sp), Param("kv_up", m.heads * (m.nope_dim + m.v_dim) * m.kv_rank // tp, True, tp == 1, columns=m.kv_rank),
+            Param("kv_norm", m.kv_rank, False, True, sp),
+            Param("kv_up", m.heads * (m.nope_dim + m.v_dim) * m.kv_rank // tp, True, tp == 1, columns=m.kv_rank),
             *([] if r else [Param("q.weight", q * m.hidden, True, tp == 1, columns=m.hidden)]),
             Param("out.weight", m.heads * m.v_dim * m.hidden // tp, True, tp == 1, columns=m.heads * m.v_dim // tp)]
 
@@ -131,8 +132,8 @@ def ahead(cfg: Config) -> list[Param]:
     """The modules of multi-token prediction, without the table that they share."""
     m, sp = cfg.model, "tp" if cfg.parallel.sp else None
     return [p for k in range(m.mtp) for p in (
-        Param("join", 2 * m.hidden ** 2, True, True, sp, columns=2 * m.hidden), *norm(cfg, "embed_norm"), *norm(cfg, "hidden_norm"), *block(cfg, m.layers + k),
-        *norm(cfg, "head_norm"))]
+        Param("join", 2 * m.hidden ** 2, True, True, sp, columns=2 * m.hidden), *norm(cfg, "embed_norm"), *norm(cfg, "hidden_norm"),
+        *block(cfg, m.layers + k), *norm(cfg, "head_norm"))]
 
 
 def block(cfg: Config, layer: int) -> list[Param]:
@@ -185,7 +186,8 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
         first, last = job.cuts[stage]
         parts = out[stage] = []
         if first == 0:
-            positions = [Param("positions", m.context * m.hidden, True, True, "tp" if p.sp else None, columns=m.hidden)] if m.positions == "learned" else []
+            learned = Param("positions", m.context * m.hidden, True, True, "tp" if p.sp else None, columns=m.hidden)
+            positions = [learned] if m.positions == "learned" else []
             shared = make([embed]) if both else None
             parts.append([shared, *pack(positions)] if both else pack([embed, *positions]))
         parts += [pack(block(cfg, i)) for i in range(first, last)]

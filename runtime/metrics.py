@@ -95,7 +95,8 @@ class Metrics:
         noise: optim.noise.Noise.told, [2]; comm: parallel.clock.Step, of this rank; read as late as the others.
 
         Returns the skipped flags (0 or 1) of the steps that became known by this call, oldest first: often none."""
-        values = torch.stack([v.detach().to(torch.float64) for v in (loss, grad_norm, ok, *(() if noise is None else noise))])  # a copy, not a reference
+        scalars = (loss, grad_norm, ok, *(() if noise is None else noise))
+        values = torch.stack([v.detach().to(torch.float64) for v in scalars])  # a copy, not a reference
         end = self.stamp()
         self.first = time.perf_counter() - seconds if self.first is None else self.first
         host = {"step": step, "lr": lr, "step_ms": 1000 * seconds, "data_ms": 1000 * data_seconds}

@@ -55,7 +55,8 @@ class Speaker:
         return text[:min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
-def run_tasks(names: list[str], speaker: Speaker, shots: int | None = None, limit: int | None = None, folder: str | None = None) -> dict[str, dict[str, float]]:
+def run_tasks(names: list[str], speaker: Speaker, shots: int | None = None, limit: int | None = None,
+              folder: str | None = None) -> dict[str, dict[str, float]]:
     """{task: {metric: value, metric_stderr: value}}. shots: examples in the prompt, none: as the task says; limit: documents a
     task, none: all; folder: where task files of one's own are. Raises ConfigError."""
     try:
@@ -76,7 +77,8 @@ def run_tasks(names: list[str], speaker: Speaker, shots: int | None = None, limi
             return speaker.scores([(before, after) for _, before, after in requests])
 
         def loglikelihood_rolling(self, requests, **_) -> list[float]:
-            texts = [[make_disjoint_window(w) for w in get_rolling_token_windows(speaker.encode(r.args[0]), speaker.eod, speaker.context, 1)] for r in requests]
+            texts = [[make_disjoint_window(w) for w in get_rolling_token_windows(speaker.encode(r.args[0]), speaker.eod, speaker.context, 1)]
+                     for r in requests]
             return [sum(logp for logp, _ in speaker.scores(windows)) for windows in texts]
 
         def generate_until(self, requests, **_) -> list[str]:

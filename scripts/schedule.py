@@ -133,12 +133,14 @@ def subject(a, s: Schedule) -> Config:
     """The recipe with one sequence a microbatch, and layers for every stage. Raises ConfigError where it cannot run so."""
     if a.pp > RANKS:
         raise ConfigError(f"--run: starts a process for each of --pp {a.pp} ranks, at most {RANKS} here")
-    cfg = config.resolve(a.run, None, ["--train.micro_batch", "1", "--train.global_batch", str(a.micro), "--train.dtype", "fp32", "--train.steps", "9",
-                                       "--parallel.pp", str(a.pp), "--parallel.schedule", a.kind, "--parallel.vpp", str(a.vpp or "none")])
+    cfg = config.resolve(a.run, None, ["--train.micro_batch", "1", "--train.global_batch", str(a.micro), "--train.dtype", "fp32",
+                                       "--train.steps", "9", "--parallel.pp", str(a.pp), "--parallel.schedule", a.kind,
+                                       "--parallel.vpp", str(a.vpp or "none")])
     layers = -(-cfg.model.layers // s.n_stages) * s.n_stages
     cfg = replace(cfg, model=replace(cfg.model, layers=layers, vocab=cfg.model.vocab or 256))
     if parameters(cfg.model)["total"] > LARGE:
-        raise ConfigError(f"--run: {a.run} has {parameters(cfg.model)['total']:,} parameters; take a recipe of at most {LARGE:,}, such as llama3-tiny")
+        raise ConfigError(f"--run: {a.run} has {parameters(cfg.model)['total']:,} parameters; "
+                          f"take a recipe of at most {LARGE:,}, such as llama3-tiny")
     plan_pipeline(cfg, a.pp)
     return cfg
 

@@ -20,7 +20,8 @@ STEPS = 30
 MARGIN = {"tensorwise": 0.02, "rowwise": 0.02, "blockwise": 0.02}  # of the loss, relative, over the last ten steps
 GRADIENTS = {"tensorwise": (0.06, 0.12, 0.12), "rowwise": (0.05, 0.10, 0.10), "blockwise": (0.05, 0.06, 0.06)}  # of y, dx, dW against fp32
 SMALL = ["--model.layers", "4", "--model.hidden", "64", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "128", "--model.vocab", "64",
-         "--model.vocab_multiple", "64", "--train.seq_len", "32", "--train.micro_batch", "4", "--train.global_batch", "8", "--train.steps", str(STEPS),
+         "--model.vocab_multiple", "64", "--train.seq_len", "32", "--train.micro_batch", "4", "--train.global_batch", "8",
+         "--train.steps", str(STEPS),
          "--optim.warmup", "4", "--optim.lr", "0.004", "--train.fp8_block", "32"]
 
 
@@ -78,8 +79,9 @@ def test_the_first_and_last_layers_stay():
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_is_bitwise(tmp_path, recipe):
     """Two ranks, saved after 3 of 6 steps, killed in the fifth and started again."""
-    args = ["llama3-tiny", *MODEL, "--model.layers", "3", "--parallel.tp", "2", "--train.dtype", "fp8", "--train.fp8", recipe, "--train.fp8_block", "16",
-            "--model.ffn", "64", "--model.kv_heads", "4", "--train.steps", "6", "--checkpoint.every", "3", "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
+    args = ["llama3-tiny", *MODEL, "--model.layers", "3", "--model.ffn", "64", "--model.kv_heads", "4", "--parallel.tp", "2",
+            "--train.dtype", "fp8", "--train.fp8", recipe, "--train.fp8_block", "16", "--train.steps", "6", "--checkpoint.every", "3",
+            "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
     whole = job(tmp_path / "w", 2, [*args, "--log.name", "whole"])
     assert whole.codes == [0, 0], whole.logs
     assert job(tmp_path / "k", 2, [*args, "--log.name", "killed"], "step.begin:rank=0:step=5:act=SIGKILL").codes != [0, 0]

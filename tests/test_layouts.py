@@ -7,7 +7,8 @@ from build import plan_pipeline
 from config import ConfigError
 from scripts.verify import prove, subject
 
-CUTS = [dict(pp=4, stages="3,2,2,1"), dict(pp=2, stages="1,7", schedule="gpipe", zero=3), dict(pp=2, stages="2,1,4,1", schedule="interleaved", zero=1),
+CUTS = [dict(pp=4, stages="3,2,2,1"), dict(pp=2, stages="1,7", schedule="gpipe", zero=3),
+        dict(pp=2, stages="2,1,4,1", schedule="interleaved", zero=1),
         dict(pp=2, stages="6,2", schedule="zb-h1", tp=2, sp=True), dict(pp=2, stages="1,4,2,1", schedule="zb-v", zero=2),
         dict(pp=2, stages="1,1,1,5", schedule="dualpipe-v", cp=2)]
 

@@ -29,7 +29,8 @@ from train import train_step
 
 ROOT = pathlib.Path(__file__).parent.parent
 BOUND = 1e-9  # relative, in fp64
-LAYOUTS = {"one": (1, {}), "tp2 sp": (2, {"tp": 2, "sp": True}), "dp2 zero3 offload": (2, {"zero": 3, "offload": "both"}), "pp2 dp2 zero1": (4, {"pp": 2, "zero": 1}),
+LAYOUTS = {"one": (1, {}), "tp2 sp": (2, {"tp": 2, "sp": True}), "dp2 zero3 offload": (2, {"zero": 3, "offload": "both"}),
+           "pp2 dp2 zero1": (4, {"pp": 2, "zero": 1}),
            "rep2 dp2 zero2": (4, {"dp_rep": 2, "zero": 2}), "tp2 sp dp2 zero3": (4, {"tp": 2, "sp": True, "zero": 3}),
            "tp2 pp2 v-shaped": (4, {"tp": 2, "pp": 2, "schedule": "zb-v"})}
 MIXTURES = {"one": (1, {}), "tp2 ep2 etp2 sp zero1": (4, {"tp": 2, "sp": True, "ep": 2, "etp": 2, "zero": 1}),

@@ -49,7 +49,8 @@ def test_a_horizon_in_tokens_counts_the_ramp():
 
 def test_a_schedule_for_each_number_of_microbatches():
     cfg = subject("llama3-tiny")
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=16, ramp="4,4,40"), parallel=dataclasses.replace(cfg.parallel, pp=2))
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=16, ramp="4,4,40"),
+                              parallel=dataclasses.replace(cfg.parallel, pp=2))
     assert [s.microbatches for s in schedules(cfg, 4)] == [2, 4, 6, 8] and plan_pipeline(cfg, 4).microbatches == 8
 
 
@@ -62,7 +63,8 @@ def prefix(tmp_path_factory):
 
 def settings(prefix, ramp="4,4,40"):
     cfg = subject("llama3-tiny")
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=None), train=dataclasses.replace(cfg.train, global_batch=16, ramp=ramp, seq_len=8),
+    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=None),
+                               train=dataclasses.replace(cfg.train, global_batch=16, ramp=ramp, seq_len=8),
                                data=dataclasses.replace(cfg.data, path=prefix, tokenizer=None))
 
 
@@ -84,7 +86,8 @@ def test_a_ramp_reads_the_samples_of_a_plain_run_in_their_order(prefix):
     assert read(prefix, 2, [0, 1], split="valid") == read(prefix, 2, [0, 1], None, "valid")
 
 
-@pytest.mark.parametrize("name, wrong", [("sequences", lambda t, step: step * t.global_batch), ("sequences", lambda t, step: step * batch_size(t, step)),
+@pytest.mark.parametrize("name, wrong", [("sequences", lambda t, step: step * t.global_batch),
+                                         ("sequences", lambda t, step: step * batch_size(t, step)),
                                          ("batch_size", lambda t, step: t.global_batch)])
 def test_planted_bugs_are_seen(prefix, monkeypatch, name, wrong):
     """Samples that the short steps left out, samples that are read twice, steps that take too many."""
@@ -103,7 +106,8 @@ def gradients(cfg) -> list[torch.Tensor]:
 
 def test_a_short_step_is_that_of_a_run_with_that_batch():
     cfg = subject("llama3-tiny")
-    short, ramped = (dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=2, **t)) for t in (dict(global_batch=4), dict(ramp="4,4,4")))
+    short, ramped = (dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=2, **t))
+                     for t in (dict(global_batch=4), dict(ramp="4,4,4")))
     assert all(map(torch.equal, gradients(short), gradients(ramped)))
 
 

@@ -15,7 +15,8 @@ from config import ConfigError
 from rules import divisors
 from runtime.failure import code_of
 
-BASE = config.resolve("llama3-tiny", None, ["--model.vocab", "500", "--train.global_batch", "48", "--train.micro_batch", "1", "--train.seq_len", "96"])
+BASE = config.resolve("llama3-tiny", None, ["--model.vocab", "500", "--train.global_batch", "48", "--train.micro_batch", "1",
+                                            "--train.seq_len", "96"])
 
 
 def changed(cfg, key: str, value):
@@ -106,7 +107,8 @@ CASES = [
     (having(train__ramp="8,7,100"), 4, "train.ramp", True),
     (having(train__ramp="48,8,100"), 4, "train.ramp", True),
     (having(train__ramp="6,6,100"), 4, "train.ramp", True),
-    (having(train__ramp="16,4,100", parallel__pp=2, parallel__schedule="interleaved", train__micro_batch=2, train__global_batch=48), 4, "train.ramp", True),
+    (having(train__ramp="16,4,100", parallel__pp=2, parallel__schedule="interleaved", train__micro_batch=2, train__global_batch=48), 4,
+     "train.ramp", True),
 ]
 
 

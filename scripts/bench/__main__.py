@@ -1,7 +1,7 @@
 """How fast is it? Always beside something else, in one run.
 
     python -m scripts.bench step [--dtype bf16] [--peers transformers,litgpt,nanogpt,picotron] [--ranks 2 --split tp]    full training steps, raced
-    python -m scripts.bench step --shape mixture --peers transformers,transformers+grouped --ours eager                the same of a mixture of experts
+    python -m scripts.bench step --shape mixture --peers transformers,transformers+grouped --ours eager                the same of a mixture
     python -m scripts.bench step --device cuda [--minutes 9] [--table FILE]              the large models on one GPU, each contestant in its time box
     python -m scripts.bench kernels [--dtype bf16] [--device cuda]                       each kernel beside the plain torch ops
     python -m scripts.bench data                                                         the loader, opening 1e9 tokens, tokenizing

@@ -68,9 +68,10 @@ class Entry:
 
 PLAN = (
     Entry("dense", "ours", 30, 90), Entry("dense", "megatron-core"), Entry("dense", "torchtitan+compile", 40, 90), Entry("dense", "ours+graphs"),
-    Entry("moe", "ours"), Entry("dense", "transformers+liger"), Entry("8b", "ours"), Entry("dense-128k", "ours"), Entry("dense", "nanogpt+compile", 40),
-    Entry("dense", "ours+fp8"), Entry(KERNELS, "ours", 60, 150), Entry("moe", "megatron-core"), Entry("dense-128k", "torchtitan+compile", 40, 90),
-    Entry("dense", "ours"), Entry("8b", "torchtitan+compile", 40, 90), Entry("moe", "torchtitan+compile", 40), Entry("8b", "ours+fp8"),
+    Entry("moe", "ours"), Entry("dense", "transformers+liger"), Entry("8b", "ours"), Entry("dense-128k", "ours"),
+    Entry("dense", "nanogpt+compile", 40), Entry("dense", "ours+fp8"), Entry(KERNELS, "ours", 60, 150), Entry("moe", "megatron-core"),
+    Entry("dense-128k", "torchtitan+compile", 40, 90), Entry("dense", "ours"), Entry("8b", "torchtitan+compile", 40, 90),
+    Entry("moe", "torchtitan+compile", 40), Entry("8b", "ours+fp8"),
     Entry("dense-128k", "transformers+liger"), Entry("moe", "transformers"), Entry("dense", "megatron-core+local"), Entry("8b", "megatron-core"))
 
 
@@ -117,8 +118,8 @@ def machine(device: str) -> tuple[dict, int]:
     """{card, driver, torch}, and bytes of its memory; asked without a CUDA context, which would take some of it."""
     if device == "cpu":
         return {"card": f"CPU ({platform.machine()})", "driver": "", "torch": torch.__version__}, 2**31
-    said = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"], capture_output=True, text=True,
-                          check=True).stdout.splitlines()[0]
+    said = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"],
+                          capture_output=True, text=True, check=True).stdout.splitlines()[0]
     name, driver, mib = (part.strip() for part in said.split(","))
     return {"card": name, "driver": driver, "torch": torch.__version__}, int(mib) * 2**20
 
@@ -150,7 +151,8 @@ def run(entry: Entry, shape: Shape | None, args, box: float) -> dict:
         del env["PYTORCH_CUDA_ALLOC_CONF"]  # a recording's memory is a pool of its own
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as complaints:
         begun, late = time.monotonic(), False
-        process = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=complaints, stdin=subprocess.DEVNULL, env=env, start_new_session=True)
+        process = subprocess.Popen([sys.executable, "-m", *command], stdout=out, stderr=complaints, stdin=subprocess.DEVNULL,
+                                   env=env, start_new_session=True)
         try:
             process.wait(box)
         except subprocess.TimeoutExpired:
@@ -195,8 +197,8 @@ def cells(row: dict, best: dict[str, float]) -> dict[str, str]:
     ratio = best.get(row["model"], 0.0) / row["tokens/s"]
     return {"model": row["model"], "contestant": row["contestant"], "tokens/s": f"{row['tokens/s']:,.0f}", "step ms": f"{row['ms']:.1f}",
             "spread": f"{row['spread']:.1%}", "TFLOP/s": f"{row['TFLOP/s']:.3g}", "MFU": "n/a" if row["MFU"] is None else f"{row['MFU']:.1%}",
-            "peak GiB": "n/a" if row["gib"] is None else f"{row['gib']:.1f}", "ours is": f"{ratio:.2f} x" if ratio else "", "loss": f"{row['loss']:.3f}",
-            "params": f"{row['parameters'] / 1e9:.2f}B", "first step s": f"{row['first s']:.0f}"}
+            "peak GiB": "n/a" if row["gib"] is None else f"{row['gib']:.1f}", "ours is": f"{ratio:.2f} x" if ratio else "",
+            "loss": f"{row['loss']:.3f}", "params": f"{row['parameters'] / 1e9:.2f}B", "first step s": f"{row['first s']:.0f}"}
 
 
 def line(row: dict) -> str:

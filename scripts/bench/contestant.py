@@ -59,8 +59,8 @@ def ours(shape: Shape, device: str, flags: set[str]):
         raise ImportError("train.dtype fp8 is not built")
     cfg = config.build(config.Config, {
         "model": shape.model(), "optim": {"lr": ADAMW["lr"], "warmup": 0, "decay": "constant"},
-        "train": {"seq_len": shape.seq, "micro_batch": shape.batch, "global_batch": shape.batch, "dtype": dtype, "steps": 1000, "deterministic": False,
-                  "device": device, "cuda_graphs": "graphs" in flags}})
+        "train": {"seq_len": shape.seq, "micro_batch": shape.batch, "global_batch": shape.batch, "dtype": dtype, "steps": 1000,
+                  "deterministic": False, "device": device, "cuda_graphs": "graphs" in flags}})
     if device == "cuda":  # train.py draws the initial weights on the host, which would cost more than all steps here
         spec.draw = lambda box, out, seed, std: out.normal_(0.0, std)
     run = build(cfg, Mesh.single(), torch.device(device), None, 1000)

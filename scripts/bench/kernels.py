@@ -20,8 +20,8 @@ def main(args) -> int:
     if args.device == "cuda":
         return gpu.main(args)
     torch.set_num_threads(args.threads)
-    rows = [row(name, *case, args.dtype) for name, case in cases(Shape.race(), getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[args.dtype])).items()
-            if args.only in name]
+    dtype = getattr(torch, {"fp32": "float32", "bf16": "bfloat16"}[args.dtype])
+    rows = [row(name, *case, args.dtype) for name, case in cases(Shape.race(), dtype).items() if args.only in name]
     show(rows, args.json, kernels=f"{args.dtype}, {args.threads} threads, forward and backward, ms, fastest of {REPEATS}")
     return 0
 

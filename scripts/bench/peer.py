@@ -4,8 +4,9 @@
 
 Speaks JSON lines on the real standard output: first what it is, then, for each line "N" it reads, N steps' times.
 Every contestant runs forward, loss with fp32 softmax, backward, clipping to norm 1 and AdamW on the same batches.
-ours+compile: with train.compile. picotron: from its source tree, on PYTHONPATH; it clips no gradients, as its own train.py. transformers+grouped: a mixture's experts by torch's grouped_mm, not
-one by one. transformers+malloc (any peer): with our malloc settings, to see what they are worth.
+ours+compile: with train.compile. picotron: from its source tree, on PYTHONPATH; it clips no gradients, as its own
+train.py. transformers+grouped: a mixture's experts by torch's grouped_mm, not one by one. transformers+malloc (any peer):
+with our malloc settings, to see what they are worth.
 """
 import json
 import os
@@ -91,9 +92,10 @@ def picotron(shape: Shape, dtype: str, job: Job):
     """Its CPU mode: SDPA, its own data-parallel buckets and tensor-parallel layers."""
     os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.ranks), DEVICE="cpu", FLASH_ATTEN="0", CONTEXT_PARALLEL="0",
                       DTYPE={"bf16": "bfloat16", "fp32": "float32"}[dtype])
-    for name in ("", ".flash_attn_interface", ".layers", ".layers.rotary", ".ops", ".ops.triton", ".ops.triton.layer_norm"):  # imported, never called here
-        sys.modules["flash_attn" + name] = types.ModuleType("flash_attn" + name)
-    for name, what in ((".flash_attn_interface", "flash_attn_func"), (".layers.rotary", "apply_rotary_emb"), (".ops.triton.layer_norm", "layer_norm_fn")):
+    for name in ("", ".flash_attn_interface", ".layers", ".layers.rotary", ".ops", ".ops.triton", ".ops.triton.layer_norm"):
+        sys.modules["flash_attn" + name] = types.ModuleType("flash_attn" + name)  # imported, never called here
+    for name, what in ((".flash_attn_interface", "flash_attn_func"), (".layers.rotary", "apply_rotary_emb"),
+                       (".ops.triton.layer_norm", "layer_norm_fn")):
         setattr(sys.modules["flash_attn" + name], what, None)
     from picotron import process_group_manager
     from picotron.data_parallel.data_parallel import DataParallelBucket

@@ -55,9 +55,10 @@ class Peer:
 def main(args) -> int:
     shape = {"race": Shape.race, "quickstart": Shape.quickstart, "mixture": Shape.mixture}[args.shape]()
     settings = {"dtype": args.dtype, "threads": args.threads, "shape": asdict(shape)}
+    theirs = [name for name in (PEERS if args.peers is None else args.peers).split(",") if name]
     mine = [{"eager": "ours", "compile": "ours+compile"}[kind] for kind in args.ours.split(",") if kind]
     folder = tempfile.TemporaryDirectory(prefix="bevatron-race-")
-    peers = [Peer(name, settings, args.ranks, args.split, folder.name) for name in [*(p for p in (PEERS if args.peers is None else args.peers).split(",") if p), *mine, "floor"]]
+    peers = [Peer(name, settings, args.ranks, args.split, folder.name) for name in [*theirs, *mine, "floor"]]
     try:
         for p in peers:
             if not p.problem:
@@ -95,5 +96,6 @@ def row(p: Peer, base: Peer, shape: Shape, dtype: str, tokens: int) -> dict:
              for clock in ("wall", "cpu")}
     kind = "fp32" if dtype == "fp32" else "A" if p.name.startswith("ours") else "" if p.name == "floor" else "B"
     return {"peer": p.name, "class": kind, "wall s": f"{wall:.3f}", "cpu s": f"{cpu:.3f}", "tokens/s": f"{tokens / wall:.0f}",
-            "GFLOP/s": f"{shape.gemm_flops() * tokens / shape.tokens / wall / 1e9:.0f}", "wall x": f"{ratio['wall']:.2f}", "cpu x": f"{ratio['cpu']:.2f}",
-            "peak MiB": p.rounds[-1]["peak"], "loss": f"{p.rounds[-1]['loss']:.3f}", "first s": f"{p.first['wall'][0]:.1f}"}
+            "GFLOP/s": f"{shape.gemm_flops() * tokens / shape.tokens / wall / 1e9:.0f}", "wall x": f"{ratio['wall']:.2f}",
+            "cpu x": f"{ratio['cpu']:.2f}", "peak MiB": p.rounds[-1]["peak"], "loss": f"{p.rounds[-1]['loss']:.3f}",
+            "first s": f"{p.first['wall'][0]:.1f}"}

@@ -46,7 +46,8 @@ class Shape:
     def model(self) -> dict:
         """The keys of config.Model."""
         mixture = {"experts": self.experts, "top_k": self.top_k} if self.experts else {}
-        return {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv or None, "ffn": self.ffn, "vocab": self.vocab, **mixture}
+        return {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "kv_heads": self.kv or None,
+                "ffn": self.ffn, "vocab": self.vocab, **mixture}
 
     @property
     def tokens(self) -> int:

@@ -52,15 +52,15 @@ def subject(name: str, world: int = 1) -> Config:
     batch = world * (-(-8 // world)) * (1 if world % 2 == 0 or world == 1 else 2)  # every world divides it, and 2 mostly what is left
     cfg = config.resolve(name, None, ["--train.dtype", "fp64", "--train.steps", "50", "--train.seq_len", "32", "--train.micro_batch", "1",
                                       "--train.global_batch", str(batch), "--optim.warmup", "2", "--optim.clip", "0.5", "--model.dropout", "0.1",
-                                      "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03", "--parallel.node", "2",
-                                      "--train.fp8_block", "4"])
+                                      "--optim.eps", "1e-4", "--parallel.recompute_parts", "core,norm,act", "--parallel.bucket_mb", "0.03",
+                                      "--parallel.node", "2", "--train.fp8_block", "4"])
     m = cfg.model
     shrunk = replace(m, layers=8, hidden=32, heads=8, kv_heads=None if m.kv_heads is None else 4, head_dim=None if m.head_dim is None else 8,
                      ffn=48, vocab=125, vocab_multiple=32, context=32, window=None if m.window is None else 11, rope_original=16,
                      kv_rank=m.kv_rank and 12, q_rank=m.q_rank and 20, nope_dim=8, rope_dim=4, v_dim=6)
     if m.experts:
-        shrunk = replace(shrunk, experts=8, top_k=min(m.top_k, 3), moe_ffn=16, router_groups=min(m.router_groups, 4), router_bias_rate=0.01, aux_loss=10 * m.aux_loss,
-                         jitter=0.05 if m.router == "softmax" else 0.0)
+        shrunk = replace(shrunk, experts=8, top_k=min(m.top_k, 3), moe_ffn=16, router_groups=min(m.router_groups, 4), router_bias_rate=0.01,
+                         aux_loss=10 * m.aux_loss, jitter=0.05 if m.router == "softmax" else 0.0)
     return replace(cfg, model=shrunk)
 
 
@@ -191,8 +191,8 @@ def words(values: Values, world: int) -> list[str]:
                                         ("ep", v["ep"]), ("etp", v["etp"])) if n > 1]
     return (degrees + ["sp"] * v["sp"] + [f"zero{v['zero']}"] + ([v["schedule"]] if v["pp"] > 1 else []) + [f"vpp{v['vpp']}"] * bool(v["vpp"])
             + [f"mb{v['micro_batch']}"] + [f"cp-{v['cp_kind']}"] * (v["cp"] > 1) + ([v["reduce"]] if v["reduce"] != "collective" else [])
-            + ["ramp"] * v["ramp"] + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"] + ["capacity"] * (v["capacity"] == 1.0)
-            + ["padded"] * (v["capacity"] == "padded")
+            + ["ramp"] * v["ramp"] + ["uneven"] * bool(v["stages"]) + ["offload"] * (v["offload"] != "none") + ["docs"] * v["doc_mask"]
+            + ["capacity"] * (v["capacity"] == 1.0) + ["padded"] * (v["capacity"] == "padded")
             + ["fp8", v["fp8"]] * (v["fp8"] is not None) + [v["name"]] * (v["name"] != "adamw") + ["mup"] * bool(v["mup_base"])
             + [v["recompute"]] * (v["recompute"] != "none"))
 
@@ -225,8 +225,10 @@ def part_of(cells: list[Values], part: str) -> list[Values]:
 
 def support(done: list[tuple[set[str], bool]]) -> list[str]:
     """A Markdown table of (the words of a layout, whether it is proven): how many proven layouts hold each pair of features."""
-    kinds = [{"".join(c for c in w if not c.isdigit()) if w[:-1] in ("pp", "rep", "dp", "cp", "tp", "ep", "etp") else w for w in ws} for ws, _ in done]
-    columns = [c for c in ("tp", "sp", "pp", "cp-ring", "cp-ulysses", "ep", "etp", "dp", "rep", "zero1", "zero2", "zero3") if any(c in k for k in kinds)]
+    degrees = ("pp", "rep", "dp", "cp", "tp", "ep", "etp")
+    kinds = [{"".join(c for c in w if not c.isdigit()) if w[:-1] in degrees else w for w in ws} for ws, _ in done]
+    columns = [c for c in ("tp", "sp", "pp", "cp-ring", "cp-ulysses", "ep", "etp", "dp", "rep", "zero1", "zero2", "zero3")
+               if any(c in k for k in kinds)]
     rows = [*columns, *sorted(set().union(*kinds) - set(columns) - {"cp", "mb1"})]
     lines = ["| with | " + " | ".join(columns) + " | all |", "|---" * (len(columns) + 2) + "|"]
     for row in rows:

@@ -2,9 +2,9 @@
 
 A recipe's model is trained for a few steps at widths that double, once in the standard parametrization and once with
 model.mup_base at the smallest width. Everything that may grow grows with the width (heads, not head_dim); depth, vocabulary,
-batch and rate stay. What is measured is the mean |coordinate| of each kind of activation on one batch, and that of its change since the start. What is
-judged are the exponents of their growth with the width, fitted in logarithms: under muP no change may grow or vanish and no
-size may grow; and without it the logits must be seen to grow, or the check could see nothing.
+batch and rate stay. What is measured is the mean |coordinate| of each kind of activation on one batch, and that of its change
+since the start. What is judged are the exponents of their growth with the width, fitted in logarithms: under muP no change
+may grow or vanish and no size may grow; and without it the logits must be seen to grow, or the check could see nothing.
 """
 import json
 import os
@@ -40,12 +40,14 @@ def widened(cfg: Config, width: int, mup: bool, base: int) -> Config:
     heads, times = width // HEAD_DIM, width / m.hidden
     group = min(m.heads // kv_heads(m), base // HEAD_DIM)
     grown = {key: None if getattr(m, key) is None else max(1, round(getattr(m, key) * times)) for key in ("ffn", "moe_ffn", "kv_rank", "q_rank")}
-    small = {"layers": max(LAYERS, m.first_dense + m.moe_every) if m.experts else LAYERS, "hidden": width, "heads": heads, "vocab": VOCAB, "vocab_multiple": 32, "context": SEQ,
+    small = {"layers": max(LAYERS, m.first_dense + m.moe_every) if m.experts else LAYERS, "hidden": width, "heads": heads,
+             "vocab": VOCAB, "vocab_multiple": 32, "context": SEQ,
              "kv_heads": None if m.kv_heads is None else heads // group, "head_dim": None if m.kv_rank else HEAD_DIM,
-             "nope_dim": HEAD_DIM // 2, "rope_dim": HEAD_DIM // 2, "v_dim": HEAD_DIM, "dropout": 0.0, "mtp": 0, "jitter": 0.0, "capacity": None, "pad": False,
-             "rope_original": SEQ, "mup_base": base if mup else None, "mup_head_dim": None}
+             "nope_dim": HEAD_DIM // 2, "rope_dim": HEAD_DIM // 2, "v_dim": HEAD_DIM, "dropout": 0.0, "mtp": 0, "jitter": 0.0,
+             "capacity": None, "pad": False, "rope_original": SEQ, "mup_base": base if mup else None, "mup_head_dim": None}
     return replace(cfg, model=replace(m, **grown, **small), parallel=config.Parallel(), data=config.Data(),
-                   train=replace(cfg.train, steps=STEPS, tokens=None, flops=None, dtype="fp32", seq_len=SEQ, micro_batch=BATCH, global_batch=BATCH, device="cpu"),
+                   train=replace(cfg.train, steps=STEPS, tokens=None, flops=None, dtype="fp32", seq_len=SEQ, micro_batch=BATCH,
+                                 global_batch=BATCH, device="cpu"),
                    optim=replace(cfg.optim, lr=RATE, min_lr=None, warmup=0, decay="constant"))
 
 
@@ -121,13 +123,15 @@ def rows(cfg: Config, widths: tuple[int, ...], mup: bool) -> list[Row]:
     for cell in cells:
         rules.validate(cell)
     seen = [measure(cell) for cell in cells]
-    return [Row(kind, what, values := [s[kind][i] for s in seen], exponent(widths, values)) for i, what in enumerate(("size", "change")) for kind in seen[0]]
+    return [Row(kind, what, values := [s[kind][i] for s in seen], exponent(widths, values))
+            for i, what in enumerate(("size", "change")) for kind in seen[0]]
 
 
 def verdict(standard: list[Row], mup: list[Row]) -> list[str]:
     """What is wrong; nothing: muP holds."""
     grows = next(r.exponent for r in standard if (r.kind, r.what) == ("logits", "change"))
-    blind = [] if grows >= GROWS else [f"without muP the change of logits goes as width^{grows:+.2f}, not faster than {GROWS}: this check sees nothing"]
+    blind = [] if grows >= GROWS else [
+        f"without muP the change of logits goes as width^{grows:+.2f}, not faster than {GROWS}: this check sees nothing"]
     return [f"muP: {r.wrong}, beyond {BOUND}" for r in mup if r.wrong] + blind
 
 
@@ -148,7 +152,8 @@ def check(name: str, as_json: bool = False, out: Path | None = None) -> int:
         print(json.dumps({"name": name, "widths": widths, "steps": STEPS, "rate": RATE, "bound": BOUND, "ok": not wrong, "wrong": wrong,
                           **{title: [asdict(r) for r in found] for title, found in both.items()}}))
     else:
-        print(f"{name}: {STEPS} steps of {cfg.optim.name}, rate {RATE:g}, fp32, head_dim {HEAD_DIM}; mean |coordinate| and its mean |change| after step {STEPS}")
+        print(f"{name}: {STEPS} steps of {cfg.optim.name}, rate {RATE:g}, fp32, head_dim {HEAD_DIM}; "
+              f"mean |coordinate| and its mean |change| after step {STEPS}")
         for title, found in both.items():
             print("\n".join(["", *table(f"{title} (mup_base {widths[0]})" if title == "muP" else title, widths, found)]))
         print("\n" + ("\n".join(wrong) or f"muP holds: no exponent beyond {BOUND}"))

@@ -12,7 +12,8 @@ from plan.count import parameters
 
 NONE = {"bos_token_id": None, "eos_token_id": None}
 FAMILY = {"gpt2": "gpt2", "llama": "llama", "mistral": "mistral", "qwen2.5": "qwen2", "mixtral": "mixtral",
-          "qwen1.5-moe": "qwen2_moe", "qwen2-": "qwen2_moe", "qwen3-moe": "qwen3_moe", "qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe", "qwen3": "qwen3",
+          "qwen1.5-moe": "qwen2_moe", "qwen2-": "qwen2_moe",
+          "qwen3-moe": "qwen3_moe", "qwen3-30b": "qwen3_moe", "qwen3-235b": "qwen3_moe", "qwen3": "qwen3",
           "olmoe": "olmoe", "dots1": "dots1", "deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3"}  # start of a preset's name
 COUNTED = ("gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen3-8b", "deepseek-v2-lite", "deepseek-v3",
            "mixtral-8x22b", "qwen1.5-moe-a2.7b", "qwen2-57b-a14b", "qwen3-235b-a22b", "olmoe-1b-7b", "dots1-142b", "qwen2-moe-tiny")
@@ -79,8 +80,10 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
     ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2}, "window", 7),
     ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}, "window", None),
     ({**DEEPSEEK, "num_nextn_predict_layers": 0}, "kv_heads", None), ({**DEEPSEEK, "model_type": "deepseek_v2"}, "q_rank", 1536),
-    ({**DEEPSEEK, "q_lora_rank": None}, "q_rank", None), (DEEPSEEK, "mtp", 1), (DEEPSEEK, "rope_pairs", True), ({**DEEPSEEK, "rope_interleave": False}, "rope_pairs", False),
-    ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope_mscale", 1.0), ({**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.8}}, "rope_mscale_all", 0.8),
+    ({**DEEPSEEK, "q_lora_rank": None}, "q_rank", None), (DEEPSEEK, "mtp", 1),
+    (DEEPSEEK, "rope_pairs", True), ({**DEEPSEEK, "rope_interleave": False}, "rope_pairs", False),
+    ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope_mscale", 1.0),
+    ({**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.8}}, "rope_mscale_all", 0.8),
     ({"rope_scaling": YARN}, "rope_high_freq", 32.0), ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "rope_mscale", 0.0),
     ({**QWEN, "model_type": "qwen3"}, "head_dim", 128), ({**QWEN, "model_type": "qwen3"}, "qk_norm", True),
 ])
@@ -102,9 +105,11 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
     ({**LLAMA, "rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope'"),
     ({**LLAMA, "rope_scaling": {"rope_type": "yarn"}}, "yarn rope scaling without factor"),
-    ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0, "mscale": 1.0}}, "mscale_all_dim = 1.0 is supported with latent attention alone"),
+    ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale_all_dim": 1.0, "mscale": 1.0}},
+     "mscale_all_dim = 1.0 is supported with latent attention alone"),
     ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate = False"),
-    ({**DEEPSEEK, "num_key_value_heads": 3}, "num_key_value_heads = 3"), ({**DEEPSEEK, "attention_bias": True}, "attention_bias = True"), ({**LLAMA, "rope_scaling": "llama3"}, "rope"),
+    ({**DEEPSEEK, "num_key_value_heads": 3}, "num_key_value_heads = 3"), ({**DEEPSEEK, "attention_bias": True}, "attention_bias = True"),
+    ({**LLAMA, "rope_scaling": "llama3"}, "rope"),
     ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "full_attention"),
     ({**LLAMA, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "without low_freq_factor"),
     ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
@@ -121,7 +126,8 @@ def test_what_is_another_model_is_refused(tmp_path, said, words):
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"positions": "learned"}, "nearest, llama, differs in positions=learned"), ({"qkv_bias": True, "qk_norm": True}, "qwen2, differs in qk_norm=True"),
+    ({"positions": "learned"}, "nearest, llama, differs in positions=learned"),
+    ({"qkv_bias": True, "qk_norm": True}, "qwen2, differs in qk_norm=True"),
     ({"norm": "layernorm"}, "norm=layernorm"), ({"activation": "gelu", "bias": True}, "activation=gelu"),
 ])
 def test_what_no_family_has_is_not_exported(change, words):

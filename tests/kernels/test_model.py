@@ -17,7 +17,8 @@ CASES = (("llama3-tiny", "fp32", 1e-4), ("mistral-tiny", "fp32", 1e-4), ("deepse
 @pytest.mark.parametrize("name, dtype, bound", CASES)
 def test_trains_alike(interpreted, monkeypatch, name, dtype, bound):
     cfg = verify.subject(name)
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype, global_batch=2, seq_len=16), model=replace(cfg.model, layers=2, jitter=0.0, attention="triton"),
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype, global_batch=2, seq_len=16),
+                  model=replace(cfg.model, layers=2, jitter=0.0, attention="triton"),
                   data=replace(cfg.data, doc_mask=name == "mistral-tiny"))
     monkeypatch.setattr(verify, "STEPS", 1)
     for module, table in ((linear, "TILE"), (grouped_gemm, "TILE"), (grouped_gemm, "WGRAD")):

@@ -72,7 +72,8 @@ def test_yarn_slows_long_waves_and_keeps_short_ones():
 def test_yarn_is_that_of_transformers():
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils", reason="transformers is not installed: nothing to compare with")
     from transformers import LlamaConfig
-    for settings in ({"factor": 4.0, "original_max_position_embeddings": 32768}, {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 16, "beta_slow": 2}):
+    for settings in ({"factor": 4.0, "original_max_position_embeddings": 32768},
+                     {"factor": 40.0, "original_max_position_embeddings": 4096, "beta_fast": 16, "beta_slow": 2}):
         cfg = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_theta=50000.0, rope_scaling={"rope_type": "yarn", **settings})
         theirs, grown = rope_utils.ROPE_INIT_FUNCTIONS["yarn"](cfg, "cpu")
         ours = frequencies(64, 50000.0, settings["factor"], settings.get("beta_slow", 1), settings.get("beta_fast", 32),

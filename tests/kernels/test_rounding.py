@@ -35,7 +35,8 @@ def test_what_bf16_holds_stays():
     every = torch.arange(-2**15, 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)  # all there are
     for key in "ab":
         got = rounded(every.float(), Place(salt(1, 2, key), 0, 1, 1).bits(0, len(every), torch.device("cpu")))
-        assert torch.equal(got.nan_to_num(), every.nan_to_num()) and torch.equal(got.isnan(), every.isnan()) and torch.equal(got.isinf(), every.isinf())
+        assert torch.equal(got.nan_to_num(), every.nan_to_num())
+        assert torch.equal(got.isnan(), every.isnan()) and torch.equal(got.isinf(), every.isinf())
     odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int64).to(torch.int32).view(torch.float32)  # NaNs whose bits are all low, all there
     assert rounded(odd, torch.full((3,), 0xFFFF)).isnan().all()
 
@@ -69,7 +70,8 @@ def rounding_kernel(X, OUT, BITS, n, salt, base, width, stride, skip, ROWS: tl.c
     tl.store(OUT + at, round_to_bf16(tl.load(X + at, at < n), bits), at < n)
 
 
-@pytest.mark.parametrize("place", [Place(salt(1, 1, "w"), 0, 1, 1), Place(salt(1, 2, "w"), 12345, 7, 40, 3), Place(-1, 1 << 33, 100, 100), Place(1, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize("place", [Place(salt(1, 1, "w"), 0, 1, 1), Place(salt(1, 2, "w"), 12345, 7, 40, 3),
+                                   Place(-1, 1 << 33, 100, 100), Place(1, 1, 1, 2)], ids=str)
 def test_triton(interpreted, place):
     n = 300
     x = torch.randn(n, device=interpreted) * 10.0 ** torch.randint(-38, 38, (n,), device=interpreted)

@@ -37,7 +37,8 @@ def definition(mla, m, x, freq, grow):
 
     def turned(t):
         angle = torch.arange(len(t), dtype=torch.float64)[:, None] * freq
-        return torch.view_as_real(torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+        pairs = torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
     down = x @ mla.down.t()
     latent, key = down[:, -(m.kv_rank + m.rope_dim):].split((m.kv_rank, m.rope_dim), -1)
     q = norm(down[:, :m.q_rank], mla.q_norm) @ mla.q_up.t() if m.q_rank else x @ mla.q.weight.t()

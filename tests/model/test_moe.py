@@ -36,7 +36,8 @@ def scores_of(r, x):
     return logits, logits.softmax(-1) if r.m.router == "softmax" else logits.sigmoid()
 
 
-@pytest.mark.parametrize("model", [{}, {"router_renorm": False}, {"router": "sigmoid", "router_scale": 2.5}, {"router_groups": 4, "router_group_top_k": 2},
+@pytest.mark.parametrize("model", [{}, {"router_renorm": False}, {"router": "sigmoid", "router_scale": 2.5},
+                                   {"router_groups": 4, "router_group_top_k": 2},
                                    {"router": "sigmoid", "router_groups": 2, "router_group_top_k": 1, "router_bias": True}], ids=str)
 def test_who_is_chosen_and_how_much_they_weigh(model):
     r, (x, _) = router(**model), inputs()
@@ -164,7 +165,8 @@ def gradients(name, **changes):
     return kept, run
 
 
-@pytest.mark.parametrize("name, changes", [("mixtral-tiny", {}), ("dots1-tiny", {}), ("mixtral-tiny", {"capacity": 1.0}), ("olmoe-tiny", {"aux_kind": "global"})], ids=str)
+@pytest.mark.parametrize("name, changes", [("mixtral-tiny", {}), ("dots1-tiny", {}), ("mixtral-tiny", {"capacity": 1.0}),
+                                           ("olmoe-tiny", {"aux_kind": "global"})], ids=str)
 def test_microbatches_change_nothing(name, changes):
     (one, _), (many, _) = (gradients(name, micro_batch=n, **changes) for n in (8, 1))
     for key, g in one.items():

@@ -48,7 +48,8 @@ def test_a_cut_carries_what_is_ahead_of_the_whole_sequence():
 
 def run_of(depth, weight=0.3, dtype="fp64", **model):
     cfg = subject("deepseek-v3-tiny")
-    cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None, mtp=depth, mtp_weight=weight, dropout=0.0, **model), train=replace(cfg.train, global_batch=2, dtype=dtype))
+    cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None, mtp=depth, mtp_weight=weight, dropout=0.0, **model),
+                  train=replace(cfg.train, global_batch=2, dtype=dtype))
     return build(cfg, Mesh.single(), torch.device("cpu"), None, 50)
 
 
@@ -121,7 +122,8 @@ def test_gradients_are_those_of_transformers_modules(tied):
     compared = {"embed.weight": main.model.embed_tokens.weight, "layers.0.attn.kv_a.weight": main.model.layers[0].self_attn.kv_a_proj_with_mqa.weight,
                 "norm.weight": main.model.norm.weight, "layers.2.join.weight": more.layers[0].eh_proj.weight,
                 "layers.2.embed_norm.weight": more.layers[0].enorm.weight, "layers.2.hidden_norm.weight": more.layers[0].hnorm.weight,
-                "layers.3.head_norm.weight": more.layers[1].post_norm.weight, "layers.3.mlp.down.weight": more.layers[1].mtp_block.mlp.down_proj.weight}
+                "layers.3.head_norm.weight": more.layers[1].post_norm.weight,
+                "layers.3.mlp.down.weight": more.layers[1].mtp_block.mlp.down_proj.weight}
     compared |= {} if tied else {"head.weight": main.lm_head.weight}
     for key, p in compared.items():
         got = ours[key][:len(p)]
@@ -133,7 +135,8 @@ def test_gradients_are_those_of_transformers_modules(tied):
     ("deepseek-v3-tiny", dict(mtp=2, tied=True), dict(pp=2, schedule="zb-v", zero=3), False),
     ("deepseek-v3-tiny", dict(mtp=2), dict(pp=2, schedule="zb-h1", zero=1), True),
     ("deepseek-v3-tiny", dict(mtp=3, mtp_weight=5.0), dict(cp=2, cp_kind="ulysses"), True),
-    ("llama3-tiny", dict(mtp=2), dict(cp=2), True), ("gpt2-tiny", dict(mtp=1), dict(tp=2, sp=True), False), ("gpt2-tiny", dict(mtp=1), dict(pp=2), False),
+    ("llama3-tiny", dict(mtp=2), dict(cp=2), True),
+    ("gpt2-tiny", dict(mtp=1), dict(tp=2, sp=True), False), ("gpt2-tiny", dict(mtp=1), dict(pp=2), False),
 ], ids=str)
 def test_layouts_train_like_one_process(ranks, tmp_path, name, model, layout, docs):
     cfg = subject(name, 2)

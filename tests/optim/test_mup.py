@@ -1,5 +1,5 @@
-"""muP: who starts and learns how, by torch's own AdamW and by hand; nothing at the base's width; exported whole; and a coordinate check that can fail.
-That layouts change nothing is verify's."""
+"""muP: who starts and learns how, by torch's own AdamW and by hand; nothing at the base's width; exported whole; and a
+coordinate check that can fail. That layouts change nothing is verify's."""
 import json
 from dataclasses import replace
 
@@ -57,8 +57,8 @@ def test_adamw_is_torchs_with_scaled_rates_and_the_decay_of_the_base(name):
     run = made(replace(cfg, optim=replace(cfg.optim, weight_decay=DECAY, eps=1e-8)))
     params = {k: torch.nn.Parameter(w) for k, w in whole(run).items()}
     rate = {k: 1.0 if kind(k, p) == "same" else 1 / M for k, p in params.items()}
-    theirs = torch.optim.AdamW([{"params": [p], "lr": LR * rate[k], "weight_decay": DECAY / rate[k] if p.dim() > 1 else 0.0} for k, p in params.items()],
-                               betas=(0.9, 0.95), eps=1e-8)
+    groups = [{"params": [p], "lr": LR * rate[k], "weight_decay": DECAY / rate[k] if p.dim() > 1 else 0.0} for k, p in params.items()]
+    theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     stream = torch.Generator().manual_seed(3)
     for step in (1, 2, 3):
         for b in run.buckets:
@@ -112,8 +112,8 @@ TOKENS = torch.randint(125, (2, 20), generator=torch.Generator().manual_seed(0))
 PLACES = torch.arange(20).expand(2, 20)
 
 
-@pytest.mark.parametrize("name, more", [("llama3-tiny", {}), ("gpt2-tiny", {}), ("qwen3-tiny", {}), ("qwen2.5-tiny", {}), ("mixtral-tiny", {}), ("deepseek-v3-tiny", {}),
-                                        ("deepseek-v2-lite-tiny", {}), ("olmoe-tiny", {})])
+@pytest.mark.parametrize("name, more", [("llama3-tiny", {}), ("gpt2-tiny", {}), ("qwen3-tiny", {}), ("qwen2.5-tiny", {}),
+                                        ("mixtral-tiny", {}), ("deepseek-v3-tiny", {}), ("deepseek-v2-lite-tiny", {}), ("olmoe-tiny", {})])
 def test_an_export_holds_the_factors(name, more):
     """What the muP model computes, a plain model with the folded weights computes; and folding back restores."""
     cfg = wide(name, mup_head_dim=3, **more)

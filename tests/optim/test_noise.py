@@ -79,7 +79,8 @@ def told(world, cfg, bug=None):
 def by_hand(cfg, dp: int) -> list[float]:
     """The same from the gradients of one process: of each small batch alone, and of the whole step."""
     def squares(batches) -> tuple[float, float]:
-        one = replace(cfg, parallel=Parallel(), log=replace(cfg.log, noise_scale=False), train=replace(cfg.train, global_batch=len(batches) * cfg.train.micro_batch))
+        one = replace(cfg, parallel=Parallel(), log=replace(cfg.log, noise_scale=False),
+                      train=replace(cfg.train, global_batch=len(batches) * cfg.train.micro_batch))
         run, n = build(one, Mesh.single(), torch.device("cpu"), None, 9), float(sum(b.counted() for b in batches))
         run.pipeline.run(run.ops[len(batches)], batches, 1.0)
         return n, float(sum((g / n).square().sum() for b in run.buckets for box, g in b.boxes(b.shard)
@@ -91,8 +92,9 @@ def by_hand(cfg, dp: int) -> list[float]:
     return [s, big - s / whole]
 
 
-LAYOUTS = [dict(zero=z) for z in range(4)] + [dict(tp=2, zero=0), dict(tp=2, sp=True, zero=3), dict(dp_rep=2, zero=1), dict(tp=2, pp=2, schedule="gpipe"),
-           dict(pp=2, zero=2), dict(pp=2, schedule="zb-h1"), dict(pp=2, zero=3, schedule="zb-v"), dict(pp=2, zero=1, schedule="interleaved")]
+LAYOUTS = [dict(zero=z) for z in range(4)] + [
+    dict(tp=2, zero=0), dict(tp=2, sp=True, zero=3), dict(dp_rep=2, zero=1), dict(tp=2, pp=2, schedule="gpipe"), dict(pp=2, zero=2),
+    dict(pp=2, schedule="zb-h1"), dict(pp=2, zero=3, schedule="zb-v"), dict(pp=2, zero=1, schedule="interleaved")]
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)

@@ -17,7 +17,8 @@ STEPS, LR, DECAY = 3, 0.01, 0.1
 def trained(name, dtype="fp64"):
     """(start, gradients of each step, end): {key: whole tensor} of a tiny model under our optimizer, with made-up gradients."""
     cfg = subject("llama3-tiny")
-    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name=name, weight_decay=DECAY, eps=1e-8), train=dataclasses.replace(cfg.train, dtype=dtype))
+    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name=name, weight_decay=DECAY, eps=1e-8),
+                              train=dataclasses.replace(cfg.train, dtype=dtype))
     run = build(cfg, Mesh.single(), torch.device("cpu"), None, 10)
     whole = lambda flat: {box.key: part.clone() for b in run.buckets for box, part in b.boxes(getattr(b, flat))}
     start, grads, stream = whole("master"), [], torch.Generator().manual_seed(3)
@@ -94,7 +95,8 @@ def test_muon_moves_hidden_matrices_whole_and_the_rest_by_adamw():
     assert hidden and {k for k in start if k not in hidden} == {"embed.weight", "head.weight", *(k for k in start if "norm" in k)}
     same({k: end[k] for k in hidden}, by({k: start[k] for k in hidden}, grads, rule))
     params = {k: torch.nn.Parameter(w.clone()) for k, w in start.items() if k not in hidden}
-    theirs = torch.optim.AdamW([{"params": [p], "weight_decay": DECAY if p.dim() > 1 else 0.0} for p in params.values()], lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    theirs = torch.optim.AdamW([{"params": [p], "weight_decay": DECAY if p.dim() > 1 else 0.0} for p in params.values()],
+                               lr=LR, betas=(0.9, 0.95), eps=1e-8)
     for g in grads:
         for k, p in params.items():
             p.grad = g[k]

@@ -75,7 +75,8 @@ def updated(world: World, cfg, chunk: int = 0) -> list:
 
 
 @pytest.mark.parametrize("name, parallel", [("llama3.2-tiny", p) for p in (
-    dict(tp=2), dict(zero=1), dict(zero=3), dict(pp=2), dict(pp=2, tp=2, schedule="zb-v"), dict(tp=2, sp=True, zero=2), dict(dp_rep=2, zero=1, offload="optimizer"))]
+    dict(tp=2), dict(zero=1), dict(zero=3), dict(pp=2), dict(pp=2, tp=2, schedule="zb-v"), dict(tp=2, sp=True, zero=2),
+    dict(dp_rep=2, zero=1, offload="optimizer"))]
     + [("mixtral-tiny", dict(tp=2, ep=2, etp=2, zero=1))], ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_every_layout_rounds_alike(ranks, name, parallel, dtype):

@@ -66,7 +66,8 @@ def measured(world, bug=None) -> dict[str, tuple[float, float]]:
 
 def as_it_should(found: dict[str, tuple[float, float]]) -> bool:
     late, long = 800 * LATE, 1000 * LONG
-    (exposed, hidden), (waited, under), (gather_waited, gather_under), (at_once, none) = (found[k] for k in ("blocking", "started", "gathered", "scattered"))
+    names = ("blocking", "started", "gathered", "scattered")
+    (exposed, hidden), (waited, under), (gather_waited, gather_under), (at_once, none) = (found[k] for k in names)
     return (exposed > late and hidden == 0 and at_once > late and none < late and waited < late < under < 0.8 * long
             and gather_waited < late < gather_under < 0.8 * long)
 

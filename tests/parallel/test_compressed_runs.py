@@ -131,7 +131,8 @@ def poisoned(world: World, cfg):
     return said, kept, all(bool(b.master.isfinite().all()) for b in run.buckets)
 
 
-@pytest.mark.parametrize("parallel", [dict(compress=k) for k in (*KINDS, "powersgd")] + [dict(compress="int8", zero=z, compress_weights="int8") for z in (1, 3)], ids=str)
+@pytest.mark.parametrize("parallel", [dict(compress=k) for k in (*KINDS, "powersgd")]
+                         + [dict(compress="int8", zero=z, compress_weights="int8") for z in (1, 3)], ids=str)
 def test_a_nan_reaches_every_guard_and_does_no_harm(ranks, parallel):
     for said, kept, finite in ranks(2).run(poisoned, laid(**parallel)):
         assert said == [True, False, True, True] and kept and finite
@@ -144,7 +145,8 @@ def text(cfg, step: int, rank: int, world: int) -> list[Batch]:
     starts = torch.randint(len(letters) - t.seq_len, (t.global_batch,), generator=torch.Generator().manual_seed(step)).tolist()
     mine = range(rank, t.global_batch, world)
     rows = torch.stack([letters[starts[i]:starts[i] + t.seq_len + 1] for i in mine])
-    return [Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), torch.arange(t.seq_len).expand(len(rows), -1), None, torch.tensor(list(mine)), step)]
+    places = torch.arange(t.seq_len).expand(len(rows), -1)
+    return [Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), places, None, torch.tensor(list(mine)), step)]
 
 
 def learned(world: World, cfg):
@@ -154,8 +156,8 @@ def learned(world: World, cfg):
     for step in range(1, cfg.train.steps + 1):
         run.mesh.ledger.clear()
         losses.append(float(train_step(run, step, text(cfg, step, world.rank, world.size), Guard(), lambda *point: None)[0]))
-    wire = {verb: run.mesh.ledger[group, verb, "bytes"] for group in ("loss", "shard") for verb in ("all_reduce", "all_to_all", "reduce_scatter", "all_gather")
-            if run.mesh.ledger[group, verb, "bytes"] > 64}
+    wire = {verb: run.mesh.ledger[group, verb, "bytes"] for group in ("loss", "shard")
+            for verb in ("all_reduce", "all_to_all", "reduce_scatter", "all_gather") if run.mesh.ledger[group, verb, "bytes"] > 64}
     for b in run.buckets:
         b.need()
     return sum(losses[-10:]) / 10, sum(n * (2 if verb == "all_reduce" else 1) for verb, n in wire.items()), losses[0]
@@ -163,8 +165,8 @@ def learned(world: World, cfg):
 
 EIGHT = dict(compress="int8", compress_weights="int8"), dict(compress="fp8", compress_weights="fp8")
 LEARN = [(dict(), 0.0), (dict(compress="int8"), 0.02), (dict(compress="fp8"), 0.02), (dict(compress="powersgd", powersgd_rank=4), 0.15),
-         (dict(compress="powersgd", powersgd_rank=16), 0.05), (dict(zero=1), 0.01), (dict(zero=1, **EIGHT[0]), 0.02), (dict(zero=1, **EIGHT[1]), 0.05),
-         (dict(zero=3), 0.01), (dict(zero=3, **EIGHT[0]), 0.02)]
+         (dict(compress="powersgd", powersgd_rank=16), 0.05), (dict(zero=1), 0.01), (dict(zero=1, **EIGHT[0]), 0.02),
+         (dict(zero=1, **EIGHT[1]), 0.05), (dict(zero=3), 0.01), (dict(zero=3, **EIGHT[0]), 0.02)]
 
 
 def test_models_learn_all_the_same(ranks, capsys):
@@ -225,7 +227,8 @@ def test_errors_begin_anew_where_there_were_none(ranks, tmp_path):
     assert all(found[0] == losses[0] and left == 0 for found, left in ranks(2).run(resumed, cfg, path))
 
 
-@pytest.mark.parametrize("parallel", [dict(compress="int8"), dict(compress="fp8", compress_weights="int8", zero=1), dict(compress_weights="fp8", zero=3)], ids=str)
+@pytest.mark.parametrize("parallel", [dict(compress="int8"), dict(compress="fp8", compress_weights="int8", zero=1),
+                                      dict(compress_weights="fp8", zero=3)], ids=str)
 def test_quantized_runs_resume_bit_for_bit(ranks, tmp_path, parallel):
     cfg = laid("bf16", **parallel)
     losses = ranks(2).run(saved, cfg, tmp_path)
@@ -236,10 +239,12 @@ def test_quantized_runs_resume_bit_for_bit(ranks, tmp_path, parallel):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("parallel, key, says", [
-    (dict(compress="int8", reduce="ring"), "parallel.compress", "use one of them"), (dict(compress="powersgd", reduce="hierarchy"), "parallel.compress", "use one"),
+    (dict(compress="int8", reduce="ring"), "parallel.compress", "use one of them"),
+    (dict(compress="powersgd", reduce="hierarchy"), "parallel.compress", "use one"),
     (dict(compress="powersgd", zero=1), "parallel.compress", "int8 or fp8, or parallel.zero 0"),
     (dict(compress_weights="int8"), "parallel.compress_weights", "parallel.zero to 1, 2 or 3"),
-    (dict(compress="int8", compress_block=96), "parallel.compress_block", "not a multiple of 64"), (dict(compress_block=0), "parallel.compress_block", "above 0"),
+    (dict(compress="int8", compress_block=96), "parallel.compress_block", "not a multiple of 64"),
+    (dict(compress_block=0), "parallel.compress_block", "above 0"),
     (dict(powersgd_rank=0), "parallel.powersgd_rank", "above 0")])
 def test_refused(parallel, key, says):
     cfg = laid()

@@ -19,20 +19,24 @@ from train import train_step
 PLAIN = [dict(zero=z, dp_rep=r) for z in (0, 1, 2, 3) for r in (1, 2, 4) if z or r == 1]
 SENDS = [dict(reduce=r) for r in ("ring", "hierarchy", "server")] + [dict(reduce="ring", zero=2, dp_rep=2), dict(reduce="hierarchy", node=None)]
 SPLIT = [dict(tp=2, sp=sp, zero=z) for sp in (False, True) for z in (0, 1, 3)] + [dict(tp=4, sp=True), dict(tp=4)]
-PIPES = [dict(pp=2, zero=z, schedule=s) for z, s in ((0, "1f1b"), (1, "gpipe"), (2, "interleaved"), (3, "1f1b"), (3, "zb-v"), (3, "zb-h1"), (3, "gpipe"))]
+PIPES = [dict(pp=2, zero=z, schedule=s) for z, s in ((0, "1f1b"), (1, "gpipe"), (2, "interleaved"), (3, "1f1b"), (3, "zb-v"),
+                                                     (3, "zb-h1"), (3, "gpipe"))]
 MIXED = [dict(pp=2, tp=2, sp=True, schedule="zb-h1"), dict(pp=4), dict(pp=2, tp=2, zero=3, schedule="dualpipe-v")]
 CONTEXT = [dict(cp=cp, cp_kind=kind, zero=z) for kind in ("ring", "ulysses") for cp, z in ((2, 0), (4, 1), (4, 3))] + [
     dict(cp=2, cp_kind="ulysses", tp=2, sp=True), dict(cp=2, pp=2, schedule="zb-v", zero=2), dict(cp=2, dp_rep=2, zero=1), dict(cp=2, reduce="ring")]
-EIGHT = [dict(pp=2, tp=2, sp=True, zero=3), dict(tp=2, zero=3, dp_rep=2), dict(pp=2, zero=1, dp_rep=2, schedule="zb-v"), dict(tp=2, reduce="hierarchy")]
+EIGHT = [dict(pp=2, tp=2, sp=True, zero=3), dict(tp=2, zero=3, dp_rep=2), dict(pp=2, zero=1, dp_rep=2, schedule="zb-v"),
+         dict(tp=2, reduce="hierarchy")]
 
 
-MIXTURES = [dict(ep=4), dict(ep=2, etp=2, zero=1), dict(tp=2, ep=2), dict(tp=2, sp=True, ep=4, zero=3), dict(tp=2, etp=2, zero=2), dict(cp=2, ep=2, zero=3),
-            dict(pp=2, ep=2, zero=1), dict(pp=2, tp=2, sp=True, ep=2, schedule="zb-v"), dict(zero=3, dp_rep=2, ep=2), dict(ep=2, reduce="ring"),
+MIXTURES = [dict(ep=4), dict(ep=2, etp=2, zero=1), dict(tp=2, ep=2), dict(tp=2, sp=True, ep=4, zero=3), dict(tp=2, etp=2, zero=2),
+            dict(cp=2, ep=2, zero=3), dict(pp=2, ep=2, zero=1), dict(pp=2, tp=2, sp=True, ep=2, schedule="zb-v"),
+            dict(zero=3, dp_rep=2, ep=2), dict(ep=2, reduce="ring"),
             dict(ep=2, reduce="hierarchy"), dict(tp=4), dict(ep=2, tp=2, recompute="full"), dict(tp=2, sp=True, ep=2, recompute="full", pp=2),
             dict(tp=2, sp=True, etp=2, recompute="selective", recompute_parts="core,norm,act"), dict(pp=2, zero=2, etp=2, schedule="dualpipe-v")]
 PARTS = "core,norm,act"
 AGAIN = [dict(tp=2, recompute="full"), dict(tp=2, sp=True, recompute="full", pp=2), dict(tp=2, sp=True, recompute="selective", recompute_parts=PARTS),
-         dict(cp=2, recompute="full", zero=3), dict(cp=4, cp_kind="ulysses", recompute="full"), dict(cp=2, recompute="selective", recompute_parts=PARTS),
+         dict(cp=2, recompute="full", zero=3), dict(cp=4, cp_kind="ulysses", recompute="full"),
+         dict(cp=2, recompute="selective", recompute_parts=PARTS),
          dict(tp=2, sp=True, pp=2, stages="1,3", recompute_stages="selective,full", recompute_parts="norm")]
 
 
@@ -83,8 +87,9 @@ def test_every_byte_is_planned(ranks, parallel):
     compare(ranks(4), "llama3-tiny", parallel)
 
 
-CODED = [dict(compress="int8"), dict(compress="fp8", tp=2, compress_block=64), dict(compress="int8", zero=1, dp_rep=2), dict(compress="fp8", zero=2, pp=2),
-         dict(compress="int8", compress_weights="fp8", zero=3), dict(compress_weights="int8", zero=1, cp=2), dict(compress_weights="int8", zero=3, dp_rep=2)]
+CODED = [dict(compress="int8"), dict(compress="fp8", tp=2, compress_block=64), dict(compress="int8", zero=1, dp_rep=2),
+         dict(compress="fp8", zero=2, pp=2), dict(compress="int8", compress_weights="fp8", zero=3),
+         dict(compress_weights="int8", zero=1, cp=2), dict(compress_weights="int8", zero=3, dp_rep=2)]
 RANKS = [dict(compress="powersgd", powersgd_rank=3), dict(compress="powersgd", tp=2, sp=True), dict(compress="powersgd", pp=2, schedule="zb-v")]
 
 
@@ -93,9 +98,10 @@ def test_compressed_sums_and_gathers(ranks, parallel):
     compare(ranks(4), "llama3.2-tiny", parallel, dtype="bf16")
 
 
-@pytest.mark.parametrize("name, parallel", [("qwen2-moe-tiny", dict(compress="powersgd", ep=2)), ("mixtral-tiny", dict(compress="powersgd", tp=2, etp=2)),
-                                            ("deepseek-v3-tiny", dict(compress="powersgd")), ("deepseek-v2-lite-tiny", dict(compress="powersgd", tp=2, sp=True)),
-                                            ("qwen2-moe-tiny", dict(compress="int8", compress_weights="int8", zero=1, ep=2)), ("gpt2-tiny", RANKS[1])], ids=str)
+@pytest.mark.parametrize("name, parallel", [
+    ("qwen2-moe-tiny", dict(compress="powersgd", ep=2)), ("mixtral-tiny", dict(compress="powersgd", tp=2, etp=2)),
+    ("deepseek-v3-tiny", dict(compress="powersgd")), ("deepseek-v2-lite-tiny", dict(compress="powersgd", tp=2, sp=True)),
+    ("qwen2-moe-tiny", dict(compress="int8", compress_weights="int8", zero=1, ep=2)), ("gpt2-tiny", RANKS[1])], ids=str)
 def test_compressed_mixtures_latents_and_biases(ranks, name, parallel):
     compare(ranks(4), name, parallel)
 
@@ -118,7 +124,8 @@ def test_tied_tables_biases_and_head_norms(ranks, name, parallel):
     compare(ranks(4), name, parallel, micro_batch=2)
 
 
-@pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, recompute="selective", recompute_parts="norm"), dict(tp=2, cp=2, zero=3)], ids=str)
+@pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, recompute="selective", recompute_parts="norm"),
+                                      dict(tp=2, cp=2, zero=3)], ids=str)
 def test_fewer_key_heads_than_ranks(ranks, parallel):
     compare(ranks(4), "qwen2.5-tiny", parallel, model=dict(kv_heads=1))
 
@@ -153,7 +160,8 @@ def test_mixtures_in_bf16(ranks, parallel):
 
 
 LATENT = [dict(zero=3), dict(tp=2), dict(tp=2, sp=True, zero=1), dict(cp=2), dict(cp=2, cp_kind="ulysses", zero=2), dict(pp=2, zero=3),
-          dict(pp=2, zero=3, schedule="zb-v"), dict(pp=2, tp=2, sp=True, schedule="zb-h1"), dict(pp=4, zero=2), dict(pp=2, schedule="dualpipe-v", ep=2),
+          dict(pp=2, zero=3, schedule="zb-v"), dict(pp=2, tp=2, sp=True, schedule="zb-h1"), dict(pp=4, zero=2),
+          dict(pp=2, schedule="dualpipe-v", ep=2),
           dict(tp=2, sp=True, recompute="full"), dict(tp=2, recompute="full"), dict(cp=2, recompute="full", pp=2),
           dict(tp=2, sp=True, recompute="selective", recompute_parts="norm,core")]
 

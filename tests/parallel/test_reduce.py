@@ -28,7 +28,8 @@ def sums(world, kind, node, dtype):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("kind,node", [("collective", None), ("ring", None), ("server", None), ("hierarchy", 2), ("hierarchy", None), ("hierarchy", 1)])
+@pytest.mark.parametrize("kind,node", [("collective", None), ("ring", None), ("server", None),
+                                       ("hierarchy", 2), ("hierarchy", None), ("hierarchy", 1)])
 def test_the_same_sum_and_its_bytes(ranks, world, kind, node):
     found = ranks(world).run(sums, kind, node, torch.float64)
     true, n, N = sum(numbers(r, torch.float64) for r in range(world)), SIZE * 8, world

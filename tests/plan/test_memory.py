@@ -82,7 +82,8 @@ def held(world, cfg):
     host = [b.master for b in every if offloaded] + [t for t in state if offloaded]
     masters = [b.master for b in every if b.master is not b.own and not b.sharing.offload]
     whole = {"weights": stores([b.own if b.weights is None else b.weights for b in every]), "masters": stores(masters),
-             "gradients": stores([x for b in every for x in (b.shard, b.grad, b.power and b.power.error)]), "optimizer": 0 if offloaded else stores(state)}
+             "gradients": stores([x for b in every for x in (b.shard, b.grad, b.power and b.power.error)]),
+             "optimizer": 0 if offloaded else stores(state)}
     assert stores(host) == memory.host_bytes(job_of(cfg, world.size, world.rank))
     for b in every:
         b.need()
@@ -112,8 +113,9 @@ def laid(name, parallel, **train):
     return replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **{"dtype": "bf16", "seq_len": 64, **train}))
 
 
-@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)] + [("mixtral-tiny", p) for p in (
-    dict(zero=1, ep=2), dict(zero=3, ep=2, etp=2), dict(tp=2, ep=4), dict(zero=2, tp=2, dp_rep=2))], ids=str)
+@pytest.mark.parametrize("name,parallel", [("llama3-tiny", p) for p in STATES] + [("gpt2-tiny", dict(zero=z, pp=2)) for z in (1, 3)]
+                         + [("mixtral-tiny", p) for p in (dict(zero=1, ep=2), dict(zero=3, ep=2, etp=2), dict(tp=2, ep=4),
+                                                          dict(zero=2, tp=2, dp_rep=2))], ids=str)
 def test_state(ranks, name, parallel):
     cfg = laid(name, parallel)
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
@@ -128,8 +130,8 @@ def test_moments_of_each_optimizer(ranks, name):
         assert state == memory.state_bytes(job_of(cfg, 4, rank))
 
 
-@pytest.mark.parametrize("parallel", [dict(), dict(zero=1, tp=2), dict(zero=3), dict(zero=1, offload="optimizer"), dict(zero=2, compress_weights="int8"),
-                                      dict(pp=2, zero=1)], ids=str)
+@pytest.mark.parametrize("parallel", [dict(), dict(zero=1, tp=2), dict(zero=3), dict(zero=1, offload="optimizer"),
+                                      dict(zero=2, compress_weights="int8"), dict(pp=2, zero=1)], ids=str)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32", "fp16"])
 def test_states_in_bf16(ranks, parallel, dtype):
     cfg = laid("llama3-tiny", parallel, dtype=dtype)
@@ -164,8 +166,8 @@ def test_activations(ranks, name, parallel):
             assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (rank, train)
 
 
-@pytest.mark.parametrize("name, recipe", [("llama3-tiny", "tensorwise"), ("llama3-tiny", "rowwise"), ("llama3-tiny", "blockwise"), ("gpt2-tiny", "rowwise"),
-                                          ("deepseek-v2-lite-tiny", "rowwise"), ("deepseek-v3-tiny", "blockwise")])
+@pytest.mark.parametrize("name, recipe", [("llama3-tiny", "tensorwise"), ("llama3-tiny", "rowwise"), ("llama3-tiny", "blockwise"),
+                                          ("gpt2-tiny", "rowwise"), ("deepseek-v2-lite-tiny", "rowwise"), ("deepseek-v3-tiny", "blockwise")])
 @pytest.mark.parametrize("parallel", [{}, dict(tp=2, sp=True), dict(pp=2), dict(recompute="selective", recompute_parts="norm,act")], ids=str)
 def test_activations_in_eight_bits(ranks, name, recipe, parallel):
     cfg = laid(name, parallel, dtype="fp8", fp8=recipe, fp8_block=16, fp8_keep=0)

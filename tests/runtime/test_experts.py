@@ -20,7 +20,8 @@ def told(*counts):
 
 def test_numbers_of_a_step():
     n = numbers(told((4, 4, 4, 4), (8, 8, 0, 0)), M)
-    assert n == {"moe_load": [1.0, 2.0], "moe_entropy": [0.5, 0.5], "moe_dropped": 6 / 32, "aux_loss": pytest.approx(0.2), "z_loss": pytest.approx(0.4)}
+    assert n == {"moe_load": [1.0, 2.0], "moe_entropy": [0.5, 0.5], "moe_dropped": 6 / 32,
+                 "aux_loss": pytest.approx(0.2), "z_loss": pytest.approx(0.4)}
     assert flat({"loss": 1.0, "mfu": None, **n})["moe_load/1"] == 2.0 and "mfu" not in flat({"mfu": None})
     broken = told((0, 0, 0, 0), (1, 1, 1, 1))
     broken[:, 5] = np.nan
@@ -64,7 +65,8 @@ def test_metrics_tell_it(metrics, tmp_path, cfg):
     m = Metrics(tmp_path, cfg, Env(), steps=4, flops_per_token=1.0)
     for step in range(1, 5):
         one = torch.tensor(1.0)
-        m.step(step, loss=one, grad_norm=one, ok=one > 0, lr=1.0, seconds=1.0, data_seconds=0.0, told=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))))
+        m.step(step, loss=one, grad_norm=one, ok=one > 0, lr=1.0, seconds=1.0, data_seconds=0.0,
+               told=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))))
     m.flush()
     m.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

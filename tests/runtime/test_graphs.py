@@ -43,8 +43,9 @@ def trained(args: list[str], device: torch.device, graph: bool, numbers: tuple[i
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("args", ["", "--model.dropout 0.2", "--train.dtype bf16 --data.doc_mask true", "--parallel.recompute full --model.dropout 0.1",
-                                  "--train.dtype fp16", "--optim.name muon", "--parallel.schedule zb-h1", "--model.mtp 1", "--parallel.zero 1 --model.mup_base 16"])
+@pytest.mark.parametrize("args", ["", "--model.dropout 0.2", "--train.dtype bf16 --data.doc_mask true",
+                                  "--parallel.recompute full --model.dropout 0.1", "--train.dtype fp16", "--optim.name muon",
+                                  "--parallel.schedule zb-h1", "--model.mtp 1", "--parallel.zero 1 --model.mup_base 16"])
 def test_a_recorded_step_is_the_step(device, args):
     plain, graph = (trained(args.split(), torch.device(device), on) for on in (False, True))
     assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))

@@ -12,8 +12,8 @@ from runtime import metrics as module
 from runtime.lines import read
 from runtime.setup import Env
 
-KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "step_ms", "data_ms", "comm_exposed_ms", "comm_hidden_ms", "tokens_per_s", "tokens_per_s_per_gpu",
-        "tflops_per_gpu", "mfu", "mem_gib", "skipped"]
+KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "step_ms", "data_ms", "comm_exposed_ms", "comm_hidden_ms",
+        "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "mem_gib", "skipped"]
 
 
 def lines(tmp_path):

@@ -35,7 +35,8 @@ ROPE = {"vocab_size": 211, "hidden_size": 48, "intermediate_size": 100, "num_hid
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.3}
 LATENT = {**ROPE, "num_key_value_heads": 6, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 10, "qk_rope_head_dim": 8, "v_head_dim": 6,
           "first_k_dense_replace": 2, "n_routed_experts": 8, "num_experts_per_tok": 2}
-GPT2 = {"vocab_size": 203, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 100, "n_positions": SEQ, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+GPT2 = {"vocab_size": 203, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 100, "n_positions": SEQ,
+        "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 CASES = {
     "gpt2": ("GPT2", GPT2),
     "gpt2-untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": None}),
@@ -45,16 +46,21 @@ CASES = {
     "llama-biased": ("Llama", {**ROPE, "attention_bias": True, "mlp_bias": True}),
     "mistral": ("Mistral", {**ROPE, "hidden_size": 50, "head_dim": 14, "sliding_window": 7}),
     "mistral-nowindow": ("Mistral", {**ROPE, "sliding_window": None}),
-    "qwen2.5-tied": ("Qwen2", {**ROPE, "rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2.5-tied": ("Qwen2", {**ROPE, "rope_theta": 1e6, "tie_word_embeddings": True, "use_sliding_window": False, "sliding_window": 5,
+                               "max_window_layers": 1}),
     "qwen2-window": ("Qwen2", {**ROPE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
-    "qwen3-tied": ("Qwen3", {**ROPE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 26, "rope_theta": 1e6, "tie_word_embeddings": True}),
+    "qwen3-tied": ("Qwen3", {**ROPE, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 26, "rope_theta": 1e6,
+                             "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**ROPE, "head_dim": 10}),
     "mixtral": ("Mixtral", {**ROPE, "num_local_experts": 6, "num_experts_per_tok": 2}),
     "mixtral-window": ("Mixtral", {**ROPE, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7, "tie_word_embeddings": True}),
-    "qwen2-moe": ("Qwen2Moe", {**ROPE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 60}),
-    "qwen2-moe-sparse": ("Qwen2Moe", {**ROPE, "num_hidden_layers": 4, "num_experts": 6, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 40,
-                                      "decoder_sparse_step": 2, "norm_topk_prob": True, "num_experts_per_tok": 2}),
-    "qwen3-moe": ("Qwen3Moe", {**ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "norm_topk_prob": True}),
+    "qwen2-moe": ("Qwen2Moe", {**ROPE, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+                               "shared_expert_intermediate_size": 60}),
+    "qwen2-moe-sparse": ("Qwen2Moe", {**ROPE, "num_hidden_layers": 4, "num_experts": 6, "moe_intermediate_size": 20,
+                                      "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2, "norm_topk_prob": True,
+                                      "num_experts_per_tok": 2}),
+    "qwen3-moe": ("Qwen3Moe", {**ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
+                               "norm_topk_prob": True}),
     "qwen3-moe-first-dense": ("Qwen3Moe", {**ROPE, "head_dim": 10, "num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20,
                                            "mlp_only_layers": [0]}),
     "olmoe": ("Olmoe", {**ROPE, "num_experts": 6, "num_experts_per_tok": 3, "pad_token_id": None}),  # a padding token would not train
@@ -67,9 +73,10 @@ CASES = {
     "deepseek-v3-dense": ("DeepseekV3", {**LATENT, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "deepseek-v3-halves": ("DeepseekV3", {**LATENT, "rope_interleave": False, "tie_word_embeddings": True}),
     "deepseek-v2": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_shared_experts": 2,
-                                   "num_experts_per_tok": 3, "routed_scaling_factor": 1.5, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
-    "deepseek-v2-groups": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 0, "moe_intermediate_size": 20, "n_shared_experts": 1, "num_experts_per_tok": 3,
-                                          "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+                                   "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
+                                   "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "deepseek-v2-groups": ("DeepseekV2", {**LATENT, "first_k_dense_replace": 0, "moe_intermediate_size": 20, "n_shared_experts": 1,
+                                          "num_experts_per_tok": 3, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
     "deepseek-v3": ("DeepseekV3", {**LATENT, "first_k_dense_replace": 1, "moe_intermediate_size": 20, "n_shared_experts": 1, "num_experts_per_tok": 3,
                                    "n_group": 4, "topk_group": 2, "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}}),
 }
@@ -271,8 +278,10 @@ def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys
     assert code == 0, err
     file = tmp_path / "hf" / "model.safetensors"
     tensors = load_file(file)
-    assert {"model.layers.3.eh_proj.weight", "model.layers.2.shared_head.norm.weight", "model.layers.3.mlp.gate.e_score_correction_bias"} <= tensors.keys()
-    copies = {"model.layers.2.embed_tokens.weight": tensors["model.embed_tokens.weight"], "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"]}
+    modules = {"model.layers.3.eh_proj.weight", "model.layers.2.shared_head.norm.weight", "model.layers.3.mlp.gate.e_score_correction_bias"}
+    assert modules <= tensors.keys()
+    copies = {"model.layers.2.embed_tokens.weight": tensors["model.embed_tokens.weight"],
+              "model.layers.3.shared_head.head.weight": tensors["lm_head.weight"]}
     save_file({**tensors, **{k: t.clone() for k, t in copies.items()}}, file, {"format": "pt"})  # as published
     code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back", "--json")
     assert code == 0 and not any("further" in n or "multi" in n for n in json.loads(out)["notes"]), err
@@ -299,7 +308,8 @@ def test_bf16_and_other_tokenizers(alone, tmp_path, capsys, spec, vocab):
     assert hf_tokenizer.difference(tok.encode, hf_tokenizer.encoder(text)) is None
     said = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert said["torch_dtype"] == "bfloat16" and said["vocab_size"] == vocab and said["eos_token_id"] == tok.eod
-    assert (tmp_path / "hf" / "model.safetensors").stat().st_size < 2.5 * sum(t[:vocab].numel() for t in weights(state.find(str(tmp_path / "run"), [])).values())
+    numel = sum(t[:vocab].numel() for t in weights(state.find(str(tmp_path / "run"), [])).values())
+    assert (tmp_path / "hf" / "model.safetensors").stat().st_size < 2.5 * numel
 
 
 @pytest.mark.parametrize("preset", ["llama3-tiny", "qwen2.5-tiny", "mistral-tiny"])
@@ -351,7 +361,8 @@ def cut(folder):
 
 
 @pytest.mark.parametrize("how, words", [
-    (lambda f: (f / "config.json").unlink(), "config.json: No such file or directory"), (edit(model_type="mamba"), "model_type 'mamba' is not supported"),
+    (lambda f: (f / "config.json").unlink(), "config.json: No such file or directory"),
+    (edit(model_type="mamba"), "model_type 'mamba' is not supported"),
     (edit(num_attention_heads=7), "kv_heads: 2 does not divide model.heads=7"), (edit(hidden_act="relu"), "hidden_act"), (cut, "truncated"),
     (edit(hidden_size=24), "has shape"), (edit(num_hidden_layers=3), "model.layers.2"), (poison, "model.norm.weight holds NaN or Inf"),
     (lambda f: shutil.rmtree(f), "No such file or directory"), (lambda f: (f / "tokenizer.json").write_text("{"), "not a tokenizer.json"),
@@ -367,7 +378,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(alone, exported, tmp_path, cap
 
 def test_targets_that_exist_and_runs_that_do_not(alone, tmp_path, capsys):
     make_run(tmp_path / "run")
-    for argv, words in ((("to-hf", tmp_path / "run", tmp_path / "run"), "is there already"), (("to-hf", tmp_path / "gone", tmp_path / "hf"), "holds no checkpoint"),
+    for argv, words in ((("to-hf", tmp_path / "run", tmp_path / "run"), "is there already"),
+                        (("to-hf", tmp_path / "gone", tmp_path / "hf"), "holds no checkpoint"),
                         (("from-hf", tmp_path / "run", tmp_path / "back"), "config.json: No such file"),
                         (("to-hf", tmp_path / "run", tmp_path / "hf", "--tokenizer", tmp_path / "no.model"), "no.model")):
         code, out, err = run(capsys, *argv)
