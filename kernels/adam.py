@@ -98,7 +98,7 @@ def adamw_kernel(PARAM, GRAD, M, V, LOW, FACTOR, OK, n, keep1, keep2, bias1, bia
             tl.store(LOW + at, p.to(LOW.dtype.element_ty), inside)
 
 
-def launch(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low, place) -> None:
+def launch(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low, place=None) -> None:
     n, x = param.numel(), place or Place(0, 0, 1, 1)
     if n:
         adamw_kernel[(ceil_div(n, GPU_BLOCK),)](
