@@ -50,12 +50,12 @@ def job(home: pathlib.Path, world: int, args, fault: str = "", rank_args=None, l
     """Run train.py on `world` ranks. rank_args: {rank: more arguments}; before: called in each rank; meanwhile: in the launcher,
     with the ranks' process ids."""
     home.mkdir(parents=True, exist_ok=True)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    keeper, port = keep_store()
     began, first, pids = time.monotonic(), None, {}
     for rank in range(world):
         pid = os.fork()
         if pid == 0:
-            child(home, rank, world, store.port, [*args, *(rank_args or {}).get(rank, ())], fault, before)
+            child(home, rank, world, port, [*args, *(rank_args or {}).get(rank, ())], fault, before)
         pids[rank] = pid
     meanwhile(pids)
     codes: dict[int, int] = {}
@@ -72,11 +72,28 @@ def job(home: pathlib.Path, world: int, args, fault: str = "", rank_args=None, l
             time.sleep(0.01)
         seconds = time.monotonic() - (first or began)
     finally:
-        for rank in [r for r in pids if r not in codes]:
+        for pid in [*(pids[r] for r in pids if r not in codes), keeper]:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[rank], signal.SIGKILL)
-            os.waitpid(pids[rank], 0)
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     return End([codes.get(r, 999) for r in range(world)], [(home / f"rank{r}.log").read_text() for r in range(world)], seconds)
+
+
+def keep_store() -> tuple[int, int]:
+    """(process, port) of the launcher's store. In a process of its own: ranks forked from the server's would inherit the sockets of
+    those that came first, and its event loop would hear of sockets that it has closed."""
+    (told, tell), parent = os.pipe(), os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(tell, str(store.port).encode())
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(0)
+    os.close(tell)
+    port = int(os.read(told, 16))
+    os.close(told)
+    return pid, port
 
 
 def child(home: pathlib.Path, rank: int, world: int, port: int, args: list[str], fault: str, before) -> None:
