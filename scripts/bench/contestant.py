@@ -23,7 +23,6 @@ import statistics
 import sys
 import time
 import traceback
-import types
 import typing
 
 if sys.argv[1].startswith("ours"):
@@ -33,7 +32,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from scripts.bench.peer import ADAMW, NanoGPT
+from scripts.bench import others
+from scripts.bench.others import cross_entropy
+from scripts.bench.peer import ADAMW
 from scripts.bench.shape import Shape
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "torchtitan", "transformers", "liger-kernel")
@@ -76,7 +77,7 @@ def ours(shape: Shape, device: str, flags: set[str]):
 
 def autocast(model: nn.Module, device: str, loss):
     """The usual loop: loss(model, x, y) in bf16 over fp32 weights."""
-    model.to(device, torch.float32).train()
+    model.to(device).train()  # in fp32 from the start; a table of complex numbers stays one
     optim = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
 
     def step(x: Tensor, y: Tensor) -> Tensor:
@@ -92,21 +93,10 @@ def autocast(model: nn.Module, device: str, loss):
     return step, sum(p.numel() for p in model.parameters())
 
 
-def cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
-
-
-def compiled(blocks, whole: bool = True):
-    """Compile the blocks, which share their code, in place (the whole model at once would take minutes); returns a compiled loss."""
-    for block in blocks:
-        block.compile(fullgraph=whole)
-    return torch.compile(cross_entropy)
-
-
 def nanogpt(shape: Shape, device: str, flags: set[str]):
     with torch.device(device):
-        model = NanoGPT(shape)
-    loss = compiled(model.blocks) if "compile" in flags else cross_entropy
+        model = others.NanoGPT(shape)
+    loss = others.compiled(model.blocks) if "compile" in flags else cross_entropy
     return autocast(model, device, lambda m, x, y: loss(m(x), y))
 
 
@@ -129,27 +119,8 @@ def transformers(shape: Shape, device: str, flags: set[str]):
 
 
 def torchtitan(shape: Shape, device: str, flags: set[str]):
-    if importlib.util.find_spec("tensorboard") is None:  # its trainer writes there, and is not run here; its models import it
-        sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=None)
-    sizes = {"dim": shape.hidden, "n_layers": shape.layers, "n_heads": shape.heads, "n_kv_heads": shape.kv or shape.heads, "vocab_size": shape.vocab,
-             "max_seq_len": shape.seq, "rope_theta": ROPE}
-    if shape.experts:
-        from torchtitan.models.moe import MoEArgs
-        from torchtitan.models.qwen3 import Qwen3Model
-        from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
-        args = Qwen3ModelArgs(**sizes, head_dim=shape.hidden // shape.heads, hidden_dim=shape.ffn, moe_enabled=True, moe_inter_dim=shape.ffn,
-                              moe_args=MoEArgs(num_experts=shape.experts, num_shared_experts=0, top_k=shape.top_k, score_func="softmax",
-                                               route_norm=True, score_before_experts=False, use_grouped_mm=device == "cuda"))
-        kind = Qwen3Model
-    else:
-        from torchtitan.models.llama3 import Transformer as kind
-        from torchtitan.models.llama3 import TransformerModelArgs
-        args = TransformerModelArgs(**sizes, multiple_of=1, ffn_dim_multiplier=(shape.ffn + 0.5) / int(8 * shape.hidden / 3))  # gives shape.ffn
-    with torch.device(device):
-        model = kind(args)
-        with torch.no_grad():
-            model.init_weights(buffer_device=torch.device(device))
-    loss = compiled(model.layers.values(), not shape.experts) if "compile" in flags else cross_entropy
+    model = others.torchtitan(shape, device)
+    loss = others.compiled(model.layers.values(), not shape.experts) if "compile" in flags else cross_entropy
     return autocast(model, device, lambda m, x, y: loss(m(x), y))
 
 

@@ -4,9 +4,9 @@
 
 Speaks JSON lines on the real standard output: first what it is, then, for each line "N" it reads, N steps' times.
 Every contestant runs forward, loss with fp32 softmax, backward, clipping to norm 1 and AdamW on the same batches.
-ours+compile: with train.compile. picotron: from its source tree, on PYTHONPATH; it clips no gradients, as its own
-train.py. transformers+grouped: a mixture's experts by torch's grouped_mm, not one by one. transformers+malloc (any peer):
-with our malloc settings, to see what they are worth.
+ours+compile: with train.compile; others' +compile: their blocks and the loss. picotron, torchtitan (0.2), litgpt: from PYTHONPATH
+where they are not installed; picotron clips no gradients, as its own train.py. transformers+grouped: a mixture's experts by
+torch's grouped_mm, not one by one. transformers+malloc (any peer): with our malloc settings, to see what they are worth.
 """
 import json
 import os
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from scripts.bench import others
 from scripts.bench.shape import Shape
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -67,9 +68,12 @@ def ours(shape: Shape, dtype: str, job: Job, compile: bool = False):
     return step, sum(s.numel for b in run.buckets for s in b.slots)
 
 
-def plain(model: nn.Module, dtype: str, job: Job, logits):
-    """The usual loop around a module: logits(model, x) [b, s, v]; with several ranks, under DistributedDataParallel."""
-    model.to(DTYPES[dtype]).train()
+def plain(model: nn.Module, dtype: str, job: Job, logits, compiled=()):
+    """The usual loop around a module: logits(model, x) [b, s, v]; with several ranks, under DistributedDataParallel. compiled: its
+    blocks, which then are, and the loss with them."""
+    for t in (*model.train().parameters(), *model.buffers()):
+        t.data = t.data.to(DTYPES[dtype]) if t.is_floating_point() else t.data  # torchtitan's complex table stays one
+    cross_entropy = others.compiled(compiled) if compiled else others.cross_entropy
     if job.ranks > 1:
         if job.split != "dp":
             raise ImportError("tensor parallelism in this adapter", name="tensor parallelism in this adapter")
@@ -79,7 +83,7 @@ def plain(model: nn.Module, dtype: str, job: Job, logits):
 
     def step(x: Tensor, y: Tensor) -> Tensor:
         optim.zero_grad(set_to_none=True)
-        loss = F.cross_entropy(logits(model, x).flatten(0, 1).float(), y.flatten())
+        loss = cross_entropy(logits(model, x), y)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optim.step()
@@ -127,7 +131,7 @@ def picotron(shape: Shape, dtype: str, job: Job):
     return step, sum(p.numel() for p in model.parameters())
 
 
-def transformers(shape: Shape, dtype: str, job: Job, experts: str = "eager"):
+def transformers(shape: Shape, dtype: str, job: Job, compile: bool = False, experts: str = "eager"):
     from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
     Model, Settings = (MixtralForCausalLM, MixtralConfig) if shape.experts else (LlamaForCausalLM, LlamaConfig)
     mixture = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.top_k, "experts_implementation": experts} if shape.experts else {}
@@ -135,10 +139,10 @@ def transformers(shape: Shape, dtype: str, job: Job, experts: str = "eager"):
         **mixture, vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.ffn, num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads, num_key_value_heads=shape.heads, max_position_embeddings=shape.seq,
         rms_norm_eps=1e-5, tie_word_embeddings=False, use_cache=False, attn_implementation="sdpa"))
-    return plain(model, dtype, job, lambda m, x: m(input_ids=x, use_cache=False).logits)
+    return plain(model, dtype, job, lambda m, x: m(input_ids=x, use_cache=False).logits, model.model.layers if compile else ())
 
 
-def litgpt(shape: Shape, dtype: str, job: Job):
+def litgpt(shape: Shape, dtype: str, job: Job, compile: bool = False):
     from litgpt.config import Config
     from litgpt.model import GPT
     model = GPT(Config(
@@ -146,47 +150,17 @@ def litgpt(shape: Shape, dtype: str, job: Job):
         n_head=shape.heads, n_query_groups=shape.heads, n_embd=shape.hidden, intermediate_size=shape.ffn,
         rotary_percentage=1.0, parallel_residual=False, bias=False, norm_class_name="RMSNorm", norm_eps=1e-5,
         mlp_class_name="LLaMAMLP"))
-    return plain(model, dtype, job, lambda m, x: m(x))
+    return plain(model, dtype, job, lambda m, x: m(x), model.transformer.h if compile else ())
 
 
-class GPTBlock(nn.Module):
-    """nanoGPT's block: LayerNorm, fused qkv, GELU at four times the width (its two matrices cost as much as SwiGLU's three)."""
-
-    def __init__(self, d: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norms = nn.ModuleList(nn.LayerNorm(d, bias=False) for _ in range(2))
-        self.qkv, self.out = nn.Linear(d, 3 * d, bias=False), nn.Linear(d, d, bias=False)
-        self.up, self.down = nn.Linear(d, 4 * d, bias=False), nn.Linear(4 * d, d, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, d = x.shape
-        q, k, v = (t.view(b, s, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norms[0](x)).split(d, 2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, s, d))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+def nanogpt(shape: Shape, dtype: str, job: Job, compile: bool = False):
+    model = others.NanoGPT(shape)
+    return plain(model, dtype, job, lambda m, x: m(x), model.blocks if compile else ())
 
 
-class NanoGPT(nn.Module):
-    """As nanoGPT is written: learned positions, tied head."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        d = shape.hidden
-        self.tokens, self.positions = nn.Embedding(shape.vocab, d), nn.Embedding(shape.seq, d)
-        self.blocks = nn.Sequential(*(GPTBlock(d, shape.heads) for _ in range(shape.layers)))
-        self.norm = nn.LayerNorm(d, bias=False)
-        for p in self.parameters():
-            if p.dim() > 1:
-                nn.init.normal_(p, std=0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.tokens(x) + self.positions.weight[:x.shape[1]]
-        return F.linear(self.norm(self.blocks(h)), self.tokens.weight)
-
-
-def nanogpt(shape: Shape, dtype: str, job: Job):
-    return plain(NanoGPT(shape), dtype, job, lambda m, x: m(x))
+def torchtitan(shape: Shape, dtype: str, job: Job, compile: bool = False):
+    model = others.torchtitan(shape, "cpu")
+    return plain(model, dtype, job, lambda m, x: m(x), model.layers.values() if compile else ())
 
 
 def floor(shape: Shape, dtype: str, job: Job):
@@ -212,11 +186,12 @@ def floor(shape: Shape, dtype: str, job: Job):
 def peer(name: str, shape: Shape, dtype: str, job: Job):
     """-> (step(x, y) -> loss, parameters). Raises ImportError where its package is not installed."""
     base, _, flag = name.partition("+")
-    if base == "ours":
-        return ours(shape, dtype, job, compile=flag == "compile")
-    if name == "transformers+grouped":
-        return transformers(shape, dtype, job, "grouped_mm")
-    return {"transformers": transformers, "litgpt": litgpt, "nanogpt": nanogpt, "picotron": picotron, "floor": floor}[base](shape, dtype, job)
+    if flag == "grouped":
+        return transformers(shape, dtype, job, experts="grouped_mm")
+    if base == "picotron" or base == "floor":
+        return {"picotron": picotron, "floor": floor}[base](shape, dtype, job)
+    make = {"ours": ours, "transformers": transformers, "litgpt": litgpt, "nanogpt": nanogpt, "torchtitan": torchtitan}[base]
+    return make(shape, dtype, job, compile=flag == "compile")
 
 
 def peak() -> int:
