@@ -97,7 +97,7 @@ def provable(cfg: Config) -> None:
         raise ConfigError("parallel.compress, parallel.compress_weights: 8 bits lose the rest; "
                           "tests/parallel/test_compress.py holds them against their bounds")
     if cfg.optim.name == "lion" and p.compress == "powersgd":
-        raise ConfigError("optim.name: lion takes the sign of a gradient, and where that is zero PowerSGD's factors leave rounding errors of its matrix")
+        raise ConfigError("optim.name: lion takes the sign of a gradient, and where that is zero PowerSGD's factors leave their rounding errors")
     if cfg.optim.name == "lion" and m.positions != "rope" and (m.bias or m.qkv_bias):
         raise ConfigError("optim.name: lion takes the sign of a gradient, and that of a k bias without RoPE is noise around zero")
 
