@@ -86,7 +86,7 @@ def main(args) -> int:
         wanted = [m for m in wanted if m != KERNELS]  # a rehearsal of those is tests/scripts/test_bench_gpu.py
     todo = [e for e in PLAN if e.model in wanted and (peers is None or e.contestant in peers or e.contestant.split("+")[0] in peers)]
     share = 60 * args.minutes - RESERVE
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed, and what is there gets its table
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what runs is killed, and what is there gets its table
     try:
         while todo:
             entry, *todo = todo
@@ -107,6 +107,7 @@ def main(args) -> int:
                 f.write(json.dumps(row) + "\n")
             print(line(row), flush=True)
     finally:
+        signal.signal(signal.SIGTERM, before)
         text = table(rows, where)
         print("\n" + text)
         if args.table:
