@@ -193,8 +193,8 @@ TABLE = (
              "self.scale(x.t(), RECIPES[self.recipe][0], E4M3, self.ins, self.tokens, largest) if self.tokens is None else "
              "Scaling(self.recipe, self.side // 2).scale(x.t(), RECIPES[self.recipe][0], E4M3, None, None)",
              "llama3-tiny", 2, "cp2 zero0 mb1 blockwise"),
-    Mutation("an offloaded tensor is taken for an older one at the same address", "parallel/offload.py",
-             "if owner is not None and ticket is not None:", "if ticket is not None:", "llama3-tiny", 1, "offload zero0 mb1"),
+    Mutation("an offloaded tensor is taken for another of its shape", "parallel/offload.py",
+             "(x.data_ptr(), x.dtype, tuple(x.shape)", "(x.dtype, tuple(x.shape)", "llama3-tiny", 1, "offload zero0 mb1"),
     Mutation("offloaded moments are not brought back to the host", "parallel/offload.py",
              "host[cut].copy_(part, non_blocking=True)",
              "host[cut].copy_(part if host is hosts[0] else host[cut])", "llama3-tiny", 2, "dp2 offload zero1 mb1"),

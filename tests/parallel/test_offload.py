@@ -65,10 +65,13 @@ def test_small_tensors_stay_equal_ones_are_copied_once_and_an_address_used_again
         x.add_(1)  # written in place since
         second = away.pack(x)
         assert second is not first and torch.equal(second.host, first.host + 1)
-        for _ in range(20):  # freed and made again: often at the same address
-            y = torch.rand(SMALL)
-            ticket = away.pack(y)
-            assert torch.equal(ticket.host, y)
+        memory = torch.zeros(SMALL).numpy()
+        kept = []
+        for i in range(3):  # freed and made again at the same address, while a graph holds the older ticket
+            y = torch.from_numpy(memory)
+            memory[:] = i
+            kept.append(away.pack(y))
+            assert torch.equal(kept[i].host, y)
             del y
 
 
