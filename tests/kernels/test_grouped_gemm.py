@@ -6,7 +6,7 @@ from kernels import grouped_gemm as kernel
 from kernels.grouped_gemm import grouped_dgrad, grouped_forward, grouped_linear, grouped_wgrad
 from parallel.pipeline import Later
 
-COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3]]
+COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3], [40, 5, 0, 33, 50, 1]]
 N, O = 6, 10
 
 
