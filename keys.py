@@ -89,8 +89,8 @@ class Train:
     seed: int = 1234  # of weights, sample order, dropout
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"  # compute; all below fp32 keep fp32 master weights and gradients; fp16 scales
     #   the loss; fp8: bf16, but for the products of most linears
-    fp8: Literal["tensorwise", "rowwise", "blockwise"] | None = None  # how dtype fp8 scales (kernels/fp8_linear.py); none: tensorwise; with
-    #   dtype fp64: the same 8-bit grids, all else in fp64, for proofs
+    fp8: Literal["tensorwise", "rowwise", "blockwise"] | None = None  # how dtype fp8 scales (kernels/fp8_linear.py; experts:
+    #   fp8_grouped.py); none: tensorwise; with dtype fp64: the same 8-bit grids, all else in fp64, for proofs
     fp8_block: int = 128  # side of a block of blockwise (DeepSeek-V3)
     fp8_keep: int = 1  # this many first and last layers stay in bf16
     max_minutes: float | None = None  # stop after this long: save, exit 75

@@ -194,7 +194,8 @@ def eight_bits(cfg: Config, need) -> None:
     need(2 * t.fp8_keep < m.layers,
          f"train.fp8_keep: {t.fp8_keep} first and {t.fp8_keep} last layers in bf16 leave none of model.layers={m.layers} in fp8",
          "train.fp8_keep", range((m.layers + 1) // 2))
-    need(m.experts is None, "model.experts: grouped products have no fp8 yet; set train.dtype bf16 for a mixture")
+    need(m.experts is None or p.etp == 1 or recipe == "blockwise",
+         f"parallel.etp: {p.etp} ranks share an expert, and a scale of {recipe} would span them; take train.fp8 blockwise, or parallel.ep")
     need(kv_heads(m) % p.tp == 0,
          f"parallel.tp: {p.tp} ranks share model.kv_heads={kv_heads(m)}, and shared heads have no fp8; use at most that many, or bf16",
          "parallel.tp", divisors(kv_heads(m)))
@@ -203,15 +204,22 @@ def eight_bits(cfg: Config, need) -> None:
          f"train.fp8_block: {t.fp8_block} must be a power of two from 16 on", "train.fp8_block", (16, 32, 64, 128))
     unit = t.fp8_block if recipe == "blockwise" else 1 if proof else 16
     of = f"train.fp8_block={unit}" if recipe == "blockwise" else f"{unit}, in which chips read fp8"
-    dims = {"model.hidden": (m.hidden, 1), "model.ffn": (m.ffn, p.tp), "model.heads": (m.heads * value_dim(m), p.tp)}
+    dims = {"model.hidden": (m.hidden, 1), "model.heads": (m.heads * value_dim(m), p.tp)}
+    if not all(is_moe(m, i) for i in range(m.layers)):
+        dims["model.ffn"] = (m.ffn, p.tp)
+    if m.experts:
+        dims["model.moe_ffn"] = (moe_ffn(m), p.etp)
+    if m.shared_experts:
+        dims["model.shared_experts"] = (m.shared_experts * moe_ffn(m), p.tp)
     if not m.kv_rank:
         dims["model.kv_heads"] = (kv_heads(m) * head_dim(m), p.tp)
     elif not m.q_rank:
         dims["model.heads"] = (m.heads * math.gcd(head_dim(m), value_dim(m)), p.tp)
-    blocks = ("train.fp8_block", (16, 32, 64, 128)) if recipe == "blockwise" else ("parallel.tp", divisors(p.tp))
+    blocks = ("train.fp8_block", (16, 32, 64, 128)) if recipe == "blockwise" else None
     for key, (size, cut) in dims.items():
-        need(size % (cut * unit) == 0, f"train.dtype: {size}{f' / tp {cut}' if cut > 1 else ''} features of {key} are no multiple of {of}; "
-             "change it, or use bf16", *blocks)
+        by = "etp" if key == "model.moe_ffn" else "tp"
+        need(size % (cut * unit) == 0, f"train.dtype: {size}{f' / {by} {cut}' if cut > 1 else ''} features of {key} are no multiple of {of}; "
+             "change it, or use bf16", *blocks or (f"parallel.{by}", divisors(cut)))
     tokens, chunks = t.micro_batch * t.seq_len // p.cp, 2 * p.cp if p.cp > 1 else 1
     if recipe == "blockwise":
         need(t.seq_len % (chunks * unit) == 0,

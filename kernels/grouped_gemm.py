@@ -63,21 +63,27 @@ def grouped_wgrad(into: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) ->
 # ---- Triton ------------------------------------------------------------------------------------------------------------------
 
 @triton.jit
+def whose(OFFSETS, experts, tile, M: tl.constexpr, EXPERTS: tl.constexpr):
+    """Of the tiles of M rows that the experts need one after the other: (is there such a tile, its expert, its first row, where the
+    expert's rows end)."""
+    e = tl.arange(0, EXPERTS)
+    start, stop = tl.load(OFFSETS + e, e < experts, 0), tl.load(OFFSETS + e + 1, e < experts, 0)
+    tiles = tl.cdiv(stop - start, M)
+    before = tl.cumsum(tiles, 0) - tiles  # tiles of the experts before this one
+    mine = (tile >= before) & (tile < before + tiles)
+    return (tl.sum(mine.to(tl.int32), 0) > 0, tl.sum(tl.where(mine, e, 0), 0), tl.sum(tl.where(mine, start + (tile - before) * M, 0), 0),
+            tl.sum(tl.where(mine, stop, 0), 0))
+
+
+@triton.jit
 def grouped_kernel(X, WEIGHT, Y, OFFSETS, experts, inner, outer, height, BACK: tl.constexpr,
                    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr):
     """Y [m, outer] = X [m, inner] times its expert's weight. X, WEIGHT: descriptors; WEIGHT [experts * height, ...] in blocks of
     [N, K], or for the way BACK [K, N]. A tile may read rows of the next expert; it does not write them."""
     tiles_n = tl.cdiv(outer, N)
     tile, column = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n * N
-    e = tl.arange(0, EXPERTS)
-    start, stop = tl.load(OFFSETS + e, e < experts, 0), tl.load(OFFSETS + e + 1, e < experts, 0)
-    tiles = tl.cdiv(stop - start, M)
-    before = tl.cumsum(tiles, 0) - tiles  # tiles of the experts before this one
-    mine = (tile >= before) & (tile < before + tiles)
-    if tl.sum(mine.to(tl.int32), 0) > 0:
-        expert = tl.sum(tl.where(mine, e, 0), 0)
-        row = tl.sum(tl.where(mine, start + (tile - before) * M, 0), 0)
-        end = tl.sum(tl.where(mine, stop, 0), 0)
+    there, expert, row, end = whose(OFFSETS, experts, tile, M, EXPERTS)
+    if there:
         total = tl.zeros((M, N), tl.float32)
         for k in range(0, inner, K):
             x = X.load([row, k])  # 0 beyond `inner`: what the weight's block holds there does not count

@@ -20,16 +20,19 @@ where later tokens are not known yet, drop nothing.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from config import Config, is_moe, moe_ffn
+from kernels.fp8_grouped import scaled_grouped_linear
 from kernels.grad import wide
 from kernels.grouped_gemm import grouped_linear
 from kernels.linear import linear
 from kernels.swiglu import weighted_swiglu
 from model.mlp import MLP
+from model.precision import of_layer
 from parallel import comm, zigzag
 from parallel.boxes import Box
 from parallel.collectives import gather_dim1, join_dim1, split_dim1, take_dim1
@@ -197,7 +200,8 @@ class Experts(nn.Module):
         keys = [f"layers.{layer}.mlp.experts.{e}" for e in range(first, first + here)]
         inner = tuple(Box(f"{key}.{n}.weight", (f, d), (at, 0), (part, d)) for key in keys for n in ("gate", "up"))
         down = tuple(Box(f"{key}.down.weight", (d, f), (0, at), (d, part)) for key in keys)
-        self.experts = m.experts
+        self.experts, fp8 = m.experts, of_layer(cfg, layer)
+        self.linear = grouped_linear if fp8 is None else partial(scaled_grouped_linear, recipe=fp8[0], side=fp8[1])
         self.inner = parameter(Spec(inner, "normal", m.init_std, expert=True))
         self.down = parameter(Spec(down, "normal", m.init_std / math.sqrt(2 * m.layers), expert=True))
 
@@ -209,8 +213,8 @@ class Experts(nn.Module):
         way = Dispatch(x.flatten(0, 1), probs.flatten(0, 1), p)
         next(meanwhile)
         rows, weight = way.rows()
-        inner = weighted_swiglu(grouped_linear(rows, self.inner, p.counts), weight)
-        back = Combine(grouped_linear(inner, self.down, p.counts), p)
+        inner = weighted_swiglu(self.linear(rows, self.inner, p.counts), weight)
+        back = Combine(self.linear(inner, self.down, p.counts), p)
         beside = next(meanwhile)
         return back.tokens().view(x.shape), beside
 

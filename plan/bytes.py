@@ -27,7 +27,7 @@ Under context parallelism b s is a rank's share of the tokens, s / cp of each se
 """
 from collections import defaultdict
 
-from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, of_stage, padded_vocab, remakes, value_dim
+from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, of_stage, padded_vocab, remakes, value_dim
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -137,14 +137,16 @@ def scale_bytes(job: Job, stage: int, m: int, add) -> None:
     k, recipe = cfg.model, fp8_recipe(cfg.train)
     if recipe not in ("tensorwise", "rowwise"):
         return
-    blocks = m * sum(in_fp8(cfg, i) for i in layers(job, stage))
+    here = [is_moe(k, i) for i in layers(job, stage) if in_fp8(cfg, i)]
     rows, forward = cfg.train.micro_batch * cfg.train.seq_len // L.cp, 1 + (cfg.parallel.recompute == "full")
-    queries = (k.heads * head_dim(k) + (0 if k.kv_rank else 2 * kv_heads(k) * head_dim(k))) // L.tp
-    inner = k.ffn * (2 if k.activation == "swiglu" else 1) // L.tp
-    columns = ([] if k.q_rank else [(k.hidden, queries)]) + [(k.hidden, inner)]  # (inputs, outputs) on this rank
-    heads = [(k.heads * value_dim(k) // L.tp, k.hidden), (k.ffn // L.tp, k.hidden)]
-    for (ins, outs), out_cut in [(c, True) for c in columns] + [(h, False) for h in heads]:
-        one = recipe == "tensorwise"
+    queries = k.heads * head_dim(k) + (0 if k.kv_rank else 2 * kv_heads(k) * head_dim(k))
+    columns = [(k.hidden, queries // L.tp, len(here))] if not k.q_rank else []  # (inputs, outputs on this rank, blocks that have it)
+    heads = [(k.heads * value_dim(k) // L.tp, k.hidden, len(here))]
+    for width, blocks in ((k.ffn, here.count(False)), (k.shared_experts * moe_ffn(k), here.count(True) * bool(k.shared_experts))):
+        columns.append((k.hidden, width * (2 if k.activation == "swiglu" else 1) // L.tp, blocks))
+        heads.append((width // L.tp, k.hidden, blocks))
+    for (ins, outs, blocks), out_cut in [(c, True) for c in columns] + [(h, False) for h in heads]:
+        blocks, one = m * blocks, recipe == "tensorwise"
         add("tp", "all_reduce", blocks * forward * (one or not out_cut), (1 if one else outs) * g)  # W
         add("tp", "all_reduce", blocks * forward * (not out_cut), (1 if one else rows) * g)  # x
         add("cp", "all_reduce", blocks * forward, (1 if one else ins) * g)

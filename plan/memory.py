@@ -61,9 +61,9 @@ def passing_bytes(job: Job) -> int:
     return most
 
 
-def mixture_bytes(cfg: Config) -> tuple[int, int]:
-    """What a mixture keeps in the place of an MLP, where all experts get their fair share: (without, only) the activation's outputs
-    of its shared experts. Rows that travel are kept once, in the order of experts."""
+def mixture_bytes(cfg: Config) -> int:
+    """What a mixture keeps in the place of an MLP, where all experts get their fair share, without the activation's outputs of its
+    shared experts. Rows that travel are kept once, in the order of experts; in fp8, too, as they are (kernels/fp8_grouped.py)."""
     m, p, (c, g) = cfg.model, cfg.parallel, BYTES[cfg.train.dtype]
     tokens = cfg.train.micro_batch * cfg.train.seq_len
     own = tokens // p.tp
@@ -73,7 +73,7 @@ def mixture_bytes(cfg: Config) -> tuple[int, int]:
     experts = rows * (m.hidden + 3 * moe_ffn(m) // p.etp) * c + rows * g
     shared = tokens * m.shared_experts * moe_ffn(m) // p.tp * c
     gate = tokens // (p.tp if p.sp else 1) * (m.hidden * (c + (g if c != g else 0)) + g) if m.shared_gate else 0
-    return router + numbers + experts + 2 * shared + gate, shared
+    return router + numbers + experts + 2 * shared + gate
 
 
 def block_bytes(cfg: Config, flash: bool = False, layer: int = 0) -> dict[str, int]:
@@ -101,9 +101,9 @@ def block_bytes(cfg: Config, flash: bool = False, layer: int = 0) -> dict[str, i
     kept = inner * (2 if m.activation == "swiglu" else 1)  # the activation's input
     act = kept_by_linear(m.ffn // tp)
     if is_moe(m, layer):
-        kept, act = mixture_bytes(cfg)
+        kept, act = mixture_bytes(cfg), kept_by_linear(m.shared_experts * moe_ffn(m) // tp)
     mlp = half + kept
-    norms = 2 * kept_by_linear(d)
+    norms = kept_by_linear(d) + (tokens * d * c if is_moe(m, layer) and not m.shared_experts else kept_by_linear(d))
     rest = half + mlp + tokens * (h * (hd + value_dim(m)) + kv * (hd + value_dim(m))) * c  # q, k, v and the output
     rest += kept_by_linear(h * value_dim(m)) if eight else 0  # the output, beside attention's own
     if m.kv_rank:

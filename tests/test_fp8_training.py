@@ -60,6 +60,19 @@ def test_the_loss_follows_bf16(bf16, recipe):
     follow(losses(World(), job_of("--train.dtype", "fp8", "--train.fp8", recipe)), bf16, recipe)
 
 
+MIXTURE = ("--model.experts", "4", "--model.top_k", "2", "--model.moe_ffn", "64", "--model.shared_experts", "1", "--model.aux_loss", "0.01")
+
+
+@pytest.fixture(scope="module")
+def mixture():
+    return losses(World(), job_of("--train.dtype", "bf16", *MIXTURE))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_loss_of_a_mixture_follows_bf16(mixture, recipe):
+    follow(losses(World(), job_of("--train.dtype", "fp8", "--train.fp8", recipe, *MIXTURE)), mixture, recipe)
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_that_travel_in_eight_bits(ranks, bf16, recipe):
     """ZeRO-3 gathers its weights in e4m3 (parallel/compress.py); the linears quantize what arrived. Every rank has the same loss."""

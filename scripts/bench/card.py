@@ -71,7 +71,7 @@ PLAN = (
     Entry("moe", "ours"), Entry("dense", "transformers+liger"), Entry("8b", "ours"), Entry("dense-128k", "ours"),
     Entry("dense", "nanogpt+compile", 40), Entry("dense", "ours+fp8"), Entry(KERNELS, "ours", 60, 150), Entry("moe", "megatron-core"),
     Entry("dense-128k", "torchtitan+compile", 40, 90), Entry("dense", "ours"), Entry("8b", "torchtitan+compile", 40, 90),
-    Entry("moe", "torchtitan+compile", 40), Entry("8b", "ours+fp8"),
+    Entry("moe", "torchtitan+compile", 40), Entry("8b", "ours+fp8"), Entry("moe", "ours+fp8"),
     Entry("dense-128k", "transformers+liger"), Entry("moe", "transformers"), Entry("dense", "megatron-core+local"), Entry("8b", "megatron-core"))
 
 

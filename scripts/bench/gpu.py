@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import adam, attention, cross_entropy, fp8, grouped_gemm, linear, norm, permute, rope, swiglu
+from kernels import adam, attention, cross_entropy, fp8, fp8_grouped, grouped_gemm, linear, norm, permute, rope, swiglu
+from kernels.fp8_gemm import quantize
 from kernels.sight import Sight, sight
 from scripts.bench.shape import show
 
@@ -209,6 +210,11 @@ def product_cases(s: Size, device: torch.device, dtype: torch.dtype) -> dict[str
         "grouped_wgrad": Case(flops, lambda: grouped_gemm.launch_wgrad(grads, inner, rows, offsets), {
             "torch._grouped_mm": lambda: torch._grouped_mm(inner.mT, rows, offs=offsets[1:])}),
     }
+    for recipe in ("rowwise", "blockwise"):
+        kind, of_weight, _ = fp8_grouped.RECIPES[recipe]
+        a, b = quantize(rows, kind, fp8.E4M3, fp8.SIDE), fp8_grouped.matrices(weight, of_weight, fp8.SIDE)
+        cases[f"grouped_fp8_{recipe}"] = Case(flops, lambda a=a, b=b: fp8_grouped.launch(a, b, offsets, s.experts, dtype), {
+            "in bf16": lambda: torch._grouped_mm(rows, weight.mT, offs=offsets[1:])})
     for name, kv, qk, window in (("attention", s.heads, dim, None), ("attention_gqa", s.kv, dim, None),
                                  ("attention_window", s.kv, dim, s.seq // 4), ("attention_mla", s.heads, dim + dim // 2, None)):
         cases |= attention_cases(name, make, s, kv, qk, dim, window, device)

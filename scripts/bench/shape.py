@@ -36,7 +36,7 @@ class Shape:
         """Those of one GPU: 1.57B with two vocabularies, the 8B model (all layers: scripts/bench/card.py cuts them), and a mixture of 3.9B,
         of which plan/count.py counts 0.7B a token. tiny: twins for a rehearsal."""
         if tiny:
-            small = Shape(layers=2, hidden=64, heads=2, ffn=96, vocab=512, seq=64, batch=2)
+            small = Shape(layers=3, hidden=64, heads=2, ffn=96, vocab=512, seq=64, batch=2)
             return {"dense": small, "dense-128k": replace(small, vocab=1024), "8b": replace(small, kv=1), "moe": replace(small, experts=4, top_k=2)}
         dense = Shape(layers=28, hidden=2048, heads=16, ffn=5632, vocab=32000, seq=4096, batch=8)
         return {"dense": dense, "dense-128k": replace(dense, vocab=128256),

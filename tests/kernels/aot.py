@@ -19,7 +19,7 @@ import triton  # before the kernels: it is what makes them import it
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import adam, cross_entropy, fp8, fp8_gemm, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
+from kernels import adam, cross_entropy, fp8, fp8_gemm, fp8_grouped, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
 
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
@@ -86,6 +86,14 @@ def scaled(shared: int, add: bool, gradient: str = "fp8e4nv") -> Case:
                  **({"Y": "*fp32"} if add else {})}, "gemm", TMA)
 
 
+def scaled_grouped(shared: int, gradient: str = "fp8e4nv") -> Case:
+    tile, k = fp8_grouped.EACH if shared == 1 else fp8_grouped.TILE, fp8_grouped.STEP
+    m, n = tile["M"], tile["N"]
+    return Case(fp8_grouped.scaled_grouped_kernel, {**tile, "K": k, "SHARED": shared, "EXPERTS": 64},
+                {"A": f"tensordesc<{gradient}[{m},{k}]>", "B": f"tensordesc<fp8e4nv[{n},{k}]>", "A_SCALE": "*fp32", "B_SCALE": "*fp32",
+                 "OFFSETS": "*i32"}, "gemm", TMA)
+
+
 def cast(per_row: bool, given: bool, rows: int, columns: int, near: str = "x_column") -> Case:
     """near: the dimension along which x lies, whose stride is 1."""
     return Case(fp8.cast_kernel, {"PER_ROW": per_row, "GIVEN": given, "FLOOR": fp8.FLOOR, "LARGEST": 448.0, "ROWS": rows, "COLUMNS": columns, near: 1,
@@ -118,6 +126,7 @@ CASES = {
     "fp8_row_transposed": cast(True, True, 32, 128, "x_row"),
     "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
     "scaled_block": scaled(fp8.SIDE, False), "scaled_group_add": scaled(1, True), "scaled_row_add_e5m2": scaled(1, True, "fp8e5"),
+    "scaled_grouped_block": scaled_grouped(fp8.SIDE), "scaled_grouped_row": scaled_grouped(1), "scaled_grouped_row_e5m2": scaled_grouped(1, "fp8e5"),
     "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),
     "grouped": grouped(False), "grouped_dgrad": grouped(True), "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
     **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips) for name, how in ATTENTION.items()

@@ -187,6 +187,13 @@ def test_scales_beside_biases(ranks, name, recipe):
     compare(ranks(4), name, dict(tp=2, cp=2), fp8=recipe)
 
 
+@pytest.mark.parametrize("name, recipe", [("mixtral-tiny", "rowwise"), ("qwen2-moe-tiny", "tensorwise"), ("deepseek-v3-tiny", "rowwise")])
+@pytest.mark.parametrize("parallel", [dict(tp=2, sp=True, cp=2, ep=2), dict(tp=2, pp=2, recompute="full")], ids=str)
+def test_scales_of_mixtures(ranks, name, recipe, parallel):
+    """Experts exchange none: a token and an expert have their own."""
+    compare(ranks(4), name, parallel, fp8=recipe)
+
+
 def cost(parallel, world=8, **train) -> int:
     """The most that a rank of it sends, without the scalars."""
     cfg = laid("llama3-tiny", parallel, **train)

@@ -246,9 +246,10 @@ def test_what_is_offloaded_is_not_on_the_device(ranks, parallel):
 
 @pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2-moe-tiny", "dots1-tiny"])
 @pytest.mark.parametrize("parallel", [{}, dict(tp=2), dict(tp=2, sp=True, ep=2), dict(pp=2, ep=2)], ids=str)
-def test_activations_of_mixtures(ranks, name, parallel):
+@pytest.mark.parametrize("eight", [{}, dict(dtype="fp8", fp8="blockwise", fp8_block=16, fp8_keep=0)], ids=["bf16", "fp8"])
+def test_activations_of_mixtures(ranks, name, parallel, eight):
     """Where every expert gets its fair share; here, with 64 tokens for 8 experts, ranks are somewhat off it."""
-    cfg = laid(name, parallel, micro_batch=2)
+    cfg = laid(name, parallel, micro_batch=2, **eight)
     peaks = [held_ for _, held_, *_ in ranks(4).run(held, cfg)]
     planned = [memory.peak_activation_bytes(job_of(cfg, 4, rank)) for rank in range(4)]
     assert sum(peaks) == pytest.approx(sum(planned), rel=0.06)
