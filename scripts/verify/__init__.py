@@ -12,9 +12,11 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import re
 import tempfile
 import time
+import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -102,6 +104,9 @@ class Off(NamedTuple):
     @property
     def rank(self) -> tuple[bool, float]:
         return self.error != self.error, self.error  # NaN is the worst of all
+
+    def as_json(self) -> dict:
+        return self._asdict() | ({} if math.isfinite(self.error) else {"error": None})
 
 
 def run_layout(world: World, cfg: Config, truth: Path | None) -> dict[str, Tensor] | list[Off]:
@@ -279,13 +284,21 @@ def main(argv: list[str]) -> int:
         say(f"  refused {sum(n for _, n in whys)}: {whys[0][0]}")
     done, begun, folder, pool = [], time.perf_counter(), tempfile.TemporaryDirectory(prefix="bevatron-verify-"), Pool(a.world)
     for values in cells:
-        first, worst = prove(pool, found.config(values), Path(folder.name))
         named = words(values, a.world)
+        try:
+            first, worst = prove(pool, found.config(values), Path(folder.name))
+        except ConfigError:
+            raise
+        except Exception as error:  # this layout's; the others go on, with ranks that are not stuck in it
+            traceback.print_exception(error)
+            pool.close()
+            pool, first = Pool(a.world), Off(math.inf, 0, "died: " + str(error).strip().splitlines()[-1])
+            worst = first
         done.append((set(named), not first.bad))
         if a.json:
-            print(json.dumps({"layout": " ".join(named), "ok": not first.bad, "first": first._asdict(), "worst": worst._asdict()}), flush=True)
-        say(f"{'WRONG' if first.bad else 'ok':<6} {' '.join(named):<40} {worst.error:.1e}"
-            + (f"  first {first.what} ({first.error:.1e}); worst {worst.what}" if first.bad else ""))
+            print(json.dumps({"layout": " ".join(named), "ok": not first.bad, "first": first.as_json(), "worst": worst.as_json()}), flush=True)
+        why = f"first {first.what} ({first.error:.1e}); worst {worst.what}" if math.isfinite(worst.error) else first.what
+        say(f"{'WRONG' if first.bad else 'ok':<6} {' '.join(named):<40} {worst.error:.1e}" + f"  {why}" * first.bad)
     pool.close()
     folder.cleanup()
     proven = sum(ok for _, ok in done)

@@ -1,7 +1,10 @@
-"""scripts.verify --part: a proof in parts is the whole proof, and a part that does not exist is refused."""
+"""scripts.verify: a proof in parts is the whole proof, a part that does not exist is refused, and a layout that dies is one that failed."""
+import os
+
 import pytest
 
 from config import ConfigError
+from scripts import verify
 from scripts.verify import main, part_of
 
 
@@ -30,3 +33,18 @@ def test_a_part_runs_its_own_cells_and_says_which(capsys):
     one, two = said("--part", "1/2"), said("--part", "2/2")
     assert len(cells(one)) == 2 and cells(one) + cells(two) == cells(said())
     assert two[0].startswith("llama3-tiny: part 2/2: 3 cells of") and two[-1].startswith("part 2/2: 3 of 3 layouts train like one process")
+
+
+def test_a_layout_that_dies_does_not_hide_the_others(monkeypatch, capfd):
+    calls, prove = [], verify.prove
+
+    def first_dies(pool, *args):
+        calls.append(pool)
+        return prove(pool, *args) if len(calls) > 1 else pool.run(os.fspath)  # which takes no World
+
+    monkeypatch.setattr(verify, "prove", first_dies)
+    assert main(["llama3-tiny", "--world", "2", "--layouts", "2", "--only", "mb1", "zero1"]) == 1
+    told = capfd.readouterr()
+    lines = [line for line in told.out.splitlines() if line.startswith(("ok ", "WRONG "))]
+    assert lines[0].startswith("WRONG") and "died: TypeError" in lines[0] and lines[1].startswith("ok") and "Traceback" in told.err
+    assert calls[0] is not calls[1] and told.out.splitlines()[-1].startswith("1 of 2 layouts")
