@@ -297,7 +297,7 @@ def main(argv: list[str]) -> int:
         done.append((set(named), not first.bad))
         if a.json:
             print(json.dumps({"layout": " ".join(named), "ok": not first.bad, "first": first.as_json(), "worst": worst.as_json()}), flush=True)
-        why = f"first {first.what} ({first.error:.1e}); worst {worst.what}" if math.isfinite(worst.error) else first.what
+        why = first.what if math.isinf(first.error) else f"first {first.what} ({first.error:.1e}); worst {worst.what}"
         say(f"{'WRONG' if first.bad else 'ok':<6} {' '.join(named):<40} {worst.error:.1e}" + f"  {why}" * first.bad)
     pool.close()
     folder.cleanup()
