@@ -136,7 +136,8 @@ def load_rows(X, rows, stride, n, EDGE: tl.constexpr, D: tl.constexpr, PADDED: t
 @triton.jit
 def store_rows(X, x, rows, stride, n, D: tl.constexpr, PADDED: tl.constexpr):
     channels = tl.arange(0, PADDED)
-    tl.store(X + rows[:, None] * stride + channels[None, :], x.to(X.dtype.element_ty), (rows < n)[:, None] & (channels < D)[None, :])
+    inside = n - rows > 0  # not written as for the loads, or these predicates would fill registers all along
+    tl.store(X + rows[:, None] * stride + channels[None, :], x.to(X.dtype.element_ty), inside[:, None] & (channels < D)[None, :])
 
 
 @triton.jit
@@ -307,23 +308,26 @@ def dkv_kernel(Q, K, V, FIRST, LAST, DOUT, LSE, DELTA, DK, DV, q_at, k_at, v_at,
                D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
     """One block of keys of one key head, and all query heads that share it."""
     column = tl.program_id(0) * N
-    b, g = (tl.program_id(1) // groups).to(tl.int64), (tl.program_id(1) % groups).to(tl.int64)
+    b, g = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
     columns = column + tl.arange(0, N)
     k = load_rows(K + b * k_at[0] + g * k_at[2], columns, k_at[1], s_k, True, D, DP)
     v = load_rows(V + b * v_at[0] + g * v_at[2], columns, v_at[1], s_k, True, E, EP)
     FIRST += b * first_b
     begin, cut, end = queries_of(LAST + b * last_b, column, s_q, s_k, apart, query, CAUSAL, BOUNDED, M, N)
     dk, dv = tl.zeros((N, DP), tl.float32), tl.zeros((N, EP), tl.float32)
-    for i in range(0, share):
-        h = g * share + i
-        QH, DH = Q + b * q_at[0] + h * q_at[2], DOUT + b * dout_at[0] + h * dout_at[2]
-        LH, XH = LSE + (b * groups * share + h) * s_q, DELTA + (b * groups * share + h) * s_q
+    Q += b * q_at[0] + g * share * q_at[2]
+    DOUT += b * dout_at[0] + g * share * dout_at[2]
+    at = (b * groups + g) * share * s_q
+    for _ in range(0, share):
         if CAUSAL:
-            dk, dv = add_dkv(dk, dv, k, v, QH, DH, LH, XH, FIRST, q_at[1], dout_at[1], columns, begin, cut, s_q, s_k, key, apart, scale,
+            dk, dv = add_dkv(dk, dv, k, v, Q, DOUT, LSE + at, DELTA + at, FIRST, q_at[1], dout_at[1], columns, begin, cut, s_q, s_k, key, apart, scale,
                              True, BOUNDED, M, D, DP, E, EP)
         if not BOUNDED:
-            dk, dv = add_dkv(dk, dv, k, v, QH, DH, LH, XH, FIRST, q_at[1], dout_at[1], columns, cut, end, s_q, s_k, key, apart, scale,
+            dk, dv = add_dkv(dk, dv, k, v, Q, DOUT, LSE + at, DELTA + at, FIRST, q_at[1], dout_at[1], columns, cut, end, s_q, s_k, key, apart, scale,
                              False, BOUNDED, M, D, DP, E, EP)
+        Q += q_at[2]
+        DOUT += dout_at[2]
+        at += s_q
     store_rows(DK + b * dk_at[0] + g * dk_at[2], dk * (scale / LOG2E), columns, dk_at[1], s_k, D, DP)
     store_rows(DV + b * dv_at[0] + g * dv_at[2], dv, columns, dv_at[1], s_k, E, EP)
 
@@ -388,7 +392,7 @@ def launch_backward(dout, q, k, v, see: Sight | None, lse, delta, into) -> tuple
     dq_kernel[(ceil_div(s_q, meta["M"]), b * h)](
         q, k, v, first, dout, lse, delta, dq, *strides, dq.stride()[:3], first_b, s_q, s_k, h, h // g, key, query - key, scale, **meta)
     meta = launch_meta(KEYS, q, v, see)
-    dkv_kernel[(ceil_div(s_k, meta["N"]), b * g)](
+    dkv_kernel[(ceil_div(s_k, meta["N"]), g, b)](
         q, k, v, first, last, dout, lse, delta, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3], first_b, last_b, s_q, s_k, g, h // g,
         query, key, query - key, scale, **meta)
     return dq, dk, dv

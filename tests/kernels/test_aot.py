@@ -9,9 +9,7 @@ import pytest
 from kernels import triton_
 
 HERE = pathlib.Path(__file__).parent
-# Instructions that spill: words of loop state around the loop over query heads, of which ptxas finds no place. Nothing else may.
-SPILLS = {("attention_dkv_256_256", "sm_90"): 4,  # triton 3.6.0
-          ("attention_dkv_256_256", "sm_100"): 45}  # triton 3.7.1
+SPILLS = {("attention_dkv_256_256", "sm_100"): 26}  # instructions, of triton 3.7.1 alone: around the loop over query heads. Nothing else may.
 LARGEST = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # bytes of shared memory a block can have
 
 
