@@ -320,11 +320,11 @@ def dkv_kernel(Q, K, V, FIRST, LAST, DOUT, LSE, DELTA, DK, DV, q_at, k_at, v_at,
     at = (b * groups + g) * share * s_q
     for _ in range(0, share):
         if CAUSAL:
-            dk, dv = add_dkv(dk, dv, k, v, Q, DOUT, LSE + at, DELTA + at, FIRST, q_at[1], dout_at[1], columns, begin, cut, s_q, s_k, key, apart, scale,
-                             True, BOUNDED, M, D, DP, E, EP)
+            dk, dv = add_dkv(dk, dv, k, v, Q, DOUT, LSE + at, DELTA + at, FIRST, q_at[1], dout_at[1], columns, begin, cut, s_q, s_k, key,
+                             apart, scale, True, BOUNDED, M, D, DP, E, EP)
         if not BOUNDED:
-            dk, dv = add_dkv(dk, dv, k, v, Q, DOUT, LSE + at, DELTA + at, FIRST, q_at[1], dout_at[1], columns, cut, end, s_q, s_k, key, apart, scale,
-                             False, BOUNDED, M, D, DP, E, EP)
+            dk, dv = add_dkv(dk, dv, k, v, Q, DOUT, LSE + at, DELTA + at, FIRST, q_at[1], dout_at[1], columns, cut, end, s_q, s_k, key,
+                             apart, scale, False, BOUNDED, M, D, DP, E, EP)
         Q += q_at[2]
         DOUT += dout_at[2]
         at += s_q
