@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import adam, attention, cross_entropy, fp8, fp8_grouped, grouped_gemm, linear, norm, permute, rope, swiglu
+from kernels import adam, attention, cross_entropy, fp8, fp8_grouped, grouped_gemm, linear, newton_schulz, norm, permute, rope, swiglu
 from kernels.fp8_gemm import quantize
 from kernels.sight import Sight, sight
 from scripts.bench.shape import show
@@ -198,6 +198,8 @@ def product_cases(s: Size, device: torch.device, dtype: torch.dtype) -> dict[str
     x8, both8, one = x.to(torch.float8_e4m3fn), both.to(torch.float8_e4m3fn), torch.ones((), device=device)
     cases["gemm"] = Case(4 * t * s.ffn * d, lambda: x @ both.t(), {  # cuBLAS: what can be had of the card
         "in fp8": lambda: torch._scaled_mm(x8, both8.t(), scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)})
+    matrix = make(d, s.ffn)
+    cases["symmetric"] = Case(2 * d * d * s.ffn, lambda: newton_schulz.launch(matrix, 1.0, None, 0.0), {"mm": lambda: matrix @ matrix.t()})
     counts = torch.full((s.experts,), t * s.top_k // s.experts, device=device)
     rows, inner = make(t * s.top_k, d), make(t * s.top_k, 2 * s.expert_ffn)
     weight, grads = make(s.experts, 2 * s.expert_ffn, d), torch.zeros(s.experts, 2 * s.expert_ffn, d, device=device)

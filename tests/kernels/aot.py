@@ -19,7 +19,21 @@ import triton  # before the kernels: it is what makes them import it
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import adam, cross_entropy, fp8, fp8_gemm, fp8_grouped, grouped_gemm, linear, norm, partial_attention, permute, rope, swiglu
+from kernels import (
+    adam,
+    cross_entropy,
+    fp8,
+    fp8_gemm,
+    fp8_grouped,
+    grouped_gemm,
+    linear,
+    newton_schulz,
+    norm,
+    partial_attention,
+    permute,
+    rope,
+    swiglu,
+)
 
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
@@ -127,6 +141,8 @@ CASES = {
     "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
     "scaled_block": scaled(fp8.SIDE, False), "scaled_group_add": scaled(1, True), "scaled_row_add_e5m2": scaled(1, True, "fp8e5"),
     "scaled_grouped_block": scaled_grouped(fp8.SIDE), "scaled_grouped_row": scaled_grouped(1), "scaled_grouped_row_e5m2": scaled_grouped(1, "fp8e5"),
+    "symmetric": Case(newton_schulz.symmetric_kernel, {**newton_schulz.TILE, "ADD": True},
+                      {"scale": "fp32", "beta": "fp32", **descriptors(X=(newton_schulz.TILE["M"], newton_schulz.TILE["K"]))}, "gemm", TMA),
     "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),
     "grouped": grouped(False), "grouped_dgrad": grouped(True), "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
     **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips) for name, how in ATTENTION.items()

@@ -26,7 +26,7 @@ def table() -> str:
 
 
 def test_the_table_holds_what_it_promises(table):
-    gemm = ("attention", "grouped", "weight_gradient", "scaled")
+    gemm = ("attention", "grouped", "weight_gradient", "scaled", "symmetric")
     found = rows(table)
     assert {chip for _, chip in found} == set(LARGEST)
     for (name, chip), row in found.items():

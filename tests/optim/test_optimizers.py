@@ -106,17 +106,6 @@ def test_muon_moves_hidden_matrices_whole_and_the_rest_by_adamw():
     assert [m is not None for m in state["muon_m"]] == [v is None for v in state["adam_v"]] == [b.hidden for b in run.buckets]
 
 
-def test_newton_schulz_brings_singular_values_near_one():
-    for shape in ((24, 24), (16, 40), (40, 16)):
-        x = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        u, s, v = torch.linalg.svd(x, full_matrices=False)
-        y = newton_schulz(x)
-        values = torch.linalg.svdvals(y)
-        assert 0.65 < values.min() and values.max() < 1.3
-        off = u.t() @ y @ v.t() - torch.diag(torch.diag(u.t() @ y @ v.t()))
-        assert off.abs().max() < 1e-9  # the same singular vectors
-
-
 @pytest.mark.parametrize("name", ["muon", "lamb", "lars", "lion", "sgd"])
 def test_a_skipped_step_changes_nothing(name):
     _, _, before, run = trained(name)

@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from kernels import fp8_grouped, grouped_gemm, linear, triton_
+from kernels import fp8_grouped, grouped_gemm, linear, newton_schulz, triton_
 from scripts.bench.gpu import Size, memory_cases, product_cases, row
 
 TINY = Size(batch=1, seq=32, hidden=64, ffn=32, heads=2, kv=1, vocab=96, rows=4, experts=4, top_k=2, expert_ffn=16, params=100)
@@ -15,6 +15,7 @@ def test_every_case_runs(monkeypatch):
     for module, names in ((linear, ("TILE",)), (grouped_gemm, ("TILE", "WGRAD"))):
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name) | {"M": 16, "N": 16, "K": 16})
+    monkeypatch.setattr(newton_schulz, "TILE", newton_schulz.TILE | {"M": 32, "K": 16})
     monkeypatch.setattr(fp8_grouped, "EACH", fp8_grouped.EACH | {"M": 16, "N": 16})
     cpu = torch.device("cpu")
     cases = memory_cases(TINY, cpu, torch.bfloat16) | product_cases(TINY, cpu, torch.bfloat16)
