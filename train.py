@@ -122,6 +122,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
                 evaluate(step)
             if last or due(cfg.checkpoint.every, step):
                 guard.observe(log.flush())
+                data.unchanged()
                 begun = time.perf_counter()
                 state.save(run, saver, root, step, at)
                 if not saver.threaded or last:

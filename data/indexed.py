@@ -57,6 +57,7 @@ class Indexed:
                 open(path, "rb").close()
             except OSError as e:
                 raise ConfigError(f"{path}: {e.strerror}; data.path is the name without .bin and .idx") from None
+        self._stamps = {path: stamp(path) for path in (self.idx, self.bin)}
         self._open_idx()
         self._open_sidecar(beside(prefix, ".json"), beside(prefix, ".crc"))
         self._map(vocab)
@@ -163,6 +164,14 @@ class Indexed:
                 self._check_block(k)
         return self._ids[a:b]
 
+    def unchanged(self) -> None:
+        """Raises ChecksumError where a file was replaced or written to since it was opened: what was read since then, or will be after
+        a resume, may be other tokens. (One that was removed is still what was opened.)"""
+        for path, was in self._stamps.items():
+            if (now := stamp(path)) not in (was, None):
+                what = "replaced" if now[0] != was[0] else "written to"
+                raise ChecksumError(f"{path}: {what} while the run read it; put back what was there, and start again from the last checkpoint")
+
     def doc(self, i: int) -> np.ndarray:  # ids [length]
         return self.read(self.start(i), self.start(i + 1))
 
@@ -200,6 +209,15 @@ class Indexed:
         d = self.document_at(token)
         raise ConfigError(f"{self.bin}: document {d}, token {token - self.start(d)}: id {value} is not below the "
                           f"vocabulary of {self._vocab}; raise model.vocab above {value}, or use the data's tokenizer")
+
+
+def stamp(path) -> tuple[int, int, int] | None:
+    """Inode, size and time of the last write; None: there is no such file."""
+    try:
+        s = pathlib.Path(path).stat()
+    except OSError:
+        return None
+    return s.st_ino, s.st_size, s.st_mtime_ns
 
 
 def read_sidecar(path) -> dict:

@@ -137,6 +137,11 @@ class Data:
         note = f" ({self.sources[0].note})" if self.sources[0].note else ""
         return f"{' + '.join(parts)}   tokenizer {self.tokenizer.name if self.tokenizer else 'unknown'}{note}"
 
+    def unchanged(self) -> None:
+        """Raises ChecksumError where a file of it is no longer what was opened."""
+        for source in self.sources:
+            source.index.unchanged()
+
     def close(self) -> None:
         """Joins the thread. May be called twice."""
         if self._thread:

@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 
 from config import ConfigError
-from data.indexed import Indexed
+from data.indexed import Indexed, stamp
 
 SHARD = 20240520
 HEADER = 1024  # bytes
@@ -22,6 +22,7 @@ class Raw(Indexed):
 
     def __init__(self, path, vocab: int | None = None, eod: int | None = None):
         self.bin, self.dtype, self.meta, self._crc, self.documents = pathlib.Path(path), np.dtype("<u2"), {}, None, 0
+        self._stamps = {self.bin: stamp(self.bin)}
         size = self.bin.stat().st_size
         head = np.fromfile(self.bin, "<i4", 3)
         shard = len(head) == 3 and head[0] == SHARD

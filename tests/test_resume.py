@@ -11,6 +11,7 @@ import sys
 import traceback
 
 import pytest
+from ranks import corpus
 
 import train
 from checkpoint import store
@@ -167,3 +168,24 @@ def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
             shard.write_bytes(data)
     assert run(home, "rot") == 79
     assert "error: rank 0" in (home / "rot.log").read_text()
+
+
+def test_a_data_file_that_changes_under_the_run_ends_it_before_the_next_save(home, tmp_path, monkeypatch):
+    """At step 5 the tokens are written anew in place; step 3 is the last checkpoint, and with the old file the run goes on from it."""
+    prefix = corpus(tmp_path)
+    old, step_of = pathlib.Path(f"{prefix}.bin").read_bytes(), train.train_step
+
+    def other_tokens(run, step, *rest):
+        if step == 5:
+            pathlib.Path(f"{prefix}.bin").write_bytes(old[::-1])
+        return step_of(run, step, *rest)
+
+    args = ("--data.path", prefix, "--data.tokenizer", "bytes")
+    with monkeypatch.context() as patched:
+        patched.setattr(train, "train_step", other_tokens)
+        assert run(home, "swapped", extra=args) == 79
+    assert "text.bin: written to while the run read it" in (home / "swapped.log").read_text()
+    assert [step for step, _ in store.committed(home / "swapped" / "checkpoints")] == [3]
+    pathlib.Path(f"{prefix}.bin").write_bytes(old)
+    assert run(home, "swapped", extra=args) == 0
+    story(home / "swapped")

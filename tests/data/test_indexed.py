@@ -1,4 +1,5 @@
 """data/indexed.py against Megatron's bytes, and against every way in which files go wrong."""
+import os
 import pathlib
 import random
 import shutil
@@ -233,3 +234,22 @@ def test_a_billion_tokens_open_at_once(tmp_path):
     seconds, mib, tokens, unique = map(float, out.stdout.split())
     assert seconds < 2 and mib < 100 and tokens == 998_000_000 and unique == 1600, out.stdout
     shutil.rmtree(tmp_path)
+
+
+def test_a_file_that_changes_after_it_was_opened(tmp_path):
+    write(tmp_path / "d", DOCS)
+    for end in ("idx", "bin"):
+        os.utime(tmp_path / f"d.{end}", (0, 0))  # a clock of a write may tick every few milliseconds
+    data = Indexed(tmp_path / "d")
+    data.unchanged()
+    old = (tmp_path / "d.idx").read_bytes()
+    (tmp_path / "d.idx").unlink()
+    data.unchanged()  # what was opened is still there
+    (tmp_path / "d.idx").write_bytes(old)
+    with pytest.raises(ChecksumError, match="d.idx: (replaced|written to) while the run read it"):
+        data.unchanged()
+    data = Indexed(tmp_path / "d")
+    with open(tmp_path / "d.bin", "r+b") as f:
+        f.write(b"\x07")
+    with pytest.raises(ChecksumError, match="d.bin: written to while"):
+        data.unchanged()
