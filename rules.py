@@ -209,7 +209,7 @@ def eight_bits(cfg: Config, need) -> None:
         dims["model.ffn"] = (m.ffn, p.tp)
     if m.experts:
         dims["model.moe_ffn"] = (moe_ffn(m), p.etp)
-    if m.shared_experts:
+    if m.experts and m.shared_experts:
         dims["model.shared_experts"] = (m.shared_experts * moe_ffn(m), p.tp)
     if not m.kv_rank:
         dims["model.kv_heads"] = (kv_heads(m) * head_dim(m), p.tp)
