@@ -15,8 +15,8 @@ from torch import Tensor
 from kernels.fp8 import E4M3, E5M2
 from kernels.fp8_gemm import Quantized, quantize, steps
 from kernels.fp8_gemm import triton_fits as readable
-from kernels.grad import give, wide
-from kernels.grouped_gemm import grouped_forward, grouped_wgrad, launch_wgrad, offsets_of, triton_fits, whose
+from kernels.grad import wide
+from kernels.grouped_gemm import give_wgrad, grouped_forward, shares, triton_fits, whose
 from kernels.triton_ import TensorDescriptor, ceil_div, power_of_2, tl, triton
 
 RECIPES = {"tensorwise": ("row", "matrix", E5M2), "rowwise": ("row", "row", E5M2), "blockwise": ("group", "block", E4M3)}  # x and dy; W; dy in
@@ -91,21 +91,16 @@ class _ScaledGrouped(torch.autograd.Function):
         kind, of_weight, _ = RECIPES[recipe]
         a, b = quantize(x, kind, E4M3, side), matrices(split, of_weight, side)
         ctx.triton = triton_fits(x, split) and readable(a, b)
-        ctx.counts = offsets_of(counts, x.device) if ctx.triton else list(counts) if not isinstance(counts, Tensor) else counts.tolist()
         ctx.save_for_backward(x)
-        ctx.weight, ctx.experts, ctx.recipe, ctx.side = weight, len(counts), recipe, side
+        ctx.weight, ctx.experts, ctx.counts = weight, len(counts), shares(counts, ctx.triton, x.device)
+        ctx.recipe, ctx.side = recipe, side
         return grouped_product(a, b, ctx.counts, ctx.experts, x.dtype)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,), counts, dy = ctx.saved_tensors, ctx.counts, dy.contiguous()
-        split, (kind, of_weight, dtype) = (ctx.experts, dy.shape[1], x.shape[1]), RECIPES[ctx.recipe]
-        dx = None
+        (x,), dy, dx = ctx.saved_tensors, dy.contiguous(), None
+        kind, of_weight, dtype = RECIPES[ctx.recipe]
         if ctx.needs_input_grad[0]:
-            back = matrices(ctx.weight.view(split).transpose(1, 2), of_weight, ctx.side)
-            dx = grouped_product(quantize(dy, kind, dtype, ctx.side), back, counts, ctx.experts, dy.dtype)
-
-        def compute(into):
-            made = dy.new_zeros(split) if into is None else into.view(split)
-            return (launch_wgrad if ctx.triton else grouped_wgrad)(made, dy, x, counts).view(-1, x.shape[1])
-        return dx, give(ctx.weight, compute), None, None, None
+            back = matrices(ctx.weight.view(ctx.experts, -1, x.shape[1]).transpose(1, 2), of_weight, ctx.side)
+            dx = grouped_product(quantize(dy, kind, dtype, ctx.side), back, ctx.counts, ctx.experts, dy.dtype)
+        return dx, give_wgrad(ctx, dy, x), None, None, None

@@ -148,25 +148,36 @@ def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor
     return into
 
 
+def shares(counts: Sequence[int] | Tensor, triton: bool, device: torch.device) -> list[int] | Tensor:
+    """The rows of each expert as the products read them: the kernels by offsets on the device, the loops by numbers on the host."""
+    if triton:
+        return offsets_of(counts, device)
+    return counts.tolist() if isinstance(counts, Tensor) else list(counts)
+
+
+def give_wgrad(ctx, dy: Tensor, x: Tensor) -> Tensor | None:
+    """dW of all experts, given (kernels/grad.py). dy [m, o], x [m, n]; ctx: of the forward, with weight, experts, counts, triton."""
+    split = (ctx.experts, dy.shape[1], x.shape[1])
+
+    def compute(into: Tensor | None) -> Tensor:
+        made = dy.new_zeros(split) if into is None else into.view(split)
+        return (launch_wgrad if ctx.triton else grouped_wgrad)(made, dy, x, ctx.counts).view(-1, x.shape[1])
+    return give(ctx.weight, compute)
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, counts):
         ctx.save_for_backward(x)
         split = weight.view(len(counts), -1, x.shape[1])
         ctx.weight, ctx.triton = weight, triton_fits(x, split)
-        ctx.counts = offsets_of(counts, x.device) if ctx.triton else list(counts) if not isinstance(counts, Tensor) else counts.tolist()
-        ctx.experts = len(counts)
+        ctx.experts, ctx.counts = len(counts), shares(counts, ctx.triton, x.device)
         return launch(x, split, ctx.counts) if ctx.triton else grouped_forward(x, split, ctx.counts)
 
     @staticmethod
     def backward(ctx, dy):
-        (x,), counts, dy = ctx.saved_tensors, ctx.counts, dy.contiguous()
-        split = (ctx.experts, dy.shape[1], x.shape[1])
-        dx = None
+        (x,), dy, dx = ctx.saved_tensors, dy.contiguous(), None
         if ctx.needs_input_grad[0]:
-            dx = (launch(dy, ctx.weight.view(split), counts, True) if ctx.triton else grouped_dgrad(dy, ctx.weight.view(split), counts))
-
-        def compute(into):
-            made = dy.new_zeros(split) if into is None else into.view(split)
-            return (launch_wgrad if ctx.triton else grouped_wgrad)(made, dy, x, counts).view(-1, x.shape[1])
-        return dx, give(ctx.weight, compute), None
+            split = ctx.weight.view(ctx.experts, -1, x.shape[1])
+            dx = launch(dy, split, ctx.counts, True) if ctx.triton else grouped_dgrad(dy, split, ctx.counts)
+        return dx, give_wgrad(ctx, dy, x), None
