@@ -7,7 +7,7 @@ import torch
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, Parallel, batch_sizes, mup_width, numbers, of_stage, scale_block, steps_of, words
+from config import Config, ConfigError, Parallel, batch_sizes, divisors, mup_width, numbers, of_stage, scale_block, steps_of, words
 from data import tokenizer
 from kernels.grad import wide
 from model.moe import Routers
@@ -30,7 +30,7 @@ from parallel.params import Bucket, Sharing, cut
 from parallel.pipeline import Later, Pipeline
 from parallel.schedule import Op, Schedule, check, lower, make
 from parallel.zero import Zero
-from rules import divisors, nearby, nearby_ramp, validate
+from rules import nearby, nearby_ramp, validate
 from runtime.graphs import Graph
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

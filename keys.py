@@ -2,6 +2,7 @@
 
 config.py fills the tree from recipes, files and the command line, and gives all of this on; rules.py holds every rule that spans keys.
 """
+import math
 import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -323,3 +324,9 @@ def scale_block(p: Parallel) -> int | None:
 
 def padded_vocab(m: Model) -> int:
     return -(-m.vocab // m.vocab_multiple) * m.vocab_multiple
+
+
+def divisors(n: int) -> list[int]:
+    """In their order."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d < n]

@@ -6,16 +6,12 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from config import HORIZONS, Config, ConfigError, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, value_dim, words
+from config import HORIZONS, Config, ConfigError, divisors, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, value_dim, words
 
 NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here",
           "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
           "lars": "its trust ratio sets each tensor's step, for which muP has no rule"}
 PARTS, MODES = ("core", "norm", "act"), ("none", "selective", "full")
-
-
-def divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def nearby(cfg: Config, key: str, values, check) -> str:

@@ -6,6 +6,18 @@ from dataclasses import dataclass
 
 DENSE = ("pp", "dp_rep", "dp", "cp", "tp")  # attention, norms, dense MLPs, embeddings, routers
 EXPERT = ("pp", "dp_rep", "edp", "ep", "etp")  # a mixture's experts: the same ranks, dp x cp x tp folded anew (arXiv 2504.14960)
+SPANS = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp_rep": ("dp_rep",),
+         "data": ("dp_rep", "dp"),  # ranks that read different samples
+         "shard": ("dp", "cp"),  # ranks that share one copy of the sharded state under ZeRO
+         "loss": ("dp_rep", "dp", "cp"),  # ranks that see different tokens: counts and gradients are summed here
+         "model": ("pp", "tp"),  # ranks that hold different parameters
+         "stage": ("dp_rep", "dp", "cp", "tp"),  # ranks that hold the same layers
+         "world": DENSE,
+         "tokens": ("cp", "tp"),  # ranks that share a sequence, where tp has cut it too: a router's counts are summed here
+         "experts": ("ep", "etp"),  # ranks that hold all experts together: tokens are exchanged here
+         "eshard": ("edp",),  # what shard, loss and model are to the rest, for experts
+         "eloss": ("dp_rep", "edp"),
+         "emodel": ("pp", "ep", "etp")}
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,15 @@ class Layout:
         out = {}
         for axis in reversed(axes):
             rank, out[axis] = divmod(rank, self.size(axis))
+        return out
+
+    def group(self, rank: int, *axes: str) -> list[int]:
+        """The group of `groups(*axes)` that holds this rank, without the others."""
+        every = DENSE if set(axes) <= set(DENSE) else EXPERT
+        here, stride, out = self.coords(rank, every), 1, [0]
+        for axis in reversed(every):
+            out = [r + stride * k for k in (range(self.size(axis)) if axis in axes else (here[axis],)) for r in out]
+            stride *= self.size(axis)
         return out
 
     def groups(self, *axes: str) -> list[list[int]]:

@@ -3,20 +3,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from parallel.comm import Group, World
-from parallel.layout import DENSE, Layout
-
-SPANS = {"tp": ("tp",), "cp": ("cp",), "pp": ("pp",), "dp_rep": ("dp_rep",),
-         "data": ("dp_rep", "dp"),  # ranks that read different samples
-         "shard": ("dp", "cp"),  # ranks that share one copy of the sharded state under ZeRO
-         "loss": ("dp_rep", "dp", "cp"),  # ranks that see different tokens: counts and gradients are summed here
-         "model": ("pp", "tp"),  # ranks that hold different parameters
-         "stage": ("dp_rep", "dp", "cp", "tp"),  # ranks that hold the same layers
-         "world": DENSE,
-         "tokens": ("cp", "tp"),  # ranks that share a sequence, where tp has cut it too: a router's counts are summed here
-         "experts": ("ep", "etp"),  # ranks that hold all experts together: tokens are exchanged here
-         "eshard": ("edp",),  # what shard, loss and model are to the rest, for experts
-         "eloss": ("dp_rep", "edp"),
-         "emodel": ("pp", "ep", "etp")}
+from parallel.layout import SPANS, Layout
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,10 @@ the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-s
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
 from collections import defaultdict
+from math import prod
 
 from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, of_stage, padded_vocab, remakes, value_dim
+from parallel.layout import SPANS
 from parallel.schedule import lower
 from plan.parts import BYTES, Bucket, Job, buckets, unique
 
@@ -46,9 +48,7 @@ def step_bytes(job: Job) -> Ledger:
     """One step of one rank (train.train_step), scalars included."""
     out: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
     L, p = job.layout, job.cfg.parallel
-    sizes = {"tp": L.tp, "cp": L.cp, "pp": L.pp, "dp_rep": L.dp_rep, "shard": job.shards(), "loss": job.shards() * L.dp_rep, "model": L.pp * L.tp,
-             "tokens": L.cp * L.tp, "experts": L.ep * L.etp, "eshard": L.edp, "eloss": L.edp * L.dp_rep, "emodel": L.pp * L.ep * L.etp,
-             "world": L.world, "tied": 2 if L.pp > 1 else 1}
+    sizes = {name: prod(map(L.size, axes)) for name, axes in SPANS.items()} | {"tied": 2 if L.pp > 1 else 1}
 
     def add(group: str, verb: str, calls: int, n: int) -> None:
         """`calls` exchanges of n bytes each."""
@@ -248,8 +248,7 @@ def reduce_bytes(job: Job, group: str, n: int, add) -> None:
         add(group, "all_gather", 1, coded(job, n))
         return
     n *= BYTES[job.cfg.train.dtype][1]
-    axes = {"dp_rep": ("dp_rep",), "loss": ("dp_rep", "dp", "cp"), "eloss": ("dp_rep", "edp")}[group]
-    ranks = next(r for r in job.layout.groups(*axes) if job.rank in r)
+    ranks = job.layout.group(job.rank, *SPANS[group])
     N, kind = len(ranks), p.reduce
     if kind == "collective":
         add(group, "all_reduce", 1, n)

@@ -1,0 +1,59 @@
+"""The fastest layouts that fit: the same as when every choice is priced; what the user sets stays; nothing that is too large."""
+import math
+from dataclasses import replace
+
+import pytest
+
+import config
+from plan.cost import Efficiency, cluster
+from plan.search import axes, choices, price, search, set_keys, with_bubble
+from scripts.plan import make
+
+
+def brute(cfg, world, c, fixed):
+    """Every choice, priced."""
+    core, rest = axes(cfg, world, c)
+    counts, out = {"priced": 0, "too large": 0, "refused": 0}, []
+    for values in choices(core | rest, fixed):
+        if values["parallel.dp_rep"] == "node":
+            continue
+        if (values["parallel.schedule"] == "interleaved") != (values["parallel.vpp"] is not None) or (
+                values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b"):
+            continue
+        one = price(set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1}), world, c, Efficiency(), make, counts)
+        out += [one] if one else []
+    return sorted(x.forecast.step for x in out)
+
+
+@pytest.mark.parametrize("memory", [80e9, 9e9])
+def test_nothing_faster_is_left_out(memory):
+    cfg = config.resolve("llama3.2-1b", None, ["--train.global_batch", "16", "--train.seq_len", "2048"])
+    c = replace(cluster("h100-ib"), memory=memory, node=4)
+    fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.recompute": "none", "parallel.cp": 1}
+    cfg = set_keys(cfg, fixed)
+    found, counts = search(cfg, 8, c, Efficiency(), make, fixed, 5)
+    every = brute(cfg, 8, c, fixed)
+    assert [x.forecast.step for x in found] == every[:5]
+    assert counts["priced"] <= len(every) and (counts["too large"] > 0) == (memory < 10e9)
+    assert memory < 10e9 or counts["priced"] < len(every) / 2
+
+
+def test_what_is_set_stays_and_what_is_found_fits():
+    cfg = config.resolve("mixtral-8x7b", None, ["--train.global_batch", "64", "--parallel.ep", "8"])
+    fixed = {"parallel.ep": 8, "train.micro_batch": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
+    found, _ = search(set_keys(cfg, fixed), 32, cluster("h100-ib"), Efficiency(), make, fixed, 3)
+    assert len(found) == 3 and [x.forecast.step for x in found] == sorted(x.forecast.step for x in found)
+    for x in found:
+        assert x.cfg.parallel.ep == 8 and x.cfg.parallel.schedule == "1f1b" and x.cfg.train.micro_batch == 1
+        assert x.memory <= 80e9
+        make(x.cfg, 32)  # train.py's rules let it pass
+
+
+def test_no_schedule_is_priced_twice():
+    bound = type("B", (), dict(f=1.0, i=1.0, w=1.0, share=4.0, step=12.0))
+    one = {"parallel.pp": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
+    assert with_bubble(bound, one, 8) == 12.0
+    assert with_bubble(bound, one | {"parallel.schedule": "zb-v"}, 8) == math.inf  # the same without a pipeline
+    two = one | {"parallel.pp": 2}
+    assert with_bubble(bound, two, 8) == 12.0 + (2 - 1) * (0.5 + 1.0)
+    assert with_bubble(bound, two | {"parallel.vpp": 2}, 8) == math.inf and with_bubble(bound, two | {"parallel.pp": 16}, 8) == math.inf
