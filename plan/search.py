@@ -110,13 +110,14 @@ class Bound(NamedTuple):
 
 def least(cfg: Config, values: Values, world: int, c: Cluster, e: Efficiency, make: Make) -> Bound | None:
     """What no pipeline can make faster: every stage busy all the time. None where the values cannot be together."""
-    whole = set_keys(cfg, values | {"parallel.pp": 1, "parallel.schedule": "1f1b", "parallel.vpp": None, "parallel.zero": 1, "parallel.dp_rep": 1})
+    whole = set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.pp": 1, "parallel.schedule": "1f1b",
+                                    "parallel.vpp": None, "parallel.zero": 1, "parallel.dp_rep": 1})
     p, b = whole.parallel, whole.train.micro_batch
     dp = world // (p.tp * p.cp)
     try:
         if world % (p.tp * p.cp):
             return None
-        job, _ = job_of(set_keys(whole, {"train.global_batch": b * dp, "parallel.sp": p.tp > 1}), world, make)
+        job, _ = job_of(set_keys(whole, {"train.global_batch": b * dp}), world, make)
     except ConfigError:
         return None
     t, _ = stage_times(job, 0, c, e)

@@ -6,7 +6,7 @@ import pytest
 
 import config
 from plan.cost import Efficiency, cluster
-from plan.search import axes, choices, price, search, set_keys, with_bubble
+from plan.search import RESERVED, axes, choices, held, job_of, least, least_bytes, price, search, set_keys, with_bubble
 from scripts.plan import make
 
 
@@ -57,3 +57,17 @@ def test_no_schedule_is_priced_twice():
     two = one | {"parallel.pp": 2}
     assert with_bubble(bound, two, 8) == 12.0 + (2 - 1) * (0.5 + 1.0)
     assert with_bubble(bound, two | {"parallel.vpp": 2}, 8) == math.inf and with_bubble(bound, two | {"parallel.pp": 16}, 8) == math.inf
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium", "mixtral-8x7b", "deepseek-v2-lite"])
+@pytest.mark.parametrize("keys", [{}, {"parallel.tp": 4}, {"parallel.tp": 2, "parallel.cp": 2},
+                                  {"parallel.recompute": "full", "train.micro_batch": 4}, {"parallel.tp": 2, "parallel.recompute": "selective"}], ids=str)
+def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
+    """What is said to be held at least is no more than what is held."""
+    cfg, c = config.resolve(name, None, ["--train.global_batch", "128", "--train.seq_len", "1024"]), cluster("h100-ib")
+    values = {"parallel.tp": 1, "parallel.cp": 1, "parallel.ep": 1, "train.micro_batch": 1, "parallel.recompute": "none"} | keys
+    bound = least(cfg, values, 16, c, Efficiency(), make)
+    for more in ({"parallel.pp": 1}, {"parallel.pp": 4}, {"parallel.pp": 4, "parallel.schedule": "zb-v"}, {"parallel.pp": 2, "parallel.zero": 3},
+                 {"parallel.pp": 2, "parallel.zero": 2, "parallel.schedule": "interleaved", "parallel.vpp": 2}):
+        one = set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.zero": 1} | more)
+        assert least_bytes(one, 16, bound) <= sum(held(job_of(one, 16, make)[0])) + RESERVED, more
