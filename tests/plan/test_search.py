@@ -61,7 +61,8 @@ def test_no_schedule_is_priced_twice():
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium", "mixtral-8x7b", "deepseek-v2-lite"])
 @pytest.mark.parametrize("keys", [{}, {"parallel.tp": 4}, {"parallel.tp": 2, "parallel.cp": 2},
-                                  {"parallel.recompute": "full", "train.micro_batch": 4}, {"parallel.tp": 2, "parallel.recompute": "selective"}], ids=str)
+                                  {"parallel.recompute": "full", "train.micro_batch": 4},
+                                  {"parallel.tp": 2, "parallel.recompute": "selective"}], ids=str)
 def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
     """What is said to be held at least is no more than what is held."""
     cfg, c = config.resolve(name, None, ["--train.global_batch", "128", "--train.seq_len", "1024"]), cluster("h100-ib")
