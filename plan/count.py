@@ -40,9 +40,13 @@ def flops_per_token(m: Model, seq_len: int) -> float:
     weights = blocks * attention_weights(m) + (blocks - sparse) * m.hidden * m.ffn * (3 if m.activation == "swiglu" else 2)
     weights += sparse * mixture(m, m.top_k) if sparse else 0
     weights += (1 + m.mtp) * m.vocab * m.hidden + m.mtp * 2 * m.hidden ** 2
-    w = min(m.window or seq_len, seq_len)
-    keys = (w * (w + 1) / 2 + (seq_len - w) * w) / seq_len  # mean number of keys a query sees
-    return 6.0 * weights + 6.0 * blocks * m.heads * (head_dim(m) + value_dim(m)) * keys
+    return 6.0 * weights + 6.0 * blocks * m.heads * (head_dim(m) + value_dim(m)) * keys_seen(m, seq_len)
+
+
+def keys_seen(m: Model, s: int) -> float:
+    """The mean number of keys that a query of a sequence of s tokens sees."""
+    w = min(m.window or s, s)
+    return (w * (w + 1) / 2 + (s - w) * w) / s
 
 
 def state_bytes(m: Model, dtype: str) -> int:
