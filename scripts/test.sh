@@ -3,5 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_venv.sh requirements.txt requirements-test.txt
-[ $# -gt 0 ] || set -- -n 2 --dist loadfile  # most tests keep one core busy: two files at a time
 exec python -m pytest "$@"
