@@ -4,7 +4,7 @@ What a layout computes bounds its step from below: best case first, a layout is 
 the schedule's bubble for equal stages (plan/simulate.py), is below what the best so far take.
 """
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,10 +14,10 @@ from parallel.schedule import Schedule
 from plan import memory
 from plan.cost import STEADY, Cluster, Efficiency, Forecast, forecast, stage_times
 from plan.count import mixture, parameters
+from plan.lattice import Values, choices
 from plan.parts import BYTES, Job
 from plan.simulate import closed_form
 
-Values = dict[str, object]  # {"parallel.tp": 8, ...}
 Make = Callable[[Config, int], tuple[Schedule, list[tuple[int, int]]]]  # (job, world) -> schedule and cuts; raises ConfigError
 RESERVED = 3e9  # bytes of a GPU for its context, NCCL's buffers and what the allocator cannot use
 PASSING = 2 ** 29  # bytes of logits and other things of the moment
@@ -48,18 +48,16 @@ def axes(cfg: Config, world: int, c: Cluster) -> tuple[dict[str, tuple], dict[st
 
 
 def set_keys(cfg: Config, values: Values) -> Config:
+    """values: {"parallel.tp": 8, ...}"""
     for path, value in values.items():
         section, key = path.split(".")
         cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
     return cfg
 
 
-def choices(table: dict[str, tuple], fixed: Values) -> Iterator[Values]:
-    """Every choice of the axes, but for those that are fixed."""
-    rows: list[Values] = [{}]
-    for path, values in table.items():
-        rows = [row | {path: v} for row in rows for v in ((fixed[path],) if path in fixed else values)]
-    return iter(rows)
+def free(table: dict[str, tuple], fixed: Values) -> dict[str, tuple]:
+    """The axes, of which those that are fixed have one value."""
+    return {path: (fixed[path],) if path in fixed else values for path, values in table.items()}
 
 
 def job_of(cfg: Config, world: int, make: Make) -> tuple[Job, int]:
@@ -170,11 +168,11 @@ def search(cfg: Config, world: int, c: Cluster, e: Efficiency, make: Make, fixed
     def last() -> float:
         return found[top - 1].forecast.step if len(found) >= top else math.inf
 
-    bounds = [b for values in choices(core, fixed) if (b := least(cfg, values, world, c, e, make))]
+    bounds = [b for values in choices(free(core, fixed)) if (b := least(cfg, values, world, c, e, make))]
     for bound in sorted(bounds, key=lambda b: b.step):
         if bound.step >= last():
             break
-        schedules = [(with_bubble(bound, more, cfg.model.layers), i, more) for i, more in enumerate(choices(rest, fixed))]
+        schedules = [(with_bubble(bound, more, cfg.model.layers), i, more) for i, more in enumerate(choices(free(rest, fixed)))]
         for best, _, more in sorted(s for s in schedules if s[0] < math.inf):
             if best >= last():
                 break

@@ -6,37 +6,26 @@ and holds (plan/bytes.py, plan/memory.py: exact, and to some percent); times are
 published measurements: --published shows it beside them, those that it was fitted to and those that it was not.
 """
 import argparse
-import functools
 import json
 import sys
 import time
 
 import config
+from build import plan_pipeline
 from config import Config, ConfigError
 from model.split import layers_of
-from parallel import schedule
 from parallel.schedule import Schedule
 from plan import published
 from plan.cost import Efficiency, cluster
 from plan.count import flops_per_token, parameters
 from plan.search import Found, axes, search
-from rules import validate
 from runtime.failure import fail_cleanly
-
-
-@functools.lru_cache(maxsize=64)
-def schedule_of(kind: str, p: int, m: int, v: int | None) -> Schedule:
-    return schedule.make(kind, p, m, v)
 
 
 def make(cfg: Config, world: int) -> tuple[Schedule, list[tuple[int, int]]]:
     """A job's schedule and cuts, as train.py makes them; raises ConfigError where it would."""
-    validate(cfg, world)
-    p, t = cfg.parallel, cfg.train
-    found = schedule_of(p.schedule, p.pp, t.global_batch * p.tp * p.pp * p.cp // (t.micro_batch * world), p.vpp)
-    if found.n_stages > cfg.model.layers:
-        raise ConfigError(f"parallel.pp: {found.n_stages} stages, model.layers is {cfg.model.layers}")
-    return found, layers_of(cfg, found.n_stages)
+    schedule = plan_pipeline(cfg, world, advise=False)
+    return schedule, layers_of(cfg, schedule.n_stages)
 
 
 def words(cfg: Config, world: int) -> str:
@@ -97,9 +86,8 @@ def main(argv: list[str]) -> int:
     cfg, c = config.resolve(a.name, None, rest), cluster(a.cluster)
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: is the tokenizer's, which a plan does not see; set it")
-    dtype = "bf16" if cfg.train.dtype == "fp8" and "fp8" not in c.flops else cfg.train.dtype
-    if dtype not in c.flops:
-        raise ConfigError(f"train.dtype: configs/clusters.yaml has no {dtype} for {a.cluster}; it has {', '.join(c.flops)}")
+    if cfg.train.dtype not in c.flops:
+        raise ConfigError(f"train.dtype: configs/clusters.yaml has no {cfg.train.dtype} for {a.cluster}; it has {', '.join(c.flops)}")
     given = {f"{section}.{key}" for section, part in config.dotted(rest).items() for key in part}
     core, more = axes(cfg, a.gpus, c)
     fixed = {path: getattr(getattr(cfg, path.split(".")[0]), path.split(".")[1]) for path in given if path in (*core, *more, "parallel.sp")}
@@ -108,7 +96,7 @@ def main(argv: list[str]) -> int:
     if not found:
         raise ConfigError(f"--gpus: no layout of {a.name} on {a.gpus} GPUs of {c.memory / 1e9:.0f} GB fits ({counts['too large']} are too large, "
                           f"{counts['refused']} against the rules); take more, or set fewer keys")
-    reports = [report(x, a.gpus, c.flops["bf16" if dtype == "fp8" else dtype]) for x in found]
+    reports = [report(x, a.gpus, c.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]) for x in found]
     if a.json:
         print("\n".join(map(json.dumps, reports)))
         return 0

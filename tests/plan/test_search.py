@@ -6,7 +6,8 @@ import pytest
 
 import config
 from plan.cost import Efficiency, cluster
-from plan.search import RESERVED, axes, choices, held, job_of, least, least_bytes, price, search, set_keys, with_bubble
+from plan.lattice import choices
+from plan.search import RESERVED, axes, free, held, job_of, least, least_bytes, price, search, set_keys, with_bubble
 from scripts.plan import make
 
 
@@ -14,7 +15,7 @@ def brute(cfg, world, c, fixed):
     """Every choice, priced."""
     core, rest = axes(cfg, world, c)
     counts, out = {"priced": 0, "too large": 0, "refused": 0}, []
-    for values in choices(core | rest, fixed):
+    for values in choices(free(core | rest, fixed)):
         if values["parallel.dp_rep"] == "node":
             continue
         if (values["parallel.schedule"] == "interleaved") != (values["parallel.vpp"] is not None) or (

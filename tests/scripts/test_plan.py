@@ -41,6 +41,8 @@ def test_json_has_the_parts_of_a_step(capsys):
     (["llama3-9b", "--gpus", "16", "--cluster", "h100-ib"], "llama3-9b: no such recipe"),
     (["llama-mini", "--gpus", "8", "--cluster", "h100-ib"], "model.vocab: is the tokenizer's"),
     (["llama3-8b", "--gpus", "8", "--cluster", "v100-ib"], "train.dtype: configs/clusters.yaml has no bf16 for v100-ib"),
+    (["llama3-8b", "--gpus", "8", "--cluster", "a100-ib", "--train.dtype", "fp8"], "train.dtype: configs/clusters.yaml has no fp8 for a100-ib"),
+    (["llama3-8b", "--gpus", "8", "--cluster", "h100-ib", "--parallel.stages", "40"], "--gpus: no layout of llama3-8b on 8 GPUs"),
     (["llama3.1-405b", "--gpus", "8", "--cluster", "h100-ib"], "--gpus: no layout of llama3.1-405b on 8 GPUs of 80 GB fits"),
     (["llama3-8b", "--gpus", "16", "--cluster", "h100-ib", "--parallel.tpp", "2"], "parallel.tpp: no such key"),
 ])
