@@ -37,7 +37,7 @@ from runtime.plot import loss_png
 from runtime.profile import Trace
 from runtime.stop import Stop
 
-POINTS = (*store.POINTS, "step.begin", "step.backward", "step.end", "step.logged")
+POINTS = (*store.POINTS, "run.built", "step.begin", "step.read", "step.backward", "step.end", "step.logged", "eval.end")
 
 
 def gradients(run: Run, batches: list, scale):
@@ -70,9 +70,12 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     return loss, norm, ok
 
 
-def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nullcontext) -> int:
-    """Train to the horizon; returns the exit code. Whatever can be refused is refused before the first step."""
-    at = setup.faults(env, POINTS)
+def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nullcontext, watch=None) -> int:
+    """Train to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
+
+    watch(point, step, **what there is to see): called at each of POINTS in the place of runtime/faults.py, and may answer as a fault does
+    ("nan"); scripts/verify looks on this way, so that it proves this loop and no imitation of it."""
+    at = watch or setup.faults(env, POINTS)
     setup.seed(cfg)
     p = cfg.parallel
     mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
@@ -85,6 +88,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     run = build(cfg, mesh, env.device, data, horizon(cfg, flops))
     root = folder / "checkpoints"
     start, notes = state.resume(run, root)
+    at("run.built", start, run=run, data=data, valid=valid)
     if env.rank == 0:
         (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
         data.tokenizer.save(folder / "tokenizer")
@@ -99,7 +103,10 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
 
         def evaluate(step: int) -> None:
             loss = mean_loss(run.pipeline.evaluate, checks, mesh.loss)
-            log.eval(step, **report(loss, valid.bytes_per_token), sample=sample(run))
+            ids = sample(run)
+            text = cfg.eval.prompt + data.tokenizer.decode(ids) if ids else ""
+            log.eval(step, **report(loss, valid.bytes_per_token), sample=text)
+            at("eval.end", step, loss=loss, ids=ids)
 
         if start == 0:
             evaluate(0)
@@ -109,10 +116,11 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             begun = time.perf_counter()
             batches = [b.to(env.device) for b in data.microbatches(step - 1)]
             waited = time.perf_counter() - begun
+            at("step.read", step, batches=batches)
             world.now.clock.take()  # what came between the steps
             with trace.around(step):
                 loss, norm, ok = train_step(run, step, batches, guard, at)
-            at("step.end", step)
+            at("step.end", step, loss=loss, norm=norm, ok=ok)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
                                    seconds=time.perf_counter() - begun, told=run.routers.told, noise=run.noise.told, comm=world.now.clock.take()))
             at("step.logged", step)
@@ -172,14 +180,12 @@ def same_everywhere(cfg: Config, world: comm.World) -> None:
                                   f"same command, from the same checkout")
 
 
-def sample(run: Run) -> str:
-    """A piece of text as the model writes it now; '' where eval.sample is 0."""
+def sample(run: Run) -> list[int]:
+    """The ids of a piece of text as the model writes it now, after eval.prompt; none where eval.sample is 0."""
     e, m, tok = run.cfg.eval, run.cfg.model, run.data.tokenizer
-    if not e.sample:
-        return ""
-    ids = generate(run.pipeline.logits, tok.encode(e.prompt) or [tok.eod], e.sample, temperature=e.temperature, eod=tok.eod, device=run.device,
-                   limit=m.context if m.positions == "learned" else None, multiple=run.pipeline.cut)
-    return e.prompt + tok.decode(list(ids))
+    limit = m.context if m.positions == "learned" else None
+    return list(generate(run.pipeline.logits, tok.encode(e.prompt) or [tok.eod], e.sample, temperature=e.temperature, eod=tok.eod,
+                         device=run.device, limit=limit, multiple=run.pipeline.cut))
 
 
 def main(argv: list[str]) -> int:

@@ -15,7 +15,8 @@ class Scaler:
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dynamic = dtype == torch.float16
-        self.scale = torch.tensor(FIRST if self.dynamic else 1.0, device=device)
+        wide = torch.promote_types(dtype, torch.float32)  # scale / tokens is as exact as the gradients are
+        self.scale = torch.tensor(FIRST if self.dynamic else 1.0, dtype=wide, device=device)
         self.good = torch.zeros((), device=device)
 
     @torch.no_grad()

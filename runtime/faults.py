@@ -66,8 +66,9 @@ class Faults:
         self.rank = rank
         self.step: int | None = None
 
-    def __call__(self, point: str, step: int | None = None) -> str | None:
-        """None, or the act (nan, bitflip, sleep, SIGTERM, SIGSTOP) that happened here. May raise, may never return."""
+    def __call__(self, point: str, step: int | None = None, **seen) -> str | None:
+        """None, or the act (nan, bitflip, sleep, SIGTERM, SIGSTOP) that happened here. May raise, may never return. seen: what a
+        watch of train.train is shown there."""
         if not self.armed:
             return None
         self.step = self.step if step is None else step

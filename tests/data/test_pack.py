@@ -32,3 +32,13 @@ def test_properties():
         assert b.targets[0].tolist() == [t if docs[t] == docs[t - 1] else -100 for t in range(1, s + 1)]
         firsts = np.concatenate([[0], starts])[docs[:-1]]
         assert b.positions[0].tolist() == (np.arange(s) - firsts).tolist()
+
+
+def test_one_window_with_boundaries_leaves_its_tokens_alone():
+    """With a single row, a slice of it is contiguous: targets that were a view of the tokens' memory would write -100 into them."""
+    b = pack([np.arange(9)], [np.array([3, 6])])
+    assert b.tokens.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert b.targets.tolist() == [[1, 2, -100, 4, 5, -100, 7, 8]]
+    before = b.tokens.clone()
+    b.targets.fill_(-1)
+    assert b.tokens.equal(before)
