@@ -1,7 +1,7 @@
 """Every layout trains like one process: a fixed core, and a draw of the lattice that differs from commit to commit.
 
 The whole lattice runs on demand: python -m scripts.verify NAME --world 8 --layouts all. And the proof is proven: planted
-bugs (scripts/mutate.py) must be seen; a draw of them here, all of them by python -m scripts.mutate.
+bugs (scripts/mutate/table.py) must be seen; a draw of them here, all of them by python -m scripts.mutate.
 """
 import random
 import subprocess

@@ -1,9 +1,8 @@
-"""Does the proof see a bug? python -m scripts.mutate [--world 4] [--only WORD ...]
+"""The table of planted bugs: python -m scripts.mutate [--world 4] [--only WORD ...]
 
 Plants one silent bug at a time into a copy of this checkout, each a class of faults that published codebases shipped,
 and runs scripts.verify on layouts that the bug can touch. A bug that verify does not see is a hole in the proof: exit 1.
 """
-import argparse
 import os
 import shutil
 import subprocess
@@ -14,9 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import ConfigError
-from runtime.failure import fail_cleanly
-
-ROOT = Path(__file__).parent.parent
+from scripts.mutate.checkout import ROOT
 
 
 @dataclass(frozen=True)
@@ -316,12 +313,9 @@ def caught(m: Mutation) -> tuple[bool, str]:
     return done.returncode != 0, " ".join(said[0].split()) if said else ""
 
 
-def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m scripts.mutate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--only", nargs="*", default=[], help="mutations whose text has all these words")
-    p.add_argument("--world", type=int, default=8, help="leave out mutations that need more ranks")
-    a = p.parse_args(argv)
-    table = [m for m in TABLE if m.world <= a.world and all(w in f"{m.what} {m.file} {m.layout}" for w in a.only)]
+def run(only: list[str], world: int) -> int:
+    """The bugs whose text has all the words and that need no more ranks; the exit code."""
+    table = [m for m in TABLE if m.world <= world and all(w in f"{m.what} {m.file} {m.layout}" for w in only)]
     missed, begun = 0, time.perf_counter()
     for m in table:
         found, said = caught(m)
@@ -329,7 +323,3 @@ def main(argv: list[str]) -> int:
         print(f"{'caught' if found else 'MISSED':<7} {m.what}\n        {said or 'verify saw nothing'}", flush=True)
     print(f"{len(table) - missed} of {len(table)} planted bugs caught ({time.perf_counter() - begun:.0f} s)")
     return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(fail_cleanly(main, sys.argv[1:]))
