@@ -1,5 +1,8 @@
 """Each optimizer against torch's, or against the paper's lines over whole tensors. That layouts change nothing is verify's."""
 import dataclasses
+import heapq
+import itertools
+import random
 
 import pytest
 import torch
@@ -131,3 +134,27 @@ def test_matrices_are_shared_out_evenly_and_every_piece_travels_once():
         assert all(p.send[o] == plans[o].came[r] and p.back[o] == plans[o].home[r] for o in range(4))
         check_tiling([b for b in owned[r] if b.start == (0, 0)] + [half(b.key, 1) for b in owned[r] if b.start == (0, 0)])
         assert sorted(map(str, [b for some in p.home for b in some] + p.own)) == sorted(map(str, owned[r]))
+
+
+def loads(shapes: dict, owner: dict, ranks: int) -> list[int]:
+    """m n min(m, n), what a matrix costs, summed over those of each rank, in order of size."""
+    return sorted(sum(m * n * min(m, n) for k, (m, n) in shapes.items() if owner[k] == r) for r in range(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_muon_shares_out_the_dearest_matrices_first(ranks):
+    """Graham's rule (1969, "Bounds on multiprocessing timing anomalies"): the dearest first, each to whoever has
+    least, costs at most 4/3 - 1/(3 ranks) of the best way, which is found here by trying all. And every rank
+    comes to the same answer, in whatever order it learned the shapes."""
+    stream = random.Random(0)
+    for _ in range(15):
+        shapes = {f"w{i}": (stream.randint(2, 6), stream.randint(6, 40)) for i in range(6)}
+        owner = share_out(shapes, ranks)
+        rule = [0] * ranks
+        for cost in sorted((m * n * min(m, n) for m, n in shapes.values()), reverse=True):
+            heapq.heapreplace(rule, rule[0] + cost)
+        assert loads(shapes, owner, ranks) == sorted(rule), (shapes, owner)
+        ways = (dict(zip(shapes, way)) for way in itertools.product(range(ranks), repeat=len(shapes)))
+        best = min(loads(shapes, way, ranks)[-1] for way in ways)
+        assert max(rule) <= (4 / 3 - 1 / (3 * ranks)) * best
+        assert share_out(dict(reversed(shapes.items())), ranks) == owner
