@@ -5,9 +5,10 @@ codebases shipped, against scripts.verify. A bug that verify does not see is a h
 
 With --draw: N mutants of the whole core (model/, parallel/, optim/, data/, checkpoint/, the step and the
 evaluation), drawn by the seed. Each meets the unit tests that run its line, then verify on layouts that
-use its file. Exit 1 where fewer than 95 % of those not explained in equivalent.yaml are killed. --map
-measures first which test runs which line: once, and for tests that are new. --part K/M and --resume
-FILE.jsonl spread a draw over sittings.
+use its file; what fails counts where it passes without the mutant (scripts/mutate/control.py). Exit 1
+where fewer than 95 % of those not explained in equivalent.yaml are killed. --map measures first which
+test runs which line: once, and for tests that are new. --part K/M and --resume FILE.jsonl spread a draw
+over sittings.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from config import ConfigError
 from runtime.failure import fail_cleanly
 from scripts.mutate import cover, table
 from scripts.mutate.checkout import ROOT, copied
+from scripts.mutate.control import Controls
 from scripts.mutate.draw import core, draw, part_of
 from scripts.mutate.judge import BUDGET_S, add, judge, read
 from scripts.mutate.report import explained, report
@@ -94,12 +96,13 @@ def drawn(a: argparse.Namespace) -> int:
     verdicts = {v.key: v for v in (read(a.resume) if a.resume else [])}
     begun = time.perf_counter()
     with copied(ROOT) as base:
+        controls = Controls(base)
         for one in mutants:
             if one.key in verdicts:
                 continue
             if a.minutes is not None and time.perf_counter() - begun > 60 * a.minutes:
                 break
-            v = verdicts[one.key] = judge(one, base, known, a.budget)
+            v = verdicts[one.key] = judge(one, controls, known, a.budget)
             print(
                 f"{v.stage or 'SURVIVED':<9}{v.seconds:>6.1f} s  {one.difference()}\n"
                 f"  {v.by}{' (hung)' * v.hung}",

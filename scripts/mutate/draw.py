@@ -2,6 +2,7 @@
 
 import ast
 import random
+import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,6 +27,20 @@ SAID = (
     "KeyError",
     "TypeError",
 )
+
+GPU = (
+    ("parallel/offload.py", r"(self\.)?side\.(follows|awaits|settle)\(.*\)", "orders two streams of a GPU"),
+    ("parallel/offload.py", r"class Side\b.*", "a stream of a GPU, nothing on a CPU"),
+    ("parallel/offload.py", r"with (self\.)?side\.running\(\)", "chooses a stream of a GPU"),
+    ("parallel/offload.py", r"if self\.side\.stream is not None:.*", "a stream of a GPU"),
+    ("parallel/offload.py", r"ticket\.moment = self\.side\.mark\(\)", "an event of a GPU, None on a CPU"),
+    ("parallel/clock.py", r"if self\.device is not None:.*", "events of a GPU"),
+    ("parallel/clock.py", r"event.*|return event", "an event of a GPU"),
+    ("parallel/clock.py", r"then\.synchronize\(\)|return first\.elapsed_time.*", "events of a GPU"),
+    ("parallel/comm.py", r"works = \[works\[-1\]\] \* len\(ops\)", "nccl has one work for all transfers"),
+    ("optim/adamw.py", r"pin_memory=.*", "memory is pinned for a GPU"),
+    ("", r"non_blocking=True", "a copy on a CPU is done when it returns"),
+)  # (start of a file's name, what only a GPU runs without naming cuda: a whole node's text, why)
 
 
 def core(root: Path) -> list[str]:
@@ -120,16 +135,40 @@ class Site:
     edits: tuple[Edit, ...]
 
 
+def gpu_spans(file: str, source: Source) -> list[tuple[int, int]]:
+    """Where the text of a file is what GPU lists; of a `with`, its head alone."""
+    words = [re.compile(text, re.DOTALL) for start, text, _ in GPU if file.startswith(start)]
+    spans = []
+    for node in ast.walk(source.tree):
+        if not isinstance(node, (ast.stmt, ast.keyword)):
+            continue
+        start, end = source.span(node)
+        if isinstance(node, ast.With):
+            end = source.span(node.items[-1].context_expr)[1]
+        if any(word.fullmatch(source.text, start, end) for word in words):
+            spans.append((start, end))
+    return spans
+
+
+def only_there(edit: Edit, span: tuple[int, int], source: Source) -> bool:
+    """Whether an edit changes nothing outside the span (but the comma before it)."""
+    before = source.text[edit.start : span[0]] if edit.start < span[0] else ""
+    return before.strip(" ,\n") == "" and span[0] < edit.end and edit.end <= span[1]
+
+
 def sites(file: str, source: Source) -> list[Site]:
     """Every site of a file in the order of its text; an edit belongs to the first operator that makes it."""
     found, seen = [], set()
+    gpu = gpu_spans(file, source)
     for node in nodes(source.tree, source):
         for name, operator in OPERATORS.items():
             edits = tuple(
                 dict.fromkeys(
                     e
                     for e in operator(node, source)
-                    if e not in seen and source.text[e.start : e.end] != e.new
+                    if e not in seen
+                    and source.text[e.start : e.end] != e.new
+                    and not any(only_there(e, span, source) for span in gpu)
                 )
             )
             seen.update(edits)

@@ -3,35 +3,27 @@ on layouts that use its file.
 """
 
 import json
-import resource
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.mutate.checkout import group_ends
-from scripts.mutate.cover import Map, environment, pytest_command
+from scripts.mutate.control import (
+    NO_TESTS,
+    SLOWER,
+    START_S,
+    Controls,
+    Proof,
+    complaint,
+    judged,
+    run_proof,
+    run_tests,
+    sandbox,
+)
+from scripts.mutate.cover import Map
 from scripts.mutate.draw import Mutant
 
 BUDGET_S = 60.0  # of the tests that a mutant meets, as they took when they were measured
-START_S = 60.0  # that a run may take beside its tests before it counts as hung
-SLOWER = 5.0  # a busy machine
-LARGEST_FILE = 1 << 30
-NO_TESTS = 5  # pytest's exit code
-
-
-@dataclass(frozen=True)
-class Proof:
-    """A run of scripts.verify. Where: the start of a file's name."""
-
-    name: str
-    world: int
-    words: str
-
 
 DENSE = (Proof("llama3-tiny", 2, "tp2 sp zero1"), Proof("llama3-tiny", 4, "pp2 dp2 zero3"))
 PROOFS: tuple[tuple[str, tuple[Proof, ...]], ...] = (
@@ -100,7 +92,10 @@ PROOFS: tuple[tuple[str, tuple[Proof, ...]], ...] = (
             Proof("mixtral-tiny", 2, "dp2 ep2 zero1"),
         ),
     ),
-    ("parallel/reduce", (Proof("llama3-tiny", 4, "dp4 zero1 p2p"),)),
+    (
+        "parallel/reduce",
+        (Proof("llama3-tiny", 4, "dp4 zero1 ring"), Proof("llama3-tiny", 4, "dp4 zero0 hierarchy")),
+    ),
     ("optim/muon", (Proof("llama3-tiny", 2, "tp2 muon"), Proof("mixtral-tiny", 2, "dp2 ep2 muon"))),
     ("optim/lamb", (Proof("llama3-tiny", 2, "dp2 zero1 lamb"), Proof("llama3-tiny", 2, "tp2 lars"))),
     ("optim/lion", (Proof("llama3-tiny", 2, "dp2 zero1 lion"),)),
@@ -109,7 +104,12 @@ PROOFS: tuple[tuple[str, tuple[Proof, ...]], ...] = (
         "parallel/",
         (*DENSE, Proof("mixtral-tiny", 4, "dp2 tp2 ep4"), Proof("llama3-tiny", 4, "cp2 tp2 cp-ring")),
     ),
-    ("", DENSE),
+    ("data/", (Proof("llama3-tiny", 2, "dp2 docs no-wide"), Proof("llama3-tiny", 2, "dp2 wide"))),
+    (
+        "checkpoint/",
+        (Proof("llama3-tiny", 4, "pp2 dp2 zero3 async"), Proof("mixtral-tiny", 2, "dp2 ep2 zero1 no-async")),
+    ),
+    ("", (*DENSE, Proof("llama3-tiny", 2, "dp2 docs no-wide"))),
 )
 
 
@@ -156,92 +156,53 @@ def chosen(tests: Sequence[tuple[float, str]], budget_s: float) -> list[tuple[fl
     return kept
 
 
-def ends(command: list[str], cwd: Path, limit_s: float, log: Path, **env: str) -> int | None:
-    """The exit code of a command, None where it hung. Its output goes to log; what it leaves running is
-    ended."""
-    with open(log, "wb") as out:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment(**env),
-            start_new_session=True,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LARGEST_FILE, LARGEST_FILE)),
-        )
-        try:
-            return process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            group_ends(process)
-
-
-def judge(m: Mutant, base: Path, known: Map, budget_s: float = BUDGET_S, verify: bool = True) -> Verdict:
-    """base: a compiled copy of the checkout (checkout.copied), which stays as it is."""
+def judge(
+    m: Mutant, controls: Controls, known: Map, budget_s: float = BUDGET_S, verify: bool = True
+) -> Verdict:
+    """controls: of the compiled copy of the checkout in which the mutant is planted; the copy stays as it
+    is. What a test says counts only where the test passes without the mutant. Raises ConfigError where a
+    proof does not."""
     begun = time.perf_counter()
-    text = (base / "checkout" / m.file).read_text()
+    text = (controls.base / "checkout" / m.file).read_text()
     tests = known.tests(m.file, text, m.line)
 
     def verdict(stage: str, by: str, hung: bool) -> Verdict:
+        seconds = round(time.perf_counter() - begun, 1)
         return Verdict(
-            m.file,
-            m.line,
-            m.operator,
-            m.before,
-            m.after,
-            stage,
-            by,
-            hung,
-            len(tests),
-            round(time.perf_counter() - begun, 1),
+            m.file, m.line, m.operator, m.before, m.after, stage, by, hung, len(tests), seconds
         )
 
-    with tempfile.TemporaryDirectory(prefix="mutant-", dir=base, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        root = folder / "checkout"
-        shutil.copytree(base / "checkout", root)
-        (root / m.file).unlink()
-        (root / m.file).write_text(m.applied(text))
+    with sandbox(controls.base) as folder:
+        planted = folder / "checkout" / m.file
+        planted.unlink()
+        planted.write_text(m.applied(text))
 
-        # stage 1: the unit tests that run the line
+        # stage 1: the unit tests that run the line; one that fails without the mutant as well is left out
         meets = chosen(tests, budget_s)
-        if meets:
-            order = folder / "chosen.json"
-            order.write_text(json.dumps([name for _, name in meets]))
-            files = list(dict.fromkeys(name.split("::")[0] for _, name in meets))
-            files = [file for file in files if (root / file).exists()]
+        while meets:
             limit_s = START_S + SLOWER * sum(seconds for seconds, _ in meets)
-            code = ends(
-                pytest_command(folder, "-x", *files),
-                root,
-                limit_s,
-                folder / "log",
-                BEVATRON_CHOSEN=str(order),
-            )
-            if code not in (0, NO_TESTS):
-                last = order.with_suffix(".last")
-                return verdict("test", last.read_text() if last.exists() else "import", code is None)
+            names = [name for _, name in meets]
+            ran, last = run_tests(folder, names, limit_s)
+            if ran.code in (0, NO_TESTS):
+                break
+            hung = ran.code is None
+            suspects = [last] if last else sorted({name.split("::")[0] for name in names})
+            if all(controls.passes(one, limit_s, anew=hung) for one in suspects):
+                return verdict("test", last or "import", hung)
+            flaky = {one for one in suspects if controls.kept[one] is None or hung}
+            meets = [pair for pair in meets if not flaky & {pair[1], pair[1].split("::")[0]}]
 
-        # stage 2: the proof
+        # stage 2: the proof. An error exit is no verdict: the next proof is asked
+        silent = ""
         for p in proofs(m.file) if verify else ():
-            command = [
-                sys.executable,
-                "-m",
-                "scripts.verify",
-                p.name,
-                "--world",
-                str(p.world),
-                "--layouts",
-                "1",
-                "--only",
-                *p.words.split(),
-            ]
-            code = ends(command, root, 2 * START_S + 60, folder / "log")
-            if code != 0:
-                return verdict("verify", f"{p.name} --world {p.world} --only {p.words}", code is None)
-    return verdict("", "", False)
+            ran = run_proof(folder, p, controls.limit_s(p))
+            if ran.code is None:
+                controls.limit_s(p, anew=True)
+            if ran.code is None or ran.code == 1 and judged(ran):
+                return verdict("verify", str(p), ran.code is None)
+            if not judged(ran):
+                silent = f"no verdict of scripts.verify {p}: {complaint(ran)}"
+    return verdict("", silent, False)
 
 
 # ---- the file of verdicts ----------------------------------------------------------------------------------

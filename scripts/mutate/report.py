@@ -37,6 +37,7 @@ def report(verdicts: Sequence[Verdict], reasons: dict[tuple[str, str, str], str]
     for v in alive:
         lines += [
             f"SURVIVED {v.file}:{v.line} ({v.operator}, {v.ran} tests run the line)",
+            *[f"  {v.by}"] * bool(v.by),
             *(f"  - {line}" for line in v.before.splitlines()),
             *(f"  + {line}" for line in v.after.splitlines()),
             "",

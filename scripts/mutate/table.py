@@ -3,9 +3,7 @@
 Plants one silent bug at a time into a copy of this checkout, each a class of faults that published codebases shipped,
 and runs scripts.verify on layouts that the bug can touch. A bug that verify does not see is a hole in the proof: exit 1.
 """
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +12,13 @@ from pathlib import Path
 
 from config import ConfigError
 from scripts.mutate.checkout import ROOT
+from scripts.mutate.control import complaint, ends, judged
 
+ALIKE = "initial weights"  # in the place of a layout: what verify looks for before it runs one
+REFUSED = "initial weights must depend on the name"
+LIMIT_S = 600.0
+ADAMW = " no-lion no-lars no-sgd no-muon no-lamb"
+PLAIN_SUMS = " no-ring no-hierarchy no-server no-powersgd"
 
 @dataclass(frozen=True)
 class Mutation:
@@ -285,6 +289,103 @@ TABLE = (
     Mutation("inputs of experts lose the other tp ranks' gradients", "parallel/collectives.py",
              "return gather_dim1(dy, ctx.group)[:, :ctx.s], None",
              "return gather_dim1(dy.roll(1, 1), ctx.group)[:, :ctx.s], None", "mixtral-tiny", 2, "tp2 no-sp zero0 mb1"),
+    Mutation("tokens and targets of a batch of one window are one memory: the mask is written into the tokens",
+             "data/pack.py", "ids[:, :-1].clone(), ids[:, 1:].clone()",
+             "ids[:, :-1].contiguous(), ids[:, 1:].contiguous()", "llama3-tiny", 2, "dp2 zero0 mb1 docs"),
+    Mutation("the cache grows once a stage, not once a token: a rank with two stages writes other text",
+             "parallel/pipeline.py",
+             "                if number == last:\n                    x = stage.head_logits(x, at)\n"
+             "        if cache is not None:\n            cache.length += tokens.shape[1]\n",
+             "                if cache is not None:\n                    cache.length += tokens.shape[1]\n"
+             "                if number == last:\n                    x = stage.head_logits(x, at)\n",
+             "llama3-tiny", 2, "pp2 zero0 zb-v mb1"),
+    Mutation("a rank reads its neighbour's share of the batch", "data/loader.py",
+             "sequences(t, step) + self.rank * share", "sequences(t, step) + (self.rank + 1) % self.world * share",
+             "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("rows of a batch are counted from the rank's first", "data/loader.py",
+             "torch.arange(share) + self.rank * share", "torch.arange(share)", "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("a resumed run reads the first samples again", "train.py",
+             "data.microbatches(step - 1)", "data.microbatches(step - 1 - start)", "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("a resumed run begins with second moments of zero", "checkpoint/state.py",
+             "    take(run.buckets)\n    run.scaler.load(",
+             "    for v in run.optim.state()[\"adam_v\"]:\n        v.zero_()\n"
+             "    take(run.buckets)\n    run.scaler.load(", "llama3-tiny", 2, "dp2 zero1 mb1" + ADAMW),
+    Mutation("the masters that a resume loads are not published: other shares are those of the start",
+             "checkpoint/state.py", "    take(run.buckets)\n    run.scaler.load(", "    run.scaler.load(",
+             "llama3-tiny", 2, "dp2 zero1 mb1"),
+    Mutation("a skipped step moves the weights", "optim/adamw.py",
+             "        if ok.device.type == \"cpu\" and not ok:\n            return\n",
+             "        ok = torch.ones_like(ok)\n", "llama3-tiny", 2, "dp2 zero0 mb1" + ADAMW),
+    Mutation("a skipped step moves the moments", "optim/adamw.py",
+             "        if ok.device.type == \"cpu\" and not ok:\n            return\n",
+             "        if ok.device.type == \"cpu\" and not ok:\n"
+             "            for m in self.m if self.buckets[0].everyone.size > 1 else ():\n"
+             "                m.mul_(self.cfg.beta1)\n            return\n",
+             "llama3-tiny", 2, "dp2 zero0 mb1" + ADAMW),
+    Mutation("the validation loss is divided by this rank's tokens", "runtime/evaluate.py",
+             "comm.sum_(sum(b.counted() for b in batches), group)",
+             "group.size * sum(b.counted() for b in batches)", "llama3-tiny", 2, "dp2 zero0 docs"),
+    Mutation("every rank validates on the sequences of the first", "train.py",
+             "open_data(cfg, split, mesh.data.index, mesh.data.size)",
+             "open_data(cfg, split, mesh.data.index * (split == \"train\"), mesh.data.size)",
+             "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("a checkpoint has what tp ranks hold alike once a rank", "parallel/params.py",
+             "if alone and not (slot.once and copies.index == 0):", "if alone and copies.index:",
+             "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("nobody writes what tp ranks hold alike into the checkpoint", "parallel/params.py",
+             "if alone and not (slot.once and copies.index == 0):",
+             "if alone and not (slot.once and copies.index == 0 and (self.group.size > 1 or not slot.param.spec.partial)):",
+             "llama3-tiny", 2, "tp2 sp zero0 mb1"),
+    Mutation("gradients are zeroed by a factor of 0: the NaN of a skipped step stays", "parallel/params.py",
+             "(self.shard if self.zero >= 2 else self.grad).zero_()",
+             "(self.shard if self.zero >= 2 else self.grad).mul_(0)", "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("the loss is summed over the pipeline alone", "parallel/pipeline.py",
+             "comm.sum_(comm.sum_(total, self.mesh.loss), self.mesh.pp)", "comm.sum_(total, self.mesh.pp)",
+             "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("the router's bias is not in the checkpoint", "model/moe.py",
+             '(("bias", self.bias), ("load", self.load))', '(("load", self.load),)', "dots1-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("queries of a second tile are masked with the rows of the first", "kernels/partial_attention.py",
+             "see[:, :, None, rows]", "see[:, :, None, :rows.stop - rows.start]",
+             "llama3-tiny", 2, "cp2 zero0 mb1 cp-ring wide"),
+    Mutation("rows of a second chunk of logits meet the targets of the first", "kernels/cross_entropy.py",
+             "h, y = hidden[first:first + chunk], targets[first:first + chunk]",
+             "h, y = hidden[first:first + chunk], targets[:min(chunk, len(targets) - first)]",
+             "llama3-tiny", 2, "dp2 zero0 mb1 wide"),
+    Mutation("of a bucket with several parameters the first alone is summed", "parallel/params.py",
+             "start_sum(self.grad, self.everyone,", "start_sum(self.grad[:self.slots[0].numel], self.everyone,",
+             "llama3-tiny", 2, "dp2 zero0 mb1 wide" + PLAIN_SUMS),
+    Mutation("Muon reads what comes before it is there", "optim/muon.py",
+             "comm.start_all_to_all(flat, sent, came, group).wait()",
+             "comm.start_all_to_all(flat, sent, came, group).result.clone()", "llama3-tiny", 2, "dp2 zero1 muon"),
+    Mutation("the ring adds what comes before it is there", "parallel/reduce.py",
+             "    for work in comm.exchange([(send, to)], [(out, source)], group):\n        work.wait()\n    return out",
+             "    works, out = comm.exchange([(send, to)], [(out, source)], group), out.clone()\n"
+             "    for work in works:\n        work.wait()\n    return out", "llama3-tiny", 2, "dp2 zero0 mb1 ring"),
+    Mutation("the clip norm is summed over the pipeline, not over tp", "optim/clip.py",
+             "(False, mesh.shard, mesh.model)", "(False, mesh.shard, mesh.pp)", "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("replicas of a shard are summed over cp", "parallel/params.py",
+             "self.replicas, self.hidden = mesh.dp_rep,", "self.replicas, self.hidden = mesh.cp,",
+             "llama3-tiny", 2, "rep2 zero1 mb1"),
+    Mutation("Muon shares matrices out among the ranks of a shard", "optim/muon.py",
+             "cfg, buckets, mesh.stage", "cfg, buckets, mesh.shard", "llama3-tiny", 2, "tp2 zero0 muon"),
+    Mutation("the last element of a partial gradient is not summed over tp", "parallel/params.py",
+             "return [self.shard[a:b] for a, b in ranges if a < b]",
+             "return [self.shard[a:b - 1] for a, b in ranges if a < b]", "llama3-tiny", 2, "tp2 sp zero0 mb1"),
+    Mutation("the last element of a tensor's part in a shard is not updated", "optim/adamw.py",
+             "slice(max(a, lo) - lo, min(b, hi) - lo)", "slice(max(a, lo) - lo, min(b, hi - 1) - lo)",
+             "llama3-tiny", 2, "dp2 zero1 mb1 adamw-bf16"),
+    Mutation("pieces of split tensors lie as if the rank's part began at zero", "parallel/params.py",
+             "where = tuple(x + y for x, y in zip(box.start, start))", "where = start",
+             "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("every rank of a split vocabulary looks into the first rows", "parallel/tensor.py",
+             "here = ids - group.index * weight.shape[0]", "here = ids", "llama3-tiny", 2, "tp2 zero0 mb1"),
+    Mutation("the clip norm is that of this rank's shards", "optim/clip.py",
+             "squares = comm.sum_(squares, shard)", "squares = 1.0 * squares", "llama3-tiny", 2, "dp2 zero1 mb1"),
+    Mutation("the clip norm is summed over the shards that are whole, not over the model", "optim/clip.py",
+             "(False, mesh.shard, mesh.model)", "(False, mesh.model, mesh.shard)", "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("queries and keys of a meeting are taken for each other", "parallel/ring.py",
+             "meetings(group.index, (group.index - step) % group.size,",
+             "meetings((group.index - step) % group.size, group.index,", "llama3-tiny", 2, "cp2 zero0 mb1 cp-ring"),
 )
 
 
@@ -296,21 +397,29 @@ def plant(m: Mutation, folder: Path) -> None:
         (shutil.copytree if source.is_dir() else shutil.copy)(source, folder / item)
     text = (folder / m.file).read_text()
     if m.old not in text:
-        raise ConfigError(f"scripts/mutate.py: {m.what}: {m.file} no longer has {m.old!r}; bring the table up to date")
+        raise ConfigError(
+            f"scripts/mutate/table.py: {m.what}: {m.file} no longer has {m.old!r}; bring the table up to date"
+        )
     (folder / m.file).write_text(text.replace(m.old, m.new))
 
 
 def caught(m: Mutation) -> tuple[bool, str]:
-    """Whether verify failed on the planted copy, and the line in which it said why."""
+    """Whether verify failed on the planted copy, and the line in which it said why. Raises ConfigError where
+    verify gave no verdict: an error exit, words that no layout has, or no end."""
     with tempfile.TemporaryDirectory(prefix="bevatron-mutant-") as folder:
-        plant(m, Path(folder))
-        words = [] if m.layout == "initial weights" else ["--only", *m.layout.split()]
-        command = [sys.executable, "-m", "scripts.verify", m.model, "--world", str(m.world), "--layouts", "2", *words]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
-    if done.stderr.startswith("error: --only"):  # nothing was run
-        raise ConfigError(f"scripts/mutate.py: {m.what}: {done.stderr.strip()}")
-    said = [line for line in done.stdout.splitlines() if line.startswith("WRONG")] or done.stderr.strip().splitlines()[:1]
-    return done.returncode != 0, " ".join(said[0].split()) if said else ""
+        (home := Path(folder, "checkout")).mkdir()
+        plant(m, home)
+        words = [] if m.layout == ALIKE else ["--only", *m.layout.split()]
+        command = [sys.executable, "-m", "scripts.verify", m.model, "--world", str(m.world), "--layouts", "2"]
+        ran = ends([*command, *words], home, LIMIT_S, Path(folder, "log"))
+    said = [" ".join(line.split()) for line in ran.log.splitlines()]
+    if m.layout == ALIKE and ran.code == 2 and REFUSED in ran.log:  # verify refuses to begin with these
+        return True, complaint(ran)
+    if not judged(ran):
+        how = "did not end" if ran.code is None else complaint(ran)
+        raise ConfigError(f"scripts/mutate/table.py: {m.what}: no verdict of scripts.verify: {how}")
+    wrong = [line for line in said if line.startswith("WRONG")] or [complaint(ran)]
+    return ran.code == 1, wrong[0] if ran.code else ""
 
 
 def run(only: list[str], world: int) -> int:

@@ -2,10 +2,15 @@
 by what the tests say.
 """
 
+import re
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from config import ConfigError
-from scripts.mutate import checkout, cover, draw, judge, report
+from scripts.mutate import checkout, control, cover, draw, judge, report
 from scripts.mutate.__main__ import main
 from scripts.mutate.operators import OPERATORS
 from scripts.mutate.source import Edit, Source
@@ -143,7 +148,7 @@ def test_what_is_no_behaviour_is_not_drawn(text):
 
 
 def test_the_draw_is_a_function_of_the_seed_and_parts_are_the_whole():
-    only = ("optim/", "parallel/ring")
+    only = ("optim/l", "parallel/ring")
     whole = draw.draw(checkout.ROOT, 40, 7, only)
     assert whole == draw.draw(checkout.ROOT, 40, 7, only)
     assert whole != draw.draw(checkout.ROOT, 40, 8, only)
@@ -162,6 +167,25 @@ def test_every_mutant_compiles_differs_and_is_read_as_a_difference_of_lines():
         at, lines = m.line - 1, old.splitlines()
         n = len(m.before.splitlines())
         assert lines[:at] + m.after.splitlines() + lines[at + n :] == new.splitlines() and m.before != m.after
+
+
+def test_what_only_a_gpu_runs_is_not_drawn():
+    """The table of draw.py, each line of it: it must still find something, and of that nothing is drawn."""
+    sources = {}
+    for file in ("parallel/offload.py", "parallel/clock.py", "parallel/comm.py", "optim/adamw.py"):
+        source = Source.read((checkout.ROOT / file).read_text())
+        edits = [edit for site in draw.sites(file, source) for edit in site.edits]
+        sources[file] = source, draw.gpu_spans(file, source), edits
+    for start, words, reason in draw.GPU:
+        assert len(reason.split()) >= 3
+        found = 0
+        for file in (f for f in sources if f.startswith(start)):
+            source, spans, edits = sources[file]
+            spans = [s for s in spans if re.fullmatch(words, source.text[slice(*s)], re.S)]
+            found += len(spans)
+            for a, b in spans:
+                assert not any(a <= e.start and e.end <= b for e in edits), (file, source.line(a))
+        assert found, (start, words)
 
 
 def toy(root, body: str, test: str) -> None:
@@ -190,70 +214,157 @@ BODY = """def larger(a, b):
         a -= 1
     return a if a >= b else b
 """
-TEST = """import subprocess, sys
+TEST = """import os, subprocess, sys, time
 from model.toy import larger
 CHILD = "from model.toy import larger; assert larger(1, 2) == 2"
 def test_here(): assert larger(2, 1) == 2
 def test_in_another_process(): subprocess.run([sys.executable, "-c", CHILD], check=True)
 def test_other(): pass
+def test_flaky():
+    time.sleep(0.2)
+    assert larger(1, 2) == 2 and "BEVATRON_CHOSEN" not in os.environ
 """
+NAMES = [f"tests/test_toy.py::{name}" for name in ("test_here", "test_in_another_process", "test_flaky")]
 
 
-def test_a_toy_is_measured_and_judged(tmp_path, monkeypatch):
-    """Measured lines, also of a process that a test starts; a mutant that a test sees, one that none can
-    see, one that hangs."""
-    toy(tmp_path, BODY, TEST)
-    for where in (cover, checkout):
-        monkeypatch.setattr(where, "ROOT", tmp_path)
-    monkeypatch.setattr(cover, "KEPT", tmp_path / ".cache")
-    monkeypatch.setattr(judge, "START_S", 5.0)
-    known = cover.Map({"tests/test_toy.py": cover.measure("tests/test_toy.py", ["model/toy.py"])})
-    names = [f"tests/test_toy.py::{name}" for name in ("test_here", "test_in_another_process", "test_other")]
-    assert sorted(name for _, name in known.tests("model/toy.py", BODY, 5)) == sorted(names[:2])
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(controls of a compiled copy of a toy checkout, its map), measured in its own processes. test_flaky
+    passes while it is measured, and never again; it is the slowest, and so the last that a mutant meets."""
+    root = tmp_path_factory.mktemp("toy")
+    toy(root, BODY, TEST)
+    with pytest.MonkeyPatch.context() as patch, checkout.copied(root) as base:
+        for where in (cover, checkout):
+            patch.setattr(where, "ROOT", root)
+        patch.setattr(cover, "KEPT", root / ".cache")
+        known = cover.Map({"tests/test_toy.py": cover.measure("tests/test_toy.py", ["model/toy.py"])})
+        yield control.Controls(base), known
+        assert (base / "checkout/model/toy.py").read_text() == BODY
+
+
+def judged(measured, old: str, new: str) -> judge.Verdict:
+    controls, known = measured
+    at = BODY.index(old)
+    one = draw.mutant("model/toy.py", Source.read(BODY), "by hand", Edit(at, at + len(old), new))
+    return judge.judge(one, controls, known, verify=False)
+
+
+def test_lines_are_measured_in_every_process(measured):
+    _, known = measured
+    assert sorted(name for _, name in known.tests("model/toy.py", BODY, 5)) == sorted(NAMES)
     assert known.tests("model/toy.py", BODY, 4) == []  # the loop never runs
     moved = "# a line above\n\n" + BODY
     assert known.tests("model/toy.py", moved, 7) == known.tests("model/toy.py", BODY, 5)
 
-    def judged(old: str, new: str) -> judge.Verdict:
-        at = BODY.index(old)
-        edit = Edit(at, at + len(old), new)
-        return judge.judge(
-            draw.mutant("model/toy.py", Source.read(BODY), "by hand", edit), base, known, verify=False
-        )
 
-    with checkout.copied(tmp_path) as base:
-        seen, alike, hangs, clean = (
-            judged(">= b", "< b"),
-            judged(">= b", "> b"),
-            judged("a > 10", "a < 10"),
-            judged("unused", "other"),
-        )
-        assert (base / "checkout/model/toy.py").read_text() == BODY
-    assert (seen.stage, seen.by, seen.hung, seen.ran) == ("test", names[0], False, 2)
-    assert (alike.stage, clean.stage) == ("", "")
-    assert (hangs.stage, hangs.hung) == ("test", True)
+def test_a_mutant_is_killed_by_a_test_that_passes_without_it(measured):
+    seen = judged(measured, ">= b", "< b")
+    assert (seen.stage, seen.by, seen.hung, seen.ran) == ("test", NAMES[0], False, 3)
+    assert measured[0].kept[NAMES[0]] > 0  # its control
 
-    # the file of verdicts, and the closing table
+
+def test_what_no_test_can_see_survives_and_a_flaky_test_kills_nothing(measured):
+    alike = judged(measured, ">= b", "> b")
+    assert (alike.stage, alike.by, alike.hung) == ("", "", False)
+    assert measured[0].kept[NAMES[2]] is None  # its control failed as it did
+
+
+def test_a_run_that_does_not_end_is_stopped_with_all_that_it_started(tmp_path):
+    child = "import subprocess; p = subprocess.Popen(['sleep', '99']); print(p.pid, flush=True); p.wait()"
+    ran = control.ends([sys.executable, "-c", child], tmp_path, 0.8, tmp_path / "log")
+    assert ran.code is None and ran.seconds >= 0.8
+    stat = Path("/proc", ran.log.strip(), "stat")
+    for _ in range(100):  # a signal takes a moment
+        if not stat.exists() or stat.read_text().split()[2] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError("what it started still runs")
+
+
+@pytest.mark.parametrize("seconds, stage", [(1.0, "test"), (40.0, "")])
+def test_a_hang_is_a_kill_where_the_control_ends_well_within(measured, tmp_path, monkeypatch, seconds, stage):
+    """The limit of one test of a second is 65 s."""
+    record = measured[1].records["tests/test_toy.py"]
+    known = cover.Map({"tests/test_toy.py": record | {"tests": [[NAMES[0], 1.0]] * 4}})
+    monkeypatch.setattr(judge, "run_tests", lambda *_: (control.Ran(None, 65.0, ""), NAMES[0]))
+    monkeypatch.setattr(control, "run_tests", lambda *_: (control.Ran(0, seconds, ""), NAMES[0]))
+    fresh = control.Controls(measured[0].base, tmp_path / "controls.json")
+    v = judged((fresh, known), ">= b", "> b")
+    assert (v.stage, v.hung) == (stage, bool(stage))
+
+
+def test_controls_outlive_a_sitting_until_the_checkout_changes(measured, tmp_path):
+    controls, _ = measured
+    file = tmp_path / "controls.json"
+    control.Controls(controls.base, file).keep("a", control.Ran(0, 2.0, ""), True)
+    assert control.Controls(controls.base, file).kept == {"a": 2.0}
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "x.py").write_text("x = 1\n")
+    assert control.Controls(tmp_path, file).kept == {}
+
+
+# ---- what verify says --------------------------------------------------------------------------------------
+
+SAYS = {
+    "right": control.Ran(0, 1.0, "ok     dp2 zero0\n"),
+    "wrong": control.Ran(1, 1.0, "WRONG  dp2 zero0   first step 1 loss\n"),
+    "died": control.Ran(1, 1.0, "Traceback (most recent call last):\n"),
+    "refused": control.Ran(2, 1.0, "error: --only: no legal layout of 2 ranks has the words x\n"),
+    "killed": control.Ran(-9, 1.0, ""),
+    "hung": control.Ran(None, 1.0, ""),
+}
+
+
+@pytest.mark.parametrize(
+    "mutated, without, stage",
+    [
+        ("right", ["right"], ""),
+        ("wrong", ["right"], "verify"),
+        ("died", ["right"], "verify"),
+        ("refused", ["right"], ""),
+        ("killed", ["right"], ""),
+        ("hung", ["right", "right"], "verify"),
+        ("hung", ["right", "hung"], None),
+        ("wrong", ["wrong"], None),
+        ("refused", ["refused"], None),
+    ],
+)
+def test_verify_kills_by_a_verdict_alone(measured, tmp_path, monkeypatch, mutated, without, stage):
+    """stage None: nothing can be said of the mutant, and that is an error that names the proof."""
+    base, left = measured[0].base, list(without)
+    monkeypatch.setattr(control, "run_proof", lambda *_: SAYS[left.pop(0)])
+    monkeypatch.setattr(judge, "run_proof", lambda *_: SAYS[mutated])
+    monkeypatch.setattr(judge, "proofs", lambda file: (control.Proof("toy", 2, "dp2"),))
+    edit = Edit(BODY.index(">= b"), BODY.index(">= b") + 4, "> b")
+    one = draw.mutant("model/toy.py", Source.read(BODY), "by hand", edit)
+    controls = control.Controls(base, tmp_path / "controls.json")
+    if stage is None:
+        with pytest.raises(ConfigError, match=r"^scripts\.verify toy --world 2 --only dp2"):
+            judge.judge(one, controls, cover.Map({}))
+        return
+    v = judge.judge(one, controls, cover.Map({}))
+    assert (v.stage, v.hung, left) == (stage, stage != "" and mutated == "hung", [])
+    assert v.by.startswith("no verdict of" if mutated in ("refused", "killed") else "toy" if stage else "")
+
+
+def test_the_closing_table_and_the_file_of_verdicts(tmp_path):
+    def verdict(line: int, stage: str) -> judge.Verdict:
+        return judge.Verdict("model/toy.py", line, "relations", "a >= b", "a > b", stage, "", False, 2, 1.0)
+
+    seen, alike, proved = verdict(1, "test"), verdict(2, ""), verdict(3, "verify")
     file = tmp_path / "verdicts.jsonl"
-    for v in (seen, alike, hangs):
+    for v in (seen, alike, proved):
         judge.add(file, v)
     with open(file, "a") as out:
         out.write('{"file": "half a li')
-    assert judge.read(file) == [seen, alike, hangs]
-    lines, enough = report.report([seen, alike, hangs], {})
-    assert (
-        not enough
-        and lines[-1].startswith("2 of 3 mutants killed (66.7 %")
-        and any("a > b" in line for line in lines)
-    )
-    lines, enough = report.report(
-        [seen, alike, hangs], {("model/toy.py", alike.before.strip(), alike.after.strip()): "equal values"}
-    )
-    assert (
-        enough
-        and lines[-1].startswith("2 of 2 mutants killed (100.0 %")
-        and not any(line.startswith("SURVIVED") for line in lines)
-    )
+    assert judge.read(file) == [seen, alike, proved]
+    lines, enough = report.report([seen, alike, proved], {})
+    assert not enough and lines[-1].startswith("2 of 3 mutants killed (66.7 %")
+    assert any(line.startswith("SURVIVED model/toy.py:2") for line in lines)
+    reasons = {("model/toy.py", "a >= b", "a > b"): "equal values"}
+    lines, enough = report.report([seen, alike, proved], reasons)
+    assert enough and lines[-1].startswith("2 of 2 mutants killed (100.0 %")
+    assert not any(line.startswith("SURVIVED") for line in lines)
 
 
 def test_explanations_are_complete():
