@@ -127,7 +127,7 @@ def test_mfu_counts_attention_within_documents(tmp_path):
         rate = row["tokens_per_s"] * (matrices + attention) / 1e12
         assert row["tflops_per_gpu"] == pytest.approx(rate, rel=2e-3)  # an epoch ends within a step
         whole = row["tokens_per_s"] * flops_per_token(m, 16) / 1e12
-        assert window != "none" or whole > rate * 1.02
+        assert window != "none" or whole > rate * 1.01
 
 
 def test_unknown_vocabularies_and_holes_do_not_matter():
