@@ -20,6 +20,9 @@ from parallel.powersgd import BASIS, ERROR, PowerSGD
 
 HARD = ("train.seed", "train.seq_len", "train.global_batch", "train.ramp",
         "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
+IDLE = ("log.", "profile.", "checkpoint.every", "checkpoint.keep", "checkpoint.resume", "checkpoint.async_save",
+        "train.max_minutes", "train.threads", "parallel.timeout_s", "data.path", "data.tokenizer", "data.cache",
+        "data.prefetch")  # what a finished run may be asked for in another way: none of it shows in its result
 Boxes = Sequence[tuple[Box, Tensor]]
 FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std", "model.aux_loss", "model.z_loss", "model.jitter",
         "model.capacity", "model.drop", "model.pad", "model.router_bias_rate")  # the rest of model.* is hard
@@ -73,6 +76,29 @@ def agree(meta: dict, run, where: str) -> list[str]:
     if meta["torch"] != torch.__version__:
         changed.append(f"torch {meta['torch']} -> {torch.__version__}")
     return [f"resumed with another {k}" + (f" ({old.get(k)} -> {new[k]})" if k in new else "") for k in changed]
+
+
+def ended(meta: dict, run, where: pathlib.Path, here: bool) -> bool:
+    """Is nothing left to train? meta: of the checkpoint `where`; here: it is of this run's own folder.
+
+    Raises ConfigError for a checkpoint beyond the horizon, and for one at the horizon that other settings made: a run
+    never reports another run's result as its own."""
+    t, step, name = run.cfg.train, meta["step"], run.cfg.log.name
+    key = next(key for key in ("steps", "tokens", "flops") if getattr(t, key) is not None)
+    way = f"raise train.{key}, or choose another --log.name"
+    if step < run.steps:
+        return False
+    if step > run.steps:
+        raise ConfigError(f"train.{key}: {where} is at step {step:,}, beyond the {run.steps:,} asked for; {way}")
+    if not here:
+        raise ConfigError(f"train.{key}: {where} is already at step {step:,} of {run.steps:,}: nothing is left to train; {way}")
+    old, new = flat(meta["config"]), flat(dataclasses.asdict(run.cfg))
+    other = [k for k in new if k in old and old[k] != new[k] and not k.startswith(IDLE)]
+    if other:
+        k = other[0]
+        raise ConfigError(f"{k}: {name} is already at step {step:,} of {run.steps:,}, trained with {old[k]}, not {new[k]}; "
+                          f"set it back, {way}")
+    return True
 
 
 def find(path: str, log: list[str]) -> pathlib.Path:
@@ -141,6 +167,7 @@ def resume(run, root: pathlib.Path) -> tuple[int, list[str]]:
 
     path, weights, notes = first(look, run.mesh.world)
     if path is not None:
+        ended(store.meta(path), run, path, path.parent == root)
         notes = [*notes, *load(run, path)]
         step = store.meta(path)["step"]
         return step, [*notes, f"resumed from {path} at step {step}"]

@@ -9,6 +9,7 @@ import traceback
 
 import torch
 
+from parallel.comm import PeerError
 from runtime.setup import redact
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
@@ -23,6 +24,11 @@ def code_of(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno in FULL:
         return 82
     return 1
+
+
+def again(error: BaseException) -> bool:
+    """Would another start help? After a hang, a lost peer, replicas that differ and storage that failed it may."""
+    return code_of(error) in (76, 80, 82) or isinstance(error, PeerError)
 
 
 def one_line(error: BaseException) -> str:
