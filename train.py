@@ -17,9 +17,12 @@ import config
 import torch
 from build import Run, build, horizon, plan_pipeline, with_vocab
 from checkpoint import state, store
+from checkpoint.hf_tokenizer import CARRIED, carry
 from checkpoint.saver import Saver
 from config import Config, ConfigError
+from data.blend import parse
 from data.loader import open_data
+from data.tokenizer import load
 from model.generate import generate
 from optim.clip import clip_factor, grad_norm
 from parallel import comm, zigzag
@@ -82,7 +85,8 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     setup.seed(cfg)
     p = cfg.parallel
     mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
-    state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world)  # rank 0 makes what is made on the spot
+    # rank 0 makes what is made on the spot
+    state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world, cfg.checkpoint.timeout_s)
     data, valid = (open_data(cfg, split, mesh.data.index, mesh.data.size) for split in ("train", "valid"))
     if data.tokenizer is None:
         raise ConfigError(f"data.tokenizer: {cfg.data.path} does not say which tokenizer made it; name it: bytes, a tokenizer.json or an x.model")
@@ -92,7 +96,8 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     root = folder / "checkpoints"
     start, notes = state.resume(run, root)
     at("run.built", start, run=run, data=data, valid=valid)
-    owed = start > 0 and (start == run.steps or due(cfg.eval.every, start))  # a run that was told to stop did not evaluate
+    # a run that was told to stop did not evaluate: what was due comes now
+    owed = start > 0 and (start == run.steps or due(cfg.eval.every, start))
     owed = owed and state.first(lambda: start not in evaluated(folder), mesh.world)
     if start == run.steps and not owed:
         data.close()
@@ -102,8 +107,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
         tell(0, f"finished: {text}", False)
         return 0
     if env.rank == 0:
-        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-        data.tokenizer.save(folder / "tokenizer")
+        keep_tokenizer(cfg, data.tokenizer, folder / "tokenizer")
     count, guard = parameters(cfg.model), Guard(20 if run.scaler.dynamic else 5)
     stop = Stop(folder, cfg.train.max_minutes, looks=env.rank == 0)
     saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
@@ -140,8 +144,8 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             at("step.logged", step)
             reason, again = agreed(stop, saver, mesh)
             last = step == run.steps
-            if reason is None and (last or due(cfg.eval.every, step)):  # before the save: a run at its horizon is complete
-                evaluate(step)
+            if reason is None and (last or due(cfg.eval.every, step)):
+                evaluate(step)  # before the save: what is at its horizon is complete
             if last or reason or due(cfg.checkpoint.every, step):
                 guard.observe(log.flush())
                 data.unchanged()
@@ -152,7 +156,7 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
                     log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
             if last and reason:
                 evaluate(step)
-            if reason:  # who stops a run may not leave it the time to evaluate; what is owed is made up at the next start
+            if reason:  # there may be no time left to evaluate: what is owed is made up at the next start
                 break
         data.close()
         done = step == run.steps
@@ -165,9 +169,31 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
                 log.event(f"warning: a picture was not drawn: {error}")
         log.close(None if done else reason, code=0 if done else 75, hints=[
             f'python -m scripts.generate {folder} --prompt "class "', f"python -m scripts.evaluate {folder}", "python train.py --list"])
-    tell(*((0, "finished", False) if done else (75, f"stopped early at step {step:,}, everything is saved: {reason}; "
-                                                + ("start me again" if again else "for good"), again)))
-    return 0 if done else 75
+    if done:
+        tell(0, "finished", False)
+        return 0
+    wish = "start me again" if again else "for good"
+    tell(75, f"stopped early at step {step:,}, everything is saved: {reason}; {wish}", again)
+    return 75
+
+
+def keep_tokenizer(cfg: Config, tok, folder: Path) -> None:
+    """The run's tokenizer, with what belongs to it where it comes from (a chat template, generation
+    settings): beside the data, in data.tokenizer, or in the run whose weights are taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tok.save(folder)
+    named = Path(cfg.data.tokenizer or "bytes")
+    places = [named.parent if named.is_file() else named]
+    prefixes = [path.removesuffix(".bin").removesuffix(".idx") for path in parse(cfg.data.path)[1]]
+    places += [Path(f"{prefix}.tokenizer") for prefix in prefixes]
+    for where in (cfg.checkpoint.resume, cfg.checkpoint.init_from):
+        if where not in (None, "auto", "none"):
+            places += [run / "tokenizer" for run in (Path(where), *list(Path(where).parents)[:2])]
+    for place in places:
+        if place.is_dir() and any((place / name).is_file() for name in CARRIED):
+            with contextlib.suppress(ConfigError, OSError):
+                if load(place).fingerprint == tok.fingerprint:  # else the files belong to another one
+                    carry(place, folder)
 
 
 def describe(cfg: Config, folder: Path) -> None:
@@ -187,8 +213,9 @@ def due(every: int | None, step: int) -> bool:
 
 
 def agreed(stop: Stop, saver: Saver, mesh: Mesh) -> tuple[str | None, bool]:
-    """One answer for all ranks: (why to stop or None, whether another start is asked for). Any rank that was told to stop
-    stops every rank at this step. Raises what a save behind the run's back met, on every rank at the same step."""
+    """One answer for all ranks: (why to stop or None, whether another start is asked for). Any rank that was
+    told to stop stops every rank at this step. Raises what a save behind the run's back met, on every rank at
+    the same step."""
     reason = stop.check()
     mine = 3 if saver.failed() else 0 if reason is None else 1 if stop.again else 2
     flag = int(comm.max_(torch.tensor(mine, dtype=torch.int32), mesh.world))
@@ -243,4 +270,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(failure.fail_cleanly(main, sys.argv[1:]))
+    failure.leave(failure.fail_cleanly(main, sys.argv[1:]))

@@ -1,10 +1,11 @@
 """How a job of many ranks ends: together, at once, with the cause first and one line a rank.
 
-Whoever fails first says so in the job's store; a thread of every rank waits for that word, since the main thread may sit
-in an exchange that nothing interrupts (gloo comes back after the whole timeout, nccl never). Each rank then says where it
-is; the one that was first says what happened (its error, or which peer it waited for and what that one does), every rank
-writes its exit_reason.rankN.json with the cause's exit code, and all leave. exit_reason.json, the job's, is rank 0's or
-that of the rank which failed first. A stopped process is ended by a sibling on its host.
+Whoever fails first says so in the job's store; a thread of every rank waits for that word, since the main
+thread may sit in an exchange that nothing interrupts (gloo comes back after the whole timeout, nccl never).
+Each rank then says where it is; the one that was first says what happened (its error, or which peer it waited
+for and what that one does), every rank writes its exit_reason.rankN.json with the cause's exit code, and all
+leave. exit_reason.json, the job's, is rank 0's or that of the rank which failed first. A stopped process is
+ended by a sibling on its host.
 
     first     who failed: {rank, host, code, again, line, text}, or {} once a rank has finished in peace
     here/R    {host, pid} of rank R      at/R, answers    where rank R is, and how many have said it
@@ -52,6 +53,8 @@ class Peers:
     def __exit__(self, kind, error, trace) -> None:
         if error is not None:
             self.fail(error)
+            if self.store is not None:
+                return  # taking groups down whose ranks are gone can abort: failure.leave ends this process
         elif self.store is not None:
             with contextlib.suppress(Exception):  # the rank that keeps the store may have left already
                 self.store.compare_set("first", "", "{}")
@@ -99,8 +102,9 @@ class Peers:
         error.said = self.code
 
     def lead(self, error: BaseException, mine: dict, alone: bool) -> None:
-        """The first to fail: find the cause, say it, and hold the door until all have written theirs. Its reason is the
-        job's, for rank 0 may be the one that is gone; alone: the others finished in peace, and the job with them."""
+        """The first to fail: find the cause, say it, and hold the door until all have written theirs. Its
+        reason is the job's, for rank 0 may be the one that is gone; alone: the others finished in peace, and
+        the job with them."""
         with self.lock:
             if self.code is not None:
                 return
