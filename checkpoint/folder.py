@@ -30,7 +30,8 @@ SHARD = re.compile(r"[A-Za-z0-9_]+\.safetensors")
 
 
 class Newer(ConfigError):
-    """A checkpoint of a later version of the format: sound, but not for this code. Never replaced, never purged."""
+    """A checkpoint of a later version of the format: sound, but not for this code. Never replaced, never
+    purged."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def index(path: Path | str) -> dict:
     try:
         data = json.loads(text)
         if type(data["version"]) is int and data["version"] > VERSION:
-            raise Newer(f"{path}: written in format {data['version']}, this code reads {VERSION}; use the code that wrote it, "
-                        f"or choose another --log.name")
+            raise Newer(f"{path}: written in format {data['version']}, this code reads {VERSION}; "
+                        f"use the code that wrote it, or choose another --log.name")
         if data["version"] != VERSION:
             raise ValueError(f"format version {data['version']}, this code reads {VERSION}")
         for name, entry in data["files"].items():
@@ -118,7 +119,8 @@ def meta(path: Path | str) -> dict:
 
 
 def glance(path: Path | str) -> dict:
-    """The index, when it and meta.json are sound. Says nothing of the shards. Raises IntegrityError; Newer."""
+    """The index, when it and meta.json are sound. Says nothing of the shards. Raises IntegrityError;
+    Newer."""
     data = index(path)
     checked_meta(Path(path), data)
     return data
@@ -153,8 +155,8 @@ def checked_meta(path: Path, data: dict) -> dict:
 # ---- the shards ------------------------------------------------------------------------------------------------------
 
 def verify(path: Path | str) -> dict:
-    """Every byte of the folder is what was written; returns its index. Raises IntegrityError naming the file and what is
-    wrong; Newer."""
+    """Every byte of the folder is what was written; returns its index. Raises IntegrityError naming the file
+    and what is wrong; Newer."""
     path = Path(path)
     with held(path, fcntl.LOCK_SH):
         data = index(path)

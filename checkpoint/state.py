@@ -20,9 +20,10 @@ from parallel.powersgd import BASIS, ERROR, PowerSGD
 
 HARD = ("train.seed", "train.seq_len", "train.global_batch", "train.ramp",
         "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
-IDLE = ("log.", "profile.", "checkpoint.every", "checkpoint.keep", "checkpoint.resume", "checkpoint.async_save",
-        "train.max_minutes", "train.threads", "parallel.timeout_s", "data.path", "data.tokenizer", "data.cache",
-        "data.prefetch")  # what a finished run may be asked for in another way: none of it shows in its result
+# what a finished run may be asked for in another way: none of it shows in its result
+IDLE = ("log.", "profile.", "checkpoint.every", "checkpoint.keep", "checkpoint.resume",
+        "checkpoint.async_save", "checkpoint.timeout_s", "train.max_minutes", "train.threads",
+        "parallel.timeout_s", "data.path", "data.tokenizer", "data.cache", "data.prefetch")
 Boxes = Sequence[tuple[Box, Tensor]]
 FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std", "model.aux_loss", "model.z_loss", "model.jitter",
         "model.capacity", "model.drop", "model.pad", "model.router_bias_rate")  # the rest of model.* is hard
@@ -78,32 +79,33 @@ def agree(meta: dict, run, where: str) -> list[str]:
     return [f"resumed with another {k}" + (f" ({old.get(k)} -> {new[k]})" if k in new else "") for k in changed]
 
 
-def ended(meta: dict, run, where: pathlib.Path, here: bool) -> bool:
-    """Is nothing left to train? meta: of the checkpoint `where`; here: it is of this run's own folder.
+def check_end(meta: dict, run, where: pathlib.Path, here: bool) -> None:
+    """meta: of the checkpoint `where`; here: it is of this run's own folder.
 
-    Raises ConfigError for a checkpoint beyond the horizon, and for one at the horizon that other settings made: a run
-    never reports another run's result as its own."""
+    Raises ConfigError for a checkpoint beyond the horizon, and for one at the horizon that other settings
+    made: a run never reports another run's result as its own."""
     t, step, name = run.cfg.train, meta["step"], run.cfg.log.name
     key = next(key for key in ("steps", "tokens", "flops") if getattr(t, key) is not None)
     way = f"raise train.{key}, or choose another --log.name"
     if step < run.steps:
-        return False
+        return
     if step > run.steps:
-        raise ConfigError(f"train.{key}: {where} is at step {step:,}, beyond the {run.steps:,} asked for; {way}")
+        beyond = f"at step {step:,}, beyond the {run.steps:,} asked for"
+        raise ConfigError(f"train.{key}: {where} is {beyond}; {way}")
+    at = f"already at step {step:,} of {run.steps:,}"
     if not here:
-        raise ConfigError(f"train.{key}: {where} is already at step {step:,} of {run.steps:,}: nothing is left to train; {way}")
+        raise ConfigError(f"train.{key}: {where} is {at}: nothing is left to train; {way}")
     old, new = flat(meta["config"]), flat(dataclasses.asdict(run.cfg))
     other = [k for k in new if k in old and old[k] != new[k] and not k.startswith(IDLE)]
     if other:
         k = other[0]
-        raise ConfigError(f"{k}: {name} is already at step {step:,} of {run.steps:,}, trained with {old[k]}, not {new[k]}; "
-                          f"set it back, {way}")
-    return True
+        raise ConfigError(f"{k}: {name} is {at}, trained with {old[k]}, not {new[k]}; set it back, {way}")
 
 
-def find(path: str, log: list[str], bad: dict[pathlib.Path, str] | None = None, check=store.verify) -> pathlib.Path:
-    """The checkpoint that a path means: a checkpoint folder, a checkpoints folder, or a run folder. bad, check: as
-    store.newest has them."""
+def find(path: str, log: list[str], bad: dict[pathlib.Path, str] | None = None,
+         check=store.verify) -> pathlib.Path:
+    """The checkpoint that a path means: a checkpoint folder, a checkpoints folder, or a run folder. bad,
+    check: as store.newest has them."""
     p = pathlib.Path(path)
     if (p / "index.json").exists():
         if p in (bad or {}):
@@ -117,16 +119,17 @@ def find(path: str, log: list[str], bad: dict[pathlib.Path, str] | None = None, 
     return found
 
 
-def load_weights(buckets: list[Bucket], path: pathlib.Path, more: Boxes = (), together=lambda work: work()) -> None:
-    """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export). more: beside the buckets';
-    together(work): how the ranks read."""
-    together(lambda: store.load(path, [*boxes(buckets, {}), *more], strict=False, allow_cast=True))
+def load_weights(buckets: list[Bucket], path: pathlib.Path, more: Boxes = (),
+                 meet=lambda work: work()) -> None:
+    """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export). more: beside the
+    buckets'; meet(work): how many ranks do their parts of it."""
+    meet(lambda: store.load(path, [*boxes(buckets, {}), *more], strict=False, allow_cast=True))
     take(buckets)
 
 
 def load(run, path: pathlib.Path, meta: dict | None = None) -> list[str]:
-    """Weights and optimizer state into the run, whatever layout saved them; returns warnings. Each rank verifies what it
-    reads; an IntegrityError of one is raised on all."""
+    """Weights and optimizer state into the run, whatever layout saved them; returns warnings. Each rank
+    verifies what it reads; an IntegrityError of one is raised on all."""
     world = run.mesh.world
     meta = store.meta(path) if meta is None else meta
     warnings = agree(meta, run, str(path))
@@ -135,12 +138,16 @@ def load(run, path: pathlib.Path, meta: dict | None = None) -> list[str]:
         warnings.append(f"optim.states: masters and moments of {path} were converted from {saved} to {states}" + ", to nearest" * (states == "bf16"))
     wants = boxes(run.buckets, run.optim.state()) + run.routers.boxes()
     errors = [torch.zeros_like(power.error) for power in powers(run.buckets)]
-    kept = first(lambda: {(p["key"], tuple(p["shape"])) for p in store.index(path)["pieces"]}, world) if errors else set()
+    kept: set[tuple] = set()
+    if run.cfg.parallel.compress == "powersgd":  # on every rank, though one may have no such bucket
+        kept = first(lambda: {(p["key"], tuple(p["shape"])) for p in store.index(path)["pieces"]}, world)
     more = [pair for power, total in zip(powers(run.buckets), errors) for pair in power.boxes(total)]
     wants += [(box, x) for box, x in more if (box.key, box.shape) in kept]  # the rest begins anew
-    others = set().union(*comm.all_objects({box.key for box, _ in wants}, world))  # a rank of many holds a part
-    every_rank(lambda: store.load(path, wants, allow=(f"*{ERROR}", f"*{BASIS}*"), others=others, allow_cast=saved != states),
-               world, run.cfg.checkpoint.timeout_s)
+    keys = {box.key for box, _ in wants}  # a rank of many holds a part
+    others = set().union(*comm.all_objects(keys, world))
+    allow, cast = (f"*{ERROR}", f"*{BASIS}*"), saved != states
+    every_rank(lambda: store.load(path, wants, allow=allow, others=others, allow_cast=cast), world,
+               run.cfg.checkpoint.timeout_s)
     for power, total in zip(powers(run.buckets), errors):
         power.take(total)
     take(run.buckets)
@@ -162,8 +169,9 @@ def save(run, saver: Saver, root: pathlib.Path, step: int, at) -> None:
 def resume(run, root: pathlib.Path) -> tuple[int, list[str]]:
     """Take up what checkpoint.resume and checkpoint.init_from name -> (steps done, notes for the log).
 
-    Rank 0 looks and decides for all, so that ranks which see the disk differently still load the same checkpoint. It reads
-    the small files alone: every rank then verifies what it reads, and what one of them finds damaged is given up by all."""
+    Rank 0 looks and decides for all, so that ranks which see the disk differently still load the same
+    checkpoint. It reads the small files alone: every rank then verifies what it reads, and what one of them
+    finds damaged is given up by all."""
     c, world = run.cfg.checkpoint, run.mesh.world
     bad: dict[pathlib.Path, str] = {}
 
@@ -184,7 +192,7 @@ def resume(run, root: pathlib.Path) -> tuple[int, list[str]]:
         try:
             if path is not None:
                 agree(meta, run, str(path))  # what no run may change is said first
-                ended(meta, run, path, path.parent == root)
+                check_end(meta, run, path, path.parent == root)
                 notes += load(run, path, meta)
                 return meta["step"], [*notes, f"resumed from {path} at step {meta['step']}"]
             if weights is not None:

@@ -4,10 +4,11 @@
     root/latest             the name of the newest one: a hint for people, never trusted
     root/*.tmp-*, .trash-*  what a dead writer left; removed at the next start or save
 
-Promises. A folder with a final name is complete: shards, meta, index and seal are flushed to disk and read back before
-the rename, `latest` comes last, and a committed folder is never written into. Whatever moment the process is killed at,
-the old or the new checkpoint loads, never a mix. Any changed bit of what is read is found before a tensor changes. A
-save that fails leaves what was there before. Loading reshards from any layout to any other. No pickle.
+Promises. A folder with a final name is complete: shards, meta, index and seal are flushed to disk and read
+back before the rename, `latest` comes last, and a committed folder is never written into. Whatever moment the
+process is killed at, the old or the new checkpoint loads, never a mix. Any changed bit of what is read is
+found before a tensor changes. A save that fails leaves what was there before. Loading reshards from any
+layout to any other. No pickle.
 
 One process writes to a root at a time (`lock`). Many ranks write one checkpoint together: each its own pieces, rank 0
 the rest. Every phase ends in `gather`, so that a rank which fails takes all of them out with the same error.
@@ -41,7 +42,18 @@ from checkpoint.files import (
     write_file,
     write_shard,
 )
-from checkpoint.folder import VERSION, Piece, check_pieces, glance, index, index_bytes, meta, newer, seal, verify
+from checkpoint.folder import (
+    VERSION,
+    Piece,
+    check_pieces,
+    glance,
+    index,
+    index_bytes,
+    meta,
+    newer,
+    seal,
+    verify,
+)
 from checkpoint.locks import held, lock
 from checkpoint.together import agree
 from config import ConfigError
@@ -69,26 +81,34 @@ def save(root: Path | str, step: int, pieces: Pieces, meta: dict, keep: int,
          gather: Callable[[object], list] = lambda x: [x], patience: float | None = None) -> Path:
     """Writes and commits root/step_<step>, then purges all but the `keep` newest. Returns the committed folder.
 
-    pieces: this rank's (Box, tensor of box.size); over all ranks they cover every key exactly once. meta: JSON data.
-    at: called with each name of POINTS as it is reached. gather, patience: as checkpoint/together.py has them.
-    A step that is committed already and verifies is left as it is: the same run saved it before it was resumed.
-    Raises StorageError (what was there before is intact), NonFinite (nothing is committed), ValueError (bad pieces).
+    pieces: this rank's (Box, tensor of box.size); over all ranks they cover every key exactly once. meta:
+    JSON data. at: called with each name of POINTS as it is reached. gather, patience: as
+    checkpoint/together.py has them. A step that is committed already and verifies is left as it is: the same
+    run saved it before it was resumed. Raises StorageError (what was there before is intact), NonFinite
+    (nothing is committed), ValueError (bad pieces).
     """
     root, pieces = Path(root), list(pieces)
     final = root / f"step_{step:08d}"
-    every = agree(gather, lambda: check_tensors(pieces), patience)
+
+    def everyone(work: Callable) -> list:
+        return agree(gather, work, patience)
+
+    def first(work: Callable):
+        return everyone(work if rank == 0 else lambda: None)[0]
+
+    every = everyone(lambda: check_tensors(pieces))
     boxes, needed = [box for boxes, _ in every for box in boxes], sum(n for _, n in every)
-    save_id = agree(gather, lambda: begin(final, boxes, meta, needed) if rank == 0 else None, patience)[0]
+    save_id = first(lambda: begin(final, boxes, meta, needed))
     if save_id is not None:
         temp = root / f"{final.name}.tmp-{save_id}"
         try:
-            parts = agree(gather, lambda: write_pieces(temp, pieces, save_id, needed, at, rank, world), patience)
-            agree(gather, lambda: commit(temp, final, parts, meta, step, save_id, needed, at) if rank == 0 else None, patience)
+            parts = everyone(lambda: write_pieces(temp, pieces, save_id, needed, at, rank, world))
+            first(lambda: commit(temp, final, parts, meta, step, save_id, needed, at))
         except BaseException:
             if rank == 0:
                 remove(temp)
             raise
-    agree(gather, lambda: publish(final, step, keep, at) if rank == 0 else None, patience)
+    first(lambda: publish(final, step, keep, at))
     return final
 
 
@@ -227,11 +247,12 @@ def committed(root: Path | str) -> list[tuple[int, Path]]:
 
 def newest(root: Path | str, log: list[str] | None = None, bad: dict[Path, str] | None = None,
            check: Callable[[Path], dict] = verify) -> Path | None:
-    """The newest checkpoint whose every byte verifies (check=glance: whose small files do; load() then verifies what it
-    reads); None if there never was one. bad: {folder: why} of those that were found damaged since.
+    """The newest checkpoint whose every byte verifies (check=glance: whose small files do; load() then
+    verifies what it reads); None if there never was one. bad: {folder: why} of those that were found damaged
+    since.
 
-    `log` gets a line for each one rejected and for a `latest` that is wrong. Raises IntegrityError if none is good,
-    ConfigError if one is of a newer format.
+    `log` gets a line for each one rejected and for a `latest` that is wrong. Raises IntegrityError if none is
+    good, ConfigError if one is of a newer format.
     """
     root, log = Path(root), [] if log is None else log
     folders, good = committed(root), None

@@ -41,12 +41,15 @@ def flat(row: dict) -> dict:
 
 
 def load(file: Path, most: int) -> tuple[np.ndarray, int]:
-    """counts float32 [columns, layers, experts] and every of an experts.npz. Raises ValueError, or what zipfile raises, where
-    it is damaged or larger than `most` bytes: sizes are compared before anything is read."""
+    """counts float32 [columns, layers, experts] and every of an experts.npz. Raises ValueError, or what
+    zipfile raises, where it is damaged or larger than `most` bytes: sizes are compared before anything is
+    read."""
     with zipfile.ZipFile(file) as kept:
         counts = array(kept, "counts.npy", most)
         every = array(kept, "every.npy", 8)
-    if counts.dtype != np.float32 or counts.ndim != 3 or every.dtype.kind != "i" or every.ndim or not 1 <= every < 1 << 48:
+    if counts.dtype != np.float32 or counts.ndim != 3:
+        raise ValueError("not the counts of experts")
+    if every.dtype.kind != "i" or every.ndim or not 1 <= every < 1 << 48:
         raise ValueError("not the counts of experts")
     if not (np.isfinite(counts) & (counts >= 0)).all():
         raise ValueError("counts that are no counts")
@@ -79,10 +82,11 @@ class LoadMap:
             try:
                 counts, every = load(self.file, 4 * COLUMNS * self.counts.shape[1] * m.experts)
             except Exception as error:  # a picture is not worth a run, whatever zip and numpy say of the file
-                self.trouble = f"{self.file}: damaged, the picture begins anew ({type(error).__name__}: {error})"
+                why = f"{type(error).__name__}: {error}"
+                self.trouble = f"{self.file}: damaged, the picture begins anew ({why})"
             else:
-                if counts.shape[1:] == self.counts.shape[1:]:
-                    self.every, self.counts = every, counts[:-(-start // every)]  # what came after the checkpoint comes again
+                if counts.shape[1:] == self.counts.shape[1:]:  # what came after the checkpoint comes again
+                    self.every, self.counts = every, counts[:-(-start // every)]
 
     def add(self, step: int, counts: np.ndarray) -> None:
         """counts [layers, experts] of step 1, 2, ..."""

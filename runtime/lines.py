@@ -89,11 +89,12 @@ def cut(path: Path, step: int) -> None:
 
 
 def parse(line: bytes) -> dict | None:
-    """The row that a line says; None where it is damaged: no JSON, no numbers, or neither a step nor an evaluation."""
+    """The row that a line says; None where it is damaged: no JSON, no numbers, or neither a step nor an
+    evaluation."""
     try:
         row = json.loads(line)
-        plain = [x for value in row.values() for x in (value if isinstance(value, list) else [value]) if x is not None]
-        sound = all(isinstance(x, (int, float)) and math.isfinite(x) for x in plain)
+        values = [x for value in row.values() for x in (value if isinstance(value, list) else [value])]
+        sound = all(x is None or isinstance(x, (int, float)) and math.isfinite(x) for x in values)
         known = type(row.get("step")) is int and ("loss" in row or "val_loss" in row)
         return row if sound and known and not isinstance(row.get("loss"), list) else None
     except (ValueError, RecursionError, OverflowError, AttributeError):
@@ -101,8 +102,8 @@ def parse(line: bytes) -> dict | None:
 
 
 def read(run_dir: Path, most: int = 20_000, bad: list[int] | None = None) -> tuple[list[dict], list[dict]]:
-    """The step rows and the evaluation rows of a run folder, in their order; empty where there is no file. A line that
-    is damaged is left out, and its number added to `bad`.
+    """The step rows and the evaluation rows of a run folder, in their order; empty where there is no file. A
+    line that is damaged is left out, and its number added to `bad`.
 
     Of more than `most` steps every n-th is read, and the last: parsing a million takes longer than drawing them.
     """

@@ -249,8 +249,9 @@ class Metrics:
         self.mark = self.stamp()
 
     def close(self, reason: str | None = None, *, code: int = 0, hints: Sequence[str] = ()) -> None:
-        """Ends everything, once, and says how it went. reason: why the run stopped early, None when it is done; code:
-        the exit code, for W&B; hints: what to type next. Never raises: what is told is not worth what was trained."""
+        """Ends everything, once, and says how it went. reason: why the run stopped early, None when it is
+        done; code: the exit code, for W&B; hints: what to type next. Never raises: what is told is not worth
+        what was trained."""
         if self.closed:
             return
         self.closed = True
@@ -258,7 +259,8 @@ class Metrics:
             try:
                 part()
             except Exception as error:
-                self.console.write(f"warning: the end of the run was not told in full: {type(error).__name__}: {error}")
+                why = f"{type(error).__name__}: {error}"
+                self.console.write(f"warning: the end of the run was not told in full: {why}")
 
     def rest(self) -> None:
         """What no line has told yet."""
@@ -276,10 +278,12 @@ class Metrics:
             self.event(f"warning: {self.console.lost} lines dropped from this output")
         took = duration(time.perf_counter() - self.began)
         bad: list[int] = []
-        losses = [r["loss"] for r in read(self.run_dir, bad=bad)[0] if r["loss"] is not None] if self.writes else []
+        rows = read(self.run_dir, bad=bad)[0] if self.writes else []
+        losses = [r["loss"] for r in rows if r["loss"] is not None]
         if bad:
             few = ", ".join(map(str, bad[:8])) + ", ..." * (len(bad) > 8)
-            self.event(f"warning: {self.run_dir}/metrics.jsonl: {len(bad)} damaged lines were left out (line {few})")
+            where = f"{self.run_dir}/metrics.jsonl"
+            self.event(f"warning: {where}: {len(bad)} damaged lines were left out (line {few})")
         course = f"   loss {losses[0]:.2f} -> {losses[-1]:.2f}  {sparkline(losses)}" if losses else ""
         text = f"   sample: {visible(self.text, 50)}" if self.text else ""
         self.event((f"stopped after {took}: {reason}" if reason else f"done in {took}") + course + text)

@@ -1,13 +1,15 @@
-"""When to stop early: a signal, a STOP file in the run folder, or the time limit (exit code 75: everything is saved).
+"""When to stop early: a signal, a STOP file in the run folder, or the time limit (exit code 75: everything is
+saved).
 
-A STOP file is a person's word, and ends the job for good; one whose text is `requeue` is a scheduler's (train.sbatch writes
-it before the time limit), and asks for another start, as a signal and the time limit do. Both are code 75, for 0 says that
-the horizon was reached and what waits for that may begin; `again` in exit_reason.json tells them apart.
+A STOP file is a person's word, and ends the job for good; one whose text is `requeue` is a scheduler's
+(train.sbatch writes it before the time limit), and asks for another start, as a signal and the time limit do.
+Both are code 75, for 0 says that the horizon was reached and what waits for that may begin; `again` in
+exit_reason.json tells them apart.
 
-Promises: a handler does nothing but set a flag, so a second signal (SLURM delivers USR1 twice) or one that lands in the
-middle of a save changes nothing; time is measured on the monotonic clock, so a wall clock that jumps neither stops a
-run nor keeps one going. Any rank's answer counts: the loop passes it on, so that all leave at the same step. The STOP
-file is looked for by rank 0 alone.
+Promises: a handler does nothing but set a flag, so a second signal (SLURM delivers USR1 twice) or one that
+lands in the middle of a save changes nothing; time is measured on the monotonic clock, so a wall clock that
+jumps neither stops a run nor keeps one going. Any rank's answer counts: the loop passes it on, so that all
+leave at the same step. The STOP file is looked for by rank 0 alone.
 """
 import contextlib
 import os
@@ -21,8 +23,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # torchrun forwards a
 
 
 class Stop:
-    """Ask `check()` once a step. `run_dir` is the run folder, `max_minutes` the limit from now on (None: no limit);
-    `looks`: for the STOP file. `again`: does who stopped the run want it to be started again?"""
+    """Ask `check()` once a step. `run_dir` is the run folder, `max_minutes` the limit from now on (None: no
+    limit); `looks`: for the STOP file. `again`: does who stopped the run want it to be started again?"""
 
     def __init__(self, run_dir: Path, max_minutes: float | None = None, looks: bool = True):
         self.looks, self.again = looks, True
@@ -65,7 +67,8 @@ class Stop:
         return ""
 
     def take_away(self) -> str:
-        """The next start must not stop on the file that stopped this one. Returns what to say where it stays."""
+        """The next start must not stop on the file that stopped this one. Returns what to say where it
+        stays."""
         try:
             if self.file.is_dir() and not self.file.is_symlink():
                 self.file.rmdir()

@@ -136,7 +136,8 @@ def test_a_signal_in_the_last_step_saves_first(home):
 
 
 def test_a_stop_file_and_a_time_limit(home):
-    """An empty STOP file is a person's and ends the job for good; `requeue` is a scheduler's, and wants it started again."""
+    """An empty STOP file is a person's and ends the job for good; `requeue` is a scheduler's, and wants it
+    started again."""
     folder = home / "stop"
     folder.mkdir()
     for put, again in ((lambda stop: stop.touch(), False), (lambda stop: stop.write_text("requeue\n"), True),
@@ -152,7 +153,8 @@ def test_a_stop_file_and_a_time_limit(home):
 
 
 def test_a_finished_run_started_again(home):
-    """It says so; with other settings, or fewer steps, it is refused, and nothing that tells of the run changes."""
+    """It says so; with other settings, or fewer steps, it is refused, and nothing that tells of the run
+    changes."""
     folder = shutil.copytree(home / "clean", home / "finished")
     tells = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.jsonl", "loss.png")}
     for extra, code, words in (((), 0, "already at step 9 of 9"),

@@ -1,4 +1,5 @@
-"""Storage slower than the ranks' patience with each other: parallel.timeout_s finds hangs, and no file of any size is one."""
+"""Storage slower than the ranks' patience with each other: parallel.timeout_s finds hangs, and no file of any
+size is one."""
 import os
 import time
 
@@ -25,8 +26,9 @@ def late(work):
 
 
 def test_data_a_save_and_a_resume_that_take_longer_than_a_peer_may(tmp_path):
-    """Rank 0 opens the data late and rank 1 writes late; then rank 1 verifies what it reads late, finds it damaged (rank 0's
-    own is sound), all go back to the checkpoint before; and rank 1's writer behind the run is late."""
+    """Rank 0 opens the data late and rank 1 writes late; then rank 1 verifies what it reads late, finds it
+    damaged (rank 0's own is sound), all go back to the checkpoint before; and rank 1's writer behind the run
+    is late."""
     args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--parallel.tp", "2", "--parallel.timeout_s", str(TIMEOUT),
             "--checkpoint.every", "1", "--log.dir", str(tmp_path), "--log.name", "r"]
 

@@ -135,7 +135,8 @@ def test_a_damaged_line_is_left_out_and_counted(tmp_path, line):
 
 
 def test_any_flipped_bits_are_read_around(tmp_path):
-    """Six seeded bits of a file of 40 lines at a time, and its lines cut at a step: read gives rows of numbers, or leaves out."""
+    """Six seeded bits of a file of 40 lines at a time, and its lines cut at a step: read gives rows of
+    numbers, or leaves out."""
     rng = random.Random(0)
     file = Lines(tmp_path, 0)
     file.add([{"step": s, "loss": 1 / s, "skipped": 0, "moe_load": [1.5, None]} for s in range(1, 21)])

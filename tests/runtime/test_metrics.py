@@ -220,7 +220,8 @@ def test_an_error_still_leaves_what_is_known(metrics, feed, tmp_path, capsys):
 
 
 def test_a_damaged_file_is_told_at_the_end_and_never_raises(metrics, feed, tmp_path, capsys, cfg):
-    """One bad byte after training must not turn a finished run into an error; nor may the noise scale stop on it at the start."""
+    """One bad byte after training must not turn a finished run into an error; nor may the noise scale stop on
+    it at the start."""
     feed(metrics(), 1, 4)
     text = (tmp_path / "metrics.jsonl").read_bytes().replace(b'"step": 2, "loss": 6', b'"step": 2, "loss": x')
     (tmp_path / "metrics.jsonl").write_bytes(text)
