@@ -143,7 +143,7 @@ def test_any_flipped_bits_are_read_around(tmp_path):
     file.add([{"step": s, "val_loss": 1 / s} for s in range(1, 21)])
     good = (tmp_path / "metrics.jsonl").read_bytes()
     hurt = 0
-    for _ in range(100):
+    for _ in range(40):
         data = bytearray(good)
         for _ in range(6):
             data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
@@ -152,7 +152,7 @@ def test_any_flipped_bits_are_read_around(tmp_path):
         hurt += len(bad)
         assert all(r["loss"] is None or 0 * r["loss"] == 0 for r in train) and all(type(r["step"]) is int for r in train + valid)
         Lines(tmp_path, 10).close()
-    assert hurt > 200
+    assert hurt > 80
 
 
 def test_a_long_run_is_thinned_but_keeps_its_ends(tmp_path):
