@@ -175,6 +175,7 @@ class Checkpoint:
     resume: str = "auto"  # auto: the newest good one of this run | none | a checkpoint or run folder
     init_from: str | None = None  # take the weights (not optimizer, not position) of this checkpoint or run folder
     async_save: bool = False  # write in a thread while training goes on
+    timeout_s: float = 3600.0  # how long a rank may take over its part of a save or a resume
 
 
 @dataclass(frozen=True)

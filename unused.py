@@ -140,7 +140,7 @@ READ = {
     "parallel": "tp pp cp bucket_mb offload recompute_stages",
     "data": "path tokenizer split doc_mask prefetch",
     "eval": "every batches sample",
-    "checkpoint": "every keep resume init_from async_save",
+    "checkpoint": "every keep resume init_from async_save timeout_s",
     "log": "dir name every wandb",
     "profile": "steps",
 }
