@@ -1,4 +1,6 @@
-"""train.train on the ranks of a warm pool, or in this process, on real files; and what it showed on its way."""
+"""train.train on the ranks of a warm pool, or in this process, on real files; and what it showed on its
+way."""
+
 import contextlib
 import json
 import os
@@ -19,11 +21,14 @@ WARM = 2  # the step that is looked at: the first makes what later ones reuse
 
 
 def settings(prefix: str, *args: str, name: str = "llama3-tiny", **sections) -> config.Config:
-    """A small model on the corpus `prefix` in fp64, two steps. sections: {parallel: {...}, ...}, keys set past the command line."""
+    """A small model on the corpus `prefix` in fp64, two steps. sections: {parallel: {...}, ...}, keys set
+    past the command line."""
     argv = [name, *MODEL, "--data.path", prefix, "--train.dtype", "fp64", "--train.steps", str(WARM)]
     name, file, rest = config.split_argv([*argv, "--checkpoint.every", "none", *args])
     cfg = config.resolve(name, file, rest)
-    return replace(cfg, **{section: replace(getattr(cfg, section), **keys) for section, keys in sections.items()})
+    return replace(
+        cfg, **{section: replace(getattr(cfg, section), **keys) for section, keys in sections.items()}
+    )
 
 
 def trained(world: comm.World, cfg: config.Config, folder: str, watch) -> int:
@@ -49,10 +54,13 @@ class Enough(Exception):
 class Seen:
     """What one rank did and held. Everything but the values is of step WARM.
 
-    groups: {axis: ranks}; ops: {microbatches of a step: the ops of this rank, in order}; layers: {stage: its blocks}; buckets:
-    how many; wire: {(group, verb): (calls, bytes)}; peers: {global rank: bytes that were sent to it alone}; state: bytes of
-    weights, masters (where they are another tensor), gradients and moments, and of what lies in host memory; kept: bytes
-    that autograd kept for the backward, each storage once; values: the validation loss, then loss and norm of every step."""
+    groups: {axis: ranks}; ops: {microbatches of a step: the ops of this rank, in order}; layers: {stage:
+    its blocks}; buckets: how many; wire: {(group, verb): (calls, bytes)}; peers: {global rank: bytes that
+    were sent to it alone}; state: bytes of weights, masters (where they are another tensor), gradients and
+    moments, and of what lies in host memory; kept: bytes that autograd kept for the backward, each storage
+    once; values: the validation loss, then loss and norm of every step.
+    """
+
     groups: dict[str, int]
     ops: dict[int, list[str]]
     layers: dict[int, list[int]]
@@ -66,18 +74,24 @@ class Seen:
 
 def stores(tensors) -> int:
     """Bytes of the storages of these tensors, each counted once."""
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}.values())
+    return sum(
+        {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None
+        }.values()
+    )
 
 
 def held(run) -> dict[str, int]:
     """Bytes of a rank's state between two steps."""
     away = [b for b in run.buckets if b.sharing.offload]
     moments = [flat for flats in run.optim.state().values() for flat in flats]
-    return {"weights": stores([b.own if b.weights is None else b.weights for b in run.buckets]),
-            "masters": stores([b.master for b in run.buckets if b.master.data_ptr() != b.own.data_ptr()]),
-            "gradients": stores([x for b in run.buckets for x in (b.shard, b.grad)]),
-            "moments": stores(moments),
-            "host": stores([b.master for b in away] + (moments if away else []))}
+    return {
+        "weights": stores([b.own if b.weights is None else b.weights for b in run.buckets]),
+        "masters": stores([b.master for b in run.buckets if b.master.data_ptr() != b.own.data_ptr()]),
+        "gradients": stores([x for b in run.buckets for x in (b.shard, b.grad)]),
+        "moments": stores(moments),
+        "host": stores([b.master for b in away] + (moments if away else [])),
+    }
 
 
 def look(world: comm.World, cfg: config.Config, folder: str) -> Seen:
@@ -86,7 +100,9 @@ def look(world: comm.World, cfg: config.Config, folder: str) -> Seen:
     exchange = comm.exchange
 
     def pack(x):
-        storages[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address is used twice
+        storages[x.untyped_storage().data_ptr()] = (
+            x.untyped_storage()
+        )  # held, so that no address is used twice
         return x
 
     def spied(sends, receives, group):
@@ -105,8 +121,11 @@ def look(world: comm.World, cfg: config.Config, folder: str) -> Seen:
             values.extend((float(what["loss"]), float(what["norm"])))
             if step == WARM:
                 ledger = seen["run"].mesh.ledger
-                seen["wire"] = {(group, verb): (n, ledger[group, verb, "bytes"])
-                                for (group, verb, kind), n in ledger.items() if kind == "calls"}
+                seen["wire"] = {
+                    (group, verb): (n, ledger[group, verb, "bytes"])
+                    for (group, verb, kind), n in ledger.items()
+                    if kind == "calls"
+                }
                 seen["kept"] = sum(s.nbytes() for s in storages.values())
                 seen["state"], seen["peers"] = held(seen["run"]), dict(peers)
         elif point == "eval.end":

@@ -1,5 +1,7 @@
-"""Quantities by their definitions, written out by hand: learning rate, clipping, initial weights, dropout, jitter, the loss and
-what is derived from it, who sees whom. Where a run decides, through train.train on real files."""
+"""Quantities by their definitions, written out by hand: learning rate, clipping, initial weights, dropout,
+jitter, the loss and what is derived from it, who sees whom. Where a run decides, through train.train on
+real files."""
+
 import itertools
 import json
 import math
@@ -40,13 +42,14 @@ def prefix(home):
     return corpus(home)
 
 
-# ---- learning rate ---------------------------------------------------------------------------------------------------
+# ---- learning rate -----------------------------------------------------------------------------------------
 
 PEAK, LOW = 3e-3, 2e-4
 
 
 def rate_by_hand(shape: str, step: int, steps: int, warm: int, low: float) -> float:
-    """Linear to PEAK at step `warm`; from there to `low` at the last step. wsd: constant but for the last 0.3 of all steps."""
+    """Linear to PEAK at step `warm`; from there to `low` at the last step. wsd: constant but for the last
+    0.3 of all steps."""
     if step <= warm:
         return PEAK * step / warm
     if shape == "constant":
@@ -60,10 +63,14 @@ def rate_by_hand(shape: str, step: int, steps: int, warm: int, low: float) -> fl
 @pytest.mark.parametrize("shape", ["cosine", "wsd", "linear", "constant"])
 @pytest.mark.parametrize("low", [None, LOW, 0.0])
 def test_learning_rate_at_every_step(shape, low):
-    """A horizon of ten warm-ups and longer keeps the warm-up; a shorter one has a tenth of itself, rounded down."""
+    """A horizon of ten warm-ups and longer keeps the warm-up; a shorter one has a tenth of itself, rounded
+    down."""
     o = Optim(lr=PEAK, min_lr=low, warmup=20, decay=shape, decay_fraction=0.3)
     for steps, warm in ((200, 20), (1000, 20), (199, 19), (150, 15), (19, 1), (10, 1), (9, 0), (1, 0)):
-        want = [rate_by_hand(shape, step, steps, warm, PEAK / 10 if low is None else low) for step in range(1, steps + 1)]
+        want = [
+            rate_by_hand(shape, step, steps, warm, PEAK / 10 if low is None else low)
+            for step in range(1, steps + 1)
+        ]
         found = [learning_rate(o, step, steps) for step in range(1, steps + 1)]
         assert found == pytest.approx(want, rel=1e-12, abs=1e-18), (steps, warm)
         assert max(found) <= PEAK * (1 + 1e-15)
@@ -76,7 +83,9 @@ def test_learning_rate_at_its_corners(shape):
     assert at[1] == PEAK / 20 and at[20] == PEAK and at[19] < PEAK
     assert (at[21] < PEAK) == (shape in ("cosine", "linear"))  # the first step after the warm-up
     assert at[1000] == (PEAK if shape == "constant" else LOW)
-    assert learning_rate(replace(o, decay_fraction=1.0), 20, 1000) == PEAK  # a decay never begins within the warm-up
+    assert (
+        learning_rate(replace(o, decay_fraction=1.0), 20, 1000) == PEAK
+    )  # a decay never begins within the warm-up
     assert (at[700] == PEAK) == (shape in ("wsd", "constant")) and (at[701] == PEAK) == (shape == "constant")
     assert all(a >= b for a, b in itertools.pairwise(at[20:]))
     no_warmup = replace(o, warmup=0)
@@ -85,11 +94,31 @@ def test_learning_rate_at_its_corners(shape):
 
 def test_learning_rate_of_a_run(home, prefix):
     """What metrics.jsonl tells, of a run of train.py."""
-    args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", "20", "--log.dir", str(home), "--log.name", "rate",
-            "--optim.lr", str(PEAK), "--optim.min_lr", str(LOW), "--optim.decay", "wsd", "--optim.decay_fraction", "0.3"]
+    args = [
+        "llama3-tiny",
+        *MODEL,
+        "--data.path",
+        prefix,
+        "--train.steps",
+        "20",
+        "--log.dir",
+        str(home),
+        "--log.name",
+        "rate",
+        "--optim.lr",
+        str(PEAK),
+        "--optim.min_lr",
+        str(LOW),
+        "--optim.decay",
+        "wsd",
+        "--optim.decay_fraction",
+        "0.3",
+    ]
     end = job(home / "rate-logs", 1, args)
     assert end.codes == [0], end.logs
-    assert [row["lr"] for row in rows(home / "rate")] == pytest.approx([rate_by_hand("wsd", s, 20, 2, LOW) for s in range(1, 21)], rel=1e-12)
+    assert [row["lr"] for row in rows(home / "rate")] == pytest.approx(
+        [rate_by_hand("wsd", s, 20, 2, LOW) for s in range(1, 21)], rel=1e-12
+    )
 
 
 def moved(cfg, folder) -> tuple[torch.Tensor, torch.Tensor, float]:
@@ -106,17 +135,26 @@ def moved(cfg, folder) -> tuple[torch.Tensor, torch.Tensor, float]:
             seen["data"].close()
             seen["after"], seen["norm"] = [b.master.clone() for b in seen["buckets"]], float(what["norm"])
             raise Enough
+
     with pytest.raises(Enough):
         trained(World(), cfg, str(folder), watch)
     return torch.cat(seen["grads"]), torch.cat(seen["after"]) - torch.cat(seen["before"]), seen["norm"]
 
 
 def test_sgd_moves_by_the_rate_times_the_clipped_gradient(home, prefix):
-    """Below the limit the gradient's bits are the gradient's; above it, its norm is the limit. One step at the peak rate."""
+    """Below the limit the gradient's bits are the gradient's; above it, its norm is the limit. One step at
+    the peak rate."""
     plain = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.5, "warmup": 0, "decay": "constant"}
-    runs = [moved(settings(prefix, optim={**plain, "clip": clip}), home / f"clip-{clip}") for clip in (None, 100.0, 0.25)]
+    runs = [
+        moved(settings(prefix, optim={**plain, "clip": clip}), home / f"clip-{clip}")
+        for clip in (None, 100.0, 0.25)
+    ]
     (grads, free, norm), (_, loose, _), (same, tight, told) = runs
-    assert torch.equal(grads, same) and norm == told == pytest.approx(float(grads.double().norm()), rel=1e-12) and 0.25 < norm < 100
+    assert (
+        torch.equal(grads, same)
+        and norm == told == pytest.approx(float(grads.double().norm()), rel=1e-12)
+        and 0.25 < norm < 100
+    )
     assert torch.equal(loose, free) and torch.allclose(free, -0.5 * grads, rtol=1e-9, atol=1e-15)
     assert float(tight.norm()) == pytest.approx(0.5 * 0.25, rel=1e-5)
     assert torch.allclose(tight, -0.5 * grads * 0.25 / norm, rtol=1e-5, atol=1e-15)
@@ -127,17 +165,49 @@ def test_clip_factor(dtype):
     for norm in (0.0, 1e-30, 0.3, 0.999):
         assert float(clip_factor(torch.tensor(norm, dtype=dtype), 1.0)) == 1.0
     for norm in (1.5, 7.0, 1e20):
-        assert float(clip_factor(torch.tensor(norm, dtype=dtype), 1.25)) * norm == pytest.approx(1.25, rel=2e-6)
+        assert float(clip_factor(torch.tensor(norm, dtype=dtype), 1.25)) * norm == pytest.approx(
+            1.25, rel=2e-6
+        )
     assert float(clip_factor(torch.tensor(7.0, dtype=dtype), None)) == 1.0
 
 
-# ---- initial weights -------------------------------------------------------------------------------------------------
+# ---- initial weights ---------------------------------------------------------------------------------------
 
 STD = 0.037
-FAMILIES = ("gpt2-tiny", "llama3.2-tiny", "qwen3-tiny", "qwen2.5-tiny", "qwen2-moe-tiny", "dots1-tiny", "deepseek-v2-lite-tiny",
-            "deepseek-v3-tiny")
-LARGE = ("--model.layers", "2", "--model.hidden", "64", "--model.ffn", "96", "--model.vocab", "300", "--model.context", "32", "--model.init_std", str(STD),
-         "--train.seq_len", "16", "--train.micro_batch", "1", "--train.global_batch", "4", "--train.steps", "2", "--train.dtype", "fp64")
+FAMILIES = (
+    "gpt2-tiny",
+    "llama3.2-tiny",
+    "qwen3-tiny",
+    "qwen2.5-tiny",
+    "qwen2-moe-tiny",
+    "dots1-tiny",
+    "deepseek-v2-lite-tiny",
+    "deepseek-v3-tiny",
+)
+LARGE = (
+    "--model.layers",
+    "2",
+    "--model.hidden",
+    "64",
+    "--model.ffn",
+    "96",
+    "--model.vocab",
+    "300",
+    "--model.context",
+    "32",
+    "--model.init_std",
+    str(STD),
+    "--train.seq_len",
+    "16",
+    "--train.micro_batch",
+    "1",
+    "--train.global_batch",
+    "4",
+    "--train.steps",
+    "2",
+    "--train.dtype",
+    "fp64",
+)
 
 
 def family(name: str, *args: str):
@@ -184,12 +254,17 @@ def test_every_tensor_starts_as_it_should(name):
         first = tuple((x.flatten()[:8] / std).round(decimals=4).tolist())
         assert first not in seen, f"{key} starts like {seen.get(first)}"
         seen[first] = key
-    parts = {"attn.o", "down", "embed"} | ({"router"} if cfg.model.experts else set()) | ({"kv_a", "kv_b"} if cfg.model.kv_rank else set())
+    parts = (
+        {"attn.o", "down", "embed"}
+        | ({"router"} if cfg.model.experts else set())
+        | ({"kv_a", "kv_b"} if cfg.model.kv_rank else set())
+    )
     assert all(any(part in key for key in seen.values()) for part in parts)
 
 
 def test_a_large_tensor_is_drawn_block_by_block():
-    """More than BLOCK numbers: the blocks have streams of their own, and a piece of it is the same numbers."""
+    """More than BLOCK numbers: the blocks have streams of their own, and a piece of it is the same
+    numbers."""
     shape = (5, BLOCK // 2)
     x = torch.empty(shape, dtype=torch.float64)
     draw(Box.whole("w", shape), x, 7, 2.0)
@@ -205,18 +280,38 @@ def test_initial_weights_change_with_the_seed_and_with_nothing_else():
     drawn = {key for key in base if expected(key, 4)[0] == "normal"}
     other = whole(family("dots1-tiny", "--train.seed", "1235"))
     assert {key for key in base if not torch.equal(base[key], other[key])} == drawn
-    for args in (("--optim.name", "sgd", "--optim.lr", "0.3"), ("--parallel.bucket_mb", "0.05"), ("--model.dropout", "0.3"),
-                 ("--parallel.offload", "both"), ("--parallel.recompute", "full"), ("--train.micro_batch", "4"), ("--optim.name", "muon"),
-                 ("--log.noise_scale", "true"), ("--train.steps", "9"), ("--model.aux_loss", "0.5")):
+    for args in (
+        ("--optim.name", "sgd", "--optim.lr", "0.3"),
+        ("--parallel.bucket_mb", "0.05"),
+        ("--model.dropout", "0.3"),
+        ("--parallel.offload", "both"),
+        ("--parallel.recompute", "full"),
+        ("--train.micro_batch", "4"),
+        ("--optim.name", "muon"),
+        ("--log.noise_scale", "true"),
+        ("--train.steps", "9"),
+        ("--model.aux_loss", "0.5"),
+    ):
         same = whole(family("dots1-tiny", *args))
         assert same.keys() == base.keys() and all(torch.equal(base[key], same[key]) for key in base), args
     for dtype in ("fp32", "bf16", "fp16"):  # masters are fp32
         same = whole(family("dots1-tiny", "--train.dtype", dtype))
-        assert all(torch.equal(base[key].float(), same[key]) and same[key].dtype == torch.float32 for key in base), dtype
+        assert all(
+            torch.equal(base[key].float(), same[key]) and same[key].dtype == torch.float32 for key in base
+        ), dtype
 
 
-@pytest.mark.parametrize("name, parallel", [("dots1-tiny", {"tp": 2}), ("dots1-tiny", {"ep": 2, "zero": 3}), ("dots1-tiny", {"etp": 2}),
-                                            ("deepseek-v3-tiny", {"pp": 2}), ("deepseek-v3-tiny", {"zero": 1, "compress_weights": "int8"})], ids=str)
+@pytest.mark.parametrize(
+    "name, parallel",
+    [
+        ("dots1-tiny", {"tp": 2}),
+        ("dots1-tiny", {"ep": 2, "zero": 3}),
+        ("dots1-tiny", {"etp": 2}),
+        ("deepseek-v3-tiny", {"pp": 2}),
+        ("deepseek-v3-tiny", {"zero": 1, "compress_weights": "int8"}),
+    ],
+    ids=str,
+)
 def test_initial_weights_do_not_depend_on_the_layout(ranks, name, parallel):
     """Every piece that a rank holds is that piece of the whole; all ranks together hold all of it."""
     cfg = family(name)
@@ -229,18 +324,21 @@ def test_initial_weights_do_not_depend_on_the_layout(ranks, name, parallel):
     assert covered.keys() == base.keys() and all(done.all() for done in covered.values())
 
 
-# ---- dropout and jitter ----------------------------------------------------------------------------------------------
+# ---- dropout and jitter ------------------------------------------------------------------------------------
 
 ROWS, COLUMNS, WIDTH = torch.arange(8), torch.arange(32), 128
 
 
-def keep(rate: float, site: int = 3, seed: int = 1, step: int = 5, rows=ROWS, columns=COLUMNS) -> torch.Tensor:
+def keep(
+    rate: float, site: int = 3, seed: int = 1, step: int = 5, rows=ROWS, columns=COLUMNS
+) -> torch.Tensor:
     return Noise(seed, step, rows, columns).keep(site, WIDTH, rate)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.9])
 def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
-    """Of n = 32768 elements, within five standard deviations of the binomial; the rest times 1 / (1 - rate) exactly."""
+    """Of n = 32768 elements, within five standard deviations of the binomial; the rest times 1 / (1 -
+    rate) exactly."""
     kept = keep(rate)
     assert abs(int((~kept).sum()) - rate * kept.numel()) < 5 * math.sqrt(kept.numel() * rate * (1 - rate))
     for dim in ((0, 1), (0, 2), (1, 2)):  # no channel, row or column is favoured
@@ -253,22 +351,43 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
     assert dropout(x, rate, None, 3) is x and dropout(x, 0.0, Noise(1, 5, ROWS, COLUMNS), 3) is x
 
 
-@pytest.mark.parametrize("what, other", [
-    ("seed", dict(seed=2)), ("step", dict(step=6)), ("the layer's other branch", dict(site=4)), ("layer", dict(site=5)), ("embedding", dict(site=0)),
-    ("row", dict(rows=ROWS + 8)), ("column", dict(columns=COLUMNS + 32)), ("row by one", dict(rows=ROWS + 1)), ("column by one", dict(columns=COLUMNS + 1)),
-    ("row and column", dict(rows=ROWS + 1, columns=COLUMNS - 1)), ("step and site", dict(step=4, site=4))], ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    "what, other",
+    [
+        ("seed", dict(seed=2)),
+        ("step", dict(step=6)),
+        ("the layer's other branch", dict(site=4)),
+        ("layer", dict(site=5)),
+        ("embedding", dict(site=0)),
+        ("row", dict(rows=ROWS + 8)),
+        ("column", dict(columns=COLUMNS + 32)),
+        ("row by one", dict(rows=ROWS + 1)),
+        ("column by one", dict(columns=COLUMNS + 1)),
+        ("row and column", dict(rows=ROWS + 1, columns=COLUMNS - 1)),
+        ("step and site", dict(step=4, site=4)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
 def test_masks_are_independent(what, other):
     """Two masks agree where two independent ones do: in a share of p^2 + (1-p)^2."""
     p, a, b = 0.3, keep(0.3), keep(0.3, **other)
-    agree = p**2 + (1 - p)**2
+    agree = p**2 + (1 - p) ** 2
     assert abs(float((a == b).double().mean()) - agree) < 5 * math.sqrt(agree * (1 - agree) / a.numel())
 
 
 def test_neighbours_within_a_mask_are_independent():
     p, a = 0.3, keep(0.3)
-    agree = p**2 + (1 - p)**2
-    for one, two in ((a[1:], a[:-1]), (a[:, 1:], a[:, :-1]), (a[..., 1:], a[..., :-1]), (a[1:, 1:], a[:-1, :-1]), (a[:, 1:, 1:], a[:, :-1, :-1])):
-        assert abs(float((one == two).double().mean()) - agree) < 5 * math.sqrt(agree * (1 - agree) / one.numel())
+    agree = p**2 + (1 - p) ** 2
+    for one, two in (
+        (a[1:], a[:-1]),
+        (a[:, 1:], a[:, :-1]),
+        (a[..., 1:], a[..., :-1]),
+        (a[1:, 1:], a[:-1, :-1]),
+        (a[:, 1:, 1:], a[:, :-1, :-1]),
+    ):
+        assert abs(float((one == two).double().mean()) - agree) < 5 * math.sqrt(
+            agree * (1 - agree) / one.numel()
+        )
 
 
 def test_a_piece_of_a_mask_is_a_piece_of_the_mask():
@@ -285,21 +404,47 @@ def test_jitter_is_uniform_within_its_bounds(dtype):
     chi = float(((counts - u.numel() / 16) ** 2 / (u.numel() / 16)).sum())
     assert chi < 44.3  # 15 degrees of freedom: one in ten thousand is above
     other = Noise(1, 5, ROWS, COLUMNS).uniform(-2, WIDTH, 0.25, dtype)  # another layer's router
-    assert abs(float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())).double())[0, 1])) < 5 / math.sqrt(u.numel())
+    assert abs(
+        float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())).double())[0, 1])
+    ) < 5 / math.sqrt(u.numel())
 
 
 def test_where_noise_is_in_a_run(home, prefix):
-    """In training: a mask for the embedding and for both branches of each layer, and a jitter a router, for each microbatch of
-    each step, of the step's own rows and all columns. In validation and in generation: none."""
-    cfg = settings(prefix, "--model.dropout", "0.2", "--model.jitter", "0.1", "--model.experts", "4", "--model.moe_ffn", "16", "--eval.sample", "4",
-                   name="mixtral-tiny")
+    """In training: a mask for the embedding and for both branches of each layer, and a jitter a router,
+    for each microbatch of each step, of the step's own rows and all columns. In validation and in
+    generation: none."""
+    cfg = settings(
+        prefix,
+        "--model.dropout",
+        "0.2",
+        "--model.jitter",
+        "0.1",
+        "--model.experts",
+        "4",
+        "--model.moe_ffn",
+        "16",
+        "--eval.sample",
+        "4",
+        name="mixtral-tiny",
+    )
     calls, evaluations, begun = [], [], []
     real = {name: getattr(Noise, name) for name in ("keep", "uniform")}
 
     def spy(name):
         def call(self, site, width, amount, *more):
-            calls.append((name, int(self.step), site, width, amount, tuple(self.rows.tolist()), tuple(self.columns.tolist())))
+            calls.append(
+                (
+                    name,
+                    int(self.step),
+                    site,
+                    width,
+                    amount,
+                    tuple(self.rows.tolist()),
+                    tuple(self.columns.tolist()),
+                )
+            )
             return real[name](self, site, width, amount, *more)
+
         return call
 
     def watch(point, step=None, **what):
@@ -315,6 +460,7 @@ def test_where_noise_is_in_a_run(home, prefix):
         elif point == "eval.end":
             assert not calls and len(what["ids"]) > 0  # since the last step, or since the start
             evaluations.append(step)
+
     with mock.patch.object(Noise, "keep", spy("keep")), mock.patch.object(Noise, "uniform", spy("uniform")):
         assert trained(World(), cfg, str(home / "noise"), watch) == 0
     assert begun == [1, 2] and evaluations == [0, 2]
@@ -327,7 +473,9 @@ def test_both_branches_and_the_embedding_are_dropped(prefix):
     stage, seen = run.stages[0], {}
     stage.embed.register_forward_hook(lambda module, args, out: seen.update(e=out))
     for i, block in enumerate(stage.blocks):
-        block.register_forward_hook(lambda module, args, out, i=i: seen.update({f"x{i}": args[0], f"out{i}": out[0]}))
+        block.register_forward_hook(
+            lambda module, args, out, i=i: seen.update({f"x{i}": args[0], f"out{i}": out[0]})
+        )
         block.attn.register_forward_hook(lambda module, args, out, i=i: seen.update({f"a{i}": out}))
         block.mlp.register_forward_hook(lambda module, args, out, i=i: seen.update({f"y{i}": out}))
     tokens, positions = torch.randint(257, (3, 16)), torch.arange(16).expand(3, 16)
@@ -339,18 +487,21 @@ def test_both_branches_and_the_embedding_are_dropped(prefix):
 
     def dropped(x, site):
         return x * noise.keep(site, 32, 0.25) / 0.75
+
     assert torch.allclose(seen["e"], dropped(stage.embed.weight[tokens], 0), rtol=1e-12)
     for i in range(2):
         want = seen[f"x{i}"] + dropped(seen[f"a{i}"], 1 + 2 * i) + dropped(seen[f"y{i}"], 2 + 2 * i)
         assert torch.allclose(seen[f"out{i}"], want, rtol=1e-12)
 
 
-# ---- loss and what comes of it ---------------------------------------------------------------------------------------
+# ---- loss and what comes of it -----------------------------------------------------------------------------
+
 
 @pytest.mark.parametrize("docs", [False, True])
 def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(home, prefix, docs):
-    """Of a run's first step and first validation, by torch's cross entropy from the logits; with documents, a token that ends
-    one has no target. And what is told of the validation: perplexity, bits a byte of text."""
+    """Of a run's first step and first validation, by torch's cross entropy from the logits; with
+    documents, a token that ends one has no target. And what is told of the validation: perplexity, bits a
+    byte of text."""
     cfg, seen = settings(prefix, data={"doc_mask": docs, "split": "50,50"}), {}
     folder = home / f"loss-{docs}"
 
@@ -380,8 +531,13 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(home, prefix, docs):
             seen["want"] = by_hand(seen["run"], what["batches"])
         elif point == "step.end" and step == 1:
             assert float(what["loss"]) == pytest.approx(seen["want"], rel=1e-12)
+
     assert trained(World(), cfg, str(folder), watch) == 0
-    told = next(row for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if "val_loss" in row)
+    told = next(
+        row
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "val_loss" in row
+    )
     source = seen["valid"].sources[0]
     ids = source.index.read(source.cuts[1], source.cuts[2])
     bytes_a_token = float((ids < 256).mean())  # the byte tokenizer: an end of a document has none
@@ -390,7 +546,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(home, prefix, docs):
     assert told["val_bpb"] == pytest.approx(told["val_loss"] / math.log(2) / bytes_a_token, rel=3e-3)
 
 
-# ---- who sees whom ---------------------------------------------------------------------------------------------------
+# ---- who sees whom -----------------------------------------------------------------------------------------
 
 S = 6
 CUTS = torch.tensor(list(itertools.product((0, 1), repeat=S - 1)))  # each way in which documents can begin
@@ -398,29 +554,45 @@ DOCS = torch.cat((torch.zeros(len(CUTS), 1, dtype=torch.int64), CUTS.cumsum(1)),
 
 
 def visible(query: int, key: int, window: int | None, docs) -> bool:
-    return key <= query and (window is None or query - key < window) and (docs is None or bool(docs[query] == docs[key]))
+    return (
+        key <= query
+        and (window is None or query - key < window)
+        and (docs is None or bool(docs[query] == docs[key]))
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 2, 3, S - 1, S, S + 1, 100])
 def test_sight_is_the_brute_force_mask_for_every_way_to_cut_documents(window):
-    want = torch.tensor([[[visible(q, k, window, docs) for k in range(S)] for q in range(S)] for docs in DOCS])
+    want = torch.tensor(
+        [[[visible(q, k, window, docs) for k in range(S)] for q in range(S)] for docs in DOCS]
+    )
     see, place = sight(0, S, 0, S, window, DOCS, CPU), torch.arange(S)
     assert torch.equal(see.dense[:, 0], want)
     assert torch.equal(mask(place, place, window, DOCS, DOCS)[:, 0], want)
     assert torch.equal(see.first.long(), want.long().argmax(-1))  # the first key of each query,
-    assert torch.equal(see.last.long().clamp(max=S), S - want.flip(1).long().argmax(1))  # and one past the last query of each key
-    for query, s_q, key, s_k in ((3, 3, 0, 6), (2, 2, 2, 2), (4, 2, 0, 4), (5, 1, 0, 6)):  # parts, as in a ring and in generation
+    assert torch.equal(
+        see.last.long().clamp(max=S), S - want.flip(1).long().argmax(1)
+    )  # and one past the last query of each key
+    for query, s_q, key, s_k in (
+        (3, 3, 0, 6),
+        (2, 2, 2, 2),
+        (4, 2, 0, 4),
+        (5, 1, 0, 6),
+    ):  # parts, as in a ring and in generation
         part = sight(query, s_q, key, s_k, window, DOCS, CPU).dense
-        assert torch.equal(part[:, 0], want[:, query:query + s_q, key:key + s_k])
+        assert torch.equal(part[:, 0], want[:, query : query + s_q, key : key + s_k])
     alone = [[visible(q, k, window, None) for k in range(S)] for q in range(S)]
     assert torch.equal(sight(0, S, 0, S, window, None, CPU).dense[0, 0], torch.tensor(alone))
-    assert keys_seen(replace(config.Model(), window=window), S) == pytest.approx(sum(map(sum, alone)) / S, rel=1e-15)
+    assert keys_seen(replace(config.Model(), window=window), S) == pytest.approx(
+        sum(map(sum, alone)) / S, rel=1e-15
+    )
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 40])
 @pytest.mark.parametrize("cut", [False, True])
 def test_a_layer_hears_of_the_tokens_that_it_sees_and_of_no_other(prefix, window, cut):
-    """One block: another token at place k changes the output at place q exactly where q sees k. Documents begin at 5 and 7."""
+    """One block: another token at place k changes the output at place q exactly where q sees k. Documents
+    begin at 5 and 7."""
     cfg = settings(prefix, model={"layers": 1, "window": window, "vocab": 257})
     run, s = build(cfg, Mesh.single(), CPU, None, 2), 16
     docs = (torch.arange(s) >= 5).int() + (torch.arange(s) >= 7).int() if cut else None
@@ -430,6 +602,8 @@ def test_a_layer_hears_of_the_tokens_that_it_sees_and_of_no_other(prefix, window
     for b in run.buckets:
         b.need()
     with torch.no_grad():
-        out = run.stages[0].hidden(tokens, positions.expand(s + 1, s), None if docs is None else docs.expand(s + 1, s))
+        out = run.stages[0].hidden(
+            tokens, positions.expand(s + 1, s), None if docs is None else docs.expand(s + 1, s)
+        )
     heard = (out[:s] - out[s]).abs().amax(-1) > 1e-12  # [k, q]
     assert heard.tolist() == [[visible(q, k, window, docs) for q in range(s)] for k in range(s)]
