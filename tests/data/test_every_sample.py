@@ -1,6 +1,7 @@
 """Through train.train, on every rank: who reads which sample, over epochs and blends; and splits that
 share no document."""
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -158,6 +159,41 @@ def test_a_blend_reads_each_set_once_an_epoch(ranks, home, prefix):
         n = min(count, len(starts))
         assert len(set(starts[:n])) == n and {a % SEQ for a in starts[:n]} == {starts[0] % SEQ}
         assert len({number for number, _ in mine}) == len(mine)
+
+
+def read_until(world: World, cfg, folder: str, stop: int) -> dict[int, list[tuple]]:
+    """{step: the windows that this rank reads of it}; the run ends within step `stop`, or is through."""
+    seen, windows = {}, {}
+
+    def watch(point, step=None, **what):
+        if point == "run.built":
+            seen.update(what)
+        elif point == "step.read":
+            rows = torch.cat([torch.cat((b.tokens, b.targets[:, -1:]), 1) for b in what["batches"]])
+            windows[step] = list(map(tuple, rows.tolist()))
+            if step == stop:
+                seen["data"].close()
+                raise Enough
+
+    with contextlib.suppress(Enough):
+        trained(world, cfg, folder, watch)
+    return windows
+
+
+def test_a_resume_reads_what_an_unbroken_run_reads(ranks, home, prefix):
+    """Ended within step 3, after a save at step 2; then on one rank, and on two that share the batch."""
+    cfg = settings(prefix, *SMALL, "--train.steps", "4", "--checkpoint.every", "2")
+    whole = read_until(World(), cfg, str(home / "whole"), 0)
+    for world in (1, 2):
+        folder = str(home / f"broken-{world}")
+        assert list(read_until(World(), cfg, folder, 3)) == [1, 2, 3]
+        if world == 1:
+            parts = [read_until(World(), cfg, folder, 0)]
+        else:
+            parts = ranks(2).run(read_until, cfg, folder, 0)
+        assert all(list(part) == [3, 4] for part in parts)
+        assert all(sum((part[step] for part in parts), []) == whole[step] for step in (3, 4))
+    assert len({window for step in whole.values() for window in step}) > 2 * 64
 
 
 def test_no_document_is_in_two_splits(home):
