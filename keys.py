@@ -83,7 +83,7 @@ class Model:
 class Train:
     steps: int | None = None  # horizon; exactly one of steps, tokens and flops decides
     tokens: float | None = None  # horizon in tokens, rounded up to whole steps
-    flops: float | None = None  # horizon in model FLOPs (forward + backward, no recompute)
+    flops: float | None = None  # horizon in model FLOPs (forward + backward, no recompute; attention over whole sequences, whatever doc_mask)
     seq_len: int = 256  # tokens a sequence
     micro_batch: int = 8  # sequences a forward pass and rank
     global_batch: int = 16  # sequences a step, over all ranks and micro-batches
@@ -157,7 +157,8 @@ class Data:
     path: str = "stdlib"  # prefix of .bin/.idx, or a blend "0.7 a 0.3 b"; stdlib: Python's own source, made on the spot
     tokenizer: str | None = None  # bytes | bpe-N (trained on the spot) | x.model | tokenizer.json; none: the data's own
     split: str = "95,5"  # train,valid[,test] shares by document
-    doc_mask: bool = False  # attention and positions restart at document boundaries
+    doc_mask: bool = False  # attention and positions restart at document boundaries; MFU counts attention within documents,
+    #   as long as they are in the run's first million tokens
     cache: str = "runs/data"  # where data made on the spot is kept
     prefetch: int = 2  # steps read ahead by the loader thread; 0: read when asked
 

@@ -3,7 +3,7 @@
     python train.py [NAME] [--config FILE] [--section.field VALUE ...]    NAME is a recipe; without one: quickstart
     torchrun --standalone --nproc-per-node 8 train.py NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
     python train.py --list                                                every recipe with its size and shape
-    python train.py NAME --help                                           every key with its type, meaning and default
+    python train.py NAME --help [SECTION | WORD]                          every key with its type, meaning and default
 """
 import contextlib
 import functools
@@ -15,6 +15,8 @@ from pathlib import Path
 import runtime  # before torch (see there)
 import config
 import torch
+import unused
+import usage
 from build import Run, build, horizon, plan_pipeline, with_vocab
 from checkpoint import state, store
 from checkpoint.saver import Saver
@@ -97,15 +99,16 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
     step, reason = start, None
-    with (Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told(),
+    masked = flops_per_token(cfg.model, cfg.train.seq_len, data.pieces) if cfg.data.doc_mask else flops  # what the mask leaves
+    with (Metrics(folder, cfg, env, steps=run.steps, flops_per_token=masked, start_step=start) as log, told(),
           contextlib.closing(Trace(cfg.profile.steps, folder, env.rank)) as trace):
         log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
 
         def evaluate(step: int) -> None:
-            loss = mean_loss(run.pipeline.evaluate, checks, mesh.loss)
+            loss, bytes_per_token = mean_loss(run.pipeline.evaluate, checks, mesh.loss, valid.text_bytes)
             ids = sample(run)
             text = cfg.eval.prompt + data.tokenizer.decode(ids) if ids else ""
-            log.eval(step, **report(loss, valid.bytes_per_token), sample=text)
+            log.eval(step, **report(loss, bytes_per_token), sample=text)
             at("eval.end", step, loss=loss, ids=ids)
 
         if start == 0:
@@ -193,13 +196,16 @@ def main(argv: list[str]) -> int:
         print(table({name: config.from_tree(config.recipe(name), name) for name in config.recipes()}))
         return 0
     name, file, argv = config.split_argv(argv)
-    if "--help" in argv or "-h" in argv:
-        config.show_help(config.resolve(name, file, []))
+    if asked := next((i for i, word in enumerate(argv, 1) if word in ("--help", "-h")), None):
+        print(usage.text(config.resolve(name, file, argv[:asked - 1]), *argv[asked:asked + 1]))
         return 0
     with Peers(*setup.place()[:2], setup.attempt()) as peers:
         cfg = config.resolve(name, file, argv)
         env = setup.start(cfg)
         plan_pipeline(cfg, env.world)
+        idle = unused.check(cfg, env.world)
+        if idle and env.rank == 0:
+            print(idle, flush=True)
         folder = Path(cfg.log.dir) / cfg.log.name
         with store.lock(folder) if env.rank == 0 else contextlib.nullcontext():
             world = comm.join(env.device.type, env.rank, env.world, cfg.parallel.timeout_s, store=peers.store, now=peers.now)
