@@ -17,9 +17,10 @@ from typing import Literal
 
 import yaml
 
-from keys import (Checkpoint, Config, Data, Eval, Log, Model, Optim, Parallel, Profile, Train, attention_weights, batch_size, batch_sizes,
-                  divisors, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, mup_scores, mup_width, numbers, of_stage, padded_vocab, remakes,
-                  scale_block, sequences, span, steps_of, value_dim, words)  # all that a reader of a config needs comes from here
+from keys import (LARGEST_SCALE, Checkpoint, Config, Data, Eval, Log, Model, Optim, Parallel, Profile, Train, attention_weights,
+                  batch_size, batch_sizes, divisors, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, mup_scores, mup_width,
+                  numbers, of_stage, padded_vocab, remakes, scale_block, sequences, span, steps_of, value_dim, words)
+#   all that a reader of a config needs comes from here
 from strict import ConfigError, read_yaml
 
 HERE = pathlib.Path(__file__).parent / "configs"

@@ -9,6 +9,8 @@ from typing import Literal
 
 from strict import ConfigError
 
+LARGEST_SCALE = 2.0**24  # of the loss in fp16: it grows no further (optim/scaler.py)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -94,6 +96,8 @@ class Train:
     #   fp8_grouped.py); none: tensorwise; with dtype fp64: the same 8-bit grids, all else in fp64, for proofs
     fp8_block: int = 128  # side of a block of blockwise (DeepSeek-V3)
     fp8_keep: int = 1  # this many first and last layers stay in bf16
+    loss_scale: float = 65536.0  # fp16: what the loss is multiplied by at first, a power of two (arXiv 1710.03740)
+    loss_scale_window: int = 1000  # fp16: so many good steps in a row double it; a step that overflows halves it
     max_minutes: float | None = None  # stop after this long: save, exit 75
     deterministic: bool = True  # only deterministic kernels
     compile: bool = False  # torch.compile the elementwise kernels (CPU: needs a C++ compiler)
