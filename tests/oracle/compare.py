@@ -26,9 +26,10 @@ def gap(ours: Tensor, theirs: Tensor) -> float:
 
 
 def check_first(first: dict[str, Tensor], std: float, layers: int, width: float = 1.0) -> None:
-    """Initial weights: norms 1, biases 0, matrices normal with the std of the recipe, output projections std / sqrt(2 layers);
-    under muP of a model `width` times as wide (arXiv 2203.03466, table 8) hidden matrices width^-1/2 and what reads off a fixed
-    number of values (routers, gates) 1 / width of that. Mean and std within five standard errors, no two tensors alike."""
+    """Initial weights: norms 1, biases 0, matrices normal with the recipe's std, output projections that
+    over sqrt(2 layers); under muP of a model `width` times as wide (arXiv 2203.03466, table 8) hidden
+    matrices width^-1/2 and what reads off a fixed number of values (routers, gates) 1 / width of that. Mean
+    and std within five standard errors, no two tensors alike."""
     for key, w in first.items():
         if w.dim() == 1:
             assert (w == (0.0 if key.endswith("bias") else 1.0)).all(), key
@@ -39,7 +40,8 @@ def check_first(first: dict[str, Tensor], std: float, layers: int, width: float 
         n = w.numel()
         assert abs(float(w.mean())) < 5 * want / n**0.5, key
         assert abs(float(w.double().square().mean().sqrt()) / want - 1) < 5 / (2 * n)**0.5, key
-    assert len({float(w.flatten()[0]) for w in first.values() if w.dim() > 1}) == sum(w.dim() > 1 for w in first.values())
+    drawn = [float(w.flatten()[0]) for w in first.values() if w.dim() > 1]
+    assert len(set(drawn)) == len(drawn)
 
 
 def lists(ours: list[float], theirs: list[float]) -> float:
@@ -50,11 +52,13 @@ def lists(ours: list[float], theirs: list[float]) -> float:
 
 
 def samples(corpus: Corpus, family: Family, batches: list[dict], split: str) -> tuple[list[list], list[int]]:
-    """Microbatches as the model saw them -> the same from the corpus, as lists of pieces; where each sample begins."""
+    """Microbatches as the model saw them -> the same from the corpus, as lists of pieces; where each sample
+    begins."""
     r = family.recipe
     starts = [[corpus.start(b, row, r.docs, split) for row in range(len(b["tokens"]))] for b in batches]
     assert all(len(row) == r.micro for row in starts) and sum(map(len, starts)) % r.batch == 0
-    return [[corpus.pieces(at, r.seq, r.docs) for at in row] for row in starts], [at for row in starts for at in row]
+    pieces = [[corpus.pieces(at, r.seq, r.docs) for at in row] for row in starts]
+    return pieces, [at for row in starts for at in row]
 
 
 def prove(home: pathlib.Path, corpus: Corpus, family: Family, more: str = "", rate=lambda name: 1.0,
@@ -62,7 +66,8 @@ def prove(home: pathlib.Path, corpus: Corpus, family: Family, more: str = "", ra
     """Train both; compare every loss, norm, rate, validation, weight and moment."""
     r = family.recipe
     name = f"{family.name}{' docs' * r.docs} mb{r.micro}"
-    run = ours.run(home, name.replace(" ", "-"), corpus, [*family.args.split(), *r.arguments(), *more.split()])
+    run = ours.run(home, name.replace(" ", "-"), corpus,
+                   [*family.args.split(), *r.arguments(), *more.split()])
 
     # what was read
     steps, starts = [], []
@@ -87,14 +92,17 @@ def prove(home: pathlib.Path, corpus: Corpus, family: Family, more: str = "", ra
         errors["router"] = max(lists(run.of("aux_loss"), told.aux), lists(run.of("z_loss"), told.z))
     if "noise_s" in run.rows[1]:
         s, g2 = ([one[i] for one in told.noise] for i in (0, 1))
-        errors["noise"] = max(lists(run.of("noise_s"), s), lists(run.of("noise_g2"), g2), lists(run.of("noise_scale"), smooth(s, g2)))
+        errors["noise"] = max(lists(run.of("noise_s"), s), lists(run.of("noise_g2"), g2),
+                              lists(run.of("noise_scale"), smooth(s, g2)))
     errors |= tensors(run, model, family, optim, told.rates)
-    assert 0 < sum(norm > r.clip for norm in told.norms) < r.steps, f"the clip bites always or never: {told.norms}"
+    clipped = sum(norm > r.clip for norm in told.norms)
+    assert 0 < clipped < r.steps, f"the clip bites in {clipped} steps of {r.steps}: {told.norms}"
     return Row(name, errors), run, told, model
 
 
 def smooth(s: list[float], g2: list[float]) -> list[float | None]:
-    """The noise scale S / |G|^2 of running means of both, which keep 0.95 of what they were a step; None below zero."""
+    """The noise scale S / |G|^2 of running means of both, which keep 0.95 of what they were a step; None
+    below zero."""
     out, a, b = [], s[0], g2[0]
     for i, (x, y) in enumerate(zip(s, g2)):
         a, b = (0.95 * a + 0.05 * x, 0.95 * b + 0.05 * y) if i else (x, y)
@@ -107,22 +115,22 @@ def tensors(run: Run, model: nn.Module, family: Family, optim, rates: list[float
     """Errors of weights and moments over all that the checkpoint holds; each of theirs must be there."""
     theirs_, worst, seen = dict(model.named_parameters()), {"weights": 0.0, "moments": 0.0}, 0
     routers = {key: model.get_submodule(theirs.place(model, key + ".weight")[0].removesuffix(".weight"))
-               for key in {k.rpartition(".")[0] for k in run.last if k.endswith((".router.bias", ".router.load"))}}
+               for key in {k.rpartition(".")[0] for k in run.last
+                           if k.endswith((".router.bias", ".router.load"))}}
     for key, mine in run.last.items():
         body, _, moment = key.partition("@")
         if body.endswith(".router.bias"):
             worst["weights"] = max(worst["weights"], gap(mine, routers[body[:-5]].e_score_correction_bias))
             continue
         if body.endswith(".router.load"):
-            at = [m for m in model.modules() if type(m).__name__.endswith("TopKRouter")].index(routers[body[:-5]])
-            worst["weights"] = max(worst["weights"], gap(mine, model.loads[at]))
+            worst["weights"] = max(worst["weights"], gap(mine, routers[body[:-5]].load))
             continue
         name, part = theirs.place(model, body)
         want = part(optim.moment(name, moment) if moment else theirs_[name])
         kind = "moments" if moment else "weights"
         seen += 0 if moment else want.numel()
         if family.kind == "GPT2" and body.endswith("attn.k.bias"):
-            # the same shift of every key changes no probability: the gradient is 0, and both hold rounding errors alone
+            # a shift that all keys share changes no probability: no gradient, both hold rounding errors alone
             assert max(float(mine.abs().max()), float(want.abs().max())) < (1e-15 if moment else 1e-8), key
             continue
         if len(mine) > len(want):  # rows behind the vocabulary: no gradient, weight decay alone

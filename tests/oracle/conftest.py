@@ -34,8 +34,8 @@ def pytest_terminal_summary(terminalreporter, config):
     if not rows:
         return
     wide = max(len(row.name) for row in rows)
-    terminalreporter.write_line(f"\nlargest relative errors, 20 steps of train.main beside the reference\n{'':{wide}}  "
-                                + "  ".join(f"{c:>7}" for c in COLUMNS))
+    terminalreporter.write_line("\nlargest relative errors of 20 steps of train.main beside the reference")
+    terminalreporter.write_line(f"{'':{wide}}  " + "  ".join(f"{c:>7}" for c in COLUMNS))
     for row in rows:
         cells = "  ".join(f"{row.errors[c]:7.0e}" if c in row.errors else f"{'-':>7}" for c in COLUMNS)
         terminalreporter.write_line(f"{row.name:{wide}}  {cells}")

@@ -1,8 +1,8 @@
 """A real run of train.main in a process of its own, and all that it left behind, read by hand.
 
-Nothing of checkpoint/ or runtime/ reads here: a checkpoint is safetensors and index.json, the losses are metrics.jsonl,
-the corpus is a .bin and an .idx. The watch of train.train tells the weights before the first step and every batch that
-a step took; `Corpus.starts` then checks each batch against the corpus.
+Nothing of checkpoint/ or runtime/ reads here: a checkpoint is safetensors and index.json, the losses are
+metrics.jsonl, the corpus is a .bin and an .idx. The watch of train.train tells the weights before the first
+step and every batch that a step took; `Corpus.start` then checks each batch against the corpus.
 """
 import json
 import os
@@ -26,11 +26,12 @@ from runtime.failure import fail_cleanly
 
 VOCAB, EOD = 257, 256  # the byte tokenizer's
 SPLIT = 80  # percent of the documents that train; the others validate
-PLAIN = ("--model.dropout", "0", "--model.jitter", "0", "--train.dtype", "fp64", "--train.threads", "1", "--log.every", "1",
-         "--checkpoint.every", "none", "--eval.sample", "0", "--data.tokenizer", "bytes", "--data.split", f"{SPLIT},{100 - SPLIT}")
+PLAIN = ("--model.dropout", "0", "--model.jitter", "0", "--train.dtype", "fp64", "--train.threads", "1",
+         "--log.every", "1", "--checkpoint.every", "none", "--eval.sample", "0", "--data.tokenizer", "bytes",
+         "--data.split", f"{SPLIT},{100 - SPLIT}")
 
 
-# ---- the corpus ----------------------------------------------------------------------------------------------------------
+# ---- the corpus --------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Corpus:
@@ -45,14 +46,15 @@ class Corpus:
         return (0, first) if split == "train" else (first, len(self.stream))
 
     def pieces(self, start: int, seq: int, docs: bool) -> list[np.ndarray]:
-        """The seq + 1 tokens from `start`, cut at documents where docs holds: each piece alone predicts its own next tokens."""
+        """The seq + 1 tokens from `start`, cut at documents where docs holds: each piece alone predicts its
+        own next tokens."""
         window = self.stream[start:start + seq + 1].astype(np.int64)
         inside = self.begins[(self.begins > start) & (self.begins < start + seq + 1)] - start
         return np.split(window, inside) if docs else [window]
 
     def start(self, batch: dict, row: int, docs: bool, split: str) -> int:
-        """Where the sample of a batch's row lies in the stream. Fails unless tokens, targets, positions and documents are what
-        the corpus has there."""
+        """Where the sample of a batch's row lies in the stream. Fails unless tokens, targets, positions and
+        documents are what the corpus has there."""
         tokens = batch["tokens"][row].numpy()
         seq, (first, end) = len(tokens), self.bounds(split)
         windows = np.lib.stride_tricks.sliding_window_view(self.stream[first:end - 1], seq)
@@ -98,7 +100,8 @@ def read_corpus(prefix: str) -> Corpus:
 
 
 def check_order(starts: list[int], seq: int, bounds: tuple[int, int]) -> None:
-    """Every epoch visits each window of the split once, on a grid of seq tokens that begins anywhere in what is left over."""
+    """Every epoch visits each window of the split once, on a grid of seq tokens that begins anywhere in what
+    is left over."""
     first, end = bounds
     count = (end - first - 1) // seq
     for at in range(0, len(starts), count):
@@ -108,12 +111,13 @@ def check_order(starts: list[int], seq: int, bounds: tuple[int, int]) -> None:
         assert epoch.min() >= 0 and epoch.max() + seq < end - first
 
 
-# ---- the run -------------------------------------------------------------------------------------------------------------
+# ---- the run -----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Run:
-    """first: {key: weights before the first step}; steps: of each step its microbatches as dicts; valid: the batches of a
-    validation; rows: metrics.jsonl; last: {key: tensor} of the checkpoint, moments under KEY@MOMENT."""
+    """first: {key: weights before the first step}; steps: of each step its microbatches as dicts; valid: the
+    batches of a validation; rows: metrics.jsonl; last: {key: tensor} of the checkpoint, moments under
+    KEY@MOMENT."""
     first: dict[str, Tensor]
     steps: list[list[dict]]
     valid: list[dict]
@@ -127,7 +131,8 @@ class Run:
 def run(home: pathlib.Path, name: str, corpus: Corpus, args: list[str]) -> Run:
     """train.py NAME ARGS in a forked child, from the command line's arguments to the exit code."""
     preset, *rest = args
-    everything = [preset, *PLAIN, "--data.path", corpus.prefix, "--log.dir", str(home), "--log.name", name, *rest]
+    everything = [preset, *PLAIN, "--data.path", corpus.prefix, "--log.dir", str(home), "--log.name", name,
+                  *rest]
     log = home / f"{name}.log"
     pid = os.fork()
     if pid == 0:

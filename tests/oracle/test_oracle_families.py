@@ -1,7 +1,9 @@
-"""Every family trains as transformers' model does under a training loop written by hand (theirs.py), to a relative 1e-9.
+"""Every family trains as transformers' model does under a training loop written by hand (theirs.py), to a
+relative 1e-9.
 
-A fixed core of variants (documents apart or not, one or two sequences a microbatch) and a draw of the others that differs from
-commit to commit. ORACLE=all in the environment runs every variant of every family. The table: pytest tests/oracle -q -s
+A fixed core of variants (documents apart or not, one or two sequences a microbatch) and a draw of the others
+that differs from commit to commit. ORACLE=all in the environment runs every variant of every family. The
+table: pytest tests/oracle -q -s
 """
 import itertools
 import os
@@ -11,14 +13,15 @@ import zlib
 
 import pytest
 
-pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of its models")
+pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of it")
 
 import compare  # noqa: E402
 import families  # noqa: E402
 
 FAMILIES = {f.name: f for f in (*families.DENSE, *families.MIXTURES, *families.LATENTS)}
 VARIANTS = tuple(itertools.product((False, True), (1, 2)))  # documents apart, sequences a microbatch
-THOROUGH = ("llama2", "mistral", "mixtral", "deepseek-v3")  # one dense, one with a window, one mixture, one with latent attention
+THOROUGH = ("llama2", "mistral", "mixtral",
+            "deepseek-v3")  # one dense, one with a window, one mixture, one with latent attention
 DRAWN = 3
 
 

@@ -1,4 +1,5 @@
-"""What no model of transformers has, from the papers' formulas: muP, the gradient noise scale, capacities, and each optimizer."""
+"""What no model of transformers has, from the papers' formulas: muP, the gradient noise scale, capacities,
+and each optimizer."""
 import hashlib
 import math
 from dataclasses import replace
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of its models")
+pytest.importorskip("transformers", reason="transformers is not installed: the reference is made of it")
 
 import compare  # noqa: E402
 import families  # noqa: E402
@@ -18,10 +19,11 @@ QWEN2_MOE = families.MIXTURES[1]
 WIDER = 2.0  # hidden 32 beside a tuned model of 16
 
 
-# ---- muP -----------------------------------------------------------------------------------------------------------------
+# ---- muP ---------------------------------------------------------------------------------------------------
 
 def mup_rate(name: str) -> float:
-    """arXiv 2203.03466, table 8, Adam: tables and vectors learn at the tuned rate, hidden matrices, routers and gates at 1 / m."""
+    """arXiv 2203.03466, table 8, Adam: tables and vectors learn at the tuned rate, hidden matrices, routers
+    and gates at 1 / m."""
     inside = ".self_attn." in name or ".mlp." in name
     return 1 / WIDER if inside and not name.endswith(".bias") else 1.0
 
@@ -32,14 +34,15 @@ MUP = {"llama": (LLAMA, 0.5), "tied": (replace(LLAMA, tied=True), 1.0), "qwen2-m
 @pytest.mark.parametrize("base,scores", MUP.values(), ids=MUP)
 def test_mup(place, note, base, scores):
     """Scores grow as 1 / head_dim from the tuned head_dim on: sqrt(2 / 8) of the usual ones."""
-    more = "--model.mup_base 16" + " --model.mup_head_dim 2" * (scores != 1.0) + " --model.tied true" * base.tied
+    more = "--model.mup_base 16"
+    more += " --model.mup_head_dim 2" * (scores != 1.0) + " --model.tied true" * base.tied
     family = replace(base, name=f"muP {base.name}{' tied' * base.tied}", logits=1 / WIDER, scores=scores)
     row, run, *_ = compare.prove(*place, family, more, mup_rate)
     compare.check_first(run.first, families.STD, 2, WIDER)
     note(row)
 
 
-# ---- noise scale, capacities ---------------------------------------------------------------------------------------------
+# ---- noise scale, capacities -------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("docs,micro", [(True, 1), (False, 2)])
 def test_noise_scale(place, note, docs, micro):
@@ -55,16 +58,18 @@ def test_capacity(place, note, by_place):
     drop = "position" if by_place else "probability"
     router = replace(MIXTRAL.router, kind="sequence", capacity=0.75, by_place=by_place)
     family = families.variant(replace(MIXTRAL, name=f"mixtral drops by {drop}", router=router), False, 2)
-    row, run, *_ = compare.prove(*place, family, f"--model.aux_kind sequence --model.capacity 0.75 --model.drop {drop}")
+    row, run, *_ = compare.prove(*place, family,
+                                 f"--model.aux_kind sequence --model.capacity 0.75 --model.drop {drop}")
     assert min(run.of("moe_dropped")) > 0.1
     note(row)
 
 
-# ---- optimizers ----------------------------------------------------------------------------------------------------------
+# ---- optimizers --------------------------------------------------------------------------------------------
 
 class ByHand:
-    """A rule over whole tensors, as a paper has it. library: torch's own, where there is one, that takes the same gradients in
-    a copy of the weights; LIBRARY: how far it may end from the rule's, None: there is none."""
+    """A rule over whole tensors, as a paper has it. library: torch's own, where there is one, that takes the
+    same gradients in a copy of the weights; LIBRARY: how far it may end from the rule's, None: there is
+    none."""
     LIBRARY: float | None = None
 
     def __init__(self, model, recipe, rate) -> None:
@@ -145,11 +150,13 @@ class LAMB(ByHand):
 
 
 class LARS(ByHand):
-    """arXiv 1708.03888, algorithm 1 with eta 0.001; the ratio over the decayed gradient's norm. As LAMB of what does not decay."""
+    """arXiv 1708.03888, algorithm 1 with eta 0.001; the ratio over the decayed gradient's norm. As LAMB of
+    what does not decay."""
 
     def rule(self, name, w, g, s, step, lr, decay):
         r = g + decay * w
-        s["momentum"] = self.r.momentum * s.get("momentum", 0) + lr * (0.001 * w.norm() / r.norm() if w.dim() > 1 else 1.0) * r
+        rate = lr * (0.001 * w.norm() / r.norm() if w.dim() > 1 else 1.0)
+        s["momentum"] = self.r.momentum * s.get("momentum", 0) + rate * r
         return w - s["momentum"]
 
 
@@ -164,10 +171,13 @@ class Adam(ByHand):
 
 
 class Muon(Adam):
-    """Keller Jordan 2024 with arXiv 2502.16982's scale 0.2 sqrt(max(m, n)) on hidden matrices; AdamW on the rest.
+    """Keller Jordan 2024 with arXiv 2502.16982's scale 0.2 sqrt(max(m, n)) on hidden matrices; AdamW on the
+    rest.
 
-    torch's keeps (1 - momentum) times the momentum, which the iteration's first division takes out again but for the eps
-    beside the norm: with it at 0 there and 1e-7 here, a relative 1e-7 / |momentum| lies between the two."""
+    torch's keeps (1 - momentum) times the momentum, which the iteration's first division takes out again but
+    for the eps beside the norm: with it at 0 there and 1e-7 here, a relative 1e-7 / |momentum| lies between
+    the two.
+    """
     LIBRARY = 1e-4
 
     def rule(self, name, w, g, s, step, lr, decay):
@@ -184,32 +194,36 @@ class Muon(Adam):
     def library(self):
         hidden = [n for n in self.params if ".self_attn." in n or ".mlp." in n]
         adam = [n for n in self.params if n not in hidden]
-        return [torch.optim.Muon(self.groups(hidden), lr=0.0, momentum=self.r.momentum, nesterov=True, eps=0.0,
-                                 adjust_lr_fn="match_rms_adamw"),
-                torch.optim.AdamW(self.groups(adam), lr=0.0, betas=(self.r.beta1, self.r.beta2), eps=self.r.eps)]
+        return [torch.optim.Muon(self.groups(hidden), lr=0.0, momentum=self.r.momentum, nesterov=True,
+                                 eps=0.0, adjust_lr_fn="match_rms_adamw"),
+                torch.optim.AdamW(self.groups(adam), lr=0.0, betas=(self.r.beta1, self.r.beta2),
+                                  eps=self.r.eps)]
 
 
 class AdamBf16(Adam):
-    """AdamW whose weights and moments are stored in bf16, rounded stochastically (arXiv 2010.06192): 16 random bits below the
-    last one that bf16 keeps are added, the carry decides. The bits: splitmix64's finalizer of a hash of (seed, step, name) plus
-    the element's number; the lowest 16 for the weight, the next for m, the next for v."""
+    """AdamW whose weights and moments are stored in bf16, rounded stochastically (arXiv 2010.06192): 16
+    random bits below the last one that bf16 keeps are added, the carry decides. The bits: splitmix64's
+    finalizer of a hash of (seed, step, name) plus the element's number; the lowest 16 for the weight, the
+    next for m, the next for v."""
 
     def rule(self, name, w, g, s, step, lr, decay):
         new = super().rule(name, w, g, s, step, lr, decay)
-        key = {"model.embed_tokens": "embed", "lm_head": "head", "model.norm": "norm"}.get(name.removesuffix(".weight"))
-        key = key or next(k for k in self.keys if theirs.place(self.model, k + ".weight")[0] == name)
+        key = next(k for k in self.keys if theirs.place(self.model, k + ".weight")[0] == name)
         digest = hashlib.sha256(f"round/1234/{step}/{key}.weight".encode()).digest()
         x = np.arange(w.numel(), dtype=np.uint64) + np.uint64(int.from_bytes(digest[:8], "little"))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
         bits = x ^ (x >> np.uint64(31))
-        s["adam_m"], s["adam_v"] = nearby(s["adam_m"], bits >> np.uint64(16)), nearby(s["adam_v"], bits >> np.uint64(32))
+        s["adam_m"] = nearby(s["adam_m"], bits >> np.uint64(16))
+        s["adam_v"] = nearby(s["adam_v"], bits >> np.uint64(32))
         return nearby(new, bits)
 
     def __init__(self, model, recipe, rate) -> None:
         super().__init__(model, recipe, rate)
-        parts = [f"attn.{n}" for n in "qkvo"] + ["attn_norm", "mlp_norm"] + [f"mlp.{n}" for n in ("gate", "up", "down")]
-        self.model, self.keys = model, [f"layers.{i}.{part}" for i in range(2) for part in parts]
+        parts = ["attn.q", "attn.k", "attn.v", "attn.o", "attn_norm", "mlp_norm", "mlp.gate", "mlp.up"]
+        parts.append("mlp.down")
+        self.model = model
+        self.keys = ["embed", "head", "norm", *(f"layers.{i}.{part}" for i in range(2) for part in parts)]
 
 
 def nearby(x: torch.Tensor, bits: np.ndarray) -> torch.Tensor:
@@ -228,8 +242,10 @@ RULES = {"adamw": (Adam, {}), "adamw-bf16": (AdamBf16, {}), "muon": (Muon, {}), 
 def test_optimizer(place, note, name):
     """Tables without padding: LAMB and LARS count its rows in the norms."""
     rule, changes = RULES[name]
-    family = replace(LLAMA, name=f"{name} llama2", recipe=replace(LLAMA.recipe, docs=True, micro=2, decay="wsd", **changes))
-    more = f"--optim.name {name.partition('-')[0]} --model.vocab_multiple 1" + " --optim.states bf16" * (rule is AdamBf16)
+    family = replace(LLAMA, name=f"{name} llama2",
+                     recipe=replace(LLAMA.recipe, docs=True, micro=2, decay="wsd", **changes))
+    more = f"--optim.name {name.partition('-')[0]} --model.vocab_multiple 1"
+    more += " --optim.states bf16" * (rule is AdamBf16)
     made = []
 
     def optimizer(*args) -> ByHand:

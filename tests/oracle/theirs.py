@@ -1,7 +1,8 @@
 """The same training written by hand around models of transformers; nothing here imports a line of Bevatron.
 
-transformers computes norms, softmax and rotary angles in fp32 whatever the model's dtype, which hides everything below 1e-7.
-`Wide` runs its code with fp64 wherever it asks for fp32; nothing else about it is changed.
+transformers computes norms, softmax and rotary angles in fp32 whatever the model's dtype, which hides
+everything below 1e-7. `Wide` runs its code with fp64 wherever it asks for fp32; nothing else about it is
+changed.
 """
 import contextlib
 import math
@@ -39,7 +40,7 @@ def wide() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
-# ---- what is trained, and how --------------------------------------------------------------------------------------------
+# ---- what is trained, and how ------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
 class Recipe:
@@ -65,10 +66,13 @@ class Recipe:
 
     def arguments(self) -> list[str]:
         keys = {"train.steps": self.steps, "train.seq_len": self.seq, "train.micro_batch": self.micro,
-                "train.global_batch": self.batch, "data.doc_mask": str(self.docs).lower(), "optim.lr": self.lr,
+                "train.global_batch": self.batch, "data.doc_mask": str(self.docs).lower(),
+                "optim.lr": self.lr,
                 "optim.min_lr": self.min_lr, "optim.warmup": self.warmup, "optim.decay": self.decay,
-                "optim.decay_fraction": self.decay_fraction, "optim.beta1": self.beta1, "optim.beta2": self.beta2,
-                "optim.momentum": self.momentum, "optim.eps": self.eps, "optim.weight_decay": self.weight_decay,
+                "optim.decay_fraction": self.decay_fraction, "optim.beta1": self.beta1,
+                "optim.beta2": self.beta2,
+                "optim.momentum": self.momentum, "optim.eps": self.eps,
+                "optim.weight_decay": self.weight_decay,
                 "optim.clip": self.clip, "eval.every": self.eval_every, "eval.batches": self.eval_batches}
         return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
@@ -90,8 +94,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Router:
-    """What training adds to a mixture. kind: whose load is balanced; bias_rate: of the selection bias; None: there is none;
-    capacity: of an expert, in fair shares of a sequence; by_place: the last are turned away, not the least likely."""
+    """What training adds to a mixture. kind: whose load is balanced; bias_rate: of the selection bias; None:
+    there is none; capacity: of an expert, in fair shares of a sequence; by_place: the last are turned away,
+    not the least likely."""
     aux: float = 0.0
     kind: str = "sequence"
     z: float = 0.0
@@ -118,12 +123,13 @@ class Family:
     tied: bool = False
 
 
-# ---- their model and our names -------------------------------------------------------------------------------------------
+# ---- their model and our names -----------------------------------------------------------------------------
 
 class Ahead(nn.Module):
-    """One module of multi-token prediction (arXiv 2412.19437, section 2.2, eq. 21 to 23), which transformers leaves out:
-    h' = M [norm(embedding of the token ahead) ; norm(h)], a block of the model, a norm before the shared head. (The paper
-    writes the two halves the other way round; the released weights have the embedding first.)"""
+    """One module of multi-token prediction (arXiv 2412.19437, section 2.2, eq. 21 to 23), which transformers
+    leaves out: h' = M [norm(embedding of the token ahead) ; norm(h)], a block of the model, a norm before the
+    shared head. (The paper writes the two halves the other way round; the released weights have the embedding
+    first.)"""
 
     def __init__(self, block: nn.Module, width: int, eps: float) -> None:
         super().__init__()
@@ -140,12 +146,14 @@ def build(family: Family) -> nn.Module:
     transformers.logging.set_verbosity_error()
     with wide():
         config = getattr(transformers, f"{family.kind}Config")(
-            **{"vocab_size": 257, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None, "use_cache": False,
+            **{"vocab_size": 257, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+               "use_cache": False,
                "tie_word_embeddings": family.tied, **family.config})
         model = transformers.AutoModelForCausalLM.from_config(
             config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64)
         layer = type(model.model.layers[-1]) if family.mtp else None
-        model.ahead = nn.ModuleList(Ahead(layer(config, config.num_hidden_layers + k), config.hidden_size, config.rms_norm_eps)
+        model.ahead = nn.ModuleList(Ahead(layer(config, config.num_hidden_layers + k), config.hidden_size,
+                                          config.rms_norm_eps)
                                     for k in range(family.mtp))
     for module in model.modules():
         if hasattr(module, "scaling"):
@@ -163,14 +171,18 @@ MLP = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "
        "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj", "mlp.router": "mlp.gate",
        "mlp.shared_gate": "mlp.shared_expert_gate"}
 AHEAD = {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "head_norm": "norm"}
-TABLES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight", "norm.weight": "model.norm.weight"}
-GPT2 = {"embed.weight": "transformer.wte.weight", "positions.weight": "transformer.wpe.weight", "head.weight": "lm_head.weight",
+TABLES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight",
+          "norm.weight": "model.norm.weight"}
+GPT2 = {"embed.weight": "transformer.wte.weight", "positions.weight": "transformer.wpe.weight",
+        "head.weight": "lm_head.weight",
         "norm.weight": "transformer.ln_f.weight", "norm.bias": "transformer.ln_f.bias"}
-GPT2_BLOCK = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
+GPT2_BLOCK = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
+              "mlp.down": "mlp.c_proj"}
 
 
 def place(model: nn.Module, key: str) -> tuple[str, Callable[[Tensor], Tensor]]:
-    """Our key -> the name of their parameter, and which part of that tensor it is: a view in the shape of ours."""
+    """Our key -> the name of their parameter, and which part of that tensor it is: a view in the shape of
+    ours."""
     kind = model.config.model_type
     whole = lambda t: t
     if not key.startswith("layers."):
@@ -213,12 +225,13 @@ def take(model: nn.Module, first: dict[str, Tensor]) -> None:
     assert filled == sum(p.numel() for p in theirs.values()), "their model has weights that ours has not"
 
 
-# ---- one pass ------------------------------------------------------------------------------------------------------------
+# ---- one pass ----------------------------------------------------------------------------------------------
 
 @dataclass
 class Pass:
-    """What one forward pass tells: the summed loss of the counted tokens and their number, the further tokens' loss, and of each
-    router the samples' counted tokens: [(sample, logits [tokens, experts], choices [tokens, k])]."""
+    """What one forward pass tells: the summed loss of the counted tokens and their number, the further
+    tokens' loss, and of each router the samples' counted tokens: [(sample, logits [tokens, experts], choices
+    [tokens, k])]."""
     loss: Tensor
     tokens: int
     ahead: Tensor | float = 0.0
@@ -226,8 +239,9 @@ class Pass:
 
 
 def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
-    """samples: each a list of pieces (numpy int64 [n]), whose n - 1 last tokens are predicted from those before them in the piece
-    alone. A piece is a row of the batch: what is filled up behind it cannot be seen, since attention is causal."""
+    """samples: each a list of pieces (numpy int64 [n]), whose n - 1 last tokens are predicted from those
+    before them in the piece alone. A piece is a row of the batch: what is filled up behind it cannot be seen,
+    since attention is causal."""
     rows = [(i, torch.from_numpy(p)) for i, pieces in enumerate(samples) for p in pieces if len(p) > 1]
     longest = max(len(p) for _, p in rows)
     ids = torch.stack([torch.nn.functional.pad(p, (0, longest - len(p))) for _, p in rows])
@@ -239,10 +253,12 @@ def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
         seen.append((linear(x, module.weight).view(*shape, -1), chosen.view(*shape, -1)))
         if family.router.capacity is None or not torch.is_grad_enabled():
             return None
-        kept = room(family.router, weights.detach().view(*shape, -1), chosen.view(*shape, -1), len(module.weight))
+        kept = room(family.router, weights.detach().view(*shape, -1), chosen.view(*shape, -1),
+                    len(module.weight))
         return None, weights * kept.view(weights.shape), chosen
 
-    hooks = [m.register_forward_hook(look) for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+    hooks = [m.register_forward_hook(look) for m in model.modules()
+             if type(m).__name__.lower().endswith("topkrouter")]
     with wide():
         # the next token
         shape = (len(rows), longest - 1)
@@ -252,14 +268,14 @@ def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
         out.routed += [counted(rows, 1, *one) for one in seen]
         # further ones
         for k, module in enumerate(model.ahead, 1):
-            shape, far = (len(rows), longest - 1 - k), [(i, p) for i, p in rows]
+            shape = (len(rows), longest - 1 - k)
             seen.clear()
             places = torch.arange(shape[1])[None]
             mask = torch.full((shape[1], shape[1]), float("-inf"), dtype=torch.float64).triu(1)[None, None]
             angles = model.model.rotary_emb(h, places)
             h = module(h[:, :shape[1]], model.model.embed_tokens(ids[:, k:-1]), angles, mask)
-            out.ahead = out.ahead + summed(model, family, h, far, 1 + k) * family.mtp_weight / family.mtp
-            out.routed += [counted(far, 1 + k, *one) for one in seen]
+            out.ahead = out.ahead + summed(model, family, h, rows, 1 + k) * family.mtp_weight / family.mtp
+            out.routed += [counted(rows, 1 + k, *one) for one in seen]
     for hook in hooks:
         hook.remove()
     return out
@@ -268,17 +284,19 @@ def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
 def summed(model: nn.Module, family: Family, h: Tensor, rows: list, ahead: int) -> Tensor:
     """h [rows, n, d] -> the summed cross entropy of the tokens `ahead` places further on in each piece."""
     logits = linear(h, model.get_output_embeddings().weight) * family.logits
-    losses = [cross_entropy(x[:max(0, len(p) - ahead)], p[ahead:], reduction="sum") for x, (_, p) in zip(logits, rows)]
-    return sum(losses)
+    known = [max(0, len(p) - ahead) for _, p in rows]
+    return sum(cross_entropy(x[:n], p[ahead:], reduction="sum") for x, n, (_, p) in zip(logits, known, rows))
 
 
 def counted(rows: list, ahead: int, logits: Tensor, chosen: Tensor) -> list[tuple[int, Tensor, Tensor]]:
     """Of each piece the tokens that have a target."""
-    return [(i, x[:max(0, len(p) - ahead)], c[:max(0, len(p) - ahead)]) for (i, p), x, c in zip(rows, logits, chosen)]
+    known = [max(0, len(p) - ahead) for _, p in rows]
+    return [(i, x[:n], c[:n]) for (i, _), n, x, c in zip(rows, known, logits, chosen)]
 
 
 def room(r: Router, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
-    """Which choices [sequences, n, k] find room: an expert takes the likeliest (or the first) capacity * n * k / E of a sequence."""
+    """Which choices [sequences, n, k] find room: an expert takes the likeliest (or the first) capacity * n *
+    k / E of a sequence."""
     kept = torch.zeros_like(chosen, dtype=torch.bool)
     for row, (w, c) in enumerate(zip(weights, chosen)):
         most = math.ceil(r.capacity * c.numel() / experts)
@@ -290,15 +308,17 @@ def room(r: Router, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
     return kept
 
 
-# ---- the router's losses -------------------------------------------------------------------------------------------------
+# ---- the router's losses -----------------------------------------------------------------------------------
 
 def balance(family: Family, routed: list, load: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
-    """What one router adds to the loss of a microbatch: (load balance, z). routed: `counted`'s; load: f of the step before
-    (arXiv 2501.11873); tokens: of the step.
+    """What one router adds to the loss of a microbatch: (load balance, z). routed: `counted`'s; load: f of
+    the step before (arXiv 2501.11873); tokens: of the step.
 
-    Sequence-wise (arXiv 2412.19437, eq. 17 to 20): alpha sum_i f_i P_i with f_i = E / (k n) sum_t 1(t chose i) and P_i = 1 / n
-    sum_t s_ti / sum_j s_tj over a sequence's n tokens, weighted n / tokens. Micro: the same over a microbatch (arXiv 2101.03961,
-    eq. 4 to 6). z: mean of logsumexp^2 (arXiv 2202.08906, eq. 5)."""
+    Sequence-wise (arXiv 2412.19437, eq. 17 to 20): alpha sum_i f_i P_i with
+        f_i = E / (k n) sum_t 1(t chose i)    and    P_i = 1 / n sum_t s_ti / sum_j s_tj
+    over a sequence's n tokens, weighted n / tokens. Micro: the same over a microbatch (arXiv 2101.03961,
+    eq. 4 to 6). z: the mean of logsumexp^2 (arXiv 2202.08906, eq. 5).
+    """
     r = family.router
     groups = sorted({i for i, *_ in routed}) if r.kind == "sequence" else [None]
     aux = torch.zeros((), dtype=torch.float64)
@@ -310,17 +330,19 @@ def balance(family: Family, routed: list, load: Tensor | None, tokens: int) -> t
             continue
         scores = logits.sigmoid() if r.sigmoid else logits.exp()
         p = (scores / scores.sum(1, keepdim=True)).mean(0)
-        f = chosen.flatten().bincount(minlength=experts).double() * experts / (chosen.shape[1] * n) if load is None else load
+        share = chosen.flatten().bincount(minlength=experts).double() / (chosen.shape[1] * n)
+        f = share * experts if load is None else load
         aux = aux + r.aux * (f * p).sum() * n / tokens
     everything = torch.cat([x for _, x, _ in routed])
     return aux, r.z * everything.exp().sum(1).log().square().sum() / tokens
 
 
-# ---- training ------------------------------------------------------------------------------------------------------------
+# ---- training ----------------------------------------------------------------------------------------------
 
 @dataclass
 class Told:
-    """What the reference told of each step; norms of the first microbatch's and the step's gradients of hidden matrices."""
+    """What the reference told of each step; norms of the first microbatch's and the step's gradients of
+    hidden matrices."""
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -331,13 +353,15 @@ class Told:
 
 
 class TorchAdamW:
-    """torch.optim.AdamW in two groups: matrices decay, vectors do not. rate: factor of the learning rate by name (muP), with
-    weight decay times learning rate as it was."""
+    """torch.optim.AdamW in two groups: matrices decay, vectors do not. rate: factor of the learning rate by
+    name (muP), with weight decay times learning rate as it was."""
     MOMENTS = {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
 
-    def __init__(self, model: nn.Module, recipe: Recipe, rate: Callable[[str], float] = lambda name: 1.0) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipe,
+                 rate: Callable[[str], float] = lambda name: 1.0) -> None:
         self.params = dict(model.named_parameters())
-        groups = [{"params": [p], "rate": rate(name), "weight_decay": recipe.weight_decay / rate(name) if p.dim() > 1 else 0.0}
+        groups = [{"params": [p], "rate": rate(name),
+                   "weight_decay": recipe.weight_decay / rate(name) if p.dim() > 1 else 0.0}
                   for name, p in self.params.items()]
         self.optim = torch.optim.AdamW(groups, lr=0.0, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
 
@@ -350,8 +374,10 @@ class TorchAdamW:
         return self.optim.state[self.params[name]][self.MOMENTS[moment]]
 
 
-def follow(model: nn.Module, family: Family, recipe: Recipe, steps: list[list[list]], valid: list[list], optim) -> Told:
-    """steps: of each step its microbatches, of each its samples as lists of pieces; valid: the validation's batches."""
+def follow(model: nn.Module, family: Family, recipe: Recipe, steps: list[list[list]], valid: list[list],
+           optim) -> Told:
+    """steps: of each step its microbatches, of each its samples as lists of pieces; valid: the validation's
+    batches."""
     told, params = Told(), list(model.parameters())
     routers = [m for m in model.modules() if type(m).__name__.lower().endswith("topkrouter")]
     load = [torch.ones(len(m.weight)) if family.router.kind == "global" else None for m in routers]
@@ -372,9 +398,11 @@ def follow(model: nn.Module, family: Family, recipe: Recipe, steps: list[list[li
             mine = sum(a for a, _ in losses) + sum(b for _, b in losses)
             ((p.loss + p.ahead) / tokens + mine).backward()
             loss += float(p.loss.detach()) / tokens
-            aux, z = aux + sum(float(a.detach()) for a, _ in losses), z + sum(float(b.detach()) for _, b in losses)
+            aux += sum(float(a.detach()) for a, _ in losses)
+            z += sum(float(b.detach()) for _, b in losses)
             for i, (m, routed) in enumerate(zip(routers, p.routed)):
-                counts[i] = counts[i] + torch.cat([c for *_, c in routed]).flatten().bincount(minlength=len(m.weight)).double()
+                chosen = torch.cat([c for *_, c in routed]).flatten()
+                counts[i] = counts[i] + chosen.bincount(minlength=len(m.weight)).double()
             first = first or (p.tokens, hidden_square(model) * (tokens / p.tokens)**2)
 
         # clip and update
@@ -393,11 +421,13 @@ def follow(model: nn.Module, family: Family, recipe: Recipe, steps: list[list[li
                 m.e_score_correction_bias += family.router.bias_rate * (counts[i].mean() - counts[i]).sign()
             if family.router.kind == "global":
                 load[i] = counts[i] * len(m.weight) / counts[i].sum()
-        for list_, value in ((told.losses, loss), (told.norms, norm), (told.rates, lr), (told.aux, aux), (told.z, z)):
+        for list_, value in ((told.losses, loss), (told.norms, norm), (told.rates, lr), (told.aux, aux),
+                             (told.z, z)):
             list_.append(value)
         if number % recipe.eval_every == 0 or number == len(steps):
             validate()
-    model.loads = load
+    for m, f in zip(routers, load):
+        m.load = f
     return told
 
 
