@@ -174,7 +174,10 @@ class Trained:
     @torch.no_grad()
     def logits(self, tokens, positions, cache, at: int):
         """Logits [vocab] of the token at place `at`; the one-process form of Pipeline.logits."""
-        return self.stage.head_logits(self.stage.hidden(tokens, positions, cache=cache), at)
+        out = self.stage.head_logits(self.stage.hidden(tokens, positions, cache=cache), at)
+        if cache is not None:
+            cache.length += tokens.shape[1]
+        return out
 
 
 @torch.no_grad()

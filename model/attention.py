@@ -39,7 +39,10 @@ class Context:
 @dataclass
 class Cache:
     """Keys and values of the tokens seen so far, by layer: [b, s_past, kv_heads, head_dim]; of MLA, the latent [b, s_past,
-    kv_rank] and the turned key that all heads share [b, s_past, rope_dim] instead."""
+    kv_rank] and the turned key that all heads share [b, s_past, rope_dim] instead.
+
+    length: tokens that every layer has seen. It grows when a pass has been through all stages (parallel/pipeline.py: logits):
+    they start from the same length, and a rank may hold several of them."""
     length: int = 0
     keys: dict[int, Tensor] = field(default_factory=dict)
     values: dict[int, Tensor] = field(default_factory=dict)

@@ -24,7 +24,8 @@ def generate(logits_of: Logits, prompt: list[int], max_new: int, *, temperature:
             return
         feed = ids[done:] + [0] * (-len(ids[done:]) % multiple)
         positions = torch.arange(done, done + len(feed), device=device)[None]
-        token = choose(logits_of(torch.tensor([feed], device=device), positions, cache, len(ids) - done - 1).cpu(), temperature, top_k, top_p, stream)
+        logits = logits_of(torch.tensor([feed], device=device), positions, cache, len(ids) - done - 1).cpu()
+        token = choose(logits, temperature, top_k, top_p, stream)
         if token == eod:
             return
         yield token

@@ -97,8 +97,6 @@ class Stage(nn.Module):
             x = y
             if told is not None:
                 block.mlp.router.told += told  # here, not in the block, which recompute may run twice
-        if ctx.cache is not None:
-            ctx.cache.length += positions.shape[1]
         return x
 
     def forward(self, x: Tensor, batch, scale) -> Tensor:

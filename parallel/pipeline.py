@@ -107,6 +107,8 @@ class Pipeline:
                 x = stage.hidden(x, positions, cache=cache)
                 if number == last:
                     x = stage.head_logits(x, at)
+        if cache is not None:
+            cache.length += tokens.shape[1]
         out = x if last in self.stages else torch.empty(self.vocab, dtype=torch.promote_types(self.dtype, torch.float32), device=tokens.device)
         return comm.broadcast(out.contiguous(), self.mesh.pp, self.schedule.place[last])
 

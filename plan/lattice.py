@@ -23,10 +23,15 @@ SWITCHES = {"reduce": ("collective", "ring", "hierarchy", "server", "powersgd"),
             "recompute": ("none", "selective", "full", "mixed"), "ramp": (False, True), "stages": (None, "uneven"),
             "offload": ("none", "both"), "doc_mask": (False, True), "capacity": (None, 1.0, "padded"),
             "name": ("adamw", "muon", "lamb", "lars", "lion", "sgd", "adamw-bf16"), "mup_base": (None, 16),
-            "fp8": (None, "tensorwise", "rowwise", "blockwise")}
+            "fp8": (None, "tensorwise", "rowwise", "blockwise"), "async_save": (False, True), "geometry": ("small", "wide")}
 SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp8": "train", "layers": "model",
            "doc_mask": "data", "capacity": "model", "pad": "model", "mup_base": "model", "mup_head_dim": "model",
-           "name": "optim", "states": "optim"}  # else parallel
+           "name": "optim", "states": "optim", "async_save": "checkpoint", "seq_len": "train", "context": "model",
+           "window": "model"}  # else parallel
+# A second geometry: longer than a block of attention's queries, no power of two, a window over many chunks of the ring, buckets
+# larger than a layer (those of the first are smaller than its largest parameter). 240: cut evenly over cp and tp up to 8
+WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
+WIDE_WINDOW = 150
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
@@ -55,7 +60,11 @@ class Lattice:
         values, n = dict(values), values["pp"] * (SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2)
         dp = self.world // (values["tp"] * values["cp"] * values["pp"])
         values["layers"] = min(self.cfg.model.layers, n + 2)
-        values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * max(4, 2 * values["pp"]))
+        wide = values.pop("geometry", "small") == "wide"
+        microbatches = max(2 if wide else 4, 2 * values["pp"])
+        values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * microbatches)
+        if wide:
+            values |= WIDE | ({"window": WIDE_WINDOW} if self.cfg.model.window else {})
         half = values["global_batch"] // 2  # the first step takes half of the batch
         values["ramp"] = f"{half},{half},{half}" if values["ramp"] else None
         if values["stages"] == "uneven":

@@ -27,7 +27,7 @@ class Pool:
             theirs.close()
             self.pipes.append(mine)
             self.ranks.append(process)
-        self.timeout = timeout_s
+        self.timeout, self.closed = timeout_s, False
 
     def run(self, f: Callable, *args) -> list:
         for pipe in self.pipes:
@@ -49,6 +49,7 @@ class Pool:
         return results
 
     def close(self) -> None:
+        self.closed = True
         for pipe in self.pipes:
             try:
                 pipe.send(None)

@@ -23,7 +23,7 @@ def ranks():
     pools = {}
 
     def pool(n: int) -> Pool:
-        if n not in pools:
+        if n not in pools or pools[n].closed:  # a rank that failed closes its pool: the next test gets another
             pools[n] = Pool(n)
         return pools[n]
 

@@ -13,7 +13,7 @@ from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from runtime.guard import Guard
-from scripts.verify import Tokens
+from batches import Tokens
 from train import train_step
 
 STEPS = 30

@@ -24,7 +24,9 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from runtime.guard import Guard
 from runtime.pool import Pool
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 ROOT = pathlib.Path(__file__).parent.parent

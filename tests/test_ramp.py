@@ -15,7 +15,9 @@ from config import Train, batch_size, batch_sizes, sequences, steps_of
 from data import loader
 from parallel.mesh import Mesh
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 

@@ -10,7 +10,9 @@ from build import build
 from model.moe import TOLD, Learning, MoE, Router, attach
 from parallel.mesh import Mesh
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 E, K, D = 8, 3, 12

@@ -13,7 +13,9 @@ from parallel.mesh import Mesh
 from parallel.zigzag import cut, places
 from runtime.guard import Guard
 from scripts import verify
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 

@@ -15,7 +15,9 @@ from parallel.boxes import Box
 from parallel.comm import World
 from parallel.mesh import Mesh
 from parallel.spec import Spec
-from scripts.verify import coord, run_layout, subject
+from scripts.verify import coord, subject
+from scripts.verify.subject import placed, write_corpora
+from scripts.verify.trial import plain, seen_alone
 
 CPU = torch.device("cpu")
 LR, DECAY, M = 0.01, 0.1, 4.0
@@ -93,10 +95,11 @@ def test_the_others_move_a_hidden_matrix_by_their_share(name, power):
         torch.testing.assert_close(moved[8][k], change * share, rtol=1e-6, atol=1e-12, msg=k)
 
 
-def test_at_the_bases_width_every_bit_is_the_same():
+def test_at_the_bases_width_every_bit_is_the_same(tmp_path):
+    write_corpora(tmp_path)
     for name in ("mixtral-tiny", "gpt2-tiny"):
-        plain, base = (run_layout(World(), wide(name, width), None) for width in (None, 32))
-        assert plain.keys() == base.keys() and all(torch.equal(plain[k], base[k]) for k in plain)
+        without, base = (seen_alone(placed(plain(wide(name, width)), tmp_path, f"{name}-{width}"), tmp_path) for width in (None, 32))
+        assert without.keys() == base.keys() and all(torch.equal(without[k], base[k]) for k in without)
 
 
 def filled(cfg):

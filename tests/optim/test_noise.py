@@ -15,7 +15,9 @@ from parallel.mesh import Mesh
 from parallel.params import Bucket
 from parallel.schedule import SCHEDULES, make
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 

@@ -9,7 +9,9 @@ from optim import scaler
 from optim.scaler import Scaler
 from parallel.mesh import Mesh
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 

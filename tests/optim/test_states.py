@@ -16,7 +16,9 @@ from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 YES, ONE = torch.tensor(True), torch.tensor(1.0)

@@ -21,7 +21,9 @@ from parallel.mesh import Mesh
 from parallel.params import Bucket
 from plan import lattice
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 KINDS = ("int8", "fp8")

@@ -13,7 +13,9 @@ from parallel.mesh import Mesh
 from plan import bytes as wire
 from plan.parts import Job, buckets, unique
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 PLAIN = [dict(zero=z, dp_rep=r) for z in (0, 1, 2, 3) for r in (1, 2, 4) if z or r == 1]

@@ -15,7 +15,9 @@ from parallel.ring import ring_attention
 from parallel.ulysses import ulysses_attention
 from parallel.zigzag import cut, places
 from runtime.guard import Guard
-from scripts.verify import Tokens, prove, subject
+from batches import Tokens
+
+from scripts.verify import prove, subject
 from train import train_step
 
 

@@ -10,7 +10,9 @@ from parallel import comm
 from parallel.layout import Layout
 from parallel.mesh import Mesh
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 

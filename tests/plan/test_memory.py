@@ -14,7 +14,9 @@ from parallel.mesh import Mesh
 from plan import memory
 from plan.parts import Job
 from runtime.guard import Guard
-from scripts.verify import Tokens, subject
+from batches import Tokens
+
+from scripts.verify import subject
 from train import train_step
 
 STATES = [dict(offload="optimizer", zero=z) for z in (0, 3)] + [dict(zero=z, **more) for z in (0, 1, 2, 3) for more in ({}, dict(tp=2), dict(pp=2))]

@@ -1,0 +1,20 @@
+"""train.py's own loop in a rank of a warm pool: what a proof runs, so that it proves the program and no imitation of it."""
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import train
+from config import Config
+from parallel.comm import World
+from runtime.setup import Env
+
+
+def run_loop(world: World, cfg: Config, folder: Path, watch: Callable | None = None) -> int:
+    """train.train in the run folder `folder` -> its exit code. Every rank of the world calls it with the same arguments; what
+    the console would show goes to console.rankN.log there. watch: see train.train."""
+    folder.mkdir(parents=True, exist_ok=True)
+    env = Env(rank=world.rank, world=world.size, local_rank=world.rank, local_world=world.size, device=torch.device("cpu"))
+    with open(folder / f"console.rank{world.rank}.log", "a") as console, contextlib.redirect_stdout(console):
+        return train.train(cfg, env, world, folder, watch=watch)
