@@ -22,7 +22,7 @@ FAMILIES = {f.name: f for f in (*families.DENSE, *families.MIXTURES, *families.L
 VARIANTS = tuple(itertools.product((False, True), (1, 2)))  # documents apart, sequences a microbatch
 THOROUGH = ("llama2", "mistral", "mixtral",
             "deepseek-v3")  # one dense, one with a window, one mixture, one with latent attention
-DRAWN = 3
+DRAWN = 2
 
 
 def core() -> list[tuple]:

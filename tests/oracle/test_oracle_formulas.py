@@ -73,7 +73,7 @@ class ByHand:
     LIBRARY: float | None = None
 
     def __init__(self, model, recipe, rate) -> None:
-        self.r, self.params = recipe, dict(model.named_parameters())
+        self.r, self.rate, self.params = recipe, rate, dict(model.named_parameters())
         self.state = {name: {} for name in self.params}
         self.copies = {name: torch.nn.Parameter(p.detach().clone()) for name, p in self.params.items()}
         self.libraries = self.library() if self.LIBRARY else []
@@ -81,9 +81,9 @@ class ByHand:
     @torch.no_grad()
     def step(self, number: int, lr: float) -> None:
         for name, w in self.params.items():
-            decay = self.r.weight_decay if w.dim() > 1 else 0.0
+            decay = self.r.weight_decay / self.rate(name) if w.dim() > 1 else 0.0
             self.copies[name].grad = w.grad.clone()
-            w.copy_(self.rule(name, w, w.grad, self.state[name], number, lr, decay))
+            w.copy_(self.rule(name, w, w.grad, self.state[name], number, lr * self.rate(name), decay))
         for optim in self.libraries:
             for group in optim.param_groups:
                 group["lr"] = lr
@@ -255,3 +255,16 @@ def test_optimizer(place, note, name):
     row, *_ = compare.prove(*place, family, more, optimizer=optimizer)
     note(row)
     assert made[0].check() <= (rule.LIBRARY or 0.0)
+
+
+@pytest.mark.parametrize("name,power", [("lion", 1.0), ("muon", 0.5)])
+def test_mup_of_other_optimizers(place, note, name, power):
+    """Hidden matrices learn m^-power times as fast: a sign's update grows with the width as Adam's does; an
+    orthogonal one of Adam's size has a spectral norm that grows as the width's root (arXiv 2310.17813)."""
+    rule, changes = RULES[name]
+    alone = type(name, (rule,), {"LIBRARY": None})
+    recipe = replace(LLAMA.recipe, docs=True, micro=2, **changes)
+    family = replace(LLAMA, name=f"muP {name} llama2", logits=1 / WIDER, recipe=recipe)
+    row, *_ = compare.prove(*place, family, f"--optim.name {name} --model.mup_base 16",
+                            lambda weight: mup_rate(weight)**power, alone)
+    note(row)

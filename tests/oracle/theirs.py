@@ -61,7 +61,7 @@ class Recipe:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip: float = 1.1
-    eval_every: int = 6
+    eval_every: int = 7
     eval_batches: int = 2
 
     def arguments(self) -> list[str]:
