@@ -81,8 +81,8 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
 
     tell(code, reason, again): called at the end; again: is another start asked for?
 
-    watch(point, step, **what there is to see): called at each of POINTS in the place of runtime/faults.py, and may answer as a fault does
-    ("nan"); scripts/verify looks on this way, so that it proves this loop and no imitation of it."""
+    watch(point, step=None, **what there is to see): called at each of POINTS in the place of runtime/faults.py, and may
+    answer as a fault does ("nan"); scripts/verify looks on this way, so that it proves this loop and no imitation of it."""
     at = watch or setup.faults(env, POINTS)
     setup.seed(cfg)
     p = cfg.parallel

@@ -1,4 +1,4 @@
-"""Prove the precisions that people train in: python -m scripts.verify.precision NAME [--world N] [--json]
+"""Prove the precisions that people train in: python -m scripts.verify NAME --precision --world 2
 
 scripts.verify proves layouts in fp64. Here bf16, fp16, fp32 and fp8 run through train.train itself: every
 optimizer, every ZeRO stage, on real files. After every step this must hold:
@@ -45,14 +45,12 @@ pull one way), rho grows by as much. All of it is of first order: rates are chos
 more than a few percent.
 """
 
-import argparse
 import functools
 import itertools
 import json
 import math
 import random
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -77,7 +75,6 @@ from kernels.norm import layer_norm, rms_norm
 from kernels.partial_attention import partial
 from parallel import comm, compress
 from parallel.comm import World
-from runtime.failure import fail_cleanly
 from runtime.pool import Pool
 from scripts.verify.loop import run_loop
 
@@ -1160,22 +1157,3 @@ def check(name: str, world: int, as_json: bool, draw: int | None = None, seed: i
 def sums(prover: Prover, dtype: str, zero: int) -> tuple[list[str], list[Seen]]:
     cfg = subject(prover.name, prover.data, dtype, "sgd")
     return [], accumulation(prover.pool, replace(cfg, parallel=replace(cfg.parallel, zero=zero)), prover.root)
-
-
-def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(
-        prog="python -m scripts.verify.precision",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    p.add_argument("name", help="recipe whose model is trained (a tiny twin)")
-    p.add_argument("--world", type=int, default=2, help="ranks: 1, 2 or 4")
-    p.add_argument("--draw", type=int, help="so many cells, not all")
-    p.add_argument("--seed", type=int, default=0, help="of the draw")
-    p.add_argument("--json", action="store_true", help="one JSON object a row, for programs")
-    a = p.parse_args(argv)
-    return check(a.name, a.world, a.json, a.draw, a.seed)
-
-
-if __name__ == "__main__":
-    sys.exit(fail_cleanly(main, sys.argv[1:]))
