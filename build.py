@@ -158,7 +158,8 @@ def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Ru
                         mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
     ops = {one.microbatches: lower(one.order, one.place)[mesh.pp.index] for one in every}
     return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
-               Routers(cfg, mesh, list(stages.values()), device), Scaler(DTYPES[cfg.train.dtype], device),
+               Routers(cfg, mesh, list(stages.values()), device),
+               Scaler(DTYPES[cfg.train.dtype], device, cfg.train.loss_scale, cfg.train.loss_scale_window),
                Noise(cfg.log.noise_scale, buckets, mesh), Graph(device) if cfg.train.cuda_graphs else None)
 
 

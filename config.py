@@ -6,18 +6,21 @@ parallel.tp?` (exit code 2). rules.py holds every rule that spans keys.
 """
 import dataclasses
 import difflib
+import functools
 import hashlib
 import math
 import pathlib
+import pickle
 import types
 import typing
 from typing import Literal
 
 import yaml
 
-from keys import (Checkpoint, Config, Data, Eval, Log, Model, Optim, Parallel, Profile, Train, attention_weights, batch_size, batch_sizes,
-                  divisors, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, mup_scores, mup_width, numbers, of_stage, padded_vocab, remakes,
-                  scale_block, sequences, span, steps_of, value_dim, words)  # all that a reader of a config needs comes from here
+from keys import (LARGEST_SCALE, Checkpoint, Config, Data, Eval, Log, Model, Optim, Parallel, Profile, Train, attention_weights,
+                  batch_size, batch_sizes, divisors, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, mup_scores, mup_width,
+                  numbers, of_stage, padded_vocab, remakes, scale_block, sequences, span, steps_of, value_dim, words)
+#   all that a reader of a config needs comes from here
 from strict import ConfigError, read_yaml
 
 HERE = pathlib.Path(__file__).parent / "configs"
@@ -51,7 +54,7 @@ def convert(kind, value, at: str):
     if dataclasses.is_dataclass(kind):
         return build(kind, {} if value is None else value, at + ".")
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        if value is None or value == "none":
+        if value is None or value in ("none", "None"):
             return None
         return convert(next(a for a in typing.get_args(kind) if a is not type(None)), value, at)
     if typing.get_origin(kind) is Literal:
@@ -102,13 +105,24 @@ def merge(base: dict, over: dict) -> dict:
 
 # ---- files, recipes, command line ------------------------------------------------------------------------------------
 
+@functools.lru_cache(maxsize=64)
+def parsed(path: pathlib.Path, mtime_ns: int) -> bytes:
+    """A file of configs/ as it was at that time, pickled: each caller gets a tree of its own, which it may change."""
+    return pickle.dumps(read_yaml(path))
+
+
+def shipped(path: pathlib.Path) -> dict:
+    """read_yaml of a file of configs/, parsed once (models.yaml takes longer than all else that --list does)."""
+    return pickle.loads(parsed(path, path.stat().st_mtime_ns))
+
+
 def presets() -> dict[str, dict]:
-    return read_yaml(HERE / "models.yaml")
+    return shipped(HERE / "models.yaml")
 
 
 def recipes() -> list[str]:
     """Every NAME that train.py takes: the files of configs/runs that name a model, and every preset."""
-    runs = sorted(p.stem for p in (HERE / "runs").glob("*.yaml") if "model" in read_yaml(p))
+    runs = sorted(p.stem for p in (HERE / "runs").glob("*.yaml") if "model" in shipped(p))
     return runs + [n for n in presets() if n not in runs]
 
 
@@ -116,12 +130,12 @@ def recipe(name: str) -> dict:
     """configs/runs/NAME.yaml, or the preset NAME with the run settings that its `recipe` names."""
     path = HERE / "runs" / f"{name}.yaml"
     if name in recipes() and path.exists():
-        return read_yaml(path)
+        return shipped(path)
     entry = presets().get(name)
     if entry is None:
         near = difflib.get_close_matches(name, recipes(), 3)
         raise ConfigError(f"{name}: no such recipe" + (f"; did you mean {' or '.join(near)}?" if near else "; see --list"))
-    return merge(read_yaml(HERE / "runs" / f"{entry.get('recipe', 'pretrain')}.yaml"), {"model": {"preset": name}})
+    return merge(shipped(HERE / "runs" / f"{entry.get('recipe', 'pretrain')}.yaml"), {"model": {"preset": name}})
 
 
 def dotted(argv: list[str]) -> dict:
@@ -193,11 +207,3 @@ def from_tree(tree: dict, name: str | None = None) -> Config:
 def dump(cfg: Config) -> str:
     """YAML that reads back to the same tree."""
     return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, default_flow_style=False, width=120)
-
-
-def show_help(cfg: Config) -> None:
-    """Every key with its type, its meaning and the value it has in this recipe."""
-    import tyro
-
-    tyro.cli(Config, prog="train.py [NAME] [--config FILE]", args=["--help"], default=cfg,
-             config=(tyro.conf.FlagConversionOff,), use_underscores=True)

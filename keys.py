@@ -9,6 +9,8 @@ from typing import Literal
 
 from strict import ConfigError
 
+LARGEST_SCALE = 2.0**24  # of the loss in fp16: it grows no further (optim/scaler.py)
+
 
 @dataclass(frozen=True)
 class Model:
@@ -81,7 +83,7 @@ class Model:
 class Train:
     steps: int | None = None  # horizon; exactly one of steps, tokens and flops decides
     tokens: float | None = None  # horizon in tokens, rounded up to whole steps
-    flops: float | None = None  # horizon in model FLOPs (forward + backward, no recompute)
+    flops: float | None = None  # horizon in model FLOPs (forward + backward, no recompute; attention over whole sequences, whatever doc_mask)
     seq_len: int = 256  # tokens a sequence
     micro_batch: int = 8  # sequences a forward pass and rank
     global_batch: int = 16  # sequences a step, over all ranks and micro-batches
@@ -94,6 +96,8 @@ class Train:
     #   fp8_grouped.py); none: tensorwise; with dtype fp64: the same 8-bit grids, all else in fp64, for proofs
     fp8_block: int = 128  # side of a block of blockwise (DeepSeek-V3)
     fp8_keep: int = 1  # this many first and last layers stay in bf16
+    loss_scale: float = 65536.0  # fp16: what the loss is multiplied by at first, a power of two (arXiv 1710.03740)
+    loss_scale_window: int = 1000  # fp16: so many good steps in a row double it; a step that overflows halves it
     max_minutes: float | None = None  # stop after this long: save, exit 75
     deterministic: bool = True  # only deterministic kernels
     compile: bool = False  # torch.compile the elementwise kernels (CPU: needs a C++ compiler)
@@ -153,7 +157,8 @@ class Data:
     path: str = "stdlib"  # prefix of .bin/.idx, or a blend "0.7 a 0.3 b"; stdlib: Python's own source, made on the spot
     tokenizer: str | None = None  # bytes | bpe-N (trained on the spot) | x.model | tokenizer.json; none: the data's own
     split: str = "95,5"  # train,valid[,test] shares by document
-    doc_mask: bool = False  # attention and positions restart at document boundaries
+    doc_mask: bool = False  # attention and positions restart at document boundaries; MFU counts attention within documents,
+    #   as long as they are in the run's first million tokens
     cache: str = "runs/data"  # where data made on the spot is kept
     prefetch: int = 2  # steps read ahead by the loader thread; 0: read when asked
 
@@ -174,6 +179,7 @@ class Checkpoint:
     resume: str = "auto"  # auto: the newest good one of this run | none | a checkpoint or run folder
     init_from: str | None = None  # take the weights (not optimizer, not position) of this checkpoint or run folder
     async_save: bool = False  # write in a thread while training goes on
+    timeout_s: float = 3600.0  # how long a rank may take over its part of a save or a resume
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from config import HORIZONS, Config, ConfigError, divisors, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn, numbers, span, value_dim, words
+from config import (HORIZONS, LARGEST_SCALE, Config, ConfigError, divisors, fp8_recipe, head_dim, is_moe, kv_heads, moe_ffn,
+                    numbers, span, value_dim, words)
 
 NO_MUP = {"sgd": "its muP rates are others (arXiv 2203.03466, table 8), and not here",
           "lamb": "its trust ratio sets each tensor's step, for which muP has no rule",
@@ -54,7 +55,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
     positive = {"model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "vocab_multiple", "context", "window",
                           "experts", "top_k", "moe_ffn", "moe_every", "router_groups", "router_group_top_k", "router_scale", "capacity",
                           "kv_rank", "q_rank", "nope_dim", "rope_dim", "v_dim", "mup_base", "mup_head_dim", "rope_factor", "rope_original"),
-                "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads", "fp8_block"),
+                "train": ("steps", "tokens", "flops", "seq_len", "micro_batch", "global_batch", "max_minutes", "threads", "fp8_block",
+                          "loss_scale_window"),
                 "optim": ("lr", "eps", "clip"),
                 "parallel": ("tp", "pp", "cp", "ep", "etp", "dp_rep", "bucket_mb", "node", "compress_block", "powersgd_rank"),
                 "eval": ("every", "batches"), "checkpoint": ("every", "keep"), "log": ("every",)}
@@ -62,6 +64,8 @@ def validate(cfg: Config, world: int = 1, fits: Callable[[Config], object] | Non
         for key in keys:
             value = getattr(getattr(cfg, section), key)
             need(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
+    need(1 <= t.loss_scale <= LARGEST_SCALE and math.frexp(t.loss_scale)[0] == 0.5,
+         f"train.loss_scale: {t.loss_scale:g} must be a power of two from 1 to {LARGEST_SCALE:.0f}, which changes no bit; take 65536")
     for key in ("beta1", "beta2", "momentum"):
         need(0 <= getattr(o, key) < 1, f"optim.{key}: {getattr(o, key)} must lie in [0, 1)")
     need(cfg.eval.temperature >= 0 and cfg.eval.sample >= 0, "eval.temperature, eval.sample: must not be negative")

@@ -3,7 +3,7 @@
     python train.py [NAME] [--config FILE] [--section.field VALUE ...]    NAME is a recipe; without one: quickstart
     torchrun --standalone --nproc-per-node 8 train.py NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
     python train.py --list                                                every recipe with its size and shape
-    python train.py NAME --help                                           every key with its type, meaning and default
+    python train.py NAME --help [SECTION | WORD]                          every key with its type, meaning and default
 """
 import contextlib
 import functools
@@ -15,11 +15,16 @@ from pathlib import Path
 import runtime  # before torch (see there)
 import config
 import torch
+import unused
+import usage
 from build import Run, build, horizon, plan_pipeline, with_vocab
 from checkpoint import state, store
+from checkpoint.hf_tokenizer import CARRIED, carry
 from checkpoint.saver import Saver
 from config import Config, ConfigError
+from data.blend import parse
 from data.loader import open_data
+from data.tokenizer import load
 from model.generate import generate
 from optim.clip import clip_factor, grad_norm
 from parallel import comm, zigzag
@@ -27,7 +32,7 @@ from parallel.layout import Layout
 from parallel.mesh import Mesh
 from parallel.params import finish
 from plan.count import flops_per_token, parameters, table
-from runtime import failure, setup
+from runtime import failure, lines, setup
 from runtime.console import params as short
 from runtime.evaluate import mean_loss, report
 from runtime.guard import Guard
@@ -70,16 +75,20 @@ def train_step(run: Run, step: int, batches: list, guard: Guard, at):
     return loss, norm, ok
 
 
-def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nullcontext, watch=None) -> int:
+def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nullcontext, watch=None,
+          tell=lambda code, reason, again: None) -> int:
     """Train to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
 
-    watch(point, step, **what there is to see): called at each of POINTS in the place of runtime/faults.py, and may answer as a fault does
-    ("nan"); scripts/verify looks on this way, so that it proves this loop and no imitation of it."""
+    tell(code, reason, again): called at the end; again: is another start asked for?
+
+    watch(point, step=None, **what there is to see): called at each of POINTS in the place of runtime/faults.py, and may
+    answer as a fault does ("nan"); scripts/verify looks on this way, so that it proves this loop and no imitation of it."""
     at = watch or setup.faults(env, POINTS)
     setup.seed(cfg)
     p = cfg.parallel
     mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
-    state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world)  # rank 0 makes what is made on the spot
+    # rank 0 makes what is made on the spot
+    state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world, cfg.checkpoint.timeout_s)
     data, valid = (open_data(cfg, split, mesh.data.index, mesh.data.size) for split in ("train", "valid"))
     if data.tokenizer is None:
         raise ConfigError(f"data.tokenizer: {cfg.data.path} does not say which tokenizer made it; name it: bytes, a tokenizer.json or an x.model")
@@ -89,27 +98,38 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
     root = folder / "checkpoints"
     start, notes = state.resume(run, root)
     at("run.built", start, run=run, data=data, valid=valid)
+    # a run that was told to stop did not evaluate: what was due comes now
+    owed = start > 0 and (start == run.steps or due(cfg.eval.every, start))
+    owed = owed and state.first(lambda: start not in evaluated(folder), mesh.world)
+    if start == run.steps and not owed:
+        data.close()
+        text = f"already at step {start:,} of {run.steps:,}"
+        if env.rank == 0:
+            print(f"{folder}: {text}, nothing was left to do", flush=True)
+        tell(0, f"finished: {text}", False)
+        return 0
     if env.rank == 0:
-        (folder / "tokenizer").mkdir(parents=True, exist_ok=True)
-        data.tokenizer.save(folder / "tokenizer")
-        (folder / "config.yaml").write_text(config.dump(cfg))
-    count, guard, stop = parameters(cfg.model), Guard(20 if run.scaler.dynamic else 5), Stop(folder, cfg.train.max_minutes)
+        keep_tokenizer(cfg, data.tokenizer, folder / "tokenizer")
+    count, guard = parameters(cfg.model), Guard(20 if run.scaler.dynamic else 5)
+    stop = Stop(folder, cfg.train.max_minutes, looks=env.rank == 0)
     saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
     checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
-    step, reason = start, None
-    with (Metrics(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start) as log, told(),
+    step, reason, again = start, None, True
+    # under documents attention is cheaper: what the mask leaves
+    masked = flops_per_token(cfg.model, cfg.train.seq_len, data.pieces) if cfg.data.doc_mask else flops
+    with (Metrics(folder, cfg, env, steps=run.steps, flops_per_token=masked, start_step=start) as log, told(),
           contextlib.closing(Trace(cfg.profile.steps, folder, env.rank)) as trace):
         log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
 
         def evaluate(step: int) -> None:
-            loss = mean_loss(run.pipeline.evaluate, checks, mesh.loss)
+            loss, bytes_per_token = mean_loss(run.pipeline.evaluate, checks, mesh.loss, valid.text_bytes)
             ids = sample(run)
             text = cfg.eval.prompt + data.tokenizer.decode(ids) if ids else ""
-            log.eval(step, **report(loss, valid.bytes_per_token), sample=text)
+            log.eval(step, **report(loss, bytes_per_token), sample=text)
             at("eval.end", step, loss=loss, ids=ids)
 
-        if start == 0:
-            evaluate(0)
+        if start == 0 or owed:
+            evaluate(start)
         for step in range(start + 1, run.steps + 1):
             world.now.step = step
             at("step.begin", step)
@@ -120,23 +140,27 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
             world.now.clock.take()  # what came between the steps
             with trace.around(step):
                 loss, norm, ok = train_step(run, step, batches, guard, at)
+            if step == start + 1 and env.rank == 0:  # it says what was trained: not before a step was made
+                describe(cfg, folder)
             at("step.end", step, loss=loss, norm=norm, ok=ok)
             guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
                                    seconds=time.perf_counter() - begun, told=run.routers.told, noise=run.noise.told, comm=world.now.clock.take()))
             at("step.logged", step)
-            reason = agreed(stop.check(), saver, mesh)
-            last = step == run.steps or reason is not None
-            if last or due(cfg.eval.every, step):
-                evaluate(step)
-            if last or due(cfg.checkpoint.every, step):
+            reason, again = agreed(stop, saver, mesh)
+            last = step == run.steps
+            if reason is None and (last or due(cfg.eval.every, step)):
+                evaluate(step)  # before the save: what is at its horizon is complete
+            if last or reason or due(cfg.checkpoint.every, step):
                 guard.observe(log.flush())
                 data.unchanged()
                 begun = time.perf_counter()
                 state.save(run, saver, root, step, at)
-                if not saver.threaded or last:
+                if not saver.threaded or last or reason:
                     path = saver.wait()
                     log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
-            if last:
+            if last and reason:
+                evaluate(step)
+            if reason:  # there may be no time left to evaluate: what is owed is made up at the next start
                 break
         data.close()
         done = step == run.steps
@@ -149,20 +173,59 @@ def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nul
                 log.event(f"warning: a picture was not drawn: {error}")
         log.close(None if done else reason, code=0 if done else 75, hints=[
             f'python -m scripts.generate {folder} --prompt "class "', f"python -m scripts.evaluate {folder}", "python train.py --list"])
-    return 0 if done else 75
+    if done:
+        tell(0, "finished", False)
+        return 0
+    wish = "start me again" if again else "for good"
+    tell(75, f"stopped early at step {step:,}, everything is saved: {reason}; {wish}", again)
+    return 75
+
+
+def keep_tokenizer(cfg: Config, tok, folder: Path) -> None:
+    """The run's tokenizer, with what belongs to it where it comes from (a chat template, generation
+    settings): beside the data, in data.tokenizer, or in the run whose weights are taken."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tok.save(folder)
+    named = Path(cfg.data.tokenizer or "bytes")
+    places = [named.parent if named.is_file() else named]
+    prefixes = [path.removesuffix(".bin").removesuffix(".idx") for path in parse(cfg.data.path)[1]]
+    places += [Path(f"{prefix}.tokenizer") for prefix in prefixes]
+    for where in (cfg.checkpoint.resume, cfg.checkpoint.init_from):
+        if where not in (None, "auto", "none"):
+            places += [run / "tokenizer" for run in (Path(where), *list(Path(where).parents)[:2])]
+    for place in places:
+        if place.is_dir() and any((place / name).is_file() for name in CARRIED):
+            with contextlib.suppress(ConfigError, OSError):
+                if load(place).fingerprint == tok.fingerprint:  # else the files belong to another one
+                    carry(place, folder)
+
+
+def describe(cfg: Config, folder: Path) -> None:
+    """config.yaml, in one step."""
+    temp = folder / "config.yaml.tmp"
+    temp.write_text(config.dump(cfg))
+    temp.replace(folder / "config.yaml")
+
+
+def evaluated(folder: Path) -> set[int]:
+    """The steps whose validation stands in metrics.jsonl."""
+    return {row["step"] for row in lines.read(folder)[1]}
 
 
 def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def agreed(reason: str | None, saver: Saver, mesh: Mesh) -> str | None:
-    """One answer for all ranks: any rank that was told to stop stops every rank at this step. Raises what a save behind the
-    run's back met, on every rank at the same step."""
-    flag = int(comm.max_(torch.tensor(2 if saver.failed() else reason is not None, dtype=torch.int32), mesh.world))
-    if flag == 2:
+def agreed(stop: Stop, saver: Saver, mesh: Mesh) -> tuple[str | None, bool]:
+    """One answer for all ranks: (why to stop or None, whether another start is asked for). Any rank that was
+    told to stop stops every rank at this step. Raises what a save behind the run's back met, on every rank at
+    the same step."""
+    reason = stop.check()
+    mine = 3 if saver.failed() else 0 if reason is None else 1 if stop.again else 2
+    flag = int(comm.max_(torch.tensor(mine, dtype=torch.int32), mesh.world))
+    if flag == 3:
         saver.wait()
-    return (reason or "another rank was told to stop") if flag else None
+    return ((reason or "another rank was told to stop") if flag else None), flag != 2
 
 
 def same_everywhere(cfg: Config, world: comm.World) -> None:
@@ -193,22 +256,25 @@ def main(argv: list[str]) -> int:
         print(table({name: config.from_tree(config.recipe(name), name) for name in config.recipes()}))
         return 0
     name, file, argv = config.split_argv(argv)
-    if "--help" in argv or "-h" in argv:
-        config.show_help(config.resolve(name, file, []))
+    if asked := next((i for i, word in enumerate(argv, 1) if word in ("--help", "-h")), None):
+        print(usage.text(config.resolve(name, file, argv[:asked - 1]), *argv[asked:asked + 1]))
         return 0
     with Peers(*setup.place()[:2], setup.attempt()) as peers:
         cfg = config.resolve(name, file, argv)
         env = setup.start(cfg)
         plan_pipeline(cfg, env.world)
+        idle = unused.check(cfg, env.world)
+        if idle and env.rank == 0:
+            print(idle, flush=True)
         folder = Path(cfg.log.dir) / cfg.log.name
         with store.lock(folder) if env.rank == 0 else contextlib.nullcontext():
+            if env.rank == 0:
+                setup.forget_reasons(folder)
             world = comm.join(env.device.type, env.rank, env.world, cfg.parallel.timeout_s, store=peers.store, now=peers.now)
             peers.folder = folder  # rank 0 holds its lock
             same_everywhere(cfg, world)
-            code = train(cfg, env, world, folder, peers.told)
-            peers.reason(code, "finished" if code == 0 else "stopped early, everything saved: start me again")
-        return code
+            return train(cfg, env, world, folder, peers.told, tell=peers.reason)
 
 
 if __name__ == "__main__":
-    sys.exit(failure.fail_cleanly(main, sys.argv[1:]))
+    failure.leave(failure.fail_cleanly(main, sys.argv[1:]))

@@ -22,10 +22,16 @@ from pathlib import Path
 
 from checkpoint.files import TORCH, IntegrityError, opened, read_file, read_header, sha256_range, spread
 from checkpoint.locks import held
+from config import ConfigError
 from parallel.boxes import Box
 
 VERSION = 1
 SHARD = re.compile(r"[A-Za-z0-9_]+\.safetensors")
+
+
+class Newer(ConfigError):
+    """A checkpoint of a later version of the format: sound, but not for this code. Never replaced, never
+    purged."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ def seal(index: bytes) -> bytes:
 
 
 def index(path: Path | str) -> dict:
-    """index.json, checked against its seal and its own rules. Raises IntegrityError."""
+    """index.json, checked against its seal and its own rules. Raises IntegrityError; Newer."""
     path = Path(path)
     if not path.is_dir():
         raise IntegrityError(f"{path}: no such checkpoint folder")
@@ -84,6 +90,9 @@ def index(path: Path | str) -> dict:
         raise IntegrityError(f"{path}/index.json: does not match its checksum in index.sha256")
     try:
         data = json.loads(text)
+        if type(data["version"]) is int and data["version"] > VERSION:
+            raise Newer(f"{path}: written in format {data['version']}, this code reads {VERSION}; "
+                        f"use the code that wrote it, or choose another --log.name")
         if data["version"] != VERSION:
             raise ValueError(f"format version {data['version']}, this code reads {VERSION}")
         for name, entry in data["files"].items():
@@ -97,6 +106,8 @@ def index(path: Path | str) -> dict:
         for piece in map(Piece.of, data["pieces"]):
             if piece.file not in data["files"] or piece.file == "meta.json":
                 raise ValueError(f"{piece.box}: its file {piece.file!r} is not listed")
+    except Newer:
+        raise
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
         raise IntegrityError(f"{path}/index.json: not a checkpoint index: {type(e).__name__}: {e}") from None
     return data
@@ -105,6 +116,25 @@ def index(path: Path | str) -> dict:
 def meta(path: Path | str) -> dict:
     """meta.json, checked against the index. Raises IntegrityError."""
     return checked_meta(Path(path), index(path))
+
+
+def glance(path: Path | str) -> dict:
+    """The index, when it and meta.json are sound. Says nothing of the shards. Raises IntegrityError;
+    Newer."""
+    data = index(path)
+    checked_meta(Path(path), data)
+    return data
+
+
+def newer(path: Path | str) -> bool:
+    """Is this folder of a later version of the format?"""
+    try:
+        index(path)
+    except Newer:
+        return True
+    except IntegrityError:
+        pass
+    return False
 
 
 def checked_meta(path: Path, data: dict) -> dict:
@@ -124,13 +154,15 @@ def checked_meta(path: Path, data: dict) -> dict:
 
 # ---- the shards ------------------------------------------------------------------------------------------------------
 
-def verify(path: Path | str) -> None:
-    """Every byte of the folder is what was written. Raises IntegrityError naming the file and what is wrong."""
+def verify(path: Path | str) -> dict:
+    """Every byte of the folder is what was written; returns its index. Raises IntegrityError naming the file
+    and what is wrong; Newer."""
     path = Path(path)
     with held(path, fcntl.LOCK_SH):
         data = index(path)
         checked_meta(path, data)
         check_pieces(path, data, map(Piece.of, data["pieces"]), shards=[f for f in data["files"] if f != "meta.json"])
+    return data
 
 
 def check_pieces(path: Path, data: dict, pieces: Iterable[Piece], shards: Iterable[str] = ()) -> dict[Piece, int]:

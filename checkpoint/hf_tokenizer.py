@@ -7,19 +7,30 @@ compares the ids on real lines before anyone sees the file. (transformers' own c
 version's LlamaTokenizer differs from the next one's on the same .model.)
 """
 import json
+import shutil
 import struct
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-CARRIED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-           "merges.txt", "chat_template.jinja", "generation_config.json")  # what belongs to a tokenizer in a Hugging Face folder
+# what belongs to a tokenizer in a Hugging Face folder
+CARRIED = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+           "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+           "generation_config.json")
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)  # kinds of sentencepiece pieces
 SPACE = "▁"  # how a piece writes a space
 PROBES = ("", " ", "  two  spaces  ", "\ttab", "trailing \n", "\n\n\n", "\r\n", "naïve café Ünïcödé", "漢字かな交じり文", "한국어",
           "👩‍👩‍👧 🏳️‍🌈", "a\u0301 \u00a0 \u3000 \u200b", "0123456789 3.14e-10",
           "<s>x</s><unk><0x0A>", f"{SPACE}literal{SPACE}{SPACE}",
           "<|endoftext|>", "\x00\x01\x7f", "Ａ ﬁ ½ Ⅷ")
+
+
+def carry(source: Path, target: Path) -> None:
+    """The files that belong to a tokenizer, where `source` is a folder that has them and `target` lacks
+    them."""
+    for name in CARRIED:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 class Refused(ValueError):

@@ -4,10 +4,11 @@
     root/latest             the name of the newest one: a hint for people, never trusted
     root/*.tmp-*, .trash-*  what a dead writer left; removed at the next start or save
 
-Promises. A folder with a final name is complete: shards, meta, index and seal are flushed to disk and read back before
-the rename, `latest` comes last, and a committed folder is never written into. Whatever moment the process is killed at,
-the old or the new checkpoint loads, never a mix. Any changed bit is found before a tensor changes. A save that fails
-leaves what was there before. Loading reshards from any layout to any other. No pickle.
+Promises. A folder with a final name is complete: shards, meta, index and seal are flushed to disk and read
+back before the rename, `latest` comes last, and a committed folder is never written into. Whatever moment the
+process is killed at, the old or the new checkpoint loads, never a mix. Any changed bit of what is read is
+found before a tensor changes. A save that fails leaves what was there before. Loading reshards from any
+layout to any other. No pickle.
 
 One process writes to a root at a time (`lock`). Many ranks write one checkpoint together: each its own pieces, rank 0
 the rest. Every phase ends in `gather`, so that a rank which fails takes all of them out with the same error.
@@ -41,13 +42,25 @@ from checkpoint.files import (
     write_file,
     write_shard,
 )
-from checkpoint.folder import VERSION, Piece, check_pieces, index, index_bytes, meta, seal, verify
+from checkpoint.folder import (
+    VERSION,
+    Piece,
+    check_pieces,
+    glance,
+    index,
+    index_bytes,
+    meta,
+    newer,
+    seal,
+    verify,
+)
 from checkpoint.locks import held, lock
+from checkpoint.together import agree
 from config import ConfigError
 from parallel.boxes import Box, check_tiling, holes, plan_read
 
 __all__ = ["IntegrityError", "NonFinite", "POINTS", "StorageError", "clean", "committed", "index", "load", "lock",
-           "meta", "newest", "save", "verify"]
+           "glance", "meta", "newest", "save", "verify"]
 
 # Where a writer can die with a different folder behind it each time; the crash tests kill it at every one.
 POINTS = ("ckpt.pre_write", "ckpt.mid_shard", "ckpt.post_shard", "ckpt.pre_index", "ckpt.mid_index",
@@ -65,46 +78,38 @@ Pieces = Iterable[tuple[Box, torch.Tensor]]
 
 def save(root: Path | str, step: int, pieces: Pieces, meta: dict, keep: int,
          at: Callable[[str], None] = lambda point: None, rank: int = 0, world: int = 1,
-         gather: Callable[[object], list] = lambda x: [x]) -> Path:
+         gather: Callable[[object], list] = lambda x: [x], patience: float | None = None) -> Path:
     """Writes and commits root/step_<step>, then purges all but the `keep` newest. Returns the committed folder.
 
-    pieces: this rank's (Box, tensor of box.size); over all ranks they cover every key exactly once. meta: JSON data.
-    at: called with each name of POINTS as it is reached. gather: gives every rank the list of all ranks' objects.
-    A step that is committed already and verifies is left as it is: the same run saved it before it was resumed.
-    Raises StorageError (what was there before is intact), NonFinite (nothing is committed), ValueError (bad pieces).
+    pieces: this rank's (Box, tensor of box.size); over all ranks they cover every key exactly once. meta:
+    JSON data. at: called with each name of POINTS as it is reached. gather, patience: as
+    checkpoint/together.py has them. A step that is committed already and verifies is left as it is: the same
+    run saved it before it was resumed. Raises StorageError (what was there before is intact), NonFinite
+    (nothing is committed), ValueError (bad pieces).
     """
     root, pieces = Path(root), list(pieces)
     final = root / f"step_{step:08d}"
-    every = agree(gather, lambda: check_tensors(pieces))
+
+    def everyone(work: Callable) -> list:
+        return agree(gather, work, patience)
+
+    def first(work: Callable):
+        return everyone(work if rank == 0 else lambda: None)[0]
+
+    every = everyone(lambda: check_tensors(pieces))
     boxes, needed = [box for boxes, _ in every for box in boxes], sum(n for _, n in every)
-    save_id = agree(gather, lambda: begin(final, boxes, meta, needed) if rank == 0 else None)[0]
+    save_id = first(lambda: begin(final, boxes, meta, needed))
     if save_id is not None:
         temp = root / f"{final.name}.tmp-{save_id}"
         try:
-            parts = agree(gather, lambda: write_pieces(temp, pieces, save_id, needed, at, rank, world))
-            agree(gather, lambda: commit(temp, final, parts, meta, step, save_id, needed, at) if rank == 0 else None)
+            parts = everyone(lambda: write_pieces(temp, pieces, save_id, needed, at, rank, world))
+            first(lambda: commit(temp, final, parts, meta, step, save_id, needed, at))
         except BaseException:
             if rank == 0:
                 remove(temp)
             raise
-    agree(gather, lambda: publish(final, step, keep, at) if rank == 0 else None)
+    first(lambda: publish(final, step, keep, at))
     return final
-
-
-def agree(gather: Callable, work: Callable) -> list:
-    """[work() of every rank]. If it fails on one, all raise (their own error, or the first): none is left waiting."""
-    mine, error = None, None
-    try:
-        mine = work()
-    except Exception as e:
-        error = e
-    every = gather((mine, error))
-    failed = [e for _, e in every if e is not None]
-    if error is not None:
-        raise error
-    if failed:
-        raise failed[0]
-    return [result for result, _ in every]
 
 
 def check_tensors(pieces: list[tuple[Box, torch.Tensor]]) -> tuple[list[Box], int]:
@@ -208,6 +213,7 @@ def publish(final: Path, step: int, keep: int, at: Callable) -> None:
     """`latest` names the new checkpoint; older ones beyond `keep` go, oldest first, but for one that is being read.
 
     A folder of a later step is left alone: it is bad, and replaced once the run gets there, or it is not ours to judge.
+    One of a newer format is not ours to judge either.
     """
     root = final.parent
     with storing(root / "latest", 0):
@@ -220,7 +226,7 @@ def publish(final: Path, step: int, keep: int, at: Callable) -> None:
         at("ckpt.pre_purge")
         for path in reversed([p for s, p in committed(root) if s < step][max(keep, 1) - 1:]):
             with held(path, fcntl.LOCK_EX) as free:
-                if free:
+                if free and not newer(path):
                     trash(path)
                     at("ckpt.mid_purge")
         clean(root)
@@ -239,18 +245,24 @@ def committed(root: Path | str) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def newest(root: Path | str, log: list[str] | None = None) -> Path | None:
-    """The newest checkpoint whose every byte verifies; None if there never was one.
+def newest(root: Path | str, log: list[str] | None = None, bad: dict[Path, str] | None = None,
+           check: Callable[[Path], dict] = verify) -> Path | None:
+    """The newest checkpoint whose every byte verifies (check=glance: whose small files do; load() then
+    verifies what it reads); None if there never was one. bad: {folder: why} of those that were found damaged
+    since.
 
-    `log` gets a line for each one rejected and for a `latest` that is wrong. Raises IntegrityError if none is good.
+    `log` gets a line for each one rejected and for a `latest` that is wrong. Raises IntegrityError if none is
+    good, ConfigError if one is of a newer format.
     """
     root, log = Path(root), [] if log is None else log
     folders, good = committed(root), None
     for step, path in folders:
         try:
-            verify(path)
-            if index(path)["step"] != step:
-                raise IntegrityError(f"{path}: holds step {index(path)['step']}")
+            if path in (bad or {}):
+                raise IntegrityError(bad[path])
+            found = check(path)["step"]
+            if found != step:
+                raise IntegrityError(f"{path}: holds step {found}")
             good = path
             break
         except IntegrityError as e:

@@ -22,12 +22,13 @@ from config import Config, ConfigError, batch_size, sequences
 from data import blend, prepare, tokenizer
 from data.batch import Batch
 from data.indexed import Indexed
-from data.pack import pack
+from data.lengths import lengths
+from data.pack import IGNORE, pack
 from data.raw import Raw
 from data.sampler import Windows, key
 
 SPLITS = ("train", "valid", "test")
-PROBE = 65536  # tokens decoded to measure bytes a token
+PROBE = 1 << 20  # tokens whose documents are looked at to tell how far attention reaches
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,29 @@ class Data:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
-    def bytes_per_token(self) -> float:
-        """UTF-8 bytes a token, measured on the first samples of the split, the same ones on every rank; nan without a tokenizer."""
+    def pieces(self) -> list[int]:
+        """Lengths of the stretches within which tokens see each other, of the run's first PROBE tokens (at least one
+        sample, at most an epoch): whole samples, under data.doc_mask the parts of documents in them."""
+        length, out = self._cfg.train.seq_len, []
+        for d, _, at in self._samples(0, min(self.samples, max(1, PROBE // length))):
+            inside = self.sources[d].index.starts(at, at + length) - at if self._cfg.data.doc_mask else np.empty(0, np.int64)
+            out += np.diff([0, *inside, length]).tolist()
+        return out
+
+    @cached_property
+    def _lengths(self) -> torch.Tensor:  # int64 [2, vocab]
+        return torch.from_numpy(lengths(self.tokenizer))
+
+    def text_bytes(self, batch: Batch) -> torch.Tensor:
+        """UTF-8 bytes of the text that the batch's counted targets stand for, exactly (data/lengths.py): a float64
+        scalar on its device; nan without a tokenizer."""
         if self.tokenizer is None:
-            return math.nan
-        length = self._cfg.train.seq_len
-        rows = [self.sources[d].index.read(at, at + length).tolist() for d, _, at in self._samples(0, -(-PROBE // length))]
-        return sum(len(self.tokenizer.decode(row).encode()) for row in rows) / sum(map(len, rows))
+            return torch.full((), math.nan, dtype=torch.float64, device=batch.tokens.device)
+        inside, first = self._lengths.to(batch.targets.device)
+        counted = batch.targets != IGNORE
+        target = batch.targets[counted]
+        opens = batch.tokens[counted] == self.tokenizer.eod  # the target is the first token of a document
+        return torch.where(opens, first[target], inside[target]).sum().double()
 
     def describe(self) -> str:
         """One line: name, documents, bytes, tokens of each split, tokenizer."""

@@ -14,6 +14,7 @@ def learning_rate(o: Optim, step: int, steps: int) -> float:
     if o.decay == "constant":
         return o.lr
     if o.decay == "wsd":
-        done = max(0.0, 1 - (1 - done) / o.decay_fraction)
+        begin = max(warmup, (1 - o.decay_fraction) * steps)  # the last share of the whole horizon, as keys.py says
+        done = max(0.0, (step - begin) / (steps - begin))
     share = 0.5 * (1 + math.cos(math.pi * min(1.0, done))) if o.decay == "cosine" else max(0.0, 1 - done)
     return low + (o.lr - low) * share

@@ -1,4 +1,5 @@
 """How large a model is and what a token costs, from the config alone (no torch)."""
+from collections.abc import Sequence
 from dataclasses import replace
 
 from config import Model, attention_weights, head_dim, is_moe, kv_heads, moe_ffn, padded_vocab, value_dim
@@ -31,16 +32,19 @@ def parameters(m: Model) -> dict[str, int]:
     return {"total": total, "active": active, "embedding": embedding, "ahead": ahead}
 
 
-def flops_per_token(m: Model, seq_len: int) -> float:
+def flops_per_token(m: Model, seq_len: int, pieces: Sequence[int] = ()) -> float:
     """Model FLOPs of one token's forward and backward (6 per matrix weight; attention's two products over the keys a
     causal, windowed query really sees; of a mixture, what it uses; modules of multi-token prediction included; no recompute).
-    Padded vocabulary rows are work done, but not counted."""
+    Padded vocabulary rows are work done, but not counted. pieces: lengths of the stretches of tokens that see each other
+    (documents under data.doc_mask); none: whole sequences."""
+    pieces = pieces or (seq_len,)
+    seen = sum(n * keys_seen(m, n) for n in pieces) / sum(pieces)
     blocks = m.layers + m.mtp
     sparse = sum(is_moe(m, i) for i in range(blocks))
     weights = blocks * attention_weights(m) + (blocks - sparse) * m.hidden * m.ffn * (3 if m.activation == "swiglu" else 2)
     weights += sparse * mixture(m, m.top_k) if sparse else 0
     weights += (1 + m.mtp) * m.vocab * m.hidden + m.mtp * 2 * m.hidden ** 2
-    return 6.0 * weights + 6.0 * blocks * m.heads * (head_dim(m) + value_dim(m)) * keys_seen(m, seq_len)
+    return 6.0 * weights + 6.0 * blocks * m.heads * (head_dim(m) + value_dim(m)) * seen
 
 
 def keys_seen(m: Model, s: int) -> float:

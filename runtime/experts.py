@@ -3,8 +3,10 @@
 The picture's data is bounded: when its COLUMNS are full, two neighbours become one. It is kept in experts.npz, so that the
 picture of a resumed run has all its steps.
 """
+import io
 import math
 import os
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,36 @@ def flat(row: dict) -> dict:
     return {k: v for k, v in pairs if v is not None}
 
 
+def load(file: Path, most: int) -> tuple[np.ndarray, int]:
+    """counts float32 [columns, layers, experts] and every of an experts.npz. Raises ValueError, or what
+    zipfile raises, where it is damaged or larger than `most` bytes: sizes are compared before anything is
+    read."""
+    with zipfile.ZipFile(file) as kept:
+        counts = array(kept, "counts.npy", most)
+        every = array(kept, "every.npy", 8)
+    if counts.dtype != np.float32 or counts.ndim != 3:
+        raise ValueError("not the counts of experts")
+    if every.dtype.kind != "i" or every.ndim or not 1 <= every < 1 << 48:
+        raise ValueError("not the counts of experts")
+    if not (np.isfinite(counts) & (counts >= 0)).all():
+        raise ValueError("counts that are no counts")
+    return counts, int(every)
+
+
+def array(kept: zipfile.ZipFile, name: str, most: int) -> np.ndarray:
+    """An array of numbers as numpy's .npy format has it, of at most `most` bytes. Raises ValueError."""
+    size = kept.getinfo(name).file_size
+    if size > most + 4096:  # its header
+        raise ValueError(f"{name} says that it has {size:,} bytes, at most {most:,} are wanted")
+    data = io.BytesIO(kept.read(name))
+    if np.lib.format.read_magic(data) != (1, 0):
+        raise ValueError(f"{name} has another version")
+    shape, fortran, dtype = np.lib.format.read_array_header_1_0(data)
+    if fortran or dtype.kind not in "fi":
+        raise ValueError(f"{name} has {dtype} in another order")
+    return np.frombuffer(data.getbuffer()[data.tell():], dtype).reshape(shape)
+
+
 class LoadMap:
     """counts [columns, layers, experts]: choices of each expert, summed over `every` steps a column. start: the step gone on from."""
 
@@ -45,11 +77,16 @@ class LoadMap:
         self.m, self.file = m, Path(run_dir) / "experts.npz"
         self.layers = [i for i in range(m.layers + m.mtp) if is_moe(m, i)]
         self.every, self.counts = 1, np.zeros((0, len(self.layers), m.experts), np.float32)
+        self.trouble: str | None = None  # why the file was not taken up
         if start and self.file.exists():
-            with np.load(self.file) as kept:
-                if kept["counts"].shape[1:] == self.counts.shape[1:]:
-                    self.every = int(kept["every"])
-                    self.counts = kept["counts"][:-(-start // self.every)]  # what a killed run did after its checkpoint comes again
+            try:
+                counts, every = load(self.file, 4 * COLUMNS * self.counts.shape[1] * m.experts)
+            except Exception as error:  # a picture is not worth a run, whatever zip and numpy say of the file
+                why = f"{type(error).__name__}: {error}"
+                self.trouble = f"{self.file}: damaged, the picture begins anew ({why})"
+            else:
+                if counts.shape[1:] == self.counts.shape[1:]:  # what came after the checkpoint comes again
+                    self.every, self.counts = every, counts[:-(-start // every)]
 
     def add(self, step: int, counts: np.ndarray) -> None:
         """counts [layers, experts] of step 1, 2, ..."""
@@ -68,6 +105,8 @@ class LoadMap:
         temp = self.file.with_suffix(".tmp")
         with open(temp, "wb") as f:
             np.savez_compressed(f, counts=self.counts, every=self.every)
+            f.flush()
+            os.fsync(f.fileno())  # else a power cut could leave an empty file under its name
         os.replace(temp, self.file)
 
     def png(self, title: str = "") -> Path | None:

@@ -2,14 +2,18 @@
 
 An exception class says its own code (`exit_code`): 2 ConfigError, 77 NonFinite, 79 IntegrityError, 82 StorageError.
 """
+import contextlib
 import errno
+import os
 import socket
 import sys
 import traceback
 
 import torch
 
-from runtime.setup import redact
+from config import ConfigError
+from parallel.comm import PeerError
+from runtime.setup import place, redact
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -25,6 +29,12 @@ def code_of(error: BaseException) -> int:
     return 1
 
 
+def again(error: BaseException) -> bool:
+    """Would another start help? After a hang, a lost peer, replicas that differ and storage that failed it
+    may."""
+    return code_of(error) in (76, 80, 82) or isinstance(error, PeerError)
+
+
 def one_line(error: BaseException) -> str:
     kind = "" if hasattr(error, "exit_code") else f"{type(error).__name__}: "
     return kind + (" ".join(str(error).split()) or type(error).__name__)
@@ -37,6 +47,25 @@ def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
     if trace or (code_of(error) == 1 and not hasattr(error, "exit_code")):
         text += "\n" + "".join(traceback.format_exception(error)).rstrip()
     return redact(text)
+
+
+def leave(code: int) -> None:
+    """Ends the process. After a failure in a job of many ranks at once: threads of torch that wait for ranks
+    which are gone abort (SIGABRT) where the interpreter or a destructor stops them. All files are closed by
+    then."""
+    if code and distributed():
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def distributed() -> bool:
+    try:
+        return place()[1] > 1
+    except ConfigError:
+        return False
 
 
 def fail_cleanly(main, argv: list[str]) -> int:

@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 NAME = "metrics.jsonl"
-LINE = re.compile(rb'\{"step": (\d+), .*\}\n')  # as written here; anything else is torn or foreign
+LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; anything else is torn or foreign
 
 
 class Lines:
@@ -88,11 +88,26 @@ def cut(path: Path, step: int) -> None:
     os.unlink(temp) if same else os.replace(temp, path)
 
 
-def read(run_dir: Path, most: int = 20_000) -> tuple[list[dict], list[dict]]:
-    """The step rows and the evaluation rows of a run folder, in their order; empty where there is no file.
+def parse(line: bytes) -> dict | None:
+    """The row that a line says; None where it is damaged: no JSON, no numbers, or neither a step nor an
+    evaluation."""
+    try:
+        row = json.loads(line)
+        values = [x for value in row.values() for x in (value if isinstance(value, list) else [value])]
+        sound = all(x is None or isinstance(x, (int, float)) and math.isfinite(x) for x in values)
+        known = type(row.get("step")) is int and ("loss" in row or "val_loss" in row)
+        return row if sound and known and not isinstance(row.get("loss"), list) else None
+    except (ValueError, RecursionError, OverflowError, AttributeError):
+        return None
+
+
+def read(run_dir: Path, most: int = 20_000, bad: list[int] | None = None) -> tuple[list[dict], list[dict]]:
+    """The step rows and the evaluation rows of a run folder, in their order; empty where there is no file. A
+    line that is damaged is left out, and its number added to `bad`.
 
     Of more than `most` steps every n-th is read, and the last: parsing a million takes longer than drawing them.
     """
+    bad = [] if bad is None else bad
     path = Path(run_dir) / NAME
     if not path.exists():
         return [], []
@@ -100,11 +115,16 @@ def read(run_dir: Path, most: int = 20_000) -> tuple[list[dict], list[dict]]:
         count = sum(LINE.fullmatch(line) is not None and b'"val_loss"' not in line for line in f)
     train, valid, seen, every = [], [], 0, -(-count // most)
     with open(path, "rb") as f:
-        for line in filter(LINE.fullmatch, f):
-            if b'"val_loss"' in line:
-                valid.append(json.loads(line))
-            elif seen < count:
-                if seen % every == 0 or seen == count - 1:
-                    train.append(json.loads(line))
-                seen += 1
+        for number, line in enumerate(f, 1):
+            fits = LINE.fullmatch(line) is not None
+            step = fits and b'"val_loss"' not in line
+            wanted = not step or seen < count and (seen % every == 0 or seen == count - 1)
+            seen += step
+            if not wanted:
+                continue
+            row = parse(line) if fits else None
+            if row is None:
+                bad.append(number)
+            else:
+                (train if "loss" in row else valid).append(row)
     return train, valid

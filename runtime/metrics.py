@@ -37,7 +37,7 @@ class Smooth:
     def __init__(self, rows: list[dict]) -> None:
         self.means: list[float] | None = None
         for r in rows:
-            self.row([r.get("noise_s"), r.get("noise_g2")], not r["skipped"])
+            self.row([r.get("noise_s"), r.get("noise_g2")], not r.get("skipped"))
 
     def row(self, noise: list, ok: bool) -> dict:
         """noise: [S, |G|^2] of a step, or nothing -> what its line says: noise_scale in tokens, None where it is not known."""
@@ -66,6 +66,8 @@ class Metrics:
         self.sink = Sink(env.wandb if self.writes else dataclasses.replace(env.wandb, mode="off"), self.run_dir,
                          cfg.log.name or self.run_dir.name, dataclasses.asdict(cfg))
         self.experts = LoadMap(self.run_dir, cfg.model, start_step) if self.writes and cfg.model.experts else None
+        if self.experts and self.experts.trouble:
+            self.console.write(f"warning: {self.experts.trouble}")
         self.pending: list[tuple[dict, Tensor, object, Tensor | None, object]] = []  # steps whose numbers are still on the device
         self.unseen: list[int] = []  # skipped flags that no call has handed back yet
         self.noise = Smooth(read(self.run_dir, 1 << 40)[0] if self.writes and cfg.log.noise_scale else [])
@@ -247,15 +249,27 @@ class Metrics:
         self.mark = self.stamp()
 
     def close(self, reason: str | None = None, *, code: int = 0, hints: Sequence[str] = ()) -> None:
-        """Ends everything, once, and says how it went. reason: why the run stopped early, None when it is done; code:
-        the exit code, for W&B; hints: what to type next."""
+        """Ends everything, once, and says how it went. reason: why the run stopped early, None when it is
+        done; code: the exit code, for W&B; hints: what to type next. Never raises: what is told is not worth
+        what was trained."""
         if self.closed:
             return
         self.closed = True
+        for part in (self.rest, lambda: self.sink.close(code), lambda: self.summary(reason, hints)):
+            try:
+                part()
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                self.console.write(f"warning: the end of the run was not told in full: {why}")
+
+    def rest(self) -> None:
+        """What no line has told yet."""
         self.gather()
         if self.span:  # stopped between two lines
             self.show()
-        self.sink.close(code)
+
+    def summary(self, reason: str | None, hints: Sequence[str]) -> None:
+        """The last lines of the console."""
         self.write([])
         lost = self.file.close() if self.file else 0
         if lost:
@@ -263,7 +277,13 @@ class Metrics:
         if self.console.lost:
             self.event(f"warning: {self.console.lost} lines dropped from this output")
         took = duration(time.perf_counter() - self.began)
-        losses = [r["loss"] for r in read(self.run_dir)[0] if r["loss"] is not None] if self.writes else []
+        bad: list[int] = []
+        rows = read(self.run_dir, bad=bad)[0] if self.writes else []
+        losses = [r["loss"] for r in rows if r["loss"] is not None]
+        if bad:
+            few = ", ".join(map(str, bad[:8])) + ", ..." * (len(bad) > 8)
+            where = f"{self.run_dir}/metrics.jsonl"
+            self.event(f"warning: {where}: {len(bad)} damaged lines were left out (line {few})")
         course = f"   loss {losses[0]:.2f} -> {losses[-1]:.2f}  {sparkline(losses)}" if losses else ""
         text = f"   sample: {visible(self.text, 50)}" if self.text else ""
         self.event((f"stopped after {took}: {reason}" if reason else f"done in {took}") + course + text)

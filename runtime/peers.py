@@ -1,11 +1,13 @@
 """How a job of many ranks ends: together, at once, with the cause first and one line a rank.
 
-Whoever fails first says so in the job's store; a thread of every rank waits for that word, since the main thread may sit
-in an exchange that nothing interrupts (gloo comes back after the whole timeout, nccl never). Each rank then says where it
-is; the one that was first says what happened (its error, or which peer it waited for and what that one does), every rank
-writes exit_reason.json with the cause's exit code, and all leave. A stopped process is ended by a sibling on its host.
+Whoever fails first says so in the job's store; a thread of every rank waits for that word, since the main
+thread may sit in an exchange that nothing interrupts (gloo comes back after the whole timeout, nccl never).
+Each rank then says where it is; the one that was first says what happened (its error, or which peer it waited
+for and what that one does), every rank writes its exit_reason.rankN.json with the cause's exit code, and all
+leave. exit_reason.json, the job's, is rank 0's or that of the rank which failed first. A stopped process is
+ended by a sibling on its host.
 
-    first     who failed: {rank, host, code, line, text}, or {} once a rank has finished in peace
+    first     who failed: {rank, host, code, again, line, text}, or {} once a rank has finished in peace
     here/R    {host, pid} of rank R      at/R, answers    where rank R is, and how many have said it
     verdict   the cause in one line      written, over    how many have written their reason; all have
 """
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from parallel import comm
 from runtime import setup
-from runtime.failure import code_of, explain, one_line
+from runtime.failure import again, code_of, explain, one_line
 
 ANSWER = 1.5  # seconds in which a living rank says where it is
 LEAVE = 3.0  # seconds in which all write their reason; then the main thread has as long to come out by itself
@@ -51,6 +53,8 @@ class Peers:
     def __exit__(self, kind, error, trace) -> None:
         if error is not None:
             self.fail(error)
+            if self.store is not None:
+                return  # taking groups down whose ranks are gone can abort: failure.leave ends this process
         elif self.store is not None:
             with contextlib.suppress(Exception):  # the rank that keeps the store may have left already
                 self.store.compare_set("first", "", "{}")
@@ -66,9 +70,13 @@ class Peers:
             self.fail(error)
             raise
 
-    def reason(self, code: int, text: str) -> None:
-        if self.folder is not None:
-            setup.exit_reason(Path(self.folder), self.rank, code, text)
+    def reason(self, code: int, text: str, again: bool, job: bool = False) -> None:
+        """Writes this rank's exit reason; as the job's too where `job` says so."""
+        if self.folder is None:
+            return
+        setup.exit_reason(Path(self.folder), self.rank, code, text, again)
+        if job and self.rank:
+            setup.exit_reason(Path(self.folder), self.rank, code, text, again, job=True)
 
     # ---- the main thread ---------------------------------------------------------------------------------------------
 
@@ -77,23 +85,26 @@ class Peers:
         if self.store is None:
             if self.code is None:
                 self.code = code_of(error)
-                self.reason(self.code, explain(error, self.rank))
+                self.reason(self.code, explain(error, self.rank), again(error))
             return
         if self.code is None:
-            mine = {"rank": self.rank, "host": self.host, "code": code_of(error), "line": one_line(error), "text": str(error)}
+            mine = {"rank": self.rank, "host": self.host, "code": code_of(error), "again": again(error),
+                    "line": one_line(error), "text": str(error)}
             try:
                 first = json.loads(self.store.compare_set("first", "", json.dumps(mine)))
                 if first in ({}, mine):
-                    self.lead(error, mine)
+                    self.lead(error, mine, alone=first == {})
                 else:
                     self.follow(self.store, first, error)
                     self.wait(self.store, "over")
             except (RuntimeError, OSError):  # the store is gone with the rank or launcher that kept it
-                self.end(code_of(error), explain(error, self.rank))
+                self.end(code_of(error), explain(error, self.rank), again(error))
         error.said = self.code
 
-    def lead(self, error: BaseException, mine: dict) -> None:
-        """The first to fail: find the cause, say it, and hold the door until all have written theirs."""
+    def lead(self, error: BaseException, mine: dict, alone: bool) -> None:
+        """The first to fail: find the cause, say it, and hold the door until all have written theirs. Its
+        reason is the job's, for rank 0 may be the one that is gone; alone: the others finished in peace, and
+        the job with them."""
         with self.lock:
             if self.code is not None:
                 return
@@ -106,7 +117,7 @@ class Peers:
         text = explain(error, self.rank) + (found if lost else "")
         print(text, file=sys.stderr, flush=True)  # first, so that the cause stands above what follows from it
         self.put(self.store, "verdict", {"line": mine["line"], "silent": silent})
-        self.reason(mine["code"], text)
+        self.reason(mine["code"], text, mine["again"], job=not alone)
         self.finish(silent, mine["code"])
         deadline = time.monotonic() + LEAVE
         while self.store.add("written", 0) < min(self.store.add("answers", 0), self.size - 1) and time.monotonic() < deadline:
@@ -144,7 +155,7 @@ class Peers:
             self.follow(store, first)
         except (RuntimeError, OSError) as error:
             self.end(1, f"error: rank {self.rank} on {self.host}: in {self.now}: the launcher, or rank 0, that kept the job's store is gone "
-                        f"({one_line(error)[:80]})")
+                        f"({one_line(error)[:80]})", again=True)
         self.wait(store, "over")
         time.sleep(LEAVE)  # the main thread comes out by itself as soon as its peers are gone, and closes its files
         os._exit(self.code)
@@ -167,15 +178,16 @@ class Peers:
             same = error is not None and str(error) == first["text"] and not isinstance(error, comm.PeerError)
             quiet = first["code"] == 2 or same  # a mistake of the user's, and what all ranks found together, is said once
             cause = f"rank {first['rank']} on {first['host']}: {verdict['line']}"
-            self.end(first["code"], f"error: rank {self.rank} on {self.host}: stopped in {here}, because of {cause}", quiet)
+            text = f"error: rank {self.rank} on {self.host}: stopped in {here}, because of {cause}"
+            self.end(first["code"], text, first["again"], quiet)
         store.add("written", 1)
         self.finish(verdict["silent"], first["code"])
 
-    def end(self, code: int, text: str, quiet: bool = False) -> None:
+    def end(self, code: int, text: str, again: bool, quiet: bool = False) -> None:
         self.code, text = code, setup.redact(text)
         if not quiet:
             print(text, file=sys.stderr, flush=True)
-        self.reason(code, text)
+        self.reason(code, text, again)
 
     def finish(self, silent: list[int], code: int) -> None:
         """End siblings on this host that hang and cannot hear: else the launcher waits half a minute for them."""

@@ -3,6 +3,7 @@
 Promises: nothing of the environment is ever dumped, and `redact` takes secrets out of text that is about to be written.
 Sources: torchrun's variables, else those of a bare `srun`, else a world of one process.
 """
+import contextlib
 import ctypes
 import faulthandler
 import json
@@ -223,14 +224,26 @@ def redact(text: str) -> str:
     return text
 
 
-def exit_reason(run_dir: Path, rank: int, code: int, reason: str) -> bool:
+def forget_reasons(run_dir: Path) -> None:
+    """Removes what an earlier start left: its reason is not this one's. Under the run's lock, before any rank
+    can fail."""
+    for file in Path(run_dir).glob("exit_reason*.json"):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+def exit_reason(run_dir: Path, rank: int, code: int, reason: str, again: bool = False,
+                job: bool = False) -> bool:
     """Writes exit_reason.json (rank 0) or exit_reason.rankN.json atomically, as torchrun turns every cause into code 1.
 
-    The last words of a process: a full disk must not hide them, so it returns False instead of raising OSError.
+    again: would another start help? job: this rank's reason is the job's (exit_reason.json), whatever rank it
+    is. The last words of a process: a full disk must not hide them, so it returns False instead of raising
+    OSError.
     """
-    file = Path(run_dir) / ("exit_reason.json" if rank == 0 else f"exit_reason.rank{rank}.json")
+    file = Path(run_dir) / ("exit_reason.json" if rank == 0 or job else f"exit_reason.rank{rank}.json")
     temp = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    words = {"code": code, "reason": redact(reason), "rank": rank, "host": socket.gethostname()}
+    words = {"code": code, "reason": redact(reason), "again": again, "rank": rank,
+             "host": socket.gethostname()}
     try:
         with open(temp, "w") as f:
             f.write(json.dumps(words) + "\n")

@@ -20,7 +20,6 @@ import contextlib
 import gc
 import json
 import os
-import shutil
 import sys
 import uuid
 from dataclasses import asdict, replace
@@ -76,7 +75,7 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
             if tok:
                 (temp / "tokenizer").mkdir()
                 tok.save(temp / "tokenizer")
-                carry(Path(spec or folder), temp / "tokenizer")
+                hf_tokenizer.carry(Path(spec or folder), temp / "tokenizer")
         tokens = probe(m)
         ours = stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
         del stage, pieces  # one model in memory at a time
@@ -229,17 +228,10 @@ def too_many(tok, m: Model) -> list[str]:
     return [f"the tokenizer has {tok.vocab} ids, the model only {m.vocab}: text that needs the last ones cannot be used"]
 
 
-def carry(source: Path, target: Path) -> None:
-    """The files that belong to a tokenizer, where `source` is a folder that has them and `target` lacks them."""
-    for name in hf_tokenizer.CARRIED:
-        if (source / name).is_file() and not (target / name).exists():
-            shutil.copyfile(source / name, target / name)
-
-
 def export_tokenizer(tok, source: Path, target: Path) -> dict:
     """The tokenizer's own files into `target`; returns the special ids for config.json."""
     tok.save(target)
-    carry(source, target)
+    hf_tokenizer.carry(source, target)
     (target / "tokenizer.bytes").unlink(missing_ok=True)
     said = json.loads(getattr(tok, "files", {}).get("config.json", "{}"))  # an imported one: as its config.json had them
     return {"bos_token_id": said.get("bos_token_id", tok.bos), "eos_token_id": said.get("eos_token_id", tok.eod)}

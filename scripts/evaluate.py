@@ -49,14 +49,15 @@ def main(argv: list[str]) -> int:
                           f"with {run.tokenizer.name}; make it with python -m scripts.prepare_data --tokenizer {run.path.parent.parent}/tokenizer")
     wanted = min(data.samples, a.samples or data.samples)
     begun = time.perf_counter()
-    total = count = 0.0
+    total = count = text = 0.0
     with torch.no_grad():
         for i in range(max(1, wanted // micro)):
             batch = data.microbatches(i)[0].to(device)
             total, count = total + run.stage(batch.tokens, batch, 1.0).double(), count + batch.counted()
+            text = text + data.text_bytes(batch)
     loss = float(total / count)
     out = {"run": str(run.path), "step": run.step, "data": a.data or f"{cfg.data.path} (valid)", "tokens": max(1, wanted // micro) * micro * seq,
-           **report(loss, data.bytes_per_token), "seconds": time.perf_counter() - begun}
+           **report(loss, float(text / count)), "seconds": time.perf_counter() - begun}
     if a.json:
         print(json.dumps(out))
     else:

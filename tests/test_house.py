@@ -9,22 +9,24 @@ import config
 ROOT = pathlib.Path(__file__).parent.parent
 ROOMS = ("kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan", "scripts")
 MAY = {"kernels": {"kernels"}, "config": {"keys", "strict"}, "keys": {"strict"}, "strict": set(), "rules": {"config"},
+       "unused": {"config", "keys"}, "usage": {"config", "keys"},
        "parallel": {"parallel", "kernels"}, "data": {"data", "config"},
        "model": {"model", "parallel", "kernels", "config"}, "optim": {"optim", "parallel", "kernels", "config"},
        "checkpoint": {"checkpoint", "parallel", "config"}, "runtime": {"runtime", "parallel", "config"},
        "plan": {"plan", "config", "parallel"},
-       "build": {*ROOMS, "config", "rules"} - {"scripts"}, "train": {*ROOMS, "config", "build", "rules"} - {"scripts"},
+       "build": {*ROOMS, "config", "rules"} - {"scripts"}, "train": {*ROOMS, "config", "build", "rules", "unused", "usage"} - {"scripts"},
        "scripts": {*ROOMS, "config", "build", "train", "rules"}}
 PLANNABLE = {"parallel.layout", "parallel.schedule", "parallel.packing"}  # what plan may import of parallel: arithmetic, no torch
 PURE = {"plan", "parallel/layout.py", "parallel/schedule.py", "parallel/boxes.py", "parallel/ranges.py", "parallel/packing.py",
-        "strict.py", "keys.py", "config.py", "rules.py"}  # no torch
+        "strict.py", "keys.py", "config.py", "rules.py", "unused.py", "usage.py"}  # no torch
 WIDTH = 150
 
 
 def sources():
     for path in sorted(ROOT.rglob("*.py")):
         where = path.relative_to(ROOT)
-        if where.parts[0] in (*ROOMS, "train.py", "build.py", "rules.py", "config.py", "keys.py", "strict.py", "tests"):
+        if where.parts[0] in (*ROOMS, "train.py", "build.py", "rules.py", "config.py", "keys.py", "strict.py", "unused.py",
+                              "usage.py", "tests"):
             yield where, ast.parse(path.read_text())
 
 

@@ -27,6 +27,13 @@ def run(tmp_path, args, world=2, **how):
     return job(tmp_path, world, [*args, "--log.dir", str(tmp_path), "--log.name", "run"], **how)
 
 
+def old_reasons(tmp_path):
+    """Left by an earlier start, which had more ranks."""
+    (tmp_path / "run").mkdir()
+    for name in ("exit_reason.json", "exit_reason.rank1.json", "exit_reason.rank9.json"):
+        (tmp_path / "run" / name).write_text('{"code": 0, "reason": "finished", "again": false, "rank": 0}')
+
+
 def reasons(tmp_path, world=2):
     """{rank: exit_reason} of the ranks that left one."""
     files = {r: tmp_path / "run" / ("exit_reason.json" if r == 0 else f"exit_reason.rank{r}.json") for r in range(world)}
@@ -51,13 +58,26 @@ def test_a_killed_rank(tmp_path, args, layout, group):
 
 
 def test_a_stopped_rank_is_found_named_and_ended(tmp_path, args):
-    end = run(tmp_path, [*args, *SHORT, "--parallel.tp", "2", "--parallel.pp", "2"], world=4, fault="step.begin:rank=3:step=3:act=SIGSTOP")
-    assert end.codes == [76, 76, 76, -9], end.logs
+    """Rank 0: what it cannot write any more, the first that missed it does."""
+    old_reasons(tmp_path)
+    end = run(tmp_path, [*args, *SHORT, "--parallel.tp", "2", "--parallel.pp", "2"], world=4, fault="step.begin:rank=0:step=3:act=SIGSTOP")
+    assert end.codes == [-9, 76, 76, 76], end.logs
     lines = end.errors()
-    assert [line.split()[2] for line in lines] == ["0", "1", "2"] and all("rank 3 on " in line and "no sign of life" in line for line in lines)
+    assert [line.split()[2] for line in lines] == ["1", "2", "3"] and all("rank 0 on " in line and "no sign of life" in line for line in lines)
     assert all("in group " in line and "no answer for " in line for line in lines)
     assert end.seconds < AT_ONCE
-    assert {r: x["code"] for r, x in reasons(tmp_path, 4).items()} == {0: 76, 1: 76, 2: 76}
+    found = reasons(tmp_path, 4)
+    assert {r: x["code"] for r, x in found.items()} == {0: 76, 1: 76, 2: 76, 3: 76} and all(x["again"] for x in found.values())
+    assert found[0]["rank"] in (1, 2, 3) and not (tmp_path / "run" / "exit_reason.rank9.json").exists()
+
+
+def test_a_killed_first_rank_is_told_of_by_another(tmp_path, args):
+    old_reasons(tmp_path)
+    end = run(tmp_path, [*args, "--parallel.tp", "2"], fault="step.begin:rank=0:step=3:act=SIGKILL")
+    assert end.codes == [-9, 1], end.logs
+    job = json.loads((tmp_path / "run" / "exit_reason.json").read_text())
+    assert (job["code"], job["again"], job["rank"]) == (1, True, 1) and "rank 0 on " in job["reason"]
+    assert not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
 
 def test_a_rank_that_hangs_outside_of_any_exchange(tmp_path, args):
@@ -86,6 +106,7 @@ def test_an_exception_on_one_rank_takes_all_out_at_once(tmp_path, args):
         assert "because of rank 2 on " in end.logs[rank] and "Injected: injected at step.begin" in end.logs[rank]
     assert end.seconds < AT_ONCE
     assert {x["code"] for x in reasons(tmp_path, 4).values()} == {1} and len(reasons(tmp_path, 4)) == 4
+    assert not any(x["again"] for x in reasons(tmp_path, 4).values())  # an error of the code comes again
 
 
 def test_the_cause_decides_every_rank_s_code(tmp_path, args):

@@ -35,6 +35,9 @@ EIGHT = {"train__dtype": "fp8"}
 MIXTURE = {"model__experts": 8, "model__moe_ffn": 48}
 # (settings that break one rule, world, the key that the line names, whether a value must be offered)
 CASES = [
+    (having(train__loss_scale=3000.0), 1, "train.loss_scale", False),
+    (having(train__loss_scale=2.0**25), 1, "train.loss_scale", False),
+    (having(train__loss_scale_window=0), 1, "train.loss_scale_window", False),
     (having(model__heads=5), 1, "model.heads", True),
     (having(model__kv_heads=3), 1, "model.kv_heads", True),
     (having(model__head_dim=7), 1, "model.head_dim", True),

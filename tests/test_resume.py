@@ -67,6 +67,22 @@ def weights(folder: pathlib.Path) -> dict[str, str]:
     return {p["key"]: p["sha256"] for p in index["pieces"]}
 
 
+def reason(folder: pathlib.Path) -> dict:
+    return json.loads((folder / "exit_reason.json").read_text())
+
+
+def validated(folder: pathlib.Path) -> list[int]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row["step"] for row in rows if "val_loss" in row]
+
+
+def lose_last_validation(folder: pathlib.Path) -> None:
+    """As if the kill had come a moment before its line was written."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    assert "val_loss" in lines[-1]
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+
+
 def same_as_clean(home: pathlib.Path, name: str) -> None:
     assert story(home / name) == story(home / "clean")
     assert weights(home / name) == weights(home / "clean")
@@ -101,21 +117,62 @@ def test_killed_in_the_first_step_and_twice(home):
 
 @pytest.mark.parametrize("act", ["SIGTERM"])
 def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
-    assert run(home, act, f"step.begin:step=4:act={act}") == 75
     folder = home / act
+    assert run(home, act, f"step.begin:step=4:act={act}") == 75
     assert store.index(store.newest(folder / "checkpoints", []))["step"] == 4
-    assert json.loads((folder / "exit_reason.json").read_text())["code"] == 75
+    assert reason(folder)["code"] == 75 and reason(folder)["again"]
+    assert validated(folder) == [0]  # the one of step 4 would come between the signal and the save
     assert run(home, act) == 0
-    assert weights(folder) == weights(home / "clean")
+    same_as_clean(home, act)  # it was made up
+
+
+def test_a_signal_in_the_last_step_saves_first(home):
+    assert run(home, "last", "step.begin:step=9:act=SIGTERM; eval.end:step=9:act=SIGKILL") == -9
+    assert store.index(store.newest(home / "last" / "checkpoints", []))["step"] == 9
+    lose_last_validation(home / "last")
+    assert run(home, "last") == 0
+    same_as_clean(home, "last")
+    assert reason(home / "last")["code"] == 0
 
 
 def test_a_stop_file_and_a_time_limit(home):
-    (home / "stop").mkdir()
-    (home / "stop" / "STOP").touch()
-    assert run(home, "stop") == 75
-    assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75
+    """An empty STOP file is a person's and ends the job for good; `requeue` is a scheduler's, and wants it
+    started again."""
+    folder = home / "stop"
+    folder.mkdir()
+    for put, again in ((lambda stop: stop.touch(), False), (lambda stop: stop.write_text("requeue\n"), True),
+                       (lambda stop: stop.mkdir(), False)):
+        put(folder / "STOP")
+        assert run(home, "stop") == 75
+        assert reason(folder)["again"] is again and "STOP found" in reason(folder)["reason"]
+        assert not (folder / "STOP").exists()
+    assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75 and reason(folder)["again"]
+    assert store.index(store.newest(folder / "checkpoints", []))["step"] == 4
     assert run(home, "stop") == 0
-    assert weights(home / "stop") == weights(home / "clean")
+    same_as_clean(home, "stop")
+
+
+def test_a_finished_run_started_again(home):
+    """It says so; with other settings, or fewer steps, it is refused, and nothing that tells of the run
+    changes."""
+    folder = shutil.copytree(home / "clean", home / "finished")
+    tells = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.jsonl", "loss.png")}
+    for extra, code, words in (((), 0, "already at step 9 of 9"),
+                               (("--train.max_minutes", "9", "--log.every", "1"), 0, "already at step 9 of 9"),
+                               (("--optim.lr", "5e-3"), 2, "optim.lr: "), (("--eval.batches", "2"), 2, "eval.batches: "),
+                               (("--checkpoint.init_from", str(home / "clean")), 2, "checkpoint.init_from: "),
+                               (("--train.steps", "8"), 2, "train.steps: "),
+                               (("--train.steps", "none", "--train.tokens", "576"), 2, "train.steps: ")):
+        (home / "finished.log").unlink(missing_ok=True)
+        assert run(home, "finished", extra=extra) == code, (extra, (home / "finished.log").read_text())
+        (line,) = (home / "finished.log").read_text().splitlines()
+        assert words in line and reason(folder)["code"] == code
+        assert code == 0 or (line.startswith("error: ") and "raise train." in line and "--log.name" in line)
+        assert {name: (folder / name).read_bytes() for name in tells} == tells
+    assert run(home, "finished", "step.begin:step=10:act=SIGKILL", ("--train.steps", "10")) == -9
+    assert (folder / "config.yaml").read_bytes() == tells["config.yaml"]  # no step was made
+    assert run(home, "finished", extra=("--train.steps", "10")) == 0
+    assert "steps: 10" in (folder / "config.yaml").read_text()
 
 
 def test_a_nan_gradient_is_skipped_and_too_many_end_the_run(home):

@@ -24,22 +24,25 @@ PYTHON = '''#!/bin/bash
 case "$*" in *torch.distributed.run*) ;; *) exec "$REAL" "$@" ;; esac
 echo "torchrun $*" >> "$CALLS"
 while [ -n "$WAIT" ] && [ ! -e "$RUN/STOP" ]; do sleep 0.02; done
+[ -z "$WAIT" ] || echo "STOP says $(cat "$RUN/STOP")" >> "$CALLS"
 rm -f "$RUN/STOP"
 [ -z "$STEP" ] || mkdir -p "$RUN/checkpoints/step_$STEP"
-[ -z "$CODE" ] || echo "{\\"code\\": $CODE}" > "$RUN/exit_reason.json"
+[ -z "$CODE" ] || echo "{\\"code\\": $CODE$AGAIN}" > "$RUN/exit_reason$OF.json"
 [ "$CODE" = 0 ] || exit 1
 '''
 
 
-def submit(tmp_path, code="", step="", wait="", args=("llama3-tiny", "--log.name", "r"), usr1=False):
-    """-> exit code, the calls that were made."""
+def submit(tmp_path, code="", step="", wait="", args=("llama3-tiny", "--log.name", "r"), usr1=False, again=None, of=""):
+    """-> exit code, the calls that were made. code, again: what exit_reason.json says; of: .rankN where it is
+    not rank 0's."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     calls = tmp_path / "calls"
     calls.write_text("")
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"), "REAL": sys.executable,
-           "CALLS": str(calls), "RUN": str(tmp_path / "r"), "CODE": code, "STEP": step, "WAIT": wait, "SLURM_SUBMIT_DIR": str(ROOT),
+           "CALLS": str(calls), "RUN": str(tmp_path / "r"), "CODE": code, "STEP": step, "OF": of,
+           "AGAIN": "" if again is None else f', "again": {json.dumps(again)}', "WAIT": wait, "SLURM_SUBMIT_DIR": str(ROOT),
            "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "40123", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "4"}
     job = subprocess.Popen(["bash", str(SCRIPT), *args, "--log.dir", str(tmp_path)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                            text=True)
@@ -56,6 +59,7 @@ def submit(tmp_path, code="", step="", wait="", args=("llama3-tiny", "--log.name
 def test_the_time_limit_stops_saves_and_requeues(tmp_path):
     rc, calls, out = submit(tmp_path, code="75", step="00000005", wait="1", usr1=True)
     assert rc == 0 and "scontrol requeue 40123" in calls, out
+    assert "STOP says requeue\n" in calls
     assert "srun --kill-on-bad-exit=1" in calls
     for word in ("--nnodes=2", "--node-rank=1", "--nproc-per-node=4", "--master-addr=node7", "--master-port=20123", "--max-restarts=0",
                  "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1", "train.py llama3-tiny --log.name r"):
@@ -75,6 +79,26 @@ def test_only_while_steps_advance(tmp_path):
 def test_what_a_restart_cannot_mend_stays_down(tmp_path, code):
     rc, calls, _ = submit(tmp_path, code=code, step="00000005")
     assert rc == int(code) and "requeue" not in calls
+
+
+def test_a_stop_by_hand_ends_the_job_for_good(tmp_path):
+    rc, calls, out = submit(tmp_path, code="75", step="00000005", again=False)
+    assert rc == 75 and "scontrol requeue" not in calls and "for good" in out
+
+
+def test_a_lost_peer_is_requeued_while_steps_advance_and_told_by_any_rank(tmp_path):
+    """Rank 0 is the one that died: the others say so."""
+    rc, calls, _ = submit(tmp_path, code="1", step="00000005", again=True, of=".rank3")
+    assert rc == 0 and "scontrol requeue" in calls
+    rc, calls, _ = submit(tmp_path, code="1", step="00000005", again=True, of=".rank3")
+    assert rc == 1 and "scontrol requeue" not in calls
+    rc, calls, _ = submit(tmp_path, code="1", step="00000008", again=False, of=".rank3")  # an error of the code
+    assert rc == 1 and "scontrol requeue" not in calls
+
+
+def test_a_reason_that_is_no_json_is_passed_over(tmp_path):
+    rc, calls, out = submit(tmp_path, code="x", step="00000005")
+    assert rc == 1 and "scontrol requeue" not in calls and "Traceback" not in out
 
 
 def test_the_end_and_the_unknown(tmp_path):

@@ -10,6 +10,8 @@ The layouts are those that train.py's own rules let pass; the rest is refused wi
 `--layouts product` every choice. `--part 2/4` runs the second quarter of what was chosen: a long proof over several machines or
 sittings.
 
+`--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO stage, within bounds
+that follow from the dtype (scripts/verify/precision.py).
 `--coord` proves no layout, but muP: how far training moves activations, by width (scripts/verify/coord.py).
 """
 import argparse
@@ -28,7 +30,7 @@ from config import ConfigError
 from plan import lattice
 from plan.lattice import Lattice, Values
 from runtime.pool import Pool
-from scripts.verify import coord
+from scripts.verify import coord, precision
 from scripts.verify.subject import LAST, subject
 from scripts.verify.trial import BOUND, Off, prove
 
@@ -111,6 +113,7 @@ def main(argv: list[str]) -> int:
     p.add_argument("--part", default="1/1", help="K/N: the K-th of N parts of the chosen cells")
     p.add_argument("--table", type=Path, help="write the table of proven pairs into this Markdown file, between its marks")
     p.add_argument("--json", action="store_true", help="one JSON object a layout, for programs")
+    p.add_argument("--precision", action="store_true", help="instead of fp64: bf16, fp16, fp32 and fp8, within bounds of each")
     p.add_argument("--coord", action="store_true", help="instead of layouts: the coordinate check of muP, at widths that double")
     p.add_argument("--out", type=Path, help="of --coord: draw it into this .png")
     a = p.parse_args(argv)
@@ -122,6 +125,10 @@ def main(argv: list[str]) -> int:
         raise ConfigError(f"--world: {a.world} must lie in 1..8; the layouts of more ranks are made of the same parts")
     if a.layouts not in ("all", "product") and not a.layouts.isdigit():
         raise ConfigError(f"--layouts: {a.layouts!r} is neither a number nor all nor product")
+    if a.precision:
+        if a.world not in (1, 2, 4):
+            raise ConfigError(f"--world: {a.world} must be 1, 2 or 4 with --precision; they hold every kind of sharing")
+        return precision.check(a.name, a.world, a.json, int(a.layouts) if a.layouts.isdigit() else None, a.seed)
     cfg = subject(a.name, a.world)
     found = lattice.layouts(cfg, a.world, lambda c: plan_pipeline(c, a.world, advise=False))
     cells = part_of(chosen(found, a.layouts, set(a.only), a.seed), a.part)

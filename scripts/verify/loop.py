@@ -1,5 +1,6 @@
 """train.py's own loop in a rank of a warm pool: what a proof runs, so that it proves the program and no imitation of it."""
 import contextlib
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import train
 from config import Config
 from parallel.comm import World
 from runtime.setup import Env
+from runtime.stop import SIGNALS
 
 
 def run_loop(world: World, cfg: Config, folder: Path, watch: Callable | None = None) -> int:
@@ -16,5 +18,10 @@ def run_loop(world: World, cfg: Config, folder: Path, watch: Callable | None = N
     the console would show goes to console.rankN.log there. watch: see train.train."""
     folder.mkdir(parents=True, exist_ok=True)
     env = Env(rank=world.rank, world=world.size, local_rank=world.rank, local_world=world.size, device=torch.device("cpu"))
-    with open(folder / f"console.rank{world.rank}.log", "a") as console, contextlib.redirect_stdout(console):
-        return train.train(cfg, env, world, folder, watch=watch)
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with open(folder / f"console.rank{world.rank}.log", "a") as console, contextlib.redirect_stdout(console):
+            return train.train(cfg, env, world, folder, watch=watch)
+    finally:  # a rank that lives on must still end when it is told to
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

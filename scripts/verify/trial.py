@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -64,6 +65,7 @@ class Witness:
         self.folder, self.truth = folder, truth
         self.made: dict[str, Tensor] = {}
         self.seen: list[Off] = []
+        self.names: set[str] = set()  # of all that was compared
         self.until = LAST
         self.run = self.data = None
 
@@ -77,6 +79,7 @@ class Witness:
     def near(self, what: str, value: Tensor, step: float, box: Box | None = None, floor: float = FLOOR) -> None:
         """A floating-point value, or the part of it that `box` says: within BOUND of one process's."""
         value = value.detach()
+        self.names.add(what)
         place = ... if box is None else tuple(slice(a, a + n) for a, n in zip(box.start, box.size))
         if self.truth is None:
             shape = value.shape if box is None else box.shape
@@ -91,6 +94,7 @@ class Witness:
 
     def same(self, what: str, value: Tensor, step: float, rows: Tensor | None = None) -> None:
         """Whole numbers, or rows of them: equal to one process's."""
+        self.names.add(what)
         if self.truth is None:
             self.made[what] = value.contiguous()
             return
@@ -171,12 +175,6 @@ class Witness:
                 self.near(f"{box.key} in the checkpoint of step {step}", value, step + 0.5, floor=floor)
         meta = store.meta(path)
         self.same(f"step and tokens of the checkpoint of step {step}", torch.tensor([meta["step"], meta["tokens"]]), step + 0.5)
-        self.missing(f" in the checkpoint of step {step}", {box.key for box, _ in wants}, step)
-
-    def missing(self, ending: str, keys: set[str], step: int) -> None:
-        for what in self.truth or ():
-            if what.endswith(ending) and what.removesuffix(ending) not in keys:
-                self.seen.append(Off(math.inf, step + 0.5, f"{what}: is not there"))
 
 
 def check_initial_weights(run) -> None:
@@ -202,9 +200,9 @@ def small_blocks(tokens: int):
 
 # ---- one layout ------------------------------------------------------------------------------------------------------
 
-def run_layout(world: World, cfg: Config, home: Path, truth: Path) -> list[Off]:
+def run_layout(world: World, cfg: Config, home: Path, truth: Path) -> tuple[list[Off], set[str]]:
     """On every rank: train LAST steps in the run folder of cfg, stopped and started again after SAVED -> how far off this rank's
-    values are, the worst of each step."""
+    values are, the worst of each step; and the names of all that was compared."""
     folder = home / cfg.log.name
     witness = Witness(folder, load_file(truth))
     with small_blocks(cfg.train.seq_len):
@@ -214,7 +212,8 @@ def run_layout(world: World, cfg: Config, home: Path, truth: Path) -> list[Off]:
     if world.rank == 0:
         witness.left()
     steps = {off.step for off in witness.seen}
-    return [max((off for off in witness.seen if off.step == step), key=lambda off: off.rank) for step in steps]
+    worst = [max((off for off in witness.seen if off.step == step), key=lambda off: off.rank) for step in steps]
+    return worst, witness.names
 
 
 def run_alone(world: World, cfg: Config, home: Path, truth: Path) -> None:
@@ -252,8 +251,12 @@ def prove(pool: Pool, cfg: Config, home: Path) -> tuple[Off, Off]:
         pool.run(run_alone, placed(alone, home, name), home, truth)
         shutil.rmtree(home / name)
     try:
-        seen = [off for offs in pool.run(run_layout, placed(cfg, home, "layout"), home, truth) for off in offs]
+        found = pool.run(run_layout, placed(cfg, home, "layout"), home, truth)
     finally:
         shutil.rmtree(home / "layout", ignore_errors=True)
+    seen = [off for offs, _ in found for off in offs]
+    compared = set().union(*(names for _, names in found))
+    with safe_open(truth, "pt") as file:
+        seen += [Off(math.inf, LAST + 1, f"{what}, which no rank has") for what in file.keys() if what not in compared]
     worst = max(seen, key=lambda off: off.rank)
     return min((off for off in seen if off.bad), key=lambda off: (off.step, *(-x for x in off.rank)), default=worst), worst

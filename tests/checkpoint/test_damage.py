@@ -186,7 +186,7 @@ def test_a_forged_index_is_refused_and_never_crashes(saved):
             assert same(got, blank(truth))
             outcomes["refused"] += 1
     assert outcomes["refused"] > 150  # the rest hit what does not matter: the order of a dict, an equal value, `world`
-    for text in (b"", b"[" * 10**5, b"null", b"{}", b"\xff", b'{"version": 2}'):
+    for text in (b"", b"[" * 10**5, b"null", b"{}", b"\xff", b'{"version": 0}', b'{"version": "2"}'):
         (path / "index.json").write_bytes(text)
         (path / "index.sha256").write_bytes(folder.seal(text))
         with pytest.raises(store.IntegrityError, match="index.json"):
@@ -224,3 +224,30 @@ def test_no_pickle(saved):
     assert not canary.exists()
     for source in Path(store.__file__).parent.glob("*.py"):
         assert "import pickle" not in source.read_text() and "torch.load" not in source.read_text()
+
+
+def test_a_newer_format_is_refused_and_neither_replaced_nor_purged(saved):
+    """A run that goes back to older code must not take the newer code's checkpoints for damage."""
+    root, path, tensors = saved
+    reseal(path, lambda index: index.update(version=2))
+    before = {p.name: p.read_bytes() for p in path.iterdir()}
+    for work in (lambda: store.newest(root), lambda: store.newest(root, check=store.glance), lambda: store.verify(path),
+                 lambda: store.meta(path), lambda: loaded(path, tensors), lambda: store.save(root, 20, whole(tensors), {}, keep=3)):
+        with pytest.raises(ConfigError, match="step_00000020: written in format 2, this code reads 1; use the code that wrote it"):
+            work()
+    for step in (30, 40, 50):
+        store.save(root, step, whole(tensors), {}, keep=1)
+    assert [step for step, _ in store.committed(root)] == [50, 20]
+    assert {p.name: p.read_bytes() for p in path.iterdir()} == before
+    for odd in (0, "2", None, 2.5):  # no version of ours: damage
+        reseal(path, lambda index: index.update(version=odd))
+        with pytest.raises(store.IntegrityError, match="format version"):
+            store.verify(path)
+
+
+def test_what_was_found_damaged_since_is_passed_over(saved):
+    root, path, _ = saved
+    older, log = root / "step_00000010", []
+    assert store.newest(root, log, {path: "a bit fell"}, store.glance) == older and "step_00000020 is rejected: a bit fell" in log[0]
+    with pytest.raises(store.IntegrityError, match="no good checkpoint left of 2: .*a bit fell.*another"):
+        store.newest(root, log, {path: "a bit fell", older: "another"}, store.glance)

@@ -217,18 +217,12 @@ def test_files_without_a_sidecar_or_tokenizer(prefix, tmp_path):
     for end in (".bin", ".idx"):
         (tmp_path / f"m{end}").write_bytes(pathlib.Path(f"{prefix}{end}").read_bytes())
     data = open_data(settings(tmp_path / "m"), "train", 0, 1)
-    assert data.tokenizer is None and data.vocab is None and np.isnan(data.bytes_per_token)
+    assert data.tokenizer is None and data.vocab is None and data.text_bytes(data.microbatches(0)[0]).isnan()
     assert rows(data, 0) == rows(open_data(settings(prefix), "train", 0, 1), 0)
     assert "tokenizer unknown" in data.describe()
     (tmp_path / "m.idx").unlink()  # nanoGPT's form
     raw = open_data(settings(tmp_path / "m.bin", tokenizer="bytes", doc_mask=True), "train", 0, 1)
     assert raw.tokenizer.name == "bytes" and raw.microbatches(0)[0].docs is not None
-
-
-def test_bytes_per_token(prefix):
-    data = open_data(settings(prefix), "valid", 0, 1)
-    assert 0.9 < data.bytes_per_token < 1  # each end-of-document token has no bytes
-    assert [open_data(settings(prefix), "valid", rank, 2).bytes_per_token for rank in range(2)] == 2 * [data.bytes_per_token]
 
 
 def test_speed(prefix):
@@ -260,4 +254,4 @@ def test_stdlib_is_made_once_by_two_that_start_together(tmp_path):
     cfg = dataclasses.replace(settings("stdlib"), data=config.Data(cache=str(tmp_path), tokenizer="bytes"))
     data, valid = open_data(cfg, "train", 0, 1), open_data(cfg, "valid", 0, 1)
     assert data.tokenizer.name == "bytes" and data.fingerprint == out[0][0]
-    assert 0.02 < valid.tokens / data.tokens < 0.12 and 0.9 < valid.bytes_per_token < 1.1
+    assert 0.02 < valid.tokens / data.tokens < 0.12

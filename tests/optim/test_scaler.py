@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from build import build
-from optim import scaler
 from optim.scaler import Scaler
 from parallel.mesh import Mesh
 from runtime.guard import Guard
@@ -56,13 +55,17 @@ def test_fp16_trains_like_fp32_and_halves_its_scale_on_overflow():
 
 def test_growth_and_memory():
     s = Scaler(torch.float16, torch.device("cpu"))
-    for _ in range(scaler.GROWTH):
+    for _ in range(1000):
         s.update(torch.tensor(True))
-    assert s.state() == [2 * scaler.FIRST, 0.0]
+    assert s.state() == [2 * 65536.0, 0.0]
     s.update(torch.tensor(True))
     other = Scaler(torch.float16, torch.device("cpu"))
     other.load(s.state())
-    assert other.state() == s.state() == [2 * scaler.FIRST, 1.0]
+    assert other.state() == s.state() == [2 * 65536.0, 1.0]
+    quick = Scaler(torch.float16, torch.device("cpu"), first=2.0**23, window=2)
+    for _ in range(6):
+        quick.update(torch.tensor(True))
+    assert quick.state() == [2.0**24, 0.0]  # the largest
     plain = Scaler(torch.bfloat16, torch.device("cpu"))
     plain.load([8.0, 1.0])
     plain.update(torch.tensor(False))

@@ -1,6 +1,9 @@
 """What is told of the experts: numbers a step, and a picture whose data stays bounded and goes on after a resume."""
 import dataclasses
+import io
 import json
+import tracemalloc
+import zipfile
 
 import numpy as np
 import pytest
@@ -48,6 +51,64 @@ def test_a_resumed_run_goes_on(tmp_path):
     assert again.counts[:, 0, 0].tolist() == [1] * 6 + [2]
     assert len(LoadMap(tmp_path, M, 0).counts) == 0  # a new run
     assert len(LoadMap(tmp_path, dataclasses.replace(M, experts=8), 6).counts) == 0  # another model's
+
+
+def spoilt(good: bytes, how: str) -> bytes:
+    """experts.npz as a power cut, a bad disk or a stranger leaves it."""
+    if how == "bomb":  # 64 MB of zeros, 64 KB on disk
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z, z.open("counts.npy", "w", force_zip64=True) as f:
+            f.write(bytes(1 << 26))
+        return out.getvalue()
+    if how in ("shape", "nan", "text dtype"):
+        made = {"shape": np.zeros((3, 2), np.float32), "nan": np.full((3, 2, 4), np.nan, np.float32),
+                "text dtype": np.full((3, 2, 4), "x")}[how]
+        np.savez_compressed(out := io.BytesIO(), counts=made, every=1)
+        return out.getvalue()
+    if how == "header":  # an array that says it has 2 ** 60 numbers
+        np.lib.format.write_array_header_1_0(head := io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": (1 << 58, 2, 4)})
+        with zipfile.ZipFile(out := io.BytesIO(), "w") as z:
+            z.writestr("counts.npy", head.getvalue())
+        return out.getvalue()
+    return {"half": good[:len(good) // 2], "empty": b"", "text": b"not a zip\n" * 99, "one byte": b"P"}[how]
+
+
+@pytest.mark.parametrize("how", ["half", "empty", "text", "one byte", "bomb", "shape", "nan", "text dtype", "header"])
+def test_a_damaged_file_begins_the_picture_anew(tmp_path, how):
+    first = LoadMap(tmp_path, M, 0)
+    for step in range(1, 11):
+        first.add(step, np.ones((2, 4)))
+    first.save()
+    first.file.write_bytes(spoilt(first.file.read_bytes(), how))
+    peak = tracemalloc_peak(lambda: LoadMap(tmp_path, M, 6))
+    again = LoadMap(tmp_path, M, 6)
+    assert "experts.npz: damaged, the picture begins anew" in again.trouble and len(again.counts) == 0 and peak < 1 << 24
+    again.add(7, np.full((2, 4), 2))
+    again.save()
+    kept = LoadMap(tmp_path, M, 7)
+    assert kept.trouble is None and kept.counts[:, 0, 0].tolist() == [0] * 6 + [2]
+
+
+def tracemalloc_peak(work) -> int:
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_any_flipped_bit_of_the_file_is_harmless(tmp_path):
+    first = LoadMap(tmp_path, M, 0)
+    first.add(1, np.ones((2, 4)))
+    first.save()
+    good = first.file.read_bytes()
+    for place in range(0, 8 * len(good), 31):
+        data = bytearray(good)
+        data[place // 8] ^= 1 << place % 8
+        first.file.write_bytes(data)
+        again = LoadMap(tmp_path, M, 1)
+        assert again.trouble or again.counts.tolist() in ([], [[[1.0] * 4] * 2]), place
 
 
 def test_draws_a_picture(tmp_path):

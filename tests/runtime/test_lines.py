@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import random
 import resource
 import signal
 import time
@@ -113,6 +114,45 @@ def test_a_folder_that_cannot_be_written_to_never_raises(tmp_path):
     file = Lines(tmp_path / "file", 0)
     file.add(rows(1, 2))
     assert "training goes on" in file.warning() and file.close() == 2
+
+
+DAMAGE = [b'{"step": 2, "loss": x.5}\n', b'{"step": 2, "l\xffss": 0.5}\n', b'{"step": ' + b"7" * 5000 + b', "loss": 0.5}\n',
+          b'{"step": 2, "loss": ' + b"7" * 5000 + b'}\n', b'{"step": 2, "loss": ' + b"7" * 400 + b'}\n', b'{"step": 2, "loss": "a"}\n',
+          b'{"step": 2, "loss": {}}\n', b'{"step": 2, "losr": 0.5}\n', b'{"step": 2, "loss": ' + b"[" * 9999 + b'}\n', b"\0" * 50 + b"\n",
+          b'{"step": 2, "loss": NaN}\n', b'{"step": 2, "loss": [0.5]}\n', b'{"step": 2, "val_loss": x}\n']
+
+
+@pytest.mark.parametrize("line", DAMAGE, ids=range(len(DAMAGE)))
+def test_a_damaged_line_is_left_out_and_counted(tmp_path, line):
+    Lines(tmp_path, 0).add(rows(1))
+    with open(tmp_path / "metrics.jsonl", "ab") as f:
+        f.write(line)
+    file = Lines(tmp_path, 5)
+    assert file.warning() is None  # it was opened, and cut at the step
+    file.add(rows(3))
+    train, valid = read(tmp_path, bad=(bad := []))
+    assert [r["step"] for r in train] == [1, 3] and not valid and bad in ([2], [])  # [] where the cut took it away
+
+
+def test_any_flipped_bits_are_read_around(tmp_path):
+    """Six seeded bits of a file of 40 lines at a time, and its lines cut at a step: read gives rows of
+    numbers, or leaves out."""
+    rng = random.Random(0)
+    file = Lines(tmp_path, 0)
+    file.add([{"step": s, "loss": 1 / s, "skipped": 0, "moe_load": [1.5, None]} for s in range(1, 21)])
+    file.add([{"step": s, "val_loss": 1 / s} for s in range(1, 21)])
+    good = (tmp_path / "metrics.jsonl").read_bytes()
+    hurt = 0
+    for _ in range(40):
+        data = bytearray(good)
+        for _ in range(6):
+            data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+        (tmp_path / "metrics.jsonl").write_bytes(data)
+        train, valid = read(tmp_path, bad=(bad := []))
+        hurt += len(bad)
+        assert all(r["loss"] is None or 0 * r["loss"] == 0 for r in train) and all(type(r["step"]) is int for r in train + valid)
+        Lines(tmp_path, 10).close()
+    assert hurt > 80
 
 
 def test_a_long_run_is_thinned_but_keeps_its_ends(tmp_path):

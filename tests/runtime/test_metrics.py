@@ -219,6 +219,29 @@ def test_an_error_still_leaves_what_is_known(metrics, feed, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_a_damaged_file_is_told_at_the_end_and_never_raises(metrics, feed, tmp_path, capsys, cfg):
+    """One bad byte after training must not turn a finished run into an error; nor may the noise scale stop on
+    it at the start."""
+    feed(metrics(), 1, 4)
+    text = (tmp_path / "metrics.jsonl").read_bytes().replace(b'"step": 2, "loss": 6', b'"step": 2, "loss": x')
+    (tmp_path / "metrics.jsonl").write_bytes(text)
+    noisy = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, noise_scale=True))
+    m = module.Metrics(tmp_path, noisy, Env(), steps=10, flops_per_token=100.0, start_step=4)
+    m.close(hints=["what next"])
+    out = capsys.readouterr().out
+    assert out.count("1 damaged lines were left out (line 2)") == 1 and "loss 6.90 -> 6.60" in out and "what next" in out
+
+
+def test_closing_never_raises(metrics, feed, monkeypatch, capsys):
+    m = metrics()
+    feed(m, 1, 2)
+    monkeypatch.setattr(m, "gather", lambda: 1 / 0)
+    monkeypatch.setattr(m.sink, "close", lambda code: 1 / 0)
+    m.close("told to stop")
+    out = capsys.readouterr().out
+    assert out.count("was not told in full: ZeroDivisionError") == 2 and "stopped after" in out and "told to stop" in out
+
+
 def test_on_a_gpu_the_devices_own_clock_counts(metrics, feed, tmp_path, monkeypatch):
     """The host runs ahead, so its seconds are those of the launches. A stand-in for the device: `now`, in ms."""
     class Event:

@@ -51,7 +51,41 @@ def test_the_stop_file_is_honoured_once(stop, tmp_path):
     assert "STOP found" in s.check()
     assert not (tmp_path / "STOP").exists()
     assert "STOP found" in s.check()  # it keeps saying so
+    assert not s.again  # an empty one is a person's
     assert stop().check() is None  # and the next start goes on
+
+
+@pytest.mark.parametrize("text, again", [("requeue", True), (" requeue\n", True), ("", False), ("no\n", False),
+                                         ("requeue not", False), ("\0\xff" * 9999, False)])
+def test_the_stop_file_s_word(stop, tmp_path, text, again):
+    s = stop()
+    (tmp_path / "STOP").write_text(text)
+    assert "STOP found" in s.check() and s.again is again and not (tmp_path / "STOP").exists()
+
+
+def test_a_stop_file_that_is_still_being_written(stop, tmp_path):
+    s = stop()
+    (tmp_path / "STOP").touch()
+    writer = threading.Timer(0.05, lambda: (tmp_path / "STOP").write_text("requeue\n"))
+    writer.start()
+    assert "STOP found" in s.check() and s.again
+    writer.join()
+
+
+def test_a_stop_file_that_is_no_file(stop, tmp_path):
+    (tmp_path / "STOP").symlink_to(tmp_path / "nowhere")
+    s = stop()
+    assert "STOP found" in s.check() and not s.again and not os.path.lexists(tmp_path / "STOP")
+    (tmp_path / "STOP" / "full").mkdir(parents=True)
+    s = stop()
+    assert "remove it before the next start: Directory not empty" in s.check() and not s.again
+
+
+def test_other_ranks_leave_the_stop_file_to_the_first(tmp_path):
+    (tmp_path / "STOP").touch()
+    other = Stop(tmp_path, looks=False)
+    assert other.check() is None and (tmp_path / "STOP").exists()
+    other.close()
 
 
 def test_time_limit_is_monotonic(stop, monkeypatch):

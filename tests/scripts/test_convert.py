@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import job
 from torch.nn.functional import cross_entropy
 
 import config
@@ -21,6 +22,7 @@ from build import build, load_run
 from checkpoint import hf, hf_tokenizer, state, store
 from data import tokenizer
 from data.batch import Batch
+from data.indexed import Writer
 from parallel.mesh import Mesh
 from runtime.failure import fail_cleanly
 from runtime.guard import Guard
@@ -268,6 +270,38 @@ def test_out_and_in_again_is_exact(alone, tmp_path, capsys):
     assert torch.equal(before["embed.weight"][:400], after["embed.weight"][:400]) and not after["embed.weight"][400:].any()
     back = load_run(str(tmp_path / "back"), torch.device("cpu"))
     assert back.tokenizer.encode("def f(x):\n  return x") == BPE.encode("def f(x):\n  return x") and back.step == 0
+
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+@pytest.mark.parametrize("data_names_tokenizer", [True, False])
+def test_a_chat_template_survives_training(transformers, exported, tmp_path, capsys, data_names_tokenizer):
+    """Imported, trained for a step by train.py and exported: transformers finds the template and the
+    generation settings."""
+    shutil.copytree(exported, tmp_path / "hf")
+    (tmp_path / "hf" / "chat_template.jinja").write_text(TEMPLATE)
+    settings = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 1]}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(settings))
+    assert run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run")[0] == 0
+    tok = tokenizer.load(tmp_path / "hf")
+    with Writer(tmp_path / "text", tok.vocab) as w:
+        for i in range(60):
+            w.add([*tok.encode(f"def f{i}(x): return x + {i}"), tok.eod])
+        w.finish(tok, 1)
+    own = tokenizer.load(tmp_path / "text.tokenizer")
+    assert own.fingerprint == tok.fingerprint and not (tmp_path / "text.tokenizer" / "chat_template.jinja").exists()
+
+    more = [] if data_names_tokenizer else ["--data.tokenizer", "none"]  # then only init_from knows of the template
+    end = job(tmp_path, 1, ["--config", str(tmp_path / "run" / "config.yaml"), "--data.path", str(tmp_path / "text"), "--train.steps", "1",
+                            "--train.tokens", "none", "--train.seq_len", "16", "--train.micro_batch", "1", "--train.global_batch", "2",
+                            "--train.threads", "1", "--train.dtype", "fp32", "--eval.batches", "1", "--eval.sample", "0", "--optim.warmup", "0",
+                            "--parallel.zero", "0", *more])
+    assert end.codes == [0], end.logs
+    assert run(capsys, "to-hf", tmp_path / "run-train", tmp_path / "out")[0] == 0
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == TEMPLATE
+    said = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert {key: getattr(said, key) for key in settings} == settings
 
 
 def test_modules_for_further_tokens_go_out_and_in(transformers, tmp_path, capsys):

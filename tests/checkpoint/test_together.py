@@ -1,0 +1,75 @@
+"""Ranks that wait for the slowest of them: results, errors, and an end to the patience, the same on all."""
+import threading
+import time
+
+import pytest
+from sample import ranks
+
+from checkpoint.together import agree
+from parallel.comm import PeerError
+
+
+def run(works, patience) -> list:
+    """agree() on a thread a rank; each one's result or exception."""
+    out, gathers = [None] * len(works), ranks(len(works))
+
+    def one(rank):
+        try:
+            out[rank] = agree(gathers[rank], works[rank], patience)
+        except Exception as error:
+            out[rank] = error
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(works))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return out
+
+
+def after(seconds: float, value):
+    def work():
+        time.sleep(seconds)
+        if isinstance(value, Exception):
+            raise value
+        return value
+    return work
+
+
+@pytest.mark.parametrize("patience", [None, 30.0])
+def test_everyone_gets_everything_in_order(patience):
+    assert run([after(0.0, "a"), after(0.3, "b"), after(0.1, "c")], patience) == [["a", "b", "c"]] * 3
+
+
+@pytest.mark.parametrize("patience", [None, 30.0])
+def test_an_error_of_one_is_raised_on_all(patience):
+    first, last = ValueError("first"), OSError("last")
+    assert run([after(0.0, "a"), after(0.2, first), after(0.0, last)], patience) == [first, first, last]
+
+
+def test_patience_has_an_end_and_names_who_is_late():
+    out = run([after(0.0, "a"), after(3.0, "b"), after(0.0, "c")], 0.3)
+    assert all(isinstance(e, PeerError) and e.exit_code == 76 for e in out)
+    assert {str(e) for e in out} == {"rank 1 not done with reading or writing after 0.3 s (checkpoint.timeout_s)"}
+
+
+def test_nobody_waits_long_after_the_slowest():
+    begun = time.monotonic()
+    assert run([after(0.0, 1), after(0.0, 2)], 30.0) == [[1, 2]] * 2
+    assert time.monotonic() - begun < 1.0
+
+
+def test_one_meeting_is_never_as_long_as_the_work():
+    """Each meeting is an exchange under parallel.timeout_s: none may wait for the work itself."""
+    gaps, meet = [], ranks(2)
+
+    def gather(x):
+        begun = time.monotonic()
+        every = meet[0](x)
+        gaps.append(time.monotonic() - begun)
+        return every
+    out = []
+    other = threading.Thread(target=lambda: out.append(agree(meet[1], after(2.5, "slow"), 30.0)))
+    other.start()
+    assert agree(gather, after(0.0, "fast"), 30.0) == ["fast", "slow"]
+    other.join()
+    assert max(gaps) < 1.5 and len(gaps) > 3

@@ -1,0 +1,135 @@
+"""Bytes of text behind token ids: the bytes that were encoded, of every kind of tokenizer, wherever a window
+is cut; and val_bpb of a run under data.doc_mask against a count by hand.
+"""
+import json
+import math
+
+import numpy as np
+import pytest
+import tokenizers
+from ranks import MODEL
+
+import config
+import train
+from data import tokenizer
+from data.indexed import Indexed, Writer
+from data.lengths import lengths
+from data.loader import open_data
+from plan.count import flops_per_token
+
+TEXTS = ("def f(x):\n    return x  # \u00e4\u00f6\u00fc\n", "Ω and 中文 and 🙂🙂", " begins with a space", "x",
+         "a\tb  c\u00a0d\n\n")
+MORE = ["the quick brown fox jumps over the lazy dog", "def g(y):\n    return [y, y]", TEXTS[0]]
+
+
+def trained(kind: str, folder):
+    """A tokenizer of each kind, trained on a few lines; those of a tokenizer.json as published."""
+    if kind == "bytes":
+        return tokenizer.load("bytes")
+    if kind == "bpe":
+        return tokenizer.train_bpe(MORE * 3, 300)
+    fallback = {"byte_fallback": True, "unk_token": "<unk>"} if kind == "llama" else {}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(**fallback))
+    special = ["<|endoftext|>"]
+    if kind == "gpt2":
+        made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    else:  # Llama 2's: a lower block for a space, one before the text, bytes for what it does not know
+        made.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("\u2581"),
+                                                           tokenizers.normalizers.Replace(" ", "\u2581")])
+        parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(),
+                 tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+        made.decoder = tokenizers.decoders.Sequence(parts)
+        special, alphabet = [*special, "<unk>"], []
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special,
+                                             initial_alphabet=alphabet, show_progress=False)
+    if kind == "llama":
+        made.train_from_iterator(["the quick brown fox", "def f x return"], trainer)
+        spec = json.loads(made.to_str())  # the trainer knows no byte pieces
+        for byte in range(256):
+            spec["model"]["vocab"][f"<0x{byte:02X}>"] = len(spec["model"]["vocab"])
+        made = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    else:
+        made.train_from_iterator(MORE, trainer)
+    made.save(str(folder / "tokenizer.json"))
+    return tokenizer.load(folder / "tokenizer.json")
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2", "llama"])
+def test_lengths_sum_to_the_bytes_that_were_encoded(kind, tmp_path):
+    tok = trained(kind, tmp_path)
+    inside, first = lengths(tok)
+    assert inside.shape == (tok.vocab,) and inside[tok.eod] == 0 == first[tok.eod]
+    for text in TEXTS:
+        ids = tok.encode(text)
+        assert first[ids[0]] + inside[ids[1:]].sum() == len(text.encode()), (text, ids)
+    assert len(tok.encode(TEXTS[1])) > len(TEXTS[1])  # some tokens are parts of a character
+
+
+def corpus(folder, tok, texts) -> str:
+    with Writer(folder / "text", tok.vocab) as w:
+        for text in texts:
+            w.add([*tok.encode(text), tok.eod])
+        w.finish(tok, 1)
+    return str(folder / "text")
+
+
+@pytest.mark.parametrize("doc_mask", [False, True])
+def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_mask):
+    """By hand: every target of the validation batches, but under doc_mask the first token of a document.
+    A byte is a token here and 256 the end of a document, so that the text is what lies below 256."""
+    texts = [("ä" * (3 + 5 * i % 11) + "🙂 b")[:24] for i in range(80)]
+    data = corpus(tmp_path, tokenizer.load("bytes"), texts)
+    words = ["llama2-tiny", *MODEL, "--data.path", data, "--data.split", "50,50", "--train.steps", "1",
+             "--eval.batches", "3", "--data.doc_mask", str(doc_mask).lower(), "--log.dir", str(tmp_path),
+             "--log.name", "r"]
+    assert train.main(words) == 0
+    rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
+    stream, starts = [], set()
+    for text in texts:
+        starts.add(len(stream))
+        stream += [*text.encode(), 256]
+    cfg = config.resolve("llama2-tiny", None, words[1:])
+    index, valid = Indexed(data, 257), open_data(cfg, "valid", 0, 1)
+    assert index.read(0, len(stream)).tolist() == stream
+    tokens = size = 0
+    for _, _, at in valid._samples(0, 3 * 4):  # where the windows of the three batches of four begin
+        targets = [i for i in range(at + 1, at + 17) if not (doc_mask and i in starts)]
+        tokens, size = tokens + len(targets), size + sum(stream[i] < 256 for i in targets)
+    found = [row for row in rows if "val_bpb" in row]
+    assert len(found) == 2 and 0 < size < tokens < 12 * 16 + (not doc_mask)
+    for row in found:
+        assert row["val_bpb"] == pytest.approx(row["val_loss"] / math.log(2) * tokens / size, rel=1e-12)
+
+
+def test_mfu_counts_attention_within_documents(tmp_path):
+    """By hand: the keys that each token of an epoch sees, at 6 x layers x heads x (q + v channels)."""
+    data = corpus(tmp_path, tokenizer.load("bytes"), ["x" * (1 + 7 * i % 23) for i in range(90)])
+    for window in ("none", "3"):
+        words = ["llama2-tiny", *MODEL, "--data.path", data, "--data.doc_mask", "true", "--train.steps", "1",
+                 "--eval.batches", "1", "--model.vocab", "257", "--model.window", window, "--log.dir",
+                 str(tmp_path), "--log.name", f"w{window}"]
+        assert train.main(words) == 0
+        cfg = config.resolve("llama2-tiny", None, words[1:])
+        lines = (tmp_path / f"w{window}" / "metrics.jsonl").read_text().splitlines()
+        row = next(row for row in map(json.loads, lines) if "tflops_per_gpu" in row)
+        reader = open_data(cfg, "train", 0, 1)
+        keys = queries = 0
+        for step in range(reader.samples // 4):
+            for batch in reader.microbatches(step):
+                for place in batch.positions[0].tolist():  # restarts with each document
+                    keys, queries = keys + min(place + 1, cfg.model.window or 99), queries + 1
+        reader.close()
+        m = cfg.model
+        attention = 6 * m.layers * m.heads * (8 + 8) * keys / queries
+        matrices = 6 * (m.layers * (32 * 8 * 2 * (4 + 2) + 3 * 32 * 48) + 257 * 32)
+        rate = row["tokens_per_s"] * (matrices + attention) / 1e12
+        assert row["tflops_per_gpu"] == pytest.approx(rate, rel=2e-3)  # an epoch ends within a step
+        whole = row["tokens_per_s"] * flops_per_token(m, 16) / 1e12
+        assert window != "none" or whole > rate * 1.01
+
+
+def test_unknown_vocabularies_and_holes_do_not_matter():
+    inside, first = lengths(tokenizer.load("bytes"))
+    assert inside.tolist() == [1] * 256 + [0] and np.array_equal(inside, first)

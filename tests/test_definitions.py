@@ -1,0 +1,610 @@
+"""Quantities by their definitions, written out by hand: learning rate, clipping, initial weights, dropout,
+jitter, the loss and what is derived from it, who sees whom. Where a run decides, through train.train on
+real files."""
+
+import itertools
+import json
+import math
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from program import Enough, corpus, rows, settings, trained
+from ranks import MODEL, job
+from torch.nn.functional import cross_entropy
+
+import config
+from build import build
+from config import Optim
+from kernels.attention import mask
+from kernels.sight import sight
+from optim.clip import clip_factor
+from optim.lr import learning_rate
+from parallel.boxes import Box
+from parallel.comm import World
+from parallel.layout import Layout
+from parallel.mesh import Mesh
+from parallel.rng import Noise, dropout
+from parallel.spec import BLOCK, draw
+from plan.count import keys_seen
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    return tmp_path_factory.mktemp("definitions")
+
+
+@pytest.fixture(scope="module")
+def prefix(home):
+    return corpus(home)
+
+
+# ---- learning rate -----------------------------------------------------------------------------------------
+
+PEAK, LOW = 3e-3, 2e-4
+
+
+def rate_by_hand(shape: str, step: int, steps: int, warm: int, low: float) -> float:
+    """Linear to PEAK at step `warm`; from there to `low` at the last step. wsd: constant but for the last
+    0.3 of all steps."""
+    if step <= warm:
+        return PEAK * step / warm
+    if shape == "constant":
+        return PEAK
+    if shape == "wsd":
+        return min(PEAK, low + (PEAK - low) * (steps - step) / (0.3 * steps))
+    left = (steps - step) / (steps - warm)  # 1 at the peak, 0 at the end
+    return low + (PEAK - low) * (left if shape == "linear" else math.sin(math.pi / 2 * left) ** 2)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "wsd", "linear", "constant"])
+@pytest.mark.parametrize("low", [None, LOW, 0.0])
+def test_learning_rate_at_every_step(shape, low):
+    """A horizon of ten warm-ups and longer keeps the warm-up; a shorter one has a tenth of itself, rounded
+    down."""
+    o = Optim(lr=PEAK, min_lr=low, warmup=20, decay=shape, decay_fraction=0.3)
+    for steps, warm in ((200, 20), (1000, 20), (199, 19), (150, 15), (19, 1), (10, 1), (9, 0), (1, 0)):
+        want = [
+            rate_by_hand(shape, step, steps, warm, PEAK / 10 if low is None else low)
+            for step in range(1, steps + 1)
+        ]
+        found = [learning_rate(o, step, steps) for step in range(1, steps + 1)]
+        assert found == pytest.approx(want, rel=1e-12, abs=1e-18), (steps, warm)
+        assert max(found) <= PEAK * (1 + 1e-15)
+
+
+@pytest.mark.parametrize("shape", ["cosine", "wsd", "linear", "constant"])
+def test_learning_rate_at_its_corners(shape):
+    o = Optim(lr=PEAK, min_lr=LOW, warmup=20, decay=shape, decay_fraction=0.3)
+    at = [None, *(learning_rate(o, step, 1000) for step in range(1, 1001))]
+    assert at[1] == PEAK / 20 and at[20] == PEAK and at[19] < PEAK
+    assert (at[21] < PEAK) == (shape in ("cosine", "linear"))  # the first step after the warm-up
+    assert at[1000] == (PEAK if shape == "constant" else LOW)
+    assert (
+        learning_rate(replace(o, decay_fraction=1.0), 20, 1000) == PEAK
+    )  # a decay never begins within the warm-up
+    assert (at[700] == PEAK) == (shape in ("wsd", "constant")) and (at[701] == PEAK) == (shape == "constant")
+    assert all(a >= b for a, b in itertools.pairwise(at[20:]))
+    no_warmup = replace(o, warmup=0)
+    assert learning_rate(no_warmup, 1, 1000) == pytest.approx(rate_by_hand(shape, 1, 1000, 0, LOW), rel=1e-12)
+
+
+def test_learning_rate_of_a_run(home, prefix):
+    """What metrics.jsonl tells, of a run of train.py."""
+    args = [
+        "llama3-tiny",
+        *MODEL,
+        "--data.path",
+        prefix,
+        "--train.steps",
+        "20",
+        "--log.dir",
+        str(home),
+        "--log.name",
+        "rate",
+        "--optim.lr",
+        str(PEAK),
+        "--optim.min_lr",
+        str(LOW),
+        "--optim.decay",
+        "wsd",
+        "--optim.decay_fraction",
+        "0.3",
+    ]
+    end = job(home / "rate-logs", 1, args)
+    assert end.codes == [0], end.logs
+    assert [row["lr"] for row in rows(home / "rate")] == pytest.approx(
+        [rate_by_hand("wsd", s, 20, 2, LOW) for s in range(1, 21)], rel=1e-12
+    )
+
+
+def moved(cfg, folder) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """(gradients, change of the weights, norm) of the first step."""
+    seen = {}
+
+    def watch(point, step=None, **what):
+        if point == "run.built":
+            seen["buckets"], seen["data"] = what["run"].buckets, what["data"]
+            seen["before"] = [b.master.clone() for b in seen["buckets"]]
+        elif point == "step.backward":
+            seen["grads"] = [b.shard.clone() for b in seen["buckets"]]
+        elif point == "step.end":
+            seen["data"].close()
+            seen["after"], seen["norm"] = [b.master.clone() for b in seen["buckets"]], float(what["norm"])
+            raise Enough
+
+    with pytest.raises(Enough):
+        trained(World(), cfg, str(folder), watch)
+    return torch.cat(seen["grads"]), torch.cat(seen["after"]) - torch.cat(seen["before"]), seen["norm"]
+
+
+def test_sgd_moves_by_the_rate_times_the_clipped_gradient(home, prefix):
+    """Below the limit the gradient's bits are the gradient's; above it, its norm is the limit. One step at
+    the peak rate."""
+    plain = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "lr": 0.5, "warmup": 0, "decay": "constant"}
+    runs = [
+        moved(settings(prefix, optim={**plain, "clip": clip}), home / f"clip-{clip}")
+        for clip in (None, 100.0, 0.25)
+    ]
+    (grads, free, norm), (_, loose, _), (same, tight, told) = runs
+    assert (
+        torch.equal(grads, same)
+        and norm == told == pytest.approx(float(grads.double().norm()), rel=1e-12)
+        and 0.25 < norm < 100
+    )
+    assert torch.equal(loose, free) and torch.allclose(free, -0.5 * grads, rtol=1e-9, atol=1e-15)
+    assert float(tight.norm()) == pytest.approx(0.5 * 0.25, rel=1e-5)
+    assert torch.allclose(tight, -0.5 * grads * 0.25 / norm, rtol=1e-5, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_clip_factor(dtype):
+    for norm in (0.0, 1e-30, 0.3, 0.999):
+        assert float(clip_factor(torch.tensor(norm, dtype=dtype), 1.0)) == 1.0
+    for norm in (1.5, 7.0, 1e20):
+        assert float(clip_factor(torch.tensor(norm, dtype=dtype), 1.25)) * norm == pytest.approx(
+            1.25, rel=2e-6
+        )
+    assert float(clip_factor(torch.tensor(7.0, dtype=dtype), None)) == 1.0
+
+
+# ---- initial weights ---------------------------------------------------------------------------------------
+
+STD = 0.037
+FAMILIES = (
+    "gpt2-tiny",
+    "llama3.2-tiny",
+    "qwen3-tiny",
+    "qwen2.5-tiny",
+    "qwen2-moe-tiny",
+    "dots1-tiny",
+    "deepseek-v2-lite-tiny",
+    "deepseek-v3-tiny",
+)
+LARGE = (
+    "--model.layers",
+    "2",
+    "--model.hidden",
+    "64",
+    "--model.ffn",
+    "96",
+    "--model.vocab",
+    "300",
+    "--model.context",
+    "32",
+    "--model.init_std",
+    str(STD),
+    "--train.seq_len",
+    "16",
+    "--train.micro_batch",
+    "1",
+    "--train.global_batch",
+    "4",
+    "--train.steps",
+    "2",
+    "--train.dtype",
+    "fp64",
+)
+
+
+def family(name: str, *args: str):
+    return config.resolve(name, None, [*LARGE, *args])
+
+
+def initial(world: World, cfg) -> list[tuple[Box, torch.Tensor]]:
+    """This rank's masters: [(where it lies in which tensor, values)]."""
+    p = cfg.parallel
+    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    run = build(cfg, mesh, CPU, None, 2)
+    for b in run.buckets:
+        b.need()
+    return [(box, part.clone()) for b in run.buckets for box, part in b.boxes(b.master)]
+
+
+def whole(cfg) -> dict[str, torch.Tensor]:
+    return {box.key: values for box, values in initial(World(), cfg)}
+
+
+def expected(key: str, layers: int) -> tuple[str, float]:
+    """(kind, standard deviation): what the comments of keys.py say, read off the name."""
+    last, kind = key.split(".")[-2:]
+    if "norm" in last:
+        return {"weight": ("ones", 0.0), "bias": ("zeros", 0.0)}[kind]
+    if kind == "bias":
+        return "zeros", 0.0
+    return "normal", STD / math.sqrt(2 * layers) if last in ("o", "down") else STD
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_tensor_starts_as_it_should(name):
+    """Mean and standard deviation within five standard errors; no two tensors from the same numbers."""
+    cfg, seen = family(name), {}
+    for key, x in whole(cfg).items():
+        kind, std = expected(key, cfg.model.layers)
+        if kind != "normal":
+            assert torch.equal(x, torch.full_like(x, {"ones": 1.0, "zeros": 0.0}[kind])), key
+            continue
+        n = x.numel()
+        assert abs(float(x.mean())) < 5 * std / math.sqrt(n), key
+        assert abs(float(x.std()) / std - 1) < 5 / math.sqrt(2 * n), key
+        assert abs(float((x / std).pow(4).mean()) - 3) < 5 * math.sqrt(96 / n), key  # of a normal: 3
+        first = tuple((x.flatten()[:8] / std).round(decimals=4).tolist())
+        assert first not in seen, f"{key} starts like {seen.get(first)}"
+        seen[first] = key
+    parts = (
+        {"attn.o", "down", "embed"}
+        | ({"router"} if cfg.model.experts else set())
+        | ({"kv_a", "kv_b"} if cfg.model.kv_rank else set())
+    )
+    assert all(any(part in key for key in seen.values()) for part in parts)
+
+
+def test_a_large_tensor_is_drawn_block_by_block():
+    """More than BLOCK numbers: the blocks have streams of their own, and a piece of it is the same
+    numbers."""
+    shape = (5, BLOCK // 2)
+    x = torch.empty(shape, dtype=torch.float64)
+    draw(Box.whole("w", shape), x, 7, 2.0)
+    assert len({tuple(row[:4].tolist()) for row in x}) == 5
+    assert abs(float(x.std()) / 2.0 - 1) < 5 / math.sqrt(2 * x.numel())
+    piece = torch.empty(3, 10, dtype=torch.float64)
+    draw(Box("w", shape, (1, 5), (3, 10)), piece, 7, 2.0)
+    assert torch.equal(piece, x[1:4, 5:15])
+
+
+def test_initial_weights_change_with_the_seed_and_with_nothing_else():
+    base = whole(family("dots1-tiny"))
+    drawn = {key for key in base if expected(key, 4)[0] == "normal"}
+    other = whole(family("dots1-tiny", "--train.seed", "1235"))
+    assert {key for key in base if not torch.equal(base[key], other[key])} == drawn
+    for args in (
+        ("--optim.name", "sgd", "--optim.lr", "0.3"),
+        ("--parallel.bucket_mb", "0.05"),
+        ("--model.dropout", "0.3"),
+        ("--parallel.offload", "both"),
+        ("--parallel.recompute", "full"),
+        ("--train.micro_batch", "4"),
+        ("--optim.name", "muon"),
+        ("--log.noise_scale", "true"),
+        ("--train.steps", "9"),
+        ("--model.aux_loss", "0.5"),
+    ):
+        same = whole(family("dots1-tiny", *args))
+        assert same.keys() == base.keys() and all(torch.equal(base[key], same[key]) for key in base), args
+    for dtype in ("fp32", "bf16", "fp16"):  # masters are fp32
+        same = whole(family("dots1-tiny", "--train.dtype", dtype))
+        assert all(
+            torch.equal(base[key].float(), same[key]) and same[key].dtype == torch.float32 for key in base
+        ), dtype
+
+
+@pytest.mark.parametrize(
+    "name, parallel",
+    [
+        ("dots1-tiny", {"tp": 2}),
+        ("dots1-tiny", {"ep": 2, "zero": 3}),
+        ("dots1-tiny", {"etp": 2}),
+        ("deepseek-v3-tiny", {"pp": 2}),
+        ("deepseek-v3-tiny", {"zero": 1, "compress_weights": "int8"}),
+    ],
+    ids=str,
+)
+def test_initial_weights_do_not_depend_on_the_layout(ranks, name, parallel):
+    """Every piece that a rank holds is that piece of the whole; all ranks together hold all of it."""
+    cfg = family(name)
+    base, covered = whole(cfg), {}
+    for pieces in ranks(2).run(initial, replace(cfg, parallel=replace(cfg.parallel, **parallel))):
+        for box, values in pieces:
+            where = tuple(slice(a, a + n) for a, n in zip(box.start, box.size))
+            assert torch.equal(base[box.key][where], values), box
+            covered.setdefault(box.key, torch.zeros(box.shape, dtype=torch.bool))[where] = True
+    assert covered.keys() == base.keys() and all(done.all() for done in covered.values())
+
+
+# ---- dropout and jitter ------------------------------------------------------------------------------------
+
+ROWS, COLUMNS, WIDTH = torch.arange(8), torch.arange(32), 128
+
+
+def keep(
+    rate: float, site: int = 3, seed: int = 1, step: int = 5, rows=ROWS, columns=COLUMNS
+) -> torch.Tensor:
+    return Noise(seed, step, rows, columns).keep(site, WIDTH, rate)
+
+
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.9])
+def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
+    """Of n = 32768 elements, within five standard deviations of the binomial; the rest times 1 / (1 -
+    rate) exactly."""
+    kept = keep(rate)
+    assert abs(int((~kept).sum()) - rate * kept.numel()) < 5 * math.sqrt(kept.numel() * rate * (1 - rate))
+    for dim in ((0, 1), (0, 2), (1, 2)):  # no channel, row or column is favoured
+        share = kept.double().mean(dim)
+        each = kept.numel() // share.numel()
+        assert (share - (1 - rate)).abs().max() < 5.5 * math.sqrt(rate * (1 - rate) / each)
+    x = torch.randn(8, 32, WIDTH, dtype=torch.float64)
+    y = dropout(x, rate, Noise(1, 5, ROWS, COLUMNS), 3)
+    assert torch.equal(y, torch.where(kept, x * (1 / (1 - rate)), torch.zeros(()).double()))
+    assert dropout(x, rate, None, 3) is x and dropout(x, 0.0, Noise(1, 5, ROWS, COLUMNS), 3) is x
+
+
+@pytest.mark.parametrize(
+    "what, other",
+    [
+        ("seed", dict(seed=2)),
+        ("step", dict(step=6)),
+        ("the layer's other branch", dict(site=4)),
+        ("layer", dict(site=5)),
+        ("embedding", dict(site=0)),
+        ("row", dict(rows=ROWS + 8)),
+        ("column", dict(columns=COLUMNS + 32)),
+        ("row by one", dict(rows=ROWS + 1)),
+        ("column by one", dict(columns=COLUMNS + 1)),
+        ("row and column", dict(rows=ROWS + 1, columns=COLUMNS - 1)),
+        ("step and site", dict(step=4, site=4)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_masks_are_independent(what, other):
+    """Two masks agree where two independent ones do: in a share of p^2 + (1-p)^2."""
+    p, a, b = 0.3, keep(0.3), keep(0.3, **other)
+    agree = p**2 + (1 - p) ** 2
+    assert abs(float((a == b).double().mean()) - agree) < 5 * math.sqrt(agree * (1 - agree) / a.numel())
+
+
+def test_neighbours_within_a_mask_are_independent():
+    p, a = 0.3, keep(0.3)
+    agree = p**2 + (1 - p) ** 2
+    for one, two in (
+        (a[1:], a[:-1]),
+        (a[:, 1:], a[:, :-1]),
+        (a[..., 1:], a[..., :-1]),
+        (a[1:, 1:], a[:-1, :-1]),
+        (a[:, 1:, 1:], a[:, :-1, :-1]),
+    ):
+        assert abs(float((one == two).double().mean()) - agree) < 5 * math.sqrt(
+            agree * (1 - agree) / one.numel()
+        )
+
+
+def test_a_piece_of_a_mask_is_a_piece_of_the_mask():
+    a = keep(0.3)
+    assert torch.equal(keep(0.3, rows=ROWS[3:5], columns=COLUMNS[7:20]), a[3:5, 7:20])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_jitter_is_uniform_within_its_bounds(dtype):
+    u = Noise(1, 5, ROWS, COLUMNS).uniform(-1, WIDTH, 0.25, dtype)
+    assert u.dtype == dtype and float(u.min()) >= 0.75 and float(u.max()) <= 1.25
+    assert float(u.min()) < 0.7505 and float(u.max()) > 1.2495
+    counts = torch.histc(u.double(), 16, 0.75, 1.25)
+    chi = float(((counts - u.numel() / 16) ** 2 / (u.numel() / 16)).sum())
+    assert chi < 44.3  # 15 degrees of freedom: one in ten thousand is above
+    other = Noise(1, 5, ROWS, COLUMNS).uniform(-2, WIDTH, 0.25, dtype)  # another layer's router
+    assert abs(
+        float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())).double())[0, 1])
+    ) < 5 / math.sqrt(u.numel())
+
+
+def test_where_noise_is_in_a_run(home, prefix):
+    """In training: a mask for the embedding and for both branches of each layer, and a jitter a router,
+    for each microbatch of each step, of the step's own rows and all columns. In validation and in
+    generation: none."""
+    cfg = settings(
+        prefix,
+        "--model.dropout",
+        "0.2",
+        "--model.jitter",
+        "0.1",
+        "--model.experts",
+        "4",
+        "--model.moe_ffn",
+        "16",
+        "--eval.sample",
+        "4",
+        name="mixtral-tiny",
+    )
+    calls, evaluations, begun = [], [], []
+    real = {name: getattr(Noise, name) for name in ("keep", "uniform")}
+
+    def spy(name):
+        def call(self, site, width, amount, *more):
+            calls.append(
+                (
+                    name,
+                    int(self.step),
+                    site,
+                    width,
+                    amount,
+                    tuple(self.rows.tolist()),
+                    tuple(self.columns.tolist()),
+                )
+            )
+            return real[name](self, site, width, amount, *more)
+
+        return call
+
+    def watch(point, step=None, **what):
+        if point == "step.end":
+            found, want = sorted(calls), []
+            for row in range(4):
+                place = (32, 0.2, (row,), tuple(range(16)))
+                want += [("keep", step - 1, site, *place) for site in (0, 1, 2, 3, 4)]
+                want += [("uniform", step - 1, -1 - layer, 32, 0.1, *place[2:]) for layer in (0, 1)]
+            assert found == sorted(want)
+            begun.append(step)
+            calls.clear()
+        elif point == "eval.end":
+            assert not calls and len(what["ids"]) > 0  # since the last step, or since the start
+            evaluations.append(step)
+
+    with mock.patch.object(Noise, "keep", spy("keep")), mock.patch.object(Noise, "uniform", spy("uniform")):
+        assert trained(World(), cfg, str(home / "noise"), watch) == 0
+    assert begun == [1, 2] and evaluations == [0, 2]
+
+
+def test_both_branches_and_the_embedding_are_dropped(prefix):
+    """x + mask a / (1 - p), then + mask y / (1 - p), with the masks of their sites."""
+    cfg = settings(prefix, model={"dropout": 0.25, "vocab": 257})
+    run = build(cfg, Mesh.single(), CPU, None, 2)
+    stage, seen = run.stages[0], {}
+    stage.embed.register_forward_hook(lambda module, args, out: seen.update(e=out))
+    for i, block in enumerate(stage.blocks):
+        block.register_forward_hook(
+            lambda module, args, out, i=i: seen.update({f"x{i}": args[0], f"out{i}": out[0]})
+        )
+        block.attn.register_forward_hook(lambda module, args, out, i=i: seen.update({f"a{i}": out}))
+        block.mlp.register_forward_hook(lambda module, args, out, i=i: seen.update({f"y{i}": out}))
+    tokens, positions = torch.randint(257, (3, 16)), torch.arange(16).expand(3, 16)
+    rows = torch.tensor([4, 0, 9])
+    noise = Noise(cfg.train.seed, 11, rows, torch.arange(16))
+    for b in run.buckets:
+        b.need()
+    stage.hidden(tokens, positions, noise=noise)
+
+    def dropped(x, site):
+        return x * noise.keep(site, 32, 0.25) / 0.75
+
+    assert torch.allclose(seen["e"], dropped(stage.embed.weight[tokens], 0), rtol=1e-12)
+    for i in range(2):
+        want = seen[f"x{i}"] + dropped(seen[f"a{i}"], 1 + 2 * i) + dropped(seen[f"y{i}"], 2 + 2 * i)
+        assert torch.allclose(seen[f"out{i}"], want, rtol=1e-12)
+
+
+# ---- loss and what comes of it -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("docs", [False, True])
+def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(home, prefix, docs):
+    """Of a run's first step and first validation, by torch's cross entropy from the logits; with
+    documents, a token that ends one has no target. And what is told of the validation: perplexity, bits a
+    byte of text."""
+    cfg, seen = settings(prefix, data={"doc_mask": docs, "split": "50,50"}), {}
+    folder = home / f"loss-{docs}"
+
+    def by_hand(run, batches) -> float:
+        """In nats a target that counts."""
+        logits, targets = [], []
+        for b in batches:
+            stage = run.stages[0]
+            with torch.no_grad():
+                logits.append(stage.head.logits(stage.hidden(b.tokens, b.positions, b.docs)))
+            following = torch.cat((b.tokens[:, 1:], torch.full_like(b.tokens[:, :1], -1)), 1)
+            inside = following != -1  # the last target is the token after the window
+            ends = (b.tokens == 256) if docs else torch.zeros_like(inside)
+            assert torch.equal(b.targets[inside & ~ends], following[inside & ~ends])
+            assert torch.equal(b.targets == -100, ends)
+            targets.append(b.targets)
+        logits, targets = torch.cat(logits).flatten(0, 1), torch.cat(targets).flatten()
+        return float(cross_entropy(logits, targets, ignore_index=-100))
+
+    def watch(point, step=None, **what):
+        if point == "run.built":
+            seen.update(what)
+        elif point == "eval.end" and step == 0:
+            batches = [b for i in range(cfg.eval.batches) for b in seen["valid"].microbatches(i)]
+            assert what["loss"] == pytest.approx(by_hand(seen["run"], batches), rel=1e-12)
+        elif point == "step.read" and step == 1:
+            seen["want"] = by_hand(seen["run"], what["batches"])
+        elif point == "step.end" and step == 1:
+            assert float(what["loss"]) == pytest.approx(seen["want"], rel=1e-12)
+
+    assert trained(World(), cfg, str(folder), watch) == 0
+    told = next(
+        row
+        for row in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+        if "val_loss" in row
+    )
+    read = [b for i in range(cfg.eval.batches) for b in seen["valid"].microbatches(i)]
+    targets = torch.cat([b.targets for b in read])
+    text = (targets >= 0) & (targets < 256)  # of the byte tokenizer: an end of a document has no byte
+    bytes_a_token = float(text.sum() / (targets >= 0).sum())
+    assert 0.9 < bytes_a_token < 0.99
+    assert told["val_ppl"] == pytest.approx(math.exp(told["val_loss"]), rel=1e-12)
+    assert told["val_bpb"] == pytest.approx(told["val_loss"] / math.log(2) / bytes_a_token, rel=1e-6)
+
+
+# ---- who sees whom -----------------------------------------------------------------------------------------
+
+S = 6
+CUTS = torch.tensor(list(itertools.product((0, 1), repeat=S - 1)))  # each way in which documents can begin
+DOCS = torch.cat((torch.zeros(len(CUTS), 1, dtype=torch.int64), CUTS.cumsum(1)), 1)
+
+
+def visible(query: int, key: int, window: int | None, docs) -> bool:
+    return (
+        key <= query
+        and (window is None or query - key < window)
+        and (docs is None or bool(docs[query] == docs[key]))
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 3, S - 1, S, S + 1, 100])
+def test_sight_is_the_brute_force_mask_for_every_way_to_cut_documents(window):
+    want = torch.tensor(
+        [[[visible(q, k, window, docs) for k in range(S)] for q in range(S)] for docs in DOCS]
+    )
+    see, place = sight(0, S, 0, S, window, DOCS, CPU), torch.arange(S)
+    assert torch.equal(see.dense[:, 0], want)
+    assert torch.equal(mask(place, place, window, DOCS, DOCS)[:, 0], want)
+    assert torch.equal(see.first.long(), want.long().argmax(-1))  # the first key of each query,
+    assert torch.equal(
+        see.last.long().clamp(max=S), S - want.flip(1).long().argmax(1)
+    )  # and one past the last query of each key
+    for query, s_q, key, s_k in (
+        (3, 3, 0, 6),
+        (2, 2, 2, 2),
+        (4, 2, 0, 4),
+        (5, 1, 0, 6),
+    ):  # parts, as in a ring and in generation
+        part = sight(query, s_q, key, s_k, window, DOCS, CPU).dense
+        assert torch.equal(part[:, 0], want[:, query : query + s_q, key : key + s_k])
+    alone = [[visible(q, k, window, None) for k in range(S)] for q in range(S)]
+    assert torch.equal(sight(0, S, 0, S, window, None, CPU).dense[0, 0], torch.tensor(alone))
+    assert keys_seen(replace(config.Model(), window=window), S) == pytest.approx(
+        sum(map(sum, alone)) / S, rel=1e-15
+    )
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 16, 40])
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_layer_hears_of_the_tokens_that_it_sees_and_of_no_other(prefix, window, cut):
+    """One block: another token at place k changes the output at place q exactly where q sees k. Documents
+    begin at 5 and 7."""
+    cfg = settings(prefix, model={"layers": 1, "window": window, "vocab": 257})
+    run, s = build(cfg, Mesh.single(), CPU, None, 2), 16
+    docs = (torch.arange(s) >= 5).int() + (torch.arange(s) >= 7).int() if cut else None
+    positions = torch.arange(s) - (0 if docs is None else torch.tensor([0, 5, 7])[docs.long()])
+    tokens = torch.arange(s).expand(s + 1, s).clone()
+    tokens[torch.arange(s), torch.arange(s)] += 100  # row k differs from the last at place k alone
+    for b in run.buckets:
+        b.need()
+    with torch.no_grad():
+        out = run.stages[0].hidden(
+            tokens, positions.expand(s + 1, s), None if docs is None else docs.expand(s + 1, s)
+        )
+    heard = (out[:s] - out[s]).abs().amax(-1) > 1e-12  # [k, q]
+    assert heard.tolist() == [[visible(q, k, window, docs) for q in range(s)] for k in range(s)]

@@ -1,0 +1,507 @@
+"""Every key of `model` does what it says, and nothing else.
+
+Each case builds a model without and with the key, gives both the same weights (as far as tensors have the
+same shape), and looks at all that a key could change (Seen). The case names what it changes, and how; what
+it does not name must be equal.
+"""
+
+import dataclasses
+import typing
+import zlib
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+import config
+import train
+from build import build
+from data.batch import Batch
+from kernels import attention
+from keys import Model
+from model import moe
+from parallel.mesh import Mesh
+
+CPU = torch.device("cpu")
+SIZE = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 100, "context": 64}
+TRAIN = {"steps": 9, "seq_len": 16, "micro_batch": 2, "global_batch": 4, "dtype": "fp64"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """shapes, start, rates: of every tensor, by key: its shape, initial values, factor of the learning
+    rate; logits: in evaluation; kernels: that attention called there; loss: of a training step of two
+    microbatches; gradients: by key; told: what routers told of it; rows: of each expert in each mixture
+    layer and microbatch; router: what routers keep for the next.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+    start: dict[str, torch.Tensor]
+    rates: dict[str, float]
+    logits: torch.Tensor
+    kernels: set[str]
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    told: torch.Tensor | None
+    rows: list[list[int]]
+    router: dict[str, torch.Tensor]
+
+
+def fill(key: str, x: torch.Tensor) -> None:
+    """Numbers that depend on the key alone: a longer tensor begins like a shorter one. Weights of norms
+    lie around 1."""
+    stream = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+    x.copy_(0.3 * torch.randn(1 << 14, generator=stream, dtype=torch.float64)[: x.numel()].view(x.shape))
+    if key.endswith("norm.weight"):
+        x += 1
+
+
+def batches() -> list[Batch]:
+    stream = torch.Generator().manual_seed(4)
+    ids = torch.randint(100, (4, 17), generator=stream)
+    place = torch.arange(16).expand(2, 16)
+    return [
+        Batch(ids[cut, :-1], ids[cut, 1:].clone(), place, rows=torch.arange(4)[cut])
+        for cut in (slice(0, 2), slice(2, 4))
+    ]
+
+
+def called(names: set[str]):
+    """Notes which of the kernels of attention run."""
+    stack, inner = [], {"reference": "reference", "sdpa": "sdpa", "probabilities": "blocks"}
+    for function, kind in inner.items():
+
+        def noted(*args, real=getattr(attention, function), kind=kind):
+            names.add(kind)
+            return real(*args)
+
+        stack.append(mock.patch.object(attention, function, noted))
+    return stack
+
+
+def look(model: dict) -> Seen:
+    preset = model.get("preset", "llama2-tiny")
+    cfg = config.from_tree(
+        {"model": {"preset": preset, **SIZE, **model}, "train": TRAIN, "log": {"name": "keys"}}
+    )
+    run = build(cfg, Mesh.single(), CPU, None, 9)
+    start = {box.key: x.clone() for b in run.buckets for box, x in b.boxes(b.master)}
+    rates = {
+        box.key: slot.param.spec.rate
+        for b in run.buckets
+        for slot in b.slots
+        for box in slot.param.spec.boxes
+    }
+    for b in run.buckets:
+        for box, x in b.boxes(b.master):
+            fill(box.key, x)
+    first, names, rows, real = batches(), set(), [], moe.plan
+
+    def plan(*args):
+        made = real(*args)
+        rows.append(list(made.counts))
+        return made
+
+    patches = called(names)
+    for patch in patches:
+        patch.start()
+    with torch.no_grad():
+        logits = run.stages[0].logits(first[0].tokens, first[0].positions)
+    for patch in patches:
+        patch.stop()
+    with mock.patch.object(moe, "plan", plan):
+        loss, tokens = train.gradients(run, first, run.scaler.scale)
+    assert int(tokens) == 64
+    run.routers.settle(torch.tensor(True), run.scaler.scale)
+    gradients = {box.key: x.clone() for b in run.buckets for box, x in b.boxes(b.shard)}
+    return Seen(
+        {k: tuple(x.shape) for k, x in start.items()},
+        start,
+        rates,
+        logits,
+        names,
+        loss,
+        gradients,
+        run.routers.told,
+        rows,
+        {box.key: x.clone() for box, x in run.routers.boxes()},
+    )
+
+
+def same(a, b) -> bool:
+    """Tensors to 1e-11; of dicts of tensors, those with the same key and shape."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and torch.allclose(a, b, rtol=1e-11, atol=1e-14)
+    if isinstance(a, dict) and all(isinstance(x, torch.Tensor) for x in a.values()):
+        return all(same(a[key], b[key]) for key in a if key in b and a[key].shape == b[key].shape)
+    if isinstance(a, dict) and all(isinstance(x, float) for x in a.values()):
+        return all(a[key] == b[key] for key in a if key in b)
+    return a is b if a is None or b is None else a == b
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """key: is set to `to` beside `base`. changes: fields of Seen. right(before, after): how."""
+
+    key: str
+    to: object
+    changes: set[str]
+    right: Callable[[Seen, Seen], bool] = lambda before, after: True
+    base: dict = dataclasses.field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.to}-{'-'.join(f'{k}={v}' for k, v in self.base.items())}"
+
+
+def added(*parts: str, gone: tuple[str, ...] = ()):
+    """Exactly the tensors that have one of these in their key are new, exactly those with one of `gone`
+    are no more."""
+
+    def right(before: Seen, after: Seen) -> bool:
+        new, old = after.shapes.keys() - before.shapes.keys(), before.shapes.keys() - after.shapes.keys()
+        ok = all(any(part in key for part in parts) for key in new) and all(
+            any(part in key for key in new) for part in parts
+        )
+        return (
+            ok
+            and all(any(g in key for g in gone) for key in old)
+            and all(any(g in key for key in old) for g in gone)
+        )
+
+    return right
+
+
+def shaped(**shapes: tuple[int, ...]):
+    """The tensors whose keys end so have these shapes, and no other tensor has another one than before."""
+    want = {f".{key.replace('_to_', '.')}.weight": shape for key, shape in shapes.items()}
+
+    def right(before: Seen, after: Seen) -> bool:
+        for key, shape in after.shapes.items():
+            if shape != next(
+                (s for end, s in want.items() if f".{key}".endswith(end)), before.shapes.get(key)
+            ):
+                return False
+        return after.shapes.keys() == before.shapes.keys()
+
+    return right
+
+
+def std_times(factor: float):
+    """All that was drawn is this many times as large, bit for bit the same numbers otherwise."""
+
+    def right(before: Seen, after: Seen) -> bool:
+        drawn = [k for k, x in before.start.items() if x.dim() == 2]
+        return bool(drawn) and all(
+            torch.allclose(after.start[k], before.start[k] * factor, rtol=1e-6) for k in drawn
+        )
+
+    return right
+
+
+def deeper(before: Seen, after: Seen) -> bool:
+    """One more block; output projections start smaller by sqrt(2/3)."""
+    o = "layers.0.attn.o.weight"
+    return added("layers.2.")(before, after) and torch.allclose(
+        after.start[o], before.start[o] * (2 / 3) ** 0.5, rtol=1e-6
+    )
+
+
+def more_ids(before: Seen, after: Seen) -> bool:
+    """The logits of the first 100 ids are the same, and there are 20 more."""
+    return after.logits.shape[-1] == 120 and torch.allclose(
+        after.logits[..., :100], before.logits, rtol=1e-12
+    )
+
+
+def further(before: Seen, after: Seen) -> bool:
+    """A module behind the last block, which adds to the gradients of all that it reads."""
+    return added("layers.2.")(before, after) and all(
+        not same(before.gradients[k], after.gradients[k])
+        for k in ("embed.weight", "head.weight", "layers.0.attn.q.weight")
+    )
+
+
+def twice_the_module(before: Seen, after: Seen) -> bool:
+    """What only the module's loss depends on has twice the gradient."""
+    keys = [k for k in before.gradients if k.startswith("layers.2.")]
+    return bool(keys) and all(
+        torch.allclose(after.gradients[k], 2 * before.gradients[k], rtol=1e-9) for k in keys
+    )
+
+
+def far_tokens_alone(before: Seen, after: Seen) -> bool:
+    """The first 4 tokens see all that they saw."""
+    changed = (before.logits - after.logits).abs().amax((0, 2)) > 1e-9
+    return changed.tolist() == [False] * 4 + [True] * 12
+
+
+def mup(before: Seen, after: Seen) -> bool:
+    """Twice as wide as the base: hidden matrices learn half as fast and start 2^-1/2 times as large,
+    logits are half."""
+    q, table = "layers.0.attn.q.weight", "embed.weight"
+    return (
+        after.rates[q] == 0.5
+        and after.rates[table] == 1.0
+        and torch.allclose(after.start[q], before.start[q] / 2**0.5, rtol=1e-6)
+        and torch.equal(after.start[table], before.start[table])
+        and torch.allclose(after.logits, before.logits / 2, rtol=1e-9)
+    )
+
+
+def only(kind: str):
+    return lambda before, after: before.kernels == {"blocks"} and after.kernels == {kind}
+
+
+def fewer_choices(before: Seen, after: Seen) -> bool:
+    """64 tokens in two layers go to one expert each, not to two."""
+    return sum(map(sum, before.rows)) == 2 * 2 * 64 and sum(map(sum, after.rows)) == 2 * 64
+
+
+def one_group(before: Seen, after: Seen) -> bool:
+    """Of 4 experts in 2 groups, a token takes both of one group: the groups' experts have equal counts."""
+    return all(a == b and c == d for a, b, c, d in after.rows) and not all(
+        a == b and c == d for a, b, c, d in before.rows
+    )
+
+
+def bias_moved(rate: float):
+    """Against the load: up where an expert had less than its share."""
+
+    def right(before: Seen, after: Seen) -> bool:
+        for i, counts in enumerate(after.told[:, :4]):
+            bias = after.router[f"layers.{i}.mlp.router.bias"]
+            if not torch.allclose(bias, rate * torch.sign(32 - counts), atol=1e-12):
+                return False
+        return bool(bias.any())
+
+    return right
+
+
+def loss_told(column: int, coefficient: float, low: float):
+    """told[column] of each layer: the mean over tokens, at least `low` times its coefficient; nothing
+    before."""
+
+    def right(before: Seen, after: Seen) -> bool:
+        return bool(
+            (before.told[:, column] == 0).all() and (after.told[:, column] >= 0.999 * low * coefficient).all()
+        )
+
+    return right
+
+
+def dropped(before: Seen, after: Seen) -> bool:
+    """No expert takes more than its fair share of a sequence, 16 * 2 / 4 = 8; what is left out is told."""
+    rows = [n for counts in after.rows for n in counts]
+    return (
+        max(rows) <= 2 * 8
+        and sum(rows) + float(after.told[:, 4].sum()) == 2 * 2 * 64
+        and float(after.told[:, 4].sum()) > 0
+    )
+
+
+def filled_up(before: Seen, after: Seen) -> bool:
+    """Every expert has room for 8 rows a sequence, and every microbatch has two: whatever the routing, 16."""
+    return all(counts == [16] * 4 for counts in after.rows) and not all(
+        counts == [16] * 4 for counts in before.rows
+    )
+
+
+VALUES = {"logits", "loss", "gradients"}
+NEW = {"shapes", *VALUES}
+ROUTED = {"told", "rows"}
+ROPE = {"rope_factor": 4.0, "rope_original": 16}
+YARN = {**ROPE, "rope_kind": "yarn"}
+LATENT = {"kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "v_dim": 6}
+MIXTURE = {"experts": 4, "top_k": 2, "moe_ffn": 16}
+FULL = {**MIXTURE, "capacity": 1.0}
+TRAINED = {"loss", "gradients"}
+EVERY_LAYER = ("mlp.gate", "mlp.up", "mlp.down")
+CASES = [
+    Case("layers", 3, {*NEW, "start"}, deeper),
+    Case(
+        "hidden",
+        64,
+        NEW - {"gradients"},
+        lambda before, after: all(64 in shape for shape in after.shapes.values()),
+    ),  # no tensor keeps its shape: there are no gradients to compare
+    Case("heads", 2, VALUES),
+    Case("kv_heads", 2, NEW, shaped(attn_to_k=(16, 32), attn_to_v=(16, 32))),
+    Case(
+        "head_dim",
+        16,
+        NEW,
+        shaped(attn_to_q=(64, 32), attn_to_k=(64, 32), attn_to_v=(64, 32), attn_to_o=(32, 64)),
+    ),
+    Case("ffn", 64, NEW, shaped(mlp_to_gate=(64, 32), mlp_to_up=(64, 32), mlp_to_down=(32, 64))),
+    Case("vocab", 120, VALUES, more_ids),
+    Case("vocab_multiple", 50, {"shapes"}, shaped(embed=(100, 32), head=(100, 32))),
+    Case("context", 128, {"shapes"}, shaped(positions=(128, 32)), {"positions": "learned"}),
+    Case("norm", "layernorm", NEW, added("attn_norm.bias", "mlp_norm.bias", "norm.bias")),
+    Case("norm_eps", 1e-2, VALUES),
+    Case("activation", "gelu", NEW, added(gone=("mlp.gate",))),
+    Case("positions", "learned", NEW, added("positions.weight")),
+    Case("rope_theta", 500.0, VALUES),
+    Case("rope_factor", 4.0, VALUES, base={"rope_original": 16}),
+    Case("rope_kind", "yarn", VALUES, base=ROPE),
+    Case("rope_low_freq", 2.0, VALUES, base=ROPE),
+    Case("rope_high_freq", 6.0, VALUES, base=ROPE),
+    Case("rope_original", 32, VALUES, base=ROPE),
+    Case("rope_mscale", 0.5, VALUES, base=YARN),
+    Case("rope_mscale_all", 1.0, VALUES, base={**YARN, **LATENT}),
+    Case("rope_pairs", True, VALUES, base=LATENT),
+    Case("tied", True, NEW, added(gone=("head.weight",))),
+    Case(
+        "bias",
+        True,
+        NEW,
+        added(
+            *(f"{p}.bias" for p in ("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"))
+        ),
+    ),
+    Case("qkv_bias", True, NEW, added("attn.q.bias", "attn.k.bias", "attn.v.bias")),
+    Case("qk_norm", True, NEW, added("attn.q_norm.weight", "attn.k_norm.weight")),
+    Case("qk_norm_whole", True, NEW, shaped(attn_to_q_norm=(32,), attn_to_k_norm=(32,)), {"qk_norm": True}),
+    Case(
+        "kv_rank",
+        12,
+        NEW,
+        added("attn.kv_a", "attn.kv_b", "attn.kv_norm", gone=("attn.k.", "attn.v.")),
+        {**LATENT, "kv_rank": None},
+    ),
+    Case("q_rank", 20, NEW, added("attn.q_a", "attn.q_b", "attn.q_norm", gone=("attn.q.",)), LATENT),
+    Case("nope_dim", 12, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_b=(72, 12)), LATENT),
+    Case("rope_dim", 8, NEW, shaped(attn_to_q=(64, 32), attn_to_kv_a=(20, 32)), LATENT),
+    Case("v_dim", 10, NEW, shaped(attn_to_kv_b=(72, 12), attn_to_o=(32, 40)), LATENT),
+    Case("mtp", 1, {"shapes", "gradients"}, further),
+    Case("mtp_weight", 0.6, {"gradients"}, twice_the_module, {"mtp": 1}),
+    Case("window", 4, VALUES, far_tokens_alone),
+    Case("dropout", 0.2, TRAINED),
+    Case("init_std", 0.05, {"start"}, std_times(2.5)),
+    Case("mup_base", 16, {*VALUES, "start", "rates"}, mup),
+    Case("mup_head_dim", 4, VALUES, base={"mup_base": 16}),
+    Case("attention", "reference", {"kernels"}, only("reference")),
+    Case("attention", "sdpa", {"kernels"}, only("sdpa")),
+    Case(
+        "experts",
+        4,
+        {*NEW, *ROUTED},
+        added("mlp.router.weight", *(f"mlp.experts.{e}." for e in range(4)), gone=EVERY_LAYER),
+    ),
+    Case("top_k", 1, {*VALUES, *ROUTED}, fewer_choices, MIXTURE),
+    Case(
+        "moe_ffn",
+        24,
+        {*NEW, *ROUTED},
+        lambda before, after: after.shapes["layers.1.mlp.experts.3.down.weight"] == (32, 24),
+        MIXTURE,
+    ),
+    Case(
+        "shared_experts",
+        2,
+        {*NEW, *ROUTED},
+        added("mlp.shared.gate", "mlp.shared.up", "mlp.shared.down"),
+        MIXTURE,
+    ),
+    Case(
+        "shared_gate",
+        True,
+        {*NEW, *ROUTED},
+        added("mlp.shared_gate.weight"),
+        {**MIXTURE, "shared_experts": 1},
+    ),
+    Case(
+        "first_dense",
+        1,
+        {*NEW, *ROUTED},
+        added(
+            "layers.0.mlp.gate",
+            "layers.0.mlp.up",
+            "layers.0.mlp.down",
+            gone=("layers.0.mlp.router", "layers.0.mlp.experts"),
+        ),
+        MIXTURE,
+    ),
+    Case(
+        "moe_every",
+        2,
+        {*NEW, *ROUTED},
+        added(
+            "layers.0.mlp.gate",
+            "layers.0.mlp.up",
+            "layers.0.mlp.down",
+            gone=("layers.0.mlp.router", "layers.0.mlp.experts"),
+        ),
+        MIXTURE,
+    ),
+    Case("router", "sigmoid", {*VALUES, *ROUTED}, base=MIXTURE),
+    Case("router_renorm", False, {*VALUES, *ROUTED}, base=MIXTURE),
+    Case("router_groups", 2, {*VALUES, *ROUTED}, one_group, MIXTURE),
+    Case(
+        "router_group_top_k",
+        2,
+        {*VALUES, *ROUTED},
+        lambda before, after: one_group(after, before),
+        {**MIXTURE, "router_groups": 2},
+    ),
+    Case("router_scale", 2.5, {*VALUES, *ROUTED}, base=MIXTURE),
+    Case("router_bias", True, {"router"}, bias_moved(1e-3), MIXTURE),
+    Case("router_bias_rate", 1e-2, {"router"}, bias_moved(1e-2), {**MIXTURE, "router_bias": True}),
+    Case("jitter", 0.1, {*TRAINED, *ROUTED}, base=MIXTURE),
+    Case("aux_loss", 0.1, {"gradients", "told"}, loss_told(6, 0.1, 0.9), MIXTURE),
+    Case("aux_kind", "global", {"gradients", "told", "router"}, base={**MIXTURE, "aux_loss": 0.1}),
+    Case("aux_kind", "micro", {"gradients", "told"}, base={**MIXTURE, "aux_loss": 0.1}),
+    Case("z_loss", 0.1, {"gradients", "told"}, loss_told(7, 0.1, 0.5), MIXTURE),
+    Case("capacity", 1.0, {*TRAINED, *ROUTED}, dropped, MIXTURE),
+    Case("drop", "position", {*TRAINED, *ROUTED}, dropped, FULL),
+    Case("pad", True, {"rows"}, filled_up, FULL),
+]
+ELSEWHERE = {"preset": "below: it says where the others start from"}
+NEEDS_A_GPU = {("attention", "flash"), ("attention", "triton")}  # tests/kernels/test_attention.py
+
+
+def test_no_key_and_no_choice_is_forgotten():
+    assert {case.key for case in CASES} | ELSEWHERE.keys() == {
+        field.name for field in dataclasses.fields(Model)
+    }
+    for key, kind in typing.get_type_hints(Model).items():
+        if typing.get_origin(kind) is typing.Literal:
+            tried = {(key, case.to) for case in CASES if case.key == key}
+            assert tried | {c for c in NEEDS_A_GPU if c[0] == key} == {
+                (key, c) for c in typing.get_args(kind)
+            } - {(key, getattr(Model, key))}
+
+
+@pytest.fixture(scope="module")
+def seen():
+    """The same settings are looked at once."""
+    known = {}
+
+    def get(model: dict) -> Seen:
+        key = tuple(sorted(model.items(), key=str))
+        if key not in known:
+            known[key] = look(model)
+        return known[key]
+
+    return get
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_does_what_it_says_and_nothing_else(seen, case):
+    before, after = seen(case.base), seen({**case.base, case.key: case.to})
+    changed = {
+        f.name for f in dataclasses.fields(Seen) if not same(getattr(before, f.name), getattr(after, f.name))
+    }
+    if before.router.keys() != after.router.keys():
+        changed.add("router")
+    assert changed == case.changes, changed ^ case.changes
+    assert case.right(before, after)
+
+
+@pytest.mark.parametrize("name", ["gpt2-tiny", "deepseek-v3-tiny"])
+def test_a_preset_is_what_models_yaml_has(name):
+    entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
+    model = dataclasses.asdict(config.from_tree({"model": {"preset": name}}).model)
+    assert model == {**dataclasses.asdict(Model()), **entry, "preset": name} and len(entry) > 5
+    over = config.from_tree({"model": {"preset": name, "layers": 7}}).model
+    assert over.layers == 7 and over.hidden == entry["hidden"]
