@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from config import ConfigError
-from scripts.mutate import checkout, control, cover, draw, judge, report
+from plan import lattice
+from scripts import verify
+from scripts.mutate import checkout, control, cover, draw, judge, report, table
 from scripts.mutate.__main__ import main
 from scripts.mutate.operators import OPERATORS
 from scripts.mutate.source import Edit, Source
@@ -345,6 +347,33 @@ def test_verify_kills_by_a_verdict_alone(measured, tmp_path, monkeypatch, mutate
     v = judge.judge(one, controls, cover.Map({}))
     assert (v.stage, v.hung, left) == (stage, stage != "" and mutated == "hung", [])
     assert v.by.startswith("no verdict of" if mutated in ("refused", "killed") else "toy" if stage else "")
+
+
+NO_VERDICT = ("died", "refused", "killed", "hung")  # a bug of the table is silent: verify itself goes on
+
+
+@pytest.mark.parametrize(
+    "said, found", [("right", False), ("wrong", True), *((said, None) for said in NO_VERDICT)]
+)
+def test_a_bug_of_the_table_is_caught_by_a_verdict_alone(monkeypatch, said, found):
+    monkeypatch.setattr(table, "plant", lambda *_: None)
+    monkeypatch.setattr(table, "ends", lambda *_: SAYS[said])
+    if found is None:
+        with pytest.raises(ConfigError, match="no verdict of scripts.verify"):
+            table.caught(table.TABLE[0])
+    else:
+        assert table.caught(table.TABLE[0])[0] is found
+
+
+def test_words_of_layouts_are_words_that_verify_has():
+    """Of the proofs of stage 2 and of the table: a word that went out of use would find no layout."""
+    axes = {**lattice.LAYOUT, **lattice.SWITCHES, **dict.fromkeys(lattice.DEGREES, (2,))}
+    first = {key: values[0] for key, values in axes.items()}
+    known = {w for key, values in axes.items() for v in values for w in verify.words(first | {key: v}, 16)}
+    layouts = [p.words for _, of in judge.PROOFS for p in of]
+    layouts += [m.layout for m in table.TABLE if m.layout != table.ALIKE]
+    for word in {w.removeprefix("no-") for text in layouts for w in text.split()}:
+        assert word in known or re.fullmatch(r"(tp|pp|cp|dp|rep|ep|etp)[2-8]", word), word
 
 
 def test_the_closing_table_and_the_file_of_verdicts(tmp_path):
