@@ -101,7 +101,8 @@ def test_masters_stay_exact(ranks):
     for pairs in ranks(2).run(masters, laid("fp32", compress_weights="int8", zero=1)):
         for seen, exact in pairs:
             limit = compress.bound(exact.double()[None], "int8", 64)[0]
-            assert ((seen.double() - exact.double()).abs() <= limit * SLACK).all() and not torch.equal(seen, exact)
+            assert ((seen.double() - exact.double()).abs() <= limit * SLACK).all()
+            assert not torch.equal(seen, exact) or not exact.any()  # a rank's share of a small bucket may be padding alone
 
 
 @pytest.mark.parametrize("kind", ["none", "int8", "fp8", "powersgd"])
