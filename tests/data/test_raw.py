@@ -40,3 +40,19 @@ def test_ids_and_boundaries_need_a_tokenizer(tmp_path):
         raw.read(0, 1)
     with pytest.raises(ConfigError, match="doc_mask"):
         raw.starts(0, 2)
+
+
+def test_identity_is_that_of_the_size_and_both_ends(tmp_path):
+    """2^20 bytes of each end; the middle of a large file would take minutes to read."""
+    n, end = 5 << 18, 1 << 19  # tokens of two bytes
+    ids = (np.arange(n) % 50000).astype("<u2")
+    whole = Raw(nanogpt(tmp_path / "a.bin", ids)).identity
+
+    def changed(place: int) -> bool:
+        other = ids.copy()
+        other[place] += 1
+        return Raw(nanogpt(tmp_path / "b.bin", other)).identity != whole
+
+    told = [changed(at) for at in (0, end - 1, end, n - end - 1, n - end, n - 1)]
+    assert told == [True, True, False, False, True, True]
+    assert Raw(nanogpt(tmp_path / "b.bin", ids[:-1])).identity != whole

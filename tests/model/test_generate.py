@@ -6,7 +6,7 @@ import torch
 
 from build import build
 from model.attention import Cache
-from model.generate import generate
+from model.generate import choose, generate
 from parallel.comm import World
 from parallel.layout import Layout
 from parallel.mesh import Mesh
@@ -40,3 +40,32 @@ def test_several_stages_on_a_rank(ranks, name):
         for ids, ahead in ranks(2).run(written, there):
             assert ids == alone, schedule
             assert ahead < 1e-12, f"{schedule}: a token of the prompt sees the ones behind it"
+
+
+def sampled(**how) -> list[int]:
+    """64 ids that a model draws to which every of 50 tokens is as likely."""
+    return list(generate(lambda *_: torch.zeros(50), [1], 64, temperature=1.0, **how))
+
+
+def test_a_sample_is_a_function_of_its_seed_which_is_0_unless_given():
+    assert sampled() == sampled(seed=0) != sampled(seed=1)
+    stream = torch.Generator().manual_seed(0)
+    assert sampled() == [int(torch.multinomial(torch.ones(50) / 50, 1, generator=stream)) for _ in range(64)]
+
+
+KEPT = [({}, (0, 1, 2, 3)), ({"top_k": 2}, (1, 3)), ({"top_k": 4}, (0, 1, 2, 3)), ({"top_p": 0.79}, (1, 3)),
+        ({"top_p": 0.81}, (0, 1, 3)), ({"top_p": 0.4}, (3,)), ({"top_k": 3, "top_p": 0.9}, (0, 1, 3))]
+
+
+@pytest.mark.parametrize("how, kept", KEPT)
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_a_token_is_chosen_as_often_as_its_probability_says(how, kept, temperature):
+    """p^(1 / temperature), of the k likeliest, of the smallest set with that much (arXiv 1904.09751)."""
+    given = torch.tensor([0.15, 0.3, 0.05, 0.5], dtype=torch.float64) ** temperature
+    p = torch.tensor([0.15, 0.3, 0.05, 0.5], dtype=torch.float64)[list(kept)]
+    stream, n = torch.Generator().manual_seed(5), 600
+    took = [choose(given.log(), temperature, how.get("top_k"), how.get("top_p"), stream) for _ in range(n)]
+    assert set(took) == set(kept)
+    for token, want in zip(kept, (p / p.sum()).tolist()):
+        assert abs(took.count(token) / n - want) <= 5 * (want * (1 - want) / n) ** 0.5
+    assert choose(given.log(), 0.0, None, None, stream) == 3
