@@ -1,16 +1,25 @@
 """train.py's own loop in a rank of a warm pool: what a proof runs, so that it proves the program and no imitation of it."""
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 
 import train
 from config import Config
 from parallel.comm import World
+from runtime.experts import LoadMap
 from runtime.setup import Env
 from runtime.stop import SIGNALS
+
+
+@contextlib.contextmanager
+def no_pictures() -> Iterator[None]:
+    """Without loss.png and experts.png, which take longer to draw than a tiny run to train."""
+    with mock.patch.object(train, "loss_png", lambda *_: None), mock.patch.object(LoadMap, "png", lambda *_: None):
+        yield
 
 
 def run_loop(world: World, cfg: Config, folder: Path, watch: Callable | None = None) -> int:
@@ -20,7 +29,7 @@ def run_loop(world: World, cfg: Config, folder: Path, watch: Callable | None = N
     env = Env(rank=world.rank, world=world.size, local_rank=world.rank, local_world=world.size, device=torch.device("cpu"))
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
-        with open(folder / f"console.rank{world.rank}.log", "a") as console, contextlib.redirect_stdout(console):
+        with no_pictures(), open(folder / f"console.rank{world.rank}.log", "a") as console, contextlib.redirect_stdout(console):
             return train.train(cfg, env, world, folder, watch=watch)
     finally:  # a rank that lives on must still end when it is told to
         for number, handler in handlers.items():

@@ -162,7 +162,7 @@ def child(seen_file: pathlib.Path, log: pathlib.Path, args: list[str]) -> None:
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
         train.loss_png = LoadMap.png = lambda *rest: None  # a second of every run, and no part of the proof
         inner = train.train
-        train.train = lambda *rest: inner(*rest, watch=look)
+        train.train = lambda *rest, **more: inner(*rest, **more, watch=look)
         code = fail_cleanly(train.main, args)
         torch.save(seen, seen_file)
     except BaseException:

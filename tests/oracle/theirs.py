@@ -67,13 +67,16 @@ class Recipe:
     def arguments(self) -> list[str]:
         keys = {"train.steps": self.steps, "train.seq_len": self.seq, "train.micro_batch": self.micro,
                 "train.global_batch": self.batch, "data.doc_mask": str(self.docs).lower(),
-                "optim.lr": self.lr,
-                "optim.min_lr": self.min_lr, "optim.warmup": self.warmup, "optim.decay": self.decay,
-                "optim.decay_fraction": self.decay_fraction, "optim.beta1": self.beta1,
-                "optim.beta2": self.beta2,
+                "optim.lr": self.lr, "optim.warmup": self.warmup, "optim.decay": self.decay,
+                "optim.beta1": self.beta1, "optim.beta2": self.beta2,
                 "optim.momentum": self.momentum, "optim.eps": self.eps,
                 "optim.weight_decay": self.weight_decay,
                 "optim.clip": self.clip, "eval.every": self.eval_every, "eval.batches": self.eval_batches}
+        # what would do nothing is refused
+        if self.decay == "wsd":
+            keys["optim.decay_fraction"] = self.decay_fraction
+        if self.decay != "constant":
+            keys["optim.min_lr"] = self.min_lr
         return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
     def rate(self, step: int) -> float:
@@ -87,7 +90,7 @@ class Recipe:
         if self.decay == "linear":
             return self.lr - (self.lr - self.min_lr) * gone
         if self.decay == "wsd":  # flat, then a straight line over the last share of the horizon
-            left = min(1.0, (1 - gone) / self.decay_fraction)
+            left = min(1.0, (self.steps - step) / (self.decay_fraction * self.steps))
             return self.min_lr + (self.lr - self.min_lr) * left
         return self.lr
 
