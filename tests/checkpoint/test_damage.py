@@ -158,6 +158,22 @@ def test_an_index_cannot_point_outside(saved, file):
         store.verify(path)
 
 
+WRONG_KINDS = (
+    [("meta.json", "sha256", x) for x in (None, 7, ["0"])]
+    + [("shard_00000.safetensors", "header", x) for x in (None, 7, ["0"])]
+    + [(file, "bytes", x) for file in ("meta.json", "shard_00000.safetensors") for x in (None, 7.0, "7", True)]
+)
+
+
+@pytest.mark.parametrize("file, field, value", WRONG_KINDS)
+def test_a_file_s_entry_has_a_whole_number_and_a_text(saved, file, field, value):
+    """Refused by the index alone, before anything is read by it."""
+    _, path, _ = saved
+    reseal(path, lambda data: data["files"][file].update({field: value}))
+    with pytest.raises(store.IntegrityError, match=f"index.json: .*bad entry of file {file}"):
+        store.index(path)
+
+
 def test_a_forged_index_is_refused_and_never_crashes(saved):
     """Values of the wrong kind anywhere in a well-sealed index: IntegrityError or ConfigError, nothing else."""
     _, path, truth = saved
