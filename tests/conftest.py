@@ -12,9 +12,25 @@ if not torch.cuda.is_available():  # kernels run through Triton's interpreter, w
     with contextlib.suppress(ImportError):  # no wheel for this platform: the tests that need it skip themselves
         import interpreter  # noqa: F401
 
+import draw
+
 from runtime.pool import Pool
 
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--all", action="store_true", help="every case of the long tables, not this commit's draw (tests/draw.py)")
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("all") or config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return  # all were asked for, or some by name
+    files = {item.nodeid: item.path.relative_to(config.rootpath).as_posix() for item in items}
+    left = draw.leave_out(files, draw.commit_seed())
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
+    items[:] = [item for item in items if item.nodeid not in left]
+    print(f"{len(left)} cases of long tables are left out by this commit's draw; --all runs them")
 
 
 @pytest.fixture(scope="session")

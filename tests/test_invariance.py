@@ -4,10 +4,10 @@ The whole lattice runs on demand: python -m scripts.verify NAME --world 8 --layo
 bugs (scripts/mutate/table.py) must be seen; a draw of them here, all of them by python -m scripts.mutate.
 """
 import random
-import subprocess
-import zlib
 
 import pytest
+
+from draw import commit_seed
 
 from build import plan_pipeline
 from plan import lattice
@@ -26,12 +26,6 @@ DRAWN = (("llama3-tiny", 8, 4), ("llama3-tiny", 4, 6), ("gpt2-tiny", 4, 3), ("qw
 PLANTED = 3
 
 
-def seed() -> int:
-    """Of this commit: every commit draws other layouts, and the same commit the same ones."""
-    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    return zlib.crc32(done.stdout.encode())
-
-
 def found(name: str, world: int) -> lattice.Lattice:
     return lattice.layouts(verify.subject(name, world), world, lambda c: plan_pipeline(c, world, advise=False))
 
@@ -47,12 +41,12 @@ def test_core(ranks, tmp_path, name, world, words):
 @pytest.mark.parametrize("name,world,n", DRAWN)
 def test_drawn(ranks, tmp_path, name, world, n):
     f = found(name, world)
-    for cell in lattice.draw(f, n, seed()):
+    for cell in lattice.draw(f, n, commit_seed()):
         first, _ = verify.prove(ranks(world), f.config(cell), tmp_path)
         assert not first.bad, f"{verify.words(cell, world)}: {first}"
 
 
-@pytest.mark.parametrize("bug", random.Random(seed()).sample(mutate.TABLE, PLANTED), ids=lambda m: m.what[:50])
+@pytest.mark.parametrize("bug", random.Random(commit_seed()).sample(mutate.TABLE, PLANTED), ids=lambda m: m.what[:50])
 def test_planted_bugs_are_seen(bug):
     found, said = mutate.caught(bug)
     assert found, f"verify did not see: {bug.what}"

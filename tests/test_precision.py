@@ -3,12 +3,13 @@ loss scale of fp16, and planted bugs, each of which must be seen."""
 
 import json
 import shutil
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+
+from draw import commit_seed
 
 import train
 from kernels import adam, attention, cross_entropy, linear, norm, partial_attention
@@ -71,18 +72,10 @@ def test_the_core(provers, name, world, cell):
     holds(provers(name, world), cell)
 
 
-def commit() -> int:
-    """The draw's seed: another one with every commit; 0 outside of a repository."""
-    done = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent
-    )
-    return int(done.stdout[:8], 16) if done.returncode == 0 else 0
-
-
 @pytest.mark.parametrize("which", range(DRAWN))
 def test_a_draw(provers, which):
     every = precision.cells(LLAMA, 2)
-    cell = every[(commit() + which * len(every) // DRAWN) % len(every)]
+    cell = every[(commit_seed() + which * len(every) // DRAWN) % len(every)]
     print(cell.words(2))
     holds(provers(LLAMA, 2), cell)
 

@@ -1,0 +1,41 @@
+"""Which cases of a long table a run of all tests takes: a draw by commit, so that every commit meets others and none takes long.
+
+`bash scripts/test.sh --all`, or naming a file, runs every case.
+"""
+import math
+import random
+import subprocess
+import zlib
+from collections import defaultdict
+from pathlib import Path
+
+# tests of many cases that guard one thing in many shapes: the share of the cases of each function that a run takes
+SHARES: dict[str, float] = {}
+
+
+def commit_seed() -> int:
+    """Of this commit: every commit draws other cases, and the same commit the same ones."""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=here)
+    return zlib.crc32(done.stdout.encode())
+
+
+def drawn(cases: dict[str, list], share: float, seed: int) -> set:
+    """Of the cases {function: [case]} the share of each function's, rounded up, in a draw that the seed decides."""
+    kept = set()
+    for function, every in cases.items():
+        stream = random.Random(f"{seed}/{function}")
+        kept.update(stream.sample(every, math.ceil(share * len(every))))
+    return kept
+
+
+def leave_out(files: dict[str, str], seed: int) -> set[str]:
+    """files: {node id of a case: its file} -> the ids that this seed's run leaves out."""
+    tables: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
+    for case, file in files.items():
+        if file in SHARES:
+            tables[file][case.partition("[")[0]].append(case)
+    left = set()
+    for file, cases in tables.items():
+        left |= {case for every in cases.values() for case in every} - drawn(cases, SHARES[file], seed)
+    return left
