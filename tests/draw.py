@@ -10,7 +10,17 @@ from collections import defaultdict
 from pathlib import Path
 
 # tests of many cases that guard one thing in many shapes: the share of the cases of each function that a run takes
-SHARES: dict[str, float] = {}
+SHARES = {
+    "tests/parallel/test_ledger.py": 0.2,
+    "tests/parallel/test_ring.py": 0.5,
+    "tests/plan/test_memory.py": 0.4,
+    "tests/kernels/test_aot.py": 0.34,
+    "tests/scripts/test_convert.py": 0.5,
+    "tests/test_async_save.py": 0.5,
+    "tests/test_layouts.py": 0.34,
+    "tests/test_model_keys.py": 0.4,
+    "tests/test_parallel_keys.py": 0.4,
+}
 
 
 def commit_seed() -> int:

@@ -1,8 +1,11 @@
 """The rules of the house, as tests: who may import whom, one mouth to torch.distributed, sizes, keys that are read."""
 import ast
 import dataclasses
+import math
 import pathlib
 import re
+
+import draw
 
 import config
 
@@ -117,3 +120,18 @@ def test_a_reference_stands_beside_each_kernel():
     for path in (ROOT / "kernels").glob("*.py"):
         if "@triton.jit" in path.read_text():
             assert (ROOT / "tests" / "kernels" / f"test_{path.name}").exists(), path
+
+
+def test_long_tables_are_drawn_by_commit_and_every_case_comes():
+    """tests/draw.py: a share of each function's cases, the same ones for a seed, and over many seeds all of them."""
+    file = next(iter(draw.SHARES))
+    cases = {f"{file}::{name}[{i}]": file for name in ("test_a", "test_b") for i in range(9)} | {f"{file}::test_c": file}
+    cases |= {f"tests/other.py::test_d[{i}]": "tests/other.py" for i in range(9)}
+    runs = [set(cases) - draw.leave_out(cases, seed) for seed in range(60)]
+    kept = math.ceil(draw.SHARES[file] * 9)
+    for run in runs:
+        assert sum("test_a" in case for case in run) == sum("test_b" in case for case in run) == kept < 9
+        assert f"{file}::test_c" in run and sum("test_d" in case for case in run) == 9
+    assert draw.leave_out(cases, 1) == draw.leave_out(cases, 1) != draw.leave_out(cases, 2)
+    assert set().union(*runs) == set(cases)
+    assert all((ROOT / path).exists() for path in draw.SHARES)

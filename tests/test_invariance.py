@@ -20,9 +20,9 @@ CORE = (("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"), ("llama3-tiny", 4, "cp2
         ("mixtral-tiny", 4, "dp2 tp2 ep4 no-sp zero1 mb1"), ("qwen2-moe-tiny", 4, "cp2 tp2 ep2 etp2 sp zero3 mb1 padded"),
         ("dots1-tiny", 4, "pp2 dp2 ep2 zero2 zb-v mb1"), ("qwen3-moe-tiny", 4, "pp2 tp2 etp2 sp zero0 dualpipe-v mb1"),
         ("llama3-tiny", 8, "pp2 rep2 dp2 zero3 1f1b mb1"), ("llama3-tiny", 8, "pp2 cp2 tp2 sp zero2 zb-h1 mb2 cp-ring"))
-DRAWN = (("llama3-tiny", 8, 4), ("llama3-tiny", 4, 6), ("gpt2-tiny", 4, 3), ("qwen3-tiny", 4, 3), ("mistral-tiny", 4, 3),
-         ("llama3.2-tiny", 6, 2), ("deepseek-v3-tiny", 4, 3), ("mixtral-tiny", 4, 2), ("qwen2-moe-tiny", 4, 2),
-         ("qwen3-moe-tiny", 4, 2), ("olmoe-tiny", 4, 2), ("dots1-tiny", 4, 2))
+DRAWN = (("llama3-tiny", 8, 3), ("llama3-tiny", 4, 4), ("gpt2-tiny", 4, 2), ("qwen3-tiny", 4, 2), ("mistral-tiny", 4, 2),
+         ("llama3.2-tiny", 6, 1), ("deepseek-v3-tiny", 4, 2), ("mixtral-tiny", 4, 2), ("qwen2-moe-tiny", 4, 1),
+         ("qwen3-moe-tiny", 4, 1), ("olmoe-tiny", 4, 1), ("dots1-tiny", 4, 1))
 PLANTED = 3
 
 
