@@ -17,7 +17,8 @@ def pack(windows: list[np.ndarray], starts: list[np.ndarray] | None) -> Batch:
     """b windows of s + 1 tokens, and the places (1..s) in each where a document begins; none: no doc_mask."""
     ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
     b, s = ids.shape[0], ids.shape[1] - 1
-    # copies, not contiguous(): of a single row that would be the same memory for both, and -100 would be written into the tokens
+    # copies, not contiguous(): of a single row that would be the same memory for both, and -100 would be
+    # written into the tokens
     tokens, targets = ids[:, :-1].clone(), ids[:, 1:].clone()  # [b, s]
     place = torch.arange(s).expand(b, s)
     if starts is None:

@@ -28,8 +28,9 @@ SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp
            "doc_mask": "data", "capacity": "model", "pad": "model", "mup_base": "model", "mup_head_dim": "model",
            "name": "optim", "states": "optim", "async_save": "checkpoint", "seq_len": "train", "context": "model",
            "window": "model"}  # else parallel
-# A second geometry: longer than a block of attention's queries, no power of two, a window over many chunks of the ring, buckets
-# larger than a layer (those of the first are smaller than its largest parameter). 240: cut evenly over cp and tp up to 8
+# A second geometry: longer than a block of attention's queries, no power of two, a window over many chunks of
+# the ring, buckets larger than a layer (those of the first are smaller than its largest parameter). 240 is cut
+# evenly over cp and tp up to 8
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout

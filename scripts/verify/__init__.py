@@ -1,17 +1,20 @@
-"""Prove that every parallel layout trains like one process: python -m scripts.verify NAME --world 8 [--layouts all | N]
+"""Prove that every parallel layout trains like one process.
 
-What is run is train.py's own loop, on the CPU over gloo, in fp64: real files through loader and packing, evaluation, sampling,
-warm-up and decay, a step that is skipped for a non-finite gradient, a save, a stop and a resume under the layout. What is compared
-with one process that ran through (scripts/verify/trial.py has the list) is equal, or within a relative 1e-9: every token, loss,
-gradient by its global name, norm, rate, validation loss, sampled id, and every parameter and moment of the checkpoints.
+    python -m scripts.verify NAME --world 8 [--layouts all | N]
 
-The layouts are those that train.py's own rules let pass; the rest is refused with the reason that train.py would give.
-`--layouts all` runs every layout, with switches (recompute, microbatches, ...) chosen so that every legal pair of values meets;
-`--layouts product` every choice. `--part 2/4` runs the second quarter of what was chosen: a long proof over several machines or
-sittings.
+What is run is train.py's own loop, on the CPU over gloo, in fp64: real files through loader and packing,
+evaluation, sampling, warm-up and decay, a step that is skipped for a non-finite gradient, a save, a stop and
+a resume under the layout. What is compared with one process that ran through (scripts/verify/trial.py has
+the list) is equal, or within a relative 1e-9: every token, loss, gradient by its global name, norm, rate,
+validation loss, sampled id, and every parameter and moment of the checkpoints.
 
-`--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO stage, within bounds
-that follow from the dtype (scripts/verify/precision.py).
+The layouts are those that train.py's own rules let pass; the rest is refused with the reason that train.py
+would give. `--layouts all` runs every layout, with switches (recompute, microbatches, ...) chosen so that
+every legal pair of values meets; `--layouts product` every choice. `--part 2/4` runs the second quarter of
+what was chosen: a long proof over several machines or sittings.
+
+`--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
+stage, within bounds that follow from the dtype (scripts/verify/precision.py).
 `--coord` proves no layout, but muP: how far training moves activations, by width (scripts/verify/coord.py).
 """
 import argparse

@@ -1,8 +1,9 @@
-"""One trial: train.py's loop under a layout, stopped and started again on the way, beside one process that ran through.
+"""One trial: train.py's loop under a layout, stopped and resumed, beside one process that ran through.
 
-Compared is all that a run sees, computes and leaves: each token of each batch, loss, gradients by name, norm and verdict of each
-step, what routers count, the validation loss and the sampled ids; and, read back from the run folder, metrics.jsonl (loss, norm,
-rate, tokens, validation) and the checkpoints (parameters and moments by name, and where the run stands).
+Compared is all that a run sees, computes and leaves: each token of each batch, loss, gradients by name, norm
+and verdict of each step, what routers count, the validation loss and the sampled ids; and, read back from
+the run folder, metrics.jsonl (loss, norm, rate, tokens, validation) and the checkpoints (parameters and
+moments by name, and where the run stands).
 """
 import contextlib
 import hashlib
@@ -32,13 +33,18 @@ from scripts.verify.subject import LAST, SAVED, SKIPPED, placed, write_corpora
 BOUND = 1e-9
 KEPT = 200  # truths of some megabytes
 BY_MICROBATCH = ("tensorwise", "rowwise")  # fp8 whose scales span the tokens of a microbatch, and no fewer
-FLOOR = 1e-7  # smaller is noise: a gradient that is zero in exact arithmetic (a k bias without RoPE), and what Adam makes of it
-CLOCKS = ("_ms", "_s", "_gpu", "mem_gib", "mfu")  # endings of what metrics.jsonl tells of the machine, not of the training
+# smaller is noise: a gradient that is zero in exact arithmetic (a k bias without RoPE), and what Adam makes
+# of it
+FLOOR = 1e-7
+# endings of what metrics.jsonl tells of the machine, not of the training
+CLOCKS = ("_ms", "_s", "_gpu", "mem_gib", "mfu")
 STOPPED = 75  # train.py's exit code for "stopped early, everything saved"
 
 
 class Off(NamedTuple):
-    """How far one value is from one process's, relative to the largest of its tensor; step: where it was seen."""
+    """How far one value is from one process's, relative to the largest of its tensor.
+
+    step: where it was seen; half a step more is after it."""
     error: float
     step: float
     what: str
@@ -56,10 +62,11 @@ class Off(NamedTuple):
 
 
 class Witness:
-    """Looks on at train.train as its `watch`. Without truth it keeps what it sees in `made`, {which value: tensor}; with truth it
-    compares, and keeps in `seen` how far off each value is.
+    """Looks on at train.train as its `watch`. Without truth it keeps what it sees in `made`, {which value:
+    tensor}; with truth it compares, and keeps in `seen` how far off each value is.
 
-    Two things it does itself: it spoils the gradient of step SKIPPED, and it asks the run to stop in step `until`."""
+    Two things it does itself: it spoils the gradient of step SKIPPED, and it asks the run to stop in step
+    `until`."""
 
     def __init__(self, folder: Path, truth: dict[str, Tensor] | None) -> None:
         self.folder, self.truth = folder, truth
@@ -70,13 +77,19 @@ class Witness:
         self.run = self.data = None
 
     def __call__(self, point: str, step: int | None = None, **shown) -> str | None:
-        look = {"run.built": self.built, "step.begin": self.begin, "step.read": self.read, "step.backward": self.backward,
-                "step.end": self.end, "eval.end": self.evaluated}.get(point)
+        look = {
+            "run.built": self.built,
+            "step.begin": self.begin,
+            "step.read": self.read,
+            "step.backward": self.backward,
+            "step.end": self.end,
+            "eval.end": self.evaluated,
+        }.get(point)
         return look(step, **shown) if look else None
 
-    # ---- holding one value -------------------------------------------------------------------------------------------
+    # ---- holding one value ---------------------------------------------------------------------------------
 
-    def near(self, what: str, value: Tensor, step: float, box: Box | None = None, floor: float = FLOOR) -> None:
+    def near(self, what: str, value: Tensor, step: float, box: Box | None = None, floor: float = FLOOR):
         """A floating-point value, or the part of it that `box` says: within BOUND of one process's."""
         value = value.detach()
         self.names.add(what)
@@ -103,7 +116,7 @@ class Witness:
         equal = true is not None and true.shape == value.shape and bool((true == value).all())
         self.seen.append(Off(0.0 if equal else math.inf, step, what))
 
-    # ---- what the loop shows -----------------------------------------------------------------------------------------
+    # ---- what the loop shows -------------------------------------------------------------------------------
 
     def built(self, step: int, run, data, valid) -> None:
         self.run = run
@@ -144,7 +157,7 @@ class Witness:
         self.near(f"validation loss after step {step}", torch.tensor(loss, dtype=torch.float64), step + 0.5)
         self.same(f"sampled ids after step {step}", torch.tensor(ids), step + 0.5)
 
-    # ---- what it leaves in the run folder ----------------------------------------------------------------------------
+    # ---- what it leaves in the run folder ------------------------------------------------------------------
 
     def left(self) -> None:
         """metrics.jsonl and the checkpoints; for one rank to call, when the run has ended."""
@@ -167,14 +180,16 @@ class Witness:
     def checkpoint(self, path: Path, step: int) -> None:
         """Every tensor of a checkpoint, whole and in fp64, and where the run stands."""
         shapes = {row["key"]: row["shape"] for row in store.index(path)["pieces"]}
-        wants = [(Box.whole(key, tuple(shape)), torch.zeros(shape, dtype=torch.float64)) for key, shape in shapes.items()]
+        wants = [(Box.whole(key, tuple(shape)), torch.zeros(shape, dtype=torch.float64))
+                 for key, shape in shapes.items()]
         store.load(path, wants, allow_cast=True)
         for box, value in wants:
             if not box.key.endswith(ERROR) and BASIS not in box.key:  # PowerSGD's own: one process has none
                 floor = FLOOR ** 2 if box.key.endswith("_v") else FLOOR  # of squares of gradients
                 self.near(f"{box.key} in the checkpoint of step {step}", value, step + 0.5, floor=floor)
         meta = store.meta(path)
-        self.same(f"step and tokens of the checkpoint of step {step}", torch.tensor([meta["step"], meta["tokens"]]), step + 0.5)
+        stands = torch.tensor([meta["step"], meta["tokens"]])
+        self.same(f"step and tokens of the checkpoint of step {step}", stands, step + 0.5)
 
 
 def check_initial_weights(run) -> None:
@@ -184,12 +199,14 @@ def check_initial_weights(run) -> None:
         if part.dim() > 1:
             twin = seen.setdefault((part.shape, float(part.double().sum())), box.key)
             if twin != box.key:
-                raise ConfigError(f"{box.key} starts with the same weights as {twin}; initial weights must depend on the name")
+                raise ConfigError(f"{box.key} starts with the same weights as {twin}; "
+                                  "initial weights must depend on the name")
 
 
 @contextlib.contextmanager
 def small_blocks(tokens: int):
-    """Loss and ring attention in blocks of few rows: shapes that a laptop proves then cross their bounds. One process keeps whole ones."""
+    """Loss and ring attention in blocks of few rows: shapes that a laptop proves then cross their bounds. One
+    process keeps whole ones."""
     old = cross_entropy.CHUNK, partial_attention.TILE
     cross_entropy.CHUNK, partial_attention.TILE = (32768, 16) if tokens > 32 else old
     try:
@@ -198,11 +215,13 @@ def small_blocks(tokens: int):
         cross_entropy.CHUNK, partial_attention.TILE = old
 
 
-# ---- one layout ------------------------------------------------------------------------------------------------------
+# ---- one layout --------------------------------------------------------------------------------------------
 
 def run_layout(world: World, cfg: Config, home: Path, truth: Path) -> tuple[list[Off], set[str]]:
-    """On every rank: train LAST steps in the run folder of cfg, stopped and started again after SAVED -> how far off this rank's
-    values are, the worst of each step; and the names of all that was compared."""
+    """On every rank: train LAST steps in the run folder of cfg, stopped and started again after SAVED.
+
+    Returns how far off this rank's values are, the worst of each step, and the names of all that was
+    compared."""
     folder = home / cfg.log.name
     witness = Witness(folder, load_file(truth))
     with small_blocks(cfg.train.seq_len):
@@ -211,9 +230,10 @@ def run_layout(world: World, cfg: Config, home: Path, truth: Path) -> tuple[list
             witness.seen.append(Off(0.0 if code == STOPPED else math.inf, witness.until, f"exit code {code}"))
     if world.rank == 0:
         witness.left()
-    steps = {off.step for off in witness.seen}
-    worst = [max((off for off in witness.seen if off.step == step), key=lambda off: off.rank) for step in steps]
-    return worst, witness.names
+    worst: dict[float, Off] = {}
+    for off in witness.seen:
+        worst[off.step] = max(off, worst.get(off.step, off), key=lambda one: one.rank)
+    return list(worst.values()), witness.names
 
 
 def run_alone(world: World, cfg: Config, home: Path, truth: Path) -> None:
@@ -231,15 +251,17 @@ def seen_alone(cfg: Config, home: Path) -> dict[str, Tensor]:
 
 
 def plain(cfg: Config) -> Config:
-    """The same job in one process: the whole batch at once (under a ramp, its first batch), nothing split, nothing summed up later. (Scales
-    in fp8 that span a microbatch are a function of it: the same microbatches then.)"""
+    """The same job in one process: the whole batch at once (under a ramp, its first batch), nothing split,
+    nothing summed up later. (Scales in fp8 that span a microbatch are a function of it: the same microbatches
+    then.)"""
     whole = cfg.train.micro_batch if cfg.train.fp8 in BY_MICROBATCH else config.batch_size(cfg.train, 0)
     return replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=whole))
 
 
 def prove(pool: Pool, cfg: Config, home: Path) -> tuple[Off, Off]:
-    """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest off). Data, and truths
-    for other layouts of the same job (the last KEPT that were made), are kept in `home`."""
+    """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest
+    off). Data, and truths for other layouts of the same job (the last KEPT that were made), are kept in
+    `home`."""
     if not (home / "long.idx").exists():
         write_corpora(home)
     alone = plain(cfg)
@@ -257,6 +279,8 @@ def prove(pool: Pool, cfg: Config, home: Path) -> tuple[Off, Off]:
     seen = [off for offs, _ in found for off in offs]
     compared = set().union(*(names for _, names in found))
     with safe_open(truth, "pt") as file:
-        seen += [Off(math.inf, LAST + 1, f"{what}, which no rank has") for what in file.keys() if what not in compared]
+        left = [what for what in file.keys() if what not in compared]
+    seen += [Off(math.inf, LAST + 1, f"{what}, which no rank has") for what in left]
     worst = max(seen, key=lambda off: off.rank)
-    return min((off for off in seen if off.bad), key=lambda off: (off.step, *(-x for x in off.rank)), default=worst), worst
+    bad = (off for off in seen if off.bad)
+    return min(bad, key=lambda off: (off.step, *(-x for x in off.rank)), default=worst), worst
