@@ -14,11 +14,11 @@ SAVED = 3  # the step after which a layout is stopped, saves, and is started aga
 SKIPPED = 2  # the step whose gradient is made non-finite
 # 20 steps are announced and LAST of them run: so warm-up (1, 2), plateau (3) and decay (from 4 on) come early
 SETTINGS = ("--train.dtype fp64 --train.steps 20 --train.seq_len 32 --train.micro_batch 1 "
-            "--train.fp8_block 4 --train.threads 1 "
-            "--optim.warmup 2 --optim.decay wsd --optim.decay_fraction 0.85 --optim.clip 0.5 --optim.eps 1e-4 --model.dropout 0.1 --parallel.recompute_parts core,norm,act "
-            "--parallel.bucket_mb 0.03 --parallel.node 2 "
-            f"--data.split 70,30 --eval.batches 1 --eval.every {SAVED} --eval.sample 2 --eval.prompt a "
-            f"--checkpoint.every {SAVED} --log.every 1")
+            "--train.fp8_block 4 --train.threads 1 --model.dropout 0.1 --optim.clip 0.5 --optim.eps 1e-4 "
+            "--optim.warmup 2 --optim.decay wsd --optim.decay_fraction 0.85 "
+            "--parallel.recompute_parts core,norm,act --parallel.bucket_mb 0.03 --parallel.node 2 "
+            "--data.split 70,30 --eval.batches 1 --eval.sample 2 --eval.prompt a --log.every 1 "
+            f"--eval.every {SAVED} --checkpoint.every {SAVED}")
 
 
 def subject(name: str, world: int = 1) -> Config:
