@@ -79,6 +79,8 @@ TABLE = (
     Unused("train", "fp8_block", lambda c, _: fp8_recipe(c.train) != "blockwise",
            "is the block of train.fp8 blockwise, which is not asked for", "set that, or leave it out",
            note="one script, every way to scale"),
+    Unused("train", "loss_scale loss_scale_window", lambda c, _: c.train.dtype != "fp16",
+           "scales the loss of fp16, and train.dtype is another", "set train.dtype fp16, or leave it out"),
     Unused("optim", "min_lr", lambda c, _: c.optim.decay == "constant",
            "is the floor of a decay, and optim.decay is constant", "take another, or leave it out"),
     Unused("optim", "decay_fraction", lambda c, _: c.optim.decay != "wsd",

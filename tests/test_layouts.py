@@ -28,7 +28,7 @@ def test_stages_cut_by_hand(ranks, tmp_path, parallel):
 
 @pytest.mark.parametrize("stages, schedule, says", [
     ("3,2", "1f1b", "makes 5 layers, model.layers is 8; try parallel.stages 3,5"), ("9,9", "1f1b", "makes 18 layers"),
-    ("3,0,5", "1f1b", "each at least 1"), ("4;4", "1f1b", "no list of layers"), ("4,4", "zb-v", "has 4; try parallel.stages 2,2,2,2")])
+    ("3,0,5", "1f1b", "each at least 1"), ("4;4", "1f1b", "no list of layers"), ("4,4", "zb-v", "has 4; try parallel.stages 2,2,3,1")])
 def test_cuts_that_do_not_fit_are_refused(stages, schedule, says):
     cfg = subject("llama3-tiny")
     with pytest.raises(ConfigError, match="^parallel.stages: ") as e:

@@ -40,6 +40,7 @@ CASES = (
     ({"attention": "sdpa"}, "--parallel.cp 2", "--parallel.cp 2 --parallel.cp_kind ulysses", 2),
     ({"fp8_keep": 0, "fp8_block": 64}, "--train.dtype bf16", "--train.dtype fp8 --train.fp8 blockwise", 1),
     ({"fp8_block": 64}, "--train.dtype fp8", "--train.dtype fp8 --train.fp8 blockwise", 1),
+    ({"loss_scale": 1024.0, "loss_scale_window": 100}, "--train.dtype bf16", "--train.dtype fp16", 1),
     ({"min_lr": 1e-5}, "--optim.decay constant", "--optim.decay linear", 1),
     ({"decay_fraction": 0.5}, "--optim.decay linear", "--optim.decay wsd", 1),
     ({"momentum": 0.5}, "--optim.name lion", "--optim.name lars", 1),
