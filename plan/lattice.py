@@ -34,6 +34,7 @@ SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
+LIGHT, TURNED = 1000, 1 / 3  # so many choices are drawn that turn each switch with this probability
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
     ("parallel.sp: does nothing at tp 1", lambda v, world: v["sp"] and v["tp"] == 1),
@@ -60,7 +61,9 @@ class Lattice:
         sections: dict[str, Values] = {}
         values, n = dict(values), values["pp"] * (SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2)
         dp = self.world // (values["tp"] * values["cp"] * values["pp"])
-        values["layers"] = min(self.cfg.model.layers, n + 2)
+        # fp8 leaves the first and the last layer in 16 bits, a mixture may have a dense layer first
+        spare = 2 if values["fp8"] or self.cfg.model.experts else 1
+        values["layers"] = min(self.cfg.model.layers, n + spare)
         wide = values.pop("geometry", "small") == "wide"
         microbatches = max(2 if wide else 4, 2 * values["pp"])
         values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * microbatches)
@@ -121,16 +124,35 @@ def choices(axes: dict[str, tuple]) -> Iterator[Values]:
 
 
 def switches(stream: random.Random) -> Iterator[Values]:
-    """Every choice of switches once, without listing them all, in an order that the stream decides: a walk in steps that have
-    no divisor in common with their number."""
+    """Every choice of switches once, without listing them all, in an order that the stream decides.
+
+    First come random ones that turn a third of the switches each: what is cheap to run and easy to read, and
+    still holds every pair of values somewhere. Then all others, in a walk in steps that have no divisor in
+    common with their number."""
+    seen: set[tuple] = set()
+
+    def is_new(chosen: Values) -> bool:
+        size = len(seen)
+        seen.add(tuple(chosen.values()))
+        return len(seen) > size
+
+    for _ in range(LIGHT):
+        chosen = {}
+        for key, (first, *others) in SWITCHES.items():
+            chosen[key] = stream.choice(others) if others and stream.random() < TURNED else first
+        if is_new(chosen):
+            yield chosen
+
     n = math.prod(map(len, SWITCHES.values()))
-    first, step = stream.randrange(n), next(s for s in iter(lambda: stream.randrange(n // 3 + 1, n + 1), None) if math.gcd(s, n) == 1)
+    steps = iter(lambda: stream.randrange(n // 3 + 1, n + 1), None)
+    first, step = stream.randrange(n), next(s for s in steps if math.gcd(s, n) == 1)
     for i in range(n):
         at, chosen = (first + i * step) % n, {}
         for key, values in SWITCHES.items():
             at, digit = divmod(at, len(values))
             chosen[key] = values[digit]
-        yield chosen
+        if is_new(chosen):
+            yield chosen
 
 
 def layouts(cfg: Config, world: int, check: Check) -> Lattice:

@@ -236,9 +236,10 @@ def run_layout(world: World, cfg: Config, home: Path, truth: Path) -> tuple[list
     return list(worst.values()), witness.names
 
 
-def run_alone(world: World, cfg: Config, home: Path, truth: Path) -> None:
-    """On rank 0 of a pool: one process that runs through, and what it saw in the file `truth`."""
-    if world.rank == 0:
+def run_alone(world: World, jobs: list[tuple[Config, Path]], home: Path) -> None:
+    """On every rank of a pool: its share of the jobs, each as one process that runs through, and what that
+    saw in the job's file."""
+    for cfg, truth in jobs[world.rank::world.size]:
         save_file(seen_alone(cfg, home), truth)
 
 
@@ -252,26 +253,38 @@ def seen_alone(cfg: Config, home: Path) -> dict[str, Tensor]:
 
 def plain(cfg: Config) -> Config:
     """The same job in one process: the whole batch at once (under a ramp, its first batch), nothing split,
-    nothing summed up later. (Scales in fp8 that span a microbatch are a function of it: the same microbatches
-    then.)"""
+    nothing summed up later, every save waited for. (Scales in fp8 that span a microbatch are a function of
+    it: the same microbatches then.)"""
     whole = cfg.train.micro_batch if cfg.train.fp8 in BY_MICROBATCH else config.batch_size(cfg.train, 0)
-    return replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=whole))
+    return replace(cfg, parallel=config.Parallel(), train=replace(cfg.train, micro_batch=whole),
+                   checkpoint=replace(cfg.checkpoint, async_save=False))
+
+
+def make_truths(pool: Pool, cfgs: list[Config], home: Path) -> list[Path]:
+    """The file of what one process sees in each job, made where `home` does not keep it yet.
+
+    The ranks of the pool share the jobs that are left to run. Data, and truths for other layouts of the same
+    job (the last KEPT that were made), are kept in `home`."""
+    if not (home / "long.idx").exists():
+        write_corpora(home)
+    names = [hashlib.sha256(repr(plain(cfg)).encode()).hexdigest() for cfg in cfgs]
+    truths = [home / f"{name}.safetensors" for name in names]
+    jobs = {truth: placed(plain(cfg), home, name)
+            for cfg, name, truth in zip(cfgs, names, truths) if not truth.exists()}
+    if jobs:
+        kept = sorted(set(home.glob("*.safetensors")) - set(truths), key=lambda path: path.stat().st_mtime)
+        for old in kept[:-KEPT]:
+            old.unlink()
+        pool.run(run_alone, [(cfg, truth) for truth, cfg in jobs.items()], home)
+        for cfg in jobs.values():
+            shutil.rmtree(home / cfg.log.name)
+    return truths
 
 
 def prove(pool: Pool, cfg: Config, home: Path) -> tuple[Off, Off]:
     """(what is wrong in the first step that has anything wrong, else what is farthest off; what is farthest
-    off). Data, and truths for other layouts of the same job (the last KEPT that were made), are kept in
-    `home`."""
-    if not (home / "long.idx").exists():
-        write_corpora(home)
-    alone = plain(cfg)
-    name = hashlib.sha256(repr(alone).encode()).hexdigest()
-    truth = home / f"{name}.safetensors"
-    if not truth.exists():
-        for old in sorted(home.glob("*.safetensors"), key=lambda path: path.stat().st_mtime)[:-KEPT]:
-            old.unlink()
-        pool.run(run_alone, placed(alone, home, name), home, truth)
-        shutil.rmtree(home / name)
+    off). See make_truths for what is kept in `home`."""
+    truth, = make_truths(pool, [cfg], home)
     try:
         found = pool.run(run_layout, placed(cfg, home, "layout"), home, truth)
     finally:
