@@ -20,6 +20,7 @@ SHARES = {
     "tests/test_layouts.py": 0.34,
     "tests/test_model_keys.py": 0.4,
     "tests/test_parallel_keys.py": 0.4,
+    "tests/test_unused.py": 0.5,
 }
 
 

@@ -3,6 +3,7 @@ they count, and is right: with all of them set a run writes the same bytes.
 """
 import dataclasses
 import json
+import typing
 
 import pytest
 from ranks import MODEL, corpus, job
@@ -12,7 +13,9 @@ import config
 import train
 import unused
 from config import Config, ConfigError
+from keys import Optim
 
+OPTIMIZERS = typing.get_args(typing.get_type_hints(Optim)["name"])
 SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
 MIXTURE = {"top_k": 1, "moe_ffn": 64, "shared_experts": 1, "shared_gate": "true", "first_dense": 1,
            "moe_every": 2, "router": "sigmoid", "router_renorm": "false", "router_groups": 2,
@@ -189,3 +192,22 @@ def test_what_the_table_calls_idle_changes_no_bit(tmp_path, args, monkeypatch, n
     assert len(plain[0]) >= 4 and plain[1]
     assert plain[0] == other[0]
     assert [name for (name, was), (_, now) in zip(plain[1], other[1], strict=True) if was != now] == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_reads_what_the_table_says(tmp_path, args, monkeypatch, name):
+    """Another value of a key changes the weights of three steps, unless the table calls it idle."""
+    monkeypatch.setattr(unused, "check", lambda cfg, world: "")
+    base = ["llama2-tiny", *args, "--optim.name", name, "--train.steps", "3", "--eval.batches", "1"]
+
+    def weights(folder: str, *more: str) -> list[tuple[str, bytes]]:
+        assert train.main([*base, *more, "--log.dir", str(tmp_path / folder)]) == 0
+        return kept(tmp_path / folder)[1]
+
+    plain = weights("plain")
+    for key, value in {"momentum": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 1e-2, "min_lr": 1e-4}.items():
+        words = [f"--optim.{key}", str(value)]
+        cfg = config.resolve("llama2-tiny", None, [*base[1:], *words])
+        idle = any(path == f"optim.{key}" for path, *_ in unused.found(cfg, 1))
+        same = weights(key, *words) == plain
+        assert same == idle, f"optim.{key} of {name}"
