@@ -23,7 +23,7 @@ from scripts.mutate import cover, table
 from scripts.mutate.checkout import ROOT, copied
 from scripts.mutate.control import Controls
 from scripts.mutate.draw import core, draw, part_of
-from scripts.mutate.judge import BUDGET_S, add, judge, read
+from scripts.mutate.judge import BUDGET_S, add, judge, kills_of, read
 from scripts.mutate.report import explained, report
 
 
@@ -102,7 +102,8 @@ def drawn(a: argparse.Namespace) -> int:
                 continue
             if a.minutes is not None and time.perf_counter() - begun > 60 * a.minutes:
                 break
-            v = verdicts[one.key] = judge(one, controls, known, a.budget)
+            seen = kills_of(read(a.resume) if a.resume else verdicts.values())  # others may have added to the file
+            v = verdicts[one.key] = judge(one, controls, known, budget_s=a.budget, kills=seen)
             print(
                 f"{v.stage or 'SURVIVED':<9}{v.seconds:>6.1f} s  {one.difference()}\n"
                 f"  {v.by}{' (hung)' * v.hung}",

@@ -41,10 +41,12 @@ def test_files(root: Path = ROOT) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """For a run of tests: one thread, no bytecode left behind, the hooks on the path."""
+    """For a run of tests: one thread, no bytecode left behind, the hooks on the path, no long wait for a rank
+    that a mutant has lost."""
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
+        "BEVATRON_POOL_TIMEOUT_S": "20",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": str(HOOKS),
         **more,

@@ -405,6 +405,9 @@ def test_the_cases_of_one_test_take_turns():
     tests = [(0.1, "a[1]"), (0.1, "a[2]"), (0.1, "a[3]"), (5.0, "b"), (9.0, "c"), (60.0, "d")]
     assert [name for _, name in judge.chosen(tests, 14.3)] == ["a[1]", "b", "c", "a[2]", "a[3]"]
     assert [name for _, name in judge.chosen([(99.0, "a")], 1.0)] == ["a"]  # one at least
+    # a test that killed before comes sooner, and the budget is of seconds all the same
+    order = [name for _, name in judge.chosen(tests, 14.3, {"c": 9})]
+    assert order == ["a[1]", "c", "b", "a[2]", "a[3]"]
 
 
 @pytest.mark.parametrize(
