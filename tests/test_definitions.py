@@ -2,6 +2,7 @@
 jitter, the loss and what is derived from it, who sees whom. Where a run decides, through train.train on
 real files."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -273,6 +274,13 @@ def test_a_large_tensor_is_drawn_block_by_block():
     piece = torch.empty(3, 10, dtype=torch.float64)
     draw(Box("w", shape, (1, 5), (3, 10)), piece, 7, 2.0)
     assert torch.equal(piece, x[1:4, 5:15])
+
+    # the definition, which no version may change: two rows are a block, and each has its stream
+    for block in range(3):
+        seed = hashlib.sha256(f"7/w/{block}".encode()).digest()[:8]
+        stream = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
+        mine = x[2 * block:2 * block + 2]
+        assert torch.equal(mine, 2.0 * torch.randn(mine.shape, generator=stream).double()), block
 
 
 def test_initial_weights_change_with_the_seed_and_with_nothing_else():

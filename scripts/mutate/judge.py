@@ -91,6 +91,7 @@ PROOFS: tuple[tuple[str, tuple[Proof, ...]], ...] = (
         (
             Proof("llama3-tiny", 2, "dp2 zero3"),
             Proof("llama3.2-tiny", 4, "rep2 dp2 zero2"),
+            Proof("llama3.2-tiny", 2, "pp2 zero1"),  # a tied table on two stages
             Proof("mixtral-tiny", 2, "dp2 ep2 zero1"),
         ),
     ),
