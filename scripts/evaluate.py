@@ -5,6 +5,7 @@ from the run's tokenizer (make it with python -m scripts.prepare_data --tokenize
 lm-evaluation-harness instead (pip install lm-eval).
 """
 import argparse
+import itertools
 import json
 import sys
 import time
@@ -13,8 +14,9 @@ from dataclasses import replace
 import torch
 
 from build import Trained, load_run
-from config import ConfigError
-from data.loader import open_data
+from config import Config, ConfigError
+from data.loader import Data, open_data
+from data.tokenizer import Tokenizer
 from model.generate import generate
 from runtime.evaluate import report
 from runtime.failure import fail_cleanly
@@ -39,31 +41,52 @@ def main(argv: list[str]) -> int:
     run = load_run(a.run, device, a.dtype)
     if a.tasks:
         return tasks(run, a, device)
-    micro, seq = a.micro_batch or run.cfg.train.micro_batch, a.seq_len or run.cfg.train.seq_len
-    cfg = replace(run.cfg, train=replace(run.cfg.train, micro_batch=micro, global_batch=micro, seq_len=seq))
+    # the data, in batches of --micro-batch sequences and, for what is left over, of one
+    seq = a.seq_len or run.cfg.train.seq_len
+    cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq))
     if a.data:
         cfg = replace(cfg, data=replace(cfg.data, path=a.data, split="0,1", tokenizer=None))
-    data = open_data(cfg, "valid", 0, 1)
-    if data.tokenizer is not None and data.tokenizer.fingerprint != run.tokenizer.fingerprint:
-        raise ConfigError(f"--data: {a.data or cfg.data.path} was made with the tokenizer {data.tokenizer.name}, {a.run} was trained "
-                          f"with {run.tokenizer.name}; make it with python -m scripts.prepare_data --tokenizer {run.path.parent.parent}/tokenizer")
-    wanted = min(data.samples, a.samples or data.samples)
+    single = batches_of(cfg, 1)
+    check_tokenizer(single.tokenizer, run, a)
+    wanted = min(single.samples, a.samples or single.samples)
+    micro = min(a.micro_batch or run.cfg.train.micro_batch, wanted)
+    several = batches_of(cfg, micro)
+    left_over = range(wanted - wanted % micro, wanted)
+    batches = itertools.chain((several.microbatches(i)[0] for i in range(wanted // micro)),
+                              (single.microbatches(i)[0] for i in left_over))
+
+    # their loss
     begun = time.perf_counter()
     total = count = text = 0.0
     with torch.no_grad():
-        for i in range(max(1, wanted // micro)):
-            batch = data.microbatches(i)[0].to(device)
+        for batch in batches:
+            batch = batch.to(device)
             total, count = total + run.stage(batch.tokens, batch, 1.0).double(), count + batch.counted()
-            text = text + data.text_bytes(batch)
+            text = text + single.text_bytes(batch)
     loss = float(total / count)
-    out = {"run": str(run.path), "step": run.step, "data": a.data or f"{cfg.data.path} (valid)", "tokens": max(1, wanted // micro) * micro * seq,
-           **report(loss, float(text / count)), "seconds": time.perf_counter() - begun}
+    out = {"run": str(run.path), "step": run.step, "data": a.data or f"{cfg.data.path} (valid)",
+           "tokens": wanted * seq, **report(loss, float(text / count)), "seconds": time.perf_counter() - begun}
     if a.json:
-        print(json.dumps(out))
+        print(json.dumps({key: None if value != value else value for key, value in out.items()}))
     else:
         print(f"{out['run']} on {out['data']}: {out['tokens']:,} tokens in {out['seconds']:.1f} s\n"
               f"loss {out['val_loss']:.4f}   perplexity {out['val_ppl']:.2f}   bits per byte {out['val_bpb']:.4f}")
     return 0
+
+
+def batches_of(cfg: Config, size: int) -> Data:
+    """The validation split, of which each step is one batch of `size` sequences."""
+    return open_data(replace(cfg, train=replace(cfg.train, micro_batch=size, global_batch=size)), "valid", 0, 1)
+
+
+def check_tokenizer(of_data: Tokenizer | None, run: Trained, a: argparse.Namespace) -> None:
+    """Raises ConfigError where the data is known to be made with another tokenizer than the run's."""
+    if of_data is None or of_data.fingerprint == run.tokenizer.fingerprint:
+        return
+    own = f"{run.path.parent.parent}/tokenizer"
+    raise ConfigError(f"--data: {a.data or run.cfg.data.path} was made with the tokenizer {of_data.name}, {a.run} was "
+                      f"trained with {run.tokenizer.name}; make it with "
+                      f"python -m scripts.prepare_data --tokenizer {own}")
 
 
 def tasks(run: Trained, a: argparse.Namespace, device: torch.device) -> int:

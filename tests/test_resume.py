@@ -145,6 +145,9 @@ def test_a_stop_file_and_a_time_limit(home):
         put(folder / "STOP")
         assert run(home, "stop") == 75
         assert reason(folder)["again"] is again and "STOP found" in reason(folder)["reason"]
+        told = (home / "stop.log").read_text().splitlines()
+        assert any(line.startswith("stopped after") and "STOP found" in line for line in told)
+        (home / "stop.log").unlink()
         assert not (folder / "STOP").exists()
     assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75 and reason(folder)["again"]
     assert store.index(store.newest(folder / "checkpoints", []))["step"] == 4
@@ -222,6 +225,8 @@ def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
         if i == 0:
             assert run(home, "rot") == 0  # goes back to step 6 and makes step 9 again
             same_as_clean(home, "rot")
+            told = (home / "rot.log").read_text()
+            assert f"{folder}" in told and "resumed from" in told  # what was passed over, and what was taken
             shard.write_bytes(data)
     assert run(home, "rot") == 79
     assert "error: rank 0" in (home / "rot.log").read_text()

@@ -85,6 +85,7 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
     ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope_mscale", 1.0),
     ({**DEEPSEEK, "rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.8}}, "rope_mscale_all", 0.8),
     ({"rope_scaling": YARN}, "rope_high_freq", 32.0), ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "rope_mscale", 0.0),
+    ({"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 2.0}}, "rope_mscale", 1.0),  # nothing grows
     ({**QWEN, "model_type": "qwen3"}, "head_dim", 128), ({**QWEN, "model_type": "qwen3"}, "qk_norm", True),
 ])
 def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):

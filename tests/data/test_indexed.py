@@ -1,4 +1,5 @@
 """data/indexed.py against Megatron's bytes, and against every way in which files go wrong."""
+import json
 import os
 import pathlib
 import random
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from config import ConfigError
-from data.indexed import BLOCK, ChecksumError, Indexed, Writer, dtype_of
+from data.indexed import BLOCK, ChecksumError, Indexed, Writer, dtype_of, sidecar_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
 GOLDEN_IDX = ("4d4d494449445800 00" "0100000000000000" "08" "0300000000000000" "0400000000000000"  # header: u16, N 3, D+1 4
@@ -234,6 +235,17 @@ def test_a_billion_tokens_open_at_once(tmp_path):
     seconds, mib, tokens, unique = map(float, out.stdout.split())
     assert seconds < 2 and mib < 100 and tokens == 998_000_000 and unique == 1600, out.stdout
     shutil.rmtree(tmp_path)
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"block": BLOCK // 2}])
+def test_a_sidecar_of_another_form_is_refused_though_its_checksum_holds(tmp_path, change):
+    write(tmp_path / "d", DOCS)
+    meta = json.loads((tmp_path / "d.json").read_bytes())
+    (tmp_path / "d.json").write_bytes(sidecar_bytes(meta))
+    assert Indexed(tmp_path / "d").tokens == 6
+    (tmp_path / "d.json").write_bytes(sidecar_bytes(meta | change))
+    with pytest.raises(ChecksumError, match="d.json: "):
+        Indexed(tmp_path / "d")
 
 
 def test_a_file_that_changes_after_it_was_opened(tmp_path):

@@ -1,0 +1,111 @@
+"""scripts.evaluate: the loss of a checkpoint over a data set, beside torch's cross entropy over the same windows."""
+import json
+import math
+
+import pytest
+import torch
+from ranks import MODEL, corpus
+from torch.nn.functional import cross_entropy
+
+import train
+from build import load_run
+from config import ConfigError
+from data import tokenizer
+from data.indexed import Writer
+from scripts.evaluate import main
+
+SEQ = 16
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("evaluate")
+    words = [*MODEL, "--train.steps", "4", "--optim.lr", "0.01", "--train.dtype", "fp64", "--data.path", corpus(home)]
+    assert train.main(["llama2-tiny", *words, "--log.dir", str(home), "--log.name", "run"]) == 0
+    return home
+
+
+def told(capsys, *words: str) -> dict:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def other(home):
+    """A data set of 33 windows and no token more: a path, and the windows [33, SEQ + 1]."""
+    tok = tokenizer.load("bytes")
+    stream = torch.randint(97, 123, (33 * SEQ + 1,), generator=torch.Generator().manual_seed(3))
+    stream[40::41] = tok.eod
+    with Writer(home / "other", tok.vocab) as out:
+        out.add(stream.tolist())
+        out.finish(tok, 1)
+    return str(home / "other"), torch.stack([stream[i * SEQ:(i + 1) * SEQ + 1] for i in range(33)])
+
+
+def by_hand(home, rows: torch.Tensor) -> tuple[float, float]:
+    """(mean loss, bits a byte): under the byte tokenizer a token is a byte, and the end of a document none."""
+    run = load_run(str(home / "run"), torch.device("cpu"))
+    with torch.no_grad():
+        places = torch.arange(SEQ).expand(len(rows), SEQ)
+        logits = run.stage.logits(rows[:, :-1], places)[..., :run.cfg.model.vocab]
+    loss = float(cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+    text = int((rows[:, 1:] != run.tokenizer.eod).sum())
+    return loss, loss * rows[:, 1:].numel() / math.log(2) / text
+
+
+def letters(folder):
+    """A tokenizer of whole words, of three tokens."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1, "<eos>": 2}, "<unk>"))
+    words.add_special_tokens(["<eos>"])
+    words.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    return tokenizer.load(folder)
+
+
+@pytest.mark.parametrize("micro", ["1", "4", "7"])
+def test_all_of_a_data_set_once(home, other, capsys, micro):
+    """Also where the micro-batch does not divide it."""
+    path, rows = other
+    found = told(capsys, str(home / "run"), "--data", path, "--micro-batch", micro)
+    loss, bits = by_hand(home, rows)
+    assert found["tokens"] == rows[:, 1:].numel() and found["step"] == 4
+    assert found["val_loss"] == pytest.approx(loss, rel=1e-12)
+    assert found["val_ppl"] == pytest.approx(math.exp(loss), rel=1e-12)
+    assert found["val_bpb"] == pytest.approx(bits, rel=1e-9)
+
+
+def test_fewer_samples_longer_ones_and_another_dtype(home, capsys):
+    run, data = str(home / "run"), ("--data", str(home / "text"))
+    part = told(capsys, run, *data, "--samples", "5", "--micro-batch", "2")
+    assert part["tokens"] == 5 * SEQ
+    assert part["val_loss"] == pytest.approx(told(capsys, run, *data, "--samples", "5")["val_loss"], rel=1e-12)
+    whole = told(capsys, run, *data)
+    assert told(capsys, run, *data, "--samples", "100000")["tokens"] == whole["tokens"]
+    longer = told(capsys, run, *data, "--seq-len", "32")
+    assert longer["tokens"] % 32 == 0 and longer["val_loss"] != whole["val_loss"]
+    single = told(capsys, run, *data, "--dtype", "fp32")["val_loss"]
+    assert single != whole["val_loss"] and single == pytest.approx(whole["val_loss"], rel=1e-5)
+
+
+def test_the_run_s_own_split_gives_the_run_s_own_loss(home, capsys):
+    """The last validation in metrics.jsonl reads eval.batches of it; here they are the same first samples."""
+    rows = [json.loads(line) for line in (home / "run" / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "val_loss" in row][-1]
+    found = told(capsys, str(home / "run"), "--samples", "4")
+    assert last["step"] == 4 and found["data"].endswith("(valid)")
+    assert found["val_loss"] == pytest.approx(last["val_loss"], rel=1e-12)
+    assert main([str(home / "run")]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_data_of_another_tokenizer_is_refused(home, tmp_path, capsys):
+    """By its fingerprint; data that names no tokenizer is taken."""
+    for name, tok in (("none", None), ("bpe", letters(tmp_path))):
+        with Writer(tmp_path / name, 257) as out:
+            out.add([97, 98, 99, 256] * 20)
+            out.finish(tok, 1)
+    unnamed = told(capsys, str(home / "run"), "--data", str(tmp_path / "none"))
+    assert unnamed["val_loss"] > 0 and unnamed["val_bpb"] is None  # nobody knows what text a token stands for
+    with pytest.raises(ConfigError, match=r"^--data: .*bpe was made with the tokenizer .*prepare_data --tokenizer"):
+        main([str(home / "run"), "--data", str(tmp_path / "bpe")])

@@ -1,0 +1,81 @@
+"""scripts.generate: what it writes is what the model says when it reads the whole text anew for each token."""
+import json
+
+import pytest
+import torch
+from ranks import MODEL, corpus
+
+import train
+from build import load_run
+from config import ConfigError
+from scripts.generate import main
+
+FAMILIES = {"llama2-tiny": (), "gpt2-tiny": ("--model.context", "32"), "mistral-tiny": ("--model.window", "5"),
+            "deepseek-v2-lite-tiny": ("--model.kv_heads", "none", "--model.experts", "4", "--model.moe_ffn", "16")}
+PROMPT, NEW = "abc", 12
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a run of each family, trained for six steps at a rate that leaves no token likely everywhere."""
+    home = tmp_path_factory.mktemp("generate")
+    data = corpus(home)
+    for name, more in FAMILIES.items():
+        words = [*MODEL, *more, "--train.steps", "6", "--optim.lr", "0.03", "--train.dtype", "fp64"]
+        assert train.main([name, *words, "--data.path", data, "--log.dir", str(home), "--log.name", name]) == 0
+    return home
+
+
+def read_anew(run, length: int) -> tuple[str, list[int]]:
+    """The likeliest tokens after PROMPT, each from a forward over all that stands before it, without a cache."""
+    loaded = load_run(str(run), torch.device("cpu"))
+    ids = start = loaded.tokenizer.encode(PROMPT)
+    for _ in range(length):
+        places = torch.arange(len(ids))[None]
+        with torch.no_grad():
+            hidden = loaded.stage.hidden(torch.tensor([ids]), places)
+            ids = [*ids, int(loaded.stage.head_logits(hidden, len(ids) - 1).argmax())]
+    return PROMPT + loaded.tokenizer.decode(ids[len(start):]), ids
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_likeliest_text_is_the_one_read_anew(home, capsys, name):
+    text, ids = read_anew(home / name, NEW)
+    words = [str(home / name), "--prompt", PROMPT, "--max-new-tokens", str(NEW), "--temperature", "0"]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told.pop("tokens_per_s") > 0
+    assert told == {"text": text, "prompt_tokens": len(PROMPT), "new_tokens": NEW}
+    assert len(set(ids)) > 3  # it is no constant
+    (checkpoint,) = (home / name / "checkpoints").glob("step_*")
+    assert main([str(checkpoint), *words[1:]]) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_samples_have_seeds_that_follow_each_other(home, capsys):
+    words = [str(home / "llama2-tiny"), "--max-new-tokens", "8"]
+
+    def texts(*more: str) -> list[str]:
+        assert main([*words, "--json", *more]) == 0
+        return [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
+
+    three = texts("--samples", "3", "--seed", "5")
+    assert three == texts("--seed", "5") + texts("--seed", "6") + texts("--seed", "7")
+    assert len(set(three)) == 3
+    assert texts("--top-k", "1") == texts("--temperature", "0") == texts("--top-p", "1e-9")
+    assert main([*words, "--samples", "2"]) == 0
+    lines = capsys.readouterr().out.split("--- sample ")
+    assert lines[0] == "" and [part.split("\n")[0] for part in lines[1:]] == ["0", "1"]
+
+
+def test_learned_positions_end_the_text(home, capsys):
+    """As many tokens as there are positions are read; the one after the last of them is still written."""
+    assert main([str(home / "gpt2-tiny"), "--prompt", "a" * 30, "--max-new-tokens", "50", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["new_tokens"] == 3
+
+
+@pytest.mark.parametrize("words", ["--max-new-tokens 0", "--temperature -1", "--samples 0", "--top-k 0", "--top-p 0",
+                                   "--top-p 1.5"])
+def test_what_is_out_of_range_is_refused(home, words):
+    with pytest.raises(ConfigError, match=f"^{words.split()[0]}: out of range"):
+        main([str(home / "llama2-tiny"), *words.split()])
