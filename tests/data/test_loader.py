@@ -1,5 +1,6 @@
 """data/loader.py: batches are a pure function of (seed, step), whatever ranks, prefetch and restarts do."""
 import dataclasses
+import itertools
 import pathlib
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import torch
 
 import config
 from config import Config, ConfigError
-from data import tokenizer
+from data import loader, tokenizer
 from data.indexed import ChecksumError, Indexed, Writer
 from data.loader import open_data, shares
 
@@ -157,6 +158,21 @@ def test_document_mask(prefix):
             found += int(ends.sum())
     assert found > 20
     data.close()
+
+
+@pytest.mark.parametrize("probe, samples", [(1, 1), (5 * 16 + 3, 5), (1 << 20, None)])
+def test_pieces_are_the_stretches_that_see_each_other(prefix, monkeypatch, probe, samples):
+    """Of the first samples: one at least, an epoch at most; each cut behind every end of a document."""
+    monkeypatch.setattr(loader, "PROBE", probe)
+    for masked in (False, True):
+        data = open_data(settings(prefix, doc_mask=masked), "train", 0, 1)
+        count, eod = samples or data.samples, data.tokenizer.eod
+        read = list(itertools.chain(*(rows(data, step) for step in range(-(-count // 12)))))[:count]
+        want = []
+        for row in read:
+            ends = [i + 1 for i, token in enumerate(row[:16]) if masked and token == eod and i < 15]
+            want += [b - a for a, b in itertools.pairwise([0, *ends, 16])]
+        assert data.pieces == want
 
 
 def test_blend_reads_each_set_in_its_share(prefix, other):

@@ -53,6 +53,21 @@ def test_a_sample_is_a_function_of_its_seed_which_is_0_unless_given():
     assert sampled() == [int(torch.multinomial(torch.ones(50) / 50, 1, generator=stream)) for _ in range(64)]
 
 
+@pytest.mark.parametrize("multiple", [2, 3, 4, 5])
+def test_a_cut_sequence_is_read_whole_and_filled_up_to_what_the_ranks_divide(multiple):
+    read = []
+
+    def logits_of(tokens, positions, cache, at):
+        read.append((tokens[0].tolist(), positions[0].tolist(), at))
+        assert cache is None
+        return torch.eye(50)[tokens[0, at] + 1]
+
+    assert list(generate(logits_of, [7, 8], 5, temperature=0.0, multiple=multiple)) == [9, 10, 11, 12, 13]
+    for n, (tokens, positions, at) in enumerate(read, 2):
+        fill = next(k for k in range(multiple) if (n + k) % multiple == 0)
+        assert tokens == [*range(7, 7 + n), *[0] * fill] and positions == [*range(n + fill)] and at == n - 1
+
+
 KEPT = [({}, (0, 1, 2, 3)), ({"top_k": 2}, (1, 3)), ({"top_k": 4}, (0, 1, 2, 3)), ({"top_p": 0.79}, (1, 3)),
         ({"top_p": 0.81}, (0, 1, 3)), ({"top_p": 0.4}, (3,)), ({"top_k": 3, "top_p": 0.9}, (0, 1, 3))]
 
