@@ -3,9 +3,10 @@ on layouts that use its file.
 """
 
 import json
+import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -91,7 +92,7 @@ PROOFS: tuple[tuple[str, tuple[Proof, ...]], ...] = (
         (
             Proof("llama3-tiny", 2, "dp2 zero3"),
             Proof("llama3.2-tiny", 4, "rep2 dp2 zero2"),
-            Proof("llama3.2-tiny", 2, "pp2 zero1"),  # a tied table on two stages
+            Proof("llama3.2-tiny", 2, "pp2 1f1b"),  # a tied table on two stages
             Proof("mixtral-tiny", 2, "dp2 ep2 zero1"),
         ),
     ),
@@ -143,24 +144,45 @@ class Verdict:
 
 
 def chosen(
-    tests: Sequence[tuple[float, str]], budget_s: float, kills: Mapping[str, int] = {}
+    tests: Sequence[tuple[float, str]],
+    budget_s: float,
+    *,
+    kills: Mapping[str, int] = {},
+    near: Container[str] = (),
 ) -> list[tuple[float, str]]:
     """The tests that a mutant meets: one case of every test function, the cheapest first, then a second
     case, while the budget lasts. (A function's cases often agree on what they do not see.)
 
-    kills: {test function: how many mutants it killed}: one that has killed before comes sooner."""
+    kills: {test function: how many mutants it killed}: one that has killed before comes sooner. near: files
+    of tests that come before all others."""
     count: dict[str, int] = {}
     ranked = []
     for seconds, name in sorted(tests):
         function = name.split("[")[0]
         count[function] = count.get(function, 0) + 1
-        ranked.append((count[function], seconds / (1 + EAGER * kills.get(function, 0)), seconds, name))
+        far, eager = name.split("::")[0] not in near, 1 + EAGER * kills.get(function, 0)
+        ranked.append((far, count[function], seconds / eager, seconds, name))
     kept, spent = [], 0.0
-    for _, _, seconds, name in sorted(ranked):
+    for *_, seconds, name in sorted(ranked):
         if not kept or spent + seconds <= budget_s:
             kept.append((seconds, name))
             spent += seconds
     return kept
+
+
+def about(file: str, root: Path) -> set[str]:
+    """The files of tests that bear the name of a source, or import from it: parallel/zero.py has
+    tests/parallel/test_zero.py."""
+    module, stem = file.removesuffix(".py").replace("/", "."), Path(file).stem
+    room, _, name = module.rpartition(".")
+    words = [rf"from {re.escape(module)} import", rf"import {re.escape(module)}\b"]
+    words += [rf"from {re.escape(room)} import .*\b{name}\b"] if room else []
+    imports = re.compile("|".join(words))
+    return {
+        str(path.relative_to(root))
+        for path in root.glob("tests/**/test_*.py")
+        if path.stem.removeprefix("test_") == stem or imports.search(path.read_text())
+    }
 
 
 def judge(
@@ -191,7 +213,8 @@ def judge(
         planted.write_text(m.applied(text))
 
         # stage 1: the unit tests that run the line; one that fails without the mutant as well is left out
-        meets = chosen(tests, budget_s, kills)
+        near = about(m.file, controls.base / "checkout")
+        meets = chosen(tests, budget_s, kills=kills, near=near)
         while meets:
             limit_s = START_S + SLOWER * sum(seconds for seconds, _ in meets)
             names = [name for _, name in meets]

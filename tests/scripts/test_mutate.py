@@ -406,8 +406,18 @@ def test_the_cases_of_one_test_take_turns():
     assert [name for _, name in judge.chosen(tests, 14.3)] == ["a[1]", "b", "c", "a[2]", "a[3]"]
     assert [name for _, name in judge.chosen([(99.0, "a")], 1.0)] == ["a"]  # one at least
     # a test that killed before comes sooner, and the budget is of seconds all the same
-    order = [name for _, name in judge.chosen(tests, 14.3, {"c": 9})]
+    order = [name for _, name in judge.chosen(tests, 14.3, kills={"c": 9})]
     assert order == ["a[1]", "c", "b", "a[2]", "a[3]"]
+
+
+def test_the_tests_of_a_file_come_first():
+    tests = [(0.1, "tests/a.py::x"), (5.0, "tests/b.py::x[1]"), (5.0, "tests/b.py::x[2]"), (0.2, "tests/c.py::x")]
+    order = [name for _, name in judge.chosen(tests, 20.0, near={"tests/b.py"})]
+    assert order == ["tests/b.py::x[1]", "tests/b.py::x[2]", "tests/a.py::x", "tests/c.py::x"]
+    root = Path(__file__).parents[2]
+    assert "tests/parallel/test_zero.py" in judge.about("parallel/zero.py", root)  # by its name
+    assert "tests/data/test_loader.py" in judge.about("data/indexed.py", root)  # by what it imports
+    assert "tests/data/test_loader.py" not in judge.about("parallel/zero.py", root)
 
 
 @pytest.mark.parametrize(
