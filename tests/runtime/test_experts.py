@@ -8,7 +8,9 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from ranks import MODEL, corpus
 
+import train
 from config import Model
 from runtime import experts
 from runtime.experts import LoadMap, flat, numbers
@@ -133,3 +135,14 @@ def test_metrics_tell_it(metrics, tmp_path, cfg):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(r["moe_load"] == [1.0, 2.0] for r in rows)
     assert LoadMap(tmp_path, M, 4).counts[:, 1, 0].tolist() == [8] * 4
+
+
+def test_a_run_of_a_mixture_leaves_its_pictures_and_a_dense_one_has_no_experts(tmp_path):
+    words = [*MODEL, "--train.steps", "2", "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
+    mixture = ["--model.experts", "4", "--model.moe_ffn", "16", "--log.name", "mixture"]
+    assert train.main(["mixtral-tiny", *words, *mixture]) == 0
+    assert train.main(["llama2-tiny", *words, "--log.name", "dense"]) == 0
+    pictures = {name: sorted(path.name for path in (tmp_path / name).glob("*.png")) for name in ("mixture", "dense")}
+    assert pictures == {"mixture": ["experts.png", "loss.png"], "dense": ["loss.png"]}
+    for picture in tmp_path.glob("*/*.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
