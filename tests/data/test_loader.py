@@ -175,6 +175,18 @@ def test_pieces_are_the_stretches_that_see_each_other(prefix, monkeypatch, probe
         assert data.pieces == want
 
 
+def test_the_line_that_describes_the_data(tmp_path):
+    """Counts by hand: 1,200 documents of ten letters and an end; text_bytes is what the writer was told."""
+    tok = tokenizer.load("bytes")
+    with Writer(tmp_path / "d", tok.vocab) as w:
+        for _ in range(1200):
+            w.add([*range(97, 107), tok.eod])
+        w.finish(tok, 2_500_000)
+    data = open_data(settings(tmp_path / "d", split="90,10"), "train", 0, 1)
+    assert data.describe() == (f"{tmp_path / 'd'}: 1,200 documents, 2.5 MB, 13.2K tokens "
+                               "(train 11.9K, valid 1.3K)   tokenizer bytes")
+
+
 def test_blend_reads_each_set_in_its_share(prefix, other):
     data = open_data(settings(f"0.7 {prefix} 0.3 {other}"), "train", 0, 1)
     ids = np.array([i for step in range(50) for i in data.ids(step)])
