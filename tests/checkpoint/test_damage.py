@@ -229,6 +229,28 @@ def test_mutated_shard_headers_never_crash(saved):
             pass
 
 
+@pytest.mark.parametrize("move", [(0, 1), (0, -1), (1, 0), (10**7, 10**7), (-10**7, -10**7)])
+def test_a_tensor_lies_within_its_file_and_has_its_size(saved, move):
+    """A header under matching checksums with other offsets: refused by them, before the bytes are read."""
+    _, path, truth = saved
+    shard = path / "shard_00000.safetensors"
+    good = shard.read_bytes()
+    n = 8 + int.from_bytes(good[:8], "little")
+    table = json.loads(good[8:n])
+    stored = [piece["name"] for piece in json.loads((path / "index.json").read_text())["pieces"]]
+    name = max(stored, key=lambda each: table[each]["data_offsets"])
+    table[name]["data_offsets"] = [at + by for at, by in zip(table[name]["data_offsets"], move)]
+    head = json.dumps(table).encode()
+    head = len(head).to_bytes(8, "little") + head
+    shard.write_bytes(head + good[n:])
+    entry = {"bytes": len(head) + len(good) - n, "header": files.hashlib.sha256(head).hexdigest()}
+    reseal(path, lambda d: d["files"].update({shard.name: entry}))
+    with pytest.raises(store.IntegrityError, match="cannot lie at bytes"):
+        store.verify(path)
+    with pytest.raises(store.IntegrityError, match="cannot lie at bytes"):
+        loaded(path, truth)
+
+
 def test_no_pickle(saved):
     """A shard replaced by a pickle is refused and not run; the store imports no pickle."""
     root, path, truth = saved

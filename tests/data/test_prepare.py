@@ -356,3 +356,13 @@ def test_progress(monkeypatch):
         bar.end()
         assert "50%  50.0 of 100.0 MB  5.0 MB/s  eta 10s" in stream.getvalue()
         assert ("\r" in stream.getvalue()) == stream.isatty() and stream.getvalue().endswith("\n")
+
+
+def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_path):
+    """Rows of a table and documents of a hub's data set are numbers already."""
+    path = tmp_path / "d"
+    path.write_text("{}\n" * 9)
+    assert documents.place(documents.Piece("jsonl", str(path), 6, 27, 21), 2) == f"{path}:4"
+    assert documents.place(documents.Piece("jsonl", str(path), 0, 27, 27), 2) == f"{path}:2"
+    assert documents.place(documents.Piece("parquet", str(path), 6, 7, 21), 2) == f"{path}:2"
+    assert documents.place(documents.Piece("hf", str(path), 6, 9, 21), 2) == f"hf:{path}:2"
