@@ -45,16 +45,16 @@ def exchanges(group: Group, rank: int) -> dict[str, torch.Tensor]:
     }
     assert found["gather into"] is out_gathered or size == 1
     assert torch.equal(out_gathered, found["gather into"]) and torch.equal(out_scattered, found["scatter into"])
-    assert comm.all_objects({"rank": rank}, group) == [{"rank": r} for r in range(size)]
+    assert comm.all_objects({"rank": rank}, group) == [{"rank": r} for r in group.ranks]
     return found
 
 
-def expected(size: int, rank: int) -> dict[str, torch.Tensor]:
-    every = [numbers(r) for r in range(size)]
+def expected(members: list[int], rank: int) -> dict[str, torch.Tensor]:
+    every, size, rank = [numbers(r) for r in members], len(members), members.index(rank)
     total, share = torch.stack(every).sum(0), ROWS // size
     return {
         "sum": total,
-        "max": torch.stack([whole_numbers(r) for r in range(size)]).amax(0),
+        "max": torch.stack([whole_numbers(r) for r in members]).amax(0),
         "largest": torch.stack(every).abs().amax(0),
         "gather": torch.cat(every),
         "gather of columns": torch.cat([x.t() for x in every]),
@@ -69,17 +69,19 @@ def expected(size: int, rank: int) -> dict[str, torch.Tensor]:
     }
 
 
-def of_all(world) -> tuple[dict[str, torch.Tensor], dict]:
+def of_groups(world, groups: list[list[int]]) -> tuple[dict[str, torch.Tensor], dict]:
     ledger = Counter()
-    found = exchanges(world.groups("loss", [list(range(world.size))], ledger), world.rank)
+    found = exchanges(world.groups("loss", groups, ledger), world.rank)
     return found, dict(ledger)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_each_exchange_is_its_definition(ranks, size):
-    told = ranks(size).run(of_all) if size > 1 else [(exchanges(Group("loss"), 0), {})]
+@pytest.mark.parametrize("groups", [[[0]], [[0, 1]], [[0, 1, 2]], [[0, 2], [1, 3]], [[0], [1, 2, 3]]], ids=str)
+def test_each_exchange_is_its_definition(ranks, groups):
+    world = sum(map(len, groups))
+    told = ranks(world).run(of_groups, groups) if world > 1 else [(exchanges(Group("loss"), 0), {})]
     for rank, (found, sent) in enumerate(told):
-        want = expected(size, rank)
+        members = next(group for group in groups if rank in group)
+        want, size = expected(members, rank), len(members)
         assert found.keys() == want.keys()
         for name, value in found.items():
             assert value.shape == want[name].shape, name
