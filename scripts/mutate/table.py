@@ -305,6 +305,9 @@ TABLE = (
              "torch.arange(share) + self.rank * share", "torch.arange(share)", "llama3-tiny", 2, "dp2 zero0 mb1"),
     Mutation("a resumed run reads the first samples again", "train.py",
              "data.microbatches(step - 1)", "data.microbatches(step - 1 - start)", "llama3-tiny", 2, "dp2 zero0 mb1"),
+    Mutation("a run that is started again begins anew", "checkpoint/state.py",
+             "path = store.newest(root, notes, bad, store.glance) if root.is_dir() else None", "path = None",
+             "llama3-tiny", 2, "dp2 zero1 mb1"),
     Mutation("a resumed run begins with second moments of zero", "checkpoint/state.py",
              "    take(run.buckets)\n    run.scaler.load(",
              "    for v in run.optim.state()[\"adam_v\"]:\n        v.zero_()\n"

@@ -74,6 +74,7 @@ class Witness:
         self.seen: list[Off] = []
         self.names: set[str] = set()  # of all that was compared
         self.until = LAST
+        self.steps: list[int] = []  # that were begun
         self.run = self.data = None
 
     def __call__(self, point: str, step: int | None = None, **shown) -> str | None:
@@ -125,6 +126,7 @@ class Witness:
         self.data = data
 
     def begin(self, step: int) -> None:
+        self.steps.append(step)
         if step == self.until and self.run.mesh.rank == 0:
             (self.folder / "STOP").write_text("requeue\n")
 
@@ -156,6 +158,10 @@ class Witness:
     def evaluated(self, step: int, loss: float, ids: list[int]) -> None:
         self.near(f"validation loss after step {step}", torch.tensor(loss, dtype=torch.float64), step + 0.5)
         self.same(f"sampled ids after step {step}", torch.tensor(ids), step + 0.5)
+
+    def ended(self) -> None:
+        """After the last start: a resume that begins anew makes the same steps, but more of them."""
+        self.same("steps that were begun, in order", torch.tensor(self.steps), LAST + 1)
 
     # ---- what it leaves in the run folder ------------------------------------------------------------------
 
@@ -228,6 +234,7 @@ def run_layout(world: World, cfg: Config, home: Path, truth: Path) -> tuple[list
         for witness.until in (SAVED, LAST):
             code = run_loop(world, cfg, folder, witness)
             witness.seen.append(Off(0.0 if code == STOPPED else math.inf, witness.until, f"exit code {code}"))
+    witness.ended()
     if world.rank == 0:
         witness.left()
     worst: dict[float, Off] = {}
@@ -247,6 +254,7 @@ def seen_alone(cfg: Config, home: Path) -> dict[str, Tensor]:
     """{which value: tensor} of one process that trains LAST steps of a plain job (see `plain`)."""
     witness = Witness(home / cfg.log.name, None)
     run_loop(World(), cfg, witness.folder, witness)
+    witness.ended()
     witness.left()
     return witness.made
 

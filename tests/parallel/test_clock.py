@@ -87,3 +87,17 @@ def test_a_group_of_one_takes_no_time():
     group = comm.World().everyone()
     comm.sum_(torch.ones(2), group), comm.start_sum(torch.ones(2), group).wait()
     assert group.now.clock.take().read() == (0, 0)
+
+
+def sent_and_received(world) -> int:
+    """How many flights the clock has after a transfer each way."""
+    group, other = world.everyone(), 1 - world.rank
+    world.now.clock.take()
+    for work in comm.exchange([(torch.ones(9), other)], [(torch.empty(9), other)], group):
+        work.wait()
+    return len(world.now.clock.flights)
+
+
+def test_transfers_over_gloo_have_no_flights(ranks):
+    """gloo does not tell when they arrive: their waits count, and nothing is made up of how long they travelled."""
+    assert ranks(2).run(sent_and_received) == [0, 0]
