@@ -358,6 +358,20 @@ def test_progress(monkeypatch):
         assert ("\r" in stream.getvalue()) == stream.isatty() and stream.getvalue().endswith("\n")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_progress_is_the_bytes_of_all_that_is_done(model, tmp_path, workers):
+    """Units of two files each, and a last one of one: every report counts the files before it in its unit, too."""
+    paths, told = [tmp_path / f"{i}.txt" for i in range(5)], []
+    for i, path in enumerate(paths):
+        path.write_text("some words " * (20 + i))
+    sizes = [path.stat().st_size for path in paths]
+    prepare.run([str(path) for path in paths], model, tmp_path / "o", unit=sum(sizes[:2]) + 60, workers=workers,
+                progress=lambda done, whole: told.append((done, whole)))
+    assert {whole for _, whole in told} == {sum(sizes)} and told[0][0] == 0
+    done = [each for each, _ in told]
+    assert done == sorted(done) and done[-1] == sum(sizes)
+
+
 def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_path):
     """Rows of a table and documents of a hub's data set are numbers already."""
     path = tmp_path / "d"
