@@ -370,6 +370,8 @@ def test_progress_is_the_bytes_of_all_that_is_done(model, tmp_path, workers):
     assert {whole for _, whole in told} == {sum(sizes)} and told[0][0] == 0
     done = [each for each, _ in told]
     assert done == sorted(done) and done[-1] == sum(sizes)
+    if workers == 1:
+        assert {sum(sizes[:2]), sum(sizes[:4])} <= set(done)
 
 
 def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_path):
