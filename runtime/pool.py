@@ -12,13 +12,11 @@ from collections.abc import Callable
 class Pool:
     """`size` ranks; run(f, *args) calls f(world, *args) on each and returns [result of each rank]. f must be importable.
 
-    timeout_s: of one exchange; 60, or the environment's BEVATRON_POOL_TIMEOUT_S.
+    timeout_s: of one exchange.
     Raises RuntimeError with the first failing rank's trace; a pool in which a rank failed is closed, since its peers may
     wait for it."""
 
-    def __init__(self, size: int, timeout_s: float | None = None) -> None:
-        # shorter where many ranks hang (scripts/mutate)
-        timeout_s = timeout_s or float(os.environ.get("BEVATRON_POOL_TIMEOUT_S", 60))
+    def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "build", "train"])
         self.folder = tempfile.TemporaryDirectory(prefix="bevatron-pool-")

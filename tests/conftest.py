@@ -40,7 +40,8 @@ def ranks():
 
     def pool(n: int) -> Pool:
         if n not in pools or pools[n].closed:  # a rank that failed closes its pool: the next test gets another
-            pools[n] = Pool(n)
+            # shorter where a mutant may lose a rank (scripts/mutate)
+            pools[n] = Pool(n, float(os.environ.get("BEVATRON_POOL_TIMEOUT_S", 60)))
         return pools[n]
 
     yield pool
