@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 class Pool:
     """`size` ranks; run(f, *args) calls f(world, *args) on each and returns [result of each rank]. f must be importable.
+    timeout_s: how long one exchange may wait for a peer.
 
-    timeout_s: of one exchange.
     Raises RuntimeError with the first failing rank's trace; a pool in which a rank failed is closed, since its peers may
     wait for it."""
 

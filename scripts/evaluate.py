@@ -7,14 +7,17 @@ lm-evaluation-harness instead (pip install lm-eval).
 import argparse
 import itertools
 import json
+import math
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from build import Trained, load_run
 from config import Config, ConfigError
+from data.batch import Batch
 from data.loader import Data, open_data
 from data.tokenizer import Tokenizer
 from model.generate import generate
@@ -41,42 +44,63 @@ def main(argv: list[str]) -> int:
     run = load_run(a.run, device, a.dtype)
     if a.tasks:
         return tasks(run, a, device)
-    # the data, in batches of --micro-batch sequences and, for what is left over, of one
+    return losses(run, a, device)
+
+
+def losses(run: Trained, a: argparse.Namespace, device: torch.device) -> int:
+    """Loss, perplexity and bits per byte of what --data, --samples and --seq-len ask for."""
+    # the data
     seq = a.seq_len or run.cfg.train.seq_len
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq))
     if a.data:
         cfg = replace(cfg, data=replace(cfg.data, path=a.data, split="0,1", tokenizer=None))
-    single = batches_of(cfg, 1)
-    check_tokenizer(single.tokenizer, run, a)
-    wanted = min(single.samples, a.samples or single.samples)
-    micro = min(a.micro_batch or run.cfg.train.micro_batch, wanted)
-    several = batches_of(cfg, micro)
-    left_over = range(wanted - wanted % micro, wanted)
-    batches = itertools.chain((several.microbatches(i)[0] for i in range(wanted // micro)),
-                              (single.microbatches(i)[0] for i in left_over))
+    size = a.micro_batch or run.cfg.train.micro_batch
+    data = validation(cfg, size)
+    check_tokenizer(data.tokenizer, run, a)
+    samples = min(data.samples, a.samples or data.samples)
 
     # their loss
     begun = time.perf_counter()
     total = count = text = 0.0
     with torch.no_grad():
-        for batch in batches:
+        for batch in itertools.chain(batches(data, 0, samples // size), left_over(cfg, samples, size)):
             batch = batch.to(device)
-            total, count = total + run.stage(batch.tokens, batch, 1.0).double(), count + batch.counted()
-            text = text + single.text_bytes(batch)
+            total = total + run.stage(batch.tokens, batch, 1.0).double()
+            count = count + batch.counted()
+            text = text + data.text_bytes(batch)
     loss = float(total / count)
-    out = {"run": str(run.path), "step": run.step, "data": a.data or f"{cfg.data.path} (valid)",
-           "tokens": wanted * seq, **report(loss, float(text / count)), "seconds": time.perf_counter() - begun}
+    seconds = time.perf_counter() - begun
+
+    # what is printed; JSON has no word for NaN or infinity
+    found = report(loss, float(text / count))
+    name = a.data or f"{cfg.data.path} (valid)"
     if a.json:
-        print(json.dumps({key: None if value != value else value for key, value in out.items()}))
+        found = {key: value if math.isfinite(value) else None for key, value in found.items()}
+        print(json.dumps({"run": str(run.path), "step": run.step, "data": name, "tokens": samples * seq, **found,
+                          "seconds": seconds}))
     else:
-        print(f"{out['run']} on {out['data']}: {out['tokens']:,} tokens in {out['seconds']:.1f} s\n"
-              f"loss {out['val_loss']:.4f}   perplexity {out['val_ppl']:.2f}   bits per byte {out['val_bpb']:.4f}")
+        print(f"{run.path} on {name}: {samples * seq:,} tokens in {seconds:.1f} s\n"
+              f"loss {found['val_loss']:.4f}   perplexity {found['val_ppl']:.2f}   "
+              f"bits per byte {found['val_bpb']:.4f}")
     return 0
 
 
-def batches_of(cfg: Config, size: int) -> Data:
-    """The validation split, of which each step is one batch of `size` sequences."""
-    return open_data(replace(cfg, train=replace(cfg.train, micro_batch=size, global_batch=size)), "valid", 0, 1)
+def validation(cfg: Config, batch: int) -> Data:
+    """The validation split, of which each step is one batch of so many sequences."""
+    return open_data(replace(cfg, train=replace(cfg.train, micro_batch=batch, global_batch=batch)), "valid", 0, 1)
+
+
+def batches(data: Data, first: int, last: int) -> Iterator[Batch]:
+    """Those of steps first to last - 1."""
+    for step in range(first, last):
+        yield from data.microbatches(step)
+
+
+def left_over(cfg: Config, samples: int, size: int) -> Iterator[Batch]:
+    """Of so many samples those that batches of `size` do not hold, each as a batch of one."""
+    whole = samples - samples % size
+    if whole < samples:
+        yield from batches(validation(cfg, 1), whole, samples)
 
 
 def check_tokenizer(of_data: Tokenizer | None, run: Trained, a: argparse.Namespace) -> None:

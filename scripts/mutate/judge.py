@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from scripts.mutate.control import (
     NO_TESTS,
@@ -26,6 +27,7 @@ from scripts.mutate.cover import Map
 from scripts.mutate.draw import Mutant
 
 EAGER = 2.0  # a test that killed one mutant is met before others of a third of its time
+NOTHING_KILLED: Mapping[str, int] = MappingProxyType({})
 BUDGET_S = 120.0  # of the tests that a mutant meets, as they took when they were measured
 
 DENSE = (Proof("llama3-tiny", 2, "tp2 sp zero1"), Proof("llama3-tiny", 4, "pp2 dp2 zero3"))
@@ -147,7 +149,7 @@ def chosen(
     tests: Sequence[tuple[float, str]],
     budget_s: float,
     *,
-    kills: Mapping[str, int] = {},
+    kills: Mapping[str, int] = NOTHING_KILLED,
     near: Container[str] = (),
 ) -> list[tuple[float, str]]:
     """The tests that a mutant meets: one case of every test function, the cheapest first, then a second
@@ -192,7 +194,7 @@ def judge(
     *,
     budget_s: float = BUDGET_S,
     verify: bool = True,
-    kills: Mapping[str, int] = {},
+    kills: Mapping[str, int] = NOTHING_KILLED,
 ) -> Verdict:
     """controls: of the compiled copy of the checkout in which the mutant is planted; the copy stays as it
     is. What a test says counts only where the test passes without the mutant. Raises ConfigError where a
@@ -202,9 +204,17 @@ def judge(
     tests = known.tests(m.file, text, m.line)
 
     def verdict(stage: str, by: str, hung: bool) -> Verdict:
-        seconds = round(time.perf_counter() - begun, 1)
         return Verdict(
-            m.file, m.line, m.operator, m.before, m.after, stage, by, hung, len(tests), seconds
+            file=m.file,
+            line=m.line,
+            operator=m.operator,
+            before=m.before,
+            after=m.after,
+            stage=stage,
+            by=by,
+            hung=hung,
+            ran=len(tests),
+            seconds=round(time.perf_counter() - begun, 1),
         )
 
     with sandbox(controls.base) as folder:

@@ -39,7 +39,7 @@ from scripts.verify.trial import BOUND, Off, make_truths, prove
 
 __all__ = ["main", "prove", "subject"]
 
-AHEAD = 16  # so many cells have their truths made at once, by all ranks: one process alone uses one core
+AHEAD = 16  # cells whose runs of one process are made at once, one on each rank: one alone would use one core
 
 
 # ---- the lattice -----------------------------------------------------------------------------------------------------
