@@ -92,6 +92,26 @@ def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):
     assert getattr(read(tmp_path, {**LLAMA, **said})[1], field) == value
 
 
+@pytest.mark.parametrize("model, key, ours, other", [
+    (LLAMA, "hidden_act", "swish", "gelu"), (LLAMA, "partial_rotary_factor", 1.0, 2.0),
+    (LLAMA, "quantization_config", None, {"bits": 8}), ({**QWEN, "model_type": "qwen3"}, "attention_bias", False, True),
+    (GPT2, "activation_function", "gelu_pytorch_tanh", "relu"), (GPT2, "scale_attn_weights", True, False),
+    (GPT2, "scale_attn_by_inverse_layer_idx", False, True), (GPT2, "add_cross_attention", False, True),
+    ({**LLAMA, "model_type": "olmoe"}, "clip_qkv", None, 8.0),
+    ({**QWEN, "model_type": "qwen2_moe"}, "use_sliding_window", False, True),
+    ({**QWEN, "model_type": "qwen3_moe"}, "use_sliding_window", False, True),
+    (DEEPSEEK, "scoring_func", "sigmoid", "softmax"), (DEEPSEEK, "topk_method", "noaux_tc", "greedy"),
+    (DEEPSEEK, "moe_layer_freq", 1, 2), ({**DEEPSEEK, "model_type": "deepseek_v2"}, "mlp_bias", False, True),
+    ({**DEEPSEEK, "model_type": "deepseek_v2"}, "norm_topk_prob", False, True),
+    ({**DEEPSEEK, "model_type": "deepseek_v2"}, "scoring_func", "softmax", "sigmoid"),
+])
+def test_what_a_config_may_spell_out(tmp_path, model, key, ours, other):
+    """A value that says what we compute anyway changes nothing; every other value is another model."""
+    assert read(tmp_path, {**model, key: ours}) == read(tmp_path, model)
+    with pytest.raises(ConfigError, match=f"config.json: .*{key}"):
+        read(tmp_path, {**model, key: other})
+
+
 def test_gpt2_leaves_out_almost_everything(tmp_path):
     kind, m = read(tmp_path, GPT2)
     assert (kind, m.ffn, m.tied, m.context, m.norm_eps, m.dropout) == ("gpt2", 144, True, 1024, 1e-5, 0.0)
