@@ -105,7 +105,7 @@ FAMILIES = {
                           {**SILU, "attention_bias": (False,), "mlp_bias": (False,), "norm_topk_prob": (False,), "scoring_func": ("softmax",),
                            "moe_layer_freq": (1,)},
                           {**LATENT_DEFAULTS, "max_position_embeddings": 2048, "first_k_dense_replace": 0, "n_routed_experts": 64,
-                           "n_shared_experts": 2, "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0, "num_experts_per_tok": 2}),
+                           "n_shared_experts": 2, "moe_intermediate_size": 1407, "routed_scaling_factor": 1.0}),
     "deepseek_v3": Family("DeepseekV3ForCausalLM",
                           {**LATENT_KEYS, "mtp": "num_nextn_predict_layers", "rope_pairs": "rope_interleave",
                            "router_groups": "n_group", "router_group_top_k": "topk_group", "router_renorm": "norm_topk_prob"},

@@ -19,6 +19,7 @@ COUNTED = ("gpt2", "llama3-8b", "llama3.2-1b", "mistral-7b", "qwen2.5-7b", "qwen
            "mixtral-8x22b", "qwen1.5-moe-a2.7b", "qwen2-57b-a14b", "qwen3-235b-a22b", "olmoe-1b-7b", "dots1-142b", "qwen2-moe-tiny")
 LLAMA = {"model_type": "llama", "vocab_size": 99, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2, "num_attention_heads": 6}
 DEEPSEEK = {**LLAMA, "model_type": "deepseek_v3", "first_k_dense_replace": 2}
+DEEPSEEK_V2 = {**DEEPSEEK, "model_type": "deepseek_v2", "num_experts_per_tok": 2}
 GPT2 = {"model_type": "gpt2", "vocab_size": 99, "n_embd": 36, "n_layer": 2, "n_head": 3}
 YARN = {"rope_type": "yarn", "factor": 2.0}
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -57,6 +58,19 @@ def test_transformers_counts_the_same_parameters(tmp_path, name):
     assert sum(p.numel() for p in model.parameters()) == parameters(m)["total"]
 
 
+@pytest.mark.parametrize("kind", hf_config.FAMILIES)
+def test_defaults_are_those_of_transformers(kind):
+    """A config.json may leave out what equals them. None of ours stands for what follows from other keys."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed: its defaults are not compared")
+    defaults = {key: value for key, value in hf_config.FAMILIES[kind].defaults.items() if value is not None}
+    theirs = transformers.AutoConfig.for_model(kind)
+    if "sliding_window" in defaults:  # theirs is null where it is not used
+        assert transformers.AutoConfig.for_model(kind, use_sliding_window=True).sliding_window == defaults.pop("sliding_window")
+    rope = getattr(theirs, "rope_parameters", None) or vars(theirs)  # transformers 5 keeps rope_theta there
+    for key, value in defaults.items():
+        assert value == (rope[key] if key == "rope_theta" else getattr(theirs, key)), key
+
+
 def test_both_spellings_mean_the_same(tmp_path):
     v4 = {**LLAMA, "rope_theta": 5e5, "rope_scaling": SCALED, "torch_dtype": "float32"}
     v5 = {**LLAMA, "rope_parameters": {"rope_theta": 5e5, **SCALED}, "dtype": "float32"}
@@ -79,7 +93,7 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
     ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0}, "window", 7),
     ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "layer_types": ["sliding_attention"] * 2}, "window", 7),
     ({**QWEN, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0, "layer_types": ["full_attention"] * 2}, "window", None),
-    ({**DEEPSEEK, "num_nextn_predict_layers": 0}, "kv_heads", None), ({**DEEPSEEK, "model_type": "deepseek_v2"}, "q_rank", 1536),
+    ({**DEEPSEEK, "num_nextn_predict_layers": 0}, "kv_heads", None), (DEEPSEEK_V2, "q_rank", 1536),
     ({**DEEPSEEK, "q_lora_rank": None}, "q_rank", None), (DEEPSEEK, "mtp", 1),
     (DEEPSEEK, "rope_pairs", True), ({**DEEPSEEK, "rope_interleave": False}, "rope_pairs", False),
     ({"rope_scaling": {**YARN, "mscale": 0.7}}, "rope_mscale", 1.0),
@@ -101,9 +115,9 @@ def test_what_a_config_leaves_out_or_traps_with(tmp_path, said, field, value):
     ({**QWEN, "model_type": "qwen2_moe"}, "use_sliding_window", False, True),
     ({**QWEN, "model_type": "qwen3_moe"}, "use_sliding_window", False, True),
     (DEEPSEEK, "scoring_func", "sigmoid", "softmax"), (DEEPSEEK, "topk_method", "noaux_tc", "greedy"),
-    (DEEPSEEK, "moe_layer_freq", 1, 2), ({**DEEPSEEK, "model_type": "deepseek_v2"}, "mlp_bias", False, True),
-    ({**DEEPSEEK, "model_type": "deepseek_v2"}, "norm_topk_prob", False, True),
-    ({**DEEPSEEK, "model_type": "deepseek_v2"}, "scoring_func", "softmax", "sigmoid"),
+    (DEEPSEEK, "moe_layer_freq", 1, 2), (DEEPSEEK_V2, "mlp_bias", False, True),
+    (DEEPSEEK_V2, "norm_topk_prob", False, True),
+    (DEEPSEEK_V2, "scoring_func", "softmax", "sigmoid"),
 ])
 def test_what_a_config_may_spell_out(tmp_path, model, key, ours, other):
     """A value that says what we compute anyway changes nothing; every other value is another model."""
@@ -122,6 +136,7 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
     ({**LLAMA, "model_type": "bert"}, "model_type 'bert'"), ({**LLAMA, "hidden_size": "wide"}, "hidden_size = 'wide' is not a number"),
     ({**LLAMA, "hidden_size": None}, "hidden_size = None"), ({**LLAMA, "num_hidden_layers": 1.5}, "layers: expected a whole number"),
     ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "vocab_size is missing"),
+    ({k: v for k, v in DEEPSEEK_V2.items() if k != "num_experts_per_tok"}, "num_experts_per_tok is missing"),
     ({**LLAMA, "hidden_act": "relu"}, "hidden_act = 'relu' is not supported, only 'silu'"),
     ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope scaling 'linear'"),
     ({**LLAMA, "rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope scaling 'longrope'"),
