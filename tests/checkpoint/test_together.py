@@ -59,7 +59,8 @@ def test_nobody_waits_long_after_the_slowest():
 
 
 def test_one_meeting_is_never_as_long_as_the_work():
-    """Each meeting is an exchange under parallel.timeout_s: none may wait for the work itself."""
+    """Each meeting is an exchange under parallel.timeout_s: none may wait for the work itself, nor do the ranks
+    meet all the time."""
     gaps, meet = [], ranks(2)
 
     def gather(x):
@@ -72,4 +73,4 @@ def test_one_meeting_is_never_as_long_as_the_work():
     other.start()
     assert agree(gather, after(0.0, "fast"), 30.0) == ["fast", "slow"]
     other.join()
-    assert max(gaps) < 1.5 and len(gaps) > 3
+    assert max(gaps) < 1.5 and 3 < len(gaps) < 20
