@@ -138,7 +138,7 @@ def put(offset, content):
     (".idx", lambda raw: raw[:-8], "offset 18: 3 sequences and 4 bounds make 102 bytes, the file has 94"),
     (".idx", lambda raw: raw + b"\0", "the file has 103"),
     (".idx", put(0, b"MMIDIDY"), "offset 0: starts with"),
-    (".idx", put(0, b"TNTIDX\0\0"), "TNTIDX"),
+    (".idx", put(0, b"TNTIDX\0\0"), "the old TNTIDX format is not read"),
     (".idx", put(9, b"\2"), "offset 9: version 2"),
     (".idx", put(17, b"\7"), "offset 17: dtype code 7"),
     (".idx", put(18, b"\xff" * 8), "offset 18: 18446744073709551615 sequences"),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -105,6 +106,22 @@ def test_hugging_face_data_sets(tmp_path):
     assert read_back(tmp_path / "o") == [t for k in range(3) for t in texts(20, k)]
     with pytest.raises(ConfigError, match="hf:/no/such/set: "):
         prepare.run(["hf:/no/such/set"], "bytes", tmp_path / "o")
+
+
+@pytest.mark.parametrize("name, config, split", [
+    ("wiki", None, "train"), ("wiki:en", "en", "train"), ("wiki:test", None, "test"), ("wiki:en:test", "en", "test"),
+    ("wiki::test", None, "test"), ("wiki:en:", "en", "train"), ("wiki:", None, "train"),
+])
+def test_names_of_hugging_face_data_sets(monkeypatch, name, config, split):
+    """What the hub is asked for: one word is a config where the set has one of that name, else a split."""
+    asked = []
+    hub = SimpleNamespace(get_dataset_config_names=lambda repo: {"wiki": ["en", "de"]}[repo],
+                          load_dataset=lambda *args, **how: asked.append((args, how)))
+    monkeypatch.setitem(sys.modules, "datasets", hub)
+    documents.hf_dataset(name)
+    assert asked == [(("wiki", config), {"split": split, "streaming": True})]
+    with pytest.raises(ConfigError, match=r"hf:a:b:c:d: write hf:NAME\[:CONFIG\]\[:SPLIT\]"):
+        documents.hf_dataset("a:b:c:d")
 
 
 def test_the_standard_library():
