@@ -64,6 +64,28 @@ def test_zero_3_fetches_ahead_and_lands_one_part_later(ranks):
                     "land 0", "reduce e", "land e", "norm"], said
 
 
+def whole_weights(world, cfg):
+    """Which of the parts e, 0, 1, 2, h hold weights that are whole, not only on their way: at the forward of each
+    block, at the end of the backward, and after the step."""
+    run, data = start(world, cfg)
+    said = []
+
+    def look(*_):
+        parts = zip("e012h", run.stages[0].zero.parts)
+        said.append("".join(name for name, part in parts
+                            if any(slot.param.untyped_storage().nbytes() for b in part for slot in b.slots)))
+    for block in run.stages[0].blocks:
+        block.register_forward_pre_hook(look)
+    train_step(run, 1, data.microbatches(0)[:1], Guard(), lambda point, step: look() if point == "step.backward" else None)
+    look()
+    return said
+
+
+@pytest.mark.parametrize("zero, held", [(2, ["e012h"] * 5), (3, ["0", "1", "2", "", ""])])
+def test_zero_3_keeps_whole_weights_no_longer_than_they_are_used(ranks, zero, held):
+    assert ranks(4).run(whole_weights, laid(zero=zero)) == [held] * 4
+
+
 def test_plain_gradients_leave_during_the_backward(ranks):
     said = ranks(4).run(story, laid())[0]
     assert [w for w in said if not w.startswith("forward")] == \
