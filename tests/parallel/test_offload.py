@@ -1,8 +1,18 @@
 """Offload: the copies are the tensors, an address that was used again is no old friend, and the update in chunks is the update."""
-import torch
+from dataclasses import replace
 
+import pytest
+import torch
+from batches import Tokens
+
+import optim.adamw
+from build import build
 from kernels.adam import adamw
+from parallel.mesh import Mesh
 from parallel.offload import AHEAD, SMALL, Away, Side, Ticket, staged
+from runtime.guard import Guard
+from scripts.verify import subject
+from train import train_step
 
 CPU = torch.device("cpu")
 
@@ -20,6 +30,17 @@ def test_an_update_in_chunks_is_bitwise_the_update():
         seen.append((cut.start, cut.stop))
     assert seen == [(0, 256), (256, 512), (512, 768), (768, 1000)]
     assert all(torch.equal(a, b) for a, b in zip(state, whole)) and torch.equal(low, whole[0].bfloat16())
+
+
+@pytest.mark.parametrize("offload, in_chunks", [("none", False), ("activations", False), ("optimizer", True), ("both", True)])
+def test_states_that_stay_on_the_device_are_not_copied(monkeypatch, offload, in_chunks):
+    cfg = subject("llama3-tiny")
+    cfg = replace(cfg, model=replace(cfg.model, layers=1), parallel=replace(cfg.parallel, offload=offload))
+    copied = []
+    monkeypatch.setattr(optim.adamw, "staged", lambda hosts, *how: copied.append(hosts) or staged(hosts, *how))
+    run = build(cfg, Mesh.single(), CPU, None, 2)
+    train_step(run, 1, Tokens(cfg, 0, 1).microbatches(0), Guard(), lambda *point, **shown: None)
+    assert bool(copied) == in_chunks
 
 
 def chain(x, w, depth=6):
