@@ -214,12 +214,12 @@ class Bucket:
             self.first = self.squares(self.grad, 0, self.size)
 
     def reduce(self, last: bool) -> None:
-        """Start the sum over the ranks that saw other tokens. last: nothing of this step comes after it."""
+        """Start the sum over the ranks that saw other tokens; the one before has landed. last: nothing of this
+        step comes after it."""
         how = self.sharing
         if self.zero == 0:
             self.summing = self.power.start(self.grad) if self.power else start_sum(self.grad, self.everyone, how.reduce, how.node, how.align)
             return
-        self.land()
         self.scattering, self.last = start_scatter_sum(self.grad, self.group, how.reduce, how.align), last
         if self.zero >= 2:
             self.grad = None

@@ -96,6 +96,7 @@ PROOFS: tuple[tuple[str, tuple[Proof, ...]], ...] = (
             Proof("llama3.2-tiny", 4, "rep2 dp2 zero2"),
             Proof("llama3.2-tiny", 2, "pp2 1f1b"),  # a tied table on two stages
             Proof("mixtral-tiny", 2, "dp2 ep2 zero1"),
+            Proof("mixtral-tiny", 4, "rep2 ep2 zero1"),
         ),
     ),
     (

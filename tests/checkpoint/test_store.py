@@ -141,6 +141,13 @@ def test_every_difference_is_listed_and_nothing_is_loaded(tmp_path):
     assert torch.equal(ok["b"], truth["b"].bfloat16()) and torch.equal(ok["c"], truth["c"])
 
 
+def test_of_many_differences_a_few_are_named_and_the_rest_counted(tmp_path):
+    path = store.save(tmp_path, 1, whole({"a": torch.ones(3)}), {}, keep=1)
+    with pytest.raises(ConfigError) as e:
+        store.load(path, whole({f"new{i}": torch.zeros(2) for i in range(12)}))
+    assert str(e.value).count("is missing") == 8 and str(e.value).endswith("new7 is missing; and 5 more")
+
+
 def test_a_stored_hole_is_an_integrity_error(tmp_path):
     truth = {"w": torch.randn(6, 4)}
     rows = [(Box("w", (6, 4), (i, 0), (2, 4)), truth["w"][i:i + 2]) for i in (0, 2, 4)]

@@ -61,3 +61,4 @@ def test_order_is_frozen():
     """Resuming with a newer version of the code must read the same samples: these numbers may never change."""
     assert permute(np.arange(10), 10, 1).tolist() == [3, 5, 1, 0, 2, 7, 6, 9, 8, 4]
     assert key(1, 2, 3) == 15020427595393229491
+    assert key(-1) == key(2**64 - 1) and key(2**64 + 5) == key(5)  # any whole number is a seed
