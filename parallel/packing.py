@@ -29,6 +29,12 @@ def pack(sizes: Sequence[int], cap: int, align: int = ALIGN) -> list[list[int]]:
     return out
 
 
+def cuts(zero: int, collective: bool, shards: int, replicas: int) -> int:
+    """Into how many equal parts a bucket must fall: one for each rank that shards it. Replicas of these ranks cut
+    each part once more where they sum by sends or in 8 bits, and not by a `collective` of the backend."""
+    return shards if zero and collective else shards * replicas
+
+
 def place(sizes: Sequence[int], shards: int, align: int = ALIGN) -> tuple[list[int], int]:
     """(offset of each slot, size of the bucket with padding: `shards` equal shares)."""
     offsets, at = [], 0

@@ -170,7 +170,9 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
     def make(params: list[Param]) -> Bucket:
         expert = params[0].expert
         shards, index = job.shards(expert), job.place(expert) if p.zero else 0
-        offsets, size = packing.place([x.numel for x in params], shards if p.zero and p.compress not in ("int8", "fp8") else shards * p.dp_rep, align)
+        collective = p.reduce == "collective" and p.compress not in ("int8", "fp8")
+        cuts = packing.cuts(p.zero, collective, shards, p.dp_rep)
+        offsets, size = packing.place([x.numel for x in params], cuts, align)
         share = size // (shards if p.zero else 1)
         return Bucket(tuple(params), offsets, size, share * index, share * (index + 1))
 

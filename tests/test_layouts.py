@@ -70,6 +70,12 @@ def test_offload(ranks, tmp_path, parallel):
     proved(ranks(4), tmp_path, "llama3.2-tiny", parallel)
 
 
+@pytest.mark.parametrize("parallel", [dict(reduce="ring", zero=1), dict(reduce="ring", zero=3), dict(zero=2)], ids=str)
+def test_three_replicas_of_two_shards(ranks, tmp_path, parallel):
+    """Where replicas sum by sends a bucket must fall into six equal parts, and not only into two."""
+    proved(ranks(6), tmp_path, "llama3.2-tiny", dict(dp_rep=3, **parallel))
+
+
 FEW = [dict(tp=4), dict(tp=4, sp=True, zero=3), dict(tp=2, cp=2), dict(tp=2, pp=2, schedule="zb-v", zero=2), dict(tp=2, sp=True, dp_rep=2, zero=1),
        dict(tp=4, sp=True, recompute="selective", recompute_parts=PARTS, offload="both"), dict(tp=4, recompute="full")]
 
