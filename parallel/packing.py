@@ -29,9 +29,9 @@ def pack(sizes: Sequence[int], cap: int, align: int = ALIGN) -> list[list[int]]:
     return out
 
 
-def cuts(zero: int, collective: bool, shards: int, replicas: int) -> int:
-    """Into how many equal parts a bucket must fall: one for each rank that shards it. Replicas of these ranks cut
-    each part once more where they sum by sends or in 8 bits, and not by a `collective` of the backend."""
+def shares(zero: int, collective: bool, shards: int, replicas: int) -> int:
+    """How many equal shares a bucket must fall into: one for each of the `shards` ranks that share it. Their
+    replicas divide each share once more, unless they sum it by a `collective` of the backend."""
     return shards if zero and collective else shards * replicas
 
 

@@ -106,8 +106,8 @@ class Bucket:
         self.sharing, self.zero, self.dtype, self.expert = sharing, zero, dtype, params[0].spec.expert
         self.group, self.everyone = (mesh.eshard, mesh.eloss) if self.expert else (mesh.shard, mesh.loss)
         self.replicas, self.hidden = mesh.dp_rep, sharing.apart and params[0].spec.hidden
-        cuts = packing.cuts(zero, sharing.reduce == "collective", self.group.size, self.replicas.size)
-        offsets, self.size = packing.place([prod(p.spec.shape) for p in params], cuts, sharing.align)
+        shares = packing.shares(zero, sharing.reduce == "collective", self.group.size, self.replicas.size)
+        offsets, self.size = packing.place([prod(p.spec.shape) for p in params], shares, sharing.align)
         self.slots = tuple(Slot(p, at, counted(p, mesh)) for p, at in zip(params, offsets))
         share = self.size // self.group.size if zero else self.size
         self.lo = share * self.group.index if zero else 0

@@ -171,8 +171,8 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
         expert = params[0].expert
         shards, index = job.shards(expert), job.place(expert) if p.zero else 0
         collective = p.reduce == "collective" and p.compress not in ("int8", "fp8")
-        cuts = packing.cuts(p.zero, collective, shards, p.dp_rep)
-        offsets, size = packing.place([x.numel for x in params], cuts, align)
+        shares = packing.shares(p.zero, collective, shards, p.dp_rep)
+        offsets, size = packing.place([x.numel for x in params], shares, align)
         share = size // (shards if p.zero else 1)
         return Bucket(tuple(params), offsets, size, share * index, share * (index + 1))
 
