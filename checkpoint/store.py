@@ -67,7 +67,7 @@ POINTS = ("ckpt.pre_write", "ckpt.mid_shard", "ckpt.post_shard", "ckpt.pre_index
           "ckpt.pre_rename", "ckpt.mid_replace", "ckpt.post_rename", "ckpt.pre_latest", "ckpt.mid_latest",
           "ckpt.pre_purge", "ckpt.mid_purge")
 SHARD_BYTES = 1 << 30  # pieces share a file up to this size; a larger piece has one of its own
-NAMED = 8  # so many of the differences between a checkpoint and a run are named in an error
+NAMED = 8  # how many differences between a checkpoint and a run an error names; the rest is counted
 MARGIN = 1.2  # free space asked for, over the bytes of the tensors
 STEP = re.compile(r"step_(\d{8,})")
 LEFTOVER = re.compile(r"(step_\d{8,}|latest)\.tmp-[0-9a-f]{32}|\.trash-.+")

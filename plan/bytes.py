@@ -31,9 +31,8 @@ from math import prod
 from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, of_stage, padded_vocab, remakes, value_dim
 from parallel.layout import SPANS
 from parallel.schedule import lower
-from plan.parts import BYTES, Bucket, Job, buckets, unique
+from plan.parts import BYTES, CODED, Bucket, Job, buckets, unique
 
-CODED = ("int8", "fp8")
 CHUNK, BLOCK = 1 << 25, 1 << 21  # kernels/cross_entropy.py: bytes of logits at a time, elements of a softmax
 
 Ledger = dict[tuple[str, str], tuple[int, int]]  # (group, verb): (calls, bytes)

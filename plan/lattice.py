@@ -34,7 +34,7 @@ SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
-LIGHT, TURNED = 1000, 1 / 3  # the first choices of switches, and the share of its switches that one turns
+LIGHT, TURNED = 1000, 1 / 3  # how many choices of switches come first, and the share of switches that each turns
 
 IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (  # (why a cell would only repeat another, when)
     ("parallel.sp: does nothing at tp 1", lambda v, world: v["sp"] and v["tp"] == 1),

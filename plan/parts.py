@@ -11,6 +11,8 @@ from config import Config, head_dim, is_moe, kv_heads, moe_ffn, padded_vocab, sc
 from parallel.layout import EXPERT, Layout
 from parallel.schedule import Schedule
 
+CODED = ("int8", "fp8")  # values of parallel.compress that send 8 bits an element
+
 BYTES = {"fp64": (8, 8), "fp32": (4, 4), "bf16": (2, 4), "fp16": (2, 4), "fp8": (2, 4)}  # train.dtype: compute, accumulation
 
 
@@ -170,7 +172,7 @@ def buckets(job: Job) -> dict[int, list[list[Bucket]]]:
     def make(params: list[Param]) -> Bucket:
         expert = params[0].expert
         shards, index = job.shards(expert), job.place(expert) if p.zero else 0
-        collective = p.reduce == "collective" and p.compress not in ("int8", "fp8")
+        collective = p.reduce == "collective" and p.compress not in CODED
         shares = packing.shares(p.zero, collective, shards, p.dp_rep)
         offsets, size = packing.place([x.numel for x in params], shares, align)
         share = size // (shards if p.zero else 1)

@@ -85,19 +85,19 @@ def losses(run: Trained, a: argparse.Namespace, device: torch.device) -> int:
     return 0
 
 
-def validation(cfg: Config, batch: int) -> Data:
-    """The validation split, of which each step is one batch of so many sequences."""
-    return open_data(replace(cfg, train=replace(cfg.train, micro_batch=batch, global_batch=batch)), "valid", 0, 1)
+def validation(cfg: Config, size: int) -> Data:
+    """The validation split, of which each step is one batch of `size` sequences."""
+    return open_data(replace(cfg, train=replace(cfg.train, micro_batch=size, global_batch=size)), "valid", 0, 1)
 
 
 def batches(data: Data, first: int, last: int) -> Iterator[Batch]:
-    """Those of steps first to last - 1."""
+    """The batches of steps first .. last - 1."""
     for step in range(first, last):
         yield from data.microbatches(step)
 
 
 def left_over(cfg: Config, samples: int, size: int) -> Iterator[Batch]:
-    """Of so many samples those that batches of `size` do not hold, each as a batch of one."""
+    """Of the first `samples` those that whole batches of `size` leave over, each as a batch of one."""
     whole = samples - samples % size
     if whole < samples:
         yield from batches(validation(cfg, 1), whole, samples)
