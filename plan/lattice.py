@@ -33,6 +33,7 @@ SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp
 # evenly over cp and tp up to 8
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
+ROUNDS = ("interleaved", "dualpipe-v")  # schedules that take whole rounds of microbatches, here two a stage
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 LIGHT, TURNED = 1000, 1 / 3  # how many choices of switches come first, and the share of switches that each turns
 
@@ -65,7 +66,8 @@ class Lattice:
         spare = 2 if values["fp8"] or self.cfg.model.experts else 1
         values["layers"] = min(self.cfg.model.layers, n + spare)
         wide = values.pop("geometry", "small") == "wide"
-        microbatches = max(2 if wide else 4, 2 * values["pp"])
+        pp = values["pp"]
+        microbatches = 2 * pp if values["schedule"] in ROUNDS else pp + 2 - pp % 2
         values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * microbatches)
         if wide:
             values |= WIDE | ({"window": WIDE_WINDOW} if self.cfg.model.window else {})
