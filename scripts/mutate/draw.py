@@ -205,7 +205,7 @@ def meaning(code: CodeType) -> tuple:
         code.co_argcount,
         code.co_kwonlyargcount,
         code.co_flags,
-        code.co_exceptiontable,
+        getattr(code, "co_exceptiontable", b""),  # Python 3.11 on
     )
 
 
