@@ -20,7 +20,20 @@ from parallel import params
 from parallel.comm import World
 from parallel.params import Bucket
 from scripts.verify import precision
-from scripts.verify.precision import SPOILT, Cell, Prover, Seen, alone, judge, record, subject, trained
+from scripts.verify.precision import (
+    LEFT_OUT,
+    SPOILT,
+    Cell,
+    Prover,
+    Seen,
+    Told,
+    alone,
+    compared,
+    judge,
+    record,
+    subject,
+    trained,
+)
 
 LLAMA, MIXTURE = "llama3-tiny", "mixtral-tiny"
 # (recipe, ranks, cell): every dtype, optimizer, ZeRO stage and kind of layout once
@@ -291,3 +304,22 @@ def test_what_goes_wrong_between_ranks_is_seen(provers, ranks, tmp_path, work, z
     run = trained(ranks(2), cfg, tmp_path / "run", spoilt, work)
     wrong, seen = judge(run, prover.single(cfg, spoilt), "layout")
     assert any(says in w for w in (*wrong, *beyond(seen))), (wrong[:3], beyond(seen))
+
+
+@pytest.mark.parametrize("against", ["layout", "fp64"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("parted", [1, 6, 7, 10, None])
+def test_only_an_overflow_of_fp16_may_part_two_runs_and_not_before_the_last_steps(
+    tmp_path, dtype, parted, against
+):
+    def run(spared: int | None) -> Told:
+        told = [{"step": step, "ok": step == spared} for step in range(11)]
+        return Told(subject(LLAMA, str(tmp_path), dtype, "sgd"), [{}] * 11, [], [], [], told)
+
+    seen = compared(run(parted), run(None), against)
+    if parted is None:
+        assert seen == []
+        return
+    bound = LEFT_OUT if (dtype, against) == ("fp16", "layout") else 0
+    assert seen == [Seen(f"{against} steps after they part", f"step {parted}", 11 - parted, bound)]
+    assert (seen[0].share <= 1) == (bound == LEFT_OUT and parted >= 7)
