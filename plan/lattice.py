@@ -33,7 +33,7 @@ SECTION = {"micro_batch": "train", "global_batch": "train", "ramp": "train", "fp
 # evenly over cp and tp up to 8
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
-ROUNDS = ("interleaved", "zb-v", "dualpipe-v")  # schedules that show all their phases from two microbatches a stage on
+ROUNDS = ("interleaved", "zb-v", "dualpipe-v")  # their warm-up, steady state and cool-down need two microbatches a rank
 CANDIDATES = 12  # choices of switches that `cover` weighs for each layout
 LIGHT, TURNED = 1000, 1 / 3  # how many choices of switches come first, and the share of switches that each turns
 
@@ -63,14 +63,15 @@ class Lattice:
         values, n = dict(values), values["pp"] * (SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2)
         dp = self.world // (values["tp"] * values["cp"] * values["pp"])
         m = self.cfg.model
-        # one layer more than stages: they are cut unevenly. fp8 keeps the first and the last layer in 16 bits,
-        # and not every layer of a mixture has experts
+        # one layer more than stages, so that the stages differ; two more where fp8 keeps the first and the last
+        # layer in 16 bits, or where not every layer of a mixture has experts
         spare = 2 if values["fp8"] or m.first_dense or m.moe_every > 1 else 1
         values["layers"] = min(m.layers, n + spare)
         wide = values.pop("geometry", "small") == "wide"
         pp = values["pp"]
         microbatches = 2 * pp if values["schedule"] in ROUNDS else pp + 1
-        microbatches += microbatches % 2 if values["ramp"] else 0  # whose first step takes half of them
+        if values["ramp"]:  # its first step takes half of the microbatches
+            microbatches += microbatches % 2
         values["global_batch"] = min(self.cfg.train.global_batch, dp * values["micro_batch"] * microbatches)
         if wide:
             values |= WIDE | ({"window": WIDE_WINDOW} if self.cfg.model.window else {})

@@ -21,7 +21,7 @@ from parallel.comm import World
 from parallel.params import Bucket
 from scripts.verify import precision
 from scripts.verify.precision import (
-    LEFT_OUT,
+    NOT_COMPARED,
     SPOILT,
     Cell,
     Prover,
@@ -307,19 +307,24 @@ def test_what_goes_wrong_between_ranks_is_seen(provers, ranks, tmp_path, work, z
 
 
 @pytest.mark.parametrize("against", ["layout", "fp64"])
+@pytest.mark.parametrize("weights", ["fp8", "none"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("parted", [1, 6, 7, 10, None])
-def test_only_an_overflow_of_fp16_may_part_two_runs_and_not_before_the_last_steps(
-    tmp_path, dtype, parted, against
+@pytest.mark.parametrize("skipped", [1, 6, 7, 10, None])
+def test_one_run_may_skip_a_late_step_alone_in_fp16_with_quantized_weights_and_nowhere_else(
+    tmp_path, skipped, dtype, weights, against
 ):
-    def run(spared: int | None) -> Told:
-        told = [{"step": step, "ok": step == spared} for step in range(11)]
-        return Told(subject(LLAMA, str(tmp_path), dtype, "sgd"), [{}] * 11, [], [], [], told)
+    cfg = subject(LLAMA, str(tmp_path), dtype, "sgd")
+    cfg = replace(cfg, parallel=replace(cfg.parallel, compress_weights=weights))
 
-    seen = compared(run(parted), run(None), against)
-    if parted is None:
+    def run(good: int | None) -> Told:
+        told = [{"step": step, "ok": step == good} for step in range(11)]
+        return Told(cfg, [{}] * 11, [], [], [], told)
+
+    seen = compared(run(skipped), run(None), against)
+    if skipped is None:
         assert seen == []
         return
-    bound = LEFT_OUT if (dtype, against) == ("fp16", "layout") else 0
-    assert seen == [Seen(f"{against} steps after they part", f"step {parted}", 11 - parted, bound)]
-    assert (seen[0].share <= 1) == (bound == LEFT_OUT and parted >= 7)
+    bound = NOT_COMPARED if (dtype, weights, against) == ("fp16", "fp8", "layout") else 0
+    what = f"{against} steps from a skip of one run alone"
+    assert seen == [Seen(what, f"step {skipped}", 11 - skipped, bound)]
+    assert (seen[0].share <= 1) == (bound > 0 and skipped >= 7)
