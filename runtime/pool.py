@@ -78,6 +78,7 @@ def serve(rank: int, size: int, address: str, timeout_s: float, pipe) -> None:
             os._exit(0)
         if job is None:
             break
+        world.close_separate()  # every rank has ended the job before
         try:
             pipe.send((True, job[0](world, *job[1])))
         except BaseException:
