@@ -1,209 +1,446 @@
-"""config -> Run: everything a step needs, made once. Used by train.py, evaluate, generate and convert."""
+"""A config -> a TrainingRun: all that a step needs, made once.
+
+Used by train.py, and by scripts that evaluate, generate and convert.
+"""
+import pkgutil
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import config
 from checkpoint import state, store
-from config import Config, ConfigError, Parallel, batch_sizes, divisors, mup_width, numbers, of_stage, scale_block, steps_of, words
+from config import (
+    OPTIMIZERS,
+    Config,
+    ConfigError,
+    ParallelConfig,
+    comma_separated,
+    config_of_stage,
+    divisors,
+    global_batch_sizes,
+    positive_integers,
+    steps_to_see,
+)
+from config.rules import Rule, validate
+from config.suggestions import suggestion
 from data import tokenizer
-from kernels.grad import wide
-from model.moe import Routers
-from model.split import by_cost, layers_of
-from model.transformer import Stage
-from optim.adamw import AdamW
-from optim.lamb import LAMB, LARS
-from optim.lion import Lion
+from data.loader import BatchLoader
+from data.tokenizer import Tokenizer
+from model.context import KeyValueCache
+from model.generate import pipeline_logits
+from model.precision import DTYPES
+from model.router import RouterStates
+from model.sharding import scale_for_mup, sharding_config
+from model.split import layers_of_stages, split_by_cost
+from model.transformer import PipelineStage
+from optim.base import Optimizer
 from optim.lr import learning_rate
-from optim.muon import Muon
-from optim.noise import Noise
-from optim.scaler import Scaler
-from optim.sgd import SGD
-from parallel.boxes import Box
-from parallel.compress import CODES
-from parallel.mesh import Mesh
-from parallel.offload import Away
-from parallel.packing import ALIGN
-from parallel.params import Bucket, Sharing, cut
-from parallel.pipeline import Later, Pipeline
-from parallel.schedule import Op, Schedule, check, lower, make
-from parallel.zero import Zero
-from rules import nearby, nearby_ramp, validate
-from runtime.graphs import Graph
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-OPTIMIZERS = {"adamw": AdamW, "muon": Muon, "lamb": LAMB, "lars": LARS, "lion": Lion, "sgd": SGD}
-
-MUP_POWER = {"muon": 0.5}  # a hidden matrix of m times the tuned width learns m^-this times as fast (optim/muon.py says why); else 1
+from optim.noise import GradientNoiseScale
+from optim.scaler import LossScaler
+from parallel.offload import ActivationOffload
+from parallel.pipeline.executor import HiddenShape, Pipeline, WeightGradStore
+from parallel.pipeline.schedule import Op, Schedule, add_transfers, check_schedule, make_schedule
+from parallel.sharding.boxes import Box
+from parallel.sharding.bucket import Bucket, split_into_buckets
+from parallel.sharding.spec import ShardedParameter, sharded_parameters
+from parallel.sharding.zero import ZeroScheduler
+from parallel.topology.mesh import Mesh
+from runtime.graphs import CudaGraphStep
 
 
 @dataclass(frozen=True)
-class Run:
-    """steps: the horizon; stages: {number: stage} of this rank; ops: this rank's schedule for each number of
-    microbatches that a step may have; buckets: weights, masters and gradients; routers: what a mixture's routers keep
-    beside them; scaler: of the loss, in fp16; noise: the gradient noise scale; graph: what replays forward and backward
-    (train.cuda_graphs), None: they run."""
+class TrainingRun:
+    """All that a step needs."""
     cfg: Config
     mesh: Mesh
     device: torch.device
-    data: object  # the train split: data.loader.Data
-    stages: dict[int, Stage]
-    buckets: list[Bucket]
-    optim: AdamW | Muon | LAMB | LARS | Lion | SGD
+    loader: BatchLoader | None  # the train split; None: the caller has microbatches of its own
+    stages: dict[int, PipelineStage]  # of this rank, by number
+    buckets: list[Bucket]  # of this rank's parameters
+    optim: Optimizer
     pipeline: Pipeline
-    ops: dict[int, list[Op]]
-    steps: int
-    routers: Routers
-    scaler: Scaler
-    noise: Noise
-    graph: Graph | None = None
+    schedules: dict[int, list[Op]]  # {number of microbatches of a step: this rank's ops}
+    steps: int  # the horizon
+    routers: RouterStates  # what a mixture's routers keep beside their weights
+    scaler: LossScaler  # of the loss, in fp16
+    noise_scale: GradientNoiseScale
+    graph: CudaGraphStep | None = None  # records forward and backward (train.cuda_graphs); None: they run
 
-    def lr(self, step: int) -> float:
+    @property
+    def data(self) -> BatchLoader:
+        """The train split. Raises ValueError if the run was built without."""
+        if self.loader is None:
+            raise ValueError("the run was built without data")
+        return self.loader
+
+    def learning_rate(self, step: int) -> float:
+        """Of step number `step` (from 1), before the factors of single parameters."""
         return learning_rate(self.cfg.optim, step, self.steps)
+
+    def logits(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
+        """Logits [vocab] of the token at `position` of tokens [1, s], on every rank."""
+        return pipeline_logits(
+            self.pipeline,
+            self.stages,
+            tokens,
+            positions,
+            cache=cache,
+            position=position,
+        )
 
 
 def with_vocab(cfg: Config, vocab: int) -> Config:
-    """The model's vocabulary from the tokenizer, unless the config asks for a larger one."""
+    """The config with the tokenizer's vocabulary, unless it asks for a larger one.
+
+    Raises ConfigError if it asks for a smaller one.
+    """
     if cfg.model.vocab is None:
         return replace(cfg, model=replace(cfg.model, vocab=vocab))
     if cfg.model.vocab < vocab:
-        raise ConfigError(f"model.vocab: {cfg.model.vocab} is smaller than the tokenizer's {vocab} ids; raise it, or leave it out")
+        raise ConfigError(
+            f"model.vocab: {cfg.model.vocab} is smaller than the tokenizer's {vocab} ids; "
+            "raise it, or leave it out"
+        )
     return cfg
 
 
-def horizon(cfg: Config, flops_per_token: float) -> int:
-    """train.steps, or what train.tokens or train.flops come to, rounded up."""
-    t = cfg.train
-    return t.steps or steps_of(t, ceil((t.tokens or t.flops / flops_per_token) / t.seq_len))
+def total_steps(cfg: Config, flops_per_token: float) -> int:
+    """train.steps, or the steps of train.tokens or train.flops, rounded up.
+
+    Raises ConfigError if none is set.
+    """
+    train = cfg.train
+    if train.steps:
+        return train.steps
+    tokens = train.tokens
+    if not tokens:
+        if not train.flops:
+            raise ConfigError("train.steps: give exactly one of train.steps, train.tokens, train.flops")
+        tokens = train.flops / flops_per_token
+    return steps_to_see(train, ceil(tokens / train.seq_len))
 
 
-def build_stages(cfg: Config, mesh: Mesh, device: torch.device, place: tuple[int, ...]) -> tuple[dict[int, Stage], list[Bucket]]:
-    """This rank's stages (place: the rank of each) with their storage and initial weights. A tied table gets a bucket of
-    its own, so that both ends of a pipeline cut it into the same shards."""
-    cuts = layers_of(cfg, len(place))
-    p, dtype = cfg.parallel, DTYPES[cfg.train.dtype]
-    sharing = Sharing(p.zero, p.compress if p.compress in CODES else p.reduce, p.node,
-                      int(p.bucket_mb * 2**20 / wide(dtype).itemsize), cfg.optim.name == "muon", p.offload in ("optimizer", "both"),
-                      p.compress_weights, scale_block(p) or ALIGN, p.powersgd_rank if p.compress == "powersgd" else None,
-                      cfg.log.noise_scale, cfg.optim.states == "bf16")
-    stages, buckets = {}, []
-    made: dict[int, Bucket] = {}  # parameter -> its bucket
-    for n in [s for s, rank in enumerate(place) if rank == mesh.pp.index]:
-        stage = Stage(of_stage(cfg, n), mesh, *cuts[n], stages[0].embed.weight if 0 in stages else None, place[0] != place[-1])
-        for weight in stage.parameters():  # a table of another stage stays as it is
-            weight.spec = weight.spec.wider(mup_width(cfg.model), MUP_POWER.get(cfg.optim.name, 1.0))
-        for part in stage.parts():
-            new = [p for p in part if id(p) not in made]
-            for group in ([p for p in new if p is stage.table()], [p for p in new if p is not stage.table()]):
-                for params in cut(group, sharing):
-                    buckets.append(Bucket(params, mesh, sharing, dtype, device, cfg.train.seed))
-                    made.update({id(p): buckets[-1] for p in params})
-        stage.zero = Zero([list({id(made[id(p)]): made[id(p)] for p in part}.values()) for part in stage.parts()],
-                          stage.embed is not None, stage.head is not None)
-        stages[n] = stage
-    return stages, buckets
+# ---- schedules ---------------------------------------------------------------------------------------------
 
 
 def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
-    """The schedule of a step with the whole train.global_batch; that, and those of a ramp's smaller batches, checked. Raises
-    ConfigError for every setting that cannot run on `world` ranks."""
-    return schedules(cfg, world, advise)[-1]
+    """The schedule of a step with the full train.global_batch.
+
+    It is checked with those of a ramp's smaller batches. Raises ConfigError for every setting that cannot run
+    on `world` ranks. advise: the error names values that can.
+    """
+    return make_schedules(cfg, world, advise)[-1]
 
 
-def schedules(cfg: Config, world: int, advise: bool = True) -> list[Schedule]:
-    """One for each number of microbatches that a step may have, the fewest first."""
-    fits = (lambda c: schedules(c, world, False)) if advise else None
-    validate(cfg, world, fits)
-    p, t = cfg.parallel, cfg.train
-    unit, every = t.micro_batch * (world // (p.tp * p.cp * p.pp)), []
-    for size in reversed(batch_sizes(t)):  # what is wrong with all of them is said of the whole batch
+def make_schedules(cfg: Config, world: int, advise: bool = True) -> list[Schedule]:
+    """A schedule for each number of microbatches that a step may have, the fewest first.
+
+    Raises ConfigError as plan_pipeline does.
+    """
+    schedules = schedules_or_broken_rule(cfg, world)
+    if not isinstance(schedules, Rule):
+        return schedules
+
+    def can_run(other: Config) -> bool:
+        return not isinstance(schedules_or_broken_rule(other, world), Rule)
+
+    advice = suggestion(cfg, schedules, can_run) if advise else ""
+    raise ConfigError(schedules.message + advice)
+
+
+def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
+    """The schedules of make_schedules; or the first rule that a run on `world` ranks breaks.
+
+    Raises ConfigError if a value cannot be read.
+    """
+    broken = validate(cfg, world)
+    if broken is not None:
+        return broken
+    schedules = schedules_of_batch_sizes(cfg, world)
+    if isinstance(schedules, Rule):
+        return schedules
+    for rule in stage_rules(cfg, schedules[-1], world):
+        if not rule.holds:
+            return rule
+    for schedule in schedules:
+        check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.place)
+    return schedules
+
+
+def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
+    """The schedules of make_schedules, not yet checked against the model.
+
+    Where the microbatches of a batch size do not fit the schedule: the rule that it breaks.
+    """
+    parallel = cfg.parallel
+    train = cfg.train
+    dp = world // (parallel.tp * parallel.cp * parallel.pp)
+    sequences = train.micro_batch * dp  # of a microbatch, on all ranks
+    schedules: list[Schedule] = []
+    # the full batch first: if no batch fits, the error names it and not the ramp
+    for size in reversed(global_batch_sizes(train)):
         try:
-            every.insert(0, make(p.schedule, p.pp, size // unit, p.vpp))
-        except ValueError as e:
-            if every:
-                raise ConfigError(f"train.ramp: {t.ramp} has steps of {size} sequences, and parallel.schedule {e} (microbatches = sequences / "
-                                  f"(train.micro_batch * dp))" + nearby_ramp(cfg, unit, fits)) from None
-            raise ConfigError(f"parallel.schedule: {e} (microbatches = train.global_batch / (train.micro_batch * dp))") from None
-    schedule = every[-1]
-    if schedule.n_stages > cfg.model.layers:
-        raise ConfigError(f"parallel.pp: {p.schedule} on {p.pp} ranks makes {schedule.n_stages} stages, model.layers is {cfg.model.layers}; "
-                          "lower parallel.pp or parallel.vpp"
-                          + (nearby(cfg, "parallel.pp", divisors(world), fits) if fits else ""))
-    if p.stages and len(numbers(p.stages)) != schedule.n_stages:
-        raise ConfigError(f"parallel.stages: {p.stages} cuts {len(numbers(p.stages))} stages, {p.schedule} on {p.pp} ranks has {schedule.n_stages}"
-                          f"; try parallel.stages {','.join(map(str, by_cost(cfg.model, schedule.n_stages, t.seq_len)))}")
-    modes = words(p.recompute_stages)
-    if modes and len(modes) != schedule.n_stages:
-        raise ConfigError(f"parallel.recompute_stages: {len(modes)} modes, {p.schedule} on {p.pp} ranks has {schedule.n_stages} stages; "
-                          f"try parallel.recompute_stages {','.join((modes + modes[-1:] * schedule.n_stages)[:schedule.n_stages])}")
-    for one in every:
-        check(one.order, one.n_stages, one.microbatches, one.place)
-    return every
+            schedule = make_schedule(parallel.schedule, parallel.pp, size // sequences, parallel.vpp)
+        except ValueError as error:
+            if schedules:
+                message = (
+                    f"train.ramp: {train.ramp} has steps of {size} sequences, and parallel.schedule {error} "
+                    "(microbatches = sequences / (train.micro_batch * dp))"
+                )
+                return Rule(False, message, ramp_unit=sequences)
+            message = (
+                f"parallel.schedule: {error} "
+                "(microbatches = train.global_batch / (train.micro_batch * dp))"
+            )
+            return Rule(False, message)
+        schedules.insert(0, schedule)
+    return schedules
 
 
-def build(cfg: Config, mesh: Mesh, device: torch.device, data, steps: int) -> Run:
-    """Raises ConfigError before anything is allocated."""
-    if cfg.train.dtype == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        raise ConfigError(f"train.dtype: {torch.cuda.get_device_name(device)} has no fp8 (chips from sm_89 on have); use bf16")
-    every = schedules(cfg, mesh.world.size)
-    schedule = every[-1]
-    stages, buckets = build_stages(cfg, mesh, device, schedule.place)
-    later = {n: Later() for n in stages}
-    for n, stage in stages.items():
-        for p in stage.parameters():
-            p.later = later[n]
-    pipeline = Pipeline(mesh, schedule, stages, later, cfg.model.hidden, cfg.model.vocab, DTYPES[cfg.train.dtype],
-                        mesh.tp.size if cfg.parallel.sp else 1, Away(device) if cfg.parallel.offload in ("activations", "both") else None)
-    ops = {one.microbatches: lower(one.order, one.place)[mesh.pp.index] for one in every}
-    return Run(cfg, mesh, device, data, stages, buckets, OPTIMIZERS[cfg.optim.name](cfg.optim, buckets, mesh), pipeline, ops, steps,
-               Routers(cfg, mesh, list(stages.values()), device),
-               Scaler(DTYPES[cfg.train.dtype], device, cfg.train.loss_scale, cfg.train.loss_scale_window),
-               Noise(cfg.log.noise_scale, buckets, mesh), Graph(device) if cfg.train.cuda_graphs else None)
+def stage_rules(cfg: Config, schedule: Schedule, world: int) -> Iterator[Rule]:
+    """Every stage has a layer, and parallel.stages and parallel.recompute_stages have an entry for each."""
+    parallel = cfg.parallel
+    shape = f"{parallel.schedule} on {parallel.pp} ranks"
+    yield Rule(
+        schedule.n_stages <= cfg.model.layers,
+        f"parallel.pp: {shape} makes {schedule.n_stages} stages, "
+        f"model.layers is {cfg.model.layers}; lower parallel.pp or parallel.vpp",
+        "parallel.pp",
+        divisors(world),
+    )
+
+    sizes = positive_integers(parallel.stages)
+    if parallel.stages and len(sizes) != schedule.n_stages:
+        balanced = split_by_cost(cfg.model, schedule.n_stages, cfg.train.seq_len)
+        example = ",".join(map(str, balanced))
+        yield Rule(
+            False,
+            f"parallel.stages: {parallel.stages} cuts {len(sizes)} stages, "
+            f"{shape} has {schedule.n_stages}; try parallel.stages {example}",
+        )
+
+    modes = comma_separated(parallel.recompute_stages)
+    if modes:
+        extended = modes + modes[-1:] * schedule.n_stages
+        example = ",".join(extended[:schedule.n_stages])
+        yield Rule(
+            len(modes) == schedule.n_stages,
+            f"parallel.recompute_stages: {len(modes)} modes, "
+            f"{shape} has {schedule.n_stages} stages; try parallel.recompute_stages {example}",
+        )
+
+
+# ---- stages and buckets ------------------------------------------------------------------------------------
+
+
+def make_stages(cfg: Config, mesh: Mesh, place: tuple[int, ...]) -> dict[int, PipelineStage]:
+    """This rank's stages, without storage. place: the rank of each stage."""
+    layers = layers_of_stages(cfg, len(place))
+    ends_are_apart = place[0] != place[-1]
+    stages: dict[int, PipelineStage] = {}
+    for number, rank in enumerate(place):
+        if rank != mesh.pp.index:
+            continue
+        first, last = layers[number]
+        embedding = stages[0].embedding if 0 in stages else None
+        table = None if embedding is None else embedding.weight
+        stage = PipelineStage(
+            config_of_stage(cfg, number),
+            mesh,
+            first,
+            last,
+            table=table,
+            ends_are_apart=ends_are_apart,
+        )
+        scale_for_mup(cfg, stage)
+        stages[number] = stage
+    return stages
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A checkpoint's weights in a stage, with the tokenizer that its tokens mean."""
+class StageBuckets:
+    """The storage of this rank's stages, and when it is exchanged."""
+    buckets: list[Bucket]  # of all parts of this rank, each once
+    schedulers: dict[int, ZeroScheduler]  # of each stage, by its number
+
+
+def make_buckets(
+    cfg: Config, mesh: Mesh, device: torch.device, stages: dict[int, PipelineStage]
+) -> StageBuckets:
+    """Storage and initial weights for the stages, and ZeRO attached to them. Sends nothing.
+
+    A table that the first and the last stage need has a bucket of its own, so that both ends of a pipeline
+    divide it into the same shards.
+    """
+    sharding = sharding_config(cfg)
+    dtype = DTYPES[cfg.train.dtype]
+    bucket_of: dict[int, Bucket] = {}  # by the id of a parameter
+    buckets: list[Bucket] = []
+    schedulers: dict[int, ZeroScheduler] = {}
+    for number, stage in stages.items():
+        buckets_of_parts: list[list[Bucket]] = []
+        for part in stage.parts():
+            params = list(sharded_parameters(part))
+            for group in without_storage(params, stage.shared_table(), bucket_of):
+                for members in split_into_buckets(group, sharding):
+                    bucket = Bucket(members, mesh, sharding, dtype=dtype, device=device, seed=cfg.train.seed)
+                    buckets.append(bucket)
+                    bucket_of.update({id(param): bucket for param in members})
+            found = [bucket_of[id(param)] for param in params]
+            buckets_of_parts.append(list(dict.fromkeys(found)))
+        schedulers[number] = ZeroScheduler(
+            buckets_of_parts,
+            first_is_embedding=stage.embedding is not None,
+            last_is_head=stage.head is not None,
+        )
+        schedulers[number].attach(stage.parts())
+    return StageBuckets(buckets, schedulers)
+
+
+def without_storage(
+    params: list[ShardedParameter], shared_table: ShardedParameter | None, bucket_of: dict[int, Bucket]
+) -> list[list[ShardedParameter]]:
+    """The parameters that are in no bucket yet: [the shared table alone, the others]."""
+    new = [param for param in params if id(param) not in bucket_of]
+    shared = [param for param in new if param is shared_table]
+    others = [param for param in new if param is not shared_table]
+    return [shared, others]
+
+
+# ---- a run -------------------------------------------------------------------------------------------------
+
+
+def build_run(
+    cfg: Config,
+    mesh: Mesh,
+    device: torch.device,
+    data: BatchLoader | None,
+    steps: int,
+) -> TrainingRun:
+    """The run of a config on this rank, with initial weights. data: the train split, if the run reads one.
+
+    Raises ConfigError before anything is allocated. Sends nothing.
+    """
+    check_device(cfg, device)
+    schedules = make_schedules(cfg, mesh.world.size)
+    schedule = schedules[-1]
+
+    # model
+    stages = make_stages(cfg, mesh, schedule.place)
+    made = make_buckets(cfg, mesh, device, stages)
+    weight_grad_stores = {number: WeightGradStore() for number in stages}
+    for number, stage in stages.items():
+        for weight in sharded_parameters(stage):
+            weight.weight_grad_store = weight_grad_stores[number]
+
+    # pipeline
+    dtype = DTYPES[cfg.train.dtype]
+    offloads_activations = cfg.parallel.offload in ("activations", "both")
+    pipeline = Pipeline(
+        mesh,
+        schedule,
+        stages=stages,
+        zero_schedulers=made.schedulers,
+        weight_grad_stores=weight_grad_stores,
+        hidden_shape=HiddenShape(cfg.model.hidden, dtype, mesh.tp.size if cfg.parallel.sp else 1),
+        offload=ActivationOffload(device) if offloads_activations else None,
+    )
+    ops = {one.microbatches: add_transfers(one.order, one.place)[mesh.pp.index] for one in schedules}
+
+    return TrainingRun(
+        cfg=cfg,
+        mesh=mesh,
+        device=device,
+        loader=data,
+        stages=stages,
+        buckets=made.buckets,
+        optim=optimizer_class(cfg.optim.name)(cfg.optim, made.buckets, mesh),
+        pipeline=pipeline,
+        schedules=ops,
+        steps=steps,
+        routers=RouterStates(cfg, mesh, list(stages.values()), device),
+        scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),
+        noise_scale=GradientNoiseScale(cfg.log.noise_scale, made.buckets, mesh),
+        graph=CudaGraphStep(device) if cfg.train.cuda_graphs else None,
+    )
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    """The class that config/optimizers.py names."""
+    return pkgutil.resolve_name(OPTIMIZERS[name].implementation)
+
+
+def check_device(cfg: Config, device: torch.device) -> None:
+    """Raises ConfigError if the device cannot run the config."""
+    if cfg.train.dtype != "fp8" or device.type != "cuda":
+        return
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise ConfigError(f"train.dtype: {name} has no fp8 (chips from sm_89 on have); use bf16")
+
+
+# ---- a trained model ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """The weights of a checkpoint in a stage, with the tokenizer that they were trained with."""
     cfg: Config
-    stage: Stage
-    tokenizer: object
+    stage: PipelineStage
+    tokenizer: Tokenizer
     path: Path
     step: int
 
     @torch.no_grad()
-    def logits(self, tokens, positions, cache, at: int):
-        """Logits [vocab] of the token at place `at`; the one-process form of Pipeline.logits."""
-        out = self.stage.head_logits(self.stage.hidden(tokens, positions, cache=cache), at)
+    def logits(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
+        """Logits [vocab] of the token at `position` of tokens [1, s]."""
+        out = self.stage.logits(tokens, positions, cache=cache, position=position)
         if cache is not None:
             cache.length += tokens.shape[1]
         return out
 
 
 @torch.no_grad()
-def weights_only(cfg: Config, device: torch.device, dtype: str) -> tuple[Stage, list[tuple[Box, torch.Tensor]]]:
-    """The whole model in one process with zeros for weights, and each of its tensors under its key: no gradients, no masters."""
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=Parallel())
-    stage = Stage(cfg, Mesh.single(), 0, cfg.model.layers).requires_grad_(False)
-    stage.zero = Zero([[] for _ in stage.parts()], lookup=True, head=True)  # nothing is sharded
-    pieces = []
-    for p in stage.parameters():  # each once, in the order of the forward pass
-        p.data = torch.zeros(p.spec.shape, dtype=DTYPES[dtype], device=device)
-        pieces += p.spec.split(p.data)
-    return stage, pieces + Routers(cfg, Mesh.single(), [stage], device).boxes(weights=True)
+def weights_only(
+    cfg: Config, device: torch.device, dtype: str
+) -> tuple[PipelineStage, list[tuple[Box, Tensor]]]:
+    """The full model in one process with zeros for weights, and [(box, tensor)] of all of them.
+
+    It has no gradients and no master weights.
+    """
+    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype), parallel=ParallelConfig())
+    mesh = Mesh.single()
+    stage = PipelineStage(cfg, mesh, 0, cfg.model.layers).requires_grad_(False)
+
+    boxes: list[tuple[Box, Tensor]] = []
+    for weight in sharded_parameters(stage):  # each once, in the order of the forward pass
+        weight.data = torch.zeros(weight.spec.shape, dtype=DTYPES[dtype], device=device)
+        boxes += weight.spec.split(weight.data)
+    routers = RouterStates(cfg, mesh, [stage], device)
+    return stage, boxes + routers.boxes(weights=True)
 
 
-def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trained:
-    """From a run folder or one of its checkpoint folders. Raises ConfigError, IntegrityError."""
-    path = state.find(where, [])
-    meta = store.meta(path)
-    cfg = config.build(Config, meta["config"])
-    plain = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # as its weights are; fp8 is a way to train
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype or plain, fp8=None), parallel=Parallel())
-    tok = tokenizer.load(path.parent.parent / "tokenizer")
-    if tok.fingerprint != meta["tokenizer"]:
-        raise ConfigError(f"{path.parent.parent / 'tokenizer'}: is not the tokenizer that {path} was trained with; put that one there")
-    stage, pieces = weights_only(cfg, device, cfg.train.dtype)
-    store.load(path, pieces, strict=False, allow_cast=True)
-    return Trained(cfg, stage, tok, path, meta["step"])
+def load_run(where: str, device: torch.device, dtype: str | None = None) -> TrainedModel:
+    """The model of a run folder, or of one of its checkpoint folders. dtype: None: the run's own.
+
+    Raises ConfigError if `where` has no model, and IntegrityError if the checkpoint is damaged.
+    """
+    path = state.find_checkpoint(where, [])
+    meta = store.read_meta(path)
+    cfg = config.build_tree(Config, meta["config"])
+    if dtype is None:
+        dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # the weights of fp8 are bf16
+    train = replace(cfg.train, dtype=dtype, fp8=None)
+    cfg = replace(cfg, train=train, parallel=ParallelConfig())
+
+    folder = path.parent.parent / "tokenizer"
+    loaded = tokenizer.load_tokenizer(folder)
+    if loaded.fingerprint != meta["tokenizer"]:
+        raise ConfigError(f"{folder}: is not the tokenizer that {path} was trained with; put that one there")
+    stage, boxes = weights_only(cfg, device, cfg.train.dtype)
+    store.load(path, boxes, strict=False, allow_cast=True)
+    return TrainedModel(cfg, stage, loaded, path, meta["step"])

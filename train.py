@@ -1,254 +1,606 @@
 """Train a language model: one step, and the loop around it.
 
-    python train.py [NAME] [--config FILE] [--section.field VALUE ...]    NAME is a recipe; without one: quickstart
+    python train.py [NAME] [--config FILE] [--section.field VALUE ...]   NAME: a recipe; without: quickstart
     torchrun --standalone --nproc-per-node 8 train.py NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
-    python train.py --list                                                every recipe with its size and shape
-    python train.py NAME --help [SECTION | WORD]                          every key with its type, meaning and default
+    python train.py --list                                               every recipe with its size and shape
+    python train.py NAME --help [SECTION | WORD]                         every key: type, meaning, default
 """
 import contextlib
-import functools
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import runtime  # before torch (see there)
 import config
 import torch
-import unused
-import usage
-from build import Run, build, horizon, plan_pipeline, with_vocab
+from build import TrainingRun, build_run, plan_pipeline, total_steps, with_vocab
 from checkpoint import state, store
-from checkpoint.hf_tokenizer import CARRIED, carry
-from checkpoint.saver import Saver
-from config import Config, ConfigError
-from data.blend import parse
-from data.loader import open_data
-from data.tokenizer import load
+from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
+from checkpoint.saver import CheckpointSaver
+from config import Config, ConfigError, unused, usage
+from data.blend import parse_blend
+from data.loader import BatchLoader, open_loader
+from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
 from optim.clip import clip_factor, grad_norm
-from parallel import comm, zigzag
-from parallel.layout import Layout
-from parallel.mesh import Mesh
-from parallel.params import finish
+from parallel.context.zigzag import shard_batch
+from parallel.microbatch import Microbatch
+from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, lines, setup
-from runtime.console import params as short
-from runtime.evaluate import mean_loss, report
-from runtime.guard import Guard
-from runtime.metrics import Metrics
-from runtime.peers import Peers
+from runtime.console import parameter_count
+from runtime.evaluate import loss_report, mean_loss
+from runtime.faults import FaultHook
+from runtime.guard import NonFiniteGuard
+from runtime.metrics import MetricsLogger
+from runtime.peers import PeerWatch
 from runtime.plot import loss_png
-from runtime.profile import Trace
-from runtime.stop import Stop
+from runtime.profile import ProfilerTrace
+from runtime.stop import StopRequest
+from torch import Tensor
 
-POINTS = (*store.POINTS, "run.built", "step.begin", "step.read", "step.backward", "step.end", "step.logged", "eval.end")
-
-
-def gradients(run: Run, batches: list, scale):
-    """The step's gradients, times scale, into the buckets -> loss, the number of tokens that count. No host sync, and what changes
-    from step to step is in its arguments: train.cuda_graphs records it."""
-    batches = [zigzag.cut(b.look_ahead(run.cfg.model.mtp), run.mesh.cp) for b in batches]  # this rank's tokens of its sequences
-    tokens = comm.sum_(sum(b.counted() for b in batches), run.mesh.loss)  # global count first: exact under masks and packing
-    for b in run.buckets:
-        b.zero_grad()
-    run.routers.begin()
-    return run.pipeline.run(run.ops[len(batches)], batches, scale / tokens) / scale, tokens
+STOPPED_EARLY = 75  # exit code: the run is not at its horizon, and everything is saved
 
 
-def train_step(run: Run, step: int, batches: list, guard: Guard, at):
-    """One optimizer step over this rank's microbatches -> loss, gradient norm, ok: scalars still on the device."""
-    scale, work = run.scaler.scale, functools.partial(gradients, run)
-    loss, tokens = work(batches, scale) if run.graph is None else run.graph(work, batches, scale)
-    finish(run.buckets, run.mesh)  # the sums that were started during the backward
-    if at("step.backward", step) == "nan":
-        run.buckets[0].shard[0] = float("nan")
-    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / scale
-    ok = guard.judge(loss, norm)
-    run.noise.settle(batches[0].counted(), len(batches), tokens, scale)
-    run.optim.step(step, run.lr(step), clip_factor(norm, run.cfg.optim.clip) / scale, ok)
-    run.scaler.update(ok)
-    for b in run.buckets:
-        b.settle(ok)
-        b.publish()
-    run.routers.settle(ok, scale)
-    return loss, norm, ok
+# ---- one step ----------------------------------------------------------------------------------------------
 
 
-def train(cfg: Config, env, world: comm.World, folder: Path, told=contextlib.nullcontext, watch=None,
-          tell=lambda code, reason, again: None) -> int:
-    """Train to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
+class StepResult(NamedTuple):
+    """Scalars on the device.
 
-    tell(code, reason, again): called at the end; again: is another start asked for?
+    loss: the mean over counted tokens. is_good: a bool; False: the step was skipped.
+    """
+    loss: Tensor
+    grad_norm: Tensor
+    is_good: Tensor
 
-    watch(point, step=None, **what there is to see): called at each of POINTS in the place of runtime/faults.py, and may
-    answer as a fault does ("nan"); scripts/verify looks on this way, so that it proves this loop and no imitation of it."""
-    at = watch or setup.faults(env, POINTS)
-    setup.seed(cfg)
-    p = cfg.parallel
-    mesh = Mesh.bind(Layout(env.world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
-    # rank 0 makes what is made on the spot
-    state.first(lambda: open_data(cfg, "train", 0, 1).close(), mesh.world, cfg.checkpoint.timeout_s)
-    data, valid = (open_data(cfg, split, mesh.data.index, mesh.data.size) for split in ("train", "valid"))
-    if data.tokenizer is None:
-        raise ConfigError(f"data.tokenizer: {cfg.data.path} does not say which tokenizer made it; name it: bytes, a tokenizer.json or an x.model")
-    cfg = with_vocab(cfg, data.tokenizer.vocab)
-    flops = flops_per_token(cfg.model, cfg.train.seq_len)
-    run = build(cfg, mesh, env.device, data, horizon(cfg, flops))
-    root = folder / "checkpoints"
-    start, notes = state.resume(run, root)
-    at("run.built", start, run=run, data=data, valid=valid)
-    # a run that was told to stop did not evaluate: what was due comes now
-    owed = start > 0 and (start == run.steps or due(cfg.eval.every, start))
-    owed = owed and state.first(lambda: start not in evaluated(folder), mesh.world)
-    if start == run.steps and not owed:
-        data.close()
-        text = f"already at step {start:,} of {run.steps:,}"
-        if env.rank == 0:
-            print(f"{folder}: {text}, nothing was left to do", flush=True)
-        tell(0, f"finished: {text}", False)
+
+def train_step(
+    run: TrainingRun,
+    step: int,
+    microbatches: list[Microbatch],
+    guard: NonFiniteGuard,
+    grads_ready: Callable[[], None] = lambda: None,
+) -> StepResult:
+    """Optimizer step number `step` (from 1) over the microbatches of this rank. Never waits for the device.
+
+    grads_ready: called when the gradients are summed over all ranks.
+    """
+    loss_scale = run.scaler.scale  # 1 but in fp16
+    own_tokens = shard_microbatches(run, microbatches)
+    num_tokens = count_tokens(own_tokens, run.mesh)
+    loss = run_forward_backward(run, own_tokens, loss_scale / num_tokens) / loss_scale
+    finish_grad_reductions(run.buckets, run.mesh)
+    grads_ready()
+
+    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / loss_scale
+    is_good = guard.is_good_step(loss, norm)
+    run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_tokens, loss_scale)
+    grad_scale = clip_factor(norm, run.cfg.optim.clip) / loss_scale
+    run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
+    start_param_gathers(run.buckets, is_good)  # the next step waits for them
+    update_statistics(run, is_good, loss_scale)
+    return StepResult(loss, norm, is_good)
+
+
+def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list[Microbatch]:
+    """This rank's tokens of its sequences: [b, s] -> [b, s/cp]. Sends nothing."""
+    depth = run.cfg.model.mtp
+    return [shard_batch(batch.with_tokens_ahead(depth), run.mesh.cp) for batch in microbatches]
+
+
+def count_tokens(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
+    """The counted tokens of the step over all ranks, int64 scalar. One all-reduce of a number over dp_cp.
+
+    Counted before the first forward, so that the mean is exact under document masks and packing.
+    """
+    num_tokens = torch.stack([batch.num_counted() for batch in microbatches]).sum()
+    return comm.all_reduce_sum(num_tokens, mesh.dp_cp)
+
+
+def update_statistics(run: TrainingRun, is_good: Tensor, loss_scale: Tensor) -> None:
+    """Adapts the loss scale and the biases of routers to the step. loss_scale: that the step had."""
+    run.scaler.adapt(is_good)
+    run.routers.update_after_step(is_good, loss_scale)
+
+
+def run_forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:
+    """forward_backward, or the replay of its recording (train.cuda_graphs)."""
+    if run.graph is None:
+        return forward_backward(run, microbatches, token_scale)
+    return run.graph(partial(forward_backward, run), microbatches, token_scale)
+
+
+def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:
+    """Computes the gradients of the step, and starts their sums over the ranks.
+
+    Returns the loss, times token_scale, summed over all tokens. What changes from step to step is in the
+    arguments, so that train.cuda_graphs can record it.
+    """
+    for bucket in run.buckets:
+        bucket.grads.zero_grad()
+    run.routers.start_step()
+    return run.pipeline.run(run.schedules[len(microbatches)], microbatches, token_scale)
+
+
+# ---- the loop ----------------------------------------------------------------------------------------------
+
+# Where faults are injected and proofs look on (runtime/faults.py).
+FAULT_POINTS = (
+    *store.FAULT_POINTS,
+    "run.built",
+    "step.begin",
+    "step.read",
+    "step.backward",
+    "step.end",
+    "step.logged",
+    "eval.end",
+)
+
+FailureScope = Callable[[], AbstractContextManager[object]]
+ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether another start is wanted)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the loop works with."""
+    cfg: Config
+    env: setup.LaunchEnv
+    world: comm.World
+    folder: Path
+    run: TrainingRun
+    first_step: int  # steps that are done before the loop: 0, or those of the checkpoint
+    train_data: BatchLoader
+    valid_data: BatchLoader
+    valid_batches: list[Microbatch]
+    tokenizer: Tokenizer
+    log: MetricsLogger
+    trace: ProfilerTrace
+    saver: CheckpointSaver
+    stop: StopRequest
+    guard: NonFiniteGuard
+    observe: FaultHook
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.env.rank == 0
+
+
+class LoopEnd(NamedTuple):
+    """How the loop ended.
+
+    reason: why before the horizon; None: it did not. restart: whether another start is wanted.
+    """
+    step: int
+    reason: str | None
+    restart: bool
+
+
+def train(
+    cfg: Config,
+    env: setup.LaunchEnv,
+    world: comm.World,
+    folder: Path,
+    *,
+    failure_scope: FailureScope = contextlib.nullcontext,
+    observe: FaultHook | None = None,
+    report_exit: ReportExit = lambda code, reason, restart: None,
+) -> int:
+    """Trains to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
+
+    failure_scope: a context for the loop, in which a failure is reported to the other ranks. observe(point,
+    step, **seen): called at each of FAULT_POINTS instead of the injector of faults, and may answer as it
+    does; so proof/verify proves this loop. report_exit: called at the end.
+    """
+    observe = observe or setup.fault_injector(env, FAULT_POINTS)
+    setup.seed_everything(cfg)
+    mesh = connect(cfg, world)
+
+    # data, model, and the checkpoint to continue from
+    train_data, valid_data = open_data(cfg, mesh)
+    cfg = with_vocab(cfg, train_data.required_tokenizer.vocab)
+    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
+    run = build_run(cfg, mesh, env.device, train_data, steps)
+    first_step, notes = state.resume(run, folder / "checkpoints")
+    observe("run.built", first_step, run=run, data=train_data, valid=valid_data)
+
+    owes_evaluation = is_evaluation_missing(run, first_step, folder)
+    if first_step == run.steps and not owes_evaluation:
+        train_data.close()
+        return report_nothing_to_do(run, env, folder, report_exit)
+
+    session = make_session(
+        run,
+        env,
+        world,
+        folder,
+        first_step=first_step,
+        valid_data=valid_data,
+        observe=observe,
+    )
+    with session.log, failure_scope(), contextlib.closing(session.trace):
+        counts = parameters(cfg.model)
+        without_embedding = counts["total"] - counts["embedding"]
+        session.log.header((counts["total"], without_embedding), train_data.describe(), notes)
+        if first_step == 0 or owes_evaluation:
+            evaluate(session, first_step)
+        end = train_loop(session)
+        train_data.close()
+        close_run(session, end)
+    return report_end(end, run, report_exit)
+
+
+def train_loop(session: Session) -> LoopEnd:
+    """Runs the steps up to the horizon, or until a rank is asked to stop."""
+    cfg, run = session.cfg, session.run
+    end = LoopEnd(session.first_step, reason=None, restart=True)
+    for step in range(session.first_step + 1, run.steps + 1):
+        session.world.activity.step = step
+        session.observe("step.begin", step)
+        run_one_step(session, step)
+
+        reason, restart = agree_to_stop(session.stop, session.saver, run.mesh)
+        end = LoopEnd(step, reason, restart)
+        is_last = step == run.steps
+
+        # evaluated before it is saved: what is saved at the horizon is complete
+        is_evaluated = reason is None and (is_last or is_due(cfg.eval.every, step))
+        if is_evaluated:
+            evaluate(session, step)
+        if is_last or reason or is_due(cfg.checkpoint.every, step):
+            session.guard.count_skipped(session.log.flush())
+            save(session, step, is_final=bool(is_last or reason))
+        if is_last and not is_evaluated:
+            evaluate(session, step)
+        if reason:  # there may be no time left to evaluate: the next start does it
+            break
+    return end
+
+
+def run_one_step(session: Session, step: int) -> None:
+    """Reads, trains and logs one step."""
+    run = session.run
+    observe = session.observe
+    clock = session.world.activity.clock
+
+    # read
+    started = time.perf_counter()
+    batches = session.train_data.microbatches(step - 1)
+    microbatches = [batch.to(session.env.device) for batch in batches]
+    data_seconds = time.perf_counter() - started
+    observe("step.read", step, batches=microbatches)
+
+    # train
+    def grads_ready() -> None:
+        if observe("step.backward", step) == "nan":  # an injected fault
+            run.buckets[0].grads.local[0] = float("nan")
+
+    clock.collect()  # drops what happened between the steps
+    with session.trace.around(step):
+        loss, norm, is_good = train_step(run, step, microbatches, session.guard, grads_ready)
+    if step == session.first_step + 1 and session.is_first_rank:
+        write_config(session.cfg, session.folder)  # it says what was trained: not before a step was
+    observe("step.end", step, loss=loss, norm=norm, ok=is_good)
+
+    # log
+    skipped = session.log.log_step(
+        step,
+        loss=loss,
+        grad_norm=norm,
+        is_good=is_good,
+        learning_rate=run.learning_rate(step),
+        data_seconds=data_seconds,
+        seconds=time.perf_counter() - started,
+        router_stats=run.routers.stats,
+        noise_scale_parts=run.noise_scale.latest,
+        comm=clock.collect(),
+    )
+    session.guard.count_skipped(skipped)
+    observe("step.logged", step)
+
+
+def evaluate(session: Session, step: int) -> None:
+    """Writes the validation loss and a sample of text into the log."""
+    run = session.run
+    tokenizer = session.tokenizer
+    text_bytes = session.valid_data.text_bytes
+    batches = session.valid_batches
+    loss, bytes_per_token = mean_loss(run.pipeline.evaluate, batches, run.mesh.dp_cp, text_bytes)
+    ids = sample(run, tokenizer)
+    text = session.cfg.eval.prompt + tokenizer.decode(ids) if ids else ""
+    session.log.log_evaluation(step, **loss_report(loss, bytes_per_token), sample=text)
+    session.observe("eval.end", step, loss=loss, ids=ids)
+
+
+def save(session: Session, step: int, is_final: bool) -> None:
+    """Saves a checkpoint, in the background under checkpoint.async_save. Waits for the final one."""
+    saver = session.saver
+    session.train_data.check_unchanged()
+    started = time.perf_counter()
+    state.save(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
+    if not saver.in_background or is_final:
+        path = saver.wait_saved()
+        num_bytes = sum(file.stat().st_size for file in path.iterdir())
+        session.log.log_save(path, num_bytes, time.perf_counter() - started)
+
+
+def close_run(session: Session, end: LoopEnd) -> None:
+    """Draws the pictures and prints the closing lines."""
+    folder = session.folder
+    log = session.log
+    if session.is_first_rank:
+        try:
+            loss_png(folder, parameter_count(parameters(session.cfg.model)["total"]))
+            if log.experts:
+                log.experts.draw(session.cfg.log.name or folder.name)
+        except Exception as error:  # a picture is not worth a finished run
+            log.log_line(f"warning: a picture was not drawn: {error}")
+
+    reason = end.reason if end.step < session.run.steps else None
+    hints = [
+        f'python -m scripts.generate {folder} --prompt "class "',
+        f"python -m scripts.evaluate {folder}",
+        "python train.py --list",
+    ]
+    log.close(reason, code=0 if reason is None else STOPPED_EARLY, hints=hints)
+
+
+def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:
+    """Reports how the loop ended, and returns the exit code."""
+    if end.step == run.steps:
+        report_exit(0, "finished", False)
         return 0
+    wish = "start me again" if end.restart else "for good"
+    reason = f"stopped early at step {end.step:,}, everything is saved: {end.reason}; {wish}"
+    report_exit(STOPPED_EARLY, reason, end.restart)
+    return STOPPED_EARLY
+
+
+# ---- before the loop ---------------------------------------------------------------------------------------
+
+
+def connect(cfg: Config, world: comm.World) -> Mesh:
+    """The groups of this rank. Collective: every rank calls it."""
+    parallel = cfg.parallel
+    dims = ParallelDims(
+        world.size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        dp_replicate=parallel.dp_rep,
+        ep=parallel.ep,
+        etp=parallel.etp,
+    )
+    return Mesh.bind(dims, world)
+
+
+def open_data(cfg: Config, mesh: Mesh) -> tuple[BatchLoader, BatchLoader]:
+    """This rank's part of the train and the valid split. What is made at the first opening, rank 0 makes."""
+    def open_once() -> None:
+        open_loader(cfg, "train", 0, 1).close()
+
+    state.first_rank_does(open_once, mesh.world, cfg.checkpoint.timeout_s)
+    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size)
+    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size)
+    return train_data, valid_data
+
+
+def make_session(
+    run: TrainingRun,
+    env: setup.LaunchEnv,
+    world: comm.World,
+    folder: Path,
+    *,
+    first_step: int,
+    valid_data: BatchLoader,
+    observe: FaultHook,
+) -> Session:
+    """What the loop works with, beside the run. Collective under checkpoint.async_save."""
+    cfg = run.cfg
+    train_data = run.data
+    tokenizer = train_data.required_tokenizer
     if env.rank == 0:
-        keep_tokenizer(cfg, data.tokenizer, folder / "tokenizer")
-    count, guard = parameters(cfg.model), Guard(20 if run.scaler.dynamic else 5)
-    stop = Stop(folder, cfg.train.max_minutes, looks=env.rank == 0)
-    saver = Saver(cfg.checkpoint.async_save, world.apart("saver") if cfg.checkpoint.async_save else None)
-    checks = [zigzag.cut(b.to(env.device), mesh.cp) for i in range(cfg.eval.batches) for b in valid.microbatches(i)]
-    step, reason, again = start, None, True
-    # under documents attention is cheaper: what the mask leaves
-    masked = flops_per_token(cfg.model, cfg.train.seq_len, data.pieces) if cfg.data.doc_mask else flops
-    with (Metrics(folder, cfg, env, steps=run.steps, flops_per_token=masked, start_step=start) as log, told(),
-          contextlib.closing(Trace(cfg.profile.steps, folder, env.rank)) as trace):
-        log.header((count["total"], count["total"] - count["embedding"]), data.describe(), notes)
+        keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
+    stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
+    saver_group = world.separate_group("saver") if cfg.checkpoint.async_save else None
+    saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group)
+    valid_batches = read_valid_batches(cfg, valid_data, run.mesh, env.device)
 
-        def evaluate(step: int) -> None:
-            loss, bytes_per_token = mean_loss(run.pipeline.evaluate, checks, mesh.loss, valid.text_bytes)
-            ids = sample(run)
-            text = cfg.eval.prompt + data.tokenizer.decode(ids) if ids else ""
-            log.eval(step, **report(loss, bytes_per_token), sample=text)
-            at("eval.end", step, loss=loss, ids=ids)
+    # attention within documents alone is cheaper
+    lengths = tuple(train_data.document_lengths) if cfg.data.doc_mask else ()
+    flops = flops_per_token(cfg.model, cfg.train.seq_len, lengths)
+    log = MetricsLogger(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=first_step)
 
-        if start == 0 or owed:
-            evaluate(start)
-        for step in range(start + 1, run.steps + 1):
-            world.now.step = step
-            at("step.begin", step)
-            begun = time.perf_counter()
-            batches = [b.to(env.device) for b in data.microbatches(step - 1)]
-            waited = time.perf_counter() - begun
-            at("step.read", step, batches=batches)
-            world.now.clock.take()  # what came between the steps
-            with trace.around(step):
-                loss, norm, ok = train_step(run, step, batches, guard, at)
-            if step == start + 1 and env.rank == 0:  # it says what was trained: not before a step was made
-                describe(cfg, folder)
-            at("step.end", step, loss=loss, norm=norm, ok=ok)
-            guard.observe(log.step(step, loss=loss, grad_norm=norm, ok=ok, lr=run.lr(step), data_seconds=waited,
-                                   seconds=time.perf_counter() - begun, told=run.routers.told, noise=run.noise.told, comm=world.now.clock.take()))
-            at("step.logged", step)
-            reason, again = agreed(stop, saver, mesh)
-            last = step == run.steps
-            if reason is None and (last or due(cfg.eval.every, step)):
-                evaluate(step)  # before the save: what is at its horizon is complete
-            if last or reason or due(cfg.checkpoint.every, step):
-                guard.observe(log.flush())
-                data.unchanged()
-                begun = time.perf_counter()
-                state.save(run, saver, root, step, at)
-                if not saver.threaded or last or reason:
-                    path = saver.wait()
-                    log.saved(path, sum(f.stat().st_size for f in path.iterdir()), time.perf_counter() - begun)
-            if last and reason:
-                evaluate(step)
-            if reason:  # there may be no time left to evaluate: what is owed is made up at the next start
-                break
-        data.close()
-        done = step == run.steps
-        if env.rank == 0:
-            try:
-                loss_png(folder, short(count["total"]))
-                if log.experts:
-                    log.experts.png(cfg.log.name)
-            except Exception as error:  # a picture is not worth a finished run
-                log.event(f"warning: a picture was not drawn: {error}")
-        log.close(None if done else reason, code=0 if done else 75, hints=[
-            f'python -m scripts.generate {folder} --prompt "class "', f"python -m scripts.evaluate {folder}", "python train.py --list"])
-    if done:
-        tell(0, "finished", False)
-        return 0
-    wish = "start me again" if again else "for good"
-    tell(75, f"stopped early at step {step:,}, everything is saved: {reason}; {wish}", again)
-    return 75
+    return Session(
+        cfg=cfg,
+        env=env,
+        world=world,
+        folder=folder,
+        run=run,
+        first_step=first_step,
+        train_data=train_data,
+        valid_data=valid_data,
+        valid_batches=valid_batches,
+        tokenizer=tokenizer,
+        log=log,
+        trace=ProfilerTrace(cfg.profile.steps, folder, env.rank),
+        saver=saver,
+        stop=stop,
+        guard=NonFiniteGuard(20 if run.scaler.dynamic else 5),
+        observe=observe,
+    )
 
 
-def keep_tokenizer(cfg: Config, tok, folder: Path) -> None:
-    """The run's tokenizer, with what belongs to it where it comes from (a chat template, generation
-    settings): beside the data, in data.tokenizer, or in the run whose weights are taken."""
+def read_valid_batches(
+    cfg: Config, valid_data: BatchLoader, mesh: Mesh, device: torch.device
+) -> list[Microbatch]:
+    """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
+    found: list[Microbatch] = []
+    for index in range(cfg.eval.batches):
+        for batch in valid_data.microbatches(index):
+            found.append(shard_batch(batch.to(device), mesh.cp))
+    return found
+
+
+def is_evaluation_missing(run: TrainingRun, step: int, folder: Path) -> bool:
+    """Whether an evaluation was due after this step, and left out because the run was asked to stop.
+
+    Collective.
+    """
+    was_due = step == run.steps or is_due(run.cfg.eval.every, step)
+    if step == 0 or not was_due:
+        return False
+    return state.first_rank_does(lambda: step not in evaluated_steps(folder), run.mesh.world)
+
+
+def evaluated_steps(folder: Path) -> set[int]:
+    """The steps with a validation in metrics.jsonl."""
+    _, validations = lines.read_metrics(folder)
+    return {row["step"] for row in validations}
+
+
+def report_nothing_to_do(
+    run: TrainingRun, env: setup.LaunchEnv, folder: Path, report_exit: ReportExit
+) -> int:
+    """Reports that the run is at its horizon already, and returns the exit code."""
+    text = f"already at step {run.steps:,} of {run.steps:,}"
+    if env.rank == 0:
+        print(f"{folder}: {text}, nothing was left to do", flush=True)
+    report_exit(0, f"finished: {text}", False)
+    return 0
+
+
+def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
+    """Saves the run's tokenizer, with the files that belong to it (chat template, generation settings).
+
+    They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    tok.save(folder)
+    tokenizer.save(folder)
+    for place in tokenizer_places(cfg):
+        if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
+            continue
+        with contextlib.suppress(ConfigError, OSError):
+            if load_tokenizer(place).fingerprint == tokenizer.fingerprint:  # else the files belong to another
+                copy_tokenizer_files(place, folder)
+
+
+def tokenizer_places(cfg: Config) -> list[Path]:
+    """Folders that may hold the files of the run's tokenizer."""
     named = Path(cfg.data.tokenizer or "bytes")
     places = [named.parent if named.is_file() else named]
-    prefixes = [path.removesuffix(".bin").removesuffix(".idx") for path in parse(cfg.data.path)[1]]
-    places += [Path(f"{prefix}.tokenizer") for prefix in prefixes]
-    for where in (cfg.checkpoint.resume, cfg.checkpoint.init_from):
-        if where not in (None, "auto", "none"):
-            places += [run / "tokenizer" for run in (Path(where), *list(Path(where).parents)[:2])]
-    for place in places:
-        if place.is_dir() and any((place / name).is_file() for name in CARRIED):
-            with contextlib.suppress(ConfigError, OSError):
-                if load(place).fingerprint == tok.fingerprint:  # else the files belong to another one
-                    carry(place, folder)
+    for path in parse_blend(cfg.data.path)[1]:
+        prefix = path.removesuffix(".bin").removesuffix(".idx")
+        places.append(Path(f"{prefix}.tokenizer"))
+    for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from):
+        if source not in (None, "auto", "none"):
+            checkpoint = Path(source)
+            for folder in (checkpoint, *list(checkpoint.parents)[:2]):
+                places.append(folder / "tokenizer")
+    return places
 
 
-def describe(cfg: Config, folder: Path) -> None:
-    """config.yaml, in one step."""
+# ---- in the loop -------------------------------------------------------------------------------------------
+
+
+def write_config(cfg: Config, folder: Path) -> None:
+    """config.yaml, written at once."""
     temp = folder / "config.yaml.tmp"
     temp.write_text(config.dump(cfg))
     temp.replace(folder / "config.yaml")
 
 
-def evaluated(folder: Path) -> set[int]:
-    """The steps whose validation stands in metrics.jsonl."""
-    return {row["step"] for row in lines.read(folder)[1]}
-
-
-def due(every: int | None, step: int) -> bool:
+def is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def agreed(stop: Stop, saver: Saver, mesh: Mesh) -> tuple[str | None, bool]:
-    """One answer for all ranks: (why to stop or None, whether another start is asked for). Any rank that was
-    told to stop stops every rank at this step. Raises what a save behind the run's back met, on every rank at
-    the same step."""
-    reason = stop.check()
-    mine = 3 if saver.failed() else 0 if reason is None else 1 if stop.again else 2
-    flag = int(comm.max_(torch.tensor(mine, dtype=torch.int32), mesh.world))
-    if flag == 3:
+# What ranks tell each other; the largest counts.
+NO_STOP, STOP_AND_RESTART, STOP_FOR_GOOD, SAVE_FAILED = range(4)
+
+
+def agree_to_stop(stop: StopRequest, saver: CheckpointSaver, mesh: Mesh) -> tuple[str | None, bool]:
+    """(why to stop, or None; whether another start is wanted): the same on all ranks.
+
+    A rank that was asked to stop stops all ranks at this step. Raises on every rank, at the same step, what a
+    background save raised on any. One all-reduce of a number over the world, on the host.
+    """
+    reason = stop.reason_to_stop()
+    own_answer = NO_STOP
+    if saver.has_failed():
+        own_answer = SAVE_FAILED
+    elif reason is not None:
+        own_answer = STOP_AND_RESTART if stop.requeue else STOP_FOR_GOOD
+
+    answer = int(comm.all_reduce_max(torch.tensor(own_answer, dtype=torch.int32), mesh.world))
+    if answer == SAVE_FAILED:
         saver.wait()
-    return ((reason or "another rank was told to stop") if flag else None), flag != 2
+    if answer == NO_STOP:
+        return None, True
+    return reason or "another rank was told to stop", answer != STOP_FOR_GOOD
 
 
-def same_everywhere(cfg: Config, world: comm.World) -> None:
-    """Ranks with another config, code or torch would train another model, or wait for each other: refused, naming the odd one."""
-    mine = {"torch": torch.__version__, "code": config.code_hash(), "config": config.dump(cfg)}
-    every = comm.all_objects(mine, world.everyone())
-    for what in mine:
-        count = Counter(theirs[what] for theirs in every)
-        usual = max(count, key=lambda x: (count[x], x == every[0][what]))
-        for rank, theirs in enumerate(every):
-            if theirs[what] != usual:
-                old, new = usual.splitlines(), theirs[what].splitlines()
-                detail = ", ".join(x.strip() for x in new if x not in old) or "fewer keys"
-                raise ConfigError(f"rank {rank} was started with another {what} than the others ({detail[:200]}); start every rank with the "
-                                  f"same command, from the same checkout")
+def sample(run: TrainingRun, tokenizer: Tokenizer) -> list[int]:
+    """The ids of a text that the model writes now, after eval.prompt; none if eval.sample is 0."""
+    options = run.cfg.eval
+    model = run.cfg.model
+    ids = generate(
+        run.logits,
+        tokenizer.encode(options.prompt) or [tokenizer.eod],
+        options.sample,
+        temperature=options.temperature,
+        eod=tokenizer.eod,
+        device=run.device,
+        limit=model.context if model.positions == "learned" else None,
+        multiple=run.pipeline.hidden_shape.sequence_shards,
+    )
+    return list(ids)
 
 
-def sample(run: Run) -> list[int]:
-    """The ids of a piece of text as the model writes it now, after eval.prompt; none where eval.sample is 0."""
-    e, m, tok = run.cfg.eval, run.cfg.model, run.data.tokenizer
-    limit = m.context if m.positions == "learned" else None
-    return list(generate(run.pipeline.logits, tok.encode(e.prompt) or [tok.eod], e.sample, temperature=e.temperature, eod=tok.eod,
-                         device=run.device, limit=limit, multiple=run.pipeline.cut))
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+def check_same_everywhere(cfg: Config, world: comm.World) -> None:
+    """Raises ConfigError, which names the rank, if ranks have different configs, code or versions of torch.
+
+    They would train different models, or wait for each other. Collective: gathers a few KiB from each rank.
+    """
+    own = {"torch": torch.__version__, "code": config.code_hash(), "config": config.dump(cfg)}
+    all_ranks: list[dict[str, str]] = comm.all_gather_objects(own, world.all_ranks())
+    for what in own:
+        count = Counter(theirs[what] for theirs in all_ranks)
+        usual = max(count, key=lambda value: (count[value], value == all_ranks[0][what]))
+        for rank, theirs in enumerate(all_ranks):
+            if theirs[what] == usual:
+                continue
+            usual_lines = usual.splitlines()
+            other_lines = [line.strip() for line in theirs[what].splitlines() if line not in usual_lines]
+            detail = ", ".join(other_lines) or "fewer keys"
+            raise ConfigError(
+                f"rank {rank} was started with another {what} than the others ({detail[:200]}); "
+                "start every rank with the same command, from the same checkout"
+            )
+
+
+def run_folder(cfg: Config) -> Path:
+    """log.dir / log.name. Raises ConfigError without a name; a recipe gives its own."""
+    if cfg.log.name is None:
+        raise ConfigError("log.name: none; give the run folder's name")
+    return Path(cfg.log.dir) / cfg.log.name
+
+
+def show_help(name: str | None, file: str | None, argv: list[str], asked: int) -> None:
+    """Prints the keys that match the word after --help, argv[asked]; all without a word."""
+    word = argv[asked + 1] if asked + 1 < len(argv) else ""
+    print(usage.help_text(config.resolve(name, file, argv[:asked]), word))
 
 
 def main(argv: list[str]) -> int:
@@ -256,25 +608,44 @@ def main(argv: list[str]) -> int:
         print(table({name: config.from_tree(config.recipe(name), name) for name in config.recipes()}))
         return 0
     name, file, argv = config.split_argv(argv)
-    if asked := next((i for i, word in enumerate(argv, 1) if word in ("--help", "-h")), None):
-        print(usage.text(config.resolve(name, file, argv[:asked - 1]), *argv[asked:asked + 1]))
-        return 0
-    with Peers(*setup.place()[:2], setup.attempt()) as peers:
+    for index, word in enumerate(argv):
+        if word in ("--help", "-h"):
+            show_help(name, file, argv, index)
+            return 0
+
+    with PeerWatch(*setup.rank_and_world()[:2], setup.restart_count()) as peers:
+        # refuse what cannot run, before anything starts
         cfg = config.resolve(name, file, argv)
-        env = setup.start(cfg)
+        env = setup.read_environment(cfg)
         plan_pipeline(cfg, env.world)
-        idle = unused.check(cfg, env.world)
-        if idle and env.rank == 0:
-            print(idle, flush=True)
-        folder = Path(cfg.log.dir) / cfg.log.name
-        with store.lock(folder) if env.rank == 0 else contextlib.nullcontext():
+        unused_keys = unused.check_unused(cfg, env.world)
+        if unused_keys and env.rank == 0:
+            print(unused_keys, flush=True)
+
+        # one run at a time in the folder; rank 0 holds its lock
+        folder = run_folder(cfg)
+        with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext():
             if env.rank == 0:
-                setup.forget_reasons(folder)
-            world = comm.join(env.device.type, env.rank, env.world, cfg.parallel.timeout_s, store=peers.store, now=peers.now)
-            peers.folder = folder  # rank 0 holds its lock
-            same_everywhere(cfg, world)
-            return train(cfg, env, world, folder, peers.told, tell=peers.reason)
+                setup.remove_exit_reasons(folder)
+            world = comm.join_job(
+                env.device.type,
+                env.rank,
+                env.world,
+                cfg.parallel.timeout_s,
+                store=peers.store,
+                activity=peers.activity,
+            )
+            peers.folder = folder
+            check_same_everywhere(cfg, world)
+            return train(
+                cfg,
+                env,
+                world,
+                folder,
+                failure_scope=peers.failure_scope,
+                report_exit=peers.report_exit,
+            )
 
 
 if __name__ == "__main__":
-    failure.leave(failure.fail_cleanly(main, sys.argv[1:]))
+    failure.exit_process(failure.fail_cleanly(main, sys.argv[1:]))

@@ -1,14 +1,16 @@
-"""One committed checkpoint folder: what is in it, and whether every byte is what was written.
+"""One committed checkpoint folder: what it holds, and whether every byte of it is what was written.
 
-    index.sha256    checksum of index.json, as sha256sum writes it (`sha256sum -c index.sha256`): the root of trust
-    index.json      version, save_id, step, world, pieces [{key, shape, start, size, dtype, file, name, sha256}],
+    index.sha256    checksum of index.json, as sha256sum writes it (`sha256sum -c index.sha256`):
+                    the root of trust
+    index.json      version, save_id, step, world,
+                    pieces [{key, shape, start, size, dtype, file, name, sha256}],
                     files {meta.json: {bytes, sha256}, *.safetensors: {bytes, header}}
     meta.json       step, save_id, and what the run adds (tokens, config, tokenizer hash, layout)
-    *.safetensors   the pieces; each file repeats the save id, so files of two saves are never mixed
+    *.safetensors   the pieces; each file repeats the save id, so that files of two saves are never mixed
 
-A shard is its header and its pieces, so `header` and the pieces' sha256 cover each of its bytes exactly once. A name
-in the index is a plain name in this folder and never a path; files are opened without following links; nothing is
-unpickled. Everything wrong raises IntegrityError naming the file.
+A shard is its header and its pieces. So `header` and the sha256 of the pieces cover each byte of it exactly
+once. A file name in the index is a plain name in this folder and never a path. Files are opened without
+following links, and nothing is unpickled. Every damage raises an IntegrityError that names the file.
 """
 import fcntl
 import hashlib
@@ -19,24 +21,65 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from os import fstat
 from pathlib import Path
+from typing import Any, TypedDict
 
-from checkpoint.files import TORCH, IntegrityError, opened, read_file, read_header, sha256_range, spread
-from checkpoint.locks import held
-from config import ConfigError
-from parallel.boxes import Box
+from checkpoint.files import (
+    LENGTH_BYTES,
+    TORCH,
+    FileEntry,
+    IntegrityError,
+    TensorTable,
+    open_shard,
+    read_file,
+    read_header,
+    run_in_threads,
+    sha256_range,
+)
+from checkpoint.locks import folder_lock
+from config import ConfigError, Tree
+from parallel.sharding.boxes import Box
 
-VERSION = 1
+VERSION = 1  # of the format
+META = "meta.json"
 SHARD = re.compile(r"[A-Za-z0-9_]+\.safetensors")
 
 
-class Newer(ConfigError):
-    """A checkpoint of a later version of the format: sound, but not for this code. Never replaced, never
-    purged."""
+class NewerFormat(ConfigError):
+    """The checkpoint has a later version of the format: it is sound, but this code cannot read it.
+
+    Such a checkpoint is never replaced and never purged.
+    """
+
+
+class PieceRow(TypedDict):
+    """A StoredPiece as index.json holds it."""
+    key: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    size: tuple[int, ...]
+    dtype: str
+    file: str
+    name: str
+    sha256: str
+
+
+class Shards(TypedDict):
+    """The part of index.json that shards are checked against."""
+    save_id: str
+    files: dict[str, FileEntry]
+
+
+class Index(Shards):
+    """index.json"""
+    version: int
+    step: int
+    world: int
+    pieces: list[PieceRow]
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stored box: `name` in `file`, whose bytes hash to `sha256`."""
+class StoredPiece:
+    """A stored box: the tensor `name` in `file`, whose bytes have the hash `sha256`."""
     box: Box
     dtype: str  # as safetensors writes it: F32, BF16, ...
     file: str
@@ -44,178 +87,252 @@ class Piece:
     sha256: str
 
     @property
-    def bytes(self) -> int:
+    def num_bytes(self) -> int:
         return self.box.volume * TORCH[self.dtype].itemsize
 
-    def row(self) -> dict:
-        b = self.box
-        return {"key": b.key, "shape": b.shape, "start": b.start, "size": b.size,
-                "dtype": self.dtype, "file": self.file, "name": self.name, "sha256": self.sha256}
+    def to_row(self) -> PieceRow:
+        return {
+            "key": self.box.key,
+            "shape": self.box.shape,
+            "start": self.box.start,
+            "size": self.box.size,
+            "dtype": self.dtype,
+            "file": self.file,
+            "name": self.name,
+            "sha256": self.sha256,
+        }
 
     @staticmethod
-    def of(row: dict) -> "Piece":
-        """Raises KeyError, TypeError or ValueError where the row is not a piece."""
-        box = Box(row["key"], *(tuple(row[k]) for k in ("shape", "start", "size")))
-        numbers = (*box.shape, *box.start, *box.size)
-        words = [row[k] for k in ("key", "dtype", "file", "name", "sha256")]
-        if not all(type(n) is int and n >= 0 for n in numbers) or not all(type(w) is str for w in words):
-            raise ValueError(f"not a piece: {row}")
-        ends = [a + n for a, n in zip(box.start, box.size)]
-        if not len(box.shape) == len(box.start) == len(box.size) or any(e > s for e, s in zip(ends, box.shape)):
-            raise ValueError(f"{box} does not lie inside its tensor of shape {box.shape}")
-        if row["dtype"] not in TORCH:
-            raise ValueError(f"{box.key}: unknown dtype {row['dtype']!r}")
-        return Piece(box, row["dtype"], row["file"], row["name"], row["sha256"])
+    def from_row(row: PieceRow) -> "StoredPiece":
+        """Raises KeyError, TypeError or ValueError if the row is not a piece."""
+        box = Box(row["key"], tuple(row["shape"]), tuple(row["start"]), tuple(row["size"]))
+        piece = StoredPiece(box, row["dtype"], row["file"], row["name"], row["sha256"])
+        check_types(piece, row)
+        check_inside(box)
+        if piece.dtype not in TORCH:
+            raise ValueError(f"{box.key}: unknown dtype {piece.dtype!r}")
+        return piece
 
 
-# ---- the small files -------------------------------------------------------------------------------------------------
+def check_types(piece: StoredPiece, row: PieceRow) -> None:
+    """Raises ValueError unless all numbers are whole and not negative, and all texts are texts."""
+    numbers = (*piece.box.shape, *piece.box.start, *piece.box.size)
+    texts = (piece.box.key, piece.dtype, piece.file, piece.name, piece.sha256)
+    numbers_are_sound = all(type(number) is int and number >= 0 for number in numbers)
+    texts_are_sound = all(type(text) is str for text in texts)
+    if not numbers_are_sound or not texts_are_sound:
+        raise ValueError(f"not a piece: {row}")
 
-def index_bytes(data: dict) -> bytes:
-    """JSON with one piece a line. (`{"key"` cannot occur inside a JSON string: its quote would be escaped.)"""
-    return json.dumps(data).replace('{"key"', '\n{"key"').encode() + b"\n"
+
+def check_inside(box: Box) -> None:
+    """Raises ValueError unless the box lies inside its tensor."""
+    same_dims = len(box.shape) == len(box.start) == len(box.size)
+    ends = [start + size for start, size in zip(box.start, box.size)]
+    if not same_dims or any(end > length for end, length in zip(ends, box.shape)):
+        raise ValueError(f"{box} does not lie inside its tensor of shape {box.shape}")
 
 
-def seal(index: bytes) -> bytes:
-    """What index.sha256 holds."""
+# ---- the small files ---------------------------------------------------------------------------------------
+
+def index_bytes(data: Index) -> bytes:
+    """index.json as JSON, with one piece a line."""
+    text = json.dumps(data)
+    text = text.replace('{"key"', '\n{"key"')  # cannot occur inside a JSON string, where the quote is escaped
+    return text.encode() + b"\n"
+
+
+def seal_index(index: bytes) -> bytes:
+    """The content of index.sha256."""
     return f"{hashlib.sha256(index).hexdigest()}  index.json\n".encode()
 
 
-def index(path: Path | str) -> dict:
-    """index.json, checked against its seal and its own rules. Raises IntegrityError; Newer."""
+def read_index(path: Path | str) -> Index:
+    """Reads index.json and checks it against its checksum and its own rules.
+
+    path: the checkpoint folder. Raises IntegrityError; NewerFormat.
+    """
     path = Path(path)
     if not path.is_dir():
         raise IntegrityError(f"{path}: no such checkpoint folder")
     text = read_file(path / "index.json")
-    if read_file(path / "index.sha256") != seal(text):
+    if read_file(path / "index.sha256") != seal_index(text):
         raise IntegrityError(f"{path}/index.json: does not match its checksum in index.sha256")
     try:
         data = json.loads(text)
-        if type(data["version"]) is int and data["version"] > VERSION:
-            raise Newer(f"{path}: written in format {data['version']}, this code reads {VERSION}; "
-                        f"use the code that wrote it, or choose another --log.name")
-        if data["version"] != VERSION:
-            raise ValueError(f"format version {data['version']}, this code reads {VERSION}")
-        for name, entry in data["files"].items():
-            if name != "meta.json" and not SHARD.fullmatch(name):
-                raise ValueError(f"{name!r} is not a plain file name")
-            checksum = entry["sha256" if name == "meta.json" else "header"]
-            if type(entry["bytes"]) is not int or type(checksum) is not str:
-                raise ValueError(f"bad entry of file {name}")
-        if type(data["save_id"]) is not str or type(data["step"]) is not int or "meta.json" not in data["files"]:
-            raise ValueError("save_id, step or meta.json is missing")
-        for piece in map(Piece.of, data["pieces"]):
-            if piece.file not in data["files"] or piece.file == "meta.json":
-                raise ValueError(f"{piece.box}: its file {piece.file!r} is not listed")
-    except Newer:
+        check_version(path, data)
+        check_index(data)
+    except NewerFormat:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
-        raise IntegrityError(f"{path}/index.json: not a checkpoint index: {type(e).__name__}: {e}") from None
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise IntegrityError(f"{path}/index.json: not a checkpoint index: {why}") from None
     return data
 
 
-def meta(path: Path | str) -> dict:
-    """meta.json, checked against the index. Raises IntegrityError."""
-    return checked_meta(Path(path), index(path))
+def check_version(path: Path, data: Any) -> None:
+    """Raises NewerFormat for a later version of the format; ValueError for no version of it."""
+    version = data["version"]
+    if type(version) is int and version > VERSION:
+        raise NewerFormat(
+            f"{path}: written in format {version}, this code reads {VERSION}; "
+            f"use the code that wrote it, or choose another --log.name"
+        )
+    if version != VERSION:
+        raise ValueError(f"format version {version}, this code reads {VERSION}")
 
 
-def glance(path: Path | str) -> dict:
-    """The index, when it and meta.json are sound. Says nothing of the shards. Raises IntegrityError;
-    Newer."""
-    data = index(path)
-    checked_meta(Path(path), data)
-    return data
+def check_index(data: Any) -> None:
+    """Raises KeyError, TypeError, ValueError or AttributeError if `data` is not an index."""
+    files = data["files"]
+    for name, entry in files.items():
+        if name != META and not SHARD.fullmatch(name):
+            raise ValueError(f"{name!r} is not a plain file name")
+        checksum = entry["sha256" if name == META else "header"]
+        if type(entry["bytes"]) is not int or type(checksum) is not str:
+            raise ValueError(f"bad entry of file {name}")
+    if type(data["save_id"]) is not str or type(data["step"]) is not int or META not in files:
+        raise ValueError("save_id, step or meta.json is missing")
+    for row in data["pieces"]:
+        piece = StoredPiece.from_row(row)
+        if piece.file not in files or piece.file == META:
+            raise ValueError(f"{piece.box}: its file {piece.file!r} is not listed")
 
 
-def newer(path: Path | str) -> bool:
-    """Is this folder of a later version of the format?"""
+def read_meta(path: Path | str) -> Tree:
+    """Reads meta.json of a checkpoint folder and checks it against the index.
+
+    Raises IntegrityError; NewerFormat.
+    """
+    return read_checked_meta(Path(path), read_index(path))
+
+
+def read_checked_meta(path: Path, data: Shards) -> Tree:
+    """As read_meta, with the index `data` already read. Raises IntegrityError."""
+    text = read_file(path / META)
+    entry = data["files"][META]
+    if len(text) != entry["bytes"]:
+        raise IntegrityError(f"{path}/{META}: size {len(text)} != {entry['bytes']} of the index")
+    if hashlib.sha256(text).hexdigest() != entry["sha256"]:
+        raise IntegrityError(f"{path}/{META}: does not match its checksum in index.json")
     try:
-        index(path)
-    except Newer:
+        meta = json.loads(text)
+        if meta["save_id"] != data["save_id"]:
+            raise ValueError(f"save id mismatch: {meta['save_id']}, index.json has {data['save_id']}")
+        return meta
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise IntegrityError(f"{path}/{META}: damaged: {error}") from None
+
+
+def quick_check(path: Path | str) -> Index:
+    """Checks the index and meta.json, but no shard. Returns the index. Raises IntegrityError; NewerFormat."""
+    data = read_index(path)
+    read_checked_meta(Path(path), data)
+    return data
+
+
+def is_newer_format(path: Path | str) -> bool:
+    """Whether this folder has a later version of the format."""
+    try:
+        read_index(path)
+    except NewerFormat:
         return True
     except IntegrityError:
         pass
     return False
 
 
-def checked_meta(path: Path, data: dict) -> dict:
-    text, entry = read_file(path / "meta.json"), data["files"]["meta.json"]
-    if len(text) != entry["bytes"]:
-        raise IntegrityError(f"{path}/meta.json: size {len(text)} != {entry['bytes']} of the index")
-    if hashlib.sha256(text).hexdigest() != entry["sha256"]:
-        raise IntegrityError(f"{path}/meta.json: does not match its checksum in index.json")
-    try:
-        found = json.loads(text)
-        if found["save_id"] != data["save_id"]:
-            raise ValueError(f"save id mismatch: {found['save_id']}, index.json has {data['save_id']}")
-        return found
-    except (ValueError, KeyError, TypeError, RecursionError) as e:
-        raise IntegrityError(f"{path}/meta.json: damaged: {e}") from None
+# ---- the shards --------------------------------------------------------------------------------------------
 
+def verify(path: Path | str) -> Index:
+    """Checks that every byte of the folder is what was written. Returns its index.
 
-# ---- the shards ------------------------------------------------------------------------------------------------------
-
-def verify(path: Path | str) -> dict:
-    """Every byte of the folder is what was written; returns its index. Raises IntegrityError naming the file
-    and what is wrong; Newer."""
+    Raises IntegrityError naming the file and what is wrong; NewerFormat.
+    """
     path = Path(path)
-    with held(path, fcntl.LOCK_SH):
-        data = index(path)
-        checked_meta(path, data)
-        check_pieces(path, data, map(Piece.of, data["pieces"]), shards=[f for f in data["files"] if f != "meta.json"])
+    with folder_lock(path, fcntl.LOCK_SH):
+        data = read_index(path)
+        read_checked_meta(path, data)
+        pieces = map(StoredPiece.from_row, data["pieces"])
+        shards = [name for name in data["files"] if name != META]
+        check_pieces(path, data, pieces, shards)
     return data
 
 
-def check_pieces(path: Path, data: dict, pieces: Iterable[Piece], shards: Iterable[str] = ()) -> dict[Piece, int]:
-    """Verifies the headers of `shards` and of all files that `pieces` lie in, then every byte of `pieces`.
+def check_pieces(
+    path: Path, data: Shards, pieces: Iterable[StoredPiece], shards: Iterable[str] = ()
+) -> dict[StoredPiece, int]:
+    """Checks the headers of `shards` and of all files that hold `pieces`, then every byte of `pieces`.
 
-    data: {save_id, files} of the index. Returns where each piece begins in its file, in bytes. Raises IntegrityError.
+    data: {save_id, files} of the index. Returns {piece: byte offset in its file}. Raises IntegrityError.
     """
-    files: dict[str, list[Piece]] = defaultdict(list, {name: [] for name in shards})
+    pieces_of: dict[str, list[StoredPiece]] = defaultdict(list, {name: [] for name in shards})
     for piece in pieces:
-        files[piece.file].append(piece)
-    spots: dict[Piece, int] = {}
-    for name, inside in files.items():
-        spots |= check_header(path / name, data["files"][name], data["save_id"], inside)
-    spread(lambda item: check_bytes(path, *item), list(spots.items()))
-    return spots
+        pieces_of[piece.file].append(piece)
+
+    offsets: dict[StoredPiece, int] = {}
+    for name, inside in pieces_of.items():
+        offsets |= check_header(path / name, data["files"][name], data["save_id"], inside)
+    run_in_threads(lambda item: check_bytes(path, *item), list(offsets.items()))
+    return offsets
 
 
-def check_header(path: Path, entry: dict, save_id: str, pieces: list[Piece]) -> dict[Piece, int]:
-    """A shard's save id, size and header, and that it holds `pieces` as the index says. Returns their byte offsets."""
-    with opened(path) as fd:
+def check_header(
+    path: Path, entry: FileEntry, save_id: str, pieces: list[StoredPiece]
+) -> dict[StoredPiece, int]:
+    """Checks a shard's save id, size and header, and that it holds `pieces` as the index says.
+
+    entry: of this file in the index. Returns {piece: byte offset in the file}. Raises IntegrityError.
+    """
+    with open_shard(path) as fd:
         size = fstat(fd).st_size
-        if size != entry["bytes"] and size < 8:
-            raise IntegrityError(f"{path}: size {size} != {entry['bytes']} of the index")
+        wrong_size = f"{path}: size {size} != {entry['bytes']} of the index"
+        if size != entry["bytes"] and size < LENGTH_BYTES:
+            raise IntegrityError(wrong_size)
         try:
-            head, table = read_header(fd, path)
+            header, table = read_header(fd, path)
         except IntegrityError:
-            if size != entry["bytes"]:  # says more than that the header is cut off
-                raise IntegrityError(f"{path}: size {size} != {entry['bytes']} of the index") from None
+            if size != entry["bytes"]:  # tells more than that the header is cut off
+                raise IntegrityError(wrong_size) from None
             raise
+
+    # The save id comes first: a shard of another save has another size too, and its id is the better message.
     found = table.get("__metadata__", {}).get("save_id")
     if found != save_id:
-        raise IntegrityError(f"{path}: save id mismatch: {found}, index.json has {save_id}; it is of another save")
+        raise IntegrityError(
+            f"{path}: save id mismatch: {found}, index.json has {save_id}; it is of another save"
+        )
     if size != entry["bytes"]:
-        raise IntegrityError(f"{path}: size {size} != {entry['bytes']} of the index")
-    if hashlib.sha256(head).hexdigest() != entry["header"]:
+        raise IntegrityError(wrong_size)
+    if hashlib.sha256(header).hexdigest() != entry["header"]:
         raise IntegrityError(f"{path}: the header does not match its checksum in index.json")
-    spots = {}
-    for p in pieces:
-        row = table.get(p.name)
-        if row is None:
-            raise IntegrityError(f"{path}: holds no tensor {p.name!r}, which index.json names")
-        if row.get("dtype") != p.dtype or row.get("shape") != list(p.box.size):
-            found, stored = (row.get("dtype"), row.get("shape")), (p.dtype, list(p.box.size))
-            raise IntegrityError(f"{path}: {p.name} is {found}, index.json has {stored}")
-        match row.get("data_offsets"):
-            case [int(begin), int(end)] if end - begin == p.bytes and 0 <= begin <= end <= size - len(head):
-                spots[p] = len(head) + begin
-            case other:
-                raise IntegrityError(f"{path}: {p.name} cannot lie at bytes {other} of a file of {size}")
-    return spots
+    return {piece: byte_offset(path, piece, table, len(header), size) for piece in pieces}
 
 
-def check_bytes(path: Path, piece: Piece, spot: int) -> None:
-    with opened(path / piece.file) as fd:
-        if sha256_range(fd, spot, piece.bytes) != piece.sha256:
-            raise IntegrityError(f"{path / piece.file}: {piece.name} does not match its checksum in index.json")
+def byte_offset(path: Path, piece: StoredPiece, table: TensorTable, header_size: int, file_size: int) -> int:
+    """Where `piece` begins in the file, by its header.
+
+    Raises IntegrityError if the header differs from the index.
+    """
+    row = table.get(piece.name)
+    if row is None:
+        raise IntegrityError(f"{path}: holds no tensor {piece.name!r}, which index.json names")
+    found = (row.get("dtype"), row.get("shape"))
+    indexed = (piece.dtype, list(piece.box.size))
+    if found != indexed:
+        raise IntegrityError(f"{path}: {piece.name} is {found}, index.json has {indexed}")
+
+    data_size = file_size - header_size
+    match row.get("data_offsets"):
+        case [int(begin), int(end)] if end - begin == piece.num_bytes and 0 <= begin <= end <= data_size:
+            return header_size + begin
+        case other:
+            raise IntegrityError(f"{path}: {piece.name} cannot lie at bytes {other} of a file of {file_size}")
+
+
+def check_bytes(path: Path, piece: StoredPiece, offset: int) -> None:
+    """Raises IntegrityError if the bytes of `piece` at `offset` are not what was written."""
+    file = path / piece.file
+    with open_shard(file) as fd:
+        checksum = sha256_range(fd, offset, piece.num_bytes)
+        if checksum != piece.sha256:
+            raise IntegrityError(f"{file}: {piece.name} does not match its checksum in index.json")

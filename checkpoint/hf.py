@@ -1,13 +1,15 @@
-"""The weights of a Hugging Face folder <-> our tensors, one tensor at a time.
+"""Reads and writes the weights of a Hugging Face folder, one tensor at a time.
 
-Our keys are unfused and our RoPE is rotate-half like theirs, so a conversion is a renaming; GPT-2 alone fuses q, k, v and
-keeps its matrices transposed (Conv1D). `places` lays that out as views of our tensors: reading copies into them, writing
-copies out of them. Nothing else of the model's size is ever held. No pickle is opened.
+Our tensors are not fused, and our RoPE rotates halves as theirs does, so a conversion only renames. GPT-2
+alone fuses q, k, v and stores its matrices transposed (Conv1D). hf_tensors describes their tensors as views
+of ours: reading copies into the views, writing copies out of them. Nothing else of the size of the model is
+ever held. No pickle is opened.
 """
 import json
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -16,233 +18,317 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint.files import CHUNK, DTYPES, raw, storing, write_file
-from config import ConfigError, Model, mup_scores, mup_width
-from parallel.boxes import Box
+from checkpoint.files import CHUNK, DTYPES, TensorTable, header_bytes, raw_bytes, storage_errors, write_file
+from checkpoint.hf_families import FAMILIES
+from config import ConfigError, ModelConfig, mup_score_scale, mup_width_ratio
+from parallel.sharding.boxes import Box
 
-LLAMA = {"embed": "model.embed_tokens", "layers": "model.layers", "norm": "model.norm", "head": "lm_head",
-         "attn_norm": "input_layernorm", "attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
-         "attn.o": "self_attn.o_proj", "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm",
-         "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}
-GPT2 = {"embed": "transformer.wte", "positions": "transformer.wpe", "layers": "transformer.h", "norm": "transformer.ln_f",
-        "head": "lm_head", "attn_norm": "ln_1", "attn.q": "attn.c_attn", "attn.k": "attn.c_attn", "attn.v": "attn.c_attn",
-        "attn.o": "attn.c_proj", "mlp_norm": "ln_2", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-MIXTRAL = {**LLAMA, "mlp.router": "block_sparse_moe.gate", "mlp.experts.gate": "block_sparse_moe.experts.{}.w1",
-           "mlp.experts.up": "block_sparse_moe.experts.{}.w3", "mlp.experts.down": "block_sparse_moe.experts.{}.w2"}
-MOE = {**LLAMA, "mlp.router": "mlp.gate", **{f"mlp.experts.{n}": f"mlp.experts.{{}}.{n}_proj" for n in ("gate", "up", "down")}}
-QWEN2_MOE = {**MOE, "mlp.shared_gate": "mlp.shared_expert_gate", **{f"mlp.shared.{n}": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}}
-DOTS = {**MOE, "mlp.router.bias": "mlp.gate.e_score_correction_bias",
-        **{f"mlp.shared.{n}": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}}
-DEEPSEEK = {**DOTS, "attn.q_a": "self_attn.q_a_proj", "attn.q_norm": "self_attn.q_a_layernorm", "attn.q_b": "self_attn.q_b_proj",
-            "attn.kv_a": "self_attn.kv_a_proj_with_mqa", "attn.kv_norm": "self_attn.kv_a_layernorm", "attn.kv_b": "self_attn.kv_b_proj",
-            "embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "head_norm": "shared_head.norm"}  # the last four: MTP
-TABLES = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "mixtral": MIXTRAL, "qwen2_moe": QWEN2_MOE,
-          "qwen3_moe": MOE, "olmoe": MOE, "dots1": DOTS, "deepseek_v2": DEEPSEEK, "deepseek_v3": DEEPSEEK}
+# ---- names -------------------------------------------------------------------------------------------------
+
 HEAD = "lm_head.weight"
-EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)")
-BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")  # old files carry them; not weights
+VOCAB_KEYS = ("embed.weight", "head.weight")  # ours are padded: [padded vocab, hidden]
+# Old files hold these buffers, which are no weights.
+BUFFERS = re.compile(r"(.*\.)?(h\.\d+\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)")
 FLOATS = ("F64", "F32", "F16", "BF16")
-SHARD_BYTES = 5_000_000_000  # transformers 4's own limit; version 5 went to ten times that
+SHARD_BYTES = 5_000_000_000  # the limit of transformers 4; that of version 5 is ten times larger
+MAX_NAMED = 4  # differences that an error names; the rest is only counted
+
+Piece = tuple[Box, Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
-    """A tensor of theirs: `parts` (views of ours) stacked along dim 0, then transposed where `flip`."""
+class HFTensor:
+    """A tensor of the Hugging Face folder: `parts`, which are views of ours, stacked along dim 0."""
     name: str
     parts: list[Tensor]
-    flip: bool
-    exact: bool = False  # stays fp32 whatever the rest is written in: it only compares
+    transpose: bool  # after the parts are stacked
+    exact: bool = False  # stays fp32, whatever the dtype of the others: it only chooses experts
 
     def dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype on disk. dtype: of the other tensors."""
         return torch.float32 if self.exact else dtype
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return prod(self.shape) * self.dtype(dtype).itemsize
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = (sum(len(p) for p in self.parts), *self.parts[0].shape[1:])
-        return shape[::-1] if self.flip else shape
+        shape = (sum(len(part) for part in self.parts), *self.parts[0].shape[1:])
+        return shape[::-1] if self.transpose else shape
 
 
-def places(kind: str, m: Model, pieces: list[tuple[Box, Tensor]]) -> list[Place]:
-    """Every tensor of the folder, in the order of the forward pass. pieces: whole tensors under our keys; the padding of the
-    vocabulary is left out."""
-    found: dict[str, Place] = {}
-    for box, t in pieces:
-        name = rename(box.key, TABLES[kind])
-        flip = kind == "gpt2" and t.dim() == 2 and box.key.startswith("layers.")
-        t = t[:m.vocab] if box.key in ("embed.weight", "head.weight") else t
-        found.setdefault(name, Place(name, [], flip, box.key.endswith(".router.bias"))).parts.append(t)
+def hf_tensors(model_type: str, model: ModelConfig, pieces: list[Piece]) -> list[HFTensor]:
+    """Every tensor of the folder, in the order of the forward pass.
+
+    pieces: whole tensors under our keys. The padding of the vocabulary is left out.
+    Raises ConfigError naming a tensor that the family does not have.
+    """
+    family = FAMILIES[model_type]
+    found: dict[str, HFTensor] = {}
+    for box, tensor in pieces:
+        name = family.hf_name(box.key)
+        if box.key in VOCAB_KEYS:
+            tensor = tensor[:model.vocab]
+        if name not in found:
+            transpose = family.conv1d and tensor.dim() == 2 and box.key.startswith("layers.")
+            found[name] = HFTensor(name, [], transpose, exact=box.key.endswith(".router.bias"))
+        found[name].parts.append(tensor)
     return list(found.values())
 
 
-def rename(key: str, table: dict[str, str]) -> str:
-    """layers.3.attn.q.weight -> model.layers.3.self_attn.q_proj.weight; layers.3.mlp.experts.7.up.weight -> ...experts.7.up_proj.weight"""
-    body, _, leaf = key.rpartition(".")
-    if not body.startswith("layers."):
-        return f"{table[body]}.{leaf}"
-    _, i, body = body.split(".", 2)
-    expert = EXPERT.fullmatch(body)
-    body, number = (f"mlp.experts.{expert[2]}", expert[1]) if expert else (body, "")
-    name = table.get(f"{body}.{leaf}") or f"{table[body]}.{leaf}"
-    return f"{table['layers']}.{i}.{name.format(number)}"
-
-
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -----------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor on disk: its name in its file, before the prefix was added."""
+class StoredHFTensor:
+    """A tensor on disk."""
     file: Path
-    name: str
+    name: str  # in the file: without the prefix that stored_tensors may add
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as safetensors writes it: F32, BF16, ...
 
 
-def stored(folder: Path, kind: str) -> dict[str, Stored]:
-    """{full name: Stored} of a folder's safetensors, from their headers alone. Raises ConfigError naming the file."""
-    found: dict[str, Stored] = {}
+def stored_tensors(folder: Path, model_type: str) -> dict[str, StoredHFTensor]:
+    """{full name: StoredHFTensor} of a folder's safetensors files, from their headers alone.
+
+    Raises ConfigError naming the file.
+    """
+    found: dict[str, StoredHFTensor] = {}
     for file in weight_files(Path(folder)):
-        with opened(file) as f:
-            for name in f.keys():
-                view = f.get_slice(name)
+        with open_safetensors(file) as reader:
+            for name in reader.keys():
+                view = reader.get_slice(name)
                 if name in found:
                     raise ConfigError(f"{file}: {name} stands in {found[name].file.name} already")
-                found[name] = Stored(file, name, tuple(view.get_shape()), view.get_dtype())
-    prefix = "transformer." if kind == "gpt2" else "model."  # the hub's gpt2 and bare base models are saved without it
+                found[name] = StoredHFTensor(file, name, tuple(view.get_shape()), view.get_dtype())
+
+    # The hub's gpt2, and base models without a head, are saved without the prefix.
+    prefix = FAMILIES[model_type].prefix
     if not any(name.startswith(prefix) for name in found):
-        found = {name if name == HEAD else prefix + name: s for name, s in found.items()}
-    return {name: s for name, s in found.items() if not BUFFERS.fullmatch(name)}
+        found = {name if name == HEAD else prefix + name: stored for name, stored in found.items()}
+    return {name: stored for name, stored in found.items() if not BUFFERS.fullmatch(name)}
 
 
 def weight_files(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    """The safetensors files of a folder.
+
+    Raises ConfigError if there are none, or if their index is damaged.
+    """
+    single = folder / "model.safetensors"
+    index = folder / "model.safetensors.index.json"
     if single.exists():
         return [single]
     if not index.exists():
-        pickles = any(folder.glob("pytorch_model*.bin"))
-        raise ConfigError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json"
-                          + ("; pickled weights (pytorch_model.bin) are never opened: save them again as safetensors" if pickles else ""))
+        hint = ""
+        if any(folder.glob("pytorch_model*.bin")):
+            hint = "; pickled weights (pytorch_model.bin) are never opened: save them again as safetensors"
+        raise ConfigError(f"{folder}: holds no model.safetensors and no model.safetensors.index.json{hint}")
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        if not names or any(Path(n).name != n for n in names):
+        if not names or any(Path(name).name != name for name in names):
             raise ValueError("a weight_map of plain file names is expected")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as e:
-        raise ConfigError(f"{index}: not an index of safetensors ({type(e).__name__}: {e})") from None
-    return [folder / n for n in names]
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{index}: not an index of safetensors ({why})") from None
+    return [folder / name for name in names]
 
 
-def opened(file: Path):
+def open_safetensors(file: Path) -> safe_open:
+    """Opens the file and reads its header. Raises ConfigError naming it."""
     try:
         return safe_open(file, "pt")
     except FileNotFoundError:
         raise ConfigError(f"{file}: missing, though the index names it; download it again") from None
-    except (SafetensorError, OSError) as e:
-        raise ConfigError(f"{file}: truncated, or not a safetensors file ({e}); download it again") from None
+    except (SafetensorError, OSError) as error:
+        why = f"truncated, or not a safetensors file ({error})"
+        raise ConfigError(f"{file}: {why}; download it again") from None
 
 
-def tie(m: Model, found: dict[str, Stored]) -> Model:
-    """What the tensors say, whatever config.json says or leaves out: a folder without lm_head has a tied one; one without the
-    modules of multi-token prediction (transformers drops them when it saves) has none."""
-    ahead = any(name.startswith(f"model.layers.{m.layers}.") for name in found)
-    return replace(m, tied=m.tied or HEAD not in found, mtp=m.mtp if ahead else 0)
+def tie_embeddings(model: ModelConfig, found: dict[str, StoredHFTensor]) -> ModelConfig:
+    """The model that the tensors are of, whatever config.json says or leaves out.
 
-
-def copies(m: Model) -> dict[str, str]:
-    """{name: which table of ours}: tensors that files may store a second time."""
-    out = {HEAD: "embed.weight"} if m.tied else {}
-    for i in range(m.layers, m.layers + m.mtp):
-        out |= {f"model.layers.{i}.embed_tokens.weight": "embed.weight",
-                f"model.layers.{i}.shared_head.head.weight": "embed.weight" if m.tied else "head.weight"}
-    return out
+    A folder without lm_head has a tied head. A folder without the modules of multi-token prediction has none:
+    transformers drops them when it saves.
+    """
+    has_mtp = any(name.startswith(f"model.layers.{model.layers}.") for name in found)
+    return replace(model, tied=model.tied or HEAD not in found, mtp=model.mtp if has_mtp else 0)
 
 
 @torch.no_grad()
-def read(kind: str, m: Model, found: dict[str, Stored], pieces: list[tuple[Box, Tensor]]) -> None:
-    """Fills `pieces`. Raises ConfigError listing every tensor that is missing, too much or misshapen, before any is read."""
-    want = {p.name: p for p in places(kind, m, pieces)}
-    spare = copies(m)
-    wrong = [f"{n} is missing" for n in want if n not in found]
-    wrong += [f"{n} is not a weight of {kind}" for n in found if n not in want and n not in spare]
-    wrong += [f"{n} has shape {list(found[n].shape)}, config.json makes it {list(p.shape)}" for n, p in want.items()
-              if n in found and found[n].shape != p.shape]
-    wrong += [f"{n} is {s.dtype}, only {', '.join(FLOATS)} are read" for n, s in found.items() if s.dtype not in FLOATS]
+def read_weights(
+    model_type: str, model: ModelConfig, found: dict[str, StoredHFTensor], pieces: list[Piece]
+) -> None:
+    """Fills `pieces`: whole tensors under our keys. found: what stored_tensors returned.
+
+    Raises ConfigError listing every tensor that is missing, that is no weight of this model, or that has
+    another shape or dtype, before any is read; and ConfigError if a tensor that is stored twice has two
+    values.
+    """
+    wanted = {tensor.name: tensor for tensor in hf_tensors(model_type, model, pieces)}
+    copies = FAMILIES[model_type].copies(model)
+    check_names_and_shapes(model_type, wanted, copies, found)
+
+    names_in: dict[Path, list[str]] = defaultdict(list)
+    for name, stored in found.items():
+        names_in[stored.file].append(name)
+    for file, names in names_in.items():  # one file is mapped at a time
+        with open_safetensors(file) as reader:
+            for name in names:
+                if name in wanted:
+                    copy_to_parts(reader.get_tensor(found[name].name), wanted[name])
+
+    tensors = {box.key: tensor for box, tensor in pieces}
+    for name, key in copies.items():
+        if name in found:
+            check_copy(name, found[name], key, tensors[key][:model.vocab])
+
+
+def check_names_and_shapes(
+    model_type: str, wanted: dict[str, HFTensor], copies: Iterable[str], found: dict[str, StoredHFTensor]
+) -> None:
+    """Raises ConfigError listing every difference between what is wanted and what is found."""
+    wrong = [f"{name} is missing" for name in wanted if name not in found]
+    for name in found:
+        if name not in wanted and name not in copies:
+            wrong.append(f"{name} is not a weight of {model_type}")
+    for name, tensor in wanted.items():
+        if name in found and found[name].shape != tensor.shape:
+            shapes = f"{list(found[name].shape)}, config.json makes it {list(tensor.shape)}"
+            wrong.append(f"{name} has shape {shapes}")
+    for name, stored in found.items():
+        if stored.dtype not in FLOATS:
+            wrong.append(f"{name} is {stored.dtype}, only {', '.join(FLOATS)} are read")
+
     if wrong:
-        more = f"; and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        raise ConfigError(f"{next(iter(found.values())).file.parent if found else kind}: {'; '.join(wrong[:4])}{more}")
-    by_file = defaultdict(list)
-    for name, s in found.items():
-        by_file[s.file].append((name, s.name))
-    for file, names in by_file.items():  # one mapped at a time
-        with opened(file) as f:
-            for name, inside in names:
-                if name in want:
-                    value = f.get_tensor(inside)
-                    value = value.t() if want[name].flip else value
-                    for part, source in zip(want[name].parts, value.split([len(p) for p in want[name].parts])):
-                        part.copy_(source)
-    for name in spare.keys() & found.keys():
-        table = next(t for box, t in pieces if box.key == spare[name])[:m.vocab]
-        with opened(found[name].file) as f:
-            copy = f.get_tensor(found[name].name)
-        if copy.shape != table.shape or not torch.equal(copy.to(table.dtype), table):
-            why = "tie_word_embeddings says they are one" if name == HEAD else "multi-token prediction shares it"
-            raise ConfigError(f"{found[name].file}: {name} differs from the {'head' if spare[name] == 'head.weight' else 'embedding'}, but {why}")
+        where = next(iter(found.values())).file.parent if found else model_type
+        more = f"; and {len(wrong) - MAX_NAMED} more" if len(wrong) > MAX_NAMED else ""
+        raise ConfigError(f"{where}: {'; '.join(wrong[:MAX_NAMED])}{more}")
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+def copy_to_parts(value: Tensor, tensor: HFTensor) -> None:
+    """Copies a tensor of theirs into our views."""
+    if tensor.transpose:
+        value = value.t()
+    sources = value.split([len(part) for part in tensor.parts])
+    for part, source in zip(tensor.parts, sources):
+        part.copy_(source)
 
-@torch.no_grad()
-def fold(m: Model, pieces: list[tuple[Box, Tensor]], back: bool = False) -> None:
-    """What muP multiplies by, which no config.json can say, into the weights, in place: the logits' factor into the head or, where
-    that is the embedding, the last norm; that of attention scores into what makes the queries. back: out of them again.
-    Raises ConfigError where no weights can hold it."""
-    if m.mup_base and m.tied and m.mtp:
-        raise ConfigError("model.mup_base: the factor of a tied head goes into the last norm, which multi-token prediction reads too; "
-                          "no Hugging Face folder can hold this model (model.tied with model.mtp)")
-    head = ("norm.weight", "norm.bias") if m.tied else ("head.weight",)
-    query = ("q_b.weight",) if m.q_rank else ("q_norm.weight",) if m.qk_norm else ("q.weight", "q.bias")  # behind a norm q has no size
-    for box, t in pieces:
-        _, attn, leaf = box.key.rpartition(".attn.")
-        factor = 1 / mup_width(m) if box.key in head else mup_scores(m) if attn and leaf in query else 1.0
-        t.mul_(1 / factor if back else factor)
 
+def check_copy(name: str, stored: StoredHFTensor, key: str, original: Tensor) -> None:
+    """Raises ConfigError if a tensor that is stored a second time differs from the original, our `key`."""
+    with open_safetensors(stored.file) as reader:
+        copy: Tensor = reader.get_tensor(stored.name)
+    if copy.shape == original.shape and torch.equal(copy.to(original.dtype), original):
+        return
+    original_name = "head" if key == "head.weight" else "embedding"
+    why = "tie_word_embeddings says they are one" if name == HEAD else "multi-token prediction shares it"
+    raise ConfigError(f"{stored.file}: {name} differs from the {original_name}, but {why}")
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
 
 @torch.no_grad()
-def write(folder: Path, kind: str, m: Model, pieces: list[tuple[Box, Tensor]], dtype: torch.dtype, shard: int = SHARD_BYTES) -> int:
-    """The folder's safetensors, in one file or, beyond `shard` bytes, in several with an index. Returns the bytes of all
-    tensors. Raises StorageError."""
-    groups, size = [[]], 0
-    for place in places(kind, m, pieces):
-        n = prod(place.shape) * place.dtype(dtype).itemsize
-        if groups[-1] and size + n > shard:
-            groups, size = [*groups, []], 0
-        groups[-1].append(place)
-        size += n
-    single = len(groups) == 1
-    files = ["model.safetensors"] if single else [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    total = sum(write_tensors(folder / file, group, dtype) for file, group in zip(files, groups))
-    if not single:
-        where = {place.name: file for file, group in zip(files, groups) for place in group}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2)
-        with storing(folder, len(text)):
-            write_file(folder / "model.safetensors.index.json", text.encode())
-    return total
+def fold_mup(model: ModelConfig, pieces: list[Piece], undo: bool = False) -> None:
+    """Multiplies the factors of muP into the weights, in place: no config.json can express them.
+
+    The factor of the logits goes into the head or, if the head is the embedding, into the last norm. The
+    factor of the attention scores goes into what makes the queries. undo: takes the factors out again.
+
+    Raises ConfigError if no weights can hold them.
+    """
+    if model.mup_base and model.tied and model.mtp:
+        raise ConfigError(
+            "model.mup_base: the factor of a tied head goes into the last norm, "
+            "which multi-token prediction reads too; no Hugging Face folder can hold this model "
+            "(model.tied with model.mtp)"
+        )
+    head = ("norm.weight", "norm.bias") if model.tied else ("head.weight",)
+    if model.q_rank:
+        query = ("q_b.weight",)
+    elif model.qk_norm:
+        query = ("q_norm.weight",)  # the norm removes the scale of q itself
+    else:
+        query = ("q.weight", "q.bias")
+
+    for box, tensor in pieces:
+        _, attention, leaf = box.key.rpartition(".attn.")
+        if box.key in head:
+            factor = 1 / mup_width_ratio(model)
+        elif attention and leaf in query:
+            factor = mup_score_scale(model)
+        else:
+            factor = 1.0
+        tensor.mul_(1 / factor if undo else factor)
 
 
-def write_tensors(path: Path, group: list[Place], dtype: torch.dtype) -> int:
-    """One safetensors file, flushed; each tensor is converted when its turn comes. Returns the bytes of its tensors."""
-    table, end = {"__metadata__": {"format": "pt"}}, 0  # older transformers refuse a file without it
-    for p in group:
-        begin, end = end, end + prod(p.shape) * p.dtype(dtype).itemsize
-        table[p.name] = {"dtype": DTYPES[p.dtype(dtype)], "shape": list(p.shape), "data_offsets": [begin, end]}
-    head = json.dumps(table).encode()
-    head += b" " * (-len(head) % 8)  # the first tensor starts aligned
-    with storing(path, end), open(path, "xb") as f:
-        f.write(len(head).to_bytes(8, "little") + head)
-        for p in group:
-            value = p.parts[0] if len(p.parts) == 1 else torch.cat(p.parts)
-            data = raw((value.t() if p.flip else value).to(p.dtype(dtype)))
-            for at in range(0, len(data), CHUNK):
-                f.write(data[at:at + CHUNK])
-        f.flush()
-        os.fsync(f.fileno())
+@torch.no_grad()
+def write_weights(
+    folder: Path,
+    model_type: str,
+    model: ModelConfig,
+    pieces: list[Piece],
+    *,
+    dtype: torch.dtype,
+    shard_bytes: int = SHARD_BYTES,
+) -> int:
+    """Writes the weights: one safetensors file or, beyond `shard_bytes`, several files and their index.
+
+    pieces: whole tensors under our keys. Returns the bytes of all tensors. Raises StorageError.
+    """
+    groups = split_into_files(hf_tensors(model_type, model, pieces), dtype, shard_bytes)
+    if len(groups) == 1:
+        return write_tensors(folder / "model.safetensors", groups[0], dtype)
+
+    total_bytes = 0
+    weight_map: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        total_bytes += write_tensors(folder / file, group, dtype)
+        weight_map |= {tensor.name: file for tensor in group}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+    text = json.dumps(index, indent=2)
+    with storage_errors(folder, len(text)):
+        write_file(folder / "model.safetensors.index.json", text.encode())
+    return total_bytes
+
+
+def split_into_files(tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int) -> list[list[HFTensor]]:
+    """Groups the tensors in their order, one group a file."""
+    groups: list[list[HFTensor]] = [[]]
+    group_bytes = 0
+    for tensor in tensors:
+        size = tensor.num_bytes(dtype)
+        if groups[-1] and group_bytes + size > shard_bytes:
+            groups.append([])
+            group_bytes = 0
+        groups[-1].append(tensor)
+        group_bytes += size
+    return groups
+
+
+def write_tensors(path: Path, group: list[HFTensor], dtype: torch.dtype) -> int:
+    """Writes one safetensors file and flushes it to disk. Converts one tensor at a time.
+
+    Returns the bytes of its tensors.
+    """
+    # Old versions of transformers refuse a file without this format.
+    table: TensorTable = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in group:
+        begin = end
+        end += tensor.num_bytes(dtype)
+        stored_dtype = DTYPES[tensor.dtype(dtype)]
+        shape = list(tensor.shape)
+        table[tensor.name] = {"dtype": stored_dtype, "shape": shape, "data_offsets": [begin, end]}
+
+    with storage_errors(path, end), open(path, "xb") as file:
+        file.write(header_bytes(table))
+        for tensor in group:
+            value = tensor.parts[0] if len(tensor.parts) == 1 else torch.cat(tensor.parts)
+            if tensor.transpose:
+                value = value.t()
+            data = raw_bytes(value.to(tensor.dtype(dtype)))
+            for start in range(0, len(data), CHUNK):
+                file.write(data[start:start + CHUNK])
+        file.flush()
+        os.fsync(file.fileno())
     return end

@@ -1,7 +1,8 @@
-"""Who may touch what: one run writes to a folder, and a checkpoint that is being read is not purged.
+"""Two locks: only one run writes to a run folder, and a checkpoint that is being read is not purged.
 
-Both are flock: the kernel frees them when their holder dies, however it dies. Where a filesystem has no flock across
-nodes (some parallel ones), two jobs on different nodes are not kept apart; within a node they always are.
+Both use flock: the kernel releases the lock when the process that holds it ends, however it ends. Some
+parallel filesystems have no flock across nodes. There, two jobs on different nodes are not kept apart; two
+jobs on one node always are.
 """
 import contextlib
 import errno
@@ -12,51 +13,70 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from checkpoint.files import storing
+from checkpoint.files import storage_errors
 from config import ConfigError
 
-WAIT = 1.0  # seconds until the lock is given up: a holder that was just killed may take a moment to be gone
+LOCK_TIMEOUT_S = 1.0  # a holder that was just killed may need a moment to end
+RETRY_INTERVAL_S = 0.05
+MAX_HOLDER_BYTES = 200  # of the lock file, shown in an error message
 
 
 @contextlib.contextmanager
-def lock(folder: Path | str) -> Iterator[None]:
-    """The run lock of `folder` (made if it is not there). Raises ConfigError naming the holder, StorageError."""
+def run_lock(folder: Path | str) -> Iterator[None]:
+    """Holds the run lock of `folder`, which is created if it does not exist.
+
+    Raises ConfigError naming the holder if another process has the lock; StorageError if the disk fails.
+    """
     path = Path(folder) / ".lock"
-    with storing(path, 0):
+    with storage_errors(path, 0):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
-        deadline = time.monotonic() + WAIT
-        while not take(fd):
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while not try_lock(fd):
             if time.monotonic() > deadline:
-                holder = os.pread(fd, 200, 0).decode("ascii", "replace").strip() or "another process"
-                raise ConfigError(f"{folder}: in use by {holder}; wait for it, stop it, or choose another log.name")
-            time.sleep(0.05)
+                holder = read_holder(fd)
+                raise ConfigError(
+                    f"{folder}: in use by {holder}; wait for it, stop it, or choose another log.name"
+                )
+            time.sleep(RETRY_INTERVAL_S)
+
+        # Write down who holds the lock, for the error message of another process.
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{socket.gethostname()} pid {os.getpid()}\n".encode("ascii", "replace"), 0)
         yield
     finally:
-        os.close(fd)  # frees the lock; the file stays, since removing it would race with the next holder
+        os.close(fd)  # releases the lock. The file stays: removing it would race with the next holder
 
 
-def take(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
-    """True if the lock is ours now, or if this filesystem has none to give."""
+def read_holder(fd: int) -> str:
+    """The holder that the lock file names."""
+    text = os.pread(fd, MAX_HOLDER_BYTES, 0).decode("ascii", "replace")
+    return text.strip() or "another process"
+
+
+def try_lock(fd: int, kind: int = fcntl.LOCK_EX) -> bool:
+    """Takes the lock without waiting. Returns True if it is taken, or if this filesystem has no locks."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except OSError as e:
-        return e.errno not in (errno.EWOULDBLOCK, errno.EACCES)
+    except OSError as error:
+        held_by_another = error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        return not held_by_another
     return True
 
 
 @contextlib.contextmanager
-def held(folder: Path, kind: int) -> Iterator[bool]:
-    """A lease on a checkpoint folder: LOCK_SH to read it, LOCK_EX to move it away. Yields whether it was got."""
+def folder_lock(folder: Path, kind: int) -> Iterator[bool]:
+    """Locks a checkpoint folder, without waiting: LOCK_SH to read it, LOCK_EX to move it away.
+
+    Yields whether the lock was taken.
+    """
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # not there: whoever opens its files says so better
+    except OSError:  # no such folder: opening its files gives a better message
         yield True
         return
     try:
-        yield take(fd, kind)
+        yield try_lock(fd, kind)
     finally:
         os.close(fd)

@@ -1,56 +1,107 @@
-"""Saving while training goes on: the tensors are copied, and a thread writes the copy.
+"""Saves checkpoints while training goes on: the tensors are copied, and a background thread writes the copy.
 
-Promises: at most one save in flight, a second one waits; an error of the writer is raised at the next call, and failed()
-tells of it before; a normal exit of the process waits for the writer. The writers of many ranks talk over a group of their
-own (comm.World.apart). Costs one copy of the pieces in host memory.
+- At most one save is in progress; the next save waits for it.
+- An error of the writer thread is raised by the next call. has_failed() shows it before that.
+- On a single rank, the exit of the process waits for the writer.
+- The writer threads of several ranks exchange messages over a group of their own (comm.World.separate_group).
+- The cost is one copy of this rank's pieces in host memory.
 """
+import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from checkpoint import store
-from parallel.boxes import Box
-from parallel.comm import Group
+from checkpoint.together import Gather
+from config import Tree
+from parallel.wire.comm import Group
 
 
-class Saver:
-    """store.save, in the caller or (threaded) behind its back. group: over which the ranks agree; None: the run's own."""
+class CheckpointSaver:
+    """Calls store.save, in the caller's thread or in a background thread.
 
-    def __init__(self, threaded: bool, group: Group | None = None):
-        self.threaded, self.group, self.thread = threaded, group, None
-        self.path: Path | None = None  # of the last committed checkpoint
-        self.error: BaseException | None = None
+    group: the ranks that write a checkpoint together. None: the group of the whole run.
+    """
 
-    def save(self, root: Path, step: int, pieces: Iterable[tuple[Box, torch.Tensor]], *args, **more) -> None:
-        """As store.save, same arguments; raises the error of an earlier save here."""
+    def __init__(self, in_background: bool, group: Group | None = None) -> None:
+        self.in_background = in_background
+        self.group = group
+        self.thread: threading.Thread | None = None  # the writer in progress
+        self.path: Path | None = None  # the last committed checkpoint folder
+        self.error: BaseException | None = None  # what the writer raised; wait() raises it again
+
+    def save(
+        self,
+        root: Path,
+        step: int,
+        pieces: store.Pieces,
+        meta: Tree,
+        *,
+        keep: int,
+        fault_point: store.FaultPoint = store.no_fault,
+        rank: int = 0,
+        world_size: int = 1,
+        gather: Gather = store.gather_alone,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Saves as store.save does, with the same arguments.
+
+        Raises the error of an earlier save, if there is one.
+        """
         self.wait()
-        if not self.threaded:
-            self.path = store.save(root, step, pieces, *args, **more)
-            return
-        frozen = [(box, t.detach().to("cpu", copy=True)) for box, t in pieces]
-        # a writer of many waits for the others': where the job breaks up, nobody must wait for it
-        many = self.group is not None and self.group.size > 1
-        self.thread = threading.Thread(target=self.write, args=(root, step, frozen, *args), kwargs=more, name="saver", daemon=many)
+        if self.in_background:
+            pieces = [(box, tensor.detach().to("cpu", copy=True)) for box, tensor in pieces]
+        write = functools.partial(
+            store.save, root, step, pieces, meta,
+            keep=keep, fault_point=fault_point, rank=rank, world_size=world_size,
+            gather=gather, timeout_s=timeout_s,
+        )
+        if self.in_background:
+            self.start_thread(write)
+        else:
+            self.path = write()
+
+    def start_thread(self, write: Callable[[], Path]) -> None:
+        """Starts the background thread that calls `write` and keeps its result or its error."""
+        def run() -> None:
+            try:
+                self.path = write()
+            except BaseException as error:
+                self.error = error
+
+        # The writer of one rank waits for the writers of the others. When the job breaks up, the exit of this
+        # process must not wait for them: the thread is then a daemon.
+        several_ranks = self.group is not None and self.group.size > 1
+        self.thread = threading.Thread(target=run, name="saver", daemon=several_ranks)
         self.thread.start()
 
-    def write(self, *args, **more) -> None:
-        try:
-            self.path = store.save(*args, **more)
-        except BaseException as e:
-            self.error = e
+    def has_failed(self) -> bool:
+        """Whether the save in progress has failed.
 
-    def failed(self) -> bool:
-        """Has the save in flight ended in an error? wait() raises it, on every rank: they fail together."""
+        All ranks fail together; wait() raises the error on each.
+        """
         return self.error is not None
 
     def wait(self) -> Path | None:
-        """Until nothing is in flight. Returns the last committed folder; raises the writer's error, once."""
+        """Waits until no save is in progress.
+
+        Returns the last committed folder. Raises the writer's error, once.
+        """
         if self.thread:
             self.thread.join()
             self.thread = None
-        error, self.error = self.error, None
+        error = self.error
+        self.error = None
         if error:
             raise error
         return self.path
+
+    def wait_saved(self) -> Path:
+        """Waits as wait() does and returns the committed folder.
+
+        Raises ValueError if nothing was saved yet.
+        """
+        path = self.wait()
+        if path is None:
+            raise ValueError("nothing was saved yet")
+        return path

@@ -1,214 +1,502 @@
-"""Run <-> checkpoint: the master weights under their canonical names, the optimizer's moments under NAME@MOMENT, and what PowerSGD
-has yet to send (parallel/powersgd.py).
+"""Moves the state of a run into a checkpoint and back.
 
-`run` is a build.Run. What a checkpoint must agree with to be continued stands in its meta.json; the rest may change.
+A checkpoint holds the master weights under their canonical names, the optimizer's moments under NAME@MOMENT,
+the state of the routers, and the error feedback of PowerSGD (parallel/sharding/powersgd.py). meta.json says
+which settings made it. Some of them must be the same when the run is continued; the others may change.
+
+`run` is a build.TrainingRun. RunState lists what is used of it here.
 """
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from checkpoint import store, together
-from checkpoint.saver import Saver
-from config import ConfigError, sequences
-from parallel import comm
-from parallel.boxes import Box
-from parallel.params import Bucket
-from parallel.powersgd import BASIS, ERROR, PowerSGD
+from checkpoint.saver import CheckpointSaver
+from config import Config, ConfigError, Tree, sequences_seen
+from parallel.sharding.boxes import Box
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
+from parallel.sharding.views import boxes_of
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
 
-HARD = ("train.seed", "train.seq_len", "train.global_batch", "train.ramp",
-        "data.split", "data.doc_mask", "optim.name")  # else samples repeat or are lost
-# what a finished run may be asked for in another way: none of it shows in its result
-IDLE = ("log.", "profile.", "checkpoint.every", "checkpoint.keep", "checkpoint.resume",
-        "checkpoint.async_save", "checkpoint.timeout_s", "train.max_minutes", "train.threads",
-        "parallel.timeout_s", "data.path", "data.tokenizer", "data.cache", "data.prefetch")
-Boxes = Sequence[tuple[Box, Tensor]]
-FREE = ("model.preset", "model.attention", "model.dropout", "model.init_std", "model.aux_loss", "model.z_loss", "model.jitter",
-        "model.capacity", "model.drop", "model.pad", "model.router_bias_rate")  # the rest of model.* is hard
+# If one of these changed, samples would be repeated or lost.
+MUST_MATCH = (
+    "train.seed",
+    "train.seq_len",
+    "train.global_batch",
+    "train.ramp",
+    "data.split",
+    "data.doc_mask",
+    "optim.name",
+)
+# All other keys of model.* must match, too.
+MAY_DIFFER = (
+    "model.preset",
+    "model.attention",
+    "model.dropout",
+    "model.init_std",
+    "model.aux_loss",
+    "model.z_loss",
+    "model.jitter",
+    "model.capacity",
+    "model.drop",
+    "model.pad",
+    "model.router_bias_rate",
+)
+# A change of these needs no warning.
+UNREPORTED = ("log.", "eval.", "checkpoint.", "profile.")
+# These may differ when a finished run is started again: none of them changes its result.
+IDLE = (
+    "log.",
+    "profile.",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.resume",
+    "checkpoint.async_save",
+    "checkpoint.timeout_s",
+    "train.max_minutes",
+    "train.threads",
+    "parallel.timeout_s",
+    "data.path",
+    "data.tokenizer",
+    "data.cache",
+    "data.prefetch",
+)
+HORIZON_KEYS = ("steps", "tokens", "flops")  # of train.*; exactly one of them is set
+FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
-
-def boxes(buckets: list[Bucket], state: dict[str, list[Tensor]], alone: bool = False) -> list[tuple[Box, Tensor]]:
-    """[(box, view)] of all that a checkpoint holds. state: {suffix: a flat tensor a bucket}; alone: see Bucket.boxes."""
-    return [(dataclasses.replace(box, key=box.key + suffix), part)
-            for i, bucket in enumerate(buckets)
-            for suffix, flat in [("", bucket.master), *((f"@{name}", flats[i]) for name, flats in state.items())]
-            if flat is not None  # an optimizer may keep a moment of some buckets alone
-            for box, part in bucket.boxes(flat, alone)]
-
-
-def powers(buckets: list[Bucket]) -> list[PowerSGD]:
-    return [b.power for b in buckets if b.power is not None]
-
-
-def take(buckets: list[Bucket]) -> None:
-    """Masters were filled: bring the weights up to them."""
-    for b in buckets:
-        b.round()
-        b.publish()
-
-
-def describe(run, step: int) -> dict:
-    """meta.json: where the run stands and what it is."""
-    cfg = run.cfg
-    return {"step": step, "tokens": sequences(cfg.train, step) * cfg.train.seq_len, "config": dataclasses.asdict(cfg),
-            "tokenizer": run.data.tokenizer.fingerprint, "data": run.data.fingerprint, "torch": torch.__version__,
-            "layout": dataclasses.asdict(run.mesh.layout), "loss_scale": run.scaler.state()}
-
-
-def flat(tree: dict) -> dict:
-    return {f"{s}.{k}": v for s, section in tree.items() for k, v in section.items()}
-
-
-def agree(meta: dict, run, where: str) -> list[str]:
-    """Warnings for settings that changed since the save. Raises ConfigError for those that may not."""
-    old, new = flat(meta["config"]), flat(dataclasses.asdict(run.cfg))
-    changed = [k for k in new if old.get(k) != new[k] and not k.startswith(("log.", "eval.", "checkpoint.", "profile."))]
-    hard = [k for k in changed if k in HARD or (k.startswith("model.") and k not in FREE)]
-    if hard:
-        k = hard[0]
-        raise ConfigError(f"{k}: {where} was trained with {old.get(k)}, not {new[k]}; set it back, or start anew with "
-                          f"--log.name OTHER (and --checkpoint.init_from to keep the weights)")
-    for name, now in (("tokenizer", run.data.tokenizer.fingerprint), ("data", run.data.fingerprint)):
-        if meta[name] != now:
-            raise ConfigError(f"data.path: the {name} of {where} has fingerprint {meta[name][:12]}, this one {now[:12]}; give the "
-                              f"same data, or start anew with --log.name OTHER --checkpoint.init_from {where}")
-    if meta["torch"] != torch.__version__:
-        changed.append(f"torch {meta['torch']} -> {torch.__version__}")
-    return [f"resumed with another {k}" + (f" ({old.get(k)} -> {new[k]})" if k in new else "") for k in changed]
+BoxedTensors = list[tuple[Box, Tensor]]
+Result = TypeVar("Result")
+Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
 
 
-def check_end(meta: dict, run, where: pathlib.Path, here: bool) -> None:
-    """meta: of the checkpoint `where`; here: it is of this run's own folder.
+# ---- what is used of a run ---------------------------------------------------------------------------------
 
-    Raises ConfigError for a checkpoint beyond the horizon, and for one at the horizon that other settings
-    made: a run never reports another run's result as its own."""
-    t, step, name = run.cfg.train, meta["step"], run.cfg.log.name
-    key = next(key for key in ("steps", "tokens", "flops") if getattr(t, key) is not None)
-    way = f"raise train.{key}, or choose another --log.name"
-    if step < run.steps:
-        return
-    if step > run.steps:
-        beyond = f"at step {step:,}, beyond the {run.steps:,} asked for"
-        raise ConfigError(f"train.{key}: {where} is {beyond}; {way}")
-    at = f"already at step {step:,} of {run.steps:,}"
-    if not here:
-        raise ConfigError(f"train.{key}: {where} is {at}: nothing is left to train; {way}")
-    old, new = flat(meta["config"]), flat(dataclasses.asdict(run.cfg))
-    other = [k for k in new if k in old and old[k] != new[k] and not k.startswith(IDLE)]
-    if other:
-        k = other[0]
-        raise ConfigError(f"{k}: {name} is {at}, trained with {old[k]}, not {new[k]}; set it back, {way}")
+class Fingerprinted(Protocol):
+    """data.tokenizer.Tokenizer"""
+    @property
+    def fingerprint(self) -> str: ...
 
 
-def find(path: str, log: list[str], bad: dict[pathlib.Path, str] | None = None,
-         check=store.verify) -> pathlib.Path:
-    """The checkpoint that a path means: a checkpoint folder, a checkpoints folder, or a run folder. bad,
-    check: as store.newest has them."""
-    p = pathlib.Path(path)
-    if (p / "index.json").exists():
-        if p in (bad or {}):
-            raise store.IntegrityError(bad[p])
-        check(p)
-        return p
-    root = p / "checkpoints" if (p / "checkpoints").is_dir() else p
-    found = store.newest(root, log, bad, check) if root.is_dir() else None
-    if found is None:
-        raise ConfigError(f"checkpoint: {path} holds no checkpoint; give a run folder or a folder like .../checkpoints/step_00000100")
+class TrainingData(Protocol):
+    """data.loader.BatchLoader"""
+    @property
+    def tokenizer(self) -> Fingerprinted | None: ...
+    @property
+    def fingerprint(self) -> str: ...
+
+
+class OptimizerMoments(Protocol):
+    """optim.base.Optimizer"""
+    def state(self) -> Moments: ...
+
+
+class Routers(Protocol):
+    """model.moe.RouterStates"""
+    def boxes(self, each_once: bool = False, weights: bool = False) -> BoxedTensors: ...
+
+
+class Scaler(Protocol):
+    """optim.scaler.LossScaler"""
+    def state(self) -> list[float]: ...
+    def load(self, state: list[float] | None) -> None: ...
+
+
+class RunState(Protocol):
+    """What a checkpoint reads and fills of a build.Run."""
+    @property
+    def cfg(self) -> Config: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def data(self) -> TrainingData: ...
+    @property
+    def buckets(self) -> list[Bucket]: ...
+    @property
+    def optim(self) -> OptimizerMoments: ...
+    @property
+    def routers(self) -> Routers: ...
+    @property
+    def scaler(self) -> Scaler: ...
+    @property
+    def steps(self) -> int: ...
+
+
+# ---- tensors -----------------------------------------------------------------------------------------------
+
+def state_boxes(buckets: list[Bucket], state: Moments, each_once: bool = False) -> BoxedTensors:
+    """[(box, view)] of the masters and the moments.
+
+    state: {suffix: a flat tensor for each bucket, or None where the optimizer keeps no such moment}.
+    each_once: see boxes_of.
+    """
+    found: BoxedTensors = []
+    for position, bucket in enumerate(buckets):
+        flats: list[tuple[str, Tensor | None]] = [("", bucket.weights.master)]
+        flats += [(f"@{name}", moments[position]) for name, moments in state.items()]
+        for suffix, flat in flats:
+            if flat is None:
+                continue
+            for box, part in boxes_of(bucket, flat, each_once):
+                found.append((dataclasses.replace(box, key=box.key + suffix), part))
     return found
 
 
-def load_weights(buckets: list[Bucket], path: pathlib.Path, more: Boxes = (),
-                 meet=lambda work: work()) -> None:
-    """The weights alone, whatever else the checkpoint holds (evaluation, init_from, export). more: beside the
-    buckets'; meet(work): how many ranks do their parts of it."""
-    meet(lambda: store.load(path, [*boxes(buckets, {}), *more], strict=False, allow_cast=True))
-    take(buckets)
+def powersgd_of(buckets: list[Bucket]) -> list[PowerSGD]:
+    """The PowerSGD state of the buckets that have one."""
+    return [bucket.grads.powersgd for bucket in buckets if bucket.grads.powersgd is not None]
 
 
-def load(run, path: pathlib.Path, meta: dict | None = None) -> list[str]:
-    """Weights and optimizer state into the run, whatever layout saved them; returns warnings. Each rank
-    verifies what it reads; an IntegrityError of one is raised on all."""
+def load_buckets(buckets: list[Bucket]) -> None:
+    """Brings the weights up to the masters, which were just filled."""
+    for bucket in buckets:
+        bucket.weights.copy_master_to_local()
+        bucket.weights.start_gather_updated()
+
+
+# ---- meta.json ---------------------------------------------------------------------------------------------
+
+def fingerprints(data: TrainingData) -> dict[str, str]:
+    """{name: fingerprint} that must be the same when a run is continued.
+
+    Raises ConfigError if the data does not name its tokenizer.
+    """
+    if data.tokenizer is None:
+        raise ConfigError(
+            "data.tokenizer: the data does not say which tokenizer made it, and a checkpoint must; name it"
+        )
+    return {"tokenizer": data.tokenizer.fingerprint, "data": data.fingerprint}
+
+
+def describe_run(run: RunState, step: int) -> Tree:
+    """The content of meta.json: how far the run is, and which settings it has."""
+    train = run.cfg.train
+    return {
+        "step": step,
+        "tokens": sequences_seen(train, step) * train.seq_len,
+        "config": dataclasses.asdict(run.cfg),
+        **fingerprints(run.data),
+        "torch": torch.__version__,
+        "layout": dataclasses.asdict(run.mesh.dims),
+        "loss_scale": run.scaler.state(),
+    }
+
+
+def flatten_tree(tree: Tree) -> Tree:
+    """{section: {key: value}} -> {section.key: value}"""
+    flat: Tree = {}
+    for section, keys in tree.items():
+        for key, value in keys.items():
+            flat[f"{section}.{key}"] = value
+    return flat
+
+
+def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
+    """Compares the settings in `meta` with those of the run.
+
+    where: the checkpoint, for messages. Returns a warning for each setting that changed since the save.
+    Raises ConfigError for a setting that must not change, and for other data or another tokenizer.
+    """
+    old = flatten_tree(meta["config"])
+    new = flatten_tree(dataclasses.asdict(run.cfg))
+    changed = [key for key in new if old.get(key) != new[key] and not key.startswith(UNREPORTED)]
+
+    # What must not change.
+    for key in changed:
+        if must_match(key):
+            raise ConfigError(
+                f"{key}: {where} was trained with {old.get(key)}, not {new[key]}; set it back, "
+                f"or start anew with --log.name OTHER (and --checkpoint.init_from to keep the weights)"
+            )
+    for name, current in fingerprints(run.data).items():
+        if meta[name] != current:
+            stored = meta[name][:FINGERPRINT_DIGITS]
+            found = current[:FINGERPRINT_DIGITS]
+            raise ConfigError(
+                f"data.path: the {name} of {where} has fingerprint {stored}, this one {found}; "
+                f"give the same data, or start anew with --log.name OTHER --checkpoint.init_from {where}"
+            )
+
+    # What may.
+    warnings = [f"resumed with another {key} ({old.get(key)} -> {new[key]})" for key in changed]
+    if meta["torch"] != torch.__version__:
+        warnings.append(f"resumed with another torch {meta['torch']} -> {torch.__version__}")
+    return warnings
+
+
+def must_match(key: str) -> bool:
+    """Whether a run cannot be continued with another value of this key."""
+    return key in MUST_MATCH or (key.startswith("model.") and key not in MAY_DIFFER)
+
+
+def check_horizon(meta: Tree, run: RunState, where: pathlib.Path, own_folder: bool) -> None:
+    """Raises ConfigError if nothing is left to train after this checkpoint and it is not this run's result.
+
+    Refused are: a checkpoint beyond the horizon; one at the horizon, in another run's folder; one at the
+    horizon that other settings made. So a run never reports the result of another run as its own.
+
+    meta: of the checkpoint `where`. own_folder: whether it is in this run's own folder.
+    """
+    train = run.cfg.train
+    step = meta["step"]
+    if step < run.steps:
+        return
+
+    key = next(key for key in HORIZON_KEYS if getattr(train, key) is not None)
+    advice = f"raise train.{key}, or choose another --log.name"
+    if step > run.steps:
+        raise ConfigError(
+            f"train.{key}: {where} is at step {step:,}, beyond the {run.steps:,} asked for; {advice}"
+        )
+    finished = f"already at step {step:,} of {run.steps:,}"
+    if not own_folder:
+        raise ConfigError(f"train.{key}: {where} is {finished}: nothing is left to train; {advice}")
+
+    old = flatten_tree(meta["config"])
+    new = flatten_tree(dataclasses.asdict(run.cfg))
+    for key, value in new.items():
+        if key in old and old[key] != value and not key.startswith(IDLE):
+            name = run.cfg.log.name
+            raise ConfigError(
+                f"{key}: {name} is {finished}, trained with {old[key]}, not {value}; set it back, {advice}"
+            )
+
+
+# ---- load --------------------------------------------------------------------------------------------------
+
+def find_checkpoint(
+    path: str,
+    log: list[str],
+    bad: dict[pathlib.Path, str] | None = None,
+    check: Callable[[pathlib.Path], store.Index] = store.verify,
+) -> pathlib.Path:
+    """The checkpoint that `path` names: a checkpoint folder, a folder of checkpoints, or a run folder.
+
+    log, bad, check: see store.newest_checkpoint. Raises ConfigError if there is no checkpoint; IntegrityError
+    if none is good.
+    """
+    folder = pathlib.Path(path)
+    if (folder / "index.json").exists():
+        why = (bad or {}).get(folder)
+        if why is not None:
+            raise store.IntegrityError(why)
+        check(folder)
+        return folder
+
+    root = folder / "checkpoints"
+    if not root.is_dir():
+        root = folder
+    found = store.newest_checkpoint(root, log, bad, check) if root.is_dir() else None
+    if found is None:
+        raise ConfigError(
+            f"checkpoint: {path} holds no checkpoint; "
+            f"give a run folder or a folder like .../checkpoints/step_00000100"
+        )
+    return found
+
+
+def load_weights(
+    buckets: list[Bucket],
+    path: pathlib.Path,
+    more: Sequence[tuple[Box, Tensor]] = (),
+    meet: Callable[[Callable[[], None]], object] = lambda work: work(),
+) -> None:
+    """Loads the weights alone, whatever else the checkpoint holds: for evaluation, init_from and export.
+
+    more: tensors beside those of the buckets. meet: calls its argument, on many ranks together.
+    """
+    wants = [*state_boxes(buckets, {}), *more]
+    meet(lambda: store.load(path, wants, strict=False, allow_cast=True))
+    load_buckets(buckets)
+
+
+def load(run: RunState, path: pathlib.Path, meta: Tree | None = None) -> list[str]:
+    """Loads weights and optimizer state into the run, whatever layout saved them. Collective.
+
+    Returns warnings. Each rank verifies what it reads; an IntegrityError of one rank is raised on all. Raises
+    ConfigError if the checkpoint does not fit the run.
+    """
     world = run.mesh.world
-    meta = store.meta(path) if meta is None else meta
-    warnings = agree(meta, run, str(path))
-    saved, states = flat(meta["config"]).get("optim.states", "fp32"), run.cfg.optim.states
-    if saved != states:
-        warnings.append(f"optim.states: masters and moments of {path} were converted from {saved} to {states}" + ", to nearest" * (states == "bf16"))
-    wants = boxes(run.buckets, run.optim.state()) + run.routers.boxes()
-    errors = [torch.zeros_like(power.error) for power in powers(run.buckets)]
-    kept: set[tuple] = set()
-    if run.cfg.parallel.compress == "powersgd":  # on every rank, though one may have no such bucket
-        kept = first(lambda: {(p["key"], tuple(p["shape"])) for p in store.index(path)["pieces"]}, world)
-    more = [pair for power, total in zip(powers(run.buckets), errors) for pair in power.boxes(total)]
-    wants += [(box, x) for box, x in more if (box.key, box.shape) in kept]  # the rest begins anew
-    keys = {box.key for box, _ in wants}  # a rank of many holds a part
-    others = set().union(*comm.all_objects(keys, world))
-    allow, cast = (f"*{ERROR}", f"*{BASIS}*"), saved != states
-    every_rank(lambda: store.load(path, wants, allow=allow, others=others, allow_cast=cast), world,
-               run.cfg.checkpoint.timeout_s)
-    for power, total in zip(powers(run.buckets), errors):
-        power.take(total)
-    take(run.buckets)
+    meta = store.read_meta(path) if meta is None else meta
+    warnings = check_same_run(meta, run, str(path))
+    stored_states = flatten_tree(meta["config"]).get("optim.states", "fp32")
+    states = run.cfg.optim.states
+    if stored_states != states:
+        rounding = ", to nearest" if states == "bf16" else ""
+        converted = f"masters and moments of {path} were converted from {stored_states} to {states}"
+        warnings.append(f"optim.states: {converted}{rounding}")
+
+    # What this rank fills. Of many ranks, each holds a part of the keys.
+    wants = state_boxes(run.buckets, run.optim.state()) + run.routers.boxes()
+    powersgd = powersgd_of(run.buckets)
+    errors = [torch.zeros_like(reducer.error) for reducer in powersgd]
+    wants += stored_error_boxes(run, path, errors)
+    keys = {box.key for box, _ in wants}
+    others: set[str] = set().union(*comm.all_gather_objects(keys, world))
+
+    def read() -> None:
+        store.load(
+            path,
+            wants,
+            allow=(f"*{ERROR_SUFFIX}", f"*{BASIS_MARK}*"),
+            others=others,
+            allow_cast=stored_states != states,
+        )
+
+    all_ranks_do(read, world, run.cfg.checkpoint.timeout_s)
+    for reducer, error in zip(powersgd, errors):
+        reducer.set_summed_error(error)
+    load_buckets(run.buckets)
     run.scaler.load(meta.get("loss_scale"))
     return warnings
 
 
-def save(run, saver: Saver, root: pathlib.Path, step: int, at) -> None:
-    """One committed checkpoint of the run as it stands after `step`: every rank writes what only it brings. A threaded
-    saver may still be writing when this returns; its errors come with the next call."""
+def stored_error_boxes(run: RunState, path: pathlib.Path, errors: list[Tensor]) -> BoxedTensors:
+    """[(box, view)] of PowerSGD's `errors` and bases that the checkpoint holds; the others start anew.
+
+    errors: a flat tensor for each PowerSGD of the run. Collective if the run compresses with PowerSGD.
+    """
+    stored: set[tuple[str, tuple[int, ...]]] = set()
+    if run.cfg.parallel.compress == "powersgd":  # asked on every rank, though one may have no such bucket
+        stored = first_rank_does(lambda: stored_shapes(path), run.mesh.world)
+    found: BoxedTensors = []
+    for reducer, error in zip(powersgd_of(run.buckets), errors):
+        found += [(box, part) for box, part in reducer.boxes_of(error) if (box.key, box.shape) in stored]
+    return found
+
+
+def stored_shapes(path: pathlib.Path) -> set[tuple[str, tuple[int, ...]]]:
+    """{(key, shape of the whole tensor)} of a checkpoint."""
+    return {(row["key"], tuple(row["shape"])) for row in store.read_index(path)["pieces"]}
+
+
+# ---- save --------------------------------------------------------------------------------------------------
+
+def save(
+    run: RunState, saver: CheckpointSaver, root: pathlib.Path, step: int, *, fault_point: store.FaultPoint
+) -> None:
+    """Saves the run as it stands after `step`. Collective: every rank writes the pieces that only it has.
+
+    A saver with a background thread may still be writing when this returns. Its errors are raised by its next
+    call.
+    """
     world = saver.group or run.mesh.world
-    mine = boxes(run.buckets, run.optim.state(), alone=True) + run.routers.boxes(alone=True)
-    mine += [pair for power in powers(run.buckets) for pair in power.boxes(power.share(), alone=True)]
-    c = run.cfg.checkpoint
-    saver.save(root, step, mine, describe(run, step), c.keep, at, world.index, world.size,
-               lambda x: comm.all_objects(x, world), c.timeout_s if world.size > 1 else None)
+    pieces = state_boxes(run.buckets, run.optim.state(), each_once=True) + run.routers.boxes(each_once=True)
+    for reducer in powersgd_of(run.buckets):
+        pieces += reducer.boxes_of(reducer.sum_errors(), each_once=True)
+    checkpoint = run.cfg.checkpoint
+    saver.save(
+        root,
+        step,
+        pieces,
+        describe_run(run, step),
+        keep=checkpoint.keep,
+        fault_point=fault_point,
+        rank=world.index,
+        world_size=world.size,
+        gather=lambda mine: comm.all_gather_objects(mine, world),
+        timeout_s=checkpoint.timeout_s if world.size > 1 else None,
+    )
 
 
-def resume(run, root: pathlib.Path) -> tuple[int, list[str]]:
-    """Take up what checkpoint.resume and checkpoint.init_from name -> (steps done, notes for the log).
+# ---- resume ------------------------------------------------------------------------------------------------
 
-    Rank 0 looks and decides for all, so that ranks which see the disk differently still load the same
-    checkpoint. It reads the small files alone: every rank then verifies what it reads, and what one of them
-    finds damaged is given up by all."""
-    c, world = run.cfg.checkpoint, run.mesh.world
-    bad: dict[pathlib.Path, str] = {}
+@dataclasses.dataclass(frozen=True)
+class StartingPoint:
+    """What a run starts from, as rank 0 chose it. At most one of `resumed` and `weights` is set."""
+    resumed: pathlib.Path | None  # the checkpoint that the run continues
+    weights: pathlib.Path | None  # the checkpoint whose weights a new run starts with
+    meta: Tree  # of `resumed`
+    notes: list[str]  # for the log
 
-    def look() -> tuple[pathlib.Path | None, pathlib.Path | None, dict, list[str]]:
-        notes: list[str] = []
-        if root.is_dir():
-            store.clean(root)  # what a killed writer left; the run's lock is ours
-        if c.resume == "none" and root.is_dir() and store.committed(root):
-            raise ConfigError(f"checkpoint.resume: none, but {root} holds checkpoints; choose another --log.name, or move them away")
-        path = store.newest(root, notes, bad, store.glance) if root.is_dir() else None
-        if path is None and c.resume not in ("auto", "none"):
-            path = find(c.resume, notes, bad, store.glance)
-        weights = find(c.init_from, notes, bad, store.glance) if c.init_from and path is None else None
-        return path, weights, store.meta(path) if path else {}, notes
 
+def resume(run: RunState, root: pathlib.Path) -> tuple[int, list[str]]:
+    """Loads what checkpoint.resume and checkpoint.init_from name. Collective.
+
+    root: the folder of this run's checkpoints. Returns (steps done, notes for the log).
+
+    Rank 0 chooses for all, so that ranks that see the disk differently still load the same checkpoint. It
+    reads the small files alone. Then every rank verifies what it reads. If one rank finds damage, all ranks
+    give that checkpoint up, and rank 0 chooses again.
+
+    Raises ConfigError if the checkpoint does not fit the run; IntegrityError if no good checkpoint is left.
+    """
+    world = run.mesh.world
+    timeout_s = run.cfg.checkpoint.timeout_s
+    bad: dict[pathlib.Path, str] = {}  # {checkpoint: why it is damaged}
     while True:
-        path, weights, meta, notes = first(look, world, c.timeout_s)
+        start = first_rank_does(lambda: choose_start(run.cfg, root, bad), world, timeout_s)
+        notes = start.notes
         try:
-            if path is not None:
-                agree(meta, run, str(path))  # what no run may change is said first
-                check_end(meta, run, path, path.parent == root)
-                notes += load(run, path, meta)
-                return meta["step"], [*notes, f"resumed from {path} at step {meta['step']}"]
-            if weights is not None:
-                more = run.routers.boxes(weights=True)
-                load_weights(run.buckets, weights, more, lambda work: every_rank(work, world, c.timeout_s))
-                notes.append(f"weights from {weights}")
+            if start.resumed is not None:
+                path = start.resumed
+                check_same_run(start.meta, run, str(path))  # first, what no run may change
+                check_horizon(start.meta, run, path, own_folder=path.parent == root)
+                notes += load(run, path, start.meta)
+                step = start.meta["step"]
+                return step, [*notes, f"resumed from {path} at step {step}"]
+            if start.weights is not None:
+                load_weights(
+                    run.buckets,
+                    start.weights,
+                    more=run.routers.boxes(weights=True),
+                    meet=lambda work: all_ranks_do(work, world, timeout_s),
+                )
+                notes.append(f"weights from {start.weights}")
             return 0, notes
-        except store.IntegrityError as error:  # on every rank
-            bad[path or weights] = str(error)
+        except store.IntegrityError as error:  # raised on every rank
+            damaged = start.resumed or start.weights
+            if damaged is None:
+                raise
+            bad[damaged] = str(error)
 
 
-def every_rank(work, world: comm.Group, patience: float | None = None) -> list:
-    """[work() of every rank], or on every rank the failure of one. patience: see checkpoint/together.py."""
-    return together.agree(lambda x: comm.all_objects(x, world), work, patience if world.size > 1 else None)
+def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) -> StartingPoint:
+    """Rank 0: the checkpoint to continue, or else the one to take weights from.
+
+    Only its small files are checked. bad: {checkpoint: why} of those that a rank found damaged. The caller
+    holds the run's lock. Raises ConfigError; IntegrityError.
+    """
+    checkpoint = cfg.checkpoint
+    notes: list[str] = []
+    if root.is_dir():
+        store.remove_leftovers(root)  # what a killed writer left
+    if checkpoint.resume == "none" and root.is_dir() and store.committed_checkpoints(root):
+        raise ConfigError(
+            f"checkpoint.resume: none, but {root} holds checkpoints; "
+            f"choose another --log.name, or move them away"
+        )
+
+    resumed = store.newest_checkpoint(root, notes, bad, store.quick_check) if root.is_dir() else None
+    if resumed is None and checkpoint.resume not in ("auto", "none"):
+        resumed = find_checkpoint(checkpoint.resume, notes, bad, store.quick_check)
+    weights = None
+    if resumed is None and checkpoint.init_from:
+        weights = find_checkpoint(checkpoint.init_from, notes, bad, store.quick_check)
+    meta = store.read_meta(resumed) if resumed else {}
+    return StartingPoint(resumed, weights, meta, notes)
 
 
-def first(work, world: comm.Group, patience: float | None = None):
-    """work() on rank 0, its result, or its failure, on every rank."""
-    return every_rank(work if world.index == 0 else lambda: None, world, patience)[0]
+# ---- ranks -------------------------------------------------------------------------------------------------
+
+def all_ranks_do(
+    work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None
+) -> list[Result]:
+    """[work() of every rank], on every rank. If it fails on one rank, all raise. Collective.
+
+    timeout_s: see together.agree_on_outcome.
+    """
+    return together.agree_on_outcome(
+        lambda mine: comm.all_gather_objects(mine, world), work, timeout_s if world.size > 1 else None
+    )
+
+
+def first_rank_does(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
+    """work() of rank 0, its result or its error, on every rank. Collective."""
+    part: Callable[[], Any] = work if world.index == 0 else lambda: None
+    return all_ranks_do(part, world, timeout_s)[0]

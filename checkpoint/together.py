@@ -1,58 +1,87 @@
-"""Ranks that each do their part of one work, and wait for the slowest however long it takes.
+"""Runs one part of a task on every rank and waits for the slowest rank, however long that takes.
 
-A collective gives up after parallel.timeout_s, which is how soon a hang is found; to hash or write a terabyte
-takes longer. So a rank's part runs in a thread while its caller meets the others again and again until all
-are done. A rank that dies or is stopped is found as in any exchange; one whose part does not end (a disk that
-does not answer), after `patience`.
+A collective gives up after parallel.timeout_s, so that a hang is found soon. Hashing or writing a terabyte
+takes longer than that. So the part of a rank runs in a thread, and the calling thread meets the other ranks
+in short exchanges until all parts are done:
+
+- a rank that dies or is stopped is found as in any exchange;
+- a part that does not end, for example on a disk that does not answer, is found after `timeout_s`.
 """
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
-from parallel.comm import PeerError
+from parallel.wire.comm import PeerError
 
-FIRST, LONGEST = 0.02, 1.0  # seconds between two meetings: twice as long each time, up to the longest
+Result = TypeVar("Result")
+Gather = Callable[[object], list[Any]]  # gives every rank the list of all ranks' objects
+Outcome = tuple[object, Exception | None]  # (result, None) or (None, error)
 
-
-def agree(gather: Callable[[object], list], work: Callable, patience: float | None = None) -> list:
-    """[work() of every rank]. If it fails on one, all raise (their own error, or the first): none is left
-    waiting.
-
-    gather: gives every rank the list of all ranks' objects. patience: seconds that the slowest may take;
-    None: work() runs in the caller, and whoever is done waits in gather. Raises PeerError (76) on all ranks
-    when the patience is at an end."""
-    mine, error = attempt(work) if patience is None else meanwhile(gather, work, patience)
-    every = gather((mine, error))
-    failed = [e for _, e in every if e is not None]
-    if error is not None:
-        raise error
-    if failed:
-        raise failed[0]
-    return [result for result, _ in every]
+FIRST_INTERVAL = 0.02  # seconds between the first two exchanges; each interval is twice the one before ...
+LONGEST_INTERVAL = 1.0  # ... up to this one
+MAX_NAMED_RANKS = 8  # in an error message
+PEER_TIMEOUT = 76  # exit code: a peer did not answer in time
 
 
-def attempt(work: Callable) -> tuple[object, Exception | None]:
-    """(result, None) or (None, error)."""
+def agree_on_outcome(
+    gather: Gather, work: Callable[[], Result], timeout_s: float | None = None
+) -> list[Result]:
+    """Returns [work() of every rank], on every rank. Collective.
+
+    gather: gives every rank the list of all ranks' objects.
+    timeout_s: seconds that the slowest rank may take. None: work() runs in the calling thread, and the ranks
+    that are done wait in `gather`.
+
+    If work() fails on one rank, every rank raises: its own error, or else the error of the first rank that
+    failed. Raises PeerError (exit code 76) on all ranks when a rank is not done after `timeout_s`.
+    """
+    own_outcome = outcome_of(work) if timeout_s is None else while_others_wait(gather, work, timeout_s)
+    outcomes = gather(own_outcome)
+
+    own_error = own_outcome[1]
+    if own_error is not None:
+        raise own_error
+    for _, error in outcomes:
+        if error is not None:
+            raise error
+    return [result for result, _ in outcomes]
+
+
+def outcome_of(work: Callable[[], object]) -> Outcome:
+    """Calls work() and returns (its result, None) or (None, its error)."""
     try:
         return work(), None
     except Exception as error:
         return None, error
 
 
-def meanwhile(gather: Callable, work: Callable, patience: float) -> tuple[object, Exception | None]:
-    """attempt(work), returned when all ranks have come so far."""
-    done: list[tuple] = []
-    thread = threading.Thread(target=lambda: done.append(attempt(work)), name="part", daemon=True)
-    begun, wait = time.monotonic(), FIRST
+def while_others_wait(gather: Gather, work: Callable[[], object], timeout_s: float) -> Outcome:
+    """Returns outcome_of(work) once the work of every rank is done.
+
+    Collective. Raises PeerError after `timeout_s`.
+    """
+    outcome: list[Outcome] = []  # filled by the thread
+    thread = threading.Thread(target=lambda: outcome.append(outcome_of(work)), name="part", daemon=True)
+    begun = time.monotonic()
     thread.start()
+
+    interval = FIRST_INTERVAL
     while True:
-        thread.join(wait)
-        every = gather((bool(done), time.monotonic() - begun))
-        late = [rank for rank, (ready, _) in enumerate(every) if not ready]
+        thread.join(interval)
+        states = gather((bool(outcome), time.monotonic() - begun))  # (done, seconds) of every rank
+        late = [rank for rank, (done, _) in enumerate(states) if not done]
         if not late:
-            return done[0]
-        if every[0][1] > patience:  # rank 0's clock, so that all decide alike
-            names = ", ".join(f"rank {rank}" for rank in late[:8]) + ", ..." * (len(late) > 8)
-            waited = f"after {patience:g} s (checkpoint.timeout_s)"
-            raise PeerError(f"{names} not done with reading or writing {waited}", 76)
-        wait = min(2 * wait, LONGEST)
+            return outcome[0]
+        seconds_on_rank_0 = states[0][1]  # one clock for all, so that all ranks decide alike
+        if seconds_on_rank_0 > timeout_s:
+            raise PeerError(late_message(late, timeout_s), PEER_TIMEOUT)
+        interval = min(2 * interval, LONGEST_INTERVAL)
+
+
+def late_message(late: list[int], timeout_s: float) -> str:
+    """The message of the PeerError that names the ranks in `late`."""
+    names = ", ".join(f"rank {rank}" for rank in late[:MAX_NAMED_RANKS])
+    if len(late) > MAX_NAMED_RANKS:
+        names += ", ..."
+    return f"{names} not done with reading or writing after {timeout_s:g} s (checkpoint.timeout_s)"

@@ -1,9 +1,12 @@
-"""A weighted mix of data sets: which of them gives global sample g, and which of its own samples that is.
+"""A weighted blend of datasets: which dataset gives global sample g, and which of its samples that is.
 
-Stride scheduling: sample j of data set d is due at (j + 1/2) / w_d, and samples come in the order in which they fall
-due, ties by d. So every (d, j) comes exactly once, no order is stored, and after g samples data set d has given g * w_d
-of them to within 1/2 + D * w_d / 2 (D data sets). Whole numbers throughout: with floats, two samples in the billions
-could swap places between a run and its resume. Source: Waldspurger and Weihl 1995, MIT TM-528.
+The order is that of stride scheduling (Waldspurger and Weihl 1995, MIT TM-528): sample j of dataset d is due
+at time (j + 1/2) / weight_d. Samples come in the order of their due times, ties in the order of the datasets.
+So each (d, j) comes exactly once, and no order is stored. With weights that sum to 1, the first g samples
+hold g * weight_d samples of dataset d to within 1/2 + D * weight_d / 2, where D is the number of datasets.
+
+All times are whole numbers. With floats, two samples could change places between a run and its resume after
+billions of samples.
 """
 import math
 import shlex
@@ -14,50 +17,77 @@ import numpy as np
 
 from config import ConfigError
 
+TIME_BITS = 64  # due times are multiples of 2**-64
+
 
 @dataclass(frozen=True)
 class Blend:
-    weights: tuple[int, ...]  # whole numbers in the ratio asked for
+    """The order of the samples of several datasets."""
+    weights: tuple[int, ...]  # one for each dataset: whole numbers in the requested ratio
 
     def pick(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:  # 2 x int64 [count]
-        """(data set, its sample number) of the global samples first .. first + count."""
-        sets = len(self.weights)
-        start = self._given(first - sets)  # a whole prefix of the order, at most 2 D samples short of `first`
-        stop = self._given(first + count + sets)  # and one that reaches past the last
-        due = sorted((self._due(d, j), d, j) for d in range(sets) for j in range(start[d], stop[d]))
-        skip = first - sum(start)
-        picked = due[skip:skip + count]
-        return np.array([d for _, d, _ in picked], np.int64), np.array([j for *_, j in picked], np.int64)
+        """Returns, for the global samples first .. first + count - 1, their datasets and their sample numbers
+        there."""
+        # a range of time that holds the requested samples and at most 2 D more on each side
+        num_datasets = len(self.weights)
+        starts = self._samples_due(first - num_datasets)
+        stops = self._samples_due(first + count + num_datasets)
 
-    def _due(self, d: int, j: int) -> int:
-        return ((2 * j + 1) << 64) // self.weights[d]
+        due: list[tuple[int, int, int]] = []  # (time, dataset, sample)
+        for dataset, (start, stop) in enumerate(zip(starts, stops)):
+            for sample in range(start, stop):
+                due.append((self._due_time(dataset, sample), dataset, sample))
+        due.sort()
 
-    def _given(self, time: int) -> list[int]:
-        """Samples of each data set that are due by the time at which about `time` of all have come."""
-        limit = (2 * max(time, 0) << 64) // sum(self.weights)
-        return [(-(-(limit + 1) * w // (1 << 64))) // 2 for w in self.weights]  # j with due(d, j) <= limit
+        skipped = first - sum(starts)
+        picked = due[skipped:skipped + count]
+        datasets = np.array([dataset for _, dataset, _ in picked], np.int64)
+        samples = np.array([sample for _, _, sample in picked], np.int64)
+        return datasets, samples
+
+    def _due_time(self, dataset: int, sample: int) -> int:
+        return ((2 * sample + 1) << TIME_BITS) // self.weights[dataset]
+
+    def _samples_due(self, total: int) -> list[int]:
+        """Number of samples of each dataset that are due at the time at which about `total` samples of all
+        are due."""
+        time = (2 * max(total, 0) << TIME_BITS) // sum(self.weights)
+        counts: list[int] = []
+        for weight in self.weights:
+            # the number of j >= 0 with ((2 j + 1) << TIME_BITS) // weight <= time
+            half_strides = -(-(time + 1) * weight // (1 << TIME_BITS))  # rounded up
+            counts.append(half_strides // 2)
+        return counts
 
 
-def parse(text: str) -> tuple[Blend, list[str]]:
-    """ "0.7 a 0.3 b" -> weights and paths; a lone path weighs 1. Raises ConfigError naming data.path."""
+def parse_blend(text: str) -> tuple[Blend, list[str]]:
+    """ "0.7 a 0.3 b" -> the blend, and the path of each dataset; a single path has weight 1.
+    Raises ConfigError naming data.path."""
     if not text.strip():
         raise ConfigError("data.path: empty; give stdlib, a prefix of .bin/.idx, or a blend \"0.7 a 0.3 b\"")
-    if number(text.split()[0]) is None:
+    if as_number(text.split()[0]) is None:
         return Blend((1,)), [text.strip()]
+
     try:
         words = shlex.split(text)  # a path with spaces can be quoted
-    except ValueError as e:
-        raise ConfigError(f"data.path: {text!r}: {str(e).lower()}") from None
-    weights = [number(w) for w in words[::2]]
-    if len(words) % 2 or None in weights:
-        raise ConfigError(f"data.path: {text!r} is not a blend; weights and paths must take turns: \"0.7 a 0.3 b\"")
+    except ValueError as error:
+        raise ConfigError(f"data.path: {text!r}: {str(error).lower()}") from None
+
+    numbers = [as_number(word) for word in words[::2]]
+    paths = words[1::2]
+    weights = [number for number in numbers if number is not None]
+    if len(paths) != len(numbers) or len(weights) != len(numbers):
+        raise ConfigError(f"data.path: {text!r} is not a blend; weights and paths must alternate: "
+                          "\"0.7 a 0.3 b\"")
     if min(weights) <= 0:
-        raise ConfigError(f"data.path: {text!r}: weights must be above 0; leave the data set out instead")
-    scale = math.lcm(*(w.denominator for w in weights))
-    return Blend(tuple(int(w * scale) for w in weights)), words[1::2]
+        raise ConfigError(f"data.path: {text!r}: weights must be above 0; leave the dataset out instead")
+
+    scale = math.lcm(*(weight.denominator for weight in weights))
+    return Blend(tuple(int(weight * scale) for weight in weights)), paths
 
 
-def number(word: str) -> Fraction | None:
+def as_number(word: str) -> Fraction | None:
+    """The number that `word` spells exactly, or None."""
     try:
         return Fraction(word)
     except (ValueError, ZeroDivisionError):

@@ -1,7 +1,12 @@
-"""Inputs of every kind -> documents, cut into units of work that any process can read on its own.
+"""Reads documents from inputs of every kind, in units of work that any process can read alone.
 
-jsonl (also .json, .ndjson; plain files are cut by byte range), text (one document a file), parquet (by row group),
-hf:NAME[:CONFIG][:SPLIT] (streamed, by shard), stdlib (Python's own source); .gz and .zst of the first two, as a whole.
+    .jsonl, .json, .ndjson       one JSON object a line; plain files are divided by byte range
+    .txt, .md, .rst, .py         one document a file
+    .gz, .zst of these           read as a whole
+    .parquet                     divided by row group
+    hf:NAME[:CONFIG][:SPLIT]     a dataset of the Hugging Face hub, streamed, divided by shard
+    stdlib                       the source of Python's standard library
+
 A unit depends on the inputs alone, never on the number of workers. Memory: the longest document.
 """
 import codecs
@@ -16,269 +21,345 @@ import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from config import ConfigError
 
-UNIT = 8 << 20  # bytes of input in a unit: a second or two of work, which is what a kill can cost
-KINDS = {".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet",
-         ".txt": "text", ".md": "text", ".rst": "text", ".py": "text"}
+if TYPE_CHECKING:  # imported only where an input needs them
+    import datasets
+    import pyarrow.parquet
+    from _typeshed import WriteableBuffer
+
+UNIT_BYTES = 8 << 20  # of input in a unit: one or two seconds of work, which is what a killed run loses
+KINDS = {
+    ".jsonl": "jsonl", ".json": "jsonl", ".ndjson": "jsonl",
+    ".parquet": "parquet",
+    ".txt": "text", ".md": "text", ".rst": "text", ".py": "text",
+}
+COMPRESSED = (".gz", ".zst")
 SKIP = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
+PARQUET_ROWS = 256  # in memory at a time
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A stretch of one input: bytes [start, stop) of a jsonl, row groups of a parquet, shard start of stop of hf."""
-    kind: str
-    path: str
-    start: int
-    stop: int
+class DocumentPiece:
+    """A part of one input."""
+    kind: str  # jsonl, text, parquet or hf
+    path: str  # of the file; of hf: NAME[:CONFIG][:SPLIT]
+    start: int  # jsonl: bytes [start, stop) of the file; parquet: its row groups [start, stop);
+    stop: int  #   hf: shard number `start` of `stop` shards; text: not used
     size: int  # bytes of input, for the progress
 
 
-class Record(NamedTuple):
-    text: str | None  # none: bad
-    line: int  # from 1: in the file, of a jsonl in the piece (see `place`); of parquet and hf the row
-    why: str  # what is bad
-    done: int = 0  # bytes of the piece read so far, where that is known
+class DocumentRecord(NamedTuple):
+    """One document, or what is wrong with it."""
+    text: str | None  # none: it cannot be read
+    line: int  # from 1: in the file; of jsonl in the piece (see piece_location); of parquet and hf: the row
+    error: str  # why it cannot be read; else empty
+    bytes_read: int = 0  # of the piece so far, where that is known
 
 
-class Bad(ConfigError):
-    """A record that cannot be read, where --skip-bad was not given."""
+class BadDocument(ConfigError):
+    """A document that cannot be read, where --skip-bad is not given."""
 
 
-# ---- planning --------------------------------------------------------------------------------------------------------
+# ---- planning ----------------------------------------------------------------------------------------------
 
-def plan(inputs: list[str], unit: int = UNIT) -> list[list[Piece]]:
-    """Units in the order of the output. Raises ConfigError naming the input."""
-    units, room = [], 0
-    for piece in (p for name in inputs for p in pieces(name, unit)):
-        if not units or piece.size > room:
-            units.append([])
-            room = unit
-        units[-1].append(piece)
-        room -= piece.size
+def plan_units(inputs: list[str], unit_bytes: int = UNIT_BYTES) -> list[list[DocumentPiece]]:
+    """The units of work, each a list of pieces, in the order of the output. A unit has at most `unit_bytes`
+    of input, or one larger piece. Raises ConfigError naming the input."""
+    units: list[list[DocumentPiece]] = []
+    space_left = 0
+    for name in inputs:
+        for piece in pieces_of_file(name, unit_bytes):
+            if not units or piece.size > space_left:
+                units.append([])
+                space_left = unit_bytes
+            units[-1].append(piece)
+            space_left -= piece.size
     return units
 
 
-def pieces(name: str, unit: int) -> Iterator[Piece]:
+def pieces_of_file(name: str, unit_bytes: int) -> Iterator[DocumentPiece]:
+    """The pieces of one input of the command line, in order."""
     if name == "stdlib":
-        yield from (Piece("text", path, 0, 0, os.path.getsize(path)) for path in stdlib())
+        for path in stdlib_files():
+            yield DocumentPiece("text", path, 0, 0, os.path.getsize(path))
         return
     if name.startswith("hf:"):
-        shards = hf_dataset(name[3:]).num_shards
-        yield from (Piece("hf", name[3:], i, shards, unit) for i in range(shards))  # of unknown size: a unit each
+        name = name.removeprefix("hf:")
+        num_shards = hf_dataset(name).num_shards
+        for shard in range(num_shards):
+            # the size of a shard is not known: each is a unit
+            yield DocumentPiece("hf", name, shard, num_shards, unit_bytes)
         return
-    for path in files(name):
-        kind, size = kind_of(path), os.path.getsize(path)
+
+    for path in matching_files(name):
+        kind = kind_of(path) or "text"
+        size = os.path.getsize(path)
         if kind == "parquet":
-            meta = parquet(path).metadata
-            for i in range(meta.num_row_groups):
-                yield Piece(kind, path, i, i + 1, size // meta.num_row_groups)
-        elif kind == "jsonl" and not path.endswith((".gz", ".zst")):
-            for start in range(0, size, unit):
-                yield Piece(kind, path, start, min(start + unit, size), min(unit, size - start))
+            num_groups = open_parquet(path).metadata.num_row_groups
+            for group in range(num_groups):
+                yield DocumentPiece(kind, path, group, group + 1, size // num_groups)
+        elif kind == "jsonl" and not path.endswith(COMPRESSED):
+            for start in range(0, size, unit_bytes):
+                stop = min(start + unit_bytes, size)
+                yield DocumentPiece(kind, path, start, stop, stop - start)
         else:
-            yield Piece(kind, path, 0, size, size)
+            yield DocumentPiece(kind, path, 0, size, size)
 
 
-def files(name: str) -> list[str]:
+def matching_files(name: str) -> list[str]:
+    """The files of an input: one file, the readable files of a folder, or what a glob matches, sorted.
+    Raises ConfigError if there are none."""
     path = pathlib.Path(name)
     if path.is_dir():
-        found = sorted(str(p) for p in path.rglob("*") if p.is_file() and kind_of(str(p), None))
-        if not found:
+        files = sorted(str(file) for file in path.rglob("*") if file.is_file() and kind_of(str(file)))
+        if not files:
             raise ConfigError(f"--input {name}: holds no {' '.join(KINDS)} file (or .gz, .zst of one)")
-        return found
-    found = [name] if path.exists() else sorted(p for p in glob.glob(name, recursive=True) if os.path.isfile(p))
-    if not found:
+        return files
+    if path.exists():
+        return [name]
+    files = sorted(file for file in glob.glob(name, recursive=True) if os.path.isfile(file))
+    if not files:
         raise ConfigError(f"--input {name}: no such file; give files, folders, globs, hf:NAME or stdlib")
-    return found
+    return files
 
 
-def kind_of(path: str, unknown: str | None = "text") -> str | None:
+def kind_of(path: str) -> str | None:
+    """The kind that the name of a file says; None if it says none."""
     stem, end = os.path.splitext(path)
-    return KINDS.get(os.path.splitext(stem)[1] if end in (".gz", ".zst") else end, unknown)
+    if end in COMPRESSED:
+        end = os.path.splitext(stem)[1]
+    return KINDS.get(end)
 
 
-def stdlib() -> list[str]:
-    """Python's own library, in an order keyed by name: any contiguous share of it is a fair sample."""
-    root, found = sysconfig.get_paths()["stdlib"], []
-    for folder, below, names in os.walk(root):
-        below[:] = [b for b in below if b not in SKIP]
-        found += [os.path.join(folder, n) for n in names if n.endswith(".py")]
-    return sorted(found, key=lambda path: hashlib.sha256(os.path.relpath(path, root).encode()).digest())
+def stdlib_files() -> list[str]:
+    """The files of Python's standard library, ordered by a hash of their names: any contiguous share is a
+    fair sample."""
+    root = sysconfig.get_paths()["stdlib"]
+    files: list[str] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in SKIP]  # os.walk does not enter the others
+        files += [os.path.join(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files, key=lambda path: hashlib.sha256(os.path.relpath(path, root).encode()).digest())
 
 
-def hf_dataset(name: str):
-    """NAME[:CONFIG][:SPLIT], streamed. One word after NAME is a config where the set has one so named, else a split."""
+def hf_dataset(name: str) -> "datasets.IterableDataset":
+    """Opens NAME[:CONFIG][:SPLIT] for streaming. One word after NAME is a config if the dataset has one of
+    that name, else a split; the split is train by default. Raises ConfigError if the dataset cannot be
+    opened."""
     try:
-        import datasets  # only where hf: is asked for
+        import datasets  # only for an input hf:
     except ImportError:
         raise ConfigError(f"--input hf:{name}: needs the package datasets; pip install datasets") from None
-    repo, *rest = name.split(":")
-    if len(rest) > 2:
+
+    repository, *words = name.split(":")
+    if len(words) > 2:
         raise ConfigError(f"--input hf:{name}: write hf:NAME[:CONFIG][:SPLIT]")
     try:
-        if len(rest) == 1:
-            rest = [rest[0], "train"] if rest[0] in datasets.get_dataset_config_names(repo) else [None, rest[0]]
-        config, split = rest or (None, "train")
-        return datasets.load_dataset(repo, config or None, split=split or "train", streaming=True)
-    except Exception as e:  # the hub's errors are of many kinds: not found, gated, no network
-        raise ConfigError(f"--input hf:{name}: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:200]}") from None
+        config, split = None, None
+        if len(words) == 2:
+            config, split = words
+        elif words and words[0] in datasets.get_dataset_config_names(repository):
+            config = words[0]
+        elif words:
+            split = words[0]
+        return datasets.load_dataset(repository, config or None, split=split or "train", streaming=True)
+    except Exception as error:  # the hub's errors have many classes: not found, gated, no network
+        message = (str(error).splitlines() or [""])[0][:200]
+        raise ConfigError(f"--input hf:{name}: {type(error).__name__}: {message}") from None
 
 
-def parquet(path: str):
+def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
+    """Raises ConfigError if pyarrow is not installed or the file is not a parquet file."""
     try:
-        import pyarrow.parquet
+        import pyarrow.parquet  # only for a .parquet
         return pyarrow.parquet.ParquetFile(path)
     except ImportError:
         raise ConfigError(f"{path}: needs the package pyarrow; pip install pyarrow") from None
-    except (OSError, ValueError) as e:  # pyarrow's ArrowInvalid is a ValueError
-        raise ConfigError(f"{path}: not a parquet file ({str(e).splitlines()[0][:120]})") from None
+    except (OSError, ValueError) as error:  # pyarrow's ArrowInvalid is a ValueError
+        raise ConfigError(f"{path}: not a parquet file ({str(error).splitlines()[0][:120]})") from None
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
+# ---- reading -----------------------------------------------------------------------------------------------
 
-def read(piece: Piece, key: str) -> Iterator[Record]:
-    """The documents of a piece in order, and what could not be read. Raises ConfigError naming the file."""
-    reader = {"jsonl": read_jsonl, "text": read_text, "parquet": read_parquet, "hf": read_hf}[piece.kind]
+def read_piece(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+    """The documents of a piece in order, and those that cannot be read. key: the field or column of the text.
+    Raises ConfigError naming a file that cannot be read to its end."""
+    readers = {"jsonl": read_jsonl, "text": read_text, "parquet": read_parquet, "hf": read_hf}
     try:
-        yield from reader(piece, key)
-    except (OSError, EOFError, zlib.error) as e:
-        raise ConfigError(f"{piece.path}: cannot be read to its end: {getattr(e, 'strerror', None) or e}") from None
+        yield from readers[piece.kind](piece, key)
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{piece.path}: cannot be read to its end: {reason}") from None
 
 
-def read_text(piece: Piece, key: str) -> Iterator[Record]:
-    with opened(piece.path)[1] as f:
-        raw = f.read().removeprefix(codecs.BOM_UTF8)
+def read_text(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+    _, stream = open_streams(piece.path)
+    with stream:
+        raw = stream.read().removeprefix(codecs.BOM_UTF8)
     try:
-        yield Record(raw.decode("utf-8"), 1, "", piece.size)
-    except UnicodeDecodeError as e:
-        yield Record(None, raw.count(b"\n", 0, e.start) + 1, f"invalid UTF-8 (byte 0x{raw[e.start]:02x})")
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        yield DocumentRecord(None, line, f"invalid UTF-8 (byte 0x{raw[error.start]:02x})")
+        return
+    yield DocumentRecord(text, 1, "", piece.size)
 
 
-def read_jsonl(piece: Piece, key: str) -> Iterator[Record]:
-    raw, f = opened(piece.path)
-    with f:
-        cut = raw is f  # plain: this piece has the lines that begin in [start, stop)
-        at = first_line_at(f, piece.start) if cut else 0
+def read_jsonl(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+    """Of a plain file: the lines that begin in [start, stop) of the piece. Of a compressed file: all
+    lines."""
+    disk_file, stream = open_streams(piece.path)
+    is_plain = stream is disk_file
+    with stream:
+        offset = seek_line(stream, piece.start) if is_plain else 0
         line = 0
-        while not cut or at < piece.stop:
-            text = f.readline()
-            if not text:
+        while not is_plain or offset < piece.stop:
+            raw = stream.readline()
+            if not raw:
                 return
-            at += len(text)
+            offset += len(raw)
             line += 1
             if line == 1 and piece.start == 0:
-                text = text.removeprefix(codecs.BOM_UTF8)
-            if text.strip():
-                yield Record(*from_json(text, key, line), (at if cut else raw.tell()) - piece.start)
+                raw = raw.removeprefix(codecs.BOM_UTF8)
+            if raw.strip():
+                position = offset if is_plain else disk_file.tell()
+                yield parse_line(raw, key, line)._replace(bytes_read=position - piece.start)
 
 
-def from_json(raw: bytes, key: str, line: int) -> tuple[str | None, int, str]:
+def parse_line(raw: bytes, key: str, line: int) -> DocumentRecord:
+    """The document of one line of jsonl."""
     try:
         record = json.loads(raw.decode("utf-8"))
-    except UnicodeDecodeError as e:
-        return None, line, f"invalid UTF-8 (byte 0x{raw[e.start]:02x} at column {e.start + 1})"
-    except (ValueError, RecursionError) as e:
-        return None, line, f"broken JSON ({e})"
+    except UnicodeDecodeError as error:
+        problem = f"invalid UTF-8 (byte 0x{raw[error.start]:02x} at column {error.start + 1})"
+        return DocumentRecord(None, line, problem)
+    except (ValueError, RecursionError) as error:
+        return DocumentRecord(None, line, f"broken JSON ({error})")
     if not isinstance(record, dict):
-        return None, line, f"not an object with a text under {key!r}"
-    return checked(record.get(key), key, line)
+        return DocumentRecord(None, line, f"not an object with a text under {key!r}")
+    return checked_text(record.get(key), key, line)
 
 
-def checked(text, key: str, line: int) -> tuple[str | None, int, str]:
+def checked_text(text: object, key: str, line: int) -> DocumentRecord:
+    """The document whose field `key` holds `text`."""
     if text is None:
-        return None, line, f"no text under {key!r} (see --jsonl-key)"
+        return DocumentRecord(None, line, f"no text under {key!r} (see --jsonl-key)")
     if not isinstance(text, str):
-        return None, line, f"{key!r} holds no text but {type(text).__name__}"
+        return DocumentRecord(None, line, f"{key!r} holds no text but {type(text).__name__}")
     try:
-        text.encode("utf-8")  # JSON can spell half a character ("\ud800"), which no tokenizer can take
+        text.encode("utf-8")  # JSON can spell half a character ("\ud800"), which no tokenizer accepts
     except UnicodeEncodeError:
-        return None, line, "a lone surrogate, which is not text"
-    return text, line, ""
+        return DocumentRecord(None, line, "a lone surrogate, which is not text")
+    return DocumentRecord(text, line, "")
 
 
-def first_line_at(f, start: int) -> int:
+def seek_line(file: io.BufferedIOBase, start: int) -> int:
+    """Moves `file` to the first line that begins at byte `start` or later, and returns where that is."""
     if start == 0:
         return 0
-    f.seek(start - 1)
-    return start - 1 + len(f.readline())
+    file.seek(start - 1)
+    return start - 1 + len(file.readline())
 
 
-def read_parquet(piece: Piece, key: str) -> Iterator[Record]:
-    table = parquet(piece.path)
+def read_parquet(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+    table = open_parquet(piece.path)
     columns = table.schema_arrow.names
     if key not in columns:
-        raise ConfigError(f"{piece.path}: no column {key!r}; it has {', '.join(columns)}: choose with --jsonl-key")
-    row = sum(table.metadata.row_group(i).num_rows for i in range(piece.start))
-    for batch in table.iter_batches(256, row_groups=range(piece.start, piece.stop), columns=[key]):
+        raise ConfigError(f"{piece.path}: no column {key!r}; it has {', '.join(columns)}: "
+                          "choose with --jsonl-key")
+
+    row = sum(table.metadata.row_group(group).num_rows for group in range(piece.start))
+    for batch in table.iter_batches(PARQUET_ROWS, row_groups=range(piece.start, piece.stop), columns=[key]):
         for value in batch.column(0):
             row += 1
             try:
-                yield Record(*checked(value.as_py(), key, row))
+                yield checked_text(value.as_py(), key, row)
             except UnicodeDecodeError:
-                yield Record(None, row, "invalid UTF-8")
+                yield DocumentRecord(None, row, "invalid UTF-8")
 
 
-def read_hf(piece: Piece, key: str) -> Iterator[Record]:
-    rows = enumerate(hf_dataset(piece.path).shard(piece.stop, piece.start), 1)
+def read_hf(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+    shard = hf_dataset(piece.path).shard(piece.stop, piece.start)
+    numbered_rows = enumerate(shard, 1)
     while True:
         try:
-            i, row = next(rows, (0, None))
-        except Exception as e:  # the network's errors are of many kinds
-            raise ConfigError(f"hf:{piece.path}: {type(e).__name__}: {e}; the same command goes on") from None
+            number, row = next(numbered_rows, (0, None))
+        except Exception as error:  # errors of the network have many classes
+            raise ConfigError(f"hf:{piece.path}: {type(error).__name__}: {error}; "
+                              "run the same command again to continue") from None
         if row is None:
             return
-        yield Record(*checked(row.get(key), key, i))
+        yield checked_text(row.get(key), key, number)
 
 
-def place(piece: Piece, line: int) -> str:
-    """file:line. A piece of a jsonl counts its own lines; those before it are counted only here, when asked for."""
+def piece_location(piece: DocumentPiece, line: int) -> str:
+    """ "file:line" of a record. A piece of a jsonl counts its own lines; this function counts those before
+    it."""
     if piece.kind == "jsonl" and piece.start:
-        with open(piece.path, "rb") as f:
-            left = first_line_at(f, piece.start)
-            f.seek(0)
-            while left > 0:
-                chunk = f.read(min(left, 1 << 20))
-                left -= len(chunk)
+        with open(piece.path, "rb") as file:
+            bytes_left = seek_line(file, piece.start)
+            file.seek(0)
+            while bytes_left > 0:
+                chunk = file.read(min(bytes_left, 1 << 20))
+                bytes_left -= len(chunk)
                 line += chunk.count(b"\n")
-    return f"{'hf:' * (piece.kind == 'hf')}{piece.path}:{line}"
+    prefix = "hf:" if piece.kind == "hf" else ""
+    return f"{prefix}{piece.path}:{line}"
 
 
-def opened(path: str):
-    """(the file on disk, the stream of its content): one and the same for a plain file."""
-    raw = open(path, "rb")
+# ---- compressed files --------------------------------------------------------------------------------------
+
+def open_streams(path: str) -> tuple[io.BufferedReader, io.BufferedReader | gzip.GzipFile]:
+    """Returns the file on disk, and the stream of its content: the same object for a plain file."""
+    disk_file = open(path, "rb")
     if path.endswith(".gz"):
-        return raw, gzip.GzipFile(fileobj=raw)
-    return (raw, io.BufferedReader(Zstd(raw), 1 << 20)) if path.endswith(".zst") else (raw, raw)
+        return disk_file, gzip.GzipFile(fileobj=disk_file)
+    if path.endswith(".zst"):
+        return disk_file, io.BufferedReader(ZstdReader(disk_file), 1 << 20)
+    return disk_file, disk_file
 
 
-class Zstd(io.RawIOBase):
-    """All frames of a .zst. The package's own stream_reader ends a cut-off file without a word."""
+class ZstdReader(io.RawIOBase):
+    """The content of all frames of a .zst. Raises EOFError if the last frame is not complete, which the
+    stream_reader of the package zstandard does not report, and OSError if the file is not zstd."""
 
-    def __init__(self, raw):
-        import zstandard  # only where a .zst is read
-        self._new, self._error = lambda: zstandard.ZstdDecompressor().decompressobj(), zstandard.ZstdError
-        self._raw, self._frame, self._left, self._out = raw, None, b"", memoryview(b"")
+    def __init__(self, disk_file: io.BufferedReader) -> None:
+        import zstandard  # only for a .zst
+        self._new_frame = lambda: zstandard.ZstdDecompressor().decompressobj()
+        self._zstd_error = zstandard.ZstdError
+        self._disk_file = disk_file
+        self._frame: zstandard.ZstdDecompressionObj | None = None  # none: between two frames
+        self._unused = b""  # read, and not yet decompressed: the beginning of the next frame
+        self._content = memoryview(b"")  # decompressed, and not yet returned
 
-    def readable(self):
+    def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
-        while not self._out:
-            chunk = self._left or self._raw.read(1 << 16)
+    def readinto(self, buffer: "WriteableBuffer") -> int:
+        target = memoryview(buffer)
+        while not self._content:
+            chunk = self._unused or self._disk_file.read(1 << 16)
             if not chunk:
                 if self._frame:
                     raise EOFError("the file is cut off")
                 return 0
-            self._frame = self._frame or self._new()
-            try:
-                self._out, self._left = memoryview(self._frame.decompress(chunk)), b""
-            except self._error as e:
-                raise OSError(f"not zstd: {e}") from None
-            if self._frame.eof:
-                self._left, self._frame = self._frame.unused_data, None
-        n = min(len(buffer), len(self._out))
-        buffer[:n], self._out = self._out[:n], self._out[n:]
-        return n
+            self._decompress(chunk)
+
+        count = min(len(target), len(self._content))
+        target[:count] = self._content[:count]
+        self._content = self._content[count:]
+        return count
+
+    def _decompress(self, chunk: bytes) -> None:
+        self._frame = self._frame or self._new_frame()
+        try:
+            self._content = memoryview(self._frame.decompress(chunk))
+        except self._zstd_error as error:
+            raise OSError(f"not zstd: {error}") from None
+        self._unused = b""
+        if self._frame.eof:
+            self._unused = self._frame.unused_data
+            self._frame = None

@@ -1,13 +1,17 @@
-"""Megatron's .bin/.idx, byte for byte, and a sidecar that finds every flipped bit.
+"""Megatron-LM's .bin/.idx format, byte for byte, with sidecar files that detect every flipped bit.
 
-PREFIX.bin   token ids, little-endian, no header
-PREFIX.idx   header; lengths i32[N] and byte offsets i64[N] of N sequences; bounds i64[D+1] of D documents
-PREFIX.json  ours: counts, tokenizer, sha256 of the .idx.  PREFIX.crc: crc32 (u32) of every block of the .bin
-PREFIX.tokenizer/  the tokenizer itself
+    PREFIX.bin         token ids, little-endian, no header
+    PREFIX.idx         header; length i32[N] and byte offset i64[N] of each of N sequences; first sequence
+                       i64[D + 1] of each of D documents ("bounds")
+    PREFIX.json        not Megatron's: counts, tokenizer, sha256 of the .idx and the .crc
+    PREFIX.crc         not Megatron's: crc32 (u32) of each block of the .bin
+    PREFIX.tokenizer/  not Megatron's: the tokenizer itself
 
-Opening reads the .idx in chunks (structure, then sha256) and never the .bin; a block of the .bin is checked (crc32, ids
-below the vocabulary) when the first token of it is asked for. Files made by Megatron have no sidecar and open with the
-structural checks alone. Memory: one chunk, and a byte a block. Source: Megatron-LM, core/datasets/indexed_dataset.py.
+Opening reads the .idx in chunks (structure, then sha256) and nothing of the .bin. The first read of a block
+of the .bin checks it: crc32, and ids below the vocabulary. Files that Megatron-LM made have no sidecar files;
+only their structure is checked. Memory: one chunk, and one byte for each block.
+
+Source: Megatron-LM, megatron/core/datasets/indexed_dataset.py.
 """
 import bisect
 import contextlib
@@ -18,210 +22,290 @@ import pathlib
 import shutil
 import struct
 import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import IO, NamedTuple
 
 import numpy as np
 
-from config import ConfigError
+from config import ConfigError, Tree
+from data.tokenizer import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
-HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences N, length of the document array D + 1
+OLD_MAGIC = b"TNTIDX"
+HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of sequences N, number of bounds D + 1
+VERSION_OFFSET, DTYPE_OFFSET, COUNTS_OFFSET = 9, 17, 18  # of the header's fields, in bytes
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no token ids
-BLOCK = 1 << 18  # bytes under one crc. The first window in a block costs the whole block: so not megabytes
-CHUNK = 1 << 18  # entries of the .idx in memory at a time
+LENGTH_BYTES, OFFSET_BYTES, BOUND_BYTES = 4, 8, 8  # of one entry of each table of the .idx
+BLOCK = 1 << 18  # bytes that one crc covers; small, because the first read in a block reads all of it
+CHUNK = 1 << 18  # entries of a table of the .idx that are in memory at a time
 AGAIN = "make it again with scripts.prepare_data"
 
 
 class ChecksumError(ConfigError):
-    """A data file whose content is not what was written: one line."""
+    """The content of a data file is not what was written. One line."""
     exit_code = 79
 
 
 def dtype_of(vocab: int) -> str:
-    return "<u2" if vocab < 65500 else "<i4"  # Megatron's rule: i4, never u4
+    """The dtype of ids below `vocab`: Megatron's rule, which uses i4 and never u4."""
+    return "<u2" if vocab < 65500 else "<i4"
 
 
-def beside(prefix, end: str) -> pathlib.Path:
+def sibling_file(prefix: pathlib.Path | str, end: str) -> pathlib.Path:
     return pathlib.Path(f"{prefix}{end}")
 
 
-class Indexed:
-    """The tokens of PREFIX as one stream, memory-mapped. Ids at or above `vocab` are refused.
+class IndexedDataset:
+    """The tokens of PREFIX as one memory-mapped stream. Refuses ids that are not below `vocab`.
 
-    tokens, documents: counts.  meta: the sidecar, {} without one.  identity: sha256 that changes with the content.
-    Raises ConfigError, ChecksumError where a checksum fails: one line naming file, offset and the way out."""
+    tokens, documents, sequences: counts.
+    meta: the content of the .json; {} if there is none.
+    identity: a sha256 that changes with the content.
 
-    def __init__(self, prefix, vocab: int | None = None):
-        self.idx, self.bin = beside(prefix, ".idx"), beside(prefix, ".bin")
+    Raises ConfigError, or ChecksumError if a checksum does not match: one line with file, offset and a fix.
+    """
+
+    def __init__(self, prefix: pathlib.Path | str, vocab: int | None = None) -> None:
+        self.idx = sibling_file(prefix, ".idx")
+        self.bin = sibling_file(prefix, ".bin")
         for path in (self.idx, self.bin):
             try:
                 open(path, "rb").close()
-            except OSError as e:
-                raise ConfigError(f"{path}: {e.strerror}; data.path is the name without .bin and .idx") from None
-        self._stamps = {path: stamp(path) for path in (self.idx, self.bin)}
+            except OSError as error:
+                message = f"{path}: {error.strerror}; data.path is the name without .bin and .idx"
+                raise ConfigError(message) from None
+        self._stamps = {path: file_stamp(path) for path in (self.idx, self.bin)}
+
         self._open_idx()
-        self._open_sidecar(beside(prefix, ".json"), beside(prefix, ".crc"))
-        self._map(vocab)
+        self._open_sidecar(sibling_file(prefix, ".json"), sibling_file(prefix, ".crc"))
+        self._map_bin(vocab)
         if vocab is not None and self.meta and self.meta["max_id"] >= vocab:
-            self._refuse(self.meta["max_id_at"], self.meta["max_id"])
+            self._refuse_id(self.meta["max_id_at"], self.meta["max_id"])
 
-    # ---- opening -----------------------------------------------------------------------------------------------------
+    # ---- opening -------------------------------------------------------------------------------------------
 
-    def _broken(self, offset: int, text: str) -> ConfigError:
+    def _idx_error(self, offset: int, text: str) -> ConfigError:
         return ConfigError(f"{self.idx}: offset {offset}: {text}; {AGAIN}")
 
-    def _open_idx(self):
-        size = self.idx.stat().st_size
-        with open(self.idx, "rb") as f:
-            head = f.read(HEADER.size)
-        if head[:6] == b"TNTIDX":
-            raise self._broken(0, "the old TNTIDX format is not read")
-        if len(head) < HEADER.size:
-            raise self._broken(size, f"ends here, the header alone has {HEADER.size} bytes: empty or truncated")
-        magic, version, code, n, d1 = HEADER.unpack(head)
-        if magic != MAGIC:
-            raise self._broken(0, f"starts with {magic!r}, not {MAGIC!r}: not a Megatron index")
-        if version != 1:
-            raise self._broken(9, f"version {version}, only 1 is known")
-        if code not in DTYPES:
-            raise self._broken(17, f"dtype code {code} is not one of {', '.join(map(str, DTYPES))}")
-        want = HEADER.size + 12 * n + 8 * d1
-        if d1 < 1 or size not in (want, want + n):  # + n: a mode a sequence, of multimodal data
-            raise self._broken(18, f"{n} sequences and {d1} bounds make {want} bytes, the file has {size}")
-        self.dtype, self.documents, self.sequences = np.dtype(DTYPES[code]), d1 - 1, n
-        self._at = (HEADER.size, HEADER.size + 4 * n, HEADER.size + 12 * n)
-        self._check_documents()
-        total, have = self._check_sequences(), self.bin.stat().st_size
-        if have != total:
-            raise ConfigError(f"{self.bin}: {have} bytes, {self.idx.name} counts {total}: truncated or grown; {AGAIN}")
-        if total == 0:
+    def _open_idx(self) -> None:
+        num_bounds = self._read_header()
+        self._check_bounds()
+        bin_bytes = self._check_sequences()
+
+        found_bytes = self.bin.stat().st_size
+        if found_bytes != bin_bytes:
+            raise ConfigError(f"{self.bin}: {found_bytes} bytes, {self.idx.name} counts {bin_bytes}: "
+                              f"truncated or grown; {AGAIN}")
+        if bin_bytes == 0:
             raise ConfigError(f"{self.bin}: holds no tokens; {AGAIN}")
-        self.tokens = total // self.dtype.itemsize
+        self.tokens = bin_bytes // self.dtype.itemsize
+
+        # plain arrays: a scalar of a np.memmap is slow to make
         idx = np.asarray(np.memmap(self.idx, np.uint8, "r"))
-        self._offsets = idx[self._at[1]:self._at[2]].view("<i8")  # [N]: first byte of each sequence
-        self._bounds = idx[self._at[2]:self._at[2] + 8 * d1].view("<i8")  # [D + 1]: first sequence of each document
+        bounds_end = self._bounds_begin + BOUND_BYTES * num_bounds
+        self._offsets = idx[self._offsets_begin:self._bounds_begin].view("<i8")  # [N], in bytes
+        self._bounds = idx[self._bounds_begin:bounds_end].view("<i8")  # [D + 1], in sequences
+
+    def _read_header(self) -> int:
+        """Checks the header and the size of the .idx. Returns the number of bounds."""
+        size = self.idx.stat().st_size
+        with open(self.idx, "rb") as file:
+            header = file.read(HEADER.size)
+        if header.startswith(OLD_MAGIC):
+            raise self._idx_error(0, "the old TNTIDX format is not read")
+        if len(header) < HEADER.size:
+            raise self._idx_error(size, f"ends here, the header alone has {HEADER.size} bytes: "
+                                        "empty or truncated")
+
+        magic, version, dtype_code, num_sequences, num_bounds = HEADER.unpack(header)
+        if magic != MAGIC:
+            raise self._idx_error(0, f"starts with {magic!r}, not {MAGIC!r}: not a Megatron index")
+        if version != 1:
+            raise self._idx_error(VERSION_OFFSET, f"version {version}, only 1 is known")
+        if dtype_code not in DTYPES:
+            known = ", ".join(map(str, DTYPES))
+            raise self._idx_error(DTYPE_OFFSET, f"dtype code {dtype_code} is not one of {known}")
+
+        self._lengths_begin = HEADER.size
+        self._offsets_begin = self._lengths_begin + LENGTH_BYTES * num_sequences
+        self._bounds_begin = self._offsets_begin + OFFSET_BYTES * num_sequences
+        expected = self._bounds_begin + BOUND_BYTES * num_bounds
+        with_modes = expected + num_sequences  # multimodal data has one byte more for each sequence
+        if num_bounds < 1 or size not in (expected, with_modes):
+            raise self._idx_error(COUNTS_OFFSET, f"{num_sequences} sequences and {num_bounds} bounds make "
+                                                 f"{expected} bytes, the file has {size}")
+        self.dtype = np.dtype(DTYPES[dtype_code])
+        self.sequences = num_sequences
+        self.documents = num_bounds - 1
+        return num_bounds
+
+    def _check_bounds(self) -> None:
+        """Raises ConfigError unless the bounds of the documents rise from 0 to the number of sequences."""
+        previous = 0
+        for begin in range(0, self.documents + 1, CHUNK):
+            count = min(CHUNK, self.documents + 1 - begin)
+            bounds = np.fromfile(self.idx, "<i8", count, offset=self._bounds_begin + BOUND_BYTES * begin)
+            is_bad = (np.diff(bounds, prepend=previous) < 0) | (bounds > self.sequences)
+            is_bad[0] |= begin == 0 and bounds[0] != 0
+            if is_bad.any():
+                first = int(is_bad.argmax())
+                document = begin + first
+                raise self._idx_error(self._bounds_begin + BOUND_BYTES * document,
+                                      f"document {document} begins at sequence {bounds[first]}; "
+                                      f"bounds must rise from 0 to {self.sequences}")
+            previous = int(bounds[-1])
+        if previous != self.sequences:
+            raise self._idx_error(self._bounds_begin + BOUND_BYTES * self.documents,
+                                  f"documents end at sequence {previous}, not {self.sequences}")
 
     def _check_sequences(self) -> int:
-        """Bytes of all sequences. Offsets must be the running sum of the lengths: so every writer makes them."""
+        """Returns the bytes of all sequences. Raises ConfigError unless each offset is the sum of the lengths
+        before it; every writer makes them so."""
         total = 0
-        for i in range(0, self.sequences, CHUNK):
-            k = min(CHUNK, self.sequences - i)
-            sizes = np.fromfile(self.idx, "<i4", k, offset=self._at[0] + 4 * i).astype(np.int64) * self.dtype.itemsize
-            offsets = np.fromfile(self.idx, "<i8", k, offset=self._at[1] + 8 * i)
-            begins = total + np.cumsum(sizes) - sizes
-            if (bad := sizes < 0).any():
-                j = int(bad.argmax())
-                raise self._broken(self._at[0] + 4 * (i + j), f"sequence {i + j} has a length below 0")
-            if (bad := offsets != begins).any():
-                j = int(bad.argmax())
-                raise self._broken(self._at[1] + 8 * (i + j), f"sequence {i + j} begins at byte {offsets[j]}, "
-                                                              f"but the lengths before it sum to {begins[j]}")
-            total = int(begins[-1] + sizes[-1])
+        for begin in range(0, self.sequences, CHUNK):
+            count = min(CHUNK, self.sequences - begin)
+            lengths = np.fromfile(self.idx, "<i4", count, offset=self._lengths_begin + LENGTH_BYTES * begin)
+            offsets = np.fromfile(self.idx, "<i8", count, offset=self._offsets_begin + OFFSET_BYTES * begin)
+            sizes = lengths.astype(np.int64) * self.dtype.itemsize
+            expected = total + np.cumsum(sizes) - sizes
+
+            is_negative = sizes < 0
+            if is_negative.any():
+                sequence = begin + int(is_negative.argmax())
+                raise self._idx_error(self._lengths_begin + LENGTH_BYTES * sequence,
+                                      f"sequence {sequence} has a length below 0")
+            is_wrong = offsets != expected
+            if is_wrong.any():
+                first = int(is_wrong.argmax())
+                sequence = begin + first
+                raise self._idx_error(self._offsets_begin + OFFSET_BYTES * sequence,
+                                      f"sequence {sequence} begins at byte {offsets[first]}, "
+                                      f"but the lengths before it sum to {expected[first]}")
+            total = int(expected[-1] + sizes[-1])
         return total
 
-    def _check_documents(self):
-        last, at = 0, self._at[2]
-        for i in range(0, self.documents + 1, CHUNK):
-            bounds = np.fromfile(self.idx, "<i8", min(CHUNK, self.documents + 1 - i), offset=at + 8 * i)
-            bad = (np.diff(bounds, prepend=last) < 0) | (bounds > self.sequences)
-            bad[0] |= i == 0 and bounds[0] != 0
-            if bad.any():
-                j = int(bad.argmax())
-                raise self._broken(at + 8 * (i + j), f"document {i + j} begins at sequence {bounds[j]}; "
-                                                     f"bounds must rise from 0 to {self.sequences}")
-            last = int(bounds[-1])
-        if last != self.sequences:
-            raise self._broken(at + 8 * self.documents, f"documents end at sequence {last}, not {self.sequences}")
-
-    def _open_sidecar(self, path: pathlib.Path, crc: pathlib.Path):
-        self.meta, self._crc = read_sidecar(path), None
-        digest = file_sha256(self.idx)
-        self.identity = hashlib.sha256(f"{digest} {self.tokens}".encode()).hexdigest()
+    def _open_sidecar(self, json_path: pathlib.Path, crc_path: pathlib.Path) -> None:
+        """Reads the .json and the .crc, where there are any, and checks the .idx against them."""
+        self.meta: Tree = read_sidecar(json_path)
+        self._crc: np.ndarray | None = None  # of each block
+        idx_digest = file_sha256(self.idx)
         if not self.meta:
+            self.identity = text_sha256(f"{idx_digest} {self.tokens}")
             return
+
         try:
-            self._crc = np.fromfile(crc, "<u4")
-        except OSError as e:
-            raise ConfigError(f"{crc}: {e.strerror}; restore it, or delete {path} to read unchecked") from None
-        found = {self.idx: (digest, "idx_sha256"), crc: (file_sha256(crc), "crc_sha256")}
-        for file, (have, key) in found.items():
-            if have != self.meta[key]:
-                raise ChecksumError(f"{file}: sha256 is not as in {path.name}: damaged or replaced; {AGAIN}")
-        self.identity = hashlib.sha256(f"{digest} {self.meta['crc_sha256']}".encode()).hexdigest()
+            self._crc = np.fromfile(crc_path, "<u4")
+        except OSError as error:
+            message = f"{crc_path}: {error.strerror}; restore it, or delete {json_path} to read unchecked"
+            raise ConfigError(message) from None
+        digests = {self.idx: (idx_digest, "idx_sha256"), crc_path: (file_sha256(crc_path), "crc_sha256")}
+        for path, (digest, key) in digests.items():
+            if digest != self.meta[key]:
+                raise ChecksumError(f"{path}: sha256 is not as in {json_path.name}: "
+                                    f"damaged or replaced; {AGAIN}")
+        self.identity = text_sha256(f"{idx_digest} {self.meta['crc_sha256']}")
 
-    def _map(self, vocab: int | None, skip: int = 0):
-        """Maps the .bin after its first `skip` bytes; plain arrays, for memmap's own scalars are slow."""
-        self._raw = np.asarray(np.memmap(self.bin, np.uint8, "r", offset=skip))
-        self._ids, self._vocab = self._raw.view(self.dtype), vocab
-        self._good = np.zeros(-(-len(self._raw) // BLOCK), bool)  # blocks that have been checked
+    def _map_bin(self, vocab: int | None, header_bytes: int = 0) -> None:
+        """Maps the .bin without its first `header_bytes`. Plain arrays: a scalar of a np.memmap is slow to
+        make."""
+        self._vocab = vocab
+        self._raw = np.asarray(np.memmap(self.bin, np.uint8, "r", offset=header_bytes))
+        self._token_ids = self._raw.view(self.dtype)
+        num_blocks = -(-len(self._raw) // BLOCK)  # rounded up
+        self._block_is_checked = np.zeros(num_blocks, bool)
 
-    # ---- reading -----------------------------------------------------------------------------------------------------
+    # ---- reading -------------------------------------------------------------------------------------------
 
-    def read(self, a: int, b: int) -> np.ndarray:  # ids [b - a], in the file's dtype
-        """Tokens a to b. Raises ChecksumError naming the block, ConfigError naming document, token and id."""
-        size = self.dtype.itemsize
-        for k in range(a * size // BLOCK, -(-b * size // BLOCK)):
-            if not self._good[k]:
-                self._check_block(k)
-        return self._ids[a:b]
+    def read(self, first: int, stop: int) -> np.ndarray:  # [stop - first], in the file's dtype
+        """The ids of the tokens [first, stop). Raises ChecksumError naming the block, or ConfigError naming
+        document, token and id."""
+        first_byte = first * self.dtype.itemsize
+        stop_byte = stop * self.dtype.itemsize
+        for block in range(first_byte // BLOCK, -(-stop_byte // BLOCK)):
+            if not self._block_is_checked[block]:
+                self._check_block(block)
+        return self._token_ids[first:stop]
 
-    def unchanged(self) -> None:
-        """Raises ChecksumError where a file was replaced or written to since it was opened: what was read since then, or will be after
-        a resume, may be other tokens. (One that was removed is still what was opened.)"""
-        for path, was in self._stamps.items():
-            if (now := stamp(path)) not in (was, None):
-                what = "replaced" if now[0] != was[0] else "written to"
-                raise ChecksumError(f"{path}: {what} while the run read it; put back what was there, and start again from the last checkpoint")
+    def check_unchanged(self) -> None:
+        """Raises ChecksumError if a file was replaced or written to since it was opened: the tokens read
+        since then, or after a resume, may be others. A deleted file is no error: the mapping keeps its
+        content."""
+        for path, opened in self._stamps.items():
+            now = file_stamp(path)
+            if now is None or now == opened:
+                continue
+            same_file = opened is not None and now.inode == opened.inode
+            raise ChecksumError(f"{path}: {'written to' if same_file else 'replaced'} while the run read it; "
+                                "restore the original file, and start again from the last checkpoint")
 
-    def doc(self, i: int) -> np.ndarray:  # ids [length]
-        return self.read(self.start(i), self.start(i + 1))
+    def document(self, number: int) -> np.ndarray:  # ids [length]
+        """The ids of one document."""
+        return self.read(self.document_start(number), self.document_start(number + 1))
 
-    def start(self, i: int) -> int:
-        """First token of document i; of document `documents`: the end of the stream."""
-        s = int(self._bounds[i])
-        return self.tokens if s == self.sequences else int(self._offsets[s]) // self.dtype.itemsize
+    def document_start(self, number: int) -> int:
+        """First token of a document; for `number` = documents: the end of the stream."""
+        sequence = int(self._bounds[number])
+        if sequence == self.sequences:
+            return self.tokens
+        return int(self._offsets[sequence]) // self.dtype.itemsize
 
     def document_at(self, token: int) -> int:
-        s = bisect.bisect_right(self._offsets, token * self.dtype.itemsize) - 1  # after empty ones at the same offset
-        return bisect.bisect_right(self._bounds, s) - 1
+        """The document that holds a token; empty documents hold none."""
+        # bisect_right passes empty sequences and documents, which begin at the same place
+        sequence = bisect.bisect_right(self._offsets, token * self.dtype.itemsize) - 1
+        return bisect.bisect_right(self._bounds, sequence) - 1
 
-    def starts(self, a: int, b: int) -> np.ndarray:  # int64, rising
-        """The tokens strictly between a and b that begin a document."""
-        inside = range(self.document_at(a) + 1, self.document_at(b - 1) + 1)
-        return np.array(sorted({self.start(i) for i in inside}), np.int64)
+    def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
+        """The tokens strictly between `first` and `stop` that begin a document."""
+        numbers = range(self.document_at(first) + 1, self.document_at(stop - 1) + 1)
+        return np.array(sorted({self.document_start(number) for number in numbers}), np.int64)
 
-    def cut(self, part: int, whole: int) -> int:
-        """First token of the document that lies part/whole into all documents: where a split begins."""
-        return self.start((2 * self.documents * part + whole) // (2 * whole))  # rounded half up
+    def split_point(self, part: int, whole: int) -> int:
+        """First token after part/whole of the documents, rounded half up to a document: where a split
+        begins."""
+        return self.document_start((2 * self.documents * part + whole) // (2 * whole))
 
-    def _check_block(self, k: int):
-        raw = self._raw[k * BLOCK:(k + 1) * BLOCK]
-        if self._crc is not None and zlib.crc32(raw) != int(self._crc[k]):
-            where = f"block {k} (bytes {k * BLOCK} to {k * BLOCK + len(raw)})"
-            raise ChecksumError(f"{self.bin}: {where} fails its crc32: damaged; restore the file or {AGAIN}")
-        ids = raw.view(self.dtype)
-        if self._vocab is not None and self._crc is None:  # a sidecar has answered this at opening
-            worst = int(ids.argmax()) if ids.max() >= self._vocab else int(ids.argmin())
-            if not 0 <= ids[worst] < self._vocab:
-                self._refuse(k * BLOCK // self.dtype.itemsize + worst, int(ids[worst]))
-        self._good[k] = True
+    def _check_block(self, block: int) -> None:
+        begin = block * BLOCK
+        raw = self._raw[begin:begin + BLOCK]
+        if self._crc is not None and zlib.crc32(raw.data) != int(self._crc[block]):
+            place = f"block {block} (bytes {begin} to {begin + len(raw)})"
+            raise ChecksumError(f"{self.bin}: {place} fails its crc32: damaged; restore the file or {AGAIN}")
 
-    def _refuse(self, token: int, value: int):
-        d = self.document_at(token)
-        raise ConfigError(f"{self.bin}: document {d}, token {token - self.start(d)}: id {value} is not below the "
-                          f"vocabulary of {self._vocab}; raise model.vocab above {value}, or use the data's tokenizer")
+        # a .json names the largest id, which __init__ has checked
+        if self._vocab is not None and self._crc is None:
+            token_ids = raw.view(self.dtype)
+            worst = int(token_ids.argmax()) if token_ids.max() >= self._vocab else int(token_ids.argmin())
+            if not 0 <= token_ids[worst] < self._vocab:
+                self._refuse_id(begin // self.dtype.itemsize + worst, int(token_ids[worst]))
+        self._block_is_checked[block] = True
+
+    def _refuse_id(self, token: int, value: int) -> None:
+        document = self.document_at(token)
+        place = f"document {document}, token {token - self.document_start(document)}"
+        raise ConfigError(f"{self.bin}: {place}: id {value} is not below the vocabulary of {self._vocab}; "
+                          f"raise model.vocab above {value}, or use the data's tokenizer")
 
 
-def stamp(path) -> tuple[int, int, int] | None:
-    """Inode, size and time of the last write; None: there is no such file."""
+class FileStamp(NamedTuple):
+    """What changes when a file is replaced or written to."""
+    inode: int
+    size: int
+    modified_ns: int
+
+
+def file_stamp(path: pathlib.Path | str) -> FileStamp | None:
+    """The stamp of a file; None if there is no such file."""
     try:
-        s = pathlib.Path(path).stat()
+        status = pathlib.Path(path).stat()
     except OSError:
         return None
-    return s.st_ino, s.st_size, s.st_mtime_ns
+    return FileStamp(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def read_sidecar(path) -> dict:
-    """The .json, {} where there is none. It covers itself: raises ChecksumError when a byte of it has changed."""
+def read_sidecar(path: pathlib.Path | str) -> Tree:
+    """The content of PREFIX.json; {} if there is none. Raises ChecksumError if it is not what was written: it
+    holds the sha256 of its own content."""
     try:
         text = pathlib.Path(path).read_bytes()
         meta = json.loads(text)
@@ -229,152 +313,221 @@ def read_sidecar(path) -> dict:
             return meta
     except FileNotFoundError:
         return {}
-    except OSError as e:
-        raise ConfigError(f"{path}: {e.strerror}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError, TypeError, AttributeError, KeyError):
-        pass
-    raise ChecksumError(f"{path}: its sha256 does not hold: damaged or edited; {AGAIN}, or delete it to read unchecked")
+        pass  # damaged: not JSON, or not the object that we write
+    raise ChecksumError(f"{path}: its sha256 does not match: damaged or edited; {AGAIN}, "
+                        "or delete it to read unchecked")
 
 
-def sidecar_bytes(meta: dict) -> bytes:
-    body = {k: v for k, v in meta.items() if k != "sha256"}
-    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-    return (json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True) + "\n").encode()
+def sidecar_bytes(meta: Tree) -> bytes:
+    """The content of PREFIX.json for `meta`, with its sha256 added."""
+    body = {key: value for key, value in meta.items() if key != "sha256"}
+    digest = text_sha256(json.dumps(body, sort_keys=True))
+    text = json.dumps({**body, "sha256": digest}, indent=1, sort_keys=True)
+    return f"{text}\n".encode()
 
 
-def file_sha256(path) -> str:
+def text_sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def file_sha256(path: pathlib.Path | str) -> str:
     digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while chunk := f.read(1 << 20):
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
+# ---- writing -----------------------------------------------------------------------------------------------
 
-class Writer:
-    """Streams documents to PREFIX.*; an older PREFIX stays whole until `finish`. Memory: one chunk.
+class IndexedDatasetWriter:
+    """Writes documents to PREFIX.*, one sequence a document. Memory: one chunk.
 
-    with Writer("out", vocab=1024) as w:
-        w.add(ids)                     # one document, its end-of-document id included
-        w.finish(tokenizer, text_bytes)
-    Raises OSError with the file's name when the disk fails. Killed midway it leaves PREFIX.*.tmp for the next."""
+        with IndexedDatasetWriter("out", vocab=1024) as writer:
+            writer.add(ids)                          # one document with its end-of-document id
+            writer.finish(tokenizer, text_bytes)
 
-    def __init__(self, prefix, vocab: int):
-        self.prefix, self.dtype = pathlib.Path(prefix), np.dtype(dtype_of(vocab))
-        self.documents = self.tokens = self.max_id_at = 0
-        self.max_id, self._crc, self._crcs = -1, 0, []
+    An older PREFIX stays intact until finish. A killed writer leaves PREFIX.*.tmp, which the next one
+    overwrites. Raises OSError with the name of the file if the disk fails.
+    """
+
+    def __init__(self, prefix: pathlib.Path | str, vocab: int) -> None:
+        self.prefix = pathlib.Path(prefix)
+        self.dtype = np.dtype(dtype_of(vocab))
+        self.documents = 0
+        self.tokens = 0
+        self.max_id = -1
+        self.max_id_at = 0  # index of the first token with the largest id
+        self._crc = 0  # of the last block so far
+        self._crcs: list[int] = []  # of the complete blocks
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin, self._lengths = open(self._tmp(".bin"), "wb"), open(self._tmp(".len"), "wb+")
+        self._bin_file = open(self._temporary(".bin"), "wb")
+        self._lengths_file = open(self._temporary(".len"), "wb+")
 
-    def __enter__(self):
+    def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
-    def __exit__(self, *_):
-        for f in (self._bin, self._lengths):
-            with naming(f.name):
-                f.close()
+    def __exit__(self, *_: object) -> None:
+        for file in (self._bin_file, self._lengths_file):
+            with naming_errors(file.name):
+                file.close()
 
-    def _tmp(self, end: str) -> pathlib.Path:
-        return beside(self.prefix, f"{end}.tmp")
+    def _temporary(self, end: str) -> pathlib.Path:
+        return sibling_file(self.prefix, f"{end}.tmp")
 
-    def add(self, ids) -> None:
+    def add(self, ids: np.ndarray | Sequence[int]) -> None:
+        """Writes one document."""
         self.extend(np.asarray(ids), [len(ids)])
 
-    def extend(self, ids: np.ndarray, lengths) -> None:
-        """A stretch of tokens, and the lengths of some documents: by `finish` the two must have come to the same."""
+    def extend(self, ids: np.ndarray, lengths: np.ndarray | Sequence[int]) -> None:
+        """Writes some tokens, and the lengths of some documents. Calls may give the two separately: finish
+        compares their totals."""
         if len(ids):
-            top = int(ids.argmax())
-            if ids[top] > self.max_id:
-                self.max_id, self.max_id_at = int(ids[top]), self.tokens + top
-            raw = memoryview(np.ascontiguousarray(ids, self.dtype)).cast("B")
-            with naming(self._bin.name):
-                self._bin.write(raw)
-            at = self.tokens * self.dtype.itemsize
-            self.tokens += len(ids)
-            while raw:
-                part = raw[:BLOCK - at % BLOCK]
-                self._crc, at, raw = zlib.crc32(part, self._crc), at + len(part), raw[len(part):]
-                if at % BLOCK == 0:
-                    self._crcs.append(self._crc)
-                    self._crc = 0
-        with naming(self._lengths.name):
-            self._lengths.write(np.asarray(lengths, "<i4").tobytes())
+            self._write_tokens(ids)
+        with naming_errors(self._lengths_file.name):
+            self._lengths_file.write(np.asarray(lengths, "<i4").tobytes())
         self.documents += len(lengths)
 
-    def finish(self, tokenizer=None, text_bytes: int | None = None, source: str | None = None, at=lambda point: None):
-        """Writes the other files, makes all durable, and puts them in place, the .idx last."""
-        last = [self._crc] if self.tokens * self.dtype.itemsize % BLOCK else []
-        self._write(".crc", np.array(self._crcs + last, "<u4").tobytes())
+    def _write_tokens(self, ids: np.ndarray) -> None:
+        largest = int(ids.argmax())
+        if ids[largest] > self.max_id:
+            self.max_id = int(ids[largest])
+            self.max_id_at = self.tokens + largest
+        raw = np.ascontiguousarray(ids, self.dtype).data.cast("B")
+        with naming_errors(self._bin_file.name):
+            self._bin_file.write(raw)
+
+        offset = self.tokens * self.dtype.itemsize
+        self.tokens += len(ids)
+        while raw:
+            part = raw[:BLOCK - offset % BLOCK]  # up to the end of its block
+            raw = raw[len(part):]
+            offset += len(part)
+            self._crc = zlib.crc32(part, self._crc)
+            if offset % BLOCK == 0:
+                self._crcs.append(self._crc)
+                self._crc = 0
+
+    def finish(self, tokenizer: Tokenizer | None = None, text_bytes: int | None = None,
+               source: str | None = None, fault_point: Callable[[str], object] = lambda name: None) -> None:
+        """Writes the other files, syncs all of them to disk, and renames them into place, the .idx last.
+
+        text_bytes: UTF-8 bytes of the text. source: what the text is, for people. fault_point: called at each
+        of the named crash points (data/prepare.py). Raises ValueError if the lengths do not sum to the
+        tokens.
+        """
+        self._write_crc()
         self._write_idx()
-        meta = {"format": 1, "block": BLOCK, "source": source, "text_bytes": text_bytes, "tokenizer": None,
-                "documents": self.documents, "tokens": self.tokens, "max_id": self.max_id, "max_id_at": self.max_id_at,
-                "idx_sha256": file_sha256(self._tmp(".idx")), "crc_sha256": file_sha256(self._tmp(".crc"))}
-        shutil.rmtree(self._tmp(".tokenizer"), ignore_errors=True)
+        self._write_tokenizer(tokenizer)
+        self._write_json(tokenizer, text_bytes, source)
+        with naming_errors(self._bin_file.name):
+            sync_file(self._bin_file)
+        fault_point("prepare.pre_publish")
+        self._publish(fault_point)
+
+    def _write_crc(self) -> None:
+        last_is_partial = self.tokens * self.dtype.itemsize % BLOCK != 0
+        crcs = [*self._crcs, self._crc] if last_is_partial else self._crcs
+        self._write(".crc", np.array(crcs, "<u4").tobytes())
+
+    def _write_idx(self) -> None:
+        dtype_code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
+        header = HEADER.pack(MAGIC, 1, dtype_code, self.documents, self.documents + 1)
+        with naming_errors(self._temporary(".idx")), open(self._temporary(".idx"), "wb") as file:
+            file.write(header)
+            for chunk in self._length_chunks():
+                file.write(chunk)
+
+            offset = 0
+            for chunk in self._length_chunks():
+                sizes = np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize
+                file.write((offset + np.cumsum(sizes) - sizes).astype("<i8").tobytes())
+                offset += int(sizes.sum())
+            if offset != self.tokens * self.dtype.itemsize:
+                raise ValueError(f"{self.prefix}: lengths sum to {offset} bytes, "
+                                 f"but {self.tokens} tokens were written")
+
+            for begin in range(0, self.documents + 1, CHUNK):
+                stop = min(begin + CHUNK, self.documents + 1)
+                file.write(np.arange(begin, stop, dtype="<i8").tobytes())
+            sync_file(file)
+
+    def _length_chunks(self) -> Iterator[bytes]:
+        self._lengths_file.seek(0)
+        while chunk := self._lengths_file.read(LENGTH_BYTES * CHUNK):
+            yield chunk
+
+    def _write_tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        folder = self._temporary(".tokenizer")
+        shutil.rmtree(folder, ignore_errors=True)
         if tokenizer is not None:
-            meta["tokenizer"] = {k: getattr(tokenizer, k) for k in ("name", "fingerprint", "vocab", "eod")}
-            with naming(self._tmp(".tokenizer")):
-                self._tmp(".tokenizer").mkdir()
-                tokenizer.save(self._tmp(".tokenizer"))
+            with naming_errors(folder):
+                folder.mkdir()
+                tokenizer.save(folder)
+
+    def _write_json(self, tokenizer: Tokenizer | None, text_bytes: int | None, source: str | None) -> None:
+        made_with: Tree | None = None
+        if tokenizer is not None:
+            made_with = {key: getattr(tokenizer, key) for key in ("name", "fingerprint", "vocab", "eod")}
+        meta: Tree = {
+            "format": 1,
+            "block": BLOCK,
+            "source": source,
+            "text_bytes": text_bytes,
+            "tokenizer": made_with,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "max_id": self.max_id,
+            "max_id_at": self.max_id_at,
+            "idx_sha256": file_sha256(self._temporary(".idx")),
+            "crc_sha256": file_sha256(self._temporary(".crc")),
+        }
         self._write(".json", sidecar_bytes(meta))
-        with naming(self._bin.name):
-            sync(self._bin)
-        at("prepare.pre_publish")
-        beside(self.prefix, ".idx").unlink(missing_ok=True)  # without it nothing opens: no mix of old and new is read
-        shutil.rmtree(beside(self.prefix, ".tokenizer"), ignore_errors=True)
+
+    def _write(self, end: str, content: bytes) -> None:
+        path = self._temporary(end)
+        with naming_errors(path), open(path, "wb") as file:
+            file.write(content)
+            sync_file(file)
+
+    def _publish(self, fault_point: Callable[[str], object]) -> None:
+        # without an .idx nothing can be opened: nobody reads a mixture of old and new files
+        sibling_file(self.prefix, ".idx").unlink(missing_ok=True)
+        shutil.rmtree(sibling_file(self.prefix, ".tokenizer"), ignore_errors=True)
         for end in (".tokenizer", ".bin", ".crc", ".json", ".idx"):
-            if self._tmp(end).exists():
-                os.replace(self._tmp(end), beside(self.prefix, end))
-            at(f"prepare.published{end}")
-        self._tmp(".len").unlink(missing_ok=True)
+            if self._temporary(end).exists():
+                os.replace(self._temporary(end), sibling_file(self.prefix, end))
+            fault_point(f"prepare.published{end}")
+        self._temporary(".len").unlink(missing_ok=True)
         sync_folder(self.prefix.parent)
 
-    def _write(self, end: str, content: bytes):
-        with naming(self._tmp(end)), open(self._tmp(end), "wb") as f:
-            f.write(content)
-            sync(f)
 
-    def _write_idx(self):
-        n = self.documents  # one sequence a document
-        code = next(c for c, name in DTYPES.items() if np.dtype(name) == self.dtype)
-        with naming(self._tmp(".idx")), open(self._tmp(".idx"), "wb") as f:
-            f.write(HEADER.pack(MAGIC, 1, code, n, n + 1))
-            self._lengths.seek(0)
-            while chunk := self._lengths.read(4 * CHUNK):
-                f.write(chunk)
-            self._lengths.seek(0)
-            end = 0
-            while chunk := self._lengths.read(4 * CHUNK):
-                sizes = np.frombuffer(chunk, "<i4").astype(np.int64) * self.dtype.itemsize
-                f.write((end + np.cumsum(sizes) - sizes).astype("<i8").tobytes())
-                end += int(sizes.sum())
-            if end != self.tokens * self.dtype.itemsize:
-                raise ValueError(f"{self.prefix}: lengths sum to {end} bytes, but {self.tokens} tokens were written")
-            for i in range(0, n + 1, CHUNK):
-                f.write(np.arange(i, min(i + CHUNK, n + 1), dtype="<i8").tobytes())
-            sync(f)
-
-
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- files -------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
-def naming(path):
-    """A failed write raises OSError without a name, and the one line that the user reads needs it."""
+def naming_errors(path: pathlib.Path | str) -> Iterator[None]:
+    """Adds a file name to an OSError that has none, such as that of a failed write: the message to the user
+    needs it."""
     try:
         yield
-    except OSError as e:
-        e.filename = e.filename or str(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
         raise
 
 
-def sync(f) -> None:
-    f.flush()
-    os.fsync(f.fileno())
+def sync_file(file: IO[bytes]) -> None:
+    """Writes what is buffered to the disk, and waits until it is stored."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
-def sync_folder(path) -> None:
-    fd = os.open(path, os.O_RDONLY)
+def sync_folder(path: pathlib.Path | str) -> None:
+    """Waits until the renames in a folder are stored on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        os.fsync(descriptor)
     finally:
-        os.close(fd)
+        os.close(descriptor)

@@ -1,231 +1,376 @@
-"""The data of a run: data.path -> batches, a pure function of (seed, step).
+"""Batches of a run: data.path -> the microbatches of a step, as a pure function of (seed, step).
 
-Global sample g = sequences(train, step) + i, the first sequence of a step being a function of the step under train.ramp as
-well (keys.py), is sample j of data set d (blend), which is a window of tokens of d's split
-(sampler), read from a mapped file (indexed) and packed (pack). A rank reads its share of the step's samples. Nothing is
-kept between steps, so a resume at any step, on any number of ranks, reads the very samples that an unbroken run reads.
-A thread reads data.prefetch steps ahead; what goes wrong there is raised in the caller, at the step that needed it.
+The global batch of a step is a range of global sample numbers (config.sequences_seen gives the first one,
+also under train.ramp). Each global sample number passes through these files:
+
+    blend.py     global sample number -> dataset, and sample number in that dataset
+    sampler.py   sample number -> first token of its window in the dataset's split
+    indexed.py   window -> seq_len + 1 token ids, from a memory-mapped file (raw.py: files without an index)
+    pack.py      windows -> Microbatch
+
+A rank reads its share of the step's samples. The loader keeps no state from step to step: a resume at any
+step, on any number of ranks, reads exactly the samples that an uninterrupted run reads. A thread reads
+data.prefetch steps ahead; an error there is raised in the caller, at the step that needs the data.
 """
 import hashlib
 import json
 import math
 import os
-from concurrent.futures import ThreadPoolExecutor
+import pathlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from config import Config, ConfigError, batch_size, sequences
+from config import Config, ConfigError, global_batch_at, sequences_seen
 from data import blend, prepare, tokenizer
-from data.batch import Batch
-from data.indexed import Indexed
-from data.lengths import lengths
-from data.pack import IGNORE, pack
-from data.raw import Raw
-from data.sampler import Windows, key
+from data.indexed import IndexedDataset
+from data.lengths import token_byte_lengths
+from data.pack import pack_windows
+from data.raw import RawShards
+from data.sampler import WindowSampler, derive_seed
+from data.tokenizer import Tokenizer
+from parallel.microbatch import IGNORE_INDEX, Microbatch
 
 SPLITS = ("train", "valid", "test")
-PROBE = 1 << 20  # tokens whose documents are looked at to tell how far attention reaches
+PROBE_TOKENS = 1 << 20  # the first tokens of the run, from whose documents the cost of attention is estimated
+DIGEST_SHOWN = 12  # characters of a fingerprint in messages
 
 
 @dataclass(frozen=True)
-class Source:
-    """One data set of the blend."""
+class BlendedDataset:
+    """One dataset of the blend."""
     name: str  # as in data.path
-    index: Indexed
-    tokenizer: tokenizer.Tokenizer | None
-    cuts: tuple[int, ...]  # first token of train, valid, test, and the end
-    note: str
+    index: IndexedDataset
+    tokenizer: Tokenizer | None
+    split_points: tuple[int, ...]  # first token of train, of valid, of test, and the end of the stream
+    note: str  # for the run's header: "made in 2.4 s", "cached" or ""
 
 
-class Data:
-    """What rank `rank` of `world` data-parallel ranks reads of one split; `open_data` makes it.
+class SampleLocation(NamedTuple):
+    """Where a global sample is stored."""
+    dataset: int  # index in BatchLoader.datasets
+    sample_id: int  # of the dataset's split, unique over all epochs
+    first_token: int  # of its window in the dataset's stream
 
-    tokens, samples: of the split, samples an epoch.  tokenizer: none for files that do not name theirs.
-    vocab: ids lie below it; none: unknown.  fingerprint: equal ones give equal samples where train.* is equal."""
 
-    def __init__(self, cfg: Config, split: str, rank: int, world: int, mix: blend.Blend, sources: list[Source]):
-        self.split, self.rank, self.world, self.sources = split, rank, world, sources
-        self._cfg, self._mix = cfg, mix
-        self._train = cfg.train if split == "train" else replace(cfg.train, ramp=None)  # validation is the same whatever the ramp
-        seed = key(cfg.train.seed) if split == "train" else 0  # validation is the same text whatever the seed
-        k = SPLITS.index(split)
-        self._windows = [Windows(*s.cuts[k:k + 2], cfg.train.seq_len, key(seed, d)) for d, s in enumerate(sources)]
-        for source, w in zip(sources, self._windows):
-            if w.count < 1:
-                raise ConfigError(f"data.split: {cfg.data.split} leaves {split} {w.last - w.first} tokens of "
-                                  f"{source.name} ({source.index.documents} documents), a sample is {w.seq_len + 1}; "
-                                  "raise its share, shorten train.seq_len, or give more documents")
-        self.tokens = sum(w.last - w.first for w in self._windows)
-        self.samples = sum(w.count for w in self._windows)
-        self.tokenizer = next((s.tokenizer for s in sources if s.tokenizer), None)
-        self._thread = ThreadPoolExecutor(1, "loader") if cfg.data.prefetch > 0 and split == "train" else None
-        self._ahead = {}  # step -> Future of its micro-batches
+class BatchLoader:
+    """The microbatches that one of `world` data-parallel ranks reads of one split. open_loader makes it.
 
-    def microbatches(self, step: int) -> list[Batch]:  # batch_size / (micro_batch * world) x [micro_batch, seq_len]
-        """This rank's share of the step; of valid and test, of the step-th fixed global batch.
-        Raises ChecksumError or ConfigError when tokens of the step are damaged or not below the vocabulary."""
+    tokens, samples: size of the split in tokens, and in samples an epoch.
+    tokenizer: that of the data; None if the files do not name theirs and data.tokenizer is not set.
+    Raises ConfigError if the split of a dataset is shorter than one sample.
+    """
+
+    def __init__(self, cfg: Config, *, split: str, rank: int, world: int, mix: blend.Blend,
+                 datasets: list[BlendedDataset]) -> None:
+        self.split = split
+        self.rank = rank
+        self.world = world
+        self.datasets = datasets
+        self._cfg = cfg
+        self._mix = mix
+
+        # validation reads the same samples whatever train.seed and train.ramp are
+        is_train = split == "train"
+        self._train = cfg.train if is_train else replace(cfg.train, ramp=None)
+        seed = derive_seed(cfg.train.seed) if is_train else 0
+
+        self._windows: list[WindowSampler] = []
+        for number, dataset in enumerate(datasets):
+            self._windows.append(self._sampler_of(dataset, derive_seed(seed, number)))
+        self.tokens = sum(windows.last - windows.first for windows in self._windows)
+        self.samples = sum(windows.count for windows in self._windows)
+        self.tokenizer = next((dataset.tokenizer for dataset in datasets if dataset.tokenizer), None)
+
+        has_thread = is_train and cfg.data.prefetch > 0
+        self._thread = ThreadPoolExecutor(1, "loader") if has_thread else None
+        self._prefetched: dict[int, Future[list[Microbatch]]] = {}  # step -> its microbatches
+
+    def _sampler_of(self, dataset: BlendedDataset, seed: int) -> WindowSampler:
+        part = SPLITS.index(self.split)
+        first, last = dataset.split_points[part:part + 2]
+        windows = WindowSampler(first, last, self._cfg.train.seq_len, seed)
+        if windows.count < 1:
+            size = f"{last - first} tokens of {dataset.name} ({dataset.index.documents} documents)"
+            raise ConfigError(f"data.split: {self._cfg.data.split} leaves {self.split} {size}, "
+                              f"a sample is {windows.seq_len + 1}; "
+                              "raise its share, shorten train.seq_len, or give more documents")
+        return windows
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def microbatches(self, step: int) -> list[Microbatch]:
+        """This rank's microbatches of a step: the step's global batch / (micro_batch * world) of
+        [micro_batch, seq_len]. Steps count from 0; of valid and test, step n is the n-th fixed global batch.
+
+        Raises ChecksumError if tokens of the step are damaged, ConfigError if an id is not below the
+        vocabulary.
+        """
         if self._thread is None:
-            return self._read(step)
-        want = range(step, step + 1 + self._cfg.data.prefetch)
-        for old in [s for s in self._ahead if s not in want]:
-            self._ahead.pop(old).cancel()
-        for s in want:
-            if s not in self._ahead:
-                self._ahead[s] = self._thread.submit(self._read, s)
-        return self._ahead.pop(step).result()
+            return self._read_step(step)
 
-    def ids(self, step: int) -> list[int]:
-        """A whole number for each sample of the step, over all ranks, in order; no two samples of a run share one."""
-        sets = len(self.sources)
-        return [int(i) * sets + d for d, i, _ in self._samples(sequences(self._train, step), batch_size(self._train, step))]
+        wanted = range(step, step + 1 + self._cfg.data.prefetch)
+        outdated = [other for other in self._prefetched if other not in wanted]
+        for other in outdated:
+            self._prefetched.pop(other).cancel()
+        for other in wanted:
+            if other not in self._prefetched:
+                self._prefetched[other] = self._thread.submit(self._read_step, other)
+        return self._prefetched.pop(step).result()
 
-    def _samples(self, first: int, count: int) -> list[tuple[int, int, int]]:
-        """(data set, id in it, first token) of global samples first .. first + count."""
-        sets, numbers = self._mix.pick(first, count)
-        found = np.empty((2, count), np.int64)
-        for d, windows in enumerate(self._windows):
-            found[:, sets == d] = windows.window(numbers[sets == d])
-        return list(zip(sets.tolist(), *found.tolist()))
+    def sample_ids(self, step: int) -> list[int]:
+        """An id for each sample of the global batch of a step, in order; no two samples of a run have the
+        same id."""
+        first = sequences_seen(self._train, step)
+        locations = self._locate_samples(first, global_batch_at(self._train, step))
+        return [location.sample_id * len(self.datasets) + location.dataset for location in locations]
 
-    def _read(self, step: int) -> list[Batch]:
-        t, s = self._train, self._train.seq_len
-        share = batch_size(t, step) // self.world
-        rows, starts = [], []
-        for d, _, at in self._samples(sequences(t, step) + self.rank * share, share):
-            index = self.sources[d].index
-            rows.append(index.read(at, at + s + 1))
-            starts.append(index.starts(at, at + s + 1) - at if self._cfg.data.doc_mask else None)
-        cuts = [slice(i, i + t.micro_batch) for i in range(0, share, t.micro_batch)]
-        made = [pack(rows[cut], starts[cut] if self._cfg.data.doc_mask else None) for cut in cuts]
-        places = torch.arange(share) + self.rank * share
-        return [replace(b, step=step, rows=places[cut]) for b, cut in zip(made, cuts)]
+    def _locate_samples(self, first: int, count: int) -> list[SampleLocation]:
+        """The locations of the global samples first .. first + count - 1."""
+        datasets, samples = self._mix.pick(first, count)
+        sample_ids = np.empty(count, np.int64)
+        first_tokens = np.empty(count, np.int64)
+        for dataset, windows in enumerate(self._windows):
+            chosen = datasets == dataset
+            sample_ids[chosen], first_tokens[chosen] = windows.locate(samples[chosen])
+        return list(map(SampleLocation, datasets.tolist(), sample_ids.tolist(), first_tokens.tolist()))
+
+    def _read_step(self, step: int) -> list[Microbatch]:
+        doc_mask = self._cfg.data.doc_mask
+        micro_batch = self._train.micro_batch
+        window_size = self._train.seq_len + 1
+        share = global_batch_at(self._train, step) // self.world  # sequences that this rank reads
+        offset = self.rank * share  # of this rank's sequences in the global batch
+
+        # read this rank's windows
+        tokens: list[np.ndarray] = []
+        starts: list[np.ndarray] = []  # where documents begin in each window; empty without data.doc_mask
+        for location in self._locate_samples(sequences_seen(self._train, step) + offset, share):
+            index = self.datasets[location.dataset].index
+            first = location.first_token
+            tokens.append(index.read(first, first + window_size))
+            if doc_mask:
+                starts.append(index.document_starts(first, first + window_size) - first)
+
+        # pack them
+        sequence_ids = torch.arange(share) + offset
+        batches: list[Microbatch] = []
+        for begin in range(0, share, micro_batch):
+            rows = slice(begin, begin + micro_batch)
+            batch = pack_windows(tokens[rows], starts[rows] if doc_mask else None)
+            batches.append(replace(batch, step=step, sequence_ids=sequence_ids[rows]))
+        return batches
+
+    # ---- facts about the data ------------------------------------------------------------------------------
+
+    @property
+    def required_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the data. Raises ConfigError if neither the files nor data.tokenizer name one."""
+        if self.tokenizer is None:
+            raise ConfigError(f"data.tokenizer: {self._cfg.data.path} does not say which tokenizer made it; "
+                              "name it: bytes, a tokenizer.json or an x.model")
+        return self.tokenizer
 
     @property
     def vocab(self) -> int | None:
-        made = (s.index.meta.get("tokenizer") for s in self.sources)
-        return self.tokenizer.vocab if self.tokenizer else next((m["vocab"] for m in made if m), None)
+        """Number of token ids; None if it is not known."""
+        if self.tokenizer is not None:
+            return self.tokenizer.vocab
+        for dataset in self.datasets:
+            made_with = dataset.index.meta.get("tokenizer")
+            if made_with:
+                return made_with["vocab"]
+        return None
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """sha256 over tokenizer, content of every data set, weights and split."""
-        tok = self.tokenizer and self.tokenizer.fingerprint
-        parts = [tok, [s.index.identity for s in self.sources], self._mix.weights, self._cfg.data.split]
+        """sha256 of the tokenizer, the content of every dataset, the weights and the split. Loaders with
+        equal fingerprints read equal samples where train.* is equal."""
+        tokenizer_digest = self.tokenizer.fingerprint if self.tokenizer is not None else None
+        identities = [dataset.index.identity for dataset in self.datasets]
+        parts = [tokenizer_digest, identities, self._mix.weights, self._cfg.data.split]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
-    def pieces(self) -> list[int]:
-        """Lengths of the stretches within which tokens see each other, of the run's first PROBE tokens (at least one
-        sample, at most an epoch): whole samples, under data.doc_mask the parts of documents in them."""
-        length, out = self._cfg.train.seq_len, []
-        for d, _, at in self._samples(0, min(self.samples, max(1, PROBE // length))):
-            inside = self.sources[d].index.starts(at, at + length) - at if self._cfg.data.doc_mask else np.empty(0, np.int64)
-            out += np.diff([0, *inside, length]).tolist()
-        return out
+    def document_lengths(self) -> list[int]:
+        """Lengths of the ranges within which tokens attend to each other: whole samples, under data.doc_mask
+        the parts of documents in them. Of the run's first PROBE_TOKENS tokens; at least one sample, at most
+        an epoch."""
+        seq_len = self._cfg.train.seq_len
+        count = min(self.samples, max(1, PROBE_TOKENS // seq_len))
+        if not self._cfg.data.doc_mask:
+            return [seq_len] * count
+
+        lengths: list[int] = []
+        for location in self._locate_samples(0, count):
+            first = location.first_token
+            starts = self.datasets[location.dataset].index.document_starts(first, first + seq_len) - first
+            lengths += np.diff(starts, prepend=0, append=seq_len).tolist()
+        return lengths
 
     @cached_property
-    def _lengths(self) -> torch.Tensor:  # int64 [2, vocab]
-        return torch.from_numpy(lengths(self.tokenizer))
+    def _byte_lengths(self) -> torch.Tensor:  # int64 [2, vocab]
+        return torch.from_numpy(token_byte_lengths(self.required_tokenizer))
 
-    def text_bytes(self, batch: Batch) -> torch.Tensor:
-        """UTF-8 bytes of the text that the batch's counted targets stand for, exactly (data/lengths.py): a float64
-        scalar on its device; nan without a tokenizer."""
+    def text_bytes(self, batch: Microbatch) -> torch.Tensor:
+        """UTF-8 bytes of the text of the batch's counted targets (data/lengths.py): a float64 scalar on its
+        device. nan without a tokenizer."""
         if self.tokenizer is None:
             return torch.full((), math.nan, dtype=torch.float64, device=batch.tokens.device)
-        inside, first = self._lengths.to(batch.targets.device)
-        counted = batch.targets != IGNORE
-        target = batch.targets[counted]
-        opens = batch.tokens[counted] == self.tokenizer.eod  # the target is the first token of a document
-        return torch.where(opens, first[target], inside[target]).sum().double()
+        inside, first = self._byte_lengths.to(batch.targets.device)
+        is_counted = batch.targets != IGNORE_INDEX
+        target = batch.targets[is_counted]
+        begins_document = batch.tokens[is_counted] == self.tokenizer.eod
+        return torch.where(begins_document, first[target], inside[target]).sum().double()
 
     def describe(self) -> str:
-        """One line: name, documents, bytes, tokens of each split, tokenizer."""
-        parts = []
-        for s, weight in zip(self.sources, self._mix.weights):
-            share = f"{100 * weight / sum(self._mix.weights):.3g} % " if len(self.sources) > 1 else ""
-            size = s.index.meta.get("text_bytes")
-            split = ", ".join(f"{name} {short(b - a)}" for name, a, b in zip(SPLITS, s.cuts, s.cuts[1:]) if b > a)
-            documents = f"{s.index.documents:,} documents, " if s.index.documents else ""
-            parts.append(f"{share}{s.index.meta.get('source') or s.name}: {documents}"
-                         f"{f'{size / 1e6:.1f} MB, ' if size else ''}{short(s.index.tokens)} tokens ({split})")
-        note = f" ({self.sources[0].note})" if self.sources[0].note else ""
-        return f"{' + '.join(parts)}   tokenizer {self.tokenizer.name if self.tokenizer else 'unknown'}{note}"
+        """One line for the run's header: name, documents, bytes, tokens of each split, tokenizer."""
+        total = sum(self._mix.weights)
+        texts: list[str] = []
+        for dataset, weight in zip(self.datasets, self._mix.weights):
+            share = f"{100 * weight / total:.3g} % " if len(self.datasets) > 1 else ""
+            texts.append(share + describe_dataset(dataset))
+        tokenizer_name = self.tokenizer.name if self.tokenizer else "unknown"
+        note = f" ({self.datasets[0].note})" if self.datasets[0].note else ""
+        return f"{' + '.join(texts)}   tokenizer {tokenizer_name}{note}"
 
-    def unchanged(self) -> None:
-        """Raises ChecksumError where a file of it is no longer what was opened."""
-        for source in self.sources:
-            source.index.unchanged()
+    def check_unchanged(self) -> None:
+        """Raises ChecksumError if a data file has changed since it was opened."""
+        for dataset in self.datasets:
+            dataset.index.check_unchanged()
 
     def close(self) -> None:
-        """Joins the thread. May be called twice."""
+        """Stops the thread and waits for it. May be called twice."""
         if self._thread:
             self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-def open_data(cfg: Config, split: str, rank: int, world: int) -> Data:
-    """Opens data.path, and makes the stdlib corpus first where it is asked for. `rank` of `world`: data-parallel.
-    Raises ConfigError (one line: key or file, and the way out), ChecksumError, OSError when data.cache's disk fails."""
-    mix, paths = blend.parse(cfg.data.path)
-    parts = shares(cfg.data.split, split)
-    sources = [open_source(cfg, path, parts) for path in paths]
-    known = [s for s in sources if s.tokenizer]
-    for s in known:
-        if s.tokenizer.fingerprint != known[0].tokenizer.fingerprint:
-            raise ConfigError(f"data.path: {known[0].name} was made with tokenizer {label(known[0].tokenizer)}, "
-                              f"{s.name} with {label(s.tokenizer)}; prepare them with the same one")
-    return Data(cfg, split, rank, world, mix, sources)
+# ---- opening -----------------------------------------------------------------------------------------------
+
+def open_loader(cfg: Config, split: str, rank: int, world: int) -> BatchLoader:
+    """Opens data.path for rank `rank` of `world` data-parallel ranks. Makes the stdlib corpus first if
+    data.path asks for it.
+
+    Raises ConfigError (one line: the key or the file, and a fix), ChecksumError, and OSError if data.cache
+    cannot be written.
+    """
+    mix, paths = blend.parse_blend(cfg.data.path)
+    shares = split_shares(cfg.data.split, split)
+    datasets = [open_dataset(cfg, path, shares) for path in paths]
+    check_same_tokenizer(datasets)
+    return BatchLoader(cfg, split=split, rank=rank, world=world, mix=mix, datasets=datasets)
 
 
-def open_source(cfg: Config, path: str, parts: list[int]) -> Source:
-    prefix, note = path.removesuffix(".bin").removesuffix(".idx"), ""
+def check_same_tokenizer(datasets: list[BlendedDataset]) -> None:
+    """Raises ConfigError if two datasets of the blend were made with different tokenizers."""
+    known = [(dataset.name, dataset.tokenizer) for dataset in datasets if dataset.tokenizer]
+    for name, tok in known:
+        first_name, first = known[0]
+        if tok.fingerprint != first.fingerprint:
+            raise ConfigError(f"data.path: {first_name} was made with tokenizer {tokenizer_label(first)}, "
+                              f"{name} with {tokenizer_label(tok)}; prepare them with the same one")
+
+
+def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
+    """Opens one dataset of data.path. shares: of train, valid and test. Raises as open_loader does."""
+    prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx")
+    requested = cfg.data.tokenizer
+    note = ""
     if path == "stdlib":
-        prefix, note = prepare.stdlib(cfg.data.cache, cfg.data.tokenizer)
-    tok = tokenizer.load(f"{prefix}.tokenizer") if os.path.isdir(f"{prefix}.tokenizer") else None
-    given = None if path == "stdlib" or (tok and tok.name == cfg.data.tokenizer) else cfg.data.tokenizer
-    if given:  # a name alone, such as bpe-1024, asks for the data's own
-        wanted = tokenizer.load(given)
-        tok = tok or wanted
-        if wanted.fingerprint != tok.fingerprint:
-            raise ConfigError(f"data.tokenizer: {given} is {label(wanted)}, but {path} was made with {label(tok)}; "
-                              "leave data.tokenizer out, or prepare the data again")
-    vocab = cfg.model.vocab or (tok and tok.vocab)
-    if path.endswith(".bin") and os.path.isfile(path) and not os.path.exists(f"{prefix}.idx"):
-        index = Raw(path, vocab, tok and tok.eod)
+        prefix, note = prepare.prepare_stdlib(cfg.data.cache, requested)
+        requested = None  # the corpus is made with it
+    tok = tokenizer_of_dataset(path, prefix, requested)
+
+    vocab = cfg.model.vocab or (tok.vocab if tok else None)
+    is_raw = path.endswith(".bin") and os.path.isfile(path) and not os.path.exists(f"{prefix}.idx")
+    if is_raw:
+        index = RawShards(path, vocab, tok.eod if tok else None)
     else:
-        index = Indexed(prefix, vocab)
-    made = index.meta.get("tokenizer")
-    if made and tok and made["fingerprint"] != tok.fingerprint:
-        raise ConfigError(f"data.tokenizer: {label(tok)} is not {made['name']} ({made['fingerprint'][:12]}), with "
-                          f"which {path} was made; put that one into {prefix}.tokenizer, or prepare the data again")
-    return Source(path, index, tok, tuple(index.cut(sum(parts[:k]), sum(parts)) for k in range(4)), note)
+        index = IndexedDataset(prefix, vocab)
+
+    made_with = index.meta.get("tokenizer")
+    if made_with and tok and made_with["fingerprint"] != tok.fingerprint:
+        label = f"{made_with['name']} ({made_with['fingerprint'][:DIGEST_SHOWN]})"
+        raise ConfigError(f"data.tokenizer: {tokenizer_label(tok)} is not {label}, with which {path} was "
+                          f"made; put that one into {prefix}.tokenizer, or prepare the data again")
+
+    total = sum(shares)
+    split_points = [index.split_point(sum(shares[:part]), total) for part in range(len(SPLITS) + 1)]
+    return BlendedDataset(path, index, tok, tuple(split_points), note)
 
 
-def shares(text: str, split: str) -> list[int]:
-    """ "95,5" -> [95, 5, 0]: whole numbers in the ratio of train, valid, test. Raises ConfigError."""
+def tokenizer_of_dataset(path: str, prefix: pathlib.Path | str, requested: str | None) -> Tokenizer | None:
+    """The tokenizer that is stored beside the data, else the requested one (data.tokenizer), else None.
+    Raises ConfigError if the two differ."""
+    folder = f"{prefix}.tokenizer"
+    stored = tokenizer.load_tokenizer(folder) if os.path.isdir(folder) else None
+    if not requested:
+        return stored
+    if stored is not None and stored.name == requested:  # bpe-1024, say, asks for the one of that name
+        return stored
+
+    wanted = tokenizer.load_tokenizer(requested)
+    if stored is not None and wanted.fingerprint != stored.fingerprint:
+        raise ConfigError(f"data.tokenizer: {requested} is {tokenizer_label(wanted)}, but {path} was made "
+                          f"with {tokenizer_label(stored)}; leave data.tokenizer out, "
+                          "or prepare the data again")
+    return stored or wanted
+
+
+def split_shares(text: str, split: str) -> list[int]:
+    """ "95,5" -> [95, 5, 0]: whole numbers in the ratio of train, valid and test.
+    Raises ConfigError if the text is not such a list, or gives nothing to `split`."""
     try:
-        parts = [Fraction(p.strip()) for p in text.split(",")]
-        ok = len(parts) <= 3 and min(parts) >= 0 and sum(parts) > 0
+        shares = [Fraction(share.strip()) for share in text.split(",")]
     except (ValueError, ZeroDivisionError):
-        ok = False
-    if not ok:
-        raise ConfigError(f"data.split: {text!r} is not shares of train,valid[,test] such as 95,5 or 969,30,1")
-    parts += [Fraction(0)] * (3 - len(parts))
-    if split not in SPLITS or not parts[SPLITS.index(split)]:
-        raise ConfigError(f"data.split: {text!r} leaves nothing for {split}; give it a share (train,valid,test)")
-    scale = math.lcm(*(p.denominator for p in parts))
-    return [int(p * scale) for p in parts]
+        shares = []
+    if not shares or len(shares) > len(SPLITS) or min(shares) < 0 or sum(shares) == 0:
+        raise ConfigError(f"data.split: {text!r} is not shares of train,valid[,test] "
+                          "such as 95,5 or 969,30,1")
+
+    shares += [Fraction(0)] * (len(SPLITS) - len(shares))
+    if split not in SPLITS or not shares[SPLITS.index(split)]:
+        raise ConfigError(f"data.split: {text!r} leaves nothing for {split}; "
+                          "give it a share (train,valid,test)")
+    scale = math.lcm(*(share.denominator for share in shares))
+    return [int(share * scale) for share in shares]
 
 
-def label(tok: tokenizer.Tokenizer) -> str:
-    return f"{tok.name} ({tok.fingerprint[:12]})"
+# ---- text --------------------------------------------------------------------------------------------------
+
+def describe_dataset(dataset: BlendedDataset) -> str:
+    """ "NAME: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)"; what is not known is left
+    out."""
+    index = dataset.index
+    text_bytes = index.meta.get("text_bytes")
+    sizes: list[str] = []
+    if index.documents:
+        sizes.append(f"{index.documents:,} documents")
+    if text_bytes:
+        sizes.append(f"{text_bytes / 1e6:.1f} MB")
+
+    splits: list[str] = []
+    for name, first, last in zip(SPLITS, dataset.split_points, dataset.split_points[1:]):
+        if last > first:
+            splits.append(f"{name} {short_count(last - first)}")
+    sizes.append(f"{short_count(index.tokens)} tokens ({', '.join(splits)})")
+    return f"{index.meta.get('source') or dataset.name}: {', '.join(sizes)}"
 
 
-def short(n: float) -> str:
+def tokenizer_label(tok: Tokenizer) -> str:
+    """A tokenizer's name and the beginning of its fingerprint, for messages."""
+    return f"{tok.name} ({tok.fingerprint[:DIGEST_SHOWN]})"
+
+
+def short_count(count: float) -> str:
     """3,887,194 -> 3.9M"""
-    for unit in ("", "K", "M", "B", "T"):
-        if n < 999.5 or unit == "T":
-            return f"{n:.1f}{unit}" if unit else f"{n:.0f}"
-        n /= 1000
+    for unit in ("", "K", "M", "B"):
+        if count < 999.5:
+            return f"{count:.1f}{unit}" if unit else f"{count:.0f}"
+        count /= 1000
+    return f"{count:.1f}T"

@@ -1,32 +1,37 @@
-"""Windows of tokens -> a Batch.
+"""Packs windows of tokens into a Microbatch.
 
-Without data.doc_mask a sample is one stream: attention sees across documents and the end-of-document token predicts the
-first token of the next one, as in Megatron. With it every document in a sample stands alone: positions restart, `docs`
-lets attention stop at the boundary, and the target that would cross it is -100: nothing in a document tells how the
-next one begins.
+Without data.doc_mask a sequence is one stream, as in Megatron-LM: attention crosses document boundaries, and
+the end-of-document token predicts the first token of the next document.
+
+With data.doc_mask the documents of a sequence are independent: positions restart, attention stops at the
+boundary (Microbatch.documents), and the target that would cross it is IGNORE_INDEX.
 """
 import numpy as np
 import torch
 
-from data.batch import Batch
-
-IGNORE = -100
+from parallel.microbatch import IGNORE_INDEX, Microbatch
 
 
-def pack(windows: list[np.ndarray], starts: list[np.ndarray] | None) -> Batch:
-    """b windows of s + 1 tokens, and the places (1..s) in each where a document begins; none: no doc_mask."""
-    ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
-    b, s = ids.shape[0], ids.shape[1] - 1
-    # copies, not contiguous(): of a single row that would be the same memory for both, and -100 would be
-    # written into the tokens
-    tokens, targets = ids[:, :-1].clone(), ids[:, 1:].clone()  # [b, s]
-    place = torch.arange(s).expand(b, s)
+def pack_windows(windows: list[np.ndarray], starts: list[np.ndarray] | None) -> Microbatch:
+    """Packs b windows of s + 1 tokens. starts: for each window the indices (1..s) at which a document begins,
+    none without data.doc_mask."""
+    token_ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
+    b, s = token_ids.shape[0], token_ids.shape[1] - 1
+
+    # clone, not contiguous(): for b = 1 both slices are contiguous views of one memory, and writing
+    # IGNORE_INDEX into the targets would change the tokens
+    tokens = token_ids[:, :-1].clone()  # [b, s]
+    targets = token_ids[:, 1:].clone()  # [b, s]
+    index = torch.arange(s).expand(b, s)
     if starts is None:
-        return Batch(tokens, targets, place.contiguous())
-    begins = torch.zeros(b, s + 1, dtype=torch.bool)
-    for row, at in zip(begins, starts):
-        row[torch.from_numpy(at)] = True
-    targets[begins[:, 1:]] = IGNORE
-    begins = begins[:, :-1]
-    positions = place - torch.where(begins, place, 0).cummax(1).values
-    return Batch(tokens, targets, positions, begins.cumsum(1, dtype=torch.int32))
+        return Microbatch(tokens, targets, index.contiguous())
+
+    begins = torch.zeros(b, s + 1, dtype=torch.bool)  # is this the first token of a document?
+    for row, row_starts in zip(begins, starts):
+        row[torch.from_numpy(row_starts)] = True
+    targets[begins[:, 1:]] = IGNORE_INDEX
+
+    begins = begins[:, :-1]  # [b, s]
+    document_start = torch.where(begins, index, 0).cummax(1).values  # of the document that holds each token
+    documents = begins.cumsum(1, dtype=torch.int32)
+    return Microbatch(tokens, targets, index - document_start, documents)

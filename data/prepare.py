@@ -1,10 +1,16 @@
-"""Text -> PREFIX.bin/.idx: in parallel, resumable, in bounded memory, the same bytes for any number of workers.
+"""Text -> PREFIX.bin/.idx: parallel, resumable, in bounded memory, the same bytes for any number of workers.
 
-The inputs are cut into units (documents.plan). Each becomes a shard in PREFIX.parts/, written beside and put in place
-by renames, its .json last: a shard with a .json is finished for good. When all are, one merge writes PREFIX.* beside
-and publishes it, the .idx last. So a kill at any moment costs the unfinished units, and starting again gives what one
-run would have given. Each worker has a pipe to the parent: a dead parent ends it, a dead worker is named.
+    1. The inputs are divided into units of work (documents.plan_units).
+    2. Each unit becomes a shard in PREFIX.parts/: written to temporary files, renamed into place, its .json
+       last. A shard with a .json is finished.
+    3. When all shards are finished, one merge writes PREFIX.* to temporary files and renames them into place,
+       the .idx last.
+
+So a kill at any moment loses only the unfinished units, and the same command then gives what an uninterrupted
+run would have given. Each worker has a pipe to the parent: a worker ends when its parent dies, and the parent
+reports a worker that dies.
 """
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -17,346 +23,569 @@ import signal
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 
 import numpy as np
 
-from config import ConfigError
+from config import ConfigError, Tree
 from data import documents
 from data import tokenizer as tokenizers
-from data.documents import Bad, Piece
-from data.indexed import Indexed, Writer, dtype_of, naming, sync
+from data.documents import BadDocument, DocumentPiece
+from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_of, naming_errors, sync_file
+from data.tokenizer import SentencePieceTokenizer, Tokenizer
 
-BATCH = 1 << 20  # characters encoded in one call
-TRAIN_ON = 64 << 20  # characters of text a bpe-N is trained on, taken from evenly spaced units
-SHOWN = 5  # bad records kept by name in each shard
-POINTS = tuple(f"prepare.{p}" for p in (
-    "planned", "mid_shard", "pre_shard_commit", "mid_shard_commit", "post_shard", "mid_merge", "pre_publish",
-    "published.tokenizer", "published.bin", "published.crc", "published.json", "published.idx"))  # where tests kill it
+Unit = list[DocumentPiece]  # the input of one shard
+Pool = dict[Connection, BaseProcess]  # our end of each worker's pipe -> the worker
+Say = Callable[[str], object]  # receives a line for the user
+Progress = Callable[[int, int], object]  # receives (bytes of input done, bytes of input in all)
+FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINTS when it is reached
+
+BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
+TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
+SHOWN = 5  # bad documents that a shard and the report name
+FAULT_POINTS = (  # where the tests kill the process
+    "prepare.planned",
+    "prepare.mid_shard", "prepare.pre_shard_commit", "prepare.mid_shard_commit", "prepare.post_shard",
+    "prepare.mid_merge", "prepare.pre_publish",
+    "prepare.published.tokenizer", "prepare.published.bin", "prepare.published.crc",
+    "prepare.published.json", "prepare.published.idx",
+)
 
 
 @dataclass(frozen=True)
-class Job:
-    """What decides the bytes of a shard, and where it goes."""
+class TokenizeJob:
+    """What decides the bytes of the shards, and where they are written."""
     parts: str  # folder of the shards
-    key: str  # field of the text in jsonl, parquet, hf
+    key: str  # field or column of the text in jsonl, parquet, hf
     append_eod: bool
     skip_bad: bool
 
 
-def run(inputs: list[str], tokenizer: str, out, key: str = "text", workers: int = 1, append_eod: bool = True,
-        skip_bad: bool = False, source: str | None = None, unit: int = documents.UNIT,
-        say=lambda text: None, progress=lambda done, whole: None, at=lambda point: None) -> dict:
-    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; returns the report. `at` hears of every named crash point.
-    Raises ConfigError (Bad: naming file:line), OSError with a file name when the disk fails."""
-    clock = time.monotonic()
+def prepare_corpus(
+    inputs: list[str],
+    tokenizer: str,
+    out: pathlib.Path | str,
+    *,
+    key: str = "text",
+    workers: int = 1,
+    append_eod: bool = True,
+    skip_bad: bool = False,
+    source: str | None = None,
+    unit_bytes: int = documents.UNIT_BYTES,
+    say: Say = lambda text: None,
+    progress: Progress = lambda done, whole: None,
+    fault_point: FaultPoint = lambda name: None,
+) -> Tree:
+    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/. Returns the report that scripts.prepare_data
+    prints.
+
+    Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
+    the disk fails.
+    """
+    started = time.monotonic()
     out = pathlib.Path(out)
-    units = documents.plan(inputs, unit)
+    units = documents.plan_units(inputs, unit_bytes)
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
-    job = Job(f"{out}.parts", key, append_eod, skip_bad)
-    mark = plan_digest(job, inputs, tokenizer, units)
+    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad)
+    digest = plan_digest(job, inputs, tokenizer, units)
+
     os.makedirs(job.parts, exist_ok=True)
-    with open(f"{job.parts}/lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel takes it back from the dead
-        except OSError:
-            raise ConfigError(f"{job.parts}: another process works on this --out; wait, or choose another") from None
-        if not same_plan(job, mark):
+    with locked_folder(job.parts):
+        # resume an unfinished run
+        if not same_plan(job, digest):
             say("inputs or settings differ from the unfinished run's: starting over")
         tok = ready_tokenizer(job, tokenizer, units, say)
-        at("prepare.planned")
-        todo = [i for i in range(len(units)) if not finished(job, i)]
-        if len(todo) < len(units):
-            say(f"going on: {len(units) - len(todo)} of {len(units)} shards are finished")
-        progress(0, sum(size_of(units[i]) for i in todo))
-        if min(workers, len(todo)) > 1:
-            in_parallel(job, units, todo, min(workers, len(todo)), progress)
+        fault_point("prepare.planned")
+        todo = [number for number in range(len(units)) if not shard_is_finished(job, number)]
+        shards_kept = len(units) - len(todo)
+        if shards_kept:
+            say(f"resuming: {shards_kept} of {len(units)} shards are finished")
+
+        # make the missing shards
+        progress(0, sum(unit_size(units[number]) for number in todo))
+        num_workers = min(workers, len(todo))
+        if num_workers > 1:
+            run_in_workers(job, units, todo, workers=num_workers, progress=progress)
         else:
-            in_turn(job, units, todo, tok, progress, at)
-        report = merge(job, units, tok, out, source, at)
+            run_in_process(job, units, todo, tok=tok, progress=progress, fault_point=fault_point)
+
+        counts = merge_shards(job, units, tok, out=out, source=source, fault_point=fault_point)
         shutil.rmtree(job.parts)
-    return {"out": str(out), **report, "tokenizer": tok.name, "fingerprint": tok.fingerprint, "vocab": tok.vocab,
-            "dtype": np.dtype(dtype_of(tok.vocab)).name, "input_bytes": sum(map(size_of, units)), "workers": workers,
-            "seconds": time.monotonic() - clock, "shards": len(units), "shards_kept": len(units) - len(todo)}
+
+    return {
+        "out": str(out),
+        **counts,
+        "tokenizer": tok.name,
+        "fingerprint": tok.fingerprint,
+        "vocab": tok.vocab,
+        "dtype": np.dtype(dtype_of(tok.vocab)).name,
+        "input_bytes": sum(map(unit_size, units)),
+        "workers": workers,
+        "seconds": time.monotonic() - started,
+        "shards": len(units),
+        "shards_kept": shards_kept,
+    }
 
 
-def size_of(unit: list[Piece]) -> int:
+@contextlib.contextmanager
+def locked_folder(folder: str) -> Iterator[None]:
+    """Holds the lock of PREFIX.parts. Raises ConfigError if another process holds it. The kernel releases the
+    lock of a process that dies."""
+    with open(f"{folder}/lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            message = f"{folder}: another process works on this --out; wait, or choose another"
+            raise ConfigError(message) from None
+        yield
+
+
+def unit_size(unit: Unit) -> int:
+    """Bytes of input in a unit."""
     return sum(piece.size for piece in unit)
 
 
-# ---- the unfinished run ----------------------------------------------------------------------------------------------
+# ---- the unfinished run ------------------------------------------------------------------------------------
 
-def plan_digest(job: Job, inputs, tokenizer: str, units) -> str:
-    """sha256 of all that decides the shards. Not of skip_bad: a shard without bad records is the same either way."""
-    tok = tokenizer if tokenizers.bpe_pieces(tokenizer) else tokenizers.load(tokenizer).fingerprint
-    paths = sorted({p.path for u in units for p in u if p.kind != "hf"})
-    stats = [(p, s.st_size, s.st_mtime_ns) for p in paths for s in [os.stat(p)]]
-    cuts = [[(p.path, p.start, p.stop) for p in u] for u in units]
-    return hashlib.sha256(json.dumps([tok, job.key, job.append_eod, inputs, stats, cuts]).encode()).hexdigest()
+def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list[Unit]) -> str:
+    """sha256 of all that decides the shards. skip_bad does not: a shard without bad documents is the same
+    either way."""
+    is_trained_here = bool(tokenizers.bpe_pieces(tokenizer))
+    tokenizer_digest = tokenizer if is_trained_here else tokenizers.load_tokenizer(tokenizer).fingerprint
+
+    paths: set[str] = set()
+    ranges: list[list[tuple[str, int, int]]] = []
+    for unit in units:
+        paths.update(piece.path for piece in unit if piece.kind != "hf")
+        ranges.append([(piece.path, piece.start, piece.stop) for piece in unit])
+    stamps: list[tuple[str, int, int]] = []
+    for path in sorted(paths):
+        status = os.stat(path)
+        stamps.append((path, status.st_size, status.st_mtime_ns))
+
+    parts = [tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def same_plan(job: Job, mark: str) -> bool:
-    """Keeps the shards of a run with the same digest; clears those of another and answers False."""
+def same_plan(job: TokenizeJob, digest: str) -> bool:
+    """Does the folder hold shards of a run with this digest, or nothing? Deletes the shards of a run with
+    another one, and returns False."""
     path = pathlib.Path(job.parts, "plan")
-    old = path.read_text() if path.exists() else None
-    if old == mark:
+    old_digest = path.read_text() if path.exists() else None
+    if old_digest == digest:
         return True
     for name in os.listdir(job.parts):
-        if name != "lock":
-            stale = os.path.join(job.parts, name)
-            shutil.rmtree(stale) if os.path.isdir(stale) else os.unlink(stale)
-    write_beside(path, mark.encode())
-    return old is None
+        if name == "lock":
+            continue
+        outdated = os.path.join(job.parts, name)
+        if os.path.isdir(outdated):
+            shutil.rmtree(outdated)
+        else:
+            os.unlink(outdated)
+    write_atomically(path, digest.encode())
+    return old_digest is None
 
 
-def ready_tokenizer(job: Job, spec: str, units, say):
-    """The tokenizer, kept in the parts so that workers and a later run load the very same one."""
+def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) -> Tokenizer:
+    """The tokenizer, trained if `spec` is bpe-N. It is stored beside the shards, so that workers and a later
+    run load the same one."""
     folder = pathlib.Path(job.parts, "tokenizer")
     if not folder.exists():
-        wanted = tokenizers.bpe_pieces(spec)
-        tok = train(units, job, wanted, say) if wanted else tokenizers.load(spec)
-        beside = folder.with_name("tokenizer.tmp")
-        with naming(beside):
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir()
-            tok.save(beside)
-            os.rename(beside, folder)
-    return tokenizers.load(folder)
+        pieces = tokenizers.bpe_pieces(spec)
+        tok = train_tokenizer(units, job, pieces, say) if pieces else tokenizers.load_tokenizer(spec)
+        temporary = folder.with_name("tokenizer.tmp")
+        with naming_errors(temporary):
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            tok.save(temporary)
+            os.rename(temporary, folder)
+    return tokenizers.load_tokenizer(folder)
 
 
-def train(units, job: Job, wanted: int, say):
-    clock = time.monotonic()
-    stride = max(1, sum(map(size_of, units)) // TRAIN_ON)
-
-    def texts():
-        left = TRAIN_ON
-        for piece in (p for u in units[::stride] for p in u):
-            for record in documents.read(piece, job.key):
-                if left <= 0:
-                    return
-                if record.text:
-                    left -= len(record.text)
-                    yield record.text
-
-    tok = tokenizers.train_bpe(texts(), wanted)
-    say(f"tokenizer {tok.name} (trained, {time.monotonic() - clock:.1f} s)")
+def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) -> SentencePieceTokenizer:
+    """Trains a BPE of `pieces` ids on the text of evenly spaced units."""
+    started = time.monotonic()
+    tok = tokenizers.train_bpe(training_texts(units, job.key), pieces)
+    say(f"tokenizer {tok.name} (trained, {time.monotonic() - started:.1f} s)")
     return tok
 
 
-# ---- shards ----------------------------------------------------------------------------------------------------------
-
-def shard_path(job: Job, i: int, end: str) -> str:
-    return f"{job.parts}/{i:06d}{end}"
-
-
-def finished(job: Job, i: int) -> bool:
-    """Made whole, and not by leaving out bad records that this run wants to hear of."""
-    try:
-        meta = shard_meta(job, i)
-        whole = all(os.path.getsize(shard_path(job, i, end)) == size for end, size in meta["sizes"].items())
-    except (OSError, ValueError, KeyError):
-        return False
-    return whole and (job.skip_bad or not meta["bad"])
+def training_texts(units: list[Unit], key: str) -> Iterator[str]:
+    """Documents of evenly spaced units, until they have TRAINING_CHARACTERS characters."""
+    stride = max(1, sum(map(unit_size, units)) // TRAINING_CHARACTERS)
+    characters_left = TRAINING_CHARACTERS
+    for unit in units[::stride]:
+        for piece in unit:
+            for record in documents.read_piece(piece, key):
+                if characters_left <= 0:
+                    return
+                if record.text:
+                    characters_left -= len(record.text)
+                    yield record.text
 
 
-def shard_meta(job: Job, i: int) -> dict:
-    return json.loads(pathlib.Path(shard_path(job, i, ".json")).read_bytes())
+# ---- shards ------------------------------------------------------------------------------------------------
+
+@dataclass
+class ShardCounts:
+    """What a shard's .json holds."""
+    documents: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
+    empty: int = 0  # documents without text, which are left out
+    bad: int = 0  # documents that cannot be read, which are left out
+    # the first bad ones: piece of the unit, line, error
+    shown: list[tuple[int, int, str]] = field(default_factory=list)
+    sizes: dict[str, int] = field(default_factory=dict)  # bytes of its files
 
 
-def make_shard(job: Job, i: int, unit: list[Piece], tok, report=lambda done: None, at=lambda point: None) -> None:
-    """Tokens and lengths of one unit. Raises Bad at its first bad record unless they are to be skipped."""
-    count = {"documents": 0, "tokens": 0, "text_bytes": 0, "empty": 0, "bad": 0, "shown": []}
-    end = [np.array([tok.eod])] if job.append_eod else []
-    dtype = dtype_of(tok.vocab)
-    beside = {e: f"{shard_path(job, i, e)}.tmp" for e in (".bin", ".len")}
+class ShardWriter:
+    """Writes the tokens and the document lengths of one shard to temporary files; commit renames them into
+    place."""
+    ENDS = (".bin", ".len")
 
-    def flush(texts):
+    def __init__(self, job: TokenizeJob, number: int, tok: Tokenizer, fault_point: FaultPoint) -> None:
+        self.counts = ShardCounts()
+        self._job = job
+        self._number = number
+        self._tok = tok
+        self._fault_point = fault_point
+        self._eod = [np.array([tok.eod])] if job.append_eod else []
+        self._dtype = dtype_of(tok.vocab)
+        self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in self.ENDS}
+        with naming_errors(self._temporary[".bin"]):
+            self._tokens_file = open(self._temporary[".bin"], "wb")
+            self._lengths_file = open(self._temporary[".len"], "wb")
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with naming_errors(self._temporary[".bin"]), self._tokens_file, self._lengths_file:
+            pass  # closes both, even if one of them fails
+
+    def write(self, texts: list[str]) -> None:
+        """Encodes and writes some documents."""
         if not texts:
             return
-        encoded = tok.batch(texts)
-        ids = np.concatenate([part for doc in encoded for part in (doc, *end)], dtype=dtype, casting="unsafe")
-        with naming(beside[".bin"]):
-            tokens_file.write(ids)
-        with naming(beside[".len"]):
-            lengths_file.write(np.array([len(doc) + len(end) for doc in encoded], "<i4"))
-        at("prepare.mid_shard")
-        count["documents"] += len(texts)
-        count["tokens"] += len(ids)
-        count["text_bytes"] += sum(len(t.encode("utf-8")) for t in texts)
+        encoded = self._tok.encode_batch(texts)
+        parts: list[np.ndarray] = []
+        for ids in encoded:
+            parts += [ids, *self._eod]
+        tokens = np.concatenate(parts, dtype=self._dtype, casting="unsafe")
+        lengths = np.array([len(ids) + len(self._eod) for ids in encoded], "<i4")
+        with naming_errors(self._temporary[".bin"]):
+            self._tokens_file.write(tokens.data)
+        with naming_errors(self._temporary[".len"]):
+            self._lengths_file.write(lengths.data)
+        self._fault_point("prepare.mid_shard")
 
-    with naming(beside[".bin"]), open(beside[".bin"], "wb") as tokens_file, open(beside[".len"], "wb") as lengths_file:
-        texts, held, before = [], 0, 0
-        for n, piece in enumerate(unit):
-            for record in documents.read(piece, job.key):
+        self.counts.documents += len(texts)
+        self.counts.tokens += len(tokens)
+        self.counts.text_bytes += sum(len(text.encode("utf-8")) for text in texts)
+
+    def sync(self) -> None:
+        """Waits until both files are stored on the disk."""
+        with naming_errors(self._temporary[".bin"]):
+            sync_file(self._tokens_file)
+            sync_file(self._lengths_file)
+        self.counts.sizes = {".bin": self._tokens_file.tell(), ".len": self._lengths_file.tell()}
+
+    def commit(self) -> None:
+        """Renames the files into place, then writes the .json: the shard is finished."""
+        self._fault_point("prepare.pre_shard_commit")
+        for end in self.ENDS:
+            os.replace(self._temporary[end], shard_path(self._job, self._number, end))
+        self._fault_point("prepare.mid_shard_commit")
+        content = json.dumps(vars(self.counts)).encode()
+        write_atomically(shard_path(self._job, self._number, ".json"), content)
+
+
+def shard_path(job: TokenizeJob, number: int, end: str) -> str:
+    return f"{job.parts}/{number:06d}{end}"
+
+
+def shard_counts(job: TokenizeJob, number: int) -> Tree:
+    """The content of a shard's .json: the fields of ShardCounts."""
+    return json.loads(pathlib.Path(shard_path(job, number, ".json")).read_bytes())
+
+
+def shard_is_finished(job: TokenizeJob, number: int) -> bool:
+    """Is the shard complete, and not made by leaving out bad documents that this run must report?"""
+    try:
+        counts = shard_counts(job, number)
+        for end, size in counts["sizes"].items():
+            if os.path.getsize(shard_path(job, number, end)) != size:
+                return False
+        return bool(job.skip_bad or not counts["bad"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
+               report: Callable[[int], object] = lambda done: None,
+               fault_point: FaultPoint = lambda name: None) -> None:
+    """Makes shard `number` from its unit. report: receives the bytes of the unit that are done.
+    Raises BadDocument at the first one unless job.skip_bad is set."""
+    with ShardWriter(job, number, tok, fault_point) as writer:
+        texts: list[str] = []
+        characters = 0  # in texts
+        bytes_before = 0  # of the pieces before this one
+        for piece_number, piece in enumerate(unit):
+            for record in documents.read_piece(piece, job.key):
                 if record.text is None:
                     if not job.skip_bad:
-                        where = documents.place(piece, record.line)
-                        raise Bad(f"{where}: {record.why}; mend it, or leave such records out with --skip-bad")
-                    count["bad"] += 1
-                    if len(count["shown"]) < SHOWN:
-                        count["shown"].append([n, record.line, record.why])
+                        location = documents.piece_location(piece, record.line)
+                        raise BadDocument(f"{location}: {record.error}; fix it, "
+                                          "or leave out such records with --skip-bad")
+                    writer.counts.bad += 1
+                    if len(writer.counts.shown) < SHOWN:
+                        writer.counts.shown.append((piece_number, record.line, record.error))
                 elif not record.text:
-                    count["empty"] += 1
+                    writer.counts.empty += 1
                 else:
                     texts.append(record.text)
-                    held += len(record.text)
-                if held >= BATCH:
-                    flush(texts)
-                    report(before + record.done)
-                    texts, held = [], 0
-            before += piece.size
-        flush(texts)
-        sync(tokens_file)
-        sync(lengths_file)
-        count["sizes"] = {".bin": tokens_file.tell(), ".len": lengths_file.tell()}
-    at("prepare.pre_shard_commit")
-    for e, path in beside.items():
-        os.replace(path, shard_path(job, i, e))
-    at("prepare.mid_shard_commit")
-    write_beside(shard_path(job, i, ".json"), json.dumps(count).encode())
-    report(before)
-    at("prepare.post_shard")
+                    characters += len(record.text)
+
+                if characters >= BATCH_CHARACTERS:
+                    writer.write(texts)
+                    report(bytes_before + record.bytes_read)
+                    texts = []
+                    characters = 0
+            bytes_before += piece.size
+        writer.write(texts)
+        writer.sync()
+    writer.commit()
+    report(bytes_before)
+    fault_point("prepare.post_shard")
 
 
-def write_beside(path, content: bytes) -> None:
-    with naming(path):
-        with open(f"{path}.tmp", "wb") as f:
-            f.write(content)
-            sync(f)
-        os.replace(f"{path}.tmp", path)
+def write_atomically(path: pathlib.Path | str, content: bytes) -> None:
+    """Writes a file so that it has either its old content or all of the new one at any moment."""
+    temporary = f"{path}.tmp"
+    with naming_errors(path):
+        with open(temporary, "wb") as file:
+            file.write(content)
+            sync_file(file)
+        os.replace(temporary, path)
 
 
-def in_turn(job: Job, units, todo, tok, progress, at) -> None:
-    before, whole = 0, sum(size_of(units[i]) for i in todo)
-    for i in todo:
-        make_shard(job, i, units[i], tok, lambda done, before=before: progress(before + done, whole), at)
-        before += size_of(units[i])
+# ---- in this process, or in workers ------------------------------------------------------------------------
+
+def run_in_process(job: TokenizeJob, units: list[Unit], todo: list[int], *, tok: Tokenizer,
+                   progress: Progress, fault_point: FaultPoint) -> None:
+    """Makes the shards `todo` one after the other."""
+    total = sum(unit_size(units[number]) for number in todo)
+    bytes_before = 0  # of the finished units
+    for number in todo:
+
+        def report(done: int, before: int = bytes_before) -> None:
+            progress(before + done, total)
+
+        make_shard(job, number, units[number], tok, report=report, fault_point=fault_point)
+        bytes_before += unit_size(units[number])
 
 
-def in_parallel(job: Job, units, todo, workers, progress) -> None:
-    """Hands out units in order. When one fails, those before it still end: the first fault of the input is told."""
-    ctx = multiprocessing.get_context("spawn")  # a fork would copy the locks that other threads hold
-    pipes, left = {}, list(todo)
-    done, whole = {}, sum(size_of(units[i]) for i in todo)
-    failed, fault = len(units), None
+def run_in_workers(job: TokenizeJob, units: list[Unit], todo: list[int], *, workers: int,
+                   progress: Progress) -> None:
+    """Makes the shards `todo` in worker processes, which get them in order. When a shard fails, those before
+    it still finish, so that the error raised is that of the first bad unit of the input, whatever the
+    workers' speed. Raises ConfigError if a worker dies."""
+    pool: Pool = {}
     try:
         for _ in range(workers):
-            ours, theirs = ctx.Pipe()
-            process = ctx.Process(target=serve, args=(theirs, job), daemon=True)
-            process.start()
-            theirs.close()
-            pipes[ours] = process
-        busy = {}  # pipe -> unit
-        while True:
-            for pipe in pipes:
-                if pipe not in busy and left and left[0] < failed:
-                    busy[pipe] = left.pop(0)
-                    pipe.send((busy[pipe], units[busy[pipe]]))
-            if not any(i < failed for i in busy.values()):
-                break
-            for pipe in multiprocessing.connection.wait(list(busy)):
-                kind, value = pipe.recv()
-                if kind == "progress":
-                    done[busy[pipe]] = value
-                    progress(sum(done.values()), whole)
-                    continue
-                i = busy.pop(pipe)
-                if kind == "fault" and i < failed:
-                    failed, fault = i, value
-        if fault:
-            raise fault
-    except (EOFError, ConnectionError):
-        pipes[pipe].join(5)
-        raise ConfigError(f"{job.parts}: a worker died (exit code {pipes[pipe].exitcode}); the same command goes on, "
-                          "with fewer --workers if memory ran out") from None
+            pipe, process = start_worker(job)
+            pool[pipe] = process
+        distribute(job, units, todo, pool=pool, progress=progress)
     finally:
-        for pipe, process in pipes.items():
+        for pipe, process in pool.items():
             process.terminate()
             process.join()
             pipe.close()
 
 
-def serve(pipe, job: Job) -> None:
-    """A worker. Ends when the parent's end of the pipe does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole group; the parent ends us
-    tok = tokenizers.load(pathlib.Path(job.parts, "tokenizer"))
+def start_worker(job: TokenizeJob) -> tuple[Connection, BaseProcess]:
+    """Returns our end of the pipe, and the process."""
+    spawn = multiprocessing.get_context("spawn")  # a fork would copy locks that other threads hold
+    ours, theirs = spawn.Pipe()
+    process = spawn.Process(target=worker_main, args=(theirs, job), daemon=True)
+    process.start()
+    theirs.close()  # only the worker holds it now: when the worker dies, ours ends
+    return ours, process
+
+
+def distribute(job: TokenizeJob, units: list[Unit], todo: list[int], *, pool: Pool,
+               progress: Progress) -> None:
+    """Sends the shards to the workers and receives their messages, until all are done or the first fault is
+    known."""
+    total = sum(unit_size(units[number]) for number in todo)
+    waiting = list(todo)
+    running: dict[Connection, int] = {}  # pipe -> the shard that its worker makes
+    bytes_done: dict[int, int] = {}  # shard -> bytes of input
+    first_failed = len(units)  # no shard after it is wanted any more
+    fault: Exception | None = None
+
+    while True:
+        for pipe in pool:
+            if pipe not in running and waiting and waiting[0] < first_failed:
+                number = waiting.pop(0)
+                running[pipe] = number
+                with reporting_death(job, pool[pipe]):
+                    pipe.send((number, units[number]))
+        if not any(number < first_failed for number in running.values()):
+            break
+
+        for pipe in readable_pipes(list(running)):
+            with reporting_death(job, pool[pipe]):
+                kind, value = pipe.recv()
+            if kind == "progress":
+                bytes_done[running[pipe]] = value
+                progress(sum(bytes_done.values()), total)
+                continue
+            number = running.pop(pipe)
+            if kind == "fault" and number < first_failed:
+                first_failed = number
+                fault = value
+    if fault:
+        raise fault
+
+
+@contextlib.contextmanager
+def reporting_death(job: TokenizeJob, process: BaseProcess) -> Iterator[None]:
+    """Raises ConfigError if the pipe to the worker has ended."""
+    try:
+        yield
+    except (EOFError, ConnectionError):
+        process.join(5)
+        raise ConfigError(f"{job.parts}: a worker died (exit code {process.exitcode}); run the same command "
+                          "again to continue, with fewer --workers if memory ran out") from None
+
+
+def readable_pipes(pipes: list[Connection]) -> list[Connection]:
+    """Waits until a pipe has something to receive, or has ended; returns those that have, in their order."""
+    found = multiprocessing.connection.wait(pipes)
+    return [pipe for pipe in pipes if pipe in found]
+
+
+def worker_main(pipe: Connection, job: TokenizeJob) -> None:
+    """A worker process: receives (shard, unit), sends ("progress", bytes), ("done", None) or ("fault",
+    error). Ends when the parent's end of the pipe does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole group; the parent ends its workers
+    tok = tokenizers.load_tokenizer(pathlib.Path(job.parts, "tokenizer"))
     try:
         while True:
-            i, unit = pipe.recv()
+            number, unit = pipe.recv()
             try:
-                make_shard(job, i, unit, tok, lambda done: pipe.send(("progress", done)))
+                make_shard(job, number, unit, tok, report=lambda done: pipe.send(("progress", done)))
                 pipe.send(("done", None))
             except ConnectionError:
                 raise
-            except (ConfigError, OSError) as e:
-                pipe.send(("fault", e))
+            except (ConfigError, OSError) as error:
+                pipe.send(("fault", error))
     except (EOFError, ConnectionError):
         return
 
 
-# ---- merge -----------------------------------------------------------------------------------------------------------
+# ---- merge -------------------------------------------------------------------------------------------------
 
-def merge(job: Job, units, tok, out: pathlib.Path, source: str | None, at) -> dict:
-    """All shards, in order, into OUT.*; the counts of the report."""
-    total = {"documents": 0, "tokens": 0, "text_bytes": 0, "empty": 0, "bad": 0}
-    shown = []
-    for i, unit in enumerate(units):
-        meta = shard_meta(job, i)
-        for k in total:
-            total[k] += meta[k]
-        room = SHOWN - len(shown)
-        shown += [f"{documents.place(unit[n], line)}: {why}" for n, line, why in meta["shown"][:room]]
-    if not total["documents"]:
+def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pathlib.Path,
+                 source: str | None, fault_point: FaultPoint) -> Tree:
+    """Writes all shards, in order, to OUT.*. Returns the counts of the report. Raises ConfigError if no
+    document is left."""
+    counts = total_counts(job, units)
+    if not counts["documents"]:
         shutil.rmtree(job.parts)
-        raise ConfigError(f"{units[0][0].path}: the input has no documents, but {total['empty']} empty and "
-                          f"{total['bad']} bad records{f', the first {shown[0]}' if shown else ''}")
-    with Writer(out, tok.vocab) as w:
-        for i in range(len(units)):
-            with open(shard_path(job, i, ".bin"), "rb") as tokens, open(shard_path(job, i, ".len"), "rb") as lengths:
-                while len(ids := np.fromfile(tokens, w.dtype, 1 << 20)):
-                    w.extend(ids, [])
-                while len(some := np.fromfile(lengths, "<i4", 1 << 18)):
-                    w.extend(ids, some)  # the ids have come to their end
-            at("prepare.mid_merge")
-        w.finish(tok, total["text_bytes"], source, at)
-    return {**total, "bad_records": shown}
+        first_bad = f", the first {counts['bad_records'][0]}" if counts["bad_records"] else ""
+        raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
+                          f"{counts['bad']} bad records{first_bad}")
+
+    with IndexedDatasetWriter(out, tok.vocab) as writer:
+        for number in range(len(units)):
+            append_shard(job, number, writer)
+            fault_point("prepare.mid_merge")
+        writer.finish(tok, counts["text_bytes"], source, fault_point)
+    return counts
 
 
-# ---- the standard library, on the spot -------------------------------------------------------------------------------
+def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
+    """The counts of all shards; "bad_records" names the first SHOWN bad documents."""
+    total: Tree = {"documents": 0, "tokens": 0, "text_bytes": 0, "empty": 0, "bad": 0}
+    bad_records: list[str] = []
+    for number, unit in enumerate(units):
+        counts = shard_counts(job, number)
+        for key in total:
+            total[key] += counts[key]
+        for piece_number, line, error in counts["shown"]:
+            if len(bad_records) < SHOWN:
+                bad_records.append(f"{documents.piece_location(unit[piece_number], line)}: {error}")
+    return {**total, "bad_records": bad_records}
 
-def stdlib(cache, spec: str | None) -> tuple[pathlib.Path, str]:
-    """(prefix, "made in 2.4 s" | "cached") of Python's own library, made under `cache` where it is not there yet.
-    Two that start together make it once: the second waits. Raises ConfigError; OSError when the disk fails."""
+
+def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) -> None:
+    """Copies a shard to the writer: all tokens, then all lengths."""
+    with open(shard_path(job, number, ".bin"), "rb") as tokens_file:
+        while len(ids := np.fromfile(tokens_file, writer.dtype, 1 << 20)):
+            writer.extend(ids, [])
+    no_ids = np.empty(0, writer.dtype)
+    with open(shard_path(job, number, ".len"), "rb") as lengths_file:
+        while len(lengths := np.fromfile(lengths_file, "<i4", 1 << 18)):
+            writer.extend(no_ids, lengths)
+
+
+# ---- the corpus that a run makes itself --------------------------------------------------------------------
+
+def prepare_stdlib(cache: pathlib.Path | str, spec: str | None) -> tuple[pathlib.Path, str]:
+    """Makes the corpus of Python's standard library under `cache` if it is not there yet. spec: the
+    tokenizer, bpe-1024 by default. Returns its prefix, and "made in 2.4 s" or "cached".
+
+    Of two processes that start together one makes it, and the other waits. Raises ConfigError, and OSError if
+    the disk fails.
+    """
     spec = spec or "bpe-1024"
     cache = pathlib.Path(cache)
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    label = spec if tokenizers.bpe_pieces(spec) or spec == "bytes" else tokenizers.load(spec).fingerprint[:12]
-    content = hashlib.sha256()
-    for path in documents.stdlib():
-        content.update(hashlib.sha256(pathlib.Path(path).read_bytes()).digest())
-    home = cache / f"stdlib-{version}-{label}-{content.hexdigest()[:12]}"
+    is_plain_name = spec == "bytes" or bool(tokenizers.bpe_pieces(spec))
+    label = spec if is_plain_name else tokenizers.load_tokenizer(spec).fingerprint[:12]
+    home = cache / f"stdlib-{version}-{label}-{stdlib_digest()[:12]}"
+    prefix = home / "text"
+
     if (home / "text.idx").exists():
-        return home / "text", "cached"
+        return prefix, "cached"
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (home / "text.idx").exists():
-            return home / "text", "cached"
-        for old in cache.glob("*.tmp-*"):  # of runs that were killed: nobody else is here
-            shutil.rmtree(old, ignore_errors=True)
-        beside = home.with_name(f"{home.name}.tmp-{uuid.uuid4().hex[:8]}")
-        clock = time.monotonic()
+            return prefix, "cached"
+        for leftover in cache.glob("*.tmp-*"):  # of killed runs: only the holder of the lock writes here
+            shutil.rmtree(leftover, ignore_errors=True)
+
+        temporary = home.with_name(f"{home.name}.tmp-{uuid.uuid4().hex[:8]}")
+        started = time.monotonic()
         try:
-            run(["stdlib"], spec, beside / "text", skip_bad=True, source=f"python stdlib {version}")
-            os.replace(beside, home)
+            source = f"python stdlib {version}"
+            prepare_corpus(["stdlib"], spec, temporary / "text", skip_bad=True, source=source)
+            os.replace(temporary, home)
         finally:
-            shutil.rmtree(beside, ignore_errors=True)
-    return home / "text", f"made in {time.monotonic() - clock:.1f} s"
+            shutil.rmtree(temporary, ignore_errors=True)
+    return prefix, f"made in {time.monotonic() - started:.1f} s"
 
 
-def sample(out, characters: int = 200) -> str:
-    """The beginning of the first document, decoded: what a user looks at to believe the rest."""
-    data = Indexed(out)
-    ids = data.read(0, min(data.start(1), 4 * characters))
-    return tokenizers.load(f"{out}.tokenizer").decode(ids.tolist())[:characters]
+def stdlib_digest() -> str:
+    """sha256 of the content of the standard library."""
+    content = hashlib.sha256()
+    for path in documents.stdlib_files():
+        content.update(hashlib.sha256(pathlib.Path(path).read_bytes()).digest())
+    return content.hexdigest()
+
+
+def sample_text(out: pathlib.Path | str, characters: int = 200) -> str:
+    """The beginning of the first document, decoded from its tokens: shows the user that the corpus can be
+    read back."""
+    dataset = IndexedDataset(out)
+    stop = min(dataset.document_start(1), 4 * characters)  # an id is at least a quarter of a character
+    ids = dataset.read(0, stop).tolist()
+    return tokenizers.load_tokenizer(f"{out}.tokenizer").decode(ids)[:characters]

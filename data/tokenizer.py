@@ -1,31 +1,41 @@
-"""Tokenizers: sentencepiece, Hugging Face's tokenizer.json, raw bytes. One face for all three.
+"""Tokenizers: sentencepiece models, Hugging Face's tokenizer.json, raw bytes. All three have the same
+interface.
 
-    t = load("bytes" | "x.model" | "tokenizer.json" | a folder that holds one of them)
-    t.encode(text) -> ids      t.batch(texts) -> one array a text      t.decode(ids) -> text      t.save(folder)
-    t.name, t.vocab, t.eod (ends a document), t.bos, t.fingerprint (sha256 of all that decides the ids)
+    tokenizer = load_tokenizer("bytes" | "x.model" | "tokenizer.json" | a folder that holds one of them)
+    tokenizer.encode(text) -> ids tokenizer.encode_batch(texts) -> one array of ids for each text
+    tokenizer.decode(ids) -> text tokenizer.save(folder) tokenizer.name, .vocab, .eod (the id that ends a
+    document), .bos, .fingerprint (sha256 of all that decides the ids)
 
-Special tokens spelt in a text ("</s>", "<|endoftext|>") are read as plain text: a page that quotes one must not end a
-document.
+Special tokens that a text spells ("</s>", "<|endoftext|>") are encoded as plain text: a page that quotes one
+must not end a document.
 """
 import hashlib
 import io
 import json
 import pathlib
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import sentencepiece
 
-from config import ConfigError
+from config import ConfigError, Tree
 
-LONGEST = 65536  # bytes in a line of sentencepiece's trainer; it drops longer ones without a word, so we cut them
-EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # where a tokenizer.json comes without a config
+if TYPE_CHECKING:  # imported only where a tokenizer.json is used
+    import tokenizers
+
+MAX_LINE_BYTES = 65536  # of sentencepiece's trainer, which drops longer lines silently: see split_long_line
+FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
+CONFIG_NAMES = ("tokenizer_config.json", "config.json")  # name a tokenizer.json's special ids; the later wins
+EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # of a tokenizer.json without such a file
+BYTE_PIECES = 256
+MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
 
 
 @dataclass(frozen=True)
-class Bytes:
+class ByteTokenizer:
     """UTF-8 bytes are the ids 0..255; 256 ends a document."""
     name: str = "bytes"
     vocab: int = 257
@@ -36,21 +46,23 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
 
-    def batch(self, texts: list[str]) -> list[np.ndarray]:  # each uint8 [tokens]
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:  # each uint8 [tokens]
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
-    def decode(self, ids) -> str:
-        return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
+    def decode(self, ids: Iterable[int]) -> str:
+        text_bytes = bytes(token_id for token_id in ids if token_id < 256)
+        return text_bytes.decode("utf-8", errors="replace")
 
-    def save(self, folder) -> None:
+    def save(self, folder: pathlib.Path | str) -> None:
         pathlib.Path(folder, "tokenizer.bytes").write_bytes(b"")
 
 
 @dataclass(frozen=True)
-class SentencePiece:
+class SentencePieceTokenizer:
+    """A sentencepiece model."""
     name: str
-    model: bytes  # the .model file
-    processor: Any
+    model: bytes  # content of the .model file
+    processor: sentencepiece.SentencePieceProcessor
     vocab: int
     eod: int
     bos: int | None
@@ -59,23 +71,24 @@ class SentencePiece:
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text)
 
-    def batch(self, texts: list[str]) -> list[np.ndarray]:  # each int32 [tokens]
-        if hasattr(self.processor, "encode_as_numpy"):  # sentencepiece >= 0.2.2: no Python list on the way
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:  # each int32 [tokens]
+        if hasattr(self.processor, "encode_as_numpy"):  # sentencepiece >= 0.2.2: without a Python list of ids
             return self.processor.encode(texts, out_type="numpy", num_threads=1)
         return [np.array(ids, np.int32) for ids in self.processor.encode(texts, num_threads=1)]
 
-    def decode(self, ids) -> str:
-        return self.processor.decode([int(i) for i in ids])
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.processor.decode([int(token_id) for token_id in ids])
 
-    def save(self, folder) -> None:
+    def save(self, folder: pathlib.Path | str) -> None:
         pathlib.Path(folder, "tokenizer.model").write_bytes(self.model)
 
 
 @dataclass(frozen=True)
-class Json:
+class JsonTokenizer:
+    """A tokenizer.json of Hugging Face's tokenizers."""
     name: str
-    files: dict[str, bytes]  # tokenizer.json, and the config files beside it that name the special ids
-    processor: Any
+    files: dict[str, bytes]  # tokenizer.json, and those of CONFIG_NAMES that lie beside it
+    processor: "tokenizers.Tokenizer"
     vocab: int
     eod: int
     bos: int | None
@@ -84,145 +97,224 @@ class Json:
     def encode(self, text: str) -> list[int]:
         return self.processor.encode(text, add_special_tokens=False).ids
 
-    def batch(self, texts: list[str]) -> list[np.ndarray]:  # each int32 [tokens]
-        return [np.array(e.ids, np.int32) for e in self.processor.encode_batch_fast(texts, add_special_tokens=False)]
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:  # each int32 [tokens]
+        encodings = self.processor.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids) -> str:
-        return self.processor.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Iterable[int]) -> str:
+        return self.processor.decode([int(token_id) for token_id in ids], skip_special_tokens=True)
 
-    def save(self, folder) -> None:
+    def save(self, folder: pathlib.Path | str) -> None:
         for name, content in self.files.items():
             pathlib.Path(folder, name).write_bytes(content)
 
 
-Tokenizer = Bytes | SentencePiece | Json
+Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer
 
 
-def load(spec) -> Tokenizer:
-    """From "bytes", a .model, a tokenizer.json, or a folder that holds one. Raises ConfigError naming the file."""
+# ---- loading -----------------------------------------------------------------------------------------------
+
+def load_tokenizer(spec: pathlib.Path | str) -> Tokenizer:
+    """Loads "bytes", a .model, a tokenizer.json, or a folder that holds one. Raises ConfigError naming the
+    file."""
     if str(spec) == "bytes":
-        return Bytes()
+        return ByteTokenizer()
+
     path = pathlib.Path(spec)
     if path.is_dir():
-        found = [path / n for n in ("tokenizer.json", "tokenizer.model", "tokenizer.bytes") if (path / n).exists()]
+        found = [path / name for name in FILE_NAMES if (path / name).exists()]
         if not found:
             raise ConfigError(f"{path}: holds no tokenizer.json, tokenizer.model or tokenizer.bytes")
         path = found[0]
     try:
         content = path.read_bytes()
-    except OSError as e:
-        way = "bpe-N is for data.path stdlib and for prepare_data" if bpe_pieces(spec) else "give bytes, a .model, a " \
-              "tokenizer.json or a folder of one"
-        raise ConfigError(f"tokenizer {spec}: {e.strerror}; {way}") from None
+    except OSError as error:
+        hint = "give bytes, a .model, a tokenizer.json or a folder of one"
+        if bpe_pieces(spec):
+            hint = "bpe-N is for data.path stdlib and for prepare_data"
+        raise ConfigError(f"tokenizer {spec}: {error.strerror}; {hint}") from None
+
     if path.name == "tokenizer.bytes":
-        return Bytes()
-    return from_json(path, content) if path.suffix == ".json" else from_model(path, content)
+        return ByteTokenizer()
+    return load_json(path, content) if path.suffix == ".json" else load_sentencepiece(path, content)
 
 
-def from_model(path: pathlib.Path, content: bytes) -> SentencePiece:
+def load_sentencepiece(path: pathlib.Path, content: bytes) -> SentencePieceTokenizer:
+    """Loads the content of a .model. `path` is for messages. Raises ConfigError if it is none, or has no end
+    of sentence."""
     try:
-        sp = sentencepiece.SentencePieceProcessor(model_proto=content)
-        vocab = sp.vocab_size()
+        processor = sentencepiece.SentencePieceProcessor(model_proto=content)
+        vocab = processor.vocab_size()
         if not vocab:
             raise ValueError("it is empty")
-    except Exception as e:  # the library raises RuntimeError, ValueError and its own kinds, by version
-        raise ConfigError(f"{path}: not a sentencepiece model ({first_line(e)}); restore it, or use bpe-N") from None
-    if sp.eos_id() < 0:
-        raise ConfigError(f"{path}: has no end-of-sentence piece to end documents with; train it with eos_id set")
-    bos = sp.bos_id() if sp.bos_id() >= 0 else None
-    kind = "sentencepiece" if sp.piece_to_id("\n") == sp.unk_id() else "bpe"  # a newline of its own: train_bpe made it
-    return SentencePiece(f"{kind}-{vocab}", content, sp, vocab, sp.eos_id(), bos, hashlib.sha256(content).hexdigest())
+    except Exception as error:  # RuntimeError, ValueError or a class of the library: the version decides
+        message = f"{path}: not a sentencepiece model ({first_line(error)}); restore it, or use bpe-N"
+        raise ConfigError(message) from None
+    if processor.eos_id() < 0:
+        raise ConfigError(f"{path}: has no end-of-sentence piece to end documents with; "
+                          "train it with eos_id set")
+
+    is_ours = processor.piece_to_id("\n") != processor.unk_id()  # train_bpe makes a piece for the newline
+    return SentencePieceTokenizer(
+        name=f"bpe-{vocab}" if is_ours else f"sentencepiece-{vocab}",
+        model=content,
+        processor=processor,
+        vocab=vocab,
+        eod=processor.eos_id(),
+        bos=processor.bos_id() if processor.bos_id() >= 0 else None,
+        fingerprint=hashlib.sha256(content).hexdigest(),
+    )
 
 
-def from_json(path: pathlib.Path, content: bytes) -> Json:
+def load_json(path: pathlib.Path, content: bytes) -> JsonTokenizer:
+    """Loads the content of a tokenizer.json, and the files beside `path` that name its special ids. Raises
+    ConfigError if one of them cannot be read, or if no end-of-document token is found."""
     import tokenizers  # only where a tokenizer.json is used
 
     try:
-        tok = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-    except Exception as e:
-        raise ConfigError(f"{path}: not a tokenizer.json ({first_line(e)})") from None
-    tok.encode_special_tokens = True  # text that spells a special token stays text
-    tok.no_padding()
-    tok.no_truncation()  # some hub files cut at 512 tokens, silently
-    files, settings = {"tokenizer.json": content}, {}
-    for name in ("tokenizer_config.json", "config.json"):  # the later one wins: the model's own ids
-        beside = path.parent / name
-        if beside.exists():
-            files[name] = beside.read_bytes()
-            try:
-                settings.update(json.loads(files[name]))
-            except ValueError as e:
-                raise ConfigError(f"{beside}: not JSON ({first_line(e)})") from None
+        processor = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+    except Exception as error:
+        raise ConfigError(f"{path}: not a tokenizer.json ({first_line(error)})") from None
+    processor.encode_special_tokens = True  # special tokens that a text spells are plain text
+    processor.no_padding()
+    processor.no_truncation()  # some files of the hub truncate to 512 tokens silently
 
-    def special(kind: str) -> int | None:
-        i = settings.get(f"{kind}_token_id")
-        if isinstance(i, list):  # Llama 3.1 lists several; the first ends a document
-            i = i[0] if i else None
-        if isinstance(i, int):
-            return i
-        token = settings.get(f"{kind}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        return tok.token_to_id(token) if isinstance(token, str) else None
+    # special ids
+    config_files = read_config_files(path.parent)
+    settings = merged_settings(path.parent, config_files)
+    eod = special_id(processor, settings, "eos")
+    if eod is None:
+        known = [processor.token_to_id(name) for name in EOD_NAMES]
+        eod = next((token_id for token_id in known if token_id is not None), None)
+    if eod is None:
+        raise ConfigError(f"{path}: no end-of-document token; "
+                          "put tokenizer_config.json with eos_token beside it")
 
-    eod = special("eos")
-    if eod is None:
-        eod = next((i for i in map(tok.token_to_id, EOD_NAMES) if i is not None), None)
-    if eod is None:
-        raise ConfigError(f"{path}: no end-of-document token; put tokenizer_config.json with eos_token beside it")
-    vocab = max(tok.get_vocab_size(with_added_tokens=True), int(settings.get("vocab_size") or 0), eod + 1)
-    key = json.dumps([hashlib.sha256(content).hexdigest(), eod])  # config.json holds much that does not touch the ids
-    return Json(f"json-{vocab}", files, tok, vocab, eod, special("bos"), hashlib.sha256(key.encode()).hexdigest())
+    size_of_model = int(settings.get("vocab_size") or 0)
+    vocab = max(processor.get_vocab_size(with_added_tokens=True), size_of_model, eod + 1)
+    # config.json holds much that does not change the ids, so it is not part of the fingerprint
+    decides_ids = json.dumps([hashlib.sha256(content).hexdigest(), eod])
+    return JsonTokenizer(
+        name=f"json-{vocab}",
+        files={"tokenizer.json": content, **config_files},
+        processor=processor,
+        vocab=vocab,
+        eod=eod,
+        bos=special_id(processor, settings, "bos"),
+        fingerprint=hashlib.sha256(decides_ids.encode()).hexdigest(),
+    )
+
+
+def read_config_files(folder: pathlib.Path) -> dict[str, bytes]:
+    """The content of those of CONFIG_NAMES that `folder` holds."""
+    paths = [folder / name for name in CONFIG_NAMES]
+    return {path.name: path.read_bytes() for path in paths if path.exists()}
+
+
+def merged_settings(folder: pathlib.Path, config_files: dict[str, bytes]) -> Tree:
+    """The settings of all config files; the later file wins. Raises ConfigError naming a file that is not
+    JSON."""
+    settings: Tree = {}
+    for name, content in config_files.items():
+        try:
+            settings.update(json.loads(content))
+        except ValueError as error:
+            raise ConfigError(f"{folder / name}: not JSON ({first_line(error)})") from None
+    return settings
+
+
+def special_id(processor: "tokenizers.Tokenizer", settings: Tree, kind: str) -> int | None:
+    """The id of a special token, kind "eos" or "bos"; None if the settings do not name it."""
+    token_id = settings.get(f"{kind}_token_id")
+    if isinstance(token_id, list):  # Llama 3.1 lists several; the first one ends a document
+        token_id = token_id[0] if token_id else None
+    if isinstance(token_id, int):
+        return token_id
+
+    token = settings.get(f"{kind}_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    return processor.token_to_id(token) if isinstance(token, str) else None
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """The first line of an error's message, at most 200 characters; the name of its class if it has none."""
+    lines = str(error).strip().splitlines()
+    return (lines or [type(error).__name__])[0][:200]
 
 
-# ---- training --------------------------------------------------------------------------------------------------------
+# ---- training ----------------------------------------------------------------------------------------------
 
-def bpe_pieces(spec) -> int | None:
-    """1024 of "bpe-1024"; none for any other tokenizer."""
+def bpe_pieces(spec: pathlib.Path | str) -> int | None:
+    """ "bpe-1024" -> 1024; None for any other tokenizer."""
     match = re.fullmatch(r"bpe-(\d+)", str(spec))
     return int(match[1]) if match else None
 
 
-def train_bpe(texts, pieces: int, out=None) -> SentencePiece:
-    """A sentencepiece BPE that gives code back as it was: no normalisation, spaces, digits and newlines kept, bytes for
-    what it has not seen. `texts` are strings; `out` (a .model path) is written where given. Raises ConfigError."""
+def train_bpe(texts: Iterable[str], pieces: int,
+              out: pathlib.Path | str | None = None) -> SentencePieceTokenizer:
+    """Trains a sentencepiece BPE of `pieces` ids whose decoding gives the text back exactly: no
+    normalization; spaces, digits and newlines are kept; unknown characters become bytes. Writes it to `out`,
+    a .model path, if that is given.
+    Raises ConfigError if the text is too short for so many pieces, or has more characters than pieces."""
     model = io.BytesIO()
-    seen = 0
+    num_lines = 0
 
-    def lines():
-        nonlocal seen
+    def lines() -> Iterator[str]:
+        nonlocal num_lines
         for text in texts:
             for line in text.split("\n"):
-                for piece in cut(line):
-                    seen += 1
-                    yield piece
+                for part in split_long_line(line):
+                    num_lines += 1
+                    yield part
 
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines(), model_writer=model, model_type="bpe", vocab_size=pieces,
-            normalization_rule_name="identity", remove_extra_whitespaces=False, byte_fallback=True, split_digits=True,
-            allow_whitespace_only_pieces=True, add_dummy_prefix=False, user_defined_symbols=["\n"],
-            max_sentence_length=LONGEST, unk_id=0, bos_id=1, eos_id=2, pad_id=-1, num_threads=1, minloglevel=3)
-    except Exception as e:
-        most, least = re.search(r"value <= (\d+)", str(e)), re.search(r"required_chars\. \d+ vs (\d+)", str(e))
-        if not seen:
-            why = "there is no text to train on"
-        elif most:
-            why = f"the text has enough for {most[1]} pieces only; ask for bpe-{most[1]} or give more text"
-        elif least or pieces < 261:
-            why = f"256 bytes, newline, specials and the text's characters need at least {least[1] if least else 261}"
-        else:
-            why = first_line(e)
-        raise ConfigError(f"tokenizer bpe-{pieces}: {why}") from None
+            sentence_iterator=lines(),
+            model_writer=model,
+            model_type="bpe",
+            vocab_size=pieces,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            add_dummy_prefix=False,
+            user_defined_symbols=["\n"],
+            max_sentence_length=MAX_LINE_BYTES,
+            unk_id=0,
+            bos_id=1,
+            eos_id=2,
+            pad_id=-1,
+            num_threads=1,
+            minloglevel=3,
+        )
+    except Exception as error:
+        reason = training_error(error, pieces, has_text=num_lines > 0)
+        raise ConfigError(f"tokenizer bpe-{pieces}: {reason}") from None
+
     if out is not None:
         pathlib.Path(out).write_bytes(model.getvalue())
-    return from_model(pathlib.Path("tokenizer.model"), model.getvalue())
+    return load_sentencepiece(pathlib.Path("tokenizer.model"), model.getvalue())
 
 
-def cut(line: str):
-    """A line in pieces of at most LONGEST bytes; characters stay whole. Empty lines and NULs teach nothing."""
-    step = LONGEST // 4  # a character has at most 4 bytes
-    return [piece for i in range(0, len(line), step) if (piece := line[i:i + step].replace("\0", " "))]
+def training_error(error: Exception, pieces: int, has_text: bool) -> str:
+    """What to tell the user of an error of sentencepiece's trainer."""
+    most = re.search(r"value <= (\d+)", str(error))
+    least = re.search(r"required_chars\. \d+ vs (\d+)", str(error))
+    if not has_text:
+        return "there is no text to train on"
+    if most:
+        return f"the text has enough for {most[1]} pieces only; ask for bpe-{most[1]} or give more text"
+    if least or pieces < MIN_PIECES:
+        needed = least[1] if least else MIN_PIECES
+        return f"{BYTE_PIECES} bytes, newline, specials and the text's characters need at least {needed}"
+    return first_line(error)
+
+
+def split_long_line(line: str) -> list[str]:
+    """Splits a line into parts of at most MAX_LINE_BYTES bytes, between characters; NUL becomes a space. An
+    empty line gives none."""
+    step = MAX_LINE_BYTES // 4  # a character has at most 4 bytes
+    parts = [line[begin:begin + step] for begin in range(0, len(line), step)]
+    return [part.replace("\0", " ") for part in parts]

@@ -1,1 +1,2 @@
-__version__ = "0"  # a package of this name exists elsewhere and is probed for its version; never install it beside ours
+# A package of this name exists elsewhere and is probed for its version; never install it beside ours.
+__version__ = "0"

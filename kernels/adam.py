@@ -1,107 +1,175 @@
-"""AdamW (arXiv 1711.05101) over one flat run of elements; the clip factor rides along, so gradients are read once.
+"""AdamW (arXiv 1711.05101) over a flat range of elements. It clips the gradients too, so they are read once.
 
-On a GPU a run is one launch: four streams read, three written and the low copy, nothing read back to the host.
+On a GPU a range is one launch. It reads four tensors, writes three and the copy in the compute dtype, and
+returns nothing to the host.
 """
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from kernels import triton_
-from kernels.rounding import Place, place_bits, round_to_bf16, rounded
-from kernels.triton_ import ceil_div, fits, tl, triton
+from kernels.rounding import ElementIndex, place_bits, round_to_bf16, stochastic_round
+from kernels.triton_ import ceil_div, kernel_is_available, tl, triton
 
-BLOCK = 1 << 19  # elements: five streams of fp32 that stay in a CPU's cache between the operations on them
+BLOCK = 1 << 19  # elements: five tensors of fp32 that stay in a CPU's cache between the operations on them
 
-GPU_BLOCK, WARPS = 1024, 4  # elements a program: two 128-bit accesses a thread and stream
+# elements of a GPU program: a thread accesses each tensor twice, 128 bits at a time
+GPU_BLOCK = 1024
+WARPS = 4
 
 
-def adamw(param: Tensor, grad: Tensor, m: Tensor, v: Tensor, *, lr: float, beta1: float, beta2: float, eps: float,
-          decay: float, step: int, factor: Tensor, ok: Tensor, low: Tensor | None = None, place: Place | None = None) -> None:
-    """One update in place. All flat [n] in fp32 or fp64; grad is multiplied by `factor` (a device scalar: clipping).
+@dataclass(frozen=True)
+class AdamWStep:
+    """The numbers of one update.
 
-    step counts updates from 1. ok: False on the device leaves everything as it is (a skipped step, even with NaN in grad).
-    low: the compute-dtype copy of `param`, written too (bf16 training).
-    place: param, m and v are bf16, and rounded stochastically after an update in grad's dtype; where their elements lie.
-    Matches torch.optim.AdamW: bias-corrected moments, eps outside the root, decay before the update.
+    step: the number of the update, from 1.
+    grad_scale: a scalar on the device that multiplies the gradients (clipping).
+    is_finite: a bool scalar on the device. If False, nothing changes (a skipped step).
     """
-    if place is None and param.device.type == "cpu" and "cpu" not in triton_.DEVICES:
-        return on_cpu(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low)
-    if fits("AdamW", param, grad, m, v, low):
-        return launch(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low, place)
-    if place is not None:
-        return narrow(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low, place)
-    reference(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok)
-    if low is not None:
-        low.copy_(param)
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    step: int
+    grad_scale: Tensor
+    is_finite: Tensor
 
 
-def on_cpu(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low) -> None:
-    """torch's one-pass AdamW, block by block: the clipped gradient and the low copy never leave the cache in between. Called as
-    torch.optim calls it: what it does around each call took a third of the time."""
-    if not ok:
+def adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
+          lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
+          step: int, grad_scale: Tensor, is_finite: Tensor,
+          weight_copy: Tensor | None = None, element_index: ElementIndex | None = None) -> None:
+    """One update in place, with the numbers of AdamWStep. All tensors are flat [n], in fp32 or fp64.
+
+    weight_copy: the copy of `param` in the compute dtype, which is written too (bf16 training).
+    element_index: set if param, exp_avg and exp_avg_sq are in bf16, and says where their elements are. Then
+    the update is computed in the dtype of grad, and the state is rounded stochastically.
+
+    Equals torch.optim.AdamW: bias correction, eps outside of the root, weight decay before the update.
+    """
+    numbers = AdamWStep(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step,
+                        grad_scale=grad_scale, is_finite=is_finite)
+    state = param, grad, exp_avg, exp_avg_sq
+    if element_index is None and param.device.type == "cpu" and "cpu" not in triton_.DEVICES:
+        adamw_cpu(*state, numbers, weight_copy)
+    elif kernel_is_available("AdamW", *state, weight_copy):
+        launch_adamw(*state, numbers, weight_copy, element_index)
+    elif element_index is not None:
+        adamw_bf16_states(*state, numbers, weight_copy, element_index)
+    else:
+        adamw_reference(*state, numbers)
+        if weight_copy is not None:
+            weight_copy.copy_(param)
+
+
+def adamw_cpu(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep,
+              weight_copy: Tensor | None) -> None:
+    """torch's one-pass AdamW, block by block, so that the clipped gradient and the copy stay in the cache.
+
+    It calls the function below torch.optim, which does more around each call: that took a third of the time.
+    """
+    if not numbers.is_finite:
         return
-    clip, count = bool(factor != 1), [torch.tensor(float(step))]
-    for at in range(0, param.numel(), BLOCK):
-        p, g, a, b = (t[at:at + BLOCK] for t in (param, grad, m, v))
-        torch._fused_adamw_([p], [g * factor if clip else g], [a], [b], [], count, amsgrad=False, maximize=False, lr=lr, beta1=beta1,
-                            beta2=beta2, eps=eps, weight_decay=decay)
-        if low is not None:
-            low[at:at + BLOCK] = p
+    needs_scale = bool(numbers.grad_scale != 1)
+    step_count = [torch.tensor(float(numbers.step))]
+
+    for start in range(0, param.numel(), BLOCK):
+        block = slice(start, start + BLOCK)
+        block_grad = grad[block] * numbers.grad_scale if needs_scale else grad[block]
+        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
+            [param[block]], [block_grad], [exp_avg[block]], [exp_avg_sq[block]], [], step_count,
+            amsgrad=False, maximize=False, lr=numbers.lr, beta1=numbers.beta1, beta2=numbers.beta2,
+            eps=numbers.eps, weight_decay=numbers.weight_decay)
+        if weight_copy is not None:
+            weight_copy[block] = param[block]
 
 
-def reference(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok) -> None:
+def adamw_reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
+                    numbers: AdamWStep) -> None:
     """The definition, without a host sync."""
-    grad = torch.where(ok, grad * factor, 0.0)
-    keep = ok.to(grad.dtype)  # 1: an update; 0: every coefficient below becomes the identity
-    m.lerp_(grad, (1 - beta1) * keep)
-    v.lerp_(grad.square_(), (1 - beta2) * keep)
-    root = (v / (1 - beta2**step)).sqrt_().add_(eps)
-    param.mul_(1 - lr * decay * keep).sub_((m / root).mul_(keep * (lr / (1 - beta1**step))))
+    beta1, beta2 = numbers.beta1, numbers.beta2
+    grad = torch.where(numbers.is_finite, grad * numbers.grad_scale, 0.0)
+    update = numbers.is_finite.to(grad.dtype)  # 1, or 0: then every coefficient below is that of the identity
+
+    exp_avg.lerp_(grad, (1 - beta1) * update)
+    exp_avg_sq.lerp_(grad.square_(), (1 - beta2) * update)
+
+    root = (exp_avg_sq / (1 - beta2**numbers.step)).sqrt_().add_(numbers.eps)
+    change = (exp_avg / root).mul_(update * (numbers.lr / (1 - beta1**numbers.step)))
+    param.mul_(1 - numbers.lr * numbers.weight_decay * update).sub_(change)
 
 
-def narrow(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low, place) -> None:
-    """The definition with states in bf16, block by block: one hash an element has the 16 bits for each of the three."""
-    for at in range(0, param.numel(), BLOCK):
-        cut = slice(at, at + BLOCK)
-        wide = [t[cut].to(grad.dtype) for t in (param, m, v)]
-        reference(wide[0], grad[cut], *wide[1:], lr, beta1, beta2, eps, decay, step, factor, ok)
-        bits = place.bits(at, len(wide[0]), grad.device)
-        for i, t in enumerate((param, m, v)):
-            t[cut] = rounded(wide[i], bits >> 16 * i)
-        if low is not None:
-            low[cut] = param[cut]
+def adamw_bf16_states(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep,
+                      weight_copy: Tensor | None, element_index: ElementIndex) -> None:
+    """The definition with states in bf16, block by block.
+
+    One hash of an element has the 16 random bits for each of the three.
+    """
+    states = param, exp_avg, exp_avg_sq
+    for start in range(0, param.numel(), BLOCK):
+        block = slice(start, start + BLOCK)
+        block_grad = grad[block]
+        wide_param, wide_exp_avg, wide_exp_avg_sq = (state[block].to(grad.dtype) for state in states)
+        adamw_reference(wide_param, block_grad, wide_exp_avg, wide_exp_avg_sq, numbers)
+
+        bits = element_index.bits(start, len(block_grad), grad.device)
+        param[block] = stochastic_round(wide_param, bits)
+        exp_avg[block] = stochastic_round(wide_exp_avg, bits >> 16)
+        exp_avg_sq[block] = stochastic_round(wide_exp_avg_sq, bits >> 32)
+        if weight_copy is not None:
+            weight_copy[block] = param[block]
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def adamw_kernel(PARAM, GRAD, M, V, LOW, FACTOR, OK, n, keep1, keep2, bias1, bias2, lr, shrink, eps, salt, base, width, stride, skip,
+def adamw_kernel(PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT_COPY, GRAD_SCALE, IS_FINITE, n,
+                 one_minus_beta1, one_minus_beta2, bias_correction1, bias_correction2, lr, shrink, eps,
+                 salt, base, width, stride, skip,
                  COPY: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    if tl.load(OK):
-        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < n
-        g = tl.load(GRAD + at, inside).to(tl.float32) * tl.load(FACTOR).to(tl.float32)
-        m, v = tl.load(M + at, inside).to(tl.float32), tl.load(V + at, inside).to(tl.float32)
-        m += keep1 * (g - m)
-        v += keep2 * (g * g - v)
+    """BLOCK of the n elements. COPY: write WEIGHT_COPY. ROUND: the states are bf16; ROWS: see place_bits."""
+    if tl.load(IS_FINITE):
+        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = index < n
+        grad = tl.load(GRAD + index, inside).to(tl.float32) * tl.load(GRAD_SCALE).to(tl.float32)
+        exp_avg = tl.load(EXP_AVG + index, inside).to(tl.float32)
+        exp_avg_sq = tl.load(EXP_AVG_SQ + index, inside).to(tl.float32)
+        exp_avg += one_minus_beta1 * (grad - exp_avg)
+        exp_avg_sq += one_minus_beta2 * (grad * grad - exp_avg_sq)
+
         if ROUND:
-            bits = place_bits(at, salt, base, width, stride, skip, ROWS)
-            tl.store(M + at, round_to_bf16(m, bits >> 16), inside)
-            tl.store(V + at, round_to_bf16(v, bits >> 32), inside)
+            bits = place_bits(index, salt, base, width, stride, skip, ROWS)
+            tl.store(EXP_AVG + index, round_to_bf16(exp_avg, bits >> 16), inside)
+            tl.store(EXP_AVG_SQ + index, round_to_bf16(exp_avg_sq, bits >> 32), inside)
         else:
-            tl.store(M + at, m, inside)
-            tl.store(V + at, v, inside)
-        p = tl.load(PARAM + at, inside).to(tl.float32) * shrink - lr * (m / bias1) / (tl.sqrt(v / bias2) + eps)
+            tl.store(EXP_AVG + index, exp_avg, inside)
+            tl.store(EXP_AVG_SQ + index, exp_avg_sq, inside)
+
+        param = tl.load(PARAM + index, inside).to(tl.float32)
+        param = param * shrink - lr * (exp_avg / bias_correction1) / (
+            tl.sqrt(exp_avg_sq / bias_correction2) + eps)
         if ROUND:
-            p = round_to_bf16(p, bits)
-        tl.store(PARAM + at, p, inside)
+            param = round_to_bf16(param, bits)
+        tl.store(PARAM + index, param, inside)
         if COPY:
-            tl.store(LOW + at, p.to(LOW.dtype.element_ty), inside)
+            tl.store(WEIGHT_COPY + index, param.to(WEIGHT_COPY.dtype.element_ty), inside)
 
 
-def launch(param, grad, m, v, lr, beta1, beta2, eps, decay, step, factor, ok, low, place=None) -> None:
-    n, x = param.numel(), place or Place(0, 0, 1, 1)
-    if n:
-        adamw_kernel[(ceil_div(n, GPU_BLOCK),)](
-            param, grad, m, v, param if low is None else low, factor, ok, n, 1 - beta1, 1 - beta2, 1 - beta1**step, 1 - beta2**step,
-            lr, 1 - lr * decay, eps, x.salt, x.base, x.width, x.stride, x.skip, COPY=low is not None, ROUND=place is not None,
-            ROWS=x.width != x.stride, BLOCK=GPU_BLOCK, num_warps=WARPS)
+def launch_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep,
+                 weight_copy: Tensor | None, element_index: ElementIndex | None = None) -> None:
+    """As adamw_reference, and with an element_index as adamw_bf16_states."""
+    n = param.numel()
+    if n == 0:
+        return
+    beta1, beta2 = numbers.beta1, numbers.beta2
+    place = element_index or ElementIndex(0, 0, 1, 1)
+    adamw_kernel[(ceil_div(n, GPU_BLOCK),)](
+        param, grad, exp_avg, exp_avg_sq, param if weight_copy is None else weight_copy,
+        numbers.grad_scale, numbers.is_finite, n,
+        1 - beta1, 1 - beta2, 1 - beta1**numbers.step, 1 - beta2**numbers.step,
+        numbers.lr, 1 - numbers.lr * numbers.weight_decay, numbers.eps,
+        place.salt, place.base, place.width, place.stride, place.skip,
+        COPY=weight_copy is not None, ROUND=element_index is not None, ROWS=place.width != place.stride,
+        BLOCK=GPU_BLOCK, num_warps=WARPS)

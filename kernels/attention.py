@@ -1,13 +1,19 @@
 """Causal attention with grouped queries, a sliding window and document boundaries.
 
-One public function, `attention`, that picks. On a CPU: `blocks`, or SDPA where there are other keys than queries. On a GPU
-the first that can: flash-attn (arXiv 2205.14135, 2307.08691, 2407.08608) where it is installed, SDPA's cuDNN and flash
-kernels for plain causal attention, our Triton kernels (kernels/partial_attention.py), SDPA with a dense mask. Or by name.
+`attention` is the one public function. It picks an implementation, or takes the one that is named. On a CPU
+it picks `blocks`, or SDPA where there are more keys than queries. On a GPU it picks the first of these that
+supports the call:
+1. flash-attn (arXiv 2205.14135, 2307.08691, 2407.08608), where it is installed;
+2. SDPA's cuDNN and flash kernels, for plain causal attention;
+3. the Triton kernels of kernels/partial_attention.py;
+4. SDPA with a dense mask.
 
-Blocks: SDPA's CPU kernel reaches a third of what the machine's GEMMs do (its inner products are small and its softmax is
-scalar code between them). Here a block of queries meets all keys before its end in one batched GEMM, and keys after it are
-skipped: scores and softmax in fp32 or better, probabilities in the compute dtype. The probabilities are kept for the
-backward where they are small beside the block's other activations, and made again otherwise (the same lines, the same bits).
+Why `blocks`: SDPA's CPU kernel reaches a third of what the machine's GEMMs do, because its inner products
+are small and the softmax between them is scalar code. Here one batched GEMM multiplies a block of queries
+with all keys up to the end of the block, and skips the later keys. Scores and softmax are in fp32 or
+better, probabilities in the compute dtype. The probabilities are saved for the backward where they are
+small beside the other activations of the block. Otherwise the backward recomputes them with the same code,
+bit for bit.
 """
 import contextlib
 import functools
@@ -21,84 +27,137 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import triton_
-from kernels.grad import wide
-from kernels.partial_attention import inner, partial, partial_backward, triton_fits
-from kernels.sight import Sight
+from kernels.attention_mask import AttentionMask, MaskLike, make_attention_mask
+from kernels.grad import accumulation_dtype
+from kernels.partial_attention import attention_part, output_dot_grad, partial_backward, triton_supports_part
 
-FLASH = ("flash_attn_interface", "flash_attn.cute", "flash_attn")  # versions 3, 4 and 2, where each has flash_attn_func
-FLASH_CHIPS = {"flash_attn_interface": (9,), "flash_attn.cute": (9, 10), "flash_attn": (8, 9, 10, 12)}  # major compute capability
-PLAIN = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-BLOCK = 128  # queries that meet their keys together: smaller skips more of the upper triangle, larger has better GEMMs
-KEEP = 16  # probabilities are kept for the backward up to this many tokens a channel of a head (s <= KEEP d)
+# Packages with a flash_attn_func, the preferred one first (versions 3, 4 and 2): {package: major compute
+# capabilities that it supports}
+FLASH_MODULES = {
+    "flash_attn_interface": (9,),
+    "flash_attn.cute": (9, 10),
+    "flash_attn": (8, 9, 10, 12),
+}
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_MAX_HEAD_DIM = 256
+
+# SDPA's own kernels, the preferred one first
+PLAIN_KERNELS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+BLOCK = 128  # queries of a block: fewer skip more of the upper triangle, more make better GEMMs
+KEEP_PROBABILITIES = 16  # the forward saves probabilities where s <= KEEP_PROBABILITIES * head dim
 
 
-def mask(queries: Tensor, keys: Tensor, window: int | None = None, docs_q: Tensor | None = None,
-         docs_k: Tensor | None = None) -> Tensor | None:
-    """Who sees whom, bool [b or 1, 1, s_q, s_k]; None: plain causal over equal lengths.
+def visible_keys(
+    queries: Tensor,
+    keys: Tensor,
+    window: int | None = None,
+    query_docs: Tensor | None = None,
+    key_docs: Tensor | None = None,
+) -> Tensor | None:
+    """Which query sees which key: bool [b or 1, 1, s_q, s_k]. None: plain causal over equal lengths.
 
-    queries [s_q], keys [s_k]: places in the sequence; docs [b, s]: the document of each token.
+    queries [s_q], keys [s_k]: positions in the sequence.
+    query_docs [b, s_q], key_docs [b, s_k]: the document of each token; both or neither.
     """
-    plain = queries.shape == keys.shape and (window is None or window >= keys.shape[0]) and docs_q is None
-    if plain:
+    has_window = window is not None and window < keys.shape[0]
+    if queries.shape == keys.shape and not has_window and query_docs is None:
         return None
-    apart = queries[:, None] - keys[None, :]
-    see = apart >= 0
+
+    distance = queries[:, None] - keys[None, :]  # [s_q, s_k]
+    mask = distance >= 0
     if window is not None:
-        see &= apart < window
-    see = see[None, None]
-    return see if docs_q is None else see & (docs_q[:, None, :, None] == docs_k[:, None, None, :])
+        mask &= distance < window
+    mask = mask[None, None]
+    if query_docs is None:
+        return mask
+
+    assert key_docs is not None, "documents of the queries, but none of the keys"
+    same_document = query_docs[:, None, :, None] == key_docs[:, None, None, :]
+    return mask & same_document
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None, kind: str = "auto") -> Tensor:
-    """softmax(q k^T / sqrt(d)) v. q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e] with h a multiple of g -> [b, s_q, h, e].
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, kind: str = "auto") -> Tensor:
+    """softmax(q k^T / sqrt(d)) v over the keys that each query sees.
 
-    see: who sees whom, as kernels/sight.py or as bits [b or 1, 1, s_q, s_k]; None: plain causal over equal lengths.
-    kind: auto, flash, triton, sdpa, reference; what cannot do this call says so in one line, and auto picks instead.
+    q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e], where h is a multiple of g -> [b, s_q, h, e].
+    mask: an AttentionMask, or bool [b or 1, 1, s_q, s_k]; None: plain causal over equal lengths.
+    kind: auto, flash, triton, sdpa, reference or blocks. Where flash or triton does not support the call, one
+    line on stderr says so once, and auto is used.
     """
-    if isinstance(see, Sight) and see.plain:
-        see = None
-    can = {"flash": flash_fits, "triton": triton_takes}.get(kind)
-    if can and not can(q, k, v, see):
-        triton_.say_once(f"model.attention={kind}: not for {str(q.dtype).removeprefix('torch.')} on {q.device.type}, head dims {q.shape[-1]} and "
-                         f"{v.shape[-1]}{'' if see is None else ', with this mask'}, as installed here; auto picks")
+    if isinstance(mask, AttentionMask) and mask.is_causal:
+        mask = None
+
+    supports = {"flash": flash_supports, "triton": triton_supports}.get(kind)
+    if supports and not supports(q, k, v, mask):
+        report_unsupported(q, v, mask, kind)
         kind = "auto"
     if kind == "auto":
-        kind = pick(q, k, v, see)
+        kind = choose_kind(q, k, v, mask)
+
     if kind == "flash":
-        return flash(q, k, v, see)
+        assert not isinstance(mask, Tensor)  # flash_supports refuses a dense mask
+        return flash_attention(q, k, v, mask)
     if kind == "triton":
-        return _Flash.apply(q, k, v, see)
-    bits = see.dense if isinstance(see, Sight) else see
+        return _TritonAttention.apply(q, k, v, mask)
+
+    dense_mask = mask.dense_mask if isinstance(mask, AttentionMask) else mask
     if kind == "reference":
-        return reference(q, k, v, bits)
+        return attention_reference(q, k, v, dense_mask)
     if kind == "blocks":
-        return _Blocks.apply(q, k, v, bits)
-    return sdpa(q, k, v, bits)
+        return _BlockwiseAttention.apply(q, k, v, dense_mask)
+    return sdpa(q, k, v, dense_mask)
 
 
-def pick(q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None) -> str:
-    if q.device.type == "cpu" and "cpu" not in triton_.DEVICES:
+def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str) -> None:
+    dtype = str(q.dtype).removeprefix("torch.")
+    with_mask = "" if mask is None else ", with this mask"
+    triton_.print_once(
+        f"model.attention={kind}: not for {dtype} on {q.device.type}, head dims {q.shape[-1]} and "
+        f"{v.shape[-1]}{with_mask}, as installed here; auto picks")
+
+
+def choose_kind(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> str:
+    """The `kind` that auto stands for in this call."""
+    runs_on_cpu = q.device.type == "cpu" and "cpu" not in triton_.DEVICES
+    if runs_on_cpu:
         return "blocks" if q.shape[1] == k.shape[1] else "sdpa"
-    if flash_fits(q, k, v, see):
+    if flash_supports(q, k, v, mask):
         return "flash"
-    ours = see is not None or q.shape[-1] != v.shape[-1] or q.dtype == torch.float32  # where SDPA's fast kernels do not go
-    return "triton" if ours and triton_takes(q, k, v, see) else "sdpa"
+
+    same_head_dims = q.shape[-1] == v.shape[-1]
+    sdpa_is_fast = mask is None and same_head_dims and q.dtype != torch.float32
+    if not sdpa_is_fast and triton_supports(q, k, v, mask):
+        return "triton"
+    return "sdpa"
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, see: Tensor | None) -> Tensor:
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    exact = torch.are_deterministic_algorithms_enabled()
-    allowed = [kernel for kernel in PLAIN if kernel != SDPBackend.EFFICIENT_ATTENTION or not exact]  # its backward has atomics
-    with sdpa_kernel(allowed, set_priority=True) if q.is_cuda else contextlib.nullcontext():
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=see, is_causal=see is None, enable_gqa=q.shape[1] != k.shape[1])
+def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, in our order of dims. mask: as for `attention`, dense."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [b, h or g, s, d]
+    has_groups = q.shape[1] != k.shape[1]
+    backends = PLAIN_KERNELS
+    if torch.are_deterministic_algorithms_enabled():  # the backward of this one uses atomics
+        backends = [kernel for kernel in PLAIN_KERNELS if kernel != SDPBackend.EFFICIENT_ATTENTION]
+
+    with sdpa_kernel(backends, set_priority=True) if q.is_cuda else contextlib.nullcontext():
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=has_groups)
     return out.transpose(1, 2)
 
 
+# ---- flash-attn --------------------------------------------------------------------------------------------
+
 @functools.cache
-def flash_function(capability: tuple[int, int]) -> Callable | None:
-    """flash_attn_func of the best version that is installed and has this chip; None: there is none."""
-    for name in FLASH:
-        if capability[0] in FLASH_CHIPS[name]:
+def flash_function(capability: tuple[int, int]) -> Callable[..., Tensor | tuple[Tensor, ...]] | None:
+    """flash_attn_func of the preferred installed package that supports this chip. None: there is none."""
+    for name, capabilities in FLASH_MODULES.items():
+        if capability[0] in capabilities:
             try:
                 return importlib.import_module(name).flash_attn_func
             except (ImportError, AttributeError):
@@ -106,121 +165,198 @@ def flash_function(capability: tuple[int, int]) -> Callable | None:
     return None
 
 
-def flash_fits(q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None) -> bool:
-    """Plain causal attention, or a window without documents."""
-    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256 or q.shape[-1] % 8 \
-            or q.shape[-1] != v.shape[-1] or isinstance(see, Tensor) or (see is not None and see.window is None):
+def flash_supports(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
+    """Whether flash-attn supports the call: plain causal attention, or a window without documents."""
+    if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES:
+        return False
+    head_dim = q.shape[-1]
+    if head_dim > FLASH_MAX_HEAD_DIM or head_dim % 8 or head_dim != v.shape[-1]:
+        return False
+    if isinstance(mask, Tensor) or (mask is not None and mask.window is None):
         return False
     return flash_function(torch.cuda.get_device_capability(q.device)) is not None
 
 
-def flash(q: Tensor, k: Tensor, v: Tensor, see: Sight | None) -> Tensor:
-    """Versions differ in what they return beside the output; all align the last query with the last key."""
-    more = {} if see is None else {"window_size": (see.window - 1, 0)}
-    out = flash_function(torch.cuda.get_device_capability(q.device))(
-        q, k, v, causal=True, deterministic=torch.are_deterministic_algorithms_enabled(), **more)
-    return out[0] if isinstance(out, tuple) else out
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
+    """flash-attn, where flash_supports is true. All versions align the last query with the last key."""
+    options = {}
+    if mask is not None:
+        assert mask.window is not None  # flash_supports takes no other mask
+        options["window_size"] = (mask.window - 1, 0)
+    function = flash_function(torch.cuda.get_device_capability(q.device))
+    assert function is not None  # flash_supports found it
+
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    out = function(q, k, v, causal=True, deterministic=deterministic, **options)
+    return out[0] if isinstance(out, tuple) else out  # versions differ in what they return besides
 
 
-def triton_takes(q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None) -> bool:
-    return triton_fits(q, k, v, see) and (see is not None or q.shape[1] == k.shape[1])
+# ---- the definition ----------------------------------------------------------------------------------------
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """The definition, term by term, in fp32 or better. Shapes and mask: as for `attention`."""
+    dtype = q.dtype
+    acc_dtype = accumulation_dtype(dtype)
+    heads_per_group = q.shape[2] // k.shape[2]
+    k = k.repeat_interleave(heads_per_group, 2)
+    v = v.repeat_interleave(heads_per_group, 2)
+    q, k, v = (x.transpose(1, 2).to(acc_dtype) for x in (q, k, v))  # [b, h, s, d]
+
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])  # [b, h, s_q, s_k]
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    probs = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    out = probs @ v
+    return out.transpose(1, 2).to(dtype)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, see: Tensor | None) -> Tensor:
-    """The definition, term by term, in fp32 or better."""
-    dtype, share = q.dtype, q.shape[2] // k.shape[2]
-    q, k, v = (t.transpose(1, 2).to(wide(q.dtype)) for t in (q, k.repeat_interleave(share, 2), v.repeat_interleave(share, 2)))
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if see is None:
-        see = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    return (scores.masked_fill(~see, float("-inf")).softmax(-1) @ v).transpose(1, 2).to(dtype)
+# ---- Triton ------------------------------------------------------------------------------------------------
+
+def triton_supports(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
+    """Whether the Triton kernels support the call."""
+    if mask is None and q.shape[1] != k.shape[1]:
+        return False
+    return triton_supports_part(q, k, v, mask)
 
 
-class _Flash(torch.autograd.Function):
-    """One part that has all the keys."""
+def empty_gradients(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for dq, dk and dv: side by side in one tensor where their shapes allow it, as the backwards of
+    RoPE and of the merged projection prefer them."""
+    same_lengths = q.shape[1] == k.shape[1]
+    same_head_dims = q.shape[-1] == v.shape[-1]
+    if same_lengths and same_head_dims:
+        b, s, _, d = q.shape
+        heads = [x.shape[2] for x in (q, k, v)]
+        dq, dk, dv = q.new_empty(b, s, sum(heads), d).split(heads, 2)
+    else:
+        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return dq, dk, dv
+
+
+class _TritonAttention(torch.autograd.Function):
+    """kernels/partial_attention.py, with one part that holds all keys."""
 
     @staticmethod
-    def forward(ctx, q, k, v, see):
-        if see is None:
-            see = Sight(0, 0, q.shape[1], k.shape[1], None, None, None, q.device)
-        out, lse = partial(q, k, v, see, q.dtype)
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
+        if mask is None:
+            mask = make_attention_mask(0, q.shape[1], 0, k.shape[1], None, None, q.device)
+        out, lse = attention_part(q, k, v, mask, q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.see = see
+        ctx.mask = mask
         return out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        into = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))
-        if q.shape[1] == k.shape[1] and q.shape[-1] == v.shape[-1]:  # side by side, as RoPE's backward and the merged projection like them
-            heads = [t.shape[2] for t in (q, k, v)]
-            into = q.new_empty(*q.shape[:2], sum(heads), q.shape[-1]).split(heads, 2)
-        return *partial_backward(dout, q, k, v, ctx.see, lse, inner(out, dout), into), None
+        delta = output_dot_grad(out, dout)
+        into = empty_gradients(q, k, v)
+        dq, dk, dv = partial_backward(dout, q, k, v, ctx.mask, lse, delta, into)
+        return dq, dk, dv, None
 
+
+# ---- blocks: batched GEMMs on a CPU ------------------------------------------------------------------------
+# n = b g: one GEMM for each key head; r = h / g: the query heads that share it.
 
 def by_head(x: Tensor, groups: int) -> Tensor:
-    """[b, s, h, d] -> [b g, h/g, s, d], without a copy where x lies head by head already (kernels/rope.py makes it so)."""
+    """[b, s, h, d] -> [b g, h/g, s, d]. A view where x is head by head in memory (kernels/rope.py)."""
     b, s, h, d = x.shape
     return x.transpose(1, 2).reshape(b * groups, h // groups, s, d)
 
 
 def by_token(x: Tensor, b: int) -> Tensor:
-    """The way back, as a view: [b g, h/g, s, d] -> [b, s, h, d]."""
+    """The inverse of by_head, as a view: [b g, h/g, s, d] -> [b, s, h, d]."""
     return x.view(b, -1, *x.shape[2:]).transpose(1, 2)
 
 
-def probabilities(q: Tensor, k: Tensor, see: Tensor | None, lo: int, hi: int) -> Tensor:
-    """Softmax of queries lo..hi over keys 0..hi. q [n, r, s, d] and k [n, s, d] -> [n, r, hi - lo, hi], n = b g."""
+def probabilities(q: Tensor, k: Tensor, mask: Tensor | None, start: int, end: int) -> Tensor:
+    """Softmax of queries start .. end - 1 over keys 0 .. end - 1, in the compute dtype.
+
+    q [n, r, s, d], k [n, s, d], mask bool [b or 1, 1, s, s] -> [n, r, end - start, end].
+    """
     n, r, _, d = q.shape
-    rows = (q[:, :, lo:hi].to(wide(q.dtype)) / math.sqrt(d)).reshape(n, -1, d)
-    scores = torch.bmm(rows, k[:, :hi].to(rows.dtype).transpose(1, 2)).view(n, r, hi - lo, hi)
-    if see is None:
-        scores[..., lo:] += torch.full((hi - lo, hi - lo), -math.inf, dtype=scores.dtype, device=q.device).triu_(1)
+    length = end - start
+    acc_dtype = accumulation_dtype(q.dtype)
+    rows = (q[:, :, start:end].to(acc_dtype) / math.sqrt(d)).reshape(n, -1, d)
+    keys = k[:, :end].to(acc_dtype)
+    scores = torch.bmm(rows, keys.transpose(1, 2)).view(n, r, length, end)
+
+    if mask is None:
+        triangle = scores.new_full((length, length), -math.inf).triu_(1)
+        scores[..., start:] += triangle
     else:
-        scores.view(see.shape[0], -1, hi - lo, hi).masked_fill_(~see[:, :, lo:hi, :hi], -math.inf)
+        hidden = ~mask[:, :, start:end, :end]
+        scores.view(mask.shape[0], -1, length, end).masked_fill_(hidden, -math.inf)
     return torch.softmax(scores, -1).to(q.dtype)
 
 
-class _Blocks(torch.autograd.Function):
+def append_delta(dout: Tensor, out: Tensor) -> Tensor:
+    """dout with -delta as two more channels, delta = <dout, out>: its leading digits, and the rest.
+
+    dout, out [n, r, s, d_v] -> [n, r, s, d_v + 2].
+    """
+    dtype = dout.dtype
+    delta = (dout.to(accumulation_dtype(dtype)) * out).sum(-1, keepdim=True)
+    coarse = delta.to(dtype)
+    return torch.cat((dout, -coarse, (coarse - delta).to(dtype)), -1)
+
+
+class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, see):
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         b, s, h, d = q.shape
         g = k.shape[2]
-        q, k, v = by_head(q, g), by_head(k, g)[:, 0], by_head(v, g)[:, 0]  # [n, r, s, d], [n, s, d], n = b g
+        q = by_head(q, g)  # [n, r, s, d]
+        k = by_head(k, g)[:, 0]  # [n, s, d]
+        v = by_head(v, g)[:, 0]  # [n, s, d_v]
+
         out = q.new_empty(b, s, g, h // g, v.shape[-1])
-        kept = [] if any(ctx.needs_input_grad) and s <= KEEP * d else None  # [n, r, B, hi] a block
-        for lo in range(0, s, BLOCK):
-            hi = min(lo + BLOCK, s)
-            p = probabilities(q, k, see, lo, hi)
-            o = torch.bmm(p.view(len(p), -1, hi), v[:, :hi])  # [n, r B, dv]
-            out[:, lo:hi] = o.view(b, g, h // g, hi - lo, -1).permute(0, 3, 1, 2, 4)
-            if kept is not None:
-                kept.append(p)
+        keeps = any(ctx.needs_input_grad) and s <= KEEP_PROBABILITIES * d
+        kept = []  # [n, r, end - start, end] of each block
+        for start in range(0, s, BLOCK):
+            end = min(start + BLOCK, s)
+            probs = probabilities(q, k, mask, start, end)
+            rows = torch.bmm(probs.view(len(probs), -1, end), v[:, :end])  # [n, r (end - start), d_v]
+            rows = rows.view(b, g, h // g, end - start, -1)
+            out[:, start:end] = rows.permute(0, 3, 1, 2, 4)
+            if keeps:
+                kept.append(probs)
+
         out = out.view(b, s, h, -1)
-        ctx.save_for_backward(q, k, v, see, out, *(kept or ()))
+        ctx.save_for_backward(q, k, v, mask, out, *kept)
         return out
 
     @staticmethod
-    def backward(ctx, dout):
-        q, k, v, see, out, *kept = ctx.saved_tensors
-        (n, r, s, d), d_v, b, g = q.shape, v.shape[-1], len(dout), len(q) // len(dout)
-        dtype, acc = q.dtype, wide(q.dtype)
-        # dS = P (dO v^T - delta) with delta = <dO, O>. The subtraction rides inside the GEMM, as two more channels of dO
-        # (delta's leading digits and the rest) against ones in v: it happens before the product is rounded.
+    def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, mask, out, *kept = ctx.saved_tensors
+        n, r, s, d = q.shape
+        d_v = v.shape[-1]
+        b = len(dout)
+        g = n // b
+
+        # dS = P (dout v^T - delta). The GEMM subtracts delta itself, as two more channels of dout against
+        # ones in v, so the subtraction happens before the product is rounded.
         dout = by_head(dout, g)  # [n, r, s, d_v]
-        delta = (dout.to(acc) * by_head(out, g)).sum(-1, keepdim=True)
-        coarse = delta.to(dtype)
-        dout_delta = torch.cat((dout, -coarse, (coarse - delta).to(dtype)), -1)  # [n, r, s, d_v + 2]
+        dout_delta = append_delta(dout, by_head(out, g))  # [n, r, s, d_v + 2]
         v_ones = torch.cat((v, v.new_ones(n, s, 2)), -1).transpose(1, 2)  # [n, d_v + 2, s]
+
         dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(x, dtype=acc) for x in (k, v))
-        for i, lo in enumerate(range(0, s, BLOCK)):
-            hi = min(lo + BLOCK, s)
-            p = (kept[i] if kept else probabilities(q, k, see, lo, hi)).view(n, -1, hi)  # [n, r B, hi]
-            dv[:, :hi] += torch.bmm(p.transpose(1, 2), dout[:, :, lo:hi].reshape(n, -1, d_v))
-            ds = torch.bmm(dout_delta[:, :, lo:hi].reshape(n, -1, d_v + 2), v_ones[:, :, :hi]).mul_(p)
-            dq[:, :, lo:hi] = torch.bmm(ds, k[:, :hi]).view(n, r, hi - lo, d)
-            dk[:, :hi] += torch.bmm(ds.transpose(1, 2), q[:, :, lo:hi].reshape(n, -1, d))
+        acc_dtype = accumulation_dtype(q.dtype)
+        dk, dv = (torch.zeros_like(x, dtype=acc_dtype) for x in (k, v))
+        for i, start in enumerate(range(0, s, BLOCK)):
+            end = min(start + BLOCK, s)
+            probs = kept[i] if kept else probabilities(q, k, mask, start, end)
+            probs = probs.view(n, -1, end)  # [n, r (end - start), end]
+            dout_rows = dout[:, :, start:end].reshape(n, -1, d_v)
+            dv[:, :end] += torch.bmm(probs.transpose(1, 2), dout_rows)
+            dout_rows = dout_delta[:, :, start:end].reshape(n, -1, d_v + 2)
+            dscores = torch.bmm(dout_rows, v_ones[:, :, :end]).mul_(probs)
+            dq_rows = torch.bmm(dscores, k[:, :end])
+            dq[:, :, start:end] = dq_rows.view(n, r, end - start, d)
+            q_rows = q[:, :, start:end].reshape(n, -1, d)
+            dk[:, :end] += torch.bmm(dscores.transpose(1, 2), q_rows)
+
         scale = 1 / math.sqrt(d)
-        dk, dv = (x.to(dtype)[:, None] for x in (dk.mul_(scale), dv))
-        return by_token(dq.mul_(scale), b), by_token(dk, b), by_token(dv, b), None
+        dq.mul_(scale)
+        dk = dk.mul_(scale).to(q.dtype)[:, None]  # [n, 1, s, d]
+        dv = dv.to(q.dtype)[:, None]  # [n, 1, s, d_v]
+        return by_token(dq, b), by_token(dk, b), by_token(dv, b), None

@@ -1,144 +1,220 @@
-"""Output head and cross entropy in one: the logits live one chunk of rows at a time and are never kept.
+"""Output head and cross entropy in one: logits exist for one chunk of rows at a time, and are never saved.
 
-Both gradients are made during the forward, while a chunk's logits are there (the idea of Liger-Kernel and of arXiv
-2411.09009), so the backward costs no second GEMM over the vocabulary. The weight's gradient is therefore complete when the
-forward returns: a pipeline's W of the head is empty.
+The forward computes both gradients while the logits of a chunk exist (the idea of Liger-Kernel and of arXiv
+2411.09009), so the backward needs no second GEMM over the vocabulary. The weight's gradient is therefore
+complete when the forward returns: the output head leaves no work for the W step of a pipeline schedule.
 
-A chunk is as many rows as fill CHUNK bytes in the compute dtype: three GEMMs. Inside it, BLOCK elements at a time go
-through the softmax in fp32 while they are in the cache, and come back as the gradient in the logits' place. On a GPU a chunk
-is larger, for its GEMMs, and one kernel makes statistics and gradient of a row: two, where ranks share the vocabulary.
+On a CPU a chunk has as many rows as fill CHUNK_BYTES in the compute dtype, and takes three GEMMs. Within it,
+SOFTMAX_ELEMENTS at a time go through the softmax in fp32 while they are in the cache, and the gradient
+replaces the logits in place. On a GPU a chunk is larger, for its GEMMs, and one kernel computes statistics
+and gradient of a row. It is two kernels where ranks share the vocabulary.
 """
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from kernels.grad import give, wide
+from kernels.grad import accumulate_grad, accumulates, accumulation_dtype
 from kernels.linear import add_wgrad
-from kernels.triton_ import fits, tl, triton
+from kernels.triton_ import kernel_is_available, tl, triton
 
-IGNORE = -100  # a target that is not counted
-CHUNK = 1 << 25  # bytes: what glibc still hands out again without new pages (its largest mmap threshold)
-BLOCK = 1 << 21  # elements
-GPU_CHUNK = 1 << 28  # bytes: 1,024 rows of 128k logits in bf16, enough for full GEMMs
-COLUMNS, WARPS = 8192, 16  # of a row that a program reads at a time
+# (lse, target_logit), both [rows] of this rank's columns -> the same over all ranks that share the vocabulary
+Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+IGNORE_INDEX = -100  # a target that is not counted
+CHUNK_BYTES = 1 << 25  # the largest size that glibc reuses without new pages (its largest mmap threshold)
+SOFTMAX_ELEMENTS = 1 << 21  # logits that the CPU converts to fp32 at a time
+GPU_CHUNK_BYTES = 1 << 28  # 1,024 rows of 128k logits in bf16, enough for full GEMMs
+COLUMNS, WARPS = 8192, 16  # columns of a row that a program reads at a time, and its warps
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, *,
-                         start: int = 0, merge: Callable | None = None, chunk: int | None = None) -> Tensor:
-    """scale * sum over counted tokens of (logsumexp(logits) - logits[target]), a scalar in fp32 or better.
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    scale: Tensor | float,
+    vocab: int,
+    *,
+    start: int = 0,
+    merge: Merge | None = None,
+    chunk: int | None = None,
+) -> Tensor:
+    """scale * sum over counted tokens of (logsumexp(logits) - logits[target]): a scalar, in fp32 or better.
 
-    hidden [t, d]; weight [v, d]: rows start.. of the (padded) vocabulary; targets [t], IGNORE where not counted;
-    vocab: rows from here on are padding and take no part. merge: sums the partial statistics of a vocabulary that is
-    split over ranks: (lse, target's logit, both [rows]) -> the same over all ranks. chunk: rows at a time.
+    hidden [t, d]; weight [v, d]: rows start .. start + v - 1 of the padded vocabulary.
+    targets [t]: IGNORE_INDEX where a token is not counted.
+    vocab: rows of the vocabulary from here on are padding, and have no probability.
+    merge: combines the statistics of a vocabulary that is sharded over ranks; None: this rank has all of it.
+    chunk: rows at a time; None: as many as fill CHUNK_BYTES, on a GPU GPU_CHUNK_BYTES.
     """
-    size = CHUNK if hidden.device.type == "cpu" else GPU_CHUNK
-    rows = chunk or max(1, size // (weight.shape[0] * weight.element_size()))
-    even = -(-hidden.shape[0] // -(-hidden.shape[0] // rows))  # as many chunks, none of them short
-    return _LinearCrossEntropy.apply(hidden, weight, targets, scale, vocab, start, merge, even, torch.is_grad_enabled())
+    if not chunk:
+        size = CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
+        chunk = max(1, size // (weight.shape[0] * weight.element_size()))
+    rows = max(1, hidden.shape[0])  # of a microbatch whose rows are all elsewhere: none
+    count = -(-rows // chunk)
+    even_chunk = -(-rows // count)  # the same number of chunks, none of them short
+    return _LinearCrossEntropy.apply(
+        hidden, weight, targets, scale, vocab, start, merge, even_chunk, torch.is_grad_enabled())
 
 
-def block_loss(logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge) -> Tensor:
-    """Losses of some rows [r] (0 where not counted); logits [r, v] become scale * (softmax - one-hot), 0 where not counted."""
-    f = logits.to(wide(logits.dtype))
-    if start + f.shape[1] > vocab:
-        f[:, max(vocab - start, 0):] = float("-inf")
-    counted = targets != IGNORE
+def softmax_cross_entropy_block(
+    logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge: Merge | None
+) -> Tensor:
+    """The loss of each row [r], 0 where it is not counted. In plain torch.
+
+    logits [r, v] become their gradient: scale * (softmax - one-hot), 0 where the row is not counted.
+    """
+    values = logits.to(accumulation_dtype(logits.dtype))
+    if start + values.shape[1] > vocab:
+        values[:, max(vocab - start, 0):] = float("-inf")
+
+    counted = targets != IGNORE_INDEX
     column = targets - start
-    here = counted & (column >= 0) & (column < f.shape[1])
-    column = column.clamp(0, f.shape[1] - 1)[:, None]
-    picked = f.gather(1, column)[:, 0].where(here, 0.0)
-    p = torch.softmax(f, 1)
-    own = lse = f.amax(1) - p.amax(1).log()  # the largest probability is exp(largest logit - lse), and never underflows
+    is_here = counted & (column >= 0) & (column < values.shape[1])
+    column = column.clamp(0, values.shape[1] - 1)[:, None]
+    target_logit = values.gather(1, column)[:, 0].where(is_here, 0.0)
+
+    probs = torch.softmax(values, 1)
+    # the largest probability is exp(largest logit - lse), and never underflows
+    local_lse = values.amax(1) - probs.amax(1).log()
+    lse = local_lse
     if merge is not None:
-        lse, picked = merge(lse, picked)
-        p.mul_((own - lse).exp_()[:, None])
-    p.scatter_add_(1, column, -here.to(p.dtype)[:, None])
-    logits.copy_(p.mul_((counted * scale)[:, None]))
-    return (lse - picked).where(counted, 0.0)
+        lse, target_logit = merge(local_lse, target_logit)
+        probs.mul_((local_lse - lse).exp_()[:, None])
+
+    probs.scatter_add_(1, column, -is_here.to(probs.dtype)[:, None])
+    logits.copy_(probs.mul_((counted * scale)[:, None]))
+    return (lse - target_logit).where(counted, 0.0)
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def softmax_kernel(LOGITS, TARGETS, SCALE, LSE, PICKED, stride, columns, start,
-                   COUNT: tl.constexpr, GRADIENT: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr):
-    """One row. COUNT: its log-sum-exp and target's logit, from these columns; GRADIENT: in place, from the statistics of all."""
+def softmax_kernel(
+    LOGITS, TARGETS, SCALE, LSE, TARGET_LOGIT, stride, columns, start,
+    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """One row of `stride` logits, of which `columns` are not padding.
+
+    STATISTICS: computes logsumexp and the target's logit over these columns; else reads those over all ranks.
+    GRADIENT: replaces the logits with their gradient, from these statistics.
+    """
     row = tl.program_id(0).to(tl.int64)
     LOGITS += row * stride
     target = tl.load(TARGETS + row)
     counted = target != IGNORE
-    column = target - start
-    here = counted & (column >= 0) & (column < columns)
-    if COUNT:
-        top, total = tl.full((BLOCK,), -float("inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    target_column = target - start
+    is_here = counted & (target_column >= 0) & (target_column < columns)
+
+    if STATISTICS:
+        largest = tl.full((BLOCK,), -float("inf"), tl.float32)
+        total = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, columns, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            x = tl.load(LOGITS + at, at < columns, -float("inf")).to(tl.float32)
-            new = tl.maximum(top, x)
-            base = tl.where(new == -float("inf"), 0.0, new)
-            total = total * tl.exp(top - base) + tl.exp(x - base)
-            top = new
-        largest = tl.max(top, 0)
-        base = tl.where(largest == -float("inf"), 0.0, largest)  # a rank that has nothing but padding
-        total = tl.sum(total * tl.exp(top - base), 0)
-        picked = tl.load(LOGITS + column, here, 0.0).to(tl.float32)
+            column = first + tl.arange(0, BLOCK)
+            x = tl.load(LOGITS + column, column < columns, -float("inf")).to(tl.float32)
+            new_largest = tl.maximum(largest, x)
+            base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+            total = total * tl.exp(largest - base) + tl.exp(x - base)
+            largest = new_largest
+        row_largest = tl.max(largest, 0)
+        base = tl.where(row_largest == -float("inf"), 0.0, row_largest)  # a rank that has nothing but padding
+        total = tl.sum(total * tl.exp(largest - base), 0)
+        target_logit = tl.load(LOGITS + target_column, is_here, 0.0).to(tl.float32)
         tl.store(LSE + row, base + tl.log(total))
-        tl.store(PICKED + row, picked)
+        tl.store(TARGET_LOGIT + row, target_logit)
     else:
-        base, total = tl.load(LSE + row), 1.0
+        base = tl.load(LSE + row)
+        total = 1.0
+
     if GRADIENT:
         scale = tl.where(counted, tl.load(SCALE), 0.0)
-        for first in range(0, stride, BLOCK):  # padding's gradient is 0
-            at = first + tl.arange(0, BLOCK)
-            x = tl.load(LOGITS + at, at < columns, -float("inf")).to(tl.float32)
-            p = tl.where(at < columns, tl.exp(x - base) / total, 0.0) - tl.where(at == column, 1.0, 0.0)
-            tl.store(LOGITS + at, (p * scale).to(LOGITS.dtype.element_ty), at < stride)
+        for first in range(0, stride, BLOCK):  # over the padding too, whose gradient is 0
+            column = first + tl.arange(0, BLOCK)
+            x = tl.load(LOGITS + column, column < columns, -float("inf")).to(tl.float32)
+            probs = tl.where(column < columns, tl.exp(x - base) / total, 0.0)
+            dx = probs - tl.where(column == target_column, 1.0, 0.0)
+            tl.store(LOGITS + column, (dx * scale).to(LOGITS.dtype.element_ty), column < stride)
 
 
-def launch(logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge) -> Tensor:
-    """What block_loss returns and leaves in `logits` [r, v], contiguous."""
+def launch_softmax(
+    logits: Tensor, targets: Tensor, scale: Tensor | float, vocab: int, start: int, merge: Merge | None
+) -> Tensor:
+    """softmax_cross_entropy_block as one kernel, or two with `merge`. logits [r, v], contiguous."""
     rows, stride = logits.shape
-    scale = scale.float() if isinstance(scale, Tensor) else torch.full((), scale, device=logits.device)  # no copy from the host
-    lse, picked = (scale.new_empty(rows) for _ in "lp")
+    columns = min(stride, max(0, vocab - start))
+    if isinstance(scale, Tensor):
+        scale = scale.float()
+    else:
+        scale = torch.full((), scale, device=logits.device)  # no copy from the host
+    lse = scale.new_empty(rows)
+    target_logit = scale.new_empty(rows)
 
-    def kernel(count: bool, gradient: bool) -> None:
-        softmax_kernel[(rows,)](logits, targets, scale, lse, picked, stride, min(stride, max(0, vocab - start)), start,
-                                COUNT=count, GRADIENT=gradient, IGNORE=IGNORE, BLOCK=COLUMNS, num_warps=WARPS)
-    kernel(True, merge is None)
+    def launch(statistics: bool, gradient: bool) -> None:
+        softmax_kernel[(rows,)](
+            logits, targets, scale, lse, target_logit, stride, columns, start, STATISTICS=statistics,
+            GRADIENT=gradient, IGNORE=IGNORE_INDEX, BLOCK=COLUMNS, num_warps=WARPS)
+
+    launch(statistics=True, gradient=merge is None)
     if merge is not None:
-        lse, picked = (t.contiguous() for t in merge(lse, picked))
-        kernel(False, True)
-    return (lse - picked).where(targets != IGNORE, 0.0)
+        lse, target_logit = (x.contiguous() for x in merge(lse, target_logit))
+        launch(statistics=False, gradient=True)
+    return (lse - target_logit).where(targets != IGNORE_INDEX, 0.0)
 
+
+# ---- autograd ----------------------------------------------------------------------------------------------
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, targets, scale, vocab, start, merge, chunk, learn):
-        loss = hidden.new_zeros((), dtype=wide(hidden.dtype))
-        dh = torch.empty_like(hidden) if learn else None
-        dw = None
-        triton = fits("cross entropy", hidden, weight)
-        logits = hidden.new_empty(chunk, weight.shape[0])
-        step = max(1, BLOCK // weight.shape[0])
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        scale: Tensor | float,
+        vocab: int,
+        start: int,
+        merge: Merge | None,
+        chunk: int,
+        needs_grad: bool,
+    ) -> Tensor:
+        loss = hidden.new_zeros((), dtype=accumulation_dtype(hidden.dtype))
+        dhidden = torch.empty_like(hidden) if needs_grad else None
+        dweight = None  # stays None where the weight has a gradient buffer
+        has_kernel = kernel_is_available("cross entropy", hidden, weight)
+        logits_buffer = hidden.new_empty(chunk, weight.shape[0])
+        softmax_rows = max(1, SOFTMAX_ELEMENTS // weight.shape[0])
+
         for first in range(0, hidden.shape[0], chunk):
-            h, y = hidden[first:first + chunk], targets[first:first + chunk]
-            grad = torch.mm(h, weight.t(), out=logits[:len(h)])
-            if triton:
-                losses = launch(grad, y, scale, vocab, start, merge)
+            x = hidden[first:first + chunk]  # [r, d]
+            y = targets[first:first + chunk]  # [r]
+            logits = torch.mm(x, weight.t(), out=logits_buffer[:len(x)])  # [r, v]
+            if has_kernel:
+                losses = launch_softmax(logits, y, scale, vocab, start, merge)
             else:
-                losses = torch.cat([block_loss(grad[i:i + step], y[i:i + step], scale, vocab, start, merge) for i in range(0, len(h), step)])
+                block_losses: list[Tensor] = []
+                for block in zip(logits.split(softmax_rows), y.split(softmax_rows)):
+                    block_losses.append(softmax_cross_entropy_block(*block, scale, vocab, start, merge))
+                losses = torch.cat(block_losses)
             loss += scale * losses.sum()
-            if learn:
-                torch.mm(grad, weight, out=dh[first:first + chunk])
-                part = give(weight, lambda into: add_wgrad(into, grad, h))
-                dw = part if dw is None else dw + part
-        ctx.save_for_backward(dh, dw)
+
+            if dhidden is not None:
+                dlogits = logits  # the softmax replaced them
+                torch.mm(dlogits, weight, out=dhidden[first:first + chunk])
+                part = accumulate_grad(weight, lambda into: add_wgrad(into, dlogits, x))
+                if part is not None:
+                    dweight = part if dweight is None else dweight + part
+
+        if needs_grad and not len(hidden) and not accumulates(weight):  # no chunk has set it
+            dweight = torch.zeros_like(weight)
+        ctx.save_for_backward(dhidden, dweight)
         return loss
 
     @staticmethod
-    def backward(ctx, dloss):
-        # The loss is the end of the graph: its own gradient is 1 and the scale was applied above. A weight whose gradient
-        # went to main_grad could not be scaled any more, so only the plain-tensor form honours another value.
-        dh, dw = ctx.saved_tensors
-        return dh * dloss.to(dh.dtype), None if dw is None else dw * dloss.to(dw.dtype), *[None] * 7
+    def backward(ctx, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        # The loss is the end of the graph: dloss is 1, and the forward applied the scale. A gradient that is
+        # already in main_grad could not be scaled any more, so only plain tensors support another dloss.
+        dhidden, dweight = ctx.saved_tensors
+        dhidden = dhidden * dloss.to(dhidden.dtype)
+        if dweight is not None:
+            dweight = dweight * dloss.to(dweight.dtype)
+        return dhidden, dweight, None, None, None, None, None, None, None

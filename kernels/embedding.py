@@ -1,8 +1,8 @@
-"""Embedding lookup whose gradient is added row by row into the fp32 buffer: no dense [v, d] gradient in between."""
+"""Embedding lookup. The backward adds rows into the fp32 gradient buffer, without a dense [v, d] gradient."""
 import torch
 from torch import Tensor
 
-from kernels.grad import give, wide
+from kernels.grad import accumulate_grad, accumulation_dtype
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
@@ -11,21 +11,31 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
 
 
 def add_rows(into: Tensor | None, ids: Tensor, dy: Tensor, shape: torch.Size) -> Tensor:
-    """into[ids] += dy. ids [t], dy [t, d], into [v, d]; None: a new gradient."""
-    if into is None:
-        into = dy.new_zeros(shape, dtype=wide(dy.dtype))
-        return into.index_add_(0, ids, dy.to(into.dtype)).to(dy.dtype)
-    return into.index_add_(0, ids, dy.to(into.dtype))
+    """into[ids] += dy, and returns `into`. ids [t], dy [t, d], into [v, d].
+
+    into None: returns a new gradient of `shape`, in the dtype of dy; the sum is in fp32 or better.
+    """
+    if into is not None:
+        return into.index_add_(0, ids, dy.to(into.dtype))
+    total = dy.new_zeros(shape, dtype=accumulation_dtype(dy.dtype))
+    total.index_add_(0, ids, dy.to(total.dtype))
+    return total.to(dy.dtype)
 
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids, weight):
+    def forward(ctx, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight, ctx.shape = weight, weight.shape  # the backward needs no values: ZeRO-3 does not gather them for it
+        ctx.weight = weight  # not for its values: the backward needs none, and ZeRO-3 does not gather them
+        ctx.shape = weight.shape
         return weight[ids]
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy: Tensor) -> tuple[None, Tensor | None]:
         (ids,) = ctx.saved_tensors
-        return None, give(ctx.weight, lambda into: add_rows(into, ids.reshape(-1), dy.reshape(-1, ctx.shape[1]), ctx.shape))
+        shape = ctx.shape
+
+        def compute(into: Tensor | None) -> Tensor:
+            return add_rows(into, ids.reshape(-1), dy.reshape(-1, shape[1]), shape)
+
+        return None, accumulate_grad(ctx.weight, compute)

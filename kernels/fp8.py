@@ -1,143 +1,207 @@
-"""Quantization to 8-bit floats with scales (arXiv 2209.05433), one scale a tensor, a row, or a block (DeepSeek-V3, arXiv 2412.19437).
+"""Quantization to 8-bit floats with scales (arXiv 2209.05433): one scale a tensor, a row or a block.
 
-    inverse = LARGEST / max |x|      q = round to nearest even of x * inverse      x ~ q * scale, scale = 1 / inverse
+Blocks are those of DeepSeek-V3 (arXiv 2412.19437).
 
-in fp32, each operation rounded once: for finite inputs the torch definition and the Triton kernel give the same bits, and no
-product hides an element that is not finite: it is NaN in q, or its scale is infinite. fp64 is quantized with scales in fp64 (on
-the grid of the same 8 bits): what scripts.verify proves. A transposed view is read as it lies, and its q comes out contiguous:
-that is how the operands of a weight gradient are made, whose rows run along the tokens.
+    inverse = LARGEST / max |x|
+    q       = x * inverse, rounded to nearest even
+    scale   = 1 / inverse, so that x is about q * scale
+
+This is computed in fp32, and each operation rounds once: so for finite inputs the torch definition and the
+Triton kernel give the same bits. An element that is not finite is never hidden: it is NaN in q, or its scale
+is infinite. fp64 is quantized to the same 8 bits with scales in fp64, for the proofs of scripts.verify. A
+transposed view is read without a copy, and its q is contiguous: that is how the operands of a weight gradient
+are quantized, whose rows run along the tokens.
 """
 import torch
 from torch import Tensor
 
-from kernels.grad import wide
-from kernels.triton_ import ceil_div, fits, power_of_2, processors, tl, triton
+from kernels.grad import accumulation_dtype
+from kernels.triton_ import ceil_div, kernel_is_available, num_processors, power_of_2, tl, triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-LARGEST = {E4M3: 448.0, E5M2: 57344.0}
-FLOOR = 2.0**-100  # of max |x|: zeros keep a finite inverse, and no weight or gradient is that small
-SIDE = 128  # of a block
-KINDS = ("tensor", "row", "group", "block")  # a scale: for all; a row; `side` columns of a row; a square of that side
-TILE = 4096  # elements a program casts at a time
-LONGEST = 1 << 15  # columns that one program keeps in registers
-PROGRAMS = 4  # a multiprocessor, for the largest element of a tensor
+MAX_VALUE = {E4M3: 448.0, E5M2: 57344.0}
+# lower bound of max |x|: the inverse of zeros stays finite, and no weight or gradient is that small
+MIN_ABSOLUTE_MAXIMUM = 2.0**-100
+BLOCK_SIDE = 128  # elements of a group, and rows and columns of a block
+# what shares a scale: the tensor, a row, `side` columns of a row, a square of `side` rows and columns
+SCALE_KINDS = ("tensor", "row", "group", "block")
+TILE = 4096  # elements that a program casts at a time
+MAX_ROW = 1 << 15  # columns that one program keeps in registers
+PROGRAMS = 4  # programs a multiprocessor, for the largest element of a tensor
 
 
-def quantize(x: Tensor, kind: str, dtype: torch.dtype = E4M3, side: int = SIDE, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [m, n] -> q [m, n] in dtype, scale in fp32 (fp64): [1, 1] (tensor), [m, 1] (row), [m, n/side] (group: a row's `side`
-    columns) or [m/side, n/side] (block), rounded up. group suits activations, block weights. largest: max |x| of each scale
-    where it is known, in the shape of the scales: that of a larger tensor of which x is a part."""
-    return (launch if triton_fits(x, kind, side) else reference)(x, kind, dtype, side, largest)
+def quantize(x: Tensor, kind: str, dtype: torch.dtype = E4M3, side: int = BLOCK_SIDE,
+             largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [m, n] -> q [m, n] in dtype, and its scales in fp32 (fp64 for fp64).
+
+    kind: one of SCALE_KINDS; group suits activations, block weights. The scales are [1, 1] (tensor), [m, 1]
+    (row), [m, n/side] (group) or [m/side, n/side] (block), where the sizes are rounded up.
+    largest: max |x| for each scale, in the shape of the scales, if it is known: x may be a part of a larger
+    tensor that shares the scales.
+    """
+    cast = launch_quantize if triton_fits(x, kind, side) else quantize_reference
+    return cast(x, kind, dtype, side, largest)
 
 
-def dequantize(q: Tensor, scale: Tensor, kind: str, dtype: torch.dtype = torch.float32, side: int = SIDE) -> Tensor:
-    """The way back: [m, n] in dtype."""
-    return (q.to(scale.dtype) * spread(scale, q.shape, kind, side)).to(dtype)
+def dequantize(q: Tensor, scale: Tensor, kind: str, dtype: torch.dtype = torch.float32,
+               side: int = BLOCK_SIDE) -> Tensor:
+    """The inverse of quantize: [m, n] in dtype."""
+    expanded = expand_scale(scale, q.shape, kind, side)
+    return (q.to(scale.dtype) * expanded).to(dtype)
 
 
-def sides(kind: str, shape: torch.Size, side: int) -> tuple[int, int]:
-    """Rows and columns that share a scale."""
-    return {"tensor": (shape[0], shape[1]), "row": (1, shape[1]), "group": (1, side), "block": (side, side)}[kind]
+def block_shape(kind: str, shape: torch.Size, side: int) -> tuple[int, int]:
+    """Number of rows and columns that share a scale."""
+    shapes = {
+        "tensor": (shape[0], shape[1]),
+        "row": (1, shape[1]),
+        "group": (1, side),
+        "block": (side, side),
+    }
+    return shapes[kind]
 
 
-def spread(scale: Tensor, shape: torch.Size, kind: str, side: int = SIDE) -> Tensor:
-    """A value a block -> a value an element."""
-    for dim, size in enumerate(sides(kind, shape, side)):
-        scale = scale.repeat_interleave(size, dim) if size > 1 and scale.shape[dim] > 1 else scale
-        scale = scale.narrow(dim, 0, shape[dim]) if scale.shape[dim] > 1 else scale
+def expand_scale(scale: Tensor, shape: torch.Size, kind: str, side: int = BLOCK_SIDE) -> Tensor:
+    """Scales, one a block -> [m, n], one an element."""
+    for dim, size in enumerate(block_shape(kind, shape, side)):
+        if scale.shape[dim] == 1:
+            continue  # broadcast below
+        if size > 1:
+            scale = scale.repeat_interleave(size, dim)
+        scale = scale.narrow(dim, 0, shape[dim])
     return scale.expand(shape)
 
 
-def largest_of(x: Tensor, kind: str, side: int = SIDE) -> Tensor:
-    """max |x| of each scale, fp32 or fp64."""
+def absolute_maximum(x: Tensor, kind: str, side: int = BLOCK_SIDE) -> Tensor:
+    """max |x| for each scale, in the shape of the scales, in fp32 or fp64."""
     if kind == "tensor" and triton_fits(x, kind, side):
-        return launch_largest(x).amax().view(1, 1)
-    if kind in ("tensor", "row"):  # no copy of x
-        return torch.linalg.vector_norm(x, float("inf"), None if kind == "tensor" else 1, keepdim=True, dtype=wide(x.dtype))
-    rows, columns = sides(kind, x.shape, side)
+        return launch_absolute_maximum(x).amax().view(1, 1)
+
+    dtype = accumulation_dtype(x.dtype)
+    if kind in ("tensor", "row"):
+        dim = None if kind == "tensor" else 1
+        return torch.linalg.vector_norm(x, float("inf"), dim, keepdim=True, dtype=dtype)  # makes no copy of x
+
+    rows, columns = block_shape(kind, x.shape, side)
     padded = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
-    return padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3)).to(wide(x.dtype))
+    blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))  # [m/rows, rows, n/columns, columns]
+    return blocks.amax((1, 3)).to(dtype)
 
 
-def reference(x: Tensor, kind: str, dtype: torch.dtype, side: int = SIDE, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The definition, bit for bit."""
-    inverse = inverse_of(largest_of(x, kind, side) if largest is None else largest, dtype)
-    q = (x.to(wide(x.dtype)) * spread(inverse, x.shape, kind, side)).clamp_(-LARGEST[dtype], LARGEST[dtype])
+def quantize_reference(x: Tensor, kind: str, dtype: torch.dtype, side: int = BLOCK_SIDE,
+                       largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The definition of quantize, bit for bit."""
+    if largest is None:
+        largest = absolute_maximum(x, kind, side)
+    inverse = inverse_scale(largest, dtype)
+    scaled = x.to(accumulation_dtype(x.dtype)) * expand_scale(inverse, x.shape, kind, side)
+    q = scaled.clamp_(-MAX_VALUE[dtype], MAX_VALUE[dtype])
     return q.to(dtype).contiguous(), 1 / inverse
 
 
-def inverse_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.full_like(largest, LARGEST[dtype]) / largest.clamp(min=FLOOR)  # a number over a tensor would round twice
+def inverse_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
+    """The factor that maps `largest` to the largest number of dtype, in the shape of `largest`."""
+    # full_like, because a Python number divided by a tensor rounds twice
+    return torch.full_like(largest, MAX_VALUE[dtype]) / largest.clamp(min=MIN_ABSOLUTE_MAXIMUM)
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def cast_kernel(X, Q, SCALE, INVERSE, m, n, x_row, x_column, blocks, PER_ROW: tl.constexpr, GIVEN: tl.constexpr, FLOOR: tl.constexpr,
-                LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One tile: its rows have a scale each (PER_ROW), or all of it has one; GIVEN: INVERSE holds that of each row, or of the tensor.
-    x_row, x_column: strides of X; Q is contiguous."""
-    rows, columns = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+def cast_kernel(X, Q, SCALE, INVERSE, m, n, x_row, x_column, blocks, PER_ROW: tl.constexpr,
+                GIVEN: tl.constexpr, FLOOR: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
+                COLUMNS: tl.constexpr):
+    """Casts one tile X [ROWS, COLUMNS]. Its rows have a scale each (PER_ROW), or all of it has one.
+
+    GIVEN: INVERSE has the inverse scale of each row, or of the tensor. Else the tile computes its scales.
+    x_row, x_column: strides of X; Q is contiguous. blocks: number of tiles side by side.
+    """
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (rows < m)[:, None] & (columns < n)[None, :]
-    at = rows[:, None] * n + columns[None, :]
-    x = tl.load(X + rows[:, None] * x_row + columns[None, :] * x_column, inside, 0.0).to(tl.float32)
+    offsets = rows[:, None] * n + columns[None, :]
+    pointers = X + rows[:, None] * x_row + columns[None, :] * x_column
+    x = tl.load(pointers, inside, 0.0).to(tl.float32)
+
     if GIVEN:
         inverse = tl.load(INVERSE + rows, rows < m, 1.0)[:, None] if PER_ROW else tl.load(INVERSE)
     elif PER_ROW:
-        inverse = tl.div_rn(LARGEST, tl.maximum(tl.max(tl.abs(x), 1), FLOOR))
+        largest = tl.max(tl.abs(x), 1)
+        inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
         tl.store(SCALE + rows * blocks + tl.program_id(1), tl.div_rn(1.0, inverse), rows < m)
         inverse = inverse[:, None]
     else:
-        inverse = tl.div_rn(LARGEST, tl.maximum(tl.max(tl.max(tl.abs(x), 1), 0), FLOOR))
+        largest = tl.max(tl.max(tl.abs(x), 1), 0)
+        inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
         tl.store(SCALE + tl.program_id(0) * blocks + tl.program_id(1), tl.div_rn(1.0, inverse))
+
     q = tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(Q + at, q.to(Q.dtype.element_ty), inside)
+    tl.store(Q + offsets, q.to(Q.dtype.element_ty), inside)
 
 
 @triton.jit
 def largest_kernel(X, LARGEST, n, BLOCK: tl.constexpr):
+    """LARGEST [programs] = max |x| of the blocks of X [n] that each program reads."""
     largest = tl.zeros((BLOCK,), tl.float32)
     for first in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
-        at = first + tl.arange(0, BLOCK)
-        largest = tl.maximum(largest, tl.abs(tl.load(X + at, at < n, 0.0).to(tl.float32)))
+        offsets = first + tl.arange(0, BLOCK)
+        x = tl.load(X + offsets, offsets < n, 0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(x))
     tl.store(LARGEST + tl.program_id(0), tl.max(largest, 0))
 
 
 def triton_fits(x: Tensor, kind: str, side: int) -> bool:
+    """Whether the kernels quantize x."""
     why = None
     if x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) < (8, 9):
         why = "fp8 is in chips from sm_89 on"
     elif x.numel() >= 2**31:
         why = f"a tensor of {tuple(x.shape)} is too large"
-    elif kind in ("group", "block") and (side & side - 1 or side > SIDE):
-        why = f"blocks of {side} are no power of two up to {SIDE}"
-    return x.numel() > 0 and fits("fp8 quantization", x, why=why)
+    elif kind in ("group", "block") and (side & side - 1 or side > BLOCK_SIDE):
+        why = f"blocks of {side} are no power of two up to {BLOCK_SIDE}"
+    return x.numel() > 0 and kernel_is_available("fp8 quantization", x, why=why)
 
 
-def launch_largest(x: Tensor) -> Tensor:
-    """Parts of max |x|, one a program. x: dense, in any order."""
-    x = x if x.is_contiguous() else x.t()
-    x = x if x.is_contiguous() else x.contiguous()
-    programs = min(PROGRAMS * processors(x.device), ceil_div(x.numel(), TILE))
+def launch_absolute_maximum(x: Tensor) -> Tensor:
+    """max |x| of the parts of x that each program reads: [programs], fp32. x: dense, in any order."""
+    flat = x if x.is_contiguous() else x.t().contiguous()  # no copy of a transposed view
+    programs = min(PROGRAMS * num_processors(x.device), ceil_div(x.numel(), TILE))
     largest = x.new_empty(programs, dtype=torch.float32)
-    largest_kernel[(programs,)](x, largest, x.numel(), BLOCK=TILE, num_warps=8)
+    largest_kernel[(programs,)](flat, largest, x.numel(), BLOCK=TILE, num_warps=8)
     return largest
 
 
-def launch(x: Tensor, kind: str, dtype: torch.dtype, side: int = SIDE, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    (m, n), per_row = x.shape, kind in ("row", "group")
-    q, narrow = torch.empty(m, n, dtype=dtype, device=x.device), x.stride(1) != 1  # narrow: a transposed view, read in tiles
-    if largest is None and (kind == "tensor" or kind == "row" and (narrow or n > LONGEST)):
-        largest = largest_of(x, kind, side)
+def launch_quantize(x: Tensor, kind: str, dtype: torch.dtype, side: int = BLOCK_SIDE,
+                    largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As quantize_reference."""
+    m, n = x.shape
+    per_row = kind in ("row", "group")
+    is_transposed = x.stride(1) != 1  # such a view is read in narrow tiles
+
+    # a tile computes its scales, unless they need elements of other tiles
+    row_is_split = kind == "row" and (is_transposed or n > MAX_ROW)
+    if largest is None and (kind == "tensor" or row_is_split):
+        largest = absolute_maximum(x, kind, side)
     assert largest is None or kind in ("tensor", "row"), "a block's largest element is found beside its cast"
-    columns = side if kind in ("group", "block") else SIDE if narrow else min(power_of_2(n), TILE if largest is not None else LONGEST)
+
+    if kind in ("group", "block"):
+        columns = side
+    elif is_transposed:
+        columns = BLOCK_SIDE
+    else:
+        columns = min(power_of_2(n), TILE if largest is not None else MAX_ROW)
     rows = side if kind == "block" else max(1, TILE // columns)
     grid = ceil_div(m, rows), ceil_div(n, columns)
+
     if largest is not None:
-        inverse = inverse_of(largest, dtype)
+        inverse = inverse_scale(largest, dtype)
         scale = 1 / inverse
     else:
-        scale = inverse = x.new_empty(m if per_row else grid[0], grid[1], dtype=torch.float32)
-    cast_kernel[grid](x, q, scale, inverse, m, n, x.stride(0), x.stride(1), grid[1], PER_ROW=per_row, GIVEN=largest is not None, FLOOR=FLOOR,
-                      LARGEST=LARGEST[dtype], ROWS=rows, COLUMNS=columns, num_warps=16 if columns > 8192 else 8)
+        scale = x.new_empty(m if per_row else grid[0], grid[1], dtype=torch.float32)
+        inverse = scale  # not read
+    q = torch.empty(m, n, dtype=dtype, device=x.device)
+    cast_kernel[grid](
+        x, q, scale, inverse, m, n, x.stride(0), x.stride(1), grid[1],
+        PER_ROW=per_row, GIVEN=largest is not None, FLOOR=MIN_ABSOLUTE_MAXIMUM, LARGEST=MAX_VALUE[dtype],
+        ROWS=rows, COLUMNS=columns, num_warps=16 if columns > 8192 else 8)
     return q, scale

@@ -1,15 +1,20 @@
-"""y = x W^T + b whose three products run in fp8, everything else as in kernels/linear.py (regions, `remade` inputs, `give`).
+"""y = x W^T + b whose three products run in fp8.
 
-    recipe       x, W              dy     a scale of x and dy               of W                    sources
-    tensorwise   e4m3              e5m2   the tensor                        the tensor              arXiv 2209.05433
-    rowwise      e4m3              e5m2   a row of an operand               a row                   torchao
-    blockwise    e4m3              e4m3   1 x 128                           128 x 128               DeepSeek-V3, arXiv 2412.19437, 3.3
-    product      y = x W^T   dx = dy W   dW = dy^T x: rows of its operands run along the tokens, so rowwise scales are a feature's
-                 over all tokens of the microbatch and blockwise ones a feature's over 128 tokens
+Everything else is as in kernels/linear.py: regions, recomputed inputs, accumulate_grad.
 
-Scales come from the tensor at hand (just in time). What is cut over ranks has the scales of the whole: the largest elements
-are exchanged where a scale spans the cut (`Scaling`); a block never does. x is quantized twice from its own dtype, along the
-features for y and along the tokens for dW; only the latter is kept for the backward, in 8 bits. W is quantized in every
+    recipe       x, W    dy      a scale of x and dy      of W         source
+    tensorwise   e4m3    e5m2    the tensor               the tensor   arXiv 2209.05433
+    rowwise      e4m3    e5m2    a row of an operand      a row        torchao
+    blockwise    e4m3    e4m3    1 x 128                  128 x 128    DeepSeek-V3, arXiv 2412.19437, 3.3
+
+The products are y = x W^T, dx = dy W and dW = dy^T x. The rows of the operands of dW run along the tokens: so
+a rowwise scale is that of a feature over all tokens of the microbatch, a blockwise one that of a feature over
+128 tokens.
+
+Scales are computed from the tensor itself, just in time. A tensor that is sharded over ranks has the scales
+of the whole tensor: where a scale spans several shards, the ranks exchange their largest elements
+(Fp8Scaling). A block never spans shards. x is quantized twice from its own dtype, along the features for y
+and along the tokens for dW; only the latter is saved for the backward, in 8 bits. W is quantized in every
 forward and backward: (2 + 1) m n bytes of traffic beside 2 t m n FLOPs.
 """
 from collections.abc import Callable
@@ -18,99 +23,149 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.fp8 import E4M3, E5M2, largest_of
-from kernels.fp8_gemm import Quantized, add_product, product, quantize
-from kernels.grad import give, give_sum, wide
-from kernels.linear import again
+from kernels.fp8 import E4M3, E5M2, absolute_maximum
+from kernels.fp8_gemm import QuantizedMatrix, Recipe, add_scaled_product, quantize_operand, scaled_product
+from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
+from kernels.linear import LinearRegion, RecomputeFunction, recompute_input, source_of, start_reduce_grads
 
-RECIPES = {"tensorwise": ("tensor", "tensor", E5M2), "rowwise": ("row", "row", E5M2), "blockwise": ("group", "block", E4M3)}  # x and dy; W; dy in
-Share = Callable[[Tensor], object]  # in place: the largest over the ranks that hold other parts
+RECIPES = {
+    "tensorwise": Recipe("tensor", "tensor", E5M2),
+    "rowwise": Recipe("row", "row", E5M2),
+    "blockwise": Recipe("group", "block", E4M3),
+}
+# replaces the largest elements in place by those over the ranks that hold the other shards
+Share = Callable[[Tensor], object]
 
 
 @dataclass(frozen=True)
-class Scaling:
-    """How a linear is quantized. outs, ins, tokens: where ranks share the weight's outputs, its inputs, the microbatch's tokens."""
+class Fp8Scaling:
+    """How a linear is quantized.
+
+    recipe: one of RECIPES. side: of a block.
+    outs, ins, tokens: set where ranks shard the outputs of the weight, its inputs, the microbatch's tokens.
+    """
     recipe: str
     side: int
     outs: Share | None = None
     ins: Share | None = None
     tokens: Share | None = None
 
-    def scale(self, x: Tensor, kind: str, dtype: torch.dtype, rows: Share | None, columns: Share | None, largest: Tensor | None = None) -> Quantized:
-        """x [m, n] quantized; rows, columns: who holds others of them. largest: known from before."""
-        across = {"tensor": (rows, columns), "row": (columns,)}.get(kind, ())
-        if largest is None and (any(across) or kind == "tensor"):
-            largest = largest_of(x, kind, self.side)
-            for share in filter(None, across):
+    def quantize(self, x: Tensor, kind: str, dtype: torch.dtype, *, rows: Share | None, columns: Share | None,
+                 largest: Tensor | None = None) -> QuantizedMatrix:
+        """x [m, n], quantized. rows, columns: set where other ranks hold other rows, or other columns.
+
+        largest: max |x| for each scale, if it is known.
+        """
+        spanned: tuple[Share | None, ...] = ()  # what a scale spans
+        if kind == "tensor":
+            spanned = rows, columns
+        elif kind == "row":
+            spanned = (columns,)
+        shares = [share for share in spanned if share is not None]
+
+        if largest is None and (shares or kind == "tensor"):
+            largest = absolute_maximum(x, kind, self.side)
+            for share in shares:
                 share(largest)
-        return quantize(x, kind, dtype, self.side, largest)
+        return quantize_operand(x, kind, dtype, self.side, largest)
 
-    def inputs(self, x: Tensor) -> Quantized:
-        """x [t, n] for y."""
-        return self.scale(x, RECIPES[self.recipe][0], E4M3, self.tokens, self.ins)
+    def inputs(self, x: Tensor) -> QuantizedMatrix:
+        """x [t, n], for y."""
+        kind = RECIPES[self.recipe].activation_kind
+        return self.quantize(x, kind, E4M3, rows=self.tokens, columns=self.ins)
 
-    def inputs_by_token(self, x: Tensor, largest: Tensor | None = None) -> Quantized:
-        """x [t, n] -> [n, t] for dW."""
-        return self.scale(x.t(), RECIPES[self.recipe][0], E4M3, self.ins, self.tokens, largest)
+    def inputs_by_token(self, x: Tensor, largest: Tensor | None = None) -> QuantizedMatrix:
+        """x [t, n] -> its transpose [n, t], for dW."""
+        kind = RECIPES[self.recipe].activation_kind
+        return self.quantize(x.t(), kind, E4M3, rows=self.ins, columns=self.tokens, largest=largest)
 
-    def weight(self, w: Tensor) -> Quantized:
-        """w [m, n] for y."""
-        return self.scale(w, RECIPES[self.recipe][1], E4M3, self.outs, self.ins)
+    def weight(self, w: Tensor) -> QuantizedMatrix:
+        """w [m, n], for y."""
+        kind = RECIPES[self.recipe].weight_kind
+        return self.quantize(w, kind, E4M3, rows=self.outs, columns=self.ins)
 
-    def weight_back(self, w: Tensor, largest: Tensor | None = None) -> Quantized:
-        """w [m, n] -> [n, m] for dx."""
-        return self.scale(w.t(), RECIPES[self.recipe][1], E4M3, self.ins, self.outs, largest)
+    def weight_back(self, w: Tensor, largest: Tensor | None = None) -> QuantizedMatrix:
+        """w [m, n] -> its transpose [n, m], for dx."""
+        kind = RECIPES[self.recipe].weight_kind
+        return self.quantize(w.t(), kind, E4M3, rows=self.ins, columns=self.outs, largest=largest)
 
-    def gradient(self, dy: Tensor) -> Quantized:
-        """dy [t, m] for dx."""
-        kind, _, dtype = RECIPES[self.recipe]
-        return self.scale(dy, kind, dtype, self.tokens, self.outs)
+    def gradient(self, dy: Tensor) -> QuantizedMatrix:
+        """dy [t, m], for dx."""
+        recipe = RECIPES[self.recipe]
+        return self.quantize(dy, recipe.activation_kind, recipe.gradient_dtype,
+                             rows=self.tokens, columns=self.outs)
 
-    def gradient_by_token(self, dy: Tensor, largest: Tensor | None = None) -> Quantized:
-        """dy [t, m] -> [m, t] for dW."""
-        kind, _, dtype = RECIPES[self.recipe]
-        return self.scale(dy.t(), kind, dtype, self.outs, self.tokens, largest)
-
-
-def known(one: Quantized) -> Tensor | None:
-    """A tensor's largest element is its transpose's."""
-    return one.largest if one.kind == "tensor" else None
+    def gradient_by_token(self, dy: Tensor, largest: Tensor | None = None) -> QuantizedMatrix:
+        """dy [t, m] -> its transpose [m, t], for dW."""
+        recipe = RECIPES[self.recipe]
+        return self.quantize(dy.t(), recipe.activation_kind, recipe.gradient_dtype,
+                             rows=self.outs, columns=self.tokens, largest=largest)
 
 
-def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region, scaling: Scaling) -> Tensor:
-    """As kernels/linear.py's linear. x [..., n], weight [m, n], bias [m] -> [..., m]."""
-    function, args = getattr(x, "source", (None, ()))
+def known_maximum(matrix: QuantizedMatrix) -> Tensor | None:
+    """The `largest` of the transpose, if it is the same: that is so where the tensor has a single scale."""
+    return matrix.largest if matrix.kind == "tensor" else None
+
+
+def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: LinearRegion | None,
+                  scaling: Fp8Scaling) -> Tensor:
+    """As kernels/linear.py's linear: x [..., n], weight [m, n], bias [m] -> [..., m]."""
+    function, args = source_of(x)
     return _ScaledLinear.apply(x, weight, bias, region, scaling, torch.is_grad_enabled(), function, *args)
 
 
 class _ScaledLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, region, scaling, learn, function, *args):
-        full = x if region is None else region.enter(x)
-        flat = full.flatten(0, -2)  # [t, n]
-        one, w = scaling.inputs(flat), scaling.weight(weight)
-        y = product(one, w, x.dtype).view(*full.shape[:-1], -1)
-        if learn:
-            by_token = scaling.inputs_by_token(flat, known(one))
-            ctx.save_for_backward(*(args if function else by_token[:2]), *(t for t in (by_token.largest, known(w)) if t is not None))
-            ctx.kept, ctx.told = len(args) if function else 2, (by_token.largest is not None, known(w) is not None)
-        ctx.weight, ctx.bias, ctx.region, ctx.scaling, ctx.function = weight, bias, region, scaling, function
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, region: LinearRegion | None,
+                scaling: Fp8Scaling, grad_enabled: bool, function: RecomputeFunction | None,
+                *args: Tensor) -> Tensor:
+        gathered = x if region is None else region.enter(x)
+        flat_x = gathered.flatten(0, -2)  # [t, n]
+        quantized_x = scaling.inputs(flat_x)
+        quantized_weight = scaling.weight(weight)
+        y = scaled_product(quantized_x, quantized_weight, x.dtype).view(*gathered.shape[:-1], -1)
+
+        if grad_enabled:
+            by_token = scaling.inputs_by_token(flat_x, known_maximum(quantized_x))
+            inputs = args if function else (by_token.q, by_token.scale)
+            ctx.save_for_backward(*inputs, by_token.largest, known_maximum(quantized_weight))
+        ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
+        ctx.region = region
+        ctx.scaling = scaling
+        ctx.function = function
         return y if bias is None else y + bias
 
     @staticmethod
-    def backward(ctx, dy):
-        scaling, region, saved = ctx.scaling, ctx.region, ctx.saved_tensors
-        kept, rest = saved[:ctx.kept], iter(saved[ctx.kept:])
-        largest, weight_largest = (next(rest) if told else None for told in ctx.told)
-        dy2 = dy.flatten(0, -2)  # [t, m]
-        coming = ctx.function and again(ctx.function, region, *kept)
-        one, dx, going = scaling.gradient(dy2), None, None
-        if ctx.needs_input_grad[0]:
-            dx = product(one, scaling.weight_back(ctx.weight, weight_largest), dy.dtype).view(*dy.shape[:-1], -1)
-            going = None if region is None else region.start_leave(dx)
-        by_token = scaling.gradient_by_token(dy2, known(one))
-        x = scaling.inputs_by_token(coming().flatten(0, -2), largest) if coming else Quantized(*kept, RECIPES[scaling.recipe][0], scaling.side)
-        dw = give(ctx.weight, lambda into: add_product(into, by_token, x, dy.dtype))
-        db = None if ctx.bias is None else give_sum(ctx.bias, dy2.sum(0, dtype=wide(dy.dtype)))
-        return (dx if going is None else going()), dw, db, *[None] * (len(ctx.needs_input_grad) - 3)
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        *inputs, largest, weight_largest = ctx.saved_tensors
+        scaling = ctx.scaling
+        flat_dy = dy.flatten(0, -2)  # [t, m]
 
+        # the exchanges with other ranks run beside the products
+        wait_x: Callable[[], Tensor] | None = None
+        if ctx.function is not None:
+            wait_x = recompute_input(ctx.function, ctx.region, *inputs)
+        quantized_dy = scaling.gradient(flat_dy)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            transposed_weight = scaling.weight_back(ctx.weight, weight_largest)
+            dx = scaled_product(quantized_dy, transposed_weight, dy.dtype).view(*dy.shape[:-1], -1)
+        wait_dx = start_reduce_grads(ctx.region, dx)
+
+        dy_by_token = scaling.gradient_by_token(flat_dy, known_maximum(quantized_dy))
+        if wait_x is not None:
+            x_by_token = scaling.inputs_by_token(wait_x().flatten(0, -2), largest)
+        else:
+            q, scale = inputs
+            kind = RECIPES[scaling.recipe].activation_kind
+            x_by_token = QuantizedMatrix(q, scale, kind, scaling.side)
+
+        dtype = dy.dtype  # a function that named dy would hold it until the W of a schedule
+
+        def add_wgrad(into: Tensor | None) -> Tensor:
+            return add_scaled_product(into, dy_by_token, x_by_token, dtype)
+        dw = accumulate_grad(ctx.weight, add_wgrad)
+        db = None
+        if ctx.bias is not None:
+            db = accumulate_summed_grad(ctx.bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
+        return wait_dx(), dw, db, *[None] * (len(ctx.needs_input_grad) - 3)

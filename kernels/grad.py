@@ -1,41 +1,88 @@
-"""Where weight gradients go.
+"""How kernels accumulate weight gradients.
 
-A kernel's backward does not return a weight's gradient to autograd, which would keep it in the compute dtype and hand it
-over only when the whole backward of a layer is done. It calls `give`, and the gradient is added in place to the weight's
-flat fp32 buffer (`main_grad`, a view that parallel/grads.py lays out), or is put off when a pipeline schedule has cut the
-backward into I (inputs) and W (weights) (arXiv 2401.10241). A plain tensor without `main_grad` gets its gradient through
-autograd as usual, so every kernel also works alone, in a test or a notebook.
+A kernel's backward does not return the gradient of a weight to autograd, which would keep it in the compute
+dtype and deliver it only after the whole backward of a layer. It calls accumulate_grad, which adds the
+gradient in place to the weight's flat fp32 buffer (`main_grad`, a view that parallel/sharding/gradients.py
+makes), or defers it, when a pipeline schedule splits the backward into input gradients (I) and weight
+gradients (W) (arXiv 2401.10241).
+
+A plain tensor without `main_grad` gets its gradient through autograd as usual. So every kernel also works
+alone, in a test or a notebook.
 """
 from collections.abc import Callable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
 
+Compute = Callable[[Tensor | None], Tensor | None]  # computes the gradient of a weight, see accumulate_grad
 
-def give(weight: Tensor, compute: Callable[[Tensor | None], Tensor | None]) -> Tensor | None:
-    """Add the gradient that `compute(into)` makes to `weight.main_grad`.
 
-    compute: called with the fp32 buffer [weight.shape] to add to, or with None to return the gradient instead.
-    Returns what the autograd Function should return for the weight.
+class WeightGradList(Protocol):
+    """The deferred weight gradients of a pipeline stage (parallel/pipeline/executor.py)."""
+
+    @property
+    def deferring(self) -> bool:
+        """Whether gradients are deferred now, because the stage runs an I."""
+        ...
+
+    def put(self, weight: "AccumulatingWeight", compute: Compute) -> None:
+        """Keeps `compute` until the microbatch's W, which calls it with weight.main_grad."""
+        ...
+
+
+class AccumulatingWeight(Protocol):
+    """A weight whose gradient the kernels accumulate. The attributes are set on the Parameter."""
+
+    @property
+    def main_grad(self) -> Tensor | None:
+        """The buffer [weight.shape] to add to, in fp32 or better: a view of the flat gradients of a bucket.
+
+        None outside of a backward, when ZeRO-2 and 3 have no such buffer.
+        """
+        ...
+
+    @property
+    def weight_grad_store(self) -> WeightGradList | None:
+        """Where the gradient may be deferred to. None, or no such attribute: it is never deferred."""
+        ...
+
+
+def accumulates(weight: object) -> TypeGuard[AccumulatingWeight]:
+    """Whether the weight has a buffer for its gradient. A plain tensor has none."""
+    return getattr(weight, "main_grad", None) is not None
+
+
+def accumulate_grad(weight: Tensor, compute: Compute) -> Tensor | None:
+    """Adds the gradient that `compute` computes to weight.main_grad, now or in the W of a pipeline schedule.
+
+    compute: compute(buffer) adds the gradient to the fp32 buffer [weight.shape]; compute(None) returns it.
+    Returns what the autograd Function must return for the weight: None, or the gradient of a plain tensor.
     """
     if not weight.requires_grad:
         return None
-    into = getattr(weight, "main_grad", None)
-    if into is None:
+    if not accumulates(weight):
         return compute(None)
-    later = getattr(weight, "later", None)  # the stage's list of deferred weight gradients, while it runs an I
-    if later is not None and later.open:
-        later.put(weight, compute)
+    store: WeightGradList | None = getattr(weight, "weight_grad_store", None)
+    if store is not None and store.deferring:
+        store.put(weight, compute)
     else:
-        compute(into)
+        compute(weight.main_grad)
     return None
 
 
-def give_sum(weight: Tensor, grad: Tensor) -> Tensor | None:
-    """`give` for a gradient that is already there (norm weights, biases: small, by-products of the input gradient)."""
-    return give(weight, lambda into: grad.to(weight.dtype) if into is None else into.add_(grad.view_as(into)))
+def accumulate_summed_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
+    """accumulate_grad for a gradient that exists already.
+
+    Norm weights and biases have one: it is small, and a by-product of the input gradient.
+    """
+    def compute(into: Tensor | None) -> Tensor:
+        if into is None:
+            return grad.to(weight.dtype)
+        return into.add_(grad.view_as(into))
+    return accumulate_grad(weight, compute)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and accumulation: fp32, or fp64 where the inputs are."""
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and accumulation: fp32, or fp64 if the inputs are fp64."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,18 +1,28 @@
-"""torch.compile for the pure functions inside the kernels, where train.compile asks for it."""
+"""torch.compile for the pure functions inside the kernels, if train.compile asks for it."""
 import functools
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
+Function = TypeVar("Function", bound=Callable[..., object])
+
 
 @functools.cache
-def compiled(function: Callable) -> Callable:
-    """One compiled twin a function: every layer shares its code. Another shape compiles once more."""
-    twin = torch.compile(function, dynamic=False)
-    return lambda *args: twin(*(a.detach() if isinstance(a, Tensor) else a for a in args))  # the kernels have their own backward
+def compile_function(function: Callable[..., object]) -> Callable[..., object]:
+    """The function, compiled. All layers share the compiled code; another shape compiles once more.
+
+    Arguments are detached, because the kernels have their own backward.
+    """
+    compiled = torch.compile(function, dynamic=False)
+
+    def call(*args: object) -> object:
+        detached = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+        return compiled(*detached)
+    return call
 
 
-def jit(function: Callable, fused: bool) -> Callable:
-    """The function itself, or its compiled twin."""
-    return compiled(function) if fused else function
+def jit(function: Function, compiled: bool) -> Function:
+    """The function itself, or compiled."""
+    return cast(Function, compile_function(function)) if compiled else function

@@ -1,167 +1,291 @@
-"""y = x W^T + b, whose weight gradient is accumulated into fp32 by the backward itself (see kernels/grad.py).
+"""y = x W^T + b, whose backward accumulates the weight gradient in fp32 itself (kernels/grad.py).
 
-Under tensor parallelism x may come from other ranks, and its gradient goes to them: a `region` (parallel/collectives.py)
-brings x before the GEMM, and in the backward takes the gradient of x away while the weight gradient is computed.
-An x that is cheap to make again (`remade`) is not kept for the backward, only what it is made from (arXiv 2205.05198).
+Under tensor parallelism x may come from other ranks, and its gradient goes to them: a `region`
+(parallel/tensor/regions.py) gathers x before the GEMM, and in the backward it reduces the gradient of x while
+the weight gradient is computed. An x that is cheap to recompute (recompute_output) is not saved for the
+backward, only what it is computed from (arXiv 2205.05198).
 """
 from collections.abc import Callable
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.grad import give, give_sum, wide
-from kernels.triton_ import TensorDescriptor, ceil_div, chip, fits, tl, triton
+from kernels.grad import Compute, accumulate_grad, accumulate_summed_grad, accumulation_dtype
+from kernels.triton_ import TensorDescriptor, ceil_div, chip_name, kernel_is_available, tl, triton
 
-BLOCK = 1 << 20  # elements of a weight gradient that a CPU makes and adds while they are in its cache
-TILE = {"M": 128, "N": 256, "K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}  # of the GPU's GEMM: outputs, inputs, tokens
-ALIGNED = 16  # bytes: what the copy engine (TMA) wants of a base and a row
+BLOCK = 1 << 20  # elements of a weight gradient that a CPU computes and adds while they are in its cache
+# of the GPU's GEMM. M: outputs, N: inputs, K: tokens, GROUP: see wgrad_kernel
+TILE = {"M": 128, "N": 256, "K": 64, "GROUP": 8, "num_warps": 8, "num_stages": 3}
+ALIGNED = 16  # bytes: alignment of bases and rows that the copy engine (TMA) requires
+
+RecomputeFunction = Callable[..., Tensor]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, region=None) -> Tensor:
-    """x [..., n], weight [m, n], bias [m] -> [..., m], in x's dtype: a router in fp32 reads weights of a lower one.
+class LinearRegion(Protocol):
+    """What a linear needs of its region; parallel/tensor/regions.py implements it."""
 
-    region: None, or an object whose enter(x) is the x that is multiplied, start_enter(x) the same under way, and
-    start_leave(dx) the gradient of the x that was given, under way; both are called to wait for the tensor."""
-    function, args = getattr(x, "source", (None, ()))
+    def enter(self, x: Tensor) -> Tensor:
+        """The input of the GEMM, from the input of the linear."""
+        ...
+
+    def start_gather_inputs(self, x: Tensor) -> Callable[[], Tensor]:
+        """Starts `enter`; the returned function waits for its result."""
+        ...
+
+    def start_reduce_grads(self, dx: Tensor) -> Callable[[], Tensor]:
+        """Starts the gradient of the linear's input, from that of the GEMM's input.
+
+        The returned function waits for it.
+        """
+        ...
+
+
+class RecomputedTensor(Protocol):
+    """A tensor that recompute_output returned. source: the function and the arguments that compute it."""
+    source: tuple[RecomputeFunction, tuple[Tensor, ...]]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
+           region: LinearRegion | None = None) -> Tensor:
+    """x [..., n], weight [m, n], bias [m] -> [..., m], in x's dtype.
+
+    The weight may have another dtype: a router in fp32 reads weights of a lower one.
+    region: what exchanges x and its gradient with other ranks, or None.
+    """
+    function, args = source_of(x)
     return _Linear.apply(x, weight, bias, region, function, *args)
 
 
-def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: list[slice], region=None) -> Tensor:
-    """Several linears of one x, side by side: [..., n] -> [..., sum of the rows]. rows: of each weight (and bias), those that
-    are used here; the gradient of the others is zero. region: see linear."""
-    function, args = getattr(x, "source", (None, ()))
+def linear_of_several(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: list[slice],
+                      region: LinearRegion | None = None) -> Tensor:
+    """Several linears of one x, side by side: x [..., n] -> [..., sum of the rows].
+
+    rows: the rows of each weight (and bias) that are used; the gradient of the others is zero.
+    region: see linear.
+    """
+    function, args = source_of(x)
     return _Linears.apply(x, region, function, rows, *weights, *biases, *args)
 
 
-def remade(y: Tensor, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-    """y, which function(*args) gives again, bit for bit and without gradients: a linear that y meets keeps args instead."""
-    y.source = function, tuple(x.detach() for x in args)
+def recompute_output(y: Tensor, function: RecomputeFunction, *args: Tensor) -> Tensor:
+    """Marks y as the result of function(*args), and returns it. A linear of y saves args instead of y.
+
+    function must compute y again bit for bit, without gradients.
+    """
+    cast(RecomputedTensor, y).source = function, tuple(arg.detach() for arg in args)
     return y
 
 
+def source_of(x: Tensor) -> tuple[RecomputeFunction | None, tuple[Tensor, ...]]:
+    """The source of a tensor that recompute_output returned; (None, ()) of every other."""
+    return getattr(x, "source", (None, ()))
+
+
 def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
-    """into += dy^T x, in `into`'s dtype. dy [t, m], x [t, n], into [m, n]; None: return dy^T x."""
+    """into += dy^T x, in the dtype of `into`. If into is None: returns dy^T x.
+
+    dy [t, m], x [t, n], into [m, n].
+    """
     if into is None:
         return dy.t() @ x
     if into.dtype == dy.dtype:
         return into.addmm_(dy.t(), x)
     if triton_fits(into, dy, x):
         return launch_wgrad(into, dy, x)
-    # No CPU library adds a bf16 product to fp32, and torch widens a whole operand before it adds: so, in blocks of rows.
+    # No CPU library adds a bf16 product to fp32, and torch widens a whole operand before it adds.
+    # So the product is added in blocks of rows.
     rows = max(1, BLOCK // into.shape[1]) if into.device.type == "cpu" else len(into)
     for part, columns in zip(into.split(rows), dy.split(rows, 1)):
         part.add_(columns.t() @ x)
     return into
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
 def add_tile(INTO, part, row, column, m, n, M: tl.constexpr, N: tl.constexpr):
-    """INTO [m, n] += part [M, N], whose corner lies at (row, column)."""
-    rows, columns = row + tl.arange(0, M), column + tl.arange(0, N)
-    at = INTO + rows.to(tl.int64)[:, None] * n + columns[None, :]
+    """INTO [m, n] += part [M, N], whose first element is at (row, column)."""
+    rows = row + tl.arange(0, M)
+    columns = column + tl.arange(0, N)
+    pointers = INTO + rows.to(tl.int64)[:, None] * n + columns[None, :]
     inside = (rows < m)[:, None] & (columns < n)[None, :]
-    tl.store(at, (tl.load(at, inside).to(tl.float32) + part).to(INTO.dtype.element_ty), inside)
+    total = tl.load(pointers, inside).to(tl.float32) + part
+    tl.store(pointers, total.to(INTO.dtype.element_ty), inside)
 
 
 @triton.jit
-def wgrad_kernel(DY, X, INTO, t, m, n, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr):
-    """One tile of INTO [m, n] += DY^T X, in fp32. DY, X: descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N]."""
+def wgrad_kernel(DY, X, INTO, t, m, n, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+                 GROUP: tl.constexpr):
+    """One tile of INTO [m, n] += DY^T X, in fp32.
+
+    DY, X: descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N].
+    """
     # tiles that run side by side form a square, GROUP rows high: they share what the cache holds
-    tiles_m, tiles_n = tl.cdiv(m, M), tl.cdiv(n, N)
+    tiles_m = tl.cdiv(m, M)
+    tiles_n = tl.cdiv(n, N)
     band = tl.program_id(0) // (GROUP * tiles_n)
     height = tl.minimum(tiles_m - band * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * tiles_n)
-    row, column = (band * GROUP + within % height) * M, within // height * N
+    row = (band * GROUP + within % height) * M
+    column = within // height * N
+
     total = tl.zeros((M, N), tl.float32)
-    for k in range(0, t, K):  # what lies beyond the tensors reads as 0
+    for k in range(0, t, K):  # beyond the tensors, a load gives 0
         total = tl.dot(DY.load([k, row]).T, X.load([k, column]), total)
-    left, right = tl.split(tl.permute(tl.reshape(total, (M, 2, N // 2)), (0, 2, 1)))  # in halves: all at once does not fit the registers
+
+    # added in two halves: the whole tile does not fit the registers
+    halves = tl.permute(tl.reshape(total, (M, 2, N // 2)), (0, 2, 1))
+    left, right = tl.split(halves)
     add_tile(INTO, left, row, column, m, n, M, N // 2)
     add_tile(INTO, right, row, column + N // 2, m, n, M, N // 2)
 
 
 def skewed(*tensors: Tensor) -> str | None:
-    """Why the copy engine cannot read one of these matrices; None: it can."""
-    if chip(tensors[0].device) < 9:
+    """Why the copy engine cannot read one of these matrices, or None if it can."""
+    if chip_name(tensors[0].device) < 9:
         return "a copy engine (TMA) is in chips from Hopper on"
-    odd = [t for t in tensors if t.stride(-1) != 1 or t.stride(-2) * t.itemsize % ALIGNED or t.data_ptr() % ALIGNED]
-    return f"rows that are not aligned to {ALIGNED} bytes" if odd else None
+    for tensor in tensors:
+        row_bytes = tensor.stride(-2) * tensor.itemsize
+        if tensor.stride(-1) != 1 or row_bytes % ALIGNED or tensor.data_ptr() % ALIGNED:
+            return f"rows that are not aligned to {ALIGNED} bytes"
+    return None
 
 
 def triton_fits(into: Tensor, dy: Tensor, x: Tensor) -> bool:
-    why = skewed(dy, x) or (None if into.is_contiguous() else "an accumulator that is not contiguous")
-    return dy.numel() > 0 and into.numel() > 0 and fits("weight gradient", dy, x, into, why=why)
+    """Whether the kernel computes into += dy^T x."""
+    why = skewed(dy, x)
+    if why is None and not into.is_contiguous():
+        why = "an accumulator that is not contiguous"
+    if dy.numel() == 0 or into.numel() == 0:
+        return False
+    return kernel_is_available("weight gradient", dy, x, into, why=why)
 
 
 def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    (t, m), n, tile = dy.shape, x.shape[1], TILE
-    wgrad_kernel[(ceil_div(m, tile["M"]) * ceil_div(n, tile["N"]),)](
-        TensorDescriptor(dy, dy.shape, dy.stride(), [tile["K"], tile["M"]]), TensorDescriptor(x, x.shape, x.stride(), [tile["K"], tile["N"]]),
-        into, t, m, n, **tile)
+    """into [m, n] += dy^T x. dy [t, m], x [t, n]."""
+    t, m = dy.shape
+    n = x.shape[1]
+    tiles = ceil_div(m, TILE["M"]) * ceil_div(n, TILE["N"])
+    wgrad_kernel[(tiles,)](
+        TensorDescriptor.from_tensor(dy, [TILE["K"], TILE["M"]]),
+        TensorDescriptor.from_tensor(x, [TILE["K"], TILE["N"]]),
+        into, t, m, n, **TILE)
     return into
 
 
+# ---- autograd --------------------------------------------------------------------------------------------
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, region, function, *args):
-        full = x if region is None else region.enter(x)
-        ctx.save_for_backward(*(args if function else (full,)))
-        ctx.weight, ctx.bias = weight, bias  # the Parameter objects: `give` looks for their main_grad
-        ctx.region, ctx.function, ctx.args = region, function, len(args)
-        return F.linear(full, weight.to(full.dtype), bias)
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, region: LinearRegion | None,
+                function: RecomputeFunction | None, *args: Tensor) -> Tensor:
+        gathered = x if region is None else region.enter(x)
+        ctx.save_for_backward(*(args if function else (gathered,)))
+        ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
+        ctx.region = region
+        ctx.function = function
+        ctx.num_args = len(args)
+        return F.linear(gathered, weight.to(gathered.dtype), bias)
 
     @staticmethod
-    def backward(ctx, dy):
-        coming = again(ctx.function, ctx.region, *ctx.saved_tensors)
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # the exchanges with other ranks run beside the GEMMs
+        wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors)
         dx = dy @ ctx.weight.to(dy.dtype) if ctx.needs_input_grad[0] else None
-        going = None if ctx.region is None or dx is None else ctx.region.start_leave(dx)
-        x = coming()
-        dy2, x2 = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])  # [t, m], [t, n]
-        dw = give(ctx.weight, lambda into: add_wgrad(into, dy2, x2))
-        db = None if ctx.bias is None else give_sum(ctx.bias, dy2.sum(0, dtype=wide(dy.dtype)))
-        return (dx if going is None else going()), dw, db, None, None, *[None] * ctx.args
+        wait_dx = start_reduce_grads(ctx.region, dx)
+
+        x = wait_x()
+        flat_dy = dy.reshape(-1, dy.shape[-1])  # [t, m]
+        flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
+        dw = accumulate_grad(ctx.weight, lambda into: add_wgrad(into, flat_dy, flat_x))
+        db = None
+        if ctx.bias is not None:
+            db = accumulate_summed_grad(ctx.bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
+        return wait_dx(), dw, db, None, None, *[None] * ctx.num_args
 
 
-def again(function, region, *saved: Tensor) -> Callable[[], Tensor]:
-    """What gives the x of the forward: kept, or made from what was kept, and then on its way from the other ranks."""
+def recompute_input(function: RecomputeFunction | None, region: LinearRegion | None,
+                    *saved: Tensor) -> Callable[[], Tensor]:
+    """Starts the GEMM's input of the forward; the returned function waits for it.
+
+    function: recomputes the linear's input from `saved`. If it is None, `saved` is the GEMM's input itself.
+    """
     if function is None:
         return lambda: saved[0]
     x = function(*saved)
-    return (lambda: x) if region is None else region.start_enter(x)
+    return (lambda: x) if region is None else region.start_gather_inputs(x)
+
+
+def start_reduce_grads(region: LinearRegion | None, dx: Tensor | None) -> Callable[[], Tensor | None]:
+    """LinearRegion.start_reduce_grads, if there is a region. The returned function waits for the gradient."""
+    if region is None or dx is None:
+        return lambda: dx
+    return region.start_reduce_grads(dx)
 
 
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, region, function, rows, *tensors):
+    def forward(ctx, x: Tensor, region: LinearRegion | None, function: RecomputeFunction | None,
+                rows: list[slice], *tensors: Tensor | None) -> Tensor:
+        """tensors: the weights, their biases, and the arguments of `function`."""
         n = len(rows)
-        full = x if region is None else region.enter(x)
-        ctx.save_for_backward(*(tensors[2 * n:] if function else (full,)))
-        ctx.weights, ctx.biases, ctx.rows, ctx.count = tensors[:n], tensors[n:2 * n], rows, len(tensors)
-        ctx.region, ctx.function = region, function
-        return torch.cat([F.linear(full, w[r], None if b is None else b[r]) for w, b, r in zip(ctx.weights, ctx.biases, rows)], -1)
+        weights = cast(tuple[Tensor, ...], tensors[:n])
+        biases = tensors[n:2 * n]
+        args = tensors[2 * n:]
+
+        gathered = x if region is None else region.enter(x)
+        ctx.save_for_backward(*(args if function else (gathered,)))
+        ctx.weights, ctx.biases = weights, biases
+        ctx.rows = rows
+        ctx.region = region
+        ctx.function = function
+        ctx.num_args = len(args)
+        outputs: list[Tensor] = []
+        for weight, bias, part in zip(weights, biases, rows):
+            outputs.append(F.linear(gathered, weight[part], None if bias is None else bias[part]))
+        return torch.cat(outputs, -1)
 
     @staticmethod
-    def backward(ctx, dy):
-        coming = again(ctx.function, ctx.region, *ctx.saved_tensors)
-        parts = dy.split([len(range(len(w))[r]) for w, r in zip(ctx.weights, ctx.rows)], -1)
-        dx = sum(part @ w[r] for part, w, r in zip(parts, ctx.weights, ctx.rows))
-        going = None if ctx.region is None else ctx.region.start_leave(dx)
-        x = coming()
-        x2, dws, dbs = x.reshape(-1, x.shape[-1]), [], []
-        for part, w, b, r in zip(parts, ctx.weights, ctx.biases, ctx.rows):
-            dws.append(give(w, within(w, r, lambda into, dy2=part.reshape(-1, part.shape[-1]): add_wgrad(into, dy2, x2))))
-            db = part.reshape(-1, part.shape[-1]).sum(0, dtype=wide(dy.dtype))
-            dbs.append(None if b is None else give(b, within(b, r, lambda into, db=db: into.add_(db))))
-        return (dx if going is None else going()), None, None, None, *dws, *dbs, *[None] * (ctx.count - 2 * len(dws))
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # the exchanges with other ranks run beside the GEMMs
+        wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors)
+        sizes = [len(range(len(weight))[part]) for weight, part in zip(ctx.weights, ctx.rows)]
+        dys = dy.split(sizes, -1)
+        products = (part_dy @ weight[part] for part_dy, weight, part in zip(dys, ctx.weights, ctx.rows))
+        dx = cast(Tensor, sum(products))  # there is at least one
+        wait_dx = start_reduce_grads(ctx.region, dx)
+
+        x = wait_x()
+        flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
+        dws: list[Tensor | None] = []
+        dbs: list[Tensor | None] = []
+        for part_dy, weight, bias, part in zip(dys, ctx.weights, ctx.biases, ctx.rows):
+            flat_dy = part_dy.reshape(-1, part_dy.shape[-1])  # [t, rows]
+            dws.append(accumulate_grad(weight, wgrad_of_rows(weight, part, flat_dy, flat_x)))
+            db = None
+            if bias is not None:
+                db = accumulate_grad(bias, bias_grad_of_rows(bias, part, flat_dy))
+            dbs.append(db)
+        return wait_dx(), None, None, None, *dws, *dbs, *[None] * ctx.num_args
 
 
-def within(weight: Tensor, rows: slice, add: Callable[[Tensor], object]) -> Callable:
-    """For give: the gradient of these rows of a weight is what add(room for them) adds."""
+def wgrad_of_rows(weight: Tensor, rows: slice, dy: Tensor, x: Tensor) -> Compute:
+    """For accumulate_grad: adds dy^T x to these rows of the weight's gradient."""
+    return rows_of_weight(weight, rows, lambda into: add_wgrad(into, dy, x))
+
+
+def bias_grad_of_rows(bias: Tensor, rows: slice, dy: Tensor) -> Compute:
+    """For accumulate_grad: adds the sum of dy [t, rows] to these rows of the bias' gradient."""
+    db = dy.sum(0, dtype=accumulation_dtype(dy.dtype))
+    return rows_of_weight(bias, rows, lambda into: into.add_(db))
+
+
+def rows_of_weight(weight: Tensor, rows: slice, add: Callable[[Tensor], object]) -> Compute:
+    """For accumulate_grad: add(buffer) adds the gradient of these rows; that of all others is zero."""
     def compute(into: Tensor | None) -> Tensor:
-        whole = torch.zeros_like(weight) if into is None else into
-        add(whole[rows])
-        return whole
+        grad = torch.zeros_like(weight) if into is None else into
+        add(grad[rows])
+        return grad
     return compute

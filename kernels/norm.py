@@ -1,183 +1,275 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), each with an optional residual add in front.
 
-norm(x, weight) normalises x; with `residual` it returns (norm(x + residual), x + residual), so the sum is read once.
-Statistics in fp32 or better. On a GPU each direction is one pass over memory; the weight's gradient is summed by each program
-over its rows, and then over programs in a fixed order.
+norm(x, weight) normalizes x over its last dim. With `residual` it returns (norm(x + residual), x + residual),
+so the sum is read once. Statistics are in fp32 or better. On a GPU each direction is one pass over memory:
+each program sums the weight's gradient over its rows, and a second sum over the programs has a fixed order.
 """
 import torch
 from torch import Tensor
 
-from kernels.grad import give_sum, wide
+from kernels.grad import accumulate_summed_grad, accumulation_dtype
 from kernels.jit import jit
-from kernels.triton_ import ceil_div, fits, power_of_2, processors, tl, triton
+from kernels.triton_ import ceil_div, kernel_is_available, num_processors, power_of_2, tl, triton
 
-TILE = 4096  # elements a program works on at a time: short rows go several together
-FORWARD, BACKWARD = 512, 256  # elements of a row a warp: the backward holds more of them at once
-LONGEST = 1 << 15  # a row lies in one program's registers
-PROGRAMS = 4  # of the backward a multiprocessor: enough loads in flight, few partial sums
+TILE = 4096  # elements that a program works on at a time: several rows, if they are short
+FORWARD_PER_WARP = 512  # elements of a row
+BACKWARD_PER_WARP = 256  # fewer, because the backward holds more values of each element at once
+MAX_ROW = 1 << 15  # a row is in the registers of one program
+PROGRAMS = 4  # programs of the backward on each multiprocessor: enough loads in flight, few partial sums
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, fused: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
     """x [..., d], weight [d] -> [..., d]."""
-    return _Norm.apply(x, None, weight, None, eps, fused)[0]
+    return _Norm.apply(x, None, weight, None, eps, compiled)[0]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, fused: bool = False) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual)."""
-    return _Norm.apply(x, residual, weight, None, eps, fused)
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, compiled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual). x and residual [..., d], weight [d]."""
+    return _Norm.apply(x, residual, weight, None, eps, compiled)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, fused: bool = False) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, compiled: bool = False) -> Tensor:
     """x [..., d], weight and bias [d] -> [..., d]."""
-    return _Norm.apply(x, None, weight, bias, eps, fused)[0]
+    return _Norm.apply(x, None, weight, bias, eps, compiled)[0]
 
 
-def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float,
-                   fused: bool = False) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual)."""
-    return _Norm.apply(x, residual, weight, bias, eps, fused)
+def add_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, compiled: bool = False
+) -> tuple[Tensor, Tensor]:
+    """(layer_norm(x + residual), x + residual). x and residual [..., d], weight and bias [d]."""
+    return _Norm.apply(x, residual, weight, bias, eps, compiled)
 
 
-def norm_forward(x, residual, weight, bias, eps: float):
-    """-> y, x + residual, 1/deviation [..., 1], mean [..., 1] or None (RMSNorm)."""
+# ---- the definition ----------------------------------------------------------------------------------------
+
+def norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """LayerNorm, or RMSNorm where bias is None.
+
+    Returns y [..., d], x + residual [..., d], 1 / deviation [..., 1], and the mean [..., 1] (RMSNorm: None).
+    """
     if residual is not None:
         x = x + residual
-    f = x.to(wide(x.dtype))
-    mean = None if bias is None else f.mean(-1, keepdim=True)
-    centred = f if mean is None else f - mean
-    scale = torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
-    y = (centred * scale).mul_(weight.to(f.dtype))
-    return (y if bias is None else y.add_(bias.to(f.dtype))).to(x.dtype), x, scale, mean
+    values = x.to(accumulation_dtype(x.dtype))
+    mean = None
+    if bias is not None:
+        mean = values.mean(-1, keepdim=True)
+        values = values - mean
+    scale = torch.rsqrt(values.square().mean(-1, keepdim=True) + eps)
+
+    y = (values * scale).mul_(weight.to(values.dtype))
+    if bias is not None:
+        y.add_(bias.to(values.dtype))
+    return y.to(x.dtype), x, scale, mean
 
 
-def norm_backward(dy, dres, x, weight, scale, mean):
-    """-> dx (the residual branch's gradient `dres` added), dweight and dbias in fp32."""
-    rows = tuple(range(dy.dim() - 1))
-    g, w = dy.to(scale.dtype), weight.to(scale.dtype)
-    hat = (x.to(scale.dtype) if mean is None else x.to(scale.dtype) - mean) * scale
-    g_hat, g_w = g * hat, g * w
-    slope = (g_hat @ w / w.shape[0])[..., None]  # mean of g w hat over the row
-    dx = g_w.addcmul_(hat, slope, value=-1)
+def norm_backward(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, mean: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The gradients of norm_forward, from its results x + residual, scale and mean.
+
+    dresidual: the gradient of the result x + residual, or None; it is added to dx.
+    Returns dx in the dtype of x; dweight [d] and dbias [d] (RMSNorm: None) in fp32 or better.
+    """
+    batch_dims = tuple(range(dy.dim() - 1))
+    dy = dy.to(scale.dtype)
+    weight = weight.to(scale.dtype)
+    d = weight.shape[0]
+    values = x.to(scale.dtype)
     if mean is not None:
-        dx -= (g @ w / w.shape[0])[..., None]
+        values = values - mean
+    x_hat = values * scale
+    dweight_rows = dy * x_hat  # [..., d]
+    dx_hat = dy * weight
+
+    row_mean = (dweight_rows @ weight / d)[..., None]  # the mean of dx_hat x_hat
+    dx = dx_hat.addcmul_(x_hat, row_mean, value=-1)
+    if mean is not None:
+        dx -= (dy @ weight / d)[..., None]
     dx *= scale
-    if dres is not None:
-        dx += dres
-    return dx.to(x.dtype), g_hat.sum(rows), None if mean is None else g.sum(rows)
+    if dresidual is not None:
+        dx += dresidual
+
+    dweight = dweight_rows.sum(batch_dims)
+    dbias = None if mean is None else dy.sum(batch_dims)
+    return dx.to(x.dtype), dweight, dbias
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ------------------------------------------------------------------------------------------------
+# n rows of d elements; a program works on ROWS of them at a time, padded to BLOCK elements. HAS_RESIDUAL:
+# there is a residual, or its gradient. LAYER: LayerNorm, else RMSNorm.
 
 @triton.jit
-def forward_kernel(X, RESIDUAL, WEIGHT, BIAS, Y, TOTAL, SCALE, MEAN, n, d, eps,
-                   PAIR: tl.constexpr, LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    rows, cols = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    inside = (rows < n)[:, None] & (cols < d)[None, :]
-    at = rows[:, None] * d + cols[None, :]
-    x = tl.load(X + at, inside, 0.0).to(tl.float32)
-    if PAIR:
-        total = (x + tl.load(RESIDUAL + at, inside, 0.0).to(tl.float32)).to(X.dtype.element_ty)
-        tl.store(TOTAL + at, total, inside)
-        x = total.to(tl.float32)  # what the backward will read
+def forward_kernel(
+    X, RESIDUAL, WEIGHT, BIAS, Y, TOTAL, SCALE, MEAN, n, d, eps,
+    HAS_RESIDUAL: tl.constexpr, LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """ROWS rows: Y, TOTAL = X + RESIDUAL, SCALE = 1 / deviation, and MEAN."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    inside = (rows < n)[:, None] & (columns < d)[None, :]
+    index = rows[:, None] * d + columns[None, :]
+    x = tl.load(X + index, inside, 0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = tl.load(RESIDUAL + index, inside, 0.0).to(tl.float32)
+        total = (x + residual).to(X.dtype.element_ty)
+        tl.store(TOTAL + index, total, inside)
+        x = total.to(tl.float32)  # rounded, as the backward reads it
     if LAYER:
         mean = tl.sum(x, 1) / d
         x = tl.where(inside, x - mean[:, None], 0.0)
         tl.store(MEAN + rows, mean, rows < n)
+
     scale = tl.rsqrt(tl.sum(x * x, 1) / d + eps)
     tl.store(SCALE + rows, scale, rows < n)
-    y = x * scale[:, None] * tl.load(WEIGHT + cols, cols < d, 0.0).to(tl.float32)[None, :]
+    y = x * scale[:, None]
+    weight = tl.load(WEIGHT + columns, columns < d, 0.0).to(tl.float32)
+    y = y * weight[None, :]
     if LAYER:
-        y += tl.load(BIAS + cols, cols < d, 0.0).to(tl.float32)[None, :]
-    tl.store(Y + at, y.to(Y.dtype.element_ty), inside)
+        bias = tl.load(BIAS + columns, columns < d, 0.0).to(tl.float32)
+        y += bias[None, :]
+    tl.store(Y + index, y.to(Y.dtype.element_ty), inside)
 
 
 @triton.jit
-def backward_kernel(DY, DRES, X, WEIGHT, SCALE, MEAN, DX, DWEIGHT, DBIAS, n, d,
-                    PAIR: tl.constexpr, LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    program, cols = tl.program_id(0), tl.arange(0, BLOCK)
-    weight = tl.load(WEIGHT + cols, cols < d, 0.0).to(tl.float32)[None, :]
+def backward_kernel(
+    DY, DRESIDUAL, X, WEIGHT, SCALE, MEAN, DX, DWEIGHT, DBIAS, n, d,
+    HAS_RESIDUAL: tl.constexpr, LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Every num_programs-th tile of ROWS rows: DX, and one program's share of DWEIGHT and DBIAS [programs,
+    d]."""
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    weight = tl.load(WEIGHT + columns, columns < d, 0.0).to(tl.float32)[None, :]
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+
     for first in range(program * ROWS, n, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)
-        inside = (rows < n)[:, None] & (cols < d)[None, :]
-        at = rows.to(tl.int64)[:, None] * d + cols[None, :]
-        g = tl.load(DY + at, inside, 0.0).to(tl.float32)
-        x = tl.load(X + at, inside, 0.0).to(tl.float32)
+        inside = (rows < n)[:, None] & (columns < d)[None, :]
+        index = rows.to(tl.int64)[:, None] * d + columns[None, :]
+        dy = tl.load(DY + index, inside, 0.0).to(tl.float32)
+        x = tl.load(X + index, inside, 0.0).to(tl.float32)
         scale = tl.load(SCALE + rows, rows < n, 0.0)[:, None]
         if LAYER:
-            x = tl.where(inside, x - tl.load(MEAN + rows, rows < n, 0.0)[:, None], 0.0)
-            dbias += g
-        hat, gw = x * scale, g * weight
-        dweight += g * hat
-        dx = gw - hat * (tl.sum(gw * hat, 1) / d)[:, None]
+            mean = tl.load(MEAN + rows, rows < n, 0.0)[:, None]
+            x = tl.where(inside, x - mean, 0.0)
+            dbias += dy
+
+        x_hat = x * scale
+        dx_hat = dy * weight
+        dweight += dy * x_hat
+        dx = dx_hat - x_hat * (tl.sum(dx_hat * x_hat, 1) / d)[:, None]
         if LAYER:
-            dx -= (tl.sum(gw, 1) / d)[:, None]
+            dx -= (tl.sum(dx_hat, 1) / d)[:, None]
         dx *= scale
-        if PAIR:
-            dx += tl.load(DRES + at, inside, 0.0).to(tl.float32)
-        tl.store(DX + at, dx.to(DX.dtype.element_ty), inside)
-    at = program.to(tl.int64) * d + cols
-    tl.store(DWEIGHT + at, tl.sum(dweight, 0), cols < d)
+        if HAS_RESIDUAL:
+            dx += tl.load(DRESIDUAL + index, inside, 0.0).to(tl.float32)
+        tl.store(DX + index, dx.to(DX.dtype.element_ty), inside)
+
+    index = program.to(tl.int64) * d + columns
+    tl.store(DWEIGHT + index, tl.sum(dweight, 0), columns < d)
     if LAYER:
-        tl.store(DBIAS + at, tl.sum(dbias, 0), cols < d)
+        tl.store(DBIAS + index, tl.sum(dbias, 0), columns < d)
 
 
-def tile(d: int, each: int) -> dict:
-    """Launch parameters for rows of d elements, of which a warp has `each`."""
+def launch_meta(d: int, per_warp: int) -> dict[str, int]:
+    """Launch parameters for rows of d elements, of which each warp has `per_warp`."""
     block = power_of_2(d)
-    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": min(16, max(4, block // each))}
+    warps = min(16, max(4, block // per_warp))
+    return {"ROWS": max(1, TILE // block), "BLOCK": block, "num_warps": warps}
 
 
-def launch_forward(x, residual, weight, bias, eps: float):
-    """What norm_forward returns, as one kernel; the statistics are [rows]."""
-    d, shape = x.shape[-1], x.shape
-    x, residual = (None if t is None else t.contiguous() for t in (x, residual))
-    n, meta = x.numel() // d, tile(d, FORWARD)
-    y, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+def launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """norm_forward as one kernel; 1 / deviation and the mean are [rows]."""
+    shape = x.shape
+    d = shape[-1]
+    n = x.numel() // d
+    x = x.contiguous()
+    total = x
+    if residual is not None:
+        residual = residual.contiguous()
+        total = torch.empty_like(x)
+    y = torch.empty_like(x)
     scale = x.new_empty(n, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(scale)
-    forward_kernel[(ceil_div(n, meta["ROWS"]),)](x, residual, weight, bias, y, total, scale, mean, n, d, eps,
-                                                 PAIR=residual is not None, LAYER=bias is not None, **meta)
+
+    meta = launch_meta(d, FORWARD_PER_WARP)
+    forward_kernel[(ceil_div(n, meta["ROWS"]),)](
+        x, residual, weight, bias, y, total, scale, mean, n, d, eps,
+        HAS_RESIDUAL=residual is not None, LAYER=bias is not None, **meta)
     return y.view(shape), total, scale, mean
 
 
-def launch_backward(dy, dres, x, weight, scale, mean):
-    """What norm_backward returns, as one kernel and the sum of its programs' shares."""
-    d, meta = x.shape[-1], tile(x.shape[-1], BACKWARD)
-    dy, dres = (None if t is None else t.contiguous() for t in (dy, dres))
-    n, dx = x.numel() // d, torch.empty_like(x)
-    programs = min(PROGRAMS * processors(x.device), ceil_div(n, meta["ROWS"]))
+def launch_backward(
+    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, mean: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """norm_backward as one kernel, and the sums over its programs."""
+    d = x.shape[-1]
+    n = x.numel() // d
+    dy = dy.contiguous()
+    if dresidual is not None:
+        dresidual = dresidual.contiguous()
+
+    meta = launch_meta(d, BACKWARD_PER_WARP)
+    programs = min(PROGRAMS * num_processors(x.device), ceil_div(n, meta["ROWS"]))
+    dx = torch.empty_like(x)
     dweight = scale.new_empty(programs, d)
     dbias = None if mean is None else torch.empty_like(dweight)
-    backward_kernel[(programs,)](dy, dres, x, weight, scale, mean, dx, dweight, dbias, n, d,
-                                 PAIR=dres is not None, LAYER=mean is not None, **meta)
-    return dx, dweight.sum(0), None if mean is None else dbias.sum(0)
+    backward_kernel[(programs,)](
+        dy, dresidual, x, weight, scale, mean, dx, dweight, dbias, n, d,
+        HAS_RESIDUAL=dresidual is not None, LAYER=mean is not None, **meta)
+    return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
 
 
-def triton_fits(x, *others) -> bool:
+def triton_supports(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether the Triton kernels support the call; on a GPU, says once on stderr why not."""
+    if x.numel() == 0:
+        return False
     d = x.shape[-1]
-    return x.numel() > 0 and fits("norm", x, *others, why=f"rows of {d} are longer than {LONGEST}" if d > LONGEST else None)
+    why = f"rows of {d} are longer than {MAX_ROW}" if d > MAX_ROW else None
+    return kernel_is_available("norm", x, *others, why=why)
 
 
 class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, fused):
-        ctx.triton = triton_fits(x, residual, weight, bias)
-        forward = launch_forward if ctx.triton else jit(norm_forward, fused)
-        y, total, scale, mean = forward(x, residual, weight, bias, eps)
-        ctx.save_for_backward(total, scale, mean)
-        ctx.weight, ctx.bias, ctx.pair, ctx.fused = weight, bias, residual is not None, fused
-        ctx.set_materialize_grads(False)
-        return (y, total) if ctx.pair else (y,)
+    """Returns (y,), or (y, x + residual) where there is a residual."""
 
     @staticmethod
-    def backward(ctx, dy, dres=None):
+    def forward(
+        ctx,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        compiled: bool,
+    ) -> tuple[Tensor, ...]:
+        ctx.triton = triton_supports(x, residual, weight, bias)
+        forward = launch_forward if ctx.triton else jit(norm_forward, compiled)
+        y, total, scale, mean = forward(x, residual, weight, bias, eps)
+
+        ctx.save_for_backward(total, scale, mean)
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.has_residual = residual is not None
+        ctx.compiled = compiled
+        ctx.set_materialize_grads(False)
+        return (y, total) if ctx.has_residual else (y,)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor | None, dresidual: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, scale, mean = ctx.saved_tensors
-        if dy is None:
-            return dres, dres, None, None, None, None
-        backward = launch_backward if ctx.triton else jit(norm_backward, ctx.fused)
-        dx, dw, db = backward(dy, dres, x, ctx.weight, scale, mean)
-        dw = give_sum(ctx.weight, dw)
-        db = None if ctx.bias is None else give_sum(ctx.bias, db)
-        return dx, dx if ctx.pair else None, dw, db, None, None
+        if dy is None:  # y is not used
+            return dresidual, dresidual, None, None, None, None
+
+        backward = launch_backward if ctx.triton else jit(norm_backward, ctx.compiled)
+        dx, dweight, dbias = backward(dy, dresidual, x, ctx.weight, scale, mean)
+        dweight = accumulate_summed_grad(ctx.weight, dweight)
+        if dbias is not None:
+            dbias = accumulate_summed_grad(ctx.bias, dbias)
+        return dx, dx if ctx.has_residual else None, dweight, dbias, None, None

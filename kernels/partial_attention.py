@@ -1,108 +1,177 @@
-"""Attention over a part of the keys, and how parts are put together: what ring attention is made of.
+"""Attention over a part of the keys, and the merge of such parts: what ring attention is made of.
 
-    out_i, lse_i = partial(q, k_i, v_i, see_i)        softmax over these keys alone, with the logarithm of its denominator
-    out, lse     = merge(out_1, lse_1, out_2, lse_2)  exactly what one softmax over both sets of keys gives
-    dq, dk, dv   = partial_backward(...)              one part's share, from the merged lse and delta = <dout, out>
+    out_i, lse_i = attention_part(q, k_i, v_i, mask_i)    softmax over these keys alone, with its logsumexp
+    merge_partial(out, lse, out_i, lse_i)                 in place: exactly one softmax over both sets of keys
+    dq, dk, dv = partial_backward(...)                    one part's share, from the merged lse and delta
 
-The algebra is that of online softmax (arXiv 1805.02867) and FlashAttention's backward (arXiv 2307.08691): with the merged
-lse the true probabilities of a part are exp(scores - lse), whatever the other parts hold. Everything is in fp32 or better
-(`wide`), since what is summed over parts must not be rounded in between. A tile of queries at a time bounds the memory.
+The algebra is that of online softmax (arXiv 1805.02867) and of FlashAttention's backward (arXiv 2307.08691).
+With the merged lse, the true probabilities of a part are exp(scores - lse), whatever the other parts hold;
+delta is <dout, out>. Everything is in fp32 or better, because what is summed over parts must not be rounded
+in between. One tile of queries at a time bounds the memory.
 
-On a GPU the same two functions are three Triton kernels: forward, dq, and dk with dv. Each program owns what it writes, so
-there are no atomics and the gradients are the same bits every time; blocks that nobody sees are skipped, and only blocks
-that a boundary cuts are masked (kernels/sight.py).
+On a GPU the same functions are three Triton kernels: the forward, dq, and dk with dv. Each program owns what
+it writes. So there are no atomics, and the gradients are the same bits every time. Programs skip the blocks
+that no query sees, and mask only the blocks that hold a boundary (kernels/attention_mask.py).
 """
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.grad import wide
-from kernels.sight import Sight
-from kernels.triton_ import ceil_div, chip, fits, power_of_2, tl, triton
+from kernels.attention_mask import AttentionMask, MaskLike
+from kernels.grad import accumulation_dtype
+from kernels.triton_ import ceil_div, chip_name, kernel_is_available, power_of_2, tl, triton
 
-TILE = 512  # queries whose scores exist together
-LARGEST = 256  # head dim
-# By chip (kernels/triton_.py) and padded head dim: queries and keys of a block, warps, stages of the pipeline. The largest
-# that tests/kernels/aot.py compiles without a spill; Blackwell keeps accumulators in their own memory, and wants one stage.
-FORWARD = {8: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
-           9: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
-           10: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)}}
-QUERIES = dict.fromkeys((8, 9, 10), {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)})
-KEYS = {8: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)},
-        9: {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)},
-        10: {64: (64, 128, 8, 1), 128: (64, 128, 8, 1), 256: (16, 64, 8, 1)}}
-DELTA_ROWS = 64
-FP32 = (32, 32, 4, 1)  # four bytes an element, and no tensor cores: for parity, not for speed
+TILE = 512  # queries whose scores exist together, without Triton
+MAX_HEAD_DIM = 256
+MAX_OFFSET = 2**31  # elements: the kernels count tokens times strides in int32
+DELTA_ROWS = 64  # queries of a program that computes delta
+
+# {chip (kernels/triton_.py): {padded head dim: (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages)}}
+# The largest that tests/kernels/aot.py compiles without a spill. Blackwell keeps accumulators in memory of
+# their own, and wants one stage.
+BlockTable = dict[int, dict[int, tuple[int, int, int, int]]]
+FORWARD_BLOCKS: BlockTable = {
+    8: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
+    9: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+    10: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (128, 32, 8, 2)},
+}
+DQ_BLOCKS: BlockTable = {
+    8: {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+    9: {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+    10: {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+}
+DKV_BLOCKS: BlockTable = {
+    8: {64: (32, 128, 8, 2), 128: (32, 64, 8, 2), 256: (16, 64, 8, 1)},
+    9: {64: (64, 128, 8, 2), 128: (32, 128, 8, 3), 256: (16, 64, 8, 2)},
+    10: {64: (64, 128, 8, 1), 128: (64, 128, 8, 1), 256: (16, 64, 8, 1)},
+}
+FP32_BLOCKS = (32, 32, 4, 1)  # four bytes an element, and no tensor cores: for parity, not for speed
 
 
-def partial(q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e], h a multiple of g; see: bool [b or 1, 1, s_q, s_k], None: everyone
-    sees all. Returns out [b, s_q, h, e], in `dtype` or fp32 or better, and lse [b, s_q, h]; a query that sees no key has out 0
-    and lse -inf."""
-    if triton_fits(q, k, v, see):
-        return launch_forward(q, k, v, see, dtype or torch.float32)
-    out, lse = partial_reference(q, k, v, see.dense if isinstance(see, Sight) else see)
+def attention_part(
+    q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over these keys alone, and the logsumexp of its scores.
+
+    q [b, s_q, h, d], k [b, s_k, g, d], v [b, s_k, g, e], where h is a multiple of g.
+    mask: an AttentionMask, or bool [b or 1, 1, s_q, s_k]; None: every query sees every key.
+    Returns out [b, s_q, h, e], in `dtype` (None: fp32 or better), and lse [b, s_q, h]. A query that sees no
+    key has out 0 and lse -inf.
+    """
+    if triton_supports_part(q, k, v, mask):
+        assert not isinstance(mask, Tensor)  # triton_supports_part refuses a dense mask
+        return launch_forward(q, k, v, mask, dtype or torch.float32)
+    out, lse = partial_reference(q, k, v, dense(mask))
     return out.to(dtype or out.dtype), lse
 
 
-def partial_reference(q: Tensor, k: Tensor, v: Tensor, see: Tensor | None) -> tuple[Tensor, Tensor]:
-    out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype))
-    lse = out.new_empty(q.shape[:3])
-    values = by_group(v)  # [b, g, 1, s_k, d]
-    for rows, scores in tiles(q, k, see):
-        total = scores.logsumexp(-1, keepdim=True)  # [b, g, r, t, 1]
-        p = torch.exp(scores - total.clamp_min(torch.finfo(total.dtype).min))  # no NaN where all scores are -inf
-        out[:, rows] = by_token(p @ values)
-        lse[:, rows] = by_token(total)[..., 0]
-    return out, lse
+def merge_partial(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """In place: (out, lse) become those of both sets of keys. lse must not be -inf in both.
 
-
-def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """In place: (out, lse) become those of both sets of keys. lse must not be -inf in both."""
+    out, other [b, s_q, h, e]; lse, other_lse [b, s_q, h].
+    """
     both = torch.logaddexp(lse, other_lse)
-    out.mul_(torch.exp(lse - both)[..., None]).addcmul_(other, torch.exp(other_lse - both)[..., None])
+    share = torch.exp(lse - both)[..., None]
+    other_share = torch.exp(other_lse - both)[..., None]
+    out.mul_(share).addcmul_(other, other_share)
     lse.copy_(both)
 
 
-def partial_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None, lse: Tensor, delta: Tensor,
-                     into: tuple[Tensor, Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """dout [b, s_q, h, e]; lse, delta [b, s_q, h]: merged over all parts. Returns this part's share of dq, and dk, dv of its
-    keys: in fp32 or better, or written to `into`."""
-    if triton_fits(q, k, v, see):
-        return launch_backward(dout, q, k, v, see, lse, delta, into)
-    parts = partial_backward_reference(dout, q, k, v, see.dense if isinstance(see, Sight) else see, lse, delta)
-    return parts if into is None else tuple(a.copy_(b) for a, b in zip(into, parts))
+def partial_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: MaskLike,
+    lse: Tensor,
+    delta: Tensor,
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This part's share of dq, and dk and dv of its keys: in fp32 or better, or written to `into`.
+
+    dout [b, s_q, h, e]; lse and delta [b, s_q, h], merged over all parts. The rest: as for attention_part.
+    """
+    if triton_supports_part(q, k, v, mask):
+        assert not isinstance(mask, Tensor)  # triton_supports_part refuses a dense mask
+        return launch_backward(dout, q, k, v, mask, lse, delta, into)
+    grads = partial_backward_reference(dout, q, k, v, dense(mask), lse, delta)
+    if into is None:
+        return grads
+    for out, grad in zip(into, grads):
+        out.copy_(grad)
+    return into
 
 
-def partial_backward_reference(dout, q, k, v, see, lse, delta) -> tuple[Tensor, Tensor, Tensor]:
-    dq = q.new_empty(q.shape, dtype=wide(q.dtype))
-    keys, values = by_group(k), by_group(v)  # [b, g, 1, s_k, d]
-    dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-    for rows, scores in tiles(q, k, see):
-        here = [by_group(t[:, rows], k.shape[2]) for t in (q, dout, lse[..., None], delta[..., None])]
-        queries, dy, total, inner = here  # [b, g, r, t, d or 1]
-        p = torch.exp(scores - total)
-        dv += (p.transpose(-1, -2) @ dy).sum(2, keepdim=True)
-        ds = p * (dy @ values.transpose(-1, -2) - inner) / math.sqrt(q.shape[-1])
-        dq[:, rows] = by_token(ds @ keys)
-        dk += (ds.transpose(-1, -2) @ queries).sum(2, keepdim=True)
+# ---- the definition ----------------------------------------------------------------------------------------
+# r = h / g: the query heads that share a key head; t: the queries of a tile
+
+def partial_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """attention_part in plain torch, with a dense mask."""
+    b, s_q, h, _ = q.shape
+    out = q.new_empty(b, s_q, h, v.shape[-1], dtype=accumulation_dtype(q.dtype))
+    lse = out.new_empty(b, s_q, h)
+    values = by_group(v)  # [b, g, 1, s_k, e]
+    for rows, scores in visible_tiles(q, k, mask):
+        row_lse = scores.logsumexp(-1, keepdim=True)  # [b, g, r, t, 1]
+        finite_lse = row_lse.clamp_min(torch.finfo(row_lse.dtype).min)  # no NaN where all scores are -inf
+        probs = torch.exp(scores - finite_lse)
+        out[:, rows] = by_token(probs @ values)
+        lse[:, rows] = by_token(row_lse)[..., 0]
+    return out, lse
+
+
+def partial_backward_reference(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    lse: Tensor,
+    delta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """partial_backward in plain torch, with a dense mask."""
+    groups = k.shape[2]
+    scale = math.sqrt(q.shape[-1])
+    dq = q.new_empty(q.shape, dtype=accumulation_dtype(q.dtype))
+    keys = by_group(k)  # [b, g, 1, s_k, d]
+    values = by_group(v)  # [b, g, 1, s_k, e]
+    dk = torch.zeros_like(keys)
+    dv = torch.zeros_like(values)
+
+    for rows, scores in visible_tiles(q, k, mask):
+        row_q = by_group(q[:, rows], groups)  # [b, g, r, t, d]
+        row_dout = by_group(dout[:, rows], groups)  # [b, g, r, t, e]
+        row_lse = by_group(lse[:, rows, :, None], groups)  # [b, g, r, t, 1]
+        row_delta = by_group(delta[:, rows, :, None], groups)  # [b, g, r, t, 1]
+
+        probs = torch.exp(scores - row_lse)  # [b, g, r, t, s_k]
+        dv += (probs.transpose(-1, -2) @ row_dout).sum(2, keepdim=True)
+        dprobs = row_dout @ values.transpose(-1, -2)
+        dscores = probs * (dprobs - row_delta) / scale
+        dq[:, rows] = by_token(dscores @ keys)
+        dk += (dscores.transpose(-1, -2) @ row_q).sum(2, keepdim=True)
     return dq, by_token(dk), by_token(dv)
 
 
-def tiles(q: Tensor, k: Tensor, see: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
-    """(queries, their scores [b, g, r, t, s_k]; -inf where they do not see)."""
+def visible_tiles(q: Tensor, k: Tensor, mask: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """Tiles of queries: (which, their scores [b, g, r, t, s_k], -inf where a query does not see a key)."""
+    scale = math.sqrt(q.shape[-1])
     keys = by_group(k).transpose(-1, -2)  # [b, g, 1, d, s_k]
-    for lo in range(0, q.shape[1], TILE):
-        rows = slice(lo, min(lo + TILE, q.shape[1]))
-        scores = by_group(q[:, rows], k.shape[2]) / math.sqrt(q.shape[-1]) @ keys
-        yield rows, scores if see is None else scores.masked_fill(~see[:, :, None, rows], -math.inf)
+    for start in range(0, q.shape[1], TILE):
+        rows = slice(start, min(start + TILE, q.shape[1]))
+        scores = by_group(q[:, rows], k.shape[2]) / scale @ keys
+        if mask is not None:
+            scores = scores.masked_fill(~mask[:, :, None, rows], -math.inf)
+        yield rows, scores
 
 
 def by_group(x: Tensor, groups: int | None = None) -> Tensor:
-    """[b, s, h, d] -> [b, groups, h / groups, s, d], wide; groups: the key heads (none: h)."""
-    return x.to(wide(x.dtype)).transpose(1, 2).unflatten(1, (groups or x.shape[2], -1))
+    """[b, s, h, d] -> [b, groups, h / groups, s, d], in fp32 or better. groups: the key heads (None: h)."""
+    x = x.to(accumulation_dtype(x.dtype)).transpose(1, 2)
+    return x.unflatten(1, (groups or x.shape[1], -1))
 
 
 def by_token(x: Tensor) -> Tensor:
@@ -110,289 +179,508 @@ def by_token(x: Tensor) -> Tensor:
     return x.flatten(1, 2).transpose(1, 2)
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
-# Scores are kept in base 2 (exp2 is one instruction): `scale` is log2(e) / sqrt(d). FIRST, LAST: kernels/sight.py, and
-# `apart` turns a query's row into its place among the keys. x_at: strides of batch, token, head; channels are adjacent.
+def dense(mask: MaskLike) -> Tensor | None:
+    return mask.dense_mask if isinstance(mask, AttentionMask) else mask
+
+
+# ---- Triton ------------------------------------------------------------------------------------------------
+# Scores are in base 2, since exp2 is one instruction: `scale` is log2(e) / sqrt(d).
+# x_strides: of batch, token and head of X, in elements; channels are adjacent.
+# FIRST_KEY, QUERY_END: as in kernels/attention_mask.py. offset: the position of query row 0 among the keys.
+# CAUSAL: there is a mask. BOUNDED: it has FIRST_KEY and QUERY_END.
+# BLOCK_M, BLOCK_N: queries and keys of a block.
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
 @triton.jit
-def load_rows(X, rows, stride, n, EDGE: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr):
-    """[rows, PADDED]; rows from n on and channels from D on are 0. EDGE: there may be such rows."""
-    channels = tl.arange(0, PADDED)
-    at = X + rows[:, None] * stride + channels[None, :]
-    if EDGE and D < PADDED:
-        x = tl.load(at, (rows < n)[:, None] & (channels < D)[None, :], 0.0)
+def load_rows(X, rows, stride, n, EDGE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Rows `rows` of X [n, DIM] -> [rows, PADDED_DIM], 0 outside X. EDGE: some rows may be n or more."""
+    channels = tl.arange(0, PADDED_DIM)
+    pointers = X + rows[:, None] * stride + channels[None, :]
+    if EDGE and DIM < PADDED_DIM:
+        inside = (rows < n)[:, None] & (channels < DIM)[None, :]
+        x = tl.load(pointers, inside, 0.0)
     elif EDGE:
-        x = tl.load(at, (rows < n)[:, None], 0.0)
-    elif D < PADDED:
-        x = tl.load(at, (channels < D)[None, :], 0.0)
+        x = tl.load(pointers, (rows < n)[:, None], 0.0)
+    elif DIM < PADDED_DIM:
+        x = tl.load(pointers, (channels < DIM)[None, :], 0.0)
     else:
-        x = tl.load(at)
+        x = tl.load(pointers)
     return x
 
 
 @triton.jit
-def store_rows(X, x, rows, stride, n, D: tl.constexpr, PADDED: tl.constexpr):
-    channels = tl.arange(0, PADDED)
-    inside = n - rows > 0  # not written as for the loads, or these predicates would fill registers all along
-    tl.store(X + rows[:, None] * stride + channels[None, :], x.to(X.dtype.element_ty), inside[:, None] & (channels < D)[None, :])
+def store_rows(X, x, rows, stride, n, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """The inverse of load_rows, cast to the dtype of X."""
+    channels = tl.arange(0, PADDED_DIM)
+    inside = n - rows > 0  # not rows < n: the loads' predicates would stay in registers until here
+    pointers = X + rows[:, None] * stride + channels[None, :]
+    x = x.to(X.dtype.element_ty)
+    tl.store(pointers, x, inside[:, None] & (channels < DIM)[None, :])
 
 
 @triton.jit
-def keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Which keys the queries row .. row + QUERIES see: begin, cut, end; before `cut` all see all, after it a mask decides."""
-    begin, cut, end = 0, s_k // KEYS * KEYS, s_k
+def key_range(FIRST_KEY, row, s_k, offset, key_start, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
+              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which keys the queries row .. row + BLOCK_M - 1 see: (begin, masked_begin, end).
+
+    Every query sees all keys before masked_begin; the keys from there on need a mask.
+    """
+    begin = 0
+    masked_begin = s_k // BLOCK_N * BLOCK_N
+    end = s_k
     if CAUSAL:
-        end = tl.minimum(s_k, tl.maximum(row + QUERIES + apart, 0))
-        cut = tl.minimum(cut, tl.maximum(row + apart + 1, 0) // KEYS * KEYS)
+        end = tl.minimum(s_k, tl.maximum(row + BLOCK_M + offset, 0))
+        masked_begin = tl.minimum(masked_begin, tl.maximum(row + offset + 1, 0) // BLOCK_N * BLOCK_N)
     if BOUNDED:
-        begin = tl.maximum(tl.load(FIRST + row) - key, 0) // KEYS * KEYS
-        cut = begin
-    return begin, cut, end
+        first_key = tl.load(FIRST_KEY + row) - key_start
+        begin = tl.maximum(first_key, 0) // BLOCK_N * BLOCK_N
+        masked_begin = begin
+    return begin, masked_begin, end
 
 
 @triton.jit
-def queries_of(LAST, column, s_q, s_k, apart, query, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Which queries see the keys column .. column + KEYS: begin, cut, end; before `cut` a mask decides, after it all see all."""
-    begin, cut, end = 0, 0, s_q
+def query_range(QUERY_END, column, s_q, s_k, offset, query_start, CAUSAL: tl.constexpr,
+                BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Which queries see the keys column .. column + BLOCK_N - 1: (begin, masked_end, end).
+
+    The queries before masked_end need a mask; every query from there on sees all these keys.
+    """
+    begin = 0
+    masked_end = 0
+    end = s_q
     if CAUSAL:
-        begin = tl.maximum(column - apart, 0) // QUERIES * QUERIES
-        cut = tl.minimum(tl.cdiv(tl.maximum(column + KEYS - 1 - apart, 0), QUERIES) * QUERIES, tl.cdiv(s_q, QUERIES) * QUERIES)
+        begin = tl.maximum(column - offset, 0) // BLOCK_M * BLOCK_M
+        sees_all = tl.cdiv(tl.maximum(column + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M
+        masked_end = tl.minimum(sees_all, tl.cdiv(s_q, BLOCK_M) * BLOCK_M)
     if BOUNDED:
-        end = tl.minimum(s_q, tl.maximum(tl.load(LAST + tl.minimum(column + KEYS, s_k) - 1) - query, 0))
-        cut = end
-    return begin, cut, end
+        query_end = tl.load(QUERY_END + tl.minimum(column + BLOCK_N, s_k) - 1) - query_start
+        end = tl.minimum(s_q, tl.maximum(query_end, 0))
+        masked_end = end
+    return begin, masked_end, end
 
 
 @triton.jit
-def visible(rows, columns, first, s_k, apart, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
-    """rows, columns, first: broadcastable against each other."""
-    see = columns < s_k
+def is_visible(rows, columns, first_key, s_k, offset, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
+    """Whether queries `rows` see keys `columns`. rows, columns and first_key broadcast against each other."""
+    mask = columns < s_k
     if CAUSAL:
-        see = see & (columns <= rows + apart)
+        mask = mask & (columns <= rows + offset)
     if BOUNDED:
-        see = see & (columns >= first)
-    return see
+        mask = mask & (columns >= first_key)
+    return mask
 
 
 @triton.jit
-def fold(out, total, top, q, K, V, k_stride, v_stride, rows, first, begin, end, s_k, apart, scale, MASKED: tl.constexpr,
-         CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
-    """Keys begin..end join the online softmax of a block of queries."""
-    for n in range(begin, end, N):
-        columns = n + tl.arange(0, N)
-        k = load_rows(K, columns, k_stride, s_k, MASKED, D, DP)
+def accumulate_output(
+    out, denominator, row_max, q, K, V, k_stride, v_stride, rows, first_key,
+    begin, end, s_k, offset, scale,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+):
+    """Adds the keys begin .. end - 1 to the online softmax of a block of queries."""
+    for start in range(begin, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        k = load_rows(K, columns, k_stride, s_k, MASKED, HEAD_DIM, PADDED_HEAD_DIM)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if MASKED:
-            scores = tl.where(visible(rows[:, None], columns[None, :], first[:, None], s_k, apart, CAUSAL, BOUNDED), scores, -float("inf"))
-        new = tl.maximum(top, tl.max(scores, 1))
-        base = new
-        if MASKED:
-            base = tl.where(new == -float("inf"), 0.0, new)  # no key yet: exp2(-inf - 0), not exp2(-inf + inf)
-        p = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(top - base)
-        total = total * shrink + tl.sum(p, 1)
-        v = load_rows(V, columns, v_stride, s_k, MASKED, E, EP)
-        out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
-        top = new
-    return out, total, top
+            mask = is_visible(
+                rows[:, None], columns[None, :], first_key[:, None], s_k, offset, CAUSAL, BOUNDED)
+            scores = tl.where(mask, scores, -float("inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        base = new_max
+        if MASKED:  # a query without a key so far: exp2(-inf - 0), not exp2(-inf + inf)
+            base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        probs = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(row_max - base)
+        denominator = denominator * shrink + tl.sum(probs, 1)
+
+        v = load_rows(V, columns, v_stride, s_k, MASKED, VALUE_DIM, PADDED_VALUE_DIM)
+        out = tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+        row_max = new_max
+    return out, denominator, row_max
 
 
 @triton.jit
-def forward_kernel(Q, K, V, FIRST, OUT, LSE, q_at, k_at, v_at, out_at, first_b, s_q, s_k, heads, share, key, apart, scale,
-                   CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-                   D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # the blocks with most keys first
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    rows = row + tl.arange(0, M)
-    K += b * k_at[0] + h // share * k_at[2]
-    V += b * v_at[0] + h // share * v_at[2]
-    FIRST += b * first_b
-    q = load_rows(Q + b * q_at[0] + h * q_at[2], rows, q_at[1], s_q, True, D, DP)
-    first = rows
+def forward_kernel(
+    Q, K, V, FIRST_KEY, OUT, LSE, q_strides, k_strides, v_strides, out_strides, first_key_stride,
+    s_q, s_k, heads, heads_per_group, key_start, offset, scale,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+):
+    """One block of queries of one head: its output and logsumexp."""
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    rows = row + tl.arange(0, BLOCK_M)
+    K += b * k_strides[0] + h // heads_per_group * k_strides[2]
+    V += b * v_strides[0] + h // heads_per_group * v_strides[2]
+    FIRST_KEY += b * first_key_stride
+    Q = Q + b * q_strides[0] + h * q_strides[2]
+    q = load_rows(Q, rows, q_strides[1], s_q, True, HEAD_DIM, PADDED_HEAD_DIM)
+
+    first_key = rows
     if BOUNDED:
-        first = tl.load(FIRST + tl.minimum(rows, s_q - 1)) - key
-    begin, cut, end = keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL, BOUNDED, M, N)
-    out, total, top = tl.zeros((M, EP), tl.float32), tl.zeros((M,), tl.float32), tl.full((M,), -float("inf"), tl.float32)
+        first_key = tl.load(FIRST_KEY + tl.minimum(rows, s_q - 1)) - key_start
+    begin, masked_begin, end = key_range(
+        FIRST_KEY, row, s_k, offset, key_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
+
+    out = tl.zeros((BLOCK_M, PADDED_VALUE_DIM), tl.float32)
+    denominator = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     if not BOUNDED:
-        out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, begin, cut, s_k, apart, scale,
-                               False, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    out, total, top = fold(out, total, top, q, K, V, k_at[1], v_at[1], rows, first, cut, end, s_k, apart, scale,
-                           True, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    seen = total > 0.0
-    store_rows(OUT + b * out_at[0] + h * out_at[2], out / tl.where(seen, total, 1.0)[:, None], rows, out_at[1], s_q, E, EP)
-    lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) / LOG2E, -float("inf"))
-    tl.store(LSE + tl.program_id(1).to(tl.int64) * s_q + rows, lse, rows < s_q)
+        out, denominator, row_max = accumulate_output(
+            out, denominator, row_max, q, K, V, k_strides[1], v_strides[1], rows, first_key,
+            begin=begin, end=masked_begin, s_k=s_k, offset=offset, scale=scale,
+            MASKED=False, CAUSAL=CAUSAL, BOUNDED=BOUNDED, BLOCK_N=BLOCK_N,
+            HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
+            VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
+    out, denominator, row_max = accumulate_output(
+        out, denominator, row_max, q, K, V, k_strides[1], v_strides[1], rows, first_key,
+        begin=masked_begin, end=end, s_k=s_k, offset=offset, scale=scale,
+        MASKED=True, CAUSAL=CAUSAL, BOUNDED=BOUNDED, BLOCK_N=BLOCK_N,
+        HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
+        VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
+
+    sees_a_key = denominator > 0.0
+    OUT = OUT + b * out_strides[0] + h * out_strides[2]
+    out = out / tl.where(sees_a_key, denominator, 1.0)[:, None]
+    store_rows(OUT, out, rows, out_strides[1], s_q, VALUE_DIM, PADDED_VALUE_DIM)
+    lse = (row_max + tl.log2(tl.where(sees_a_key, denominator, 1.0))) / LOG2E
+    lse = tl.where(sees_a_key, lse, -float("inf"))
+    LSE = LSE + tl.program_id(1).to(tl.int64) * s_q
+    tl.store(LSE + rows, lse, rows < s_q)
 
 
 @triton.jit
-def delta_kernel(OUT, DOUT, DELTA, out_at, dout_at, s_q, heads, M: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
-    """delta = <dout, out>."""
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    rows = tl.program_id(0) * M + tl.arange(0, M)
-    out = load_rows(OUT + b * out_at[0] + h * out_at[2], rows, out_at[1], s_q, True, E, EP).to(tl.float32)
-    dout = load_rows(DOUT + b * dout_at[0] + h * dout_at[2], rows, dout_at[1], s_q, True, E, EP).to(tl.float32)
-    tl.store(DELTA + tl.program_id(1).to(tl.int64) * s_q + rows, tl.sum(out * dout, 1), rows < s_q)
+def delta_kernel(OUT, DOUT, DELTA, out_strides, dout_strides, s_q, heads, BLOCK_M: tl.constexpr,
+                 VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr):
+    """delta = <dout, out> of one block of queries of one head."""
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    OUT = OUT + b * out_strides[0] + h * out_strides[2]
+    out = load_rows(OUT, rows, out_strides[1], s_q, True, VALUE_DIM, PADDED_VALUE_DIM)
+    out = out.to(tl.float32)
+    DOUT = DOUT + b * dout_strides[0] + h * dout_strides[2]
+    dout = load_rows(DOUT, rows, dout_strides[1], s_q, True, VALUE_DIM, PADDED_VALUE_DIM)
+    dout = dout.to(tl.float32)
+    DELTA = DELTA + tl.program_id(1).to(tl.int64) * s_q
+    tl.store(DELTA + rows, tl.sum(out * dout, 1), rows < s_q)
 
 
 @triton.jit
-def add_dq(dq, q, dout, lse, delta, K, V, k_stride, v_stride, rows, first, begin, end, s_k, apart, scale, MASKED: tl.constexpr,
-           CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, N: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
-    for n in range(begin, end, N):
-        columns = n + tl.arange(0, N)
-        k = load_rows(K, columns, k_stride, s_k, MASKED, D, DP)
-        v = load_rows(V, columns, v_stride, s_k, MASKED, E, EP)
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision="ieee") * scale - lse[:, None])
+def accumulate_dq(
+    dq, q, dout, lse, delta, K, V, k_stride, v_stride, rows, first_key,
+    begin, end, s_k, offset, scale,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+):
+    """Adds what the keys begin .. end - 1 contribute to dq of a block of queries."""
+    for start in range(begin, end, BLOCK_N):
+        columns = start + tl.arange(0, BLOCK_N)
+        k = load_rows(K, columns, k_stride, s_k, MASKED, HEAD_DIM, PADDED_HEAD_DIM)
+        v = load_rows(V, columns, v_stride, s_k, MASKED, VALUE_DIM, PADDED_VALUE_DIM)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        probs = tl.exp2(scores - lse[:, None])
         if MASKED:
-            p = tl.where(visible(rows[:, None], columns[None, :], first[:, None], s_k, apart, CAUSAL, BOUNDED), p, 0.0)
-        ds = p * (tl.dot(dout, tl.trans(v), input_precision="ieee") - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
+            mask = is_visible(
+                rows[:, None], columns[None, :], first_key[:, None], s_k, offset, CAUSAL, BOUNDED)
+            probs = tl.where(mask, probs, 0.0)
+        dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")
+        dscores = probs * (dprobs - delta[:, None])
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
     return dq
 
 
 @triton.jit
-def dq_kernel(Q, K, V, FIRST, DOUT, LSE, DELTA, DQ, q_at, k_at, v_at, dout_at, dq_at, first_b, s_q, s_k, heads, share, key, apart, scale,
-              CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-              D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * M
-    b, h = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
-    rows = row + tl.arange(0, M)
-    K += b * k_at[0] + h // share * k_at[2]
-    V += b * v_at[0] + h // share * v_at[2]
-    FIRST += b * first_b
-    q = load_rows(Q + b * q_at[0] + h * q_at[2], rows, q_at[1], s_q, True, D, DP)
-    dout = load_rows(DOUT + b * dout_at[0] + h * dout_at[2], rows, dout_at[1], s_q, True, E, EP)
-    at = tl.program_id(1).to(tl.int64) * s_q + rows
-    lse = tl.load(LSE + at, rows < s_q, 0.0) * LOG2E
+def dq_kernel(
+    Q, K, V, FIRST_KEY, DOUT, LSE, DELTA, DQ, q_strides, k_strides, v_strides, dout_strides, dq_strides,
+    first_key_stride, s_q, s_k, heads, heads_per_group, key_start, offset, scale,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+):
+    """dq of one block of queries of one head."""
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    rows = row + tl.arange(0, BLOCK_M)
+    K += b * k_strides[0] + h // heads_per_group * k_strides[2]
+    V += b * v_strides[0] + h // heads_per_group * v_strides[2]
+    FIRST_KEY += b * first_key_stride
+    Q = Q + b * q_strides[0] + h * q_strides[2]
+    q = load_rows(Q, rows, q_strides[1], s_q, True, HEAD_DIM, PADDED_HEAD_DIM)
+    DOUT = DOUT + b * dout_strides[0] + h * dout_strides[2]
+    dout = load_rows(DOUT, rows, dout_strides[1], s_q, True, VALUE_DIM, PADDED_VALUE_DIM)
+
+    row_index = tl.program_id(1).to(tl.int64) * s_q + rows
+    lse = tl.load(LSE + row_index, rows < s_q, 0.0) * LOG2E
     lse = tl.where(lse == -float("inf"), float("inf"), lse)  # sees no key: every probability is 0
-    delta = tl.load(DELTA + at, rows < s_q, 0.0)
-    first = rows
+    delta = tl.load(DELTA + row_index, rows < s_q, 0.0)
+
+    first_key = rows
     if BOUNDED:
-        first = tl.load(FIRST + tl.minimum(rows, s_q - 1)) - key
-    begin, cut, end = keys_of(FIRST, row, s_q, s_k, apart, key, CAUSAL, BOUNDED, M, N)
-    dq = tl.zeros((M, DP), tl.float32)
+        first_key = tl.load(FIRST_KEY + tl.minimum(rows, s_q - 1)) - key_start
+    begin, masked_begin, end = key_range(
+        FIRST_KEY, row, s_k, offset, key_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
+
+    dq = tl.zeros((BLOCK_M, PADDED_HEAD_DIM), tl.float32)
     if not BOUNDED:
-        dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, begin, cut, s_k, apart, scale,
-                    False, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    dq = add_dq(dq, q, dout, lse, delta, K, V, k_at[1], v_at[1], rows, first, cut, end, s_k, apart, scale,
-                True, CAUSAL, BOUNDED, N, D, DP, E, EP)
-    store_rows(DQ + b * dq_at[0] + h * dq_at[2], dq * (scale / LOG2E), rows, dq_at[1], s_q, D, DP)
+        dq = accumulate_dq(
+            dq, q, dout, lse, delta, K, V, k_strides[1], v_strides[1], rows, first_key,
+            begin=begin, end=masked_begin, s_k=s_k, offset=offset, scale=scale,
+            MASKED=False, CAUSAL=CAUSAL, BOUNDED=BOUNDED, BLOCK_N=BLOCK_N,
+            HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
+            VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
+    dq = accumulate_dq(
+        dq, q, dout, lse, delta, K, V, k_strides[1], v_strides[1], rows, first_key,
+        begin=masked_begin, end=end, s_k=s_k, offset=offset, scale=scale,
+        MASKED=True, CAUSAL=CAUSAL, BOUNDED=BOUNDED, BLOCK_N=BLOCK_N,
+        HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
+        VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
+    DQ = DQ + b * dq_strides[0] + h * dq_strides[2]
+    store_rows(DQ, dq * (scale / LOG2E), rows, dq_strides[1], s_q, HEAD_DIM, PADDED_HEAD_DIM)
 
 
 @triton.jit
-def add_dkv(dk, dv, k, v, Q, DOUT, LSE, DELTA, FIRST, q_stride, dout_stride, columns, begin, end, s_q, s_k, key, apart, scale,
-            MASKED: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
-    for m in range(begin, end, M):
-        rows = m + tl.arange(0, M)
-        q = load_rows(Q, rows, q_stride, s_q, True, D, DP)
-        dout = load_rows(DOUT, rows, dout_stride, s_q, True, E, EP)
+def accumulate_dkv(
+    dk, dv, k, v, Q, DOUT, LSE, DELTA, FIRST_KEY, q_stride, dout_stride, columns,
+    begin, end, s_q, s_k, key_start, offset, scale,
+    MASKED: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+):
+    """Adds what the queries begin .. end - 1 of one head contribute to dk and dv of a block of keys."""
+    for start in range(begin, end, BLOCK_M):
+        rows = start + tl.arange(0, BLOCK_M)
+        q = load_rows(Q, rows, q_stride, s_q, True, HEAD_DIM, PADDED_HEAD_DIM)
+        dout = load_rows(DOUT, rows, dout_stride, s_q, True, VALUE_DIM, PADDED_VALUE_DIM)
         lse = tl.load(LSE + rows, rows < s_q, float("inf")) * LOG2E  # inf: every probability is 0
         lse = tl.where(lse == -float("inf"), float("inf"), lse)
-        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision="ieee") * scale - lse[None, :])  # transposed: keys are rows
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale  # transposed: keys are rows
+        probs = tl.exp2(scores - lse[None, :])
         if MASKED:
-            first = rows
+            first_key = rows
             if BOUNDED:
-                first = tl.load(FIRST + rows, rows < s_q, 0) - key
-            p = tl.where(visible(rows[None, :], columns[:, None], first[None, :], s_k, apart, True, BOUNDED), p, 0.0)
-        dv = tl.dot(p.to(dout.dtype), dout, dv, input_precision="ieee")
-        ds = p * (tl.dot(v, tl.trans(dout), input_precision="ieee") - tl.load(DELTA + rows, rows < s_q, 0.0)[None, :])
-        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+                first_key = tl.load(FIRST_KEY + rows, rows < s_q, 0) - key_start
+            mask = is_visible(
+                rows[None, :], columns[:, None], first_key[None, :], s_k, offset, True, BOUNDED)
+            probs = tl.where(mask, probs, 0.0)
+        dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision="ieee")
+
+        dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")
+        delta = tl.load(DELTA + rows, rows < s_q, 0.0)
+        dscores = probs * (dprobs - delta[None, :])
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
     return dk, dv
 
 
 @triton.jit
-def dkv_kernel(Q, K, V, FIRST, LAST, DOUT, LSE, DELTA, DK, DV, q_at, k_at, v_at, dout_at, dk_at, dv_at, first_b, last_b,
-               s_q, s_k, groups, share, query, key, apart, scale, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-               D: tl.constexpr, DP: tl.constexpr, E: tl.constexpr, EP: tl.constexpr):
-    """One block of keys of one key head, and all query heads that share it."""
-    column = tl.program_id(0) * N
-    b, g = tl.program_id(2).to(tl.int64), tl.program_id(1).to(tl.int64)
-    columns = column + tl.arange(0, N)
-    k = load_rows(K + b * k_at[0] + g * k_at[2], columns, k_at[1], s_k, True, D, DP)
-    v = load_rows(V + b * v_at[0] + g * v_at[2], columns, v_at[1], s_k, True, E, EP)
-    FIRST += b * first_b
-    begin, cut, end = queries_of(LAST + b * last_b, column, s_q, s_k, apart, query, CAUSAL, BOUNDED, M, N)
-    dk, dv = tl.zeros((N, DP), tl.float32), tl.zeros((N, EP), tl.float32)
-    Q += b * q_at[0] + g * share * q_at[2]
-    DOUT += b * dout_at[0] + g * share * dout_at[2]
-    at = (b * groups + g) * share * s_q
-    for _ in range(0, share):
+def dkv_kernel(
+    Q, K, V, FIRST_KEY, QUERY_END, DOUT, LSE, DELTA, DK, DV,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    first_key_stride, query_end_stride,
+    s_q, s_k, groups, heads_per_group, query_start, key_start, offset, scale,
+    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+):
+    """dk and dv of one block of keys of one key head, from all query heads that share it."""
+    column = tl.program_id(0) * BLOCK_N
+    b = tl.program_id(2).to(tl.int64)
+    g = tl.program_id(1).to(tl.int64)
+    columns = column + tl.arange(0, BLOCK_N)
+    K = K + b * k_strides[0] + g * k_strides[2]
+    k = load_rows(K, columns, k_strides[1], s_k, True, HEAD_DIM, PADDED_HEAD_DIM)
+    V = V + b * v_strides[0] + g * v_strides[2]
+    v = load_rows(V, columns, v_strides[1], s_k, True, VALUE_DIM, PADDED_VALUE_DIM)
+
+    FIRST_KEY += b * first_key_stride
+    QUERY_END += b * query_end_stride
+    begin, masked_end, end = query_range(
+        QUERY_END, column, s_q, s_k, offset, query_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
+
+    dk = tl.zeros((BLOCK_N, PADDED_HEAD_DIM), tl.float32)
+    dv = tl.zeros((BLOCK_N, PADDED_VALUE_DIM), tl.float32)
+    Q += b * q_strides[0] + g * heads_per_group * q_strides[2]
+    DOUT += b * dout_strides[0] + g * heads_per_group * dout_strides[2]
+    row_index = (b * groups + g) * heads_per_group * s_q
+    for _ in range(0, heads_per_group):
         if CAUSAL:
-            dk, dv = add_dkv(dk, dv, k, v, Q, DOUT, LSE + at, DELTA + at, FIRST, q_at[1], dout_at[1], columns, begin, cut, s_q, s_k, key,
-                             apart, scale, True, BOUNDED, M, D, DP, E, EP)
+            dk, dv = accumulate_dkv(
+                dk, dv, k, v, Q, DOUT, LSE + row_index, DELTA + row_index, FIRST_KEY,
+                q_strides[1], dout_strides[1], columns, begin=begin, end=masked_end,
+                s_q=s_q, s_k=s_k, key_start=key_start, offset=offset, scale=scale,
+                MASKED=True, BOUNDED=BOUNDED, BLOCK_M=BLOCK_M,
+                HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
+                VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
         if not BOUNDED:
-            dk, dv = add_dkv(dk, dv, k, v, Q, DOUT, LSE + at, DELTA + at, FIRST, q_at[1], dout_at[1], columns, cut, end, s_q, s_k, key,
-                             apart, scale, False, BOUNDED, M, D, DP, E, EP)
-        Q += q_at[2]
-        DOUT += dout_at[2]
-        at += s_q
-    store_rows(DK + b * dk_at[0] + g * dk_at[2], dk * (scale / LOG2E), columns, dk_at[1], s_k, D, DP)
-    store_rows(DV + b * dv_at[0] + g * dv_at[2], dv, columns, dv_at[1], s_k, E, EP)
+            dk, dv = accumulate_dkv(
+                dk, dv, k, v, Q, DOUT, LSE + row_index, DELTA + row_index, FIRST_KEY,
+                q_strides[1], dout_strides[1], columns, begin=masked_end, end=end,
+                s_q=s_q, s_k=s_k, key_start=key_start, offset=offset, scale=scale,
+                MASKED=False, BOUNDED=BOUNDED, BLOCK_M=BLOCK_M,
+                HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
+                VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
+        Q += q_strides[2]
+        DOUT += dout_strides[2]
+        row_index += s_q
+
+    DK = DK + b * dk_strides[0] + g * dk_strides[2]
+    store_rows(DK, dk * (scale / LOG2E), columns, dk_strides[1], s_k, HEAD_DIM, PADDED_HEAD_DIM)
+    DV = DV + b * dv_strides[0] + g * dv_strides[2]
+    store_rows(DV, dv, columns, dv_strides[1], s_k, VALUE_DIM, PADDED_VALUE_DIM)
 
 
-def triton_fits(q: Tensor, k: Tensor, v: Tensor, see: Tensor | Sight | None) -> bool:
-    d = max(q.shape[-1], v.shape[-1])
-    far = max(t.stride(1) * t.shape[1] for t in (q, k, v))
-    why = f"head dim {d} is above {LARGEST}" if d > LARGEST else "a mask given as bits" if isinstance(see, Tensor) else \
-        "offsets above 2^31" if far >= 2**31 else None
-    return q.numel() > 0 and k.numel() > 0 and fits("attention", q, k, v, why=why)
+def triton_supports_part(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
+    """Whether the Triton kernels support the call; on a GPU, says once on stderr why not."""
+    largest_dim = max(q.shape[-1], v.shape[-1])
+    largest_offset = max(x.stride(1) * x.shape[1] for x in (q, k, v))
+    why = None
+    if largest_dim > MAX_HEAD_DIM:
+        why = f"head dim {largest_dim} is above {MAX_HEAD_DIM}"
+    elif isinstance(mask, Tensor):
+        why = "a dense mask"
+    elif largest_offset >= MAX_OFFSET:
+        why = "offsets above 2^31"
+    if q.numel() == 0 or k.numel() == 0:
+        return False
+    return kernel_is_available("attention", q, k, v, why=why)
 
 
-def launch_meta(table: dict, q: Tensor, v: Tensor, see: Sight | None) -> dict:
-    d, e = q.shape[-1], v.shape[-1]
-    dp, ep = (max(16, power_of_2(x)) for x in (d, e))
-    m, n, warps, stages = FP32 if q.dtype == torch.float32 else table[chip(q.device)][max(64, dp, ep)]
-    return {"CAUSAL": see is not None, "BOUNDED": see is not None and see.first is not None, "M": m, "N": n,
-            "D": d, "DP": dp, "E": e, "EP": ep, "num_warps": warps, "num_stages": stages}
+def launch_meta(table: BlockTable, q: Tensor, v: Tensor, mask: AttentionMask | None) -> dict[str, int | bool]:
+    """The constexpr arguments and launch options of the forward, dq and dkv kernels."""
+    head_dim = q.shape[-1]
+    value_dim = v.shape[-1]
+    padded_head_dim = max(16, power_of_2(head_dim))
+    padded_value_dim = max(16, power_of_2(value_dim))
+    if q.dtype == torch.float32:
+        block_m, block_n, warps, stages = FP32_BLOCKS
+    else:
+        by_dim = table[chip_name(q.device)]
+        block_m, block_n, warps, stages = by_dim[max(64, padded_head_dim, padded_value_dim)]
+    return {
+        "CAUSAL": mask is not None,
+        "BOUNDED": mask is not None and mask.first_key is not None,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "HEAD_DIM": head_dim,
+        "PADDED_HEAD_DIM": padded_head_dim,
+        "VALUE_DIM": value_dim,
+        "PADDED_VALUE_DIM": padded_value_dim,
+        "num_warps": warps,
+        "num_stages": stages,
+    }
+
+
+class MaskBounds(NamedTuple):
+    """What the kernels read of a mask. The strides are over the batch."""
+    first_key: Tensor
+    query_end: Tensor
+    first_key_stride: int
+    query_end_stride: int
+    query_start: int
+    key_start: int
+
+    @property
+    def offset(self) -> int:
+        """The position of query row 0 among the keys."""
+        return self.query_start - self.key_start
+
+
+def mask_bounds(mask: AttentionMask | None, q: Tensor) -> MaskBounds:
+    if mask is None:
+        return MaskBounds(q, q, 0, 0, 0, 0)  # no kernel reads the pointers
+    if mask.first_key is None or mask.query_end is None:
+        return MaskBounds(q, q, 0, 0, mask.query_start, mask.key_start)
+    first_key_stride = mask.first_key.stride(0) if len(mask.first_key) > 1 else 0
+    query_end_stride = mask.query_end.stride(0) if len(mask.query_end) > 1 else 0
+    return MaskBounds(
+        mask.first_key, mask.query_end, first_key_stride, query_end_stride,
+        mask.query_start, mask.key_start)
+
+
+def log2_scale(head_dim: int) -> float:
+    """The scale of scores in base 2."""
+    return math.log2(math.e) / math.sqrt(head_dim)
 
 
 def by_channel(x: Tensor) -> Tensor:
+    """x with adjacent channels, a copy where they are not."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def bounds(see: Sight | None, q: Tensor) -> tuple[Tensor, Tensor, int, int, int, int]:
-    """first, last, their strides over the batch, the places of the first query and key."""
-    if see is None or see.first is None:
-        return q, q, 0, 0, *((0, 0) if see is None else (see.query, see.key))  # no pointer is read
-    return see.first, see.last, *(x.stride(0) if len(x) > 1 else 0 for x in (see.first, see.last)), see.query, see.key
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """attention_part as a Triton kernel."""
+    q, k, v = (by_channel(x) for x in (q, k, v))
+    b, s_q, h, d = q.shape
+    _, s_k, g, e = v.shape
+    out = q.new_empty(b, s_q, h, e, dtype=dtype)
+    lse = q.new_empty(b, h, s_q, dtype=torch.float32)
 
-
-def launch_forward(q, k, v, see: Sight | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    q, k, v = (by_channel(t) for t in (q, k, v))
-    (b, s_q, h, d), (_, s_k, g, e) = q.shape, v.shape
-    out, lse = q.new_empty(b, s_q, h, e, dtype=dtype), q.new_empty(b, h, s_q, dtype=torch.float32)
-    first, _, first_b, _, query, key = bounds(see, q)
-    meta = launch_meta(FORWARD, q, v, see)
-    forward_kernel[(ceil_div(s_q, meta["M"]), b * h)](
-        q, k, v, first, out, lse, *(t.stride()[:3] for t in (q, k, v, out)), first_b, s_q, s_k, h, h // g, key, query - key,
-        math.log2(math.e) / math.sqrt(d), **meta)
+    bounds = mask_bounds(mask, q)
+    strides = [x.stride()[:3] for x in (q, k, v, out)]
+    meta = launch_meta(FORWARD_BLOCKS, q, v, mask)
+    grid = ceil_div(s_q, meta["BLOCK_M"]), b * h
+    forward_kernel[grid](
+        q, k, v, bounds.first_key, out, lse,
+        *strides, bounds.first_key_stride,
+        s_q, s_k, h, h // g, bounds.key_start, bounds.offset, log2_scale(d), **meta)
     return out, lse.transpose(1, 2)
 
 
-def inner(out: Tensor, dout: Tensor) -> Tensor:
-    """<out, dout> over the channels [b, s, h, e] -> [b, s, h], which lies head by head."""
+def output_dot_grad(out: Tensor, dout: Tensor) -> Tensor:
+    """delta = <out, dout> over the channels. out, dout [b, s, h, e] -> [b, s, h], in memory head by head."""
     out, dout = by_channel(out), by_channel(dout)
     b, s, h, e = out.shape
     delta = out.new_empty(b, h, s, dtype=torch.float32)
-    delta_kernel[(ceil_div(s, DELTA_ROWS), b * h)](out, dout, delta, out.stride()[:3], dout.stride()[:3], s, h,
-                                                   M=DELTA_ROWS, E=e, EP=power_of_2(e), num_warps=4)
+    grid = ceil_div(s, DELTA_ROWS), b * h
+    delta_kernel[grid](
+        out, dout, delta, out.stride()[:3], dout.stride()[:3], s, h,
+        BLOCK_M=DELTA_ROWS, VALUE_DIM=e, PADDED_VALUE_DIM=power_of_2(e), num_warps=4)
     return delta.transpose(1, 2)
 
 
-def launch_backward(dout, q, k, v, see: Sight | None, lse, delta, into) -> tuple[Tensor, Tensor, Tensor]:
-    dout, q, k, v = (by_channel(t) for t in (dout.to(q.dtype), q, k, v))
-    lse, delta = (t.transpose(1, 2).contiguous() for t in (lse, delta))  # [b, h, s_q]
-    (b, s_q, h, d), (_, s_k, g, _) = q.shape, v.shape
-    dq, dk, dv = into or (t.new_empty(t.shape, dtype=torch.float32) for t in (q, k, v))
-    first, last, first_b, last_b, query, key = bounds(see, q)
-    scale, strides = math.log2(math.e) / math.sqrt(d), [t.stride()[:3] for t in (q, k, v, dout)]
-    meta = launch_meta(QUERIES, q, v, see)
-    dq_kernel[(ceil_div(s_q, meta["M"]), b * h)](
-        q, k, v, first, dout, lse, delta, dq, *strides, dq.stride()[:3], first_b, s_q, s_k, h, h // g, key, query - key, scale, **meta)
-    meta = launch_meta(KEYS, q, v, see)
-    dkv_kernel[(ceil_div(s_k, meta["N"]), g, b)](
-        q, k, v, first, last, dout, lse, delta, dk, dv, *strides, dk.stride()[:3], dv.stride()[:3], first_b, last_b, s_q, s_k, g, h // g,
-        query, key, query - key, scale, **meta)
+def launch_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | None,
+    lse: Tensor,
+    delta: Tensor,
+    into: tuple[Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """partial_backward as two Triton kernels."""
+    dout, q, k, v = (by_channel(x) for x in (dout.to(q.dtype), q, k, v))
+    lse = lse.transpose(1, 2).contiguous()  # [b, h, s_q]
+    delta = delta.transpose(1, 2).contiguous()  # [b, h, s_q]
+    b, s_q, h, d = q.shape
+    _, s_k, g, _ = v.shape
+    dq, dk, dv = into or (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+
+    bounds = mask_bounds(mask, q)
+    strides = [x.stride()[:3] for x in (q, k, v, dout)]
+    meta = launch_meta(DQ_BLOCKS, q, v, mask)
+    grid = ceil_div(s_q, meta["BLOCK_M"]), b * h
+    dq_kernel[grid](
+        q, k, v, bounds.first_key, dout, lse, delta, dq,
+        *strides, dq.stride()[:3], bounds.first_key_stride,
+        s_q, s_k, h, h // g, bounds.key_start, bounds.offset, log2_scale(d), **meta)
+
+    meta = launch_meta(DKV_BLOCKS, q, v, mask)
+    grid = ceil_div(s_k, meta["BLOCK_N"]), g, b
+    dkv_kernel[grid](
+        q, k, v, bounds.first_key, bounds.query_end, dout, lse, delta, dk, dv,
+        *strides, dk.stride()[:3], dv.stride()[:3],
+        bounds.first_key_stride, bounds.query_end_stride,
+        s_q, s_k, g, h // g, bounds.query_start, bounds.key_start, bounds.offset, log2_scale(d), **meta)
     return dq, dk, dv

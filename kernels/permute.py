@@ -1,101 +1,129 @@
-"""Tokens to their experts' rows and back: a gather and the sum that undoes it, each the other's gradient.
+"""Tokens to the rows of their experts (a gather), and back (a sum). Each is the backward of the other.
 
     rows[j] = x[source[j]]                      permute
     x[i]    = sum over k of rows[slots[i, k]]   unpermute
 
-Sums are taken in fp32 or better, in the order of k: no atomics, the same bits every time.
+Sums are in fp32 or better and in the order of k: no atomics, and the same bits every time.
 """
 import torch
 from torch import Tensor
 
-from kernels.grad import wide
-from kernels.triton_ import ceil_div, fits, power_of_2, tl, triton
+from kernels.grad import accumulation_dtype
+from kernels.triton_ import ceil_div, kernel_is_available, power_of_2, tl, triton
 
-TILE = 2048  # elements a program moves
-WIDEST = 2048  # channels of a row that one program moves
-
-
-def permute(x: Tensor, source: Tensor, slots: Tensor, whole: bool = True) -> Tensor:
-    """x [t, d], source [m] in [0, t), slots [t, k] in [0, m): every row's place under its token; -1, where not `whole`, for a
-    place that has no row -> [m, d]."""
-    return _Permute.apply(x, source, slots, whole)
+TILE = 2048  # elements that a program moves
+MAX_WIDTH = 2048  # channels of a row that one program moves
 
 
-def unpermute(rows: Tensor, source: Tensor, slots: Tensor, whole: bool = True) -> Tensor:
-    """rows [m, d] -> [t, d]."""
-    return _Unpermute.apply(rows, source, slots, whole)
+def permute(x: Tensor, source: Tensor, slots: Tensor, every_slot_filled: bool = True) -> Tensor:
+    """rows[j] = x[source[j]]. x [t, d], source [m] in [0, t) -> [m, d].
+
+    slots [t, k] in [0, m): the rows of each token, for the backward.
+    every_slot_filled: False where some slots have no row; they hold -1.
+    """
+    return _Permute.apply(x, source, slots, every_slot_filled)
 
 
-def sum_rows(rows: Tensor, slots: Tensor, whole: bool) -> Tensor:
-    """rows [m, d], slots [t, k] -> [t, d]."""
-    if rows.numel() and fits("unpermute", rows):
-        return launch(rows, slots, True)
-    if slots.shape[1] == 1 and whole:
+def unpermute(rows: Tensor, source: Tensor, slots: Tensor, every_slot_filled: bool = True) -> Tensor:
+    """x[i] = the sum of rows[slots[i]]. rows [m, d] -> [t, d]. The rest: as for permute."""
+    return _Unpermute.apply(rows, source, slots, every_slot_filled)
+
+
+def sum_rows(rows: Tensor, slots: Tensor, every_slot_filled: bool) -> Tensor:
+    """The sum of the rows of each token. rows [m, d], slots [t, k] -> [t, d]. The rest: as for permute."""
+    if rows.numel() and kernel_is_available("unpermute", rows):
+        return launch_sum_rows(rows, slots, True)
+    if every_slot_filled and slots.shape[1] == 1:
         return rows.index_select(0, slots[:, 0])
-    if whole and rows.device.type == "cpu" and rows.dtype == wide(rows.dtype):  # one pass; in bf16 it would round in between
+
+    acc_dtype = accumulation_dtype(rows.dtype)
+    if every_slot_filled and rows.device.type == "cpu" and rows.dtype == acc_dtype:
+        # one pass; it would round after each addition in bf16
         starts = torch.arange(0, slots.numel(), slots.shape[1])
-        return torch.embedding_bag(rows, slots.flatten(), starts, mode=0)[0]  # 0: sum
-    out = rows.new_zeros(slots.shape[0], rows.shape[1], dtype=wide(rows.dtype))
-    if len(rows):
-        for slot in slots.unbind(1):
-            part = rows.index_select(0, slot if whole else slot.clamp(min=0))
-            out += part if whole else part.masked_fill_((slot < 0)[:, None], 0.0)
+        sum_mode = 0
+        return torch.embedding_bag(rows, slots.flatten(), starts, mode=sum_mode)[0]
+
+    out = rows.new_zeros(slots.shape[0], rows.shape[1], dtype=acc_dtype)
+    if len(rows) == 0:
+        return out.to(rows.dtype)
+    for slot in slots.unbind(1):
+        if every_slot_filled:
+            out += rows.index_select(0, slot)
+        else:
+            part = rows.index_select(0, slot.clamp(min=0))
+            out += part.masked_fill_((slot < 0)[:, None], 0.0)
     return out.to(rows.dtype)
 
 
-def take_rows(x: Tensor, source: Tensor) -> Tensor:
-    """x [t, d], source [m] -> [m, d]."""
-    return launch(x, source[:, None], False) if x.numel() and fits("permute", x) else x.index_select(0, source)
+def gather_rows(x: Tensor, source: Tensor) -> Tensor:
+    """x[source]. x [t, d], source [m] -> [m, d]."""
+    if x.numel() and kernel_is_available("permute", x):
+        return launch_sum_rows(x, source[:, None], False)
+    return x.index_select(0, source)
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def sum_kernel(ROWS, SLOTS, OUT, t, d, slots_t, slots_k, HOLES: tl.constexpr, EACH: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT[i] = the sum over k < EACH of ROWS[SLOTS[i, k]], in this order; HOLES: -1 is no row."""
+def sum_kernel(
+    ROWS, SLOTS, OUT, t, d, slots_stride_t, slots_stride_k,
+    HAS_EMPTY: tl.constexpr, SLOTS_PER_TOKEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """OUT[i] = sum of ROWS[SLOTS[i, k]] over k, in this order. HAS_EMPTY: -1 marks a slot without a row."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (token < t)[:, None] & (column < d)[None, :]
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for k in range(EACH):
-        slot = tl.load(SLOTS + token.to(tl.int64) * slots_t + k * slots_k, token < t, 0).to(tl.int64)
-        there = inside
-        if HOLES:
-            there = inside & (slot >= 0)[:, None]
-        total += tl.load(ROWS + slot[:, None] * d + column[None, :], there, 0.0).to(tl.float32)
-    tl.store(OUT + token.to(tl.int64)[:, None] * d + column[None, :], total.to(OUT.dtype.element_ty), inside)
+    for k in range(SLOTS_PER_TOKEN):
+        slot_pointers = SLOTS + token.to(tl.int64) * slots_stride_t + k * slots_stride_k
+        slot = tl.load(slot_pointers, token < t, 0).to(tl.int64)
+        has_row = inside
+        if HAS_EMPTY:
+            has_row = inside & (slot >= 0)[:, None]
+        row_pointers = ROWS + slot[:, None] * d + column[None, :]
+        total += tl.load(row_pointers, has_row, 0.0).to(tl.float32)
+    out_pointers = OUT + token.to(tl.int64)[:, None] * d + column[None, :]
+    tl.store(out_pointers, total.to(OUT.dtype.element_ty), inside)
 
 
-def launch(rows: Tensor, slots: Tensor, holes: bool) -> Tensor:
-    """rows [m, d], slots [t, k] -> [t, d]; with k = 1 a gather."""
-    rows, d, (t, each) = rows.contiguous(), rows.shape[1], slots.shape
+def launch_sum_rows(rows: Tensor, slots: Tensor, has_empty: bool) -> Tensor:
+    """sum_rows as one kernel; with k = 1, a gather. has_empty: -1 marks a slot without a row."""
+    rows = rows.contiguous()
+    d = rows.shape[1]
+    t, slots_per_token = slots.shape
     out = rows.new_empty(t, d)
-    block = min(WIDEST, power_of_2(d))
-    tokens = max(1, TILE // block)
     if t:
-        sum_kernel[(ceil_div(t, tokens), ceil_div(d, block))](rows, slots, out, t, d, *slots.stride(), HOLES=holes, EACH=each,
-                                                              TOKENS=tokens, BLOCK=block, num_warps=4)
+        block = min(MAX_WIDTH, power_of_2(d))
+        tokens = max(1, TILE // block)
+        grid = ceil_div(t, tokens), ceil_div(d, block)
+        sum_kernel[grid](
+            rows, slots, out, t, d, *slots.stride(),
+            HAS_EMPTY=has_empty, SLOTS_PER_TOKEN=slots_per_token, TOKENS=tokens, BLOCK=block, num_warps=4)
     return out
 
 
+# ---- autograd ----------------------------------------------------------------------------------------------
+
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, source, slots, whole):
+    def forward(ctx, x: Tensor, source: Tensor, slots: Tensor, every_slot_filled: bool) -> Tensor:
         ctx.save_for_backward(slots)
-        ctx.whole = whole
-        return take_rows(x, source)
+        ctx.every_slot_filled = every_slot_filled
+        return gather_rows(x, source)
 
     @staticmethod
-    def backward(ctx, dy):
-        return sum_rows(dy, *ctx.saved_tensors, ctx.whole), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (slots,) = ctx.saved_tensors
+        return sum_rows(dy, slots, ctx.every_slot_filled), None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, source, slots, whole):
+    def forward(ctx, rows: Tensor, source: Tensor, slots: Tensor, every_slot_filled: bool) -> Tensor:
         ctx.save_for_backward(source)
-        return sum_rows(rows, slots, whole)
+        return sum_rows(rows, slots, every_slot_filled)
 
     @staticmethod
-    def backward(ctx, dy):
-        return take_rows(dy, ctx.saved_tensors[0]), None, None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        (source,) = ctx.saved_tensors
+        return gather_rows(dy, source), None, None, None

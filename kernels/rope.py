@@ -1,185 +1,290 @@
-"""Rotary positions (arXiv 2104.09864) in the rotate-half form: channel i turns with channel i + d/2; `halves` brings channels
-whose pairs are neighbours (DeepSeek's) into it.
+"""Rotary position embedding (RoPE, arXiv 2104.09864), rotate-half form: channels i and i + d/2 are a pair.
 
-The llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.21783, section 3.4.2); yarn is arXiv 2309.00071.
-On a GPU the merged q, k, v are turned in place, and so are their gradients where attention's backward wrote them side by side.
+`pairs_to_halves` converts the other form, in which neighbouring channels rotate together (DeepSeek). The
+llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.21783, section 3.4.2); yarn is
+arXiv 2309.00071.
+
+On a GPU the merged q, k, v are rotated in place. So are their gradients, where the backward of attention
+wrote them side by side.
 """
 import math
 
 import torch
 from torch import Tensor
 
-from kernels.grad import wide
+from kernels.grad import accumulation_dtype
 from kernels.jit import jit
-from kernels.triton_ import fits, power_of_2, tl, triton
+from kernels.triton_ import kernel_is_available, power_of_2, tl, triton
 
-TILE = 2048  # pairs of channels a program turns at a time
+TILE = 2048  # pairs of channels that a program rotates at a time
 
 
-def frequencies(dim: int, theta: float, factor: float | None = None, low: float = 1.0, high: float = 4.0,
-                original: int = 8192, kind: str = "llama3", device: torch.device | None = None) -> Tensor:
-    """Radians a position, fp64 [dim/2]; with `factor`, scaled: long waves slowed, short ones kept, a ramp between, over the
-    turns within the original context (llama3) or over the channels between those with `high` and `low` turns (yarn)."""
-    freq = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+def frequencies(
+    dim: int,
+    theta: float,
+    factor: float | None = None,
+    low: float = 1.0,
+    high: float = 4.0,
+    original: int = 8192,
+    kind: str = "llama3",
+    device: torch.device | None = None,
+) -> Tensor:
+    """Radians per position of each pair of channels, fp64 [dim/2].
+
+    factor: how many times longer than `original` tokens the context is; None: no scaling. With a factor, long
+    waves are slowed by it, short waves are kept, and a linear ramp lies between. The ramp runs over the
+    channels' number of rotations within the original context, from `low` to `high` (kind llama3), or over the
+    channels between those with `high` and `low` rotations (kind yarn).
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
+    plain = theta ** -exponents
     if factor is None:
-        return freq
+        return plain
     if kind == "yarn":
-        first, last = (dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta)) for turns in (high, low))
-        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
-        keep = 1 - ((torch.arange(dim // 2, dtype=torch.float64, device=device) - first) / max(last - first, 1e-3)).clamp(0, 1)
+        kept = yarn_kept_share(dim, theta, low, high, original, device)
     else:
-        turns = original * freq / (2 * math.pi)  # how often a channel turns within the original context
-        keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return freq * (keep + (1 - keep) / factor)
+        rotations = original * plain / (2 * math.pi)  # within the original context
+        kept = ((rotations - low) / (high - low)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / factor)
 
 
-def mscale(factor: float | None, weight: float) -> float:
-    """YaRN's growth of the attention logits with the length: 1 + weight ln(factor) / 10, 1 where nothing is made longer."""
-    return 1.0 if factor is None or factor <= 1 else 1 + 0.1 * weight * math.log(factor)
+def yarn_kept_share(
+    dim: int, theta: float, low: float, high: float, original: int, device: torch.device | None
+) -> Tensor:
+    """How much of its plain frequency each pair of channels keeps under YaRN: fp64 [dim/2] in [0, 1]."""
+
+    def channel(rotations: float) -> float:
+        """The pair of channels, as a real number, that rotates this often within the original context."""
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(channel(high)), 0)
+    last = min(math.ceil(channel(low)), dim - 1)
+    channels = torch.arange(dim // 2, dtype=torch.float64, device=device)
+    return 1 - ((channels - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
-def tables(positions: Tensor, freq: Tensor, dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """positions [b, s] -> cos, sin [b, s, 1, d/2] in at least fp32, times `scale`."""
+def yarn_mscale(factor: float | None, weight: float) -> float:
+    """How YaRN scales the attention logits: 1 + weight ln(factor) / 10, and 1 where the context is not
+    extended."""
+    if factor is None or factor <= 1:
+        return 1.0
+    return 1 + 0.1 * weight * math.log(factor)
+
+
+def cos_sin_tables(
+    positions: Tensor, freq: Tensor, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [b, s, 1, d/2] of the angles, times `scale`, in at least fp32. positions [b, s], freq
+    [d/2]."""
+    table_dtype = accumulation_dtype(dtype)
     angle = positions[..., None, None].to(torch.float64) * freq
-    return (angle.cos() * scale).to(wide(dtype)), (angle.sin() * scale).to(wide(dtype))
+    cos = (angle.cos() * scale).to(table_dtype)
+    sin = (angle.sin() * scale).to(table_dtype)
+    return cos, sin
 
 
-def halves(x: Tensor) -> Tensor:
-    """[..., d], channels 2i and 2i + 1 a pair -> [..., d], channels i and i + d/2."""
+def pairs_to_halves(x: Tensor) -> Tensor:
+    """[..., d] with channels 2i and 2i + 1 as pairs -> [..., d] with channels i and i + d/2 as pairs."""
     return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, fused: bool = False) -> Tensor:
-    """x [b, s, h, d], cos and sin [b, s, 1, d/2] -> [b, s, h, d]."""
-    return _Rope.apply(x, cos, sin, fused)
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> Tensor:
+    """Rotates all heads of x. x [b, s, h, d], cos and sin [b, s, 1, d/2] -> [b, s, h, d]."""
+    return _Rope.apply(x, cos, sin, compiled)
 
 
-def split_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int, fused: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """qkv [b, s, heads + 2 kv, d], heads of q, k, v in this order -> q [b, s, heads, d], k and v [b, s, kv, d]; q and k turned.
+def split_heads_and_apply_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int, compiled: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits a merged projection into q, k and v, and rotates q and k.
 
-    The results lie head by head in memory, as batched GEMMs like them: split, turn and transposition are one pass, and so
-    is the way back. On a GPU they are views of qkv, turned in place: whoever still needs the old qkv gets autograd's error.
+    qkv [b, s, heads + 2 kv, d], with the heads of q, k and v in this order; cos and sin [b, s, 1, d/2] ->
+    q [b, s, heads, d], k and v [b, s, kv, d].
+
+    On a CPU, memory holds the results head by head, as batched GEMMs prefer them: split, rotation and
+    transposition are one pass, and so is their backward. On a GPU the results are views of qkv, which is
+    rotated in place: another operation that needs the old qkv in its backward gets autograd's error.
     """
-    return _SplitRope.apply(qkv, cos, sin, heads, kv, fused)
+    return _SplitRope.apply(qkv, cos, sin, heads, kv, compiled)
 
+
+# ---- the definition ----------------------------------------------------------------------------------------
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The definition. x [b, s, h, d] -> the same shape and dtype."""
-    a, b = x.to(cos.dtype).chunk(2, -1)
-    return torch.cat((torch.addcmul(a * cos, b, sin, value=-1), torch.addcmul(b * cos, a, sin)), -1).to(x.dtype)
+    """The definition. x [b, s, h, d], cos and sin [b, s, 1, d/2] -> the shape and dtype of x."""
+    left, right = x.to(cos.dtype).chunk(2, -1)
+    new_left = torch.addcmul(left * cos, right, sin, value=-1)
+    new_right = torch.addcmul(right * cos, left, sin)
+    return torch.cat((new_left, new_right), -1).to(x.dtype)
 
 
-def split_forward(qkv: Tensor, cos: Tensor, sin: Tensor, turned: int) -> Tensor:
-    """[b, s, h, d], the first `turned` heads to be turned -> [b, h, s, d]."""
+def split_forward(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor:
+    """Rotates the first `rotated` heads: [b, s, h, d] -> [b, h, s, d]."""
     b, s, h, d = qkv.shape
     out = qkv.new_empty(b, h, s, d)
-    out[:, :turned] = rotate(qkv[:, :, :turned], cos, sin).transpose(1, 2)
-    out[:, turned:] = qkv[:, :, turned:].transpose(1, 2)
+    out[:, :rotated] = rotate(qkv[:, :, :rotated], cos, sin).transpose(1, 2)
+    out[:, rotated:] = qkv[:, :, rotated:].transpose(1, 2)
     return out
 
 
 def split_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Three times [b, s, h, d] in any memory order -> [b, s, heads + 2 kv, d]."""
-    return torch.cat((rotate(dq, cos, -sin), rotate(dk, cos, -sin), dv), 2)  # a rotation's transpose is the rotation back
+    """The gradient of qkv [b, s, heads + 2 kv, d], from those of q, k and v in any memory order."""
+    # the transpose of a rotation is the rotation by the negative angle
+    dq = rotate(dq, cos, -sin)
+    dk = rotate(dk, cos, -sin)
+    return torch.cat((dq, dk, dv), 2)
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def turn_kernel(X, Y, COS, SIN, s, heads, turned, cos_b, cos_s, x_b, x_s, x_h, y_b, y_s, y_h,
-                HALF: tl.constexpr, BACK: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: heads 0..turned of X are turned into Y, the others copied."""
+def rope_kernel(
+    X, Y, COS, SIN, s, heads, rotated, table_stride_b, table_stride_s,
+    x_stride_b, x_stride_s, x_stride_h, y_stride_b, y_stride_s, y_stride_h,
+    HALF: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """One token: rotates the first `rotated` heads of X into Y, and copies the others. HEADS at a time."""
     token = tl.program_id(0).to(tl.int64)
-    b, i = token // s, token % s
+    b = token // s
+    i = token % s
     pair = tl.arange(0, BLOCK)
-    cos = tl.load(COS + b * cos_b + i * cos_s + pair, pair < HALF, 0.0)[None, :]
-    sin = tl.load(SIN + b * cos_b + i * cos_s + pair, pair < HALF, 0.0)[None, :]
-    if BACK:
-        sin = -sin  # a rotation's transpose is the rotation back
+    COS = COS + b * table_stride_b + i * table_stride_s
+    cos = tl.load(COS + pair, pair < HALF, 0.0)[None, :]
+    SIN = SIN + b * table_stride_b + i * table_stride_s
+    sin = tl.load(SIN + pair, pair < HALF, 0.0)[None, :]
+    if INVERSE:
+        sin = -sin  # the transpose of a rotation is the rotation by the negative angle
+
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         inside = (head < heads)[:, None] & (pair < HALF)[None, :]
-        from_, to = X + b * x_b + i * x_s + head[:, None] * x_h + pair, Y + b * y_b + i * y_s + head[:, None] * y_h + pair
-        left, right = tl.load(from_, inside, 0.0).to(tl.float32), tl.load(from_ + HALF, inside, 0.0).to(tl.float32)
-        turns = (head < turned)[:, None]
-        tl.store(to, tl.where(turns, left * cos - right * sin, left).to(Y.dtype.element_ty), inside)
-        tl.store(to + HALF, tl.where(turns, right * cos + left * sin, right).to(Y.dtype.element_ty), inside)
+        source = X + b * x_stride_b + i * x_stride_s + head[:, None] * x_stride_h + pair
+        target = Y + b * y_stride_b + i * y_stride_s + head[:, None] * y_stride_h + pair
+        left = tl.load(source, inside, 0.0).to(tl.float32)
+        right = tl.load(source + HALF, inside, 0.0).to(tl.float32)
+        is_rotated = (head < rotated)[:, None]
+        new_left = tl.where(is_rotated, left * cos - right * sin, left)
+        tl.store(target, new_left.to(Y.dtype.element_ty), inside)
+        target = target + HALF
+        new_right = tl.where(is_rotated, right * cos + left * sin, right)
+        tl.store(target, new_right.to(Y.dtype.element_ty), inside)
 
 
-def launch(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, turned: int, back: bool = False) -> Tensor:
-    """y = x with its first heads turned; y may be x. [b, s, h, d], channels adjacent. cos, sin [b or 1, s, 1, d/2]."""
+def launch_rope(
+    x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, rotated: int, inverse: bool = False
+) -> Tensor:
+    """Writes x to y with its first `rotated` heads rotated, and returns y, which may be x.
+
+    x and y [b, s, h, d] with adjacent channels; cos and sin [b or 1, s, 1, d/2].
+    """
     b, s, h, d = x.shape
-    cos, sin = (t.expand(b, -1, -1, -1) if t.stride(-1) == 1 else t.contiguous() for t in (cos, sin))
-    block = power_of_2(d // 2)
+    cos = per_sequence(cos, b)
+    sin = per_sequence(sin, b)
+    half = d // 2
+    block = power_of_2(half)
     heads = max(1, min(TILE // block, power_of_2(h)))
     if x.numel():
-        turn_kernel[(b * s,)](x, y, cos, sin, s, h, turned, *cos.stride()[:2], *x.stride()[:3], *y.stride()[:3],
-                              HALF=d // 2, BACK=back, HEADS=heads, BLOCK=block, num_warps=4)
+        rope_kernel[(b * s,)](
+            x, y, cos, sin, s, h, rotated,
+            *cos.stride()[:2], *x.stride()[:3], *y.stride()[:3],
+            HALF=half, INVERSE=inverse, HEADS=heads, BLOCK=block, num_warps=4)
     return y
 
 
-def turned_back(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """What split_backward returns: in place where the three lie side by side, in one pass otherwise."""
-    parts, heads = (dq, dk, dv), [t.shape[2] for t in (dq, dk, dv)]
+def per_sequence(table: Tensor, b: int) -> Tensor:
+    """cos or sin [b or 1, s, 1, d/2] as the kernel reads it: for each of b sequences, with adjacent
+    channels."""
+    if table.stride(-1) != 1:
+        return table.contiguous()
+    return table.expand(b, -1, -1, -1)
+
+
+def by_channel(x: Tensor) -> Tensor:
+    """x with adjacent channels, a copy where they are not."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """split_backward in Triton: in place where dq, dk and dv lie side by side in memory, else in one pass."""
+    heads = [x.shape[2] for x in (dq, dk, dv)]
+    dqkv = side_by_side(dq, dk, dv)
+    if dqkv is not None:
+        rotated = dqkv[:, :, :heads[0] + heads[1]]
+        launch_rope(rotated, rotated, cos, sin, heads[0] + heads[1], inverse=True)
+        return dqkv
+
     b, s, _, d = dq.shape
-    whole = side_by_side(*parts)
-    if whole is not None:
-        turned = whole[:, :, :heads[0] + heads[1]]
-        launch(turned, turned, cos, sin, heads[0] + heads[1], True)
-        return whole
-    whole = dq.new_empty(b, s, sum(heads), d)
-    for part, into, turn in zip(parts, whole.split(heads, 2), (True, True, False)):
-        launch(part if part.stride(-1) == 1 else part.contiguous(), into, cos, sin, part.shape[2] if turn else 0, True)
-    return whole
+    dqkv = dq.new_empty(b, s, sum(heads), d)
+    into_q, into_k, into_v = dqkv.split(heads, 2)
+    launch_rope(by_channel(dq), into_q, cos, sin, heads[0], inverse=True)
+    launch_rope(by_channel(dk), into_k, cos, sin, heads[1], inverse=True)
+    launch_rope(by_channel(dv), into_v, cos, sin, 0, inverse=True)
+    return dqkv
 
 
 def side_by_side(*parts: Tensor) -> Tensor | None:
-    """The contiguous [b, s, sum of heads, d] whose heads the parts are, in this order; None: they are not."""
-    b, s, _, d = parts[0].shape
-    total, at = sum(t.shape[2] for t in parts), parts[0].storage_offset()
+    """The contiguous [b, s, sum of heads, d] whose heads the parts are, in this order. None: they are not."""
+    first = parts[0]
+    b, s, _, d = first.shape
+    total = sum(x.shape[2] for x in parts)
+    strides = (s * total * d, total * d, d, 1)
+    storage = first.untyped_storage().data_ptr()
+    offset = first.storage_offset()
     for part in parts:
-        if part.stride() != (s * total * d, total * d, d, 1) or part.storage_offset() != at \
-                or part.untyped_storage().data_ptr() != parts[0].untyped_storage().data_ptr():
+        if part.stride() != strides or part.storage_offset() != offset:
             return None
-        at += part.shape[2] * d
-    return parts[0].as_strided((b, s, total, d), parts[0].stride())
+        if part.untyped_storage().data_ptr() != storage:
+            return None
+        offset += part.shape[2] * d
+    return first.as_strided((b, s, total, d), strides)
 
+
+# ---- autograd ----------------------------------------------------------------------------------------------
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, fused):
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, compiled: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.fused, ctx.triton = fused, fits("rope", x, cos)
+        ctx.compiled = compiled
+        ctx.triton = kernel_is_available("rope", x, cos)
         if ctx.triton:
-            x = x if x.stride(-1) == 1 else x.contiguous()
-            return launch(x, torch.empty_like(x), cos, sin, x.shape[2])
-        return jit(rotate, fused)(x, cos, sin)
+            x = by_channel(x)
+            return launch_rope(x, torch.empty_like(x), cos, sin, x.shape[2])
+        return jit(rotate, compiled)(x, cos, sin)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
         cos, sin = ctx.saved_tensors
         if ctx.triton:
-            dy = dy if dy.stride(-1) == 1 else dy.contiguous()
-            return launch(dy, torch.empty_like(dy), cos, sin, dy.shape[2], True), None, None, None
-        return jit(rotate, ctx.fused)(dy, cos, -sin), None, None, None
+            dy = by_channel(dy)
+            dx = launch_rope(dy, torch.empty_like(dy), cos, sin, dy.shape[2], inverse=True)
+        else:
+            dx = jit(rotate, ctx.compiled)(dy, cos, -sin)
+        return dx, None, None, None
 
 
 class _SplitRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, qkv, cos, sin, heads, kv, fused):
+    def forward(
+        ctx, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int, compiled: bool
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
-        ctx.fused, ctx.triton = fused, fits("rope", qkv, cos)
-        if ctx.triton:
-            if qkv.is_leaf or qkv.stride(-1) != 1:  # a leaf is its owner's
-                qkv = qkv.clone(memory_format=torch.contiguous_format)
-            torch.autograd.graph.increment_version(qkv)
-            turned = qkv.detach()[:, :, :heads + kv]
-            launch(turned, turned, cos, sin, heads + kv)
-            return qkv.detach().split((heads, kv, kv), 2)
-        return jit(split_forward, fused)(qkv, cos, sin, heads + kv).transpose(1, 2).split((heads, kv, kv), 2)
+        ctx.compiled = compiled
+        ctx.triton = kernel_is_available("rope", qkv, cos)
+        rotated = heads + kv
+        if not ctx.triton:
+            out = jit(split_forward, compiled)(qkv, cos, sin, rotated)  # [b, h, s, d]
+            return out.transpose(1, 2).split((heads, kv, kv), 2)
+
+        if qkv.is_leaf or qkv.stride(-1) != 1:  # a leaf belongs to the caller, and must not change
+            qkv = qkv.clone(memory_format=torch.contiguous_format)
+        torch.autograd.graph.increment_version(qkv)
+        q_and_k = qkv.detach()[:, :, :rotated]
+        launch_rope(q_and_k, q_and_k, cos, sin, rotated)
+        return qkv.detach().split((heads, kv, kv), 2)
 
     @staticmethod
-    def backward(ctx, dq, dk, dv):
-        if ctx.triton:
-            return turned_back(dq, dk, dv, *ctx.saved_tensors), *[None] * 5
-        return jit(split_backward, ctx.fused)(dq, dk, dv, *ctx.saved_tensors), *[None] * 5
+    def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        backward = rope_backward if ctx.triton else jit(split_backward, ctx.compiled)
+        return backward(dq, dk, dv, cos, sin), None, None, None, None, None

@@ -1,8 +1,11 @@
-"""Stochastic rounding of fp32 to bf16: up with the probability that makes the mean right, so that updates far below half a step of
-bf16 are not lost but happen now and then (arXiv 1502.02551; for optimizer states in bf16: arXiv 2010.06192).
+"""Stochastic rounding of fp32 to bf16: up or down with probabilities that make the mean right.
 
-The random bits are a function of (salt, the element's index in its global tensor) alone: a counter-based generator in the
-sense of Salmon et al., 2011. So any rank rounds any element alike. inf, NaN and what bf16 holds exactly stay as they are.
+Updates far below half a step of bf16 are then not lost, but happen now and then (arXiv 1502.02551; for
+optimizer states in bf16: arXiv 2010.06192).
+
+The random bits are a function of a salt and the element's index in its global tensor: a counter-based
+generator in the sense of Salmon et al., 2011. So every rank rounds an element alike. inf, NaN and what bf16
+holds exactly do not change.
 """
 import hashlib
 from dataclasses import dataclass
@@ -13,27 +16,34 @@ from torch import Tensor
 from kernels.triton_ import tl, triton
 
 
-def signed(x: int) -> int:
+def as_signed(x: int) -> int:
     """The int64 with the bits of x."""
     return (x + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
-def mix(x: Tensor) -> Tensor:
-    """Bijective scrambling of int64: the 64-bit finalizer of splitmix64, in arithmetic that wraps the same way on every device."""
+def hash_bits(x: Tensor) -> Tensor:
+    """Bijective hash of int64: splitmix64's 64-bit finalizer. Its arithmetic wraps alike on every device."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ (x >> shift & (1 << 64 - shift) - 1)) * signed(factor)
+        shifted = x >> shift & (1 << 64 - shift) - 1  # a logical shift: the sign is not extended
+        x = (x ^ shifted) * as_signed(factor)
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
 def salt(seed: int, step: int, key: str) -> int:
-    """int64: which stream of bits the elements of a tensor take in a step."""
+    """int64 that selects the random bits of tensor `key` in a step."""
     digest = hashlib.sha256(f"round/{seed}/{step}/{key}".encode()).digest()
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a flat run lies in its tensor: its element i is element base + j // width * stride + j % width there, j = i + skip."""
+class ElementIndex:
+    """Where the elements of a flat range are in their tensor.
+
+    The range is a part of a rectangle of rows of `width` elements, in a tensor whose rows have `stride`
+    elements.
+    base: the index in the tensor of the rectangle's first element. skip: elements of the rectangle before the
+    range. So element i of the range has index base + j // width * stride + j % width, where j = i + skip.
+    """
     salt: int
     base: int
     width: int
@@ -41,27 +51,33 @@ class Place:
     skip: int = 0
 
     def bits(self, start: int, n: int, device: torch.device) -> Tensor:
-        """int64 [n]: random bits of the run's elements start .. start + n - 1."""
-        j = torch.arange(self.skip + start, self.skip + start + n, device=device)
-        at = j if self.width == self.stride else torch.div(j, self.width, rounding_mode="floor") * self.stride + j % self.width
-        return mix(at + signed(self.salt + self.base))
+        """int64 [n]: random bits of the elements start .. start + n - 1 of the range."""
+        first = self.skip + start
+        index = torch.arange(first, first + n, device=device)
+        if self.width != self.stride:
+            row = torch.div(index, self.width, rounding_mode="floor")
+            index = row * self.stride + index % self.width
+        return hash_bits(index + as_signed(self.salt + self.base))
 
 
-def rounded(x: Tensor, bits: Tensor) -> Tensor:
-    """x [n], fp32 or fp64 -> bf16, each element up or down; the low 16 of `bits` [n], int64, say which."""
+def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
+    """x [n], fp32 or fp64 -> bf16, each element up or down. The low 16 of `bits` [n], int64, decide which."""
     x = x.float()
-    near = x.view(torch.int32) + (bits & 0xFFFF).to(torch.int32) & -0x10000  # a carry runs on into the exponent, as it should
-    return torch.where(x.isfinite(), near.view(torch.float32), x).bfloat16()
+    # The sum carries into bf16's last bit with the right probability. A carry into the exponent is right too.
+    raw = x.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
+    rounded = (raw & -0x10000).view(torch.float32)
+    return torch.where(x.isfinite(), rounded, x).bfloat16()
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def place_bits(at, salt, base, width, stride, skip, ROWS: tl.constexpr):
-    at += skip
+def place_bits(index, salt, base, width, stride, skip, ROWS: tl.constexpr):
+    """As ElementIndex.bits, for any elements `index` of the range. ROWS: whether width and stride differ."""
+    index += skip
     if ROWS:
-        at = at // width * stride + at % width
-    x = (at + base + salt).to(tl.uint64)
+        index = index // width * stride + index % width
+    x = (index + base + salt).to(tl.uint64)
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB
     return x ^ (x >> 31)
@@ -69,6 +85,8 @@ def place_bits(at, salt, base, width, stride, skip, ROWS: tl.constexpr):
 
 @triton.jit
 def round_to_bf16(x, bits):
+    """As stochastic_round."""
     raw = x.to(tl.uint32, bitcast=True)
-    near = (raw + (bits & 0xFFFF).to(tl.uint32)) & 0xFFFF0000
-    return tl.where((raw & 0x7F800000) == 0x7F800000, x, near.to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    rounded = (raw + (bits & 0xFFFF).to(tl.uint32)) & 0xFFFF0000
+    not_finite = (raw & 0x7F800000) == 0x7F800000
+    return tl.where(not_finite, x, rounded.to(tl.float32, bitcast=True)).to(tl.bfloat16)

@@ -1,50 +1,81 @@
-"""The MLP's activations: SwiGLU (arXiv 2002.05202) on a merged [gate | up] input, and GELU in its tanh form (arXiv 1606.08415)."""
+"""The activations of the MLP: SwiGLU (arXiv 2002.05202) on a merged [gate | up] input, and the tanh form of
+GELU (arXiv 1606.08415). Arithmetic is in fp32 or better. Only the input is saved for the backward."""
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.grad import wide
+from kernels.grad import accumulation_dtype
 from kernels.jit import jit
-from kernels.triton_ import ceil_div, fits, tl, triton
+from kernels.triton_ import ceil_div, kernel_is_available, tl, triton
 
-BLOCK = 2048  # channels of one token, a program: two 128-bit loads of bf16 a thread
+BLOCK = 2048  # channels of one token for each program: two 128-bit loads of bf16 for each thread
 WARPS = 4
-ROWS = 256  # of a weighted SwiGLU that a CPU works on at a time: they stay in its cache between the operations on them
-CUBIC, SLOPE = 0.044715, math.sqrt(2 / math.pi)  # of GELU's tanh form
+ROWS = 256  # rows at a time of a weighted SwiGLU on a CPU: they stay in its cache between the operations
+CUBIC = 0.044715  # of the tanh form of GELU
+SLOPE = math.sqrt(2 / math.pi)  # of the tanh form of GELU
 
 
-def swiglu(gate_up: Tensor, fused: bool = False) -> Tensor:
-    """silu(gate) * up. gate_up [..., 2f], the first half gate -> [..., f]."""
-    if fits("swiglu", gate_up):
+def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
+    """silu(gate) * up. gate_up [..., 2f], of which the first half is gate -> [..., f]."""
+    if kernel_is_available("swiglu", gate_up):
         return _Activation.apply(gate_up, launch_swiglu, launch_swiglu_backward)
-    return _Activation.apply(gate_up, jit(swiglu_forward, fused), jit(swiglu_backward, fused))
+    return _Activation.apply(gate_up, jit(swiglu_forward, compiled), jit(swiglu_backward, compiled))
 
 
 def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) * up * weight: a router's probability, applied where it costs least. gate_up [m, 2f], weight [m] -> [m, f].
-    Never compiled: m is another one each time."""
-    return _Weighted.apply(gate_up, weight)
+    """silu(gate) * up * weight. gate_up [m, 2f], weight [m] -> [m, f].
+
+    weight: a router's probability for each row; here is where applying it costs least. Never compiled,
+    because m changes with each call.
+    """
+    return _WeightedSwiGLU.apply(gate_up, weight)
 
 
-def gelu(x: Tensor, fused: bool = False) -> Tensor:
-    """x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))). x [..., f] -> [..., f]."""
-    if fits("gelu", x):
+def gelu(x: Tensor, compiled: bool = False) -> Tensor:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))). x [..., f] -> [..., f]."""
+    if kernel_is_available("gelu", x):
         return _Activation.apply(x, launch_gelu, launch_gelu_backward)
-    return _Activation.apply(x, jit(gelu_forward, fused), jit(gelu_backward, fused))
+    return _Activation.apply(x, jit(gelu_forward, compiled), jit(gelu_backward, compiled))
+
+
+class Activation(NamedTuple):
+    """function(input [..., f or 2f], compiled) -> [..., f]. is_gated: the input is [gate | up], twice as
+    wide."""
+    function: Callable[..., Tensor]
+    is_gated: bool
+
+
+ACTIVATIONS = {  # by model.activation
+    "swiglu": Activation(swiglu, is_gated=True),
+    "gelu": Activation(gelu, is_gated=False),
+}
+
+
+# ---- the definition ----------------------------------------------------------------------------------------
+
+def split_gate_up(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., 2f] -> gate and up [..., f], in fp32 or better."""
+    acc_dtype = accumulation_dtype(gate_up.dtype)
+    gate, up = gate_up.chunk(2, -1)
+    return gate.to(acc_dtype), up.to(acc_dtype)
 
 
 def swiglu_forward(gate_up: Tensor) -> Tensor:
-    gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
+    gate, up = split_gate_up(gate_up)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
 def swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    gate, up = (t.to(wide(t.dtype)) for t in gate_up.chunk(2, -1))
-    g = dy.to(gate.dtype)
-    dgate = torch.ops.aten.silu_backward(g * up, gate)
-    return torch.cat((dgate.to(dy.dtype), F.silu(gate).mul_(g).to(dy.dtype)), -1)
+    gate, up = split_gate_up(gate_up)
+    dtype = dy.dtype
+    dy = dy.to(gate.dtype)
+    dgate = torch.ops.aten.silu_backward(dy * up, gate)
+    dup = F.silu(gate).mul_(dy)
+    return torch.cat((dgate.to(dtype), dup.to(dtype)), -1)
 
 
 def gelu_forward(x: Tensor) -> Tensor:
@@ -52,159 +83,216 @@ def gelu_forward(x: Tensor) -> Tensor:
 
 
 def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    f = x.to(wide(x.dtype))
-    t = torch.tanh(SLOPE * (f + CUBIC * f**3))
-    slope = 0.5 * (1 + t) + 0.5 * f * (1 - t * t) * SLOPE * (1 + 3 * CUBIC * f * f)
-    return (dy.to(f.dtype) * slope).to(x.dtype)
+    dtype = x.dtype
+    x = x.to(accumulation_dtype(dtype))
+    tanh = torch.tanh(SLOPE * (x + CUBIC * x**3))
+    slope = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * SLOPE * (1 + 3 * CUBIC * x * x)
+    return (dy.to(x.dtype) * slope).to(dtype)
 
 
 def weighted_forward(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """weighted_swiglu in plain torch."""
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    for into, both, w in zip(*(t.split(ROWS) for t in (out, gate_up, weight[:, None]))):
-        gate, up = (t.to(wide(t.dtype)) for t in both.chunk(2, -1))
-        torch.mul(F.silu(gate).mul_(up), w.to(gate.dtype), out=into)
+    for start in range(0, len(out), ROWS):
+        rows = slice(start, start + ROWS)
+        gate, up = split_gate_up(gate_up[rows])
+        row_weight = weight[rows, None].to(gate.dtype)
+        torch.mul(F.silu(gate).mul_(up), row_weight, out=out[rows])
     return out
 
 
 def weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """-> dgate_up, dweight."""
-    out, dweight = torch.empty_like(gate_up), torch.empty_like(weight)
-    for into, dw, d, both, w in zip(*(t.split(ROWS) for t in (out, dweight, dy, gate_up, weight[:, None]))):
-        gate, up = (t.to(wide(t.dtype)) for t in both.chunk(2, -1))
-        (dgate, dup), g, w = into.chunk(2, -1), d.to(gate.dtype), w.to(gate.dtype)
-        raw = F.silu(gate).mul_(g)
-        dw.copy_(torch.linalg.vecdot(raw, up))
-        torch.mul(raw, w, out=dup)
-        dgate.copy_(torch.ops.aten.silu_backward(torch.mul(g, up, out=raw).mul_(w), gate))
-    return out, dweight
+    """The gradients of gate_up and of weight, in their dtypes."""
+    dgate_up = torch.empty_like(gate_up)
+    dweight = torch.empty_like(weight)
+    for start in range(0, len(dy), ROWS):
+        rows = slice(start, start + ROWS)
+        gate, up = split_gate_up(gate_up[rows])
+        dgate, dup = dgate_up[rows].chunk(2, -1)
+        row_dy = dy[rows].to(gate.dtype)
+        row_weight = weight[rows, None].to(gate.dtype)
+
+        raw = F.silu(gate).mul_(row_dy)  # the gradient of up, without the weight
+        dweight[rows].copy_(torch.linalg.vecdot(raw, up))
+        torch.mul(raw, row_weight, out=dup)
+        dsilu = torch.mul(row_dy, up, out=raw).mul_(row_weight)
+        dgate.copy_(torch.ops.aten.silu_backward(dsilu, gate))
+    return dgate_up, dweight
 
 
-# ---- Triton ------------------------------------------------------------------------------------------------------------------
+# ---- Triton ------------------------------------------------------------------------------------------------
 
 @triton.jit
 def swiglu_kernel(GATE_UP, WEIGHT, Y, f, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
-    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(GATE_UP + row * 2 * f + cols, cols < f).to(tl.float32)
-    up = tl.load(GATE_UP + row * 2 * f + f + cols, cols < f).to(tl.float32)
+    """BLOCK channels of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    GATE = GATE_UP + row * 2 * f
+    gate = tl.load(GATE + columns, columns < f).to(tl.float32)
+    UP = GATE_UP + row * 2 * f + f
+    up = tl.load(UP + columns, columns < f).to(tl.float32)
     y = gate * tl.sigmoid(gate) * up
     if WEIGHTED:
         y *= tl.load(WEIGHT + row).to(tl.float32)
-    tl.store(Y + row * f + cols, y.to(Y.dtype.element_ty), cols < f)
+    tl.store(Y + row * f + columns, y.to(Y.dtype.element_ty), columns < f)
 
 
 @triton.jit
 def swiglu_backward_kernel(DY, GATE_UP, DGATE_UP, f, BLOCK: tl.constexpr):
-    row, cols = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = row * 2 * f + cols
-    gate = tl.load(GATE_UP + at, cols < f).to(tl.float32)
-    up = tl.load(GATE_UP + f + at, cols < f).to(tl.float32)
-    g = tl.load(DY + row * f + cols, cols < f).to(tl.float32)
-    s = tl.sigmoid(gate)
-    silu = gate * s
-    tl.store(DGATE_UP + at, (g * up * (s + silu * (1 - s))).to(DGATE_UP.dtype.element_ty), cols < f)
-    tl.store(DGATE_UP + f + at, (g * silu).to(DGATE_UP.dtype.element_ty), cols < f)
+    """BLOCK channels of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    index = row * 2 * f + columns
+    gate = tl.load(GATE_UP + index, columns < f).to(tl.float32)
+    up = tl.load(GATE_UP + f + index, columns < f).to(tl.float32)
+    dy = tl.load(DY + row * f + columns, columns < f).to(tl.float32)
+
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate_pointers = DGATE_UP + index
+    dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+    tl.store(dgate_pointers, dgate.to(DGATE_UP.dtype.element_ty), columns < f)
+    dup_pointers = DGATE_UP + f + index
+    dup = dy * silu
+    tl.store(dup_pointers, dup.to(DGATE_UP.dtype.element_ty), columns < f)
 
 
 @triton.jit
 def weighted_backward_kernel(DY, GATE_UP, WEIGHT, DGATE_UP, DWEIGHT, f, BLOCK: tl.constexpr):
-    """One row whole: the weight's gradient is a sum over it."""
+    """One whole row, because the gradient of its weight is a sum over the row."""
     row = tl.program_id(0).to(tl.int64)
-    weight, total = tl.load(WEIGHT + row).to(tl.float32), tl.zeros((BLOCK,), tl.float32)
+    weight = tl.load(WEIGHT + row).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, f, BLOCK):
-        cols = first + tl.arange(0, BLOCK)
-        at = row * 2 * f + cols
-        gate = tl.load(GATE_UP + at, cols < f, 0.0).to(tl.float32)
-        up = tl.load(GATE_UP + f + at, cols < f, 0.0).to(tl.float32)
-        g = tl.load(DY + row * f + cols, cols < f, 0.0).to(tl.float32)
-        s = tl.sigmoid(gate)
-        silu = gate * s
-        total += g * silu * up
-        g *= weight
-        tl.store(DGATE_UP + at, (g * up * (s + silu * (1 - s))).to(DGATE_UP.dtype.element_ty), cols < f)
-        tl.store(DGATE_UP + f + at, (g * silu).to(DGATE_UP.dtype.element_ty), cols < f)
+        columns = first + tl.arange(0, BLOCK)
+        index = row * 2 * f + columns
+        gate = tl.load(GATE_UP + index, columns < f, 0.0).to(tl.float32)
+        up = tl.load(GATE_UP + f + index, columns < f, 0.0).to(tl.float32)
+        dy = tl.load(DY + row * f + columns, columns < f, 0.0).to(tl.float32)
+
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        total += dy * silu * up
+        dy *= weight
+        dgate_pointers = DGATE_UP + index
+        dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+        tl.store(dgate_pointers, dgate.to(DGATE_UP.dtype.element_ty), columns < f)
+        dup_pointers = DGATE_UP + f + index
+        dup = dy * silu
+        tl.store(dup_pointers, dup.to(DGATE_UP.dtype.element_ty), columns < f)
     tl.store(DWEIGHT + row, tl.sum(total, 0).to(DWEIGHT.dtype.element_ty))
 
 
 @triton.jit
 def gelu_kernel(X, Y, n, CUBIC: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + at, at < n).to(tl.float32)
-    y = x * tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))  # (1 + tanh u)/2 = sigmoid(2u)
-    tl.store(Y + at, y.to(Y.dtype.element_ty), at < n)
+    """BLOCK of n elements."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + index, index < n).to(tl.float32)
+    y = x * tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))  # (1 + tanh u) / 2 = sigmoid(2 u)
+    tl.store(Y + index, y.to(Y.dtype.element_ty), index < n)
 
 
 @triton.jit
 def gelu_backward_kernel(DY, X, DX, n, CUBIC: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + at, at < n).to(tl.float32)
-    s = tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))
-    slope = s + x * s * (1 - s) * 2 * SLOPE * (1 + 3 * CUBIC * x * x)
-    tl.store(DX + at, (tl.load(DY + at, at < n).to(tl.float32) * slope).to(DX.dtype.element_ty), at < n)
+    """BLOCK of n elements."""
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(X + index, index < n).to(tl.float32)
+    sigmoid = tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))
+    slope = sigmoid + x * sigmoid * (1 - sigmoid) * 2 * SLOPE * (1 + 3 * CUBIC * x * x)
+    dx_pointers = DX + index
+    dx = tl.load(DY + index, index < n).to(tl.float32) * slope
+    tl.store(dx_pointers, dx.to(DX.dtype.element_ty), index < n)
 
 
 def launch_swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
-    gate_up, f = gate_up.contiguous(), gate_up.shape[-1] // 2
+    """swiglu, or weighted_swiglu, as one kernel."""
+    gate_up = gate_up.contiguous()
+    f = gate_up.shape[-1] // 2
     y = gate_up.new_empty(*gate_up.shape[:-1], f)
     if y.numel():
-        swiglu_kernel[(y.numel() // f, ceil_div(f, BLOCK))](gate_up, gate_up if weight is None else weight.contiguous(), y, f,
-                                                            WEIGHTED=weight is not None, BLOCK=BLOCK, num_warps=WARPS)
+        weights = gate_up if weight is None else weight.contiguous()  # not read without a weight
+        grid = y.numel() // f, ceil_div(f, BLOCK)
+        swiglu_kernel[grid](
+            gate_up, weights, y, f, WEIGHTED=weight is not None, BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
 def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
-    dy, gate_up, f = dy.contiguous(), gate_up.contiguous(), dy.shape[-1]
-    dx = torch.empty_like(gate_up)
+    """swiglu_backward as one kernel."""
+    dy, gate_up = dy.contiguous(), gate_up.contiguous()
+    f = dy.shape[-1]
+    dgate_up = torch.empty_like(gate_up)
     if dy.numel():
-        swiglu_backward_kernel[(dy.numel() // f, ceil_div(f, BLOCK))](dy, gate_up, dx, f, BLOCK=BLOCK, num_warps=WARPS)
-    return dx
+        grid = dy.numel() // f, ceil_div(f, BLOCK)
+        swiglu_backward_kernel[grid](dy, gate_up, dgate_up, f, BLOCK=BLOCK, num_warps=WARPS)
+    return dgate_up
 
 
 def launch_weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """What weighted_backward returns."""
+    """weighted_backward as one kernel."""
     dy, gate_up, weight = dy.contiguous(), gate_up.contiguous(), weight.contiguous()
-    dx, dw = torch.empty_like(gate_up), torch.empty_like(weight)
+    dgate_up = torch.empty_like(gate_up)
+    dweight = torch.empty_like(weight)
     if dy.numel():
-        weighted_backward_kernel[(len(dy),)](dy, gate_up, weight, dx, dw, dy.shape[1], BLOCK=BLOCK, num_warps=WARPS)
-    return dx, dw
+        weighted_backward_kernel[(len(dy),)](
+            dy, gate_up, weight, dgate_up, dweight, dy.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+    return dgate_up, dweight
 
 
 def launch_gelu(x: Tensor) -> Tensor:
+    """gelu as one kernel."""
     x = x.contiguous()
-    y, n = torch.empty_like(x), x.numel()
+    n = x.numel()
+    y = torch.empty_like(x)
     if n:
-        gelu_kernel[(ceil_div(n, BLOCK),)](x, y, n, CUBIC=CUBIC, SLOPE=SLOPE, BLOCK=BLOCK, num_warps=WARPS)
+        grid = (ceil_div(n, BLOCK),)
+        gelu_kernel[grid](x, y, n, CUBIC=CUBIC, SLOPE=SLOPE, BLOCK=BLOCK, num_warps=WARPS)
     return y
 
 
 def launch_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
+    """gelu_backward as one kernel."""
     dy, x = dy.contiguous(), x.contiguous()
-    dx, n = torch.empty_like(x), x.numel()
+    n = x.numel()
+    dx = torch.empty_like(x)
     if n:
-        gelu_backward_kernel[(ceil_div(n, BLOCK),)](dy, x, dx, n, CUBIC=CUBIC, SLOPE=SLOPE, BLOCK=BLOCK, num_warps=WARPS)
+        grid = (ceil_div(n, BLOCK),)
+        gelu_backward_kernel[grid](dy, x, dx, n, CUBIC=CUBIC, SLOPE=SLOPE, BLOCK=BLOCK, num_warps=WARPS)
     return dx
 
 
+# ---- autograd ----------------------------------------------------------------------------------------------
+
 class _Activation(torch.autograd.Function):
-    """Keeps only the input: the output is recomputed inside the backward's expression."""
+    """Saves only the input: the backward recomputes what it needs of the output."""
 
     @staticmethod
-    def forward(ctx, x, forward, backward):
+    def forward(
+        ctx,
+        x: Tensor,
+        forward: Callable[[Tensor], Tensor],
+        backward: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.slope = backward
+        ctx.input_grad = backward
         return forward(x)
 
     @staticmethod
-    def backward(ctx, dy):
-        return ctx.slope(dy, *ctx.saved_tensors), None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        return ctx.input_grad(dy, x), None, None
 
 
-class _Weighted(torch.autograd.Function):
+class _WeightedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, weight):
+    def forward(ctx, gate_up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
-        ctx.triton = fits("swiglu", gate_up, weight)
-        return (launch_swiglu if ctx.triton else weighted_forward)(gate_up, weight)
+        ctx.triton = kernel_is_available("swiglu", gate_up, weight)
+        forward = launch_swiglu if ctx.triton else weighted_forward
+        return forward(gate_up, weight)
 
     @staticmethod
-    def backward(ctx, dy):
-        return (launch_weighted_backward if ctx.triton else weighted_backward)(dy, *ctx.saved_tensors)
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, weight = ctx.saved_tensors
+        backward = launch_weighted_backward if ctx.triton else weighted_backward
+        return backward(dy, gate_up, weight)

@@ -1,60 +1,103 @@
-"""Triton where it is there, and the question that every kernel asks first: may this call run as a Triton kernel?
+"""Triton, if it is available, and whether a call may run as a Triton kernel.
 
-Triton is imported where torch was built for CUDA, or where the caller has imported it already (the tests, which run kernels
-through its interpreter on a CPU). Elsewhere a stand-in lets the kernels be defined, and never run: no CPU run pays for the
-import, and none needs the package.
+Triton is imported if torch was built for CUDA, or if the caller has imported it already (the tests, which run
+kernels through its interpreter on a CPU). Otherwise a stand-in allows kernels to be defined, but not to run:
+so a CPU run needs no Triton package and does not pay for the import.
 """
 import functools
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-if torch.version.cuda or "triton" in sys.modules:
-    try:
-        import triton
-        import triton.language as tl
-        from triton.tools.tensor_descriptor import TensorDescriptor
-    except ImportError:  # a platform without a wheel
-        triton = None
-else:
-    triton = None
-HERE = triton is not None
-if not HERE:
-    triton, tl, TensorDescriptor = SimpleNamespace(jit=lambda function: function), SimpleNamespace(constexpr=lambda value: value), None
+if TYPE_CHECKING:  # for type checkers and editors: Triton's own language, and its decorator with types
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    Result = TypeVar("Result", covariant=True)
+
+    class Kernel(Protocol[Result]):
+        """A function under `triton.jit`. Its `tl.constexpr` parameters take plain numbers and bools."""
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+            """kernel[grid](...): launches `grid` programs."""
+            ...
+
+        def __call__(self, *args: object, **kwargs: object) -> Result:
+            """kernel(...): a call from another kernel."""
+            ...
+
+    class triton:
+        @staticmethod
+        def jit(function: Callable[..., Result]) -> Kernel[Result]: ...
+
+
+def load() -> tuple[object, object, object]:
+    """(triton, triton.language, TensorDescriptor), or stand-ins for the first two and None."""
+    if torch.version.cuda or "triton" in sys.modules:
+        try:
+            import triton
+            import triton.language
+            from triton.tools.tensor_descriptor import TensorDescriptor
+            return triton, triton.language, TensorDescriptor
+        except ImportError:  # a platform without a wheel
+            pass
+    decorator = SimpleNamespace(jit=lambda function: function)
+    language = SimpleNamespace(constexpr=lambda value: value)
+    return decorator, language, None
+
+
+if not TYPE_CHECKING:
+    triton, tl, TensorDescriptor = load()
+TRITON_AVAILABLE: bool = TensorDescriptor is not None
 
 DEVICES = ("cuda",)  # where kernels run; the tests add the interpreter's "cpu"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def fits(name: str, *tensors: Tensor | None, why: str | None = None) -> bool:
-    """May `name` run as a Triton kernel on these? On a device that has them but with something a kernel does not do (a dtype;
-    or `why`, the kernel's own reason), one line says so once, and the caller takes its reference."""
-    if not HERE or tensors[0].device.type not in DEVICES:
+def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: str | None = None) -> bool:
+    """Whether kernel `name` can run on these tensors. If not, the caller runs its reference.
+
+    why: the kernel's own reason not to run, or None. On a device that has kernels, a reason (this one, or a
+    dtype without a kernel) is printed once.
+    """
+    if not TRITON_AVAILABLE or first.device.type not in DEVICES:
         return False
-    odd = [t.dtype for t in tensors if t is not None and t.dtype not in DTYPES]
-    if odd:
-        why = f"no kernel for {str(odd[0]).removeprefix('torch.')}"
+    dtypes = [tensor.dtype for tensor in (first, *others) if tensor is not None]
+    for dtype in dtypes:
+        if dtype not in DTYPES:
+            why = f"no kernel for {str(dtype).removeprefix('torch.')}"
+            break
     if why:
-        say_once(f"{name}: {why}; the slower torch reference runs instead")
+        print_once(f"{name}: {why}; the slower torch reference runs instead")
     return not why
 
 
 @functools.cache
-def say_once(line: str) -> None:
+def print_once(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Multiprocessors: how many programs make partial sums side by side. (The interpreter has one; 3 shows a wrong sum.)"""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+def num_processors(device: torch.device) -> int:
+    """Number of multiprocessors: how many programs compute partial sums side by side.
+
+    The interpreter has one, but gets 3, which reveals a wrong sum.
+    """
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @functools.cache
-def chip(device: torch.device) -> int:
-    """Which launch parameters fit: 9 Hopper, 10 data-centre Blackwell, 8 all others (they have less shared memory)."""
+def chip_name(device: torch.device) -> int:
+    """The chip that launch parameters are for: 9 Hopper, 10 data-centre Blackwell, 8 all others.
+
+    The others have less shared memory.
+    """
     major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 9
     return major if major in (9, 10) else 8
 
@@ -64,5 +107,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def power_of_2(n: int) -> int:
-    """The smallest that is not below n."""
+    """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()

@@ -1,140 +1,302 @@
-"""Grouped-query causal attention (arXiv 2305.13245): merged q|k|v projection, optional per-head norm, RoPE, output."""
-import math
-from dataclasses import dataclass, field
+"""Grouped-query causal attention (arXiv 2305.13245): merged q|k|v projection, optional norm of queries and
+keys, RoPE."""
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from config import Config, head_dim, kv_heads, mup_scores, remakes
+from config import Config, head_dim, kv_heads, mup_score_scale, recomputes
 from kernels import rope
-from kernels.attention import attention
+from kernels.attention import BLOCK, KEEP_PROBABILITIES, attention
 from kernels.norm import rms_norm
-from kernels.sight import Sight, sight
-from model.precision import of_layer
-from model.recompute import again
-from parallel.comm import Group
-from parallel.mesh import Mesh
-from parallel.ring import ring_attention
-from parallel.rng import Noise
-from parallel.spec import Spec, parameter
-from parallel.tensor import ColumnLinear, RowLinear, SharedHeads, replicated, rows, split_norm
-from parallel.ulysses import ulysses_attention
-
-
-@dataclass(frozen=True)
-class Context:
-    """What every block of one forward pass shares. cos, sin [b, s, 1, d/2] or None; see: who sees whom (None: the ring knows);
-    noise: dropout (None: evaluation); cache: keys and values of earlier tokens, for generation; cut: the sequence is cut over
-    cp, and docs [b, s] the documents of all of it (None: no document mask); learn: what routers need (model/moe.py: Learning)."""
-    cos: Tensor | None
-    sin: Tensor | None
-    see: Sight | None
-    noise: Noise | None = None
-    cache: "Cache | None" = None
-    cut: bool = False
-    docs: Tensor | None = None
-    learn: object | None = None
-
-
-@dataclass
-class Cache:
-    """Keys and values of the tokens seen so far, by layer: [b, s_past, kv_heads, head_dim]; of MLA, the latent [b, s_past,
-    kv_rank] and the turned key that all heads share [b, s_past, rope_dim] instead.
-
-    length: tokens that every layer has seen. It grows when a pass has been through all stages (parallel/pipeline.py: logits):
-    they start from the same length, and a rank may hold several of them."""
-    length: int = 0
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    values: dict[int, Tensor] = field(default_factory=dict)
-
-    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        if layer in self.keys:
-            k, v = torch.cat((self.keys[layer], k), 1), torch.cat((self.values[layer], v), 1)
-        self.keys[layer], self.values[layer] = k, v
-        return k, v
-
-
-def context(cfg: Config, positions: Tensor, docs: Tensor | None, noise: Noise | None = None,
-            cache: Cache | None = None, cut: bool = False, learn: object | None = None) -> Context:
-    """positions [b, s] (cut: [b, s/cp]; restarting where a document does), docs [b, s] or None -> the Context of a forward
-    pass."""
-    m, p = cfg.model, cfg.parallel
-    cos = sin = None
-    if m.positions == "rope":
-        freq = rope.frequencies(m.rope_dim if m.kv_rank else head_dim(m), m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq,
-                                m.rope_original, m.rope_kind, positions.device)  # made there: a copy would stop the host
-        dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
-        scale = rope.mscale(m.rope_factor, m.rope_mscale) / rope.mscale(m.rope_factor, m.rope_mscale_all) if m.rope_kind == "yarn" else 1.0
-        cos, sin = rope.tables(positions, freq, dtype, scale)
-    past = cache.length if cache else 0
-    whole = positions.shape[1] * (p.cp if cut else 1)
-    see = None if cut and p.cp_kind == "ring" else sight(past, whole, 0, past + whole, m.window, docs, positions.device)
-    return Context(cos, sin, see, noise, cache, cut, docs, learn)
+from model.context import ForwardContext
+from model.init import residual_std
+from model.precision import fp8_of_layer
+from model.recompute import checkpoint_activations
+from parallel.context.ring import ring_attention
+from parallel.context.ulysses import ulysses_attention
+from parallel.cost import AttentionProducts, Cost, Exchange, MemoryTraffic, SavedTensor, Workload, total
+from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
+from parallel.tensor.layers import (
+    ColumnLinear,
+    RowLinear,
+    SharedHeadsLinear,
+    replicated_vector,
+    row_shard,
+    tensor_parallel_norm_cost,
+    tensor_parallel_rms_norm,
+)
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import Group
 
 
 class Attention(nn.Module):
+    """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same."""
+
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
-        m, key = cfg.model, f"layers.{layer}.attn"
-        self.layer, self.eps, self.core = layer, m.norm_eps, Core.of(cfg, mesh)
-        self.dim = head_dim(m)
-        self.heads, self.kv = m.heads // mesh.tp.size, max(1, kv_heads(m) // mesh.tp.size)  # of this rank
-        outs = {f"{key}.q": m.heads * self.dim, f"{key}.k": kv_heads(m) * self.dim, f"{key}.v": kv_heads(m) * self.dim}
-        how = m.hidden, m.init_std, m.bias or m.qkv_bias, cfg.parallel.sp
-        shared = kv_heads(m) < mesh.tp.size
-        self.qkv = SharedHeads(mesh, key, m.heads, kv_heads(m), self.dim, *how) if shared else ColumnLinear(mesh, outs, *how, of_layer(cfg, layer))
-        self.out = RowLinear(mesh, f"{key}.o", m.heads * self.dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias,
-                             cfg.parallel.sp, of_layer(cfg, layer))
-        if m.qk_norm_whole:
-            self.q_norm, self.k_norm = (parameter(Spec((rows(f"{key}.{n}.weight", (h * self.dim,), mesh.tp),), "ones", decay=False))
-                                        for n, h in (("q_norm", m.heads), ("k_norm", kv_heads(m))))
-        elif m.qk_norm:
-            # one weight for all heads, of which a tp rank sees its own: the gradient is partial with or without sp
-            self.q_norm = replicated(f"{key}.q_norm.weight", (self.dim,), "ones", True)
-            self.k_norm = replicated(f"{key}.k_norm.weight", (self.dim,), "ones", True)
-        self.tp, self.whole, self.scale = mesh.tp, m.qk_norm_whole, mup_scores(m)  # the softmax's scale beyond 1 / sqrt(d)
-        self.qk_norm, self.rope, self.fused = m.qk_norm, m.positions == "rope", cfg.train.compile
+        model = cfg.model
+        key = f"layers.{layer}.attn"
+        self.layer = layer
+        self.tp = mesh.tp
+        self.head_dim = head_dim(model)
+        self.heads = model.heads // mesh.tp.size  # of this rank
+        self.kv_heads = max(1, kv_heads(model) // mesh.tp.size)  # of this rank
+        self.score_scale = mup_score_scale(model)  # of the softmax, beyond 1 / sqrt(head_dim)
+        self.has_rope = model.positions == "rope"
+        self.compiled = cfg.train.compile
+        self.core = AttentionCore.from_config(cfg, mesh)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        qkv = self.qkv(x)
-        b, s, _ = qkv.shape  # sp: x has s/tp, the column layer gathered it
-        qkv = qkv.view(b, s, self.heads + 2 * self.kv, self.dim)  # [b, s, (h + 2g)/tp, d]
-        if self.rope and not self.qk_norm:
-            q, k, v = rope.split_rope(qkv, ctx.cos, ctx.sin, self.heads, self.kv, self.fused)
-        else:
-            q, k, v = qkv.split((self.heads, self.kv, self.kv), 2)
-        if self.whole:
-            q, k = (split_norm(t.flatten(2), w, self.eps, self.tp).view(t.shape) for t, w in ((q, self.q_norm), (k, self.k_norm)))
-        elif self.qk_norm:
-            q, k = rms_norm(q, self.q_norm, self.eps, self.fused), rms_norm(k, self.k_norm, self.eps, self.fused)
-        if self.rope and self.qk_norm:
-            q, k = rope.rope(q, ctx.cos, ctx.sin, self.fused), rope.rope(k, ctx.cos, ctx.sin, self.fused)
-        q = q if self.scale == 1 else q * self.scale
-        if ctx.cache is not None:
-            k, v = ctx.cache.extend(self.layer, k, v)
-        return self.out(self.core(q, k, v, ctx).reshape(b, s, self.heads * self.dim))
+        # projections
+        self.qkv = qkv_projection(cfg, mesh, layer)
+        self.out = RowLinear(
+            mesh,
+            f"{key}.o",
+            model.heads * self.head_dim,
+            model.hidden,
+            std=residual_std(model),
+            bias=model.bias,
+            sp=cfg.parallel.sp,
+            fp8=fp8_of_layer(cfg, layer),
+        )
+
+        # norms of queries and keys: over all heads of a token, or over each head
+        self.eps = model.norm_eps
+        self.has_qk_norm = model.qk_norm
+        self.qk_norm_over_heads = model.qk_norm_whole
+        if model.qk_norm_whole:
+            q_features = model.heads * self.head_dim
+            k_features = kv_heads(model) * self.head_dim
+            self.q_norm = sharded_norm_weight(f"{key}.q_norm.weight", q_features, mesh.tp)
+            self.k_norm = sharded_norm_weight(f"{key}.k_norm.weight", k_features, mesh.tp)
+        elif model.qk_norm:
+            # one weight for all heads, of which a tp rank has its own: its gradient is partial with and
+            # without sp
+            self.q_norm = replicated_vector(f"{key}.q_norm.weight", self.head_dim, "norm", is_partial=True)
+            self.k_norm = replicated_vector(f"{key}.k_norm.weight", self.head_dim, "norm", is_partial=True)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        qkv = self.qkv(x)  # under sp it gathers the sequence
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [b, s/cp, (h + 2g)/tp, d]
+
+        q, k, v = self.split_heads(qkv, context)
+        if self.score_scale != 1:
+            q = q * self.score_scale
+        if context.cache is not None:
+            k, v = context.cache.extend(self.layer, k, v)
+
+        out = self.core(q, k, v, context)  # [b, s/cp, h/tp, d]
+        return self.out(out.flatten(2))
+
+    def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
+        """qkv [b, s/cp, (h + 2g)/tp, d] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
+        rotated."""
+        if self.has_rope and not self.has_qk_norm:
+            return rope.split_heads_and_apply_rope(
+                qkv, *context.rotation(), self.heads, self.kv_heads, self.compiled)
+
+        heads = (self.heads, self.kv_heads, self.kv_heads)
+        q, k, v = qkv.split(heads, dim=2)
+        if self.has_qk_norm:
+            q = self.normalize_heads(q, self.q_norm)
+            k = self.normalize_heads(k, self.k_norm)
+        if self.has_rope:
+            cos, sin = context.rotation()
+            q = rope.apply_rope(q, cos, sin, self.compiled)
+            k = rope.apply_rope(k, cos, sin, self.compiled)
+        return q, k, v
+
+    def normalize_heads(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [b, s/cp, heads, d]: each head on its own, or all heads of a token together, over tp."""
+        if not self.qk_norm_over_heads:
+            return rms_norm(x, weight, self.eps, self.compiled)
+        normalized = tensor_parallel_rms_norm(x.flatten(2), weight, self.eps, self.tp)
+        return normalized.view(x.shape)
+
+    def cost(self, work: Workload) -> Cost:
+        core = self.core.cost(
+            work,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim,
+        )
+        return total((
+            self.qkv.cost(work, input_part="norm"),
+            self.head_norms_cost(work),
+            rope_cost(work, self.heads + self.kv_heads, self.head_dim),
+            core,
+            self.out.cost(work),  # its input is the core's output
+        ))
+
+    def head_norms_cost(self, work: Workload) -> Cost:
+        """Of the norms of queries and keys: they keep the projection's output, and a scale of each head, or
+        of all."""
+        if not self.has_qk_norm:
+            return Cost()
+        heads = self.heads + self.kv_heads
+        features = (heads + self.kv_heads) * self.head_dim
+        if work.micro_batch == 1:  # the core's values are a view of the same output
+            features -= self.kv_heads * self.head_dim
+        scales = 2 if self.qk_norm_over_heads else heads
+        nbytes = work.tokens * (features * work.compute_bytes + scales * work.accumulation_bytes)
+        saved = Cost(saved=(SavedTensor(nbytes),))
+        if not self.qk_norm_over_heads:
+            return saved
+        return saved + tensor_parallel_norm_cost(work).times(2)
+
+
+def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | SharedHeadsLinear:
+    """The merged projection of queries, keys and values."""
+    model = cfg.model
+    key = f"layers.{layer}.attn"
+    bias = model.bias or model.qkv_bias
+    if kv_heads(model) < mesh.tp.size:
+        return SharedHeadsLinear(
+            mesh,
+            key,
+            model.hidden,
+            heads=model.heads,
+            kv_heads=kv_heads(model),
+            head_dim=head_dim(model),
+            std=model.init_std,
+            bias=bias,
+            sp=cfg.parallel.sp,
+        )
+    outputs = {
+        f"{key}.q": model.heads * head_dim(model),
+        f"{key}.k": kv_heads(model) * head_dim(model),
+        f"{key}.v": kv_heads(model) * head_dim(model),
+    }
+    return ColumnLinear(
+        mesh,
+        outputs,
+        model.hidden,
+        std=model.init_std,
+        bias=bias,
+        sp=cfg.parallel.sp,
+        fp8=fp8_of_layer(cfg, layer),
+    )
+
+
+def sharded_norm_weight(key: str, size: int, group: Group) -> ShardedParameter:
+    """The weight of a norm over features that are divided over the group."""
+    box = row_shard(key, (size,), group)
+    return parameter(ParameterSpec((box,), "norm"))
+
+
+def rope_cost(work: Workload, heads: int, head_dim: int) -> Cost:
+    """Of the rotation of queries and keys: reads and writes them."""
+    nbytes = work.tokens * heads * head_dim * work.compute_bytes
+    return Cost(traffic=(MemoryTraffic(2 * nbytes),))
 
 
 @dataclass(frozen=True)
-class Core:
-    """softmax(q k^T / sqrt(d)) v over the whole sequence, of which this rank may hold a part."""
+class AttentionCore:
+    """softmax(q k^T / sqrt(d)) v over full sequences, of which this rank may have a part."""
     cp: Group
     cp_kind: str
     window: int | None
-    kind: str  # of kernels/attention.py
+    kernel: str  # of kernels/attention.py
     recompute: bool
 
     @staticmethod
-    def of(cfg: Config, mesh: Mesh) -> "Core":
-        return Core(mesh.cp, cfg.parallel.cp_kind, cfg.model.window, cfg.model.attention, remakes(cfg, "core"))
+    def from_config(cfg: Config, mesh: Mesh) -> "AttentionCore":
+        return AttentionCore(
+            mesh.cp,
+            cfg.parallel.cp_kind,
+            cfg.model.window,
+            kernel=cfg.model.attention,
+            recompute=recomputes(cfg, "core"),
+        )
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Context) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, context: ForwardContext) -> Tensor:
         """q [b, s/cp, h, d], k [b, s/cp, g, d], v [b, s/cp, g, dv] -> [b, s/cp, h, dv]."""
-        if ctx.cut and self.cp_kind == "ring":  # keeps no probabilities, so there is nothing to make again
-            return ring_attention(q, k, v, ctx.docs, self.window, self.cp)
+        if context.sequence_is_sharded and self.cp_kind == "ring":
+            # it saves no probabilities, so there is nothing to recompute
+            return ring_attention(q, k, v, context.documents, self.window, self.cp)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.recompute and torch.is_grad_enabled():
-                return again(attention, q, k, v, ctx.see, self.kind)
-            return attention(q, k, v, ctx.see, self.kind)
-        return ulysses_attention(attend, q, k, v, self.cp) if ctx.cut else attend(q, k, v)
+                return checkpoint_activations(attention, q, k, v, context.mask, self.kernel)
+            return attention(q, k, v, context.mask, self.kernel)
+
+        if context.sequence_is_sharded:
+            return ulysses_attention(attend, q, k, v, self.cp)
+        return attend(q, k, v)
+
+    @property
+    def is_ring(self) -> bool:
+        return self.cp.size > 1 and self.cp_kind == "ring"
+
+    def cost(self, work: Workload, *, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> Cost:
+        """heads, kv_heads: of this rank. It keeps q, k, v, its output, and what its backward needs of the
+        scores."""
+        # q, k, v and the output
+        element_bytes = work.compute_bytes
+        query_bytes = work.tokens * heads * head_dim * element_bytes
+        output_bytes = work.tokens * heads * value_dim * element_bytes
+        key_value_elements = work.tokens * kv_heads * (head_dim + value_dim)
+        key_value_bytes = key_value_elements * element_bytes
+        tensor_bytes = query_bytes + output_bytes + key_value_bytes
+
+        # the two products
+        pairs = work.tokens * work.keys_seen(self.window) * heads  # of queries and keys
+        flops = 2 * pairs * (head_dim + value_dim)
+        if self.is_ring:  # saves a number a query and head, and is never computed again
+            statistics_bytes = work.tokens * heads * work.accumulation_bytes
+            return Cost(
+                attention=(AttentionProducts(flops, part="rest", hides="cp"),),
+                traffic=(MemoryTraffic(tensor_bytes),),
+                saved=(SavedTensor(tensor_bytes + statistics_bytes),),
+                exchanges=ring_exchanges(work, key_value_elements, self.cp.size),
+            )
+
+        score_bytes = 0.0
+        if self.kernel == "reference":  # scores, their softmax and the products pass through memory
+            score_bytes = 6 * pairs * element_bytes
+        scores = attention_saved_bytes(work, heads, head_dim, self.cp.size)
+        return Cost(
+            attention=(AttentionProducts(flops),),
+            traffic=(MemoryTraffic(tensor_bytes + score_bytes, part="core"),),
+            saved=(SavedTensor(tensor_bytes), SavedTensor(scores, part="core")),
+            exchanges=ulysses_exchanges(query_bytes + key_value_bytes, output_bytes),
+        )
+
+
+def attention_saved_bytes(work: Workload, heads: int, head_dim: int, cp: int) -> int:
+    """What attention over full sequences keeps beside its tensors (kernels/attention.py): a number a query
+    and head, or of short sequences the probabilities. Under Ulysses a rank has 1 / cp of the heads."""
+    if work.flash:
+        return work.tokens * heads * work.accumulation_bytes
+    s = work.seq_len
+    if s > KEEP_PROBABILITIES * head_dim:
+        return 0
+    pairs = 0
+    for first in range(0, s, BLOCK):
+        end = min(first + BLOCK, s)
+        pairs += (end - first) * end
+    return work.micro_batch * heads // cp * pairs * work.compute_bytes
+
+
+def ring_exchanges(work: Workload, key_value_elements: int, ranks: int) -> tuple[Exchange, ...]:
+    """Of parallel/context/ring.py: keys and values in the forward and in the backward, their gradients."""
+    nbytes = key_value_elements * work.compute_bytes
+    grad_bytes = key_value_elements * work.accumulation_bytes
+    sends = ranks - 1
+    return (
+        Exchange("cp", "send", nbytes, sends),
+        Exchange("cp", "send", nbytes, sends, "backward"),
+        Exchange("cp", "send", grad_bytes, sends, "backward"),
+    )
+
+
+def ulysses_exchanges(qkv_bytes: int, output_bytes: int) -> tuple[Exchange, ...]:
+    """Of parallel/context/ulysses.py: q, k and v as one message, the output; in the backward their
+    gradients."""
+    return (
+        Exchange("cp", "all_to_all", qkv_bytes),
+        Exchange("cp", "all_to_all", output_bytes),
+        Exchange("cp", "all_to_all", qkv_bytes, phase="backward"),
+        Exchange("cp", "all_to_all", output_bytes, phase="backward"),
+    )

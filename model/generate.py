@@ -1,48 +1,117 @@
-"""Sampling text: one forward over the prompt, then one token a step from a key/value cache."""
-from collections.abc import Callable, Iterator
+"""Sampling of text: one forward over the prompt, then one token a step with a cache of keys and values."""
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from model.attention import Cache
+from config import vocab_size
+from model.context import KeyValueCache
+from model.transformer import PipelineStage
+from parallel.pipeline.executor import Pipeline
+from parallel.wire import comm
 
-Logits = Callable[[Tensor, Tensor, Cache | None, int], Tensor]  # parallel/pipeline.py: Pipeline.logits
+# (tokens [1, s], positions [1, s], cache, position) -> logits [vocab] of the token at that position
+LogitsOf = Callable[[Tensor, Tensor, KeyValueCache | None, int], Tensor]
 
 
 @torch.no_grad()
-def generate(logits_of: Logits, prompt: list[int], max_new: int, *, temperature: float = 0.8, top_k: int | None = None,
-             top_p: float | None = None, eod: int | None = None, seed: int = 0, limit: int | None = None, multiple: int = 1,
-             device: torch.device = torch.device("cpu")) -> Iterator[int]:
-    """Yields new token ids; every rank yields the same. temperature 0: greedy. Stops at `eod`, and at `limit` tokens where
-    the positions are learned. multiple: sequence parallelism cuts the sequence, so it is padded to a multiple of this and
-    run anew for each token (what comes after a token does not touch it); 1: the cache is used.
+def generate(
+    logits_of: LogitsOf,
+    prompt: list[int],
+    max_new: int,
+    *,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eod: int | None = None,
+    seed: int = 0,
+    limit: int | None = None,
+    multiple: int = 1,
+    device: torch.device = torch.device("cpu"),
+) -> Iterator[int]:
+    """Yields new token ids, the same on every rank.
+
+    temperature 0: the likeliest token. Stops at `eod`, and after `limit` tokens (learned positions have no
+    more). multiple: sequence parallelism divides the sequence, so it is padded to a multiple of this and
+    computed anew for each token (a token does not depend on what comes after it); 1: the cache is used.
     """
-    stream = torch.Generator().manual_seed(seed)
-    ids, cache, done = list(prompt), Cache() if multiple == 1 else None, 0
+    generator = torch.Generator().manual_seed(seed)
+    ids = list(prompt)
+    cache = KeyValueCache() if multiple == 1 else None
+    num_cached = 0
     for _ in range(max_new):
         if limit is not None and len(ids) > limit:
             return
-        feed = ids[done:] + [0] * (-len(ids[done:]) % multiple)
-        positions = torch.arange(done, done + len(feed), device=device)[None]
-        logits = logits_of(torch.tensor([feed], device=device), positions, cache, len(ids) - done - 1).cpu()
-        token = choose(logits, temperature, top_k, top_p, stream)
+        new_ids = ids[num_cached:]
+        padding = [0] * (-len(new_ids) % multiple)
+        tokens = torch.tensor([new_ids + padding], device=device)
+        end = num_cached + tokens.shape[1]
+        positions = torch.arange(num_cached, end, device=device)[None]
+        logits = logits_of(tokens, positions, cache, len(new_ids) - 1).cpu()
+
+        token = sample_token(
+            logits,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            generator=generator,
+        )
         if token == eod:
             return
         yield token
-        done = len(ids) if cache is not None else 0
+        if cache is not None:
+            num_cached = len(ids)
         ids.append(token)
 
 
-def choose(logits: Tensor, temperature: float, top_k: int | None, top_p: float | None, stream: torch.Generator) -> int:
-    """One token from logits [v]: top_k keeps the k likeliest, top_p the smallest set with that much probability."""
+def sample_token(
+    logits: Tensor,
+    *,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator,
+) -> int:
+    """One token from logits [vocab]. top_k: among the k likeliest; top_p: in the smallest set with that much
+    probability."""
     if temperature == 0:
         return int(logits.argmax())
     logits = logits / temperature
     if top_k is not None and top_k < logits.shape[0]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
+        smallest = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < smallest, float("-inf"))
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
         ordered, order = probs.sort(descending=True)
-        ordered[ordered.cumsum(0) - ordered >= top_p] = 0.0  # the token that crosses the bound stays
+        mass_before = ordered.cumsum(0) - ordered
+        ordered[mass_before >= top_p] = 0.0  # the token that crosses the bound stays
         probs = torch.zeros_like(probs).scatter_(0, order, ordered)
-    return int(torch.multinomial(probs, 1, generator=stream))
+    return int(torch.multinomial(probs, 1, generator=generator))
+
+
+@torch.no_grad()
+def pipeline_logits(pipeline: Pipeline, stages: Mapping[int, PipelineStage], tokens: Tensor,
+                    positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
+    """Logits [vocab] of the token at `position` of tokens [1, s], on every rank: one pass through all stages.
+
+    cache: keys and values of earlier tokens; None: none are kept.
+    """
+    x = tokens
+    last = pipeline.schedule.n_stages - 1
+    for number in range(pipeline.schedule.n_stages):
+        x = pipeline.receive_hidden(x, tokens, number)
+        stage = stages.get(number)
+        if stage is None:
+            continue
+        x = stage.hidden_states(x, positions, cache=cache)
+        if stage.head is not None:
+            x = stage.head(x, position=position)
+    if cache is not None:
+        cache.length += tokens.shape[1]
+
+    if last not in stages:
+        dtype = torch.promote_types(pipeline.hidden_shape.dtype, torch.float32)
+        vocab = vocab_size(next(iter(stages.values())).cfg.model)
+        x = torch.empty(vocab, dtype=dtype, device=tokens.device)
+    source = pipeline.schedule.place[last]
+    return comm.broadcast(x.contiguous(), pipeline.mesh.pp, source)

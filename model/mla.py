@@ -1,89 +1,257 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are made from one narrow latent, and so is what
-generation keeps of a token; positions ride on a few channels, of which all heads share one key.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-    q  = W_qb norm(W_qa x)               [h, nope | rope]     (no q_rank: W_q x)
-    c  = norm(latent), r = rope(...)     of W_kva x = [latent | r]
-    k  = [W_kb c | r],  v = W_vb c       [h, nope | rope], [h, v]; W_kb and W_vb are the rows of kv_b, head by head
+Keys and values are computed from one narrow latent, and generation caches that latent alone. Positions are on
+a few channels, of which all heads share one key.
 
-The up-projections and the output are split over tp by heads. The down-projections and the latents' norms are whole on every
-rank and see that rank's tokens alone: the latents, not the hidden state, are what enters the tensor-parallel region, so under
-sequence parallelism q_rank + kv_rank + rope_dim numbers a token are gathered instead of d (twice with no q_rank: x as well),
-and their gradients are partial over tp exactly where the tokens are cut.
+    q = W_qb norm(W_qa x)               [h, nope | rope]    (without q_rank: W_q x)
+    c = norm(latent), r = rope(...)     W_kva x = [latent | r]
+    k = [W_kb c | r],  v = W_vb c       [h, nope | rope], [h, v]; W_kb, W_vb: rows of kv_b, head by head
+
+The up-projections and the output are divided over tp by heads. The down-projections and the norms of the
+latents are on every rank and see that rank's tokens alone: the latents enter the tensor-parallel region, not
+the hidden state. So under sequence parallelism q_rank + kv_rank + rope_dim numbers a token are gathered
+instead of d (without q_rank twice: x as well), and their gradients are partial over tp exactly where the
+tokens are divided.
 """
 import math
 
 import torch
 from torch import Tensor, nn
 
-from config import Config, mup_scores
+from config import Config, ConfigError, ModelConfig, mup_score_scale
 from kernels import rope
 from kernels.attention import attention
 from kernels.linear import linear
 from kernels.norm import rms_norm
-from model.attention import Context, Core
-from model.precision import of_layer
-from parallel.boxes import Box
-from parallel.collectives import enter
-from parallel.mesh import Mesh
-from parallel.spec import Spec, parameter
-from parallel.tensor import ColumnLinear, RowLinear, replicated, rows
+from model.attention import AttentionCore, rope_cost
+from model.context import ForwardContext
+from model.init import residual_std
+from model.precision import fp8_of_layer
+from parallel.cost import Cost, MatrixProduct, SavedTensor, Workload, total
+from parallel.sharding.boxes import Box
+from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
+from parallel.tensor.layers import ColumnLinear, RowLinear, partial_over_tp, replicated_vector, row_shard
+from parallel.tensor.regions import enter_exchanges, enter_region, outside_region
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import Group
 
 LATENT_EPS = 1e-6  # of the latents' norms in every published model, whatever norm_eps is
 
 
-class MLA(nn.Module):
-    """x [b, s, d] (sp: [b, s/tp, d]) -> the same."""
+class MultiLatentAttention(nn.Module):
+    """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same."""
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
-        m, key, sp = cfg.model, f"layers.{layer}.attn", cfg.parallel.sp
-        self.layer, self.core, self.tp, self.sp, self.fused = layer, Core.of(cfg, mesh), mesh.tp, sp, cfg.train.compile
-        self.heads, self.pairs = m.heads // mesh.tp.size, m.rope_pairs  # heads of this rank
-        self.q_rank, self.kv_rank, self.nope, self.rope, self.v = m.q_rank or 0, m.kv_rank, m.nope_dim, m.rope_dim, m.v_dim
-        # the softmax's scale beyond 1 / sqrt(d): it rides on the queries
-        self.scale = mup_scores(m) * (rope.mscale(m.rope_factor, m.rope_mscale_all) ** 2 if m.rope_kind == "yarn" else 1.0)
-        downs = ({"q_a": m.q_rank} if m.q_rank else {}) | {"kv_a": m.kv_rank + m.rope_dim}
-        self.down = parameter(Spec(tuple(Box.whole(f"{key}.{n}.weight", (r, m.hidden)) for n, r in downs.items()), "normal", m.init_std,
-                                   partial=("tp",) if sp else ()))
-        width = m.heads * (m.nope_dim + m.rope_dim)
-        if m.q_rank:
-            self.q_norm = replicated(f"{key}.q_norm.weight", (m.q_rank,), "ones", sp)
-            self.q_up = parameter(Spec((rows(f"{key}.q_b.weight", (width, m.q_rank), mesh.tp),), "normal", m.init_std))
+        model = cfg.model
+        sp = cfg.parallel.sp
+        key = f"layers.{layer}.attn"
+        fp8 = fp8_of_layer(cfg, layer)
+        if model.kv_rank is None:
+            raise ConfigError("model.kv_rank: none, and multi-head latent attention needs its latent's width")
+        self.layer = layer
+        self.tp = mesh.tp
+        self.sp = sp
+        self.compiled = cfg.train.compile
+        self.heads = model.heads // mesh.tp.size  # of this rank
+        self.q_rank = model.q_rank or 0
+        self.kv_rank = model.kv_rank
+        self.nope_dim = model.nope_dim
+        self.rope_dim = model.rope_dim
+        self.value_dim = model.v_dim
+        self.rope_in_pairs = model.rope_pairs
+        self.score_scale = score_scale(model)
+        self.core = AttentionCore.from_config(cfg, mesh)
+
+        # down-projections to the latents
+        downs = {"kv_a": model.kv_rank + model.rope_dim}
+        if model.q_rank:
+            downs = {"q_a": model.q_rank, **downs}
+        down_boxes: list[Box] = []
+        for name, rank in downs.items():
+            down_boxes.append(Box.whole(f"{key}.{name}.weight", (rank, model.hidden)))
+        self.down = parameter(
+            ParameterSpec(tuple(down_boxes), "hidden", model.init_std, partial_over=partial_over_tp(sp)))
+
+        # up-projections, divided over tp by heads
+        std = model.init_std
+        q_features = model.heads * (model.nope_dim + model.rope_dim)
+        if model.q_rank:
+            self.q_norm = replicated_vector(f"{key}.q_norm.weight", model.q_rank, "norm", is_partial=sp)
+            self.q_up = up_projection(f"{key}.q_b.weight", (q_features, model.q_rank), std, mesh.tp)
         else:
-            self.q = ColumnLinear(mesh, {f"{key}.q": width}, m.hidden, m.init_std, False, sp, of_layer(cfg, layer))
-        self.kv_norm = replicated(f"{key}.kv_norm.weight", (m.kv_rank,), "ones", sp)
-        self.kv_up = parameter(Spec((rows(f"{key}.kv_b.weight", (m.heads * (m.nope_dim + m.v_dim), m.kv_rank), mesh.tp),), "normal", m.init_std))
-        self.out = RowLinear(mesh, f"{key}.o", m.heads * m.v_dim, m.hidden, m.init_std / math.sqrt(2 * m.layers), False, sp, of_layer(cfg, layer))
+            outputs = {f"{key}.q": q_features}
+            self.q = ColumnLinear(mesh, outputs, model.hidden, std=std, bias=False, sp=sp, fp8=fp8)
+        kv_features = model.heads * (model.nope_dim + model.v_dim)
+        self.kv_norm = replicated_vector(f"{key}.kv_norm.weight", model.kv_rank, "norm", is_partial=sp)
+        self.kv_up = up_projection(f"{key}.kv_b.weight", (kv_features, model.kv_rank), std, mesh.tp)
 
-    def forward(self, x: Tensor, ctx: Context) -> Tensor:
-        q, c, r = linear(x, self.down).split((self.q_rank, self.kv_rank, self.rope), -1)
-        latents = [rms_norm(c, self.kv_norm, LATENT_EPS, self.fused), r]
-        if self.q_rank:
-            latents.append(rms_norm(q, self.q_norm, LATENT_EPS, self.fused))
-        c, r, *q = enter(torch.cat(latents, -1), self.tp, self.sp).split((self.kv_rank, self.rope, self.q_rank)[:len(latents)], -1)
-        q = linear(q[0], self.q_up) if self.q_rank else self.q(x)
+        self.out = RowLinear(
+            mesh,
+            f"{key}.o",
+            model.heads * model.v_dim,
+            model.hidden,
+            std=residual_std(model),
+            bias=False,
+            sp=sp,
+            fp8=fp8,
+        )
+
+    def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
+        q, latent, rope_key = self.project(x)
         b, s, _ = q.shape
-        q_nope, q_rope = q.view(b, s, self.heads, self.nope + self.rope).split((self.nope, self.rope), -1)
-        q = torch.cat((q_nope if self.scale == 1 else q_nope * self.scale, self.turn(q_rope, ctx, self.scale)), -1)  # [b, s, h/tp, nope + rope]
-        r = self.turn(r[:, :, None], ctx)[:, :, 0]  # [b, s, rope]
-        if ctx.cache is not None:
-            c, r = ctx.cache.extend(self.layer, c, r)
+        q = self.rotate_queries(q.unflatten(-1, (self.heads, -1)), context)
+        rope_key = self.apply_rope(rope_key[:, :, None], context)[:, :, 0]  # [b, s, rope]
+
+        if context.cache is not None:
+            latent, rope_key = context.cache.extend(self.layer, latent, rope_key)
             if s == 1:
-                return self.out(self.absorbed(q, c, r, ctx).reshape(b, s, -1))
-        k, v = linear(c, self.kv_up).view(b, -1, self.heads, self.nope + self.v).split((self.nope, self.v), -1)
-        k = torch.cat((k, r[:, :, None].expand(-1, -1, self.heads, -1)), -1)
-        return self.out(self.core(q, k, v, ctx).reshape(b, s, self.heads * self.v))
+                out = self.absorbed_attention(q, latent, rope_key, context)
+                return self.out(out.flatten(2))
 
-    def turn(self, x: Tensor, ctx: Context, scale: float = 1.0) -> Tensor:
-        """x [b, s, h, rope] in the order of the weights -> turned, rotate-half order, times scale."""
-        cos, sin = (ctx.cos, ctx.sin) if scale == 1 else (ctx.cos * scale, ctx.sin * scale)
-        return rope.rope(rope.halves(x) if self.pairs else x, cos, sin, self.fused)
+        kv = linear(latent, self.kv_up).unflatten(-1, (self.heads, -1))
+        k_nope, v = kv.split((self.nope_dim, self.value_dim), -1)
+        k_rope = rope_key[:, :, None]
+        k_rope = k_rope.expand(-1, -1, self.heads, -1)
+        k = torch.cat((k_nope, k_rope), -1)  # [b, s, h/tp, nope + rope]
+        out = self.core(q, k, v, context)
+        return self.out(out.flatten(2))
 
-    def absorbed(self, q: Tensor, c: Tensor, r: Tensor, ctx: Context) -> Tensor:
-        """One new token a sequence: W_kb goes over to the query and W_vb to the result, so that no earlier token's keys and
-        values are ever made. q [b, 1, h, nope + rope], c [b, s, kv_rank], r [b, s, rope] -> [b, 1, h, v]."""
-        w_k, w_v = self.kv_up.view(self.heads, self.nope + self.v, self.kv_rank).split((self.nope, self.v), 1)
-        q = torch.cat((torch.einsum("bshn,hnr->bshr", q[..., :self.nope], w_k), q[..., self.nope:]), -1)
-        q = q * math.sqrt(q.shape[-1] / (self.nope + self.rope))  # attention divides by the root of the width it sees
-        out = attention(q, torch.cat((c, r), -1)[:, :, None], c[:, :, None], ctx.see, self.core.kind)  # one key head
-        return torch.einsum("bshr,hvr->bshv", out, w_v)
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x -> q [b, s, h/tp * (nope + rope)], latent [b, s, kv_rank], rope_key [b, s, rope]: of the full
+        sequence."""
+        # of this rank's tokens
+        widths = [self.q_rank, self.kv_rank, self.rope_dim]
+        q_latent, latent, rope_key = linear(x, self.down).split(widths, -1)
+        latent = rms_norm(latent, self.kv_norm, LATENT_EPS, self.compiled)
+        latents = [latent, rope_key]
+        if self.q_rank:
+            q_latent = rms_norm(q_latent, self.q_norm, LATENT_EPS, self.compiled)
+            latents.append(q_latent)
+
+        # of the full sequence
+        entered = enter_region(torch.cat(latents, -1), self.tp, self.sp)
+        widths = [self.kv_rank, self.rope_dim, self.q_rank]
+        latent, rope_key, q_latent = entered.split(widths, -1)
+        q = linear(q_latent, self.q_up) if self.q_rank else self.q(x)
+        return q, latent, rope_key
+
+    def rotate_queries(self, q: Tensor, context: ForwardContext) -> Tensor:
+        """q [b, s, h/tp, nope + rope] with its rope channels rotated, times the scale of the softmax."""
+        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)
+        if self.score_scale != 1:
+            q_nope = q_nope * self.score_scale
+        q_rope = self.apply_rope(q_rope, context, self.score_scale)
+        return torch.cat((q_nope, q_rope), -1)
+
+    def apply_rope(self, x: Tensor, context: ForwardContext, scale: float = 1.0) -> Tensor:
+        """x [b, s, h, rope] in the order of the weights -> rotated, in rotate-half order, times scale."""
+        cos, sin = context.rotation()
+        if scale != 1:
+            cos, sin = cos * scale, sin * scale
+        if self.rope_in_pairs:
+            x = rope.pairs_to_halves(x)
+        return rope.apply_rope(x, cos, sin, self.compiled)
+
+    def absorbed_attention(self, q: Tensor, latent: Tensor, rope_key: Tensor,
+                           context: ForwardContext) -> Tensor:
+        """One new token of each sequence: W_kb is applied to the query and W_vb to the result, so that keys
+        and values of earlier tokens are never computed.
+
+        q [b, 1, h, nope + rope], latent [b, s, kv_rank], rope_key [b, s, rope] -> [b, 1, h, v].
+        """
+        kv_up = self.kv_up.unflatten(0, (self.heads, -1))  # [h, nope + v, kv_rank]
+        k_up, v_up = kv_up.split((self.nope_dim, self.value_dim), 1)
+        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)
+        q_latent = torch.einsum("bshn,hnr->bshr", q_nope, k_up)
+        # attention divides by the root of the width that it sees
+        key_dim = self.nope_dim + self.rope_dim
+        latent_key_dim = self.kv_rank + self.rope_dim
+        q = torch.cat((q_latent, q_rope), -1) * math.sqrt(latent_key_dim / key_dim)
+
+        k = torch.cat((latent, rope_key), -1)
+        k, v = k[:, :, None], latent[:, :, None]  # one key head
+        out = attention(q, k, v, context.mask, self.core.kernel)  # [b, 1, h, kv_rank]
+        return torch.einsum("bshr,hvr->bshv", out, v_up)
+
+    # ---- what it costs -------------------------------------------------------------------------------------
+
+    def cost(self, work: Workload) -> Cost:
+        key_dim = self.nope_dim + self.rope_dim
+        core = self.core.cost(
+            work,
+            heads=self.heads,
+            kv_heads=self.heads,
+            head_dim=key_dim,
+            value_dim=self.value_dim,
+        )
+        return total((
+            self.latents_cost(work),
+            self.up_projections_cost(work),
+            rope_cost(work, 2 * self.heads, key_dim),
+            core,
+            self.out.cost(work),  # its input is the core's output
+        ))
+
+    def latents_cost(self, work: Workload) -> Cost:
+        """Of the down-projections and the latents' norms, which see this rank's tokens alone, and of the
+        latents that enter the region."""
+        tokens = outside_region(work.tokens, self.tp, self.sp)
+        latent_dim, hidden = self.down.spec.shape
+        latent_bytes = latent_dim * work.compute_bytes
+        num_norms = 2 if self.q_rank else 1
+        saved = [
+            SavedTensor(tokens * latent_bytes),  # before the norms
+            SavedTensor(tokens * num_norms * work.accumulation_bytes),  # their scales
+            SavedTensor(work.tokens * latent_bytes),  # after them, of the full sequence
+        ]
+        if not self.shares_input():
+            saved.append(SavedTensor(tokens * hidden * work.compute_bytes, part="norm"))
+        return Cost(
+            products=(MatrixProduct(tokens, hidden, latent_dim),),
+            saved=tuple(saved),
+            exchanges=enter_exchanges(work.tokens * latent_bytes, self.sp),
+        )
+
+    def shares_input(self) -> bool:
+        """Whether the projection of the queries keeps the very input that the down-projections keep: it is
+        neither gathered nor quantized."""
+        if self.q_rank:
+            return False
+        is_gathered = self.sp and self.tp.size > 1
+        return not is_gathered and self.q.scaling is None
+
+    def up_projections_cost(self, work: Workload) -> Cost:
+        """Of those of queries, keys and values. Their inputs are latents, or the hidden state."""
+        saved: list[SavedTensor] = []
+        if work.micro_batch == 1 or work.flash:  # values are a view of the projection's output
+            nope_features = self.heads * self.nope_dim
+            saved.append(SavedTensor(work.tokens * nope_features * work.compute_bytes))
+        if self.score_scale != 1:  # rotary tables of the queries
+            saved.append(SavedTensor(work.tokens * self.rope_dim * work.accumulation_bytes))
+        keys_values = up_product(self.kv_up, work)
+        if self.q_rank:
+            products = (up_product(self.q_up, work), keys_values)
+            return Cost(products=products, saved=tuple(saved))
+        queries = self.q.cost(work, input_part="norm")
+        return queries + Cost(products=(keys_values,), saved=tuple(saved))
+
+
+def score_scale(model: ModelConfig) -> float:
+    """Of the softmax, beyond 1 / sqrt(d): of muP and of YaRN. It is applied to the queries."""
+    scale = mup_score_scale(model)
+    if model.rope_kind == "yarn":
+        scale *= rope.yarn_mscale(model.rope_factor, model.rope_mscale_all) ** 2
+    return scale
+
+
+def up_projection(key: str, shape: tuple[int, int], std: float, group: Group) -> ShardedParameter:
+    """A hidden matrix whose rows are divided over the group."""
+    box = row_shard(key, shape, group)
+    return parameter(ParameterSpec((box,), "hidden", std))
+
+
+def up_product(weight: ShardedParameter, work: Workload) -> MatrixProduct:
+    """Of latents, with an up-projection."""
+    features, rank = weight.spec.shape
+    return MatrixProduct(work.tokens, rank, features)

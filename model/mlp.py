@@ -1,35 +1,75 @@
-"""The feed-forward half of a block: SwiGLU (gate and up as one GEMM) or GELU."""
-import math
+"""The feed-forward half of a block: SwiGLU (gate and up as one matrix product), or another of ACTIVATIONS."""
 from functools import partial
 
 from torch import Tensor, nn
 
-from config import Config, remakes
-from kernels.linear import remade
-from kernels.swiglu import gelu, swiglu
-from model.precision import of_layer
-from parallel.mesh import Mesh
-from parallel.tensor import ColumnLinear, RowLinear
+from config import Config, recomputes
+from kernels.linear import recompute_output
+from kernels.swiglu import ACTIVATIONS
+from model.init import residual_std
+from model.precision import fp8_of_layer
+from parallel.cost import Cost, MemoryTraffic, SavedTensor, Workload
+from parallel.tensor.layers import ColumnLinear, RowLinear
+from parallel.topology.mesh import Mesh
 
 
 class MLP(nn.Module):
-    """name, width: of a mixture's shared experts; else the block's MLP."""
+    """x [b, s, d] (sp: [b, s/tp, d]) -> the same. name, width: of a mixture's shared experts; else of the
+    block's MLP."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, layer: int, name: str = "mlp", width: int | None = None) -> None:
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int, name: str = "mlp",
+                 width: int | None = None) -> None:
         super().__init__()
-        m, key = cfg.model, f"layers.{layer}.{name}"
-        width, fp8 = width or m.ffn, of_layer(cfg, layer)
-        self.fused, self.again = cfg.train.compile, remakes(cfg, "act")
-        self.activation = swiglu if m.activation == "swiglu" else gelu
-        names = ("gate", "up") if m.activation == "swiglu" else ("up",)
-        self.inner = ColumnLinear(mesh, {f"{key}.{n}": width for n in names}, m.hidden, m.init_std, m.bias, cfg.parallel.sp, fp8)
-        self.down = RowLinear(mesh, f"{key}.down", width, m.hidden, m.init_std / math.sqrt(2 * m.layers), m.bias, cfg.parallel.sp, fp8)
+        model = cfg.model
+        key = f"layers.{layer}.{name}"
+        width = width or model.ffn
+        activation, is_gated = ACTIVATIONS[model.activation]
+        self.activation = partial(activation, compiled=cfg.train.compile)
+        self.recompute_activation = recomputes(cfg, "act")
+
+        names = ("gate", "up") if is_gated else ("up",)
+        outputs = {f"{key}.{name}": width for name in names}
+        fp8 = fp8_of_layer(cfg, layer)
+        self.gate_up = ColumnLinear(
+            mesh,
+            outputs,
+            model.hidden,
+            std=model.init_std,
+            bias=model.bias,
+            sp=cfg.parallel.sp,
+            fp8=fp8,
+        )
+        self.down = RowLinear(
+            mesh,
+            f"{key}.down",
+            width,
+            model.hidden,
+            std=residual_std(model),
+            bias=model.bias,
+            sp=cfg.parallel.sp,
+            fp8=fp8,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.active(x))  # [b, s, d] -> [b, s, 2f/tp] -> [b, s, f/tp] -> [b, s, d]
+        return self.down(self.hidden_activation(x))
 
-    def active(self, x: Tensor) -> Tensor:
-        """All but the last product."""
-        inner = self.inner(x)
-        h = self.activation(inner, self.fused)
-        return remade(h, partial(self.activation, fused=self.fused), inner) if self.again else h
+    def hidden_activation(self, x: Tensor) -> Tensor:
+        """x -> the input of the down-projection [b, s, f/tp]."""
+        gate_up = self.gate_up(x)  # [b, s, 2f/tp]
+        activated = self.activation(gate_up)
+        if self.recompute_activation:
+            return recompute_output(activated, self.activation, gate_up)
+        return activated
+
+    def cost(self, work: Workload) -> Cost:
+        """The activation keeps its input."""
+        features_in = self.gate_up.weight.spec.shape[0]
+        features_out = self.down.weight.spec.shape[1]
+        read = work.tokens * features_in * work.compute_bytes
+        written = work.tokens * features_out * work.compute_bytes
+        activation = Cost(
+            traffic=(MemoryTraffic(read + written, part="act"),),
+            saved=(SavedTensor(read),),
+        )
+        down = self.down.cost(work, input_part="act")
+        return self.gate_up.cost(work, input_part="norm") + activation + down

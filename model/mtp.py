@@ -1,69 +1,122 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules behind the last block that look further ahead.
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): modules after the last block that
+predict further ahead.
 
-Module k = 1 .. mtp joins what is known after token i with token i + k and predicts token i + k + 1:
+Module k = 1 .. mtp joins the state of token i with the embedding of token i + k, and predicts token i + k +
+1:
 
-    h_k = norm_k(block_k(join_k [norm(embedding of token i + k) ; norm(h_k-1)])),    h_0: the output after the model's last norm
-    loss = mtp_weight / mtp * sum over k of the summed cross entropy of head(h_k), over the tokens that the main loss counts
+    h_0 = the model's output, after its last norm
+    h_k = norm_k(block_k(join_k [norm(embedding of token i + k) ; norm(h_k-1)]))
+    loss = mtp_weight / mtp * sum over k of the cross entropy of head(h_k), over the tokens of the main loss
 
-Embedding and head are the model's own. Training only: the modules add to the gradients, not to the loss that is reported,
-and evaluation and generation leave them out. Tokens and targets are shifted before context parallelism cuts the sequence
-(data/batch.py). A mixture's router balances its load there over the tokens whose further target counts. The joins and
-norms are whole on every tp rank, as the norms of a block are.
+Embedding and head are the model's own. They take part in training alone: the modules add to the gradients,
+not to the reported loss, and evaluation and generation leave them out. Tokens and targets are shifted before
+context parallelism shards the sequence (parallel/microbatch.py). A mixture's router balances its load over
+the tokens whose further target is counted. Join matrices and norms are on every tp rank, as the norms of a
+block are.
 """
+from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING
 
-from torch import Tensor, cat, is_grad_enabled, nn
+from torch import Tensor, add, cat, nn
 
 from config import Config
 from kernels.linear import linear
-from model.attention import Context
-from model.loss import Head
-from model.moe import learning
+from model.context import ForwardContext
+from model.modules import ModuleList
 from model.norm import Norm
-from model.recompute import again
-from parallel.boxes import Box
-from parallel.mesh import Mesh
-from parallel.spec import Spec, parameter
-from parallel.tensor import vocab_embedding
+from model.router import router_inputs
+from parallel.cost import Cost, MatrixProduct, SavedTensor, Workload, total
+from parallel.microbatch import Microbatch
+from parallel.sharding.boxes import Box
+from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
+from parallel.tensor.layers import partial_over_tp, vocab_embedding, vocab_embedding_cost
+from parallel.tensor.regions import outside_region
+from parallel.topology.mesh import Mesh
+
+if TYPE_CHECKING:
+    from model.transformer import TransformerBlock
+
+CrossEntropy = Callable[[Tensor, Tensor, Tensor | float], Tensor]  # (states, targets, scale) -> a scalar
 
 
-class Predictor(nn.Module):
-    """One module. block: model/transformer.py's, with the number `layer`, that of the module among the layers."""
+class MTPModule(nn.Module):
+    """One module. block: a transformer block of its own, with the number `layer`, which follows those of the
+    model."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, layer: int, block: nn.Module) -> None:
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int, block: "TransformerBlock") -> None:
         super().__init__()
-        m, key = cfg.model, f"layers.{layer}"
-        self.full = cfg.parallel.recompute == "full"
-        self.embed_norm, self.hidden_norm = Norm(cfg, mesh, f"{key}.embed_norm"), Norm(cfg, mesh, f"{key}.hidden_norm")
-        self.join = parameter(Spec((Box.whole(f"{key}.join.weight", (m.hidden, 2 * m.hidden)),), "normal", m.init_std,
-                                   partial=("tp",) if cfg.parallel.sp else ()))
-        self.block, self.norm = block, Norm(cfg, mesh, f"{key}.head_norm")
+        hidden = cfg.model.hidden
+        key = f"layers.{layer}"
+        self.embed_norm = Norm(cfg, mesh, f"{key}.embed_norm")
+        self.hidden_norm = Norm(cfg, mesh, f"{key}.hidden_norm")
+        box = Box.whole(f"{key}.join.weight", (hidden, 2 * hidden))
+        partial_over = partial_over_tp(cfg.parallel.sp)
+        spec = ParameterSpec((box,), "hidden", cfg.model.init_std, partial_over=partial_over)
+        self.join = parameter(spec)
+        self.block = block
+        self.norm = Norm(cfg, mesh, f"{key}.head_norm")
 
-    def forward(self, h: Tensor, e: Tensor, ctx: Context) -> Tensor:
-        """h, e [b, s, d] (sp: [b, s/tp, d]): states and embeddings -> the next states."""
-        x = linear(cat((self.embed_norm(e), self.hidden_norm(h)), -1), self.join)
-        x, told = again(self.block, x, ctx) if self.full and is_grad_enabled() else self.block(x, ctx)
-        if told is not None:
-            self.block.mlp.router.told += told
+    def forward(self, h: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
+        """States h and embeddings [b, s, d] (sp: [b, s/tp, d]) -> the next states."""
+        embedded = self.embed_norm(embedded)
+        joined = cat((embedded, self.hidden_norm(h)), -1)
+        x, router_stats = self.block(linear(joined, self.join), context)
+        self.block.add_router_stats(router_stats)
         return self.norm(x)
 
+    def cost(self, work: Workload) -> Cost:
+        """The join keeps both normalized states, side by side."""
+        hidden, joined = self.join.spec.shape
+        tokens = outside_region(work.tokens, self.norm.tp, self.norm.sp)
+        join = Cost(
+            products=(MatrixProduct(tokens, joined, hidden),),
+            saved=(SavedTensor(tokens * joined * work.compute_bytes),),
+        )
+        norms = (self.embed_norm, self.hidden_norm, self.norm)
+        norms_cost = total(norm.cost(work) for norm in norms)
+        return norms_cost + join + self.block.cost(work)
 
-class MTP(nn.Module):
-    """table: the embedding's, which may be another part's too."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, table: nn.Parameter, blocks: list[nn.Module]) -> None:
+class MultiTokenPrediction(nn.Module):
+    """The modules. table: the embedding's, which other parts of the model use too."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, table: ShardedParameter,
+                 blocks: "list[TransformerBlock]") -> None:
         super().__init__()
-        m = cfg.model
-        self.cfg, self.mesh = cfg, mesh
-        self.tp, self.sp, self.table, self.weight = mesh.tp, cfg.parallel.sp, table, m.mtp_weight / m.mtp
-        self.steps = nn.ModuleList(Predictor(cfg, mesh, m.layers + k, block) for k, block in enumerate(blocks))
+        self.cfg = cfg
+        self.mesh = mesh
+        self.table = table
+        self.loss_weight = cfg.model.mtp_weight / cfg.model.mtp
+        modules: list[MTPModule] = []
+        for k, block in enumerate(blocks):
+            modules.append(MTPModule(cfg, mesh, cfg.model.layers + k, block))
+        self.modules_ahead = ModuleList(modules)
 
-    def forward(self, h: Tensor, batch, scale, ctx: Context, head: Head) -> Tensor:
-        """h [b, s, d] after the model's last norm; batch: with what lies ahead (Batch.look_ahead) -> the weighted loss."""
-        total = 0.0
-        for step, tokens, targets in zip(self.steps, batch.ahead, batch.ahead_targets):
+    def forward(self, h: Tensor, microbatch: Microbatch, scale: Tensor | float, context: ForwardContext,
+                cross_entropy: CrossEntropy) -> Tensor:
+        """h [b, s, d] after the model's last norm -> the weighted loss of all modules.
+
+        Raises ValueError for a microbatch without tokens_ahead.
+        """
+        if microbatch.tokens_ahead is None or microbatch.targets_ahead is None:
+            raise ValueError("multi-token prediction needs a microbatch of Microbatch.with_tokens_ahead")
+        losses: list[Tensor] = []
+        sp = self.cfg.parallel.sp
+        ahead = zip(self.modules_ahead, microbatch.tokens_ahead, microbatch.targets_ahead)
+        for module, tokens, targets in ahead:
             if self.cfg.model.experts:
-                ctx = replace(ctx, learn=learning(self.cfg, self.mesh, replace(batch, targets=targets), scale, ctx.noise))
-            h = step(h, vocab_embedding(tokens, self.table, self.tp, self.sp), ctx)
-            total = total + head.cross_entropy(h, targets, scale * self.weight)
-        return total
+                training = router_inputs(self.cfg, self.mesh, targets, scale, context.dropout_rng)
+                context = replace(context, router_inputs=training)
+            embedded = vocab_embedding(tokens, self.table, self.mesh.tp, sp)
+            h = module(h, embedded, context)
+            losses.append(cross_entropy(h, targets, scale * self.loss_weight))
+        return reduce(add, losses)
+
+    def cost(self, work: Workload, cross_entropy: Cost) -> Cost:
+        """cross_entropy: of one module's."""
+        sp = self.cfg.parallel.sp
+        embedding = vocab_embedding_cost(work, self.table.spec, self.mesh.tp, sp)
+        modules = total(module.cost(work) for module in self.modules_ahead)
+        return modules + (embedding + cross_entropy).times(len(self.modules_ahead))

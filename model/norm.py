@@ -1,35 +1,60 @@
-"""The block's norm as configured, with the residual add folded in."""
+"""RMSNorm or LayerNorm, as the config says, with the addition of the residual in the same kernel."""
 from torch import Tensor, nn
 
-from config import Config, remakes
+from config import Config, recomputes
 from kernels import norm
-from kernels.linear import remade
-from parallel.mesh import Mesh
-from parallel.tensor import replicated
+from kernels.linear import recompute_output
+from parallel.cost import Cost, MemoryTraffic, SavedTensor, Workload
+from parallel.tensor.layers import replicated_vector
+from parallel.tensor.regions import outside_region
+from parallel.topology.mesh import Mesh
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last dim [d]."""
+    """A norm over the last dim [d]."""
 
     def __init__(self, cfg: Config, mesh: Mesh, key: str) -> None:
         super().__init__()
-        m = cfg.model
-        self.eps, self.fused, self.again = m.norm_eps, cfg.train.compile, remakes(cfg, "norm")
-        self.weight = replicated(f"{key}.weight", (m.hidden,), "ones", cfg.parallel.sp)
-        self.bias = replicated(f"{key}.bias", (m.hidden,), "zeros", cfg.parallel.sp) if m.norm == "layernorm" else None
+        hidden = cfg.model.hidden
+        sp = cfg.parallel.sp
+        self.tp = mesh.tp
+        self.sp = sp
+        self.eps = cfg.model.norm_eps
+        self.compiled = cfg.train.compile
+        self.recompute = recomputes(cfg, "norm")
+        self.weight = replicated_vector(f"{key}.weight", hidden, "norm", is_partial=sp)
+        self.bias = None
+        if cfg.model.norm == "layernorm":
+            self.bias = replicated_vector(f"{key}.bias", hidden, "bias", is_partial=sp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return remade(self.of(x), self.of, x) if self.again else self.of(x)
+        y = self.normalize(x)
+        return recompute_output(y, self.normalize, x) if self.recompute else y
 
-    def of(self, x: Tensor) -> Tensor:
+    def normalize(self, x: Tensor) -> Tensor:
+        settings = (self.eps, self.compiled)
         if self.bias is None:
-            return norm.rms_norm(x, self.weight, self.eps, self.fused)
-        return norm.layer_norm(x, self.weight, self.bias, self.eps, self.fused)
+            return norm.rms_norm(x, self.weight, *settings)
+        return norm.layer_norm(x, self.weight, self.bias, *settings)
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual)."""
+        settings = (self.eps, self.compiled)
         if self.bias is None:
-            y, x = norm.add_rms_norm(x, residual, self.weight, self.eps, self.fused)
+            y, total = norm.add_rms_norm(x, residual, self.weight, *settings)
         else:
-            y, x = norm.add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.fused)
-        return (remade(y, self.of, x) if self.again else y), x
+            y, total = norm.add_layer_norm(x, residual, self.weight, self.bias, *settings)
+        if self.recompute:
+            y = recompute_output(y, self.normalize, total)
+        return y, total
+
+    def cost(self, work: Workload) -> Cost:
+        """Without an addition. It keeps its input and, of each token, the statistics: a scale, of LayerNorm a
+        mean as well."""
+        tokens = outside_region(work.tokens, self.tp, self.sp)
+        input_bytes = tokens * self.weight.spec.numel * work.compute_bytes
+        statistics = 1 if self.bias is None else 2
+        return Cost(
+            traffic=(MemoryTraffic(2 * input_bytes, part="norm"),),
+            saved=(SavedTensor(input_bytes + tokens * statistics * work.accumulation_bytes),),
+        )

@@ -1,7 +1,34 @@
-"""Which linears of a model run in fp8 (kernels/fp8_linear.py): those of attention and the MLP, but for the first and last layers'."""
-from config import Config, fp8_recipe, in_fp8
+"""Which dtypes a run computes in, and which linear layers run in fp8 (kernels/fp8_linear.py): those of
+attention and MLP, but for the first and last blocks'."""
+import torch
+
+from config import Config, fp8_recipe, layer_in_fp8
+from kernels.grad import accumulation_dtype
+from parallel.tensor.layers import Fp8Recipe
+
+# train.dtype -> that of weights and activations
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,  # kernels/fp8_linear.py quantizes the operands of products
+}
 
 
-def of_layer(cfg: Config, layer: int) -> tuple[str, int] | None:
-    """What parallel/tensor.py's linears take: the recipe and the side of its blocks; None: the compute dtype."""
-    return (fp8_recipe(cfg.train), cfg.train.fp8_block) if in_fp8(cfg, layer) else None
+def compute_bytes(dtype: str) -> int:
+    """Bytes of an element of weights and activations. dtype: train.dtype."""
+    return DTYPES[dtype].itemsize
+
+
+def accumulation_bytes(dtype: str) -> int:
+    """Bytes of an element of gradients and master weights: fp32 or better. dtype: train.dtype."""
+    return accumulation_dtype(DTYPES[dtype]).itemsize
+
+
+def fp8_of_layer(cfg: Config, layer: int) -> Fp8Recipe | None:
+    """The recipe and the side of its blocks; None: the layer runs in the compute dtype."""
+    recipe = fp8_recipe(cfg.train)
+    if recipe is None or not layer_in_fp8(cfg, layer):
+        return None
+    return recipe, cfg.train.fp8_block

@@ -1,38 +1,70 @@
-"""Which layers a pipeline stage holds: cut by hand (parallel.stages), or by cost, so that no stage waits for a heavier one."""
+"""Which layers a pipeline stage holds: as parallel.stages says, or divided by cost, so that no stage waits
+for a heavier one."""
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
-from config import Config, Model, attention_weights, head_dim, is_moe, moe_ffn, numbers, padded_vocab, value_dim
+from config import Config, ModelConfig, positive_integers
+from model.describe import describe_stage
+from parallel.cost import Workload
 
 
-def layers_of(cfg: Config, stages: int) -> list[tuple[int, int]]:
+class Split(NamedTuple):
+    """The first layers, divided into stages. sizes: layers of each; heaviest: the largest cost of one."""
+    heaviest: float
+    sizes: tuple[int, ...]
+
+
+BestSplits = dict[int, Split]  # by the number of layers in the stages so far
+
+
+def layers_of_stages(cfg: Config, stages: int) -> list[tuple[int, int]]:
     """[(first, last)] of the blocks of each stage, last excluded; every stage has at least one."""
-    sizes = numbers(cfg.parallel.stages) if cfg.parallel.stages else by_cost(cfg.model, stages, cfg.train.seq_len)
-    return [(last - n, last) for n, last in zip(sizes, accumulate(sizes))]
+    if cfg.parallel.stages:
+        sizes = positive_integers(cfg.parallel.stages)
+    else:
+        sizes = split_by_cost(cfg.model, stages, cfg.train.seq_len)
+    ends = accumulate(sizes)
+    return [(end - size, end) for size, end in zip(sizes, ends)]
 
 
 @cache
-def by_cost(m: Model, stages: int, seq_len: int) -> tuple[int, ...]:
-    """Layers of each stage. The cost is that of the GEMMs: the head weighs as many blocks as its matrix has FLOPs, a module of
-    multi-token prediction a block, its join and the head again, the embedding nothing, a mixture what a token uses of it. Chooses,
-    among all cuts into consecutive runs, one whose heaviest stage is lightest (dynamic programming, exact)."""
-    attn = attention_weights(m)
-    attn += m.heads * (head_dim(m) + value_dim(m)) * min(m.window or seq_len, seq_len) / 2  # causal: half of the products are masked
-    gates = 3 if m.activation == "swiglu" else 2
-    routed = m.hidden * ((m.top_k + m.shared_experts) * moe_ffn(m) * 3 + (m.experts or 0))
-    costs = [attn + (routed if is_moe(m, i) else m.hidden * m.ffn * gates) for i in range(m.layers + m.mtp)]
-    unit, head = costs[m.layers - 1], padded_vocab(m) * m.hidden
-    head += sum(c + 2 * m.hidden ** 2 + head for c in costs[m.layers:])
-    head, costs = head / unit, [c / unit for c in costs[:m.layers]]
-    best: list[dict[int, tuple[float, tuple[int, ...]]]] = [{0: (0.0, ())}]  # after k stages: {layers used: (heaviest, sizes)}
-    for k in range(1, stages + 1):
-        row: dict[int, tuple[float, tuple[int, ...]]] = {}
-        for used, (heaviest, sizes) in best[-1].items():
-            last, blocks = m.layers - (stages - k), 0.0
-            for n in range(1, last - used + 1):
-                blocks += costs[used + n - 1]
-                cost = max(heaviest, blocks + (head if k == stages else 0.0))
-                if used + n not in row or cost < row[used + n][0]:
-                    row[used + n] = (cost, (*sizes, n))
-        best.append(row)
-    return best[-1][m.layers][1]
+def split_by_cost(model: ModelConfig, stages: int, seq_len: int) -> tuple[int, ...]:
+    """Layers of each stage. The cost is that of the modules' FLOPs: a lookup has none, a mixture those of the
+    experts that a token uses, the head those of multi-token prediction as well.
+
+    Chooses, among all divisions into consecutive layers, one whose heaviest stage is lightest (dynamic
+    programming, exact).
+    """
+    costs, head = relative_costs(model, seq_len)
+
+    best: BestSplits = {0: Split(0.0, ())}
+    for stage in range(1, stages + 1):
+        extra = head if stage == stages else 0.0
+        most_layers = model.layers - (stages - stage)  # each later stage has a layer
+        best = with_one_more_stage(best, costs[:most_layers], extra)
+    return best[model.layers].sizes
+
+
+def with_one_more_stage(best: BestSplits, costs: list[float], extra: float) -> BestSplits:
+    """The best splits with a stage more. costs: of the layers that may be in it; extra: of what the stage has
+    beside layers."""
+    found: BestSplits = {}
+    for start, before in best.items():
+        stage_cost = 0.0
+        for end in range(start + 1, len(costs) + 1):
+            stage_cost += costs[end - 1]
+            heaviest = max(before.heaviest, stage_cost + extra)
+            if end not in found or heaviest < found[end].heaviest:
+                found[end] = Split(heaviest, (*before.sizes, end - start))
+    return found
+
+
+def relative_costs(model: ModelConfig, seq_len: int) -> tuple[list[float], float]:
+    """FLOPs of a token in each block, and in the head; those of the last block are 1."""
+    stage = describe_stage(Config(model=model), 0, model.layers)
+    token = Workload(1, 1, documents=(seq_len,))
+    flops = [part.cost(token).flops for part in stage.parts]
+    _, *blocks, head = flops
+    unit = blocks[-1]
+    return [block / unit for block in blocks], head / unit

@@ -1,54 +1,130 @@
-"""AdamW over the owned ranges of the flat buckets (parallel/params.py): the same code whatever ZeRO shards, and where
-its state is kept (parallel/offload.py). State in bf16 is updated a tensor at a time: which elements of it they are decides
-how they are rounded (kernels/rounding.py)."""
+"""AdamW (arXiv 1711.05101) over the owned ranges of the flat buckets (parallel/sharding/bucket.py).
+
+The code is the same whatever ZeRO shards, and wherever the state is stored (parallel/offload.py). State in
+bf16 is updated one tensor at a time, because the position of an element in its tensor decides how it is
+rounded (kernels/rounding.py).
+"""
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from config import Optim
+from config import OptimConfig
 from kernels.adam import adamw
-from kernels.rounding import Place, salt
-from optim.base import pace
-from parallel.mesh import Mesh
-from parallel.offload import Side, staged
-from parallel.params import Bucket
+from kernels.rounding import ElementIndex, salt
+from optim.base import Optimizer, decoupled_rates
+from parallel.offload import CopyStream, staged_chunks
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.views import TensorRange, tensor_ranges, update_ranges
+from parallel.topology.mesh import Mesh
 
 
-class AdamW:
-    """m, v: first and second moments, flat and in the master's dtype, a pair a bucket."""
+class AdamW(Optimizer):
+    """AdamW for all buckets. Its moments are the first (exp_avg) and the second (exp_avg_sq)."""
+    MOMENTS = ("adam_m", "adam_v")
 
-    def __init__(self, cfg: Optim, buckets: list[Bucket], mesh: Mesh) -> None:
-        self.cfg, self.buckets = cfg, buckets
-        self.m, self.v = ([torch.zeros_like(b.master, pin_memory=b.master.is_pinned()) for b in buckets] for _ in "mv")
-        self.places = [b.places() if b.sharing.bf16 else None for b in buckets]
-        self.side = Side(buckets[0].own.device) if buckets and buckets[0].sharing.offload else None
-
-    def state(self) -> dict[str, list[Tensor]]:
-        """What a checkpoint keeps beside the master weights: {name: a flat tensor a bucket}."""
-        return {"adam_m": self.m, "adam_v": self.v}
+    def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
+        super().__init__(cfg, buckets, mesh)
+        self.element_indices = [tensor_indices(bucket) for bucket in buckets]
+        self.copy_stream: CopyStream | None = None  # set where masters and moments are in host memory
+        if buckets and buckets[0].sharding.offload_master:
+            self.copy_stream = CopyStream(buckets[0].weights.local.device)
 
     @torch.no_grad()
-    def step(self, step: int, lr: float, factor: Tensor, ok: Tensor) -> None:
-        """Update number `step` (from 1) with the gradients times `factor`. ok False: a skipped step, nothing changes."""
-        if ok.device.type == "cpu" and not ok:
+    def step(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:
+        """Update number `step` (from 1), with the gradients multiplied by `grad_scale`.
+
+        is_finite: a bool scalar. Where it is False the step is skipped, and nothing changes.
+        """
+        if is_finite.device.type == "cpu" and not is_finite:
             return
-        c = self.cfg
-        for b, m, v, places in zip(self.buckets, self.m, self.v, self.places):
-            for run, decay, rate, _ in b.runs():
-                grad, low = b.shard[run], None if b.own is b.master else b.own[run]
-                for cut, (p, m1, v1) in self.chunks([b.master[run], m[run], v[run]], grad.device):
-                    at, g1, l1 = run.start + (cut.start or 0), grad[cut], None if low is None else low[cut]
-                    for part, place in [(slice(None), None)] if places is None else within(places, at, at + len(p), b.seed, step):
-                        adamw(p[part], g1[part], m1[part], v1[part], **pace(c, lr, decay, rate), beta1=c.beta1, beta2=c.beta2, eps=c.eps,
-                              step=step, factor=factor, ok=ok, low=None if l1 is None else l1[part], place=place)
+        cfg = self.cfg
+        for index, bucket in enumerate(self.buckets):
+            for run, has_decay, lr_factor, _ in update_ranges(bucket):
+                rates = decoupled_rates(cfg, lr, has_decay, lr_factor)
+                update = partial(
+                    adamw,
+                    **rates,
+                    beta1=cfg.beta1,
+                    beta2=cfg.beta2,
+                    eps=cfg.eps,
+                    step=step,
+                    grad_scale=grad_scale,
+                    is_finite=is_finite,
+                )
+                self.update_range(index, run, step, update)
 
-    def chunks(self, state: list[Tensor], device: torch.device):
-        """(range, the state there on the device): all at once where it is kept there."""
-        return [(slice(None), state)] if self.side is None else staged(state, device, self.side)
+    def update_range(self, index: int, run: slice, step: int, update: Callable[..., None]) -> None:
+        """Applies `update` to the elements `run` of the owned share of bucket number `index`."""
+        bucket = self.buckets[index]
+        grad = bucket.grads.local[run]
+        weight_copy = None
+        if bucket.weights.local is not bucket.weights.master:
+            weight_copy = bucket.weights.local[run]
+        moments = [flats[index][run] for flats in self.moments.values()]
+        state = [bucket.weights.master[run], *moments]
+
+        for chunk, (param, exp_avg, exp_avg_sq) in self.chunks(state, grad.device):
+            chunk_grad = grad[chunk]
+            chunk_copy = part_of(weight_copy, chunk)
+            start = run.start + (chunk.start or 0)
+            end = start + len(param)
+            for part, element_index in self.tensor_parts(index, start, end, step):
+                update(
+                    param[part],
+                    chunk_grad[part],
+                    exp_avg[part],
+                    exp_avg_sq[part],
+                    weight_copy=part_of(chunk_copy, part),
+                    element_index=element_index,
+                )
+
+    def chunks(self, state: list[Tensor], device: torch.device) -> Iterable[tuple[slice, list[Tensor]]]:
+        """[(range, its state on the device)]: a single range, unless the state is in host memory."""
+        if self.copy_stream is None:
+            return [(slice(None), state)]
+        return staged_chunks(state, device, self.copy_stream)
+
+    def tensor_parts(
+        self, index: int, start: int, end: int, step: int
+    ) -> Sequence[tuple[slice, ElementIndex | None]]:
+        """Elements start .. end - 1 of the owned share of bucket `index`: ranges that are updated together.
+
+        Returns [(all of them, None)]; where the state is in bf16, [(range, its elements)] of each tensor.
+        """
+        indices = self.element_indices[index]
+        if indices is None:
+            return [(slice(None), None)]
+        seed = self.buckets[index].seed
+        return element_ranges(indices, start, end, seed=seed, step=step)
 
 
-def within(places: list[tuple[int, int, str, Place]], lo: int, hi: int, seed: int, step: int) -> list[tuple[slice, Place]]:
-    """[(range within elements lo .. hi - 1 of a share, where it lies in its tensor, and which bits round it)]; padding has no place."""
-    return [(slice(max(a, lo) - lo, min(b, hi) - lo), replace(place, salt=salt(seed, step, key), skip=max(lo - a, 0)))
-            for a, b, key, place in places if a < hi and lo < b]
+def part_of(values: Tensor | None, part: slice) -> Tensor | None:
+    """values[part]; None if there are none."""
+    return None if values is None else values[part]
+
+
+def tensor_indices(bucket: Bucket) -> list[TensorRange] | None:
+    """Which elements of which tensors the owned share holds, if the state is in bf16; else None."""
+    return tensor_ranges(bucket) if bucket.sharding.bf16_master else None
+
+
+def element_ranges(
+    indices: list[TensorRange], start: int, end: int, *, seed: int, step: int
+) -> list[tuple[slice, ElementIndex]]:
+    """Elements start .. end - 1 of an owned share, tensor by tensor. Padding belongs to no tensor.
+
+    indices: of tensor_ranges. Returns [(range, its elements)]: ranges count from `start`, and the
+    elements have the salt of this step.
+    """
+    ranges: list[tuple[slice, ElementIndex]] = []
+    for tensor_start, tensor_end, key, element_index in indices:
+        if tensor_start >= end or tensor_end <= start:
+            continue
+        inside = slice(max(tensor_start, start) - start, min(tensor_end, end) - start)
+        skip = max(start - tensor_start, 0)  # elements of the tensor's part that are before `start`
+        salted = replace(element_index, salt=salt(seed, step, key), skip=skip)
+        ranges.append((inside, salted))
+    return ranges

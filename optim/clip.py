@@ -1,29 +1,50 @@
-"""Global gradient norm and the factor that clips it, as device scalars: nothing is read back to the host."""
+"""The global gradient norm and the factor that clips it, as scalars on the device: without a host sync."""
 import torch
 from torch import Tensor
 
-from parallel import comm
-from parallel.mesh import Mesh
-from parallel.params import Bucket
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.views import update_ranges
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
 
 
 @torch.no_grad()
-def grad_norm(buckets: list[Bucket], mesh: Mesh, mixture: bool = False) -> Tensor:
-    """L2 norm over every gradient element of the model, each counted once whatever the layout (parallel/params.py: Slot.once).
-    mixture: some stage has experts, which are summed over groups of their own, on every rank."""
-    total = buckets[0].shard.new_zeros(())
-    for expert, shard, model in ((False, mesh.shard, mesh.model), (True, mesh.eshard, mesh.emodel)):  # two ways of sharing the ranks out
-        if expert and not mixture:
-            continue
-        kind = [b for b in buckets if b.expert == expert]
-        parts = [torch.linalg.vector_norm(b.shard[run]) for b in kind for run, *_, once in b.runs() if once]
-        squares = torch.stack(parts).square().sum() if parts else torch.zeros_like(total)
+def grad_norm(buckets: list[Bucket], mesh: Mesh, has_experts: bool = False) -> Tensor:
+    """L2 norm of all gradients of the model. Each element counts once in every layout (Slot.counted_in_norm).
+
+    has_experts: whether the model has experts, on any pipeline stage. Their gradients are summed over groups
+    of their own, so all ranks take part in these sums.
+    """
+    # dense parameters and experts: (is_expert, group that ZeRO shards over, group of the other model shards)
+    kinds = [(False, mesh.fsdp, mesh.model_parallel)]
+    if has_experts:
+        kinds.append((True, mesh.expert_fsdp, mesh.expert_model_parallel))
+
+    total = buckets[0].grads.local.new_zeros(())
+    for is_expert, shard_group, model_group in kinds:
+        squares = local_sum_of_squares(buckets, is_expert)
         if buckets[0].zero:
-            squares = comm.sum_(squares, shard)
-        total += comm.sum_(squares, model)
+            squares = comm.all_reduce_sum(squares, shard_group)
+        total += comm.all_reduce_sum(squares, model_group)
     return total.sqrt()
 
 
+def local_sum_of_squares(buckets: list[Bucket], is_expert: bool) -> Tensor:
+    """The sum of squares of the gradients that this rank counts: of experts, or of all other parameters."""
+    norms: list[Tensor] = []
+    for bucket in buckets:
+        if bucket.is_expert != is_expert:
+            continue
+        for run, _, _, counted_in_norm in update_ranges(bucket):
+            if counted_in_norm:
+                norms.append(torch.linalg.vector_norm(bucket.grads.local[run]))
+    if not norms:
+        return buckets[0].grads.local.new_zeros(())
+    return torch.stack(norms).square().sum()
+
+
 def clip_factor(norm: Tensor, clip: float | None) -> Tensor:
-    """min(1, clip / norm); 1 where clipping is off."""
-    return torch.ones_like(norm) if clip is None else (clip / (norm + 1e-6)).clamp(max=1.0)
+    """The factor that limits a gradient norm to `clip`: min(1, clip / norm). It is 1 if clip is None."""
+    if clip is None:
+        return torch.ones_like(norm)
+    return (clip / (norm + 1e-6)).clamp(max=1.0)

@@ -1,85 +1,134 @@
-"""LAMB (arXiv 1904.00962, algorithm 2) and LARS (arXiv 1708.03888): each tensor moves by a share of its own norm.
+"""LAMB (arXiv 1904.00962, algorithm 2) and LARS (arXiv 1708.03888): steps in proportion to a tensor's norm.
 
-The norms are those of the whole stored tensors, wherever their elements lie: every rank adds up the elements that only it
-brings, and one all-reduce of two numbers a tensor completes them. Norms and biases, which have no weight decay, move
-without the ratio.
+The norms are those of the whole stored tensors, wherever their elements are. Every rank sums the squares of
+the elements that it counts, and one all-reduce of two numbers a tensor completes the sums. Norm weights and
+biases, which have no weight decay, have no trust ratio either.
 """
 import torch
 from torch import Tensor
 
-from optim.base import Optimizer, put
-from parallel import comm
+from config import OptimConfig
+from optim.base import Optimizer, copy_where
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.views import boxes_of, update_ranges
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
 
-TRUST = 0.001  # LARS: eta of the paper
+LARS_TRUST = 0.001  # LARS: eta of the paper
 
 
-class Trust(Optimizer):
-    """What both share: the ratio |w| / |direction| of each stored tensor."""
+class TrustRatioOptimizer(Optimizer):
+    """What LAMB and LARS share: the trust ratio |weight| / |direction| of each stored tensor.
 
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        decays = {box.key: slot.param.spec.decay for b in self.buckets for slot in b.slots for box in slot.param.spec.boxes}
-        every = sorted(set().union(*comm.all_objects({key for key, decay in decays.items() if decay}, self.mesh.world)))
-        self.place = {key: i for i, key in enumerate(every)}  # of the tensors that move by a ratio
+    tensor_index: {key: row in the vector of trust ratios}, of the tensors that have one.
+    """
 
-    def direction(self, i: int, step: int, factor: Tensor) -> Tensor:
-        """Where bucket i's owned elements go, before the ratio; weight decay included."""
+    def __init__(self, cfg: OptimConfig, buckets: list[Bucket], mesh: Mesh) -> None:
+        super().__init__(cfg, buckets, mesh)
+        local_keys: set[str] = set()
+        for bucket in buckets:
+            for slot in bucket.slots:
+                spec = slot.param.spec
+                if spec.has_decay:
+                    local_keys.update(box.key for box in spec.boxes)
+        keys_of_ranks = comm.all_gather_objects(local_keys, mesh.world)
+        all_keys = sorted(local_keys.union(*keys_of_ranks))
+        self.tensor_index = {key: index for index, key in enumerate(all_keys)}
+
+    def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
+        """The direction of the owned elements of bucket `index`, with weight decay, before the ratio."""
         raise NotImplementedError
 
-    def ratios(self, step: int, factor: Tensor) -> Tensor:
-        """[tensors]: |w| / |direction|; 1 where either is zero."""
-        squares = self.buckets[0].master.new_zeros(len(self.place), 2)
-        for i, b in enumerate(self.buckets):
-            for at, flat in enumerate((b.master, self.direction(i, step, factor))):
-                for box, part in b.boxes(flat, alone=True):
-                    if box.key in self.place:
-                        squares[self.place[box.key], at] += part.square().sum()
-        w, r = comm.sum_(squares, self.mesh.world).sqrt().unbind(1)
-        return torch.where((w > 0) & (r > 0), w / r, 1.0)
+    def trust_ratios(self, step: int, grad_scale: Tensor) -> Tensor:
+        """[tensors]: |weight| / |direction|; 1 where either is zero."""
+        num_tensors = len(self.tensor_index)
+        squares = self.buckets[0].weights.master.new_zeros(num_tensors, 2)
+        for index, bucket in enumerate(self.buckets):
+            direction = self.direction(index, step, grad_scale)
+            self.add_squares(squares[:, 0], bucket, bucket.weights.master)
+            self.add_squares(squares[:, 1], bucket, direction)
+        norms = comm.all_reduce_sum(squares, self.mesh.world).sqrt()
+        weight_norm, direction_norm = norms.unbind(1)
+        both_positive = (weight_norm > 0) & (direction_norm > 0)
+        return torch.where(both_positive, weight_norm / direction_norm, 1.0)
 
-    def scaled(self, i: int, step: int, factor: Tensor, ratios: Tensor, share: float) -> Tensor:
-        direction = self.direction(i, step, factor)
-        for box, part in self.buckets[i].boxes(direction):
-            if box.key in self.place:
-                part.mul_(share * ratios[self.place[box.key]])
+    def add_squares(self, squares: Tensor, bucket: Bucket, flat: Tensor) -> None:
+        """Adds the squares of flat [owned elements] to squares [tensors]; each element counts on one rank."""
+        for box, values in boxes_of(bucket, flat, each_once=True):
+            row = self.tensor_index.get(box.key)
+            if row is not None:
+                squares[row] += values.square().sum()
+
+    def scaled_direction(
+        self,
+        index: int,
+        step: int,
+        grad_scale: Tensor,
+        *,
+        ratios: Tensor,
+        trust: float = 1.0,
+    ) -> Tensor:
+        """The direction of bucket `index`, times trust * ratio in tensors that have a ratio."""
+        direction = self.direction(index, step, grad_scale)
+        for box, values in boxes_of(self.buckets[index], direction):
+            row = self.tensor_index.get(box.key)
+            if row is not None:
+                values.mul_(trust * ratios[row])
         return direction
 
-    def decayed(self, i: int) -> Tensor:
-        """weight_decay times the masters of bucket i that decay."""
-        b = self.buckets[i]
-        out = torch.zeros_like(b.master)
-        for run, decay, *_ in b.runs():
-            if decay:
-                out[run] = self.cfg.weight_decay * b.master[run]
-        return out
+    def weight_decay_term(self, index: int) -> Tensor:
+        """cfg.weight_decay times the masters of bucket `index`; 0 where an element has no weight decay."""
+        bucket = self.buckets[index]
+        term = torch.zeros_like(bucket.weights.master)
+        for run, has_decay, *_ in update_ranges(bucket):
+            if has_decay:
+                term[run] = self.cfg.weight_decay * bucket.weights.master[run]
+        return term
 
 
-class LAMB(Trust):
+class LAMB(TrustRatioOptimizer):
     MOMENTS = ("adam_m", "adam_v")
 
-    def update(self, step: int, lr: float, factor: Tensor, ok: Tensor) -> None:
-        c = self.cfg
-        for b, m, v in zip(self.buckets, *self.moments.values()):
-            grad = b.shard * factor
-            put([m, v], (m.lerp(grad, 1 - c.beta1), v.lerp(grad.square(), 1 - c.beta2)), ok)
-        ratios = self.ratios(step, factor)
-        for i, b in enumerate(self.buckets):
-            put([b.master], (b.master - lr * self.scaled(i, step, factor, ratios, 1.0),), ok)
+    def update(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:
+        for index, bucket in enumerate(self.buckets):
+            exp_avg, exp_avg_sq = self.moments_of(index)
+            grad = bucket.grads.local * grad_scale
+            new_exp_avg = exp_avg.lerp(grad, 1 - self.cfg.beta1)
+            new_exp_avg_sq = exp_avg_sq.lerp(grad.square(), 1 - self.cfg.beta2)
+            copy_where([exp_avg, exp_avg_sq], (new_exp_avg, new_exp_avg_sq), is_finite)
 
-    def direction(self, i: int, step: int, factor: Tensor) -> Tensor:
-        c, (m, v) = self.cfg, (flats[i] for flats in self.moments.values())
-        root = (v / (1 - c.beta2**step)).sqrt_().add_(c.eps)
-        return m / (1 - c.beta1**step) / root + self.decayed(i)
+        ratios = self.trust_ratios(step, grad_scale)
+        for index, bucket in enumerate(self.buckets):
+            direction = self.scaled_direction(index, step, grad_scale, ratios=ratios)
+            master = bucket.weights.master
+            new_master = master - lr * direction
+            copy_where([master], (new_master,), is_finite)
+
+    def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
+        """From the moments, which hold the gradients already."""
+        exp_avg, exp_avg_sq = self.moments_of(index)
+        bias_correction1 = 1 - self.cfg.beta1**step
+        bias_correction2 = 1 - self.cfg.beta2**step
+        root = (exp_avg_sq / bias_correction2).sqrt_().add_(self.cfg.eps)
+        return exp_avg / bias_correction1 / root + self.weight_decay_term(index)
+
+    def moments_of(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.moments["adam_m"][index], self.moments["adam_v"][index]
 
 
-class LARS(Trust):
+class LARS(TrustRatioOptimizer):
     MOMENTS = ("momentum",)
 
-    def update(self, step: int, lr: float, factor: Tensor, ok: Tensor) -> None:
-        ratios = self.ratios(step, factor)
-        for i, (b, m) in enumerate(zip(self.buckets, self.moments["momentum"])):
-            moved = m * self.cfg.momentum + lr * self.scaled(i, step, factor, ratios, TRUST)
-            put([m, b.master], (moved, b.master - moved), ok)
+    def update(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:
+        ratios = self.trust_ratios(step, grad_scale)
+        for index, bucket in enumerate(self.buckets):
+            momentum = self.moments["momentum"][index]
+            direction = self.scaled_direction(
+                index, step, grad_scale, ratios=ratios, trust=LARS_TRUST)
+            new_momentum = momentum * self.cfg.momentum + lr * direction
+            master = bucket.weights.master
+            new_master = master - new_momentum
+            copy_where([momentum, master], (new_momentum, new_master), is_finite)
 
-    def direction(self, i: int, step: int, factor: Tensor) -> Tensor:
-        return self.buckets[i].shard * factor + self.decayed(i)
+    def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
+        return self.buckets[index].grads.local * grad_scale + self.weight_decay_term(index)

@@ -1,4 +1,7 @@
-"""Lion (arXiv 2302.06675, algorithm 2): the sign of an interpolated momentum. One moment; rates a tenth to a third of AdamW's."""
+"""Lion (arXiv 2302.06675, algorithm 2): the update is the sign of an interpolated momentum.
+
+It has one moment. Its learning rates are a tenth to a third of AdamW's.
+"""
 from torch import Tensor
 
 from optim.base import Optimizer
@@ -7,6 +10,17 @@ from optim.base import Optimizer
 class Lion(Optimizer):
     MOMENTS = ("lion_m",)
 
-    def change(self, grad: Tensor, w: Tensor, m: Tensor, *, lr: float, decay: float) -> tuple[Tensor, Tensor]:
-        direction = m.lerp(grad, 1 - self.cfg.beta1).sign_()
-        return w * (1 - lr * decay) - lr * direction, m.lerp(grad, 1 - self.cfg.beta2)
+    def update_elements(
+        self,
+        grad: Tensor,
+        weight: Tensor,
+        *moments: Tensor,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> tuple[Tensor, ...]:
+        (momentum,) = moments
+        direction = momentum.lerp(grad, 1 - self.cfg.beta1).sign_()
+        new_weight = weight * (1 - lr * weight_decay) - lr * direction
+        new_momentum = momentum.lerp(grad, 1 - self.cfg.beta2)
+        return new_weight, new_momentum

@@ -1,55 +1,107 @@
-"""Gradient noise scale: how large a batch still pays (arXiv 1812.06162, appendix A.1), from gradients that exist anyway.
+"""Gradient noise scale: up to which batch size a larger batch pays (arXiv 1812.06162, appendix A.1).
 
-With n tokens a gradient's squared norm is |G|^2 + S/n on average: G is the gradient of the whole distribution and S the trace
-of the tokens' covariance. Two batches of unequal size therefore give both, without bias,
+It is estimated from gradients that exist anyway. With n tokens, the squared norm of a gradient is |G|^2 + S/n
+on average: G is the gradient of the whole distribution, S the trace of the covariance of the tokens'
+gradients. So two batches of different size give both, without bias:
 
-    S     = (|G_small|^2 - |G_big|^2) / (1/n_small - 1/n_big)        |G|^2 = |G_big|^2 - S / n_big        noise scale = S / |G|^2
+    S           = (|G_small|^2 - |G_big|^2) / (1/n_small - 1/n_big)
+    |G|^2       = |G_big|^2 - S / n_big
+    noise scale = S / |G|^2
 
-in tokens that count in the loss. The big batch is the step's. The small ones are the first microbatch of every data rank, the
-one batch that every layout and every ZeRO stage holds alone for a moment, before it is summed with others: |G_small|^2 is
-their mean weighted by tokens, which is that of a batch of the mean number of tokens. It is taken over the matrices between
-hidden features outside experts (Spec.hidden): tables and what is partial over tp are never whole in one place. One sum of
-four numbers a step; nothing comes back to the host. An estimate of one step is noise: runtime/metrics.py smooths both parts.
+The unit is tokens that count in the loss. The big batch is that of the step. The small batches are the first
+microbatch of every data rank: in every layout and every ZeRO stage, its gradient exists alone for a moment,
+before it is summed with others. |G_small|^2 is the mean of their squared norms, weighted by tokens; that is
+the squared norm of a batch of the mean number of tokens.
+
+Only matrices between hidden features outside of experts are measured (ParameterSpec.is_hidden_matrix): no
+rank has the whole gradient of a table or of a parameter that is partial over tp.
+
+The cost is one all-reduce of four numbers a step, and no host sync. The estimate of one step is noise;
+runtime/metrics.py smooths both parts.
 """
 import torch
 from torch import Tensor
 
-from parallel import comm
-from parallel.mesh import Mesh
-from parallel.params import Bucket
+from parallel.sharding.bucket import Bucket
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
 
 
-def estimate(small: Tensor, tokens: Tensor, count: Tensor, big: Tensor, whole: Tensor) -> Tensor:
-    """-> [S, |G|^2]. small: sum over the small batches of tokens * |gradient of their mean loss|^2; tokens, count: of them all, and
-    how many have any; big: |gradient|^2 of the step's `whole` tokens. All scalars on one device."""
-    s = (small / tokens - big) / (count / tokens - 1 / whole)
-    return torch.stack([s, big - s / whole])
+def noise_scale_estimate(
+    *,
+    small: Tensor,
+    small_tokens: Tensor,
+    small_batches: Tensor,
+    big: Tensor,
+    big_tokens: Tensor,
+) -> Tensor:
+    """[S, |G|^2]. All arguments are scalars on one device.
+
+    small: sum over the small batches of tokens * |gradient of their mean loss|^2.
+    small_tokens, small_batches: the tokens of all of them, and how many of them have any token.
+    big: |gradient|^2 of the step. big_tokens: the tokens of the step.
+    """
+    trace = (small / small_tokens - big) / (small_batches / small_tokens - 1 / big_tokens)
+    return torch.stack([trace, big - trace / big_tokens])
 
 
-class Noise:
-    """told: [S, |G|^2] of the last step, on the device; None where the step was one microbatch, or this is off."""
+class GradientNoiseScale:
+    """Estimates the noise scale of each step.
 
-    def __init__(self, on: bool, buckets: list[Bucket], mesh: Mesh) -> None:
-        self.on, self.buckets, self.mesh = on, buckets, mesh
-        self.told: Tensor | None = None
+    latest: [S, |G|^2] of the last step, on the device. None if it had one microbatch, or if not enabled.
+    """
+
+    def __init__(self, enabled: bool, buckets: list[Bucket], mesh: Mesh) -> None:
+        self.enabled = enabled
+        self.buckets = buckets
+        self.mesh = mesh
+        self.latest: Tensor | None = None
 
     @torch.no_grad()
-    def settle(self, first: Tensor, microbatches: int, whole: Tensor, scale: Tensor) -> None:
-        """After the reductions, before clipping. first: tokens that count in this rank's first microbatch; microbatches: that it had;
-        whole: tokens of the step; scale: of the loss, as in the gradients."""
-        self.told = None
-        if not self.on or microbatches * self.mesh.data.size == 1:
+    def estimate(
+        self, first_tokens: Tensor, microbatches: int, step_tokens: Tensor, loss_scale: Tensor
+    ) -> None:
+        """Estimates `latest`. Call it after the gradients are reduced, and before they are clipped.
+
+        first_tokens, step_tokens: how many tokens count in this rank's first microbatch, and in the step.
+        microbatches: of this rank in the step. loss_scale: the factor of the loss that the gradients contain.
+        """
+        self.latest = None
+        if not self.enabled or microbatches * self.mesh.dp.size == 1:
             return
-        zero = self.buckets[0].shard.new_zeros(())
-        small = torch.stack([zero, *(b.first for b in self.buckets if b.first is not None)]).sum()
-        big = torch.stack([zero, *(b.squares(b.shard, b.lo, b.hi) for b in self.buckets)]).sum()
-        unit = (scale / whole).to(zero.dtype)  # as in train_step: of one token's gradient, rounded as it is there
-        small, big = small / unit**2 / first.clamp(min=1), big / ((unit * whole)**2 * self.copies())  # n |G|^2 = |n G|^2 / n
-        alone = self.mesh.model.index == 0  # of a data rank's copies, one counts its tokens
-        mine = [small, first * alone, (first > 0) * alone, big]
-        sums = comm.sum_(torch.stack([x.to(zero.dtype) for x in mine]), self.mesh.world)
-        self.told = estimate(*sums, whole.to(zero.dtype))
+        dtype = self.buckets[0].grads.local.dtype
+        small, big = self.local_squares()
+
+        # Gradients are sums over tokens times token_scale; |n G|^2 / n = n |G|^2.
+        token_scale = (loss_scale / step_tokens).to(dtype)  # as in train_step, rounded as it is there
+        small = small / token_scale**2 / first_tokens.clamp(min=1)
+        big = big / ((token_scale * step_tokens)**2 * self.copies())
+
+        # of the ranks that share a microbatch, one counts its tokens
+        counts_tokens = self.mesh.model_parallel.index == 0
+        local = [small, first_tokens * counts_tokens, (first_tokens > 0) * counts_tokens, big]
+        packed = torch.stack([value.to(dtype) for value in local])
+        small, small_tokens, small_batches, big = comm.all_reduce_sum(packed, self.mesh.world)
+        self.latest = noise_scale_estimate(
+            small=small,
+            small_tokens=small_tokens,
+            small_batches=small_batches,
+            big=big,
+            big_tokens=step_tokens.to(dtype),
+        )
+
+    def local_squares(self) -> tuple[Tensor, Tensor]:
+        """This rank's sums of squares of the hidden matrices: of the first microbatch, and of the step."""
+        zero = self.buckets[0].grads.local.new_zeros(())
+        small = [zero]
+        big = [zero]
+        for bucket in self.buckets:
+            grads = bucket.grads
+            if grads.first_microbatch_squares is not None:
+                small.append(grads.first_microbatch_squares)
+            big.append(grads.squared_norm_of_hidden(grads.local, bucket.shard_start, bucket.shard_end))
+        return torch.stack(small).sum(), torch.stack(big).sum()
 
     def copies(self) -> int:
-        """Ranks that hold the same summed gradients."""
-        return self.mesh.dp_rep.size if self.buckets[0].zero else self.mesh.loss.size
+        """Number of ranks that hold the same summed gradients."""
+        return self.mesh.dp_replicate.size if self.buckets[0].zero else self.mesh.dp_cp.size

@@ -1,4 +1,4 @@
-"""SGD with momentum (Polyak 1964), as torch.optim.SGD has it: weight decay is part of the gradient."""
+"""SGD with momentum (Polyak 1964), as torch.optim.SGD: weight decay is a part of the gradient."""
 from torch import Tensor
 
 from optim.base import Optimizer
@@ -7,6 +7,15 @@ from optim.base import Optimizer
 class SGD(Optimizer):
     MOMENTS = ("momentum",)
 
-    def change(self, grad: Tensor, w: Tensor, m: Tensor, *, lr: float, decay: float) -> tuple[Tensor, Tensor]:
-        m = m * self.cfg.momentum + grad + decay * w
-        return w - lr * m, m
+    def update_elements(
+        self,
+        grad: Tensor,
+        weight: Tensor,
+        *moments: Tensor,
+        lr: float,
+        weight_decay: float,
+        step: int,
+    ) -> tuple[Tensor, ...]:
+        (momentum,) = moments
+        new_momentum = momentum * self.cfg.momentum + grad + weight_decay * weight
+        return weight - lr * new_momentum, new_momentum

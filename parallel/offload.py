@@ -1,152 +1,224 @@
-"""What a rank keeps in host memory instead of the device's, on request (ZeRO-Offload and Infinity, arXiv 2101.06840, 2104.07857).
+"""What a rank keeps in host memory instead of the device's, under parallel.offload.
 
-    optimizer     masters and moments; the update brings them to the device in chunks, two at a time, and back
-    activations   what autograd keeps from a forward, from SMALL bytes on; a backward gets it back in reverse order, a few
-                  tensors ahead of its use
+ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, 2104.07857. Nothing here is sent to other ranks.
 
-On a GPU, host memory is pinned and copies run on a stream beside the computing one. On a CPU "host" is another tensor of the
-same memory: the same lines run, and the same numbers come out. What stays on the device: weights and gradients, the chunks;
-the input of a stage, small tensors, and the tensors that a backward is about to use.
+    optimizer     masters and moments. The update copies them to the device and back in chunks, two at a time.
+    activations   what autograd saves in a forward, from MIN_BYTES on. A backward gets it back in reverse
+                  order, a few tensors ahead of its use.
+
+On a GPU, host memory is pinned, and copies run on a stream beside the computation. On a CPU "host" is another
+tensor in the same memory: the same lines run and give the same numbers. What stays on the device: weights and
+gradients, the chunks, the input of a stage, small tensors, and the tensors that a backward is about to use.
 """
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-CHUNK = 1 << 22  # elements of each of masters and moments that are on the device together
-SMALL = 1 << 13  # bytes: a smaller tensor stays
-AHEAD = 2  # tensors that are fetched before they are asked for
+CHUNK_ELEMENTS = 1 << 22  # of a master or moment that are on the device at once
+MIN_BYTES = 1 << 13  # a smaller tensor stays on the device
+PREFETCH = 2  # tensors that are copied back before they are needed
 
 
 def host_like(x: Tensor) -> Tensor:
-    """Room for x in host memory: strides as x has them where it is dense, pinned where x is on a GPU."""
+    """An empty tensor like x in host memory: pinned if x is on a GPU, with x's strides if x is dense."""
     return torch.empty_like(x, device="cpu", pin_memory=x.device.type == "cuda")
 
 
 def to_host(x: Tensor) -> Tensor:
-    """A copy of x in host memory, there when this returns."""
+    """A copy of x in host memory, complete when this returns."""
     return host_like(x).copy_(x)
 
 
-class Side:
-    """A stream for copies beside the computation of a device; on a CPU, nothing: every copy is done when it returns."""
+class CopyStream:
+    """A stream for copies beside the computation of a device.
+
+    On a CPU there is none: a copy has ended when its call returns.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def running(self):
-        """What is called inside runs beside the computation, after all that was called before."""
+    def context(self) -> contextlib.AbstractContextManager[object]:
+        """Copies that are started inside it run on the stream, in order."""
         if self.stream is None:
             return contextlib.nullcontext()
         return torch.cuda.stream(self.stream)
 
-    def follows(self) -> None:
-        """The copies from now on start after the computation so far."""
+    def wait_for_compute(self) -> None:
+        """Copies from now on start after the computation so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def mark(self):
-        """A moment among the copies, for awaits()."""
-        return None if self.stream is None else self.stream.record_event()
+    def record_event(self) -> torch.cuda.Event | None:
+        """A moment among the copies, for make_compute_wait; None on a CPU."""
+        if self.stream is None:
+            return None
+        event = torch.cuda.Event()
+        self.stream.record_event(event)
+        return event
 
-    def awaits(self, moment) -> None:
-        """The computation from now on starts after that moment."""
-        if moment is not None:
-            torch.cuda.current_stream(self.stream.device).wait_event(moment)
+    def make_compute_wait(self, event: torch.cuda.Event | None) -> None:
+        """The computation from now on starts after the event."""
+        if self.stream is not None and event is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(event)
 
-    def settle(self) -> None:
-        """Every copy is done, for whoever reads host memory next."""
+    def synchronize(self) -> None:
+        """Waits until every copy has ended, before host memory is read."""
         if self.stream is not None:
             self.stream.synchronize()
 
 
-def staged(hosts: list[Tensor], device: torch.device, side: Side, chunk: int = CHUNK) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yields (range, [that range of each flat host tensor, on the device]); what is written to the copies is taken back. The
-    next range is on its way while one is worked on. Host memory is up to date when the iterator is exhausted."""
+# ---- optimizer state ---------------------------------------------------------------------------------------
+
+
+def staged_chunks(
+    hosts: list[Tensor], device: torch.device, copies: CopyStream, chunk: int = CHUNK_ELEMENTS
+) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Yields (range, [that range of each flat host tensor, on the device]).
+
+    What the caller writes there is copied back. The next range is copied while the caller works on one. Host
+    memory is up to date when the iterator is exhausted.
+
+    hosts: tensors [n] of any dtypes. chunk: elements of a range.
+    """
     n = hosts[0].numel()
-    cuts = [slice(at, min(at + chunk, n)) for at in range(0, n, chunk)]
-    rooms = [[torch.empty(min(chunk, n), dtype=h.dtype, device=device) for h in hosts] for _ in range(min(2, len(cuts)))]
+    ranges = [slice(start, min(start + chunk, n)) for start in range(0, n, chunk)]
+    buffers: list[list[Tensor]] = []  # two sets, one of which the caller has
+    for _ in ranges[:2]:
+        buffers.append([torch.empty(min(chunk, n), dtype=host.dtype, device=device) for host in hosts])
 
-    def bring(i: int) -> tuple[list[Tensor], object]:
-        parts = [room[:cuts[i].stop - cuts[i].start] for room in rooms[i % 2]]
-        with side.running():
+    def start_copy(i: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
+        size = ranges[i].stop - ranges[i].start
+        parts = [buffer[:size] for buffer in buffers[i % 2]]
+        with copies.context():
             for part, host in zip(parts, hosts):
-                part.copy_(host[cuts[i]], non_blocking=True)
-        return parts, side.mark()
+                part.copy_(host[ranges[i]], non_blocking=True)
+        return parts, copies.record_event()
 
-    side.follows()  # the rooms may be memory that a computation still reads
-    coming = bring(0) if cuts else None
-    for i, cut in enumerate(cuts):
-        (parts, moment), coming = coming, bring(i + 1) if i + 1 < len(cuts) else None
-        side.awaits(moment)
-        yield cut, parts
-        side.follows()
-        with side.running():
+    copies.wait_for_compute()  # the buffers may be memory that a computation still reads
+    started = deque([start_copy(0)] if ranges else [])
+    for i, current in enumerate(ranges):
+        if i + 1 < len(ranges):
+            started.append(start_copy(i + 1))
+        parts, copied_event = started.popleft()
+        copies.make_compute_wait(copied_event)
+        yield current, parts
+
+        # back to the host
+        copies.wait_for_compute()
+        with copies.context():
             for part, host in zip(parts, hosts):
-                host[cut].copy_(part, non_blocking=True)
-    side.settle()
+                host[current].copy_(part, non_blocking=True)
+    copies.synchronize()
 
 
-class Ticket:
-    """Stands in the graph for a tensor that is in host memory: its place in the order of the forward."""
-
-    def __init__(self, host: Tensor, device: torch.device, before: "Ticket | None") -> None:
-        self.host, self.device = host, device
-        self.before = None if before is None else weakref.ref(before)
-        self.here: Tensor | None = None  # on the device again, until the graph lets go of the ticket
-        self.moment: object = None
+# ---- activations -------------------------------------------------------------------------------------------
 
 
-class Away:
-    """The saved tensors of one rank's forwards. `with away.keeping():` around a forward; nothing is called for a backward."""
+class OffloadedTensor:
+    """Stands in the autograd graph for a saved tensor that is in host memory.
+
+    previous: the one that was saved before it, which a backward needs next; None: it was freed.
+    """
+
+    def __init__(
+        self, host_copy: Tensor, device: torch.device, previous: "OffloadReference | None"
+    ) -> None:
+        self.host_copy = host_copy
+        self.device = device
+        self.previous_reference = previous
+        self.device_copy: Tensor | None = None  # back on the device, until the graph drops this object
+        self.copied_event: torch.cuda.Event | None = None  # when it is there; None on a CPU
+
+    @property
+    def previous(self) -> "OffloadedTensor | None":
+        return None if self.previous_reference is None else self.previous_reference()
+
+
+OffloadReference = weakref.ref[OffloadedTensor]
+SavedTensor = tuple[weakref.ref[torch.UntypedStorage], OffloadReference]  # its storage, what stands for it
+
+# What identifies a saved tensor: address, dtype, shape, strides, version.
+Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
+
+
+class ActivationOffload:
+    """Keeps the saved tensors of one rank's forwards in host memory.
+
+    Use `with offload.saving_to_host():` around a forward. A backward needs no call.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.side = device, Side(device)
-        self.known: dict[tuple, tuple] = {}  # (address, layout, version): (its storage, its ticket), both weak
-        self.last: weakref.ref | None = None
+        self.device = device
+        self.copy_stream = CopyStream(device)
+        # of the forward that runs
+        self.saved: dict[Key, SavedTensor] = {}
+        self.last: OffloadReference | None = None
 
-    def keeping(self):
-        self.known, self.last = {}, None
-        return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+    def saving_to_host(self) -> saved_tensors_hooks:
+        """A context for one forward."""
+        self.saved = {}
+        self.last = None
+        return saved_tensors_hooks(self.pack, self.unpack)
 
-    def pack(self, x: Tensor) -> "Tensor | Ticket":
-        if x.nbytes < SMALL or x.device.type != self.device.type:
+    def pack(self, x: Tensor) -> "Tensor | OffloadedTensor":
+        """Called by autograd for each tensor that it saves."""
+        if x.nbytes < MIN_BYTES or x.device.type != self.device.type:
             return x
-        store, key = x.untyped_storage(), (x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), x._version)
-        owner, ticket = (ref() for ref in self.known.get(key, (lambda: None, lambda: None)))
-        if owner is not None and ticket is not None:  # an address alone may be another tensor's by now
-            return ticket
-        host = host_like(x)
-        self.side.follows()
-        with self.side.running():
-            host.copy_(x.detach(), non_blocking=True)
-        if x.device.type == "cuda":
-            x.record_stream(self.side.stream)  # its memory is not given away before it has been read
-        ticket = Ticket(host, x.device, self.last() if self.last else None)
-        self.known[key] = weakref.ref(store), weakref.ref(ticket)
-        self.last = weakref.ref(ticket)
-        return ticket
 
-    def unpack(self, kept: "Tensor | Ticket") -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        ticket: Ticket | None = kept
-        for _ in range(1 + AHEAD):
-            if ticket is None:
+        # a tensor that is saved twice is copied once
+        key = (x.data_ptr(), x.dtype, tuple(x.shape), x.stride(), x._version)
+        known = self.find_saved(key)
+        if known is not None:
+            return known
+
+        host_copy = host_like(x)
+        self.copy_stream.wait_for_compute()
+        with self.copy_stream.context():
+            host_copy.copy_(x.detach(), non_blocking=True)
+        if self.copy_stream.stream is not None:
+            x.record_stream(self.copy_stream.stream)  # its memory is not reused before it has been read
+        offloaded = OffloadedTensor(host_copy, x.device, self.last)
+        self.last = weakref.ref(offloaded)
+        self.saved[key] = (weakref.ref(x.untyped_storage()), self.last)
+        return offloaded
+
+    def find_saved(self, key: Key) -> OffloadedTensor | None:
+        """What stands for a tensor of this forward; None if it was not saved, or its address is reused."""
+        if key not in self.saved:
+            return None
+        storage, offloaded = self.saved[key]
+        return None if storage() is None else offloaded()
+
+    def unpack(self, saved: "Tensor | OffloadedTensor") -> Tensor:
+        """Called by autograd for each saved tensor that a backward uses."""
+        if isinstance(saved, Tensor):
+            return saved
+        wanted: OffloadedTensor | None = saved
+        for _ in range(1 + PREFETCH):
+            if wanted is None:
                 break
-            self.fetch(ticket)
-            ticket = ticket.before() if ticket.before else None
-        self.side.awaits(kept.moment)
-        return kept.here
+            self.start_fetch(wanted)
+            wanted = wanted.previous
+        self.copy_stream.make_compute_wait(saved.copied_event)
+        if saved.device_copy is None:
+            raise RuntimeError("a tensor in host memory was not fetched for its backward")
+        return saved.device_copy
 
-    def fetch(self, ticket: Ticket) -> None:
-        if ticket.here is None:
-            ticket.here = torch.empty_like(ticket.host, device=ticket.device)
-            if self.side.stream is not None:
-                ticket.here.record_stream(self.side.stream)  # should nobody use it
-            self.side.follows()  # its room may be memory that a computation still reads
-            with self.side.running():
-                ticket.here.copy_(ticket.host, non_blocking=True)
-            ticket.moment = self.side.mark()
+    def start_fetch(self, offloaded: OffloadedTensor) -> None:
+        """Starts to copy it back to the device, unless that has been done."""
+        if offloaded.device_copy is not None:
+            return
+        device_copy = torch.empty_like(offloaded.host_copy, device=offloaded.device)
+        if self.copy_stream.stream is not None:
+            device_copy.record_stream(self.copy_stream.stream)  # in case no computation uses it
+        self.copy_stream.wait_for_compute()  # it may be memory that a computation still reads
+        with self.copy_stream.context():
+            device_copy.copy_(offloaded.host_copy, non_blocking=True)
+        offloaded.device_copy = device_copy
+        offloaded.copied_event = self.copy_stream.record_event()

@@ -1,43 +1,71 @@
-"""Dropout whose mask is a function of (seed, step, layer, site, sequence, position, channel), never of rank or layout.
+"""Dropout whose mask depends on (seed, step, layer, site, sequence, position, channel), not on the layout.
 
-A counter-based generator: the element's coordinates are hashed (kernels/rounding.py), so any rank can make any piece of any mask.
+A counter-based generator: an element's coordinates are hashed (kernels/rounding.py), so any rank can compute
+any part of any mask.
 """
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.rounding import mix, signed
+from kernels.rounding import as_signed, hash_bits
+
+RANDOM_BITS = 53  # of a random number: what a double holds exactly
+NUM_VALUES = 1 << RANDOM_BITS  # random numbers are 0 .. NUM_VALUES - 1
+UINT64 = 1 << 64
+
+# odd numbers with irregular bits, by which close seeds and steps give distant keys
+SEED_FACTOR = 0x9E3779B97F4A7C15
+STEP_FACTOR = as_signed(0xD1B54A32D192ED03)
 
 
 @dataclass(frozen=True)
-class Noise:
-    """What dropout depends on in one forward pass. rows [b]: place of each sequence in the step's global batch;
-    columns [s]: place of each token in its sequence. step: or an int64 scalar, whose value a captured step is told (runtime/graphs.py)."""
+class DropoutRng:
+    """What the masks of one forward pass depend on.
+
+    sequence_ids [b]: of each sequence, its index in the step's global batch. positions [s]: of each token,
+    its position in its sequence. step: an int, or an int64 scalar whose value a recorded step changes
+    (runtime/graphs.py).
+    """
     seed: int
     step: int | Tensor
-    rows: Tensor
-    columns: Tensor
+    sequence_ids: Tensor
+    positions: Tensor
 
-    def keep(self, site: int, width: int, rate: float) -> Tensor:
-        """bool [b, s, width]: False with probability `rate`. site: a number for the place in the network."""
-        return self.bits(site, width) >= int(rate * (1 << 53))
+    def keep_mask(self, site: int, width: int, rate: float) -> Tensor:
+        """bool [b, s, width]: False with probability `rate`.
 
-    def uniform(self, site: int, width: int, apart: float, dtype: torch.dtype) -> Tensor:
-        """[b, s, width] in [1 - apart, 1 + apart)."""
-        return 1 - apart + self.bits(site, width).to(dtype) * (2 * apart / (1 << 53))
+        site: a number for each place in the model that draws.
+        """
+        threshold = int(rate * NUM_VALUES)
+        return self.bits(site, width) >= threshold
+
+    def uniform(self, site: int, width: int, half_width: float, dtype: torch.dtype) -> Tensor:
+        """[b, s, width], uniform in [1 - half_width, 1 + half_width)."""
+        spacing = 2 * half_width / NUM_VALUES
+        return 1 - half_width + self.bits(site, width).to(dtype) * spacing
 
     def bits(self, site: int, width: int) -> Tensor:
-        """int64 [b, s, width] in [0, 2^53)."""
-        step = self.step if isinstance(self.step, Tensor) else torch.full((), self.step, device=self.rows.device)  # no copy from the host
-        key = step * signed(0xD1B54A32D192ED03) + signed((self.seed * 0x9E3779B97F4A7C15 + site) % (1 << 64))
-        token = mix(mix(mix(key) + self.rows[:, None]) + self.columns)  # [b, s]
-        bits = mix(token[..., None] + torch.arange(width, device=token.device))
-        return bits >> 11 & (1 << 53) - 1
+        """int64 [b, s, width], uniform in [0, 2^53)."""
+        step = self.step
+        if not isinstance(step, Tensor):  # filled on the device: a copy would stop the host
+            step = torch.full((), step, device=self.sequence_ids.device)
+        seed_and_site = (self.seed * SEED_FACTOR + site) % UINT64
+        key = hash_bits(step * STEP_FACTOR + as_signed(seed_and_site))
+
+        of_sequence = hash_bits(key + self.sequence_ids[:, None])  # [b, 1]
+        of_token = hash_bits(of_sequence + self.positions)  # [b, s]
+        channels = torch.arange(width, device=of_token.device)
+        of_element = hash_bits(of_token[..., None] + channels)  # [b, s, width]
+        return of_element >> (64 - RANDOM_BITS) & (NUM_VALUES - 1)
 
 
-def dropout(x: Tensor, rate: float, noise: Noise | None, site: int) -> Tensor:
-    """x [b, s, d]; identity where rate is 0 or noise is None (evaluation)."""
-    if rate == 0.0 or noise is None:
+def dropout(x: Tensor, rate: float, rng: DropoutRng | None, site: int) -> Tensor:
+    """x [b, s, d] with elements set to zero at `rate`, and the others scaled up.
+
+    Returns x itself at rate 0, or without rng (evaluation).
+    """
+    if rate == 0.0 or rng is None:
         return x
-    return x * noise.keep(site, x.shape[-1], rate) * (1 / (1 - rate))
+    mask = rng.keep_mask(site, x.shape[-1], rate)
+    return x * mask * (1 / (1 - rate))

@@ -1,262 +1,283 @@
-"""Calls and bytes on the wire of one training step, by process group and verb, as closed forms (no torch).
+"""Calls and bytes on the wire of one training step, by process group and verb.
 
-They equal what parallel/comm.py's ledger counts, exactly, for every layout (tests/parallel/test_ledger.py): the payload of
-the exchange's larger side. On a ring an all-reduce sends that twice, a reduce-scatter or an all-gather once (`weight`).
+They equal what parallel/wire/comm.py's ledger counts, exactly, for every layout
+(tests/parallel/wire/test_ledger.py): the payload of the exchange's larger side. On a ring an all-reduce sends
+that twice, a reduce-scatter or an all-gather once (`ring_bytes`). What a microbatch exchanges, the modules
+say themselves (parallel/cost.py); this file adds what sharding, the pipeline and the loop exchange.
 
     n gradient bytes, w weight bytes of a bucket; A = b s d activation bytes; m microbatches
     data parallel     all-reduce n                                     weight 2 n
     ZeRO-1            reduce-scatter n + all-gather w                  n + w <= 2 n
     ZeRO-2            m reduce-scatters n + all-gather w
-    ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding, the head and, where a backward follows, a
-                      stage's last block once; m = 1: <= 3 n = 1.5 x 2 n
-    int8, fp8         compress: all-to-all n' for a reduce-scatter, all-to-all + all-gather n' for an all-reduce; compress_weights: all-gather w';
-                      n', w': elements x (1 + 4/block) bytes
+    ZeRO-3            m (reduce-scatter n + 2 all-gathers w), w of the embedding, the head and, where a
+                      backward follows, a stage's last block once; m = 1: <= 3 n = 1.5 x 2 n
+    int8, fp8         compress: all-to-all n' for a reduce-scatter, all-to-all + all-gather n' for an
+                      all-reduce; compress_weights: all-gather w'; n', w': elements x (1 + 4/block) bytes
     powersgd          2 all-reduces: r m a matrix [m, n] and all else whole; r n a matrix
     tensor            4 all-reduces A a block and microbatch           weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
     + latent          q_rank: 6 A + 2 A' a block (A': of the latents), else 8 A + 2 A'
-    context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients once
-    experts           4 k etp A / tp, and small change, a mixture layer and microbatch (parallel/expert.py); 2 A over tp without sp
-    recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after it is kept
-    recompute norm    with sp, 2 all-gathers A more a block and microbatch, beside the GEMMs of the input's gradient
-    fp8               tensorwise, rowwise: the largest elements of what a scale spans, where it is cut: a number a tensor, row or
-                      feature (scale_bytes); blockwise none
-    context, ulysses  4 Q + 4 K a layer and microbatch; Q, K: bytes of a rank's queries and keys, K': of its keys in fp32
+    context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients
+                      once; K: bytes of a rank's keys, K': the same in fp32
+    context, ulysses  4 Q + 4 K a layer and microbatch; Q: bytes of a rank's queries
+    experts           4 k etp A / tp, and counts, a mixture layer and microbatch; 2 A over tp without sp
+    recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after
+                      it is kept
+    recompute norm    with sp, 2 all-gathers A more a block and microbatch
+
 Under context parallelism b s is a rank's share of the tokens, s / cp of each sequence.
 """
-from collections import defaultdict
+from dataclasses import dataclass, field
 from math import prod
 
-from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, of_stage, padded_vocab, remakes, value_dim
-from parallel.layout import SPANS
-from parallel.schedule import lower
-from plan.parts import BYTES, CODED, Bucket, Job, buckets, unique
-
-CHUNK, BLOCK = 1 << 25, 1 << 21  # kernels/cross_entropy.py: bytes of logits at a time, elements of a softmax
+from config import Config, has_experts
+from model.describe import workload
+from model.precision import accumulation_bytes, compute_bytes
+from model.router import ROUTER_STATS
+from parallel.pipeline.schedule import add_transfers
+from parallel.topology.dims import GROUP_AXES, ParallelDims
+from parallel.wire.compress import CODECS, SCALE_BYTES
+from plan.buckets import BucketsOfParts, PlannedBucket, buckets, unique_buckets
+from plan.job import Job
 
 Ledger = dict[tuple[str, str], tuple[int, int]]  # (group, verb): (calls, bytes)
 
+COUNTER_BYTES = 8  # of a counted token, a router's statistic
 
-def weight(ledger: Ledger) -> int:
+
+def ring_bytes(ledger: Ledger) -> int:
     """Bytes that a rank sends per (N-1)/N on a ring: an all-reduce counts twice."""
-    return sum(n * (2 if verb == "all_reduce" else 1) for (_, verb), (_, n) in ledger.items())
+    total = 0
+    for (_, verb), (_, nbytes) in ledger.items():
+        total += nbytes * (2 if verb == "all_reduce" else 1)
+    return total
+
+
+def group_size(layout: ParallelDims, group: str) -> int:
+    """Ranks of a group of the mesh."""
+    if group == "embedding_ends":
+        return min(layout.pp, 2)
+    return prod(layout.size(axis) for axis in GROUP_AXES[group])
+
+
+@dataclass(frozen=True)
+class StepLedger:
+    """What one rank exchanges in a step, as it is added up."""
+    job: Job
+    counts: Ledger = field(default_factory=dict)
+
+    def add(self, group: str, verb: str, nbytes: int, calls: int = 1) -> None:
+        """`calls` exchanges of nbytes each; none in a group of one rank."""
+        if calls and group_size(self.job.layout, group) > 1:
+            calls_before, bytes_before = self.counts.get((group, verb), (0, 0))
+            bytes_now = bytes_before + calls * nbytes
+            self.counts[group, verb] = calls_before + calls, bytes_now
+
+    # ---- bytes of buckets
+
+    @property
+    def grad_bytes(self) -> int:
+        """Of an element."""
+        return accumulation_bytes(self.job.cfg.train.dtype)
+
+    def coded_bytes(self, elements: int) -> int:
+        """In 8 bits with their scales (parallel/wire/compress.py)."""
+        return elements + elements // self.job.cfg.parallel.compress_block * SCALE_BYTES
+
+    def weight_bytes(self, bucket: PlannedBucket) -> int:
+        """Of a bucket's weights in an all-gather."""
+        if self.job.cfg.parallel.compress_weights != "none":
+            return self.coded_bytes(bucket.size)
+        return bucket.size * compute_bytes(self.job.cfg.train.dtype)
 
 
 def step_bytes(job: Job) -> Ledger:
     """One step of one rank (train.train_step), scalars included."""
-    out: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0, 0])
-    L, p = job.layout, job.cfg.parallel
-    sizes = {name: prod(map(L.size, axes)) for name, axes in SPANS.items()} | {"tied": 2 if L.pp > 1 else 1}
+    ledger = StepLedger(job)
+    planned = buckets(job)
+    add_scalars(ledger)
+    for stage, parts in planned.items():
+        ops = job.schedule.order[job.pp]
+        kinds = [op.kind for op in ops if op.stage == stage]
+        add_modules(ledger, stage, microbatches=kinds.count("F"))
+        if job.cfg.parallel.zero:
+            add_sharding(ledger, parts, stage, kinds)
 
-    def add(group: str, verb: str, calls: int, n: int) -> None:
-        """`calls` exchanges of n bytes each."""
-        if sizes[group] > 1 and calls:
-            out[group, verb][0] += calls
-            out[group, verb][1] += calls * n
-
-    stages, (c, g) = buckets(job), BYTES[job.cfg.train.dtype]
-    add("loss", "all_reduce", 1, 8)  # counted tokens
-    m, every_layer = job.cfg.model, range(job.cfg.model.layers + job.cfg.model.mtp)
-    norms = ("model", "shard", *(("emodel", "eshard") if m.experts else ()))
-    for group in ("loss", "pp", *(n for n in norms if p.zero or "model" in n)):
-        add(group, "all_reduce", 1, g)  # the loss; the norm
-    for stage, parts in stages.items():
-        kinds = [op.kind for op in job.schedule.order[job.pp] if op.stage == stage]
-        tensor_bytes(job, stage, kinds.count("F"), add)
-        scale_bytes(job, stage, kinds.count("F"), add)
-        context_bytes(job, stage, kinds.count("F"), add)
-        mixture_bytes(job, stage, kinds.count("F"), add)
-        share_bytes(job, parts, stage, kinds, add)
-    if m.experts:
-        add("world", "all_reduce", 1, sum(is_moe(m, i) for i in every_layer) * (m.experts + 4) * 8)  # what the routers tell
-    every = unique(stages)
-    for b in every:
-        if p.zero in (1, 2):
-            add("eshard" if b.expert else "shard", "all_gather", 1, b.size * c if p.compress_weights == "none" else coded(job, b.size))
-        if p.zero:
-            reduce_bytes(job, "dp_rep", b.share, add)
-        elif p.compress == "powersgd" and any(factors := [x.factors(p.powersgd_rank) for x in b.params]):
-            group = "eloss" if b.expert else "loss"
-            add(group, "all_reduce", 1, sum(f[0] if f else x.numel for x, f in zip(b.params, factors)) * g)
-            add(group, "all_reduce", 1, sum(f[1] for f in factors if f) * g)
-        else:
-            reduce_bytes(job, "eloss" if b.expert else "loss", b.size, add)
-    for axis in ("tp", "tied"):
-        n = sum(b.partial(axis) for b in every)
-        add(axis, "all_reduce", n > 0, n * g)
-    sends = [op for op in lower(job.schedule.order, job.schedule.place)[job.pp] if op.kind in ("SF", "SB")]
-    add("pp", "send", len(sends), activation(job.cfg) // (L.tp if p.sp else 1))
-    return {key: tuple(value) for key, value in out.items()}
+    every = unique_buckets(planned)
+    for bucket in every:
+        add_end_of_step(ledger, bucket)
+    add_partial_grads(ledger, every)
+    add_pipeline(ledger)
+    return ledger.counts
 
 
-def coded(job: Job, n: int) -> int:
-    """Bytes of n elements in 8 bits with their scales in fp32 (parallel/compress.py)."""
-    return n + n // job.cfg.parallel.compress_block * 4
+def add_scalars(ledger: StepLedger) -> None:
+    """Counted tokens, the loss, the gradient norm, and what the routers report."""
+    cfg = ledger.job.cfg
+    model = cfg.model
+    ledger.add("dp_cp", "all_reduce", COUNTER_BYTES)
+
+    groups = ["dp_cp", "pp", "model_parallel"]  # the loss over the first two; the norm
+    if cfg.parallel.zero:
+        groups.append("fsdp")
+    if model.experts:
+        groups.append("expert_model_parallel")
+        if cfg.parallel.zero:
+            groups.append("expert_fsdp")
+    for group in groups:
+        ledger.add(group, "all_reduce", ledger.grad_bytes)
+
+    if model.experts:
+        layers = range(model.layers + model.mtp)
+        mixtures = sum(has_experts(model, layer) for layer in layers)
+        statistics = mixtures * (model.experts + len(ROUTER_STATS))
+        ledger.add("world", "all_reduce", statistics * COUNTER_BYTES)
 
 
-def activation(cfg: Config) -> int:
-    """Bytes of [b, s/cp, d]."""
-    return cfg.train.micro_batch * cfg.train.seq_len // cfg.parallel.cp * cfg.model.hidden * BYTES[cfg.train.dtype][0]
+def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
+    """What the modules of a stage exchange."""
+    job = ledger.job
+    cost = job.stage(stage).cost(workload(job.cfg))
+    for one in cost.exchanges:
+        ledger.add(one.group, one.verb, one.nbytes, microbatches * one.calls)
 
 
-def tensor_bytes(job: Job, stage: int, m: int, add) -> None:
-    """Over tp, for the m microbatches of a stage."""
-    (first, last), L, n = job.cuts[stage], job.layout, activation(job.cfg)
-    model, blocks, moe, cfg = job.cfg.model, len(layers(job, stage)), sparse(job, stage), of_stage(job.cfg, stage)
-    ends = (first == 0) + (last == model.layers) * (1 + 2 * model.mtp)  # the embedding is left, the head entered; MTP: both again
-    leaves = 2 * blocks - (0 if model.shared_experts else moe)  # a block: two regions, a mixture's second is its shared experts
-    enters, latent = leaves, 0
-    if model.kv_rank:  # the latents enter; with q_rank instead of the hidden state, else beside it
-        enters -= blocks * (model.q_rank is not None)
-        latent = n // model.hidden * ((model.q_rank or 0) + model.kv_rank + model.rope_dim)
-    full, kept = cfg.parallel.recompute == "full", bool(model.dropout)  # made again: a block's last sum only if something after it is kept
-    left = full * ((blocks - moe) * (1 + kept) + moe * (1 + bool(model.shared_experts)))
-    if job.cfg.parallel.sp:  # each region entered and left, forward and backward
-        add("tp", "all_gather", m * (leaves + enters * (1 + (full or remakes(cfg, "norm"))) + ends), n)
-        add("tp", "reduce_scatter", m * (leaves + enters + left + ends), n)
-        add("tp", "all_gather", m * blocks * (1 + full) * (latent > 0), latent)
-        add("tp", "reduce_scatter", m * blocks * (latent > 0), latent)
-    else:
-        add("tp", "all_reduce", m * (leaves + enters + left + ends), n)
-        add("tp", "all_reduce", m * blocks * (latent > 0), latent)
-        add("tp", "all_gather", m * moe * (2 + full * kept), n)  # a mixture's outputs, and the gradients of its inputs
-    if model.qk_norm_whole:  # a number a token for q and one for k, forward and backward
-        c, g = BYTES[job.cfg.train.dtype]
-        add("tp", "all_reduce", m * (4 + 2 * full) * blocks, n // model.hidden // c * g)
-    if last == model.layers:
-        rows = [r for _ in range(m * (1 + model.mtp)) for r in softmax_rows(job)]
-        for r in set(rows):
-            add("tp", "all_gather", rows.count(r), L.tp * 2 * r * BYTES[job.cfg.train.dtype][1])
+# ---- pipeline ----------------------------------------------------------------------------------------------
 
 
-def scale_bytes(job: Job, stage: int, m: int, add) -> None:
-    """What fp8's scales exchange over tp and cp (kernels/fp8_linear.py), for the m microbatches of a stage."""
-    cfg, L, g = of_stage(job.cfg, stage), job.layout, BYTES[job.cfg.train.dtype][1]
-    k, recipe = cfg.model, fp8_recipe(cfg.train)
-    if recipe not in ("tensorwise", "rowwise"):
-        return
-    here = [is_moe(k, i) for i in layers(job, stage) if in_fp8(cfg, i)]
-    rows, forward = cfg.train.micro_batch * cfg.train.seq_len // L.cp, 1 + (cfg.parallel.recompute == "full")
-    queries = k.heads * head_dim(k) + (0 if k.kv_rank else 2 * kv_heads(k) * head_dim(k))
-    columns = [(k.hidden, queries // L.tp, len(here))] if not k.q_rank else []  # (inputs, outputs on this rank, blocks that have it)
-    heads = [(k.heads * value_dim(k) // L.tp, k.hidden, len(here))]
-    for width, blocks in ((k.ffn, here.count(False)), (k.shared_experts * moe_ffn(k), here.count(True) * bool(k.shared_experts))):
-        columns.append((k.hidden, width * (2 if k.activation == "swiglu" else 1) // L.tp, blocks))
-        heads.append((width // L.tp, k.hidden, blocks))
-    for (ins, outs, blocks), out_cut in [(c, True) for c in columns] + [(h, False) for h in heads]:
-        blocks, one = m * blocks, recipe == "tensorwise"
-        add("tp", "all_reduce", blocks * forward * (one or not out_cut), (1 if one else outs) * g)  # W
-        add("tp", "all_reduce", blocks * forward * (not out_cut), (1 if one else rows) * g)  # x
-        add("cp", "all_reduce", blocks * forward, (1 if one else ins) * g)
-        add("tp", "all_reduce", blocks * out_cut, (1 if one else rows) * g)  # dy
-        add("tp", "all_reduce", blocks * (out_cut and not one), ins * g)  # W, the other way
-        add("cp", "all_reduce", blocks, (1 if one else outs) * g)
+def boundary_bytes(cfg: Config) -> int:
+    """Of the hidden states between two stages, on one rank."""
+    work = workload(cfg)
+    nbytes = work.tokens * cfg.model.hidden * work.compute_bytes
+    return nbytes // cfg.parallel.tp if cfg.parallel.sp else nbytes
 
 
-def layers(job: Job, stage: int) -> list[int]:
-    """Blocks of a stage, those of multi-token prediction too."""
-    n = job.cfg.model.layers
-    return [*range(*job.cuts[stage]), *(range(n, n + job.cfg.model.mtp) if job.cuts[stage][1] == n else ())]
+def add_pipeline(ledger: StepLedger) -> None:
+    schedule = ledger.job.schedule
+    ops_of_ranks = add_transfers(schedule.order, schedule.place)
+    sends = sum(op.kind in ("SF", "SB") for op in ops_of_ranks[ledger.job.pp])
+    ledger.add("pp", "send", boundary_bytes(ledger.job.cfg), sends)
 
 
-def sparse(job: Job, stage: int) -> int:
-    """Mixture layers of a stage."""
-    return sum(is_moe(job.cfg.model, i) for i in layers(job, stage))
+# ---- sharding, during the step -----------------------------------------------------------------------------
 
 
-def mixture_bytes(job: Job, stage: int, m: int, add) -> None:
-    """Over experts and tokens (parallel/expert.py, model/moe.py), for the m microbatches of a stage; dropless."""
-    cfg, L, (c, g) = of_stage(job.cfg, stage), job.layout, BYTES[job.cfg.train.dtype]
-    t, k, times = cfg.train, cfg.model, m * sparse(job, stage)
-    rows, experts = t.micro_batch * t.seq_len // L.cp // L.tp * k.top_k * L.etp, k.experts or 0
-    full = cfg.parallel.recompute == "full"
-    add("experts", "all_to_all", times * (1 + full), L.etp * experts * 8)
-    add("experts", "all_to_all", times * (4 + full * (2 if k.dropout else 1)), rows * k.hidden * c)
-    add("experts", "all_to_all", times * (2 + full), rows * g)
-    if k.aux_loss and k.aux_kind != "global":
-        add("tokens", "all_reduce", times * (1 + full), (t.micro_batch if k.aux_kind == "sequence" else 1) * experts * g)
+def add_sharding(ledger: StepLedger, parts: BucketsOfParts, stage: int, kinds: list[str]) -> None:
+    """Of one stage under ZeRO: gradients are scattered, and weights gathered under ZeRO-3. kinds: of its ops,
+    in order."""
+    job = ledger.job
+    zero = job.cfg.parallel.zero
+    first, last = job.cuts[stage]
+    head = len(parts) - 1 if last == job.cfg.model.layers else None
+    last_block = len(parts) - 1 if head is None else head - 1
+    backwards = kinds.count("B") + kinds.count("W")
 
-
-def context_bytes(job: Job, stage: int, m: int, add) -> None:
-    """Over cp (parallel/ring.py, parallel/ulysses.py), for the m microbatches of a stage."""
-    L, cfg, times = job.layout, job.cfg, m * len(layers(job, stage))
-    tokens, (c, g) = cfg.train.micro_batch * cfg.train.seq_len // L.cp, BYTES[cfg.train.dtype]
-    heads, kv = tokens * cfg.model.heads // L.tp, tokens * max(1, kv_heads(cfg.model) // L.tp)
-    q, k, v, out = heads * head_dim(cfg.model), kv * head_dim(cfg.model), kv * value_dim(cfg.model), heads * value_dim(cfg.model)
-    again = of_stage(cfg, stage).parallel.recompute == "full"
-    if cfg.parallel.cp_kind == "ring":
-        add("cp", "send", (2 + again) * times * (L.cp - 1), (k + v) * c)
-        add("cp", "send", times * (L.cp - 1), (k + v) * g)
-    else:
-        add("cp", "all_to_all", (2 + again) * times, (q + k + v) * c)
-        add("cp", "all_to_all", (2 + again) * times, out * c)
-
-
-def softmax_rows(job: Job) -> list[int]:
-    """Rows of each block whose statistics the vocabulary-parallel cross entropy merges in one exchange."""
-    t, v = job.cfg.train.micro_batch * job.cfg.train.seq_len // job.layout.cp, padded_vocab(job.cfg.model) // job.layout.tp
-    most = max(1, CHUNK // (v * BYTES[job.cfg.train.dtype][0]))
-    chunk, step = -(-t // -(-t // most)), max(1, BLOCK // v)
-    return [min(step, end - at) for first in range(0, t, chunk) for end in [min(first + chunk, t)] for at in range(first, end, step)]
-
-
-def share_bytes(job: Job, parts: list[list[Bucket]], stage: int, kinds: list[str], add) -> None:
-    """Over the shard group, for one stage: gradients scattered; weights gathered under ZeRO-3. kinds: its ops, in order."""
-    p, (c, g) = job.cfg.parallel, BYTES[job.cfg.train.dtype]
-    if not p.zero:
-        return
-    ends = kinds.count("B") + kinds.count("W")
-    at_end = job.cuts[stage][1] == job.cfg.model.layers
-    for i, part in enumerate(parts):
-        lookup, head = i == 0 and job.cuts[stage][0] == 0, i == len(parts) - 1 and at_end
-        for b in part:
-            shared = b.users > 1  # a tied table, at its first part: once a step
-            if shared and not lookup:
+    for index, part in enumerate(parts):
+        is_lookup = index == 0 and first == 0
+        gathers = count_gathers(kinds, is_lookup=is_lookup, is_head=index == head,
+                                is_last_block=index == last_block)
+        for bucket in part:
+            is_shared = bucket.num_users > 1  # a table, at its first part: once a step
+            if is_shared and not is_lookup:
                 continue
-            times, group, n = 1 if p.zero == 1 or shared else ends, "eshard" if b.expert else "shard", job.shards(b.expert)
-            if p.compress in CODED:
-                add(group, "all_to_all", times, coded(job, b.size))
-            elif p.reduce == "ring":
-                add(group, "send", times * (n - 1), b.size * g // n)
-            else:
-                add(group, "reduce_scatter", times, b.size * g)
-            if p.zero == 3:
-                add(group, "all_gather", 1 if shared else gathers(kinds, lookup, head, i == len(parts) - 1 - at_end),
-                    b.size * c if p.compress_weights == "none" else coded(job, b.size))
+            once = zero == 1 or is_shared
+            add_reduce_scatter(ledger, bucket, calls=1 if once else backwards)
+            if zero == 3:
+                group = shard_group(bucket)
+                ledger.add(group, "all_gather", ledger.weight_bytes(bucket), 1 if is_shared else gathers)
 
 
-def gathers(kinds: list[str], lookup: bool, head: bool, hinge: bool) -> int:
-    """How often a step makes a part's weights whole. A forward leaves only the head's so, and the last block's (hinge) where a
-    backward follows; an I any; an embedding's backward reads none."""
-    count, whole = 0, False
-    for kind, then in zip(kinds, [*kinds[1:], ""]):
-        if kind == "F" or (kind in "BI" and not lookup):
-            count += not whole
-            whole = (kind == "F" and (head or hinge and then in ("B", "I"))) or kind == "I"
+def shard_group(bucket: PlannedBucket) -> str:
+    return "expert_fsdp" if bucket.is_expert else "fsdp"
+
+
+def add_reduce_scatter(ledger: StepLedger, bucket: PlannedBucket, calls: int) -> None:
+    parallel = ledger.job.cfg.parallel
+    group = shard_group(bucket)
+    nbytes = bucket.size * ledger.grad_bytes
+    if parallel.compress in CODECS:
+        ledger.add(group, "all_to_all", ledger.coded_bytes(bucket.size), calls)
+    elif parallel.reduce == "ring":
+        ranks = ledger.job.shards(bucket.is_expert)
+        ledger.add(group, "send", nbytes // ranks, calls * (ranks - 1))
+    else:
+        ledger.add(group, "reduce_scatter", nbytes, calls)
+
+
+def count_gathers(kinds: list[str], *, is_lookup: bool, is_head: bool, is_last_block: bool) -> int:
+    """How often ZeRO-3 gathers a part's weights in a step (parallel/sharding/zero.py).
+
+    After a forward the head's stay full, and the last block's if its backward follows; after an I those of
+    any part. The backward of a lookup reads none.
+    """
+    count = 0
+    is_full = False
+    for kind, next_kind in zip(kinds, [*kinds[1:], ""]):
+        needs_weights = kind == "F" or (kind in ("B", "I") and not is_lookup)
+        if needs_weights:
+            count += not is_full
+            backward_follows = is_last_block and next_kind in ("B", "I")
+            is_full = kind == "I" or (kind == "F" and (is_head or backward_follows))
         elif kind == "W":
-            whole = False
+            is_full = False
     return count
 
 
-def reduce_bytes(job: Job, group: str, n: int, add) -> None:
-    """The sum of n elements over a data-parallel group, as parallel/reduce.py does it."""
-    p = job.cfg.parallel
-    if p.compress in CODED:
-        add(group, "all_to_all", 1, coded(job, n))
-        add(group, "all_gather", 1, coded(job, n))
+# ---- sharding, at the end of the step ----------------------------------------------------------------------
+
+
+def add_end_of_step(ledger: StepLedger, bucket: PlannedBucket) -> None:
+    """Sums over replicas, or over all data-parallel ranks without ZeRO; updated weights are gathered."""
+    parallel = ledger.job.cfg.parallel
+    if parallel.zero in (1, 2):
+        ledger.add(shard_group(bucket), "all_gather", ledger.weight_bytes(bucket))
+    if parallel.zero:
+        add_all_reduce(ledger, "dp_replicate", bucket.shard_size)
         return
-    n *= BYTES[job.cfg.train.dtype][1]
-    ranks = job.layout.group(job.rank, *SPANS[group])
-    N, kind = len(ranks), p.reduce
-    if kind == "collective":
-        add(group, "all_reduce", 1, n)
-    elif kind == "ring":
-        add(group, "send", 2 * (N - 1), n // N)
-    elif kind == "server":
-        add(group, "send", 1 if job.rank != ranks[0] else N - 1, n)
-    else:
-        node = p.node
-        k = sum(r // node == job.rank // node for r in ranks) if node else N
-        add(group, "send", 2 * (k - 1), n // k)
-        add(group, "send", 2 * (N // k - 1), n // N)
+
+    group = "expert_dp" if bucket.is_expert else "dp_cp"
+    if parallel.compress == "powersgd":
+        first, second = bucket.powersgd_elements(parallel.powersgd_rank)
+        if second:
+            ledger.add(group, "all_reduce", first * ledger.grad_bytes)
+            ledger.add(group, "all_reduce", second * ledger.grad_bytes)
+            return
+    add_all_reduce(ledger, group, bucket.size)
+
+
+def add_all_reduce(ledger: StepLedger, group: str, elements: int) -> None:
+    """The sum of gradients over a data-parallel group, as parallel/wire/algorithms.py computes it."""
+    job = ledger.job
+    parallel = job.cfg.parallel
+    if parallel.compress in CODECS:
+        ledger.add(group, "all_to_all", ledger.coded_bytes(elements))
+        ledger.add(group, "all_gather", ledger.coded_bytes(elements))
+        return
+
+    nbytes = elements * ledger.grad_bytes
+    ranks = job.layout.group(job.rank, *GROUP_AXES[group])
+    size = len(ranks)
+    if parallel.reduce == "collective":
+        ledger.add(group, "all_reduce", nbytes)
+    elif parallel.reduce == "ring":
+        ledger.add(group, "send", nbytes // size, 2 * (size - 1))
+    elif parallel.reduce == "server":
+        is_server = job.rank == ranks[0]
+        ledger.add(group, "send", nbytes, size - 1 if is_server else 1)
+    else:  # hierarchy: a ring in the node, then one over the nodes
+        in_node = size
+        if parallel.node:
+            node = job.rank // parallel.node
+            in_node = sum(rank // parallel.node == node for rank in ranks)
+        nodes = size // in_node
+        ledger.add(group, "send", nbytes // in_node, 2 * (in_node - 1))
+        ledger.add(group, "send", nbytes // size, 2 * (nodes - 1))
+
+
+def add_partial_grads(ledger: StepLedger, every: list[PlannedBucket]) -> None:
+    """Gradients that are partial over tp, and those of a table at both ends of the pipeline."""
+    for axis in ("tp", "embedding_ends"):
+        elements = sum(bucket.partial_elements(axis) for bucket in every)
+        if elements:
+            ledger.add(axis, "all_reduce", elements * ledger.grad_bytes)

@@ -1,173 +1,239 @@
-"""What one rank holds, in bytes, as closed forms (no torch): its state, and what a microbatch keeps for its backward.
+"""What one rank holds, in bytes: its state, and the activations along the ops of its schedule.
 
-P: elements of the rank's buckets with padding, N: ranks that share them; c, g: bytes of compute and accumulation dtype.
+P: elements of the rank's buckets with padding. N: ranks that share them. c, g: bytes of an element of the
+compute dtype and of the accumulation dtype.
 
-    zero   weights   masters (bf16)   gradients   AdamW's moments
+    zero   weights   masters (bf16)   gradients   moments of AdamW
     0      P c       P g              P g         2 P g
     1      P c       P g / N          P g         2 P g / N
-    2      P c       P g / N          P g / N     2 P g / N         + the whole gradients of at most 2 parts in passing
-    3      P c / N   P g / N          P g / N     2 P g / N         + the whole weights of at most 3 parts in passing
+    2      P c       P g / N          P g / N     2 P g / N     + the full gradients of at most 3 parts
+    3      P c / N   P g / N          P g / N     2 P g / N     + the full weights of at most 3 parts
 
-Quantized weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype; optim.states bf16: 2 bytes for g in masters
-and moments, and none for masters where the weights are bf16 themselves; PowerSGD's errors are P g more beside the gradients.
-tests/plan/test_memory.py holds both against what a rank really holds.
+Compressed weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype. With optim.states
+bf16, an element of masters and moments has 2 bytes in place of g, and weights in bf16 are their own masters.
+PowerSGD keeps its errors, P g, beside the gradients. config/optimizers.py says how many moments an optimizer
+has.
+
+The modules say what a forward keeps and what a backward computes again (parallel/cost.py).
+tests/plan/test_memory.py holds all of it against what a rank really holds.
 """
-from config import Config, fp8_recipe, head_dim, in_fp8, is_moe, kv_heads, moe_ffn, of_stage, remakes, value_dim
-from parallel.schedule import in_flight
-from plan.parts import BYTES, Job, buckets, unique
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple
 
-KEYS = 128  # kernels/attention.py: queries that meet their keys together
+from config import OPTIMIZERS
+from model.describe import PartDescription, StageDescription, workload
+from model.head import OutputHead
+from model.precision import accumulation_bytes, compute_bytes
+from model.transformer import TransformerBlock
+from parallel.cost import RECOMPUTABLE_PARTS, Cost, Part, Workload, total
+from parallel.pipeline.schedule import Op
+from plan.buckets import PlannedBucket, buckets, unique_buckets
+from plan.job import Job
+
+PARTS: tuple[Part, ...] = (*RECOMPUTABLE_PARTS, "rest")
+FULL_PARTS = 3  # parts whose full gradients (ZeRO-2, 3) or weights (ZeRO-3) exist at the same time
+
+
+# ---- state -------------------------------------------------------------------------------------------------
 
 
 def state_bytes(job: Job) -> dict[str, int]:
     """{"weights", "masters", "gradients", "optimizer"}: on the device, between two steps."""
-    zero, (c, g) = job.cfg.parallel.zero, BYTES[job.cfg.train.dtype]
-    every = unique(buckets(job))
-    size, share = sum(b.size for b in every), sum(b.share for b in every)
-    here = job.cfg.parallel.offload not in ("optimizer", "both")
-    kept = sum(b.share * moments(job.cfg.optim.name, b.params[0].hidden) for b in every)
-    s = wide(job)
-    p, shared = job.cfg.parallel, [b for b in every if job.shards(b.expert) > 1]
-    apart = job.cfg.train.dtype != "bf16" if job.cfg.optim.states == "bf16" else c != g
-    exact = every if apart else [b for b in shared if p.compress_weights != "none" and zero in (1, 2)]  # beside what computes
-    errors = sum(b.size for b in shared if p.compress == "powersgd" and any(x.factors(p.powersgd_rank) for x in b.params))
-    return {"weights": c * (share if zero == 3 else size), "masters": s * sum(b.share for b in exact) if here else 0,
-            "gradients": g * ((size if zero < 2 else share) + errors), "optimizer": s * kept if here else 0}
+    parallel = job.cfg.parallel
+    weight_bytes = compute_bytes(job.cfg.train.dtype)
+    grad_bytes = accumulation_bytes(job.cfg.train.dtype)
+    every = unique_buckets(buckets(job))
+    full = sum(bucket.size for bucket in every)
+    owned = sum(bucket.shard_size for bucket in every)
 
+    on_device = 0 if parallel.offload in ("optimizer", "both") else master_bytes(job)
+    with_master = [bucket for bucket in every if has_separate_master(job, bucket)]
+    masters = sum(bucket.shard_size for bucket in with_master)
+    with_error = [bucket for bucket in every if has_powersgd_error(job, bucket)]
+    errors = sum(bucket.size for bucket in with_error)
 
-def wide(job: Job) -> int:
-    """Bytes of an element of masters and moments."""
-    return 2 if job.cfg.optim.states == "bf16" else BYTES[job.cfg.train.dtype][1]
-
-
-def moments(optimizer: str, hidden: bool) -> int:
-    """How many elements it keeps for each of a bucket's."""
-    return {"adamw": 2, "lamb": 2, "muon": 1 if hidden else 2}.get(optimizer, 1)
+    weights = owned if parallel.zero == 3 else full
+    grads = full if parallel.zero < 2 else owned
+    return {
+        "weights": weight_bytes * weights,
+        "masters": on_device * masters,
+        "gradients": grad_bytes * (grads + errors),
+        "optimizer": on_device * moment_elements(job, every),
+    }
 
 
 def host_bytes(job: Job) -> int:
-    """Masters and AdamW's moments in host memory (parallel.offload)."""
-    offloaded = job.cfg.parallel.offload in ("optimizer", "both")
-    return 3 * wide(job) * sum(b.share for b in unique(buckets(job))) if offloaded else 0
+    """Masters and moments in host memory (parallel.offload)."""
+    if job.cfg.parallel.offload not in ("optimizer", "both"):
+        return 0
+    every = unique_buckets(buckets(job))
+    owned = sum(bucket.shard_size for bucket in every)
+    return master_bytes(job) * (owned + moment_elements(job, every))
+
+
+def master_bytes(job: Job) -> int:
+    """Bytes of an element of masters and moments."""
+    return 2 if job.cfg.optim.states == "bf16" else accumulation_bytes(job.cfg.train.dtype)
+
+
+def moment_elements(job: Job, every: Iterable[PlannedBucket]) -> int:
+    optimizer = OPTIMIZERS[job.cfg.optim.name]
+    return sum(bucket.shard_size * optimizer.moments_for(bucket.is_hidden) for bucket in every)
+
+
+def has_separate_master(job: Job, bucket: PlannedBucket) -> bool:
+    """Whether the masters of a bucket are stored beside the weights that compute."""
+    dtype, parallel = job.cfg.train.dtype, job.cfg.parallel
+    if job.cfg.optim.states == "bf16":
+        other_dtype = dtype != "bf16"
+    else:
+        other_dtype = compute_bytes(dtype) != accumulation_bytes(dtype)
+    is_compressed = parallel.compress_weights != "none" and parallel.zero in (1, 2)
+    is_shared = job.shards(bucket.is_expert) > 1
+    return other_dtype or (is_compressed and is_shared)
+
+
+def has_powersgd_error(job: Job, bucket: PlannedBucket) -> bool:
+    parallel = job.cfg.parallel
+    if parallel.compress != "powersgd" or job.shards(bucket.is_expert) == 1:
+        return False
+    _, factors = bucket.powersgd_elements(parallel.powersgd_rank)
+    return factors > 0
 
 
 def passing_bytes(job: Job) -> int:
-    """The most that whole gradients (ZeRO-2, 3) and whole weights (ZeRO-3) add to it during a step, at most, a stage."""
-    zero, (c, g) = job.cfg.parallel.zero, BYTES[job.cfg.train.dtype]
+    """The most that full gradients (ZeRO-2, 3) and full weights (ZeRO-3) add during a step."""
+    zero, dtype = job.cfg.parallel.zero, job.cfg.train.dtype
+    of_element = 0
+    if zero >= 2:
+        of_element += accumulation_bytes(dtype)
+    if zero == 3:
+        of_element += compute_bytes(dtype)
+    elements = max(most_elements(parts, FULL_PARTS) for parts in buckets(job).values())
+    return of_element * elements
+
+
+def most_elements(parts: list[list[PlannedBucket]], num_parts: int) -> int:
+    """Elements of the largest `num_parts` parts that follow one another in a stage."""
+    sizes = [sum(bucket.size for bucket in part) for part in parts]
     most = 0
-    for parts in buckets(job).values():
-        sizes = [sum(b.size for b in part) for part in parts]
-        most = max(most, max(g * sum(sizes[i:i + 3]) * (zero >= 2) + c * sum(sizes[i:i + 3]) * (zero == 3) for i in range(len(sizes))))
+    for first in range(len(sizes)):
+        together = sizes[first:first + num_parts]
+        most = max(most, sum(together))
     return most
 
 
-def mixture_bytes(cfg: Config) -> int:
-    """What a mixture keeps in the place of an MLP, where all experts get their fair share, without the activation's outputs of its
-    shared experts. Rows that travel are kept once, in the order of experts; in fp8, too, as they are (kernels/fp8_grouped.py)."""
-    m, p, (c, g) = cfg.model, cfg.parallel, BYTES[cfg.train.dtype]
-    tokens = cfg.train.micro_batch * cfg.train.seq_len
-    own = tokens // p.tp
-    rows = own * m.top_k * p.etp
-    router = own * m.experts * (4 * g) + (own * m.hidden * g if c != g or (p.tp > 1 and not p.sp) else 0)  # its input, logits, scores
-    numbers = 8 * (rows * (5 if p.ep * p.etp > 1 else 3) + own * m.top_k)  # who goes where
-    experts = rows * (m.hidden + 3 * moe_ffn(m) // p.etp) * c + rows * g
-    shared = tokens * m.shared_experts * moe_ffn(m) // p.tp * c
-    gate = tokens // (p.tp if p.sp else 1) * (m.hidden * (c + (g if c != g else 0)) + g) if m.shared_gate else 0
-    return router + numbers + experts + 2 * shared + gate
+# ---- activations -------------------------------------------------------------------------------------------
 
 
-def block_bytes(cfg: Config, flash: bool = False, layer: int = 0) -> dict[str, int]:
-    """What one block keeps of one microbatch when nothing is made again, by parts of recompute: "norm" the outputs of its
-    norms, "core" the probabilities, "act" the activation's output, "rest" all else; of that "mlp" in its second half, "input" its
-    input.
+class StageActivations(NamedTuple):
+    """Bytes of one microbatch in one stage.
 
-    flash: attention keeps a number a query and head (SDPA on a GPU), not the probabilities (kernels/attention.py's blocks)."""
-    m, t = cfg.model, cfg.train
-    c, g = BYTES[t.dtype]
-    tp, cut = cfg.parallel.tp, cfg.parallel.tp if cfg.parallel.sp else 1
-    b, s, d, hd = t.micro_batch, t.seq_len, m.hidden, head_dim(m)
-    tokens, h, kv = b * s, m.heads // tp, max(1, kv_heads(m) // tp)
-    eight = fp8_recipe(t) if in_fp8(cfg, layer) else None
-    of_scales = {"tensorwise": 0, "rowwise": g, "blockwise": -(-tokens // t.fp8_block) * g}.get(eight, 0)  # a feature's
-
-    def kept_by_linear(features: int) -> int:
-        """Its input: in 8 bits with scales along the tokens, or as it is."""
-        return features * (tokens + of_scales) if eight else features * tokens * c
-
-    own = tokens // cut * d * c  # what lies between two tp regions: [b, s/tp, d] under sp
-    inner = tokens * m.ffn // tp * c
-    half = own + tokens // cut * g * (2 if m.norm == "layernorm" else 1)  # a norm's input and statistics
-    half += tokens // cut * d if m.dropout else 0  # a mask of bools
-    kept = inner * (2 if m.activation == "swiglu" else 1)  # the activation's input
-    act = kept_by_linear(m.ffn // tp)
-    if is_moe(m, layer):
-        kept, act = mixture_bytes(cfg), kept_by_linear(m.shared_experts * moe_ffn(m) // tp)
-    mlp = half + kept
-    norms = kept_by_linear(d) + (tokens * d * c if is_moe(m, layer) and not m.shared_experts else kept_by_linear(d))
-    rest = half + mlp + tokens * (h * (hd + value_dim(m)) + kv * (hd + value_dim(m))) * c  # q, k, v and the output
-    rest += kept_by_linear(h * value_dim(m)) if eight else 0  # the output, beside attention's own
-    if m.kv_rank:
-        latent = (m.q_rank or 0) + m.kv_rank + m.rope_dim
-        rest += (tokens // cut + tokens) * latent * c + tokens // cut * g * (2 if m.q_rank else 1)  # before the latents' norms, and entered
-        rest += tokens * h * m.nope_dim * c if b == 1 or flash else 0  # v is a part of what was made from the latent
-        rest += tokens * m.rope_dim * g if m.rope_kind == "yarn" and m.rope_mscale_all and m.rope_factor else 0  # tables of the queries
-        norms = kept_by_linear(d) + (own if m.q_rank else kept_by_linear(d) + (own if cut > 1 or eight else 0))  # x as it is, and gathered for q
-    if m.qk_norm:  # before the norm as well; of one sequence, v is a part of that
-        rest += tokens * ((h + 2 * kv) * hd * c + (h + kv) * g) - (tokens * kv * hd * c if b == 1 else 0)
-    core = 0
-    if flash:
-        core = tokens * h * g
-    elif s <= 16 * hd:
-        core = sum(b * h * (min(lo + KEYS, s) - lo) * min(lo + KEYS, s) * c for lo in range(0, s, KEYS))
-    return {"norm": norms, "core": core, "act": act, "rest": rest, "mlp": mlp, "input": own}
+    kept: from its forward to its backward. recomputed: what the backward adds to it for a moment, at most.
+    kept_for_weights: of a backward in two parts, from the gradients of the inputs (I) to those of the weights
+    (W): the operands of the weight gradients. recomputed_in_split: as `recomputed`, of an I.
+    """
+    kept: int
+    recomputed: int = 0
+    kept_for_weights: int = 0
+    recomputed_in_split: int = 0
 
 
-def activation_bytes(cfg: Config, first: int, last: int, flash: bool = False) -> int:
-    """What blocks first .. last - 1 (with the embedding and the head at the model's ends) keep of one microbatch. cfg: with
-    the stage's recompute mode."""
-    m, t = cfg.model, cfg.train
-    c, g = BYTES[t.dtype]
-    tp, cut = cfg.parallel.tp, cfg.parallel.tp if cfg.parallel.sp else 1
-    b, s, d = t.micro_batch, t.seq_len, m.hidden
-    tokens, every = b * s, [block_bytes(cfg, flash, i) for i in range(first, last)]
-    drop = tokens // cut * d if m.dropout else 0
-    out = sum(x["input"] if cfg.parallel.recompute == "full"
-              else x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
-              for x in every)
-    if m.positions == "rope":
-        out += tokens * (m.rope_dim if m.kv_rank else head_dim(m)) * g  # the tables of cos and sin, shared by the blocks
-    if cfg.data.doc_mask or (m.window and m.window < s):
-        out += s * s * (b if cfg.data.doc_mask else 1)  # who sees whom
-    if first == 0:
-        out += drop + tokens * 8 * (2 if m.positions == "learned" else 1) + (tokens if tp > 1 else 0)
-    return out + (head_bytes(cfg, m.mtp) if last == m.layers else 0)
-
-
-def head_bytes(cfg: Config, modules: int) -> int:
-    """The last norm, and the gradient of the head's input, made in the forward; for each module of multi-token prediction that again,
-    its block, the inputs of two more norms and of the join, and the tokens."""
-    m, t = cfg.model, cfg.train
-    (c, g), tokens = BYTES[t.dtype], t.micro_batch * t.seq_len
-    own = tokens // (cfg.parallel.tp if cfg.parallel.sp else 1)
-    norm = own * m.hidden * c + own * g * (2 if m.norm == "layernorm" else 1)
-    head = norm + tokens * m.hidden * c
-    x = block_bytes(cfg, layer=m.layers)
-    block = x["input"] if cfg.parallel.recompute == "full" else x["rest"] + sum(x[part] for part in ("norm", "core", "act") if not remakes(cfg, part))
-    return head + modules * (head + block + 2 * norm + 2 * own * m.hidden * c + tokens * (8 + (cfg.parallel.tp > 1)))
-
-
-def again_bytes(cfg: Config, last: int, flash: bool = False) -> int:
-    """What is made again in the backward of the last block (of further tokens, where there are), less what was freed before:
-    its head, then the MLP's half."""
-    x, head = block_bytes(cfg, flash, last - 1), head_bytes(cfg, 0) if last == cfg.model.layers else 0
-    if cfg.parallel.recompute == "full":
-        return max(0, sum(x[part] for part in ("norm", "core", "act", "rest")) - x["input"] - head)
-    kept = sum(x[part] // n for part, n in (("norm", 2), ("act", 1)) if not remakes(cfg, part)) + x["mlp"]
-    return max(0, x["core"] - kept - head) if remakes(cfg, "core") else 0
+def peak_of_ops(ops: Iterable[Op], stages: Mapping[int, StageActivations]) -> int:
+    """The most that a rank holds at once while it runs its ops. stages: those of the rank."""
+    held = peak = 0
+    for op in ops:
+        stage = stages[op.stage]
+        if op.kind == "F":
+            held += stage.kept
+            peak = max(peak, held)
+        elif op.kind == "W":
+            held -= stage.kept_for_weights
+        else:
+            is_split = op.kind == "I"
+            peak = max(peak, held + (stage.recomputed_in_split if is_split else stage.recomputed))
+            held -= stage.kept
+            held += stage.kept_for_weights if is_split else 0
+            peak = max(peak, held)
+    return peak
 
 
 def peak_activation_bytes(job: Job, flash: bool = False) -> int:
-    """All microbatches in flight, at most: the schedule decides how many chunks that are (1F1B: p - r, GPipe: all)."""
-    stages = [(of_stage(job.cfg, stage), job.cuts[stage]) for stage in job.stages()]
-    most = max(activation_bytes(cfg, *cut, flash) for cfg, cut in stages)
-    return in_flight(job.schedule.order[job.pp]) * most + max(again_bytes(cfg, last, flash) for cfg, (_, last) in stages)
+    """The most that a rank holds for its backwards. flash: see Workload."""
+    work = workload(job.cfg, flash=flash)
+    stages: dict[int, StageActivations] = {}
+    for number in job.stages():
+        stages[number] = stage_activations(job.stage(number), work)
+    ops = job.schedule.order[job.pp]
+    return peak_of_ops(ops, stages)
+
+
+@lru_cache(maxsize=1 << 12)
+def stage_activations(stage: StageDescription, work: Workload) -> StageActivations:
+    cost = stage.cost(work)
+    kept = cost.saved_bytes()
+    repeats = Counter(stage.parts)
+    operands = sum(n * weight_grad_operands(part.cost(work), work) for part, n in repeats.items())
+    recomputed = recomputed_at_first(stage.parts, work)
+
+    # in the block that an I reaches last, all others have their operands, and have freed what they kept
+    last = last_block(stage.parts)
+    in_split = recomputed
+    if last is not None and last.recompute and cost.recomputed is not None:
+        of_block = last.cost(work)
+        others = operands - weight_grad_operands(of_block, work)
+        in_split = max(in_split, others + recomputed_of(of_block) - kept)
+    return StageActivations(kept, recomputed, operands, in_split)
+
+
+def weight_grad_operands(cost: Cost, work: Workload) -> int:
+    """The input and the output's gradient of each matrix product."""
+    nbytes = 0
+    for product in cost.products:
+        if product.grads_in_forward:
+            continue
+        in_8_bits = product.fp8 and product.count == 1  # experts quantize theirs in the W
+        features = product.inner + product.columns
+        nbytes += product.rows * features * (1 if in_8_bits else work.compute_bytes)
+    return nbytes
+
+
+def recomputed_at_first(parts: tuple[PartDescription, ...], work: Workload) -> int:
+    """What a stage's backward computes again in its last block, with which it begins, less what it has freed
+    by then."""
+    last = last_block(parts)
+    if last is None or last.cost(work).recomputed is None:
+        return 0
+    cost = last.cost(work)
+    head = parts[-1].module
+    freed = loss_bytes(head, work) if isinstance(head, OutputHead) else 0
+    if last.recompute:  # the block's input is kept already
+        added = recomputed_of(cost) - cost.saved_bytes()
+    else:
+        added = recomputed_of(cost, "core") - kept_of_mlp_half(last, work)
+    return max(0, added - freed)
+
+
+def last_block(parts: tuple[PartDescription, ...]) -> TransformerBlock | None:
+    blocks = [part.module for part in parts if isinstance(part.module, TransformerBlock)]
+    return blocks[-1] if blocks else None
+
+
+def recomputed_of(cost: Cost, *parts: Part) -> int:
+    """Bytes that a backward computes again: of these parts; of all without one."""
+    return 0 if cost.recomputed is None else cost.recomputed.saved_bytes(*parts)
+
+
+def kept_of_mlp_half(block: TransformerBlock, work: Workload) -> int:
+    """What the second half of a block with selective recompute keeps: the first that its backward frees."""
+    kept: list[Part] = [part for part in PARTS if part not in block.recomputed_parts]
+    half = total((block.mlp_norm.cost(work), block.mlp.cost(work)))
+    mask = block.hidden_elements(work) if block.dropout else 0
+    return half.saved_bytes(*kept) + mask
+
+
+def loss_bytes(head: OutputHead, work: Workload) -> int:
+    """What the output head keeps without multi-token prediction."""
+    return (head.norm.cost(work) + head.cross_entropy_cost(work)).saved_bytes()

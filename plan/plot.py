@@ -1,166 +1,317 @@
-"""Draw a pipeline's timeline, simulated or measured: as text for a terminal, or as a picture (matplotlib, which is
-imported only when called).
+"""Draws a pipeline's timeline, simulated or measured: as text for a terminal, or as a picture (matplotlib,
+which is imported only when it is needed).
 
-A later chunk of a rank is a lighter shade in the picture and lower case in the text. Ops that overlap share their row.
+A later chunk of a rank has a lighter shade in the picture, and lower case in the text. Ops that overlap share
+their row.
 """
 import os
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from plan.simulate import Span, Timeline
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Colour = tuple[float, float, float]  # red, green, blue, from 0 to 1
+
 COLOURS = {"F": "#2f6db3", "B": "#d9742b", "I": "#c2497a", "W": "#2e9384"}
 NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-INK, EMPTY = "#333333", "#f1f1f1"
-DARK, LIGHT = (0.13, 0.17, 0.35), (0.75, 0.68, 0.80)  # of the memory curves, from the first rank to the last
-TEXTS = 6000  # numbers drawn at most; beyond that nobody reads them
+INK = "#333333"
+EMPTY = "#f1f1f1"
+FIRST_RANK: Colour = (0.13, 0.17, 0.35)  # of the memory curves
+LAST_RANK: Colour = (0.75, 0.68, 0.80)
+ROW_HEIGHT = 0.86  # of the distance between two ranks
+LEGEND_STYLE = {"frameon": False, "fontsize": 8, "labelcolor": INK}
+
+MOST_NUMBERS = 6000  # ops whose microbatch number is drawn; nobody reads more
+LEAST_NUMBER_SIZE = 4  # points; smaller numbers are left out
+DIGIT_WIDTH = 0.62  # of the font size
+POINTS_OF_INCH = 72
 
 
-def laid(spans: list[Span]) -> Iterator[tuple[Span, int, int]]:
-    """(span, its lane, lanes): spans that start together share the row."""
-    for _, together in groupby(spans, lambda s: s.start):
-        lanes = list(together)
-        yield from ((span, lane, len(lanes)) for lane, span in enumerate(lanes))
+class Lane(NamedTuple):
+    """A span's part of its row: spans that start together share it."""
+    span: Span
+    index: int
+    lanes: int
+
+
+def lanes_of(spans: list[Span]) -> Iterator[Lane]:
+    """The spans with their lanes, in order."""
+    for _, group in groupby(spans, lambda span: span.start):
+        together = list(group)
+        for index, span in enumerate(together):
+            yield Lane(span, index, len(together))
 
 
 def chunks_of(spans: list[Span]) -> dict[int, int]:
-    """stage -> which chunk of its rank it is."""
-    return {stage: chunk for chunk, stage in enumerate(sorted({s.op.stage for s in spans}))}
+    """{stage: its number among the chunks of the rank}."""
+    stages = sorted({span.op.stage for span in spans})
+    return {stage: chunk for chunk, stage in enumerate(stages)}
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text --------------------------------------------------------------------------------------------------
+
+
+class TextScale(NamedTuple):
+    """start: the time of column 0. unit: time of `cell` columns."""
+    start: float
+    unit: float
+    cell: int
+
+    def column(self, time: float) -> int:
+        return round((time - self.start) / self.unit * self.cell)
+
 
 def text(timeline: Timeline, width: int) -> list[str]:
-    """One line a rank, at most `width` characters: `F3` runs a forward of microbatch 3, `-` still runs it, `.` is idle.
+    """One line for each rank, at most `width` characters.
 
-    Numbers are left out where they do not fit; what still does not fit is cut and ends in `>`.
+    `F3` starts a forward of microbatch 3, `-` continues it, `.` is idle. Numbers are left out where they do
+    not fit; a line that still does not fit ends in `>`.
     """
-    labels = [f"rank {r} " for r in range(len(timeline.ranks))]
+    labels = [f"rank {rank} " for rank in range(len(timeline.ranks))]
     margin = max(map(len, labels))
-    room = max(width - margin - 2, 8)
-    times = sorted((s.end - s.start) / n for rank in timeline.ranks for s, _, n in laid(rank) if s.end > s.start)
-    unit = max(times[0], times[len(times) // 2] / 4)  # a measured op may be tiny; it shall not stretch the line
-    widest = max(len(str(s.op.mb)) for rank in timeline.ranks for s in rank) + 2  # letter, number and a blank
-    cell = next((c for c in range(widest, 0, -1) if timeline.makespan / unit * c <= room), 1)
+    available = max(width - margin - 2, 8)
+    scale = text_scale(timeline, available)
 
-    def column(time) -> int:
-        return round((time - timeline.start) / unit * cell)
-
-    lines = []
-    for label, rank in zip(labels, timeline.ranks):
-        chunk = chunks_of(rank)
-        line = ["."] * column(timeline.start + timeline.makespan)
-        for span, lane, lanes in laid(rank):
-            part = (span.end - span.start) / lanes
-            a, b = column(span.start + lane * part), column(span.start + (lane + 1) * part)
-            word = f"{span.op.kind}{span.op.mb}" if len(str(span.op.mb)) < b - a else span.op.kind * (b > a)
-            word = word.ljust(b - a - (len(word) < b - a), "-").ljust(b - a)  # a blank at the end where there is room
-            line[a:b] = word.lower() if chunk[span.op.stage] else word
-        row = "".join(line)
-        lines.append(label.rjust(margin) + "|" + (row + "|" if len(row) <= room else row[:room] + ">"))
+    lines: list[str] = []
+    for label, spans in zip(labels, timeline.ranks):
+        row = text_row(spans, scale, scale.column(timeline.start + timeline.makespan))
+        ending = "|" if len(row) <= available else ">"
+        lines.append(f"{label.rjust(margin)}|{row[:available]}{ending}")
     return lines
 
 
-# ---- picture ---------------------------------------------------------------------------------------------------------
+def text_scale(timeline: Timeline, available: int) -> TextScale:
+    """The widest cells with which all ops fit into `available` columns, at most as wide as the longest
+    label."""
+    durations: list[float] = []
+    longest_number = 0
+    for spans in timeline.ranks:
+        for span, _, lanes in lanes_of(spans):
+            longest_number = max(longest_number, len(str(span.op.microbatch)))
+            if span.end > span.start:
+                durations.append((span.end - span.start) / lanes)
+    durations.sort()
+
+    # a measured op may be tiny: it must not stretch the line
+    unit = max(durations[0], durations[len(durations) // 2] / 4)
+    widest = longest_number + 2  # a letter, the number and a blank
+    units = timeline.makespan / unit
+    cell = widest
+    while cell > 1 and units * cell > available:
+        cell -= 1
+    return TextScale(timeline.start, unit, cell)
+
+
+def text_row(spans: list[Span], scale: TextScale, columns: int) -> str:
+    chunk_of_stage = chunks_of(spans)
+    row = ["."] * columns
+    for span, index, lanes in lanes_of(spans):
+        duration = (span.end - span.start) / lanes
+        first = scale.column(span.start + index * duration)
+        last = scale.column(span.start + (index + 1) * duration)
+        word = text_of_op(span, last - first)
+        row[first:last] = word.lower() if chunk_of_stage[span.op.stage] else word
+    return "".join(row)
+
+
+def text_of_op(span: Span, columns: int) -> str:
+    """Exactly so many characters, with a blank at the end if there is space for one."""
+    number = str(span.op.microbatch)
+    word = span.op.kind if columns else ""
+    if len(number) < columns:
+        word += number
+    has_blank = len(word) < columns
+    return word.ljust(columns - has_blank, "-").ljust(columns)
+
+
+# ---- picture -----------------------------------------------------------------------------------------------
+
 
 def draw(timelines: list[tuple[str, Timeline]], out: Path) -> Path:
-    """One picture of [(title, timeline)], under one time axis: a row a rank, and below it the activations held.
+    """One picture of [(title, timeline)] under one time axis: a row for each rank, and below them the
+    activations that are held.
 
     The format is out's suffix (png, svg, pdf); out is replaced atomically. Raises OSError.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it has global state and asks for displays
+    # no pyplot: it has global state and asks for displays
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    span = max(t.makespan for _, t in timelines)
-    boxes = max(len(rank) for _, t in timelines for rank in t.ranks)
-    wide = min(max(9.0, 0.24 * boxes + 2.5), 36.0)
-    heights = [h for _, t in timelines for h in (min(0.42 * len(t.ranks), 24.0), 1.1)]
-    size = (wide, sum(heights) + 0.75 * len(timelines) + 0.9)
+    heights: list[float] = []
+    most_ops = 0
+    for _, timeline in timelines:
+        heights += [min(0.42 * len(timeline.ranks), 24.0), 1.1]
+        most_ops = max(most_ops, *map(len, timeline.ranks))
+    width = min(max(9.0, 0.24 * most_ops + 2.5), 36.0)
+    size = (width, sum(heights) + 0.75 * len(timelines) + 0.9)
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)[:, 0]
+    grid = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
+    axes = grid[:, 0]
+
     for (title, timeline), rows, held in zip(timelines, axes[::2], axes[1::2]):
-        gantt(rows, title, timeline)
-        memory(held, timeline)
+        draw_rows(rows, title, timeline)
+        draw_memory(held, timeline)
         rows.spines[:].set_visible(False)
         held.spines[["top", "right", "left"]].set_visible(False)
-        for a in (rows, held):
-            a.tick_params(length=0, labelcolor=INK, labelsize=9)
-    axes[-1].set_xlim(0, float(span))
+    for one in axes:
+        one.tick_params(length=0, labelcolor=INK, labelsize=9)
+    span = float(max(timeline.makespan for _, timeline in timelines))
+    axes[-1].set_xlim(0, span)
     axes[-1].set_xlabel("time", color=INK)
-    figure.canvas.draw()  # settles the layout, so that what fits in a box is known
+
+    figure.canvas.draw()  # computes the layout, which decides what fits into a rectangle
     for (_, timeline), rows in zip(timelines, axes[::2]):
-        numbers(rows, timeline, rows.get_window_extent().width / figure.dpi * 72 / float(span))
-    temp = out.with_name(f".{out.stem}.tmp{out.suffix}")
-    figure.savefig(temp)
-    os.replace(temp, out)
+        inches = rows.get_window_extent().width / figure.dpi
+        draw_numbers(rows, timeline, inches * POINTS_OF_INCH / span)
+
+    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
+    figure.savefig(temporary)
+    os.replace(temporary, out)
     return out
 
 
-def shade(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
+class Rectangle(NamedTuple):
+    """A span in the picture. x, width: time. y, height: in ranks; the row of rank r is around y = r."""
+    span: Span
+    colour: Colour
+    x: float
+    y: float
+    width: float
+    height: float
+
+    @property
+    def corners(self) -> list[tuple[float, float]]:
+        right = self.x + self.width
+        top = self.y + self.height
+        return [
+            (self.x, self.y),
+            (right, self.y),
+            (right, top),
+            (self.x, top),
+        ]
+
+
+def rectangles_of(timeline: Timeline) -> Iterator[Rectangle]:
+    for rank, spans in enumerate(timeline.ranks):
+        chunk_of_stage = chunks_of(spans)
+        for span, index, lanes in lanes_of(spans):
+            height = ROW_HEIGHT / lanes
+            yield Rectangle(
+                span,
+                shade(span.op.kind, chunk_of_stage[span.op.stage], len(chunk_of_stage)),
+                x=float(span.start - timeline.start),
+                y=rank - ROW_HEIGHT / 2 + index * height,
+                width=float(span.end - span.start),
+                height=height,
+            )
+
+
+def shade(kind: str, chunk: int, chunks: int) -> Colour:
     """The colour of a kind, the lighter the later the chunk."""
-    white = 0.5 * chunk / (chunks - 1) if chunks > 1 else 0
-    rgb = (int(COLOURS[kind][i:i + 2], 16) / 255 for i in (1, 3, 5))
-    return tuple(c + (1 - c) * white for c in rgb)
+    white = 0.5 * chunk / (chunks - 1) if chunks > 1 else 0.0
+    red, green, blue = bytes.fromhex(COLOURS[kind].removeprefix("#"))
+    return lighter(red, white), lighter(green, white), lighter(blue, white)
 
 
-def boxes_of(timeline: Timeline) -> Iterator[tuple[Span, tuple[float, float, float], float, float, float, float]]:
-    """(span, colour, x, y, width, height) in units of time and ranks; rank r's row is y in [r - 0.43, r + 0.43]."""
-    zero = timeline.start
-    for r, rank in enumerate(timeline.ranks):
-        chunk = chunks_of(rank)
-        for span, lane, lanes in laid(rank):
-            high = 0.86 / lanes
-            colour = shade(span.op.kind, chunk[span.op.stage], len(chunk))
-            yield span, colour, float(span.start - zero), r - 0.43 + lane * high, float(span.end - span.start), high
+def lighter(value: int, white: float) -> float:
+    """value: from 0 to 255. white: from 0, the same colour, to 1."""
+    share = value / 255
+    return share + (1 - share) * white
 
 
-def gantt(axes, title: str, timeline: Timeline) -> None:
+def draw_rows(axes: "Axes", title: str, timeline: Timeline) -> None:
+    """The ops of each rank."""
     from matplotlib.collections import PolyCollection
+
+    ranks = range(len(timeline.ranks))
+    makespan = float(timeline.makespan)
+    axes.barh(ranks, makespan, height=ROW_HEIGHT, color=EMPTY, lw=0)  # what stays visible is idle
+    rectangles = list(rectangles_of(timeline))
+    axes.add_collection(PolyCollection(
+        [rectangle.corners for rectangle in rectangles],
+        facecolors=[rectangle.colour for rectangle in rectangles],
+        edgecolors="white",
+        linewidths=0.6,
+    ))
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    draw_legend(axes, timeline)
+
+
+def draw_legend(axes: "Axes", timeline: Timeline) -> None:
+    """The kinds of ops that occur."""
     from matplotlib.patches import Patch
 
-    p = len(timeline.ranks)
-    axes.barh(range(p), float(timeline.makespan), height=0.86, color=EMPTY, lw=0)  # what stays visible is idle
-    corners, colours = [], []
-    for _, colour, x, y, w, h in boxes_of(timeline):
-        corners.append([(x, y), (x + w, y), (x + w, y + h), (x, y + h)])
-        colours.append(colour)
-    axes.add_collection(PolyCollection(corners, facecolors=colours, edgecolors="white", linewidths=0.6))
-    axes.set_ylim(p - 0.5, -0.5)
-    axes.set_yticks(range(p), [f"rank {r}" for r in range(p)])
-    axes.set_title(title, loc="left", fontsize=11, color=INK)
-    kinds = [k for k in COLOURS if any(s.op.kind == k for rank in timeline.ranks for s in rank)]
-    legend = [Patch(color=COLOURS[k], label=f"{k}  {NAMES[k]}") for k in kinds] + [Patch(color=EMPTY, label="idle")]
-    if any(len(chunks_of(rank)) > 1 for rank in timeline.ranks):
-        legend.append(Patch(alpha=0, label="lighter: later chunk"))
-    axes.legend(handles=legend, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(legend), frameon=False, fontsize=8,
-                labelcolor=INK, handlelength=1, borderaxespad=0.3, columnspacing=1.4)
+    present = {span.op.kind for spans in timeline.ranks for span in spans}
+    entries: list[Patch] = []
+    for kind, colour in COLOURS.items():
+        if kind in present:
+            entries.append(Patch(color=colour, label=f"{kind}  {NAMES[kind]}"))
+    entries.append(Patch(color=EMPTY, label="idle"))
+    if any(len(chunks_of(spans)) > 1 for spans in timeline.ranks):
+        entries.append(Patch(alpha=0, label="lighter: later chunk"))
+    axes.legend(
+        handles=entries,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(entries),
+        handlelength=1,
+        borderaxespad=0.3,
+        columnspacing=1.4,
+        **LEGEND_STYLE,
+    )
 
 
-def numbers(axes, timeline: Timeline, points: float) -> None:
-    """Microbatch numbers into the boxes that have room; points: per unit of time."""
-    if sum(map(len, timeline.ranks)) > TEXTS:
+def draw_numbers(axes: "Axes", timeline: Timeline, points: float) -> None:
+    """Microbatch numbers in the rectangles that have space for them. points: of a unit of time."""
+    if sum(map(len, timeline.ranks)) > MOST_NUMBERS:
         return
-    for span, colour, x, y, w, h in boxes_of(timeline):
-        size = min(8.5 if h > 0.5 else 6.5, 0.85 * w * points / (0.62 * len(str(span.op.mb))))
-        if size >= 4:
-            ink = "white" if sum(colour) < 1.9 else INK
-            axes.text(x + w / 2, y + h / 2, span.op.mb, size=size, color=ink, ha="center", va="center_baseline")
+    for rectangle in rectangles_of(timeline):
+        number = str(rectangle.span.op.microbatch)
+        fits_width = 0.85 * rectangle.width * points / (DIGIT_WIDTH * len(number))
+        size = min(8.5 if rectangle.height > 0.5 else 6.5, fits_width)
+        if size >= LEAST_NUMBER_SIZE:
+            axes.text(
+                rectangle.x + rectangle.width / 2,
+                rectangle.y + rectangle.height / 2,
+                number,
+                size=size,
+                color="white" if sum(rectangle.colour) < 1.9 else INK,
+                ha="center",
+                va="center_baseline",
+            )
 
 
-def memory(axes, timeline: Timeline) -> None:
-    """Activations held by each rank over time, in microbatches of its whole share (a chunk counts 1/v)."""
-    p = len(timeline.ranks)
-    for r, rank in enumerate(timeline.ranks):
-        v = len(chunks_of(rank))
-        curve = [(timeline.start, 0), *timeline.memory(r)]
-        colour = tuple(dark + (light - dark) * r / p for dark, light in zip(DARK, LIGHT))
-        axes.step([float(t - timeline.start) for t, _ in curve], [held / v for _, held in curve], where="post", lw=1.3,
-                  color=colour, label=f"rank {r}" if r in (0, p - 1) else None)
+def draw_memory(axes: "Axes", timeline: Timeline) -> None:
+    """Activations that each rank holds over time, in microbatches of its whole share (a chunk counts 1/v)."""
+    last = len(timeline.ranks) - 1
+    for rank, spans in enumerate(timeline.ranks):
+        chunks = len(chunks_of(spans))
+        curve = [(timeline.start, 0), *timeline.memory(rank)]
+        axes.step(
+            [float(time - timeline.start) for time, _ in curve],
+            [held / chunks for _, held in curve],
+            where="post",
+            lw=1.3,
+            color=colour_of_rank(rank / len(timeline.ranks)),
+            label=f"rank {rank}" if rank in (0, last) else None,
+        )
     axes.set_ylim(0)
-    axes.yaxis.get_major_locator().set_params(integer=True, nbins=5)
+    axes.locator_params(axis="y", integer=True, nbins=5)
     axes.set_ylabel("microbatches\nheld", color=INK, fontsize=9)
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.94), frameon=False, fontsize=8, labelcolor=INK, ncols=2)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 0.94), ncols=2, **LEGEND_STYLE)
     axes.grid(axis="y", color="#e6e6e6", lw=0.6)
     axes.set_axisbelow(True)
+
+
+def colour_of_rank(position: float) -> Colour:
+    """position: from 0, the first rank, to 1."""
+    red, green, blue = (first + (last - first) * position for first, last in zip(FIRST_RANK, LAST_RANK))
+    return red, green, blue

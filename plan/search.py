@@ -1,189 +1,309 @@
-"""The fastest layouts of a job on a cluster that fit into its memory (no torch).
+"""The fastest layouts of a job on a cluster that fit into its memory.
 
-What a layout computes bounds its step from below: best case first, a layout is priced in full (plan/cost.py) only while that bound, with
-the schedule's bubble for equal stages (plan/simulate.py), is below what the best so far take.
+What a layout computes bounds its step from below. Layouts come best bound first, and one is priced in full
+(plan/cost.py) only while its bound, with the schedule's bubble for equal stages (plan/simulate.py), is below
+the steps of the best that were found.
 """
 import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from config import Config, ConfigError, divisors, is_moe
-from parallel.layout import Layout
-from parallel.schedule import Schedule
-from plan import memory
+from config import Config, ConfigError, divisors
+from config.values import Values, combinations
+from model.describe import StageDescription, describe_stage, workload
+from model.precision import accumulation_bytes, compute_bytes
+from parallel.pipeline.schedule import SCHEDULES, Schedule
+from parallel.topology.dims import ParallelDims
 from plan.cost import STEADY, Cluster, Efficiency, Forecast, forecast, stage_times
-from plan.count import mixture, parameters
-from plan.lattice import Values, choices
-from plan.parts import BYTES, Job
+from plan.count import parameters
+from plan.job import Job
+from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
 from plan.simulate import closed_form
 
-Make = Callable[[Config, int], tuple[Schedule, list[tuple[int, int]]]]  # (job, world) -> schedule and cuts; raises ConfigError
-RESERVED = 3e9  # bytes of a GPU for its context, NCCL's buffers and what the allocator cannot use
-PASSING = 2 ** 29  # bytes of logits and other things of the moment
+Cuts = list[tuple[int, int]]  # (first, last layer + 1) of each stage
+# (job, number of ranks) -> its schedule and cuts, as train.py makes them. Raises ConfigError.
+Make = Callable[[Config, int], tuple[Schedule, Cuts]]
+Axes = dict[str, tuple]  # {section.key: values}
+
+RESERVED_BYTES = 3e9  # of a GPU: its context, NCCL's buffers, and what the allocator cannot use
+TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
+TOKENS_OF_CP_RANK = 2048  # at least; fewer are not worth a context-parallel rank
 
 
-class Found(NamedTuple):
-    cfg: Config
-    microbatches: int
-    forecast: Forecast
+class Held(NamedTuple):
+    """Bytes of the fullest rank."""
     state: int
     activations: int
 
     @property
-    def memory(self) -> float:
-        return self.state + self.activations + PASSING + RESERVED
+    def total(self) -> float:
+        return self.state + self.activations + TRANSIENT_BYTES + RESERVED_BYTES
 
 
-def axes(cfg: Config, world: int, c: Cluster) -> tuple[dict[str, tuple], dict[str, tuple]]:
-    """What is searched: what decides how long a microbatch computes, and how the rest is laid out."""
-    m, t = cfg.model, cfg.train
-    every, tokens = divisors(world), range(1, t.seq_len // 2048 + 1)
-    core = {"parallel.tp": tuple(d for d in every if d <= c.node), "parallel.cp": tuple(d for d in every if d == 1 or d in tokens),
-            "parallel.ep": tuple(d for d in divisors(m.experts) if world % d == 0) if m.experts else (1,),
-            "train.micro_batch": (1, 2, 4, 8, 16), "parallel.recompute": ("none", "selective", "full")}
-    rest = {"parallel.pp": tuple(d for d in every if d <= m.layers), "parallel.zero": (1, 2, 3), "parallel.dp_rep": (1, "node"),
-            "parallel.schedule": ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"), "parallel.vpp": (None, 2, 3, 4, 6, 8)}
-    return core, rest
+class Found(NamedTuple):
+    """A layout that fits. microbatches: of a step, for each pipeline."""
+    cfg: Config
+    microbatches: int
+    forecast: Forecast
+    held: Held
+
+
+class SearchResult(NamedTuple):
+    """found: the fastest first. counts: layouts that were "priced", "too large", "refused" by the rules."""
+    found: list[Found]
+    counts: dict[str, int]
+
+
+class Target(NamedTuple):
+    """What layouts are searched for. world: number of GPUs."""
+    world: int
+    cluster: Cluster
+    efficiency: Efficiency
+    make: Make
+
+
+# ---- what is searched --------------------------------------------------------------------------------------
+
+
+def compute_axes(cfg: Config, world: int, cluster: Cluster) -> Axes:
+    """Keys that decide how long a microbatch computes."""
+    model, seq_len = cfg.model, cfg.train.seq_len
+    degrees = divisors(world)
+    most_cp = max(1, seq_len // TOKENS_OF_CP_RANK)
+    ep = [degree for degree in divisors(model.experts) if world % degree == 0] if model.experts else [1]
+    return {
+        "parallel.tp": tuple(degree for degree in degrees if degree <= cluster.node),
+        "parallel.cp": tuple(degree for degree in degrees if degree <= most_cp),
+        "parallel.ep": tuple(ep),
+        "train.micro_batch": (1, 2, 4, 8, 16),
+        "parallel.recompute": ("none", "selective", "full"),
+    }
+
+
+def layout_axes(cfg: Config, world: int) -> Axes:
+    """All other keys. dp_rep "node": the ranks of ZeRO are those of a node."""
+    return {
+        "parallel.pp": tuple(degree for degree in divisors(world) if degree <= cfg.model.layers),
+        "parallel.zero": (1, 2, 3),
+        "parallel.dp_rep": (1, "node"),
+        "parallel.schedule": ("1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
+        "parallel.vpp": (None, 2, 3, 4, 6, 8),
+    }
+
+
+def with_fixed(axes: Axes, fixed: Values) -> Axes:
+    """The axes, of which those that are fixed have one value."""
+    return {path: (fixed[path],) if path in fixed else values for path, values in axes.items()}
 
 
 def set_keys(cfg: Config, values: Values) -> Config:
     """values: {"parallel.tp": 8, ...}"""
     for path, value in values.items():
         section, key = path.split(".")
-        cfg = replace(cfg, **{section: replace(getattr(cfg, section), **{key: value})})
+        changed = replace(getattr(cfg, section), **{key: value})
+        cfg = replace(cfg, **{section: changed})
     return cfg
 
 
-def free(table: dict[str, tuple], fixed: Values) -> dict[str, tuple]:
-    """The axes, of which those that are fixed have one value."""
-    return {path: (fixed[path],) if path in fixed else values for path, values in table.items()}
+# ---- one layout --------------------------------------------------------------------------------------------
 
 
 def job_of(cfg: Config, world: int, make: Make) -> tuple[Job, int]:
-    """(the job with at most STEADY microbatches a pipeline rank, how many it has). Raises ConfigError."""
-    p, t = cfg.parallel, cfg.train
-    dp = world // (p.tp * p.pp * p.cp)
-    if world % (p.tp * p.pp * p.cp * p.dp_rep):
+    """(the job with at most STEADY microbatches for each pipeline rank; how many it has). Raises
+    ConfigError."""
+    parallel, train = cfg.parallel, cfg.train
+    ranks_of_microbatch = parallel.tp * parallel.pp * parallel.cp
+    if world % (ranks_of_microbatch * parallel.dp_rep):
         raise ConfigError("parallel.pp: does not divide")
-    n = t.global_batch // (t.micro_batch * dp)
-    if t.global_batch % (t.micro_batch * dp) or (p.schedule == "interleaved" and n % p.pp):
+
+    sequences = train.micro_batch * (world // ranks_of_microbatch)  # of a microbatch, on all ranks
+    microbatches, rest = divmod(train.global_batch, sequences)
+    if rest or (parallel.schedule == "interleaved" and microbatches % parallel.pp):
         raise ConfigError("train.global_batch: does not divide")
-    few = replace(cfg, train=replace(t, global_batch=min(n, STEADY * p.pp) * t.micro_batch * dp, ramp=None))
-    schedule, cuts = make(few, world)
-    return Job(few, Layout(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), 0, schedule, cuts), n
+
+    # the pipeline is steady after so many; GPipe holds all microbatches at once
+    simulated = microbatches if parallel.schedule == "gpipe" else min(microbatches, STEADY * parallel.pp)
+    shorter = replace(cfg, train=replace(train, global_batch=simulated * sequences, ramp=None))
+    schedule, cuts = make(shorter, world)
+    dims = ParallelDims(
+        world,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        dp_replicate=parallel.dp_rep,
+        ep=parallel.ep,
+        etp=parallel.etp,
+    )
+    return Job(shorter, dims, 0, schedule, cuts), microbatches
 
 
-def of_one_cp(cfg: Config) -> Config:
-    """A job whose sequences are what a cp rank has of them (plan/memory.py counts whole ones)."""
-    p = cfg.parallel
-    return replace(cfg, train=replace(cfg.train, seq_len=cfg.train.seq_len // p.cp), parallel=replace(p, cp=1))
+def held_bytes(job: Job) -> Held:
+    """Of the fullest pipeline rank, on a GPU. The stages of a rank decide its state."""
+    stride = job.layout.world // job.layout.pp
+    state_of_stages: dict[tuple[StageDescription, ...], int] = {}
+    ranks: list[Held] = []
+    for pipeline_rank in range(job.layout.pp):
+        here = replace(job, rank=pipeline_rank * stride)
+        stages = tuple(here.stage(number) for number in here.stages())
+        if stages not in state_of_stages:
+            state_of_stages[stages] = sum(state_bytes(here).values()) + passing_bytes(here)
+        ranks.append(Held(state_of_stages[stages], peak_activation_bytes(here, flash=True)))
+    return max(ranks, key=sum)
 
 
-def held(job: Job) -> tuple[int, int]:
-    """(state, activations) in bytes of the fullest pipeline rank."""
-    p, world = job.cfg.parallel, job.layout.world
-    own, out = of_one_cp(job.cfg), []
-    for r in sorted({0, 1 % p.pp, p.pp - 1}):
-        here = replace(job, rank=r * (world // p.pp))
-        state = sum(memory.state_bytes(here).values()) + memory.passing_bytes(here)
-        out.append((state, memory.peak_activation_bytes(replace(here, cfg=own), flash=True)))
-    return max(out, key=sum)
+def price(cfg: Config, target: Target, counts: dict[str, int]) -> Found | None:
+    """A layout with its forecast and its bytes. None if it is refused or too large, which `counts` notes."""
+    try:
+        job, microbatches = job_of(cfg, target.world, target.make)
+    except ConfigError:
+        counts["refused"] += 1
+        return None
+    held = held_bytes(job)
+    if held.total > target.cluster.memory:
+        counts["too large"] += 1
+        return None
+    counts["priced"] += 1
+    return Found(cfg, microbatches, forecast(job, microbatches, target.cluster, target.efficiency), held)
+
+
+# ---- bounds ------------------------------------------------------------------------------------------------
 
 
 class Bound(NamedTuple):
-    """Of a choice of core axes: seconds of one microbatch through the whole model, microbatches / pp, and the bytes that blocks keep of
-    one microbatch (whatever pp is, the first rank keeps about so much: 1 / pp of the blocks, pp times)."""
+    """Of a choice of compute axes, for the whole model on one stage.
+
+    f, i, w: seconds of a microbatch's forward, and of its gradients of inputs and of weights.
+    microbatches: of a step, on a rank. kept: bytes that the blocks keep of one microbatch. Whatever pp is,
+    the first rank keeps about as much: of 1 / pp of the blocks, pp times.
+    """
     f: float
     i: float
     w: float
-    share: float
+    microbatches: float
     kept: int
     values: Values
 
     @property
     def step(self) -> float:
-        return self.share * (self.f + self.i + self.w)
+        """Seconds of a step in which every stage is busy all the time."""
+        return self.microbatches * (self.f + self.i + self.w)
 
 
-def least(cfg: Config, values: Values, world: int, c: Cluster, e: Efficiency, make: Make) -> Bound | None:
-    """What no pipeline can make faster: every stage busy all the time. None where the values cannot be together."""
-    whole = set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.pp": 1, "parallel.schedule": "1f1b",
-                                    "parallel.vpp": None, "parallel.zero": 1, "parallel.dp_rep": 1})
-    p, b = whole.parallel, whole.train.micro_batch
-    dp = world // (p.tp * p.cp)
+def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
+    """values: of the compute axes. None if they are not possible together."""
+    one_stage = {
+        "parallel.sp": values["parallel.tp"] > 1,
+        "parallel.pp": 1,
+        "parallel.schedule": "1f1b",
+        "parallel.vpp": None,
+        "parallel.zero": 1,
+        "parallel.dp_rep": 1,
+    }
+    whole = set_keys(cfg, values | one_stage)
+    ranks_of_microbatch = whole.parallel.tp * whole.parallel.cp
+    if target.world % ranks_of_microbatch:
+        return None
+    sequences = whole.train.micro_batch * (target.world // ranks_of_microbatch)
     try:
-        if world % (p.tp * p.cp):
-            return None
-        job, _ = job_of(set_keys(whole, {"train.global_batch": b * dp}), world, make)
+        job, _ = job_of(set_keys(whole, {"train.global_batch": sequences}), target.world, target.make)
     except ConfigError:
         return None
-    t, _ = stage_times(job, 0, c, e)
-    kept = memory.activation_bytes(of_one_cp(whole), 1, whole.model.layers - 1, flash=True)
-    return Bound(t.f, t.i, t.w, cfg.train.global_batch / (b * dp), kept, values)
+
+    times, _ = stage_times(job, 0, target.cluster, target.efficiency)
+    blocks = describe_stage(whole, 1, whole.model.layers - 1)
+    kept = blocks.cost(workload(whole, flash=True)).saved_bytes()
+    microbatches = cfg.train.global_batch / sequences
+    return Bound(times.f, times.i, times.w, microbatches=microbatches, kept=kept, values=values)
 
 
-def with_bubble(bound: Bound, more: Values, layers: int) -> float:
-    """A step's least time under a schedule; infinite for what is no schedule of its own, or cannot be."""
-    p, kind, v = more["parallel.pp"], more["parallel.schedule"], more["parallel.vpp"]
-    n, chunks = round(bound.share * p), v or (2 if kind in ("zb-v", "dualpipe-v") else 1)
-    if n < 1 or abs(n - bound.share * p) > 1e-6 or p * chunks > layers or (p == 1 and (kind, v) != ("1f1b", None)):
+def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
+    """The least seconds of a step under a schedule; infinite if the schedule is another one's equal, or not
+    possible. layout: values of the layout axes."""
+    ranks, kind, vpp = layout["parallel.pp"], layout["parallel.schedule"], layout["parallel.vpp"]
+    is_interleaved = kind == "interleaved"
+    chunks = vpp or SCHEDULES[kind].chunks or 1
+    microbatches = round(bound.microbatches * ranks)
+    is_whole = microbatches >= 1 and abs(microbatches - bound.microbatches * ranks) < 1e-6
+    is_possible = (
+        is_whole
+        and ranks * chunks <= num_layers
+        and is_interleaved == (vpp is not None)
+        and not (is_interleaved and microbatches % ranks)
+        and (ranks > 1 or kind == "1f1b")
+    )
+    if not is_possible:
         return math.inf
-    if (kind == "interleaved") != (v is not None) or (kind == "interleaved" and n % p):
-        return math.inf
-    known = closed_form(kind, p, n, chunks, bound.f / p, bound.i / p, bound.w / p) if p > 1 else None
+    if ranks == 1:
+        return bound.step
+    seconds = bound.f / ranks, bound.i / ranks, bound.w / ranks
+    known = closed_form(kind, ranks, microbatches, chunks, *seconds)
     return bound.step + (known[1] if known else 0.0)
 
 
 def least_bytes(cfg: Config, world: int, bound: Bound) -> float:
-    """What a rank holds at least. Cheaper than `held`, and enough to turn down most layouts."""
-    m, p, (w, g), n = cfg.model, cfg.parallel, BYTES[cfg.train.dtype], parameters(cfg.model)
-    total = n["total"] + n["ahead"]
-    experts = sum(is_moe(m, i) for i in range(m.layers)) * (mixture(m, m.experts) - mixture(m, 0)) if m.experts else 0
-    own = ((total - experts) / p.tp + experts / (p.ep * p.etp)) / p.pp
-    return own * (w * (p.zero < 3) + g * (p.zero < 2)) + total * g / world + bound.kept * min(1.0, bound.share) + RESERVED
+    """What a rank holds at least. It is cheaper than held_bytes, and enough to refuse most layouts."""
+    parallel, counted = cfg.parallel, parameters(cfg.model)
+    total = counted["total"] + counted["ahead"]
+    dense = total - counted["experts"]
+    own = dense / parallel.tp + counted["experts"] / (parallel.ep * parallel.etp)
+    grad_bytes = accumulation_bytes(cfg.train.dtype)
+    of_element = compute_bytes(cfg.train.dtype) if parallel.zero < 3 else 0
+    of_element += grad_bytes if parallel.zero < 2 else 0
+    activations = bound.kept * min(1.0, bound.microbatches)
+    return own / parallel.pp * of_element + total * grad_bytes / world + activations + RESERVED_BYTES
 
 
-def price(cfg: Config, world: int, c: Cluster, e: Efficiency, make: Make, counts: dict[str, int]) -> Found | None:
-    """A layout with its forecast and its bytes; None where it is refused or too large, which `counts` notes."""
-    try:
-        job, n = job_of(cfg, world, make)
-    except ConfigError:
-        counts["refused"] += 1
-        return None
-    found = Found(cfg, n, Forecast(), *held(job))
-    if found.memory > c.memory:
-        counts["too large"] += 1
-        return None
-    counts["priced"] += 1
-    return found._replace(forecast=forecast(job, n, c, e))
+# ---- the search --------------------------------------------------------------------------------------------
 
 
-def search(cfg: Config, world: int, c: Cluster, e: Efficiency, make: Make, fixed: Values, top: int) -> tuple[list[Found], dict[str, int]]:
-    """(the `top` fastest layouts that fit, the fastest first; how many were priced, too large, refused by the rules)."""
-    core, rest = axes(cfg, world, c)
-    found: list[Found] = []
-    counts = {"priced": 0, "too large": 0, "refused": 0}
-
-    def last() -> float:
-        return found[top - 1].forecast.step if len(found) >= top else math.inf
-
-    bounds = [b for values in choices(free(core, fixed)) if (b := least(cfg, values, world, c, e, make))]
-    for bound in sorted(bounds, key=lambda b: b.step):
-        if bound.step >= last():
+def search(cfg: Config, target: Target, fixed: Values, top: int) -> SearchResult:
+    """The `top` fastest layouts that fit. fixed: {section.key: value} of what is not searched."""
+    result = SearchResult([], {"priced": 0, "too large": 0, "refused": 0})
+    for bound in sorted(bounds_of(cfg, target, fixed), key=lambda bound: bound.step):
+        if bound.step >= slowest_found(result, top):
             break
-        schedules = [(with_bubble(bound, more, cfg.model.layers), i, more) for i, more in enumerate(choices(free(rest, fixed)))]
-        for best, _, more in sorted(s for s in schedules if s[0] < math.inf):
-            if best >= last():
+        for least, layout in layouts_of(bound, cfg, target, fixed):
+            if least >= slowest_found(result, top):
                 break
-            values = bound.values | more | ({} if "parallel.sp" in fixed else {"parallel.sp": bound.values["parallel.tp"] > 1})
-            if values["parallel.dp_rep"] == "node":  # what is sharded lies within a node
-                values["parallel.dp_rep"] = world // values["parallel.pp"] // c.node
-                if values["parallel.dp_rep"] < 2 or world // values["parallel.pp"] % c.node:
+            values = bound.values | layout
+            if "parallel.sp" not in fixed:
+                values["parallel.sp"] = values["parallel.tp"] > 1
+            if values["parallel.dp_rep"] == "node":
+                replicas, rest = divmod(target.world // values["parallel.pp"], target.cluster.node)
+                if replicas < 2 or rest:
                     continue
-            job = set_keys(cfg, values)
-            if least_bytes(job, world, bound) > c.memory:
-                counts["too large"] += 1
-            elif one := price(job, world, c, e, make, counts):
-                found = sorted([*found, one], key=lambda x: (x.forecast.step, x.memory))[:top]
-    return found, counts
+                values["parallel.dp_rep"] = replicas
+
+            candidate = set_keys(cfg, values)
+            if least_bytes(candidate, target.world, bound) > target.cluster.memory:
+                result.counts["too large"] += 1
+                continue
+            priced = price(candidate, target, result.counts)
+            if priced is not None:
+                result.found.append(priced)
+                result.found.sort(key=lambda one: (one.forecast.step, one.held.total))
+                del result.found[top:]
+    return result
+
+
+def slowest_found(result: SearchResult, top: int) -> float:
+    """Seconds of the step of layout number `top`; infinite if fewer are found."""
+    return result.found[top - 1].forecast.step if len(result.found) >= top else math.inf
+
+
+def bounds_of(cfg: Config, target: Target, fixed: Values) -> list[Bound]:
+    """Of every possible choice of the compute axes."""
+    axes = with_fixed(compute_axes(cfg, target.world, target.cluster), fixed)
+    bounds = [bound_of(cfg, values, target) for values in combinations(axes)]
+    return [bound for bound in bounds if bound is not None]
+
+
+def layouts_of(bound: Bound, cfg: Config, target: Target, fixed: Values) -> list[tuple[float, Values]]:
+    """[(the least seconds of its step, values of the layout axes)], the least first."""
+    layouts: list[tuple[float, Values]] = []
+    for layout in combinations(with_fixed(layout_axes(cfg, target.world), fixed)):
+        least = step_with_bubble(bound, layout, cfg.model.layers)
+        if least < math.inf:
+            layouts.append((least, layout))
+    return sorted(layouts, key=lambda entry: entry[0])

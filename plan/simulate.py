@@ -1,20 +1,22 @@
-"""Time a pipeline schedule: an event simulation over the very lists that the runtime executes (parallel/schedule.py).
+"""The time of a pipeline schedule: an event simulation over the very lists that the runtime executes
+(parallel/pipeline/schedule.py).
 
-A rank computes one op at a time; transfers run beside the computation and delay only who waits for them. Times are in
-any unit, and exact where they are given as ints or Fractions. The closed forms of the papers are here too, with their
-sources (`closed_form`); tests hold that simulation and formula agree exactly.
+A rank computes one op at a time. Transfers run beside the computation and delay only the op that waits for
+them. Times are in any unit, and exact where they are given as ints or Fractions. The closed forms of the
+papers are here too, with their sources (`closed_form`); tests hold that simulation and formula agree exactly.
 """
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from parallel.schedule import Op, Order, Schedule, needs, walk
+from parallel.pipeline.schedule import Op, Order, Schedule, dependencies, simulate_order
 
-Cost = Mapping[str, float | Sequence[float]]  # kind -> time of one op, or one time a stage
+OpTimes = Mapping[str, float | Sequence[float]]  # kind -> time of one op, or one time for each stage
 
 
 class Span(NamedTuple):
+    """When an op ran."""
     op: Op
     start: float
     end: float
@@ -22,7 +24,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when: ranks[r] is rank r's spans in order, at least one. Simulated here, or measured by a run."""
+    """What ran when, simulated or measured. ranks[rank]: its spans in order, at least one."""
     ranks: list[list[Span]]
 
     @property
@@ -31,83 +33,126 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first start on any rank to the last end: what a step with a barrier at its end takes."""
+        """From the first start on any rank to the last end: the time of a step with a barrier at its end."""
         return max(spans[-1].end for spans in self.ranks) - self.start
 
-    def busy(self, r: int) -> float:
-        """Time in which rank r computes. Overlapped ops count once."""
-        ends = accumulate((s.end for s in self.ranks[r]), max, initial=self.ranks[r][0].start)
-        return sum(max(0, s.end - max(s.start, end)) for s, end in zip(self.ranks[r], ends))
+    def busy(self, rank: int) -> float:
+        """Time in which the rank computes. Overlapped ops count once."""
+        computed: float = 0
+        computed_until = self.ranks[rank][0].start
+        for span in self.ranks[rank]:
+            computed += max(0, span.end - max(span.start, computed_until))
+            computed_until = max(computed_until, span.end)
+        return computed
 
-    def wall(self, r: int) -> float:
-        """From rank r's first start to its last end."""
-        return self.ranks[r][-1].end - self.ranks[r][0].start
+    def wall(self, rank: int) -> float:
+        """From the rank's first start to its last end."""
+        spans = self.ranks[rank]
+        return spans[-1].end - spans[0].start
 
     @property
     def bubble(self) -> float:
-        """The papers' bubble, in time: what the most idle rank waits between its first op and its last."""
-        return max(self.wall(r) - self.busy(r) for r in range(len(self.ranks)))
+        """The papers' bubble, in time: how long the most idle rank waits between its first op and its
+        last."""
+        return max(self.wall(rank) - self.busy(rank) for rank in range(len(self.ranks)))
 
-    def idle(self, r: int) -> float:
-        """Time of the whole step in which rank r computes nothing, its late start and early end included."""
-        return self.makespan - self.busy(r)
+    def idle(self, rank: int) -> float:
+        """Time of the whole step in which the rank computes nothing, its late start and early end
+        included."""
+        return self.makespan - self.busy(rank)
 
-    def memory(self, r: int) -> list[tuple[float, int]]:
-        """[(time, chunks of activations held from then on)] of rank r: taken at the start of F, freed after B or W."""
-        took = [(s.start, 1) for s in self.ranks[r] if s.op.kind == "F"]
-        freed = [(s.end, -1) for s in self.ranks[r] if s.op.kind in "BW"]
+    def memory(self, rank: int) -> list[tuple[float, int]]:
+        """[(time, chunks of activations held from then on)]: held from the start of F to the end of B or
+        W."""
+        changes: list[tuple[float, int]] = []
+        for span in self.ranks[rank]:
+            if span.op.kind == "F":
+                changes.append((span.start, 1))
+            elif span.op.kind in "BW":
+                changes.append((span.end, -1))
+
+        changes.sort()  # at equal times the freed come first
+        held = accumulate(change for _, change in changes)
         curve: dict[float, int] = {}
-        for time, held in accumulate(sorted(took + freed), lambda a, b: (b[0], a[1] + b[1])):
-            curve[time] = held  # at equal times the freed come first: the last entry stands
+        for (time, _), chunks in zip(changes, held):
+            curve[time] = chunks  # the last entry of a time stands
         return list(curve.items())
 
 
-def simulate(order: Order, n_stages: int, cost: Cost, hop: float = 0, overlap: float | None = None) -> Timeline:
+# ---- the simulation ----------------------------------------------------------------------------------------
+
+
+def simulate(order: Order, n_stages: int, times: OpTimes, hop: float = 0,
+             overlap: float | None = None) -> Timeline:
     """The timeline of `order`.
 
-    cost: times of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: an F and a B
-    of another chunk right after it start together and take this share of the sum of their times (DualPipe's F&B); none:
-    one after the other. Raises ValueError for a list that cannot finish.
+    times: of F, B, I and W; without B it is I + W. hop: time of one transfer between ranks. overlap: an F and
+    a B of another chunk right after it start together and take this share of the sum of their times
+    (DualPipe's F&B); None: one after the other. Raises ValueError for a list that cannot finish.
     """
-    def time(op: Op) -> float:
-        if op.kind == "B" and "B" not in cost:
-            return time(op._replace(kind="I")) + time(op._replace(kind="W"))
-        t = cost[op.kind]
-        return t[op.stage] if isinstance(t, Sequence) else t
-
-    steps = [[(op,) for op in ops] if overlap is None else paired(ops) for ops in order]
-    home = {op.stage: r for r, ops in enumerate(order) for op in ops}
+    steps = single_or_paired_steps(order, overlap is not None)
+    rank_of_stage = {op.stage: rank for rank, ops in enumerate(order) for op in ops}
     end: dict[Op, float] = {}
-    clock = [0] * len(order)
-    ranks: list[list[Span]] = [[] for _ in order]
-    for r, step in walk(steps, n_stages):
-        ready = [end[n] + (hop if home[n.stage] != r else 0) for op in step for n in needs(op, n_stages)]
-        start = max([clock[r], *ready])
-        clock[r] = start + sum(map(time, step)) * (overlap if len(step) > 1 else 1)
+    rank_is_free_at: list[float] = [0] * len(order)
+    spans: list[list[Span]] = [[] for _ in order]
+
+    for rank, step in simulate_order(steps, n_stages):
+        start = rank_is_free_at[rank]
         for op in step:
-            ranks[r].append(Span(op, start, clock[r]))
-            end[op] = clock[r]
-            if op.kind == "I":
-                end[op._replace(kind="B")] = clock[r]
-    return Timeline(ranks)
+            for needed in dependencies(op, n_stages):
+                delay = hop if rank_of_stage[needed.stage] != rank else 0
+                start = max(start, end[needed] + delay)
+
+        seconds = sum(op_time(op, times) for op in step)
+        if overlap is not None and len(step) > 1:
+            seconds *= overlap
+        rank_is_free_at[rank] = start + seconds
+
+        for op in step:
+            spans[rank].append(Span(op, start, start + seconds))
+            end[op] = start + seconds
+            if op.kind == "I":  # it is all that the stage before waits for
+                end[op._replace(kind="B")] = start + seconds
+    return Timeline(spans)
+
+
+def op_time(op: Op, times: OpTimes) -> float:
+    """Of one op, alone."""
+    if op.kind == "B" and "B" not in times:
+        parts = (op._replace(kind="I"), op._replace(kind="W"))
+        return sum(op_time(part, times) for part in parts)
+    time = times[op.kind]
+    return time[op.stage] if isinstance(time, Sequence) else time
+
+
+def single_or_paired_steps(order: Order, overlaps: bool) -> list[list[tuple[Op, ...]]]:
+    """The steps of each rank: the ops that start together."""
+    if overlaps:
+        return [paired(ops) for ops in order]
+    return [[(op,) for op in ops] for ops in order]
 
 
 def paired(ops: list[Op]) -> list[tuple[Op, ...]]:
     """One rank's ops as steps, in which an F and a B of another chunk right after it are one."""
     steps: list[tuple[Op, ...]] = []
+    before: Op | None = None
     for op in ops:
-        if op.kind == "B" and steps and steps[-1][-1].kind == "F" and steps[-1][-1].stage != op.stage:
+        is_pair = before is not None and before.stage != op.stage and before.kind + op.kind == "FB"
+        if is_pair:
             steps[-1] = (*steps[-1], op)
         else:
             steps.append((op,))
+        before = op
     return steps
 
 
 def share(schedule: Schedule, f: float, i: float, w: float) -> dict[str, float]:
-    """The cost of one op where F, I and W of all the chunks of a rank take f, i and w."""
-    v = schedule.chunks
-    return {"F": f / v, "I": i / v, "W": w / v, "B": (i + w) / v}
+    """The time of one op, if F, I and W of all the chunks of a rank take f, i and w."""
+    chunks = schedule.chunks
+    return {"F": f / chunks, "I": i / chunks, "W": w / chunks, "B": (i + w) / chunks}
 
+
+# ---- closed forms ------------------------------------------------------------------------------------------
 
 PEAKS = {  # the most activations that a rank holds, in microbatches of its whole share
     "gpipe": "m",
@@ -119,35 +164,55 @@ PEAKS = {  # the most activations that a rank holds, in microbatches of its whol
 }
 
 
-def closed_form(kind: str, p: int, m: int, v: int, f: float, i: float, w: float, overlap: float | None = None):
-    """(formula, value) of `Timeline.bubble`, in the units of `share`, B = I + W; None where no exact one is known.
+def closed_form(
+    kind: str,
+    p: int,
+    m: int,
+    v: int,
+    f: float,
+    i: float,
+    w: float,
+    overlap: float | None = None,
+) -> tuple[str, float] | None:
+    """(formula, value) of `Timeline.bubble`, in the units of `share`; None where no exact one is known.
+
+    p: ranks; m: microbatches; v: chunks of a rank; f, i, w: of all its chunks; B = I + W.
 
     gpipe, 1f1b, interleaved   arXiv 2104.04473, sections 2.2.1 and 2.2.2.
-    zb-h1                      arXiv 2401.10241, table 2, for W <= F, I. With fewer microbatches than ranks fewer W
-                               fill it.
-    zb-v                       arXiv 2401.10241, section 6: zero for F = I = W. For W <= F <= I, and for fewer than
-                               2p - 1 microbatches, it is what our simulation shows.
-    dualpipe-v                 github.com/deepseek-ai/DualPipe, README: (PP/2-1)(F&B+B-3W) of chunks, PP = 2p of them,
-                               for F = I >= W and B <= F&B <= F + B. It counts the idle time of the last rank, which
-                               has the most pairs, in the whole step. Without overlap an F does not wait until the B
-                               beside it can start: half of ZB-H1's (our simulation).
+    zb-h1                      arXiv 2401.10241, table 2, for W <= F, I. With fewer microbatches than ranks
+                               fewer W fill it.
+    zb-v                       arXiv 2401.10241, section 6: zero for F = I = W. For W <= F <= I, and for fewer
+                               than 2p - 1 microbatches, it is what our simulation shows.
+    dualpipe-v                 github.com/deepseek-ai/DualPipe, README: (PP/2-1)(F&B+B-3W) of chunks, PP = 2p
+                               of them, for F = I >= W and B <= F&B <= F + B. It counts the idle time of the
+                               last rank, which has the most pairs, in the whole step. Without overlap an F
+                               does not wait until the B beside it can start: half of ZB-H1's (our
+                               simulation).
     """
     b = i + w
+    both = f + b
     if kind in ("gpipe", "1f1b"):
-        return "(p-1)(F+B)", (p - 1) * (f + b)
+        return "(p-1)(F+B)", (p - 1) * both
     if kind == "interleaved":
-        return "(p-1)(F+B)/v", (p - 1) * (f + b) / v
+        return "(p-1)(F+B)/v", (p - 1) * both / v
+
     if kind == "zb-h1" and w <= min(f, i):
         if m >= p:
-            return "(p-1)(F+B-2W)", (p - 1) * (f + b - 2 * w)
-        return "(p-1)(F+I)-(m-1)W", (p - 1) * (f + i) - (m - 1) * w
-    if kind == "zb-v" and m >= 2 * p - 1 and w <= f <= i:
-        return "(p-1)(I-W)", (p - 1) * (i - w)
-    if kind == "zb-v" and f == i == w:
-        return "(2p-1-m)F", (2 * p - 1 - m) * f
+            return "(p-1)(F+B-2W)", (p - 1) * (both - 2 * w)
+        waits = (p - 1) * (f + i)
+        return "(p-1)(F+I)-(m-1)W", waits - (m - 1) * w
+
+    if kind == "zb-v":
+        missing = 2 * p - 1 - m  # microbatches
+        if missing <= 0 and w <= f <= i:
+            return "(p-1)(I-W)", (p - 1) * (i - w)
+        if f == i == w:
+            return "(2p-1-m)F", missing * f
+
     if kind == "dualpipe-v" and m >= 2 * p and f == i >= w:
         if overlap is None:
-            return "(p-1)(F+B-2W)/2", (p - 1) * (f + b - 2 * w) / 2
-        if b <= overlap * (f + b) <= f + b:
-            return "(p-1)(F&B+B-3W)/2", (p - 1) * (overlap * (f + b) + b - 3 * w) / 2
+            return "(p-1)(F+B-2W)/2", (p - 1) * (both - 2 * w) / 2
+        pair = overlap * both  # F&B
+        if b <= pair <= both:
+            return "(p-1)(F&B+B-3W)/2", (p - 1) * (pair + b - 3 * w) / 2
     return None

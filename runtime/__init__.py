@@ -1,17 +1,20 @@
-"""Everything around the step: start-up, metrics, guard, stop, faults. Imports config and parallel, nothing above them.
+"""Everything around the training step: start-up, metrics, guard, stop, faults.
 
-Import this before torch: OpenMP reads its settings when it is loaded.
+Import this package before torch: OpenMP reads its settings when it is loaded.
 """
 import ctypes
 import os
 
-# Idle OpenMP threads sleep instead of spinning. Two spinning threads on two cores that a neighbour also uses made a step
-# 15 times slower (4.7 s against 0.3 s, measured); on quiet cores sleeping costs a few percent of a tiny model's step.
+# Idle OpenMP threads sleep instead of spinning. Two spinning threads on two cores that another process also
+# used made a step 15 times slower (4.7 s against 0.3 s, measured). On quiet cores sleeping costs a few
+# percent of a tiny model's step.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# glibc keeps freed memory instead of giving it back: the next step's activations come without page faults, which took
-# 6 % of a step's CPU time (8 layers, hidden 512, bf16). -1 is M_TRIM_THRESHOLD, -3 M_MMAP_THRESHOLD at its upper bound.
-MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # none outside glibc
+# glibc keeps freed memory instead of returning it to the kernel: the activations of the next step then cause
+# no page faults, which took 6 % of a step's CPU time (8 layers, hidden 512, bf16).
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+MALLOPT = getattr(ctypes.CDLL(None), "mallopt", None)  # None outside of glibc
 if MALLOPT is not None:
-    MALLOPT(-1, 2**31 - 1)
-    MALLOPT(-3, 1 << 25)
+    MALLOPT(M_TRIM_THRESHOLD, 2**31 - 1)
+    MALLOPT(M_MMAP_THRESHOLD, 1 << 25)  # its upper bound

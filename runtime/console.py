@@ -1,105 +1,134 @@
-"""What a run looks like in a terminal: numbers for people, and lines of steady width.
+"""What a run looks like in a terminal: numbers in a short form, and lines of constant width.
 
-Promises: nothing that happens to stdout (closed pipe, full disk, an encoding without block characters) reaches the
-training loop; colours only where `color` allows them; text from the model is shown without its control characters.
+Guarantees: nothing that happens to stdout (a closed pipe, a full disk, an encoding without block characters)
+reaches the training loop; colours appear only where `color` allows them; text from the model is shown without
+its control characters.
 """
 import math
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, TextIO
 
-WIDTH = 110  # what a line with free text at its end is cut to
 BLOCKS = "▁▂▃▄▅▆▇█"
+SAMPLE_WIDTH = 50  # columns for a sample of the model
+MINUTES_A_DAY = 24 * 60
+
+# colours of ANSI terminals
 DIM, RED, GREEN, YELLOW, BLUE, MAGENTA, CYAN = 2, 31, 32, 33, 34, 35, 36
+PLAIN = 0
 
-# label, columns with the space before them, colour: one per kind of number
-COLUMNS = (("loss", 9, GREEN), ("gnorm", 9, YELLOW), ("lr", 9, MAGENTA), ("tok/s", 8, CYAN), ("TFLOP/s", 9, CYAN),
-           ("mfu", 7, CYAN), ("mem", 7, BLUE), ("data", 6, BLUE), ("tokens", 9, 0), ("eta", 9, 0))
+# (label, width with the space before it, colour): the columns of a step line, in their order
+COLUMNS = (
+    ("loss", 9, GREEN),
+    ("gnorm", 9, YELLOW),
+    ("lr", 9, MAGENTA),
+    ("tok/s", 8, CYAN),
+    ("TFLOP/s", 9, CYAN),
+    ("mfu", 7, CYAN),
+    ("mem", 7, BLUE),
+    ("data", 6, BLUE),
+    ("tokens", 9, PLAIN),
+    ("eta", 9, PLAIN),
+)
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
+# ---- numbers -----------------------------------------------------------------------------------------------
 
-def short(n: float, least: float = 1.0) -> str:
-    """950, 2.0K, 1.23M, 7.00B, 1.50T. `least` is the smallest number a unit may show: 0.1 makes 890,000 to 0.89M."""
-    unit, digits = "", 0
-    for larger, more in (("K", 1), ("M", 2), ("B", 2), ("T", 2)):
-        if not round(abs(n), digits) >= 1000 * least:  # as rounded: never 1000.0K
+def short_number(number: float, smallest: float = 1.0) -> str:
+    """950, 2.0K, 1.23M, 7.00B, 1.50T. smallest: what a unit may show; with 0.1, 890,000 is 0.89M."""
+    unit = ""
+    digits = 0
+    for larger_unit, larger_digits in (("K", 1), ("M", 2), ("B", 2), ("T", 2)):
+        reaches_next_unit = round(abs(number), digits) >= 1000 * smallest  # rounded: never 1000.0K
+        if not reaches_next_unit:
             break
-        n, unit, digits = n / 1000, larger, more
-    return f"{n:.{digits}f}{unit}"
+        number /= 1000
+        unit = larger_unit
+        digits = larger_digits
+    return f"{number:.{digits}f}{unit}"
 
 
-def params(n: int) -> str:
+def parameter_count(number: int) -> str:
     """0.89M, 7.00B"""
-    return short(n, 0.1)
+    return short_number(number, 0.1)
 
 
-def size(n: float) -> str:
-    """Bytes: 812 B, 10.9 MB, 1.5 TB"""
-    unit, digits = "B", 0
-    for larger in ("KB", "MB", "GB", "TB"):
-        if round(n, digits) < 1000:
+def byte_count(number: float) -> str:
+    """812 B, 10.9 MB, 1.5 TB"""
+    unit = "B"
+    digits = 0
+    for larger_unit in ("KB", "MB", "GB", "TB"):
+        if round(number, digits) < 1000:
             break
-        n, unit, digits = n / 1000, larger, 1
-    return f"{n:.{digits}f} {unit}"
+        number /= 1000
+        unit = larger_unit
+        digits = 1
+    return f"{number:.{digits}f} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """0s, 44s, 1m44s, 1h02m, 2d03h"""
+    """0s, 44s, 1m44s, 1h02m, 2d03h; ? where it is not finite."""
     if not math.isfinite(seconds):
         return "?"
-    s = max(0, round(seconds))
-    if s < 60:
-        return f"{s}s"
-    if s < 3600:
-        return f"{s // 60}m{s % 60:02d}s"
-    minutes = s // 60
-    if minutes < 24 * 60:
+    whole_seconds = max(0, round(seconds))
+    minutes = whole_seconds // 60
+    if whole_seconds < 60:
+        return f"{whole_seconds}s"
+    if minutes < 60:
+        return f"{minutes}m{whole_seconds % 60:02d}s"
+    if minutes < MINUTES_A_DAY:
         return f"{minutes // 60}h{minutes % 60:02d}m"
-    return f"{minutes // 1440}d{minutes % 1440 // 60:02d}h"
+    return f"{minutes // MINUTES_A_DAY}d{minutes % MINUTES_A_DAY // 60:02d}h"
 
 
-def decimals(x: float | None, digits: int) -> str:
-    """x with so many decimals where it fits six columns, else as 1.2e+05; None as n/a."""
-    if x is None:
+def decimals(value: float | None, digits: int) -> str:
+    """The value with this number of decimals, or as 1.2e+05 where it needs six columns; n/a for None."""
+    if value is None:
         return "n/a"
-    return f"{x:.{digits}f}" if abs(x) < 10 ** (5 - digits) or not math.isfinite(x) else f"{x:.1e}"
+    fits = abs(value) < 10 ** (5 - digits) or not math.isfinite(value)
+    return f"{value:.{digits}f}" if fits else f"{value:.1e}"
 
 
 def sparkline(values: Sequence[float | None], width: int = 11) -> str:
-    """The course of a loss in `width` characters, each the mean of its share; what is not finite is left out."""
-    good = [v for v in values if v is not None and math.isfinite(v)]
-    width = min(width, len(good))
-    cuts = [len(good) * i // max(width, 1) for i in range(width + 1)]
-    means = [sum(good[a:b]) / (b - a) for a, b in zip(cuts, cuts[1:])]
-    if not means:
+    """The course of a loss in at most `width` characters, each the mean of its share of the finite values."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    width = min(width, len(finite))
+    if not width:
         return ""
-    low, span = min(means), max(means) - min(means)
-    return "".join(BLOCKS[round((m - low) / span * (len(BLOCKS) - 1)) if span else 0] for m in means)
+    bounds = [len(finite) * i // width for i in range(width + 1)]
+    means = [sum(finite[start:end]) / (end - start) for start, end in zip(bounds, bounds[1:])]
+    low = min(means)
+    spread = max(means) - low
+    if not spread:
+        return BLOCKS[0] * width
+    levels = [round((mean - low) / spread * (len(BLOCKS) - 1)) for mean in means]
+    return "".join(BLOCKS[level] for level in levels)
 
 
 def visible(text: str, width: int) -> str:
-    """One line of at most `width` columns: a sample may hold line ends, and codes that would steer the terminal."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """The text in one line of at most `width` columns; line ends and control characters as escapes (\\n)."""
+    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
     return line if len(line) <= width else line[:max(0, width - 1)] + "…"
 
 
-# ---- lines -----------------------------------------------------------------------------------------------------------
+# ---- lines -------------------------------------------------------------------------------------------------
 
-def first(steps: int) -> int:
-    """Width of the first column, which says 100/600."""
+def first_column_width(steps: int) -> int:
+    """Of the column that says 100/600."""
     return max(9, 2 * len(str(steps)) + 2)
 
 
 class Console:
-    """Writes lines to `out` (None: to nowhere, as on every rank but the first)."""
+    """Writes lines to `out`; to nowhere where it is None, as on every rank but the first."""
 
-    def __init__(self, out=None, color: bool = False):
+    def __init__(self, out: TextIO | None = None, color: bool = False) -> None:
         self.out = out
         self.color = color
         self.lost = 0  # lines that could not be written
 
     def write(self, text: str) -> None:
+        """Writes one line. Never raises."""
         if self.out is None:
             return
         try:
@@ -108,19 +137,22 @@ class Console:
             except UnicodeEncodeError:
                 self.out.write(text.encode("ascii", "replace").decode() + "\n")
             self.out.flush()
-        except BrokenPipeError:  # `| head` has seen enough
-            self.hang_up()
-        except (OSError, ValueError):  # full disk; closed file
+        except BrokenPipeError:  # the reader of a pipe, such as `| head`, has closed it
+            self.disconnect()
+        except (OSError, ValueError):  # a full disk; a closed file
             self.lost += 1
 
-    def hang_up(self) -> None:
-        """Nobody reads on. stdout is pointed elsewhere, or Python's flush at the exit would turn the code into 120."""
-        if self.out is sys.stdout:
+    def disconnect(self) -> None:
+        """Stops writing.
+
+        Points stdout to /dev/null: else Python's flush at the exit makes the exit code 120.
+        """
+        if self.out is not None and self.out is sys.stdout:
             try:
                 null = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(null, self.out.fileno())
                 os.close(null)
-            except (OSError, ValueError, AttributeError):  # not a file of the system
+            except (OSError, ValueError, AttributeError):  # stdout has no file descriptor
                 pass
         self.out = None
 
@@ -135,21 +167,50 @@ class Console:
         self.write(f"{self.dim(f'{name:<9}')}{text}")
 
     def columns(self, steps: int) -> None:
-        """The header of the step lines of a run of so many steps."""
+        """Writes the labels above the step lines. steps: the last step of the run."""
+        first = f"{' step':<{first_column_width(steps)}}"
+        labels = [f"{label:>{width}}" for label, width, _ in COLUMNS]
         self.write("")
-        self.write(self.dim(f"{' step':<{first(steps)}}" + "".join(f"{name:>{width}}" for name, width, _ in COLUMNS)))
+        self.write(self.dim(first + "".join(labels)))
 
-    def step(self, step: int, steps: int, row: dict, rates: dict, eta: float) -> None:
-        """One step line. row: as in metrics.jsonl; rates: tokens_per_s, tflops, mfu, data, skipped since the last."""
-        cells = (decimals(row["loss"], 4), decimals(row["grad_norm"], 3), f"{row['lr']:.1e}",
-                 short(rates["tokens_per_s"]), decimals(rates["tflops"], 2),
-                 "n/a" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
-                 f"{row['mem_gib']:.1f}G", f"{rates['data']:.0%}", short(row["tokens"]), duration(eta))
-        line = "".join(self.paint(f"{cell:>{width}}", color) for cell, (_, width, color) in zip(cells, COLUMNS))
-        tail = self.paint(f"  {rates['skipped']} skipped", RED) if rates["skipped"] else ""
-        self.write(self.dim(f"{f'{step}/{steps}':>{first(steps)}}") + line + tail)
+    def show_step(
+        self, step: int, steps: int, row: dict[str, Any], rates: dict[str, Any], eta: float
+    ) -> None:
+        """Writes one step line.
 
-    def eval(self, step: int, loss: float, ppl: float, bpb: float, sample: str = "") -> None:
-        line = (f"{self.dim(' eval')} {step}  {self.dim('val')} {self.paint(decimals(loss, 3), GREEN)}  "
-                f"{self.dim('ppl')} {decimals(ppl, 1)}  {self.dim('bpb')} {decimals(bpb, 2)}")
-        self.write(line + (f"   {self.dim('|')} {visible(sample, 50)}" if sample else ""))
+        row: as in metrics.jsonl. eta: seconds left.
+        rates: since the line before: tokens_per_s, tflops, mfu, data (share of the time), skipped (a count).
+        """
+        cells = (
+            decimals(row["loss"], 4),
+            decimals(row["grad_norm"], 3),
+            f"{row['lr']:.1e}",
+            short_number(rates["tokens_per_s"]),
+            decimals(rates["tflops"], 2),
+            "n/a" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
+            f"{row['mem_gib']:.1f}G",
+            f"{rates['data']:.0%}",
+            short_number(row["tokens"]),
+            duration(eta),
+        )
+        line = self.dim(f"{f'{step}/{steps}':>{first_column_width(steps)}}")
+        for cell, (_, width, color) in zip(cells, COLUMNS):
+            line += self.paint(f"{cell:>{width}}", color)
+        if rates["skipped"]:
+            line += self.paint(f"  {rates['skipped']} skipped", RED)
+        self.write(line)
+
+    def show_evaluation(
+        self, step: int, loss: float, perplexity: float, bits_per_byte: float, sample: str = ""
+    ) -> None:
+        """Writes the line of a validation. sample: text of the model."""
+        parts = [
+            f"{self.dim(' eval')} {step}",
+            f"{self.dim('val')} {self.paint(decimals(loss, 3), GREEN)}",
+            f"{self.dim('ppl')} {decimals(perplexity, 1)}",
+            f"{self.dim('bpb')} {decimals(bits_per_byte, 2)}",
+        ]
+        line = "  ".join(parts)
+        if sample:
+            line += f"   {self.dim('|')} {visible(sample, SAMPLE_WIDTH)}"
+        self.write(line)

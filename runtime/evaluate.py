@@ -1,30 +1,43 @@
-"""Validation: the token-weighted mean loss of a fixed list of batches, also in bits a byte of their text."""
+"""Validation: the mean loss of a fixed list of batches, per counted token and in bits per byte of text."""
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from parallel import comm
-from parallel.comm import Group
+from parallel.microbatch import Microbatch
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+MAX_EXPONENT = 700.0  # exp overflows a float soon after
 
 
-def mean_loss(summed: Callable[[list], Tensor], batches: list, group: Group,
-              text_bytes: Callable[[object], Tensor]) -> tuple[float, float]:
-    """(mean loss in nats a counted token, bytes of text a counted token; nan without a tokenizer).
+def mean_loss(summed: Callable[[list[Microbatch]], Tensor], batches: list[Microbatch], group: Group,
+              text_bytes: Callable[[Microbatch], Tensor]) -> tuple[float, float]:
+    """Returns (mean loss in nats per counted token, bytes of text per counted token).
 
-    summed(batches) -> their summed loss over all ranks; group: the ranks whose batches differ;
-    text_bytes(batch) -> a float64 scalar, of its counted targets."""
-    counted = torch.stack([sum(b.counted() for b in batches).double(), sum(text_bytes(b) for b in batches)])
-    tokens, size = comm.sum_(counted, group).unbind()  # whole numbers below 2^53: exact
+    The second is nan without a tokenizer.
+
+    summed: batches -> their summed loss over all ranks.
+    group: the ranks whose batches differ.
+    text_bytes: a batch -> the bytes of its counted targets, a float64 scalar.
+    """
+    num_targets = torch.stack([batch.num_counted() for batch in batches]).sum()
+    num_bytes = torch.stack([text_bytes(batch) for batch in batches]).sum()
+    counted = torch.stack([num_targets.double(), num_bytes])
+    tokens, size = comm.all_reduce_sum(counted, group).unbind()  # whole numbers below 2^53: exact
     return float(summed(batches).double() / tokens), float(size / tokens)
 
 
-def report(loss: float, bytes_per_token: float) -> dict[str, float]:
-    """{'val_loss' nats a token, 'val_ppl', 'val_bpb' bits a byte of the text that was predicted}.
+def loss_report(loss: float, bytes_per_token: float) -> dict[str, float]:
+    """Returns val_loss (nats per token), val_ppl (perplexity) and val_bpb (bits per byte of text).
 
-    Loss and bytes are of the same tokens: under data.doc_mask the first of each document, which nothing
-    predicts, is in neither."""
+    Loss and bytes are of the same tokens. Under data.doc_mask the first token of each document is in neither,
+    because nothing predicts it.
+    """
     bits = loss / math.log(2)
-    return {"val_loss": loss, "val_ppl": math.exp(min(loss, 700.0)),
-            "val_bpb": bits / bytes_per_token if bytes_per_token else math.inf}
+    return {
+        "val_loss": loss,
+        "val_ppl": math.exp(min(loss, MAX_EXPONENT)),
+        "val_bpb": bits / bytes_per_token if bytes_per_token else math.inf,
+    }

@@ -1,6 +1,7 @@
-"""Every way to end, and its exit code: one clear line for the user's mistakes, rank and host first for everything else.
+"""How a process ends: the exit code of each error, and what is printed about it.
 
-An exception class says its own code (`exit_code`): 2 ConfigError, 77 NonFinite, 79 IntegrityError, 82 StorageError.
+A mistake of the user is one line. Every other error begins with the rank and its host. An exception class may
+carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 82 StorageError.
 """
 import contextlib
 import errno
@@ -8,52 +9,92 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from typing import NoReturn
 
 import torch
 
 from config import ConfigError
-from parallel.comm import PeerError
-from runtime.setup import place, redact
+from parallel.wire.comm import PeerError
+from runtime.setup import rank_and_world, redact
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+USER_MISTAKE = 2
+HANG = 76
+REPLICAS_DIFFER = 80
+OUT_OF_MEMORY = 81
+STORAGE_FAILED = 82
+INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code of INTERFACE: what a scheduler decides on."""
-    if hasattr(error, "exit_code"):
-        return error.exit_code
+    """The exit code of an error, by which a scheduler decides (docs/training.md)."""
+    own_code: int | None = getattr(error, "exit_code", None)
+    if own_code is not None:
+        return own_code
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
-        return 81
-    if isinstance(error, OSError) and error.errno in FULL:
-        return 82
+        return OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        return STORAGE_FAILED
     return 1
 
 
-def again(error: BaseException) -> bool:
-    """Would another start help? After a hang, a lost peer, replicas that differ and storage that failed it
-    may."""
-    return code_of(error) in (76, 80, 82) or isinstance(error, PeerError)
+def should_requeue(error: BaseException) -> bool:
+    """Whether another start may succeed: after a hang, a lost peer, replicas that differ, failed storage."""
+    return code_of(error) in (HANG, REPLICAS_DIFFER, STORAGE_FAILED) or isinstance(error, PeerError)
 
 
 def one_line(error: BaseException) -> str:
-    kind = "" if hasattr(error, "exit_code") else f"{type(error).__name__}: "
-    return kind + (" ".join(str(error).split()) or type(error).__name__)
+    """The error's text in one line, with the name of its class unless the class carries its own exit code."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if hasattr(error, "exit_code"):
+        return text
+    return f"{type(error).__name__}: {text}"
+
+
+def last_line(error: BaseException) -> str:
+    """The last line of the error's text; without a text, the name of its class.
+
+    Of the traceback of a rank (runtime/pool.py) it is the line that says what went wrong.
+    """
+    lines = str(error).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
 
 
 def explain(error: BaseException, rank: int = 0, trace: bool = False) -> str:
-    """What goes to stderr: `error: ...` in one line where the code says it all, else where it happened and the trace."""
-    where = "" if code_of(error) == 2 else f"rank {rank} on {socket.gethostname()}: "
+    """The text for stderr: `error: ...` in one line.
+
+    The traceback follows where the cause is unknown, and everywhere with `trace`.
+    """
+    code = code_of(error)
+    where = "" if code == USER_MISTAKE else f"rank {rank} on {socket.gethostname()}: "
     text = f"error: {where}{one_line(error)}"
-    if trace or (code_of(error) == 1 and not hasattr(error, "exit_code")):
+    is_unknown = code == 1 and not hasattr(error, "exit_code")
+    if trace or is_unknown:
         text += "\n" + "".join(traceback.format_exception(error)).rstrip()
     return redact(text)
 
 
-def leave(code: int) -> None:
-    """Ends the process. After a failure in a job of many ranks at once: threads of torch that wait for ranks
-    which are gone abort (SIGABRT) where the interpreter or a destructor stops them. All files are closed by
-    then."""
-    if code and distributed():
+def mark_reported(error: BaseException, code: int) -> None:
+    """Notes on `error` that it has been printed: fail_cleanly then prints nothing and returns `code`.
+
+    code: of the job's first failure.
+    """
+    setattr(error, "reported_code", code)
+
+
+def reported_code(error: BaseException) -> int | None:
+    """The code that mark_reported has left; None where the error has not been printed."""
+    return getattr(error, "reported_code", None)
+
+
+def exit_process(code: int) -> NoReturn:
+    """Ends the process with this code.
+
+    After a failure in a job of several ranks it exits at once, without the interpreter's clean-up: threads of
+    torch that wait for lost ranks abort (SIGABRT) when they are stopped. All files are closed before.
+    """
+    if code and is_distributed():
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -61,25 +102,28 @@ def leave(code: int) -> None:
     sys.exit(code)
 
 
-def distributed() -> bool:
+def is_distributed() -> bool:
     try:
-        return place()[1] > 1
+        return rank_and_world()[1] > 1
     except ConfigError:
         return False
 
 
-def fail_cleanly(main, argv: list[str]) -> int:
-    """main(argv), with every failure reported as above. --traceback anywhere in argv shows where it happened."""
+def fail_cleanly(main: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Runs main(argv) and returns its exit code; an error is printed and returned as its code.
+
+    --traceback anywhere in argv prints the traceback of every error.
+    """
     trace = "--traceback" in argv
     try:
-        return main([a for a in argv if a != "--traceback"])
+        return main([word for word in argv if word != "--traceback"])
     except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `| head` has seen enough
+        return INTERRUPTED
+    except BrokenPipeError:  # the reader of a pipe, such as `| head`, has closed it
         sys.stderr.close()
         return 0
     except Exception as error:
-        said = getattr(error, "said", None)  # by runtime/peers.py, with the code of the job's first failure
-        if said is None or trace:
+        code = reported_code(error)  # set by runtime/peers.py
+        if code is None or trace:
             print(explain(error, trace=trace), file=sys.stderr, flush=True)
-        return code_of(error) if said is None else said
+        return code_of(error) if code is None else code

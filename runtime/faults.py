@@ -1,10 +1,13 @@
-"""Named crash points in product code, no-ops unless armed: how the tests kill a run at every place that matters.
+"""Fault injection: named points in the code where the tests kill, stop or disturb a run.
 
-    FAULT="ckpt.pre_index:rank=0:step=6:act=SIGKILL; step.after_bwd:step=9:act=sleep=0.5"
+    FAULT="ckpt.pre_index:rank=0:step=6:act=SIGKILL; step.backward:step=9:act=sleep=0.5"
 
-Random kills find little, enumerated points find everything (90 random kills of a bad writer: 0 bugs; 22 points: 8).
-Acts: SIGKILL, SIGSTOP, SIGTERM (sent to this process), raise, ENOSPC (an OSError), sleep=SECONDS, and nan and bitflip,
-which are only handed back: the caller spoils its own number. Leaving out rank or step means every one.
+Without FAULT the points do nothing. Random kills find little, enumerated points find much: 90 random kills of
+a bad checkpoint writer found no bug, 22 points found 8.
+
+Actions: SIGKILL, SIGSTOP, SIGTERM (sent to this process), raise, ENOSPC (an OSError), sleep=SECONDS, nan and
+bitflip. The last two are only returned: the caller corrupts its own number. A fault without rank or step
+applies to every rank or step.
 """
 import errno
 import os
@@ -13,77 +16,106 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 from config import ConfigError
 
-ACTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "ENOSPC", "sleep=SECONDS", "nan", "bitflip")
+ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "ENOSPC", "sleep=SECONDS", "nan", "bitflip")
+ACTION_NAMES = tuple(action.partition("=")[0] for action in ACTIONS)
+KEYS = ("rank", "step", "act")
 
 
-class Injected(RuntimeError):
-    """What act=raise raises."""
+class InjectedFault(RuntimeError):
+    """The error that act=raise raises."""
+
+
+class FaultHook(Protocol):
+    """What the code calls at each fault point: a FaultInjector, or an observer in its place."""
+
+    def __call__(self, point: str, step: int | None = None, /, **seen: object) -> str | None:
+        """Returns None or the action: "nan" and "bitflip" ask the caller to corrupt its own number.
+
+        seen: objects that an observer may look at, by name.
+        """
 
 
 @dataclass(frozen=True)
 class Fault:
+    """One fault of FAULT. rank, step: None for every one."""
+
     point: str
-    act: str
-    seconds: float = 0.0
+    action: str
+    seconds: float = 0.0  # of sleep
     rank: int | None = None
     step: int | None = None
 
 
 def parse(text: str) -> list[Fault]:
-    """The faults that `text` arms. Raises ConfigError naming the part that is wrong."""
-    return [parse_one(part.strip()) for part in text.split(";") if part.strip()]
+    """The faults in the value of FAULT. Raises ConfigError that quotes the wrong part."""
+    parts = [part.strip() for part in text.split(";")]
+    return [parse_one(part) for part in parts if part]
 
 
 def parse_one(text: str) -> Fault:
-    point, *rest = text.split(":")
-    found = {}
-    for part in rest:
-        key, _, value = part.partition("=")
-        if key not in ("rank", "step", "act") or key in found:
-            raise ConfigError(f"FAULT: {part!r} in {text!r} is not rank=N, step=N or act=ACT (each once)")
-        found[key] = value
-    act, _, seconds = found.get("act", "").partition("=")
-    if not point or act not in [a.partition("=")[0] for a in ACTS] or bool(seconds) != (act == "sleep"):
-        raise ConfigError(f"FAULT: {text!r} must be POINT[:rank=N][:step=N]:act=ACT with ACT one of {', '.join(ACTS)}")
+    """POINT[:rank=N][:step=N]:act=ACT -> Fault. Raises ConfigError."""
+    point, *settings = text.split(":")
+    values: dict[str, str] = {}
+    for setting in settings:
+        key, _, value = setting.partition("=")
+        if key not in KEYS or key in values:
+            raise ConfigError(f"FAULT: {setting!r} in {text!r} is not rank=N, step=N or act=ACT (each once)")
+        values[key] = value
+
+    action, _, seconds = values.pop("act", "").partition("=")
+    has_seconds = bool(seconds)
+    if not point or action not in ACTION_NAMES or has_seconds != (action == "sleep"):
+        raise ConfigError(f"FAULT: {text!r} must be POINT[:rank=N][:step=N]:act=ACT with ACT one of "
+                          f"{', '.join(ACTIONS)}")
     try:
-        whole = {k: int(found[k]) for k in ("rank", "step") if k in found}
-        return Fault(point, act, float(seconds or 0), **whole)
+        numbers = {key: int(value) for key, value in values.items()}
+        return Fault(point, action, float(seconds or 0), **numbers)
     except ValueError:
         raise ConfigError(f"FAULT: a number in {text!r} does not read as one") from None
 
 
-class Faults:
-    """`at(point, step)` as the code calls it. A call without a step belongs to the last step that was named."""
+class FaultInjector:
+    """Called as injector(point, step) at each fault point.
 
-    def __init__(self, faults: list[Fault], rank: int = 0, known: Collection[str] = ()):
+    A call without a step belongs to the last step that was given.
+    known: all names of fault points. Raises ConfigError if a fault names another point.
+    """
+
+    def __init__(self, faults: list[Fault], rank: int = 0, known: Collection[str] = ()) -> None:
         for fault in faults:
             if known and fault.point not in known:
                 raise ConfigError(f"FAULT: no point {fault.point!r}; there are {', '.join(sorted(known))}")
-        self.armed = [f for f in faults if f.rank in (None, rank)]
+        self.armed = [fault for fault in faults if fault.rank in (None, rank)]
         self.rank = rank
         self.step: int | None = None
 
-    def __call__(self, point: str, step: int | None = None, **seen) -> str | None:
-        """None, or the act (nan, bitflip, sleep, SIGTERM, SIGSTOP) that happened here. May raise, may never return. seen: what a
-        watch of train.train is shown there."""
+    def __call__(self, point: str, step: int | None = None, **seen: object) -> str | None:
+        """Returns None, or the action that happened here (nan, bitflip, sleep, SIGTERM, SIGSTOP).
+
+        May raise or never return. seen: for observers (FaultHook); not used here.
+        """
         if not self.armed:
             return None
-        self.step = self.step if step is None else step
-        hits = [f for f in self.armed if f.point == point and f.step in (None, self.step)]
+        if step is not None:
+            self.step = step
+        hits = [fault for fault in self.armed if fault.point == point and fault.step in (None, self.step)]
         for fault in hits:
             self.fire(fault)
-        return hits[-1].act if hits else None
+        return hits[-1].action if hits else None
 
     def fire(self, fault: Fault) -> None:
-        print(f"fault {fault.point}: rank {self.rank} step {self.step} act {fault.act}", file=sys.stderr, flush=True)
-        if fault.act.startswith("SIG"):
-            os.kill(os.getpid(), getattr(signal, fault.act))
-        elif fault.act == "sleep":
+        """Does what the fault says. Raises InjectedFault (raise) or OSError (ENOSPC)."""
+        message = f"fault {fault.point}: rank {self.rank} step {self.step} act {fault.action}"
+        print(message, file=sys.stderr, flush=True)
+        if fault.action.startswith("SIG"):
+            os.kill(os.getpid(), getattr(signal, fault.action))
+        elif fault.action == "sleep":
             time.sleep(fault.seconds)
-        elif fault.act == "raise":
-            raise Injected(f"injected at {fault.point}, step {self.step}")
-        elif fault.act == "ENOSPC":
+        elif fault.action == "raise":
+            raise InjectedFault(f"injected at {fault.point}, step {self.step}")
+        elif fault.action == "ENOSPC":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)

@@ -1,8 +1,10 @@
-"""The judge of a step: finite or not. The device judges, the host listens later.
+"""Decides on the device whether a step is finite; the host counts the skipped steps later.
 
-Promises: `judge` never waits for the device; a step that is not finite is skipped as a whole (the optimizer multiplies
-it by zero) and, because loss and norm are already sums over the whole world, skipped by every rank alike; when `limit`
-steps in a row are bad the run ends with exit code 77 and its last good checkpoint stays as it is.
+Guarantees
+- `is_good_step` never waits for the device.
+- A step that is not finite is skipped as a whole (the optimizer leaves weights and states as they are), and
+  by every rank alike, because loss and gradient norm are already reduced over the whole world.
+- After `limit` bad steps in a row the run ends with exit code 77; its last good checkpoint stays as it is.
 """
 from collections.abc import Iterable
 
@@ -10,27 +12,33 @@ import torch
 from torch import Tensor
 
 
-class NonFinite(RuntimeError):
+class NonFiniteLoss(RuntimeError):
     """Loss or gradient norm were not finite for too many steps in a row (exit code 77)."""
 
     exit_code = 77
-    exit_code = 77
 
 
-class Guard:
-    def __init__(self, limit: int = 5):
+class NonFiniteGuard:
+    """Judges each step, and counts the bad ones. limit: bad steps in a row that end the run."""
+
+    def __init__(self, limit: int = 5) -> None:
         self.limit = limit
-        self.bad = 0  # consecutive bad steps that the host has heard of
+        self.num_bad = 0  # bad steps in a row, as far as the host knows
 
-    def judge(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """A bool tensor [] on the device of `norm`: True when both scalars are finite. No host sync."""
-        # isfinite of each, not of the sum: inf - inf and overflow of the sum would judge the wrong number
-        return torch.isfinite(loss.detach()).to(norm.device) & torch.isfinite(norm.detach())
+    def is_good_step(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """Returns a bool tensor [] on the device of `norm`: True when both are finite. No host sync."""
+        # each by itself, not their sum: inf - inf is nan, and a sum of finite numbers can overflow
+        loss_is_finite = torch.isfinite(loss.detach()).to(norm.device)
+        return loss_is_finite & torch.isfinite(norm.detach())
 
-    def observe(self, skipped: Iterable[int]) -> None:
-        """Hears the skipped flags (0 or 1) of the next steps in order. Raises NonFinite after `limit` ones in a row."""
+    def count_skipped(self, skipped: Iterable[int]) -> None:
+        """Counts the skipped flags (0 or 1) of the next steps, in order.
+
+        Raises NonFiniteLoss after `limit` ones in a row.
+        """
         for flag in skipped:
-            self.bad = self.bad + 1 if flag else 0
-            if self.bad >= self.limit:
-                raise NonFinite(f"loss or gradient norm not finite for {self.bad} steps in a row; the weights and the "
-                                f"last checkpoint are untouched. Lower optim.lr, set optim.clip, or look at the data")
+            self.num_bad = self.num_bad + 1 if flag else 0
+            if self.num_bad >= self.limit:
+                raise NonFiniteLoss(
+                    f"loss or gradient norm not finite for {self.num_bad} steps in a row; the weights and "
+                    f"the last checkpoint are untouched. Lower optim.lr, set optim.clip, or look at the data")

@@ -1,22 +1,27 @@
-"""metrics.jsonl as a file: appended to in whole lines, cut at a resume, read back.
+"""The file metrics.jsonl: appended in whole lines, truncated at a resume, read back.
 
-Promises: each step stands there once, whatever killed the run before; a float reads back bit for bit; every line is
-valid JSON (a value that is not finite is null, and the line says nonfinite). A full disk drops records, never raises.
+Guarantees: each step is there once, whatever killed an earlier run; a float reads back bit for bit; every
+line is valid JSON (a value that is not finite is null, and the line says nonfinite). A full disk drops
+records and raises nothing.
 """
 import json
 import math
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 NAME = "metrics.jsonl"
-LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; anything else is torn or foreign
+LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; any other line is torn or foreign
+EVALUATION = b'"val_loss"'  # is in the lines of evaluations
+
+Rows = list[dict[str, Any]]
 
 
-class Lines:
-    """The file of one run, open for appending. start_step: the step of the checkpoint that the run goes on from."""
+class MetricsFile:
+    """The file of one run, open for appending. start_step: of the checkpoint that the run resumes from."""
 
-    def __init__(self, run_dir: Path, start_step: int):
+    def __init__(self, run_dir: Path, start_step: int) -> None:
         self.path = Path(run_dir) / NAME
         self.fd: int | None = None
         self.dropped = 0  # records
@@ -24,56 +29,67 @@ class Lines:
         self.warned = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            cut(self.path, start_step or -1)  # a run that begins anew also judges step 0 anew
+            truncate_after(self.path, start_step or -1)  # a run from step 0 evaluates step 0 again
             self.open()
-        except OSError as e:
-            self.trouble = e.strerror
+        except OSError as error:
+            self.trouble = error.strerror
 
-    def open(self) -> None:
-        self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    def open(self) -> int:
+        """Returns the file's descriptor; opens the file if needed. Raises OSError."""
+        if self.fd is None:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+            self.fd = os.open(self.path, flags, 0o666)
+        return self.fd
 
-    def add(self, rows: list[dict]) -> None:
-        """Appends a line for each row, in one write; the half line that a kill may leave is cut at the next start."""
+    def add(self, rows: Rows) -> None:
+        """Appends one line a row, all in one write; the next start removes a half line that a kill leaves."""
         if not rows:
             return
-        block = "".join(json.dumps(finite(row), allow_nan=False) + "\n" for row in rows).encode()
+        lines = [json.dumps(finite_row(row), allow_nan=False) + "\n" for row in rows]
+        block = "".join(lines).encode()
         try:
-            if self.fd is None:
-                self.open()
-            before, done = os.fstat(self.fd).st_size, 0
-            try:
-                while done < len(block):
-                    done += os.write(self.fd, block[done:])
-            except OSError:
-                os.ftruncate(self.fd, before)  # the disk filled up on the way: leave no half line behind
-                raise
-        except OSError as e:
+            self.append(block)
+        except OSError as error:
             self.dropped += len(rows)
-            self.trouble = e.strerror
+            self.trouble = error.strerror
+
+    def append(self, block: bytes) -> None:
+        """Writes all of the block or nothing. Raises OSError."""
+        fd = self.open()
+        old_size = os.fstat(fd).st_size
+        written = 0
+        try:
+            while written < len(block):
+                written += os.write(fd, block[written:])
+        except OSError:
+            os.ftruncate(fd, old_size)  # the disk is full: leave no half line
+            raise
 
     def warning(self) -> str | None:
-        """What went wrong, said once."""
+        """What went wrong: the first call says it, later ones return None."""
         if not self.trouble or self.warned:
             return None
         self.warned = True
         return f"{self.path}: {self.trouble}; training goes on without these records"
 
     def close(self) -> int:
-        """The number of records dropped."""
+        """Closes the file. Returns the number of dropped records."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None
         return self.dropped
 
 
-def finite(row: dict) -> dict:
-    """JSON has no NaN."""
-    bad = [k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
-    return row | dict.fromkeys(bad) | {"nonfinite": True} if bad else row
+def finite_row(row: dict[str, Any]) -> dict[str, Any]:
+    """The row for JSON, which has no NaN: None for floats that are not finite, and a field that says so."""
+    bad = [name for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+    if not bad:
+        return row
+    return row | dict.fromkeys(bad) | {"nonfinite": True}
 
 
-def cut(path: Path, step: int) -> None:
-    """Leaves the whole lines up to `step`, atomically. Raises OSError; the file is then as it was."""
+def truncate_after(path: Path, step: int) -> None:
+    """Keeps only the whole lines up to `step`, atomically. Raises OSError; the file is then as it was."""
     if not path.exists():
         return
     temp = path.with_name(path.name + ".tmp")
@@ -84,47 +100,77 @@ def cut(path: Path, step: int) -> None:
                 new.write(line)
         new.flush()
         os.fsync(new.fileno())
-        same = new.tell() == old.tell()
-    os.unlink(temp) if same else os.replace(temp, path)
+        is_same = new.tell() == old.tell()
+    if is_same:
+        os.unlink(temp)
+    else:
+        os.replace(temp, path)
 
 
-def parse(line: bytes) -> dict | None:
-    """The row that a line says; None where it is damaged: no JSON, no numbers, or neither a step nor an
-    evaluation."""
+def parse(line: bytes) -> dict[str, Any] | None:
+    """The row in a line; None where it is damaged.
+
+    Damaged: no JSON, a value that is no number, or neither a step nor an evaluation.
+    """
     try:
         row = json.loads(line)
-        values = [x for value in row.values() for x in (value if isinstance(value, list) else [value])]
-        sound = all(x is None or isinstance(x, (int, float)) and math.isfinite(x) for x in values)
-        known = type(row.get("step")) is int and ("loss" in row or "val_loss" in row)
-        return row if sound and known and not isinstance(row.get("loss"), list) else None
+        has_numbers = all(is_number_or_list(value) for value in row.values())
+        is_step = "loss" in row and not isinstance(row["loss"], list)
+        is_evaluation = "val_loss" in row and "loss" not in row
+        has_step = type(row.get("step")) is int
+        return row if has_numbers and has_step and (is_step or is_evaluation) else None
     except (ValueError, RecursionError, OverflowError, AttributeError):
         return None
 
 
-def read(run_dir: Path, most: int = 20_000, bad: list[int] | None = None) -> tuple[list[dict], list[dict]]:
-    """The step rows and the evaluation rows of a run folder, in their order; empty where there is no file. A
-    line that is damaged is left out, and its number added to `bad`.
+def is_number_or_list(value: object) -> bool:
+    """Whether the value is None, a finite number, or a list of these.
 
-    Of more than `most` steps every n-th is read, and the last: parsing a million takes longer than drawing them.
+    Raises OverflowError for an integer that no float holds.
     """
-    bad = [] if bad is None else bad
+    elements = value if isinstance(value, list) else [value]
+    return all(is_finite_or_none(element) for element in elements)
+
+
+def is_finite_or_none(value: object) -> bool:
+    return value is None or isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def read_metrics(
+    run_dir: Path, max_steps: int = 20_000, damaged_lines: list[int] | None = None
+) -> tuple[Rows, Rows]:
+    """Returns the step rows and the evaluation rows of a run folder, in order; empty without a file.
+
+    max_steps: of more steps than this, only every n-th is read, and the last one: parsing a million takes
+    longer than drawing them.
+    damaged_lines: gets the numbers of the damaged lines, which are left out.
+    """
     path = Path(run_dir) / NAME
     if not path.exists():
         return [], []
-    with open(path, "rb") as f:
-        count = sum(LINE.fullmatch(line) is not None and b'"val_loss"' not in line for line in f)
-    train, valid, seen, every = [], [], 0, -(-count // most)
-    with open(path, "rb") as f:
-        for number, line in enumerate(f, 1):
-            fits = LINE.fullmatch(line) is not None
-            step = fits and b'"val_loss"' not in line
-            wanted = not step or seen < count and (seen % every == 0 or seen == count - 1)
-            seen += step
-            if not wanted:
-                continue
-            row = parse(line) if fits else None
-            if row is None:
-                bad.append(number)
-            else:
-                (train if "loss" in row else valid).append(row)
+    with open(path, "rb") as file:
+        num_steps = sum(is_step_line(line) for line in file)
+    stride = -(-num_steps // max_steps)
+
+    train: Rows = []
+    valid: Rows = []
+    index = 0  # of the next step line
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if is_step_line(line):
+                is_last = index == num_steps - 1
+                is_wanted = index < num_steps and (index % stride == 0 or is_last)
+                index += 1
+                if not is_wanted:
+                    continue
+            row = parse(line) if LINE.fullmatch(line) else None
+            if row is not None:
+                rows = train if "loss" in row else valid
+                rows.append(row)
+            elif damaged_lines is not None:
+                damaged_lines.append(number)
     return train, valid
+
+
+def is_step_line(line: bytes) -> bool:
+    return LINE.fullmatch(line) is not None and EVALUATION not in line

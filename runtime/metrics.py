@@ -1,10 +1,16 @@
-"""What a run tells: metrics.jsonl (the truth), the console, W&B. One writer, rank 0; the others only listen.
+"""What a run reports while it trains: metrics.jsonl (the record that counts), the console and W&B.
 
-Promises
-- No host sync in a step: loss, norm and verdict stay on the device and come over together, every log.every steps.
-- metrics.jsonl holds each step once: a resumed run first cuts what a killed one wrote past its checkpoint (lines.py).
-- Neither a full disk, a closed stdout nor W&B stops training: what is lost is counted, and said at the end.
-- Times are monotonic; on a GPU they are the device's own (events), for there the host runs ahead.
+Only rank 0 writes.
+
+Guarantees
+- A step has no host sync: loss, gradient norm and verdict stay on the device and are read together, every
+  log.every steps.
+- metrics.jsonl holds each step once: a resumed run first removes what a killed run wrote after its checkpoint
+  (lines.py).
+- A full disk, a closed stdout or a failure of W&B does not stop training. Lost records are counted and
+  reported at the end.
+- Times are monotonic. On a GPU they are the device's own (CUDA events), because the host runs ahead of the
+  device.
 """
 import dataclasses
 import math
@@ -13,279 +19,520 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from config import Config, batch_size, sequences
-from runtime.console import Console, duration, params, short, size, sparkline, visible
-from runtime.experts import LoadMap, flat, numbers
+from config import Config, ModelConfig, global_batch_at, sequences_seen
+from parallel.wire import clock
+from runtime.console import (
+    SAMPLE_WIDTH,
+    Console,
+    byte_count,
+    duration,
+    parameter_count,
+    short_number,
+    sparkline,
+    visible,
+)
+from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 from runtime.failure import code_of
-from runtime.lines import Lines, read
-from runtime.setup import Env, peak_flops
-from runtime.wandb_sink import Sink
+from runtime.lines import MetricsFile, read_metrics
+from runtime.setup import LaunchEnv, WandbSettings, peak_flops
+from runtime.wandb_sink import WandbSink
 
-DECAY = 0.95  # of the running means behind the noise scale
-WINDOW = 64  # steps whose median is the rate behind the ETA
-
-
-class Smooth:
-    """The gradient noise scale as a ratio of running means: each part alone is unbiased, their ratio in one step is noise and may be
-    negative. A resumed run goes on from the lines it kept. rows: of metrics.jsonl."""
-
-    def __init__(self, rows: list[dict]) -> None:
-        self.means: list[float] | None = None
-        for r in rows:
-            self.row([r.get("noise_s"), r.get("noise_g2")], not r.get("skipped"))
-
-    def row(self, noise: list, ok: bool) -> dict:
-        """noise: [S, |G|^2] of a step, or nothing -> what its line says: noise_scale in tokens, None where it is not known."""
-        s, g2 = noise if len(noise) == 2 and None not in noise and all(map(math.isfinite, noise)) else (None, None)
-        if ok and s is not None:
-            self.means = [s, g2] if self.means is None else [DECAY * m + (1 - DECAY) * x for m, x in zip(self.means, (s, g2))]
-        known = s is not None and min(self.means or [0.0]) > 0
-        return {"noise_scale": self.means[0] / self.means[1] if known else None, "noise_s": s, "noise_g2": g2}
+NOISE_DECAY = 0.95  # of the running means behind the noise scale
+ETA_WINDOW = 64  # steps whose median time gives the ETA
+ALL_STEPS = 1 << 40  # more rows than any run has: read_metrics then skips none
 
 
-class Metrics:
-    """Call header() once, step() once a step, eval() and saved() when they happen, close() at the end.
+class SmoothedNoise:
+    """The gradient noise scale as a ratio of two running means (optim/noise.py estimates its parts).
 
-    steps: the horizon; flops_per_token: model FLOPs, forward and backward; start_step: the checkpoint gone on from.
+    Each part alone is unbiased, but the ratio of one step is noise and may be negative. rows: the lines of
+    metrics.jsonl that a resumed run keeps; the means continue from them.
     """
 
-    def __init__(self, run_dir: Path, cfg: Config, env: Env, *, steps: int, flops_per_token: float,
-                 start_step: int = 0):
-        self.run_dir, self.cfg, self.env = Path(run_dir), cfg, env
-        self.steps, self.start = steps, start_step
-        self.flops = flops_per_token
-        self.peak = peak_flops(env.device, "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype)  # of bf16, so that the two compare
-        self.writes = env.rank == 0
-        self.console = Console(sys.stdout if self.writes else None, env.color)
-        self.file = Lines(self.run_dir, start_step) if self.writes else None
-        self.sink = Sink(env.wandb if self.writes else dataclasses.replace(env.wandb, mode="off"), self.run_dir,
-                         cfg.log.name or self.run_dir.name, dataclasses.asdict(cfg))
-        self.experts = LoadMap(self.run_dir, cfg.model, start_step) if self.writes and cfg.model.experts else None
-        if self.experts and self.experts.trouble:
-            self.console.write(f"warning: {self.experts.trouble}")
-        self.pending: list[tuple[dict, Tensor, object, Tensor | None, object]] = []  # steps whose numbers are still on the device
-        self.unseen: list[int] = []  # skipped flags that no call has handed back yet
-        self.noise = Smooth(read(self.run_dir, 1 << 40)[0] if self.writes and cfg.log.noise_scale else [])
-        self.span: list[dict] = []  # rows since the last console line
-        self.recent: deque[float] = deque(maxlen=WINDOW)  # ms of the last steps
-        self.busy = 0.0  # seconds in steps so far; the rest of the wall time is evaluation and saving
-        self.began = time.perf_counter()
-        self.first: float | None = None  # when the first step began
-        self.text = ""  # the last sample
-        self.closed = False
-        self.mark = self.stamp()
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.means: tuple[float, float] | None = None  # of S and |G|^2
+        for row in rows:
+            parts = [row.get("noise_s"), row.get("noise_g2")]
+            self.update(parts, is_good=not row.get("skipped"))
 
-    def __enter__(self):
+    def update(self, parts: Sequence[float | None], is_good: bool) -> dict[str, float | None]:
+        """Adds one step. Returns its fields of metrics.jsonl: noise_scale in tokens, None if unknown.
+
+        parts: [S, |G|^2] of the step, or empty. A step that was skipped (not is_good) does not change the
+        means.
+        """
+        known = [part for part in parts if part is not None and math.isfinite(part)]
+        if len(parts) != 2 or len(known) != 2:
+            return {"noise_scale": None, "noise_s": None, "noise_g2": None}
+        noise_s, noise_g2 = known
+        if is_good:
+            self.update_means(noise_s, noise_g2)
+        return {"noise_scale": self.ratio(), "noise_s": noise_s, "noise_g2": noise_g2}
+
+    def update_means(self, noise_s: float, noise_g2: float) -> None:
+        if self.means is None:
+            self.means = (noise_s, noise_g2)
+            return
+        old_s, old_g2 = self.means
+        new_s = NOISE_DECAY * old_s + (1 - NOISE_DECAY) * noise_s
+        new_g2 = NOISE_DECAY * old_g2 + (1 - NOISE_DECAY) * noise_g2
+        self.means = (new_s, new_g2)
+
+    def ratio(self) -> float | None:
+        if self.means is None or min(self.means) <= 0:
+            return None
+        mean_s, mean_g2 = self.means
+        return mean_s / mean_g2
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose numbers are still on the device."""
+
+    step: int
+    learning_rate: float
+    host_ms: float  # of the whole step, by the host's clock
+    data_ms: float  # of these, waiting for data
+    scalars: Tensor  # float64 [3 or 5]: loss, norm, verdict, and the two parts of the noise scale
+    start: torch.cuda.Event | None  # None on a CPU
+    end: torch.cuda.Event | None
+    router_stats: Tensor | None  # [mixture layers, experts + 4], see runtime/experts.py
+    comm: clock.StepTimes | None
+
+    def step_ms(self) -> float:
+        """The step's time, by the device's clock where there is one. The device must have finished it."""
+        if self.start is None or self.end is None:
+            return self.host_ms
+        return self.start.elapsed_time(self.end)
+
+
+class MetricsLogger:
+    """Call header() once, step() once a step, and close() at the end.
+
+    log_evaluation(), log_save() and log_line() report what happens between two steps.
+
+    steps: the last step of the run. flops_per_token: model FLOPs, forward and backward. start_step: the step
+    of the checkpoint that the run resumes from.
+    """
+
+    def __init__(self, run_dir: Path, cfg: Config, env: LaunchEnv, *, steps: int, flops_per_token: float,
+                 start_step: int = 0) -> None:
+        self.run_dir = Path(run_dir)
+        self.cfg = cfg
+        self.env = env
+        self.steps = steps
+        self.start_step = start_step
+        self.flops_per_token = flops_per_token
+        # fp8 counts against the peak of bf16, so that the two compare
+        dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype
+        self.peak_flops = peak_flops(env.device, dtype)
+        self.open_outputs()
+
+        # steps that are not yet written, and flags that are not yet returned
+        self.pending: list[PendingStep] = []
+        self.unreturned: list[int] = []
+        self.rows_since_shown: list[dict[str, Any]] = []
+        self.last_sample = ""
+        self.closed = False
+
+        # time
+        self.recent_ms: deque[float] = deque(maxlen=ETA_WINDOW)
+        self.seconds_in_steps = 0.0  # the rest of the wall time is evaluation and saving
+        self.created = time.perf_counter()
+        self.first_step_began: float | None = None
+        self.last_event = self.record_event()
+
+    def open_outputs(self) -> None:
+        """Opens metrics.jsonl, the console, W&B and the experts' load map: on rank 0 only."""
+        is_writer = self.env.rank == 0
+        cfg = self.cfg
+        self.console = Console(sys.stdout if is_writer else None, self.env.color)
+        self.file = MetricsFile(self.run_dir, self.start_step) if is_writer else None
+
+        settings = self.env.wandb
+        if not is_writer:
+            settings = dataclasses.replace(settings, mode="off")
+        name = cfg.log.name or self.run_dir.name
+        self.sink = WandbSink(settings, self.run_dir, name, dataclasses.asdict(cfg))
+
+        self.experts: ExpertLoadMap | None = None
+        if is_writer and cfg.model.experts:
+            self.experts = ExpertLoadMap(self.run_dir, cfg.model, self.start_step)
+            if self.experts.trouble:
+                self.console.write(f"warning: {self.experts.trouble}")
+
+        kept_rows: list[dict[str, Any]] = []
+        if is_writer and cfg.log.noise_scale:
+            kept_rows, _ = read_metrics(self.run_dir, ALL_STEPS)
+        self.smoothed_noise = SmoothedNoise(kept_rows)
+
+    def __enter__(self) -> "MetricsLogger":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
-        """A run that ends in an error still writes what it knows, and leaves W&B in order."""
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        """After an error: writes what is known and closes W&B with the error's exit code."""
         if error is not None:
-            self.close(f"{kind.__name__}: {error}", code=code_of(error))
+            self.close(f"{type(error).__name__}: {error}", code=code_of(error))
 
-    # ---- once a step -------------------------------------------------------------------------------------------------
+    # ---- once a step ---------------------------------------------------------------------------------------
 
-    def step(self, step: int, *, loss: Tensor, grad_norm: Tensor, ok: Tensor, lr: float, seconds: float,
-             data_seconds: float, told: Tensor | None = None, noise: Tensor | None = None, comm=None) -> list[int]:
-        """Takes in one step. loss, grad_norm, ok: scalars [] on any device, copied, not waited for; seconds: of the
-        whole step on the host, data_seconds: of these waiting for data; told: model.moe.Routers.told, kept as it is;
-        noise: optim.noise.Noise.told, [2]; comm: parallel.clock.Step, of this rank; read as late as the others.
+    def log_step(
+        self,
+        step: int,
+        *,
+        loss: Tensor,
+        grad_norm: Tensor,
+        is_good: Tensor,
+        learning_rate: float,
+        seconds: float,
+        data_seconds: float,
+        router_stats: Tensor | None = None,
+        noise_scale_parts: Tensor | None = None,
+        comm: clock.StepTimes | None = None,
+    ) -> list[int]:
+        """Records one step without waiting for the device.
 
-        Returns the skipped flags (0 or 1) of the steps that became known by this call, oldest first: often none."""
-        scalars = (loss, grad_norm, ok, *(() if noise is None else noise))
-        values = torch.stack([v.detach().to(torch.float64) for v in scalars])  # a copy, not a reference
-        end = self.stamp()
-        self.first = time.perf_counter() - seconds if self.first is None else self.first
-        host = {"step": step, "lr": lr, "step_ms": 1000 * seconds, "data_ms": 1000 * data_seconds}
-        self.pending.append((host, values, (self.mark, end), told, comm))
-        self.mark = end
-        if step % self.cfg.log.every == 0 or step in (self.start + 1, self.steps):
-            self.gather()
+        Returns the skipped flags (0 or 1) of the steps that this call has read, oldest first: often none.
+
+        loss, grad_norm, is_good (the update was made): scalars [] on any device; they are copied.
+        seconds: of the whole step on the host. data_seconds: of these, waiting for data.
+        router_stats: the statistics of the routers (model/moe.py, RouterStates.stats), not copied.
+        noise_scale_parts: the two parts of the noise scale (optim/noise.py), [2].
+        comm: times of this rank's exchanges (parallel/wire/clock.py); read when the device's numbers are.
+        """
+        parts = [loss, grad_norm, is_good]
+        if noise_scale_parts is not None:
+            parts += list(noise_scale_parts)
+        scalars = torch.stack([part.detach().to(torch.float64) for part in parts])  # a copy, not a reference
+        end = self.record_event()
+        if self.first_step_began is None:
+            self.first_step_began = time.perf_counter() - seconds
+        self.pending.append(PendingStep(
+            step=step,
+            learning_rate=learning_rate,
+            host_ms=1000 * seconds,
+            data_ms=1000 * data_seconds,
+            scalars=scalars,
+            start=self.last_event,
+            end=end,
+            router_stats=router_stats,
+            comm=comm,
+        ))
+        self.last_event = end
+
+        if step % self.cfg.log.every == 0 or step in (self.start_step + 1, self.steps):
+            self.read_pending()
             self.show()
-        return self.taken()
+        return self.take_flags()
 
     def flush(self) -> list[int]:
-        """Brings in and writes every pending step; call it before a checkpoint is committed, so that the file is never
-        behind one. Returns the skipped flags not yet handed back."""
-        self.gather()
+        """Reads and writes every pending step. Returns the skipped flags that no call has returned yet.
+
+        Call it before a checkpoint is committed, so that metrics.jsonl is never behind a checkpoint.
+        """
+        self.read_pending()
         if self.experts:
             try:
                 self.experts.save()
-            except OSError as error:  # a picture is not worth a run
-                self.event(f"warning: {self.experts.file} was not written: {error.strerror}")
-        return self.taken()
+            except OSError as error:  # a failed picture does not end a run
+                self.log_line(f"warning: {self.experts.file} was not written: {error.strerror}")
+        return self.take_flags()
 
-    def taken(self) -> list[int]:
-        flags, self.unseen = self.unseen, []
+    def take_flags(self) -> list[int]:
+        flags = self.unreturned
+        self.unreturned = []
         return flags
 
-    def stamp(self):
-        """A stamp on the device's own time line; None on a CPU, where the host's clock is right."""
+    def record_event(self) -> torch.cuda.Event | None:
+        """An event on the device's stream; None on a CPU, where the host's clock is right."""
         if self.env.device.type != "cuda":
             return None
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def gather(self) -> None:
-        """The one place that waits for the device."""
+    def read_pending(self) -> None:
+        """Reads the pending steps and writes their rows. The one place that waits for the device."""
         if not self.pending:
             return
-        scalars = torch.cat([values for _, values, *_ in self.pending]).tolist()
-        rows, memory = [], self.memory()
-        for host, values, (mark, end), told, comm in self.pending:
-            (loss, norm, ok, *noise), scalars = scalars[:len(values)], scalars[len(values):]
-            if mark is not None:
-                host["step_ms"] = mark.elapsed_time(end)
-            host["comm"] = comm.read() if comm else (0.0, 0.0)
-            rows.append(self.row(host, loss, norm, ok, memory) | (self.noise.row(noise, bool(ok)) if self.cfg.log.noise_scale else {}))
-            if self.experts and told is not None:
-                rows[-1] |= numbers(told.cpu().numpy(), self.cfg.model)
-                self.experts.add(host["step"], told[:, :self.cfg.model.experts].cpu().numpy())
+        scalars: list[float] = torch.cat([pending.scalars for pending in self.pending]).tolist()
+        memory_gib = self.peak_memory_gib()
+        rows: list[dict[str, Any]] = []
+        for pending in self.pending:
+            count = len(pending.scalars)
+            rows.append(self.make_row(pending, scalars[:count], memory_gib))
+            scalars = scalars[count:]
         self.pending = []
+
         for row in rows:
-            self.unseen.append(row["skipped"])
-            self.recent.append(row["step_ms"])
-            self.busy += row["step_ms"] / 1000
-            self.sink.put(row["step"], {f"train/{k}": v for k, v in flat(row).items()})
-        self.span += rows
+            self.unreturned.append(row["skipped"])
+            self.recent_ms.append(row["step_ms"])
+            self.seconds_in_steps += row["step_ms"] / 1000
+            values = {f"train/{name}": value for name, value in flatten_row(row).items()}
+            self.sink.put(row["step"], values)
+        self.rows_since_shown += rows
         self.write(rows)
 
-    def row(self, host: dict, loss: float, norm: float, ok: float, memory: float) -> dict:
-        """One line of metrics.jsonl, in its order."""
-        ms = max(host["step_ms"], 1e-6)
+    def make_row(self, pending: PendingStep, scalars: list[float], memory_gib: float) -> dict[str, Any]:
+        """The line of one step in metrics.jsonl, its fields in their order."""
+        loss, grad_norm, is_good, *noise_scale_parts = scalars
         train = self.cfg.train
-        rate = 1000 * batch_size(train, host["step"] - 1) * train.seq_len / ms
-        flops = rate / self.env.world * self.flops
-        return {"step": host["step"], "loss": loss, "grad_norm": norm, "lr": host["lr"],
-                "tokens": sequences(train, host["step"]) * train.seq_len, "step_ms": host["step_ms"], "data_ms": host["data_ms"],
-                "comm_exposed_ms": host["comm"][0], "comm_hidden_ms": host["comm"][1],
-                "tokens_per_s": rate, "tokens_per_s_per_gpu": rate / self.env.world,
-                "tflops_per_gpu": flops / 1e12, "mfu": flops / self.peak if self.peak else None,
-                "mem_gib": memory, "skipped": int(not ok)}
+        step = pending.step
+        step_ms = pending.step_ms()
+        exposed_ms, hidden_ms = pending.comm.read() if pending.comm else (0.0, 0.0)
 
-    def memory(self) -> float:
-        """Peak GiB: of the allocator on a GPU, of the process on a CPU."""
+        tokens = global_batch_at(train, step - 1) * train.seq_len
+        tokens_per_s = 1000 * tokens / max(step_ms, 1e-6)
+        tokens_per_s_per_gpu = tokens_per_s / self.env.world
+        flops = tokens_per_s_per_gpu * self.flops_per_token
+        row: dict[str, Any] = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": pending.learning_rate,
+            "tokens": sequences_seen(train, step) * train.seq_len,
+            "step_ms": step_ms,
+            "data_ms": pending.data_ms,
+            "comm_exposed_ms": exposed_ms,
+            "comm_hidden_ms": hidden_ms,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": tokens_per_s_per_gpu,
+            "tflops_per_gpu": flops / 1e12,
+            "mfu": self.utilization(flops),
+            "mem_gib": memory_gib,
+            "skipped": int(not is_good),
+        }
+        if self.cfg.log.noise_scale:
+            row |= self.smoothed_noise.update(noise_scale_parts, bool(is_good))
+        if self.experts and pending.router_stats is not None:
+            stats = pending.router_stats.cpu().numpy()
+            row |= router_metrics(stats, self.cfg.model)
+            self.experts.add(step, stats[:, :self.cfg.model.experts])
+        return row
+
+    def utilization(self, flops: float) -> float | None:
+        """MFU of a GPU that does `flops` a second; None where the device's peak is unknown."""
+        return flops / self.peak_flops if self.peak_flops else None
+
+    def peak_memory_gib(self) -> float:
+        """Peak memory: of the allocator on a GPU, of the process on a CPU."""
         if self.env.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.env.device) / 2**30
-        # not getrusage: its maximum is inherited from the process that started us
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) for line in f if line.startswith("VmHWM:")) / 2**20
+        # not getrusage: its maximum is inherited from the parent process
+        with open("/proc/self/status") as status:
+            line = next(line for line in status if line.startswith("VmHWM:"))
+        return int(line.split()[1]) / 2**20
 
-    def write(self, rows: list[dict]) -> None:
-        if self.file:
-            self.file.add(rows)
-            for warning in (self.file.warning(), self.sink.warning()):
-                if warning:
-                    self.event(f"warning: {warning}")
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        """Appends rows to metrics.jsonl and prints the warnings of the file and of W&B, each once."""
+        if not self.file:
+            return
+        self.file.add(rows)
+        for warning in (self.file.warning(), self.sink.warning()):
+            if warning:
+                self.log_line(f"warning: {warning}")
 
-    # ---- the console -------------------------------------------------------------------------------------------------
+    # ---- the console ---------------------------------------------------------------------------------------
 
     def header(self, parameters: tuple[int, int], data: str, notes: Sequence[str] = ()) -> None:
-        """Says what is about to run. parameters: (all, without embeddings); notes: a line each, such as the resume."""
-        c, m, t, show = self.cfg, self.cfg.model, self.cfg.train, self.console
-        world, p = self.env.world, c.parallel
-        dp = world // (p.tp * p.pp * p.cp)
-        accum = t.global_batch // (t.micro_batch * dp)
-        total = sequences(t, self.steps) * t.seq_len
-        show.write(f"Bevatron 0.1 · {self.env} · run {self.run_dir}")
-        mix = f" · {m.experts} experts, {m.top_k} a token" if m.experts else ""
-        heads = f"{m.heads} heads" + (f" ({m.kv_heads} kv)" if m.kv_heads not in (None, m.heads) else "")
-        show.label("model", f"{m.preset}   {params(parameters[0])} params ({params(parameters[1])} without embeddings)"
-                            f" · {m.layers} layers · d {m.hidden} · {heads}{mix} · vocab {m.vocab or 0:,}")
-        show.label("layout", f"world {world} = dp {dp} · tp {p.tp} · pp {p.pp} · cp {p.cp}"
-                             + (f" · ep {p.ep} · etp {p.etp}" if m.experts else "") + f" · {t.dtype}")
-        show.label("batch", f"{t.micro_batch * dp} seq x {t.seq_len} tok x {accum} accum = {t.global_batch * t.seq_len:,} tok/step"
-                            + (f" (ramp {t.ramp})" if t.ramp else "") + f"{'':10}{self.steps:,} steps = {short(total)} tokens "
-                            f"({total / max(parameters[0], 1):.1f} tok/param)")
-        show.label("data", data)
-        w = self.env.wandb
-        how = " (--log.wandb to enable)" if w.mode == "off" else f" ({w.note})" if w.note else ""
-        show.label("log", f"{self.run_dir}/metrics.jsonl · wandb {w.mode}{how}")
+        """Prints what is about to run.
+
+        parameters: (all, without embeddings). notes: one line each, such as the resume.
+        """
+        console = self.console
+        console.write(f"Bevatron 0.1 · {self.env} · run {self.run_dir}")
+        console.label("model", model_text(self.cfg.model, parameters))
+        console.label("layout", layout_text(self.cfg, self.env.world))
+        batch = batch_text(self.cfg, self.env.world)
+        console.label("batch", f"{batch}{'':10}{self.length_text(parameters[0])}")
+        console.label("data", data)
+        console.label("log", f"{self.run_dir}/metrics.jsonl · {wandb_text(self.env.wandb)}")
         for note in notes:
-            show.write(note)
-        show.columns(self.steps)
+            console.write(note)
+        console.columns(self.steps)
+
+    def length_text(self, parameters: int) -> str:
+        """600 steps = 1.23M tokens (1.4 tok/param)"""
+        tokens = sequences_seen(self.cfg.train, self.steps) * self.cfg.train.seq_len
+        ratio = tokens / max(parameters, 1)
+        return f"{self.steps:,} steps = {short_number(tokens)} tokens ({ratio:.1f} tok/param)"
 
     def show(self) -> None:
-        """The console line of the newest step, with the rates since the line before."""
-        span, last = self.span, self.span[-1]
-        seconds = max(sum(r["step_ms"] for r in span) / 1000, 1e-9)
-        t = self.cfg.train
-        rate = (sequences(t, last["step"]) - sequences(t, span[0]["step"] - 1)) * t.seq_len / seconds
-        flops = rate / self.env.world * self.flops
-        rates = {"tokens_per_s": rate, "tflops": flops / 1e12, "mfu": flops / self.peak if self.peak else None,
-                 "data": sum(r["data_ms"] for r in span) / 1000 / seconds, "skipped": sum(r["skipped"] for r in span)}
-        self.console.step(last["step"], self.steps, last, rates, self.eta(last["step"]))
-        self.span = []
+        """Prints the line of the newest step, with the rates since the line before."""
+        rows = self.rows_since_shown
+        first, last = rows[0], rows[-1]
+        seconds = max(sum(row["step_ms"] for row in rows) / 1000, 1e-9)
+        train = self.cfg.train
+        sequences = sequences_seen(train, last["step"]) - sequences_seen(train, first["step"] - 1)
+        tokens_per_s = sequences * train.seq_len / seconds
+        flops = tokens_per_s / self.env.world * self.flops_per_token
+        rates = {
+            "tokens_per_s": tokens_per_s,
+            "tflops": flops / 1e12,
+            "mfu": self.utilization(flops),
+            "data": sum(row["data_ms"] for row in rows) / 1000 / seconds,
+            "skipped": sum(row["skipped"] for row in rows),
+        }
+        self.console.show_step(last["step"], self.steps, last, rates, self.eta(last["step"]))
+        self.rows_since_shown = []
 
     def eta(self, step: int) -> float:
-        """Seconds left: the median step (one slow one says nothing), plus what evaluating and saving added so far."""
-        aside = max(time.perf_counter() - self.first - self.busy, 0.0) / max(step - self.start, 1)
-        left = (self.steps - step) * (statistics.median(self.recent) / 1000 + aside)
+        """Seconds left, at most until train.max_minutes.
+
+        A step counts with its median time, which one slow step does not change, and with its share of the
+        time that evaluation and saving have taken so far.
+        """
+        if self.first_step_began is None:
+            return math.inf
+        now = time.perf_counter()
+        between_steps = max(now - self.first_step_began - self.seconds_in_steps, 0.0)
+        between_steps /= max(step - self.start_step, 1)
+        left = (self.steps - step) * (statistics.median(self.recent_ms) / 1000 + between_steps)
         limit = self.cfg.train.max_minutes
-        return left if limit is None else min(left, max(0.0, 60 * limit - (time.perf_counter() - self.began)))
+        if limit is None:
+            return left
+        return min(left, max(0.0, 60 * limit - (now - self.created)))
 
-    def eval(self, step: int, *, val_loss: float, val_ppl: float, val_bpb: float, sample: str = "") -> None:
-        """A validation: nats a token, perplexity, bits a byte, and a text sampled from the model."""
-        self.gather()
-        row = {"step": step, "val_loss": float(val_loss), "val_ppl": float(val_ppl), "val_bpb": float(val_bpb)}
-        self.write([row])
-        self.sink.put(step, {k.replace("_", "/", 1): v for k, v in row.items() if k != "step"})
-        self.text = sample or self.text
-        self.console.eval(step, row["val_loss"], row["val_ppl"], row["val_bpb"], sample)
-        self.mark = self.stamp()  # the next step starts here
+    def log_evaluation(
+        self, step: int, *, val_loss: float, val_ppl: float, val_bpb: float, sample: str = ""
+    ) -> None:
+        """Records a validation: loss in nats a token, perplexity, bits a byte, and a sample of the model."""
+        self.read_pending()
+        values = {"val_loss": float(val_loss), "val_ppl": float(val_ppl), "val_bpb": float(val_bpb)}
+        self.write([{"step": step} | values])
+        self.sink.put(step, {name.replace("_", "/", 1): value for name, value in values.items()})
+        self.last_sample = sample or self.last_sample
+        self.console.show_evaluation(step, values["val_loss"], values["val_ppl"], values["val_bpb"], sample)
+        self.last_event = self.record_event()  # the next step starts here
 
-    def saved(self, path: Path, size_bytes: int, seconds: float) -> None:
-        self.event(f"saved {path} ({size(size_bytes)}, {seconds:.1f} s)")
+    def log_save(self, path: Path, size_bytes: int, seconds: float) -> None:
+        self.log_line(f"saved {path} ({byte_count(size_bytes)}, {seconds:.1f} s)")
 
-    def event(self, text: str) -> None:
-        """A line of its own in the console."""
+    def log_line(self, text: str) -> None:
+        """Prints a line of its own. The time until now belongs to no step."""
         self.console.write(text)
-        self.mark = self.stamp()
+        self.last_event = self.record_event()
+
+    # ---- the end -------------------------------------------------------------------------------------------
 
     def close(self, reason: str | None = None, *, code: int = 0, hints: Sequence[str] = ()) -> None:
-        """Ends everything, once, and says how it went. reason: why the run stopped early, None when it is
-        done; code: the exit code, for W&B; hints: what to type next. Never raises: what is told is not worth
-        what was trained."""
+        """Writes what is pending, closes W&B and prints the summary; a second call does nothing.
+
+        reason: why the run stopped early, None when it is done. code: the exit code, for W&B.
+        hints: what to type next.
+        Never raises: a report that fails does not lose what was trained.
+        """
         if self.closed:
             return
         self.closed = True
-        for part in (self.rest, lambda: self.sink.close(code), lambda: self.summary(reason, hints)):
+        parts = (self.write_final_rows, lambda: self.sink.close(code), lambda: self.summary(reason, hints))
+        for part in parts:
             try:
                 part()
             except Exception as error:
-                why = f"{type(error).__name__}: {error}"
-                self.console.write(f"warning: the end of the run was not told in full: {why}")
+                cause = f"{type(error).__name__}: {error}"
+                self.console.write(f"warning: the end of the run was not reported in full: {cause}")
 
-    def rest(self) -> None:
-        """What no line has told yet."""
-        self.gather()
-        if self.span:  # stopped between two lines
+    def write_final_rows(self) -> None:
+        self.read_pending()
+        if self.rows_since_shown:  # the run stopped between two console lines
             self.show()
 
     def summary(self, reason: str | None, hints: Sequence[str]) -> None:
-        """The last lines of the console."""
-        self.write([])
-        lost = self.file.close() if self.file else 0
-        if lost:
-            self.event(f"warning: {lost} records dropped from {self.run_dir}/metrics.jsonl")
+        """Prints the last lines: what was lost, how the run ended, the course of the loss, and the hints."""
+        self.write([])  # prints a warning that came after the last row
+        dropped = self.file.close() if self.file else 0
+        if dropped:
+            self.log_line(f"warning: {dropped} records dropped from {self.run_dir}/metrics.jsonl")
         if self.console.lost:
-            self.event(f"warning: {self.console.lost} lines dropped from this output")
-        took = duration(time.perf_counter() - self.began)
-        bad: list[int] = []
-        rows = read(self.run_dir, bad=bad)[0] if self.writes else []
-        losses = [r["loss"] for r in rows if r["loss"] is not None]
-        if bad:
-            few = ", ".join(map(str, bad[:8])) + ", ..." * (len(bad) > 8)
-            where = f"{self.run_dir}/metrics.jsonl"
-            self.event(f"warning: {where}: {len(bad)} damaged lines were left out (line {few})")
-        course = f"   loss {losses[0]:.2f} -> {losses[-1]:.2f}  {sparkline(losses)}" if losses else ""
-        text = f"   sample: {visible(self.text, 50)}" if self.text else ""
-        self.event((f"stopped after {took}: {reason}" if reason else f"done in {took}") + course + text)
+            self.log_line(f"warning: {self.console.lost} lines dropped from this output")
+
+        elapsed = duration(time.perf_counter() - self.created)
+        outcome = f"stopped after {elapsed}: {reason}" if reason else f"done in {elapsed}"
+        losses = self.read_losses()
+        if losses:
+            outcome += f"   loss {losses[0]:.2f} -> {losses[-1]:.2f}  {sparkline(losses)}"
+        if self.last_sample:
+            outcome += f"   sample: {visible(self.last_sample, SAMPLE_WIDTH)}"
+        self.log_line(outcome)
         if hints:
             self.console.label("next", "   ·   ".join(hints))
+
+    def read_losses(self) -> list[float]:
+        """The finite losses in metrics.jsonl; warns of damaged lines. Empty on ranks other than 0."""
+        if not self.file:
+            return []
+        damaged: list[int] = []
+        rows, _ = read_metrics(self.run_dir, damaged_lines=damaged)
+        if damaged:
+            numbers = ", ".join(map(str, damaged[:8]))
+            if len(damaged) > 8:
+                numbers += ", ..."
+            path = f"{self.run_dir}/metrics.jsonl"
+            self.log_line(f"warning: {path}: {len(damaged)} damaged lines were left out (line {numbers})")
+        return [row["loss"] for row in rows if row["loss"] is not None]
+
+
+# ---- the lines of the header -------------------------------------------------------------------------------
+
+def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
+    """parameters: (all, without embeddings)."""
+    total, without_embeddings = parameters
+    heads = f"{model.heads} heads"
+    if model.kv_heads not in (None, model.heads):
+        heads += f" ({model.kv_heads} kv)"
+    size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"
+    parts = [
+        f"{model.preset}   {size}",
+        f"{model.layers} layers",
+        f"d {model.hidden}",
+        heads,
+    ]
+    if model.experts:
+        parts.append(f"{model.experts} experts, {model.top_k} a token")
+    parts.append(f"vocab {model.vocab or 0:,}")
+    return " · ".join(parts)
+
+
+def data_parallel_size(cfg: Config, world: int) -> int:
+    parallel = cfg.parallel
+    return world // (parallel.tp * parallel.pp * parallel.cp)
+
+
+def layout_text(cfg: Config, world: int) -> str:
+    parallel = cfg.parallel
+    parts = [
+        f"world {world} = dp {data_parallel_size(cfg, world)}",
+        f"tp {parallel.tp}",
+        f"pp {parallel.pp}",
+        f"cp {parallel.cp}",
+    ]
+    if cfg.model.experts:
+        parts += [f"ep {parallel.ep}", f"etp {parallel.etp}"]
+    parts.append(cfg.train.dtype)
+    return " · ".join(parts)
+
+
+def batch_text(cfg: Config, world: int) -> str:
+    train = cfg.train
+    sequences = train.micro_batch * data_parallel_size(cfg, world)
+    accumulation = train.global_batch // sequences
+    tokens = train.global_batch * train.seq_len
+    text = f"{sequences} seq x {train.seq_len} tok x {accumulation} accum = {tokens:,} tok/step"
+    return text + (f" (ramp {train.ramp})" if train.ramp else "")
+
+
+def wandb_text(settings: WandbSettings) -> str:
+    text = f"wandb {settings.mode}"
+    if settings.mode == "off":
+        return text + " (--log.wandb to enable)"
+    return text + (f" ({settings.note})" if settings.note else "")

@@ -1,17 +1,25 @@
-"""How a job of many ranks ends: together, at once, with the cause first and one line a rank.
+"""How a job of several ranks ends: all ranks together, at once, with the cause first and one line a rank.
 
-Whoever fails first says so in the job's store; a thread of every rank waits for that word, since the main
-thread may sit in an exchange that nothing interrupts (gloo comes back after the whole timeout, nccl never).
-Each rank then says where it is; the one that was first says what happened (its error, or which peer it waited
-for and what that one does), every rank writes its exit_reason.rankN.json with the cause's exit code, and all
-leave. exit_reason.json, the job's, is rank 0's or that of the rank which failed first. A stopped process is
-ended by a sibling on its host.
+The rank that fails first writes its failure into the job's store. On every rank a thread waits for this,
+because the main thread may be inside an exchange that nothing interrupts (gloo returns after the whole
+timeout, nccl never). Then:
+- Each other rank writes what it is doing.
+- The first rank writes the verdict: its error, or which peer it waited for and what that peer does.
+- Every rank writes its exit_reason.rankN.json with the exit code of the cause, and exits. exit_reason.json,
+  the job's, comes from rank 0 or from the rank that failed first.
+- A process that is stopped is killed by another rank on its host.
 
-    first     who failed: {rank, host, code, again, line, text}, or {} once a rank has finished in peace
-    here/R    {host, pid} of rank R      at/R, answers    where rank R is, and how many have said it
-    verdict   the cause in one line      written, over    how many have written their reason; all have
+Keys of the store
+    first_failure    the first Failure, or {} once a rank has finished without one
+    process/R        the Process of rank R
+    state/R          the RankState of rank R, written after the first failure
+    num_states       how many ranks have written theirs
+    verdict          {line, silent}: the cause in one line, and the ranks that did not write a state
+    num_reasons      how many ranks have written their exit reason
+    all_reported     set when they all have, or when the time for it is over
 """
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -19,191 +27,333 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
 
-from parallel import comm
+from parallel.wire import comm
+from parallel.wire.comm import Store
 from runtime import setup
-from runtime.failure import again, code_of, explain, one_line
+from runtime.failure import HANG, USER_MISTAKE, code_of, explain, mark_reported, one_line, should_requeue
 
-ANSWER = 1.5  # seconds in which a living rank says where it is
-LEAVE = 3.0  # seconds in which all write their reason; then the main thread has as long to come out by itself
+ANSWER_SECONDS = 1.5  # in which a running rank writes its state
+EXIT_SECONDS = 3.0  # in which all write their reason; then the main thread has as long again to end by itself
+POLL_SECONDS = 0.02
 FOREVER = timedelta(days=3650)
+MAX_SILENT = 8  # silent ranks that a message names
+MAX_SUSPECTS = 4  # running ranks that a message names
 
 
-class Peers:
-    """`with Peers(rank, size) as peers:` around all a rank does. A failure inside it ends every rank and is printed here
-    (error.said: its exit code); a process alone passes its errors on. folder: where exit_reason.json goes, once known."""
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of a job, as the other ranks read it."""
 
-    def __init__(self, rank: int, size: int, attempt: str = "0") -> None:
-        self.rank, self.size, self.now = rank, size, comm.Now()
-        self.host, self.folder = socket.gethostname(), None
-        self.code: int | None = None  # of this rank's end, once it is decided
-        self.lock = threading.Lock()
-        self.store = None
+    rank: int
+    host: str
+    code: int
+    requeue: bool  # whether another start may succeed
+    line: str  # the error in one line
+    text: str  # the error's text as it is
+
+
+@dataclass(frozen=True)
+class Process:
+    """The process of a rank."""
+
+    host: str
+    pid: int
+    parent: int
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What a rank is doing when another one has failed."""
+
+    host: str
+    in_exchange: bool
+    activity: str  # all_reduce of 4,096 bytes in group dp (ranks 0, 2) at step 7
+    seconds: float  # in this activity
+    location: str  # ", at FILE:LINE"; empty inside an exchange
+
+
+def clone(store: Store) -> Store:
+    """Another connection to the same store, for another thread."""
+    return store.clone()  # pyright: ignore[reportAttributeAccessIssue]  torch's stubs leave it out
+
+
+def write_json(store: Store, key: str, value: dict[str, Any]) -> None:
+    store.set(key, json.dumps(value))
+
+
+def read_json(store: Store, key: str) -> dict[str, Any]:
+    return json.loads(store.get(key))
+
+
+def read_process(store: Store, rank: int) -> Process:
+    return Process(**read_json(store, f"process/{rank}"))
+
+
+def as_failure(text: str | bytes) -> Failure | None:
+    """The value of first_failure; None where a rank had finished before anything failed."""
+    fields = json.loads(text)
+    return Failure(**fields) if fields else None
+
+
+def wait_for_key(store: Store, key: str) -> None:
+    """Waits until the key is set, or the time for it is over, or the store is gone."""
+    with contextlib.suppress(RuntimeError, OSError):
+        store.wait([key], timedelta(seconds=ANSWER_SECONDS + EXIT_SECONDS))
+
+
+def main_frame() -> FrameType:
+    """The frame that the main thread is in. Raises RuntimeError if that thread was not started."""
+    thread_id = threading.main_thread().ident
+    if thread_id is None:
+        raise RuntimeError("the main thread was not started")
+    return sys._current_frames()[thread_id]
+
+
+class PeerWatch:
+    """`with PeerWatch(rank, size) as peers:` around everything that a rank does.
+
+    A failure inside it ends every rank, and has been printed when it leaves (failure.reported_code). Errors
+    of a process that is alone pass through unprinted.
+
+    folder (attribute): the run folder, once it is known; exit reasons go there.
+    """
+
+    def __init__(self, rank: int, size: int, restart_count: str = "0") -> None:
+        self.rank = rank
+        self.size = size
+        self.activity = comm.Activity()
+        self.host = socket.gethostname()
+        self.folder: Path | None = None
+        self.code: int | None = None  # the exit code of this rank, once it is decided
+        self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
+        self.store: Store | None = None  # None in a process that is alone
         if size > 1:
-            self.store = comm.meet(rank, size, attempt=attempt)
-            self.put(self.store, f"here/{rank}", {"host": self.host, "pid": os.getpid(), "parent": os.getppid()})
-            self.watcher = threading.Thread(target=self.watch, args=(self.store.clone(),), daemon=True, name="peers")
+            self.store = comm.open_store(rank, size, restart_count=restart_count)
+            process = Process(self.host, os.getpid(), os.getppid())
+            write_json(self.store, f"process/{rank}", dataclasses.asdict(process))
+            watcher_store = clone(self.store)
+            self.watcher = threading.Thread(
+                target=self.watch, args=(watcher_store,), daemon=True, name="peers")
             self.watcher.start()
 
-    def __enter__(self) -> "Peers":
+    def __enter__(self) -> "PeerWatch":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         if error is not None:
             self.fail(error)
             if self.store is not None:
-                return  # taking groups down whose ranks are gone can abort: failure.leave ends this process
+                # without leave_job, which can abort where ranks are gone: exit_process ends this process
+                return
         elif self.store is not None:
-            with contextlib.suppress(Exception):  # the rank that keeps the store may have left already
-                self.store.compare_set("first", "", "{}")
-                self.watcher.join(LEAVE)
-        comm.leave()
+            with contextlib.suppress(Exception):  # the rank that keeps the store may have exited
+                self.store.compare_set("first_failure", "", "{}")
+                self.watcher.join(EXIT_SECONDS)
+        comm.leave_job()
 
     @contextlib.contextmanager
-    def told(self):
-        """Tells the others of an error inside before anything else does its clearing up (metrics, W&B, files)."""
+    def failure_scope(self) -> Iterator[None]:
+        """Reports an error inside to the other ranks before any outer clean-up runs (metrics, W&B, files)."""
         try:
             yield
         except BaseException as error:
             self.fail(error)
             raise
 
-    def reason(self, code: int, text: str, again: bool, job: bool = False) -> None:
-        """Writes this rank's exit reason; as the job's too where `job` says so."""
+    def report_exit(self, code: int, text: str, requeue: bool, of_job: bool = False) -> None:
+        """Writes this rank's exit reason; with of_job also the job's, exit_reason.json."""
         if self.folder is None:
             return
-        setup.exit_reason(Path(self.folder), self.rank, code, text, again)
-        if job and self.rank:
-            setup.exit_reason(Path(self.folder), self.rank, code, text, again, job=True)
+        folder = Path(self.folder)
+        setup.write_exit_reason(folder, self.rank, code, text, requeue=requeue)
+        if of_job and self.rank:
+            setup.write_exit_reason(folder, self.rank, code, text, requeue=requeue, of_job=True)
 
-    # ---- the main thread ---------------------------------------------------------------------------------------------
+    # ---- the main thread -----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
-        """Ends the job for `error`, once. Sets error.said where it has been printed."""
+        """Ends the job because of `error`, once. Marks the error as reported where it has been printed."""
         if self.store is None:
             if self.code is None:
                 self.code = code_of(error)
-                self.reason(self.code, explain(error, self.rank), again(error))
+                self.report_exit(self.code, explain(error, self.rank), should_requeue(error))
             return
         if self.code is None:
-            mine = {"rank": self.rank, "host": self.host, "code": code_of(error), "again": again(error),
-                    "line": one_line(error), "text": str(error)}
             try:
-                first = json.loads(self.store.compare_set("first", "", json.dumps(mine)))
-                if first in ({}, mine):
-                    self.lead(error, mine, alone=first == {})
-                else:
-                    self.follow(self.store, first, error)
-                    self.wait(self.store, "over")
-            except (RuntimeError, OSError):  # the store is gone with the rank or launcher that kept it
-                self.end(code_of(error), explain(error, self.rank), again(error))
-        error.said = self.code
+                self.fail_with_peers(self.store, error)
+            except (RuntimeError, OSError):  # the store is gone, with the rank or the launcher that kept it
+                self.end(code_of(error), explain(error, self.rank), should_requeue(error))
+        mark_reported(error, self.decided_code())
 
-    def lead(self, error: BaseException, mine: dict, alone: bool) -> None:
-        """The first to fail: find the cause, say it, and hold the door until all have written theirs. Its
-        reason is the job's, for rank 0 may be the one that is gone; alone: the others finished in peace, and
-        the job with them."""
+    def fail_with_peers(self, store: Store, error: BaseException) -> None:
+        mine = Failure(rank=self.rank, host=self.host, code=code_of(error), requeue=should_requeue(error),
+                       line=one_line(error), text=str(error))
+        stored = store.compare_set("first_failure", "", json.dumps(dataclasses.asdict(mine)))
+        first = as_failure(stored)
+        if first is None or first == mine:
+            self.lead(store, error, mine, others_finished=first is None)
+        else:
+            self.follow(store, first, error)
+            wait_for_key(store, "all_reported")
+
+    def lead(self, store: Store, error: BaseException, mine: Failure, others_finished: bool) -> None:
+        """On the rank that failed first: publishes the cause, and waits until all have written their reason.
+
+        Its reason is the job's too, because rank 0 may be the one that is gone; not where the others have
+        finished without a failure, and the job with them.
+        """
         with self.lock:
             if self.code is not None:
                 return
-            self.code = mine["code"]
-        lost = isinstance(error, comm.PeerError)
-        silent = []
-        if lost:
-            found, silent = self.inquest(error)
-            mine["line"] += found
-        text = explain(error, self.rank) + (found if lost else "")
-        print(text, file=sys.stderr, flush=True)  # first, so that the cause stands above what follows from it
-        self.put(self.store, "verdict", {"line": mine["line"], "silent": silent})
-        self.reason(mine["code"], text, mine["again"], job=not alone)
-        self.finish(silent, mine["code"])
-        deadline = time.monotonic() + LEAVE
-        while self.store.add("written", 0) < min(self.store.add("answers", 0), self.size - 1) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        self.store.set("over", "1")
+            self.code = mine.code
 
-    def inquest(self, error: comm.PeerError) -> tuple[str, list[int]]:
-        """What the others do, in words, and the ranks that do not say."""
-        deadline = time.monotonic() + ANSWER
-        while self.store.add("answers", 0) < self.size - 1 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        others = [r for r in range(self.size) if r != self.rank]
-        silent = [r for r in others if not self.store.check([f"at/{r}"])]
+        # the cause; printed first, so that it stands above its consequences
+        peers_text, silent = "", []
+        if isinstance(error, comm.PeerError):
+            peers_text, silent = self.examine_peers(store, error)
+        text = explain(error, self.rank) + peers_text
+        print(text, file=sys.stderr, flush=True)
+        write_json(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
+        self.report_exit(mine.code, text, mine.requeue, of_job=not others_finished)
+        self.kill_hanging_siblings(store, silent, mine.code)
+
+        # the others
+        deadline = time.monotonic() + EXIT_SECONDS
+        while time.monotonic() < deadline:
+            num_states = min(store.add("num_states", 0), self.size - 1)
+            if store.add("num_reasons", 0) >= num_states:
+                break
+            time.sleep(POLL_SECONDS)
+        store.set("all_reported", "1")
+
+    def examine_peers(self, store: Store, error: comm.PeerError) -> tuple[str, list[int]]:
+        """Returns what the other ranks do, as text for the error, and the ranks that do not answer."""
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while store.add("num_states", 0) < self.size - 1 and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        silent = [rank for rank in others if not store.check([f"state/{rank}"])]
         if silent:
-            names = ", ".join(f"rank {r} on {self.get(self.store, f'here/{r}')['host']}" if self.store.check([f"here/{r}"])
-                              else f"rank {r} (never started)" for r in silent[:8])
-            more = f" and {len(silent) - 8} more" if len(silent) > 8 else ""
-            state = "is stopped or cut off" if error.exit_code == 76 else "is gone"
-            return f"; {names}{more} gives no sign of life: it {state}", silent
-        at = {r: self.get(self.store, f"at/{r}") for r in others}
-        idle = [r for r in others if not at[r]["inside"]]
-        group = self.now.exchange[1].ranks if self.now.exchange else ()
-        apart = idle or [r for r in others if r in group and at[r]["text"] != str(self.now)]
-        return "".join(f"; rank {r} on {at[r]['host']} is in {at[r]['text']} for {at[r]['seconds']:.1f} s{at[r]['where']}" for r in apart[:4]), []
+            is_hang = error.exit_code == HANG
+            return self.silent_text(store, silent, is_hang), silent
+        return self.suspects_text(store, others), []
 
-    # ---- the watcher's thread ----------------------------------------------------------------------------------------
+    def silent_text(self, store: Store, silent: list[int], is_hang: bool) -> str:
+        names: list[str] = []
+        for rank in silent[:MAX_SILENT]:
+            has_started = store.check([f"process/{rank}"])
+            names.append(f"rank {rank} on {read_process(store, rank).host}" if has_started
+                         else f"rank {rank} (never started)")
+        more = f" and {len(silent) - MAX_SILENT} more" if len(silent) > MAX_SILENT else ""
+        state = "is stopped or cut off" if is_hang else "is gone"
+        return f"; {', '.join(names)}{more} gives no sign of life: it {state}"
 
-    def watch(self, store) -> None:
-        """Waits for the first word of a failure; then this rank ends, whatever its main thread is waiting for."""
+    def suspects_text(self, store: Store, others: list[int]) -> str:
+        """Names the ranks that are in no exchange.
+
+        If there are none: the ranks of this rank's group that are in another exchange than this one.
+        """
+        states = {rank: RankState(**read_json(store, f"state/{rank}")) for rank in others}
+        suspects = [rank for rank in others if not states[rank].in_exchange]
+        if not suspects and self.activity.exchange:
+            group = self.activity.exchange[1]
+            own_activity = str(self.activity)
+            members = [rank for rank in others if rank in group.ranks]
+            suspects = [rank for rank in members if states[rank].activity != own_activity]
+        text = ""
+        for rank in suspects[:MAX_SUSPECTS]:
+            state = states[rank]
+            activity = f"{state.activity} for {state.seconds:.1f} s{state.location}"
+            text += f"; rank {rank} on {state.host} is in {activity}"
+        return text
+
+    # ---- the watcher's thread ------------------------------------------------------------------------------
+
+    def watch(self, store: Store) -> None:
+        """Waits for the failure of another rank; then ends this one, whatever its main thread waits for."""
         try:
-            store.wait(["first"], FOREVER)
-            first = self.get(store, "first")
-            if not first or first["rank"] == self.rank:
+            store.wait(["first_failure"], FOREVER)
+            first = as_failure(store.get("first_failure"))
+            if first is None or first.rank == self.rank:
                 return
             self.follow(store, first)
         except (RuntimeError, OSError) as error:
-            self.end(1, f"error: rank {self.rank} on {self.host}: in {self.now}: the launcher, or rank 0, that kept the job's store is gone "
-                        f"({one_line(error)[:80]})", again=True)
-        self.wait(store, "over")
-        time.sleep(LEAVE)  # the main thread comes out by itself as soon as its peers are gone, and closes its files
-        os._exit(self.code)
+            cause = one_line(error)[:80]
+            text = (f"error: rank {self.rank} on {self.host}: in {self.activity}: the launcher, or rank 0, "
+                    f"that kept the job's store is gone ({cause})")
+            self.end(1, text, requeue=True)
+        wait_for_key(store, "all_reported")
+        # the main thread ends by itself when its peers are gone, and closes its files
+        time.sleep(EXIT_SECONDS)
+        os._exit(self.decided_code())
 
-    # ---- both --------------------------------------------------------------------------------------------------------
+    # ---- both threads --------------------------------------------------------------------------------------
 
-    def follow(self, store, first: dict, error: BaseException | None = None) -> None:
-        """Another rank failed first: say where this one is, hear the cause, write it down."""
+    def follow(self, store: Store, first: Failure, error: BaseException | None = None) -> None:
+        """After another rank's failure: writes what this rank does, reads the cause, and ends with it.
+
+        error: this rank's own, where it has one.
+        """
         with self.lock:
             if self.code is not None:
                 return
-            frame = sys._current_frames()[threading.main_thread().ident]
-            inside = self.now.exchange is not None
-            where = "" if inside else f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-            here, seconds = str(self.now), time.monotonic() - self.now.since
-            self.put(store, f"at/{self.rank}", {"host": self.host, "inside": inside, "text": here, "seconds": seconds, "where": where})
-            store.add("answers", 1)
-            self.wait(store, "verdict")
-            verdict = self.get(store, "verdict") if store.check(["verdict"]) else {"line": first["line"], "silent": []}
-            same = error is not None and str(error) == first["text"] and not isinstance(error, comm.PeerError)
-            quiet = first["code"] == 2 or same  # a mistake of the user's, and what all ranks found together, is said once
-            cause = f"rank {first['rank']} on {first['host']}: {verdict['line']}"
-            text = f"error: rank {self.rank} on {self.host}: stopped in {here}, because of {cause}"
-            self.end(first["code"], text, first["again"], quiet)
-        store.add("written", 1)
-        self.finish(verdict["silent"], first["code"])
+            state = self.describe_state()
+            write_json(store, f"state/{self.rank}", dataclasses.asdict(state))
+            store.add("num_states", 1)
 
-    def end(self, code: int, text: str, again: bool, quiet: bool = False) -> None:
-        self.code, text = code, setup.redact(text)
+            wait_for_key(store, "verdict")
+            verdict = {"line": first.line, "silent": []}
+            if store.check(["verdict"]):
+                verdict = read_json(store, "verdict")
+            cause = f"rank {first.rank} on {first.host}: {verdict['line']}"
+            text = f"error: rank {self.rank} on {self.host}: stopped in {state.activity}, because of {cause}"
+
+            # a mistake of the user, and an error that all ranks raise alike, is printed once
+            is_own_error = error is not None and not isinstance(error, comm.PeerError)
+            is_same_error = is_own_error and str(error) == first.text
+            quiet = first.code == USER_MISTAKE or is_same_error
+            self.end(first.code, text, first.requeue, quiet)
+        store.add("num_reasons", 1)
+        self.kill_hanging_siblings(store, verdict["silent"], first.code)
+
+    def describe_state(self) -> RankState:
+        frame = main_frame()
+        in_exchange = self.activity.exchange is not None
+        location = "" if in_exchange else f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        return RankState(host=self.host, in_exchange=in_exchange, activity=str(self.activity),
+                         seconds=time.monotonic() - self.activity.since, location=location)
+
+    def decided_code(self) -> int:
+        """The exit code of this rank. Raises RuntimeError before lead, follow or end has decided it."""
+        if self.code is None:
+            raise RuntimeError("no exit code was decided")
+        return self.code
+
+    def end(self, code: int, text: str, requeue: bool, quiet: bool = False) -> None:
+        """Decides the exit code, prints the text unless quiet, and writes the exit reason."""
+        self.code = code
+        text = setup.redact(text)
         if not quiet:
             print(text, file=sys.stderr, flush=True)
-        self.reason(code, text, again)
+        self.report_exit(code, text, requeue)
 
-    def finish(self, silent: list[int], code: int) -> None:
-        """End siblings on this host that hang and cannot hear: else the launcher waits half a minute for them."""
-        for rank in silent if code == 76 else []:
+    def kill_hanging_siblings(self, store: Store, silent: list[int], code: int) -> None:
+        """After a hang: kills the silent ranks on this host, else the launcher waits 30 s for them."""
+        if code != HANG:
+            return
+        for rank in silent:
             with contextlib.suppress(OSError, RuntimeError, ValueError, IndexError):
-                there = self.get(self.store.clone(), f"here/{rank}")
-                stat = Path(f"/proc/{there['pid']}/stat").read_text().rpartition(")")[2].split()
-                if there["host"] == self.host and int(stat[1]) == there["parent"] == os.getppid():  # no stranger with its number
-                    os.kill(there["pid"], signal.SIGKILL)
-
-    def wait(self, store, key: str) -> None:
-        with contextlib.suppress(RuntimeError, OSError):
-            store.wait([key], timedelta(seconds=ANSWER + LEAVE))
-
-    def put(self, store, key: str, value: dict) -> None:
-        store.set(key, json.dumps(value))
-
-    def get(self, store, key: str) -> dict:
-        return json.loads(store.get(key))
+                process = read_process(clone(store), rank)
+                after_name = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                parent = int(after_name[1])
+                is_sibling = parent == process.parent == os.getppid()  # its pid may be another process by now
+                if process.host == self.host and is_sibling:
+                    os.kill(process.pid, signal.SIGKILL)

@@ -1,59 +1,50 @@
-"""loss.png: a run at a glance, drawn from metrics.jsonl. matplotlib is imported here alone, and only when called."""
+"""loss.png: a run in one picture, drawn from metrics.jsonl. Imports matplotlib only when it draws."""
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from config import read_yaml
-from runtime.console import short
-from runtime.lines import read
+from runtime.console import short_number
+from runtime.lines import Rows, read_metrics
 
-RAW, SMOOTH, VALID, RATE, INK = "#b9c7e0", "#2a5caa", "#d9822b", "#4f8f63", "#333333"
-POINTS = 2000  # more than a picture of this size can show; longer runs are thinned
+RAW, SMOOTH, VALID, RATE, INK = "#b9c7e0", "#2a5caa", "#d9822b", "#4f8f63", "#333333"  # colours
+MAX_POINTS = 2000  # more than a picture of this size can show
 
 
 def loss_png(run_dir: Path, params: str = "") -> Path | None:
-    """Draws run_dir/loss.png: train loss raw and smoothed, validation, learning rate. Replaced atomically.
+    """Draws run_dir/loss.png: training loss, raw and smoothed, validation loss and learning rate.
 
-    params: the size of the model as text for the title ("0.89M"). Returns the file, None where there is nothing to
-    draw. Raises OSError.
+    params: the number of parameters as text for the title ("0.89M").
+    Replaces the file atomically. Returns it, or None where there is nothing to draw. Raises OSError.
     """
     run_dir = Path(run_dir)
-    train, valid = read(run_dir)
-    train = [r for r in train if r["loss"] is not None]
-    valid = [r for r in valid if r["val_loss"] is not None]
+    train, valid = read_metrics(run_dir)
+    train = [row for row in train if row["loss"] is not None]
+    valid = [row for row in valid if row["val_loss"] is not None]
     if not train:
         return None
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no pyplot: it has global state and asks for displays
+    # not pyplot: it has global state and looks for a display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    step, loss, rate = (np.array([r[k] for r in train], float) for k in ("step", "loss", "lr"))
-    keep = np.unique(np.linspace(0, len(step) - 1, POINTS).astype(int))
-    smooth = smoothed(loss, keep)
     figure = Figure(figsize=(9, 5.4), dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    main, low = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
-    main.plot(step[keep], loss[keep], color=RAW, lw=0.9, label="train, each step")
-    main.plot(step[keep], smooth, color=SMOOTH, lw=1.8, label=f"train, smoothed  {smooth[-1]:.3f}")
-    if valid:
-        at, val = [r["step"] for r in valid], [r["val_loss"] for r in valid]
-        main.plot(at, val, "o-", color=VALID, lw=1, ms=4.5, mec="white", mew=0.7, label=f"validation  {val[-1]:.3f}")
-    main.set_ylabel("loss (nats per token)")
-    main.set_ylim(*window(loss, smooth, [r["val_loss"] for r in valid]))
-    main.legend(frameon=False, loc="upper right")
-    main.set_title(title(run_dir, params, train[-1]), loc="left", fontsize=11, color=INK)
-    low.plot(step[keep], rate[keep], color=RATE, lw=1.4)
-    low.fill_between(step[keep], rate[keep], color=RATE, alpha=0.12, lw=0)
-    low.set_ylabel("learning rate")
-    low.set_ylim(0)
-    low.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    low.set_xlabel("step")
-    low.set_xlim(0, max(step[-1], 1))
-    for axes in (main, low):
+    loss_axes, rate_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
+
+    steps = column(train, "step")
+    shown = np.unique(np.linspace(0, len(steps) - 1, MAX_POINTS).astype(int))
+    draw_losses(loss_axes, train, valid, shown)
+    loss_axes.set_title(title(run_dir, params, train[-1]), loc="left", fontsize=11, color=INK)
+    draw_rate(rate_axes, steps[shown], column(train, "lr")[shown])
+    rate_axes.set_xlim(0, max(steps[-1], 1))
+    for axes in (loss_axes, rate_axes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(color="#e6e6e6", lw=0.6)
         axes.set_axisbelow(True)
+
     out = run_dir / "loss.png"
     temp = out.with_name("loss.png.tmp")
     figure.savefig(temp, format="png")
@@ -61,28 +52,70 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
     return out
 
 
-def title(run_dir: Path, params: str, last: dict) -> str:
-    """quickstart · llama-mini · 0.89M parameters · 800 steps, 1.64M tokens"""
+def column(rows: Rows, name: str) -> np.ndarray:
+    return np.array([row[name] for row in rows], float)
+
+
+def draw_losses(axes: Any, train: Rows, valid: Rows, shown: np.ndarray) -> None:
+    """Draws the training loss of the rows `shown` (indices), raw and smoothed, and the validation loss."""
+    steps = column(train, "step")[shown]
+    losses = column(train, "loss")
+    smooth = smoothed(losses, shown)
+    axes.plot(steps, losses[shown], color=RAW, lw=0.9, label="train, each step")
+    axes.plot(steps, smooth, color=SMOOTH, lw=1.8, label=f"train, smoothed  {smooth[-1]:.3f}")
+    valid_losses = [row["val_loss"] for row in valid]
+    if valid:
+        valid_steps = [row["step"] for row in valid]
+        axes.plot(valid_steps, valid_losses, "o-", color=VALID, lw=1, ms=4.5, mec="white", mew=0.7,
+                  label=f"validation  {valid_losses[-1]:.3f}")
+    axes.set_ylabel("loss (nats per token)")
+    axes.set_ylim(*plot_window(losses, smooth, valid_losses))
+    axes.legend(frameon=False, loc="upper right")
+
+
+def draw_rate(axes: Any, steps: np.ndarray, rates: np.ndarray) -> None:
+    """Draws the learning rate."""
+    axes.plot(steps, rates, color=RATE, lw=1.4)
+    axes.fill_between(steps, rates, color=RATE, alpha=0.12, lw=0)
+    axes.set_ylabel("learning rate")
+    axes.set_ylim(0)
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    axes.set_xlabel("step")
+
+
+def title(run_dir: Path, params: str, last: dict[str, Any]) -> str:
+    """quickstart · llama-mini · 0.89M parameters · 800 steps, 1.64M tokens. last: the last step's row."""
     config = run_dir / "config.yaml"
-    preset = read_yaml(config).get("model", {}).get("preset", "") if config.exists() else ""
-    words = [run_dir.resolve().name, preset, f"{params} parameters" if params else "",
-             f"{last['step']:,} steps, {short(last['tokens'])} tokens"]
-    # matplotlib takes $...$ for a formula
-    return re.sub(r"\$", r"\\$", " · ".join(w for w in words if w))
+    preset = ""
+    if config.exists():
+        preset = read_yaml(config).get("model", {}).get("preset", "")
+    parts = [
+        run_dir.resolve().name,
+        preset,
+        f"{params} parameters" if params else "",
+        f"{last['step']:,} steps, {short_number(last['tokens'])} tokens",
+    ]
+    text = " · ".join(part for part in parts if part)
+    return re.sub(r"\$", r"\\$", text)  # matplotlib takes $...$ for a formula
 
 
-def smoothed(x: np.ndarray, at: np.ndarray) -> np.ndarray:
-    """The median of x around each index of `at`, over a window that widens with the index up to a twenty-fifth of all.
+def smoothed(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """The median of the values around each index.
 
-    Centred, so it does not lag behind a steep start as a running mean does; a median, so a spike stays a spike.
+    The window widens with the index, up to a twenty-fifth of all values. It is centred, so the result does
+    not lag behind a steep start as a running mean does. A median does not spread a spike.
     """
-    half = np.minimum(at // 10, len(x) // 50)
-    return np.array([np.median(x[max(0, i - h):i + h + 1]) for i, h in zip(at, half)])
+    half_widths = np.minimum(indices // 10, len(values) // 50)
+    medians: list[Any] = []
+    for index, half in zip(indices, half_widths):
+        window = values[max(0, index - half):index + half + 1]
+        medians.append(np.median(window))
+    return np.array(medians)
 
 
-def window(loss: np.ndarray, smooth: np.ndarray, valid: list[float]) -> tuple[float, float]:
-    """What the vertical axis shows: everything but the rarest spikes, which would flatten the rest."""
-    top = max([np.quantile(loss, 0.998), loss[0], *valid])
-    low = min([smooth.min(), np.quantile(loss, 0.002), *valid])
-    pad = 0.05 * (top - low) or 0.1
-    return low - pad, top + pad
+def plot_window(loss: np.ndarray, smooth: np.ndarray, valid: list[float]) -> tuple[float, float]:
+    """(lower, upper) end of the loss axis: all but the rarest spikes, which would flatten the rest."""
+    upper = max([np.quantile(loss, 0.998), loss[0], *valid])
+    lower = min([smooth.min(), np.quantile(loss, 0.002), *valid])
+    margin = 0.05 * (upper - lower) or 0.1
+    return lower - margin, upper + margin

@@ -1,76 +1,132 @@
-"""Warm workers for proofs and tests: ranks that talk over gloo on this machine, started from a forkserver with torch loaded.
+"""Warm worker processes for proofs and tests: ranks on this machine that communicate over gloo.
 
-Starting 8 ranks this way takes a fraction of a second, torchrun takes seconds; one pool serves a whole run of tests.
+They are forked from a server that has torch loaded: 8 ranks start in a fraction of a second, where torchrun
+takes seconds. One pool serves a whole run of tests.
 """
+import contextlib
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, NamedTuple, TypeVar
+
+Result = TypeVar("Result")
+PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "build", "train"]
+JOIN_SECONDS = 2
+GRACE_SECONDS = 5.0
 
 
-class Pool:
-    """`size` ranks; run(f, *args) calls f(world, *args) on each and returns [result of each rank]. f must be importable.
-    timeout_s: how long one exchange may wait for a peer.
+class Answer(NamedTuple):
+    """What a rank says of a job."""
+    is_good: bool
+    result: Any  # of a failed rank: why it failed
 
-    Raises RuntimeError with the first failing rank's trace; a pool in which a rank failed is closed, since its peers may
-    wait for it."""
+    @property
+    def is_cause(self) -> bool:
+        """Whether it failed for a reason of its own. Ranks that wait for a lost peer report a PeerError."""
+        return not self.is_good and "PeerError" not in self.result
+
+
+class WorkerPool:
+    """`size` ranks that wait for work. timeout_s: how long one exchange may wait for a peer."""
 
     def __init__(self, size: int, timeout_s: float = 60.0) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "build", "train"])
+        context.set_forkserver_preload(PRELOADED)
+        self.size = size
+        self.timeout_s = timeout_s
+        self.closed = False
         self.folder = tempfile.TemporaryDirectory(prefix="bevatron-pool-")
-        self.size, self.pipes, self.ranks = size, [], []
+        self.pipes: list[Connection] = []
+        self.processes: list[ForkServerProcess] = []
         for rank in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, size, f"file://{self.folder.name}/meet", timeout_s, theirs), daemon=True)
+            our_end, worker_end = context.Pipe()
+            arguments = {
+                "rank": rank,
+                "size": size,
+                "address": f"file://{self.folder.name}/meet",
+                "timeout_s": timeout_s,
+                "pipe": worker_end,
+            }
+            process = context.Process(target=rank_main, kwargs=arguments, daemon=True)
             process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.ranks.append(process)
-        self.timeout, self.closed = timeout_s, False
+            worker_end.close()
+            self.pipes.append(our_end)
+            self.processes.append(process)
 
-    def run(self, f: Callable, *args) -> list:
+    def run(self, f: Callable[..., Result], *args: object) -> list[Result]:
+        """Calls f(world, *args) on each rank and returns the result of each. f must be importable.
+
+        Raises RuntimeError with the traceback of the rank that failed first. The pool is then closed, because
+        the other ranks may wait for the failed one.
+        """
         for pipe in self.pipes:
-            pipe.send((f, args))
-        results, failed = [None] * self.size, []
-        for rank, pipe in enumerate(self.pipes):
-            try:
-                ok, value = pipe.recv() if pipe.poll(self.timeout * 4) else (False, "no answer")
-            except EOFError:
-                ok, value = False, f"died with exit code {self.ranks[rank].exitcode}"
-            results[rank] = value
-            if not ok:
-                failed.append(rank)
+            with contextlib.suppress(BrokenPipeError):  # a rank that died before: receive reports it
+                pipe.send((f, args))
+        answers = self.receive_all()
+        failed = [rank for rank, answer in answers.items() if not answer.is_good]
         if failed:
             self.close()
-            # ranks that wait for a dead peer complain about the connection: the one with another complaint is the cause
-            first = next((r for r in failed if "PeerError" not in results[r]), failed[0])
-            raise RuntimeError(f"rank {first}: {results[first]}")
-        return results
+            causes = [rank for rank in failed if answers[rank].is_cause]
+            first = causes[0] if causes else failed[0]
+            raise RuntimeError(f"rank {first}: {answers[first].result}")
+        return [answers[rank].result for rank in range(self.size)]
+
+    def receive_all(self) -> dict[int, Answer]:
+        """The answer of each rank, in the order of their arrival.
+
+        Once a rank has failed for a reason of its own, the others have GRACE_SECONDS: they may wait for it.
+        """
+        answers: dict[int, Answer] = {}
+        missing = dict(enumerate(self.pipes))
+        deadline = time.monotonic() + 4 * self.timeout_s
+        while missing:
+            ready = wait(missing.values(), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in [rank for rank, pipe in missing.items() if pipe in ready]:
+                del missing[rank]
+                answers[rank] = self.receive(rank)
+                if answers[rank].is_cause:
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        for rank in missing:
+            answers[rank] = Answer(False, "no answer")
+        return answers
+
+    def receive(self, rank: int) -> Answer:
+        """The answer of a rank whose pipe has one, or is closed."""
+        process = self.processes[rank]
+        try:
+            return Answer(*self.pipes[rank].recv())
+        except (EOFError, ConnectionResetError):
+            process.join(JOIN_SECONDS)  # its pipe closes before its exit code is known
+            return Answer(False, f"died with exit code {process.exitcode}")
 
     def close(self) -> None:
+        """Ends the ranks; kills those that do not end in time."""
         self.closed = True
         for pipe in self.pipes:
-            try:
+            with contextlib.suppress(OSError):
                 pipe.send(None)
-            except OSError:
-                pass
-        for process in self.ranks:
-            process.join(2)
+        for process in self.processes:
+            process.join(JOIN_SECONDS)
             process.kill()
         self.folder.cleanup()
 
 
-def serve(rank: int, size: int, address: str, timeout_s: float, pipe) -> None:
-    """A worker: join, then run what comes until None comes."""
+def rank_main(rank: int, size: int, address: str, timeout_s: float, pipe: Connection) -> None:
+    """A worker: joins the job, then runs what the pipe brings until it brings None."""
     import torch
 
-    from parallel import comm
+    from parallel.wire import comm
     torch.set_num_threads(1)
-    if hasattr(os, "SCHED_BATCH"):  # ranks that share cores then hand them over less often: a tenth to a fifth
+    if hasattr(os, "SCHED_BATCH"):  # ranks that share a core switch less often: a tenth to a fifth faster
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    world = comm.join("cpu", rank, size, timeout_s, address)
+    world = comm.join_job("cpu", rank, size, timeout_s, address)
     while True:
         try:
             job = pipe.recv()
@@ -78,9 +134,10 @@ def serve(rank: int, size: int, address: str, timeout_s: float, pipe) -> None:
             os._exit(0)
         if job is None:
             break
-        world.close_separate()  # every rank has ended the job before
+        world.close_separate_groups()  # every rank has ended the job before
+        function, args = job
         try:
-            pipe.send((True, job[0](world, *job[1])))
+            pipe.send((True, function(world, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    comm.leave()
+    comm.leave_job()

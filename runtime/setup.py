@@ -1,7 +1,8 @@
-"""Start-up of one process: who am I, which device, how many threads, which seeds. The only reader of the environment.
+"""Start-up of one process: its rank, device, threads and seeds. The only reader of environment variables.
 
-Promises: nothing of the environment is ever dumped, and `redact` takes secrets out of text that is about to be written.
-Sources: torchrun's variables, else those of a bare `srun`, else a world of one process.
+Rank and world size come from torchrun's variables, else from those of a bare `srun`, else this is the only
+process. The environment is never written to a file or a log, and `redact` removes secrets from text that is
+about to be written.
 """
 import contextlib
 import ctypes
@@ -21,14 +22,22 @@ import torch
 
 import config
 from config import Config, ConfigError
-from runtime.faults import Faults, parse
+from runtime.faults import FaultInjector, parse
 
-SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")  # names whose values are never written
+# in the names of environment variables whose values are never written
+SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
+MIN_SECRET_LENGTH = 6  # a shorter value would also match ordinary words
+
+WANDB_MODES = ("off", "offline", "online")  # from the most private on
+WANDB_MODE_NAMES = {"disabled": "off", "dryrun": "offline", "run": "online"}  # W&B's own names -> ours
+
+PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
+BATCH_STEP_ID = 0xFFFFFFF0  # SLURM's step ids from here on are no steps of srun
 
 
 @dataclass(frozen=True)
-class Wandb:
-    """Where W&B goes. `mode` is off, offline or online; `note` says why it is not what the config asked for."""
+class WandbSettings:
+    """Where W&B sends to. `mode` is off, offline or online; `note` says why it differs from the config's."""
 
     mode: str = "off"
     project: str | None = None
@@ -39,8 +48,8 @@ class Wandb:
 
 
 @dataclass(frozen=True)
-class Env:
-    """What this process is. No secret is in it."""
+class LaunchEnv:
+    """What this process is. Holds no secret."""
 
     rank: int = 0
     world: int = 1
@@ -49,84 +58,131 @@ class Env:
     device: torch.device = torch.device("cpu")
     threads: int = 1
     host: str = ""
-    color: bool = False  # may the console use colours
-    wandb: Wandb = Wandb()
+    color: bool = False  # whether the console may use colours
+    wandb: WandbSettings = WandbSettings()
 
     def __str__(self) -> str:
-        """The console's first line, after the name: torch 2.13.0 · cpu x1 (2 threads)"""
-        kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        threads = f" ({self.threads} thread{'s' * (self.threads > 1)})" if self.device.type == "cpu" else ""
-        return f"torch {torch.__version__.partition('+')[0]} · {kind} x{self.world}{threads}"
+        """For the first line of the console: torch 2.13.0 · cpu x1 (2 threads)"""
+        version = torch.__version__.partition("+")[0]
+        if self.device.type != "cpu":
+            return f"torch {version} · {torch.cuda.get_device_name(self.device)} x{self.world}"
+        plural = "s" if self.threads > 1 else ""
+        return f"torch {version} · cpu x{self.world} ({self.threads} thread{plural})"
 
 
-def start(cfg: Config) -> Env:
-    """Readies this process and says what it is. Raises ConfigError when environment or device do not fit the config."""
-    rank, world, local_rank, local_world = place()
+def read_environment(cfg: Config) -> LaunchEnv:
+    """Prepares this process and describes it.
+
+    Raises ConfigError if the environment or the device does not fit the config.
+    """
+    rank, world, local_rank, local_world = rank_and_world()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
+
+    # stacks of all threads: at a crash, and at kill -USR2, which has no other effect
     faulthandler.enable(2)
-    faulthandler.register(signal.SIGUSR2, file=2)  # kill -USR2 shows where every thread stands; nothing else happens
+    faulthandler.register(signal.SIGUSR2, file=2)
+
     threads = cfg.train.threads or spare_threads(local_world)
-    torch.set_num_threads(threads)  # torchrun sets OMP_NUM_THREADS=1; this is the number that counts
-    torch.set_float32_matmul_precision("highest")  # fp32 means fp32; TF32 would break every parity promise
-    if cfg.train.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is only deterministic with it
-        torch.utils.deterministic.fill_uninitialized_memory = False  # else every torch.empty is written once more
-    if cfg.train.compile:
-        torch.use_deterministic_algorithms(cfg.train.deterministic)  # tells the compiler too, whose import takes seconds
-    else:
-        torch.set_deterministic_debug_mode("error" if cfg.train.deterministic else "default")
+    torch.set_num_threads(threads)  # overrides OMP_NUM_THREADS, which torchrun sets to 1
+    torch.set_float32_matmul_precision("highest")  # no TF32: fp32 results must agree between layouts
+    set_determinism(cfg)
+
     device = pick_device(cfg.train.device, local_rank)
     if cfg.train.cuda_graphs and device.type != "cuda":
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
-    return Env(rank, world, local_rank, local_world, device, threads,
-               socket.gethostname(), wants_color(), wandb(cfg))
+    return LaunchEnv(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=local_world,
+        device=device,
+        threads=threads,
+        host=socket.gethostname(),
+        color=wants_color(),
+        wandb=wandb_settings(cfg),
+    )
 
 
-def place() -> tuple[int, int, int, int]:
-    """rank, world, local rank, local world."""
+def set_determinism(cfg: Config) -> None:
+    """Under train.deterministic, makes an operation without a deterministic implementation an error."""
+    if cfg.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
+        # else every torch.empty is also filled; torch's stubs do not know this property of the module
+        deterministic = torch.utils.deterministic
+        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    if cfg.train.compile:
+        # this call also configures the compiler, whose import takes seconds
+        torch.use_deterministic_algorithms(cfg.train.deterministic)
+    else:
+        torch.set_deterministic_debug_mode("error" if cfg.train.deterministic else "default")
+
+
+# ---- the launcher ------------------------------------------------------------------------------------------
+
+def rank_and_world() -> tuple[int, int, int, int]:
+    """Returns (rank, world size, local rank, local world size). Raises ConfigError if they contradict."""
     env = os.environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank, world = number("RANK"), number("WORLD_SIZE")
-        local_rank, local_world = number("LOCAL_RANK", rank), number("LOCAL_WORLD_SIZE", world)
+        rank = environment_number("RANK")
+        world = environment_number("WORLD_SIZE")
+        local_rank = environment_number("LOCAL_RANK", rank)
+        local_world = environment_number("LOCAL_WORLD_SIZE", world)
     elif "SLURM_PROCID" in env and "SLURM_NTASKS" in env and not in_batch_script():
-        rank = number("SLURM_PROCID")
-        world = number("SLURM_STEP_NUM_TASKS", number("SLURM_NTASKS"))  # of the step, which may be smaller than the job
-        local_rank = number("SLURM_LOCALID", rank)
-        local_world = max(-(-world // number("SLURM_STEP_NUM_NODES", number("SLURM_NNODES", 1))), local_rank + 1)
+        rank = environment_number("SLURM_PROCID")
+        # of the step, which may be smaller than the job
+        world = environment_number("SLURM_STEP_NUM_TASKS", environment_number("SLURM_NTASKS"))
+        nodes = environment_number("SLURM_STEP_NUM_NODES", environment_number("SLURM_NNODES", 1))
+        local_rank = environment_number("SLURM_LOCALID", rank)
+        local_world = max(-(-world // nodes), local_rank + 1)  # nodes may hold different numbers of ranks
     else:
         return 0, 1, 0, 1
     if not (0 <= rank < world and 0 <= local_rank < local_world):
-        raise ConfigError(f"rank {rank} of {world}, local rank {local_rank} of {local_world}: RANK, WORLD_SIZE, "
-                          "LOCAL_RANK (or SLURM_*) do not fit together; start with torchrun or srun, or unset them")
+        raise ConfigError(
+            f"rank {rank} of {world}, local rank {local_rank} of {local_world}: RANK, WORLD_SIZE, LOCAL_RANK "
+            f"(or SLURM_*) do not fit together; start with torchrun or srun, or unset them")
     return rank, world, local_rank, local_world
 
 
-def attempt() -> str:
-    """Which start of torchrun's --max-restarts this is: the store outlives one, and what ranks said in it."""
+def restart_count() -> str:
+    """How often torchrun (--max-restarts) has restarted this job. The store keeps its keys over a restart."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def in_batch_script() -> bool:
-    """True in the body of an sbatch script: it carries the job's SLURM_NTASKS but is one process, no step of srun."""
-    return number("SLURM_STEP_ID", 0) >= 0xFFFFFFF0
+    """True in the body of an sbatch script: it has the job's SLURM_NTASKS, but is one process, not srun's."""
+    return environment_number("SLURM_STEP_ID", 0) >= BATCH_STEP_ID
 
 
-def number(name: str, default: int | None = None) -> int:
+def environment_number(name: str, default: int | None = None) -> int:
+    """An integer of the environment. Raises ConfigError if it is none, or absent without a default."""
     text = os.environ.get(name)
     if text is None and default is not None:
         return default
     try:
-        return int(text)
-    except (TypeError, ValueError):
+        return int(text or "")
+    except ValueError:
         raise ConfigError(f"{name}={text!r} in the environment is not a whole number") from None
 
 
-def spare_threads(local_world: int = 1) -> int:
-    """CPU threads for one of `local_world` processes: at most 4, and one core left free where there are more than 2.
+def die_with_parent() -> None:
+    """Asks the kernel to kill this process when its parent dies.
 
-    Two threads on a core that a neighbour uses run ten times slower than one, so what a container may use counts, not
-    what the machine has.
+    Else a worker of a killed torchrun would keep its GPU and locks.
+    """
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+# ---- threads, device, seeds, faults ------------------------------------------------------------------------
+
+def spare_threads(local_world: int = 1) -> int:
+    """CPU threads for one of `local_world` processes: at most 4, and one core of more than 2 stays free.
+
+    Two threads on a core that another process uses run ten times slower than one. So the cores that this
+    container may use count, not those of the machine.
     """
     cores = len(os.sched_getaffinity(0))
     try:
@@ -139,76 +195,95 @@ def spare_threads(local_world: int = 1) -> int:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    count = torch.cuda.device_count() if kind != "cpu" else 0
-    if kind == "cuda" and not count:
+    """The device of this rank. kind: train.device (auto, cpu, cuda).
+
+    Raises ConfigError if there is no GPU for this rank.
+    """
+    num_gpus = torch.cuda.device_count() if kind != "cpu" else 0
+    if kind == "cuda" and not num_gpus:
         raise ConfigError("train.device: cuda, but torch finds no GPU here; use --train.device cpu")
-    if kind == "cpu" or not count:
+    if kind == "cpu" or not num_gpus:
         return torch.device("cpu")
-    if local_rank >= count:
-        raise ConfigError(f"train.device: local rank {local_rank} has no GPU, this node has {count}; "
-                          f"start at most {count} ranks a node")
+    if local_rank >= num_gpus:
+        raise ConfigError(f"train.device: local rank {local_rank} has no GPU, this node has {num_gpus}; "
+                          f"start at most {num_gpus} ranks a node")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of the device in `dtype` (train.dtype's names) by its data sheet; None where that is not known."""
-    return peak_of(torch.cuda.get_device_name(device), dtype) if device.type == "cuda" else None
+    """The device's peak FLOP/s in `dtype` (a name of train.dtype), from its data sheet; None if unknown."""
+    if device.type != "cuda":
+        return None
+    return peak_flops_of_gpu(torch.cuda.get_device_name(device), dtype)
 
 
-def peak_of(name: str, dtype: str) -> float | None:
-    """The same, by the device's name."""
-    name = name.lower()
-    gpus = config.read_yaml(config.HERE / "clusters.yaml")["gpus"]
-    fits = [g for g in gpus if g in name]
-    value = gpus[max(fits, key=len)].get(dtype) if fits else None
-    return None if value is None else 1e12 * value
+def peak_flops_of_gpu(name: str, dtype: str) -> float | None:
+    """As peak_flops, by the GPU's name: the longest name in configs/clusters.yaml that it contains counts."""
+    gpus = config.read_yaml(config.CONFIG_FOLDER / "clusters.yaml")["gpus"]
+    matching = [gpu for gpu in gpus if gpu in name.lower()]
+    if not matching:
+        return None
+    teraflops = gpus[max(matching, key=len)].get(dtype)
+    return None if teraflops is None else 1e12 * teraflops
 
 
-def seed(cfg: Config) -> None:
-    """Seeds the three generators. Weights, sample order and dropout need none: they are functions of train.seed."""
+def seed_everything(cfg: Config) -> None:
+    """Seeds the global generators.
+
+    Weights, sample order and dropout do not use them: they are functions of train.seed.
+    """
     random.seed(cfg.train.seed)
     np.random.seed(cfg.train.seed % 2**32)
     torch.manual_seed(cfg.train.seed)
 
 
-def faults(env: Env, known: Collection[str] = ()) -> Faults:
-    """`at(point, step)` of runtime/faults.py, armed by FAULT. `known` are the points there are. Raises ConfigError."""
-    return Faults(parse(os.environ.get("FAULT", "")), env.rank, known)
+def fault_injector(env: LaunchEnv, known: Collection[str] = ()) -> FaultInjector:
+    """The fault hook (runtime/faults.py) with the faults of the variable FAULT.
+
+    known: all names of fault points. Raises ConfigError if FAULT does not parse or names an unknown point.
+    """
+    return FaultInjector(parse(os.environ.get("FAULT", "")), env.rank, known)
 
 
-def die_with_parent() -> None:
-    """A worker of a killed torchrun would live on with its GPUs and locks; the kernel ends it with the agent."""
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died while we asked
-        os.kill(os.getpid(), signal.SIGKILL)
-
+# ---- the console and W&B -----------------------------------------------------------------------------------
 
 def wants_color() -> bool:
-    """On a terminal that can, and nobody said NO_COLOR (no-color.org)."""
+    """True on a terminal with colours, unless NO_COLOR is set (no-color.org)."""
     try:
         return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    except (AttributeError, ValueError):  # stdout closed or replaced
+    except (AttributeError, ValueError):  # stdout is closed or replaced
         return False
 
 
-def wandb(cfg: Config) -> Wandb:
-    """The W&B settings: of log.wandb and WANDB_MODE the one that sends less; offline without a key to send with."""
-    order = ("off", "offline", "online")
-    env = {k: os.environ.get(f"WANDB_{k}") for k in ("MODE", "PROJECT", "ENTITY", "RUN_ID", "DIR", "API_KEY")}
-    wish = {"disabled": "off", "dryrun": "offline", "run": "online"}.get(env["MODE"], env["MODE"])
-    mode, note = cfg.log.wandb, None
-    if wish in order and order.index(wish) < order.index(mode):
-        mode, note = wish, f"WANDB_MODE={env['MODE']}"
-    if mode == "online" and not env["API_KEY"] and not netrc_key():
-        mode, note = "offline", "no WANDB_API_KEY"
-    return Wandb(mode, env["PROJECT"] or cfg.log.project, env["ENTITY"], env["RUN_ID"], env["DIR"], note)
+def wandb_settings(cfg: Config) -> WandbSettings:
+    """The W&B settings.
+
+    Of log.wandb and WANDB_MODE the more private one counts. Without a key, online becomes offline.
+    """
+    env = os.environ
+    mode = cfg.log.wandb
+    note = None
+
+    asked = env.get("WANDB_MODE", "")
+    asked_mode = WANDB_MODE_NAMES.get(asked, asked)
+    if asked_mode in WANDB_MODES and WANDB_MODES.index(asked_mode) < WANDB_MODES.index(mode):
+        mode = asked_mode
+        note = f"WANDB_MODE={asked}"
+
+    if mode == "online" and not env.get("WANDB_API_KEY") and not has_netrc_key():
+        mode = "offline"
+        note = "no WANDB_API_KEY"
+
+    return WandbSettings(
+        mode=mode, project=env.get("WANDB_PROJECT") or cfg.log.project, entity=env.get("WANDB_ENTITY"),
+        id=env.get("WANDB_RUN_ID"), dir=env.get("WANDB_DIR"), note=note)
 
 
-def netrc_key() -> bool:
-    """Did `wandb login` leave a key on this machine? (asked without reading the key)"""
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").partition("//")[2].partition("/")[0]
+def has_netrc_key() -> bool:
+    """True if `wandb login` has left a key on this machine. Looks for the host's entry, not for the key."""
+    url = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")
+    host = url.partition("//")[2].partition("/")[0]
     file = Path(os.environ.get("NETRC") or Path.home() / ".netrc")
     try:
         return f"machine {host}" in file.read_text()
@@ -216,44 +291,49 @@ def netrc_key() -> bool:
         return False
 
 
+# ---- exit_reason.json --------------------------------------------------------------------------------------
+
 def redact(text: str) -> str:
-    """`text` without the values of environment variables whose names speak of secrets."""
+    """`text` with <NAME> for the values of environment variables whose names suggest a secret."""
     for name, value in os.environ.items():
-        if len(value) >= 6 and any(word in name.upper() for word in SECRET):
+        is_secret = any(word in name.upper() for word in SECRET_WORDS)
+        if is_secret and len(value) >= MIN_SECRET_LENGTH:
             text = text.replace(value, f"<{name}>")
     return text
 
 
-def forget_reasons(run_dir: Path) -> None:
-    """Removes what an earlier start left: its reason is not this one's. Under the run's lock, before any rank
-    can fail."""
+def remove_exit_reasons(run_dir: Path) -> None:
+    """Removes the exit reasons of an earlier start. Call it under the run's lock, before a rank can fail."""
     for file in Path(run_dir).glob("exit_reason*.json"):
         with contextlib.suppress(OSError):
             file.unlink()
 
 
-def exit_reason(run_dir: Path, rank: int, code: int, reason: str, again: bool = False,
-                job: bool = False) -> bool:
-    """Writes exit_reason.json (rank 0) or exit_reason.rankN.json atomically, as torchrun turns every cause into code 1.
+def write_exit_reason(run_dir: Path, rank: int, code: int, reason: str, *, requeue: bool = False,
+                      of_job: bool = False) -> bool:
+    """Writes exit_reason.json (rank 0) or exit_reason.rankN.json atomically.
 
-    again: would another start help? job: this rank's reason is the job's (exit_reason.json), whatever rank it
-    is. The last words of a process: a full disk must not hide them, so it returns False instead of raising
-    OSError.
+    It keeps the exit code, because torchrun turns every cause into code 1.
+    requeue: whether another start may succeed. of_job: writes exit_reason.json whatever the rank is.
+    Returns False instead of raising OSError: a full disk must not hide why the process ends.
     """
-    file = Path(run_dir) / ("exit_reason.json" if rank == 0 or job else f"exit_reason.rank{rank}.json")
+    file = Path(run_dir) / ("exit_reason.json" if rank == 0 or of_job else f"exit_reason.rank{rank}.json")
     temp = file.with_name(f"{file.name}.{os.getpid()}.tmp")
-    words = {"code": code, "reason": redact(reason), "again": again, "rank": rank,
-             "host": socket.gethostname()}
+    record = {
+        "code": code,
+        "reason": redact(reason),
+        "again": requeue,
+        "rank": rank,
+        "host": socket.gethostname(),
+    }
     try:
-        with open(temp, "w") as f:
-            f.write(json.dumps(words) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        with open(temp, "w") as out:
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
         os.replace(temp, file)
         return True
     except OSError:
-        try:
+        with contextlib.suppress(OSError):
             temp.unlink(missing_ok=True)
-        except OSError:
-            pass
         return False

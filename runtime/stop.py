@@ -1,15 +1,17 @@
-"""When to stop early: a signal, a STOP file in the run folder, or the time limit (exit code 75: everything is
-saved).
+"""When to stop early: at a signal, at a STOP file in the run folder, or at the time limit.
 
-A STOP file is a person's word, and ends the job for good; one whose text is `requeue` is a scheduler's
-(train.sbatch writes it before the time limit), and asks for another start, as a signal and the time limit do.
-Both are code 75, for 0 says that the horizon was reached and what waits for that may begin; `again` in
-exit_reason.json tells them apart.
+The exit code is then 75: everything is saved. An empty STOP file comes from a person and ends the job for
+good. One with the text `requeue` comes from a scheduler (train.sbatch writes it before the time limit) and
+asks for another start, as a signal and the time limit do. Both end with code 75, because 0 means that the
+horizon was reached and that jobs which wait for it may begin; `again` in exit_reason.json tells the two
+apart.
 
-Promises: a handler does nothing but set a flag, so a second signal (SLURM delivers USR1 twice) or one that
-lands in the middle of a save changes nothing; time is measured on the monotonic clock, so a wall clock that
-jumps neither stops a run nor keeps one going. Any rank's answer counts: the loop passes it on, so that all
-leave at the same step. The STOP file is looked for by rank 0 alone.
+Guarantees
+- A signal handler only sets a flag. So a second signal (SLURM delivers USR1 twice) or one during a save
+  changes nothing.
+- Time is monotonic. A jump of the wall clock neither stops a run nor keeps it going.
+- The answer of any rank counts: the training loop shares it, so that all ranks stop at the same step. Only
+  rank 0 looks for the STOP file.
 """
 import contextlib
 import os
@@ -17,58 +19,68 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 
-WRITING = 0.2  # seconds given to whoever writes a STOP file to finish it
+WRITE_SECONDS = 0.2  # a shell creates the STOP file before it writes into it: how long to wait for the text
+MAX_WORD_BYTES = 100
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # torchrun forwards all three (--signals-to-handle)
 
 
-class Stop:
-    """Ask `check()` once a step. `run_dir` is the run folder, `max_minutes` the limit from now on (None: no
-    limit); `looks`: for the STOP file. `again`: does who stopped the run want it to be started again?"""
+class StopRequest:
+    """Installs the signal handlers; call `reason_to_stop()` once a step.
 
-    def __init__(self, run_dir: Path, max_minutes: float | None = None, looks: bool = True):
-        self.looks, self.again = looks, True
+    max_minutes: the time limit from now on; None: no limit. watches_file: whether this rank looks for the
+    STOP file.
+    requeue (attribute): whether another start is asked for.
+    """
+
+    def __init__(self, run_dir: Path, max_minutes: float | None = None, watches_file: bool = True) -> None:
         self.file = Path(run_dir) / "STOP"
-        self.limit = max_minutes
+        self.watches_file = watches_file
+        self.max_minutes = max_minutes
         self.deadline = None if max_minutes is None else time.monotonic() + 60 * max_minutes
+        self.requeue = True
         self.reason: str | None = None
-        self.caught: int | None = None  # the first signal's number
-        main = threading.current_thread() is threading.main_thread()  # elsewhere Python allows no handlers
-        self.before = {s: signal.signal(s, self.on_signal) for s in SIGNALS} if main else {}
 
-    def on_signal(self, number, frame):
-        self.caught = self.caught or number
+        self.first_signal: int | None = None
+        self.old_handlers = {}
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
+            self.old_handlers = {number: signal.signal(number, self.on_signal) for number in SIGNALS}
 
-    def check(self) -> str | None:
-        """The reason to stop, or None. Once it has said stop it keeps saying so."""
-        self.reason = self.reason or self.look()
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.first_signal = self.first_signal or number
+
+    def reason_to_stop(self) -> str | None:
+        """Returns why to stop, or None. Once there is a reason it stays the same."""
+        self.reason = self.reason or self.find_reason()
         return self.reason
 
-    def look(self) -> str | None:
-        if self.caught:
-            return f"{signal.Signals(self.caught).name} received"
-        if self.looks and os.path.lexists(self.file):
-            self.again = self.text() == "requeue"
-            return f"{self.file} found{self.take_away()}"
+    def find_reason(self) -> str | None:
+        if self.first_signal:
+            return f"{signal.Signals(self.first_signal).name} received"
+        if self.watches_file and os.path.lexists(self.file):
+            self.requeue = self.read_word() == "requeue"
+            return f"{self.file} found{self.remove_file()}"
         if self.deadline is not None and time.monotonic() >= self.deadline:
-            return f"time limit of {self.limit:g} min reached (train.max_minutes)"
+            return f"time limit of {self.max_minutes:g} min reached (train.max_minutes)"
         return None
 
-    def text(self) -> str:
-        """The STOP file's word; empty for a folder, a link to nowhere and what cannot be read."""
+    def read_word(self) -> str:
+        """The text of the STOP file; empty for a folder, a dangling link and a file that cannot be read."""
         if not self.file.is_file():
             return ""
-        for wait in (WRITING, 0.0):  # a shell makes the file before it writes into it
+        for pause in (WRITE_SECONDS, 0.0):
             with contextlib.suppress(OSError):
                 with open(self.file, "rb") as file:
-                    if word := file.read(100).decode("ascii", "replace").strip():
-                        return word
-            time.sleep(wait)
+                    data = file.read(MAX_WORD_BYTES)
+                word = data.decode("ascii", "replace").strip()
+                if word:
+                    return word
+            time.sleep(pause)
         return ""
 
-    def take_away(self) -> str:
-        """The next start must not stop on the file that stopped this one. Returns what to say where it
-        stays."""
+    def remove_file(self) -> str:
+        """Removes the STOP file, which would stop the next start too. Returns what to say if that fails."""
         try:
             if self.file.is_dir() and not self.file.is_symlink():
                 self.file.rmdir()
@@ -80,8 +92,8 @@ class Stop:
             return f" (remove it before the next start: {error.strerror})"
         return ""
 
-    def close(self):
-        """Gives the signals back to whoever had them."""
-        for number, handler in self.before.items():
+    def close(self) -> None:
+        """Restores the signal handlers that were there before."""
+        for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
-        self.before = {}
+        self.old_handlers = {}

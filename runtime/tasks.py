@@ -1,10 +1,11 @@
-"""Tasks of lm-evaluation-harness (the package lm-eval, optional) on a trained model: what scripts.evaluate --tasks calls.
+"""Tasks of lm-evaluation-harness (the optional package lm-eval) on a trained model: scripts.evaluate --tasks.
 
-The harness brings prompts, answers and metrics; from a model it wants three things: how likely a continuation is after a
-context, how likely a whole text is, and greedy text. Each is a function of the logits, here.
+The harness brings prompts, answers and metrics. From a model it needs three things: how likely a continuation
+is after a context, how likely a whole text is, and greedy text. All three are functions of the logits.
 """
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,19 @@ from torch.nn.utils.rnn import pad_sequence
 
 from config import ConfigError
 
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of (context, continuation)
+MAX_NEW_TOKENS = 256  # where a task sets no limit
+
 
 @dataclass(frozen=True)
-class Speaker:
-    """What the harness needs of a model. logits: tokens [b, s], b up to `batch`, -> [b, s, vocab]; write: (prompt ids, how many) -> new ids,
-    the likeliest; eod: id of the end of a document; context: longest sequence."""
+class EvaluationModel:
+    """What the harness needs of a model.
+
+    logits: tokens [b, s], b at most `batch` -> [b, s, vocab]. write: (prompt ids, how many) -> the likeliest
+    new ids, one by one.
+    eod: the id that ends a document. context: the length of the longest sequence.
+    """
+
     logits: Callable[[Tensor], Tensor]
     write: Callable[[list[int], int], Iterator[int]]
     encode: Callable[[str], list[int]]
@@ -25,74 +34,136 @@ class Speaker:
     context: int
     batch: int = 1
 
-    def scores(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[tuple[float, bool]]:
-        """Of each (before, after): the log-likelihood in nats of `after` as it follows `before`, and whether each of its tokens is
-        the likeliest. What is beyond the context is dropped on the left; nothing before stands for the start of a document."""
-        longest = max((len(after) for _, after in pairs), default=0)
-        if longest > self.context:
-            raise ConfigError(f"--tasks: an answer of {longest} tokens is longer than the model's context of {self.context}; choose another task")
-        rows = [torch.tensor([*(before or [self.eod]), *after][-(self.context + 1):]) for before, after in pairs]
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # of like length, and what needs most memory first
-        out: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
-        for some in (order[i:i + self.batch] for i in range(0, len(order), self.batch)):
-            logits = self.logits(pad_sequence([rows[i][:-1] for i in some], batch_first=True))  # what pads comes after all that is asked
-            for i, own in zip(some, logits):
-                if wanted := len(pairs[i][1]):
-                    end, answer = len(rows[i]) - 1, rows[i][-wanted:]
-                    own = own[end - wanted:end].double().cpu()
-                    out[i] = (float(own.log_softmax(-1).gather(1, answer[:, None]).sum()), bool((own.argmax(-1) == answer).all()))
-        return out
+    def scores(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """For each pair: the log-likelihood of the continuation in nats, and whether it is the likeliest.
 
-    def until(self, prompt: str, stops: Sequence[str], most: int) -> str:
-        """The likeliest text after `prompt`, up to the first of `stops`, at most `most` tokens."""
-        ids, text = [], ""
-        start = (self.encode(prompt) or [self.eod])[-max(1, self.context - most):]
-        for token in self.write(start, most):
+        It is the likeliest if each of its tokens is. Tokens beyond the model's context are dropped from the
+        left. An empty context is the start of a document. Raises ConfigError if a continuation is longer than
+        the context.
+        """
+        longest = max((len(continuation) for _, continuation in pairs), default=0)
+        if longest > self.context:
+            raise ConfigError(f"--tasks: an answer of {longest} tokens is longer than the model's context of "
+                              f"{self.context}; choose another task")
+        rows = [self.join(pair) for pair in pairs]
+        results: list[tuple[float, bool]] = [(0.0, True)] * len(rows)
+
+        # the longest first: a batch has rows of similar length, and the first batch needs the most memory
+        order = sorted(range(len(rows)), key=lambda index: -len(rows[index]))
+        for start in range(0, len(order), self.batch):
+            indices = order[start:start + self.batch]
+            inputs = [rows[index][:-1] for index in indices]
+            padded = pad_sequence(inputs, batch_first=True)  # padding follows every token that is scored
+            for index, row_logits in zip(indices, self.logits(padded)):
+                num_scored = len(pairs[index][1])
+                if num_scored:
+                    results[index] = score_end(row_logits, rows[index], num_scored)
+        return results
+
+    def join(self, pair: Pair) -> Tensor:
+        """The ids of a context and its continuation, the last `context` + 1 of them: [n]."""
+        before, after = pair
+        ids = [*(before or [self.eod]), *after]
+        return torch.tensor(ids[-(self.context + 1):])
+
+    def generate_until(self, prompt: str, stops: Sequence[str], max_new_tokens: int) -> str:
+        """The likeliest text after `prompt`, up to the first of `stops`, of at most `max_new_tokens`."""
+        prompt_ids = self.encode(prompt) or [self.eod]
+        ids: list[int] = []
+        text = ""
+        prompt_ids = prompt_ids[-max(1, self.context - max_new_tokens):]
+        for token in self.write(prompt_ids, max_new_tokens):
             ids.append(token)
             text = self.decode(ids)
             if any(stop in text for stop in stops):
                 break
-        return text[:min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+        ends = [text.find(stop) for stop in stops if stop in text]
+        return text[:min(ends, default=len(text))]
 
 
-def run_tasks(names: list[str], speaker: Speaker, shots: int | None = None, limit: int | None = None,
+def score_end(logits: Tensor, row: Tensor, num_scored: int) -> tuple[float, bool]:
+    """The log-likelihood in nats of the last ids of a row, and whether each of them is the likeliest.
+
+    logits [s, vocab], the row's and its padding's; row [n], n - 1 <= s.
+    """
+    end = len(row) - 1
+    answer = row[-num_scored:]
+    predictions = logits[end - num_scored:end].double().cpu()  # [num_scored, vocab]
+    log_likelihood = predictions.log_softmax(-1).gather(1, answer[:, None]).sum()
+    is_likeliest = predictions.argmax(-1) == answer
+    return float(log_likelihood), bool(is_likeliest.all())
+
+
+def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = None, limit: int | None = None,
               folder: str | None = None) -> dict[str, dict[str, float]]:
-    """{task: {metric: value, metric_stderr: value}}. shots: examples in the prompt, none: as the task says; limit: documents a
-    task, none: all; folder: where task files of one's own are. Raises ConfigError."""
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.api.model import TemplateLM
-        from lm_eval.tasks import TaskManager
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    except ImportError as e:
-        raise ConfigError(f"--tasks: needs the package lm-eval ({e}); pip install lm-eval") from None
+    """Returns {task: {metric: value, metric_stderr: value}}.
 
-    class Model(TemplateLM):
+    shots: examples in the prompt; None: as the task says. limit: documents a task; None: all.
+    folder: of one's own task files.
+    Raises ConfigError if lm-eval is not installed, has no such task, or a task needs what
+    is not supported here.
+    """
+    try:
+        from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]  optional
+        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+        model = harness_model(speaker)
+    except ImportError as error:
+        raise ConfigError(f"--tasks: needs the package lm-eval ({error}); pip install lm-eval") from None
+
+    manager = TaskManager(include_path=folder)
+    for name in names:
+        if not manager.match_tasks([name]):
+            raise ConfigError(f"--tasks: lm-eval has no task {name!r}; lm-eval ls tasks shows what it has, "
+                              f"and --task-folder adds your own")
+    found = simple_evaluate(
+        model, tasks=names, num_fewshot=shots, limit=limit, task_manager=manager, log_samples=False)
+    return {task: numbers_of(values) for task, values in found["results"].items()}
+
+
+def numbers_of(values: dict[str, Any]) -> dict[str, float]:
+    """The harness's results of a task that are numbers, without its ",none" (no filter) in their names."""
+    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
+    return {name.replace(",none", ""): value for name, value in numbers.items()}
+
+
+def harness_model(speaker: EvaluationModel) -> Any:
+    """The model as the harness calls it. Raises ImportError without lm-eval."""
+    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports]
+    from lm_eval.utils import (  # pyright: ignore[reportMissingImports]
+        get_rolling_token_windows,
+        make_disjoint_window,
+    )
+
+    class HarnessModel(TemplateLM):
         eot_token_id = speaker.eod
 
-        def tok_encode(self, string: str, **_) -> list[int]:
+        def tok_encode(self, string: str, **_: object) -> list[int]:
             return speaker.encode(string)
 
-        def _loglikelihood_tokens(self, requests, **_) -> list[tuple[float, bool]]:
-            return speaker.scores([(before, after) for _, before, after in requests])
+        def _loglikelihood_tokens(self, requests: list[tuple[Any, list[int], list[int]]],
+                                  **_: object) -> list[tuple[float, bool]]:
+            pairs = [(before, after) for _, before, after in requests]
+            return speaker.scores(pairs)
 
-        def loglikelihood_rolling(self, requests, **_) -> list[float]:
-            texts = [[make_disjoint_window(w) for w in get_rolling_token_windows(speaker.encode(r.args[0]), speaker.eod, speaker.context, 1)]
-                     for r in requests]
-            return [sum(logp for logp, _ in speaker.scores(windows)) for windows in texts]
+        def loglikelihood_rolling(self, requests: list[Any], **_: object) -> list[float]:
+            return [self.text_log_likelihood(request.args[0]) for request in requests]
 
-        def generate_until(self, requests, **_) -> list[str]:
-            def text(prompt: str, how: dict) -> str:
-                if how.get("do_sample") and how.get("temperature", 1.0) > 0:
-                    raise ConfigError("--tasks: a task wants sampled text; only the likeliest is made here")
-                stops = how.get("until") or []
-                return speaker.until(prompt, [stops] if isinstance(stops, str) else stops, how.get("max_gen_toks", 256))
-            return [text(*r.args) for r in requests]
+        def text_log_likelihood(self, text: str) -> float:
+            ids = speaker.encode(text)
+            windows = get_rolling_token_windows(ids, speaker.eod, speaker.context, 1)
+            scores = speaker.scores([make_disjoint_window(window) for window in windows])
+            return sum(log_likelihood for log_likelihood, _ in scores)
 
-    tasks = TaskManager(include_path=folder)
-    unknown = [name for name in names if not tasks.match_tasks([name])]
-    if unknown:
-        raise ConfigError(f"--tasks: lm-eval has no task {unknown[0]!r}; lm-eval ls tasks shows what it has, and --task-folder adds your own")
-    found = simple_evaluate(Model(), tasks=names, num_fewshot=shots, limit=limit, task_manager=tasks, log_samples=False)
-    return {task: {metric.replace(",none", ""): value for metric, value in values.items() if isinstance(value, (int, float))}
-            for task, values in found["results"].items()}
+        def generate_until(self, requests: list[Any], **_: object) -> list[str]:
+            return [self.greedy_text(*request.args) for request in requests]
+
+        def greedy_text(self, prompt: str, settings: dict[str, Any]) -> str:
+            is_sampled = settings.get("do_sample") and settings.get("temperature", 1.0) > 0
+            if is_sampled:
+                raise ConfigError("--tasks: a task wants sampled text; only the likeliest is made here")
+            stops = settings.get("until") or []
+            if isinstance(stops, str):
+                stops = [stops]
+            return speaker.generate_until(prompt, stops, settings.get("max_gen_toks", MAX_NEW_TOKENS))
+
+    return HarnessModel()

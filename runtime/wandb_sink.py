@@ -1,10 +1,12 @@
-"""Weights & Biases, at arm's length: it may fail, block or never answer, and training does not notice.
+"""Sends metrics to Weights & Biases from a child process.
 
-wandb lives in a child process behind a pipe that is never waited for. A thread would share the interpreter lock with
-the step, and a hung one takes the exit with it: wandb's exit hooks wait for its server (9 s and a flood of messages,
-measured). Promises: put() returns at once; what does not fit is dropped and counted; there is one warning, whatever
-happens; the end waits a few seconds, then kills. The truth is metrics.jsonl. A resumed run keeps its W&B id (file
-wandb_id in the run folder), so that W&B shows one run.
+W&B may fail, block or never answer, and training does not notice: the child is behind a pipe that is never
+waited for. A thread would share the interpreter lock with the step, and a hung one would block the exit:
+wandb's exit hooks wait for its server (9 s and a flood of messages, measured).
+
+Guarantees: put() returns at once; records that do not fit are dropped and counted; there is at most one
+warning; close() waits a few seconds, then kills. metrics.jsonl has everything. A resumed run keeps its W&B id
+(file wandb_id in the run folder), so that W&B shows one run.
 """
 import json
 import os
@@ -14,106 +16,142 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO, Any
 
-from runtime.setup import Wandb, redact
+from runtime.setup import WandbSettings, redact
 
-WAIT = 5.0  # seconds the end waits for W&B
-ROOM = 4 * 2**20  # bytes that may wait here, about 10,000 records
+CLOSE_SECONDS = 5.0  # how long close() waits for W&B
+BUFFER_BYTES = 4 * 2**20  # that may wait for the pipe: about 10,000 records
+WRITE_BYTES = 65536  # of one write into the pipe
+POLL_SECONDS = 0.01
 
 
-class Sink:
-    """mode off: an idle object with the same face, so that nobody asks whether there is one."""
+class Child(subprocess.Popen[bytes]):
+    """The process of wandb_child.py, with a pipe to its stdin and one from its stdout."""
 
-    def __init__(self, settings: Wandb, run_dir: Path, name: str, tree: dict, room: int = ROOM):
-        """`tree` is the resolved config as plain data, `name` the run's. Starts the child and returns."""
-        self.room = room
+    stdin: IO[bytes]
+    stdout: IO[bytes]
+
+    def __init__(self, program: list[str]) -> None:
+        # a session of its own: Ctrl-C goes to the trainer alone, and the child can be killed with the
+        # processes of wandb
+        super().__init__(program, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                         stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+class WandbSink:
+    """Sends records to W&B. With mode off there is no child, and every method does nothing.
+
+    name: of the run. tree: the resolved config as plain data.
+    max_buffered: bytes that may wait for the pipe.
+    """
+
+    def __init__(self, settings: WandbSettings, run_dir: Path, name: str, tree: dict[str, Any],
+                 max_buffered: int = BUFFER_BYTES) -> None:
+        """Starts the child and returns at once."""
+        self.max_buffered = max_buffered
         self.buffer = bytearray()  # what the pipe has not taken yet
         self.dropped = 0  # records
         self.trouble: str | None = None
         self.warned = False
-        self.child: subprocess.Popen | None = None
+        self.child: Child | None = None
         if settings.mode != "off":
             try:
-                self.begin(settings, Path(run_dir), name, tree)
-            except OSError as e:
-                self.trouble = str(e)
+                self.start(settings, Path(run_dir), name, tree)
+            except OSError as error:
+                self.trouble = str(error)
 
-    def begin(self, s: Wandb, run_dir: Path, name: str, tree: dict) -> None:
-        folder = Path(s.dir or run_dir)
-        folder.mkdir(parents=True, exist_ok=True)  # wandb would fall back to a temporary folder
-        start = {"project": s.project, "entity": s.entity, "name": name, "id": s.id or stable_id(run_dir),
-                 "dir": str(folder), "mode": s.mode, "resume": "allow", "config": tree}
-        # A session of its own: Ctrl-C is ours to hear, and wandb's own processes can be killed together.
+    def start(self, settings: WandbSettings, run_dir: Path, name: str, tree: dict[str, Any]) -> None:
+        folder = Path(settings.dir or run_dir)
+        folder.mkdir(parents=True, exist_ok=True)  # else wandb writes to a temporary folder
+        init_arguments = {
+            "project": settings.project,
+            "entity": settings.entity,
+            "name": name,
+            "id": settings.id or stable_id(run_dir),
+            "dir": str(folder),
+            "mode": settings.mode,
+            "resume": "allow",
+            "config": tree,
+        }
         program = str(Path(__file__).with_name("wandb_child.py"))
-        self.child = subprocess.Popen([sys.executable, program, str(os.getpid())], bufsize=0, stdin=subprocess.PIPE,
-                                      stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        self.child = Child([sys.executable, program, str(os.getpid())])
         os.set_blocking(self.child.stdin.fileno(), False)
-        self.send(start)
+        self.send(init_arguments)
 
-    def put(self, step: int, values: dict) -> None:
-        """Hands over one record, values by their W&B names. Never waits."""
-        if self.child is None or self.trouble:
-            self.dropped += self.trouble is not None
-        elif len(self.buffer) > self.room:
+    def put(self, step: int, values: dict[str, Any]) -> None:
+        """Sends one record, values by their W&B names. Never waits."""
+        if self.trouble:
+            self.dropped += 1
+        elif self.child is None:
+            return
+        elif len(self.buffer) > self.max_buffered:
             self.dropped += 1
         else:
             self.send({"step": step, "values": values})
 
-    def send(self, record: dict) -> None:
-        self.buffer += json.dumps(record).encode() + b"\n"
-        self.push()
+    def send(self, message: dict[str, Any]) -> None:
+        self.buffer += json.dumps(message).encode() + b"\n"
+        self.write_buffer()
 
-    def push(self) -> None:
-        """Gives the pipe what it takes without waiting."""
+    def write_buffer(self) -> None:
+        """Writes what the pipe takes without waiting."""
+        if self.child is None:
+            return
         try:
             while self.buffer:
-                del self.buffer[:os.write(self.child.stdin.fileno(), self.buffer[:65536])]
+                written = os.write(self.child.stdin.fileno(), self.buffer[:WRITE_BYTES])
+                del self.buffer[:written]
         except BlockingIOError:
             pass
-        except OSError:  # the child is gone, and has said why
+        except OSError:  # the child has ended, and has written why
             self.kill()
 
     def warning(self) -> str | None:
-        """What went wrong, said once."""
+        """What went wrong: the first call says it, later ones return None."""
         if self.warned or not (self.trouble or self.dropped):
             return None
         self.warned = True
-        return f"W&B: {self.trouble or 'does not keep up'}; training goes on without it, metrics.jsonl has everything"
+        cause = self.trouble or "does not keep up"
+        return f"W&B: {cause}; training goes on without it, metrics.jsonl has everything"
 
-    def close(self, code: int = 0, wait: float = WAIT) -> None:
-        """Sends what is left and the run's exit code; gives up after `wait` seconds."""
-        if self.child is None or self.trouble:
+    def close(self, code: int = 0, wait: float = CLOSE_SECONDS) -> None:
+        """Sends what is left and the run's exit code, and waits at most `wait` seconds for the child."""
+        child = self.child
+        if child is None or self.trouble:
             return
         self.send({"finish": code})
-        until = time.monotonic() + wait
-        while self.child.poll() is None and not self.trouble and time.monotonic() < until:
-            self.push()
-            time.sleep(0.01)
-        if self.child.poll() is None:
-            self.trouble = self.trouble or f"no answer in {wait:g} s at the end; `wandb sync` can send what is on disk"
+        deadline = time.monotonic() + wait
+        while child.poll() is None and not self.trouble and time.monotonic() < deadline:
+            self.write_buffer()
+            time.sleep(POLL_SECONDS)
+        if child.poll() is None and not self.trouble:
+            self.trouble = f"no answer in {wait:g} s at the end; `wandb sync` can send what is on disk"
         self.kill()
 
     def kill(self) -> None:
-        """Ends the child and its children, and hears its last words."""
-        if self.child.stdin.closed:
+        """Kills the child with its own children, and reads what it has written last."""
+        child = self.child
+        if child is None or child.stdin.closed:
             return
-        ended = self.child.poll() == 0
+        has_finished = child.poll() == 0
         try:
-            os.killpg(self.child.pid, signal.SIGKILL)
+            os.killpg(child.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self.child.wait()
-        os.set_blocking(self.child.stdout.fileno(), False)
-        words = (self.child.stdout.read() or b"").decode(errors="replace").strip()
-        if not ended:
-            self.trouble = self.trouble or redact(words) or f"its process ended with {self.child.returncode}"
-        self.child.stdin.close()
-        self.child.stdout.close()
+        child.wait()
+
+        os.set_blocking(child.stdout.fileno(), False)
+        output = (child.stdout.read() or b"").decode(errors="replace").strip()
+        if not has_finished and not self.trouble:
+            self.trouble = redact(output) or f"its process ended with {child.returncode}"
+        child.stdin.close()
+        child.stdout.close()
         self.buffer.clear()
 
 
 def stable_id(run_dir: Path) -> str:
-    """The W&B id of this run folder, made on first use."""
+    """The W&B id of this run folder; the first call makes it."""
     file = Path(run_dir) / "wandb_id"
     if not (file.exists() and file.read_text().strip()):
         file.parent.mkdir(parents=True, exist_ok=True)

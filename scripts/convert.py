@@ -1,19 +1,23 @@
-"""Hugging Face folders, both ways: GPT-2, Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 and 2.5, Qwen3, DeepSeek V2 and V3, and the
-mixtures Mixtral, Qwen1.5-, 2- and 3-MoE, OLMoE and dots.llm1.
+"""Conversion of Hugging Face folders to run folders and back.
 
-    python -m scripts.convert from-hf DIR RUN                         DIR as save_pretrained writes it -> a run folder
-    python -m scripts.convert to-hf RUN DIR [--dtype fp32|bf16]       a run or checkpoint folder -> DIR for from_pretrained
+    python -m scripts.convert from-hf DIR RUN                      a folder of save_pretrained -> a run folder
+    python -m scripts.convert to-hf RUN DIR [--dtype fp32|bf16]    a run -> a folder for from_pretrained
 
-The logits of both sides are compared in fp32 before anything is kept: against transformers where it is installed, else
-(to-hf) against the new folder read back. On a failure nothing is left behind.
+Models: GPT-2, Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 and 2.5, Qwen3, DeepSeek V2 and V3, and the mixtures
+Mixtral, Qwen1.5-, 2- and 3-MoE, OLMoE and dots.llm1.
 
-An imported RUN holds weights at step 0 and no optimizer state. Generate and evaluate work on it; training goes on from it,
-in a folder of its own: `python train.py --config RUN/config.yaml`. It cannot be resumed in place, since it has no data yet.
+The logits of both sides are compared in fp32 before anything is kept: against transformers if it is
+installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind.
 
-DeepSeek's modules of multi-token prediction are read and written under the layer numbers after the last, as published.
-transformers ignores them when it loads and drops them when it saves, so its logits say nothing about them; a folder without
-them becomes a model without (model.mtp 0). The copies of embedding and head that published folders keep beside them must
-be equal to the originals, and are not written. FP8 weights are refused (quantization_config).
+An imported RUN holds weights at step 0 and no optimizer state. scripts.generate and scripts.evaluate accept
+it; training continues from it in a folder of its own: `python train.py --config RUN/config.yaml`. It cannot
+be resumed in place, because it has no data yet.
+
+DeepSeek's modules of multi-token prediction are read and written under the layer numbers after the last
+block, as published. transformers ignores them when it loads and drops them when it saves, so its logits do
+not cover them; a folder without them becomes a model without (model.mtp 0). Published folders keep copies of
+the embedding and the head beside them; these must be equal to the originals, and are not written. FP8 weights
+are refused (quantization_config).
 """
 import argparse
 import contextlib
@@ -22,6 +26,7 @@ import json
 import os
 import sys
 import uuid
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -29,120 +34,349 @@ import torch
 from torch import Tensor
 
 import config
-import rules
-from build import DTYPES, weights_only
+from build import weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
-from checkpoint.files import NonFinite, remove, storing, sync_dir
-from config import Config, ConfigError, Model
+from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
+from checkpoint.hf_families import FAMILIES
+from config import Config, ConfigError, ModelConfig
+from config.suggestions import check_rules
 from data import tokenizer
-from parallel.mesh import Mesh
+from data.tokenizer import Tokenizer
+from model.precision import DTYPES
+from model.transformer import PipelineStage
+from parallel.topology.mesh import Mesh
 from plan.count import parameters
 from runtime.failure import fail_cleanly
 
-# Of the largest logit. Two right implementations in fp32 differ by 1e-7 to 1e-5 (80 layers of rounding); a swapped head, a
-# wrong base of the rotation or a bias left out differs by 1e-2 and more.
+# Largest accepted difference / largest logit. Two correct implementations in fp32 differ by 1e-7 to 1e-5 (80
+# layers of rounding); a swapped head, a wrong base of RoPE or a missing bias differs by 1e-2 and more.
 TOLERANCE = 1e-4
 CPU = torch.device("cpu")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")
+MAX_ERROR_LENGTH = 300  # characters of an error of transformers that are shown
 
 
-class Differs(ConfigError):
+class LogitsDiffer(ConfigError):
     """The logits of the two sides are not the same."""
     exit_code = 1
 
 
+# ---- import ----------------------------------------------------------------------------------------------
+
 def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
-    """Writes the run folder; returns the report. Raises ConfigError; Differs; StorageError."""
-    kind, m = hf_config.read(folder)
-    found = hf.stored(folder, kind)
-    ahead, m = m.mtp, hf.tie(m, found)
-    has = spec or any((folder / name).exists() for name in TOKENIZERS)
-    tok = tokenizer.load(spec or folder) if has else None
-    cfg = recipe(m, run, tok is not None)
-    rules.validate(cfg, fits=rules.validate)
-    with made(run) as temp:
-        stage, pieces = weights_only(cfg, CPU, "fp32")
-        hf.read(kind, m, found, pieces)
-        meta = {"step": 0, "tokens": 0, "config": asdict(cfg), "tokenizer": tok.fingerprint if tok else "none",
-                "data": f"none: weights imported from {kind}", "torch": torch.__version__, "layout": asdict(Mesh.single().layout)}
-        try:
-            store.save(temp / "checkpoints", 0, pieces, meta, keep=1)
-        except NonFinite as e:
-            name = hf.rename(str(e).partition(":")[0], hf.TABLES[kind])
-            raise ConfigError(f"{folder}: {name} holds NaN or Inf; these weights are damaged") from None
-        with storing(temp, 0):
+    """Writes the run folder `run` from the Hugging Face folder; returns the report.
+
+    spec: the tokenizer; None: that of the folder, if it has one.
+    Raises ConfigError; LogitsDiffer; StorageError.
+    """
+    family, model = hf_config.read_hf_config(folder)
+    found = hf.stored_tensors(folder, family)
+    published_mtp = model.mtp
+    model = hf.tie_embeddings(model, found)
+    has_tokenizer = spec or any((folder / name).exists() for name in TOKENIZERS)
+    tok = tokenizer.load_tokenizer(spec or folder) if has_tokenizer else None
+    cfg = config_of_run(model, run, tok is not None)
+    check_rules(cfg)
+
+    with new_folder(run) as temp:
+        ours = import_weights(
+            family, cfg, found, source=folder, tok=tok, checkpoints=temp / "checkpoints")
+        gc.collect()  # one model in memory at a time
+        with storage_errors(temp, 0):
             (temp / "config.yaml").write_text(config.dump(cfg))
             if tok:
                 (temp / "tokenizer").mkdir()
                 tok.save(temp / "tokenizer")
-                hf_tokenizer.carry(Path(spec or folder), temp / "tokenizer")
-        tokens = probe(m)
-        ours = stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
-        del stage, pieces  # one model in memory at a time
-        gc.collect()
-        match = compare(ours, their_logits(folder, tokens, m.tied), "from transformers")
-    notes = [] if tok else [f"{folder} has no tokenizer.json and no tokenizer.model; generate and evaluate need one: import with --tokenizer"]
-    notes += too_many(tok, m)
-    if ahead > m.mtp:
-        notes.append(f"the folder has no weights for multi-token prediction, though config.json says {ahead}: the model has none (model.mtp 0)")
+                hf_tokenizer.copy_tokenizer_files(Path(spec or folder), temp / "tokenizer")
+        theirs = their_logits(folder, probe(model), model.tied)
+        match = compare(ours, theirs, "from transformers")
+
+    notes: list[str] = []
+    if not tok:
+        notes.append(f"{folder} has no tokenizer.json and no tokenizer.model; generate and evaluate need "
+                     "one: import with --tokenizer")
+    notes += vocab_notes(tok, model)
+    if published_mtp > model.mtp:
+        notes.append("the folder has no weights for multi-token prediction, though config.json says "
+                     f"{published_mtp}: the model has none (model.mtp 0)")
     if match is None:
         notes.append("the logits were not compared: transformers is not installed")
-    return {"family": kind, "parameters": parameters(m)["total"], "tensors": len(found), "from": str(folder), "to": str(run), "logits": match,
-            "notes": notes, "next": f"python train.py --config {run}/config.yaml"}
+    return {
+        "family": family,
+        "parameters": parameters(model)["total"],
+        "tensors": len(found),
+        "from": str(folder),
+        "to": str(run),
+        "logits": match,
+        "notes": notes,
+        "next": f"python train.py --config {run}/config.yaml",
+    }
 
+
+def import_weights(
+    family: str,
+    cfg: Config,
+    found: dict[str, hf.StoredHFTensor],
+    *,
+    source: Path,
+    tok: Tokenizer | None,
+    checkpoints: Path,
+) -> Tensor:
+    """Saves the weights `found` in `source` as step 0; returns our logits [2, s, vocab] of the probe."""
+    model = cfg.model
+    stage, pieces = weights_only(cfg, CPU, "fp32")
+    hf.read_weights(family, model, found, pieces)
+    meta = {
+        "step": 0,
+        "tokens": 0,
+        "config": asdict(cfg),
+        "tokenizer": tok.fingerprint if tok else "none",
+        "data": f"none: weights imported from {family}",
+        "torch": torch.__version__,
+        "layout": asdict(Mesh.single().dims),
+    }
+    try:
+        store.save(checkpoints, 0, pieces, meta, keep=1)
+    except NonFiniteTensor as error:
+        name = FAMILIES[family].hf_name(str(error).partition(":")[0])
+        raise ConfigError(f"{source}: {name} holds NaN or Inf; these weights are damaged") from None
+    return our_logits(stage, probe(model))
+
+
+def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
+    """The content of RUN/config.yaml: training from these weights, in a folder beside this one."""
+    preset = ModelConfig.preset
+    for name, entry in config.presets().items():
+        if with_all_values(preset_model(entry, model.vocab)) == with_all_values(model):
+            preset = name
+            break
+
+    recipe = config.read_yaml(config.CONFIG_FOLDER / "runs" / "pretrain.yaml")
+    seq_len = min(recipe["train"]["seq_len"], model.context)
+    return config.from_tree(config.merge(recipe, {
+        "model": {**asdict(model), "preset": preset},
+        "train": {"seq_len": seq_len},
+        "checkpoint": {"init_from": str(run)},
+        "data": {"path": "stdlib", "tokenizer": str(run / "tokenizer")} if has_tokenizer else {},
+        "log": {"dir": str(run.parent), "name": f"{run.name}-train"},
+    }))
+
+
+def preset_model(entry: dict, vocab: int | None) -> ModelConfig:
+    """The model of an entry of configs/models.yaml; vocab: if the entry has none."""
+    values = {key: value for key, value in entry.items() if key != "recipe"}
+    return config.build_tree(ModelConfig, {"vocab": vocab, **values})
+
+
+def with_all_values(model: ModelConfig) -> ModelConfig:
+    """The model with every optional value set, and without what only training reads.
+
+    Two configs of the same model become equal.
+    """
+    defaults = ModelConfig()
+    training_only = {key: getattr(defaults, key) for key in config.TRAINING_ONLY_KEYS}
+    return replace(
+        model,
+        preset="",
+        kv_heads=config.kv_heads(model),
+        head_dim=config.head_dim(model),
+        moe_ffn=config.expert_ffn_size(model),
+        **training_only,
+    )
+
+
+# ---- export ----------------------------------------------------------------------------------------------
 
 def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) -> dict:
-    """Writes the Hugging Face folder; returns the report. Raises ConfigError; IntegrityError; Differs; StorageError."""
+    """Writes the Hugging Face folder from a run or checkpoint folder; returns the report.
+
+    dtype: of the weights on disk. spec: the tokenizer; None: that of the run, if it has one.
+    Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
+    """
     notes: list[str] = []
-    path = state.find(run, notes)
-    meta = store.meta(path)
-    cfg = config.build(Config, meta["config"])
-    m = cfg.model
-    kind = hf_config.family_of(m)
+    path = state.find_checkpoint(run, notes)
+    meta = store.read_meta(path)
+    cfg = config.build_tree(Config, meta["config"])
+    model = cfg.model
+    family = hf_config.family_of(model)
+
     source = Path(spec) if spec else path.parent.parent / "tokenizer"
-    tok = tokenizer.load(spec or source) if spec or source.is_dir() else None
+    tok = tokenizer.load_tokenizer(spec or source) if spec or source.is_dir() else None
     if tok and not spec and meta["tokenizer"] not in (tok.fingerprint, "none"):
-        raise ConfigError(f"{source}: is not the tokenizer that {path} was trained with; put that one there, or give --tokenizer")
+        raise ConfigError(f"{source}: is not the tokenizer that {path} was trained with; put that one there, "
+                          "or give --tokenizer")
     if not tok:
         notes.append(f"{source} does not exist, so the new folder has no tokenizer; --tokenizer gives it one")
-    notes += too_many(tok, m)
-    with made(folder) as temp:
-        stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
-        store.load(path, pieces, strict=False)
-        hf.fold(m, pieces)
-        hf.write(temp, kind, m, pieces, DTYPES[dtype])
-        with storing(temp, 0):
-            special = export_tokenizer(tok, source, temp) if tok else {"bos_token_id": None, "eos_token_id": None}
-            write_json(temp / "config.json", hf_config.to_json(m, str(DTYPES[dtype]).removeprefix("torch."), special))
-            if not (temp / "generation_config.json").exists():
-                write_json(temp / "generation_config.json", {"_from_model_config": True, **{k: v for k, v in special.items() if v is not None}})
-            notes += export_json(tok, kind, temp) if tok else []
-        for place in hf.places(kind, m, pieces):  # what was written is what is compared, not what it was rounded from
-            for t in place.parts:
-                t.copy_(t.to(place.dtype(DTYPES[dtype])))
-        hf.fold(m, pieces, back=True)  # our side multiplies by itself
-        tokens = probe(m)
-        ours = stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
-        count = len(hf.places(kind, m, pieces))
-        del stage, pieces, place, t  # one model in memory at a time
-        gc.collect()
-        theirs = their_logits(temp, tokens, m.tied)
-        match = compare(ours, theirs, "from transformers") or compare(ours, read_back(temp, tokens), "read back by ourselves")
-    return {"family": kind, "parameters": parameters(m)["total"], "tensors": count, "from": str(path), "to": str(folder), "logits": match,
-            "notes": notes, "next": f'AutoModelForCausalLM.from_pretrained("{folder}")'}
+    notes += vocab_notes(tok, model)
+
+    with new_folder(folder) as temp:
+        ours, num_tensors = export_weights(path, cfg, family, temp, DTYPES[dtype])
+        gc.collect()  # one model in memory at a time
+        with storage_errors(temp, 0):
+            write_settings(temp, model, tok, source, DTYPES[dtype])
+            if tok:
+                notes += export_json(tok, family, temp)
+        tokens = probe(model)
+        match = compare(ours, their_logits(temp, tokens, model.tied), "from transformers")
+        if match is None:
+            match = compare(ours, read_back(temp, tokens), "read back by ourselves")
+    return {
+        "family": family,
+        "parameters": parameters(model)["total"],
+        "tensors": num_tensors,
+        "from": str(path),
+        "to": str(folder),
+        "logits": match,
+        "notes": notes,
+        "next": f'AutoModelForCausalLM.from_pretrained("{folder}")',
+    }
 
 
-# ---- models and logits -----------------------------------------------------------------------------------------------
+def export_weights(
+    path: Path, cfg: Config, family: str, target: Path, dtype: torch.dtype
+) -> tuple[Tensor, int]:
+    """Writes the weights of a checkpoint into `target`, in `dtype`.
 
-def probe(m: Model) -> Tensor:
-    """A tiny batch [2, s] of any ids; longer than the window where that is cheap."""
-    length = 2 * m.window if m.window and 32 < m.window < 256 else 64
-    return torch.randint(m.vocab, (2, min(length, m.context)), generator=torch.Generator().manual_seed(0))
+    Returns our logits [2, s, vocab] of the probe with the weights as written, and the number of tensors.
+    """
+    model = cfg.model
+    stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
+    tensors = hf.hf_tensors(family, model, pieces)  # refuses a tensor that the family does not have
+    store.load(path, pieces, strict=False)
+    hf.fold_mup(model, pieces)
+    hf.write_weights(target, family, model, pieces, dtype=dtype)
+
+    # The comparison is about the written values, not about those before rounding.
+    for tensor in tensors:
+        for part in tensor.parts:
+            part.copy_(part.to(tensor.dtype(dtype)))
+    hf.fold_mup(model, pieces, undo=True)  # our model applies the muP factors itself
+    return our_logits(stage, probe(model)), len(tensors)
+
+
+def write_settings(
+    target: Path, model: ModelConfig, tok: Tokenizer | None, source: Path, dtype: torch.dtype
+) -> None:
+    """Writes the tokenizer's own files, config.json and generation_config.json into `target`.
+
+    source: the folder or file of the tokenizer.
+    """
+    special: dict[str, int | None] = {"bos_token_id": None, "eos_token_id": None}
+    if tok:
+        special = export_tokenizer(tok, source, target)
+    torch_dtype = str(dtype).removeprefix("torch.")
+    write_json(target / "config.json", hf_config.to_hf_config(model, torch_dtype, special))
+
+    generation_config = target / "generation_config.json"
+    if not generation_config.exists():
+        known = {key: token for key, token in special.items() if token is not None}
+        write_json(generation_config, {"_from_model_config": True, **known})
+
+
+def export_tokenizer(tok: Tokenizer, source: Path, target: Path) -> dict[str, int | None]:
+    """Writes the tokenizer's own files into `target`; returns the special ids for config.json."""
+    tok.save(target)
+    hf_tokenizer.copy_tokenizer_files(source, target)
+    (target / "tokenizer.bytes").unlink(missing_ok=True)
+    # An imported tokenizer keeps the config.json that it came with, and its special ids.
+    imported = json.loads(getattr(tok, "files", {}).get("config.json", "{}"))
+    return {
+        "bos_token_id": imported.get("bos_token_id", tok.bos),
+        "eos_token_id": imported.get("eos_token_id", tok.eod),
+    }
+
+
+def export_json(tok: Tokenizer, family: str, target: Path) -> list[str]:
+    """Writes tokenizer.json for a tokenizer that has none, if it can be exact.
+
+    Returns notes on what is not exact.
+    """
+    files = target / "tokenizer.json", target / "tokenizer_config.json"
+    is_ours = not any(file.exists() for file in files)
+    try:
+        if is_ours:
+            write_tokenizer_json(tok, family, *files)
+        check_auto_tokenizer(tok, target, is_ours)
+    except hf_tokenizer.ExportRefused as refusal:
+        if not is_ours:  # the files of another project stay as they are
+            return [f"{refusal}; PreTrainedTokenizerFast may do better"]
+        for file in files:
+            file.unlink(missing_ok=True)
+        return [f"no tokenizer.json is written, only the tokenizer itself: {refusal}"]
+    return []
+
+
+def write_tokenizer_json(tok: Tokenizer, family: str, tokenizer_file: Path, settings_file: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json of a byte or sentencepiece tokenizer.
+
+    Raises ExportRefused if tokenizer.json cannot give exactly our ids.
+    """
+    if isinstance(tok, tokenizer.ByteTokenizer):
+        data = hf_tokenizer.from_bytes(tok.eod)
+    else:
+        assert isinstance(tok, tokenizer.SentencePieceTokenizer)  # a JsonTokenizer saves a tokenizer.json
+        data = hf_tokenizer.from_sentencepiece(tok.model)
+    tokenizer_file.write_text(hf_tokenizer.check_exact(data, tok.encode), encoding="utf-8")
+
+    names = {entry["id"]: entry["content"] for entry in data["added_tokens"]}
+    bos, eos, unknown = names.get(tok.bos), names[tok.eod], data["model"]["unk_token"]
+    write_json(settings_file, hf_tokenizer.tokenizer_config(family, bos, eos, unknown))
+
+
+def check_auto_tokenizer(tok: Tokenizer, folder: Path, is_ours: bool) -> None:
+    """Checks that AutoTokenizer gives our ids, if transformers is installed.
+
+    is_ours: we wrote tokenizer.json; texts that contain special tokens must agree, too.
+    Raises ExportRefused if an id differs.
+    """
+    try:
+        import transformers
+    except ImportError:
+        return
+    who = f"AutoTokenizer of transformers {transformers.__version__}"
+    try:
+        auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        line = hf_tokenizer.first_difference(
+            tok.encode,
+            lambda text: auto.encode(text, add_special_tokens=False),
+            without=() if is_ours else list(auto.get_added_vocab()),
+        )
+    except Exception as error:  # whatever transformers does not accept in the folder
+        raise hf_tokenizer.ExportRefused(f"{who} fails: {' '.join(str(error).split())[:200]}") from None
+    if line is not None:
+        raise hf_tokenizer.ExportRefused(f"{who} gives other ids on {line[:60]!r}")
+
+
+def vocab_notes(tok: Tokenizer | None, model: ModelConfig) -> list[str]:
+    """A note if the tokenizer makes ids that the model does not have."""
+    if tok is None or tok.vocab <= config.vocab_size(model):
+        return []
+    return [f"the tokenizer has {tok.vocab} ids, the model only {model.vocab}: "
+            "text that needs the last ones cannot be used"]
+
+
+# ---- models and logits -----------------------------------------------------------------------------------
+
+def probe(model: ModelConfig) -> Tensor:
+    """Random token ids [2, s]; s exceeds the attention window if that is cheap."""
+    length = 2 * model.window if model.window and 32 < model.window < 256 else 64
+    shape = 2, min(length, model.context)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(config.vocab_size(model), shape, generator=generator)
+
+
+def our_logits(stage: PipelineStage, tokens: Tensor) -> Tensor:
+    """Logits [b, s, vocab] of token ids [b, s]."""
+    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
+    return stage.logits(tokens, positions)
 
 
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor, tied: bool) -> tuple[str, Tensor] | None:
-    """(who, logits) of transformers' model of this folder, in fp32; None where it is not installed."""
+    """(who computed them, logits) of transformers' model of this folder, in fp32; None without transformers.
+
+    Raises LogitsDiffer if transformers does not load the folder.
+    """
     try:
         import transformers
     except ImportError:
@@ -151,48 +385,61 @@ def their_logits(folder: Path, tokens: Tensor, tied: bool) -> tuple[str, Tensor]
     transformers.logging.disable_progress_bar()
     who = f"transformers {transformers.__version__}"
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, tie_word_embeddings=tied)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, tie_word_embeddings=tied)
         return who, model.eval()(input_ids=tokens, use_cache=False).logits
-    except Exception as e:  # whatever it does not like about the folder
-        raise Differs(f"{folder}: {who} does not load it: {type(e).__name__}: {' '.join(str(e).split())[:300]}") from e
+    except Exception as error:  # whatever transformers does not accept in the folder
+        text = " ".join(str(error).split())[:MAX_ERROR_LENGTH]
+        raise LogitsDiffer(f"{folder}: {who} does not load it: {type(error).__name__}: {text}") from error
 
 
 @torch.no_grad()
 def read_back(folder: Path, tokens: Tensor) -> tuple[str, Tensor]:
-    """(who, logits) of the folder as from-hf reads it."""
-    kind, m = hf_config.read(folder)
-    stage, pieces = weights_only(Config(model=m), CPU, "fp32")
-    hf.read(kind, m, hf.stored(folder, kind), pieces)
-    return "its own reader", stage.logits(tokens, torch.arange(tokens.shape[1]).expand_as(tokens))
+    """(who computed them, logits) of the folder as from-hf reads it."""
+    family, model = hf_config.read_hf_config(folder)
+    stage, pieces = weights_only(Config(model=model), CPU, "fp32")
+    hf.read_weights(family, model, hf.stored_tensors(folder, family), pieces)
+    return "its own reader", our_logits(stage, tokens)
 
 
 def compare(ours: Tensor, theirs: tuple[str, Tensor] | None, where: str) -> dict | None:
-    """The report on two sides' logits; None where there is no other side. Raises Differs."""
+    """The report on the logits of both sides; None if there is no other side. Raises LogitsDiffer."""
     if theirs is None:
         return None
-    who, theirs = theirs
-    if ours.shape != theirs.shape:
-        raise Differs(f"logits {where}: shape {list(theirs.shape)}, ours {list(ours.shape)}")
-    apart, scale = float((ours - theirs).abs().max()), float(theirs.abs().max())
-    if not apart <= TOLERANCE * scale:  # NaN too
-        raise Differs(f"logits {where} differ by {apart:.3g} where the largest is {scale:.3g}; nothing was kept. This is a bug in the "
-                      f"conversion: please report it with the config.json")
-    return {"max_abs_difference": apart, "largest": scale, "against": who, "tokens": list(ours.shape[:2])}
+    who, logits = theirs
+    if ours.shape != logits.shape:
+        raise LogitsDiffer(f"logits {where}: shape {list(logits.shape)}, ours {list(ours.shape)}")
+
+    difference = float((ours - logits).abs().max())
+    largest = float(logits.abs().max())
+    if not difference <= TOLERANCE * largest:  # true for NaN, too
+        raise LogitsDiffer(
+            f"logits {where} differ by {difference:.3g} where the largest is {largest:.3g}; nothing was "
+            "kept. This is a bug in the conversion: please report it with the config.json")
+    return {
+        "max_abs_difference": difference,
+        "largest": largest,
+        "against": who,
+        "tokens": list(ours.shape[:2]),
+    }
 
 
-# ---- folders ---------------------------------------------------------------------------------------------------------
+# ---- folders ---------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
-def made(final: Path):
-    """A folder to fill, which takes its name when all went well and is gone when not."""
+def new_folder(final: Path) -> Iterator[Path]:
+    """A temporary folder to fill; it is renamed to `final` at the end, and removed after an error.
+
+    Raises ConfigError if `final` exists and is not an empty folder.
+    """
     if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise ConfigError(f"{final}: is there already; choose another name, or remove it")
+        raise ConfigError(f"{final}: exists already; choose another name, or remove it")
     temp = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
-    with storing(temp, 0):
+    with storage_errors(temp, 0):
         temp.mkdir(parents=True)
     try:
         yield temp
-        with storing(final, 0):
+        with storage_errors(final, 0):
             os.rename(temp, final)
             sync_dir(final.absolute().parent)
     except BaseException:
@@ -200,114 +447,66 @@ def made(final: Path):
         raise
 
 
-def recipe(m: Model, run: Path, has_tokenizer: bool) -> Config:
-    """What RUN/config.yaml says: train from these weights, in a folder beside this one."""
-    known = next((name for name, entry in config.presets().items() if full(published(entry, m.vocab)) == full(m)), Model.preset)
-    tree = config.read_yaml(config.HERE / "runs" / "pretrain.yaml")
-    seq = min(tree["train"]["seq_len"], m.context)
-    return config.from_tree(config.merge(tree, {
-        "model": {**asdict(m), "preset": known}, "train": {"seq_len": seq}, "checkpoint": {"init_from": str(run)},
-        "data": {"path": "stdlib", "tokenizer": str(run / "tokenizer")} if has_tokenizer else {},
-        "log": {"dir": str(run.parent), "name": f"{run.name}-train"}}))
-
-
-def published(entry: dict, vocab: int) -> Model:
-    return config.build(Model, {"vocab": vocab, **{k: v for k, v in entry.items() if k != "recipe"}})
-
-
-def full(m: Model) -> Model:
-    """With what is left out filled in, so that two spellings of one model are equal."""
-    plain = {key: getattr(Model(), key) for key in config.LEARNING}
-    return replace(m, preset="", kv_heads=config.kv_heads(m), head_dim=config.head_dim(m), moe_ffn=config.moe_ffn(m), **plain)
-
-
-def too_many(tok, m: Model) -> list[str]:
-    """A note where the tokenizer makes ids that the model does not have."""
-    if tok is None or tok.vocab <= m.vocab:
-        return []
-    return [f"the tokenizer has {tok.vocab} ids, the model only {m.vocab}: text that needs the last ones cannot be used"]
-
-
-def export_tokenizer(tok, source: Path, target: Path) -> dict:
-    """The tokenizer's own files into `target`; returns the special ids for config.json."""
-    tok.save(target)
-    hf_tokenizer.carry(source, target)
-    (target / "tokenizer.bytes").unlink(missing_ok=True)
-    said = json.loads(getattr(tok, "files", {}).get("config.json", "{}"))  # an imported one: as its config.json had them
-    return {"bos_token_id": said.get("bos_token_id", tok.bos), "eos_token_id": said.get("eos_token_id", tok.eod)}
-
-
-def export_json(tok, kind: str, target: Path) -> list[str]:
-    """tokenizer.json for a tokenizer of ours that came without, if it can be exact. Returns notes on what is not."""
-    files = target / "tokenizer.json", target / "tokenizer_config.json"
-    mine = not any(f.exists() for f in files)
-    try:
-        if mine:
-            data = hf_tokenizer.from_bytes(tok.eod) if isinstance(tok, tokenizer.Bytes) else hf_tokenizer.from_sentencepiece(tok.model)
-            files[0].write_text(hf_tokenizer.exact(data, tok.encode), encoding="utf-8")
-            names = {entry["id"]: entry["content"] for entry in data["added_tokens"]}
-            write_json(files[1], hf_tokenizer.settings(kind, names.get(tok.bos), names[tok.eod], data["model"]["unk_token"]))
-        check_auto(tok, target, mine)
-    except hf_tokenizer.Refused as e:
-        if not mine:  # someone else's tokenizer: it stays as it is
-            return [f"{e}; PreTrainedTokenizerFast may do better"]
-        for f in files:
-            f.unlink(missing_ok=True)
-        return [f"no tokenizer.json is written, only the tokenizer itself: {e}"]
-    return []
-
-
-def check_auto(tok, folder: Path, mine: bool) -> None:
-    """AutoTokenizer gives our ids, where transformers is installed; special tokens in the text too if it is `mine`. Raises Refused."""
-    try:
-        import transformers
-    except ImportError:
-        return
-    try:
-        auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        where = hf_tokenizer.difference(tok.encode, lambda text: auto.encode(text, add_special_tokens=False),
-                                        () if mine else list(auto.get_added_vocab()))
-    except Exception as e:  # whatever it does not like about the folder
-        raise hf_tokenizer.Refused(f"AutoTokenizer of transformers {transformers.__version__} fails: {' '.join(str(e).split())[:200]}") from None
-    if where is not None:
-        raise hf_tokenizer.Refused(f"AutoTokenizer of transformers {transformers.__version__} gives other ids on {where[:60]!r}")
-
-
 def write_json(path: Path, data: dict) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-# ---- command line ----------------------------------------------------------------------------------------------------
+# ---- command line ----------------------------------------------------------------------------------------
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="from-hf | to-hf")
+
+    importer = commands.add_parser("from-hf", help="a Hugging Face folder -> a run folder")
+    importer.add_argument("folder", metavar="DIR", type=Path,
+                          help="config.json, *.safetensors, tokenizer files")
+    importer.add_argument("run", metavar="RUN", type=Path, help="run folder to make")
+
+    exporter = commands.add_parser("to-hf", help="a run -> a Hugging Face folder")
+    exporter.add_argument("run", metavar="RUN",
+                          help="run folder (its newest checkpoint) or checkpoint folder")
+    exporter.add_argument("folder", metavar="DIR", type=Path, help="folder to make")
+    exporter.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
+                          help="dtype of the weights on disk (default fp32: exact)")
+
+    for command in (importer, exporter):
+        command.add_argument("--tokenizer", metavar="SPEC",
+                             help="bytes, a .model, a tokenizer.json or a folder; none: that of the source")
+        command.add_argument("--json", action="store_true", help="print the report as one JSON object")
+    return parser
+
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m scripts.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    ways = p.add_subparsers(dest="way", required=True, metavar="from-hf | to-hf")
-    into = ways.add_parser("from-hf", help="a Hugging Face folder -> a run folder")
-    out = ways.add_parser("to-hf", help="a run -> a Hugging Face folder")
-    into.add_argument("folder", metavar="DIR", type=Path, help="config.json, *.safetensors, tokenizer files")
-    into.add_argument("run", metavar="RUN", type=Path, help="run folder to make")
-    out.add_argument("run", metavar="RUN", help="run folder (its newest checkpoint) or checkpoint folder")
-    out.add_argument("folder", metavar="DIR", type=Path, help="folder to make")
-    out.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of the weights on disk (default fp32: exact)")
-    for way in (into, out):
-        way.add_argument("--tokenizer", metavar="SPEC", help="bytes, a .model, a tokenizer.json or a folder; none: the one that is there")
-        way.add_argument("--json", action="store_true", help="the report as one JSON object")
-    a = p.parse_args(argv)
+    args = arguments().parse_args(argv)
     try:
-        report = from_hf(a.folder, a.run, a.tokenizer) if a.way == "from-hf" else to_hf(a.run, a.folder, a.dtype, a.tokenizer)
-    except Differs as e:
-        print(f"error: {e}", file=sys.stderr)
-        return e.exit_code
-    print(json.dumps(report) if a.json else show(report))
+        if args.command == "from-hf":
+            report = from_hf(args.folder, args.run, args.tokenizer)
+        else:
+            report = to_hf(args.run, args.folder, args.dtype, args.tokenizer)
+    except LogitsDiffer as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(report) if args.json else report_text(report))
     return 0
 
 
-def show(r: dict) -> str:
-    out = [f"{r['family']}: {r['parameters']:,} parameters in {r['tensors']} tensors, {r['from']} -> {r['to']}"]
-    if match := r["logits"]:
-        out.append(f"logits: max |difference| {match['max_abs_difference']:.2e} where the largest is {match['largest']:.3g}, "
-                   f"against {match['against']} on {match['tokens'][0]} x {match['tokens'][1]} tokens in fp32")
-    return "\n".join([*out, *(f"note: {n}" for n in r["notes"]), f"next: {r['next']}"])
+def report_text(report: dict) -> str:
+    """The report as lines of text."""
+    lines = [f"{report['family']}: {report['parameters']:,} parameters in {report['tensors']} tensors, "
+             f"{report['from']} -> {report['to']}"]
+    match = report["logits"]
+    if match:
+        sequences, length = match["tokens"]
+        lines.append(f"logits: max |difference| {match['max_abs_difference']:.2e} where the largest is "
+                     f"{match['largest']:.3g}, against {match['against']} "
+                     f"on {sequences} x {length} tokens in fp32")
+    lines += [f"note: {note}" for note in report["notes"]]
+    lines.append(f"next: {report['next']}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

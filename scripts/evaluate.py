@@ -1,8 +1,10 @@
-"""Loss, perplexity and bits per byte of a run: python -m scripts.evaluate RUN [--data PREFIX] [--tasks arc_easy ...]
+"""Loss, perplexity and bits per byte of a run.
 
-Without --data: the run's own validation split, each of its samples once. With it: all of PREFIX.bin, whose tokens must come
-from the run's tokenizer (make it with python -m scripts.prepare_data --tokenizer RUN/tokenizer). With --tasks: those of
-lm-evaluation-harness instead (pip install lm-eval).
+    python -m scripts.evaluate RUN [--data PREFIX] [--tasks arc_easy ...]
+
+Without --data: the validation split of the run, each sample once. With it: all of PREFIX.bin, whose tokens
+must come from the tokenizer of the run (python -m scripts.prepare_data --tokenizer RUN/tokenizer makes such
+data). With --tasks: tasks of lm-evaluation-harness instead (pip install lm-eval).
 """
 import argparse
 import itertools
@@ -15,122 +17,159 @@ from dataclasses import replace
 
 import torch
 
-from build import Trained, load_run
+from build import TrainedModel, load_run
 from config import Config, ConfigError
-from data.batch import Batch
-from data.loader import Data, open_data
+from data.loader import BatchLoader, open_loader
 from data.tokenizer import Tokenizer
 from model.generate import generate
-from runtime.evaluate import report
+from parallel.microbatch import Microbatch
+from runtime.evaluate import loss_report
 from runtime.failure import fail_cleanly
-from runtime.tasks import Speaker, run_tasks
+from runtime.tasks import EvaluationModel, run_tasks
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.evaluate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", help="run folder or checkpoint folder")
+    add("--data", help="prefix of a .bin/.idx pair, or a blend; none: the run's validation split")
+    add("--samples", type=int, help="number of sequences; none: all, once")
+    add("--seq-len", type=int, help="tokens in a sequence; none: as in training")
+    add("--micro-batch", type=int, help="sequences in a forward pass; none: as in training")
+    add("--dtype", choices=("fp64", "fp32", "bf16"), help="none: as in training")
+    add("--tasks", nargs="+", help="tasks of lm-eval, e.g. arc_easy hellaswag")
+    add("--shots", type=int, help="--tasks: examples in a prompt; none: the default of the task")
+    add("--limit", type=int, help="--tasks: documents of each task; none: all")
+    add("--task-folder", help="--tasks: a folder with your own task files")
+    add("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m scripts.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("run", help="run folder or checkpoint folder")
-    p.add_argument("--data", help="prefix of a .bin/.idx pair, or a blend; none: the run's validation split")
-    p.add_argument("--samples", type=int, help="stop after this many sequences; none: all, once")
-    p.add_argument("--seq-len", type=int, help="tokens a sequence; none: as trained")
-    p.add_argument("--micro-batch", type=int, help="sequences a forward pass; none: as trained")
-    p.add_argument("--dtype", choices=("fp64", "fp32", "bf16"), help="none: as trained")
-    p.add_argument("--tasks", nargs="+", help="tasks of lm-eval, e.g. arc_easy hellaswag")
-    p.add_argument("--shots", type=int, help="--tasks: examples in a prompt; none: as the task says")
-    p.add_argument("--limit", type=int, help="--tasks: documents of each task; none: all")
-    p.add_argument("--task-folder", help="--tasks: a folder with task files of your own")
-    p.add_argument("--json", action="store_true", help="one JSON object")
-    a = p.parse_args(argv)
+    args = arguments().parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(a.run, device, a.dtype)
-    if a.tasks:
-        return tasks(run, a, device)
-    return losses(run, a, device)
-
-
-def losses(run: Trained, a: argparse.Namespace, device: torch.device) -> int:
-    """Loss, perplexity and bits per byte of what --data, --samples and --seq-len ask for."""
-    # the data
-    seq = a.seq_len or run.cfg.train.seq_len
-    cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq))
-    if a.data:
-        cfg = replace(cfg, data=replace(cfg.data, path=a.data, split="0,1", tokenizer=None))
-    size = a.micro_batch or run.cfg.train.micro_batch
-    data = validation(cfg, size)
-    check_tokenizer(data.tokenizer, run, a)
-    samples = min(data.samples, a.samples or data.samples)
-
-    # their loss
-    begun = time.perf_counter()
-    total = count = text = 0.0
-    with torch.no_grad():
-        for batch in itertools.chain(batches(data, 0, samples // size), left_over(cfg, samples, size)):
-            batch = batch.to(device)
-            total = total + run.stage(batch.tokens, batch, 1.0).double()
-            count = count + batch.counted()
-            text = text + data.text_bytes(batch)
-    loss = float(total / count)
-    seconds = time.perf_counter() - begun
-
-    # what is printed; JSON has no word for NaN or infinity
-    found = report(loss, float(text / count))
-    name = a.data or f"{cfg.data.path} (valid)"
-    if a.json:
-        found = {key: value if math.isfinite(value) else None for key, value in found.items()}
-        print(json.dumps({"run": str(run.path), "step": run.step, "data": name, "tokens": samples * seq, **found,
-                          "seconds": seconds}))
+    run = load_run(args.run, device, args.dtype)
+    if args.tasks:
+        evaluate_tasks(run, args, device)
     else:
-        print(f"{run.path} on {name}: {samples * seq:,} tokens in {seconds:.1f} s\n"
-              f"loss {found['val_loss']:.4f}   perplexity {found['val_ppl']:.2f}   "
-              f"bits per byte {found['val_bpb']:.4f}")
+        evaluate_loss(run, args, device)
     return 0
 
 
-def validation(cfg: Config, size: int) -> Data:
-    """The validation split, of which each step is one batch of `size` sequences."""
-    return open_data(replace(cfg, train=replace(cfg.train, micro_batch=size, global_batch=size)), "valid", 0, 1)
+# ---- loss ------------------------------------------------------------------------------------------------
+
+def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
+    """Prints loss, perplexity and bits per byte of the data that --data, --samples and --seq-len select.
+
+    Raises ConfigError if the data was made with another tokenizer.
+    """
+    # the data
+    seq_len = args.seq_len or run.cfg.train.seq_len
+    cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
+    if args.data:
+        cfg = replace(cfg, data=replace(cfg.data, path=args.data, split="0,1", tokenizer=None))
+    batch_size = args.micro_batch or run.cfg.train.micro_batch
+    data = open_validation(cfg, batch_size)
+    check_tokenizer(data.tokenizer, run, args)
+    samples = min(data.samples, args.samples or data.samples)
+
+    # its loss
+    started = time.perf_counter()
+    loss_sum = num_tokens = num_bytes = 0.0
+    full_batches = batches(data, 0, samples // batch_size)
+    with torch.no_grad():
+        for batch in itertools.chain(full_batches, remaining_samples(cfg, samples, batch_size)):
+            batch = batch.to(device)
+            loss_sum = loss_sum + run.stage(batch.tokens, batch, 1.0).double()
+            num_tokens = num_tokens + batch.num_counted()
+            num_bytes = num_bytes + data.text_bytes(batch)
+    loss = float(loss_sum / num_tokens)
+    bytes_per_token = float(num_bytes / num_tokens)
+    seconds = time.perf_counter() - started
+
+    # the report
+    report = loss_report(loss, bytes_per_token)
+    name = args.data or f"{cfg.data.path} (valid)"
+    if args.json:
+        # JSON has no NaN and no infinity.
+        finite = {key: value if math.isfinite(value) else None for key, value in report.items()}
+        source = {"run": str(run.path), "step": run.step, "data": name, "tokens": samples * seq_len}
+        print(json.dumps({**source, **finite, "seconds": seconds}))
+    else:
+        print(f"{run.path} on {name}: {samples * seq_len:,} tokens in {seconds:.1f} s\n"
+              f"loss {report['val_loss']:.4f}   perplexity {report['val_ppl']:.2f}   "
+              f"bits per byte {report['val_bpb']:.4f}")
 
 
-def batches(data: Data, first: int, last: int) -> Iterator[Batch]:
+def open_validation(cfg: Config, batch_size: int) -> BatchLoader:
+    """The validation split; each of its steps is one batch of `batch_size` sequences."""
+    train = replace(cfg.train, micro_batch=batch_size, global_batch=batch_size)
+    return open_loader(replace(cfg, train=train), "valid", 0, 1)
+
+
+def batches(data: BatchLoader, first: int, last: int) -> Iterator[Microbatch]:
     """The batches of steps first .. last - 1."""
     for step in range(first, last):
         yield from data.microbatches(step)
 
 
-def left_over(cfg: Config, samples: int, size: int) -> Iterator[Batch]:
-    """Of the first `samples` those that whole batches of `size` leave over, each as a batch of one."""
-    whole = samples - samples % size
-    if whole < samples:
-        yield from batches(validation(cfg, 1), whole, samples)
+def remaining_samples(cfg: Config, samples: int, batch_size: int) -> Iterator[Microbatch]:
+    """The last samples % batch_size of the first `samples` samples, each as a batch of one."""
+    in_full_batches = samples - samples % batch_size
+    if in_full_batches < samples:
+        yield from batches(open_validation(cfg, 1), in_full_batches, samples)
 
 
-def check_tokenizer(of_data: Tokenizer | None, run: Trained, a: argparse.Namespace) -> None:
-    """Raises ConfigError where the data is known to be made with another tokenizer than the run's."""
+def check_tokenizer(of_data: Tokenizer | None, run: TrainedModel, args: argparse.Namespace) -> None:
+    """Raises ConfigError if the data names another tokenizer than that of the run."""
     if of_data is None or of_data.fingerprint == run.tokenizer.fingerprint:
         return
-    own = f"{run.path.parent.parent}/tokenizer"
-    raise ConfigError(f"--data: {a.data or run.cfg.data.path} was made with the tokenizer {of_data.name}, {a.run} was "
-                      f"trained with {run.tokenizer.name}; make it with "
-                      f"python -m scripts.prepare_data --tokenizer {own}")
+    path = args.data or run.cfg.data.path
+    tokenizer_folder = f"{run.path.parent.parent}/tokenizer"
+    raise ConfigError(f"--data: {path} was made with the tokenizer {of_data.name}, {args.run} was trained "
+                      f"with {run.tokenizer.name}; make it with "
+                      f"python -m scripts.prepare_data --tokenizer {tokenizer_folder}")
 
 
-def tasks(run: Trained, a: argparse.Namespace, device: torch.device) -> int:
-    """The harness's tasks, each with its metrics and their standard errors."""
-    m, tok = run.cfg.model, run.tokenizer
+# ---- tasks of lm-eval ------------------------------------------------------------------------------------
+
+def evaluate_tasks(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
+    """Prints the metrics of the tasks, with their standard errors."""
+    model = evaluation_model(run, args, device)
+    results = run_tasks(args.tasks, model, args.shots, args.limit, args.task_folder)
+    if args.json:
+        print(json.dumps({"run": str(run.path), "step": run.step, "tasks": results}))
+        return
+    for task, metrics in results.items():
+        values = "   ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        print(f"{task:<24} {values}")
+
+
+def evaluation_model(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> EvaluationModel:
+    """The functions of the run that lm-eval needs."""
+    tok = run.tokenizer
 
     @torch.no_grad()
     def logits(tokens: torch.Tensor) -> torch.Tensor:
-        return run.stage.logits(tokens.to(device), torch.arange(tokens.shape[1], device=device).expand_as(tokens))
+        positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+        return run.stage.logits(tokens.to(device), positions)
 
-    def write(ids: list[int], most: int):
-        return generate(run.logits, ids, most, temperature=0, eod=tok.eod, device=device)
+    def write(ids: list[int], max_new: int) -> Iterator[int]:
+        return generate(run.logits, ids, max_new, temperature=0, eod=tok.eod, device=device)
 
-    speaker = Speaker(logits, write, tok.encode, tok.decode, tok.eod, m.context, a.micro_batch or run.cfg.train.micro_batch)
-    found = run_tasks(a.tasks, speaker, a.shots, a.limit, a.task_folder)
-    if a.json:
-        print(json.dumps({"run": str(run.path), "step": run.step, "tasks": found}))
-    else:
-        print("\n".join(f"{task:<24} " + "   ".join(f"{k} {v:.4f}" for k, v in values.items()) for task, values in found.items()))
-    return 0
+    return EvaluationModel(
+        logits=logits,
+        write=write,
+        encode=tok.encode,
+        decode=tok.decode,
+        eod=tok.eod,
+        context=run.cfg.model.context,
+        batch=args.micro_batch or run.cfg.train.micro_batch,
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Text from a run: python -m scripts.generate RUN --prompt "def " --max-new-tokens 100
+"""Text from a run.
+
+    python -m scripts.generate RUN --prompt "def " --max-new-tokens 100
 
 RUN is a run folder, or one of its checkpoint folders.
 """
@@ -9,44 +11,87 @@ import time
 
 import torch
 
-from build import load_run
+from build import TrainedModel, load_run
 from config import ConfigError
 from model.generate import generate
 from runtime.failure import fail_cleanly
 
 
-def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("run", help="run folder or checkpoint folder")
-    p.add_argument("--prompt", default="", help="text to go on from; empty: a new document")
-    p.add_argument("--max-new-tokens", type=int, default=100)
-    p.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
-    p.add_argument("--top-k", type=int, help="choose among the k likeliest")
-    p.add_argument("--top-p", type=float, help="choose among the fewest tokens with this much probability")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--samples", type=int, default=1)
-    p.add_argument("--json", action="store_true", help="one JSON object a sample")
-    a = p.parse_args(argv)
-    for name, ok in (("max-new-tokens", a.max_new_tokens > 0), ("temperature", a.temperature >= 0), ("samples", a.samples > 0),
-                     ("top-k", a.top_k is None or a.top_k > 0), ("top-p", a.top_p is None or 0 < a.top_p <= 1)):
-        if not ok:
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.generate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("run", help="run folder or checkpoint folder")
+    add("--prompt", default="", help="start of the text; empty: a new document")
+    add("--max-new-tokens", type=int, default=100)
+    add("--temperature", type=float, default=0.8, help="0: always the most likely token")
+    add("--top-k", type=int, help="sample from the k most likely tokens")
+    add("--top-p", type=float, help="sample from the smallest set of tokens with this probability")
+    add("--seed", type=int, default=0)
+    add("--samples", type=int, default=1)
+    add("--json", action="store_true", help="print one JSON object for each sample")
+    return parser
+
+
+def check_ranges(args: argparse.Namespace) -> None:
+    """Raises ConfigError if an option is out of range."""
+    in_range = {
+        "max-new-tokens": args.max_new_tokens > 0,
+        "temperature": args.temperature >= 0,
+        "samples": args.samples > 0,
+        "top-k": args.top_k is None or args.top_k > 0,
+        "top-p": args.top_p is None or 0 < args.top_p <= 1,
+    }
+    for name, is_in_range in in_range.items():
+        if not is_in_range:
             raise ConfigError(f"--{name}: out of range; see --help")
+
+
+def main(argv: list[str]) -> int:
+    args = arguments().parse_args(argv)
+    check_ranges(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    loaded = load_run(a.run, device)
-    m = loaded.cfg.model
-    tok = loaded.tokenizer
-    start = tok.encode(a.prompt) or [tok.eod]
-    for i in range(a.samples):
-        clock = time.perf_counter()
-        ids = list(generate(loaded.logits, start, a.max_new_tokens, temperature=a.temperature, top_k=a.top_k, top_p=a.top_p,
-                            eod=tok.eod, seed=a.seed + i, limit=m.context if m.positions == "learned" else None, device=device))
-        seconds = time.perf_counter() - clock
-        text = a.prompt + tok.decode(ids)
-        if a.json:
-            print(json.dumps({"text": text, "prompt_tokens": len(start), "new_tokens": len(ids), "tokens_per_s": len(ids) / seconds}))
+    run = load_run(args.run, device)
+    prompt = run.tokenizer.encode(args.prompt) or [run.tokenizer.eod]
+
+    for sample in range(args.samples):
+        started = time.perf_counter()
+        ids = sample_ids(run, prompt, args, seed=args.seed + sample, device=device)
+        seconds = time.perf_counter() - started
+
+        text = args.prompt + run.tokenizer.decode(ids)
+        if args.json:
+            print(json.dumps({
+                "text": text,
+                "prompt_tokens": len(prompt),
+                "new_tokens": len(ids),
+                "tokens_per_s": len(ids) / seconds,
+            }))
         else:
-            print(text if a.samples == 1 else f"--- sample {i}\n{text}")
+            print(text if args.samples == 1 else f"--- sample {sample}\n{text}")
     return 0
+
+
+def sample_ids(
+    run: TrainedModel, prompt: list[int], args: argparse.Namespace, *, seed: int, device: torch.device
+) -> list[int]:
+    """The new token ids of one sample."""
+    model = run.cfg.model
+    return list(generate(
+        run.logits,
+        prompt,
+        args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        eod=run.tokenizer.eod,
+        seed=seed,
+        limit=model.context if model.positions == "learned" else None,
+        device=device,
+    ))
 
 
 if __name__ == "__main__":

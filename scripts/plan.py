@@ -1,9 +1,14 @@
-"""The fastest layouts of a job: python -m scripts.plan NAME --gpus 1024 --cluster h100-ib [--top 10] [--section.key VALUE ...]
+"""The fastest layouts of a job on a cluster.
 
-Searches tp, cp, pp, ep, ZeRO, replicas, schedules, stages a rank, micro-batch and recompute for the layouts whose step is shortest among
-those that fit into memory. What you set on the command line (--parallel.tp 8) stays so. Bytes are those that our code exchanges
-and holds (plan/bytes.py, plan/memory.py: exact, and to some percent); times are a model of the chip and its links (plan/cost.py), fitted to
-published measurements: --published shows it beside them, those that it was fitted to and those that it was not.
+    python -m scripts.plan NAME --gpus 1024 --cluster h100-ib [--top 10] [--section.key VALUE ...]
+
+Searches tp, cp, pp, ep, ZeRO, replicas, schedules, stages on a rank, micro-batch and recompute for the
+layouts with the shortest step among those that fit into memory. What the command line sets (--parallel.tp 8)
+is not searched.
+
+Bytes are those that our code exchanges (plan/bytes.py: exact) and holds (plan/memory.py: within some
+percent). Times come from a model of the chip and its links (plan/cost.py), which is fitted to published
+measurements: --published shows forecasts beside measurements, both those of the fit and others.
 """
 import argparse
 import json
@@ -13,102 +18,212 @@ import time
 import config
 from build import plan_pipeline
 from config import Config, ConfigError
-from model.split import layers_of
-from parallel.schedule import Schedule
+from model.split import layers_of_stages
+from parallel.pipeline.schedule import Schedule
 from plan import published
-from plan.cost import Efficiency, cluster
+from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
-from plan.search import Found, axes, search
+from plan.search import Found, Target, compute_axes, layout_axes, search
 from runtime.failure import fail_cleanly
 
-
-def make(cfg: Config, world: int) -> tuple[Schedule, list[tuple[int, int]]]:
-    """A job's schedule and cuts, as train.py makes them; raises ConfigError where it would."""
-    schedule = plan_pipeline(cfg, world, advise=False)
-    return schedule, layers_of(cfg, schedule.n_stages)
+GIB = 2**30
+MIN_SHOWN_SHARE = 0.005  # of a step: shorter waits for an exchange are not listed
+TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, which are right-aligned
 
 
-def words(cfg: Config, world: int) -> str:
-    """tp8 sp pp16 dp8 zero1 interleaved vpp4 mb1 selective"""
-    p = cfg.parallel
-    dp = world // (p.tp * p.pp * p.cp * p.dp_rep)
-    degrees = [f"{k}{n}" for k, n in (("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("ep", p.ep), ("rep", p.dp_rep), ("dp", dp)) if n > 1]
-    return " ".join(degrees + [f"zero{p.zero}"] + ([p.schedule] if p.pp > 1 else []) + [f"vpp{p.vpp}"] * bool(p.vpp)
-                    + [f"mb{cfg.train.micro_batch}"] + [p.recompute] * (p.recompute != "none"))
-
-
-def keys(cfg: Config) -> str:
-    """train.py's arguments."""
-    p = cfg.parallel
-    given = {"tp": p.tp, "sp": str(p.sp).lower(), "cp": p.cp, "pp": p.pp, "ep": p.ep, "dp_rep": p.dp_rep, "zero": p.zero,
-             "schedule": p.schedule, "vpp": p.vpp, "recompute": p.recompute}
-    usual = config.Parallel()
-    words = [f"--parallel.{k} {v}" for k, v in given.items() if v is not None and str(v) != str(getattr(usual, k)).lower()]
-    return " ".join([*words, f"--train.micro_batch {cfg.train.micro_batch}"])
-
-
-def report(x: Found, world: int, peak: float) -> dict:
-    """Of one layout, as plain numbers: seconds, bytes, shares."""
-    f, t, m = x.forecast, x.cfg.train, x.cfg.model
-    tokens = t.global_batch * t.seq_len
-    return {"layout": words(x.cfg, world), "step_s": f.step, "tokens_per_s_per_gpu": tokens / f.step / world,
-            "mfu": tokens * flops_per_token(m, t.seq_len) / (f.step * world * peak), "memory": x.memory, "state": x.state,
-            "activations": x.activations, "sent_inside": f.sent[0], "sent_between": f.sent[1], "microbatches": x.microbatches,
-            "compute": f.compute / f.step, "bubble": f.bubble / f.step, "optimizer": f.optimizer / f.step,
-            "exposed": {g: s / f.step for g, s in f.exposed.items()}, "arguments": keys(x.cfg)}
-
-
-def row(r: dict) -> list[str]:
-    shown = ", ".join(f"{g} {s:.0%}" for g, s in sorted(r["exposed"].items(), key=lambda i: -i[1]) if s >= 0.005)
-    return [r["layout"], f"{r['step_s']:.3f}", f"{r['tokens_per_s_per_gpu']:,.0f}", f"{r['mfu']:.1%}", f"{r['memory'] / 1e9:.0f}",
-            f"{r['bubble']:.0%}", f"{r['sent_inside'] / 1e9:.1f}", f"{r['sent_between'] / 1e9:.1f}", shown or "-"]
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", nargs="?", help="recipe")
+    add("--gpus", type=int)
+    add("--cluster", help="a cluster of configs/clusters.yaml")
+    add("--top", type=int, default=10)
+    add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
+    add("--published", action="store_true", help="instead: show forecasts beside published measurements")
+    add("--fit", action="store_true", help="with --published: fit the constants now")
+    return parser
 
 
 def main(argv: list[str]) -> int:
-    p = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("name", nargs="?", help="recipe")
-    p.add_argument("--gpus", type=int)
-    p.add_argument("--cluster", help="of configs/clusters.yaml")
-    p.add_argument("--top", type=int, default=10)
-    p.add_argument("--json", action="store_true", help="one JSON object a layout, the fastest first")
-    p.add_argument("--published", action="store_true", help="instead: forecasts beside published measurements")
-    p.add_argument("--fit", action="store_true", help="of --published: with constants that are fitted now")
-    a, rest = p.parse_known_args(argv)
-    if a.published:
-        every = published.rows(make)
-        e = published.fit(every, Efficiency()) if a.fit else Efficiency()
-        print("\n".join([str(e), *published.table(every, e)]))
+    args, rest = arguments().parse_known_args(argv)
+    if args.published:
+        print_published(args.fit)
         return 0
-    if not a.name or a.gpus is None or not a.cluster:
-        raise ConfigError("plan: needs NAME, --gpus N and --cluster C, as llama3-8b --gpus 64 --cluster h100-ib")
-    if a.gpus < 1 or a.top < 1:
-        raise ConfigError(f"--{'gpus' if a.gpus < 1 else 'top'}: must be at least 1")
-    cfg, c = config.resolve(a.name, None, rest), cluster(a.cluster)
-    if cfg.model.vocab is None:
-        raise ConfigError("model.vocab: is the tokenizer's, which a plan does not see; set it")
-    if cfg.train.dtype not in c.flops:
-        raise ConfigError(f"train.dtype: configs/clusters.yaml has no {cfg.train.dtype} for {a.cluster}; it has {', '.join(c.flops)}")
-    given = {f"{section}.{key}" for section, part in config.dotted(rest).items() for key in part}
-    core, more = axes(cfg, a.gpus, c)
-    fixed = {path: getattr(getattr(cfg, path.split(".")[0]), path.split(".")[1]) for path in given if path in (*core, *more, "parallel.sp")}
-    begun = time.perf_counter()
-    found, counts = search(cfg, a.gpus, c, Efficiency(), make, fixed, a.top)
+    if not args.name or args.gpus is None or not args.cluster:
+        raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
+                          "as llama3-8b --gpus 64 --cluster h100-ib")
+    if args.gpus < 1 or args.top < 1:
+        raise ConfigError(f"--{'gpus' if args.gpus < 1 else 'top'}: must be at least 1")
+
+    cfg = config.resolve(args.name, None, rest)
+    hardware = cluster(args.cluster)
+    check_plannable(cfg, hardware)
+
+    fixed = fixed_values(cfg, args.gpus, hardware, rest)
+    started = time.perf_counter()
+    target = Target(args.gpus, hardware, Efficiency(), make_schedule_and_cuts)
+    found, counts = search(cfg, target, fixed, args.top)
+    seconds = time.perf_counter() - started
     if not found:
-        raise ConfigError(f"--gpus: no layout of {a.name} on {a.gpus} GPUs of {c.memory / 1e9:.0f} GB fits ({counts['too large']} are too large, "
+        raise ConfigError(f"--gpus: no layout of {args.name} on {args.gpus} GPUs of "
+                          f"{hardware.memory / GIB:.0f} GiB fits ({counts['too large']} are too large, "
                           f"{counts['refused']} against the rules); take more, or set fewer keys")
-    reports = [report(x, a.gpus, c.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]) for x in found]
-    if a.json:
+
+    peak_flops = hardware.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]
+    reports = [report(layout, args.gpus, peak_flops) for layout in found]
+    if args.json:
         print("\n".join(map(json.dumps, reports)))
         return 0
-    n, t = parameters(cfg.model), cfg.train
-    print(f"{a.name}: {n['total'] / 1e9:.1f}B parameters ({n['active'] / 1e9:.1f}B a token) · {t.global_batch:,} x {t.seq_len:,} = "
-          f"{t.global_batch * t.seq_len / 1e6:.1f}M tokens a step · {t.dtype} · {a.gpus:,} GPUs of {a.cluster}")
-    print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({time.perf_counter() - begun:.0f} s)\n")
-    rows = [["layout", "step s", "tokens/s/GPU", "MFU", "GB", "bubble", "GB inside", "GB between", "exposed"], *(row(r) for r in reports)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    print("\n".join("  ".join(x.ljust(w) if i in (0, 8) else x.rjust(w) for i, (x, w) in enumerate(zip(r, widths))).rstrip() for r in rows))
-    print(f"\nbest     train.py {a.name} {' '.join(rest)}{' ' if rest else ''}{reports[0]['arguments']}")
+    print(headline(cfg, args))
+    print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
+    print("\n".join(table(reports)))
+    print(f"\nbest     train.py {' '.join([args.name, *rest, reports[0]['arguments']])}")
     return 0
+
+
+def print_published(fit: bool) -> None:
+    """Prints forecasts beside published measurements. fit: with constants that are fitted to them now."""
+    rows = published.rows(make_schedule_and_cuts)
+    efficiency = published.fit(rows, Efficiency()) if fit else Efficiency()
+    print("\n".join([str(efficiency), *published.table(rows, efficiency)]))
+
+
+# ---- the search ------------------------------------------------------------------------------------------
+
+def make_schedule_and_cuts(cfg: Config, world: int) -> tuple[Schedule, list[tuple[int, int]]]:
+    """A job's schedule, and [(first, last layer + 1)] of its stages, as train.py makes them.
+
+    Raises ConfigError if train.py refuses the job.
+    """
+    schedule = plan_pipeline(cfg, world, advise=False)
+    return schedule, layers_of_stages(cfg, schedule.n_stages)
+
+
+def check_plannable(cfg: Config, hardware: Cluster) -> None:
+    """Raises ConfigError if the vocabulary is not known, or the cluster has no figures for the dtype."""
+    if cfg.model.vocab is None:
+        raise ConfigError("model.vocab: is the tokenizer's, which a plan does not read; set it")
+    dtype = cfg.train.dtype
+    if dtype not in hardware.flops:
+        raise ConfigError(f"train.dtype: configs/clusters.yaml has no {dtype} for {hardware.name}; "
+                          f"it has {', '.join(hardware.flops)}")
+
+
+def fixed_values(cfg: Config, world: int, hardware: Cluster, overrides: list[str]) -> dict[str, object]:
+    """{section.key: value} of the searched keys that the command line sets."""
+    searched = {*compute_axes(cfg, world, hardware), *layout_axes(cfg, world), "parallel.sp"}
+    fixed: dict[str, object] = {}
+    for section, values in config.dotted_overrides(overrides).items():
+        for key in values:
+            if f"{section}.{key}" in searched:
+                fixed[f"{section}.{key}"] = getattr(getattr(cfg, section), key)
+    return fixed
+
+
+# ---- the report ------------------------------------------------------------------------------------------
+
+def layout_text(cfg: Config, world: int) -> str:
+    """For example "tp8 pp16 dp8 zero1 interleaved vpp4 mb1 selective"."""
+    parallel = cfg.parallel
+    degrees = {
+        "tp": parallel.tp,
+        "cp": parallel.cp,
+        "pp": parallel.pp,
+        "ep": parallel.ep,
+        "rep": parallel.dp_rep,
+        "dp": world // (parallel.tp * parallel.pp * parallel.cp * parallel.dp_rep),
+    }
+    words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+    words.append(f"zero{parallel.zero}")
+    if parallel.pp > 1:
+        words.append(parallel.schedule)
+    if parallel.vpp:
+        words.append(f"vpp{parallel.vpp}")
+    words.append(f"mb{cfg.train.micro_batch}")
+    if parallel.recompute != "none":
+        words.append(parallel.recompute)
+    return " ".join(words)
+
+
+def layout_arguments(cfg: Config) -> str:
+    """The arguments of train.py that select this layout."""
+    defaults = config.ParallelConfig()
+    words: list[str] = []
+    for key in ("tp", "sp", "cp", "pp", "ep", "dp_rep", "zero", "schedule", "vpp", "recompute"):
+        value = getattr(cfg.parallel, key)
+        if value is not None and value != getattr(defaults, key):
+            words.append(f"--parallel.{key} {str(value).lower()}")
+    return " ".join([*words, f"--train.micro_batch {cfg.train.micro_batch}"])
+
+
+def report(layout: Found, world: int, peak_flops: float) -> dict:
+    """One layout as plain numbers: seconds, bytes, shares of the step.
+
+    peak_flops: FLOP/s of one GPU in the dtype of the run.
+    """
+    forecast, train = layout.forecast, layout.cfg.train
+    step = forecast.step
+    tokens = train.global_batch * train.seq_len
+    flops = tokens * flops_per_token(layout.cfg.model, train.seq_len)
+    return {
+        "layout": layout_text(layout.cfg, world),
+        "step_s": step,
+        "tokens_per_s_per_gpu": tokens / step / world,
+        "mfu": flops / (step * world * peak_flops),
+        "memory": layout.held.total,
+        "state": layout.held.state,
+        "activations": layout.held.activations,
+        "sent_inside": forecast.sent[0],
+        "sent_between": forecast.sent[1],
+        "microbatches": layout.microbatches,
+        "compute": forecast.compute / step,
+        "bubble": forecast.bubble / step,
+        "optimizer": forecast.optimizer / step,
+        "exposed": {group: seconds / step for group, seconds in forecast.exposed.items()},
+        "arguments": layout_arguments(layout.cfg),
+    }
+
+
+def headline(cfg: Config, args: argparse.Namespace) -> str:
+    """The job in one line."""
+    counted, train = parameters(cfg.model), cfg.train
+    tokens = train.global_batch * train.seq_len
+    return (f"{args.name}: {counted['total'] / 1e9:.1f}B parameters ({counted['active'] / 1e9:.1f}B a token)"
+            f" · {train.global_batch:,} x {train.seq_len:,} = {tokens / 1e6:.1f}M tokens a step"
+            f" · {train.dtype} · {args.gpus:,} GPUs of {args.cluster}")
+
+
+def table(reports: list[dict]) -> list[str]:
+    """The reports as lines of aligned columns."""
+    rows = [table_row(each) for each in reports]
+    columns = {name: [name, *(row[name] for row in rows)] for name in rows[0]}
+    aligned: list[list[str]] = []
+    for name, cells in columns.items():
+        width = max(map(len, cells))
+        to_left = name in TEXT_COLUMNS
+        aligned.append([cell.ljust(width) if to_left else cell.rjust(width) for cell in cells])
+    return ["  ".join(cells).rstrip() for cells in zip(*aligned)]
+
+
+def table_row(numbers: dict) -> dict[str, str]:
+    """{column: its text} of one report."""
+    longest_first = sorted(numbers["exposed"].items(), key=lambda item: -item[1])
+    exposed = [f"{group} {share:.0%}" for group, share in longest_first if share >= MIN_SHOWN_SHARE]
+    return {
+        "layout": numbers["layout"],
+        "step s": f"{numbers['step_s']:.3f}",
+        "tokens/s/GPU": f"{numbers['tokens_per_s_per_gpu']:,.0f}",
+        "MFU": f"{numbers['mfu']:.1%}",
+        "GiB": f"{numbers['memory'] / GIB:.0f}",
+        "bubble": f"{numbers['bubble']:.0%}",
+        "GB inside": f"{numbers['sent_inside'] / 1e9:.1f}",
+        "GB between": f"{numbers['sent_between'] / 1e9:.1f}",
+        "exposed": ", ".join(exposed) or "-",
+    }
 
 
 if __name__ == "__main__":

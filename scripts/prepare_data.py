@@ -1,10 +1,10 @@
-"""Text -> the tokens that training reads: PREFIX.bin and PREFIX.idx, Megatron's format.
+"""Tokenizes text for training: writes PREFIX.bin and PREFIX.idx in Megatron's format.
 
     python -m scripts.prepare_data --input docs/*.jsonl.zst --tokenizer bpe-32000 --out runs/data/docs
     python train.py --data.path runs/data/docs
 
-Exit codes: 0 done, 2 a mistake in the input or the command (one line), 82 the disk fails (one line with the path),
-130 interrupted. After any of them, and after a kill, the same command goes on where it stopped.
+Exit codes: 0 done, 2 a mistake in the input or the command (one line), 82 the disk fails (one line with the
+path), 130 interrupted. After any of them, and after a kill, the same command continues where it stopped.
 """
 import argparse
 import json
@@ -12,113 +12,156 @@ import os
 import shutil
 import sys
 import time
+from typing import TextIO
 
 from config import ConfigError
 from data import prepare
 from data.documents import KINDS
 
+USER_MISTAKE = 2
 STORAGE = 82
+INTERRUPTED = 130  # Ctrl-C, as a shell reports it
+TERMINAL_SECONDS = 0.1  # between two redraws of the progress line on a terminal
+PLAIN_SECONDS = 10  # between two progress lines elsewhere
+MAX_BAR = 40  # columns
 
 
 def arguments() -> argparse.ArgumentParser:
-    head, rest = __doc__.split("\n\n", 1)
-    p = argparse.ArgumentParser(prog="python -m scripts.prepare_data", description=head, epilog=rest,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.error = lambda text: p.exit(2, f"error: {text}; see --help\n")  # one line, as everywhere
-    p.add_argument("--input", nargs="+", required=True, metavar="FILE",
-                   help=f"files, folders or globs of {' '.join(KINDS)} (also .gz, .zst; text: one document a file), "
-                        "hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own source)")
-    p.add_argument("--tokenizer", required=True, metavar="T",
-                   help="bpe-N (trained on the input), bytes, a sentencepiece .model, tokenizer.json, or their folder")
-    p.add_argument("--out", required=True, metavar="PREFIX",
-                   help="PREFIX.bin and PREFIX.idx are written; unfinished work is kept in PREFIX.parts/")
-    p.add_argument("--jsonl-key", default="text", metavar="KEY",
-                   help="field or column that holds the text (default: text)")
-    p.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
-                   help="processes (default: one a core); the result does not depend on it")
-    p.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True,
-                   help="end each document with the end-of-document token (default: on)")
-    p.add_argument("--skip-bad", action="store_true",
-                   help="leave out and count invalid UTF-8 and broken records; otherwise the first one ends the run")
-    p.add_argument("--json", action="store_true", help="print the report as one line of JSON on stdout")
-    return p
+    assert __doc__
+    description, epilog = __doc__.split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.prepare_data",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = lambda message: parser.exit(USER_MISTAKE, f"error: {message}; see --help\n")  # one line
+    add = parser.add_argument
+    add("--input", nargs="+", required=True, metavar="FILE",
+        help=f"files, folders or globs of {' '.join(KINDS)} (also .gz, .zst; text: one document a file), "
+             "hf:NAME[:CONFIG][:SPLIT] (Hugging Face, streamed), or stdlib (Python's own source)")
+    add("--tokenizer", required=True, metavar="T",
+        help="bpe-N (trained on the input), bytes, a sentencepiece .model, tokenizer.json, or their folder")
+    add("--out", required=True, metavar="PREFIX",
+        help="PREFIX.bin and PREFIX.idx are written; unfinished work is kept in PREFIX.parts/")
+    add("--jsonl-key", default="text", metavar="KEY",
+        help="field or column that holds the text (default: text)")
+    add("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
+        help="processes (default: one for each core); the result does not depend on it")
+    add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
+        help="end each document with the end-of-document token (default: on)")
+    add("--skip-bad", action="store_true",
+        help="leave out and count invalid UTF-8 and broken records; otherwise the first one ends the run")
+    add("--json", action="store_true", help="print the report as one line of JSON on stdout")
+    return parser
 
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments().parse_args(argv)
-    bar = Progress(sys.stderr)
+    progress = Progress(sys.stderr)
     try:
         if args.workers < 1:
             raise ConfigError(f"--workers: {args.workers} must be at least 1")
-        report = prepare.run(args.input, args.tokenizer, args.out, args.jsonl_key, args.workers, args.append_eod,
-                             args.skip_bad, say=bar.say, progress=bar.show)
-        report["sample"] = prepare.sample(args.out)
-    except ConfigError as e:
-        bar.say(f"error: {e}")
-        return 2
-    except OSError as e:
-        bar.say(f"error: {e.filename or args.out}: {e.strerror}; make room or mend it, then the same command goes on")
+        report = prepare.prepare_corpus(
+            args.input,
+            args.tokenizer,
+            args.out,
+            key=args.jsonl_key,
+            workers=args.workers,
+            append_eod=args.append_eod,
+            skip_bad=args.skip_bad,
+            say=progress.say,
+            progress=progress.show,
+        )
+        report["sample"] = prepare.sample_text(args.out)
+    except ConfigError as error:
+        progress.say(f"error: {error}")
+        return USER_MISTAKE
+    except OSError as error:
+        progress.say(f"error: {error.filename or args.out}: {error.strerror}; free space or repair the disk, "
+                     "then the same command continues")
         return STORAGE
     except KeyboardInterrupt:
-        bar.say(f"interrupted; the same command goes on from {args.out}.parts")
-        return 130
-    bar.end()
-    for line in report["bad_records"]:
-        bar.say(f"left out {line}")
+        progress.say(f"interrupted; the same command continues from {args.out}.parts")
+        return INTERRUPTED
+
+    progress.end()
+    for record in report["bad_records"]:
+        progress.say(f"left out {record}")
     print(json.dumps(report) if args.json else summary(report))
     return 0
 
 
-def summary(r: dict) -> str:
-    speed = r["text_bytes"] / 1e6 / r["seconds"]
-    kinds = (("bad", "bad records"), ("empty", "empty documents"))
-    left_out = ", ".join(f"{r[k]:,} {name} left out" for k, name in kinds if r[k])
-    return (f"data      {r['documents']:,} documents, {r['text_bytes'] / 1e6:,.1f} MB, {r['tokens']:,} tokens "
-            f"({r['text_bytes'] / r['tokens']:.2f} bytes a token){'; ' + left_out if left_out else ''}\n"
-            f"tokenizer {r['tokenizer']} ({r['fingerprint'][:12]}), ids in {r['dtype']}\n"
-            f"speed     {speed:.1f} MB/s, {r['seconds']:.1f} s, {r['workers']} workers\n"
-            f"sample    {r['sample']!r}\n"
-            f"saved     {r['out']}.bin, .idx\n"
-            f"next      python train.py --data.path {r['out']}")
+def summary(report: dict) -> str:
+    """The report as lines of text."""
+    text_bytes, tokens = report["text_bytes"], report["tokens"]
+    left_out = ""
+    for key, name in (("bad", "bad records"), ("empty", "empty documents")):
+        if report[key]:
+            left_out += f"{', ' if left_out else '; '}{report[key]:,} {name} left out"
+    megabytes = text_bytes / 1e6
+    return "\n".join([
+        f"data      {report['documents']:,} documents, {megabytes:,.1f} MB, {tokens:,} tokens "
+        f"({text_bytes / tokens:.2f} bytes a token){left_out}",
+        f"tokenizer {report['tokenizer']} ({report['fingerprint'][:12]}), ids in {report['dtype']}",
+        f"speed     {megabytes / report['seconds']:.1f} MB/s, {report['seconds']:.1f} s, "
+        f"{report['workers']} workers",
+        f"sample    {report['sample']!r}",
+        f"saved     {report['out']}.bin, .idx",
+        f"next      python train.py --data.path {report['out']}",
+    ])
 
 
 class Progress:
-    """One line that is drawn over on a terminal; elsewhere a plain line every ten seconds."""
+    """A progress line: redrawn on a terminal; elsewhere a plain line every ten seconds."""
 
-    def __init__(self, stream):
-        self.stream, self.tty = stream, stream.isatty()
-        self.start, self.last, self.open = time.monotonic(), 0.0, False
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.tty = stream.isatty()
+        self.start = time.monotonic()
+        self.last = 0.0  # time of the last line
+        self.open = False  # the cursor is at the end of a progress line
 
     def show(self, done: int, whole: int) -> None:
+        """Shows `done` of `whole` bytes, unless the last line was shown very recently."""
         now = time.monotonic()
-        if done == 0:  # the work begins; before it a tokenizer may have been trained
+        if done == 0:  # tokenizing starts; a tokenizer may have been trained before
             self.start = self.last = now
-        if now - self.last < (0.1 if self.tty else 10) and not (self.tty and done >= whole):
+        is_end = self.tty and done >= whole
+        if now - self.last < (TERMINAL_SECONDS if self.tty else PLAIN_SECONDS) and not is_end:
             return
         self.last = now
-        part, seconds = done / max(1, whole), max(1e-9, now - self.start)
-        eta = seconds * (1 - part) / part if part else 0
-        text = (f"prepare {part:4.0%}  {done / 1e6:,.1f} of {whole / 1e6:,.1f} MB  {done / 1e6 / seconds:.1f} MB/s  "
-                f"eta {clock(eta)}")
+
+        fraction = done / max(1, whole)
+        seconds = max(1e-9, now - self.start)
+        remaining = seconds * (1 - fraction) / fraction if fraction else 0
+        text = (f"prepare {fraction:4.0%}  {done / 1e6:,.1f} of {whole / 1e6:,.1f} MB  "
+                f"{done / 1e6 / seconds:.1f} MB/s  eta {duration(remaining)}")
         if self.tty:
-            room = max(0, min(40, shutil.get_terminal_size().columns - len(text) - 4))
-            text = f"\r{text}  {'█' * round(part * room):░<{room}}\x1b[K"
+            width = max(0, min(MAX_BAR, shutil.get_terminal_size().columns - len(text) - 4))
+            bar = "█" * round(fraction * width)
+            text = f"\r{text}  {bar:░<{width}}\x1b[K"
         print(text, end="" if self.tty else "\n", file=self.stream, flush=True)
         self.open = self.tty
 
     def say(self, text: str) -> None:
+        """Prints a line of its own."""
         self.end()
         print(text, file=self.stream, flush=True)
 
     def end(self) -> None:
+        """Ends the progress line."""
         if self.open:
             print(file=self.stream, flush=True)
         self.open = False
 
 
-def clock(seconds: float) -> str:
-    m, s = divmod(int(seconds), 60)
-    return f"{m // 60}h{m % 60:02d}m" if m >= 60 else f"{m}m{s:02d}s" if m else f"{s}s"
+def duration(seconds: float) -> str:
+    """1h02m, 3m05s or 7s."""
+    minutes, rest = divmod(int(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60}h{minutes % 60:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
 
 
 if __name__ == "__main__":

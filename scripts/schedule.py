@@ -1,49 +1,77 @@
-"""A pipeline schedule, proved and timed: python -m scripts.schedule --kind zb-v --pp 4 --micro 8 [--out x.png]
+"""A pipeline schedule, checked and timed.
 
-Checks the lists that the pipeline would run (complete, in order, no deadlock, transfers that meet), simulates them,
-prints the timeline, the bubble and each rank's peak of activations, and draws a picture. --list shows every schedule.
---run NAME runs a step of a small recipe on real ranks of this machine and shows what it took beside what the simulation
-says for ops of those times.
+    python -m scripts.schedule --kind zb-v --pp 4 --micro 8 [--out x.png]
+
+Checks the lists of ops that the pipeline would run (complete, in order, no deadlock, every transfer meets its
+peer), simulates them, prints the timeline, the bubble and each rank's peak of activations, and draws a
+picture. --list shows every schedule. --run NAME runs a step of a small recipe on real ranks of this machine
+and shows it beside a simulation with the measured times.
 """
 import argparse
 import json
 import shutil
 import sys
 import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from statistics import median
+from typing import NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 
 import config
-from build import build, plan_pipeline
+from build import TrainingRun, build_run, plan_pipeline
 from config import Config, ConfigError
-from data.batch import Batch
-from parallel import comm, pipeline
-from parallel.comm import World
-from parallel.layout import Layout
-from parallel.mesh import Mesh
-from parallel.schedule import SCHEDULES, Op, Order, Schedule, check, in_flight, lower, make, meets
+from parallel.microbatch import Microbatch
+from parallel.pipeline import executor as pipeline
+from parallel.pipeline.schedule import (
+    SCHEDULES,
+    Op,
+    Order,
+    Schedule,
+    add_transfers,
+    check_schedule,
+    check_transfers_match,
+    make_schedule,
+    max_in_flight,
+)
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+from parallel.wire.comm import World
 from plan.count import parameters
 from plan.plot import draw, text
 from plan.simulate import PEAKS, Span, Timeline, closed_form, share, simulate
 from runtime.failure import fail_cleanly
-from runtime.pool import Pool
+from runtime.pool import WorkerPool
 
-RANKS, LARGE = 16, 50_000_000  # processes and parameters that --run starts at most
-LARGEST = 50_000  # (stage, microbatch) pairs: about ten seconds
+Result = TypeVar("Result")
+Picture = tuple[str, Timeline]  # (title, timeline)
+
+MAX_RANKS = 16  # processes that --run starts at most
+MAX_PARAMETERS = 50_000_000  # of a recipe that --run accepts
+MAX_PAIRS = 50_000  # (stage, microbatch) pairs of a schedule: about ten seconds
+WARM_UP_STEPS = 2  # before the measured step
 PICTURES = (".png", ".svg", ".pdf")
+REQUIRED_MICROBATCHES = {"interleaved": "a multiple of p"}  # the other schedules: any number
+WITH_OVERLAP = "dualpipe-v"  # the schedule that runs a forward and a backward side by side
 
+
+# ---- command line ----------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    def error(self, message: str):
+    """A parser whose errors are ConfigErrors: one line."""
+
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
 
-def number(least: float):
-    """An exact number of at least `least` (0: zero is allowed)."""
+def number(least: float) -> Callable[[str], Fraction]:
+    """A parser of exact numbers from `least` to 1e9."""
     def read(word: str) -> Fraction:
         try:
             if least <= float(word) <= 1e9:
@@ -54,203 +82,374 @@ def number(least: float):
     return read
 
 
-def parser() -> Parser:
-    p = Parser(prog="python -m scripts.schedule", description=__doc__,
-               formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--kind", help=", ".join(SCHEDULES))
-    p.add_argument("--pp", type=int, help="pipeline ranks")
-    p.add_argument("--micro", type=int, help="microbatches a step")
-    p.add_argument("--vpp", type=int, help="chunks a rank (interleaved: 2 if not given; the others have theirs)")
-    p.add_argument("--f", type=number(1e-6), default=Fraction(1), help="time of a forward through all chunks of a rank")
-    p.add_argument("--i", type=number(1e-6), default=Fraction(1), help="time of the backward to the inputs (B: i + w)")
-    p.add_argument("--w", type=number(1e-6), default=Fraction(1), help="time of the backward to the weights")
-    p.add_argument("--hop", type=number(0), default=Fraction(0), help="time of a transfer between ranks")
-    p.add_argument("--overlap", type=number(1e-6), help="dualpipe-v: F and B side by side take this share of F + B")
-    p.add_argument("--run", metavar="NAME", help="measure a step of this recipe, one process a rank, e.g. llama3-tiny")
-    p.add_argument("--out", type=Path, help="draw a picture: " + ", ".join(PICTURES))
-    p.add_argument("--width", type=int, help="columns of the timeline (the terminal's if not given)")
-    p.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    p.add_argument("--list", action="store_true", help="every schedule: its bubble, memory and what it asks for")
-    return p
+def arguments() -> Parser:
+    parser = Parser(
+        prog="python -m scripts.schedule",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    positive, not_negative = number(1e-6), number(0)
+    one, zero = Fraction(1), Fraction(0)
+    add("--kind", help=", ".join(SCHEDULES))
+    add("--pp", type=int, help="pipeline ranks")
+    add("--micro", type=int, help="microbatches in a step")
+    add("--vpp", type=int, help="chunks on a rank (interleaved: 2 if not set; the others: a fixed number)")
+    add("--f", type=positive, default=one, help="time of a forward through all chunks of a rank")
+    add("--i", type=positive, default=one, help="time of the backward to the inputs (B: i + w)")
+    add("--w", type=positive, default=one, help="time of the backward to the weights")
+    add("--hop", type=not_negative, default=zero, help="time of a transfer between ranks")
+    add("--overlap", type=positive, help="dualpipe-v: F and B side by side take this share of F + B")
+    add("--run", metavar="NAME", help="measure a step of this recipe, with a process for each rank, "
+                                      "e.g. llama3-tiny")
+    add("--out", type=Path, help="draw a picture: " + ", ".join(PICTURES))
+    add("--width", type=int, help="columns of the timeline (those of the terminal if not set)")
+    add("--json", action="store_true", help="print one JSON object instead of text")
+    add("--list", action="store_true", help="show every schedule: its bubble, memory and requirements")
+    return parser
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ConfigError if an option is missing, out of range or does not fit the schedule."""
+    for name in ("kind", "pp", "micro"):
+        if getattr(args, name) is None:
+            raise ConfigError(f"--{name}: missing; for example --kind zb-v --pp 4 --micro 8 (or --list)")
+    for name in ("pp", "micro", "vpp", "width"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name}: expected at least 1, got {value}")
+    if args.out and args.out.suffix not in PICTURES:
+        raise ConfigError(f"--out: {args.out} must end in {', '.join(PICTURES)}")
+    if args.overlap and args.kind != WITH_OVERLAP:
+        raise ConfigError(f"--overlap: only {WITH_OVERLAP} runs F and B side by side, not {args.kind}")
+    if args.pp * args.micro * (args.vpp or 2) > MAX_PAIRS:
+        raise ConfigError(f"--pp x --micro x --vpp: the product may be {MAX_PAIRS} at most here")
 
 
 def main(argv: list[str]) -> int:
-    a = parser().parse_args(argv)
-    if a.list:
-        print(json.dumps(table()) if a.json else "\n".join(aligned([list(table()[0]), *(r.values() for r in table())])))
+    args = arguments().parse_args(argv)
+    if args.list:
+        print_schedules(args.json)
         return 0
-    for name in ("kind", "pp", "micro"):
-        if getattr(a, name) is None:
-            raise ConfigError(f"--{name}: missing; for example --kind zb-v --pp 4 --micro 8 (or --list)")
-    for name in ("pp", "micro", "vpp", "width"):
-        if getattr(a, name) is not None and getattr(a, name) < 1:
-            raise ConfigError(f"--{name}: expected at least 1, got {getattr(a, name)}")
-    if a.out and a.out.suffix not in PICTURES:
-        raise ConfigError(f"--out: {a.out} must end in {', '.join(PICTURES)}")
-    if a.overlap and a.kind != "dualpipe-v":
-        raise ConfigError(f"--overlap: only dualpipe-v runs F and B side by side, not {a.kind}")
-    if a.pp * a.micro * (a.vpp or 2) > LARGEST:
-        raise ConfigError(f"--pp x --micro x --vpp: the product may be {LARGEST} at most here")
-    try:
-        schedule = make(a.kind, a.pp, a.micro, a.vpp)
-    except ValueError as e:
-        raise ConfigError(str(e)) from None
-    check(schedule.order, schedule.n_stages, schedule.microbatches, schedule.place)
-    lowered = lower(schedule.order, schedule.place)
-    if not meets(lowered):
-        raise ValueError(f"{a.kind}: the transfers do not meet")
-    timeline = simulate(schedule.order, schedule.n_stages, share(schedule, a.f, a.i, a.w), a.hop, a.overlap)
-    facts = report(schedule, lowered, timeline, a)
+    check_options(args)
+
+    # check and simulate
+    schedule, with_transfers = checked_schedule(args)
+    cost = share(schedule, args.f, args.i, args.w)
+    timeline = simulate(schedule.order, schedule.n_stages, cost, args.hop, args.overlap)
+    facts = report(schedule, with_transfers, timeline, args)
     pictures = [(headline(facts), timeline)]
-    if a.run:
-        measured = measure(subject(a, schedule), schedule)
-        timeline = simulate(schedule.order, schedule.n_stages, medians(measured, schedule.n_stages))
-        both = (f"simulated with the median time of each op of {a.run}", timeline), (f"measured, {a.run}", measured)
-        pictures = [(f"{headline(facts).split(',')[0]}, {what}: step {t.makespan:.1f} ms, bubble {t.bubble / t.makespan:.1%}", t) for what, t in both]
-        facts |= {"measured_ms": measured.makespan, "simulated_ms": timeline.makespan}
-    if a.out:
-        try:
-            a.out.parent.mkdir(parents=True, exist_ok=True)
-            draw(pictures, a.out)
-        except OSError as e:
-            raise ConfigError(f"--out: {a.out}: {e.strerror}") from None
-    if a.json:
-        print(json.dumps(facts | {"order": [[str(op) for op in ops] for ops in schedule.order]}))
+
+    # measure
+    if args.run:
+        measured = measure(run_config(args, schedule), schedule)
+        simulated = simulate(schedule.order, schedule.n_stages, medians(measured, schedule.n_stages))
+        pictures = pictures_of_run(facts, args.run, simulated, measured)
+        facts |= {"measured_ms": measured.makespan, "simulated_ms": simulated.makespan}
+
+    # show
+    if args.out:
+        draw_pictures(pictures, args.out)
+    if args.json:
+        order = [[str(op) for op in ops] for ops in schedule.order]
+        print(json.dumps(facts | {"order": order}))
         return 0
-    width = a.width or shutil.get_terminal_size((120, 24)).columns
-    if a.run:
-        print("\n".join(line for title, t in pictures for line in (title, *text(t, width), "")).rstrip())
-    else:
-        print("\n".join([headline(facts), *text(timeline, width), "", *ranks(facts), "", *summary(facts)]))
-    if a.out:
-        print(f"drawn: {a.out}")
+    width = args.width or shutil.get_terminal_size((120, 24)).columns
+    print("\n".join(run_lines(pictures, width) if args.run else report_lines(facts, timeline, width)))
+    if args.out:
+        print(f"drawn: {args.out}")
     return 0
 
 
-# ---- a real step -----------------------------------------------------------------------------------------------------
+def print_schedules(as_json: bool) -> None:
+    """Prints every schedule."""
+    rows = table()
+    if as_json:
+        print(json.dumps(rows))
+    else:
+        header, cells = rows[0].keys(), [row.values() for row in rows]
+        print("\n".join(aligned([header, *cells])))
 
-def subject(a, s: Schedule) -> Config:
-    """The recipe with one sequence a microbatch, and layers for every stage. Raises ConfigError where it cannot run so."""
-    if a.pp > RANKS:
-        raise ConfigError(f"--run: starts a process for each of --pp {a.pp} ranks, at most {RANKS} here")
-    cfg = config.resolve(a.run, None, ["--train.micro_batch", "1", "--train.global_batch", str(a.micro), "--train.dtype", "fp32",
-                                       "--train.steps", "9", "--parallel.pp", str(a.pp), "--parallel.schedule", a.kind,
-                                       "--parallel.vpp", str(a.vpp or "none")])
-    layers = -(-cfg.model.layers // s.n_stages) * s.n_stages
+
+def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:
+    """The schedule, and its ops with transfers.
+
+    Raises ConfigError if there is no such schedule; ValueError if a check fails.
+    """
+    try:
+        schedule = make_schedule(args.kind, args.pp, args.micro, args.vpp)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.place)
+    with_transfers = add_transfers(schedule.order, schedule.place)
+    if not check_transfers_match(with_transfers):
+        raise ValueError(f"{args.kind}: the transfers do not match")
+    return schedule, with_transfers
+
+
+def draw_pictures(pictures: list[Picture], path: Path) -> None:
+    """Raises ConfigError if the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draw(pictures, path)
+    except OSError as error:
+        raise ConfigError(f"--out: {path}: {error.strerror}") from None
+
+
+# ---- a real step -----------------------------------------------------------------------------------------
+
+def run_config(args: argparse.Namespace, schedule: Schedule) -> Config:
+    """The recipe with one sequence in a microbatch, and as many layers as the stages need.
+
+    Raises ConfigError if it cannot run so.
+    """
+    if args.pp > MAX_RANKS:
+        raise ConfigError(f"--run: starts a process for each of --pp {args.pp} ranks, "
+                          f"at most {MAX_RANKS} here")
+    cfg = config.resolve(args.run, None, [
+        "--train.micro_batch", "1",
+        "--train.global_batch", str(args.micro),
+        "--train.dtype", "fp32",
+        "--train.steps", "9",
+        "--parallel.pp", str(args.pp),
+        "--parallel.schedule", args.kind,
+        "--parallel.vpp", str(args.vpp or "none"),
+    ])
+    layers = -(-cfg.model.layers // schedule.n_stages) * schedule.n_stages
     cfg = replace(cfg, model=replace(cfg.model, layers=layers, vocab=cfg.model.vocab or 256))
-    if parameters(cfg.model)["total"] > LARGE:
-        raise ConfigError(f"--run: {a.run} has {parameters(cfg.model)['total']:,} parameters; "
-                          f"take a recipe of at most {LARGE:,}, such as llama3-tiny")
-    plan_pipeline(cfg, a.pp)
+    total = parameters(cfg.model)["total"]
+    if total > MAX_PARAMETERS:
+        raise ConfigError(f"--run: {args.run} has {total:,} parameters; "
+                          f"take a recipe of at most {MAX_PARAMETERS:,}, such as llama3-tiny")
+    plan_pipeline(cfg, args.pp)
     return cfg
 
 
-def measure(cfg: Config, s: Schedule) -> Timeline:
-    """The third step of a run, in milliseconds."""
-    pool = Pool(cfg.parallel.pp)
+def measure(cfg: Config, schedule: Schedule) -> Timeline:
+    """The measured step of a run on one process for each rank, in milliseconds from its first op."""
+    pool = WorkerPool(cfg.parallel.pp)
     try:
-        spans = pool.run(timed, cfg)
+        spans_of_ranks = pool.run(timed_step, cfg)
     finally:
         pool.close()
-    zero = min(start for rank in spans for _, start, _ in rank)
-    return Timeline([[Span(Op(*op), 1e3 * (start - zero), 1e3 * (end - zero)) for op, start, end in rank] for rank in spans])
+
+    first = min(start for spans in spans_of_ranks for _, start, _ in spans)
+    ranks: list[list[Span]] = []
+    for spans in spans_of_ranks:
+        ranks.append([Span(Op(*op), 1e3 * (start - first), 1e3 * (end - first)) for op, start, end in spans])
+    return Timeline(ranks)
 
 
-def timed(world: World, cfg: Config) -> list[tuple[tuple, float, float]]:
-    """[(op, start, end)] of this rank's third step: seconds of a clock that all ranks of a machine share. An op starts when
-    what it waits for has arrived."""
-    run = build(cfg, Mesh.bind(Layout(world.size, pp=world.size), world), torch.device("cpu"), None, cfg.train.steps)
-    stream, shape, spans, arrivals = torch.Generator().manual_seed(0), (1, cfg.train.seq_len), [], [0.0]
-    ids = [torch.randint(cfg.model.vocab, shape, generator=stream) for _ in range(cfg.train.global_batch)]
-    batches = [Batch(x, x.roll(-1, 1), torch.arange(shape[1])[None], rows=torch.tensor([i])) for i, x in enumerate(ids)]
+def timed_step(world: World, cfg: Config) -> list[tuple[tuple, float, float]]:
+    """[(op, start, end)] of this rank's step after the warm-up, in seconds of a clock that all ranks share.
 
-    def noted(work):
-        def call(op, *args, **how):
-            start = time.monotonic()
-            out = work(op, *args, **how)
-            spans.append((tuple(op), max(start, arrivals[0]), time.monotonic()))
-            return out
-        return call
+    An op starts when its inputs have arrived.
+    """
+    mesh = Mesh.bind(ParallelDims(world.size, pp=world.size), world)
+    assert cfg.train.steps is not None  # run_config sets it
+    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    batches = random_batches(cfg)
+    spans = record_ops(run)
 
-    def arrived(x, inner=pipeline.arrived):
-        x = inner(x)
-        arrivals[0] = time.monotonic()
-        return x
-    for name in ("forward", "backward", "weights"):
-        setattr(run.pipeline, name, noted(getattr(run.pipeline, name)))
-    pipeline.arrived = arrived  # in this worker alone, which ends with the measurement
-    for _ in range(3):
+    loss_scale = 1 / (cfg.train.global_batch * cfg.train.seq_len)
+    for _ in range(WARM_UP_STEPS + 1):
         spans.clear()
-        comm.sum_(torch.zeros(1), run.mesh.world)  # together
-        run.pipeline.run(run.ops[len(batches)], batches, 1 / (cfg.train.global_batch * shape[1]))
-        for b in run.buckets:
-            b.finish()
+        comm.all_reduce_sum(torch.zeros(1), run.mesh.world)  # a barrier
+        run.pipeline.run(run.schedules[len(batches)], batches, loss_scale)
+        for bucket in run.buckets:
+            bucket.grads.finish_reduce()
     return spans
 
 
-def medians(t: Timeline, n_stages: int) -> dict[str, list[float]]:
-    """The time of each kind of op on each stage."""
-    took: dict[tuple, list[float]] = {}
-    for span in (s for rank in t.ranks for s in rank):
-        took.setdefault((span.op.kind, span.op.stage), []).append(span.end - span.start)
-    cost = {k: [median(took.get((k, s), [0.0])) for s in range(n_stages)] for k in "FBIW"}
-    return {k: times for k, times in cost.items() if any(times)}
+def random_batches(cfg: Config) -> list[Microbatch]:
+    """Microbatches of one random sequence each, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    vocab, shape = config.vocab_size(cfg.model), (1, cfg.train.seq_len)
+    positions = torch.arange(cfg.train.seq_len)[None]
+    batches: list[Microbatch] = []
+    for sequence in range(cfg.train.global_batch):
+        ids = torch.randint(vocab, shape, generator=generator)
+        batches.append(Microbatch(ids, ids.roll(-1, 1), positions, sequence_ids=torch.tensor([sequence])))
+    return batches
 
 
-def report(s: Schedule, lowered: Order, t: Timeline, a) -> dict:
-    """What is known of the schedule as plain numbers: times in the units of --f, shares from 0 to 1, peaks in
-    microbatches of a rank's whole share (a chunk counts 1/v)."""
-    formula = None if a.hop else closed_form(a.kind, a.pp, a.micro, s.chunks, a.f, a.i, a.w, a.overlap)
-    every = range(a.pp)
-    bubbles = [float(1 - t.busy(r) / t.wall(r)) for r in every]
-    idle = [float(t.idle(r) / t.makespan) for r in every]
+def record_ops(run: TrainingRun) -> list[tuple[tuple, float, float]]:
+    """Makes the pipeline append (op, start, end) to the list that is returned.
+
+    Replaces functions of the pipeline in this process, which ends with the measurement.
+    """
+    spans: list[tuple[tuple, float, float]] = []
+    last_arrival = [0.0]
+
+    def timed(work: Callable[..., Result]) -> Callable[..., Result]:
+        def call(op: Op, *args: object, **kwargs: object) -> Result:
+            start = time.monotonic()
+            result = work(op, *args, **kwargs)
+            spans.append((tuple(op), max(start, last_arrival[0]), time.monotonic()))
+            return result
+        return call
+
+    wait_arrival = pipeline.wait_arrival
+
+    def timed_arrival(arrival: pipeline.Arrival) -> Tensor:
+        tensor = wait_arrival(arrival)
+        last_arrival[0] = time.monotonic()
+        return tensor
+
+    run.pipeline.forward = timed(run.pipeline.forward)
+    run.pipeline.backward = timed(run.pipeline.backward)
+    run.pipeline.compute_weight_grads = timed(run.pipeline.compute_weight_grads)
+    pipeline.wait_arrival = timed_arrival
+    return spans
+
+
+def medians(timeline: Timeline, n_stages: int) -> dict[str, list[float]]:
+    """{kind of op: its median time on each stage}."""
+    durations: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for spans in timeline.ranks:
+        for span in spans:
+            durations[span.op.kind, span.op.stage].append(span.end - span.start)
+    cost: dict[str, list[float]] = {}
+    for kind in "FBIW":
+        times = [median(durations.get((kind, stage), [0.0])) for stage in range(n_stages)]
+        if any(times):
+            cost[kind] = times
+    return cost
+
+
+def pictures_of_run(facts: dict, recipe: str, simulated: Timeline, measured: Timeline) -> list[Picture]:
+    """The simulated and the measured step, with titles."""
+    schedule_text = headline(facts).split(",")[0]
+    pictures: list[Picture] = []
+    for what, timeline in (
+        (f"simulated with the median time of each op of {recipe}", simulated),
+        (f"measured, {recipe}", measured),
+    ):
+        bubble = timeline.bubble / timeline.makespan
+        title = f"{schedule_text}, {what}: step {timeline.makespan:.1f} ms, bubble {bubble:.1%}"
+        pictures.append((title, timeline))
+    return pictures
+
+
+# ---- the report ------------------------------------------------------------------------------------------
+
+def report(schedule: Schedule, with_transfers: Order, timeline: Timeline, args: argparse.Namespace) -> dict:
+    """The schedule as plain numbers.
+
+    Times in the units of --f, shares from 0 to 1, peaks in microbatches of a rank's whole share (one chunk
+    counts 1/v).
+    """
+    ranks = range(args.pp)
+    bubbles = [float(1 - timeline.busy(rank) / timeline.wall(rank)) for rank in ranks]
+    idle = [float(timeline.idle(rank) / timeline.makespan) for rank in ranks]
+    formula = None
+    if not args.hop:
+        sizes = args.pp, args.micro, schedule.chunks
+        formula = closed_form(args.kind, *sizes, args.f, args.i, args.w, args.overlap)
+    all_ops = [op for ops in with_transfers for op in ops]
     return {
-        "kind": a.kind, "pp": a.pp, "micro": a.micro, "vpp": s.chunks, "overlap": a.overlap and float(a.overlap),
-        "f": float(a.f), "i": float(a.i), "w": float(a.w), "hop": float(a.hop),
-        "makespan": float(t.makespan), "bubble": max(bubbles), "bubble_time": float(t.bubble), "idle": sum(idle) / a.pp,
-        "formula": formula and formula[0], "formula_time": formula and float(formula[1]),
-        "rank_bubble": bubbles, "rank_idle": idle, "rank_peak": [in_flight(ops) / s.chunks for ops in s.order],
-        "transfers": sum(op.kind in ("SF", "SB") for ops in lowered for op in ops),
+        "kind": args.kind,
+        "pp": args.pp,
+        "micro": args.micro,
+        "vpp": schedule.chunks,
+        "overlap": args.overlap and float(args.overlap),
+        "f": float(args.f),
+        "i": float(args.i),
+        "w": float(args.w),
+        "hop": float(args.hop),
+        "makespan": float(timeline.makespan),
+        "bubble": max(bubbles),
+        "bubble_time": float(timeline.bubble),
+        "idle": sum(idle) / args.pp,
+        "formula": formula and formula[0],
+        "formula_time": formula and float(formula[1]),
+        "rank_bubble": bubbles,
+        "rank_idle": idle,
+        "rank_peak": [max_in_flight(ops) / schedule.chunks for ops in schedule.order],
+        "transfers": sum(op.kind in ("SF", "SB") for op in all_ops),
     }
 
 
-def count(n: float, word: str) -> str:
-    return f"{n:.4g} {word}{'es' * (word[-2:] == 'ch') or 's'}" if n != 1 else f"1 {word}"
+def report_lines(facts: dict, timeline: Timeline, width: int) -> list[str]:
+    """The report on a simulation: headline, timeline, ranks, summary."""
+    return [headline(facts), *text(timeline, width), "", *rank_lines(facts), "", *summary(facts)]
 
 
-def headline(x: dict) -> str:
-    chunks = f" x {count(x['vpp'], 'chunk')}" if x["vpp"] > 1 else ""
-    return (f"{x['kind']}: {count(x['pp'], 'rank')}{chunks}, {count(x['micro'], 'microbatch')}, "
-            f"bubble {x['bubble']:.1%}, peak {max(x['rank_peak']):.4g} held")
+def run_lines(pictures: list[Picture], width: int) -> list[str]:
+    """The titles and timelines of --run, with an empty line between them."""
+    lines: list[str] = []
+    for title, timeline in pictures:
+        lines += [title, *text(timeline, width), ""]
+    return lines[:-1]
 
 
-def ranks(x: dict) -> list[str]:
-    return aligned([["rank", "bubble", "idle in the step", "peak of microbatches held"],
-                    *([str(r), f"{bubble:.1%}", f"{idle:.1%}", f"{peak:.4g}"]
-                      for r, (bubble, idle, peak) in enumerate(zip(x["rank_bubble"], x["rank_idle"], x["rank_peak"])))])
+def headline(facts: dict) -> str:
+    """The schedule in one line."""
+    chunks = f" x {count(facts['vpp'], 'chunk')}" if facts["vpp"] > 1 else ""
+    return (f"{facts['kind']}: {count(facts['pp'], 'rank')}{chunks}, {count(facts['micro'], 'microbatch')}, "
+            f"bubble {facts['bubble']:.1%}, peak {max(facts['rank_peak']):.4g} held")
 
 
-def summary(x: dict) -> list[str]:
-    known = f", by formula {x['formula']} = {x['formula_time']:.6g}" if x["formula"] else ""
-    if x["overlap"]:  # DeepSeek's formula counts the idle time of the last rank in the whole step
-        known = f", last rank idle {x['rank_idle'][-1] * x['makespan']:.6g}" + known
-    return [f"step {x['makespan']:.6g}, bubble {x['bubble_time']:.6g}{known}",
-            f"idle {x['idle']:.1%} of all ranks' time in the step, late starts and early ends included",
-            f"checked: complete, in order, no deadlock; {count(x['transfers'], 'transfer')} meet without buffers"]
+def rank_lines(facts: dict) -> list[str]:
+    """Bubble, idle time and peak of each rank, as aligned columns."""
+    rows = [["rank", "bubble", "idle in the step", "peak of microbatches held"]]
+    columns = zip(facts["rank_bubble"], facts["rank_idle"], facts["rank_peak"])
+    for rank, (bubble, idle, peak) in enumerate(columns):
+        rows.append([str(rank), f"{bubble:.1%}", f"{idle:.1%}", f"{peak:.4g}"])
+    return aligned(rows)
+
+
+def summary(facts: dict) -> list[str]:
+    """Times of the step, and what was checked."""
+    known = ""
+    if facts["overlap"]:  # DeepSeek's formula counts the idle time of the last rank in the whole step
+        known += f", last rank idle {facts['rank_idle'][-1] * facts['makespan']:.6g}"
+    if facts["formula"]:
+        known += f", by formula {facts['formula']} = {facts['formula_time']:.6g}"
+    return [
+        f"step {facts['makespan']:.6g}, bubble {facts['bubble_time']:.6g}{known}",
+        f"idle {facts['idle']:.1%} of all ranks' time in the step, late starts and early ends included",
+        "checked: complete, in order, no deadlock; "
+        f"{count(facts['transfers'], 'transfer')} meet without buffers",
+    ]
 
 
 def table() -> list[dict]:
-    """Every schedule: what it asks for, its bubble and its memory."""
-    asks, both = {"interleaved": "a multiple of p"}, {"dualpipe-v": (None, 1)}
-    return [{"kind": k, "chunks": SCHEDULES[k].chunks or "v", "microbatches": asks.get(k, "any"),
-             "bubble": ", overlapped ".join(closed_form(k, 2, 8, 1, 1, 1, 1, o)[0] for o in both.get(k, (None,))),
-             "peak": PEAKS[k]} for k in SCHEDULES]
+    """Every schedule: its requirements, its bubble and its memory."""
+    rows: list[dict] = []
+    for kind, schedule in SCHEDULES.items():
+        overlaps = (None, 1) if kind == WITH_OVERLAP else (None,)
+        rows.append({
+            "kind": kind,
+            "chunks": schedule.chunks or "v",
+            "microbatches": REQUIRED_MICROBATCHES.get(kind, "any"),
+            "bubble": ", overlapped ".join(bubble_formula(kind, overlap) for overlap in overlaps),
+            "peak": PEAKS[kind],
+        })
+    return rows
 
 
-def aligned(rows) -> list[str]:
-    rows = [[str(c) for c in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(c.ljust(w) for c, w in zip(row, widths)).rstrip() for row in rows]
+def bubble_formula(kind: str, overlap: float | None) -> str:
+    """The formula of a schedule's bubble, where F, I and W take the same time."""
+    found = closed_form(kind, 2, 8, 1, 1, 1, 1, overlap)
+    assert found is not None, f"{kind} has no formula"
+    return found[0]
+
+
+def count(amount: float, word: str) -> str:
+    """"1 rank", "4 ranks", "8 microbatches"."""
+    if amount == 1:
+        return f"1 {word}"
+    ending = "es" if word.endswith("ch") else "s"
+    return f"{amount:.4g} {word}{ending}"
+
+
+def aligned(rows: Iterable[Iterable[object]]) -> list[str]:
+    """Rows as lines of left-aligned columns."""
+    lines = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    padded = [[cell.ljust(width) for cell, width in zip(line, widths)] for line in lines]
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""One thread a process: the tests share two cores, and a single thread makes every result bitwise repeatable."""
+"""One thread a process: the tests share two cores, and a single thread makes every result bitwise
+repeatable.
+"""
+
 import runtime  # noqa: F401  before torch (see there)
 
 import contextlib
@@ -7,24 +10,32 @@ import os
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # kernels run through Triton's interpreter, which decides when it is first imported
+if (
+    not torch.cuda.is_available()
+):  # kernels run through Triton's interpreter, which decides when it is first imported
     os.environ["TRITON_INTERPRET"] = "1"
-    with contextlib.suppress(ImportError):  # no wheel for this platform: the tests that need it skip themselves
+    with contextlib.suppress(
+        ImportError
+    ):  # no wheel for this platform: the tests that need it skip themselves
         import interpreter  # noqa: F401
 
-# under these names pytest compares two long lists that differ line by line, which takes hours for lists of tensors
+# under these names pytest compares two long lists that differ line by line: hours, for lists of tensors
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 
 import draw
 
-from runtime.pool import Pool
+from runtime.pool import WorkerPool
 
 torch.set_num_threads(1)
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", help="every case of the long tables, not this commit's draw (tests/draw.py)")
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="every case of the long tables, not this commit's draw (tests/draw.py)",
+    )
 
 
 def pytest_collection_modifyitems(config, items):
@@ -42,10 +53,12 @@ def ranks():
     """ranks(n): a warm pool of n gloo ranks, one for the whole run of tests (runtime/pool.py)."""
     pools = {}
 
-    def pool(n: int) -> Pool:
-        if n not in pools or pools[n].closed:  # a rank that failed closes its pool: the next test gets another
-            # shorter where a mutant may lose a rank (scripts/mutate)
-            pools[n] = Pool(n, float(os.environ.get("BEVATRON_POOL_TIMEOUT_S", 60)))
+    def pool(n: int) -> WorkerPool:
+        if (
+            n not in pools or pools[n].closed
+        ):  # a rank that failed closes its pool: the next test gets another
+            # shorter where a mutant may lose a rank (proof/mutate)
+            pools[n] = WorkerPool(n, float(os.environ.get("BEVATRON_POOL_TIMEOUT_S", 60)))
         return pools[n]
 
     yield pool

@@ -1,7 +1,9 @@
-"""Which cases of a long table a run of all tests takes: a draw by commit, so that every commit meets others and none takes long.
+"""Which cases of a long table a run of all tests takes: a draw by commit, so that every commit meets others
+and none takes long.
 
 `bash scripts/test.sh --all`, or naming a file, runs every case.
 """
+
 import math
 import random
 import subprocess
@@ -9,18 +11,19 @@ import zlib
 from collections import defaultdict
 from pathlib import Path
 
-# tests of many cases that guard one thing in many shapes: the share of the cases of each function that a run takes
+# tests of many cases that guard one thing in many shapes: the share of each function's cases that a run takes
 SHARES = {
-    "tests/parallel/test_ledger.py": 0.2,
-    "tests/parallel/test_ring.py": 0.5,
+    "tests/parallel/wire/test_ledger.py": 0.2,
+    "tests/parallel/context/test_ring.py": 0.5,
     "tests/plan/test_memory.py": 0.4,
-    "tests/kernels/test_aot.py": 0.34,
+    "tests/kernels/test_aot.py": 0.25,
     "tests/scripts/test_convert.py": 0.5,
     "tests/test_async_save.py": 0.5,
+    "tests/test_editing.py": 0.25,
     "tests/test_layouts.py": 0.34,
     "tests/test_model_keys.py": 0.4,
     "tests/test_parallel_keys.py": 0.4,
-    "tests/test_unused.py": 0.5,
+    "tests/config/test_unused.py": 0.5,
 }
 
 
@@ -32,7 +35,9 @@ def commit_seed() -> int:
 
 
 def drawn(cases: dict[str, list], share: float, seed: int) -> set:
-    """Of the cases {function: [case]} the share of each function's, rounded up, in a draw that the seed decides."""
+    """Of the cases {function: [case]} the share of each function's, rounded up, in a draw that the seed
+    decides.
+    """
     kept = set()
     for function, every in cases.items():
         stream = random.Random(f"{seed}/{function}")

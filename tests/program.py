@@ -13,9 +13,9 @@ from ranks import MODEL, corpus  # noqa: F401  corpus is for those who import th
 
 import config
 import train
-from parallel import comm
-from parallel.layout import SPANS
-from runtime.setup import Env
+from parallel.topology.dims import GROUP_AXES
+from parallel.wire import comm
+from runtime.setup import LaunchEnv
 
 WARM = 2  # the step that is looked at: the first makes what later ones reuse
 
@@ -31,13 +31,13 @@ def settings(prefix: str, *args: str, name: str = "llama3-tiny", **sections) -> 
     )
 
 
-def trained(world: comm.World, cfg: config.Config, folder: str, watch) -> int:
+def trained(world: comm.World, cfg: config.Config, folder: str, observe) -> int:
     """train.train without its console output -> the exit code."""
-    env = Env(rank=world.rank, world=world.size)
+    env = LaunchEnv(rank=world.rank, world=world.size)
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(os.devnull, "w") as silent, contextlib.redirect_stdout(silent):
-        return train.train(cfg, env, world, folder, watch=watch)
+        return train.train(cfg, env, world, folder, observe=observe)
 
 
 def rows(folder) -> list[dict]:
@@ -83,21 +83,29 @@ def stores(tensors) -> int:
 
 def held(run) -> dict[str, int]:
     """Bytes of a rank's state between two steps."""
-    away = [b for b in run.buckets if b.sharing.offload]
+    away = [b for b in run.buckets if b.sharding.offload_master]
     moments = [flat for flats in run.optim.state().values() for flat in flats]
     return {
-        "weights": stores([b.own if b.weights is None else b.weights for b in run.buckets]),
-        "masters": stores([b.master for b in run.buckets if b.master.data_ptr() != b.own.data_ptr()]),
-        "gradients": stores([x for b in run.buckets for x in (b.shard, b.grad)]),
+        "weights": stores(
+            [b.weights.local if b.weights.full is None else b.weights.full for b in run.buckets]
+        ),
+        "masters": stores(
+            [
+                b.weights.master
+                for b in run.buckets
+                if b.weights.master.data_ptr() != b.weights.local.data_ptr()
+            ]
+        ),
+        "gradients": stores([x for b in run.buckets for x in (b.grads.local, b.grads.full)]),
         "moments": stores(moments),
-        "host": stores([b.master for b in away] + (moments if away else [])),
+        "host": stores([b.weights.master for b in away] + (moments if away else [])),
     }
 
 
 def look(world: comm.World, cfg: config.Config, folder: str) -> Seen:
     """Trains to the end of step WARM, and tells what was seen."""
     seen, storages, peers, values = {}, {}, Counter(), []
-    exchange = comm.exchange
+    exchange = comm.start_transfers
 
     def pack(x):
         storages[x.untyped_storage().data_ptr()] = (
@@ -114,7 +122,7 @@ def look(world: comm.World, cfg: config.Config, folder: str) -> Seen:
         if point == "run.built":
             run = seen["run"] = what["run"]
             seen["layers"] = {n: [block.layer for block in stage.blocks] for n, stage in run.stages.items()}
-            seen["ops"] = {n: [str(op) for op in ops] for n, ops in run.ops.items()}
+            seen["ops"] = {n: [str(op) for op in ops] for n, ops in run.schedules.items()}
         elif point == "step.begin" and step == WARM:
             seen["run"].mesh.ledger.clear(), storages.clear(), peers.clear()
         elif point == "step.end":
@@ -134,14 +142,14 @@ def look(world: comm.World, cfg: config.Config, folder: str) -> Seen:
             seen["run"].data.close()
             raise Enough
 
-    comm.exchange = spied
+    comm.start_transfers = spied
     try:
         with contextlib.suppress(Enough), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             trained(world, cfg, folder, watch)
     finally:
-        comm.exchange = exchange
+        comm.start_transfers = exchange
     run = seen.pop("run")
     for b in run.buckets:
-        b.need()  # nothing is left under way
-    groups = {name: getattr(run.mesh, name).size for name in SPANS}
+        b.weights.wait_unshard()  # nothing is left under way
+    groups = {name: getattr(run.mesh, name).size for name in GROUP_AXES}
     return Seen(groups=groups, buckets=len(run.buckets), values=values, **seen)

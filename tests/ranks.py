@@ -1,5 +1,8 @@
-"""Ranks of train.py forked from the warm test process, started and ended as torchrun does it: the store is the launcher's,
-and the first rank that fails gets the others a SIGTERM. A job of four ranks starts in a second, torchrun takes eight."""
+"""Ranks of train.py forked from the warm test process, started and ended as torchrun does it: the store is
+the launcher's, and the first rank that fails gets the others a SIGTERM. A job of four ranks starts in a
+second, torchrun takes eight.
+"""
+
 import contextlib
 import os
 import pathlib
@@ -16,18 +19,47 @@ import torch.distributed as dist
 
 import train
 from data import tokenizer
-from data.indexed import Writer
+from data.indexed import IndexedDatasetWriter
 from runtime.failure import fail_cleanly
 
-MODEL = ("--model.layers", "2", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "48", "--train.seq_len",
-         "16", "--train.micro_batch", "1", "--train.global_batch", "4", "--train.threads", "1", "--eval.every", "none", "--eval.batches", "1",
-         "--eval.sample", "0", "--log.every", "1", "--optim.warmup", "2")
+MODEL = (
+    "--model.layers",
+    "2",
+    "--model.hidden",
+    "32",
+    "--model.heads",
+    "4",
+    "--model.kv_heads",
+    "2",
+    "--model.ffn",
+    "48",
+    "--train.seq_len",
+    "16",
+    "--train.micro_batch",
+    "1",
+    "--train.global_batch",
+    "4",
+    "--train.threads",
+    "1",
+    "--eval.every",
+    "none",
+    "--eval.batches",
+    "1",
+    "--eval.sample",
+    "0",
+    "--log.every",
+    "1",
+    "--optim.warmup",
+    "2",
+)
 
 
 def corpus(folder: pathlib.Path) -> str:
-    """A prefix of 60 documents of random letters with the byte tokenizer (257 ids: the padded vocabulary is longer)."""
-    tok, rng = tokenizer.load("bytes"), np.random.default_rng(0)
-    with Writer(folder / "text", tok.vocab) as w:
+    """A prefix of 60 documents of random letters with the byte tokenizer (257 ids: the padded vocabulary is
+    longer).
+    """
+    tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(0)
+    with IndexedDatasetWriter(folder / "text", tok.vocab) as w:
         for _ in range(60):
             w.add([*rng.integers(97, 123, rng.integers(10, 60)), tok.eod])
         w.finish(tok, 1)
@@ -36,7 +68,10 @@ def corpus(folder: pathlib.Path) -> str:
 
 @dataclass(frozen=True)
 class End:
-    """How a job ended: exit codes (minus the signal that killed a rank), what each rank printed, seconds between the first end and the last."""
+    """How a job ended: exit codes (minus the signal that killed a rank), what each rank printed, seconds
+    between the first end and the last.
+    """
+
     codes: list[int]
     logs: list[str]
     seconds: float
@@ -45,10 +80,19 @@ class End:
         return [line for log in self.logs for line in log.splitlines() if line.startswith("error:")]
 
 
-def job(home: pathlib.Path, world: int, args, fault: str = "", rank_args=None, limit: float = 60.0, before=lambda rank: None,
-        meanwhile=lambda pids: None) -> End:
-    """Run train.py on `world` ranks. rank_args: {rank: more arguments}; before: called in each rank; meanwhile: in the launcher,
-    with the ranks' process ids."""
+def job(
+    home: pathlib.Path,
+    world: int,
+    args,
+    fault: str = "",
+    rank_args=None,
+    limit: float = 60.0,
+    before=lambda rank: None,
+    meanwhile=lambda pids: None,
+) -> End:
+    """Run train.py on `world` ranks. rank_args: {rank: more arguments}; before: called in each rank;
+    meanwhile: in the launcher, with the ranks' process ids.
+    """
     home.mkdir(parents=True, exist_ok=True)
     keeper, port = keep_store()
     began, first, pids = time.monotonic(), None, {}
@@ -76,12 +120,17 @@ def job(home: pathlib.Path, world: int, args, fault: str = "", rank_args=None, l
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return End([codes.get(r, 999) for r in range(world)], [(home / f"rank{r}.log").read_text() for r in range(world)], seconds)
+    return End(
+        [codes.get(r, 999) for r in range(world)],
+        [(home / f"rank{r}.log").read_text() for r in range(world)],
+        seconds,
+    )
 
 
 def keep_store() -> tuple[int, int]:
-    """(process, port) of the launcher's store. In a process of its own: ranks forked from the server's would inherit the sockets of
-    those that came first, and its event loop would hear of sockets that it has closed."""
+    """(process, port) of the launcher's store. In a process of its own: ranks forked from the server's would
+    inherit the sockets of those that came first, and its event loop would hear of sockets that it has closed.
+    """
     (told, tell), parent = os.pipe(), os.getpid()
     pid = os.fork()
     if pid == 0:
@@ -99,8 +148,16 @@ def keep_store() -> tuple[int, int]:
 def child(home: pathlib.Path, rank: int, world: int, port: int, args: list[str], fault: str, before) -> None:
     code = 99
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
-                          MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", FAULT=fault)
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(world),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(world),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            FAULT=fault,
+        )
         out = os.open(home / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)

@@ -1,5 +1,8 @@
-"""checkpoint.async_save on many ranks: the writers' exchanges never meet the step's, a killed writer costs nothing that was
-committed, and an error of one writer ends the job at the next step, on every rank with the same code."""
+"""checkpoint.async_save on many ranks: the writers' exchanges never meet the step's, a killed writer costs
+nothing that was committed, and an error of one writer ends the job at the next step, on every rank with the
+same code.
+"""
+
 import json
 
 import pytest
@@ -8,13 +11,27 @@ from ranks import MODEL, corpus, job
 from checkpoint import store
 
 STEPS = 8
-LAYOUTS = {"tp2": (2, ("--parallel.tp", "2")), "pp2 dp2 zero3": (4, ("--parallel.pp", "2", "--parallel.zero", "3"))}
+LAYOUTS = {
+    "tp2": (2, ("--parallel.tp", "2")),
+    "pp2 dp2 zero3": (4, ("--parallel.pp", "2", "--parallel.zero", "3")),
+}
 
 
 @pytest.fixture(scope="module")
 def args(tmp_path_factory):
     home = tmp_path_factory.mktemp("async")
-    return ["llama3-tiny", *MODEL, "--data.path", corpus(home), "--train.steps", str(STEPS), "--checkpoint.every", "2", "--optim.decay", "constant"]
+    return [
+        "llama3-tiny",
+        *MODEL,
+        "--data.path",
+        corpus(home),
+        "--train.steps",
+        str(STEPS),
+        "--checkpoint.every",
+        "2",
+        "--optim.decay",
+        "constant",
+    ]
 
 
 def run(folder, args, layout, sync=False, **how):
@@ -24,9 +41,13 @@ def run(folder, args, layout, sync=False, **how):
 
 
 def weights(folder) -> dict[str, str]:
-    path = store.newest(folder / "run" / "checkpoints", [])
-    assert store.index(path)["step"] == STEPS
-    return {str(p[k] if k in p else "") + p["sha256"]: p["key"] for p in store.index(path)["pieces"] for k in ("start",)}
+    path = store.newest_checkpoint(folder / "run" / "checkpoints", [])
+    assert store.read_index(path)["step"] == STEPS
+    return {
+        str(p[k] if k in p else "") + p["sha256"]: p["key"]
+        for p in store.read_index(path)["pieces"]
+        for k in ("start",)
+    }
 
 
 def losses(folder) -> list[tuple[int, float]]:
@@ -45,34 +66,63 @@ def clean(tmp_path_factory, args):
             assert not any(run(folder, args, layout, sync=True).codes)
             done[layout] = weights(folder), losses(folder)
         return done[layout]
+
     return of
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_while_the_writers_agree(tmp_path, args, clean, layout):
-    end = run(tmp_path, args, layout, fault="ckpt.pre_rename:rank=0:act=sleep=0.4; ckpt.pre_write:rank=1:act=sleep=0.5")
+    end = run(
+        tmp_path,
+        args,
+        layout,
+        fault="ckpt.pre_rename:rank=0:act=sleep=0.4; ckpt.pre_write:rank=1:act=sleep=0.5",
+    )
     assert not any(end.codes), end.logs
     assert (weights(tmp_path), losses(tmp_path)) == clean(layout)
     log = end.logs[0].splitlines()
     commits = [i for i, line in enumerate(log) if line.startswith("fault ckpt.pre_rename")]
     steps = {int(line.split("/")[0]): i for i, line in enumerate(log) if line.split("/")[0].strip().isdigit()}
-    assert any(steps[2 * n + 3] < commit for n, commit in enumerate(commits[:3])), log  # the step after a save ran before its commit
+    assert any(steps[2 * n + 3] < commit for n, commit in enumerate(commits[:3])), (
+        log
+    )  # the step after a save ran before its commit
 
 
-@pytest.mark.parametrize("layout, point, rank", [("tp2", p, r) for p, r in (("pre_write", 1), ("mid_shard", 0), ("mid_shard", 1), ("post_shard", 1),
-                                                 ("pre_index", 0), ("pre_rename", 0), ("post_rename", 0), ("mid_latest", 0))]
-                         + [("pp2 dp2 zero3", "mid_shard", 3), ("pp2 dp2 zero3", "pre_rename", 0)])
+@pytest.mark.parametrize(
+    "layout, point, rank",
+    [
+        ("tp2", p, r)
+        for p, r in (
+            ("pre_write", 1),
+            ("mid_shard", 0),
+            ("mid_shard", 1),
+            ("post_shard", 1),
+            ("pre_index", 0),
+            ("pre_rename", 0),
+            ("post_rename", 0),
+            ("mid_latest", 0),
+        )
+    ]
+    + [("pp2 dp2 zero3", "mid_shard", 3), ("pp2 dp2 zero3", "pre_rename", 0)],
+)
 def test_a_writer_that_is_killed(tmp_path, args, clean, layout, point, rank):
     end = run(tmp_path, args, layout, fault=f"ckpt.{point}:rank={rank}:act=SIGKILL")
     assert end.codes[rank] == -9 and all(code for code in end.codes) and end.seconds < 30, end.logs
     assert not any(run(tmp_path, args, layout).codes)
     assert (weights(tmp_path), losses(tmp_path)) == clean(layout)
-    assert not [p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if ".tmp" in p.name or ".trash" in p.name]
+    assert not [
+        p.name for p in (tmp_path / "run" / "checkpoints").iterdir() if ".tmp" in p.name or ".trash" in p.name
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_writer_ends_the_job_on_every_rank(tmp_path, args, rank):
-    end = run(tmp_path, [*args, "--train.steps", "300", "--checkpoint.every", "60"], "tp2", fault=f"ckpt.mid_shard:rank={rank}:act=ENOSPC")
+    end = run(
+        tmp_path,
+        [*args, "--train.steps", "300", "--checkpoint.every", "60"],
+        "tp2",
+        fault=f"ckpt.mid_shard:rank={rank}:act=ENOSPC",
+    )
     assert end.codes == [82, 82], end.logs
     assert end.errors() and all("ENOSPC" in line for line in end.errors())
     assert 60 <= losses(tmp_path)[-1][0] < 120  # not with the second save

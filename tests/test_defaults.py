@@ -1,4 +1,7 @@
-"""train.py as people start it, with evaluation and sampling at their defaults, under layouts that hold several stages on a rank."""
+"""train.py as people start it, with evaluation and sampling at their defaults, under layouts that hold
+several stages on a rank.
+"""
+
 import json
 import math
 
@@ -6,16 +9,39 @@ import pytest
 from ranks import corpus, job
 
 # the tiny twin as it is but for its length, its data and its console
-ARGS = ("llama3-tiny", "--train.steps", "4", "--data.doc_mask", "true", "--train.micro_batch", "1", "--train.threads", "1",
-        "--train.seq_len", "24", "--eval.batches", "1", "--checkpoint.every", "none")
-SEVERAL = (("--parallel.pp", "2", "--parallel.schedule", "zb-v"), ("--parallel.pp", "2", "--parallel.schedule", "dualpipe-v"),
-           ("--parallel.pp", "2", "--parallel.schedule", "interleaved", "--parallel.tp", "2"))
+ARGS = (
+    "llama3-tiny",
+    "--train.steps",
+    "4",
+    "--data.doc_mask",
+    "true",
+    "--train.micro_batch",
+    "1",
+    "--train.threads",
+    "1",
+    "--train.seq_len",
+    "24",
+    "--eval.batches",
+    "1",
+    "--checkpoint.every",
+    "none",
+)
+SEVERAL = (
+    ("--parallel.pp", "2", "--parallel.schedule", "zb-v"),
+    ("--parallel.pp", "2", "--parallel.schedule", "dualpipe-v"),
+    ("--parallel.pp", "2", "--parallel.schedule", "interleaved", "--parallel.tp", "2"),
+)
 ROUNDING = 2e-5  # of losses in fp32: 4 layers and 4 steps apart, some hundred roundings of 6e-8
 
 
 def story(folder) -> dict[tuple[int, str], float]:
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {(row["step"], key): row[key] for row in rows for key in ("loss", "grad_norm", "lr", "val_loss") if key in row}
+    return {
+        (row["step"], key): row[key]
+        for row in rows
+        for key in ("loss", "grad_norm", "lr", "val_loss")
+        if key in row
+    }
 
 
 @pytest.fixture(scope="module")

@@ -16,19 +16,20 @@ from ranks import MODEL, job
 from torch.nn.functional import cross_entropy
 
 import config
-from build import build
-from config import Optim
-from kernels.attention import mask
-from kernels.sight import sight
+from build import build_run
+from config import OptimConfig
+from kernels.attention import visible_keys
+from kernels.attention_mask import make_attention_mask
 from optim.clip import clip_factor
 from optim.lr import learning_rate
-from parallel.boxes import Box
-from parallel.comm import World
-from parallel.layout import Layout
-from parallel.mesh import Mesh
-from parallel.rng import Noise, dropout
-from parallel.spec import BLOCK, draw
-from plan.count import keys_seen
+from parallel.cost import mean_keys
+from parallel.rng import DropoutRng, dropout
+from parallel.sharding.boxes import Box
+from parallel.sharding.spec import INIT_BLOCK, draw_normal
+from parallel.sharding.views import boxes_of
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import World
 
 CPU = torch.device("cpu")
 
@@ -66,7 +67,7 @@ def rate_by_hand(shape: str, step: int, steps: int, warm: int, low: float) -> fl
 def test_learning_rate_at_every_step(shape, low):
     """A horizon of ten warm-ups and longer keeps the warm-up; a shorter one has a tenth of itself, rounded
     down."""
-    o = Optim(lr=PEAK, min_lr=low, warmup=20, decay=shape, decay_fraction=0.3)
+    o = OptimConfig(lr=PEAK, min_lr=low, warmup=20, decay=shape, decay_fraction=0.3)
     for steps, warm in ((200, 20), (1000, 20), (199, 19), (150, 15), (19, 1), (10, 1), (9, 0), (1, 0)):
         want = [
             rate_by_hand(shape, step, steps, warm, PEAK / 10 if low is None else low)
@@ -79,7 +80,7 @@ def test_learning_rate_at_every_step(shape, low):
 
 @pytest.mark.parametrize("shape", ["cosine", "wsd", "linear", "constant"])
 def test_learning_rate_at_its_corners(shape):
-    o = Optim(lr=PEAK, min_lr=LOW, warmup=20, decay=shape, decay_fraction=0.3)
+    o = OptimConfig(lr=PEAK, min_lr=LOW, warmup=20, decay=shape, decay_fraction=0.3)
     at = [None, *(learning_rate(o, step, 1000) for step in range(1, 1001))]
     assert at[1] == PEAK / 20 and at[20] == PEAK and at[19] < PEAK
     assert (at[21] < PEAK) == (shape in ("cosine", "linear"))  # the first step after the warm-up
@@ -129,12 +130,15 @@ def moved(cfg, folder) -> tuple[torch.Tensor, torch.Tensor, float]:
     def watch(point, step=None, **what):
         if point == "run.built":
             seen["buckets"], seen["data"] = what["run"].buckets, what["data"]
-            seen["before"] = [b.master.clone() for b in seen["buckets"]]
+            seen["before"] = [b.weights.master.clone() for b in seen["buckets"]]
         elif point == "step.backward":
-            seen["grads"] = [b.shard.clone() for b in seen["buckets"]]
+            seen["grads"] = [b.grads.local.clone() for b in seen["buckets"]]
         elif point == "step.end":
             seen["data"].close()
-            seen["after"], seen["norm"] = [b.master.clone() for b in seen["buckets"]], float(what["norm"])
+            seen["after"], seen["norm"] = (
+                [b.weights.master.clone() for b in seen["buckets"]],
+                float(what["norm"]),
+            )
             raise Enough
 
     with pytest.raises(Enough):
@@ -218,11 +222,11 @@ def family(name: str, *args: str):
 def initial(world: World, cfg) -> list[tuple[Box, torch.Tensor]]:
     """This rank's masters: [(where it lies in which tensor, values)]."""
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
-    run = build(cfg, mesh, CPU, None, 2)
+    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    run = build_run(cfg, mesh, CPU, None, 2)
     for b in run.buckets:
-        b.need()
-    return [(box, part.clone()) for b in run.buckets for box, part in b.boxes(b.master)]
+        b.weights.wait_unshard()
+    return [(box, part.clone()) for b in run.buckets for box, part in boxes_of(b, b.weights.master)]
 
 
 def whole(cfg) -> dict[str, torch.Tensor]:
@@ -230,7 +234,7 @@ def whole(cfg) -> dict[str, torch.Tensor]:
 
 
 def expected(key: str, layers: int) -> tuple[str, float]:
-    """(kind, standard deviation): what the comments of keys.py say, read off the name."""
+    """(kind, standard deviation): what the comments of config/schema.py say, read off the name."""
     last, kind = key.split(".")[-2:]
     if "norm" in last:
         return {"weight": ("ones", 0.0), "bias": ("zeros", 0.0)}[kind]
@@ -266,20 +270,20 @@ def test_every_tensor_starts_as_it_should(name):
 def test_a_large_tensor_is_drawn_block_by_block():
     """More than BLOCK numbers: the blocks have streams of their own, and a piece of it is the same
     numbers."""
-    shape = (5, BLOCK // 2)
+    shape = (5, INIT_BLOCK // 2)
     x = torch.empty(shape, dtype=torch.float64)
-    draw(Box.whole("w", shape), x, 7, 2.0)
+    draw_normal(Box.whole("w", shape), x, 7, 2.0)
     assert len({tuple(row[:4].tolist()) for row in x}) == 5
     assert abs(float(x.std()) / 2.0 - 1) < 5 / math.sqrt(2 * x.numel())
     piece = torch.empty(3, 10, dtype=torch.float64)
-    draw(Box("w", shape, (1, 5), (3, 10)), piece, 7, 2.0)
+    draw_normal(Box("w", shape, (1, 5), (3, 10)), piece, 7, 2.0)
     assert torch.equal(piece, x[1:4, 5:15])
 
     # the definition, which no version may change: two rows are a block, and each has its stream
     for block in range(3):
         seed = hashlib.sha256(f"7/w/{block}".encode()).digest()[:8]
         stream = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
-        mine = x[2 * block:2 * block + 2]
+        mine = x[2 * block : 2 * block + 2]
         assert torch.equal(mine, 2.0 * torch.randn(mine.shape, generator=stream).double()), block
 
 
@@ -340,7 +344,7 @@ ROWS, COLUMNS, WIDTH = torch.arange(8), torch.arange(32), 128
 def keep(
     rate: float, site: int = 3, seed: int = 1, step: int = 5, rows=ROWS, columns=COLUMNS
 ) -> torch.Tensor:
-    return Noise(seed, step, rows, columns).keep(site, WIDTH, rate)
+    return DropoutRng(seed, step, rows, columns).keep_mask(site, WIDTH, rate)
 
 
 @pytest.mark.parametrize("rate", [0.05, 0.3, 0.5, 0.9])
@@ -354,9 +358,9 @@ def test_dropout_drops_at_its_rate_and_keeps_the_mean(rate):
         each = kept.numel() // share.numel()
         assert (share - (1 - rate)).abs().max() < 5.5 * math.sqrt(rate * (1 - rate) / each)
     x = torch.randn(8, 32, WIDTH, dtype=torch.float64)
-    y = dropout(x, rate, Noise(1, 5, ROWS, COLUMNS), 3)
+    y = dropout(x, rate, DropoutRng(1, 5, ROWS, COLUMNS), 3)
     assert torch.equal(y, torch.where(kept, x * (1 / (1 - rate)), torch.zeros(()).double()))
-    assert dropout(x, rate, None, 3) is x and dropout(x, 0.0, Noise(1, 5, ROWS, COLUMNS), 3) is x
+    assert dropout(x, rate, None, 3) is x and dropout(x, 0.0, DropoutRng(1, 5, ROWS, COLUMNS), 3) is x
 
 
 @pytest.mark.parametrize(
@@ -405,13 +409,13 @@ def test_a_piece_of_a_mask_is_a_piece_of_the_mask():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_jitter_is_uniform_within_its_bounds(dtype):
-    u = Noise(1, 5, ROWS, COLUMNS).uniform(-1, WIDTH, 0.25, dtype)
+    u = DropoutRng(1, 5, ROWS, COLUMNS).uniform(-1, WIDTH, 0.25, dtype)
     assert u.dtype == dtype and float(u.min()) >= 0.75 and float(u.max()) <= 1.25
     assert float(u.min()) < 0.7505 and float(u.max()) > 1.2495
     counts = torch.histc(u.double(), 16, 0.75, 1.25)
     chi = float(((counts - u.numel() / 16) ** 2 / (u.numel() / 16)).sum())
     assert chi < 44.3  # 15 degrees of freedom: one in ten thousand is above
-    other = Noise(1, 5, ROWS, COLUMNS).uniform(-2, WIDTH, 0.25, dtype)  # another layer's router
+    other = DropoutRng(1, 5, ROWS, COLUMNS).uniform(-2, WIDTH, 0.25, dtype)  # another layer's router
     assert abs(
         float(torch.corrcoef(torch.stack((u.flatten(), other.flatten())).double())[0, 1])
     ) < 5 / math.sqrt(u.numel())
@@ -436,7 +440,7 @@ def test_where_noise_is_in_a_run(home, prefix):
         name="mixtral-tiny",
     )
     calls, evaluations, begun = [], [], []
-    real = {name: getattr(Noise, name) for name in ("keep", "uniform")}
+    real = {name: getattr(DropoutRng, name) for name in ("keep_mask", "uniform")}
 
     def spy(name):
         def call(self, site, width, amount, *more):
@@ -447,8 +451,8 @@ def test_where_noise_is_in_a_run(home, prefix):
                     site,
                     width,
                     amount,
-                    tuple(self.rows.tolist()),
-                    tuple(self.columns.tolist()),
+                    tuple(self.sequence_ids.tolist()),
+                    tuple(self.positions.tolist()),
                 )
             )
             return real[name](self, site, width, amount, *more)
@@ -460,7 +464,7 @@ def test_where_noise_is_in_a_run(home, prefix):
             found, want = sorted(calls), []
             for row in range(4):
                 place = (32, 0.2, (row,), tuple(range(16)))
-                want += [("keep", step - 1, site, *place) for site in (0, 1, 2, 3, 4)]
+                want += [("keep_mask", step - 1, site, *place) for site in (0, 1, 2, 3, 4)]
                 want += [("uniform", step - 1, -1 - layer, 32, 0.1, *place[2:]) for layer in (0, 1)]
             assert found == sorted(want)
             begun.append(step)
@@ -469,7 +473,10 @@ def test_where_noise_is_in_a_run(home, prefix):
             assert not calls and len(what["ids"]) > 0  # since the last step, or since the start
             evaluations.append(step)
 
-    with mock.patch.object(Noise, "keep", spy("keep")), mock.patch.object(Noise, "uniform", spy("uniform")):
+    with (
+        mock.patch.object(DropoutRng, "keep_mask", spy("keep_mask")),
+        mock.patch.object(DropoutRng, "uniform", spy("uniform")),
+    ):
         assert trained(World(), cfg, str(home / "noise"), watch) == 0
     assert begun == [1, 2] and evaluations == [0, 2]
 
@@ -477,9 +484,9 @@ def test_where_noise_is_in_a_run(home, prefix):
 def test_both_branches_and_the_embedding_are_dropped(prefix):
     """x + mask a / (1 - p), then + mask y / (1 - p), with the masks of their sites."""
     cfg = settings(prefix, model={"dropout": 0.25, "vocab": 257})
-    run = build(cfg, Mesh.single(), CPU, None, 2)
+    run = build_run(cfg, Mesh.single(), CPU, None, 2)
     stage, seen = run.stages[0], {}
-    stage.embed.register_forward_hook(lambda module, args, out: seen.update(e=out))
+    stage.embedding.register_forward_hook(lambda module, args, out: seen.update(e=out))
     for i, block in enumerate(stage.blocks):
         block.register_forward_hook(
             lambda module, args, out, i=i: seen.update({f"x{i}": args[0], f"out{i}": out[0]})
@@ -488,15 +495,15 @@ def test_both_branches_and_the_embedding_are_dropped(prefix):
         block.mlp.register_forward_hook(lambda module, args, out, i=i: seen.update({f"y{i}": out}))
     tokens, positions = torch.randint(257, (3, 16)), torch.arange(16).expand(3, 16)
     rows = torch.tensor([4, 0, 9])
-    noise = Noise(cfg.train.seed, 11, rows, torch.arange(16))
+    noise = DropoutRng(cfg.train.seed, 11, rows, torch.arange(16))
     for b in run.buckets:
-        b.need()
-    stage.hidden(tokens, positions, noise=noise)
+        b.weights.wait_unshard()
+    stage.hidden_states(tokens, positions, dropout_rng=noise)
 
     def dropped(x, site):
-        return x * noise.keep(site, 32, 0.25) / 0.75
+        return x * noise.keep_mask(site, 32, 0.25) / 0.75
 
-    assert torch.allclose(seen["e"], dropped(stage.embed.weight[tokens], 0), rtol=1e-12)
+    assert torch.allclose(seen["e"], dropped(stage.embedding.weight[tokens], 0), rtol=1e-12)
     for i in range(2):
         want = seen[f"x{i}"] + dropped(seen[f"a{i}"], 1 + 2 * i) + dropped(seen[f"y{i}"], 2 + 2 * i)
         assert torch.allclose(seen[f"out{i}"], want, rtol=1e-12)
@@ -519,7 +526,7 @@ def test_loss_is_the_mean_cross_entropy_of_the_next_tokens(home, prefix, docs):
         for b in batches:
             stage = run.stages[0]
             with torch.no_grad():
-                logits.append(stage.head.logits(stage.hidden(b.tokens, b.positions, b.docs)))
+                logits.append(stage.head.logits(stage.hidden_states(b.tokens, b.positions, b.documents)))
             following = torch.cat((b.tokens[:, 1:], torch.full_like(b.tokens[:, :1], -1)), 1)
             inside = following != -1  # the last target is the token after the window
             ends = (b.tokens == 256) if docs else torch.zeros_like(inside)
@@ -575,12 +582,12 @@ def test_sight_is_the_brute_force_mask_for_every_way_to_cut_documents(window):
     want = torch.tensor(
         [[[visible(q, k, window, docs) for k in range(S)] for q in range(S)] for docs in DOCS]
     )
-    see, place = sight(0, S, 0, S, window, DOCS, CPU), torch.arange(S)
-    assert torch.equal(see.dense[:, 0], want)
-    assert torch.equal(mask(place, place, window, DOCS, DOCS)[:, 0], want)
-    assert torch.equal(see.first.long(), want.long().argmax(-1))  # the first key of each query,
+    see, place = make_attention_mask(0, S, 0, S, window, DOCS, CPU), torch.arange(S)
+    assert torch.equal(see.dense_mask[:, 0], want)
+    assert torch.equal(visible_keys(place, place, window, DOCS, DOCS)[:, 0], want)
+    assert torch.equal(see.first_key.long(), want.long().argmax(-1))  # the first key of each query,
     assert torch.equal(
-        see.last.long().clamp(max=S), S - want.flip(1).long().argmax(1)
+        see.query_end.long().clamp(max=S), S - want.flip(1).long().argmax(1)
     )  # and one past the last query of each key
     for query, s_q, key, s_k in (
         (3, 3, 0, 6),
@@ -588,13 +595,13 @@ def test_sight_is_the_brute_force_mask_for_every_way_to_cut_documents(window):
         (4, 2, 0, 4),
         (5, 1, 0, 6),
     ):  # parts, as in a ring and in generation
-        part = sight(query, s_q, key, s_k, window, DOCS, CPU).dense
+        part = make_attention_mask(query, s_q, key, s_k, window, DOCS, CPU).dense_mask
         assert torch.equal(part[:, 0], want[:, query : query + s_q, key : key + s_k])
     alone = [[visible(q, k, window, None) for k in range(S)] for q in range(S)]
-    assert torch.equal(sight(0, S, 0, S, window, None, CPU).dense[0, 0], torch.tensor(alone))
-    assert keys_seen(replace(config.Model(), window=window), S) == pytest.approx(
-        sum(map(sum, alone)) / S, rel=1e-15
+    assert torch.equal(
+        make_attention_mask(0, S, 0, S, window, None, CPU).dense_mask[0, 0], torch.tensor(alone)
     )
+    assert mean_keys(S, window) == pytest.approx(sum(map(sum, alone)) / S, rel=1e-15)
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 40])
@@ -603,15 +610,15 @@ def test_a_layer_hears_of_the_tokens_that_it_sees_and_of_no_other(prefix, window
     """One block: another token at place k changes the output at place q exactly where q sees k. Documents
     begin at 5 and 7."""
     cfg = settings(prefix, model={"layers": 1, "window": window, "vocab": 257})
-    run, s = build(cfg, Mesh.single(), CPU, None, 2), 16
+    run, s = build_run(cfg, Mesh.single(), CPU, None, 2), 16
     docs = (torch.arange(s) >= 5).int() + (torch.arange(s) >= 7).int() if cut else None
     positions = torch.arange(s) - (0 if docs is None else torch.tensor([0, 5, 7])[docs.long()])
     tokens = torch.arange(s).expand(s + 1, s).clone()
     tokens[torch.arange(s), torch.arange(s)] += 100  # row k differs from the last at place k alone
     for b in run.buckets:
-        b.need()
+        b.weights.wait_unshard()
     with torch.no_grad():
-        out = run.stages[0].hidden(
+        out = run.stages[0].hidden_states(
             tokens, positions.expand(s + 1, s), None if docs is None else docs.expand(s + 1, s)
         )
     heard = (out[:s] - out[s]).abs().amax(-1) > 1e-12  # [k, q]

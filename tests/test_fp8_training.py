@@ -1,28 +1,65 @@
-"""Training in fp8: as bf16 trains, within a margin; with gradients near fp32's; and the same bits when it is resumed."""
+"""Training in fp8: as bf16 trains, within a margin; with gradients near fp32's; and the same bits when it is
+resumed.
+"""
+
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from batches import Tokens
 from ranks import MODEL, corpus, job
 
 import config
-from build import build
-from kernels.fp8_linear import RECIPES, Scaling, scaled_linear
-from parallel.comm import World
-from parallel.layout import Layout
-from parallel.mesh import Mesh
-from runtime.guard import Guard
-from batches import Tokens
+from build import build_run
+from kernels.fp8_linear import RECIPES, Fp8Scaling, scaled_linear
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import World
+from runtime.guard import NonFiniteGuard
 from train import train_step
 
 STEPS = 30
-MARGIN = {"tensorwise": 0.02, "rowwise": 0.02, "blockwise": 0.02}  # of the loss, relative, over the last ten steps
-GRADIENTS = {"tensorwise": (0.06, 0.12, 0.12), "rowwise": (0.05, 0.10, 0.10), "blockwise": (0.05, 0.06, 0.06)}  # of y, dx, dW against fp32
-SMALL = ["--model.layers", "4", "--model.hidden", "64", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "128", "--model.vocab", "64",
-         "--model.vocab_multiple", "64", "--train.seq_len", "32", "--train.micro_batch", "4", "--train.global_batch", "8",
-         "--train.steps", str(STEPS),
-         "--optim.warmup", "4", "--optim.lr", "0.004", "--train.fp8_block", "32"]
+MARGIN = {
+    "tensorwise": 0.02,
+    "rowwise": 0.02,
+    "blockwise": 0.02,
+}  # of the loss, relative, over the last ten steps
+GRADIENTS = {
+    "tensorwise": (0.06, 0.12, 0.12),
+    "rowwise": (0.05, 0.10, 0.10),
+    "blockwise": (0.05, 0.06, 0.06),
+}  # of y, dx, dW against fp32
+SMALL = [
+    "--model.layers",
+    "4",
+    "--model.hidden",
+    "64",
+    "--model.heads",
+    "4",
+    "--model.kv_heads",
+    "2",
+    "--model.ffn",
+    "128",
+    "--model.vocab",
+    "64",
+    "--model.vocab_multiple",
+    "64",
+    "--train.seq_len",
+    "32",
+    "--train.micro_batch",
+    "4",
+    "--train.global_batch",
+    "8",
+    "--train.steps",
+    str(STEPS),
+    "--optim.warmup",
+    "4",
+    "--optim.lr",
+    "0.004",
+    "--train.fp8_block",
+    "32",
+]
 
 
 class Counting(Tokens):
@@ -30,8 +67,11 @@ class Counting(Tokens):
 
     def microbatches(self, step):
         made = super().microbatches(step)
-        return [replace(b, tokens=ids, targets=(ids * 5 + 3) % 64) for b in made
-                for ids in [(b.tokens[:, :1] * 5 ** torch.arange(b.tokens.shape[1])[None] % 64)]]
+        return [
+            replace(b, tokens=ids, targets=(ids * 5 + 3) % 64)
+            for b in made
+            for ids in [(b.tokens[:, :1] * 5 ** torch.arange(b.tokens.shape[1])[None] % 64)]
+        ]
 
 
 def job_of(*keys) -> config.Config:
@@ -39,9 +79,15 @@ def job_of(*keys) -> config.Config:
 
 
 def losses(world: World, cfg: config.Config) -> list[float]:
-    mesh = Mesh.bind(Layout(world.size, cfg.parallel.tp, 1, 1, 1), world)
-    run, data = build(cfg, mesh, torch.device("cpu"), None, STEPS), Counting(cfg, mesh.data.index, mesh.data.size)
-    return [float(train_step(run, step, data.microbatches(step - 1), Guard(), lambda point, step: None)[0]) for step in range(1, STEPS + 1)]
+    mesh = Mesh.bind(ParallelDims(world.size, cfg.parallel.tp, 1, 1, 1), world)
+    run, data = (
+        build_run(cfg, mesh, torch.device("cpu"), None, STEPS),
+        Counting(cfg, mesh.dp.index, mesh.dp.size),
+    )
+    return [
+        float(train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())[0])
+        for step in range(1, STEPS + 1)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +106,18 @@ def test_the_loss_follows_bf16(bf16, recipe):
     follow(losses(World(), job_of("--train.dtype", "fp8", "--train.fp8", recipe)), bf16, recipe)
 
 
-MIXTURE = ("--model.experts", "4", "--model.top_k", "2", "--model.moe_ffn", "64", "--model.shared_experts", "1", "--model.aux_loss", "0.01")
+MIXTURE = (
+    "--model.experts",
+    "4",
+    "--model.top_k",
+    "2",
+    "--model.moe_ffn",
+    "64",
+    "--model.shared_experts",
+    "1",
+    "--model.aux_loss",
+    "0.01",
+)
 
 
 @pytest.fixture(scope="module")
@@ -75,33 +132,81 @@ def test_the_loss_of_a_mixture_follows_bf16(mixture, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_that_travel_in_eight_bits(ranks, bf16, recipe):
-    """ZeRO-3 gathers its weights in e4m3 (parallel/compress.py); the linears quantize what arrived. Every rank has the same loss."""
-    cfg = job_of("--train.dtype", "fp8", "--train.fp8", recipe, "--parallel.zero", "3", "--parallel.compress_weights", "fp8")
+    """ZeRO-3 gathers its weights in e4m3 (parallel/wire/compress.py); the linears quantize what arrived.
+    Every rank has the same loss.
+    """
+    cfg = job_of(
+        "--train.dtype",
+        "fp8",
+        "--train.fp8",
+        recipe,
+        "--parallel.zero",
+        "3",
+        "--parallel.compress_weights",
+        "fp8",
+    )
     one, other = ranks(2).run(losses, cfg)
-    assert one == other and one != ranks(2).run(losses, replace(cfg, parallel=replace(cfg.parallel, compress_weights="none")))[0]
+    assert (
+        one == other
+        and one
+        != ranks(2).run(losses, replace(cfg, parallel=replace(cfg.parallel, compress_weights="none")))[0]
+    )
     follow(one, bf16, recipe)
 
 
 def test_the_first_and_last_layers_stay():
     cfg = job_of("--train.dtype", "fp8")
-    stage = build(cfg, Mesh.single(), torch.device("cpu"), None, STEPS).stages[0]
-    kept = [[m.scaling is None for m in (b.attn.qkv, b.attn.out, b.mlp.inner, b.mlp.down)] for b in stage.blocks]
+    stage = build_run(cfg, Mesh.single(), torch.device("cpu"), None, STEPS).stages[0]
+    kept = [
+        [m.scaling is None for m in (b.attn.qkv, b.attn.out, b.mlp.gate_up, b.mlp.down)] for b in stage.blocks
+    ]
     assert kept == [[True] * 4, [False] * 4, [False] * 4, [True] * 4]
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_resumed_run_is_bitwise(tmp_path, recipe):
     """Two ranks, saved after 3 of 6 steps, killed in the fifth and started again."""
-    args = ["llama3-tiny", *MODEL, "--model.layers", "3", "--model.ffn", "64", "--model.kv_heads", "4", "--parallel.tp", "2",
-            "--train.dtype", "fp8", "--train.fp8", recipe, "--train.fp8_block", "16", "--train.steps", "6", "--checkpoint.every", "3",
-            "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path)]
+    args = [
+        "llama3-tiny",
+        *MODEL,
+        "--model.layers",
+        "3",
+        "--model.ffn",
+        "64",
+        "--model.kv_heads",
+        "4",
+        "--parallel.tp",
+        "2",
+        "--train.dtype",
+        "fp8",
+        "--train.fp8",
+        recipe,
+        "--train.fp8_block",
+        "16",
+        "--train.steps",
+        "6",
+        "--checkpoint.every",
+        "3",
+        "--data.path",
+        corpus(tmp_path),
+        "--log.dir",
+        str(tmp_path),
+    ]
     whole = job(tmp_path / "w", 2, [*args, "--log.name", "whole"])
     assert whole.codes == [0, 0], whole.logs
-    assert job(tmp_path / "k", 2, [*args, "--log.name", "killed"], "step.begin:rank=0:step=5:act=SIGKILL").codes != [0, 0]
+    assert job(
+        tmp_path / "k", 2, [*args, "--log.name", "killed"], "step.begin:rank=0:step=5:act=SIGKILL"
+    ).codes != [0, 0]
     again = job(tmp_path / "r", 2, [*args, "--log.name", "killed"])
     assert again.codes == [0, 0], again.logs
-    lines = [[(r["step"], r["loss"], r["grad_norm"]) for r in map(json.loads, open(tmp_path / name / "metrics.jsonl")) if "loss" in r]
-             for name in ("whole", "killed")]
+    lines = [
+        [
+            (r["step"], r["loss"], r["grad_norm"])
+            for r in map(json.loads, open(tmp_path / name / "metrics.jsonl"))
+            if "loss" in r
+        ]
+        for name in ("whole", "killed")
+    ]
     assert lines[0] == lines[1] and len(lines[0]) == 6
 
 
@@ -109,12 +214,15 @@ def test_a_resumed_run_is_bitwise(tmp_path, recipe):
 def test_gradients_are_near_those_of_fp32(recipe):
     g = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(*s, generator=g) for s in ((2, 96, 64), (128, 64), (2, 96, 128)))
-    x, dy = x * torch.logspace(-1, 1, 64), dy * torch.logspace(-3, 0, 192).view(2, 96, 1)  # features and tokens of very different size
+    x, dy = (
+        x * torch.logspace(-1, 1, 64),
+        dy * torch.logspace(-3, 0, 192).view(2, 96, 1),
+    )  # features and tokens of very different size
     exact = [t.clone().requires_grad_() for t in (x, w)]
     y = exact[0] @ exact[1].t()
     want = [y.detach(), *torch.autograd.grad(y, exact, dy)]
     low = [t.bfloat16().requires_grad_() for t in (x, w)]
-    y = scaled_linear(*low, None, None, Scaling(recipe, 32))
+    y = scaled_linear(*low, None, None, Fp8Scaling(recipe, 32))
     got = [y.detach(), *torch.autograd.grad(y, low, dy.bfloat16())]
     off = [((a.float() - b).norm() / b.norm()).item() for a, b in zip(got, want)]
     assert all(0.005 < a <= b for a, b in zip(off, GRADIENTS[recipe])), off

@@ -1,9 +1,11 @@
 """No host sync in the step: what would make the host wait for a GPU is found without one.
 
-The step runs on meta tensors, which have no values: a number that is read back cannot be, and every operation passes a mode that
-knows the silent ones (copies between host and device, results whose shape depends on values). Once with the torch references, once
-down the paths of the Triton kernels, whose launches do nothing here.
+The step runs on meta tensors, which have no values: a number that is read back cannot be, and every operation
+passes a mode that knows the silent ones (copies between host and device, results whose shape depends on
+values). Once with the torch references, once down the paths of the Triton kernels, whose launches do nothing
+here.
 """
+
 import importlib
 import pkgutil
 
@@ -14,28 +16,59 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import config
 import kernels
-from build import build
-from data.batch import Batch
+from build import build_run
 from kernels import triton_
 from optim.clip import clip_factor
-from parallel import spec
-from parallel.comm import Group
-from parallel.mesh import Mesh
-from parallel.zigzag import cut
-from runtime.guard import Guard
+from parallel.context.zigzag import shard_batch
+from parallel.microbatch import Microbatch
+from parallel.sharding import spec
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import Group
+from runtime.guard import NonFiniteGuard
 from train import train_step
 
 META = torch.device("meta")
-WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "bincount", "unique", "repeat_interleave.Tensor", "equal.default")
-ARGS = ("--model.vocab", "500", "--model.layers", "1", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "48",
-        "--train.seq_len", "32", "--train.micro_batch", "2", "--train.global_batch", "4")
+WAITS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "is_nonzero",
+    "masked_select",
+    "bincount",
+    "unique",
+    "repeat_interleave.Tensor",
+    "equal.default",
+)
+ARGS = (
+    "--model.vocab",
+    "500",
+    "--model.layers",
+    "1",
+    "--model.hidden",
+    "32",
+    "--model.heads",
+    "4",
+    "--model.kv_heads",
+    "2",
+    "--model.ffn",
+    "48",
+    "--train.seq_len",
+    "32",
+    "--train.micro_batch",
+    "2",
+    "--train.global_batch",
+    "4",
+)
 
 
 class NoLists(TorchFunctionMode):
-    """Raises where a tensor is made of the host's numbers: on a GPU that is a copy, which the host waits for."""
+    """Raises where a tensor is made of the host's numbers: on a GPU that is a copy, which the host waits
+    for.
+    """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        assert function not in (torch.tensor, torch.as_tensor, torch.from_numpy), f"{function.__name__} waits for the device"
+        assert function not in (torch.tensor, torch.as_tensor, torch.from_numpy), (
+            f"{function.__name__} waits for the device"
+        )
         return function(*args, **(kwargs or {}))
 
 
@@ -45,12 +78,20 @@ class NoWaiting(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name, kwargs = str(function), kwargs or {}
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        masks = [i for a in args[1:2] if isinstance(a, (list, tuple)) for i in a if isinstance(i, torch.Tensor) and i.dtype == torch.bool]
+        masks = [
+            i
+            for a in args[1:2]
+            if isinstance(a, (list, tuple))
+            for i in a
+            if isinstance(i, torch.Tensor) and i.dtype == torch.bool
+        ]
         assert not any(f"aten.{w}" in name for w in WAITS), f"{name} waits for the device"
         assert not (masks and "aten.index" in name), f"{name} with a mask waits for the device"
         if "_to_copy" in name or "aten.copy_" in name:
             to = torch.device(kwargs.get("device") or tensors[0].device)
-            assert {t.device.type for t in tensors} | {to.type} == {"meta"}, f"{name} copies between host and device"
+            assert {t.device.type for t in tensors} | {to.type} == {"meta"}, (
+                f"{name} copies between host and device"
+            )
         return function(*args, **kwargs)
 
 
@@ -64,32 +105,50 @@ class Launch:
 
 def step_once(monkeypatch, *args: str) -> None:
     cfg = config.resolve("llama3-tiny", None, [*ARGS, *args])
-    monkeypatch.setattr(spec, "draw", lambda *_: None)  # initial weights are drawn on the host
+    monkeypatch.setattr(spec, "draw_normal", lambda *_: None)  # initial weights are drawn on the host
     with META:
-        run = build(cfg, Mesh.single(), META, None, 10)
+        run = build_run(cfg, Mesh.single(), META, None, 10)
         docs = torch.zeros(2, 32, dtype=torch.int32) if cfg.data.doc_mask else None
         ids = torch.zeros(2, 32, dtype=torch.int64)
-        batch = Batch(ids, ids, ids, docs, torch.arange(2), 1)
+        batch = Microbatch(ids, ids, ids, docs, torch.arange(2), 1)
     with NoLists(), NoWaiting():
-        train_step(run, 1, [batch, batch], Guard(), lambda *_: None)
+        train_step(run, 1, [batch, batch], NonFiniteGuard())
 
 
-CASES = ["--optim.name adamw", "--model.dropout 0.1", "--model.dropout 0.1 --parallel.recompute full", "--data.doc_mask true", "--model.window 8",
-         "--model.qk_norm true --parallel.recompute selective --parallel.recompute_parts core,norm,act", "--parallel.schedule zb-h1",
-         "--train.dtype fp16", "--optim.name muon", "--optim.name lamb", "--optim.name lars", "--optim.name lion", "--optim.name sgd",
-         "--model.mtp 1", "--model.positions learned --model.norm layernorm --model.activation gelu --model.bias true --model.tied true",
-         "--model.kv_rank 16 --model.kv_heads none --model.rope_kind yarn --model.rope_factor 4", "--parallel.zero 3", "--optim.clip none",
-         "--log.noise_scale true --model.mup_base 16"]
+CASES = [
+    "--optim.name adamw",
+    "--model.dropout 0.1",
+    "--model.dropout 0.1 --parallel.recompute full",
+    "--data.doc_mask true",
+    "--model.window 8",
+    "--model.qk_norm true --parallel.recompute selective --parallel.recompute_parts core,norm,act",
+    "--parallel.schedule zb-h1",
+    "--train.dtype fp16",
+    "--optim.name muon",
+    "--optim.name lamb",
+    "--optim.name lars",
+    "--optim.name lion",
+    "--optim.name sgd",
+    "--model.mtp 1",
+    "--model.positions learned --model.norm layernorm --model.activation gelu --model.bias true "
+    "--model.tied true",
+    "--model.kv_rank 16 --model.kv_heads none --model.rope_kind yarn --model.rope_factor 4",
+    "--parallel.zero 3",
+    "--optim.clip none",
+    "--log.noise_scale true --model.mup_base 16",
+]
 
 
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
 @pytest.mark.parametrize("args", CASES)
 def test_nothing_in_a_dense_step_waits_for_the_device(monkeypatch, args, kernel):
     if kernel == "triton":
-        if not triton_.HERE:
+        if not triton_.TRITON_AVAILABLE:
             pytest.skip("no Triton for this platform")
         monkeypatch.setattr(triton_, "DEVICES", ("cuda", "meta"))
-        for module in (importlib.import_module(f"kernels.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)):
+        for module in (
+            importlib.import_module(f"kernels.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)
+        ):
             for name in [n for n in vars(module) if n.endswith("_kernel") and n != "sdpa_kernel"]:
                 monkeypatch.setattr(module, name, Launch())
     step_once(monkeypatch, *args.split(), *([] if "dtype" in args else ["--train.dtype", "bf16"]))
@@ -97,13 +156,15 @@ def test_nothing_in_a_dense_step_waits_for_the_device(monkeypatch, args, kernel)
 
 def test_cutting_a_sequence_does_not_wait():
     with META:
-        batch = Batch(*(torch.zeros(2, 32, dtype=torch.int64) for _ in range(3)))
+        batch = Microbatch(*(torch.zeros(2, 32, dtype=torch.int64) for _ in range(3)))
     with NoLists(), NoWaiting():
-        assert cut(batch, Group("cp", (0, 1), 1)).tokens.shape == (2, 16)
+        assert shard_batch(batch, Group("cp", (0, 1), 1)).tokens.shape == (2, 16)
 
 
 def test_a_mixture_reads_its_counts(monkeypatch):
-    """Known, and why rules.py refuses train.cuda_graphs with experts. Where this fails, mixtures no longer wait: say so there."""
+    """Known, and why config/rules.py refuses train.cuda_graphs with experts. Where this fails, mixtures no
+    longer wait: say so there.
+    """
     with pytest.raises((AssertionError, NotImplementedError, RuntimeError), match="waits|meta"):
         step_once(monkeypatch, "--model.experts", "4", "--model.moe_ffn", "32", "--train.dtype", "bf16")
 
@@ -111,8 +172,14 @@ def test_a_mixture_reads_its_counts(monkeypatch):
 @pytest.mark.parametrize("planted", ["item", "truth", "cpu", "to", "mask", "tensor"])
 def test_the_mode_sees(planted):
     x, host = torch.zeros(4, device=META), torch.zeros(4)
-    sins = {"item": lambda: x.sum().item(), "truth": lambda: bool(x.sum() > 0), "cpu": lambda: x.cpu(), "to": lambda: host.to(META),
-            "mask": lambda: x[x > 0], "tensor": lambda: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=META)}
+    sins = {
+        "item": lambda: x.sum().item(),
+        "truth": lambda: bool(x.sum() > 0),
+        "cpu": lambda: x.cpu(),
+        "to": lambda: host.to(META),
+        "mask": lambda: x[x > 0],
+        "tensor": lambda: x + torch.tensor([1.0, 2.0, 3.0, 4.0], device=META),
+    }
     with NoLists(), NoWaiting(), pytest.raises((AssertionError, NotImplementedError, RuntimeError)):
         sins[planted]()
 

@@ -1,52 +1,81 @@
-"""Every layout trains like one process: a fixed core, and a draw of the lattice that differs from commit to commit.
+"""Every layout trains like one process: a fixed core, and a draw of the lattice that differs from commit to
+commit.
 
-The whole lattice runs on demand: python -m scripts.verify NAME --world 8 --layouts all. And the proof is proven: planted
-bugs (scripts/mutate/table.py) must be seen; a draw of them here, all of them by python -m scripts.mutate.
+The whole lattice runs on demand: python -m scripts.verify NAME --world 8 --layouts all. And the proof is
+proven: planted bugs (proof/mutate/table.py) must be seen; a draw of them here, all of them by python -m
+scripts.mutate.
 """
+
 import random
 
 import pytest
-
 from draw import commit_seed
 
 from build import plan_pipeline
-from plan import lattice
-from scripts import mutate, verify
+from proof import lattice, mutate
+from proof.verify.cells import chosen
+from proof.verify.cells import words as words_of
+from proof.verify.tiny_config import tiny_config
+from proof.verify.trial import prove
 
-CORE = (("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"), ("llama3-tiny", 4, "cp2 tp2 sp zero1 mb1 cp-ring docs"),
-        ("gpt2-tiny", 4, "pp2 dp2 zero2 interleaved mb1"), ("qwen3-tiny", 4, "cp2 tp2 zero3 mb1 cp-ulysses full"),
-        ("llama3.2-tiny", 4, "pp2 dp2 zero3 dualpipe-v mb1"), ("mistral-tiny", 4, "pp2 cp2 zero0 zb-h1 mb1 cp-ring"),
-        ("deepseek-v3-tiny", 4, "pp2 tp2 sp zero2 zb-h1 mb1"), ("deepseek-v2-lite-tiny", 4, "cp2 tp2 zero1 mb1 cp-ring docs"),
-        ("mixtral-tiny", 4, "dp2 tp2 ep4 no-sp zero1 mb1"), ("qwen2-moe-tiny", 4, "cp2 tp2 ep2 etp2 sp zero3 mb1 padded"),
-        ("dots1-tiny", 4, "pp2 dp2 ep2 zero2 zb-v mb1"), ("qwen3-moe-tiny", 4, "pp2 tp2 etp2 sp zero0 dualpipe-v mb1"),
-        ("llama3-tiny", 8, "pp2 rep2 dp2 zero3 1f1b mb1"), ("llama3-tiny", 8, "pp2 cp2 tp2 sp zero2 zb-h1 mb2 cp-ring"))
-DRAWN = (("llama3-tiny", 8, 3), ("llama3-tiny", 4, 4), ("gpt2-tiny", 4, 2), ("qwen3-tiny", 4, 2), ("mistral-tiny", 4, 2),
-         ("llama3.2-tiny", 6, 1), ("deepseek-v3-tiny", 4, 2), ("mixtral-tiny", 4, 2), ("qwen2-moe-tiny", 4, 1),
-         ("qwen3-moe-tiny", 4, 1), ("olmoe-tiny", 4, 1), ("dots1-tiny", 4, 1))
+CORE = (
+    ("llama3-tiny", 4, "pp2 tp2 sp zero3 zb-v mb2"),
+    ("llama3-tiny", 4, "cp2 tp2 sp zero1 mb1 cp-ring docs"),
+    ("gpt2-tiny", 4, "pp2 dp2 zero2 interleaved mb1"),
+    ("qwen3-tiny", 4, "cp2 tp2 zero3 mb1 cp-ulysses full"),
+    ("llama3.2-tiny", 4, "pp2 dp2 zero3 dualpipe-v mb1"),
+    ("mistral-tiny", 4, "pp2 cp2 zero0 zb-h1 mb1 cp-ring"),
+    ("deepseek-v3-tiny", 4, "pp2 tp2 sp zero2 zb-h1 mb1"),
+    ("deepseek-v2-lite-tiny", 4, "cp2 tp2 zero1 mb1 cp-ring docs"),
+    ("mixtral-tiny", 4, "dp2 tp2 ep4 no-sp zero1 mb1"),
+    ("qwen2-moe-tiny", 4, "cp2 tp2 ep2 etp2 sp zero3 mb1 padded"),
+    ("dots1-tiny", 4, "pp2 dp2 ep2 zero2 zb-v mb1"),
+    ("qwen3-moe-tiny", 4, "pp2 tp2 etp2 sp zero0 dualpipe-v mb1"),
+    ("llama3-tiny", 8, "pp2 rep2 dp2 zero3 1f1b mb1"),
+    ("llama3-tiny", 8, "pp2 cp2 tp2 sp zero2 zb-h1 mb2 cp-ring"),
+)
+DRAWN = (
+    ("llama3-tiny", 8, 3),
+    ("llama3-tiny", 4, 4),
+    ("gpt2-tiny", 4, 2),
+    ("qwen3-tiny", 4, 2),
+    ("mistral-tiny", 4, 2),
+    ("llama3.2-tiny", 6, 1),
+    ("deepseek-v3-tiny", 4, 2),
+    ("mixtral-tiny", 4, 2),
+    ("qwen2-moe-tiny", 4, 1),
+    ("qwen3-moe-tiny", 4, 1),
+    ("olmoe-tiny", 4, 1),
+    ("dots1-tiny", 4, 1),
+)
 PLANTED = 3
 
 
 def found(name: str, world: int) -> lattice.Lattice:
-    return lattice.layouts(verify.subject(name, world), world, lambda c: plan_pipeline(c, world, advise=False))
+    return lattice.find_layouts(
+        tiny_config(name, world), world, lambda c: plan_pipeline(c, world, advise=False)
+    )
 
 
 @pytest.mark.parametrize("name,world,words", CORE)
 def test_core(ranks, tmp_path, name, world, words):
     f = found(name, world)
-    cell = verify.chosen(f, "1", set(words.split()), 0)[0]
-    first, _ = verify.prove(ranks(world), f.config(cell), tmp_path)
-    assert not first.bad, f"{verify.words(cell, world)}: {first}"
+    cell = chosen(f, "1", set(words.split()), 0)[0]
+    first, _ = prove(ranks(world), f.config(cell), tmp_path)
+    assert not first.is_wrong, f"{words_of(cell, world)}: {first}"
 
 
 @pytest.mark.parametrize("name,world,n", DRAWN)
 def test_drawn(ranks, tmp_path, name, world, n):
     f = found(name, world)
-    for cell in lattice.draw(f, n, commit_seed()):
-        first, _ = verify.prove(ranks(world), f.config(cell), tmp_path)
-        assert not first.bad, f"{verify.words(cell, world)}: {first}"
+    for cell in lattice.draw_cells(f, n, commit_seed()):
+        first, _ = prove(ranks(world), f.config(cell), tmp_path)
+        assert not first.is_wrong, f"{words_of(cell, world)}: {first}"
 
 
-@pytest.mark.parametrize("bug", random.Random(commit_seed()).sample(mutate.TABLE, PLANTED), ids=lambda m: m.what[:50])
+@pytest.mark.parametrize(
+    "bug", random.Random(commit_seed()).sample(mutate.TABLE, PLANTED), ids=lambda m: m.what[:50]
+)
 def test_planted_bugs_are_seen(bug):
     found, said = mutate.caught(bug)
     assert found, f"verify did not see: {bug.what}"
@@ -55,4 +84,6 @@ def test_planted_bugs_are_seen(bug):
 
 @pytest.mark.parametrize("bug", mutate.TABLE, ids=lambda m: m.what[:50])
 def test_the_table_of_bugs_follows_the_code(bug, tmp_path):
-    assert mutate.ROOT.joinpath(bug.file).read_text().count(bug.old) >= 1, f"{bug.file} no longer has {bug.old!r}"
+    assert mutate.ROOT.joinpath(bug.file).read_text().count(bug.old) >= 1, (
+        f"{bug.file} no longer has {bug.old!r}"
+    )

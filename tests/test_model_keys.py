@@ -16,12 +16,13 @@ import torch
 
 import config
 import train
-from build import build
-from data.batch import Batch
+from build import build_run
+from config.schema import ModelConfig
 from kernels import attention
-from keys import Model
 from model import moe
-from parallel.mesh import Mesh
+from parallel.microbatch import Microbatch
+from parallel.sharding.views import boxes_of
+from parallel.topology.mesh import Mesh
 
 CPU = torch.device("cpu")
 SIZE = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 48, "vocab": 100, "context": 64}
@@ -57,19 +58,19 @@ def fill(key: str, x: torch.Tensor) -> None:
         x += 1
 
 
-def batches() -> list[Batch]:
+def batches() -> list[Microbatch]:
     stream = torch.Generator().manual_seed(4)
     ids = torch.randint(100, (4, 17), generator=stream)
     place = torch.arange(16).expand(2, 16)
     return [
-        Batch(ids[cut, :-1], ids[cut, 1:].clone(), place, rows=torch.arange(4)[cut])
+        Microbatch(ids[cut, :-1], ids[cut, 1:].clone(), place, sequence_ids=torch.arange(4)[cut])
         for cut in (slice(0, 2), slice(2, 4))
     ]
 
 
 def called(names: set[str]):
     """Notes which of the kernels of attention run."""
-    stack, inner = [], {"reference": "reference", "sdpa": "sdpa", "probabilities": "blocks"}
+    stack, inner = [], {"attention_reference": "reference", "sdpa": "sdpa", "probabilities": "blocks"}
     for function, kind in inner.items():
 
         def noted(*args, real=getattr(attention, function), kind=kind):
@@ -85,22 +86,22 @@ def look(model: dict) -> Seen:
     cfg = config.from_tree(
         {"model": {"preset": preset, **SIZE, **model}, "train": TRAIN, "log": {"name": "keys"}}
     )
-    run = build(cfg, Mesh.single(), CPU, None, 9)
-    start = {box.key: x.clone() for b in run.buckets for box, x in b.boxes(b.master)}
+    run = build_run(cfg, Mesh.single(), CPU, None, 9)
+    start = {box.key: x.clone() for b in run.buckets for box, x in boxes_of(b, b.weights.master)}
     rates = {
-        box.key: slot.param.spec.rate
+        box.key: slot.param.spec.lr_factor
         for b in run.buckets
         for slot in b.slots
         for box in slot.param.spec.boxes
     }
     for b in run.buckets:
-        for box, x in b.boxes(b.master):
+        for box, x in boxes_of(b, b.weights.master):
             fill(box.key, x)
-    first, names, rows, real = batches(), set(), [], moe.plan
+    first, names, rows, real = batches(), set(), [], moe.plan_dispatch
 
     def plan(*args):
         made = real(*args)
-        rows.append(list(made.counts))
+        rows.append(list(made.rows_per_expert))
         return made
 
     patches = called(names)
@@ -110,11 +111,13 @@ def look(model: dict) -> Seen:
         logits = run.stages[0].logits(first[0].tokens, first[0].positions)
     for patch in patches:
         patch.stop()
-    with mock.patch.object(moe, "plan", plan):
-        loss, tokens = train.gradients(run, first, run.scaler.scale)
+    with mock.patch.object(moe, "plan_dispatch", plan):
+        own = train.shard_microbatches(run, first)
+        tokens = train.count_tokens(own, run.mesh)
+        loss = train.forward_backward(run, own, run.scaler.scale / tokens) / run.scaler.scale
     assert int(tokens) == 64
-    run.routers.settle(torch.tensor(True), run.scaler.scale)
-    gradients = {box.key: x.clone() for b in run.buckets for box, x in b.boxes(b.shard)}
+    run.routers.update_after_step(torch.tensor(True), run.scaler.scale)
+    gradients = {box.key: x.clone() for b in run.buckets for box, x in boxes_of(b, b.grads.local)}
     return Seen(
         {k: tuple(x.shape) for k, x in start.items()},
         start,
@@ -123,7 +126,7 @@ def look(model: dict) -> Seen:
         names,
         loss,
         gradients,
-        run.routers.told,
+        run.routers.stats,
         rows,
         {box.key: x.clone() for box, x in run.routers.boxes()},
     )
@@ -462,14 +465,14 @@ NEEDS_A_GPU = {("attention", "flash"), ("attention", "triton")}  # tests/kernels
 
 def test_no_key_and_no_choice_is_forgotten():
     assert {case.key for case in CASES} | ELSEWHERE.keys() == {
-        field.name for field in dataclasses.fields(Model)
+        field.name for field in dataclasses.fields(ModelConfig)
     }
-    for key, kind in typing.get_type_hints(Model).items():
+    for key, kind in typing.get_type_hints(ModelConfig).items():
         if typing.get_origin(kind) is typing.Literal:
             tried = {(key, case.to) for case in CASES if case.key == key}
             assert tried | {c for c in NEEDS_A_GPU if c[0] == key} == {
                 (key, c) for c in typing.get_args(kind)
-            } - {(key, getattr(Model, key))}
+            } - {(key, getattr(ModelConfig, key))}
 
 
 @pytest.fixture(scope="module")
@@ -502,6 +505,6 @@ def test_it_does_what_it_says_and_nothing_else(seen, case):
 def test_a_preset_is_what_models_yaml_has(name):
     entry = {key: value for key, value in config.presets()[name].items() if key != "recipe"}
     model = dataclasses.asdict(config.from_tree({"model": {"preset": name}}).model)
-    assert model == {**dataclasses.asdict(Model()), **entry, "preset": name} and len(entry) > 5
+    assert model == {**dataclasses.asdict(ModelConfig()), **entry, "preset": name} and len(entry) > 5
     over = config.from_tree({"model": {"preset": name, "layers": 7}}).model
     assert over.layers == 7 and over.hidden == entry["hidden"]

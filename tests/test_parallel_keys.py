@@ -16,7 +16,7 @@ import torch.distributed as dist
 from program import Seen, corpus, look, settings
 from ranks import MODEL, job
 
-from keys import Parallel
+from config.schema import ParallelConfig
 
 FOUR = ("--model.layers", "4", "--model.dropout", "0.1")
 EXPERTS = (*FOUR, "--model.moe_ffn", "16", "--model.experts", "4")
@@ -49,7 +49,7 @@ def sent(seen: Seen, group: str, verb: str) -> tuple[int, int]:
 def gradients(seen: Seen) -> int:
     """Bytes of the buckets' gradients that are summed in a step: without the two scalars, the count of
     tokens and the loss."""
-    calls, n = sent(seen, "loss", "all_reduce")
+    calls, n = sent(seen, "dp_cp", "all_reduce")
     assert calls == seen.buckets + 2
     return n - 16
 
@@ -138,7 +138,7 @@ def context_parallel(before, after) -> bool:
     tokens = 4 * 4 * 8 * 2 * 2 * 8 * 8  # sequences, layers, tokens, k and v, heads, channels, bytes
     return (
         split("cp")(before, after)
-        and all(a.groups["data"] == 1 for a in after)
+        and all(a.groups["dp"] == 1 for a in after)
         and all(sent(a, "cp", "send")[1] >= tokens for a in after)
     )
 
@@ -155,18 +155,18 @@ def ulysses(before, after) -> bool:
 
 def expert_parallel(before, after) -> bool:
     """Tokens travel; each rank holds half of the experts, whose gradients then meet no other rank's."""
-    experts = sent(before[0], "eloss", "all_reduce")[1]
+    experts = sent(before[0], "expert_dp", "all_reduce")[1]
     return (
         all(
-            a.groups["experts"] == 2 and a.groups["eloss"] == 1 and b.groups["eloss"] == 2
+            a.groups["ep_etp"] == 2 and a.groups["expert_dp"] == 1 and b.groups["expert_dp"] == 2
             for b, a in zip(before, after)
         )
         and all(
-            sent(a, "experts", "all_to_all")[0] > 0 == sent(b, "experts", "all_to_all")[0]
+            sent(a, "ep_etp", "all_to_all")[0] > 0 == sent(b, "ep_etp", "all_to_all")[0]
             for b, a in zip(before, after)
         )
         and all(
-            sent(a, "eloss", "all_reduce")[0] == 0 < sent(b, "eloss", "all_reduce")[0]
+            sent(a, "expert_dp", "all_reduce")[0] == 0 < sent(b, "expert_dp", "all_reduce")[0]
             for b, a in zip(before, after)
         )
         and all(a.state["weights"] == b.state["weights"] - experts // 2 for b, a in zip(before, after))
@@ -180,7 +180,7 @@ def expert_tensor_parallel(before, after) -> bool:
         2 * 16 * 2 * 2 * 32 * 8
     )  # microbatches, tokens, experts a token, ranks, hidden, bytes: one way of one layer
     return expert_parallel(before, after) and all(
-        sent(a, "experts", "all_to_all")[1] >= 4 * 4 * rows for a in after
+        sent(a, "ep_etp", "all_to_all")[1] >= 4 * 4 * rows for a in after
     )
 
 
@@ -188,13 +188,13 @@ def replicas(before, after) -> bool:
     """Two shard groups of two ranks in the place of one of four: twice the shard (but for padding), and
     one more sum of it."""
     return (
-        split("dp_rep")(before, after)
-        and all(b.groups["shard"] == 4 and a.groups["shard"] == 2 for b, a in zip(before, after))
+        split("dp_replicate")(before, after)
+        and all(b.groups["fsdp"] == 4 and a.groups["fsdp"] == 2 for b, a in zip(before, after))
         and all(
             a.state["moments"] == pytest.approx(2 * b.state["moments"], rel=0.02)
             for b, a in zip(before, after)
         )
-        and all(sent(a, "dp_rep", "all_reduce")[0] == a.buckets for a in after)
+        and all(sent(a, "dp_replicate", "all_reduce")[0] == a.buckets for a in after)
     )
 
 
@@ -218,9 +218,9 @@ def scattered(times: int, gathers: int):
     def right(before, after) -> bool:
         n = gradients(before[0])
         return all(
-            sent(a, "shard", "reduce_scatter") == (times * a.buckets, times * n)
-            and sent(a, "loss", "all_reduce")[0] == 2
-            and sent(a, "shard", "all_gather")[1] >= gathers * n
+            sent(a, "fsdp", "reduce_scatter") == (times * a.buckets, times * n)
+            and sent(a, "dp_cp", "all_reduce")[0] == 2
+            and sent(a, "fsdp", "all_gather")[1] >= gathers * n
             for a in after
         )
 
@@ -243,7 +243,7 @@ def smaller_buckets(before, after) -> bool:
 def by_ring(before, after) -> bool:
     """2 (N-1)/N n bytes by sends: n of two ranks."""
     return all(
-        sent(a, "loss", "send")[1] == gradients(b) and sent(a, "loss", "all_reduce")[0] == 2
+        sent(a, "dp_cp", "send")[1] == gradients(b) and sent(a, "dp_cp", "all_reduce")[0] == 2
         for b, a in zip(before, after)
     )
 
@@ -261,8 +261,8 @@ def by_nodes(before, after) -> bool:
     return (
         before[0].peers == {1: 2 * 3 * n // 4}
         and after[0].peers == {1: 2 * n // 2, 2: 2 * (n // 2) // 2}
-        and sent(before[0], "loss", "send")[0] == 6 * before[0].buckets
-        and sent(after[0], "loss", "send")[0] == 4 * after[0].buckets
+        and sent(before[0], "dp_cp", "send")[0] == 6 * before[0].buckets
+        and sent(after[0], "dp_cp", "send")[0] == 4 * after[0].buckets
     )
 
 
@@ -275,10 +275,10 @@ def eight_bits(before, after) -> bool:
     """An element of 8 bytes travels as one, with a scale of 4 bytes for 256 of them: an all-to-all and an
     all-gather in the place of an all-reduce. The forward before the first update is the same."""
     n = gradients(before[0]) // 8
-    coded = [sent(a, "loss", "all_to_all")[1] for a in after]
+    coded = [sent(a, "dp_cp", "all_to_all")[1] for a in after]
     return (
         all(n * (1 + 4 / 256) <= c < 1.3 * n for c in coded)
-        and all(sent(a, "loss", "all_gather")[1] < 1.3 * n for a in after)
+        and all(sent(a, "dp_cp", "all_gather")[1] < 1.3 * n for a in after)
         and all(b.values[:2] == pytest.approx(a.values[:2], rel=1e-12) for b, a in zip(before, after))
         and close(before, after)
     )
@@ -287,7 +287,7 @@ def eight_bits(before, after) -> bool:
 def low_rank(before, after) -> bool:
     return (
         all(
-            0 < sent(a, "loss", "all_reduce")[1] < 0.6 * sent(b, "loss", "all_reduce")[1]
+            0 < sent(a, "dp_cp", "all_reduce")[1] < 0.6 * sent(b, "dp_cp", "all_reduce")[1]
             for b, a in zip(before, after)
         )
         and all(b.values[:2] == pytest.approx(a.values[:2], rel=1e-12) for b, a in zip(before, after))
@@ -297,7 +297,7 @@ def low_rank(before, after) -> bool:
 
 def lower_rank(before, after) -> bool:
     return all(
-        sent(a, "loss", "all_reduce")[1] < sent(b, "loss", "all_reduce")[1] for b, a in zip(before, after)
+        sent(a, "dp_cp", "all_reduce")[1] < sent(b, "dp_cp", "all_reduce")[1] for b, a in zip(before, after)
     ) and close(before, after)
 
 
@@ -306,7 +306,7 @@ def eight_bit_weights(before, after) -> bool:
     exact."""
     return (
         all(
-            sent(a, "shard", "all_gather")[1] < 0.17 * sent(b, "shard", "all_gather")[1]
+            sent(a, "fsdp", "all_gather")[1] < 0.17 * sent(b, "fsdp", "all_gather")[1]
             for b, a in zip(before, after)
         )
         and all(b.state["masters"] == 0 < a.state["masters"] for b, a in zip(before, after))
@@ -318,7 +318,7 @@ def smaller_blocks(before, after) -> bool:
     """Four times as many scales; less padding (a parameter begins with a block)."""
 
     def wire(seen: Seen) -> int:
-        return sent(seen, "loss", "all_to_all")[1]
+        return sent(seen, "dp_cp", "all_to_all")[1]
 
     def scales(seen: Seen, block: int) -> float:
         return wire(seen) / (seen.state["gradients"] / 8) - 1
@@ -411,15 +411,17 @@ ELSEWHERE = {"timeout_s"}  # below: it is read before there is a run to look at
 
 
 def test_no_key_is_forgotten():
-    assert {case.key for case in CASES} | ELSEWHERE == {field.name for field in dataclasses.fields(Parallel)}
+    assert {case.key for case in CASES} | ELSEWHERE == {
+        field.name for field in dataclasses.fields(ParallelConfig)
+    }
 
 
 def test_no_choice_is_forgotten():
     """Of a key with named choices, each that is not the default."""
-    for key, kind in typing.get_type_hints(Parallel).items():
+    for key, kind in typing.get_type_hints(ParallelConfig).items():
         if typing.get_origin(kind) is typing.Literal:
             tried = {case.to for case in CASES if case.key == key}
-            assert tried == set(typing.get_args(kind)) - {getattr(Parallel, key)}, key
+            assert tried == set(typing.get_args(kind)) - {getattr(ParallelConfig, key)}, key
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,10 @@
 """Killed at any moment, started again: the same losses bit for bit, the same weights, every sample once.
 
-Each crash point of the step and of the checkpoint writer is armed in turn with SIGKILL in a real run of train.py (forked
-from this warm process, so a run costs a second). The run that follows must continue as if nothing had happened.
+Each crash point of the step and of the checkpoint writer is armed in turn with SIGKILL in a real run of
+train.py (forked from this warm process, so a run costs a second). The run that follows must continue as if
+nothing had happened.
 """
+
 import json
 import os
 import pathlib
@@ -17,10 +19,45 @@ import train
 from checkpoint import store
 
 STEPS = 9
-ARGS = ["llama3-tiny", "--model.layers", "1", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "48",
-        "--model.dropout", "0.1", "--train.steps", str(STEPS), "--train.seq_len", "16", "--train.micro_batch", "2", "--train.global_batch",
-        "4", "--train.threads", "1", "--checkpoint.every", "3", "--checkpoint.keep", "2", "--eval.every", "4", "--eval.batches", "1",
-        "--eval.sample", "3", "--log.every", "2", "--optim.warmup", "2"]
+ARGS = [
+    "llama3-tiny",
+    "--model.layers",
+    "1",
+    "--model.hidden",
+    "32",
+    "--model.heads",
+    "4",
+    "--model.kv_heads",
+    "2",
+    "--model.ffn",
+    "48",
+    "--model.dropout",
+    "0.1",
+    "--train.steps",
+    str(STEPS),
+    "--train.seq_len",
+    "16",
+    "--train.micro_batch",
+    "2",
+    "--train.global_batch",
+    "4",
+    "--train.threads",
+    "1",
+    "--checkpoint.every",
+    "3",
+    "--checkpoint.keep",
+    "2",
+    "--eval.every",
+    "4",
+    "--eval.batches",
+    "1",
+    "--eval.sample",
+    "3",
+    "--log.every",
+    "2",
+    "--optim.warmup",
+    "2",
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +79,20 @@ def run(home: pathlib.Path, name: str, fault: str = "", extra: tuple = ()) -> in
             os.dup2(out, 1), os.dup2(out, 2)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             from runtime.failure import fail_cleanly
-            code = fail_cleanly(train.main, [*ARGS, "--log.dir", str(home), "--log.name", name, "--data.cache", str(home / "data"), *extra])
+
+            code = fail_cleanly(
+                train.main,
+                [
+                    *ARGS,
+                    "--log.dir",
+                    str(home),
+                    "--log.name",
+                    name,
+                    "--data.cache",
+                    str(home / "data"),
+                    *extra,
+                ],
+            )
         except BaseException:
             traceback.print_exc()
         finally:
@@ -54,15 +104,22 @@ def run(home: pathlib.Path, name: str, fault: str = "", extra: tuple = ()) -> in
 def story(folder: pathlib.Path) -> list[tuple]:
     """What a run did, without its clocks: every step once, in order."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rows = [{k: v for k, v in r.items() if not k.endswith("_ms") and "per_" not in k and k not in ("mem_gib", "mfu")} for r in rows]
+    rows = [
+        {
+            k: v
+            for k, v in r.items()
+            if not k.endswith("_ms") and "per_" not in k and k not in ("mem_gib", "mfu")
+        }
+        for r in rows
+    ]
     assert [r["step"] for r in rows if "loss" in r] == list(range(1, STEPS + 1))
     return [tuple(sorted(r.items())) for r in rows]
 
 
 def weights(folder: pathlib.Path) -> dict[str, str]:
     """{key: sha256} of every piece of the last checkpoint: weights and moments."""
-    path = store.newest(folder / "checkpoints", [])
-    index = store.index(path)
+    path = store.newest_checkpoint(folder / "checkpoints", [])
+    index = store.read_index(path)
     assert index["step"] == STEPS
     return {p["key"]: p["sha256"] for p in index["pieces"]}
 
@@ -90,9 +147,9 @@ def same_as_clean(home: pathlib.Path, name: str) -> None:
     assert not left
 
 
-@pytest.mark.parametrize("point", train.POINTS)
+@pytest.mark.parametrize("point", train.FAULT_POINTS)
 def test_killed_and_started_again(home, point):
-    # step 6 is saved: for the writer's points there is an older checkpoint (3) to fall back on, and one to purge at 9
+    # step 6 is saved: the writer's points have an older checkpoint (3) to fall back on, and one to purge at 9
     step = {"run.built": 0, "eval.end": 8}.get(point, 9 if "purge" in point else 6)
     if point == "ckpt.mid_replace":  # reached only when a committed folder of that step is bad
         assert run(home, point, extra=()) == 0
@@ -119,7 +176,7 @@ def test_killed_in_the_first_step_and_twice(home):
 def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
     folder = home / act
     assert run(home, act, f"step.begin:step=4:act={act}") == 75
-    assert store.index(store.newest(folder / "checkpoints", []))["step"] == 4
+    assert store.read_index(store.newest_checkpoint(folder / "checkpoints", []))["step"] == 4
     assert reason(folder)["code"] == 75 and reason(folder)["again"]
     assert validated(folder) == [0]  # the one of step 4 would come between the signal and the save
     assert run(home, act) == 0
@@ -128,7 +185,7 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
 
 def test_a_signal_in_the_last_step_saves_first(home):
     assert run(home, "last", "step.begin:step=9:act=SIGTERM; eval.end:step=9:act=SIGKILL") == -9
-    assert store.index(store.newest(home / "last" / "checkpoints", []))["step"] == 9
+    assert store.read_index(store.newest_checkpoint(home / "last" / "checkpoints", []))["step"] == 9
     lose_last_validation(home / "last")
     assert run(home, "last") == 0
     same_as_clean(home, "last")
@@ -140,8 +197,11 @@ def test_a_stop_file_and_a_time_limit(home):
     started again."""
     folder = home / "stop"
     folder.mkdir()
-    for put, again in ((lambda stop: stop.touch(), False), (lambda stop: stop.write_text("requeue\n"), True),
-                       (lambda stop: stop.mkdir(), False)):
+    for put, again in (
+        (lambda stop: stop.touch(), False),
+        (lambda stop: stop.write_text("requeue\n"), True),
+        (lambda stop: stop.mkdir(), False),
+    ):
         put(folder / "STOP")
         assert run(home, "stop") == 75
         assert reason(folder)["again"] is again and "STOP found" in reason(folder)["reason"]
@@ -150,7 +210,7 @@ def test_a_stop_file_and_a_time_limit(home):
         (home / "stop.log").unlink()
         assert not (folder / "STOP").exists()
     assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75 and reason(folder)["again"]
-    assert store.index(store.newest(folder / "checkpoints", []))["step"] == 4
+    assert store.read_index(store.newest_checkpoint(folder / "checkpoints", []))["step"] == 4
     assert run(home, "stop") == 0
     same_as_clean(home, "stop")
 
@@ -160,12 +220,15 @@ def test_a_finished_run_started_again(home):
     changes."""
     folder = shutil.copytree(home / "clean", home / "finished")
     tells = {name: (folder / name).read_bytes() for name in ("config.yaml", "metrics.jsonl", "loss.png")}
-    for extra, code, words in (((), 0, "already at step 9 of 9"),
-                               (("--train.max_minutes", "9", "--log.every", "1"), 0, "already at step 9 of 9"),
-                               (("--optim.lr", "5e-3"), 2, "optim.lr: "), (("--eval.batches", "2"), 2, "eval.batches: "),
-                               (("--checkpoint.init_from", str(home / "clean")), 2, "checkpoint.init_from: "),
-                               (("--train.steps", "8"), 2, "train.steps: "),
-                               (("--train.steps", "none", "--train.tokens", "576"), 2, "train.steps: ")):
+    for extra, code, words in (
+        ((), 0, "already at step 9 of 9"),
+        (("--train.max_minutes", "9", "--log.every", "1"), 0, "already at step 9 of 9"),
+        (("--optim.lr", "5e-3"), 2, "optim.lr: "),
+        (("--eval.batches", "2"), 2, "eval.batches: "),
+        (("--checkpoint.init_from", str(home / "clean")), 2, "checkpoint.init_from: "),
+        (("--train.steps", "8"), 2, "train.steps: "),
+        (("--train.steps", "none", "--train.tokens", "576"), 2, "train.steps: "),
+    ):
         (home / "finished.log").unlink(missing_ok=True)
         assert run(home, "finished", extra=extra) == code, (extra, (home / "finished.log").read_text())
         (line,) = (home / "finished.log").read_text().splitlines()
@@ -188,7 +251,9 @@ def test_a_nan_gradient_is_skipped_and_too_many_end_the_run(home):
 
 def test_saving_in_a_thread_gives_the_same_checkpoint(home):
     assert run(home, "async", extra=("--checkpoint.async_save", "true")) == 0
-    assert story(home / "async") == story(home / "clean") and weights(home / "async") == weights(home / "clean")
+    assert story(home / "async") == story(home / "clean") and weights(home / "async") == weights(
+        home / "clean"
+    )
     assert run(home, "kill", "ckpt.pre_rename:act=SIGKILL", ("--checkpoint.async_save", "true")) == -9
     assert run(home, "kill") == 0
     same_as_clean(home, "kill")
@@ -197,16 +262,20 @@ def test_saving_in_a_thread_gives_the_same_checkpoint(home):
 def test_full_disk(home):
     assert run(home, "full", "ckpt.mid_shard:step=6:act=ENOSPC") == 82
     assert "error:" in (home / "full.log").read_text()
-    assert store.index(store.newest(home / "full" / "checkpoints", []))["step"] == 3
+    assert store.read_index(store.newest_checkpoint(home / "full" / "checkpoints", []))["step"] == 3
     assert run(home, "full") == 0
     same_as_clean(home, "full")
 
 
 def test_settings_that_would_spoil_the_run_are_refused(home):
     shutil.copytree(home / "clean", home / "drift")
-    for extra, word in ((("--train.seed", "5"), "train.seed"), (("--train.global_batch", "8"), "train.global_batch"),
-                        (("--model.ffn", "64"), "model.ffn"), (("--data.tokenizer", "bytes"), "model.vocab"),
-                        (("--checkpoint.resume", "none"), "checkpoint.resume")):
+    for extra, word in (
+        (("--train.seed", "5"), "train.seed"),
+        (("--train.global_batch", "8"), "train.global_batch"),
+        (("--model.ffn", "64"), "model.ffn"),
+        (("--data.tokenizer", "bytes"), "model.vocab"),
+        (("--checkpoint.resume", "none"), "checkpoint.resume"),
+    ):
         (home / "drift.log").unlink(missing_ok=True)
         assert run(home, "drift", extra=extra) == 2
         line = (home / "drift.log").read_text().splitlines()[-1]
@@ -216,7 +285,7 @@ def test_settings_that_would_spoil_the_run_are_refused(home):
 
 def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
     shutil.copytree(home / "clean", home / "rot")
-    folders = [p for _, p in store.committed(home / "rot" / "checkpoints")]
+    folders = [p for _, p in store.committed_checkpoints(home / "rot" / "checkpoints")]
     for i, folder in enumerate(folders):
         shard = next(folder.glob("*.safetensors"))
         data = bytearray(shard.read_bytes())
@@ -233,7 +302,9 @@ def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
 
 
 def test_a_data_file_that_changes_under_the_run_ends_it_before_the_next_save(home, tmp_path, monkeypatch):
-    """At step 5 the tokens are written anew in place; step 3 is the last checkpoint, and with the old file the run goes on from it."""
+    """At step 5 the tokens are written anew in place; step 3 is the last checkpoint, and with the old file
+    the run goes on from it.
+    """
     prefix = corpus(tmp_path)
     old, step_of = pathlib.Path(f"{prefix}.bin").read_bytes(), train.train_step
 
@@ -248,7 +319,7 @@ def test_a_data_file_that_changes_under_the_run_ends_it_before_the_next_save(hom
         patched.setattr(train, "train_step", other_tokens)
         assert run(home, "swapped", extra=args) == 79
     assert "text.bin: written to while the run read it" in (home / "swapped.log").read_text()
-    assert [step for step, _ in store.committed(home / "swapped" / "checkpoints")] == [3]
+    assert [step for step, _ in store.committed_checkpoints(home / "swapped" / "checkpoints")] == [3]
     pathlib.Path(f"{prefix}.bin").write_bytes(old)
     assert run(home, "swapped", extra=args) == 0
     story(home / "swapped")

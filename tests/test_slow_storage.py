@@ -1,5 +1,6 @@
 """Storage slower than the ranks' patience with each other: parallel.timeout_s finds hangs, and no file of any
 size is one."""
+
 import os
 import time
 
@@ -22,6 +23,7 @@ def late(work):
             calls.append(args)
             time.sleep(SLOW)
         return work(*args)
+
     return slowed
 
 
@@ -29,13 +31,34 @@ def test_data_a_save_and_a_resume_that_take_longer_than_a_peer_may(tmp_path):
     """Rank 0 opens the data late and rank 1 writes late; then rank 1 verifies what it reads late, finds it
     damaged (rank 0's own is sound), all go back to the checkpoint before; and rank 1's writer behind the run
     is late."""
-    args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--parallel.tp", "2", "--parallel.timeout_s", str(TIMEOUT),
-            "--checkpoint.every", "1", "--log.dir", str(tmp_path), "--log.name", "r"]
+    args = [
+        "llama3-tiny",
+        *MODEL,
+        "--data.path",
+        corpus(tmp_path),
+        "--parallel.tp",
+        "2",
+        "--parallel.timeout_s",
+        str(TIMEOUT),
+        "--checkpoint.every",
+        "1",
+        "--log.dir",
+        str(tmp_path),
+        "--log.name",
+        "r",
+    ]
 
     def opens_late(rank):
         if rank == 0:
-            train.open_data = late(train.open_data)
-    end = job(tmp_path, 2, [*args, "--train.steps", "2"], fault=f"ckpt.mid_shard:rank=1:step=2:act=sleep={SLOW}", before=opens_late)
+            train.open_loader = late(train.open_loader)
+
+    end = job(
+        tmp_path,
+        2,
+        [*args, "--train.steps", "2"],
+        fault=f"ckpt.mid_shard:rank=1:step=2:act=sleep={SLOW}",
+        before=opens_late,
+    )
     assert end.codes == [0, 0], end.logs
 
     newest = tmp_path / "r" / "checkpoints" / "step_00000002"
@@ -47,17 +70,37 @@ def test_data_a_save_and_a_resume_that_take_longer_than_a_peer_may(tmp_path):
     def verifies_late(rank):
         if rank == 1:
             checkpoint.folder.sha256_range = late(checkpoint.folder.sha256_range)
-    end = job(tmp_path, 2, [*args, "--train.steps", "3", "--checkpoint.async_save", "true"], before=verifies_late,
-              fault=f"ckpt.mid_shard:rank=1:step=3:act=sleep={SLOW}")
+
+    end = job(
+        tmp_path,
+        2,
+        [*args, "--train.steps", "3", "--checkpoint.async_save", "true"],
+        before=verifies_late,
+        fault=f"ckpt.mid_shard:rank=1:step=3:act=sleep={SLOW}",
+    )
     assert end.codes == [0, 0], end.logs
     assert "step_00000002 is rejected: " in end.logs[0] and "step_00000001 at step 1" in end.logs[0]
     store.verify(newest)  # replaced by the run that went on from step 1
-    assert [step for step, _ in store.committed(tmp_path / "r" / "checkpoints")] == [3, 2]
+    assert [step for step, _ in store.committed_checkpoints(tmp_path / "r" / "checkpoints")] == [3, 2]
 
 
 def test_a_part_that_never_ends_is_a_hang_with_a_name(tmp_path):
-    args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--parallel.tp", "2", "--train.steps", "1",
-            "--checkpoint.timeout_s", "2", "--log.dir", str(tmp_path), "--log.name", "r"]
+    args = [
+        "llama3-tiny",
+        *MODEL,
+        "--data.path",
+        corpus(tmp_path),
+        "--parallel.tp",
+        "2",
+        "--train.steps",
+        "1",
+        "--checkpoint.timeout_s",
+        "2",
+        "--log.dir",
+        str(tmp_path),
+        "--log.name",
+        "r",
+    ]
     end = job(tmp_path, 2, args, fault="ckpt.mid_shard:rank=1:act=sleep=100")
     assert set(end.codes) <= {76, -15} and 76 in end.codes, end.logs
     assert "rank 1 not done with reading or writing after 2 s (checkpoint.timeout_s)" in "".join(end.logs)

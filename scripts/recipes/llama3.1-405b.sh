@@ -4,6 +4,8 @@
 # step on 8,192 GPUs.
 # The paper shards with FSDP but keeps whole weights for the backward (our zero 2) and interleaves its stages with a schedule of
 # its own; 126 layers divide over 16 ranks unevenly, so we take 1f1b, the nearest that holds one stage a rank.
+# Norms are computed again, and their outputs gathered again over tp (arXiv 2205.05198, section 4.2.2): 66 GiB of a GPU's 79,
+# and 127 without (scripts.plan).
 #
 #     sbatch --nodes 1024 --gpus-per-node 8 scripts/slurm/train.sbatch scripts/recipes/llama3.1-405b.sh --data.path PREFIX
 #
@@ -11,5 +13,6 @@
 WORLD=8192
 WORDS=(llama3.1-405b --log.name llama3.1-405b --train.tokens 15.6e12 --train.seq_len 8192 --train.global_batch 2048
     --train.micro_batch 1 --optim.lr 8e-5 --optim.min_lr 8e-7 --optim.warmup 8000 --parallel.tp 8 --parallel.sp true
-    --parallel.pp 16 --parallel.schedule 1f1b --parallel.zero 2)
+    --parallel.pp 16 --parallel.schedule 1f1b --parallel.zero 2 --parallel.recompute selective
+    --parallel.recompute_parts norm)
 source "$(dirname "$0")/launch"

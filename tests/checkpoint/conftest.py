@@ -1,4 +1,5 @@
 """Two committed checkpoints to damage, and a disk that nobody waits for."""
+
 import os
 
 import pytest

@@ -1,16 +1,25 @@
 """Small tensors to save, ways to cut them, and ranks made of threads: shared by the tests of this folder."""
+
 import json
 import threading
 
 import torch
 
 from checkpoint import folder, store
-from parallel.boxes import Box
-from parallel.ranges import range_boxes
+from parallel.sharding.boxes import Box
+from parallel.sharding.ranges import range_boxes
 
 torch.set_num_threads(1)
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16,
-          torch.int64, torch.int32, torch.uint8, torch.bool)
+DTYPES = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+)
 
 
 def state(seed, shapes=((5, 4), (6,), (), (3, 2, 4), (0, 2))):
@@ -64,7 +73,7 @@ def reseal(path, change):
     change(data)
     text = json.dumps(data).encode()
     (path / "index.json").write_bytes(text)
-    (path / "index.sha256").write_bytes(folder.seal(text))
+    (path / "index.sha256").write_bytes(folder.seal_index(text))
 
 
 def ranks(n):
@@ -77,6 +86,7 @@ def ranks(n):
         every = list(slots)
         barrier.wait()
         return every
+
     return [lambda x, r=r: gather(r, x) for r in range(n)]
 
 
@@ -86,10 +96,20 @@ def save_in_threads(root, step, parts, at=lambda rank, point: None):
 
     def one(rank, gather):
         try:
-            out[rank] = store.save(root, step, parts[rank], {"ranks": len(parts)}, 2, lambda point: at(rank, point),
-                                   rank, len(parts), gather)
+            out[rank] = store.save(
+                root,
+                step,
+                parts[rank],
+                {"ranks": len(parts)},
+                keep=2,
+                rank=rank,
+                world_size=len(parts),
+                fault_point=lambda point: at(rank, point),
+                gather=gather,
+            )
         except Exception as e:
             out[rank] = e
+
     threads = [threading.Thread(target=one, args=(r, g)) for r, g in enumerate(ranks(len(parts)))]
     for t in threads:
         t.start()

@@ -1,9 +1,11 @@
-"""Every place where a writer can die, and every way the disk can fail: the old or the new checkpoint is there, whole.
+"""Every place where a writer can die, and every way the disk can fail: the old or the new checkpoint is
+there, whole.
 
-Random moments find little, enumerated points find everything: each name in store.POINTS is hit with SIGKILL in every
-situation that reaches it. Children are forked from this warm process (starting Python with torch takes seconds), so
-this file keeps torch to one thread.
+Random moments find little, enumerated points find everything: each name in store.FAULT_POINTS is hit with
+SIGKILL in every situation that reaches it. Children are forked from this warm process (starting Python with
+torch takes seconds), so this file keeps torch to one thread.
 """
+
 import contextlib
 import ctypes
 import errno
@@ -18,30 +20,34 @@ import pytest
 import torch
 
 from checkpoint import store
-from checkpoint.saver import Saver
-from parallel.boxes import Box
+from checkpoint.saver import CheckpointSaver
+from parallel.sharding.boxes import Box
 
 torch.set_num_threads(1)
-COMMITTED = store.POINTS.index("ckpt.post_rename")  # from here on the new checkpoint counts
+COMMITTED = store.FAULT_POINTS.index("ckpt.post_rename")  # from here on the new checkpoint counts
 SITUATIONS = ("first", "later", "replace")
 
 
 def tensors(step):
     """What a run holds after `step`: every element says which step it is of, so that a mix shows."""
-    return {"w": torch.full((64, 33), float(step)), "m": torch.full((129,), step, dtype=torch.float64).bfloat16(),
-            "n": torch.tensor(step), "mask": torch.arange(77) % (step + 2) == 0}
+    return {
+        "w": torch.full((64, 33), float(step)),
+        "m": torch.full((129,), step, dtype=torch.float64).bfloat16(),
+        "n": torch.tensor(step),
+        "mask": torch.arange(77) % (step + 2) == 0,
+    }
 
 
 def pieces(step):
     """Two boxes of w, and the rest whole: several shards when SHARD_BYTES is small."""
     t = tensors(step)
     w = t.pop("w")
-    cut = [(Box("w", (64, 33), (a, 0), (n, 33)), w[a:a + n]) for a, n in ((0, 20), (20, 44))]
+    cut = [(Box("w", (64, 33), (a, 0), (n, 33)), w[a : a + n]) for a, n in ((0, 20), (20, 44))]
     return cut + [(Box.whole(k, v.shape), v) for k, v in t.items()]
 
 
 def save(root, step, at=lambda point: None):
-    return store.save(root, step, pieces(step), {"tokens": step * 100}, 2, at)
+    return store.save(root, step, pieces(step), {"tokens": step * 100}, keep=2, fault_point=at)
 
 
 def content(path):
@@ -50,7 +56,7 @@ def content(path):
     store.load(path, [(Box.whole(k, v.shape), v) for k, v in got.items()])
     step = int(got["n"])
     assert all(torch.equal(got[k], v) for k, v in tensors(step).items())
-    assert store.meta(path)["tokens"] == step * 100 and path.name == f"step_{step:08d}"
+    assert store.read_meta(path)["tokens"] == step * 100 and path.name == f"step_{step:08d}"
     return step
 
 
@@ -71,10 +77,12 @@ def child(work):
 
 def die(point):
     """Kills this process at `point`."""
+
     def at(reached):
-        assert reached in store.POINTS
+        assert reached in store.FAULT_POINTS
         if reached == point:
             os.kill(os.getpid(), signal.SIGKILL)
+
     return at
 
 
@@ -96,15 +104,15 @@ def leftovers(root):
 
 def recover(root, expected):
     """What a new process does: find the newest good one, check its content, clean up, save the next one."""
-    found = store.newest(root, log := [])
+    found = store.newest_checkpoint(root, log := [])
     assert (content(found) if found else None) == expected, log
-    store.clean(root)
+    store.remove_leftovers(root)
     assert not leftovers(root)
     assert (content(found) if found else None) == expected
     save(root, 30)
     save(root, 40)
-    assert content(store.newest(root, log := [])) == 40 and not log and not leftovers(root)
-    assert [content(p) for _, p in store.committed(root)] == [40, 30]
+    assert content(store.newest_checkpoint(root, log := [])) == 40 and not log and not leftovers(root)
+    assert [content(p) for _, p in store.committed_checkpoints(root)] == [40, 30]
 
 
 @pytest.mark.parametrize("threaded", [False, True], ids=["plain", "async"])
@@ -113,17 +121,18 @@ def test_sigkill_at_every_point_in_every_situation(tmp_path, threaded):
     for situation in SITUATIONS:
         (tmp_path / situation).mkdir()
         old = prepare(tmp_path / situation, situation)
-        for point in store.POINTS:
+        for point in store.FAULT_POINTS:
             root = tmp_path / f"{situation}-{point}"
             shutil.copytree(tmp_path / situation, root)
 
             def write(root=root, point=point):
                 if threaded:
-                    saver = Saver(True)
-                    saver.save(root, 30, pieces(30), {"tokens": 3000}, 2, at=die(point))
+                    saver = CheckpointSaver(True)
+                    saver.save(root, 30, pieces(30), {"tokens": 3000}, keep=2, fault_point=die(point))
                     saver.wait()
                 else:
                     save(root, 30, die(point))
+
             code = child(write)
             assert code in (0, -signal.SIGKILL)
             if code:
@@ -131,26 +140,32 @@ def test_sigkill_at_every_point_in_every_situation(tmp_path, threaded):
             latest = root / "latest"
             if latest.exists() and situation != "replace":  # it comes last: what it names is there
                 assert (root / latest.read_text().strip()).is_dir()
-            committed = code == 0 or store.POINTS.index(point) >= COMMITTED
-            assert child(lambda: recover(root, 30 if committed else old)) == 0, (situation, point)  # noqa: B023
+            committed = code == 0 or store.FAULT_POINTS.index(point) >= COMMITTED
+            last = 30 if committed else old
+            assert child(lambda: recover(root, last)) == 0, (situation, point)  # noqa: B023
             shutil.rmtree(root)
-    only = {"ckpt.mid_replace": {"replace"}, "ckpt.mid_purge": {"later"}}  # the other situations do not come by here
-    assert hit == {(s, p) for p in store.POINTS for s in only.get(p, SITUATIONS)}, "a point is not covered"
+    only = {
+        "ckpt.mid_replace": {"replace"},
+        "ckpt.mid_purge": {"later"},
+    }  # the other situations do not come by here
+    assert hit == {(s, p) for p in store.FAULT_POINTS for s in only.get(p, SITUATIONS)}, (
+        "a point is not covered"
+    )
 
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_killed_again_and_again(tmp_path, situation):
     """A death at every point in turn on the same folder, with no clean-up but the store's own."""
     expected = prepare(tmp_path, situation)
-    for step, point in enumerate(store.POINTS, 31):
+    for step, point in enumerate(store.FAULT_POINTS, 31):
         code = child(lambda: save(tmp_path, step, die(point)))  # noqa: B023
-        if code == 0 or store.POINTS.index(point) >= COMMITTED:
+        if code == 0 or store.FAULT_POINTS.index(point) >= COMMITTED:
             expected = step
-        found = store.newest(tmp_path)
+        found = store.newest_checkpoint(tmp_path)
         assert (content(found) if found else None) == expected
         assert len(leftovers(tmp_path)) <= 2
     save(tmp_path, 50)
-    assert not leftovers(tmp_path) and content(store.newest(tmp_path)) == 50
+    assert not leftovers(tmp_path) and content(store.newest_checkpoint(tmp_path)) == 50
 
 
 def test_killed_between_shards(tmp_path, monkeypatch):
@@ -164,28 +179,32 @@ def test_killed_between_shards(tmp_path, monkeypatch):
             left[0] -= point == "ckpt.mid_shard"
             if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
+
         assert child(lambda: save(tmp_path, 30, at)) == -signal.SIGKILL  # noqa: B023
-        assert content(store.newest(tmp_path)) == 20
+        assert content(store.newest_checkpoint(tmp_path)) == 20
     save(tmp_path, 30)
-    assert content(store.newest(tmp_path)) == 30 and not leftovers(tmp_path)
+    assert content(store.newest_checkpoint(tmp_path)) == 30 and not leftovers(tmp_path)
 
 
 @pytest.mark.parametrize("cause", ["ENOSPC", "EIO", "EROFS", "EDQUOT", "EFBIG"])
 def test_an_error_of_the_disk_at_every_point(tmp_path, cause):
-    """StorageError with path, bytes and cause; the previous checkpoint is intact; the same process can save again."""
-    for point in store.POINTS:
+    """StorageError with path, bytes and cause; the previous checkpoint is intact; the same process can save
+    again.
+    """
+    for point in store.FAULT_POINTS:
         root = tmp_path / point
         prepare(root, "replace" if point == "ckpt.mid_replace" else "later")
 
         def at(reached, point=point, root=root):
             if reached == point:
                 raise OSError(getattr(errno, cause), "it fails", str(root / "somewhere"))
+
         with pytest.raises(store.StorageError) as e:
             save(root, 30, at)
-        committed = store.POINTS.index(point) >= COMMITTED
+        committed = store.FAULT_POINTS.index(point) >= COMMITTED
         assert cause in str(e.value) and str(root) in str(e.value)
         assert e.value.needed > 8000 and f"{e.value.needed:,} bytes" in str(e.value) or committed
-        assert content(store.newest(root)) == (30 if committed else 20)
+        assert content(store.newest_checkpoint(root)) == (30 if committed else 20)
         assert not [p for p in root.iterdir() if p.name.startswith("step_") and ".tmp-" in p.name]
         recover(root, 30 if committed else 20)
 
@@ -196,28 +215,37 @@ def refused(root, cause):
     with pytest.raises(store.StorageError, match=cause) as e:
         save(root, 30)
     assert str(root) in str(e.value) and e.value.needed > 8000
-    assert sorted(p.name for p in root.iterdir()) == before and content(store.newest(root)) == 20
+    assert sorted(p.name for p in root.iterdir()) == before and content(store.newest_checkpoint(root)) == 20
 
 
 def test_a_file_size_limit(tmp_path):
     """A real write error in the middle of a shard, for several places in it."""
     prepare(tmp_path, "later")
     for limit in (0, 100, 1000, 5000, 9000):
+
         def work(limit=limit):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
             refused(tmp_path, "EFBIG")
+
         assert child(work) == 0
     assert recover(tmp_path, 20) is None
 
 
 def small_disk(path, size):
-    """Mounts a tmpfs of `size` bytes at path for this process alone (a mount namespace of its own). Raises OSError."""
+    """Mounts a tmpfs of `size` bytes at path for this process alone (a mount namespace of its own). Raises
+    OSError.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
 
     def call(result):
         if result:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    namespace, user, private = 0x00020000, 0x10000000, 1 << 14 | 1 << 18  # CLONE_NEWNS, CLONE_NEWUSER, MS_REC | PRIVATE
+
+    namespace, user, private = (
+        0x00020000,
+        0x10000000,
+        1 << 14 | 1 << 18,
+    )  # CLONE_NEWNS, CLONE_NEWUSER, MS_REC | PRIVATE
     call(libc.unshare(namespace if os.geteuid() == 0 else namespace | user))
     call(libc.mount(b"none", b"/", None, private, None))
     call(libc.mount(b"none", str(path).encode(), b"tmpfs", 0, f"size={size}".encode()))
@@ -227,6 +255,7 @@ def test_a_full_disk(tmp_path):
     def probe():
         small_disk(tmp_path, 1 << 16)
         (tmp_path / "file").write_text("written")
+
     with open(os.devnull, "w") as quiet, contextlib.redirect_stderr(quiet):
         if child(probe):
             pytest.skip("this machine does not let a test mount a tmpfs")
@@ -234,13 +263,16 @@ def test_a_full_disk(tmp_path):
     def full(margin):
         small_disk(tmp_path, 1 << 17)  # 32 pages: two checkpoints of a few pages each, and little more
         prepare(tmp_path, "later")
-        store.MARGIN = margin  # in this fork only; 0: no look ahead, the write itself runs into the wall
+        store.FREE_SPACE_MARGIN = (
+            margin  # in this fork only; 0: no look ahead, the write itself runs into the wall
+        )
         filler = tmp_path / "filler"
         for room in (4096, 8192):
             filler.write_bytes(b"\1" * (shutil.disk_usage(tmp_path).free - room))
             refused(tmp_path, "bytes are free" if margin else "ENOSPC")
             filler.unlink()
         recover(tmp_path, 20)
+
     for margin in (1.2, 0):
         assert child(lambda: full(margin)) == 0  # noqa: B023
 
@@ -258,6 +290,7 @@ def test_a_folder_that_vanished_or_cannot_be_written(tmp_path):
     def vanish(point):
         if point == "ckpt.pre_index":
             shutil.rmtree(tmp_path / "a")
+
     with pytest.raises(store.StorageError, match="ENOENT"):
         save(tmp_path / "a", 40, vanish)
 
@@ -272,9 +305,10 @@ def test_what_reads_back_differently_is_not_committed(tmp_path):
             data = bytearray(shard.read_bytes())
             data[-7] ^= 16
             shard.write_bytes(data)
+
     with pytest.raises(store.StorageError, match="reads back differently.*shard_00000"):
         save(tmp_path, 30, rot)
-    assert content(store.newest(tmp_path)) == 20 and not leftovers(tmp_path)
+    assert content(store.newest_checkpoint(tmp_path)) == 20 and not leftovers(tmp_path)
 
 
 def test_at_least_one_good_checkpoint_at_every_instant(tmp_path):
@@ -282,12 +316,13 @@ def test_at_least_one_good_checkpoint_at_every_instant(tmp_path):
     seen = []
 
     def look(point):
-        if store.committed(tmp_path):
-            seen.append(content(store.newest(tmp_path)))
+        if store.committed_checkpoints(tmp_path):
+            seen.append(content(store.newest_checkpoint(tmp_path)))
         else:
             assert not seen, f"{point}: nothing is left"
+
     for step in range(1, 6):
-        store.save(tmp_path, step, pieces(step), {"tokens": step * 100}, 1, look)
+        store.save(tmp_path, step, pieces(step), {"tokens": step * 100}, keep=1, fault_point=look)
     assert seen == sorted(seen) and set(seen) == {1, 2, 3, 4, 5}
 
 
@@ -298,6 +333,7 @@ def test_everything_is_flushed_before_it_counts(tmp_path, monkeypatch):
     def logged_fsync(fd):
         events.append(("flush", os.readlink(f"/proc/self/fd/{fd}")))
         fsync(fd)
+
     monkeypatch.setattr(os, "fsync", logged_fsync)
     monkeypatch.setattr(os, "rename", lambda a, b: (events.append(("rename", str(b))), rename(a, b)))
     monkeypatch.setattr(os, "replace", lambda a, b: (events.append(("rename", str(b))), replace(a, b)))
@@ -315,8 +351,8 @@ def test_everything_is_flushed_before_it_counts(tmp_path, monkeypatch):
 
 
 def test_every_point_is_in_the_code_once():
-    """POINTS and the calls in the writer name the same places."""
+    """FAULT_POINTS and the calls in the writer name the same places."""
     source = Path(store.__file__).read_text()
-    for point in store.POINTS:
-        assert source.count(f'at("{point}")') == 1
-    assert source.count('at("ckpt.') == len(store.POINTS)
+    for point in store.FAULT_POINTS:
+        assert source.count(f'fault_point("{point}")') == 1
+    assert source.count('fault_point("ckpt.') == len(store.FAULT_POINTS)

@@ -1,4 +1,7 @@
-"""Damage of every kind to a committed checkpoint: it is found and named, nothing is loaded, the older one is used."""
+"""Damage of every kind to a committed checkpoint: it is found and named, nothing is loaded, the older one is
+used.
+"""
+
 import json
 import os
 import random
@@ -11,16 +14,23 @@ from sample import blank, loaded, reseal, same, whole
 
 from checkpoint import files, folder, store
 from config import ConfigError
-from parallel.boxes import Box
+from parallel.sharding.boxes import Box
 
-# ---- accidents -------------------------------------------------------------------------------------------------------
+# ---- accidents ---------------------------------------------------------------------------------------------
 
 
 def test_every_flipped_bit_is_found(saved):
-    """300 of 300 single flipped bits, over all files of the folder, by verify and by load; nothing is loaded."""
+    """300 of 300 single flipped bits, over all files of the folder, by verify and by load; nothing is
+    loaded.
+    """
     _, path, truth = saved
     everything = sorted(path.iterdir())
-    assert {p.name for p in everything} == {"index.json", "index.sha256", "meta.json", "shard_00000.safetensors"}
+    assert {p.name for p in everything} == {
+        "index.json",
+        "index.sha256",
+        "meta.json",
+        "shard_00000.safetensors",
+    }
     rnd, found = random.Random(0), 0
     got = blank(truth)
     before = {k: t.clone() for k, t in got.items()}
@@ -35,7 +45,7 @@ def test_every_flipped_bit_is_found(saved):
             store.verify(path)
         found += 1
         with pytest.raises(store.IntegrityError):
-            store.meta(path)
+            store.read_meta(path)
             store.load(path, whole(got))
         file.write_bytes(good)
     assert found == 300 and same(got, before)
@@ -43,12 +53,19 @@ def test_every_flipped_bit_is_found(saved):
 
 
 @pytest.mark.parametrize("name", ["index.json", "index.sha256", "meta.json", "shard_00000.safetensors"])
-@pytest.mark.parametrize("how", ["empty", "half", "one short", "one long", "deleted", "a link", "a folder", "a pipe"])
+@pytest.mark.parametrize(
+    "how", ["empty", "half", "one short", "one long", "deleted", "a link", "a folder", "a pipe"]
+)
 def test_a_broken_file_is_named_and_the_older_one_wins(saved, name, how):
     root, path, truth = saved
     file = path / name
     data = file.read_bytes()
-    new = {"empty": b"", "half": data[:len(data) // 2], "one short": data[:-1], "one long": data + b"\0"}.get(how)
+    new = {
+        "empty": b"",
+        "half": data[: len(data) // 2],
+        "one short": data[:-1],
+        "one long": data + b"\0",
+    }.get(how)
     file.unlink()
     if new is not None:
         file.write_bytes(new)
@@ -70,8 +87,10 @@ def test_a_broken_file_is_named_and_the_older_one_wins(saved, name, how):
             store.load(path, whole(got))
         assert same(got, blank(truth))
     log = []
-    assert store.newest(root, log) == root / "step_00000010"
-    assert len(log) == 2 and "step_00000020 is rejected" in log[0] and "latest names 'step_00000020'" in log[1]
+    assert store.newest_checkpoint(root, log) == root / "step_00000010"
+    assert (
+        len(log) == 2 and "step_00000020 is rejected" in log[0] and "latest names 'step_00000020'" in log[1]
+    )
 
 
 def test_a_shard_of_another_save_is_named_so(saved):
@@ -82,7 +101,7 @@ def test_a_shard_of_another_save_is_named_so(saved):
             call()
     shutil.copy(root / "step_00000010" / "meta.json", path)
     with pytest.raises(store.IntegrityError, match="meta.json"):
-        store.meta(path)
+        store.read_meta(path)
 
 
 def test_load_needs_only_the_files_it_reads(tmp_path, monkeypatch):
@@ -99,7 +118,9 @@ def test_a_folder_under_another_step_is_rejected(saved):
     root, path, truth = saved
     moved = path.rename(root / "step_00000030")
     log = []
-    assert store.newest(root, log) == root / "step_00000010" and "step_00000030 is rejected" in log[0]
+    assert (
+        store.newest_checkpoint(root, log) == root / "step_00000010" and "step_00000030 is rejected" in log[0]
+    )
     assert same(loaded(moved, truth), truth)  # by its path it is as good as ever
 
 
@@ -107,38 +128,59 @@ def test_none_good_left(saved):
     root, path, _ = saved
     for p in root.glob("step_*"):
         (p / "meta.json").write_text("{}")
-    with pytest.raises(store.IntegrityError, match="no good checkpoint left of 2.*step_00000020.*step_00000010"):
-        store.newest(root)
+    with pytest.raises(
+        store.IntegrityError, match="no good checkpoint left of 2.*step_00000020.*step_00000010"
+    ):
+        store.newest_checkpoint(root)
     with pytest.raises(store.IntegrityError, match="no such checkpoint folder"):
         store.load(root / "step_00000099", [])
 
 
-@pytest.mark.parametrize("latest", [None, "", "step_00000010\n", "step_00000099\n", "../..", "\xff\0?", "x" * 10**5],
-                         ids=["absent", "empty", "older", "nothing", "outside", "garbage", "long"])
+@pytest.mark.parametrize(
+    "latest",
+    [None, "", "step_00000010\n", "step_00000099\n", "../..", "\xff\0?", "x" * 10**5],
+    ids=["absent", "empty", "older", "nothing", "outside", "garbage", "long"],
+)
 def test_latest_is_only_a_hint(saved, latest):
     root, path, _ = saved
     (root / "latest").unlink()
     if latest is not None:
         (root / "latest").write_text(latest, encoding="latin-1")
     log = []
-    assert store.newest(root, log) == path
+    assert store.newest_checkpoint(root, log) == path
     assert len(log) == 1 and "latest" in log[0] and "using step_00000020" in log[0] and len(log[0]) < 500
 
 
 def test_an_empty_root(tmp_path):
     log = []
-    assert store.newest(tmp_path, log) is None and store.newest(tmp_path / "none", log) is None and log == []
+    assert (
+        store.newest_checkpoint(tmp_path, log) is None
+        and store.newest_checkpoint(tmp_path / "none", log) is None
+        and log == []
+    )
     (tmp_path / "latest").write_text("step_00000007\n")
-    assert store.newest(tmp_path, log) is None and "names 'step_00000007'" in log[0]
-    (tmp_path / "step_00000007.tmp-" "0123456789abcdef0123456789abcdef").mkdir()
+    assert store.newest_checkpoint(tmp_path, log) is None and "names 'step_00000007'" in log[0]
+    (tmp_path / "step_00000007.tmp-0123456789abcdef0123456789abcdef").mkdir()
     (tmp_path / "step_x").mkdir()
-    assert store.newest(tmp_path) is None
+    assert store.newest_checkpoint(tmp_path) is None
 
 
-# ---- forgeries -------------------------------------------------------------------------------------------------------
+# ---- forgeries ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("file", ["../step_00000010/shard_00000.safetensors", "/etc/passwd", "a/b.safetensors",
-                                  "x\0.safetensors", "..", "meta.json", "index.json", "shard_00009.safetensors"])
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../step_00000010/shard_00000.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "x\0.safetensors",
+        "..",
+        "meta.json",
+        "index.json",
+        "shard_00009.safetensors",
+    ],
+)
 def test_an_index_cannot_point_outside(saved, file):
     _, path, truth = saved
 
@@ -146,6 +188,7 @@ def test_an_index_cannot_point_outside(saved, file):
         for p in data["pieces"]:
             p["file"] = file
         data["files"][file] = data["files"].pop("shard_00000.safetensors")
+
     if file == "shard_00009.safetensors":
         (path / file).symlink_to(path / "shard_00000.safetensors")
     if file != "meta.json":
@@ -161,7 +204,11 @@ def test_an_index_cannot_point_outside(saved, file):
 WRONG_KINDS = (
     [("meta.json", "sha256", x) for x in (None, 7, ["0"])]
     + [("shard_00000.safetensors", "header", x) for x in (None, 7, ["0"])]
-    + [(file, "bytes", x) for file in ("meta.json", "shard_00000.safetensors") for x in (None, 7.0, "7", True)]
+    + [
+        (file, "bytes", x)
+        for file in ("meta.json", "shard_00000.safetensors")
+        for x in (None, 7.0, "7", True)
+    ]
 )
 
 
@@ -171,11 +218,13 @@ def test_a_file_s_entry_has_a_whole_number_and_a_text(saved, file, field, value)
     _, path, _ = saved
     reseal(path, lambda data: data["files"][file].update({field: value}))
     with pytest.raises(store.IntegrityError, match=f"index.json: .*bad entry of file {file}"):
-        store.index(path)
+        store.read_index(path)
 
 
 def test_a_forged_index_is_refused_and_never_crashes(saved):
-    """Values of the wrong kind anywhere in a well-sealed index: IntegrityError or ConfigError, nothing else."""
+    """Values of the wrong kind anywhere in a well-sealed index: IntegrityError or ConfigError, nothing
+    else.
+    """
     _, path, truth = saved
     rnd, original = random.Random(0), (path / "index.json").read_text()
     junk = [None, -1, 0, 2**70, 1.5, "", "x", [], {}, [[]], True, [10**30], "F32", ["a"], "meta.json"]
@@ -201,12 +250,14 @@ def test_a_forged_index_is_refused_and_never_crashes(saved):
         except (store.IntegrityError, ConfigError):
             assert same(got, blank(truth))
             outcomes["refused"] += 1
-    assert outcomes["refused"] > 150  # the rest hit what does not matter: the order of a dict, an equal value, `world`
+    assert (
+        outcomes["refused"] > 150
+    )  # the rest hit what does not matter: the order of a dict, an equal value, `world`
     for text in (b"", b"[" * 10**5, b"null", b"{}", b"\xff", b'{"version": 0}', b'{"version": "2"}'):
         (path / "index.json").write_bytes(text)
-        (path / "index.sha256").write_bytes(folder.seal(text))
+        (path / "index.sha256").write_bytes(folder.seal_index(text))
         with pytest.raises(store.IntegrityError, match="index.json"):
-            store.index(path)
+            store.read_index(path)
 
 
 def test_mutated_shard_headers_never_crash(saved):
@@ -220,7 +271,7 @@ def test_mutated_shard_headers_never_crash(saved):
         bad[rnd.randrange(n)] = rnd.choice(b'09{}[]",:-. eE\xff\0')
         shard.write_bytes(bad)
         try:
-            with files.opened(shard) as fd:
+            with files.open_shard(shard) as fd:
                 head, _ = files.read_header(fd, shard)
             entry = {"bytes": len(bad), "header": files.hashlib.sha256(head).hexdigest()}
             reseal(path, lambda d: d["files"].update({shard.name: entry}))  # noqa: B023
@@ -229,7 +280,7 @@ def test_mutated_shard_headers_never_crash(saved):
             pass
 
 
-@pytest.mark.parametrize("move", [(0, 1), (0, -1), (1, 0), (10**7, 10**7), (-10**7, -10**7)])
+@pytest.mark.parametrize("move", [(0, 1), (0, -1), (1, 0), (10**7, 10**7), (-(10**7), -(10**7))])
 def test_a_tensor_lies_within_its_file_and_has_its_size(saved, move):
     """A header under matching checksums with other offsets: refused by them, before the bytes are read."""
     _, path, truth = saved
@@ -238,7 +289,10 @@ def test_a_tensor_lies_within_its_file_and_has_its_size(saved, move):
     n = 8 + int.from_bytes(good[:8], "little")
     table = json.loads(good[8:n])
     stored = [piece["name"] for piece in json.loads((path / "index.json").read_text())["pieces"]]
-    name = max((each for each in stored if 0 not in table[each]["shape"]), key=lambda each: table[each]["data_offsets"])
+    name = max(
+        (each for each in stored if 0 not in table[each]["shape"]),
+        key=lambda each: table[each]["data_offsets"],
+    )
     table[name]["data_offsets"] = [at + by for at, by in zip(table[name]["data_offsets"], move)]
     head = json.dumps(table).encode()
     head = len(head).to_bytes(8, "little") + head
@@ -269,13 +323,22 @@ def test_a_newer_format_is_refused_and_neither_replaced_nor_purged(saved):
     root, path, tensors = saved
     reseal(path, lambda index: index.update(version=2))
     before = {p.name: p.read_bytes() for p in path.iterdir()}
-    for work in (lambda: store.newest(root), lambda: store.newest(root, check=store.glance), lambda: store.verify(path),
-                 lambda: store.meta(path), lambda: loaded(path, tensors), lambda: store.save(root, 20, whole(tensors), {}, keep=3)):
-        with pytest.raises(ConfigError, match="step_00000020: written in format 2, this code reads 1; use the code that wrote it"):
+    for work in (
+        lambda: store.newest_checkpoint(root),
+        lambda: store.newest_checkpoint(root, check=store.quick_check),
+        lambda: store.verify(path),
+        lambda: store.read_meta(path),
+        lambda: loaded(path, tensors),
+        lambda: store.save(root, 20, whole(tensors), {}, keep=3),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match="step_00000020: written in format 2, this code reads 1; use the code that wrote it",
+        ):
             work()
     for step in (30, 40, 50):
         store.save(root, step, whole(tensors), {}, keep=1)
-    assert [step for step, _ in store.committed(root)] == [50, 20]
+    assert [step for step, _ in store.committed_checkpoints(root)] == [50, 20]
     assert {p.name: p.read_bytes() for p in path.iterdir()} == before
     for odd in (0, "2", None, 2.5):  # no version of ours: damage
         reseal(path, lambda index: index.update(version=odd))
@@ -286,6 +349,9 @@ def test_a_newer_format_is_refused_and_neither_replaced_nor_purged(saved):
 def test_what_was_found_damaged_since_is_passed_over(saved):
     root, path, _ = saved
     older, log = root / "step_00000010", []
-    assert store.newest(root, log, {path: "a bit fell"}, store.glance) == older and "step_00000020 is rejected: a bit fell" in log[0]
+    assert (
+        store.newest_checkpoint(root, log, {path: "a bit fell"}, store.quick_check) == older
+        and "step_00000020 is rejected: a bit fell" in log[0]
+    )
     with pytest.raises(store.IntegrityError, match="no good checkpoint left of 2: .*a bit fell.*another"):
-        store.newest(root, log, {path: "a bit fell", older: "another"}, store.glance)
+        store.newest_checkpoint(root, log, {path: "a bit fell", older: "another"}, store.quick_check)

@@ -1,4 +1,7 @@
-"""Weights in Hugging Face's layout: what is written reads back exactly, in one file or many; every misfit is named before a tensor changes."""
+"""Weights in Hugging Face's layout: what is written reads back exactly, in one file or many; every misfit is
+named before a tensor changes.
+"""
+
 import json
 
 import pytest
@@ -7,29 +10,51 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from checkpoint import hf
-from config import ConfigError, Model
-from parallel.boxes import Box
+from config import ConfigError, ModelConfig
+from parallel.sharding.boxes import Box
 
 D, F, V, PADDED = 12, 20, 37, 128
 
 
 def model(kind, tied):
     m = {"layers": 2, "hidden": D, "heads": 3, "ffn": F, "vocab": V, "context": 9, "tied": tied}
-    return Model(**m, norm="layernorm", activation="gelu", positions="learned", bias=True) if kind == "gpt2" else Model(**m, kv_heads=1)
+    return (
+        ModelConfig(**m, norm="layernorm", activation="gelu", positions="learned", bias=True)
+        if kind == "gpt2"
+        else ModelConfig(**m, kv_heads=1)
+    )
 
 
 def pieces(kind, tied, fill=None):
-    """Whole tensors under our keys, random or all `fill`; the padding of the vocabulary is zero, as it is in a stage."""
+    """Whole tensors under our keys, random or all `fill`; the padding of the vocabulary is zero, as it is in
+    a stage.
+    """
     g = torch.Generator().manual_seed(0)
     kv = D if kind == "gpt2" else 4
-    shapes = {"embed.weight": (PADDED, D), "norm.weight": (D,), **({} if tied else {"head.weight": (PADDED, D)})}
+    shapes = {
+        "embed.weight": (PADDED, D),
+        "norm.weight": (D,),
+        **({} if tied else {"head.weight": (PADDED, D)}),
+    }
     for i in range(2):
         at = f"layers.{i}."
-        shapes |= {at + "attn_norm.weight": (D,), at + "attn.q.weight": (D, D), at + "attn.k.weight": (kv, D), at + "attn.v.weight": (kv, D),
-                   at + "attn.o.weight": (D, D), at + "mlp_norm.weight": (D,), at + "mlp.up.weight": (F, D), at + "mlp.down.weight": (D, F)}
+        shapes |= {
+            at + "attn_norm.weight": (D,),
+            at + "attn.q.weight": (D, D),
+            at + "attn.k.weight": (kv, D),
+            at + "attn.v.weight": (kv, D),
+            at + "attn.o.weight": (D, D),
+            at + "mlp_norm.weight": (D,),
+            at + "mlp.up.weight": (F, D),
+            at + "mlp.down.weight": (D, F),
+        }
         shapes |= {} if kind == "gpt2" else {at + "mlp.gate.weight": (F, D)}
     if kind == "gpt2":
-        shapes |= {k.replace("weight", "bias"): s[:1] for k, s in shapes.items() if k not in ("embed.weight", "head.weight")}
+        shapes |= {
+            k.replace("weight", "bias"): s[:1]
+            for k, s in shapes.items()
+            if k not in ("embed.weight", "head.weight")
+        }
         shapes["positions.weight"] = (9, D)
     out = []
     for key, shape in shapes.items():
@@ -43,14 +68,14 @@ def pieces(kind, tied, fill=None):
 @pytest.fixture(params=[("llama", False), ("llama", True), ("gpt2", True), ("gpt2", False)], ids=str)
 def made(request, tmp_path):
     kind, tied = request.param
-    hf.write(tmp_path, kind, model(*request.param), pieces(*request.param), torch.float32)
+    hf.write_weights(tmp_path, kind, model(*request.param), pieces(*request.param), dtype=torch.float32)
     return kind, tied, tmp_path
 
 
 def read(kind, tied, folder):
-    found = hf.stored(folder, kind)
+    found = hf.stored_tensors(folder, kind)
     got = pieces(kind, tied, 0)
-    hf.read(kind, hf.tie(model(kind, tied), found), found, got)
+    hf.read_weights(kind, hf.tie_embeddings(model(kind, tied), found), found, got)
     return got
 
 
@@ -73,7 +98,9 @@ def test_shards_and_their_index(made):
     kind, tied, folder = made
     whole = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    total = hf.write(folder, kind, model(kind, tied), pieces(kind, tied), torch.float32, shard=4000)
+    total = hf.write_weights(
+        folder, kind, model(kind, tied), pieces(kind, tied), dtype=torch.float32, shard_bytes=4000
+    )
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == total == sum(t.numel() * 4 for t in whole.values())
     assert len(set(index["weight_map"].values())) > 2
@@ -87,7 +114,7 @@ def test_shards_and_their_index(made):
 def test_bf16_is_rounded_once(made):
     kind, tied, folder = made
     (folder / "model.safetensors").unlink()
-    hf.write(folder, kind, model(kind, tied), pieces(kind, tied), torch.bfloat16)
+    hf.write_weights(folder, kind, model(kind, tied), pieces(kind, tied), dtype=torch.bfloat16)
     assert {t.dtype for t in load_file(folder / "model.safetensors").values()} == {torch.bfloat16}
     assert same(read(kind, tied, folder), [(b, t.bfloat16().float()) for b, t in pieces(kind, tied)])
 
@@ -98,17 +125,19 @@ def test_names_without_their_prefix_and_old_buffers(made):
     def strip(tensors):
         for name in [n for n in tensors if n != "lm_head.weight"]:
             tensors[name.partition(".")[2]] = tensors.pop(name)
-        tensors["h.0.attn.bias" if kind == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(1, 1, 9, 9)
+        tensors["h.0.attn.bias" if kind == "gpt2" else "layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(
+            1, 1, 9, 9
+        )
 
     change(folder, strip)
     assert same(read(kind, tied, folder), pieces(kind, tied))
 
 
 def test_the_head_and_the_tie(tmp_path):
-    hf.write(tmp_path, "llama", model("llama", False), pieces("llama", False), torch.float32)
+    hf.write_weights(tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32)
     change(tmp_path, lambda t: t.pop("lm_head.weight"))
-    found = hf.stored(tmp_path, "llama")
-    assert hf.tie(model("llama", False), found).tied  # no head on disk: it is the embedding
+    found = hf.stored_tensors(tmp_path, "llama")
+    assert hf.tie_embeddings(model("llama", False), found).tied  # no head on disk: it is the embedding
     change(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert same(read("llama", True, tmp_path), pieces("llama", True)[:2] + pieces("llama", False)[3:])
     change(tmp_path, lambda t: t["lm_head.weight"].add_(1))
@@ -116,19 +145,28 @@ def test_the_head_and_the_tie(tmp_path):
         read("llama", True, tmp_path)
 
 
-@pytest.mark.parametrize("how, words", [
-    (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
-    (lambda t: t.update({"score.weight": torch.ones(2, D)}), "score.weight is not a weight of llama"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(D + 1)}), f"model.norm.weight has shape [{D + 1}], config.json makes it [{D}]"),
-    (lambda t: t.update({"model.norm.weight": torch.ones(D, dtype=torch.int8)}), "model.norm.weight is I8, only F64, F32, F16, BF16"),
-    (lambda t: [t.pop(n) for n in list(t) if ".0." in n], "and 5 more"),
-])
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing"),
+        (lambda t: t.update({"score.weight": torch.ones(2, D)}), "score.weight is not a weight of llama"),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(D + 1)}),
+            f"model.norm.weight has shape [{D + 1}], config.json makes it [{D}]",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(D, dtype=torch.int8)}),
+            "model.norm.weight is I8, only F64, F32, F16, BF16",
+        ),
+        (lambda t: [t.pop(n) for n in list(t) if ".0." in n], "and 5 more"),
+    ],
+)
 def test_a_misfit_is_named_and_changes_nothing(tmp_path, how, words):
-    hf.write(tmp_path, "llama", model("llama", False), pieces("llama", False), torch.float32)
+    hf.write_weights(tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32)
     change(tmp_path, how)
-    found, got = hf.stored(tmp_path, "llama"), pieces("llama", False, 7)
+    found, got = hf.stored_tensors(tmp_path, "llama"), pieces("llama", False, 7)
     with pytest.raises(ConfigError) as e:
-        hf.read("llama", model("llama", False), found, got)
+        hf.read_weights("llama", model("llama", False), found, got)
     assert words in str(e.value) and "\n" not in str(e.value)
     assert same(got, pieces("llama", False, 7))
 
@@ -142,19 +180,32 @@ def index(text):
     def write(folder):
         (folder / "model.safetensors").unlink()
         (folder / "model.safetensors.index.json").write_text(text)
+
     return write
 
 
-@pytest.mark.parametrize("how, words", [
-    (cut, "truncated, or not a safetensors file"), (lambda f: (f / "model.safetensors").write_bytes(b""), "truncated"),
-    (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
-    (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "pickled weights (pytorch_model.bin) are never opened"),
-    (index("{"), "not an index"), (index('{"weight_map": {}}'), "not an index"), (index('{"weight_map": {"a": "../b"}}'), "not an index"),
-    (index('{"weight_map": {"a": "gone.safetensors"}}'), "gone.safetensors: missing, though the index names it"),
-])
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        (cut, "truncated, or not a safetensors file"),
+        (lambda f: (f / "model.safetensors").write_bytes(b""), "truncated"),
+        (lambda f: (f / "model.safetensors").unlink(), "holds no model.safetensors"),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+            "pickled weights (pytorch_model.bin) are never opened",
+        ),
+        (index("{"), "not an index"),
+        (index('{"weight_map": {}}'), "not an index"),
+        (index('{"weight_map": {"a": "../b"}}'), "not an index"),
+        (
+            index('{"weight_map": {"a": "gone.safetensors"}}'),
+            "gone.safetensors: missing, though the index names it",
+        ),
+    ],
+)
 def test_a_bad_folder_is_named(tmp_path, how, words):
-    hf.write(tmp_path, "llama", model("llama", False), pieces("llama", False), torch.float32)
+    hf.write_weights(tmp_path, "llama", model("llama", False), pieces("llama", False), dtype=torch.float32)
     how(tmp_path)
     with pytest.raises(ConfigError) as e:
-        hf.stored(tmp_path, "llama")
+        hf.stored_tensors(tmp_path, "llama")
     assert words in str(e.value) and "\n" not in str(e.value)

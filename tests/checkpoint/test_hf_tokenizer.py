@@ -1,4 +1,5 @@
 """A tokenizer.json of ours gives our ids, on everything we can think of, or is refused."""
+
 import io
 import random
 import sysconfig
@@ -11,7 +12,10 @@ from checkpoint import hf_tokenizer
 from data import tokenizer
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
-TEXTS = [(STDLIB / f"{name}.py").read_text(encoding="utf-8") for name in ("argparse", "ast", "heapq", "textwrap", "difflib")]
+TEXTS = [
+    (STDLIB / f"{name}.py").read_text(encoding="utf-8")
+    for name in ("argparse", "ast", "heapq", "textwrap", "difflib")
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +24,9 @@ def bpe():
 
 
 def test_bpe_is_exact_on_real_lines_and_on_random_ones(bpe):
-    theirs = hf_tokenizer.encoder(hf_tokenizer.exact(hf_tokenizer.from_sentencepiece(bpe.model), bpe.encode))
+    theirs = hf_tokenizer.load_encoder(
+        hf_tokenizer.check_exact(hf_tokenizer.from_sentencepiece(bpe.model), bpe.encode)
+    )
     pieces = [bpe.processor.id_to_piece(i).replace("▁", " ") for i in range(259, bpe.vocab)]
     draw = random.Random(0)
     for n in range(4000):
@@ -30,33 +36,55 @@ def test_bpe_is_exact_on_real_lines_and_on_random_ones(bpe):
 
 def test_it_decodes_to_the_text(bpe):
     import tokenizers
-    made = tokenizers.Tokenizer.from_str(hf_tokenizer.exact(hf_tokenizer.from_sentencepiece(bpe.model), bpe.encode))
+
+    made = tokenizers.Tokenizer.from_str(
+        hf_tokenizer.check_exact(hf_tokenizer.from_sentencepiece(bpe.model), bpe.encode)
+    )
     for text in (TEXTS[0][:3000], "  two  spaces  ", "漢字 👩‍👩‍👧 naïve\n\n"):
         assert made.decode(made.encode(text).ids) == text
 
 
 def test_bytes_are_exact():
-    ours = tokenizer.load("bytes")
-    theirs = hf_tokenizer.encoder(hf_tokenizer.exact(hf_tokenizer.from_bytes(ours.eod), ours.encode))
-    every = "".join(map(chr, [*range(0x300), 0x2581, 0xffff, 0x1f600]))
+    ours = tokenizer.load_tokenizer("bytes")
+    theirs = hf_tokenizer.load_encoder(
+        hf_tokenizer.check_exact(hf_tokenizer.from_bytes(ours.eod), ours.encode)
+    )
+    every = "".join(map(chr, [*range(0x300), 0x2581, 0xFFFF, 0x1F600]))
     assert theirs(every) == ours.encode(every)
 
 
-@pytest.mark.parametrize("settings, why", [
-    ({"model_type": "unigram"}, "not a BPE"), ({"add_dummy_prefix": True}, "space in front"), ({"remove_extra_whitespaces": True}, "repeated spaces"),
-    ({"normalization_rule_name": "nmt_nfkc"}, "normalises"), ({"user_defined_symbols": ["a b"]}, "symbol of the user's"),
-])
+@pytest.mark.parametrize(
+    "settings, why",
+    [
+        ({"model_type": "unigram"}, "not a BPE"),
+        ({"add_dummy_prefix": True}, "space in front"),
+        ({"remove_extra_whitespaces": True}, "repeated spaces"),
+        ({"normalization_rule_name": "nmt_nfkc"}, "normalises"),
+        ({"user_defined_symbols": ["a b"]}, "symbol of the user's"),
+    ],
+)
 def test_what_cannot_be_exact_is_refused(settings, why):
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXTS[0].splitlines()), model_writer=model, vocab_size=500, minloglevel=3, byte_fallback=True, **{
-            "model_type": "bpe", "normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False, **settings})
-    with pytest.raises(hf_tokenizer.Refused, match=why):
+        sentence_iterator=iter(TEXTS[0].splitlines()),
+        model_writer=model,
+        vocab_size=500,
+        minloglevel=3,
+        byte_fallback=True,
+        **{
+            "model_type": "bpe",
+            "normalization_rule_name": "identity",
+            "remove_extra_whitespaces": False,
+            "add_dummy_prefix": False,
+            **settings,
+        },
+    )
+    with pytest.raises(hf_tokenizer.ExportRefused, match=why):
         hf_tokenizer.from_sentencepiece(model.getvalue())
 
 
 def test_a_wrong_one_is_found(bpe):
     made = hf_tokenizer.from_sentencepiece(bpe.model)
     made["model"]["merges"] = made["model"]["merges"][::-1]
-    with pytest.raises(hf_tokenizer.Refused, match="the ids differ on"):
-        hf_tokenizer.exact(made, bpe.encode)
+    with pytest.raises(hf_tokenizer.ExportRefused, match="the ids differ on"):
+        hf_tokenizer.check_exact(made, bpe.encode)

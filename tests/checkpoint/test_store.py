@@ -1,4 +1,7 @@
-"""The store: what is saved comes back exactly, in any layout, from any ranks; what does not fit is refused."""
+"""The store: what is saved comes back exactly, in any layout, from any ranks; what does not fit is
+refused.
+"""
+
 import fcntl
 import random
 import subprocess
@@ -9,17 +12,18 @@ from sample import blank, layout, loaded, reseal, same, save_in_threads, state, 
 
 from checkpoint import files, folder, store
 from config import ConfigError
-from parallel.boxes import Box
+from parallel.sharding.boxes import Box
 
-# ---- save and load ---------------------------------------------------------------------------------------------------
+# ---- save and load -----------------------------------------------------------------------------------------
+
 
 def test_round_trip_in_every_dtype(saved):
     root, path, truth = saved
-    assert path == root / "step_00000020" and store.newest(root) == path
+    assert path == root / "step_00000020" and store.newest_checkpoint(root) == path
     assert same(loaded(path, truth), truth)
-    assert store.meta(path)["step"] == 20 and store.meta(path)["tokens"] == 20
+    assert store.read_meta(path)["step"] == 20 and store.read_meta(path)["tokens"] == 20
     assert (root / "latest").read_text() == "step_00000020\n"
-    index = store.index(path)
+    index = store.read_index(path)
     assert set(index) == {"version", "save_id", "step", "world", "files", "pieces"}
     assert set(index["pieces"][0]) == {"key", "shape", "start", "size", "dtype", "file", "name", "sha256"}
     assert subprocess.run(["sha256sum", "-c", "index.sha256"], cwd=path, capture_output=True).returncode == 0
@@ -33,7 +37,7 @@ def test_others_can_read_the_shards(saved):
 
 def test_every_tensor_lies_aligned(saved):
     _, path, truth = saved
-    with files.opened(path / "shard_00000.safetensors") as fd:
+    with files.open_shard(path / "shard_00000.safetensors") as fd:
         head, table = files.read_header(fd, path)
     assert len(head) % 8 == 0
     assert all(table[k]["data_offsets"][0] % t.element_size() == 0 for k, t in truth.items())
@@ -54,7 +58,10 @@ def test_any_layout_loads_any_other(tmp_path, monkeypatch):
 def test_a_second_save_of_what_was_loaded_has_the_same_checksums(saved):
     root, path, truth = saved
     again = store.save(root, 30, whole(loaded(path, truth)), {}, keep=3)
-    strip = [[{k: v for k, v in p.items() if k != "file"} for p in store.index(x)["pieces"]] for x in (path, again)]
+    strip = [
+        [{k: v for k, v in p.items() if k != "file"} for p in store.read_index(x)["pieces"]]
+        for x in (path, again)
+    ]
     assert strip[0] == strip[1]
 
 
@@ -62,7 +69,9 @@ def test_float8_and_slices_and_leaf_parameters(tmp_path):
     truth = {"a": torch.randn(8, 4).to(torch.float8_e4m3fn), "b": torch.randn(8, 4)}
     path = store.save(tmp_path, 1, whole(truth), {}, keep=1)
     big = torch.nn.Parameter(torch.zeros(20, 4))
-    store.load(path, [(Box("b", (8, 4), (2, 0), (5, 4)), big[3:8])], allow=("a",))  # a view of a leaf with gradients
+    store.load(
+        path, [(Box("b", (8, 4), (2, 0), (5, 4)), big[3:8])], allow=("a",)
+    )  # a view of a leaf with gradients
     assert torch.equal(big[3:8], truth["b"][2:7]) and not big[:3].any() and not big[8:].any()
     got = torch.zeros(8, 4, dtype=torch.float8_e4m3fn)
     store.load(path, [(Box.whole("a", (8, 4)), got)], strict=False)
@@ -76,22 +85,30 @@ def test_many_ranks_write_one_checkpoint(tmp_path, n):
     out = save_in_threads(tmp_path, 5, [pieces[r::n] for r in range(n)])
     assert out == [tmp_path / "step_00000005"] * n
     assert {f.name[:10] for f in out[0].glob("*.safetensors")} == {f"rank_{r:05d}" for r in range(n)}
-    assert store.index(out[0])["world"] == n and store.newest(tmp_path) == out[0]
+    assert store.read_index(out[0])["world"] == n and store.newest_checkpoint(tmp_path) == out[0]
     assert same(loaded(out[0], truth), truth)
-    assert save_in_threads(tmp_path, 5, [pieces[r::n] for r in range(n)]) == out  # committed already: all return it
+    assert (
+        save_in_threads(tmp_path, 5, [pieces[r::n] for r in range(n)]) == out
+    )  # committed already: all return it
 
 
-@pytest.mark.parametrize("point, rank", [("ckpt.pre_write", 1), ("ckpt.mid_shard", 1), ("ckpt.post_shard", 0),
-                                         ("ckpt.pre_rename", 0)])
+@pytest.mark.parametrize(
+    "point, rank",
+    [("ckpt.pre_write", 1), ("ckpt.mid_shard", 1), ("ckpt.post_shard", 0), ("ckpt.pre_rename", 0)],
+)
 def test_a_rank_that_fails_takes_all_out(tmp_path, point, rank):
     def at(r, p):
         if (r, p) == (rank, point):
             raise OSError(28, "No space left on device", f"{tmp_path}/x")
+
     pieces = layout(random.Random(0), state(3))
     old = store.save(tmp_path, 1, whole(state(1)), {}, keep=2)
     out = save_in_threads(tmp_path, 5, [pieces[::2], pieces[1::2]], at)
     assert all(isinstance(e, store.StorageError) and "ENOSPC" in str(e) for e in out)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", old.name] and store.newest(tmp_path) == old
+    assert (
+        sorted(p.name for p in tmp_path.iterdir()) == ["latest", old.name]
+        and store.newest_checkpoint(tmp_path) == old
+    )
 
 
 def test_a_piece_that_no_rank_has_or_two_have_is_refused(tmp_path):
@@ -107,16 +124,18 @@ def test_a_piece_that_no_rank_has_or_two_have_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_nothing_non_finite_is_committed(tmp_path, dtype, bad):
     old = store.save(tmp_path, 1, whole(state(1)), {}, keep=1)
     w = torch.randn(40, 7).to(dtype).t()
     files_before = sorted(tmp_path.iterdir())
     w[3, 17] = bad
-    with pytest.raises(store.NonFinite, match="layers.0.w: holds NaN or Inf"):
+    with pytest.raises(store.NonFiniteTensor, match="layers.0.w: holds NaN or Inf"):
         store.save(tmp_path, 2, whole({"a": torch.ones(3), "layers.0.w": w}), {}, keep=1)
-    assert sorted(tmp_path.iterdir()) == files_before and store.newest(tmp_path) == old
+    assert sorted(tmp_path.iterdir()) == files_before and store.newest_checkpoint(tmp_path) == old
 
 
 def test_huge_finite_values_are_fine(tmp_path):
@@ -124,7 +143,8 @@ def test_huge_finite_values_are_fine(tmp_path):
     store.save(tmp_path, 1, whole({"w": t, "b": t.new_full((9,), 3e38).bfloat16()}), {}, keep=1)
 
 
-# ---- fit -------------------------------------------------------------------------------------------------------------
+# ---- fit ---------------------------------------------------------------------------------------------------
+
 
 def test_every_difference_is_listed_and_nothing_is_loaded(tmp_path):
     truth = {k: torch.randn(n) for k, n in (("a", (3, 4)), ("b", 5), ("c", 2), ("d", 2), ("opt.a", 2))}
@@ -132,9 +152,18 @@ def test_every_difference_is_listed_and_nothing_is_loaded(tmp_path):
     got = {"a": torch.zeros(3, 5), "b": torch.zeros(5).bfloat16(), "c": torch.zeros(2), "new": torch.zeros(2)}
     with pytest.raises(ConfigError) as e:
         store.load(path, whole(got), allow=("opt.*",))
-    for text in ("a has shape (3, 4), wanted (3, 5)", "b is F32, wanted BF16", "new is missing", "d is extra"):
+    for text in (
+        "a has shape (3, 4), wanted (3, 5)",
+        "b is F32, wanted BF16",
+        "new is missing",
+        "d is extra",
+    ):
         assert text in str(e.value)
-    assert "c " not in str(e.value).split("loaded:")[1] and "opt.a" not in str(e.value) and "\n" not in str(e.value)
+    assert (
+        "c " not in str(e.value).split("loaded:")[1]
+        and "opt.a" not in str(e.value)
+        and "\n" not in str(e.value)
+    )
     assert not any(t.any() for t in got.values())
     ok = {"b": got["b"], "c": got["c"]}
     store.load(path, whole(ok), strict=False, allow_cast=True)
@@ -150,46 +179,49 @@ def test_of_many_differences_a_few_are_named_and_the_rest_counted(tmp_path):
 
 def test_a_stored_hole_is_an_integrity_error(tmp_path):
     truth = {"w": torch.randn(6, 4)}
-    rows = [(Box("w", (6, 4), (i, 0), (2, 4)), truth["w"][i:i + 2]) for i in (0, 2, 4)]
+    rows = [(Box("w", (6, 4), (i, 0), (2, 4)), truth["w"][i : i + 2]) for i in (0, 2, 4)]
     path = store.save(tmp_path, 1, rows, {}, keep=1)
     reseal(path, lambda data: data["pieces"].pop(1))
     with pytest.raises(store.IntegrityError, match=r"w\[2:4, 0:4\] of shape \(6, 4\): no stored piece"):
         loaded(path, truth)
 
 
-# ---- keeping, cleaning, locking --------------------------------------------------------------------------------------
+# ---- keeping, cleaning, locking ----------------------------------------------------------------------------
+
 
 def test_keep_and_clean(tmp_path):
     for step in range(1, 8):
         store.save(tmp_path, step, whole({"w": torch.full((3,), step)}), {}, keep=3)
-        assert [s for s, _ in store.committed(tmp_path)] == list(range(step, max(0, step - 3), -1))
+        assert [s for s, _ in store.committed_checkpoints(tmp_path)] == list(
+            range(step, max(0, step - 3), -1)
+        )
     mine = ("mine", "step_x")
     for name in (*mine, "step_00000009.tmp-" + "a" * 32, ".trash-step_00000001-b", "latest.tmp-" + "c" * 32):
         (tmp_path / name).mkdir()
         (tmp_path / name / "x").write_text("x")
-    store.clean(tmp_path)
+    store.remove_leftovers(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"latest", *mine, *(f"step_{s:08d}" for s in (5, 6, 7))}
     store.save(tmp_path, 8, whole({"w": torch.zeros(3)}), {}, keep=1)
-    assert [s for s, _ in store.committed(tmp_path)] == [8]
+    assert [s for s, _ in store.committed_checkpoints(tmp_path)] == [8]
 
 
 def test_a_checkpoint_being_read_is_not_purged(tmp_path):
     for step in (1, 2):
         store.save(tmp_path, step, whole({"w": torch.zeros(3)}), {}, keep=1 if step == 1 else 2)
-    with folder.held(tmp_path / "step_00000001", fcntl.LOCK_SH) as got:
+    with folder.folder_lock(tmp_path / "step_00000001", fcntl.LOCK_SH) as got:
         assert got
         store.save(tmp_path, 3, whole({"w": torch.zeros(3)}), {}, keep=1)
-        assert [s for s, _ in store.committed(tmp_path)] == [3, 1]
+        assert [s for s, _ in store.committed_checkpoints(tmp_path)] == [3, 1]
     store.save(tmp_path, 4, whole({"w": torch.zeros(3)}), {}, keep=1)
-    assert [s for s, _ in store.committed(tmp_path)] == [4]
+    assert [s for s, _ in store.committed_checkpoints(tmp_path)] == [4]
 
 
 def test_a_committed_step_is_kept_and_a_bad_one_replaced(tmp_path):
     path = store.save(tmp_path, 1, whole(state(1)), {}, keep=2)
-    first = store.index(path)["save_id"]
+    first = store.read_index(path)["save_id"]
     store.save(tmp_path, 1, whole(state(1)), {}, keep=2)
-    assert store.index(path)["save_id"] == first
+    assert store.read_index(path)["save_id"] == first
     (path / "meta.json").write_text("{}")
     store.save(tmp_path, 1, whole(state(2)), {}, keep=2)
-    assert store.index(path)["save_id"] != first and same(loaded(path, state(2)), state(2))
+    assert store.read_index(path)["save_id"] != first and same(loaded(path, state(2)), state(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]

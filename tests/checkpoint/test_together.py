@@ -1,23 +1,25 @@
 """Ranks that wait for the slowest of them: results, errors, and an end to the patience, the same on all."""
+
 import threading
 import time
 
 import pytest
 from sample import ranks
 
-from checkpoint.together import agree
-from parallel.comm import PeerError
+from checkpoint.together import agree_on_outcome
+from parallel.wire.comm import PeerError
 
 
 def run(works, patience) -> list:
-    """agree() on a thread a rank; each one's result or exception."""
+    """agree_on_outcome() on a thread a rank; each one's result or exception."""
     out, gathers = [None] * len(works), ranks(len(works))
 
     def one(rank):
         try:
-            out[rank] = agree(gathers[rank], works[rank], patience)
+            out[rank] = agree_on_outcome(gathers[rank], works[rank], patience)
         except Exception as error:
             out[rank] = error
+
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(works))]
     for thread in threads:
         thread.start()
@@ -32,6 +34,7 @@ def after(seconds: float, value):
         if isinstance(value, Exception):
             raise value
         return value
+
     return work
 
 
@@ -49,7 +52,9 @@ def test_an_error_of_one_is_raised_on_all(patience):
 def test_patience_has_an_end_and_names_who_is_late():
     out = run([after(0.0, "a"), after(3.0, "b"), after(0.0, "c")], 0.3)
     assert all(isinstance(e, PeerError) and e.exit_code == 76 for e in out)
-    assert {str(e) for e in out} == {"rank 1 not done with reading or writing after 0.3 s (checkpoint.timeout_s)"}
+    assert {str(e) for e in out} == {
+        "rank 1 not done with reading or writing after 0.3 s (checkpoint.timeout_s)"
+    }
 
 
 def test_nobody_waits_long_after_the_slowest():
@@ -59,8 +64,9 @@ def test_nobody_waits_long_after_the_slowest():
 
 
 def test_one_meeting_is_never_as_long_as_the_work():
-    """Each meeting is an exchange under parallel.timeout_s: none may wait for the work itself, nor do the ranks
-    meet all the time."""
+    """Each meeting is an exchange under parallel.timeout_s: none may wait for the work itself, nor do the
+    ranks meet all the time.
+    """
     gaps, meet = [], ranks(2)
 
     def gather(x):
@@ -68,9 +74,10 @@ def test_one_meeting_is_never_as_long_as_the_work():
         every = meet[0](x)
         gaps.append(time.monotonic() - begun)
         return every
+
     out = []
-    other = threading.Thread(target=lambda: out.append(agree(meet[1], after(2.5, "slow"), 30.0)))
+    other = threading.Thread(target=lambda: out.append(agree_on_outcome(meet[1], after(2.5, "slow"), 30.0)))
     other.start()
-    assert agree(gather, after(0.0, "fast"), 30.0) == ["fast", "slow"]
+    assert agree_on_outcome(gather, after(0.0, "fast"), 30.0) == ["fast", "slow"]
     other.join()
     assert max(gaps) < 1.5 and 3 < len(gaps) < 20

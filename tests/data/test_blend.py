@@ -1,4 +1,5 @@
 """data/blend.py: every sample once, shares kept, any place computed alone."""
+
 import random
 from collections import Counter
 
@@ -6,13 +7,21 @@ import numpy as np
 import pytest
 
 from config import ConfigError
-from data.blend import Blend, parse
+from data.blend import Blend, parse_blend
 
 
 def random_blends(count):
     rng = random.Random(0)
     for _ in range(count):
-        yield Blend(tuple(rng.choice([1, 2, 3, 7, 1000, rng.randrange(1, 10**6)]) for _ in range(rng.randrange(1, 7)))), rng
+        yield (
+            Blend(
+                tuple(
+                    rng.choice([1, 2, 3, 7, 1000, rng.randrange(1, 10**6)])
+                    for _ in range(rng.randrange(1, 7))
+                )
+            ),
+            rng,
+        )
 
 
 def test_each_sample_once_in_order_and_shares_kept():
@@ -33,7 +42,7 @@ def test_any_stretch_alone_is_the_same():
         for _ in range(10):
             a, n = rng.randrange(500), rng.randrange(1, 100)
             some = mix.pick(a, n)
-            assert some[0].tolist() == d[a:a + n].tolist() and some[1].tolist() == j[a:a + n].tolist()
+            assert some[0].tolist() == d[a : a + n].tolist() and some[1].tolist() == j[a : a + n].tolist()
 
 
 def test_far_out_nothing_is_lost_or_twice():
@@ -50,22 +59,31 @@ def test_far_out_nothing_is_lost_or_twice():
 
 
 def test_one_set_is_the_identity():
-    assert parse("runs/my data/x")[0].pick(5, 3)[1].tolist() == [5, 6, 7]
+    assert parse_blend("runs/my data/x")[0].pick(5, 3)[1].tolist() == [5, 6, 7]
 
 
 def test_two_sets_stay_within_one():
-    d, _ = parse("0.7 a 0.3 b")[0].pick(0, 10_000)
+    d, _ = parse_blend("0.7 a 0.3 b")[0].pick(0, 10_000)
     assert np.abs(np.cumsum(d == 0) - 0.7 * np.arange(1, 10_001)).max() <= 1
 
 
 def test_parse():
-    assert parse("0.7 a 0.3 b") == (Blend((7, 3)), ["a", "b"])
-    assert parse("1 a 2e-1 'b c'") == (Blend((5, 1)), ["a", "b c"])
-    assert parse("a") == (Blend((1,)), ["a"])
+    assert parse_blend("0.7 a 0.3 b") == (Blend((7, 3)), ["a", "b"])
+    assert parse_blend("1 a 2e-1 'b c'") == (Blend((5, 1)), ["a", "b c"])
+    assert parse_blend("a") == (Blend((1,)), ["a"])
 
 
-@pytest.mark.parametrize("text,told", [("", "empty"), ("0.7 a 0.3", "take turns"), ("0.7 a b 0.3", "take turns"),
-                                       ("0 a 1 b", "above 0"), ("-1 a 1 b", "above 0"), ("0.5 'a", "quot")])
+@pytest.mark.parametrize(
+    "text,told",
+    [
+        ("", "empty"),
+        ("0.7 a 0.3", "alternate"),
+        ("0.7 a b 0.3", "alternate"),
+        ("0 a 1 b", "above 0"),
+        ("-1 a 1 b", "above 0"),
+        ("0.5 'a", "quot"),
+    ],
+)
 def test_bad_blends(text, told):
     with pytest.raises(ConfigError, match=told):
-        parse(text)
+        parse_blend(text)

@@ -9,9 +9,9 @@ import torch
 from program import Enough, corpus, settings, trained
 
 from data import tokenizer
-from data.indexed import Indexed, Writer
-from data.loader import open_data
-from parallel.comm import World
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.loader import open_loader
+from parallel.wire.comm import World
 
 SEQ, STEPS = 16, 3
 SMALL = (
@@ -42,8 +42,8 @@ def prefix(home):
 
 def other(home) -> str:
     """A second data set: capital letters, where the first has small ones."""
-    tok, stream = tokenizer.load("bytes"), torch.Generator().manual_seed(3)
-    with Writer(home / "other", tok.vocab) as w:
+    tok, stream = tokenizer.load_tokenizer("bytes"), torch.Generator().manual_seed(3)
+    with IndexedDatasetWriter(home / "other", tok.vocab) as w:
         for _ in range(30):
             w.add([*torch.randint(65, 91, (40,), generator=stream).tolist(), tok.eod])
         w.finish(tok, 1)
@@ -60,18 +60,18 @@ def read(world: World, cfg, folder: str) -> tuple[int, list, list]:
             seen.update(what)
         elif point == "step.read":
             whole = [torch.cat((b.tokens, b.targets[:, -1:]), 1) for b in what["batches"]]
-            assert [b.rows.tolist() for b in what["batches"]] == [
-                list(range(b.rows[0], b.rows[0] + 16)) for b in what["batches"]
+            assert [b.sequence_ids.tolist() for b in what["batches"]] == [
+                list(range(b.sequence_ids[0], b.sequence_ids[0] + 16)) for b in what["batches"]
             ]
             windows.append(
                 list(
                     zip(
-                        [r for b in what["batches"] for r in b.rows.tolist()],
+                        [r for b in what["batches"] for r in b.sequence_ids.tolist()],
                         map(tuple, torch.cat(whole).tolist()),
                     )
                 )
             )
-            ids.append(seen["data"].ids(step - 1))
+            ids.append(seen["data"].sample_ids(step - 1))
             if step == STEPS:
                 seen["data"].close()
                 raise Enough
@@ -79,11 +79,11 @@ def read(world: World, cfg, folder: str) -> tuple[int, list, list]:
     with pytest.raises(Enough):
         trained(world, cfg, folder, watch)
     for b in seen["run"].buckets:
-        b.need()
-    return seen["run"].mesh.data.index, windows, ids
+        b.weights.wait_unshard()
+    return seen["run"].mesh.dp.index, windows, ids
 
 
-def places(index: Indexed, first: int, last: int) -> dict[tuple, int]:
+def places(index: IndexedDataset, first: int, last: int) -> dict[tuple, int]:
     """{window: where it begins}, of tokens first .. last; every window has other letters."""
     text = index.read(first, last).tolist()
     found = {tuple(text[a : a + SEQ + 1]): first + a for a in range(len(text) - SEQ)}
@@ -120,10 +120,10 @@ def test_every_rank_reads_its_samples_once(ranks, home, prefix, world, name, mod
             range(64)
         )  # the place in the global batch, which dropout's masks follow
         samples += list(zip(told[0][2][step], (window for _, window in step_windows)))
-    data = open_data(cfg, "train", 0, 1)
+    data = open_loader(cfg, "train", 0, 1)
     data.close()
-    source = data.sources[0]
-    where = places(source.index, *source.cuts[:2])
+    source = data.datasets[0]
+    where = places(source.index, *source.split_points[:2])
     assert STEPS * 64 > data.samples > 64  # more than an epoch, less than two
     starts = [where[window] for _, window in samples]
     epoch, rest = sorted(starts[: data.samples]), sorted(starts[data.samples :])
@@ -146,13 +146,13 @@ def test_a_blend_reads_each_set_once_an_epoch(ranks, home, prefix):
     samples = [
         pair for step in range(STEPS) for pair in zip(ids[step], (w for _, w in left[step] + right[step]))
     ]
-    data = open_data(cfg, "train", 0, 1)
+    data = open_loader(cfg, "train", 0, 1)
     data.close()
-    for d, source in enumerate(data.sources):
-        where = places(source.index, *source.cuts[:2])
+    for d, source in enumerate(data.datasets):
+        where = places(source.index, *source.split_points[:2])
         mine = [(number, window) for number, window in samples if number % 2 == d]
         assert abs(len(mine) - len(samples) * (2, 1)[d] / 3) <= 1
-        count = (source.cuts[1] - source.cuts[0] - 1) // SEQ
+        count = (source.split_points[1] - source.split_points[0] - 1) // SEQ
         starts = [
             where[window] for _, window in mine
         ]  # KeyError: a window of the other set, or of another split
@@ -199,15 +199,15 @@ def test_a_resume_reads_what_an_unbroken_run_reads(ranks, home, prefix):
 def test_no_document_is_in_two_splits(home):
     """Every document has letters of its own. All of a split's windows, of several epochs, are of that
     split's documents."""
-    tok = tokenizer.load("bytes")
-    with Writer(home / "own", tok.vocab) as w:
+    tok = tokenizer.load_tokenizer("bytes")
+    with IndexedDatasetWriter(home / "own", tok.vocab) as w:
         for i in range(200):
             w.add([i] * 17 + [tok.eod])
         w.finish(tok, 1)
     cfg = settings(str(home / "own"), *SMALL, data={"split": "6,3,1"})
     seen = {}
     for split in ("train", "valid", "test"):
-        data = open_data(cfg, split, 0, 1)
+        data = open_loader(cfg, split, 0, 1)
         found = {int(t) for step in range(12) for b in data.microbatches(step) for t in b.tokens.unique()} - {
             tok.eod
         }

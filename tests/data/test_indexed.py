@@ -1,4 +1,5 @@
 """data/indexed.py against Megatron's bytes, and against every way in which files go wrong."""
+
 import json
 import os
 import pathlib
@@ -12,19 +13,25 @@ import numpy as np
 import pytest
 
 from config import ConfigError
-from data.indexed import BLOCK, ChecksumError, Indexed, Writer, dtype_of, sidecar_bytes
+from data.indexed import BLOCK, ChecksumError, IndexedDataset, IndexedDatasetWriter, dtype_of, sidecar_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
-GOLDEN_IDX = ("4d4d494449445800 00" "0100000000000000" "08" "0300000000000000" "0400000000000000"  # header: u16, N 3, D+1 4
-              "03000000 01000000 02000000"  # lengths
-              "0000000000000000 0600000000000000 0800000000000000"  # byte offsets
-              "0000000000000000 0100000000000000 0200000000000000 0300000000000000")  # document bounds
+GOLDEN_IDX = (
+    "4d4d494449445800 00"
+    "0100000000000000"
+    "08"
+    "0300000000000000"
+    "0400000000000000"  # header: u16, N 3, D+1 4
+    "03000000 01000000 02000000"  # lengths
+    "0000000000000000 0600000000000000 0800000000000000"  # byte offsets
+    "0000000000000000 0100000000000000 0200000000000000 0300000000000000"
+)  # document bounds
 GOLDEN_BIN = "0100 0200 ff00 ff00 2c01 ff00"
 DOCS = [[1, 2, 255], [255], [300, 255]]
 
 
 def write(prefix, docs, vocab=1024):
-    with Writer(prefix, vocab) as w:
+    with IndexedDatasetWriter(prefix, vocab) as w:
         for doc in docs:
             w.add(doc)
         w.finish(text_bytes=9)
@@ -51,28 +58,36 @@ def test_reads_megatrons_files(tmp_path):
     ids = np.arange(8, dtype="<i4")
     ids.tofile(tmp_path / "m.bin")
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 4, 5, 4)
-    body = np.array(lengths, "<i4").tobytes() + np.array([0, 8, 12, 24, 24], "<i8").tobytes() + np.array(bounds, "<i8").tobytes()
+    body = (
+        np.array(lengths, "<i4").tobytes()
+        + np.array([0, 8, 12, 24, 24], "<i8").tobytes()
+        + np.array(bounds, "<i8").tobytes()
+    )
     for modes in (b"", b"\0" * 5):
         (tmp_path / "m.idx").write_bytes(head + body + modes)
-        d = Indexed(tmp_path / "m")
+        d = IndexedDataset(tmp_path / "m")
         assert (d.tokens, d.documents) == (8, 3)
-        assert [d.doc(i).tolist() for i in range(3)] == [[0, 1, 2], [], [3, 4, 5, 6, 7]]
+        assert [d.document(i).tolist() for i in range(3)] == [[0, 1, 2], [], [3, 4, 5, 6, 7]]
         assert [d.document_at(t) for t in range(8)] == [0, 0, 0, 2, 2, 2, 2, 2]
-        assert d.starts(0, 8).tolist() == [3] and d.starts(3, 8).tolist() == [] and d.starts(1, 3).tolist() == []
+        assert (
+            d.document_starts(0, 8).tolist() == [3]
+            and d.document_starts(3, 8).tolist() == []
+            and d.document_starts(1, 3).tolist() == []
+        )
 
 
 def test_round_trip_and_starts(tmp_path):
     rng = random.Random(1)
     for vocab in (257, 65499, 65500, 200000):
         docs = [[rng.randrange(vocab) for _ in range(rng.choice([1, 2, 50]))] for _ in range(60)]
-        d = Indexed(write(tmp_path / "r", docs, vocab), vocab)
+        d = IndexedDataset(write(tmp_path / "r", docs, vocab), vocab)
         assert d.dtype == dtype_of(vocab) == ("<u2" if vocab < 65500 else "<i4")
-        assert [d.doc(i).tolist() for i in range(60)] == docs
+        assert [d.document(i).tolist() for i in range(60)] == docs
         flat, firsts = sum(docs, []), np.cumsum([0] + [len(x) for x in docs])
         for _ in range(50):
             a, b = sorted(rng.sample(range(len(flat) + 1), 2))
             assert d.read(a, b).tolist() == flat[a:b]
-            assert d.starts(a, b).tolist() == [f for f in firsts[:-1] if a < f < b]
+            assert d.document_starts(a, b).tolist() == [f for f in firsts[:-1] if a < f < b]
         assert d.meta["max_id"] == max(flat) and flat[d.meta["max_id_at"]] == max(flat)
 
 
@@ -89,10 +104,10 @@ def test_200_flips_are_refused_at_opening(large, end):
     for _ in range(200):
         flip(path, rng.randrange(len(good)), rng.randrange(8))
         with pytest.raises(ConfigError) as e:
-            Indexed(large)
+            IndexedDataset(large)
         assert "\n" not in str(e.value) and str(large) in str(e.value)
         path.write_bytes(good)
-    Indexed(large)
+    IndexedDataset(large)
 
 
 def test_200_flips_of_the_bin_are_found_at_first_touch(large):
@@ -101,7 +116,7 @@ def test_200_flips_of_the_bin_are_found_at_first_touch(large):
     for _ in range(200):
         at = rng.randrange(len(good))
         flip(path, at, rng.randrange(8))
-        d = Indexed(large)  # the .bin is not read here
+        d = IndexedDataset(large)  # the .bin is not read here
         with pytest.raises(ChecksumError, match=f"d.bin: block {at // BLOCK} "):
             d.read(at // 2, at // 2 + 1)
         path.write_bytes(good)
@@ -109,7 +124,7 @@ def test_200_flips_of_the_bin_are_found_at_first_touch(large):
 
 def test_flips_elsewhere_do_not_hurt(large):
     flip(pathlib.Path(f"{large}.bin"), 2 * BLOCK + 5, 0)
-    d = Indexed(large)
+    d = IndexedDataset(large)
     assert len(d.read(0, BLOCK)) == BLOCK  # blocks 0 and 1
     with pytest.raises(ChecksumError):
         d.read(BLOCK - 1, BLOCK + 1)
@@ -124,59 +139,68 @@ def test_most_flips_are_found_without_a_sidecar(large):
     for _ in range(200):
         flip(path, rng.randrange(34 + 12 * 200), rng.randrange(8))
         with pytest.raises(ConfigError):
-            Indexed(large)
+            IndexedDataset(large)
         path.write_bytes(good)
 
 
 def put(offset, content):
-    return lambda raw: raw[:offset] + content + raw[offset + len(content):]
+    return lambda raw: raw[:offset] + content + raw[offset + len(content) :]
 
 
-@pytest.mark.parametrize("end,change,told", [
-    (".idx", lambda raw: b"", "offset 0: ends here"),
-    (".idx", lambda raw: raw[:20], "offset 20: ends here"),
-    (".idx", lambda raw: raw[:-8], "offset 18: 3 sequences and 4 bounds make 102 bytes, the file has 94"),
-    (".idx", lambda raw: raw + b"\0", "the file has 103"),
-    (".idx", put(0, b"MMIDIDY"), "offset 0: starts with"),
-    (".idx", put(0, b"TNTIDX\0\0"), "the old TNTIDX format is not read"),
-    (".idx", put(9, b"\2"), "offset 9: version 2"),
-    (".idx", put(17, b"\7"), "offset 17: dtype code 7"),
-    (".idx", put(18, b"\xff" * 8), "offset 18: 18446744073709551615 sequences"),
-    (".idx", put(37, b"\x80"), "offset 34: sequence 0 has a length below 0"),
-    (".idx", put(54, b"\7"), "offset 54: sequence 1 begins at byte 7, but the lengths before it sum to 6"),
-    (".idx", put(70, b"\1"), "offset 70: document 0 begins at sequence 1"),
-    (".idx", put(78, b"\5"), "offset 78: document 1 begins at sequence 5"),
-    (".idx", put(94, b"\2"), "offset 94: documents end at sequence 2, not 3"),
-    (".bin", lambda raw: raw[:-1], "11 bytes, g.idx counts 12: truncated or grown"),
-    (".bin", lambda raw: raw + b"\0\0", "14 bytes, g.idx counts 12: truncated or grown"),
-    (".bin", lambda raw: b"", "0 bytes, g.idx counts 12"),
-    (".idx", None, "No such file"),
-    (".bin", None, "No such file"),
-    (".crc", None, "No such file"),
-])
+@pytest.mark.parametrize(
+    "end,change,told",
+    [
+        (".idx", lambda raw: b"", "offset 0: ends here"),
+        (".idx", lambda raw: raw[:20], "offset 20: ends here"),
+        (".idx", lambda raw: raw[:-8], "offset 18: 3 sequences and 4 bounds make 102 bytes, the file has 94"),
+        (".idx", lambda raw: raw + b"\0", "the file has 103"),
+        (".idx", put(0, b"MMIDIDY"), "offset 0: starts with"),
+        (".idx", put(0, b"TNTIDX\0\0"), "the old TNTIDX format is not read"),
+        (".idx", put(9, b"\2"), "offset 9: version 2"),
+        (".idx", put(17, b"\7"), "offset 17: dtype code 7"),
+        (".idx", put(18, b"\xff" * 8), "offset 18: 18446744073709551615 sequences"),
+        (".idx", put(37, b"\x80"), "offset 34: sequence 0 has a length below 0"),
+        (
+            ".idx",
+            put(54, b"\7"),
+            "offset 54: sequence 1 begins at byte 7, but the lengths before it sum to 6",
+        ),
+        (".idx", put(70, b"\1"), "offset 70: document 0 begins at sequence 1"),
+        (".idx", put(78, b"\5"), "offset 78: document 1 begins at sequence 5"),
+        (".idx", put(94, b"\2"), "offset 94: documents end at sequence 2, not 3"),
+        (".bin", lambda raw: raw[:-1], "11 bytes, g.idx counts 12: truncated or grown"),
+        (".bin", lambda raw: raw + b"\0\0", "14 bytes, g.idx counts 12: truncated or grown"),
+        (".bin", lambda raw: b"", "0 bytes, g.idx counts 12"),
+        (".idx", None, "No such file"),
+        (".bin", None, "No such file"),
+        (".crc", None, "No such file"),
+    ],
+)
 def test_bad_files(tmp_path, end, change, told):
     write(tmp_path / "g", DOCS)
     path = tmp_path / f"g{end}"
     path.write_bytes(change(path.read_bytes())) if change else path.unlink()
     with pytest.raises(ConfigError) as e:
-        Indexed(tmp_path / "g")
+        IndexedDataset(tmp_path / "g")
     assert told in str(e.value) and f"g{end}" in str(e.value) and "\n" not in str(e.value)
 
 
 def test_no_tokens_is_an_error(tmp_path):
     write(tmp_path / "e", [[]])
     with pytest.raises(ConfigError, match="e.bin: holds no tokens"):
-        Indexed(tmp_path / "e")
+        IndexedDataset(tmp_path / "e")
 
 
 def test_ids_beyond_the_vocabulary(tmp_path):
     write(tmp_path / "g", DOCS)
-    with pytest.raises(ConfigError, match="g.bin: document 2, token 0: id 300 is not below the vocabulary of 300"):
-        Indexed(tmp_path / "g", 300)  # the sidecar knows: before anything is read
-    Indexed(tmp_path / "g", 301)
+    with pytest.raises(
+        ConfigError, match="g.bin: document 2, token 0: id 300 is not below the vocabulary of 300"
+    ):
+        IndexedDataset(tmp_path / "g", 300)  # the sidecar knows: before anything is read
+    IndexedDataset(tmp_path / "g", 301)
     for end in (".json", ".crc"):
         (tmp_path / f"g{end}").unlink()
-    d = Indexed(tmp_path / "g", 300)  # Megatron's files: at first touch
+    d = IndexedDataset(tmp_path / "g", 300)  # Megatron's files: at first touch
     with pytest.raises(ConfigError, match="document 2, token 0: id 300"):
         d.read(0, 2)
     raw = bytearray((tmp_path / "g.idx").read_bytes())
@@ -184,54 +208,77 @@ def test_ids_beyond_the_vocabulary(tmp_path):
     (tmp_path / "g.idx").write_bytes(raw)
     (tmp_path / "g.bin").write_bytes(bytes.fromhex("0100 0200 ffff ff00 2c01 ff00"))
     with pytest.raises(ConfigError, match="document 0, token 2: id -1"):
-        Indexed(tmp_path / "g", 1000).read(0, 1)
+        IndexedDataset(tmp_path / "g", 1000).read(0, 1)
 
 
 def test_a_failed_writer_leaves_the_old_files(tmp_path):
     write(tmp_path / "g", DOCS)
-    with pytest.raises(ZeroDivisionError), Writer(tmp_path / "g", 1024) as w:
+    with pytest.raises(ZeroDivisionError), IndexedDatasetWriter(tmp_path / "g", 1024) as w:
         w.add([1] * 1000)
         w.add([1 // 0])
-    assert Indexed(tmp_path / "g").tokens == 6
-    with pytest.raises(ValueError, match="lengths sum to"), Writer(tmp_path / "g", 1024) as w:
+    assert IndexedDataset(tmp_path / "g").tokens == 6
+    with pytest.raises(ValueError, match="lengths sum to"), IndexedDatasetWriter(tmp_path / "g", 1024) as w:
         w.extend(np.arange(5), [4])
         w.finish()
-    assert Indexed(tmp_path / "g").tokens == 6
+    assert IndexedDataset(tmp_path / "g").tokens == 6
 
 
 BIG = """
 import resource, sys, time
-from config import Config, Data, Train
-from data.loader import open_data
+from config import Config, DataConfig, TrainConfig
+from data.loader import open_loader
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-cfg = Config(data=Data(path=sys.argv[1], split="998,2"), train=Train(steps=1, seq_len=2048))
+cfg = Config(data=DataConfig(path=sys.argv[1], split="998,2"), train=TrainConfig(steps=1, seq_len=2048))
 before, clock = peak(), time.perf_counter()
-data = open_data(cfg, "train", 0, 1)
-ids = [i for step in range(100) for i in data.ids(step)]
+data = open_loader(cfg, "train", 0, 1)
+ids = [i for step in range(100) for i in data.sample_ids(step)]
 print(time.perf_counter() - clock, peak() - before, data.tokens, len(set(ids)))
 """
 
 
 def test_a_billion_tokens_open_at_once(tmp_path):
-    """1e9 tokens in 1e6 documents, with checksums: 2 s and 100 MB are promised, for files and sample order together."""
+    """1e9 tokens in 1e6 documents, with checksums: 2 s and 100 MB are promised, for files and sample order
+    together.
+    """
     import hashlib
     import zlib
 
     from data.indexed import file_sha256, sidecar_bytes
+
     n, size = 1_000_000, 2_000_000_000
     with open(tmp_path / "big.bin", "wb") as f:
         f.truncate(size)
     lengths = np.full(n, 1000, "<i4")
     with open(tmp_path / "big.idx", "wb") as f:
         f.write(struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, n, n + 1))
-        f.write(lengths.tobytes() + (np.arange(n, dtype="<i8") * 2000).tobytes() + np.arange(n + 1, dtype="<i8").tobytes())
+        f.write(
+            lengths.tobytes()
+            + (np.arange(n, dtype="<i8") * 2000).tobytes()
+            + np.arange(n + 1, dtype="<i8").tobytes()
+        )
     crc = [zlib.crc32(bytes(BLOCK))] * (size // BLOCK) + [zlib.crc32(bytes(size % BLOCK))]
     (tmp_path / "big.crc").write_bytes(np.array(crc, "<u4").tobytes())
-    meta = {"format": 1, "block": BLOCK, "source": None, "text_bytes": 0, "tokenizer": None, "documents": n, "tokens": size // 2,
-            "max_id": 0, "max_id_at": 0, "idx_sha256": file_sha256(tmp_path / "big.idx"),
-            "crc_sha256": hashlib.sha256((tmp_path / "big.crc").read_bytes()).hexdigest()}
+    meta = {
+        "format": 1,
+        "block": BLOCK,
+        "source": None,
+        "text_bytes": 0,
+        "tokenizer": None,
+        "documents": n,
+        "tokens": size // 2,
+        "max_id": 0,
+        "max_id_at": 0,
+        "idx_sha256": file_sha256(tmp_path / "big.idx"),
+        "crc_sha256": hashlib.sha256((tmp_path / "big.crc").read_bytes()).hexdigest(),
+    }
     (tmp_path / "big.json").write_bytes(sidecar_bytes(meta))
-    out = subprocess.run([sys.executable, "-c", BIG, str(tmp_path / "big")], cwd=ROOT, capture_output=True, text=True, check=True)
+    out = subprocess.run(
+        [sys.executable, "-c", BIG, str(tmp_path / "big")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     seconds, mib, tokens, unique = map(float, out.stdout.split())
     assert seconds < 2 and mib < 100 and tokens == 998_000_000 and unique == 1600, out.stdout
     shutil.rmtree(tmp_path)
@@ -242,26 +289,26 @@ def test_a_sidecar_of_another_form_is_refused_though_its_checksum_holds(tmp_path
     write(tmp_path / "d", DOCS)
     meta = json.loads((tmp_path / "d.json").read_bytes())
     (tmp_path / "d.json").write_bytes(sidecar_bytes(meta))
-    assert Indexed(tmp_path / "d").tokens == 6
+    assert IndexedDataset(tmp_path / "d").tokens == 6
     (tmp_path / "d.json").write_bytes(sidecar_bytes(meta | change))
     with pytest.raises(ChecksumError, match="d.json: "):
-        Indexed(tmp_path / "d")
+        IndexedDataset(tmp_path / "d")
 
 
 def test_a_file_that_changes_after_it_was_opened(tmp_path):
     write(tmp_path / "d", DOCS)
     for end in ("idx", "bin"):
         os.utime(tmp_path / f"d.{end}", (0, 0))  # a clock of a write may tick every few milliseconds
-    data = Indexed(tmp_path / "d")
-    data.unchanged()
+    data = IndexedDataset(tmp_path / "d")
+    data.check_unchanged()
     old = (tmp_path / "d.idx").read_bytes()
     (tmp_path / "d.idx").unlink()
-    data.unchanged()  # what was opened is still there
+    data.check_unchanged()  # what was opened is still there
     (tmp_path / "d.idx").write_bytes(old)
     with pytest.raises(ChecksumError, match="d.idx: (replaced|written to) while the run read it"):
-        data.unchanged()
-    data = Indexed(tmp_path / "d")
+        data.check_unchanged()
+    data = IndexedDataset(tmp_path / "d")
     with open(tmp_path / "d.bin", "r+b") as f:
         f.write(b"\x07")
     with pytest.raises(ChecksumError, match="d.bin: written to while"):
-        data.unchanged()
+        data.check_unchanged()

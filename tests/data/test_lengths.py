@@ -1,6 +1,7 @@
 """Bytes of text behind token ids: the bytes that were encoded, of every kind of tokenizer, wherever a window
 is cut; and val_bpb of a run under data.doc_mask against a count by hand.
 """
+
 import json
 import math
 
@@ -12,20 +13,25 @@ from ranks import MODEL
 import config
 import train
 from data import tokenizer
-from data.indexed import Indexed, Writer
-from data.lengths import lengths
-from data.loader import open_data
+from data.indexed import IndexedDataset, IndexedDatasetWriter
+from data.lengths import token_byte_lengths
+from data.loader import open_loader
 from plan.count import flops_per_token
 
-TEXTS = ("def f(x):\n    return x  # \u00e4\u00f6\u00fc\n", "Ω and 中文 and 🙂🙂", " begins with a space", "x",
-         "a\tb  c\u00a0d\n\n")
+TEXTS = (
+    "def f(x):\n    return x  # \u00e4\u00f6\u00fc\n",
+    "Ω and 中文 and 🙂🙂",
+    " begins with a space",
+    "x",
+    "a\tb  c\u00a0d\n\n",
+)
 MORE = ["the quick brown fox jumps over the lazy dog", "def g(y):\n    return [y, y]", TEXTS[0]]
 
 
 def trained(kind: str, folder):
     """A tokenizer of each kind, trained on a few lines; those of a tokenizer.json as published."""
     if kind == "bytes":
-        return tokenizer.load("bytes")
+        return tokenizer.load_tokenizer("bytes")
     if kind == "bpe":
         return tokenizer.train_bpe(MORE * 3, 300)
     fallback = {"byte_fallback": True, "unk_token": "<unk>"} if kind == "llama" else {}
@@ -36,14 +42,20 @@ def trained(kind: str, folder):
         made.decoder = tokenizers.decoders.ByteLevel()
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     else:  # Llama 2's: a lower block for a space, one before the text, bytes for what it does not know
-        made.normalizer = tokenizers.normalizers.Sequence([tokenizers.normalizers.Prepend("\u2581"),
-                                                           tokenizers.normalizers.Replace(" ", "\u2581")])
-        parts = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(),
-                 tokenizers.decoders.Fuse(), tokenizers.decoders.Strip(" ", 1, 0)]
+        made.normalizer = tokenizers.normalizers.Sequence(
+            [tokenizers.normalizers.Prepend("\u2581"), tokenizers.normalizers.Replace(" ", "\u2581")]
+        )
+        parts = [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
         made.decoder = tokenizers.decoders.Sequence(parts)
         special, alphabet = [*special, "<unk>"], []
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=special,
-                                             initial_alphabet=alphabet, show_progress=False)
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     if kind == "llama":
         made.train_from_iterator(["the quick brown fox", "def f x return"], trainer)
         spec = json.loads(made.to_str())  # the trainer knows no byte pieces
@@ -53,13 +65,13 @@ def trained(kind: str, folder):
     else:
         made.train_from_iterator(MORE, trainer)
     made.save(str(folder / "tokenizer.json"))
-    return tokenizer.load(folder / "tokenizer.json")
+    return tokenizer.load_tokenizer(folder / "tokenizer.json")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "gpt2", "llama"])
 def test_lengths_sum_to_the_bytes_that_were_encoded(kind, tmp_path):
     tok = trained(kind, tmp_path)
-    inside, first = lengths(tok)
+    inside, first = token_byte_lengths(tok)
     assert inside.shape == (tok.vocab,) and inside[tok.eod] == 0 == first[tok.eod]
     for text in TEXTS:
         ids = tok.encode(text)
@@ -68,7 +80,7 @@ def test_lengths_sum_to_the_bytes_that_were_encoded(kind, tmp_path):
 
 
 def corpus(folder, tok, texts) -> str:
-    with Writer(folder / "text", tok.vocab) as w:
+    with IndexedDatasetWriter(folder / "text", tok.vocab) as w:
         for text in texts:
             w.add([*tok.encode(text), tok.eod])
         w.finish(tok, 1)
@@ -80,10 +92,25 @@ def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_
     """By hand: every target of the validation batches, but under doc_mask the first token of a document.
     A byte is a token here and 256 the end of a document, so that the text is what lies below 256."""
     texts = [("ä" * (3 + 5 * i % 11) + "🙂 b")[:24] for i in range(80)]
-    data = corpus(tmp_path, tokenizer.load("bytes"), texts)
-    words = ["llama2-tiny", *MODEL, "--data.path", data, "--data.split", "50,50", "--train.steps", "1",
-             "--eval.batches", "3", "--data.doc_mask", str(doc_mask).lower(), "--log.dir", str(tmp_path),
-             "--log.name", "r"]
+    data = corpus(tmp_path, tokenizer.load_tokenizer("bytes"), texts)
+    words = [
+        "llama2-tiny",
+        *MODEL,
+        "--data.path",
+        data,
+        "--data.split",
+        "50,50",
+        "--train.steps",
+        "1",
+        "--eval.batches",
+        "3",
+        "--data.doc_mask",
+        str(doc_mask).lower(),
+        "--log.dir",
+        str(tmp_path),
+        "--log.name",
+        "r",
+    ]
     assert train.main(words) == 0
     rows = [json.loads(line) for line in (tmp_path / "r" / "metrics.jsonl").read_text().splitlines()]
     stream, starts = [], set()
@@ -91,10 +118,10 @@ def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_
         starts.add(len(stream))
         stream += [*text.encode(), 256]
     cfg = config.resolve("llama2-tiny", None, words[1:])
-    index, valid = Indexed(data, 257), open_data(cfg, "valid", 0, 1)
+    index, valid = IndexedDataset(data, 257), open_loader(cfg, "valid", 0, 1)
     assert index.read(0, len(stream)).tolist() == stream
     tokens = size = 0
-    for _, _, at in valid._samples(0, 3 * 4):  # where the windows of the three batches of four begin
+    for _, _, at in valid._locate_samples(0, 3 * 4):  # where the windows of the three batches of four begin
         targets = [i for i in range(at + 1, at + 17) if not (doc_mask and i in starts)]
         tokens, size = tokens + len(targets), size + sum(stream[i] < 256 for i in targets)
     found = [row for row in rows if "val_bpb" in row]
@@ -105,16 +132,33 @@ def test_val_bpb_is_the_loss_over_the_bytes_of_what_was_predicted(tmp_path, doc_
 
 def test_mfu_counts_attention_within_documents(tmp_path):
     """By hand: the keys that each token of an epoch sees, at 6 x layers x heads x (q + v channels)."""
-    data = corpus(tmp_path, tokenizer.load("bytes"), ["x" * (1 + 7 * i % 23) for i in range(90)])
+    data = corpus(tmp_path, tokenizer.load_tokenizer("bytes"), ["x" * (1 + 7 * i % 23) for i in range(90)])
     for window in ("none", "3"):
-        words = ["llama2-tiny", *MODEL, "--data.path", data, "--data.doc_mask", "true", "--train.steps", "1",
-                 "--eval.batches", "1", "--model.vocab", "257", "--model.window", window, "--log.dir",
-                 str(tmp_path), "--log.name", f"w{window}"]
+        words = [
+            "llama2-tiny",
+            *MODEL,
+            "--data.path",
+            data,
+            "--data.doc_mask",
+            "true",
+            "--train.steps",
+            "1",
+            "--eval.batches",
+            "1",
+            "--model.vocab",
+            "257",
+            "--model.window",
+            window,
+            "--log.dir",
+            str(tmp_path),
+            "--log.name",
+            f"w{window}",
+        ]
         assert train.main(words) == 0
         cfg = config.resolve("llama2-tiny", None, words[1:])
         lines = (tmp_path / f"w{window}" / "metrics.jsonl").read_text().splitlines()
         row = next(row for row in map(json.loads, lines) if "tflops_per_gpu" in row)
-        reader = open_data(cfg, "train", 0, 1)
+        reader = open_loader(cfg, "train", 0, 1)
         keys = queries = 0
         for step in range(reader.samples // 4):
             for batch in reader.microbatches(step):
@@ -131,5 +175,5 @@ def test_mfu_counts_attention_within_documents(tmp_path):
 
 
 def test_unknown_vocabularies_and_holes_do_not_matter():
-    inside, first = lengths(tokenizer.load("bytes"))
+    inside, first = token_byte_lengths(tokenizer.load_tokenizer("bytes"))
     assert inside.tolist() == [1] * 256 + [0] and np.array_equal(inside, first)

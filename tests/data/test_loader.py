@@ -1,4 +1,5 @@
 """data/loader.py: batches are a pure function of (seed, step), whatever ranks, prefetch and restarts do."""
+
 import dataclasses
 import itertools
 import pathlib
@@ -14,16 +15,16 @@ import torch
 import config
 from config import Config, ConfigError
 from data import loader, tokenizer
-from data.indexed import ChecksumError, Indexed, Writer
-from data.loader import open_data, shares
+from data.indexed import ChecksumError, IndexedDataset, IndexedDatasetWriter
+from data.loader import open_loader, split_shares
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
 def make(prefix, count, seed=0, tok=None):
     """`count` documents of random ascii; each begins with its own number."""
-    tok, rng = tok or tokenizer.load("bytes"), np.random.default_rng(seed)
-    with Writer(prefix, tok.vocab) as w:
+    tok, rng = tok or tokenizer.load_tokenizer("bytes"), np.random.default_rng(seed)
+    with IndexedDatasetWriter(prefix, tok.vocab) as w:
         for i in range(count):
             w.add([*tok.encode(f"{i:04d}"), *rng.integers(97, 123, rng.integers(0, 60)), tok.eod])
         w.finish(tok, 1)
@@ -31,8 +32,12 @@ def make(prefix, count, seed=0, tok=None):
 
 
 def settings(path, seed=1, seq_len=16, micro_batch=2, global_batch=12, vocab=None, **data):
-    train = config.Train(steps=1, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch, seed=seed)
-    return Config(data=config.Data(path=str(path), **data), train=train, model=config.Model(vocab=vocab))
+    train = config.TrainConfig(
+        steps=1, seq_len=seq_len, micro_batch=micro_batch, global_batch=global_batch, seed=seed
+    )
+    return Config(
+        data=config.DataConfig(path=str(path), **data), train=train, model=config.ModelConfig(vocab=vocab)
+    )
 
 
 def rows(data, step):
@@ -52,19 +57,19 @@ def other(tmp_path_factory):
 
 
 def test_every_sample_once_an_epoch(prefix):
-    data = open_data(settings(prefix), "train", 0, 1)
+    data = open_loader(settings(prefix), "train", 0, 1)
     steps = -(-2 * data.samples // 12) + 1
-    ids = [i for step in range(steps) for i in data.ids(step)]
+    ids = [i for step in range(steps) for i in data.sample_ids(step)]
     n = data.samples
-    assert sorted(ids[:n]) == list(range(n)) and sorted(ids[n:2 * n]) == list(range(n, 2 * n))
-    assert [i % n for i in ids[:n]] != [i % n for i in ids[n:2 * n]]
+    assert sorted(ids[:n]) == list(range(n)) and sorted(ids[n : 2 * n]) == list(range(n, 2 * n))
+    assert [i % n for i in ids[:n]] != [i % n for i in ids[n : 2 * n]]
     data.close()
 
 
 def test_samples_are_windows_of_the_stream(prefix):
-    data, stream = open_data(settings(prefix), "train", 0, 1), Indexed(prefix)
+    data, stream = open_loader(settings(prefix), "train", 0, 1), IndexedDataset(prefix)
     text = stream.read(0, stream.tokens).tolist()
-    places = {tuple(text[a:a + 17]) for a in range(len(text) - 16)}
+    places = {tuple(text[a : a + 17]) for a in range(len(text) - 16)}
     for batch in data.microbatches(3):
         assert batch.tokens.shape == batch.targets.shape == (2, 16)
         assert batch.tokens.dtype == batch.targets.dtype == batch.positions.dtype == torch.int64
@@ -75,13 +80,13 @@ def test_samples_are_windows_of_the_stream(prefix):
 @pytest.mark.parametrize("path", ["{a}", "0.7 {a} 0.3 {b}"])
 def test_ranks_share_what_one_rank_reads(prefix, other, path):
     path = path.format(a=prefix, b=other)
-    whole = open_data(settings(path), "train", 0, 1)
+    whole = open_loader(settings(path), "train", 0, 1)
     for world, micro in ((1, 4), (2, 3), (3, 1), (6, 2)):
-        ranks = [open_data(settings(path, micro_batch=micro), "train", r, world) for r in range(world)]
+        ranks = [open_loader(settings(path, micro_batch=micro), "train", r, world) for r in range(world)]
         for step in (0, 7, 500):
             assert sum((rows(d, step) for d in ranks), []) == rows(whole, step)
-            assert all(d.ids(step) == whole.ids(step) for d in ranks)
-            places = [b.rows.tolist() for d in ranks for b in d.microbatches(step)]
+            assert all(d.sample_ids(step) == whole.sample_ids(step) for d in ranks)
+            places = [b.sequence_ids.tolist() for d in ranks for b in d.microbatches(step)]
             assert sum(places, []) == list(range(12)) and {len(p) for p in places} == {micro}
         [d.close() for d in ranks]
     whole.close()
@@ -89,9 +94,9 @@ def test_ranks_share_what_one_rank_reads(prefix, other, path):
 
 def test_any_order_of_steps_with_and_without_prefetch(prefix):
     """Ahead, back, twice, far: a resume can begin anywhere."""
-    plain = open_data(settings(prefix, prefetch=0), "train", 0, 1)
+    plain = open_loader(settings(prefix, prefetch=0), "train", 0, 1)
     for prefetch in (1, 2, 5):
-        data = open_data(settings(prefix, prefetch=prefetch), "train", 0, 1)
+        data = open_loader(settings(prefix, prefetch=prefetch), "train", 0, 1)
         for step in [0, 1, 2, 2, 9, 10, 11, 3, 4, 1000, 0, 1]:
             assert rows(data, step) == rows(plain, step)
             assert data.microbatches(step)[0].step == step
@@ -101,59 +106,72 @@ def test_any_order_of_steps_with_and_without_prefetch(prefix):
 
 
 def test_a_slow_disk_keeps_the_order(prefix, monkeypatch):
-    plain = open_data(settings(prefix, prefetch=0), "train", 0, 1)
+    plain = open_loader(settings(prefix, prefetch=0), "train", 0, 1)
     want = [rows(plain, step) for step in range(6)]
-    data, read = open_data(settings(prefix), "train", 0, 1), Indexed.read
-    monkeypatch.setattr(Indexed, "read", lambda *a: (time.sleep(0.002 * (a[1] % 3)), read(*a))[1])
+    data, read = open_loader(settings(prefix), "train", 0, 1), IndexedDataset.read
+    monkeypatch.setattr(IndexedDataset, "read", lambda *a: (time.sleep(0.002 * (a[1] % 3)), read(*a))[1])
     assert [rows(data, step) for step in range(6)] == want
     data.close()
 
 
 def test_seed_changes_training_and_not_validation(prefix):
     a, b = settings(prefix, seed=1), settings(prefix, seed=2)
-    assert rows(open_data(a, "train", 0, 1), 0) != rows(open_data(b, "train", 0, 1), 0)
-    assert rows(open_data(a, "valid", 0, 1), 0) == rows(open_data(b, "valid", 0, 1), 0)
+    assert rows(open_loader(a, "train", 0, 1), 0) != rows(open_loader(b, "train", 0, 1), 0)
+    assert rows(open_loader(a, "valid", 0, 1), 0) == rows(open_loader(b, "valid", 0, 1), 0)
 
 
 def test_splits_are_disjoint_and_complete(prefix):
     for split in ("95,5,0", "969,30,1", "1,1,1", "0.5,0.25,0.25"):
-        source = open_data(settings(prefix, split=split), "train", 0, 1).sources[0]
+        source = open_loader(settings(prefix, split=split), "train", 0, 1).datasets[0]
         index = source.index
-        starts = {index.start(i) for i in range(index.documents + 1)}
-        assert set(source.cuts) <= starts and list(source.cuts) == sorted(source.cuts)
-        assert source.cuts[0] == 0 and source.cuts[-1] == index.tokens  # each document in exactly one
-        for k, share in enumerate(shares(split, "train")):
-            documents = sum(source.cuts[k] <= index.start(i) < source.cuts[k + 1] for i in range(index.documents))
-            assert abs(documents - 300 * share / sum(shares(split, "train"))) <= 1
+        starts = {index.document_start(i) for i in range(index.documents + 1)}
+        assert set(source.split_points) <= starts and list(source.split_points) == sorted(source.split_points)
+        assert (
+            source.split_points[0] == 0 and source.split_points[-1] == index.tokens
+        )  # each document in exactly one
+        for k, share in enumerate(split_shares(split, "train")):
+            documents = sum(
+                source.split_points[k] <= index.document_start(i) < source.split_points[k + 1]
+                for i in range(index.documents)
+            )
+            assert abs(documents - 300 * share / sum(split_shares(split, "train"))) <= 1
 
 
 def test_a_split_gives_its_own_tokens_alone(prefix):
     for split, k in (("train", 0), ("valid", 1)):
-        data = open_data(settings(prefix, split="1,1"), split, 0, 1)
-        source = data.sources[0]
-        text = source.index.read(source.cuts[k], source.cuts[k + 1]).tolist()
-        places = {tuple(text[a:a + 17]) for a in range(len(text) - 16)}
+        data = open_loader(settings(prefix, split="1,1"), split, 0, 1)
+        source = data.datasets[0]
+        text = source.index.read(source.split_points[k], source.split_points[k + 1]).tolist()
+        places = {tuple(text[a : a + 17]) for a in range(len(text) - 16)}
         assert all(set(rows(data, step)) <= places for step in range(0, 60, 7))
         data.close()
 
 
-@pytest.mark.parametrize("split,which,told", [
-    ("95", "valid", "leaves nothing for valid"), ("95,5", "test", "leaves nothing for test"), ("a,b", "train", "is not shares"),
-    ("-1,2", "train", "is not shares"), ("0,0", "train", "is not shares"), ("1,1,1,1", "train", "is not shares"),
-    ("1000,1", "valid", "leaves valid 0 tokens of .* \\(300 documents\\), a sample is 17")])
+@pytest.mark.parametrize(
+    "split,which,told",
+    [
+        ("95", "valid", "leaves nothing for valid"),
+        ("95,5", "test", "leaves nothing for test"),
+        ("a,b", "train", "is not shares"),
+        ("-1,2", "train", "is not shares"),
+        ("0,0", "train", "is not shares"),
+        ("1,1,1,1", "train", "is not shares"),
+        ("1000,1", "valid", "leaves valid 0 tokens of .* \\(300 documents\\), a sample is 17"),
+    ],
+)
 def test_bad_splits(prefix, split, which, told):
     with pytest.raises(ConfigError, match=told):
-        open_data(settings(prefix, split=split), which, 0, 1)
+        open_loader(settings(prefix, split=split), which, 0, 1)
 
 
 def test_document_mask(prefix):
-    data = open_data(settings(prefix, seq_len=100, doc_mask=True), "train", 0, 1)
+    data = open_loader(settings(prefix, seq_len=100, doc_mask=True), "train", 0, 1)
     eod, found = data.tokenizer.eod, 0
     for step in range(5):
         for b in data.microbatches(step):
             ends = b.tokens == eod  # after one the next document begins
             assert torch.equal(b.targets == -100, ends)
-            assert torch.equal(b.docs.diff(dim=1), ends[:, :-1].int())
+            assert torch.equal(b.documents.diff(dim=1), ends[:, :-1].int())
             assert bool((b.positions[:, 1:][ends[:, :-1]] == 0).all())
             found += int(ends.sum())
     assert found > 20
@@ -163,35 +181,36 @@ def test_document_mask(prefix):
 @pytest.mark.parametrize("probe, samples", [(1, 1), (5 * 16 + 3, 5), (1 << 20, None)])
 def test_pieces_are_the_stretches_that_see_each_other(prefix, monkeypatch, probe, samples):
     """Of the first samples: one at least, an epoch at most; each cut behind every end of a document."""
-    monkeypatch.setattr(loader, "PROBE", probe)
+    monkeypatch.setattr(loader, "PROBE_TOKENS", probe)
     for masked in (False, True):
-        data = open_data(settings(prefix, doc_mask=masked), "train", 0, 1)
+        data = open_loader(settings(prefix, doc_mask=masked), "train", 0, 1)
         count, eod = samples or data.samples, data.tokenizer.eod
         read = list(itertools.chain(*(rows(data, step) for step in range(-(-count // 12)))))[:count]
         want = []
         for row in read:
             ends = [i + 1 for i, token in enumerate(row[:16]) if masked and token == eod and i < 15]
             want += [b - a for a, b in itertools.pairwise([0, *ends, 16])]
-        assert data.pieces == want
+        assert data.document_lengths == want
 
 
 def test_the_line_that_describes_the_data(tmp_path):
     """Counts by hand: 1,200 documents of ten letters and an end; text_bytes is what the writer was told."""
-    tok = tokenizer.load("bytes")
-    with Writer(tmp_path / "d", tok.vocab) as w:
+    tok = tokenizer.load_tokenizer("bytes")
+    with IndexedDatasetWriter(tmp_path / "d", tok.vocab) as w:
         for _ in range(1200):
             w.add([*range(97, 107), tok.eod])
         w.finish(tok, 2_500_000)
-    data = open_data(settings(tmp_path / "d", split="90,10"), "train", 0, 1)
-    assert data.describe() == (f"{tmp_path / 'd'}: 1,200 documents, 2.5 MB, 13.2K tokens "
-                               "(train 11.9K, valid 1.3K)   tokenizer bytes")
+    data = open_loader(settings(tmp_path / "d", split="90,10"), "train", 0, 1)
+    assert data.describe() == (
+        f"{tmp_path / 'd'}: 1,200 documents, 2.5 MB, 13.2K tokens (train 11.9K, valid 1.3K)   tokenizer bytes"
+    )
 
 
 def test_blend_reads_each_set_in_its_share(prefix, other):
-    data = open_data(settings(f"0.7 {prefix} 0.3 {other}"), "train", 0, 1)
-    ids = np.array([i for step in range(50) for i in data.ids(step)])
+    data = open_loader(settings(f"0.7 {prefix} 0.3 {other}"), "train", 0, 1)
+    ids = np.array([i for step in range(50) for i in data.sample_ids(step)])
     assert abs((ids % 2 == 0).sum() - 420) <= 1 and len(set(ids.tolist())) == 600
-    n = open_data(settings(other), "train", 0, 1).samples
+    n = open_loader(settings(other), "train", 0, 1).samples
     mine = (ids[ids % 2 == 1] // 2).tolist()
     assert len(mine) > n and sorted(mine[:n]) == list(range(n))  # a whole epoch of its own, then the next
     assert "70 % " in data.describe() and "30 % " in data.describe()
@@ -203,7 +222,7 @@ def test_damage_is_raised_at_the_step_that_needs_it(tmp_path):
     raw = bytearray(pathlib.Path(f"{prefix}.bin").read_bytes())
     raw[300_000] ^= 1  # in block 1
     pathlib.Path(f"{prefix}.bin").write_bytes(raw)
-    data, told = open_data(settings(prefix), "train", 0, 1), 0
+    data, told = open_loader(settings(prefix), "train", 0, 1), 0
     for step in range(8):
         try:
             data.microbatches(step)
@@ -214,50 +233,52 @@ def test_damage_is_raised_at_the_step_that_needs_it(tmp_path):
 
 
 def test_fingerprint_and_tokenizers(prefix, other, tmp_path):
-    base = open_data(settings(prefix), "train", 0, 1)
-    assert base.fingerprint == open_data(settings(prefix, seed=9), "valid", 0, 1).fingerprint
+    base = open_loader(settings(prefix), "train", 0, 1)
+    assert base.fingerprint == open_loader(settings(prefix, seed=9), "valid", 0, 1).fingerprint
     changed = [settings(other), settings(prefix, split="9,1"), settings(f"0.5 {prefix} 0.5 {other}")]
-    assert len({base.fingerprint, *(open_data(c, "train", 0, 1).fingerprint for c in changed)}) == 4
+    assert len({base.fingerprint, *(open_loader(c, "train", 0, 1).fingerprint for c in changed)}) == 4
     assert base.tokenizer.name == "bytes" and base.vocab == 257
-    assert open_data(settings(prefix, tokenizer="bytes"), "train", 0, 1).fingerprint == base.fingerprint
+    assert open_loader(settings(prefix, tokenizer="bytes"), "train", 0, 1).fingerprint == base.fingerprint
 
     bpe = tokenizer.train_bpe(["some words to learn " * 9], 280, tmp_path / "x.model")
     with pytest.raises(ConfigError, match=f"bpe-280 .{bpe.fingerprint[:12]}., but .* made with bytes"):
-        open_data(settings(prefix, tokenizer=tmp_path / "x.model"), "train", 0, 1)
+        open_loader(settings(prefix, tokenizer=tmp_path / "x.model"), "train", 0, 1)
     third = make(tmp_path / "c", 50, tok=bpe)
     with pytest.raises(ConfigError, match="prepare them with the same one"):
-        open_data(settings(f"1 {prefix} 1 {third}"), "train", 0, 1)
+        open_loader(settings(f"1 {prefix} 1 {third}"), "train", 0, 1)
     bpe.save(f"{prefix}.tokenizer")
     (pathlib.Path(f"{prefix}.tokenizer") / "tokenizer.bytes").rename(tmp_path / "away")
     try:
         with pytest.raises(ConfigError, match="is not bytes .*, with which"):
-            open_data(settings(prefix), "train", 0, 1)
+            open_loader(settings(prefix), "train", 0, 1)
     finally:
         (tmp_path / "away").rename(f"{prefix}.tokenizer/tokenizer.bytes")
         (pathlib.Path(f"{prefix}.tokenizer") / "tokenizer.model").unlink()
     with pytest.raises(ConfigError, match="id 256 is not below the vocabulary of 200; raise model.vocab"):
-        open_data(settings(prefix, vocab=200), "train", 0, 1)
+        open_loader(settings(prefix, vocab=200), "train", 0, 1)
     with pytest.raises(ConfigError, match="nowhere.idx: No such file"):
-        open_data(settings(tmp_path / "nowhere"), "train", 0, 1)
+        open_loader(settings(tmp_path / "nowhere"), "train", 0, 1)
 
 
 def test_files_without_a_sidecar_or_tokenizer(prefix, tmp_path):
     for end in (".bin", ".idx"):
         (tmp_path / f"m{end}").write_bytes(pathlib.Path(f"{prefix}{end}").read_bytes())
-    data = open_data(settings(tmp_path / "m"), "train", 0, 1)
+    data = open_loader(settings(tmp_path / "m"), "train", 0, 1)
     assert data.tokenizer is None and data.vocab is None
     unknown = data.text_bytes(data.microbatches(0)[0])
     assert unknown.isnan() and unknown.dtype == torch.float64
-    assert rows(data, 0) == rows(open_data(settings(prefix), "train", 0, 1), 0)
+    assert rows(data, 0) == rows(open_loader(settings(prefix), "train", 0, 1), 0)
     assert "tokenizer unknown" in data.describe()
     (tmp_path / "m.idx").unlink()  # nanoGPT's form
-    raw = open_data(settings(tmp_path / "m.bin", tokenizer="bytes", doc_mask=True), "train", 0, 1)
-    assert raw.tokenizer.name == "bytes" and raw.microbatches(0)[0].docs is not None
+    raw = open_loader(settings(tmp_path / "m.bin", tokenizer="bytes", doc_mask=True), "train", 0, 1)
+    assert raw.tokenizer.name == "bytes" and raw.microbatches(0)[0].documents is not None
 
 
 def test_speed(prefix):
     """50 times what a step consumes means some 10,000 tokens/s x 50; a hundredth of a core does that."""
-    data = open_data(settings(prefix, seq_len=256, global_batch=16, micro_batch=8, prefetch=0), "train", 0, 1)
+    data = open_loader(
+        settings(prefix, seq_len=256, global_batch=16, micro_batch=8, prefetch=0), "train", 0, 1
+    )
     data.microbatches(0)
     clock = time.process_time()  # of this process: what else runs on the machine does not count
     for step in range(100):
@@ -267,9 +288,10 @@ def test_speed(prefix):
 
 OPEN = """
 import sys
-from config import Config, Data, Train
-from data.loader import open_data
-data = open_data(Config(data=Data(cache=sys.argv[1], tokenizer=sys.argv[2]), train=Train(steps=1)), "train", 0, 1)
+from config import Config, DataConfig, TrainConfig
+from data.loader import open_loader
+cfg = Config(data=DataConfig(cache=sys.argv[1], tokenizer=sys.argv[2]), train=TrainConfig(steps=1))
+data = open_loader(cfg, "train", 0, 1)
 print(data.fingerprint, data.describe())
 """
 
@@ -281,7 +303,9 @@ def test_stdlib_is_made_once_by_two_that_start_together(tmp_path):
     assert out[0][0] == out[1][0] and all("python stdlib 3." in o[1] for o in out)
     assert sum("made in" in o[1] for o in out) == 1 and sum("cached" in o[1] for o in out) == 1
     assert sorted(p.name for p in tmp_path.iterdir() if ".tmp" in p.name) == []
-    cfg = dataclasses.replace(settings("stdlib"), data=config.Data(cache=str(tmp_path), tokenizer="bytes"))
-    data, valid = open_data(cfg, "train", 0, 1), open_data(cfg, "valid", 0, 1)
+    cfg = dataclasses.replace(
+        settings("stdlib"), data=config.DataConfig(cache=str(tmp_path), tokenizer="bytes")
+    )
+    data, valid = open_loader(cfg, "train", 0, 1), open_loader(cfg, "valid", 0, 1)
     assert data.tokenizer.name == "bytes" and data.fingerprint == out[0][0]
     assert 0.02 < valid.tokens / data.tokens < 0.12

@@ -1,21 +1,22 @@
 """data/pack.py: positions, documents and targets at boundaries."""
+
 import numpy as np
 
-from data.pack import pack
+from data.pack import pack_windows
 
 
 def test_without_boundaries():
-    b = pack([np.arange(5, dtype="<u2"), np.arange(10, 15, dtype="<u2")], None)
+    b = pack_windows([np.arange(5, dtype="<u2"), np.arange(10, 15, dtype="<u2")], None)
     assert b.tokens.tolist() == [[0, 1, 2, 3], [10, 11, 12, 13]]
     assert b.targets.tolist() == [[1, 2, 3, 4], [11, 12, 13, 14]]
     assert b.positions.tolist() == [[0, 1, 2, 3]] * 2
-    assert b.docs is None
+    assert b.documents is None
 
 
 def test_with_boundaries():
     """Documents begin at 2 and 3, and, in the second row, at 4: the target alone lies beyond it."""
-    b = pack([np.arange(5), np.arange(5)], [np.array([2, 3]), np.array([4])])
-    assert b.docs.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0]]
+    b = pack_windows([np.arange(5), np.arange(5)], [np.array([2, 3]), np.array([4])])
+    assert b.documents.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0]]
     assert b.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
     assert b.targets.tolist() == [[1, -100, -100, 4], [1, 2, 3, -100]]
 
@@ -26,17 +27,19 @@ def test_properties():
     for _ in range(100):
         s = int(rng.integers(1, 30))
         starts = np.unique(rng.integers(1, s + 1, rng.integers(0, s + 1)))
-        b = pack([np.arange(s + 1)], [starts])
+        b = pack_windows([np.arange(s + 1)], [starts])
         docs = np.searchsorted(starts, np.arange(s + 1), side="right")
-        assert b.docs[0].tolist() == docs[:-1].tolist()
+        assert b.documents[0].tolist() == docs[:-1].tolist()
         assert b.targets[0].tolist() == [t if docs[t] == docs[t - 1] else -100 for t in range(1, s + 1)]
         firsts = np.concatenate([[0], starts])[docs[:-1]]
         assert b.positions[0].tolist() == (np.arange(s) - firsts).tolist()
 
 
 def test_one_window_with_boundaries_leaves_its_tokens_alone():
-    """With a single row, a slice of it is contiguous: targets that were a view of the tokens' memory would write -100 into them."""
-    b = pack([np.arange(9)], [np.array([3, 6])])
+    """With a single row, a slice of it is contiguous: targets that were a view of the tokens' memory would
+    write -100 into them.
+    """
+    b = pack_windows([np.arange(9)], [np.array([3, 6])])
     assert b.tokens.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert b.targets.tolist() == [[1, 2, -100, 4, 5, -100, 7, 8]]
     before = b.tokens.clone()

@@ -1,4 +1,5 @@
 """data/prepare.py and its script: the same bytes whatever the workers, the kills and the kind of input."""
+
 import gzip
 import io
 import json
@@ -16,7 +17,7 @@ import pytest
 
 from config import ConfigError
 from data import documents, prepare, tokenizer
-from data.indexed import Indexed
+from data.indexed import IndexedDataset
 from scripts import prepare_data
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -31,7 +32,9 @@ def texts(count=300, seed=0):
 
 
 def jsonl(rows, key="text"):
-    return "".join(json.dumps({key: t, "n": i}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(rows)).encode()
+    return "".join(
+        json.dumps({key: t, "n": i}, ensure_ascii=i % 2 == 0) + "\n" for i, t in enumerate(rows)
+    ).encode()
 
 
 @pytest.fixture(scope="module")
@@ -53,26 +56,28 @@ def content(out):
 
 
 def read_back(out):
-    data, tok = Indexed(out), tokenizer.load(f"{out}.tokenizer")
-    return [tok.decode(data.doc(i).tolist()) for i in range(data.documents)]
+    data, tok = IndexedDataset(out), tokenizer.load_tokenizer(f"{out}.tokenizer")
+    return [tok.decode(data.document(i).tolist()) for i in range(data.documents)]
 
 
 def test_round_trip(corpus, model, tmp_path):
-    report = prepare.run([corpus], model, tmp_path / "o", unit=UNIT)
+    report = prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT)
     assert read_back(tmp_path / "o") == texts()
-    data = Indexed(tmp_path / "o")
-    assert all(data.doc(i)[-1] == 2 for i in range(300)) and report["shards"] > 4
+    data = IndexedDataset(tmp_path / "o")
+    assert all(data.document(i)[-1] == 2 for i in range(300)) and report["shards"] > 4
     assert report["documents"] == 300 and report["tokens"] == data.tokens
     assert data.meta["text_bytes"] == sum(len(t.encode()) for t in texts())
-    assert data.meta["tokenizer"]["fingerprint"] == tokenizer.load(model).fingerprint
+    assert data.meta["tokenizer"]["fingerprint"] == tokenizer.load_tokenizer(model).fingerprint
     assert sorted(p.name for p in tmp_path.iterdir()) == ["o.bin", "o.crc", "o.idx", "o.json", "o.tokenizer"]
-    prepare.run([corpus], model, tmp_path / "p", append_eod=False)
-    assert read_back(tmp_path / "p") == texts() and Indexed(tmp_path / "p").tokens == data.tokens - 300
+    prepare.prepare_corpus([corpus], model, tmp_path / "p", append_eod=False)
+    assert read_back(tmp_path / "p") == texts() and IndexedDataset(tmp_path / "p").tokens == data.tokens - 300
 
 
 def test_workers_and_units_do_not_change_a_byte(corpus, model, tmp_path):
     for workers, unit in ((1, UNIT), (2, UNIT), (1, 3001), (1, 10**9)):
-        prepare.run([corpus], model, tmp_path / f"{workers}-{unit}", workers=workers, unit=unit)
+        prepare.prepare_corpus(
+            [corpus], model, tmp_path / f"{workers}-{unit}", workers=workers, unit_bytes=unit
+        )
     first, *rest = (content(tmp_path / n) for n in (f"1-{UNIT}", f"2-{UNIT}", "1-3001", "1-1000000000"))
     assert all(other == first for other in rest)
 
@@ -80,11 +85,16 @@ def test_workers_and_units_do_not_change_a_byte(corpus, model, tmp_path):
 def test_every_kind_of_input(tmp_path):
     pa, zstandard = pytest.importorskip("pyarrow"), pytest.importorskip("zstandard")
     import pyarrow.parquet as pq
+
     rows, folder = texts(60), tmp_path / "in"
     folder.mkdir()
     raw = jsonl(rows)
-    (folder / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + raw.replace(b"\n", b"\r\n\r\n"))  # BOM, CRLF, blank lines
-    (folder / "b.jsonl.gz").write_bytes(gzip.compress(raw[:500], mtime=0) + gzip.compress(raw[500:], mtime=0))  # two members
+    (folder / "a.jsonl").write_bytes(
+        b"\xef\xbb\xbf" + raw.replace(b"\n", b"\r\n\r\n")
+    )  # BOM, CRLF, blank lines
+    (folder / "b.jsonl.gz").write_bytes(
+        gzip.compress(raw[:500], mtime=0) + gzip.compress(raw[500:], mtime=0)
+    )  # two members
     frame = zstandard.ZstdCompressor().compress
     (folder / "c.jsonl.zst").write_bytes(frame(raw[:999]) + frame(b"") + frame(raw[999:]))  # frames
     pq.write_table(pa.table({"text": rows, "other": range(60)}), folder / "d.parquet", row_group_size=7)
@@ -92,9 +102,9 @@ def test_every_kind_of_input(tmp_path):
     (folder / "sub").mkdir()
     (folder / "sub" / "f.md.gz").write_bytes(gzip.compress(b"zwei\r\nDokumente"))
     (folder / "ignored.png").write_bytes(b"\x89PNG")
-    prepare.run([str(folder)], "bytes", tmp_path / "o", unit=3000)
+    prepare.prepare_corpus([str(folder)], "bytes", tmp_path / "o", unit_bytes=3000)
     assert read_back(tmp_path / "o") == rows * 4 + ["one\ndocument", "zwei\r\nDokumente"]
-    prepare.run([f"{folder}/*.jsonl*", f"{folder}/e.txt"], "bytes", tmp_path / "p")
+    prepare.prepare_corpus([f"{folder}/*.jsonl*", f"{folder}/e.txt"], "bytes", tmp_path / "p")
     assert read_back(tmp_path / "p") == rows * 3 + ["one\ndocument"]
 
 
@@ -103,21 +113,31 @@ def test_hugging_face_data_sets(tmp_path):
     (tmp_path / "set").mkdir()
     for k in range(3):
         (tmp_path / "set" / f"train-{k}.jsonl").write_bytes(jsonl(texts(20, k), "body"))
-    prepare.run([f"hf:{tmp_path}/set"], "bytes", tmp_path / "o", key="body")
+    prepare.prepare_corpus([f"hf:{tmp_path}/set"], "bytes", tmp_path / "o", key="body")
     assert read_back(tmp_path / "o") == [t for k in range(3) for t in texts(20, k)]
     with pytest.raises(ConfigError, match="hf:/no/such/set: "):
-        prepare.run(["hf:/no/such/set"], "bytes", tmp_path / "o")
+        prepare.prepare_corpus(["hf:/no/such/set"], "bytes", tmp_path / "o")
 
 
-@pytest.mark.parametrize("name, config, split", [
-    ("wiki", None, "train"), ("wiki:en", "en", "train"), ("wiki:test", None, "test"), ("wiki:en:test", "en", "test"),
-    ("wiki::test", None, "test"), ("wiki:en:", "en", "train"), ("wiki:", None, "train"),
-])
+@pytest.mark.parametrize(
+    "name, config, split",
+    [
+        ("wiki", None, "train"),
+        ("wiki:en", "en", "train"),
+        ("wiki:test", None, "test"),
+        ("wiki:en:test", "en", "test"),
+        ("wiki::test", None, "test"),
+        ("wiki:en:", "en", "train"),
+        ("wiki:", None, "train"),
+    ],
+)
 def test_names_of_hugging_face_data_sets(monkeypatch, name, config, split):
     """What the hub is asked for: one word is a config where the set has one of that name, else a split."""
     asked = []
-    hub = SimpleNamespace(get_dataset_config_names=lambda repo: {"wiki": ["en", "de"]}[repo],
-                          load_dataset=lambda *args, **how: asked.append((args, how)))
+    hub = SimpleNamespace(
+        get_dataset_config_names=lambda repo: {"wiki": ["en", "de"]}[repo],
+        load_dataset=lambda *args, **how: asked.append((args, how)),
+    )
     monkeypatch.setitem(sys.modules, "datasets", hub)
     documents.hf_dataset(name)
     assert asked == [(("wiki", config), {"split": split, "streaming": True})]
@@ -126,7 +146,7 @@ def test_names_of_hugging_face_data_sets(monkeypatch, name, config, split):
 
 
 def test_the_standard_library():
-    files = documents.stdlib()
+    files = documents.stdlib_files()
     names = {os.path.basename(f) for f in files}
     assert {"argparse.py", "ast.py", "heapq.py"} <= names and len(files) > 300
     assert not any(part in documents.SKIP for f in files for part in pathlib.Path(f).parts[-3:])
@@ -134,47 +154,61 @@ def test_the_standard_library():
 
 def test_any_fifth_of_the_standard_library_is_a_fair_sample():
     """Of the modules that lie in no package; in the order of their names a fifth has 10 to 65 % of them."""
-    files, root = documents.stdlib(), sysconfig.get_paths()["stdlib"]
+    files, root = documents.stdlib_files(), sysconfig.get_paths()["stdlib"]
     single = [os.path.dirname(f) == root for f in files]
     n = len(files) // 5
-    shares = [sum(single[i * n:(i + 1) * n]) / n for i in range(5)]
+    shares = [sum(single[i * n : (i + 1) * n]) / n for i in range(5)]
     assert max(shares) - min(shares) < 0.25, shares
 
 
-# ---- kills -----------------------------------------------------------------------------------------------------------
+# ---- kills -------------------------------------------------------------------------------------------------
 
 RUN = """
 import os, sys
 from data import prepare
 source, model, out, point, nth = sys.argv[1:]
 left = [int(nth)]
-def at(name):
+def fault_point(name):
     if name == point:
         left[0] -= 1
         if left[0] == 0:
             os.kill(os.getpid(), 9)
-prepare.run([source], model, out, unit=20000, at=at)
+prepare.prepare_corpus([source], model, out, unit_bytes=20000, fault_point=fault_point)
 """
 
 
-@pytest.mark.parametrize("point", prepare.POINTS)
+@pytest.mark.parametrize("point", prepare.FAULT_POINTS)
 def test_killed_anywhere_and_started_again(corpus, model, tmp_path, point):
-    """Over an older data set: after the kill that one, none or the new one opens; after the second start, the new one's bytes."""
+    """Over an older data set: after the kill that one, none or the new one opens; after the second start, the
+    new one's bytes.
+    """
     out = tmp_path / "o"
-    prepare.run([corpus], model, tmp_path / "want", unit=UNIT)
-    prepare.run([corpus], "bytes", out, unit=UNIT)
+    prepare.prepare_corpus([corpus], model, tmp_path / "want", unit_bytes=UNIT)
+    prepare.prepare_corpus([corpus], "bytes", out, unit_bytes=UNIT)
     old, want = content(out), content(tmp_path / "want")
     nth = 3 if "shard" in point or "merge" in point else 1
     done = subprocess.run([sys.executable, "-c", RUN, corpus, model, str(out), point, str(nth)], cwd=ROOT)
     assert done.returncode == -signal.SIGKILL
     if pathlib.Path(f"{out}.idx").exists():
-        Indexed(out).read(0, 10)
+        IndexedDataset(out).read(0, 10)
         assert content(out) in (old, want)
-    report = prepare.run([corpus], model, out, unit=UNIT)
+    report = prepare.prepare_corpus([corpus], model, out, unit_bytes=UNIT)
     assert content(out) == want and read_back(out) == texts()
-    kept = {"prepare.planned": 0, "prepare.mid_shard": 2, "prepare.pre_shard_commit": 2, "prepare.mid_shard_commit": 2, "prepare.post_shard": 3}
+    kept = {
+        "prepare.planned": 0,
+        "prepare.mid_shard": 2,
+        "prepare.pre_shard_commit": 2,
+        "prepare.mid_shard_commit": 2,
+        "prepare.post_shard": 3,
+    }
     assert report["shards_kept"] == kept.get(point, report["shards"])
-    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("o")) == ["o.bin", "o.crc", "o.idx", "o.json", "o.tokenizer"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith("o")) == [
+        "o.bin",
+        "o.crc",
+        "o.idx",
+        "o.json",
+        "o.tokenizer",
+    ]
 
 
 def test_other_inputs_or_settings_start_over(corpus, model, tmp_path):
@@ -184,22 +218,24 @@ def test_other_inputs_or_settings_start_over(corpus, model, tmp_path):
 
     def unfinished():
         with pytest.raises(ZeroDivisionError):
-            prepare.run([corpus], model, tmp_path / "o", unit=UNIT, at=die)
+            prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT, fault_point=die)
 
-    for change in ({"key": "n"}, {"append_eod": False}, {"unit": 5000}):
+    for change in ({"key": "n"}, {"append_eod": False}, {"unit_bytes": 5000}):
         unfinished()
         said = []
         try:
-            report = prepare.run([corpus], model, tmp_path / "o", **{"unit": UNIT, **change}, say=said.append)
+            report = prepare.prepare_corpus(
+                [corpus], model, tmp_path / "o", **{"unit_bytes": UNIT, **change}, say=said.append
+            )
             assert report["shards_kept"] == 0
-        except documents.Bad as e:
+        except documents.BadDocument as e:
             assert "'n' holds no text but int" in str(e)
         assert "starting over" in said[0]
     unfinished()
-    assert prepare.run([corpus], model, tmp_path / "o", unit=UNIT)["shards_kept"] > 4
+    assert prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT)["shards_kept"] > 4
     unfinished()
     (tmp_path / "o.parts" / "000001.bin").write_bytes(b"torn")  # a shard that lost its end is made again
-    report = prepare.run([corpus], model, tmp_path / "o", unit=UNIT)
+    report = prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT)
     assert report["shards_kept"] == report["shards"] - 1 and read_back(tmp_path / "o") == texts()
 
 
@@ -209,6 +245,7 @@ def workers_of(pid):
             return pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
         except OSError:
             return b""
+
     children = pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [int(c) for c in children if b"spawn_main" in line(c)]
 
@@ -222,8 +259,19 @@ def wait_for(what, seconds=20):
 
 def test_dead_workers_and_dead_parents(model, tmp_path):
     (tmp_path / "big.jsonl").write_bytes(jsonl(texts()) * 700)
-    command = [sys.executable, "-m", "scripts.prepare_data", "--input", str(tmp_path / "big.jsonl"), "--tokenizer", model,
-               "--out", str(tmp_path / "o"), "--workers", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.prepare_data",
+        "--input",
+        str(tmp_path / "big.jsonl"),
+        "--tokenizer",
+        model,
+        "--out",
+        str(tmp_path / "o"),
+        "--workers",
+        "2",
+    ]
     for kill_parent in (False, True):
         run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         assert wait_for(lambda pid=run.pid: len(workers_of(pid)) == 2)
@@ -236,11 +284,18 @@ def test_dead_workers_and_dead_parents(model, tmp_path):
         assert wait_for(lambda all_of=workers: not any(pathlib.Path(f"/proc/{w}").exists() for w in all_of))
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------
+# ---- bad input ---------------------------------------------------------------------------------------------
 
-BAD = [(b"\xff\xfe", "invalid UTF-8"), (b'{"text": "a', "broken JSON"), (b"[1]", "not an object"), (b"{}", "no text under 'text'"),
-       (b'{"text": 3}', "holds no text but int"), (b'{"text": "\\ud800"}', "lone surrogate"), (b"[" * 5_000, "broken JSON"),
-       (b'{"text": null}', "no text under")]
+BAD = [
+    (b"\xff\xfe", "invalid UTF-8"),
+    (b'{"text": "a', "broken JSON"),
+    (b"[1]", "not an object"),
+    (b"{}", "no text under 'text'"),
+    (b'{"text": 3}', "holds no text but int"),
+    (b'{"text": "\\ud800"}', "lone surrogate"),
+    (b"[" * 5_000, "broken JSON"),
+    (b'{"text": null}', "no text under"),
+]
 
 
 @pytest.mark.parametrize("line,why", BAD)
@@ -249,11 +304,13 @@ def test_bad_lines_are_named_and_skipped_on_request(tmp_path, line, why):
     path = tmp_path / "x.jsonl"
     path.write_bytes(b"".join(good[:30]) + line + b"\n" + b"".join(good[30:]) + b'{"text": ""}\n' + line)
     for unit in (10**9, 500):  # in one piece, and cut so that the line numbers must be put together
-        with pytest.raises(documents.Bad, match=f"x.jsonl:31: .*{why}.*--skip-bad") as e:
-            prepare.run([str(path)], "bytes", tmp_path / "o", unit=unit)
+        with pytest.raises(documents.BadDocument, match=f"x.jsonl:31: .*{why}.*--skip-bad") as e:
+            prepare.prepare_corpus([str(path)], "bytes", tmp_path / "o", unit_bytes=unit)
         assert "\n" not in str(e.value)
-    report = prepare.run([str(path)], "bytes", tmp_path / "o", unit=500, skip_bad=True)
-    assert (report["bad"], report["empty"], report["documents"]) == (2, 1, 40) and read_back(tmp_path / "o") == texts(40)
+    report = prepare.prepare_corpus([str(path)], "bytes", tmp_path / "o", unit_bytes=500, skip_bad=True)
+    assert (report["bad"], report["empty"], report["documents"]) == (2, 1, 40) and read_back(
+        tmp_path / "o"
+    ) == texts(40)
     assert [b.split(": ")[0] for b in report["bad_records"]] == [f"{path}:31", f"{path}:43"]
 
 
@@ -264,10 +321,18 @@ def test_skipping_is_not_inherited(tmp_path):
     def die(name):
         if name == "prepare.mid_merge":
             raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
-        prepare.run([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit=500, skip_bad=True, at=die)
-    with pytest.raises(documents.Bad, match="x.jsonl:21"):
-        prepare.run([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit=500)
+        prepare.prepare_corpus(
+            [str(tmp_path / "x.jsonl")],
+            "bytes",
+            tmp_path / "o",
+            unit_bytes=500,
+            skip_bad=True,
+            fault_point=die,
+        )
+    with pytest.raises(documents.BadDocument, match="x.jsonl:21"):
+        prepare.prepare_corpus([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit_bytes=500)
 
 
 def test_the_first_fault_is_told_by_many_workers(tmp_path):
@@ -275,21 +340,27 @@ def test_the_first_fault_is_told_by_many_workers(tmp_path):
     for i in (350, 200, 120, 90):
         rows[i] = b"broken\n"
     (tmp_path / "x.jsonl").write_bytes(b"".join(rows))
-    with pytest.raises(documents.Bad, match="x.jsonl:91: broken JSON"):
-        prepare.run([str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit=2000, workers=3)
+    with pytest.raises(documents.BadDocument, match="x.jsonl:91: broken JSON"):
+        prepare.prepare_corpus(
+            [str(tmp_path / "x.jsonl")], "bytes", tmp_path / "o", unit_bytes=2000, workers=3
+        )
 
 
-@pytest.mark.parametrize("name,content,told", [
-    ("x.txt", b"ok\nok\n\xc3(", "x.txt:3: invalid UTF-8 .byte 0xc3"),
-    ("x.jsonl.gz", gzip.compress(jsonl(texts()))[:-900], "cannot be read to its end"),
-    ("x.jsonl.gz", b"not gzip", "cannot be read to its end: Not a gzipped"),
-    ("x.jsonl.zst", b"not zstd", "cannot be read to its end: not zstd"),
-    ("x.jsonl.zst", "cut", "cannot be read to its end: the file is cut off"),
-    ("x.parquet", b"PAR1", "not a parquet file"),
-    ("x.jsonl", b"", "holds nothing to read"),
-    ("x.txt", b"", "no documents, but 1 empty and 0 bad"),
-    ("x.jsonl", b'{"text": ""}\n' * 3, "no documents, but 3 empty"),
-    ("none.jsonl", None, "no such file")])
+@pytest.mark.parametrize(
+    "name,content,told",
+    [
+        ("x.txt", b"ok\nok\n\xc3(", "x.txt:3: invalid UTF-8 .byte 0xc3"),
+        ("x.jsonl.gz", gzip.compress(jsonl(texts()))[:-900], "cannot be read to its end"),
+        ("x.jsonl.gz", b"not gzip", "cannot be read to its end: Not a gzipped"),
+        ("x.jsonl.zst", b"not zstd", "cannot be read to its end: not zstd"),
+        ("x.jsonl.zst", "cut", "cannot be read to its end: the file is cut off"),
+        ("x.parquet", b"PAR1", "not a parquet file"),
+        ("x.jsonl", b"", "holds nothing to read"),
+        ("x.txt", b"", "no documents, but 1 empty and 0 bad"),
+        ("x.jsonl", b'{"text": ""}\n' * 3, "no documents, but 3 empty"),
+        ("none.jsonl", None, "no such file"),
+    ],
+)
 def test_bad_files(tmp_path, name, content, told):
     path = tmp_path / name
     if content == "cut":
@@ -297,46 +368,75 @@ def test_bad_files(tmp_path, name, content, told):
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(ConfigError, match=told) as e:
-        prepare.run([str(path)], "bytes", tmp_path / "o")
+        prepare.prepare_corpus([str(path)], "bytes", tmp_path / "o")
     assert "\n" not in str(e.value) and name in str(e.value)
 
 
 def test_a_column_that_is_not_there(tmp_path):
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
+
     pq.write_table(pa.table({"body": ["a"], "n": [1]}), tmp_path / "x.parquet")
-    with pytest.raises(ConfigError, match="x.parquet: no column 'text'; it has body, n: choose with --jsonl-key"):
-        prepare.run([str(tmp_path / "x.parquet")], "bytes", tmp_path / "o")
+    with pytest.raises(
+        ConfigError, match="x.parquet: no column 'text'; it has body, n: choose with --jsonl-key"
+    ):
+        prepare.prepare_corpus([str(tmp_path / "x.parquet")], "bytes", tmp_path / "o")
 
 
 def test_two_at_the_same_place(corpus, tmp_path):
     def second(name):
         if name == "prepare.planned":
             with pytest.raises(ConfigError, match="another process works on this --out"):
-                prepare.run([corpus], "bytes", tmp_path / "o")
-    prepare.run([corpus], "bytes", tmp_path / "o", at=second)
+                prepare.prepare_corpus([corpus], "bytes", tmp_path / "o")
+
+    prepare.prepare_corpus([corpus], "bytes", tmp_path / "o", fault_point=second)
 
 
-# ---- the script ------------------------------------------------------------------------------------------------------
+# ---- the script --------------------------------------------------------------------------------------------
+
 
 def script(*args):
     return prepare_data.main([str(a) for a in args])
 
 
 def test_script_reports(corpus, tmp_path, capsys):
-    assert script("--input", corpus, "--tokenizer", "bpe-300", "--out", tmp_path / "o", "--workers", 1, "--json") == 0
+    assert (
+        script("--input", corpus, "--tokenizer", "bpe-300", "--out", tmp_path / "o", "--workers", 1, "--json")
+        == 0
+    )
     out = capsys.readouterr().out
     report = json.loads(out)
-    assert out.count("\n") == 1 and report["documents"] == 300 and report["tokenizer"] == "bpe-300" and report["sample"].startswith("0 ")
-    assert script("--input", corpus, "--tokenizer", tmp_path / "o.tokenizer", "--out", tmp_path / "p", "--workers", 1) == 0
+    assert (
+        out.count("\n") == 1
+        and report["documents"] == 300
+        and report["tokenizer"] == "bpe-300"
+        and report["sample"].startswith("0 ")
+    )
+    assert (
+        script(
+            "--input",
+            corpus,
+            "--tokenizer",
+            tmp_path / "o.tokenizer",
+            "--out",
+            tmp_path / "p",
+            "--workers",
+            1,
+        )
+        == 0
+    )
     assert "300 documents" in capsys.readouterr().out and content(tmp_path / "p") == content(tmp_path / "o")
 
 
-@pytest.mark.parametrize("args,told", [
-    (["--input", "none.txt", "--tokenizer", "bytes"], "none.txt: no such file"),
-    (["--input", "stdlib", "--tokenizer", "x"], "tokenizer x: No such"),
-    (["--input", "stdlib", "--tokenizer", "bytes", "--workers", 0], "--workers: 0"),
-    (["--input", __file__, "--tokenizer", "bpe-99999"], "ask for bpe-")])
+@pytest.mark.parametrize(
+    "args,told",
+    [
+        (["--input", "none.txt", "--tokenizer", "bytes"], "none.txt: no such file"),
+        (["--input", "stdlib", "--tokenizer", "x"], "tokenizer x: No such"),
+        (["--input", "stdlib", "--tokenizer", "bytes", "--workers", 0], "--workers: 0"),
+        (["--input", __file__, "--tokenizer", "bpe-99999"], "ask for bpe-"),
+    ],
+)
 def test_script_says_mistakes_in_one_line(tmp_path, capsys, args, told):
     assert script(*args, "--out", tmp_path / "o") == 2
     err = capsys.readouterr().err
@@ -360,10 +460,27 @@ sys.exit(main())
 
 @pytest.mark.parametrize("limit", [5_000, 60_000])
 def test_a_full_disk(corpus, model, tmp_path, limit):
-    """In a shard and in the merge: 82, one line with the path; nothing half is left to be read; the same command goes on."""
-    args = ["--input", corpus, corpus, corpus, "--tokenizer", model, "--out", str(tmp_path / "o"), "--workers", "1"]
-    done = subprocess.run([sys.executable, "-c", FULL, str(limit), *args], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 82 and done.stderr.count("\n") == 1 and str(tmp_path / "o") in done.stderr, done.stderr
+    """In a shard and in the merge: 82, one line with the path; nothing half is left to be read; the same
+    command goes on.
+    """
+    args = [
+        "--input",
+        corpus,
+        corpus,
+        corpus,
+        "--tokenizer",
+        model,
+        "--out",
+        str(tmp_path / "o"),
+        "--workers",
+        "1",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, str(limit), *args], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 82 and done.stderr.count("\n") == 1 and str(tmp_path / "o") in done.stderr, (
+        done.stderr
+    )
     assert not (tmp_path / "o.idx").exists()
     assert script(*args) == 0 and read_back(tmp_path / "o") == texts() * 3
 
@@ -387,13 +504,21 @@ def test_progress(monkeypatch):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_progress_is_the_bytes_of_all_that_is_done(model, tmp_path, workers):
-    """Units of two files each, and a last one of one: every report counts the files before it in its unit, too."""
+    """Units of two files each, and a last one of one: every report counts the files before it in its unit,
+    too.
+    """
     paths, told = [tmp_path / f"{i}.txt" for i in range(5)], []
     for i, path in enumerate(paths):
         path.write_text("some words " * (20 + i))
     sizes = [path.stat().st_size for path in paths]
-    prepare.run([str(path) for path in paths], model, tmp_path / "o", unit=sum(sizes[:2]) + 60, workers=workers,
-                progress=lambda done, whole: told.append((done, whole)))
+    prepare.prepare_corpus(
+        [str(path) for path in paths],
+        model,
+        tmp_path / "o",
+        unit_bytes=sum(sizes[:2]) + 60,
+        workers=workers,
+        progress=lambda done, whole: told.append((done, whole)),
+    )
     assert {whole for _, whole in told} == {sum(sizes)} and told[0][0] == 0
     done = [each for each, _ in told]
     assert done == sorted(done) and done[-1] == sum(sizes)
@@ -405,7 +530,7 @@ def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_p
     """Rows of a table and documents of a hub's data set are numbers already."""
     path = tmp_path / "d"
     path.write_text("{}\n" * 9)
-    assert documents.place(documents.Piece("jsonl", str(path), 6, 27, 21), 2) == f"{path}:4"
-    assert documents.place(documents.Piece("jsonl", str(path), 0, 27, 27), 2) == f"{path}:2"
-    assert documents.place(documents.Piece("parquet", str(path), 6, 7, 21), 2) == f"{path}:2"
-    assert documents.place(documents.Piece("hf", str(path), 6, 9, 21), 2) == f"hf:{path}:2"
+    assert documents.piece_location(documents.DocumentPiece("jsonl", str(path), 6, 27, 21), 2) == f"{path}:4"
+    assert documents.piece_location(documents.DocumentPiece("jsonl", str(path), 0, 27, 27), 2) == f"{path}:2"
+    assert documents.piece_location(documents.DocumentPiece("parquet", str(path), 6, 7, 21), 2) == f"{path}:2"
+    assert documents.piece_location(documents.DocumentPiece("hf", str(path), 6, 9, 21), 2) == f"hf:{path}:2"

@@ -1,9 +1,10 @@
 """data/raw.py: nanoGPT's and modded-nanogpt's files."""
+
 import numpy as np
 import pytest
 
 from config import ConfigError
-from data.raw import GPT2_EOD, Raw
+from data.raw import GPT2_EOD, RawShards
 
 
 def nanogpt(path, ids):
@@ -20,39 +21,50 @@ def shard(path, ids, claim=None):
 
 def test_both_forms(tmp_path):
     ids = [5, 6, GPT2_EOD, 7, 8, 9, GPT2_EOD, 1]
-    for raw in (Raw(nanogpt(tmp_path / "a.bin", ids), eod=GPT2_EOD), Raw(shard(tmp_path / "b.bin", ids))):
+    for raw in (
+        RawShards(nanogpt(tmp_path / "a.bin", ids), eod=GPT2_EOD),
+        RawShards(shard(tmp_path / "b.bin", ids)),
+    ):
         assert raw.tokens == 8 and raw.read(1, 5).tolist() == ids[1:5]
-        assert raw.starts(0, 8).tolist() == [3, 7] and raw.starts(3, 7).tolist() == []
-        assert [raw.cut(k, 4) for k in range(5)] == [0, 3, 7, 7, 8]  # at a document's start, where one is near
-        assert raw.identity != Raw(nanogpt(tmp_path / "c.bin", ids[:-1] + [2])).identity
+        assert raw.document_starts(0, 8).tolist() == [3, 7] and raw.document_starts(3, 7).tolist() == []
+        assert [raw.split_point(k, 4) for k in range(5)] == [
+            0,
+            3,
+            7,
+            7,
+            8,
+        ]  # at a document's start, where one is near
+        assert raw.identity != RawShards(nanogpt(tmp_path / "c.bin", ids[:-1] + [2])).identity
 
 
-@pytest.mark.parametrize("content", [b"", b"abc", np.array([20240520, 1, 9], "<i4").tobytes() + bytes(1012 + 16)])
+@pytest.mark.parametrize(
+    "content", [b"", b"abc", np.array([20240520, 1, 9], "<i4").tobytes() + bytes(1012 + 16)]
+)
 def test_bad_files(tmp_path, content):
     (tmp_path / "x.bin").write_bytes(content)
     with pytest.raises(ConfigError, match="x.bin: .* bytes are not"):
-        Raw(tmp_path / "x.bin")
+        RawShards(tmp_path / "x.bin")
 
 
 def test_ids_and_boundaries_need_a_tokenizer(tmp_path):
-    raw = Raw(nanogpt(tmp_path / "a.bin", [1, 2, 900]), vocab=900)
+    raw = RawShards(nanogpt(tmp_path / "a.bin", [1, 2, 900]), vocab=900)
     with pytest.raises(ConfigError, match="token 2: id 900"):
         raw.read(0, 1)
     with pytest.raises(ConfigError, match="doc_mask"):
-        raw.starts(0, 2)
+        raw.document_starts(0, 2)
 
 
 def test_identity_is_that_of_the_size_and_both_ends(tmp_path):
     """2^20 bytes of each end; the middle of a large file would take minutes to read."""
     n, end = 5 << 18, 1 << 19  # tokens of two bytes
     ids = (np.arange(n) % 50000).astype("<u2")
-    whole = Raw(nanogpt(tmp_path / "a.bin", ids)).identity
+    whole = RawShards(nanogpt(tmp_path / "a.bin", ids)).identity
 
     def changed(place: int) -> bool:
         other = ids.copy()
         other[place] += 1
-        return Raw(nanogpt(tmp_path / "b.bin", other)).identity != whole
+        return RawShards(nanogpt(tmp_path / "b.bin", other)).identity != whole
 
     told = [changed(at) for at in (0, end - 1, end, n - end - 1, n - end, n - 1)]
     assert told == [True, True, False, False, True, True]
-    assert Raw(nanogpt(tmp_path / "b.bin", ids[:-1])).identity != whole
+    assert RawShards(nanogpt(tmp_path / "b.bin", ids[:-1])).identity != whole

@@ -1,9 +1,10 @@
 """data/sampler.py: permutations that are permutations, windows that cover a split once an epoch."""
+
 import random
 
 import numpy as np
 
-from data.sampler import Windows, key, permute
+from data.sampler import WindowSampler, derive_seed, permute
 
 
 def test_permute_is_a_permutation_of_any_range():
@@ -19,15 +20,17 @@ def test_permute_place_by_place_is_the_same():
 
 
 def test_permute_shuffles():
-    """Fixed points, runs and the correlation with the identity are those of a random order; keys give other orders."""
+    """Fixed points, runs and the correlation with the identity are those of a random order; keys give other
+    orders.
+    """
     n = 10_000
-    orders = [permute(np.arange(n), n, key(3, e)) for e in range(4)]
+    orders = [permute(np.arange(n), n, derive_seed(3, e)) for e in range(4)]
     for order in orders:
         assert (order == np.arange(n)).sum() < 10
         assert (np.diff(order) == 1).sum() < 10
         assert abs(np.corrcoef(order, np.arange(n))[0, 1]) < 0.05
     assert all((a == b).sum() < 10 for i, a in enumerate(orders) for b in orders[:i])
-    few = [tuple(permute(np.arange(4), 4, key(s))) for s in range(2000)]
+    few = [tuple(permute(np.arange(4), 4, derive_seed(s))) for s in range(2000)]
     assert len(set(few)) == 24 and max(map(few.count, set(few))) < 170  # 83 of each are expected
 
 
@@ -41,24 +44,30 @@ def test_windows_cover_the_stream_once_an_epoch():
     rng = random.Random(0)
     for _ in range(200):
         first, seq = rng.randrange(1000), rng.randrange(1, 20)
-        w = Windows(first, first + seq + 1 + rng.randrange(300), seq, rng.randrange(2**64))
+        w = WindowSampler(first, first + seq + 1 + rng.randrange(300), seq, rng.randrange(2**64))
         for epoch in range(3):
-            ids, at = w.window(np.arange(w.count) + epoch * w.count)
+            ids, at = w.locate(np.arange(w.count) + epoch * w.count)
             assert sorted(ids) == list(range(epoch * w.count, (epoch + 1) * w.count))
             assert at.min() >= w.first and at.max() + seq + 1 <= w.last
             assert np.diff(np.sort(at)).tolist() == [seq] * (w.count - 1)  # neighbours share one token
 
 
 def test_windows_change_with_epoch_and_seed():
-    w = Windows(0, 10_150, 100, 1)
-    a, b = w.window(np.arange(101))[1], w.window(np.arange(101, 202))[1]
+    w = WindowSampler(0, 10_150, 100, 1)
+    a, b = w.locate(np.arange(101))[1], w.locate(np.arange(101, 202))[1]
     assert w.count == 101 and a.tolist() != b.tolist()
-    assert len({int(w.window(np.arange(e * 101, e * 101 + 101))[1].min()) for e in range(20)}) > 10  # the shift
-    assert Windows(0, 10_150, 100, 2).window(np.arange(101))[1].tolist() != a.tolist()
+    assert (
+        len({int(w.locate(np.arange(e * 101, e * 101 + 101))[1].min()) for e in range(20)}) > 10
+    )  # the shift
+    assert WindowSampler(0, 10_150, 100, 2).locate(np.arange(101))[1].tolist() != a.tolist()
 
 
 def test_order_is_frozen():
-    """Resuming with a newer version of the code must read the same samples: these numbers may never change."""
+    """Resuming with a newer version of the code must read the same samples: these numbers may never
+    change.
+    """
     assert permute(np.arange(10), 10, 1).tolist() == [3, 5, 1, 0, 2, 7, 6, 9, 8, 4]
-    assert key(1, 2, 3) == 15020427595393229491
-    assert key(-1) == key(2**64 - 1) and key(2**64 + 5) == key(5)  # any whole number is a seed
+    assert derive_seed(1, 2, 3) == 15020427595393229491
+    assert derive_seed(-1) == derive_seed(2**64 - 1) and derive_seed(2**64 + 5) == derive_seed(
+        5
+    )  # any whole number is a seed

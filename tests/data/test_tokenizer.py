@@ -1,4 +1,5 @@
 """data/tokenizer.py: text comes back as it was, files and settings travel, mistakes are one line."""
+
 import json
 import random
 
@@ -6,15 +7,30 @@ import pytest
 
 from config import ConfigError
 from data import tokenizer
-from data.documents import stdlib
+from data.documents import stdlib_files
 
-PROBES = ["def f(x):\n    return  x\n", "\n\n\n", "   leading", "trailing  ", "\t\ttabs\n", "1234567890", "日本語とemoji 🙂\n", "a\r\nb\r",
-          "naïve café", "</s><s><unk>", "nul\0byte", "x" * 5000, "", "\ufeffbom", "e\u0301 combining"]
+PROBES = [
+    "def f(x):\n    return  x\n",
+    "\n\n\n",
+    "   leading",
+    "trailing  ",
+    "\t\ttabs\n",
+    "1234567890",
+    "日本語とemoji 🙂\n",
+    "a\r\nb\r",
+    "naïve café",
+    "</s><s><unk>",
+    "nul\0byte",
+    "x" * 5000,
+    "",
+    "\ufeffbom",
+    "e\u0301 combining",
+]
 
 
 @pytest.fixture(scope="module")
 def bpe():
-    return tokenizer.train_bpe((open(p, encoding="utf-8").read() for p in stdlib()[:40]), 600)
+    return tokenizer.train_bpe((open(p, encoding="utf-8").read() for p in stdlib_files()[:40]), 600)
 
 
 @pytest.fixture
@@ -24,12 +40,17 @@ def folder(tmp_path):
     tok = tokenizers.Tokenizer(tokenizers.models.BPE())
     tok.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<|begin|>", "<|stop|>"],
-                                             initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|begin|>", "<|stop|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )
     tok.train_from_iterator(["some text to learn from, some more text"] * 5, trainer)
     tok.enable_truncation(4)  # as some hub files do
     tok.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|stop|>"}, "bos_token": "<|begin|>"}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": "<|stop|>"}, "bos_token": "<|begin|>"})
+    )
     return tmp_path
 
 
@@ -39,19 +60,25 @@ def check_round_trips(tok, probes):
         assert tok.decode(ids) == text, tok.name
         assert tok.eod not in ids and all(0 <= i < tok.vocab for i in ids)
         assert tok.decode([*ids, tok.eod]) == text
-    assert [ids.tolist() for ids in tok.batch(probes)] == [tok.encode(text) for text in probes]
+    assert [ids.tolist() for ids in tok.encode_batch(probes)] == [tok.encode(text) for text in probes]
 
 
 def check_saved(tok, folder):
     folder.mkdir()
     tok.save(folder)
-    again = tokenizer.load(folder)
-    assert (again.name, again.vocab, again.eod, again.bos, again.fingerprint) == (tok.name, tok.vocab, tok.eod, tok.bos, tok.fingerprint)
+    again = tokenizer.load_tokenizer(folder)
+    assert (again.name, again.vocab, again.eod, again.bos, again.fingerprint) == (
+        tok.name,
+        tok.vocab,
+        tok.eod,
+        tok.bos,
+        tok.fingerprint,
+    )
     assert again.encode(PROBES[0]) == tok.encode(PROBES[0])
 
 
 def test_bytes(tmp_path):
-    tok = tokenizer.load("bytes")
+    tok = tokenizer.load_tokenizer("bytes")
     assert (tok.vocab, tok.eod) == (257, 256)
     check_round_trips(tok, PROBES)
     check_saved(tok, tmp_path / "t")
@@ -69,7 +96,7 @@ def test_bpe(bpe, tmp_path):
 
 
 def test_training_is_repeatable(bpe):
-    again = tokenizer.train_bpe([open(p, encoding="utf-8").read() for p in stdlib()[:40]], 600)
+    again = tokenizer.train_bpe([open(p, encoding="utf-8").read() for p in stdlib_files()[:40]], 600)
     assert again.fingerprint == bpe.fingerprint
 
 
@@ -78,12 +105,20 @@ def test_long_lines_are_learnt_from():
     rng = random.Random(0)
     line = " ".join(rng.choice(["some", "words", "語語", "repeat"]) for _ in range(40_000))
     assert len(tokenizer.train_bpe([line], 285).encode("words repeat")) < 9
-    assert all(len(piece.encode()) <= tokenizer.LONGEST for piece in tokenizer.cut(line))
-    assert "".join(tokenizer.cut(line)) == line
+    assert all(len(piece.encode()) <= tokenizer.MAX_LINE_BYTES for piece in tokenizer.split_long_line(line))
+    assert "".join(tokenizer.split_long_line(line)) == line
 
 
-@pytest.mark.parametrize("texts,pieces,told", [([], 300, "no text to train on"), (["", "\n\n"], 300, "no text"),
-                                               (["ab"], 5000, "ask for bpe-"), (["abc"], 100, "at least 2"), (["abcdefghijk"], 262, "at least 271")])
+@pytest.mark.parametrize(
+    "texts,pieces,told",
+    [
+        ([], 300, "no text to train on"),
+        (["", "\n\n"], 300, "no text"),
+        (["ab"], 5000, "ask for bpe-"),
+        (["abc"], 100, "at least 2"),
+        (["abcdefghijk"], 262, "at least 271"),
+    ],
+)
 def test_training_mistakes(texts, pieces, told):
     with pytest.raises(ConfigError, match=told) as e:
         tokenizer.train_bpe(texts, pieces)
@@ -91,12 +126,14 @@ def test_training_mistakes(texts, pieces, told):
 
 
 def test_json(folder, tmp_path):
-    tok = tokenizer.load(folder)
+    tok = tokenizer.load_tokenizer(folder)
     assert tok.eod == 1 and tok.bos == 0 and tok.vocab == 279
     check_round_trips(tok, [*PROBES, "a page that quotes <|stop|> must not end a document"])
     check_saved(tok, tmp_path / "t")
-    (folder / "config.json").write_text(json.dumps({"eos_token_id": [7, 1], "vocab_size": 320, "architectures": ["X"]}))
-    listed = tokenizer.load(folder / "tokenizer.json")
+    (folder / "config.json").write_text(
+        json.dumps({"eos_token_id": [7, 1], "vocab_size": 320, "architectures": ["X"]})
+    )
+    listed = tokenizer.load_tokenizer(folder / "tokenizer.json")
     assert listed.eod == 7 and listed.vocab == 320  # the model's own ids, the first of several
     assert listed.fingerprint != tok.fingerprint
 
@@ -104,21 +141,28 @@ def test_json(folder, tmp_path):
 def test_json_without_an_end(folder):
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match="no end-of-document token; put tokenizer_config.json"):
-        tokenizer.load(folder)
+        tokenizer.load_tokenizer(folder)
 
 
-@pytest.mark.parametrize("name,content,told", [
-    ("x.model", b"", "not a sentencepiece model"), ("x.model", b"garbage" * 99, "not a sentencepiece model"),
-    ("tokenizer.json", b"{}", "not a tokenizer.json"), ("tokenizer.json", b"\xff", "not a tokenizer.json"),
-    ("none.model", None, "No such file"), ("bpe-1024", None, "bpe-N is for data.path stdlib")])
+@pytest.mark.parametrize(
+    "name,content,told",
+    [
+        ("x.model", b"", "not a sentencepiece model"),
+        ("x.model", b"garbage" * 99, "not a sentencepiece model"),
+        ("tokenizer.json", b"{}", "not a tokenizer.json"),
+        ("tokenizer.json", b"\xff", "not a tokenizer.json"),
+        ("none.model", None, "No such file"),
+        ("bpe-1024", None, "bpe-N is for data.path stdlib"),
+    ],
+)
 def test_bad_files(tmp_path, name, content, told):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=told) as e:
-        tokenizer.load(tmp_path / name if "-" not in name else name)
+        tokenizer.load_tokenizer(tmp_path / name if "-" not in name else name)
     assert "\n" not in str(e.value) and name in str(e.value)
 
 
 def test_an_empty_folder(tmp_path):
     with pytest.raises(ConfigError, match="holds no tokenizer.json"):
-        tokenizer.load(tmp_path)
+        tokenizer.load_tokenizer(tmp_path)

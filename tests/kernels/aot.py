@@ -1,10 +1,13 @@
-"""Every Triton kernel compiled for chips that are not here: registers, spills, shared memory, and the instructions that count.
+"""Every Triton kernel compiled for chips that are not here: registers, spills, shared memory, and the
+instructions that count.
 
-    python tests/kernels/aot.py [80 90 100] [--only NAME] > tests/kernels/aot.txt     the committed table
+python tests/kernels/aot.py [80 90 100] [--only NAME] > tests/kernels/aot.txt     the committed table
 
-ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The shapes are
-those of training (head dim 128, rows of 4096, everything a multiple of 16), the launch parameters the kernels' own.
+ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The
+shapes are those of training (head dim 128, rows of 4096, everything a multiple of 16), the launch parameters
+the kernels' own.
 """
+
 import argparse
 import pathlib
 import re
@@ -38,13 +41,17 @@ from kernels import (
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
 TMA = (90, 100)  # kernels that read through the copy engine; an older chip takes the library's GEMMs
-MMA = r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|QGMMA|QMMA)\b"  # tensor cores: Hopper's, Blackwell's, Ampere's; the fp8 ones
+MMA = (
+    r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|QGMMA|QMMA)\b"  # tensor cores: Hopper's, Blackwell's, Ampere's; the fp8 ones
+)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel and how it is launched. types: of arguments that are not what their names say: CAPS a pointer to bf16,
-    anything else an int that 16 divides."""
+    """A kernel and how it is launched. types: of arguments that are not what their names say: CAPS a pointer
+    to bf16, anything else an int that 16 divides.
+    """
+
     kernel: object
     meta: dict
     types: dict = field(default_factory=dict)
@@ -57,25 +64,66 @@ STATISTICS = {"SCALE": "*fp32", "MEAN": "*fp32", "DWEIGHT": "*fp32", "DBIAS": "*
 TABLES = {"COS": "*fp32", "SIN": "*fp32"}
 GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
 STRIDES = ("i32", "i32", "i32")
-FLASH = {**{n: STRIDES for n in ("q_at", "k_at", "v_at", "out_at", "dout_at", "dq_at", "dk_at", "dv_at")}, "scale": "fp32",
-         **{n: "*fp32" for n in ("LSE", "DELTA")}, **{n: "*i32" for n in ("FIRST", "LAST")}}
+FLASH = {
+    **{f"{n}_strides": STRIDES for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")},
+    "scale": "fp32",
+    **{n: "*fp32" for n in ("LSE", "DELTA")},
+    **{n: "*i32" for n in ("FIRST_KEY", "QUERY_END")},
+}
 
 
 def flash(kernel, table: dict, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS) -> Case:
     dp, ep = (partial_attention.power_of_2(x) for x in (d, e))
-    blocks = {chip: dict(zip(("M", "N", "num_warps", "num_stages"), sizes[max(dp, ep)])) for chip, sizes in table.items()}
-    return Case(kernel, {"CAUSAL": True, "BOUNDED": bounded, "D": d, "DP": dp, "E": e, "EP": ep}, FLASH, "gemm", chips, blocks)
+    blocks = {
+        chip: dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes[max(dp, ep)]))
+        for chip, sizes in table.items()
+    }
+    return Case(
+        kernel,
+        {
+            "CAUSAL": True,
+            "BOUNDED": bounded,
+            "HEAD_DIM": d,
+            "PADDED_HEAD_DIM": dp,
+            "VALUE_DIM": e,
+            "PADDED_VALUE_DIM": ep,
+        },
+        FLASH,
+        "gemm",
+        chips,
+        blocks,
+    )
 
 
-ATTENTION = {"attention": (partial_attention.forward_kernel, partial_attention.FORWARD),
-             "attention_dq": (partial_attention.dq_kernel, partial_attention.QUERIES),
-             "attention_dkv": (partial_attention.dkv_kernel, partial_attention.KEYS)}
-ADAM = {n: "*fp32" for n in ("PARAM", "GRAD", "M", "V", "FACTOR")} | {"OK": "*i1"} | {
-    n: "fp32" for n in ("keep1", "keep2", "bias1", "bias2", "lr", "shrink", "eps")}
-ADAM_BF16 = {**ADAM, **{n: "*bf16" for n in ("PARAM", "M", "V")}, "salt": "i64"}
+ATTENTION = {
+    "attention": (partial_attention.forward_kernel, partial_attention.FORWARD_BLOCKS),
+    "attention_dq": (partial_attention.dq_kernel, partial_attention.DQ_BLOCKS),
+    "attention_dkv": (partial_attention.dkv_kernel, partial_attention.DKV_BLOCKS),
+}
+ADAM = (
+    {n: "*fp32" for n in ("PARAM", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "GRAD_SCALE")}
+    | {"IS_FINITE": "*i1"}
+    | {
+        n: "fp32"
+        for n in (
+            "one_minus_beta1",
+            "one_minus_beta2",
+            "bias_correction1",
+            "bias_correction2",
+            "lr",
+            "shrink",
+            "eps",
+        )
+    }
+)
+ADAM_BF16 = {**ADAM, **{n: "*bf16" for n in ("PARAM", "EXP_AVG", "EXP_AVG_SQ")}, "salt": "i64"}
 ADAM_META = {"BLOCK": adam.GPU_BLOCK, "num_warps": adam.WARPS}
-CE = {"TARGETS": "*i64", "SCALE": "*fp32", "LSE": "*fp32", "PICKED": "*fp32"}
-CE_META = {"IGNORE": cross_entropy.IGNORE, "BLOCK": cross_entropy.COLUMNS, "num_warps": cross_entropy.WARPS}
+CE = {"TARGETS": "*i64", "SCALE": "*fp32", "LSE": "*fp32", "TARGET_LOGIT": "*fp32"}
+CE_META = {
+    "IGNORE": cross_entropy.IGNORE_INDEX,
+    "BLOCK": cross_entropy.COLUMNS,
+    "num_warps": cross_entropy.WARPS,
+}
 
 
 def descriptors(**blocks) -> dict:
@@ -84,81 +132,213 @@ def descriptors(**blocks) -> dict:
 
 def grouped(back: bool) -> Case:
     m, n, k = (grouped_gemm.TILE[x] for x in "MNK")
-    return Case(grouped_gemm.grouped_kernel, {**grouped_gemm.TILE, "BACK": back, "EXPERTS": 64},
-                {"OFFSETS": "*i32", **descriptors(X=(m, k), WEIGHT=(k, n) if back else (n, k))}, "gemm", TMA)
+    return Case(
+        grouped_gemm.grouped_kernel,
+        {**grouped_gemm.TILE, "BACK": back, "EXPERTS": 64},
+        {"OFFSETS": "*i32", **descriptors(X=(m, k), WEIGHT=(k, n) if back else (n, k))},
+        "gemm",
+        TMA,
+    )
 
 
 def wgrad(kernel, tile: dict) -> Case:
-    return Case(kernel, tile, {"OFFSETS": "*i32", "INTO": "*fp32", **descriptors(DY=(tile["K"], tile["M"]), X=(tile["K"], tile["N"]))}, "gemm", TMA)
+    return Case(
+        kernel,
+        tile,
+        {
+            "OFFSETS": "*i32",
+            "INTO": "*fp32",
+            **descriptors(DY=(tile["K"], tile["M"]), X=(tile["K"], tile["N"])),
+        },
+        "gemm",
+        TMA,
+    )
 
 
 def scaled(shared: int, add: bool, gradient: str = "fp8e4nv") -> Case:
     tile, k = fp8_gemm.EACH if shared == 1 else fp8_gemm.TILE, fp8_gemm.STEP
     m, n = tile["M"], tile["N"]
-    return Case(fp8_gemm.scaled_kernel, {**tile, "K": k, "SHARED": shared, "ADD": add},
-                {"A": f"tensordesc<{gradient}[{m},{k}]>", "B": f"tensordesc<fp8e4nv[{n},{k}]>", "A_SCALE": "*fp32", "B_SCALE": "*fp32",
-                 **({"Y": "*fp32"} if add else {})}, "gemm", TMA)
+    return Case(
+        fp8_gemm.scaled_kernel,
+        {**tile, "K": k, "SHARED": shared, "ADD": add},
+        {
+            "A": f"tensordesc<{gradient}[{m},{k}]>",
+            "B": f"tensordesc<fp8e4nv[{n},{k}]>",
+            "A_SCALE": "*fp32",
+            "B_SCALE": "*fp32",
+            **({"Y": "*fp32"} if add else {}),
+        },
+        "gemm",
+        TMA,
+    )
 
 
 def scaled_grouped(shared: int, gradient: str = "fp8e4nv") -> Case:
     tile, k = fp8_grouped.EACH if shared == 1 else fp8_grouped.TILE, fp8_grouped.STEP
     m, n = tile["M"], tile["N"]
-    return Case(fp8_grouped.scaled_grouped_kernel, {**tile, "K": k, "SHARED": shared, "EXPERTS": 64},
-                {"A": f"tensordesc<{gradient}[{m},{k}]>", "B": f"tensordesc<fp8e4nv[{n},{k}]>", "A_SCALE": "*fp32", "B_SCALE": "*fp32",
-                 "OFFSETS": "*i32"}, "gemm", TMA)
+    return Case(
+        fp8_grouped.scaled_grouped_kernel,
+        {**tile, "K": k, "SHARED": shared, "EXPERTS": 64},
+        {
+            "A": f"tensordesc<{gradient}[{m},{k}]>",
+            "B": f"tensordesc<fp8e4nv[{n},{k}]>",
+            "A_SCALE": "*fp32",
+            "B_SCALE": "*fp32",
+            "OFFSETS": "*i32",
+        },
+        "gemm",
+        TMA,
+    )
 
 
 def cast(per_row: bool, given: bool, rows: int, columns: int, near: str = "x_column") -> Case:
     """near: the dimension along which x lies, whose stride is 1."""
-    return Case(fp8.cast_kernel, {"PER_ROW": per_row, "GIVEN": given, "FLOOR": fp8.FLOOR, "LARGEST": 448.0, "ROWS": rows, "COLUMNS": columns, near: 1,
-                                  "num_warps": 8}, {"Q": "*fp8e4nv", "SCALE": "*fp32", "INVERSE": "*fp32"}, chips=TMA)
+    constants = {
+        "PER_ROW": per_row,
+        "GIVEN": given,
+        "FLOOR": fp8.MIN_ABSOLUTE_MAXIMUM,
+        "LARGEST": 448.0,
+        "ROWS": rows,
+        "COLUMNS": columns,
+        near: 1,
+        "num_warps": 8,
+    }
+    return Case(
+        fp8.cast_kernel, constants, {"Q": "*fp8e4nv", "SCALE": "*fp32", "INVERSE": "*fp32"}, chips=TMA
+    )
 
 
 CASES = {
-    "rms_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096, norm.FORWARD)}, STATISTICS),
-    "rms_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": False, **norm.tile(4096, norm.BACKWARD)}, STATISTICS),
-    "rms_norm_backward_heads": Case(norm.backward_kernel, {"PAIR": False, "LAYER": False, **norm.tile(128, norm.BACKWARD)}, STATISTICS),
-    "layer_norm": Case(norm.forward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096, norm.FORWARD)}, STATISTICS),
-    "layer_norm_backward": Case(norm.backward_kernel, {"PAIR": True, "LAYER": True, **norm.tile(4096, norm.BACKWARD)}, STATISTICS),
-    "rope": Case(rope.turn_kernel, {"HALF": 64, "BACK": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, TABLES),
-    "swiglu": Case(swiglu.swiglu_kernel, {"WEIGHTED": True, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}, {"WEIGHT": "*fp32"}),
-    "swiglu_weighted_backward": Case(swiglu.weighted_backward_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS},
-                                     {"WEIGHT": "*fp32", "DWEIGHT": "*fp32"}),
-    "swiglu_backward": Case(swiglu.swiglu_backward_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}),
+    "rms_norm": Case(
+        norm.forward_kernel,
+        {"HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, norm.FORWARD_PER_WARP)},
+        STATISTICS,
+    ),
+    "rms_norm_backward": Case(
+        norm.backward_kernel,
+        {"HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)},
+        STATISTICS,
+    ),
+    "rms_norm_backward_heads": Case(
+        norm.backward_kernel,
+        {"HAS_RESIDUAL": False, "LAYER": False, **norm.launch_meta(128, norm.BACKWARD_PER_WARP)},
+        STATISTICS,
+    ),
+    "layer_norm": Case(
+        norm.forward_kernel,
+        {"HAS_RESIDUAL": True, "LAYER": True, **norm.launch_meta(4096, norm.FORWARD_PER_WARP)},
+        STATISTICS,
+    ),
+    "layer_norm_backward": Case(
+        norm.backward_kernel,
+        {"HAS_RESIDUAL": True, "LAYER": True, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)},
+        STATISTICS,
+    ),
+    "rope": Case(
+        rope.rope_kernel, {"HALF": 64, "INVERSE": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, TABLES
+    ),
+    "swiglu": Case(
+        swiglu.swiglu_kernel,
+        {"WEIGHTED": True, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS},
+        {"WEIGHT": "*fp32"},
+    ),
+    "swiglu_weighted_backward": Case(
+        swiglu.weighted_backward_kernel,
+        {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS},
+        {"WEIGHT": "*fp32", "DWEIGHT": "*fp32"},
+    ),
+    "swiglu_backward": Case(
+        swiglu.swiglu_backward_kernel, {"BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
+    ),
     "gelu": Case(swiglu.gelu_kernel, GELU),
     "gelu_backward": Case(swiglu.gelu_backward_kernel, GELU),
-    "attention_delta": Case(partial_attention.delta_kernel, {"M": partial_attention.DELTA_ROWS, "E": 128, "EP": 128, "num_warps": 4}, FLASH),
-    "cross_entropy": Case(cross_entropy.softmax_kernel, {"COUNT": True, "GRADIENT": True, **CE_META}, CE),
-    "cross_entropy_merged": Case(cross_entropy.softmax_kernel, {"COUNT": False, "GRADIENT": True, **CE_META}, CE),
+    "attention_delta": Case(
+        partial_attention.delta_kernel,
+        {"BLOCK_M": partial_attention.DELTA_ROWS, "VALUE_DIM": 128, "PADDED_VALUE_DIM": 128, "num_warps": 4},
+        FLASH,
+    ),
+    "cross_entropy": Case(
+        cross_entropy.softmax_kernel, {"STATISTICS": True, "GRADIENT": True, **CE_META}, CE
+    ),
+    "cross_entropy_merged": Case(
+        cross_entropy.softmax_kernel, {"STATISTICS": False, "GRADIENT": True, **CE_META}, CE
+    ),
     "adamw": Case(adam.adamw_kernel, {"COPY": True, "ROUND": False, "ROWS": False, **ADAM_META}, ADAM),
-    "adamw_bf16": Case(adam.adamw_kernel, {"COPY": False, "ROUND": True, "ROWS": False, **ADAM_META}, ADAM_BF16),
-    "adamw_bf16_columns": Case(adam.adamw_kernel, {"COPY": False, "ROUND": True, "ROWS": True, **ADAM_META}, ADAM_BF16),
-    "permute": Case(permute.sum_kernel, {"HOLES": False, "EACH": 1, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
-    "unpermute": Case(permute.sum_kernel, {"HOLES": True, "EACH": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4}, {"SLOTS": "*i64"}),
-    "fp8_tensor": cast(False, True, 1, 4096), "fp8_row": cast(True, False, 1, 4096), "fp8_group": cast(True, False, 32, 128),
-    "fp8_block": cast(False, False, 128, 128), "fp8_group_transposed": cast(True, False, 32, 128, "x_row"),
+    "adamw_bf16": Case(
+        adam.adamw_kernel, {"COPY": False, "ROUND": True, "ROWS": False, **ADAM_META}, ADAM_BF16
+    ),
+    "adamw_bf16_columns": Case(
+        adam.adamw_kernel, {"COPY": False, "ROUND": True, "ROWS": True, **ADAM_META}, ADAM_BF16
+    ),
+    "permute": Case(
+        permute.sum_kernel,
+        {"HAS_EMPTY": False, "SLOTS_PER_TOKEN": 1, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4},
+        {"SLOTS": "*i64"},
+    ),
+    "unpermute": Case(
+        permute.sum_kernel,
+        {"HAS_EMPTY": True, "SLOTS_PER_TOKEN": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4},
+        {"SLOTS": "*i64"},
+    ),
+    "fp8_tensor": cast(False, True, 1, 4096),
+    "fp8_row": cast(True, False, 1, 4096),
+    "fp8_group": cast(True, False, 32, 128),
+    "fp8_block": cast(False, False, 128, 128),
+    "fp8_group_transposed": cast(True, False, 32, 128, "x_row"),
     "fp8_row_transposed": cast(True, True, 32, 128, "x_row"),
     "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
-    "scaled_block": scaled(fp8.SIDE, False), "scaled_group_add": scaled(1, True), "scaled_row_add_e5m2": scaled(1, True, "fp8e5"),
-    "scaled_grouped_block": scaled_grouped(fp8.SIDE), "scaled_grouped_row": scaled_grouped(1), "scaled_grouped_row_e5m2": scaled_grouped(1, "fp8e5"),
-    "symmetric": Case(newton_schulz.symmetric_kernel, {**newton_schulz.TILE, "ADD": True},
-                      {"scale": "fp32", "beta": "fp32", **descriptors(X=(newton_schulz.TILE["M"], newton_schulz.TILE["K"]))}, "gemm", TMA),
+    "scaled_block": scaled(fp8.BLOCK_SIDE, False),
+    "scaled_group_add": scaled(1, True),
+    "scaled_row_add_e5m2": scaled(1, True, "fp8e5"),
+    "scaled_grouped_block": scaled_grouped(fp8.BLOCK_SIDE),
+    "scaled_grouped_row": scaled_grouped(1),
+    "scaled_grouped_row_e5m2": scaled_grouped(1, "fp8e5"),
+    "symmetric": Case(
+        newton_schulz.symmetric_kernel,
+        {**newton_schulz.TILE, "ADD": True},
+        {
+            "scale": "fp32",
+            "beta": "fp32",
+            **descriptors(X=(newton_schulz.TILE["M"], newton_schulz.TILE["K"])),
+        },
+        "gemm",
+        TMA,
+    ),
     "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),
-    "grouped": grouped(False), "grouped_dgrad": grouped(True), "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
-    **{f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips) for name, how in ATTENTION.items()
-       for d, e, bounded, chips in ((64, 64, False, (90,)), (128, 128, False, CHIPS), (128, 128, True, (90,)), (192, 128, False, (90,)),
-                                    (256, 256, False, CHIPS))},
+    "grouped": grouped(False),
+    "grouped_dgrad": grouped(True),
+    "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
+    **{
+        f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips)
+        for name, how in ATTENTION.items()
+        for d, e, bounded, chips in (
+            (64, 64, False, (90,)),
+            (128, 128, False, CHIPS),
+            (128, 128, True, (90,)),
+            (192, 128, False, (90,)),
+            (256, 256, False, CHIPS),
+        )
+    },
 }
 
 
 def compiled(case: Case, chip: int) -> dict:
-    """{registers, spilled bytes, shared bytes, tensor-core instructions, 128-bit loads} of one kernel on one chip."""
+    """{registers, spilled bytes, shared bytes, tensor-core instructions, 128-bit loads} of one kernel on one
+    chip.
+    """
     names = case.kernel.arg_names
     meta = case.meta | case.of_chip[chip // 10]
     options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
     constants = {k: v for k, v in meta.items() if k not in options}
-    types = {n: "constexpr" if n in constants else case.types.get(n, "*bf16" if n.isupper() else "i32") for n in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n][0] == "*" or types[n] == "i32"}
+    types = {
+        n: "constexpr" if n in constants else case.types.get(n, "*bf16" if n.isupper() else "i32")
+        for n in names
+    }
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if types[n][0] == "*" or types[n] == "i32"
+    }
     for i, n in enumerate(names):
         if isinstance(types[n], tuple):
             aligned.update({(i, j): [["tt.divisibility", 16]] for j, t in enumerate(types[n]) if t == "i32"})
@@ -167,30 +347,47 @@ def compiled(case: Case, chip: int) -> dict:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage, sass = (subprocess.run([BIN / tool, *how, file.name], capture_output=True, text=True, check=True).stdout
-                       for tool, how in (("cuobjdump", ["--dump-resource-usage"]), ("nvdisasm", ["-c"])))
+        usage, sass = (
+            subprocess.run([BIN / tool, *how, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, how in (("cuobjdump", ["--dump-resource-usage"]), ("nvdisasm", ["-c"]))
+        )
     found = re.findall(MMA, sass)
-    return {"registers": int(re.search(r"REG:(\d+)", usage)[1]), "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
-            "shared": binary.metadata.shared, "warps": binary.metadata.num_warps,
-            "mma": f"{len(found)} {found[0]}" if found else "-",
-            "wide loads": len(re.findall(r"(?:LDG|LDGSTS)\.E(?:\.[A-Z0-9]+)*\.128|UTMALDG", sass)),
-            "atomics": len(re.findall(r"\b(?:ATOM|ATOMG|RED)[A-Z]*\.E", sass))}
+    return {
+        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
+        "shared": binary.metadata.shared,
+        "warps": binary.metadata.num_warps,
+        "mma": f"{len(found)} {found[0]}" if found else "-",
+        "wide loads": len(re.findall(r"(?:LDG|LDGSTS)\.E(?:\.[A-Z0-9]+)*\.128|UTMALDG", sass)),
+        "atomics": len(re.findall(r"\b(?:ATOM|ATOMG|RED)[A-Z]*\.E", sass)),
+    }
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("chips", nargs="*", type=int, default=CHIPS)
-    parser.add_argument("--only", default="")
+    parser.add_argument("--only", default="", help="part of a kernel's name")
+    parser.add_argument(
+        "--part", type=int, nargs=2, default=(1, 1), metavar=("K", "M"), help="every M-th kernel"
+    )
     args = parser.parse_args()
+    part, parts = args.part
     assert hasattr(norm.forward_kernel, "cache_key"), "compiles, so it must not run under TRITON_INTERPRET"
     print(f"triton {triton.__version__}")
-    print(f"{'kernel':30}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'wide loads':>12}{'atomics':>9}  mma")
-    for name, case in CASES.items():
+    print(
+        f"{'kernel':30}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'wide loads':>12}"
+        f"{'atomics':>9}  mma"
+    )
+    for name, case in list(CASES.items())[part - 1 :: parts]:
         for chip in args.chips:
             if args.only in name and chip in case.chips:
                 r = compiled(case, chip)
-                print(f"{name:30}sm_{chip:<4}{r['registers']:>9}{r['spills']:>8}{r['shared']:>8}{r['warps']:>7}{r['wide loads']:>12}"
-                      f"{r['atomics']:>9}  {r['mma']}", flush=True)
+                print(
+                    f"{name:30}sm_{chip:<4}{r['registers']:>9}{r['spills']:>8}{r['shared']:>8}{r['warps']:>7}"
+                    f"{r['wide loads']:>12}"
+                    f"{r['atomics']:>9}  {r['mma']}",
+                    flush=True,
+                )
     return 0
 
 

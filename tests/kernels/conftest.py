@@ -1,4 +1,5 @@
 """A weight as the training code has it: with an fp32 (fp64) buffer that its gradient is added to."""
+
 import pytest
 import torch
 
@@ -6,10 +7,12 @@ import torch
 @pytest.fixture
 def given():
     """given(weight, 1.0): a copy of `weight` as a leaf, with a main_grad filled with 1.0."""
+
     def make(weight, fill=0.0):
         leaf = weight.detach().clone().requires_grad_()
         leaf.main_grad = torch.full_like(leaf, fill, dtype=torch.promote_types(leaf.dtype, torch.float32))
         return leaf
+
     return make
 
 
@@ -20,11 +23,14 @@ def seed():
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The public functions run their Triton kernels: on a GPU as they are, elsewhere through the interpreter. Its value: the device."""
+    """The public functions run their Triton kernels: on a GPU as they are, elsewhere through the interpreter.
+    Its value: the device.
+    """
     from kernels import triton_
-    if not triton_.HERE:
+
+    if not triton_.TRITON_AVAILABLE:
         pytest.skip("no Triton for this platform")
-    triton_.say_once.cache_clear()
+    triton_.print_once.cache_clear()
     if torch.cuda.is_available():
         return torch.device("cuda")
     monkeypatch.setattr(triton_, "DEVICES", ("cpu",))

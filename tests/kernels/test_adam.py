@@ -1,13 +1,18 @@
 """AdamW against torch.optim.AdamW, and what a skipped step leaves."""
+
 import pytest
 import torch
 
 from kernels import adam
-from kernels.adam import adamw, narrow, reference
-from kernels.rounding import Place, salt
+from kernels.adam import AdamWStep, adamw, adamw_bf16_states, adamw_reference
+from kernels.rounding import ElementIndex, salt
 
-HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "decay": 0.1}
+HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 YES, ONE = torch.tensor(True), torch.tensor(1.0)
+
+
+def numbers(step, grad_scale, is_finite=YES):
+    return AdamWStep(step=step, grad_scale=grad_scale, is_finite=is_finite, **HYPER)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
@@ -24,10 +29,10 @@ def test_five_steps(dtype, bound, form, monkeypatch):
         grad = theirs.grad / factor
         kept = grad.clone()
         if form == "picked":
-            adamw(param, grad, m, v, step=step, factor=factor, ok=YES, low=low, **HYPER)
+            adamw(param, grad, m, v, step=step, grad_scale=factor, is_finite=YES, weight_copy=low, **HYPER)
             assert torch.equal(low, param.bfloat16())
         else:
-            reference(param, grad, m, v, 0.01, 0.9, 0.95, 1e-8, 0.1, step, factor, YES)
+            adamw_reference(param, grad, m, v, numbers(step, factor, YES))
         assert torch.equal(grad, kept)  # the gradient is read, not changed
         optim.step()
     torch.testing.assert_close(param, theirs.detach(), rtol=bound, atol=bound)
@@ -40,14 +45,24 @@ def test_a_skipped_step_changes_nothing(form):
     param, m, v, low = (t.clone() for t in before)
     grad, no = torch.full((10,), float("nan")), torch.tensor(False)
     if form == "picked":
-        adamw(param, grad, m, v, step=3, factor=torch.tensor(float("nan")), ok=no, low=low, **HYPER)
+        adamw(
+            param,
+            grad,
+            m,
+            v,
+            step=3,
+            grad_scale=torch.tensor(float("nan")),
+            is_finite=no,
+            weight_copy=low,
+            **HYPER,
+        )
     else:
-        reference(param, grad, m, v, 0.01, 0.9, 0.95, 1e-8, 0.1, 3, torch.tensor(float("nan")), no)
+        adamw_reference(param, grad, m, v, numbers(3, torch.tensor(float("nan")), no))
     assert all(torch.equal(a, b) for a, b in zip((param, m, v, low), before))
 
 
 def test_nothing_to_update():
-    adamw(*(torch.zeros(0) for _ in range(4)), step=1, factor=ONE, ok=YES, **HYPER)
+    adamw(*(torch.zeros(0) for _ in range(4)), step=1, grad_scale=ONE, is_finite=YES, **HYPER)
 
 
 @pytest.mark.parametrize("low_dtype", [None, torch.bfloat16, torch.float16])
@@ -57,47 +72,94 @@ def test_triton(interpreted, monkeypatch, low_dtype):
     low = None if low_dtype is None else torch.empty(150, dtype=low_dtype, device=interpreted)
     want = [t.clone() for t in (param, m, v)]
     for step in (1, 7):
-        grad, factor, ok = torch.randn(150, device=interpreted), torch.tensor(0.3, device=interpreted), torch.tensor(True, device=interpreted)
-        adamw(param, grad, m, v, step=step, factor=factor, ok=ok, low=low, **HYPER)
-        reference(want[0], grad, *want[1:], 0.01, 0.9, 0.95, 1e-8, 0.1, step, factor, ok)
+        grad, factor, ok = (
+            torch.randn(150, device=interpreted),
+            torch.tensor(0.3, device=interpreted),
+            torch.tensor(True, device=interpreted),
+        )
+        adamw(param, grad, m, v, step=step, grad_scale=factor, is_finite=ok, weight_copy=low, **HYPER)
+        adamw_reference(want[0], grad, *want[1:], numbers(step, factor, ok))
     for a, b in zip((param, m, v), want):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
     assert low is None or torch.equal(low, param.to(low_dtype))
     before = [t.clone() for t in (param, m, v)]
-    adamw(param, torch.full_like(param, torch.nan), m, v, step=8, factor=factor, ok=~ok, low=low, **HYPER)
+    adamw(
+        param,
+        torch.full_like(param, torch.nan),
+        m,
+        v,
+        step=8,
+        grad_scale=factor,
+        is_finite=~ok,
+        weight_copy=low,
+        **HYPER,
+    )
     assert all(torch.equal(a, b) for a, b in zip((param, m, v), before))
 
 
-@pytest.mark.parametrize("place", [Place(3, 0, 1, 1), Place(salt(1, 1, "w"), 500, 10, 64, 7)], ids=str)
+@pytest.mark.parametrize(
+    "place", [ElementIndex(3, 0, 1, 1), ElementIndex(salt(1, 1, "w"), 500, 10, 64, 7)], ids=str
+)
 @pytest.mark.parametrize("low_dtype", [None, torch.float16])
 def test_triton_with_states_in_bf16(interpreted, monkeypatch, low_dtype, place):
     """As the definition: but for the last bit of fp32, which turns one rounding in 65,536."""
     monkeypatch.setattr(adam, "GPU_BLOCK", 64)
     state = [t.to(interpreted).bfloat16() for t in (torch.randn(150), torch.randn(150), torch.rand(150))]
-    want, low = [t.clone() for t in state], None if low_dtype is None else torch.empty(150, dtype=low_dtype, device=interpreted)
+    want, low = (
+        [t.clone() for t in state],
+        None if low_dtype is None else torch.empty(150, dtype=low_dtype, device=interpreted),
+    )
     factor, ok = torch.tensor(0.3, device=interpreted), torch.tensor(True, device=interpreted)
     for step in (1, 7):
         grad = torch.randn(150, device=interpreted)
-        adamw(state[0], grad, *state[1:], step=step, factor=factor, ok=ok, low=low, place=place, **HYPER)
-        narrow(want[0], grad, *want[1:], 0.01, 0.9, 0.95, 1e-8, 0.1, step, factor, ok, None, place)
+        adamw(
+            state[0],
+            grad,
+            *state[1:],
+            step=step,
+            grad_scale=factor,
+            is_finite=ok,
+            weight_copy=low,
+            element_index=place,
+            **HYPER,
+        )
+        adamw_bf16_states(want[0], grad, *want[1:], numbers(step, factor, ok), None, place)
         assert all(torch.equal(a, b) for a, b in zip(state, want))
     assert low is None or torch.equal(low, state[0].to(low_dtype))
-    adamw(state[0], torch.full_like(grad, torch.nan), *state[1:], step=8, factor=factor, ok=~ok, low=low, place=place, **HYPER)
+    adamw(
+        state[0],
+        torch.full_like(grad, torch.nan),
+        *state[1:],
+        step=8,
+        grad_scale=factor,
+        is_finite=~ok,
+        weight_copy=low,
+        element_index=place,
+        **HYPER,
+    )
     assert all(torch.equal(a, b) for a, b in zip(state, want))
 
 
 def test_states_in_bf16_are_rounded_block_by_block_and_a_skipped_step_changes_nothing(monkeypatch):
-    place, how = Place(salt(1, 1, "w"), 500, 10, 64, 7), {**HYPER, "step": 3, "factor": torch.tensor(0.3)}
-    start, grad = [t.bfloat16() for t in (torch.randn(150), torch.randn(150), torch.rand(150))], torch.randn(150)
+    place, how = (
+        ElementIndex(salt(1, 1, "w"), 500, 10, 64, 7),
+        {**HYPER, "step": 3, "grad_scale": torch.tensor(0.3)},
+    )
+    start, grad = (
+        [t.bfloat16() for t in (torch.randn(150), torch.randn(150), torch.rand(150))],
+        torch.randn(150),
+    )
     whole, blocks, kept = ([t.clone() for t in start] for _ in range(3))
     low = torch.empty(150, dtype=torch.float16)
-    adamw(whole[0], grad, *whole[1:], ok=YES, place=place, low=low, **how)
+    adamw(whole[0], grad, *whole[1:], is_finite=YES, element_index=place, weight_copy=low, **how)
     monkeypatch.setattr(adam, "BLOCK", 64)
-    adamw(blocks[0], grad, *blocks[1:], ok=YES, place=place, **how)
-    adamw(kept[0], torch.full_like(grad, torch.nan), *kept[1:], ok=~YES, place=place, **how)
-    assert all(torch.equal(a, b) for a, b in zip(whole, blocks)) and all(torch.equal(a, b) for a, b in zip(kept, start))
+    adamw(blocks[0], grad, *blocks[1:], is_finite=YES, element_index=place, **how)
+    adamw(kept[0], torch.full_like(grad, torch.nan), *kept[1:], is_finite=~YES, element_index=place, **how)
+    assert all(torch.equal(a, b) for a, b in zip(whole, blocks)) and all(
+        torch.equal(a, b) for a, b in zip(kept, start)
+    )
     assert torch.equal(low, whole[0].half())
     near = [t.float() for t in start]
-    reference(near[0], grad, *near[1:], 0.01, 0.9, 0.95, 1e-8, 0.1, 3, torch.tensor(0.3), YES)
+    adamw_reference(near[0], grad, *near[1:], numbers(3, torch.tensor(0.3), YES))
     for got, x in zip(whole, near):
         assert ((got.float() - x).abs() <= x.abs() / 128).all() and not torch.equal(got, x.bfloat16())

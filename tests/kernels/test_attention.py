@@ -1,4 +1,7 @@
-"""Blocked attention against the definition: values and gradients, every mask, odd shapes, both ways of the backward."""
+"""Blocked attention against the definition: values and gradients, every mask, odd shapes, both ways of the
+backward.
+"""
+
 import sys
 import types
 
@@ -7,8 +10,8 @@ import torch
 
 from kernels import attention as kernel
 from kernels import partial_attention as parts
-from kernels.attention import BLOCK, attention, mask
-from kernels.sight import sight
+from kernels.attention import BLOCK, attention, visible_keys
+from kernels.attention_mask import make_attention_mask
 
 SHAPES = {  # b, s, heads, kv heads, d
     "one token": (1, 1, 1, 1, 2),
@@ -32,9 +35,9 @@ def masks(b, s):
     place = torch.arange(s)
     docs = (torch.rand(b, s) < 0.1).cumsum(1).int()
     yield "causal", None
-    yield "window", mask(place, place, max(1, s // 3))
-    yield "documents", mask(place, place, None, docs, docs)
-    yield "both", mask(place, place, 5, docs, docs)
+    yield "window", visible_keys(place, place, max(1, s // 3))
+    yield "documents", visible_keys(place, place, None, docs, docs)
+    yield "both", visible_keys(place, place, 5, docs, docs)
 
 
 @pytest.mark.parametrize("how", ["heads", "merged"])
@@ -42,12 +45,14 @@ def masks(b, s):
 def test_blocks_are_the_definition(shape, how):
     b, s, *_ = SHAPES[shape]
     merged, qkv = inputs(*SHAPES[shape], how=how)
-    for name, see in masks(b, s):
-        out, want = attention(*qkv, see), attention(*qkv, see, "reference")
+    for name, mask in masks(b, s):
+        out, want = attention(*qkv, mask), attention(*qkv, mask, "reference")
         dy = torch.randn_like(out)
         grad, grad_want = (torch.autograd.grad(x, merged, dy, retain_graph=True)[0] for x in (out, want))
         torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
-        torch.testing.assert_close(grad, grad_want, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            grad, grad_want, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 def test_gradcheck():
@@ -86,57 +91,68 @@ def test_kept_or_made_again_is_the_same_bits(monkeypatch):
     made = []
     probabilities = kernel.probabilities
     monkeypatch.setattr(kernel, "probabilities", lambda *a: made.append(1) or probabilities(*a))
-    monkeypatch.setattr(kernel, "KEEP", 1)
+    monkeypatch.setattr(kernel, "KEEP_PROBABILITIES", 1)
     again = torch.autograd.grad(attention(*qkv, None).square().sum(), merged, retain_graph=True)[0]
     assert len(made) == 2 and torch.equal(kept, again)
 
 
 def test_one_query_over_a_cache():
     q, k, v = torch.randn(2, 1, 4, 8), torch.randn(2, 9, 2, 8), torch.randn(2, 9, 2, 8)
-    see = mask(torch.tensor([8]), torch.arange(9), 4)
-    torch.testing.assert_close(attention(q, k, v, see), attention(q, k, v, see, "reference"))
+    mask = visible_keys(torch.tensor([8]), torch.arange(9), 4)
+    torch.testing.assert_close(attention(q, k, v, mask), attention(q, k, v, mask, "reference"))
 
 
 def test_mask_says_nothing_where_causality_says_all():
     place = torch.arange(6)
-    assert mask(place, place) is None and mask(place, place, 6) is None
-    assert mask(place, place, 2)[0, 0].sum(1).tolist() == [1, 2, 2, 2, 2, 2]
+    assert visible_keys(place, place) is None and visible_keys(place, place, 6) is None
+    assert visible_keys(place, place, 2)[0, 0].sum(1).tolist() == [1, 2, 2, 2, 2, 2]
     docs = torch.tensor([[0, 0, 1, 1, 1, 2]])
-    assert mask(place, place, None, docs, docs)[0, 0].sum(1).tolist() == [1, 2, 1, 2, 3, 1]
+    assert visible_keys(place, place, None, docs, docs)[0, 0].sum(1).tolist() == [1, 2, 1, 2, 3, 1]
 
 
-@pytest.mark.parametrize("b,s,h,g,d,value", [(2, 37, 6, 3, 6, 4), (1, BLOCK + 3, 4, 1, 16, 24), (1, 2 * BLOCK + 5, 2, 2, 4, 3)])
+@pytest.mark.parametrize(
+    "b,s,h,g,d,value", [(2, 37, 6, 3, 6, 4), (1, BLOCK + 3, 4, 1, 16, 24), (1, 2 * BLOCK + 5, 2, 2, 4, 3)]
+)
 @pytest.mark.parametrize("kind", ["auto", "sdpa"])
 def test_values_of_another_width(b, s, h, g, d, value, kind):
     """As latent attention has them: keys are wider or narrower than values."""
-    q, k, v = (torch.randn(b, s, n, w, dtype=torch.float64, requires_grad=True) for n, w in ((h, d), (g, d), (g, value)))
-    for _, see in masks(b, s):
-        want, dy = kernel.reference(q, k, v, see), torch.randn(b, s, h, value, dtype=torch.float64)
-        got = attention(q, k, v, see, kind)
+    q, k, v = (
+        torch.randn(b, s, n, w, dtype=torch.float64, requires_grad=True)
+        for n, w in ((h, d), (g, d), (g, value))
+    )
+    for _, mask in masks(b, s):
+        want, dy = kernel.attention_reference(q, k, v, mask), torch.randn(b, s, h, value, dtype=torch.float64)
+        got = attention(q, k, v, mask, kind)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
         for a, c in zip(torch.autograd.grad(got, (q, k, v), dy), torch.autograd.grad(want, (q, k, v), dy)):
             torch.testing.assert_close(a, c, rtol=1e-9, atol=1e-9)
 
 
 def test_the_interval_form_gives_the_same(monkeypatch):
-    """On a CPU a Sight is its bits."""
+    """On a CPU an AttentionMask gives what its dense mask gives."""
     _, qkv = inputs(2, 30, 2, 1, 8)
-    see = sight(0, 30, 0, 30, 7, None, torch.device("cpu"))
+    mask = make_attention_mask(0, 30, 0, 30, 7, None, torch.device("cpu"))
     place = torch.arange(30)
     for kind in ("auto", "sdpa", "reference"):
-        assert torch.equal(attention(*qkv, see, kind), attention(*qkv, mask(place, place, 7), kind))
+        assert torch.equal(attention(*qkv, mask, kind), attention(*qkv, visible_keys(place, place, 7), kind))
 
 
-@pytest.mark.parametrize("window, dtype, bound", [(None, torch.float32, 1e-5), (20, torch.bfloat16, 0.01), (20, torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    "window, dtype, bound",
+    [(None, torch.float32, 1e-5), (20, torch.bfloat16, 0.01), (20, torch.float16, 2e-3)],
+)
 @pytest.mark.parametrize("e", [16, 8])
 def test_triton(interpreted, monkeypatch, window, dtype, bound, e):
     """The whole function, with the gradients of q, k, v side by side where their head dims are equal."""
-    for table in ("FORWARD", "QUERIES", "KEYS") if interpreted.type == "cpu" else ():
+    for table in ("FORWARD_BLOCKS", "DQ_BLOCKS", "DKV_BLOCKS") if interpreted.type == "cpu" else ():
         monkeypatch.setattr(parts, table, {9: {64: (16, 32, 4, 1)}})
-    q, k, v = (torch.randn(2, 41, n, d, device=interpreted).to(dtype).requires_grad_() for n, d in ((4, 16), (2, 16), (2, e)))
+    q, k, v = (
+        torch.randn(2, 41, n, d, device=interpreted).to(dtype).requires_grad_()
+        for n, d in ((4, 16), (2, 16), (2, e))
+    )
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    see = sight(0, 41, 0, 41, window, None, interpreted)
-    out, want = attention(q, k, v, see, "triton"), attention(*exact, see, "reference")
+    mask = make_attention_mask(0, 41, 0, 41, window, None, interpreted)
+    out, want = attention(q, k, v, mask, "triton"), attention(*exact, mask, "reference")
     dy = torch.randn(2, 41, 4, e, device=interpreted).to(dtype)
     grads = torch.autograd.grad(out, (q, k, v), dy)
     assert (grads[0].untyped_storage().data_ptr() == grads[2].untyped_storage().data_ptr()) == (e == 16)
@@ -149,19 +165,25 @@ def test_a_kind_that_cannot_says_so_and_auto_picks(capfd):
     for kind in ("triton", "flash", "flash"):
         assert torch.equal(attention(q, k, v, None, kind), attention(q, k, v, None))
     assert capfd.readouterr().err.splitlines() == [
-        f"model.attention={kind}: not for float32 on cpu, head dims 4 and 4, as installed here; auto picks" for kind in ("triton", "flash")]
+        f"model.attention={kind}: not for float32 on cpu, head dims 4 and 4, as installed here; auto picks"
+        for kind in ("triton", "flash")
+    ]
 
 
 def test_the_best_installed_flash_attention_is_found(monkeypatch):
     def module(name):
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_func=name))
+
     kernel.flash_function.cache_clear()
-    for name in kernel.FLASH:
+    for name in kernel.FLASH_MODULES:
         monkeypatch.setitem(sys.modules, name, None)  # not installed
     assert kernel.flash_function((9, 0)) is None
     module("flash_attn")
     assert kernel.flash_function((8, 0)) == "flash_attn" and kernel.flash_function((7, 5)) is None
     module("flash_attn_interface")
     kernel.flash_function.cache_clear()
-    assert kernel.flash_function((9, 0)) == "flash_attn_interface" and kernel.flash_function((8, 0)) == "flash_attn"
+    assert (
+        kernel.flash_function((9, 0)) == "flash_attn_interface"
+        and kernel.flash_function((8, 0)) == "flash_attn"
+    )
     kernel.flash_function.cache_clear()

@@ -1,11 +1,12 @@
-"""Fused head and cross entropy against F.cross_entropy on the whole logits."""
+"""Output head and cross entropy in one, against F.cross_entropy on the whole logits."""
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels import cross_entropy as kernel
 from kernels import triton_
-from kernels.cross_entropy import IGNORE, linear_cross_entropy
+from kernels.cross_entropy import IGNORE_INDEX, linear_cross_entropy
 
 
 def case(t=11, d=6, v=13, dtype=torch.float64):
@@ -15,15 +16,22 @@ def case(t=11, d=6, v=13, dtype=torch.float64):
 
 
 def definition(hidden, weight, targets, scale, vocab):
-    return F.cross_entropy((hidden @ weight.t())[:, :vocab].to(torch.promote_types(hidden.dtype, torch.float32)), targets,
-                           ignore_index=IGNORE, reduction="sum") * scale
+    return (
+        F.cross_entropy(
+            (hidden @ weight.t())[:, :vocab].to(torch.promote_types(hidden.dtype, torch.float32)),
+            targets,
+            ignore_index=IGNORE_INDEX,
+            reduction="sum",
+        )
+        * scale
+    )
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 4, 11, 64])
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 def test_loss_and_gradients(chunk, ignored):
     hidden, weight, y = case()
-    y[{"none": slice(0), "some": slice(2, 5), "all": slice(None)}[ignored]] = IGNORE
+    y[{"none": slice(0), "some": slice(2, 5), "all": slice(None)}[ignored]] = IGNORE_INDEX
     got = linear_cross_entropy(hidden, weight, y, 0.3, 10, chunk=chunk)  # rows 10, 11, 12 are padding
     want = definition(hidden, weight, y, 0.3, 10)
     torch.testing.assert_close(got, want)
@@ -31,15 +39,39 @@ def test_loss_and_gradients(chunk, ignored):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("merge", [None, lambda *statistics: statistics])
+def test_no_rows_at_all(given, chunk, merge):
+    """A rank may hold no row of a microbatch: its loss and its gradients are 0, and nothing divides by the
+    number of rows.
+    """
+    hidden, weight, y = case(t=0, dtype=torch.float32)
+    loss = linear_cross_entropy(hidden, weight, y, 0.3, 10, chunk=chunk, merge=merge)
+    assert loss.shape == () and loss.dtype == torch.float32 and loss.item() == 0
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    assert dhidden.shape == hidden.shape and torch.equal(dweight, torch.zeros_like(weight))
+
+    kept = given(weight, 1.0)
+    linear_cross_entropy(hidden, kept, y, 0.3, 10, chunk=chunk, merge=merge).backward()
+    assert kept.grad is None and (kept.main_grad == 1).all()
+    with torch.no_grad():
+        assert linear_cross_entropy(hidden, weight, y, 0.3, 10, chunk=chunk, merge=merge).item() == 0
+
+
 def test_gradcheck():
     hidden, weight, y = case(5, 3, 7)
-    y[1] = IGNORE
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, y, 0.5, 6, chunk=2), (hidden, weight))
+    y[1] = IGNORE_INDEX
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, y, 0.5, 6, chunk=2), (hidden, weight)
+    )
 
 
 def test_scale_may_live_on_the_device():
     hidden, weight, y = case()
-    a, b = linear_cross_entropy(hidden, weight, y, torch.tensor(0.25), 13), linear_cross_entropy(hidden, weight, y, 0.25, 13)
+    a, b = (
+        linear_cross_entropy(hidden, weight, y, torch.tensor(0.25), 13),
+        linear_cross_entropy(hidden, weight, y, 0.25, 13),
+    )
     torch.testing.assert_close(a, b)
 
 
@@ -49,7 +81,10 @@ def test_rounding(dtype, bound, size):
     hidden, weight, y = case(40, 32, 130)
     hidden, weight = ((x.detach() * size**0.5).to(dtype).requires_grad_() for x in (hidden, weight))
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    got, want = linear_cross_entropy(hidden, weight, y, 1 / 40, 128, chunk=16), definition(*exact, y, 1 / 40, 128)
+    got, want = (
+        linear_cross_entropy(hidden, weight, y, 1 / 40, 128, chunk=16),
+        definition(*exact, y, 1 / 40, 128),
+    )
     assert got.dtype == torch.float32
     assert abs(got - want) <= bound * want
     for a, b in zip(torch.autograd.grad(got, (hidden, weight)), torch.autograd.grad(want, exact)):
@@ -63,8 +98,12 @@ def test_gradient_is_added_to_the_buffer_once(given, dtype):
     kept = given(weight, 1.0)
     linear_cross_entropy(hidden, kept, y, 0.3, 10, chunk=4).backward()
     assert kept.grad is None
-    torch.testing.assert_close(kept.main_grad - 1, plain.to(kept.main_grad.dtype), rtol=0.02 if dtype == torch.bfloat16 else 1e-9,
-                               atol=0.02 if dtype == torch.bfloat16 else 1e-12)
+    torch.testing.assert_close(
+        kept.main_grad - 1,
+        plain.to(kept.main_grad.dtype),
+        rtol=0.02 if dtype == torch.bfloat16 else 1e-9,
+        atol=0.02 if dtype == torch.bfloat16 else 1e-12,
+    )
 
 
 def test_no_gradient_without_grad_mode(given):
@@ -78,21 +117,24 @@ def test_no_gradient_without_grad_mode(given):
 def test_vocabulary_in_two_parts():
     """Two ranks' halves, merged as a tensor-parallel head merges them, against the whole."""
     hidden, weight, y = case(11, 6, 14)
-    y[3] = IGNORE
+    y[3] = IGNORE_INDEX
     want = linear_cross_entropy(hidden, weight, y, 0.3, 12)
     dh, dw = torch.autograd.grad(want, (hidden, weight))
     logits = (hidden @ weight.t()).detach()
     logits[:, 12:] = -torch.inf
-    everywhere = torch.logsumexp(logits, 1), logits.gather(1, y.clamp(0)[:, None])[:, 0].where(y != IGNORE, 0.0)
+    everywhere = (
+        torch.logsumexp(logits, 1),
+        logits.gather(1, y.clamp(0)[:, None])[:, 0].where(y != IGNORE_INDEX, 0.0),
+    )
     parts = []
     for start in (0, 7):
         at = iter(range(0, 11, 4))
 
         def merge(lse, picked, at=at):
             first = next(at)
-            return everywhere[0][first:first + len(lse)], everywhere[1][first:first + len(lse)]
+            return everywhere[0][first : first + len(lse)], everywhere[1][first : first + len(lse)]
 
-        half = weight[start:start + 7]
+        half = weight[start : start + 7]
         got = linear_cross_entropy(hidden, half, y, 0.3, 12, start=start, merge=merge, chunk=4)
         torch.testing.assert_close(got, want)
         parts.append(torch.autograd.grad(got, (hidden, half)))
@@ -100,17 +142,21 @@ def test_vocabulary_in_two_parts():
     torch.testing.assert_close(torch.cat((parts[0][1], parts[1][1])), dw)
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)]
+)
 @pytest.mark.parametrize("size", [1.0, 300.0])
 @pytest.mark.parametrize("columns", [64, 256])
 def test_triton(interpreted, monkeypatch, dtype, bound, size, columns):
     """Vocabularies of several blocks, the last one cut, and padded; a target that is not counted."""
     monkeypatch.setattr(kernel, "COLUMNS", columns)
     hidden, weight, y = (t.to(interpreted) for t in case(13, 16, 150))
-    y[2] = IGNORE
+    y[2] = IGNORE_INDEX
     scale = torch.tensor(0.25, device=interpreted)
     hidden, weight = ((x.detach() * size**0.5).to(dtype).requires_grad_() for x in (hidden, weight))
-    with monkeypatch.context() as m:  # the torch path, which is proved above: logits are rounded to dtype in both
+    with (
+        monkeypatch.context() as m
+    ):  # the torch path, which is proved above: logits are rounded to dtype in both
         m.setattr(triton_, "DEVICES", ())
         want = linear_cross_entropy(hidden, weight, y, scale, 147, chunk=5)
         grads = torch.autograd.grad(want, (hidden, weight))
@@ -121,17 +167,26 @@ def test_triton(interpreted, monkeypatch, dtype, bound, size, columns):
 
 
 def test_triton_over_parts_of_the_vocabulary(interpreted, monkeypatch):
-    """Three ranks' columns, of which the last is all padding: statistics merged as parallel/tensor.py does, gradients as the whole's."""
+    """Three ranks' columns, of which the last is all padding: statistics merged as parallel/tensor/layers.py
+    does, gradients as the whole's.
+    """
     monkeypatch.setattr(kernel, "COLUMNS", 16)
     logits, y = 5 * torch.randn(7, 60, device=interpreted), torch.randint(0, 40, (7,), device=interpreted)
-    y[4] = IGNORE
-    whole, parts = logits.clone(), [logits[:, i:i + 20].contiguous() for i in (0, 20, 40)]
-    want = kernel.block_loss(whole, y, 0.5, 40, 0, None)
+    y[4] = IGNORE_INDEX
+    whole, parts = logits.clone(), [logits[:, i : i + 20].contiguous() for i in (0, 20, 40)]
+    want = kernel.softmax_cross_entropy_block(whole, y, 0.5, 40, 0, None)
     seen = []
     for part, start in zip(parts, (0, 20, 40)):
-        kernel.launch(part.clone(), y, 0.5, 40, start, lambda lse, picked: seen.append((lse.clone(), picked.clone())) or (lse, picked))
+        kernel.launch_softmax(
+            part.clone(),
+            y,
+            0.5,
+            40,
+            start,
+            lambda lse, picked: seen.append((lse.clone(), picked.clone())) or (lse, picked),
+        )
     lse, picked = (torch.stack(x) for x in zip(*seen))
     for part, start in zip(parts, (0, 20, 40)):
-        got = kernel.launch(part, y, 0.5, 40, start, lambda *_: (lse.logsumexp(0), picked.sum(0)))
+        got = kernel.launch_softmax(part, y, 0.5, 40, start, lambda *_: (lse.logsumexp(0), picked.sum(0)))
         torch.testing.assert_close(got, want)
-        torch.testing.assert_close(part, whole[:, start:start + 20], rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(part, whole[:, start : start + 20], rtol=1e-5, atol=1e-7)

@@ -1,10 +1,11 @@
 """Quantization to fp8: bounds, scales, and the kernel's bits beside the definition's."""
+
 import numpy as np
 import pytest
 import torch
 
 from kernels import fp8
-from kernels.fp8 import E4M3, E5M2, KINDS, LARGEST, dequantize, quantize
+from kernels.fp8 import E4M3, E5M2, MAX_VALUE, SCALE_KINDS, dequantize, quantize
 
 SCALES = {"tensor": (1, 1), "row": (150, 1), "group": (150, 3), "block": (2, 3)}
 
@@ -15,44 +16,59 @@ def draw(m=150, n=300, dtype=torch.float32):
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCALE_KINDS)
 @pytest.mark.parametrize("dtype, bits", [(E4M3, 3), (E5M2, 2)])
 def test_error_is_half_a_unit_in_the_last_place(kind, dtype, bits):
     x = draw()
     q, scale = quantize(x, kind, dtype)
     assert q.shape == x.shape and q.dtype == dtype and scale.shape == SCALES[kind]
-    error, unit = (dequantize(q, scale, kind) - x).abs(), fp8.spread(scale, x.shape, kind)
+    error, unit = (dequantize(q, scale, kind) - x).abs(), fp8.expand_scale(scale, x.shape, kind)
     smallest = torch.finfo(dtype).smallest_normal * 2.0**-bits  # the step of subnormals
-    assert (error <= 1.001 * torch.maximum(x.abs() * 2.0**-(bits + 1), smallest * unit)).all()
-    assert q.float().abs().max() == LARGEST[dtype] and (q[3].float() == 0).all() and scale.isfinite().all()
+    assert (error <= 1.001 * torch.maximum(x.abs() * 2.0 ** -(bits + 1), smallest * unit)).all()
+    assert q.float().abs().max() == MAX_VALUE[dtype] and (q[3].float() == 0).all() and scale.isfinite().all()
 
 
 def test_smaller_blocks_keep_small_rows():
     x = draw()
     small = x[:64]
-    error = {kind: ((dequantize(*quantize(x, kind), kind) - x)[:64].norm() / small.norm()).item() for kind in KINDS}
+    error = {
+        kind: ((dequantize(*quantize(x, kind), kind) - x)[:64].norm() / small.norm()).item()
+        for kind in SCALE_KINDS
+    }
     assert error["row"] < 0.04 and error["group"] < 0.04 and error["tensor"] > 0.9
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCALE_KINDS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
 def test_triton_gives_the_same_bits(interpreted, kind, dtype, source):
     x = draw(dtype=torch.float32).clamp(-6e4, 6e4).to(source).to(interpreted)
     for part in (x, x[:129, :127], x[:1], x[:, :1], x.t(), x[:129, :127].t()):
-        (q, scale), (want, want_scale) = quantize(part, kind, dtype), fp8.reference(part, kind, dtype)
-        assert torch.equal(q.view(torch.uint8), want.view(torch.uint8)) and torch.equal(scale, want_scale) and q.is_contiguous()
+        (q, scale), (want, want_scale) = (
+            quantize(part, kind, dtype),
+            fp8.quantize_reference(part, kind, dtype),
+        )
+        assert (
+            torch.equal(q.view(torch.uint8), want.view(torch.uint8))
+            and torch.equal(scale, want_scale)
+            and q.is_contiguous()
+        )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SCALE_KINDS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("sick", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(interpreted, monkeypatch, kind, dtype, sick):
-    """Whatever multiplies it, the product is NaN. A GPU's maximum of NaN and a number is the number; the interpreter's is NaN."""
+    """Whatever multiplies it, the product is NaN. A GPU's maximum of NaN and a number is the number; the
+    interpreter's is NaN.
+    """
     from triton.runtime.interpreter import InterpreterBuilder
+
     for name, function in (("create_maxnumf", np.fmax), ("create_minnumf", np.fmin)):
-        monkeypatch.setattr(InterpreterBuilder, name, lambda self, a, b, function=function: self.binary_op(a, b, function))
+        monkeypatch.setattr(
+            InterpreterBuilder, name, lambda self, a, b, function=function: self.binary_op(a, b, function)
+        )
     x = draw().to(interpreted)
     x[70, 130] = sick
-    for make in (quantize, fp8.reference):
+    for make in (quantize, fp8.quantize_reference):
         assert dequantize(*make(x, kind, dtype), kind)[70, 130].isnan()

@@ -1,18 +1,22 @@
 """Products in fp8: the Triton kernel beside the definition, and what is lost against fp32."""
+
 import pytest
 import torch
 
 from kernels import fp8_gemm
 from kernels.fp8 import E4M3, E5M2
-from kernels.fp8_gemm import add_product, product, quantize
+from kernels.fp8_gemm import add_scaled_product, quantize_operand, scaled_product
 
 SMALL = {"M": 16, "N": 32, "GROUP": 2}
 PAIRS = [("group", "block"), ("group", "group"), ("row", "row"), ("tensor", "tensor")]
 
 
 def operands(m, n, k, kinds, dtype=E4M3, side=32, device="cpu"):
-    a, b = torch.randn(m, k, device=device) * torch.logspace(-2, 2, m, device=device)[:, None], torch.randn(n, k, device=device)
-    return (a, b), (quantize(a, kinds[0], dtype, side), quantize(b, kinds[1], E4M3, side))
+    a, b = (
+        torch.randn(m, k, device=device) * torch.logspace(-2, 2, m, device=device)[:, None],
+        torch.randn(n, k, device=device),
+    )
+    return (a, b), (quantize_operand(a, kinds[0], dtype, side), quantize_operand(b, kinds[1], E4M3, side))
 
 
 @pytest.mark.parametrize("kinds", PAIRS)
@@ -26,36 +30,49 @@ def test_triton_product(interpreted, monkeypatch, kinds, dtype, m, n, k):
         monkeypatch.setattr(fp8_gemm, "STEP", 32)
     _, (a, b) = operands(m, n, k, kinds, dtype, device=interpreted)
     assert fp8_gemm.triton_fits(a, b)
-    want = a.wide().double() @ b.wide().double().t()
-    got = fp8_gemm.launch(a, b, torch.empty(m, n, device=interpreted), False)
+    want = a.dequantized().double() @ b.dequantized().double().t()
+    got = fp8_gemm.launch_scaled_product(a, b, torch.empty(m, n, device=interpreted), False)
     assert (got - want).norm() <= 1e-6 * want.norm()
     into = torch.ones(m, n, device=interpreted)
-    assert add_product(into, a, b, torch.bfloat16) is into and (into - 1 - want).norm() <= 1e-6 * want.norm()
-    low = fp8_gemm.launch(a, b, torch.empty(m, n, device=interpreted, dtype=torch.bfloat16), False)
+    assert (
+        add_scaled_product(into, a, b, torch.bfloat16) is into
+        and (into - 1 - want).norm() <= 1e-6 * want.norm()
+    )
+    low = fp8_gemm.launch_scaled_product(
+        a, b, torch.empty(m, n, device=interpreted, dtype=torch.bfloat16), False
+    )
     assert torch.equal(low, got.bfloat16())
 
 
 def test_one_scale_a_tile_of_rows(interpreted, monkeypatch):
     """128 rows of a weight block are one tile's: the kernel then loads one number for them."""
-    monkeypatch.setattr(fp8_gemm, "TILE", {"M": 16, "N": 32, "GROUP": 2} if interpreted.type == "cpu" else fp8_gemm.TILE)
-    _, (a, b) = operands(20, 70, 64, ("group", "block"), side=32 if interpreted.type == "cpu" else 128, device=interpreted)
-    want = a.wide() @ b.wide().t()
-    assert (fp8_gemm.launch(a, b, torch.empty_like(want), False) - want).norm() <= 1e-6 * want.norm()
+    monkeypatch.setattr(
+        fp8_gemm, "TILE", {"M": 16, "N": 32, "GROUP": 2} if interpreted.type == "cpu" else fp8_gemm.TILE
+    )
+    _, (a, b) = operands(
+        20, 70, 64, ("group", "block"), side=32 if interpreted.type == "cpu" else 128, device=interpreted
+    )
+    want = a.dequantized() @ b.dequantized().t()
+    assert (
+        fp8_gemm.launch_scaled_product(a, b, torch.empty_like(want), False) - want
+    ).norm() <= 1e-6 * want.norm()
 
 
-@pytest.mark.parametrize("kinds, bound", [(("group", "block"), 0.04), (("row", "row"), 0.04), (("tensor", "tensor"), 0.05)])
+@pytest.mark.parametrize(
+    "kinds, bound", [(("group", "block"), 0.04), (("row", "row"), 0.04), (("tensor", "tensor"), 0.05)]
+)
 def test_definition_is_near_the_exact_product(kinds, bound):
     (x, w), (a, b) = operands(64, 48, 128, kinds)
     want = x @ w.t()
-    assert (product(a, b, torch.float32) - want).norm() <= bound * want.norm()
+    assert (scaled_product(a, b, torch.float32) - want).norm() <= bound * want.norm()
     into = torch.zeros(64, 48)
-    assert torch.equal(add_product(into, a, b, torch.bfloat16), product(a, b, torch.float32))
-    assert add_product(None, a, b, torch.bfloat16).dtype == torch.bfloat16
+    assert torch.equal(add_scaled_product(into, a, b, torch.bfloat16), scaled_product(a, b, torch.float32))
+    assert add_scaled_product(None, a, b, torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_blocks_too_small_for_a_tensor_core_take_the_other_way(interpreted, capfd):
     (x, w), (a, b) = operands(16, 16, 32, ("group", "block"), side=16, device=interpreted)
-    torch.testing.assert_close(product(a, b, torch.float32), a.wide() @ b.wide().t())
+    torch.testing.assert_close(scaled_product(a, b, torch.float32), a.dequantized() @ b.dequantized().t())
     assert "below the 32" in capfd.readouterr().err
 
 
@@ -67,5 +84,5 @@ def test_the_library_takes_what_it_is_given(kinds):
         got = torch._scaled_mm(a.q, b.q.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=torch.bfloat16)
     except (RuntimeError, NotImplementedError) as error:
         pytest.skip(f"this torch has none for the CPU: {error}")
-    want = a.wide() @ b.wide().t()
+    want = a.dequantized() @ b.dequantized().t()
     assert (got.float() - want).norm() <= 5e-3 * want.norm()

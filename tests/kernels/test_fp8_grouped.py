@@ -1,10 +1,19 @@
-"""Grouped products in fp8: near the exact ones, tokens on their own, experts apart; the Triton kernel beside the definition."""
+"""Grouped products in fp8: near the exact ones, tokens on their own, experts apart; the Triton kernel beside
+the definition.
+"""
+
 import pytest
 import torch
 
 from kernels import fp8_grouped, grouped_gemm
-from kernels.fp8_grouped import RECIPES, grouped_product, matrices, quantize, scaled_grouped_linear
-from kernels.fp8_linear import Scaling, scaled_linear
+from kernels.fp8_grouped import (
+    RECIPES,
+    grouped_product,
+    quantize_operand,
+    quantized_experts,
+    scaled_grouped_linear,
+)
+from kernels.fp8_linear import Fp8Scaling, scaled_linear
 from kernels.grouped_gemm import offsets_of
 
 SHARES = {"uneven": (5, 0, 17, 16, 1), "all to one": (0, 0, 39), "even": (16, 16), "nothing": (0, 0)}
@@ -13,8 +22,13 @@ SIDE = 32
 
 def case(counts, o=64, n=96, dtype=torch.bfloat16, device="cpu"):
     g = torch.Generator().manual_seed(0)
-    x, weight, dy = (torch.randn(*size, generator=g) for size in ((sum(counts), n), (len(counts) * o, n), (sum(counts), o)))
-    x, dy = x * torch.logspace(-2, 2, len(x))[:, None], dy * torch.logspace(1, -1, len(dy))[:, None]  # tokens of very different size
+    x, weight, dy = (
+        torch.randn(*size, generator=g) for size in ((sum(counts), n), (len(counts) * o, n), (sum(counts), o))
+    )
+    x, dy = (
+        x * torch.logspace(-2, 2, len(x))[:, None],
+        dy * torch.logspace(1, -1, len(dy))[:, None],
+    )  # tokens of very different size
     weight = weight.view(len(counts), o, n) * torch.logspace(-1, 1, len(counts))[:, None, None]  # and experts
     return x.to(device, dtype), weight.view(-1, n).to(device, dtype), dy.to(device, dtype)
 
@@ -34,10 +48,14 @@ def close(a, b):
 @pytest.mark.parametrize("counts", SHARES.values(), ids=SHARES)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_near_the_exact_products(counts, recipe):
-    """Row by row and expert by expert: none is so small that another's scale drowns it. dW has the rounding of bf16 alone."""
+    """Row by row and expert by expert: none is so small that another's scale drowns it. dW has the rounding
+    of bf16 alone.
+    """
     x, weight, dy = case(counts)
     exact = [t.double().requires_grad_() for t in (x, weight)]
-    want = torch.cat([rows @ w.t() for rows, w in zip(exact[0].split(counts), exact[1].view(len(counts), -1, x.shape[1]))])
+    want = torch.cat(
+        [rows @ w.t() for rows, w in zip(exact[0].split(counts), exact[1].view(len(counts), -1, x.shape[1]))]
+    )
     want = want.detach(), *torch.autograd.grad(want, exact, dy.double())
     got = trained(x, weight, dy, counts, recipe)
     for a, b, bound in zip(got, want, (0.06, 0.09, 0.006)):
@@ -48,7 +66,9 @@ def test_near_the_exact_products(counts, recipe):
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_tokens_result_depends_on_no_other(recipe):
-    """Other neighbours, another order, another number of experts: the same 8 bits forward and back, so the same in fp64."""
+    """Other neighbours, another order, another number of experts: the same 8 bits forward and back, so the
+    same in fp64.
+    """
     counts = (5, 3, 9)
     x, weight, dy = case(counts, dtype=torch.float64)
     y, dx, _ = trained(x, weight, dy, counts, recipe)
@@ -66,7 +86,7 @@ def test_one_expert_is_a_linear(recipe):
     x, weight, dy = case((32,), dtype=torch.float64)
     got = trained(x, weight, dy, (32,), recipe)
     x, weight = x.requires_grad_(), weight.requires_grad_()
-    y = scaled_linear(x, weight, None, None, Scaling(recipe, SIDE))
+    y = scaled_linear(x, weight, None, None, Fp8Scaling(recipe, SIDE))
     dx = torch.autograd.grad(y, x, dy)[0]
     close(got[0], y)
     close(got[1], dx)
@@ -86,7 +106,10 @@ def test_triton(interpreted, monkeypatch, given, name, recipe, side):
     counts = SHARES[name]
     x, weight, dy = case(counts, 64, 128, device=interpreted)
     kind, of_weight, _ = RECIPES[recipe]
-    a, b = quantize(x, kind, fp8_grouped.E4M3, side), matrices(weight.view(len(counts), 64, 128), of_weight, side)
+    a, b = (
+        quantize_operand(x, kind, fp8_grouped.E4M3, side),
+        quantized_experts(weight.view(len(counts), 64, 128), of_weight, side),
+    )
     want = grouped_product(a, b, list(counts), len(counts), torch.float32)
     got = grouped_product(a, b, offsets_of(counts, interpreted), len(counts), torch.float32)
     assert (got - want).norm() <= 1e-6 * want.norm()
@@ -95,7 +118,9 @@ def test_triton(interpreted, monkeypatch, given, name, recipe, side):
     assert y.grad_fn.triton
     y.backward(dy)
     y, dx = y.detach(), leaf.grad
-    for a, b in zip((y, dx, kept.main_grad - 1), trained(x.float(), weight.float(), dy.float(), counts, recipe, side)):
+    for a, b in zip(
+        (y, dx, kept.main_grad - 1), trained(x.float(), weight.float(), dy.float(), counts, recipe, side)
+    ):
         assert (a - b).norm() <= (4e-3 if a.dtype == torch.bfloat16 else 1e-6) * b.norm()
 
 

@@ -1,21 +1,26 @@
 """Grouped GEMM against a GEMM an expert: uneven and empty experts, gradients in the buffers, now or later."""
+
 import pytest
 import torch
 
 from kernels import grouped_gemm as kernel
 from kernels.grouped_gemm import grouped_dgrad, grouped_forward, grouped_linear, grouped_wgrad
-from parallel.pipeline import Later
+from parallel.pipeline.executor import WeightGradStore
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3], [40, 5, 0, 33, 50, 1]]
 N, O = 6, 10
 
 
 def exact(x, w, counts):
-    return torch.cat([rows @ part.t() for rows, part in zip(x.split(counts), w.view(len(counts), -1, x.shape[1]))])
+    return torch.cat(
+        [rows @ part.t() for rows, part in zip(x.split(counts), w.view(len(counts), -1, x.shape[1]))]
+    )
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)])
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 8e-3)]
+)
 def test_against_one_gemm_an_expert(given, counts, dtype, bound):
     x, w, dy = (torch.randn(*s).to(dtype) for s in ((sum(counts), N), (len(counts) * O, N), (sum(counts), O)))
     kept, x1 = given(w, 1.0), x.clone().requires_grad_()
@@ -29,7 +34,9 @@ def test_against_one_gemm_an_expert(given, counts, dtype, bound):
     for a, b in ((got, want), (x1.grad / 2, dx), ((kept.main_grad - 1) / 2, dw)):
         assert (a.double() - b).norm() <= bound * b.norm() + 1e-300
     for i, n in enumerate(counts):
-        assert n or (kept.main_grad.view(len(counts), O, N)[i] == 1).all()  # an empty expert's gradient is what it was
+        assert (
+            n or (kept.main_grad.view(len(counts), O, N)[i] == 1).all()
+        )  # an empty expert's gradient is what it was
 
 
 def test_the_three_products_alone():
@@ -38,11 +45,16 @@ def test_the_three_products_alone():
     assert torch.allclose(grouped_dgrad(dy, w, counts), torch.cat([dy[:2] @ w[0], dy[2:] @ w[2]]))
     into = torch.ones(3, O, N, dtype=torch.float64)
     grouped_wgrad(into, dy.double(), x.double(), counts)
-    assert torch.allclose(into, 1 + torch.stack([dy[:2].t() @ x[:2], torch.zeros(O, N), dy[2:].t() @ x[2:]]).double(), atol=1e-5)
+    assert torch.allclose(
+        into, 1 + torch.stack([dy[:2].t() @ x[:2], torch.zeros(O, N), dy[2:].t() @ x[2:]]).double(), atol=1e-5
+    )
 
 
 def test_gradcheck():
-    x, w = torch.randn(5, 3, dtype=torch.float64, requires_grad=True), torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    x, w = (
+        torch.randn(5, 3, dtype=torch.float64, requires_grad=True),
+        torch.randn(8, 3, dtype=torch.float64, requires_grad=True),
+    )
     assert torch.autograd.gradcheck(lambda x, w: grouped_linear(x, w, [4, 0, 0, 1]), (x, w))
 
 
@@ -50,18 +62,23 @@ def test_weight_gradient_put_off(given):
     """Inside an I nothing reaches the buffer; its W brings the same bits."""
     x, w, dy, counts = torch.randn(5, N), torch.randn(2 * O, N), torch.randn(5, O), [1, 4]
     now, put = given(w), given(w)
-    put.later = Later()
-    put.later.open, put.later.at = True, 3
+    store = put.weight_grad_store = WeightGradStore()
+    store.deferring, store.microbatch = True, 3
     for weight in (now, put):
         grouped_linear(x.clone().requires_grad_(), weight, counts).backward(dy)
     assert now.main_grad.any() and not put.main_grad.any()
-    put.later.run(3)
+    store.compute(3)
     assert torch.equal(now.main_grad, put.main_grad)
 
 
 # ---- Triton, beside one definition for all ways ----
 
-SHARES = {"uneven": (5, 0, 17, 16, 1), "all to one": (0, 0, 39), "even": (16, 16), "none at the ends": (0, 7, 0)}
+SHARES = {
+    "uneven": (5, 0, 17, 16, 1),
+    "all to one": (0, 0, 39),
+    "even": (16, 16),
+    "none at the ends": (0, 7, 0),
+}
 
 
 def case(counts, o, n, dtype):
@@ -71,7 +88,9 @@ def case(counts, o, n, dtype):
 
 
 def definition(x, weight, counts):
-    owner = torch.repeat_interleave(torch.arange(len(counts), device=x.device), torch.tensor(counts, device=x.device))
+    owner = torch.repeat_interleave(
+        torch.arange(len(counts), device=x.device), torch.tensor(counts, device=x.device)
+    )
     return torch.einsum("mn,mon->mo", x, weight.view(len(counts), -1, x.shape[1])[owner])
 
 
@@ -85,7 +104,10 @@ def test_triton(interpreted, monkeypatch, given, name, dtype, o, n, on_device):
             monkeypatch.setattr(kernel, table, {"M": 16, "N": 32, "K": 16})
     counts = torch.tensor(SHARES[name], device=interpreted) if on_device else SHARES[name]
     x, weight, dy = (t.detach().to(interpreted) for t in case(SHARES[name], o, n, dtype))
-    leaves, exact = (x.requires_grad_(), given(weight, 1.0)), (x.detach().double().requires_grad_(), weight.double().requires_grad_())
+    leaves, exact = (
+        (x.requires_grad_(), given(weight, 1.0)),
+        (x.detach().double().requires_grad_(), weight.double().requires_grad_()),
+    )
     got, want = grouped_linear(leaves[0], leaves[1], counts), definition(*exact, SHARES[name])
     assert got.grad_fn.triton
     got.backward(dy)
@@ -102,7 +124,9 @@ def test_triton_returns_a_plain_tensors_gradient(interpreted, monkeypatch):
     if interpreted.type == "cpu":
         for table in ("TILE", "WGRAD"):
             monkeypatch.setattr(kernel, table, {"M": 16, "N": 16, "K": 16})
-    x, weight, dy = (t.detach().to(interpreted).requires_grad_() for t in case((3, 0, 4), 8, 16, torch.bfloat16))
+    x, weight, dy = (
+        t.detach().to(interpreted).requires_grad_() for t in case((3, 0, 4), 8, 16, torch.bfloat16)
+    )
     got = torch.autograd.grad(grouped_linear(x, weight, (3, 0, 4)), weight, dy)[0]
     want = torch.autograd.grad(definition(x.double(), weight.double(), (3, 0, 4)), weight, dy.double())[0]
     torch.testing.assert_close(got, want, rtol=0.02, atol=0.02)
@@ -110,5 +134,7 @@ def test_triton_returns_a_plain_tensors_gradient(interpreted, monkeypatch):
 
 def test_rows_that_the_copy_engine_cannot_read_take_the_loop(interpreted, capfd):
     x, weight, _ = (t.to(interpreted) for t in case((3, 4), 8, 7, torch.bfloat16))
-    torch.testing.assert_close(grouped_linear(x, weight, (3, 4)), definition(x, weight, (3, 4)), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        grouped_linear(x, weight, (3, 4)), definition(x, weight, (3, 4)), rtol=0.02, atol=0.02
+    )
     assert "not aligned to 16 bytes" in capfd.readouterr().err

@@ -1,10 +1,15 @@
-"""The tool that proves the kernels, proved first: Triton's interpreter (tests/interpreter.py) gives what torch gives, bit for bit."""
+"""The tool that proves the kernels, proved first: Triton's interpreter (tests/interpreter.py) gives what
+torch gives, bit for bit.
+"""
+
 import pytest
 import torch
 
 from kernels.triton_ import tl, triton
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled here, not interpreted")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="kernels are compiled here, not interpreted"
+)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -33,7 +38,10 @@ def test_arithmetic(dtype):
 def product(A, B, C, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     a, b = tl.load(A + m[:, None] * K + k[None, :]), tl.load(B + n[None, :] * K + k[:, None])
-    tl.store(C + m[:, None] * N + n[None, :], tl.dot(a, b, tl.full((M, N), 1.0, tl.float32), input_precision="ieee"))
+    tl.store(
+        C + m[:, None] * N + n[None, :],
+        tl.dot(a, b, tl.full((M, N), 1.0, tl.float32), input_precision="ieee"),
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,9 +75,11 @@ def cast(X, Y, N: tl.constexpr):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_casts_round_to_nearest_even(dtype):
     """All that lies near two neighbouring values and their middle, subnormals included."""
-    grid = torch.arange(0, 2**7 if dtype.itemsize == 1 else 2**15).to(torch.uint8 if dtype.itemsize == 1 else torch.int16)
+    grid = torch.arange(0, 2**7 if dtype.itemsize == 1 else 2**15).to(
+        torch.uint8 if dtype.itemsize == 1 else torch.int16
+    )
     grid = grid.view(dtype).float()
-    grid = grid[grid.isfinite()][::1 if dtype.itemsize == 1 else 97]
+    grid = grid[grid.isfinite()][:: 1 if dtype.itemsize == 1 else 97]
     middle = (grid[1:].double() + grid[:-1].double()) / 2
     x = torch.cat([middle.float(), torch.nextafter(middle.float(), torch.tensor(0.0)), grid])
     x = torch.cat((x, -x))

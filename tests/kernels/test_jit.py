@@ -1,24 +1,28 @@
 """The compiled twins give what the functions give."""
+
 import shutil
 
 import pytest
 import torch
 
 from kernels.norm import add_rms_norm
-from kernels.rope import frequencies, split_rope, tables
+from kernels.rope import cos_sin_tables, frequencies, split_heads_and_apply_rope
 from kernels.swiglu import swiglu
 
 
-@pytest.mark.skipif(not (shutil.which("g++") or shutil.which("clang++")), reason="no C++ compiler, which torch.compile needs on a CPU")
+@pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")),
+    reason="no C++ compiler, which torch.compile needs on a CPU",
+)
 def test_compiled():
     x = torch.randn(2, 8, 48).bfloat16().requires_grad_()
     w = torch.randn(48).bfloat16().requires_grad_()
-    cos, sin = tables(torch.arange(8).expand(2, -1), frequencies(8, 100.0), torch.float32)
+    cos, sin = cos_sin_tables(torch.arange(8).expand(2, -1), frequencies(8, 100.0), torch.float32)
 
-    def run(fused):
-        y, total = add_rms_norm(x, x, w, 1e-5, fused)
-        q, k, v = split_rope((y + total).view(2, 8, 6, 8), cos, sin, 2, 2, fused)
-        out = swiglu(torch.cat((q, k, v), 2).flatten(2), fused)
+    def run(compiled):
+        y, total = add_rms_norm(x, x, w, 1e-5, compiled)
+        q, k, v = split_heads_and_apply_rope((y + total).view(2, 8, 6, 8), cos, sin, 2, 2, compiled)
+        out = swiglu(torch.cat((q, k, v), 2).flatten(2), compiled)
         return out, *torch.autograd.grad(out.float().square().sum(), (x, w))
 
     for a, b in zip(run(True), run(False)):

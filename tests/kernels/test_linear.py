@@ -1,12 +1,13 @@
 """Linear and embedding, and the protocol that carries their weight gradients (kernels/grad.py)."""
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from kernels import linear as kernel
 from kernels.embedding import embedding
-from kernels.linear import linear, linears, remade
-from parallel.pipeline import Later
+from kernels.linear import linear, linear_of_several, recompute_output
+from parallel.pipeline.executor import WeightGradStore
 
 
 def test_gradcheck():
@@ -17,7 +18,9 @@ def test_gradcheck():
     assert torch.autograd.gradcheck(lambda w: embedding(ids, w), w)
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)]
+)
 def test_buffers_get_what_autograd_gets(given, dtype, bound, monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 64)  # several blocks of rows, the last one short
     x, w, b = (torch.randn(*s).to(dtype).requires_grad_() for s in ((2, 9, 24), (17, 24), (17,)))
@@ -28,7 +31,9 @@ def test_buffers_get_what_autograd_gets(given, dtype, bound, monkeypatch):
     x2 = x.detach().clone().requires_grad_()
     for _ in range(3):
         linear(x2, *kept).backward(dy)
-    assert all(p.grad is None and p.main_grad.dtype == torch.promote_types(dtype, torch.float32) for p in kept)
+    assert all(
+        p.grad is None and p.main_grad.dtype == torch.promote_types(dtype, torch.float32) for p in kept
+    )
     for got, b in zip([x2.grad, *(p.main_grad - 1 for p in kept)], want):
         assert (got.double() / 3 - b).norm() <= bound * b.norm()
 
@@ -43,54 +48,75 @@ def test_input_gradient_alone_where_the_weight_is_frozen():
 def test_weight_gradient_put_off(given, layer):
     """Inside an I nothing reaches the buffer; its W brings the same bits."""
     w, ids, x = torch.randn(6, 4), torch.tensor([[1, 1, 5]]), torch.randn(1, 3, 4)
-    now, later = given(w), given(w)
-    later.later = Later()
-    later.later.open, later.later.at = True, 7
+    now, later, store = given(w), given(w), WeightGradStore()
+    later.weight_grad_store = store
+    store.deferring, store.microbatch = True, 7
     for weight in (now, later):
         (linear(x, weight) if layer == "linear" else embedding(ids, weight)).square().sum().backward()
     assert now.main_grad.any() and not later.main_grad.any()
-    later.later.open = False
-    later.later.run(7)
-    assert torch.equal(now.main_grad, later.main_grad) and not later.later.jobs
+    store.deferring = False
+    store.compute(7)
+    assert torch.equal(now.main_grad, later.main_grad) and not store.pending
 
 
 def test_embedding_counts_every_use_in_fp32(given):
     w = given(torch.randn(3, 2).bfloat16())
-    embedding(torch.zeros(1, 1000, dtype=torch.int64), w).backward(torch.ones(1, 1000, 2, dtype=torch.bfloat16))
+    embedding(torch.zeros(1, 1000, dtype=torch.int64), w).backward(
+        torch.ones(1, 1000, 2, dtype=torch.bfloat16)
+    )
     assert w.main_grad.tolist() == [[1000.0, 1000.0], [0.0, 0.0], [0.0, 0.0]]  # bf16 would stop at 256
 
 
 def test_several_linears_of_one_input_and_of_some_rows():
     g = torch.Generator().manual_seed(0)
-    x, *w = (torch.randn(*s, generator=g, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 5), (4, 5), (6, 5), (4,), (6,)))
+    x, *w = (
+        torch.randn(*s, generator=g, dtype=torch.float64, requires_grad=True)
+        for s in ((2, 3, 5), (4, 5), (6, 5), (4,), (6,))
+    )
     rows = [slice(0, 4), slice(2, 5)]
-    assert torch.autograd.gradcheck(lambda x, a, b, c, d: linears(x, [a, b], [c, d], rows), (x, *w))
-    assert torch.autograd.gradcheck(lambda x, a, b: linears(x, [a, b], [None, None], rows), (x, *w[:2]))
-    assert torch.equal(linears(x, w[:2], w[2:], rows), torch.cat((F.linear(x, w[0], w[2]), F.linear(x, w[1][2:5], w[3][2:5])), -1))
+    assert torch.autograd.gradcheck(lambda x, a, b, c, d: linear_of_several(x, [a, b], [c, d], rows), (x, *w))
+    assert torch.autograd.gradcheck(
+        lambda x, a, b: linear_of_several(x, [a, b], [None, None], rows), (x, *w[:2])
+    )
+    assert torch.equal(
+        linear_of_several(x, w[:2], w[2:], rows),
+        torch.cat((F.linear(x, w[0], w[2]), F.linear(x, w[1][2:5], w[3][2:5])), -1),
+    )
 
 
 def test_an_input_that_is_made_again_is_not_kept():
-    x, w = torch.randn(4, 5, dtype=torch.float64, requires_grad=True), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    x, w = (
+        torch.randn(4, 5, dtype=torch.float64, requires_grad=True),
+        torch.randn(3, 5, dtype=torch.float64, requires_grad=True),
+    )
     want, made, kept = torch.autograd.grad(linear(x.sin(), w).square().sum(), (x, w)), [], []
 
     def again(x):
         made.append(x.sin())
         return made[-1]
+
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t.data_ptr()), t)[1], lambda t: t):
         h = x.sin()
-        y = linear(remade(h, again, x), w)
+        y = linear(recompute_output(h, again, x), w)
     assert x.data_ptr() in kept and h.data_ptr() not in kept and not made
     got = torch.autograd.grad(y.square().sum(), (x, w))
     assert len(made) == 1 and all(torch.equal(a, b) for a, b in zip(got, want))
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)])
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-6), (torch.float16, 1e-6)]
+)
 @pytest.mark.parametrize("t, m, n", [(37, 40, 72), (16, 16, 8), (5, 96, 16)])
 def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n):
-    """Products are summed in fp32 and never rounded to the inputs' dtype on the way: the bound is fp32's for all."""
+    """Products are summed in fp32 and never rounded to the inputs' dtype on the way: the bound is fp32's for
+    all.
+    """
     if interpreted.type == "cpu":
         monkeypatch.setattr(kernel, "TILE", {"M": 16, "N": 32, "K": 16, "GROUP": 2})
-    dy, x = torch.randn(t, m, device=interpreted).to(dtype), torch.randn(t, 2 * n, device=interpreted).to(dtype)[:, :n]
+    dy, x = (
+        torch.randn(t, m, device=interpreted).to(dtype),
+        torch.randn(t, 2 * n, device=interpreted).to(dtype)[:, :n],
+    )
     into = torch.ones(m, n, device=interpreted)
     assert kernel.triton_fits(into, dy, x)
     got = kernel.launch_wgrad(into.clone(), dy, x)
@@ -103,5 +129,7 @@ def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n)
 def test_rows_that_the_copy_engine_cannot_read_take_the_other_way(interpreted, capfd):
     dy, x = (torch.randn(4, n, device=interpreted).bfloat16() for n in (8, 7))
     into = torch.zeros(8, 7, device=interpreted)
-    torch.testing.assert_close(kernel.add_wgrad(into, dy, x), dy.float().t() @ x.float(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        kernel.add_wgrad(into, dy, x), dy.float().t() @ x.float(), rtol=0.02, atol=0.02
+    )
     assert "not aligned to 16 bytes" in capfd.readouterr().err

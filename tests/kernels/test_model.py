@@ -1,44 +1,65 @@
-"""Whole models trained through the Triton kernels, beside the same through torch: every loss, gradient and parameter."""
+"""Whole models trained through the Triton kernels, beside the same through torch: every loss, gradient and
+parameter.
+"""
+
 from dataclasses import replace
 
 import pytest
 import torch
-
 from batches import Tokens
 
-from build import build
+from build import build_run
 from config import Config
 from kernels import grouped_gemm, linear, triton_
-from parallel.mesh import Mesh
-from runtime.guard import Guard
-from scripts.verify import subject
+from parallel.sharding.views import boxes_of
+from parallel.topology.mesh import Mesh
+from proof.verify.tiny_config import tiny_config
+from runtime.guard import NonFiniteGuard
 from train import train_step
 
 SMALL = {"M": 16, "N": 16, "K": 16}
-CASES = (("llama3-tiny", "fp32", 1e-4), ("mistral-tiny", "fp32", 1e-4), ("deepseek-v3-tiny", "fp32", 1e-3), ("gpt2-tiny", "fp32", 1e-4),
-         ("llama3-tiny", "bf16", 0.05), ("mixtral-tiny", "bf16", 0.1))
+CASES = (
+    ("llama3-tiny", "fp32", 1e-4),
+    ("mistral-tiny", "fp32", 1e-4),
+    ("deepseek-v3-tiny", "fp32", 1e-3),
+    ("gpt2-tiny", "fp32", 1e-4),
+    ("llama3-tiny", "bf16", 0.05),
+    ("mixtral-tiny", "bf16", 0.1),
+)
 
 
 def seen(cfg: Config) -> dict[str, torch.Tensor]:
     """Loss, gradient norm, gradients and updated parameters of one step."""
-    run = build(cfg, Mesh.single(), torch.device("cpu"), None, cfg.train.steps)
+    run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, cfg.train.steps)
     made = {}
 
-    def gradients(point: str, step: int) -> None:
-        made.update({f"gradient of {box.key}": part.clone() for b in run.buckets for box, part in b.boxes(b.shard)})
+    def gradients() -> None:
+        made.update(
+            {
+                f"gradient of {box.key}": part.clone()
+                for b in run.buckets
+                for box, part in boxes_of(b, b.grads.local)
+            }
+        )
 
     batches = Tokens(cfg, 0, 1).microbatches(0)
-    made["loss"], made["norm"], _ = train_step(run, 1, batches, Guard(), gradients)
-    return made | {box.key: part.clone() for b in run.buckets for box, part in b.boxes(b.master)}
+    made["loss"], made["norm"], _ = train_step(run, 1, batches, NonFiniteGuard(), gradients)
+    return made | {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="verify's single process is on the CPU, where kernels are interpreted or not at all")
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="verify's single process is on the CPU, where kernels are interpreted or not at all",
+)
 @pytest.mark.parametrize("name, dtype, bound", CASES)
 def test_trains_alike(interpreted, monkeypatch, name, dtype, bound):
-    cfg = subject(name)
-    cfg = replace(cfg, train=replace(cfg.train, dtype=dtype, global_batch=2, seq_len=16),
-                  model=replace(cfg.model, layers=2, jitter=0.0, attention="triton"),
-                  data=replace(cfg.data, doc_mask=name == "mistral-tiny"))
+    cfg = tiny_config(name)
+    cfg = replace(
+        cfg,
+        train=replace(cfg.train, dtype=dtype, global_batch=2, seq_len=16),
+        model=replace(cfg.model, layers=2, jitter=0.0, attention="triton"),
+        data=replace(cfg.data, doc_mask=name == "mistral-tiny"),
+    )
     for module, table in ((linear, "TILE"), (grouped_gemm, "TILE"), (grouped_gemm, "WGRAD")):
         monkeypatch.setattr(module, table, {**getattr(module, table), **SMALL})
     got = seen(cfg)

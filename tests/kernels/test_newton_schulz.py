@@ -1,9 +1,12 @@
-"""Newton-Schulz: singular values go to one, directions stay; the kernel's symmetric products beside plain ones."""
+"""Newton-Schulz: singular values go to one, directions stay; the kernel's symmetric products beside plain
+ones.
+"""
+
 import pytest
 import torch
 
 from kernels import newton_schulz as kernel
-from kernels.newton_schulz import newton_schulz, symmetric
+from kernels.newton_schulz import newton_schulz, symmetric_product
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (16, 40), (40, 16), (1, 7)])
@@ -24,15 +27,22 @@ def test_singular_values_come_near_one(shape, dtype, bound):
 def test_triton(interpreted, monkeypatch, m, n, add):
     if interpreted.type == "cpu":
         monkeypatch.setattr(kernel, "TILE", {"M": 32, "K": 16})
-    x, added = torch.randn(m, n, device=interpreted).bfloat16(), torch.randn(m, m, device=interpreted).bfloat16()
+    x, added = (
+        torch.randn(m, n, device=interpreted).bfloat16(),
+        torch.randn(m, m, device=interpreted).bfloat16(),
+    )
     added = added + added.t()
     assert kernel.triton_fits(x)
-    got = symmetric(x, 2.0315, added, -4.775) if add else symmetric(x)
-    want = 2.0315 * (x.double() @ x.double().t()) - 4.775 * added.double() if add else x.double() @ x.double().t()
+    got = symmetric_product(x, 2.0315, added, -4.775) if add else symmetric_product(x)
+    want = (
+        2.0315 * (x.double() @ x.double().t()) - 4.775 * added.double()
+        if add
+        else x.double() @ x.double().t()
+    )
     assert (got - want).norm() <= 4e-3 * want.norm() and torch.equal(got, got.t())
 
 
 def test_a_matrix_that_the_copy_engine_cannot_read_takes_the_other_way(interpreted, capfd):
     x = torch.randn(12, 9, device=interpreted).bfloat16()
-    torch.testing.assert_close(symmetric(x).float(), x.float() @ x.float().t(), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(symmetric_product(x).float(), x.float() @ x.float().t(), rtol=0.02, atol=0.02)
     assert "not aligned to 16 bytes" in capfd.readouterr().err

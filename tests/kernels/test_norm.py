@@ -1,4 +1,5 @@
 """RMSNorm and LayerNorm against torch's, alone and with the residual add."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,9 @@ def test_gradcheck(kind):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 0.02)]
+)
 def test_against_torch(kind, dtype, bound):
     x, r, w, b = (t.detach().to(dtype).requires_grad_() for t in case(shape=(3, 4, 65)))
     b = None if kind == "rms" else b
@@ -39,8 +42,13 @@ def test_against_torch(kind, dtype, bound):
     dy, dt = torch.randn(3, 4, 65).to(dtype), torch.randn(3, 4, 65).to(dtype)
     leaves = [t for t in (x, r, w, b) if t is not None]
     got = (y, total, *torch.autograd.grad((y, total), leaves, (dy, dt)))
-    should = (want, want_total, *torch.autograd.grad((want, want_total), [t for t in exact if t is not None],
-                                                     (dy.double(), dt.double())))
+    should = (
+        want,
+        want_total,
+        *torch.autograd.grad(
+            (want, want_total), [t for t in exact if t is not None], (dy.double(), dt.double())
+        ),
+    )
     for a, c in zip(got, should):
         assert (a.double() - c).norm() <= bound * c.norm()
 
@@ -72,7 +80,9 @@ def gradients(kind, leaves, dy, dt):
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.003)])
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.02), (torch.float16, 0.003)]
+)
 @pytest.mark.parametrize("shape", [(2, 37, 48), (70, 129), (3, 4096), (1, 1, 1)])
 def test_triton(interpreted, kind, dtype, bound, shape):
     leaves = [t.detach().to(interpreted, dtype).requires_grad_() for t in case(shape=shape)]
@@ -95,7 +105,10 @@ def test_triton_without_residual_on_strided_rows(interpreted):
 
 
 def test_what_triton_has_no_kernel_for_is_said_once(interpreted, capfd):
-    x, w = torch.randn(2, 4, dtype=torch.float64, device=interpreted), torch.ones(4, dtype=torch.float64, device=interpreted)
+    x, w = (
+        torch.randn(2, 4, dtype=torch.float64, device=interpreted),
+        torch.ones(4, dtype=torch.float64, device=interpreted),
+    )
     for _ in range(2):
         torch.testing.assert_close(rms_norm(x, w, EPS), F.rms_norm(x, (4,), w, EPS))
     said = capfd.readouterr().err.splitlines()

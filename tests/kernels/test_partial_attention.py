@@ -1,114 +1,140 @@
-"""Parts of an attention, put together, are the whole: outputs and gradients, with queries that see nothing of a part."""
+"""Parts of an attention, put together, are the whole: outputs and gradients, with queries that see nothing of
+a part.
+"""
+
 import pytest
 import torch
 
 from kernels import partial_attention as kernel
-from kernels.attention import reference
-from kernels.partial_attention import TILE, merge, partial, partial_backward
-from kernels.sight import sight
+from kernels.attention import attention_reference
+from kernels.attention_mask import make_attention_mask
+from kernels.partial_attention import TILE, attention_part, merge_partial, partial_backward
 
 
 def draw(s: int, d: int = 8, dtype=torch.float64):
     stream = torch.Generator().manual_seed(s)
     q, dy = (torch.randn(2, s, 6, d, generator=stream, dtype=dtype) for _ in "qd")
     k, v = (torch.randn(2, s, 3, d, generator=stream, dtype=dtype) for _ in "kv")
-    see = (torch.rand(2, 1, s, s, generator=stream) < 0.3) | torch.eye(s, dtype=torch.bool)
-    return q, k, v, dy, see
+    mask = (torch.rand(2, 1, s, s, generator=stream) < 0.3) | torch.eye(s, dtype=torch.bool)
+    return q, k, v, dy, mask
 
 
-@pytest.mark.parametrize("s,cuts", [(7, (0, 7)), (12, (0, 5, 12)), (9, (0, 1, 2, 9)), (TILE + 3, (0, 100, TILE + 3))])
+@pytest.mark.parametrize(
+    "s,cuts", [(7, (0, 7)), (12, (0, 5, 12)), (9, (0, 1, 2, 9)), (TILE + 3, (0, 100, TILE + 3))]
+)
 def test_parts_make_the_whole(s, cuts):
-    q, k, v, dy, see = draw(s)
-    see[..., 0] = True  # the first part shows every query a key (in a ring: a token itself)
-    see[:, :, 0, 1:] = False  # a query that sees nothing of later parts
+    q, k, v, dy, mask = draw(s)
+    mask[..., 0] = True  # the first part shows every query a key (in a ring: a token itself)
+    mask[:, :, 0, 1:] = False  # a query that sees nothing of later parts
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    true = reference(*whole, see)
+    true = attention_reference(*whole, mask)
     true.backward(dy)
     parts = [slice(a, b) for a, b in zip(cuts, cuts[1:])]
     out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], float("-inf"))
     for p in parts:
-        merge(out, lse, *partial(q, k[:, p], v[:, p], see[..., p]))
+        merge_partial(out, lse, *attention_part(q, k[:, p], v[:, p], mask[..., p]))
     assert torch.allclose(out, true, atol=1e-13, rtol=0)
     delta, dq = (dy * out).sum(-1), torch.zeros_like(q)
     for p in parts:
-        share, dk, dv = partial_backward(dy, q, k[:, p], v[:, p], see[..., p], lse, delta)
+        share, dk, dv = partial_backward(dy, q, k[:, p], v[:, p], mask[..., p], lse, delta)
         dq += share
-        assert torch.allclose(dk, whole[1].grad[:, p], atol=1e-12, rtol=0) and torch.allclose(dv, whole[2].grad[:, p], atol=1e-12, rtol=0)
+        assert torch.allclose(dk, whole[1].grad[:, p], atol=1e-12, rtol=0) and torch.allclose(
+            dv, whole[2].grad[:, p], atol=1e-12, rtol=0
+        )
     assert torch.allclose(dq, whole[0].grad, atol=1e-12, rtol=0)
 
 
 def test_a_query_that_sees_nothing():
-    q, k, v, _, see = draw(5)
-    see[0, 0, 2] = False
-    out, lse = partial(q, k, v, see)
+    q, k, v, _, mask = draw(5)
+    mask[0, 0, 2] = False
+    out, lse = attention_part(q, k, v, mask)
     assert torch.isneginf(lse[0, 2]).all() and (out[0, 2] == 0).all() and out.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_parts_are_fp32(dtype):
     q, k, v, dy, _ = (x.to(dtype) for x in draw(6))
-    out, lse = partial(q, k, v, None)
+    out, lse = attention_part(q, k, v, None)
     assert out.dtype == lse.dtype == torch.float32
     assert {x.dtype for x in partial_backward(dy, q, k, v, None, lse, lse)} == {torch.float32}
 
 
 # ---- Triton: blocks of 16, so that small sequences have empty, whole and cut ones ----
 
+
 @pytest.fixture
 def small(interpreted, monkeypatch):
     if interpreted.type == "cpu":
-        for table in ("FORWARD", "QUERIES", "KEYS"):
+        for table in ("FORWARD_BLOCKS", "DQ_BLOCKS", "DKV_BLOCKS"):
             monkeypatch.setattr(kernel, table, {9: {64: (16, 32, 4, 1)}})
-        monkeypatch.setattr(kernel, "FP32", (32, 16, 4, 1))
+        monkeypatch.setattr(kernel, "FP32_BLOCKS", (32, 16, 4, 1))
         monkeypatch.setattr(kernel, "DELTA_ROWS", 16)
     return interpreted
 
 
-SIGHTS = {  # place of the first query, queries, place of the first key, keys, window, documents
-    "causal": (0, 67, 0, 67, None, False), "window": (0, 67, 0, 67, 20, False), "documents": (0, 67, 0, 67, None, True),
-    "both": (0, 50, 0, 50, 30, True), "cache": (40, 9, 0, 49, None, False), "ring": (50, 25, 25, 25, 30, True),
+MASKS = {  # place of the first query, queries, place of the first key, keys, window, documents
+    "causal": (0, 67, 0, 67, None, False),
+    "window": (0, 67, 0, 67, 20, False),
+    "documents": (0, 67, 0, 67, None, True),
+    "both": (0, 50, 0, 50, 30, True),
+    "cache": (40, 9, 0, 49, None, False),
+    "ring": (50, 25, 25, 25, 30, True),
     "one token": (0, 1, 0, 1, None, False),
 }
 
 
-@pytest.mark.parametrize("name", SIGHTS)
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 1e-5), (torch.bfloat16, 0.01), (torch.float16, 2e-3)]
+)
 def test_triton(small, name, dtype, bound):
-    query, s_q, key, s_k, window, documents = SIGHTS[name]
+    query, s_q, key, s_k, window, documents = MASKS[name]
     b, h, g, d, e = (2, 4, 2, 24, 16) if dtype == torch.float32 else (1, 3, 1, 16, 16)
     qkv = torch.randn(b, s_q, h + 1, d, device=small).to(dtype)
-    q, dy = qkv[:, :, :h], torch.randn(b, h, s_q, e, device=small).to(dtype).transpose(1, 2)  # strided, as models have them
+    q, dy = (
+        qkv[:, :, :h],
+        torch.randn(b, h, s_q, e, device=small).to(dtype).transpose(1, 2),
+    )  # strided, as models have them
     k, v = (torch.randn(b, s_k, g, n, device=small).to(dtype) for n in (d, e))
     docs = (torch.rand(b, 100) < 0.05).cumsum(1).to(small) if documents else None
-    see = sight(query, s_q, key, s_k, window, docs, small)
+    mask = make_attention_mask(query, s_q, key, s_k, window, docs, small)
     exact = [t.double() for t in (q, k, v)]
-    out, lse = kernel.partial_reference(*exact, see.dense)
-    got, got_lse = partial(q, k, v, see)
+    out, lse = kernel.partial_reference(*exact, mask.dense_mask)
+    got, got_lse = attention_part(q, k, v, mask)
     delta = (dy * out).sum(-1)
     seen = torch.isfinite(lse)
     assert torch.equal(torch.isfinite(got_lse), seen)
-    want = kernel.partial_backward_reference(dy.double(), *exact, see.dense, lse.masked_fill(~seen, torch.inf), delta)
-    grads = partial_backward(dy, q, k, v, see, got_lse, delta.float())
-    torch.testing.assert_close(kernel.inner(got.to(dtype), dy).double(), delta, rtol=bound, atol=10 * bound)
+    want = kernel.partial_backward_reference(
+        dy.double(), *exact, mask.dense_mask, lse.masked_fill(~seen, torch.inf), delta
+    )
+    grads = partial_backward(dy, q, k, v, mask, got_lse, delta.float())
+    torch.testing.assert_close(
+        kernel.output_dot_grad(got.to(dtype), dy).double(), delta, rtol=bound, atol=10 * bound
+    )
     for a, c in zip((got, got_lse[seen], *grads), (out, lse[seen], *want)):
         assert a.dtype == torch.float32 and (a.double() - c).norm() <= bound * c.norm().clamp_min(0.1), name
-    again = partial_backward(dy, q, k, v, see, got_lse, delta.float())
+    again = partial_backward(dy, q, k, v, mask, got_lse, delta.float())
     assert all(torch.equal(a, c) for a, c in zip(grads, again))
 
 
 def test_triton_where_everyone_sees_all(small):
     q, k, v, dy, _ = (t.float().to(small) for t in draw(37))
-    out, lse = partial(q, k, v, None)
+    out, lse = attention_part(q, k, v, None)
     want = kernel.partial_reference(q, k, v, None)
     torch.testing.assert_close((out, lse), want)
     delta = (out * dy).sum(-1)
-    torch.testing.assert_close(partial_backward(dy, q, k, v, None, lse, delta), kernel.partial_backward_reference(dy, q, k, v, None, lse, delta))
+    torch.testing.assert_close(
+        partial_backward(dy, q, k, v, None, lse, delta),
+        kernel.partial_backward_reference(dy, q, k, v, None, lse, delta),
+    )
 
 
 def test_what_triton_refuses(small, capfd):
-    q, k, v, _, see = (t.to(small) for t in draw(6))
-    partial(q.float(), k.float(), v.float(), see)
+    q, k, v, _, mask = (t.to(small) for t in draw(6))
+    attention_part(q.float(), k.float(), v.float(), mask)
     wide = torch.randn(1, 2, 1, 300, device=small)
-    partial(wide, wide, wide, None)
-    assert capfd.readouterr().err.splitlines() == [f"attention: {why}; the slower torch reference runs instead"
-                                                   for why in ("a mask given as bits", "head dim 300 is above 256")]
+    attention_part(wide, wide, wide, None)
+    assert capfd.readouterr().err.splitlines() == [
+        f"attention: {why}; the slower torch reference runs instead"
+        for why in ("a dense mask", "head dim 300 is above 256")
+    ]

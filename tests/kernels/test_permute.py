@@ -1,4 +1,5 @@
 """Rows to experts and back: each the other's transpose, sums in fp32, places without a row."""
+
 import pytest
 import torch
 
@@ -23,7 +24,12 @@ def test_definition(dropped, dtype):
     x, rows = torch.randn(T, D).to(dtype), torch.randn(len(source), D).to(dtype)
     assert torch.equal(permute(x, source, slots, whole), torch.stack([x[i] for i in source]))
     want = torch.zeros(T, D, dtype=torch.float64).index_add_(0, source, rows.double())
-    assert torch.allclose(unpermute(rows, source, slots, whole), want.to(dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
+    assert torch.allclose(
+        unpermute(rows, source, slots, whole),
+        want.to(dtype),
+        rtol=1e-2 if dtype == torch.bfloat16 else 1e-5,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("dropped", [False, True])
@@ -45,10 +51,13 @@ def test_no_rows_at_all():
 
 def test_sums_are_made_in_fp32():
     rows = torch.tensor([[256.0], [1.0], [1.0]]).bfloat16()
-    assert sum_rows(rows, torch.tensor([[0, 1, 2]]), True).item() == 258  # one by one in bf16 it would stay 256
+    assert (
+        sum_rows(rows, torch.tensor([[0, 1, 2]]), True).item() == 258
+    )  # one by one in bf16 it would stay 256
 
 
 # ---- Triton, beside one definition for all ways ----
+
 
 def routes(t, k, drop, device):
     """source [m] and slots [t, k]; drop: some tokens lose some of their rows."""
@@ -66,8 +75,14 @@ def definition(rows, slots):
 
 
 @pytest.mark.parametrize("way", ["torch", "triton"])
-@pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)])
-@pytest.mark.parametrize("t, k, d, drop", [(11, 3, 40, False), (11, 3, 40, True), (5, 1, 2100, False), (300, 2, 1, True), (0, 2, 4, False)])
+@pytest.mark.parametrize(
+    "dtype, bound",
+    [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 4e-3), (torch.float16, 5e-4)],
+)
+@pytest.mark.parametrize(
+    "t, k, d, drop",
+    [(11, 3, 40, False), (11, 3, 40, True), (5, 1, 2100, False), (300, 2, 1, True), (0, 2, 4, False)],
+)
 def test_there_and_back(request, way, dtype, bound, t, k, d, drop):
     if way == "triton" and dtype == torch.float64:
         dtype, bound = torch.float32, 1e-6

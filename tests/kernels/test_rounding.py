@@ -1,8 +1,11 @@
-"""Stochastic rounding: right on average, exact where bf16 is, never from a number to inf or NaN, the same bits in torch and Triton."""
+"""Stochastic rounding: right on average, exact where bf16 is, never from a number to inf or NaN, the same
+bits in torch and Triton.
+"""
+
 import pytest
 import torch
 
-from kernels.rounding import Place, place_bits, round_to_bf16, rounded, salt
+from kernels.rounding import ElementIndex, place_bits, round_to_bf16, salt, stochastic_round
 from kernels.triton_ import tl, triton
 
 N = 200_000
@@ -10,7 +13,9 @@ N = 200_000
 
 def many(x: float, key: str = "w") -> torch.Tensor:
     """x rounded N times, as N elements of one tensor."""
-    return rounded(torch.full((N,), x), Place(salt(1, 2, key), 0, N, N).bits(0, N, torch.device("cpu"))).double()
+    return stochastic_round(
+        torch.full((N,), x), ElementIndex(salt(1, 2, key), 0, N, N).bits(0, N, torch.device("cpu"))
+    ).double()
 
 
 def neighbours(x: float) -> tuple[float, float]:
@@ -27,57 +32,99 @@ def test_unbiased_and_only_to_the_neighbours(x, sign):
     got = many(sign * x) * sign
     assert set(got.unique().tolist()) <= {below, above}
     up = (x - below) / (above - below)
-    assert abs(float((got == above).double().mean()) - up) < 5 * (up * (1 - up) / N)**0.5 + 1 / N
+    assert abs(float((got == above).double().mean()) - up) < 5 * (up * (1 - up) / N) ** 0.5 + 1 / N
     assert x < 1.9 or above != 2.0 or (got == 2.0).any()  # carried into the next exponent
 
 
 def test_what_bf16_holds_stays():
-    every = torch.arange(-2**15, 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)  # all there are
+    every = (
+        torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    )  # all there are
     for key in "ab":
-        got = rounded(every.float(), Place(salt(1, 2, key), 0, 1, 1).bits(0, len(every), torch.device("cpu")))
+        got = stochastic_round(
+            every.float(), ElementIndex(salt(1, 2, key), 0, 1, 1).bits(0, len(every), torch.device("cpu"))
+        )
         assert torch.equal(got.nan_to_num(), every.nan_to_num())
         assert torch.equal(got.isnan(), every.isnan()) and torch.equal(got.isinf(), every.isinf())
-    odd = torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int64).to(torch.int32).view(torch.float32)  # NaNs whose bits are all low, all there
-    assert rounded(odd, torch.full((3,), 0xFFFF)).isnan().all()
+    odd = (
+        torch.tensor([0x7F800001, 0x7FFFFFFF, -1], dtype=torch.int64).to(torch.int32).view(torch.float32)
+    )  # NaNs whose bits are all low, all there
+    assert stochastic_round(odd, torch.full((3,), 0xFFFF)).isnan().all()
 
 
 def test_bits_differ_between_streams_and_neighbours():
-    place = Place(salt(1, 2, "w"), 0, N, N)
+    place = ElementIndex(salt(1, 2, "w"), 0, N, N)
     bits = place.bits(0, N, torch.device("cpu"))
-    others = [Place(s, 0, N, N).bits(0, N, torch.device("cpu")) for s in (salt(2, 2, "w"), salt(1, 3, "w"), salt(1, 2, "v"))]
-    fields = [(b >> 16 * i & 0xFFFF).double() - 32767.5 for b in (bits, bits.roll(1), *others) for i in range(3)]
+    others = [
+        ElementIndex(s, 0, N, N).bits(0, N, torch.device("cpu"))
+        for s in (salt(2, 2, "w"), salt(1, 3, "w"), salt(1, 2, "v"))
+    ]
+    fields = [
+        (b >> 16 * i & 0xFFFF).double() - 32767.5 for b in (bits, bits.roll(1), *others) for i in range(3)
+    ]
     correlation = torch.corrcoef(torch.stack(fields))
     assert (correlation - torch.eye(len(fields), dtype=torch.float64)).abs().max() < 5 / N**0.5
     for f in fields:
         counts = torch.histc(f, 64)
-        assert ((counts - N / 64)**2 / (N / 64)).sum() < 63 + 5 * 126**0.5  # chi-square of 63 degrees of freedom
+        assert (
+            (counts - N / 64) ** 2 / (N / 64)
+        ).sum() < 63 + 5 * 126**0.5  # chi-square of 63 degrees of freedom
 
 
 def test_a_piece_has_the_bits_of_its_tensor():
     rows, columns, cpu = 7, 12, torch.device("cpu")
-    whole = Place(5, 0, columns, columns).bits(0, rows * columns, cpu).view(rows, columns)
-    piece = Place(5, 2 * columns + 3, 4, columns)  # rows 2 .. 4, columns 3 .. 6
+    whole = ElementIndex(5, 0, columns, columns).bits(0, rows * columns, cpu).view(rows, columns)
+    piece = ElementIndex(5, 2 * columns + 3, 4, columns)  # rows 2 .. 4, columns 3 .. 6
     assert torch.equal(piece.bits(0, 12, cpu).view(3, 4), whole[2:5, 3:7])
     assert torch.equal(piece.bits(5, 4, cpu), whole[2:5, 3:7].flatten()[5:9])
-    assert torch.equal(Place(5, 2 * columns + 3, 4, columns, skip=5).bits(1, 3, cpu), whole[2:5, 3:7].flatten()[6:9])
+    assert torch.equal(
+        ElementIndex(5, 2 * columns + 3, 4, columns, skip=5).bits(1, 3, cpu), whole[2:5, 3:7].flatten()[6:9]
+    )
 
 
 @triton.jit
-def rounding_kernel(X, OUT, BITS, n, salt, base, width, stride, skip, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rounding_kernel(
+    X, OUT, BITS, n, salt, base, width, stride, skip, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = place_bits(at, salt, base, width, stride, skip, ROWS)
     tl.store(BITS + at, bits.to(tl.int64, bitcast=True), at < n)
     tl.store(OUT + at, round_to_bf16(tl.load(X + at, at < n), bits), at < n)
 
 
-@pytest.mark.parametrize("place", [Place(salt(1, 1, "w"), 0, 1, 1), Place(salt(1, 2, "w"), 12345, 7, 40, 3),
-                                   Place(-1, 1 << 33, 100, 100), Place(1, 1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "place",
+    [
+        ElementIndex(salt(1, 1, "w"), 0, 1, 1),
+        ElementIndex(salt(1, 2, "w"), 12345, 7, 40, 3),
+        ElementIndex(-1, 1 << 33, 100, 100),
+        ElementIndex(1, 1, 1, 2),
+    ],
+    ids=str,
+)
 def test_triton(interpreted, place):
     n = 300
     x = torch.randn(n, device=interpreted) * 10.0 ** torch.randint(-38, 38, (n,), device=interpreted)
     x[:5] = torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0])
-    out, bits = torch.empty(n, dtype=torch.bfloat16, device=interpreted), torch.empty(n, dtype=torch.int64, device=interpreted)
-    rounding_kernel[(5,)](x, out, bits, n, place.salt, place.base, place.width, place.stride, place.skip, ROWS=place.width != place.stride, BLOCK=64)
+    out, bits = (
+        torch.empty(n, dtype=torch.bfloat16, device=interpreted),
+        torch.empty(n, dtype=torch.int64, device=interpreted),
+    )
+    rounding_kernel[(5,)](
+        x,
+        out,
+        bits,
+        n,
+        place.salt,
+        place.base,
+        place.width,
+        place.stride,
+        place.skip,
+        ROWS=place.width != place.stride,
+        BLOCK=64,
+    )
     want = place.bits(0, n, interpreted)
     assert torch.equal(bits, want)
-    assert torch.equal(out.nan_to_num(7.0), rounded(x, want).nan_to_num(7.0)) and torch.equal(out.isnan(), x.isnan())
+    assert torch.equal(out.nan_to_num(7.0), stochastic_round(x, want).nan_to_num(7.0)) and torch.equal(
+        out.isnan(), x.isnan()
+    )

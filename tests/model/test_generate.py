@@ -1,38 +1,47 @@
-"""Generation under a layout writes what one process writes, with several stages on a rank as well, and a prompt is read causally."""
+"""Generation under a layout writes what one process writes, with several stages on a rank as well, and a
+prompt is read causally.
+"""
+
 from dataclasses import replace
 
 import pytest
 import torch
 
-from build import build
-from model.attention import Cache
-from model.generate import choose, generate
-from parallel.comm import World
-from parallel.layout import Layout
-from parallel.mesh import Mesh
-from scripts.verify import subject
+from build import build_run
+from model.context import KeyValueCache
+from model.generate import generate, sample_token
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import World
+from proof.verify.tiny_config import tiny_config
 
 PROMPT, NEW = [5, 7, 11, 13, 2], 6
 SEVERAL = (("interleaved", 2), ("interleaved", 4), ("zb-v", None), ("dualpipe-v", None))  # stages of one rank
 
 
 def written(world, cfg) -> tuple[list[int], list[float]]:
-    """The ids that a run writes after a prompt, and the logits after the prompt's first three tokens, read with and without more."""
+    """The ids that a run writes after a prompt, and the logits after the prompt's first three tokens, read
+    with and without more.
+    """
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
-    run = build(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     for bucket in run.buckets:  # far from uniform, so that ids depend on what was read
-        bucket.weights.mul_(4) if bucket.weights is not None else None
-    ids = list(generate(run.pipeline.logits, PROMPT, NEW, temperature=0.0, multiple=run.pipeline.cut))
+        bucket.weights.full.mul_(4) if bucket.weights.full is not None else None
+    ids = list(
+        generate(run.logits, PROMPT, NEW, temperature=0.0, multiple=run.pipeline.hidden_shape.sequence_shards)
+    )
     places = torch.arange(len(PROMPT))[None]
-    part = run.pipeline.logits(torch.tensor([PROMPT[:3]]), places[:, :3], Cache(), 2)
-    whole = run.pipeline.logits(torch.tensor([PROMPT]), places, Cache(), 2)  # the same place, with tokens behind it
+    part = run.logits(torch.tensor([PROMPT[:3]]), places[:, :3], KeyValueCache(), 2)
+    whole = run.logits(
+        torch.tensor([PROMPT]), places, KeyValueCache(), 2
+    )  # the same place, with tokens behind it
     return ids, float((part - whole).abs().max())
 
 
 @pytest.mark.parametrize("name", ["llama3-tiny", "deepseek-v2-lite-tiny"])
 def test_several_stages_on_a_rank(ranks, name):
-    cfg = subject(name, 2)
+    cfg = tiny_config(name, 2)
     cfg = replace(cfg, model=replace(cfg.model, dropout=0.0))
     alone, _ = written(World(), cfg)
     for schedule, vpp in SEVERAL:
@@ -68,8 +77,15 @@ def test_a_cut_sequence_is_read_whole_and_filled_up_to_what_the_ranks_divide(mul
         assert tokens == [*range(7, 7 + n), *[0] * fill] and positions == [*range(n + fill)] and at == n - 1
 
 
-KEPT = [({}, (0, 1, 2, 3)), ({"top_k": 2}, (1, 3)), ({"top_k": 4}, (0, 1, 2, 3)), ({"top_p": 0.79}, (1, 3)),
-        ({"top_p": 0.81}, (0, 1, 3)), ({"top_p": 0.4}, (3,)), ({"top_k": 3, "top_p": 0.9}, (0, 1, 3))]
+KEPT = [
+    ({}, (0, 1, 2, 3)),
+    ({"top_k": 2}, (1, 3)),
+    ({"top_k": 4}, (0, 1, 2, 3)),
+    ({"top_p": 0.79}, (1, 3)),
+    ({"top_p": 0.81}, (0, 1, 3)),
+    ({"top_p": 0.4}, (3,)),
+    ({"top_k": 3, "top_p": 0.9}, (0, 1, 3)),
+]
 
 
 @pytest.mark.parametrize("how, kept", KEPT)
@@ -79,8 +95,17 @@ def test_a_token_is_chosen_as_often_as_its_probability_says(how, kept, temperatu
     given = torch.tensor([0.15, 0.3, 0.05, 0.5], dtype=torch.float64) ** temperature
     p = torch.tensor([0.15, 0.3, 0.05, 0.5], dtype=torch.float64)[list(kept)]
     stream, n = torch.Generator().manual_seed(5), 600
-    took = [choose(given.log(), temperature, how.get("top_k"), how.get("top_p"), stream) for _ in range(n)]
+    took = [
+        sample_token(
+            given.log(),
+            temperature=temperature,
+            top_k=how.get("top_k"),
+            top_p=how.get("top_p"),
+            generator=stream,
+        )
+        for _ in range(n)
+    ]
     assert set(took) == set(kept)
     for token, want in zip(kept, (p / p.sum()).tolist()):
         assert abs(took.count(token) / n - want) <= 5 * (want * (1 - want) / n) ** 0.5
-    assert choose(given.log(), 0.0, None, None, stream) == 3
+    assert sample_token(given.log(), temperature=0.0, top_k=None, top_p=None, generator=stream) == 3

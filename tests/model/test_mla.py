@@ -1,24 +1,27 @@
-"""Latent attention against its definition, its small cache against no cache, DeepSeek's order of the rotary channels."""
+"""Latent attention against its definition, its small cache against no cache, DeepSeek's order of the rotary
+channels.
+"""
+
 from dataclasses import replace
 
 import pytest
 import torch
 
-from build import build
+from build import build_run
 from kernels import rope
-from model.attention import Cache, context
+from model.context import KeyValueCache, forward_context
 from model.generate import generate
 from model.mla import LATENT_EPS
-from parallel.mesh import Mesh
-from scripts.verify import subject
+from parallel.topology.mesh import Mesh
+from proof.verify.tiny_config import tiny_config
 
 TWINS = ("deepseek-v2-lite-tiny", "deepseek-v3-tiny")  # without and with a latent of the queries
 
 
 def made(name, **model):
-    cfg = subject(name)
+    cfg = tiny_config(name)
     cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None, **model))
-    return build(cfg, Mesh.single(), torch.device("cpu"), None, 1)
+    return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 1)
 
 
 def attention_of(run):
@@ -32,6 +35,7 @@ def attention_of(run):
 @torch.no_grad()
 def definition(mla, m, x, freq, grow):
     """Term by term, head by head, on one sequence [s, d]; pairs of neighbours turn as complex numbers."""
+
     def norm(t, w):
         return t / (t.square().mean(-1, keepdim=True) + LATENT_EPS).sqrt() * w
 
@@ -39,16 +43,21 @@ def definition(mla, m, x, freq, grow):
         angle = torch.arange(len(t), dtype=torch.float64)[:, None] * freq
         pairs = torch.view_as_complex(t.unflatten(-1, (-1, 2)).contiguous())
         return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+
     down = x @ mla.down.t()
-    latent, key = down[:, -(m.kv_rank + m.rope_dim):].split((m.kv_rank, m.rope_dim), -1)
-    q = norm(down[:, :m.q_rank], mla.q_norm) @ mla.q_up.t() if m.q_rank else x @ mla.q.weight.t()
+    latent, key = down[:, -(m.kv_rank + m.rope_dim) :].split((m.kv_rank, m.rope_dim), -1)
+    q = norm(down[:, : m.q_rank], mla.q_norm) @ mla.q_up.t() if m.q_rank else x @ mla.q.weight.t()
     kv, heads = norm(latent, mla.kv_norm) @ mla.kv_up.t(), []
     for h in range(m.heads):
-        qh = q[:, h * (m.nope_dim + m.rope_dim):(h + 1) * (m.nope_dim + m.rope_dim)]
-        kh, vh = kv[:, h * (m.nope_dim + m.v_dim):(h + 1) * (m.nope_dim + m.v_dim)].split((m.nope_dim, m.v_dim), -1)
-        scores = qh[:, :m.nope_dim] @ kh.t() + turned(qh[:, m.nope_dim:]) @ turned(key).t()
-        scores = scores * grow ** 2 / (m.nope_dim + m.rope_dim) ** 0.5
-        heads.append(scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf")).softmax(-1) @ vh)
+        qh = q[:, h * (m.nope_dim + m.rope_dim) : (h + 1) * (m.nope_dim + m.rope_dim)]
+        kh, vh = kv[:, h * (m.nope_dim + m.v_dim) : (h + 1) * (m.nope_dim + m.v_dim)].split(
+            (m.nope_dim, m.v_dim), -1
+        )
+        scores = qh[:, : m.nope_dim] @ kh.t() + turned(qh[:, m.nope_dim :]) @ turned(key).t()
+        scores = scores * grow**2 / (m.nope_dim + m.rope_dim) ** 0.5
+        heads.append(
+            scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf")).softmax(-1) @ vh
+        )
     return torch.cat(heads, -1) @ mla.out.weight.t()
 
 
@@ -56,8 +65,10 @@ def definition(mla, m, x, freq, grow):
 def test_it_is_the_definition(name):
     run = made(name, rope_mscale=0.7, rope_mscale_all=0.7)
     m, mla, x = run.cfg.model, attention_of(run), torch.randn(1, 11, 32, dtype=torch.float64)
-    got = mla(x, context(run.cfg, torch.arange(11)[None], None))
-    freq = rope.frequencies(m.rope_dim, m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original, "yarn")
+    got = mla(x, forward_context(run.cfg, torch.arange(11)[None], None))
+    freq = rope.frequencies(
+        m.rope_dim, m.rope_theta, m.rope_factor, m.rope_low_freq, m.rope_high_freq, m.rope_original, "yarn"
+    )
     want = definition(mla, m, x[0], freq, 1 + 0.07 * torch.tensor(m.rope_factor).log().item())
     torch.testing.assert_close(got[0], want, rtol=1e-7, atol=1e-9)
 
@@ -67,16 +78,17 @@ def test_neighbours_as_pairs_are_halves_of_reordered_weights(name):
     pairs, plain = made(name), made(name, rope_pairs=False)
     m, x = pairs.cfg.model, torch.randn(2, 9, 32, dtype=torch.float64)
     a, b = attention_of(pairs), attention_of(plain)
-    order = rope.halves(torch.arange(m.rope_dim))
+    order = rope.pairs_to_halves(torch.arange(m.rope_dim))
 
     def reorder(rows, first):
         """The rows' order with the rotary ones, which begin at `first`, as halves."""
         return torch.cat((rows[:first], rows[first:][order]))
+
     q, width = (b.q_up if m.q_rank else b.q.weight).data, m.nope_dim + m.rope_dim
     heads = [reorder(torch.arange(h * width, (h + 1) * width), m.nope_dim) for h in range(m.heads)]
     q.copy_(q[torch.cat(heads)])
     b.down.data.copy_(b.down[reorder(torch.arange(len(b.down)), len(b.down) - m.rope_dim)])
-    ctx = context(pairs.cfg, torch.arange(9).expand(2, -1), None)
+    ctx = forward_context(pairs.cfg, torch.arange(9).expand(2, -1), None)
     torch.testing.assert_close(a(x, ctx), b(x, ctx), rtol=1e-12, atol=1e-12)
     b.down.data.copy_(a.down)
     assert (a(x, ctx) - b(x, ctx)).abs().max() > 1e-3
@@ -89,11 +101,18 @@ def test_the_cache_holds_the_latent_and_changes_nothing(name):
     for stage in run.stages.values():
         for p in stage.parameters():
             p.data.mul_(5 if p.dim() > 1 else 1)
-    m, ids, cache = run.cfg.model, torch.randint(125, (1, 20)), Cache()
+    m, ids, cache = run.cfg.model, torch.randint(125, (1, 20)), KeyValueCache()
     place = torch.arange(20)[None]
-    for first, last in ((0, 7), (7, 8), (8, 9), (9, 13), (13, 14), (14, 20)):  # a prompt, single tokens, several at once
-        got = run.pipeline.logits(ids[:, first:last], place[:, first:last], cache, last - first - 1)
-        want = run.pipeline.logits(ids, place, None, last - 1)
+    for first, last in (
+        (0, 7),
+        (7, 8),
+        (8, 9),
+        (9, 13),
+        (13, 14),
+        (14, 20),
+    ):  # a prompt, single tokens, several at once
+        got = run.logits(ids[:, first:last], place[:, first:last], cache, last - first - 1)
+        want = run.logits(ids, place, None, last - 1)
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     assert {tuple(t.shape) for t in cache.keys.values()} == {(1, 20, m.kv_rank)}
     assert {tuple(t.shape) for t in cache.values.values()} == {(1, 20, m.rope_dim)}
@@ -103,12 +122,15 @@ def test_the_cache_holds_the_latent_and_changes_nothing(name):
 @pytest.mark.parametrize("name", TWINS)
 def test_generation_with_the_cache_is_generation_without(name):
     run = made(name)
-    words = [list(generate(run.pipeline.logits, [5, 7, 11], 12, temperature=1.0, seed=3, multiple=n)) for n in (1, 2)]
+    words = [list(generate(run.logits, [5, 7, 11], 12, temperature=1.0, seed=3, multiple=n)) for n in (1, 2)]
     assert words[0] == words[1] and len(words[0]) == 12
 
 
 @pytest.mark.parametrize("kind", ["reference", "sdpa", "auto"])
 def test_every_kernel_takes_other_values(kind):
     a, b = made(TWINS[0]), made(TWINS[0], attention=kind)
-    x, ctx = torch.randn(2, 9, 32, dtype=torch.float64), context(a.cfg, torch.arange(9).expand(2, -1), None)
+    x, ctx = (
+        torch.randn(2, 9, 32, dtype=torch.float64),
+        forward_context(a.cfg, torch.arange(9).expand(2, -1), None),
+    )
     torch.testing.assert_close(attention_of(a)(x, ctx), attention_of(b)(x, ctx))

@@ -1,26 +1,33 @@
-"""Routers by their definitions, written out: who is chosen, what balance costs, who is turned away, what a skipped step leaves."""
+"""Routers by their definitions, written out: who is chosen, what balance costs, who is turned away, what a
+skipped step leaves.
+"""
+
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-
-import config
-from build import build
-from model.moe import TOLD, Learning, MoE, Router, attach
-from parallel.mesh import Mesh
-from runtime.guard import Guard
 from batches import Tokens
 
-from scripts.verify import subject
+import config
+from build import build_run
+from model.moe import MoE
+from model.router import ROUTER_STATS, Router, RouterInputs, attach_loss
+from parallel.sharding.views import boxes_of
+from parallel.topology.mesh import Mesh
+from proof.verify.tiny_config import tiny_config
+from runtime.guard import NonFiniteGuard
 from train import train_step
 
 E, K, D = 8, 3, 12
 
 
 def router(dtype=torch.float64, **model) -> Router:
-    tree = {"model": {"hidden": D, "heads": 2, "experts": E, "top_k": K, "vocab": 64, **model}, "train": {"steps": 1, "dtype": "fp64"}}
-    r = Router(config.build(config.Config, tree), Mesh.single(), 0)
+    tree = {
+        "model": {"hidden": D, "heads": 2, "experts": E, "top_k": K, "vocab": 64, **model},
+        "train": {"steps": 1, "dtype": "fp64"},
+    }
+    r = Router(config.build_tree(config.Config, tree), Mesh.single(), 0)
     r.weight = torch.nn.Parameter(torch.randn(E, D, generator=torch.Generator().manual_seed(0)).to(dtype))
     return r
 
@@ -30,42 +37,62 @@ def inputs(b=2, s=6, dtype=torch.float64):
     x = torch.randn(b, s, D, generator=g).to(dtype)
     counted = torch.rand(b, s, generator=g) < 0.7
     counted[0, 1:] = False  # a sequence that hardly counts
-    return x, Learning(counted, 1 / counted.sum().double(), None)
+    return x, RouterInputs(counted, 1 / counted.sum().double(), None)
 
 
 def scores_of(r, x):
     logits = x.double() @ r.weight.double().t()
-    return logits, logits.softmax(-1) if r.m.router == "softmax" else logits.sigmoid()
+    return logits, logits.softmax(-1) if r.model.router == "softmax" else logits.sigmoid()
 
 
-@pytest.mark.parametrize("model", [{}, {"router_renorm": False}, {"router": "sigmoid", "router_scale": 2.5},
-                                   {"router_groups": 4, "router_group_top_k": 2},
-                                   {"router": "sigmoid", "router_groups": 2, "router_group_top_k": 1, "router_bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        {"router_renorm": False},
+        {"router": "sigmoid", "router_scale": 2.5},
+        {"router_groups": 4, "router_group_top_k": 2},
+        {"router": "sigmoid", "router_groups": 2, "router_group_top_k": 1, "router_bias": True},
+    ],
+    ids=str,
+)
 def test_who_is_chosen_and_how_much_they_weigh(model):
     r, (x, _) = router(**model), inputs()
     if r.bias is not None:
         r.bias += torch.linspace(-0.3, 0.3, E, dtype=torch.float64)
     index, probs, told = r(x, None)
     assert told is None
-    m, (_, scores) = r.m, scores_of(r, x)
+    m, (_, scores) = r.model, scores_of(r, x)
     for i, p, own in zip(index.flatten(0, 1), probs.flatten(0, 1), scores.flatten(0, 1)):
         chooses = own + (0 if r.bias is None else r.bias)
         groups = chooses.view(m.router_groups, -1)
         rank = [sum(sorted(g.tolist())[-2:]) if m.router == "sigmoid" else g.max().item() for g in groups]
-        best = sorted(range(m.router_groups), key=lambda g: -rank[g])[:m.router_group_top_k]
-        open_ = [e for e in range(E) if e // (E // m.router_groups) in best] if m.router_groups > 1 else range(E)
+        best = sorted(range(m.router_groups), key=lambda g: -rank[g])[: m.router_group_top_k]
+        open_ = (
+            [e for e in range(E) if e // (E // m.router_groups) in best] if m.router_groups > 1 else range(E)
+        )
         want = sorted(open_, key=lambda e: -chooses[e])[:K]
         assert sorted(i.tolist()) == sorted(want)
         whole = sum(own[e] for e in want) if m.router_renorm else 1.0
         assert torch.allclose(p, own[i] / whole * m.router_scale)
 
 
-@pytest.mark.parametrize("model", [{"aux_loss": 0.3}, {"aux_loss": 0.3, "router": "sigmoid"}, {"z_loss": 0.1}, {"aux_loss": 0.3, "z_loss": 0.1},
-                                   {"aux_loss": 0.3, "aux_kind": "micro"}, {"aux_loss": 0.3, "aux_kind": "global"}], ids=str)
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"aux_loss": 0.3},
+        {"aux_loss": 0.3, "router": "sigmoid"},
+        {"z_loss": 0.1},
+        {"aux_loss": 0.3, "z_loss": 0.1},
+        {"aux_loss": 0.3, "aux_kind": "micro"},
+        {"aux_loss": 0.3, "aux_kind": "global"},
+    ],
+    ids=str,
+)
 def test_the_losses_are_what_they_say(model):
     """Their value, and their gradient for the router's weight and input, beside one of the main loss."""
     r, (x, learn) = router(**model), inputs()
-    m, x = r.m, x.requires_grad_()
+    m, x = r.model, x.requires_grad_()
     if r.load is not None:
         r.load.copy_(torch.linspace(0.5, 1.5, E))
     index, probs, told = r(x, learn)
@@ -89,9 +116,12 @@ def test_the_losses_are_what_they_say(model):
     chosen = scores.gather(-1, index)
     want = torch.autograd.grad((chosen / chosen.sum(-1, keepdim=True) * main).sum() + aux + z, (w, y))
     assert all(torch.allclose(a, b, atol=1e-12) for a, b in zip(got, want))
-    said = dict(zip(TOLD, told[E:]))
+    said = dict(zip(ROUTER_STATS, told[E:]))
     assert torch.equal(told[:E], counts) and said["dropped"] == 0
-    assert all(abs(said[name] - torch.as_tensor(value).detach()) < 1e-12 for name, value in (("aux_loss", aux), ("z_loss", z)))
+    assert all(
+        abs(said[name] - torch.as_tensor(value).detach()) < 1e-12
+        for name, value in (("aux_loss", aux), ("z_loss", z))
+    )
     p = share[learn.counted]
     assert math.isclose(said["entropy"], float(-(p * p.log()).sum().detach()), rel_tol=1e-12)
 
@@ -99,7 +129,7 @@ def test_the_losses_are_what_they_say(model):
 def test_a_balanced_layer_costs_its_coefficient():
     r, (x, learn) = router(aux_loss=0.25), inputs()
     r.weight.data.zero_()
-    assert math.isclose(float(r(x, learn)[2][E + TOLD.index("aux_loss")]), 0.25, rel_tol=1e-12)
+    assert math.isclose(float(r(x, learn)[2][E + ROUTER_STATS.index("aux_loss")]), 0.25, rel_tol=1e-12)
 
 
 @pytest.mark.parametrize("drop", ["probability", "position"])
@@ -111,22 +141,28 @@ def test_who_is_turned_away(drop):
     for b in range(2):
         taken = [0] * E
         every = [(t, k) for t in range(16) for k in range(K)]
-        for t, k in sorted(every, key=lambda tk: -float(before.detach()[b][tk])) if drop == "probability" else every:
+        for t, k in (
+            sorted(every, key=lambda tk: -float(before.detach()[b][tk])) if drop == "probability" else every
+        ):
             e = int(free[b, t, k])
             taken[e] += 1
             kept = taken[e] <= room
-            assert (int(index[b, t, k]) == e) == kept and (float(probs[b, t, k]) == float(before[b, t, k])) == kept
+            assert (int(index[b, t, k]) == e) == kept and (
+                float(probs[b, t, k]) == float(before[b, t, k])
+            ) == kept
             assert kept or (index[b, t, k] == -1 and probs[b, t, k] == 0)
             lost += not kept and bool(learn.counted[b, t])
-    assert lost > 0 and told[E + TOLD.index("dropped")] == lost
+    assert lost > 0 and told[E + ROUTER_STATS.index("dropped")] == lost
     assert (r(x, None)[0] >= 0).all()  # evaluation drops nothing
 
 
 def replaced(r, **model):
     other = Router.__new__(Router)
     torch.nn.Module.__init__(other)
-    other.__dict__.update({k: v for k, v in r.__dict__.items() if k not in ("_parameters", "_modules", "_buffers")})
-    other.m, other.weight = replace(r.m, **model), r.weight
+    other.__dict__.update(
+        {k: v for k, v in r.__dict__.items() if k not in ("_parameters", "_modules", "_buffers")}
+    )
+    other.model, other.weight = replace(r.model, **model), r.weight
     return other
 
 
@@ -142,33 +178,45 @@ def test_the_router_computes_in_fp32_from_bf16():
 
 def test_attach_adds_a_loss_where_it_is_known():
     x, w = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    dx, dw = torch.autograd.grad((attach(x, w * w) * 5).sum(), (x, w))
+    dx, dw = torch.autograd.grad((attach_loss(x, w * w) * 5).sum(), (x, w))
     assert dx.tolist() == [5.0] * 3 and dw == 4.0
-    assert attach(x, torch.tensor(1.0)) is x
+    assert attach_loss(x, torch.tensor(1.0)) is x
 
 
-# ---- whole steps -----------------------------------------------------------------------------------------------------
+# ---- whole steps -------------------------------------------------------------------------------------------
+
 
 def made(name, **changes):
-    cfg = subject(name)
-    cfg = replace(cfg, model=replace(cfg.model, layers=2, **{k: v for k, v in changes.items() if hasattr(cfg.model, k)}),
-                  train=replace(cfg.train, **{k: v for k, v in changes.items() if hasattr(cfg.train, k)}))
-    return build(cfg, Mesh.single(), torch.device("cpu"), None, 10), Tokens(cfg, 0, 1)
+    cfg = tiny_config(name)
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, layers=2, **{k: v for k, v in changes.items() if hasattr(cfg.model, k)}),
+        train=replace(cfg.train, **{k: v for k, v in changes.items() if hasattr(cfg.train, k)}),
+    )
+    return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10), Tokens(cfg, 0, 1)
 
 
 def gradients(name, **changes):
     run, data = made(name, **changes)
     kept = {}
 
-    def at(point, step):
-        if point == "step.backward":
-            kept.update({box.key: part.clone() for b in run.buckets for box, part in b.boxes(b.shard)})
-    train_step(run, 1, data.microbatches(0), Guard(), at)
+    def grads_ready():
+        kept.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
+
+    train_step(run, 1, data.microbatches(0), NonFiniteGuard(), grads_ready)
     return kept, run
 
 
-@pytest.mark.parametrize("name, changes", [("mixtral-tiny", {}), ("dots1-tiny", {}), ("mixtral-tiny", {"capacity": 1.0}),
-                                           ("olmoe-tiny", {"aux_kind": "global"})], ids=str)
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("mixtral-tiny", {}),
+        ("dots1-tiny", {}),
+        ("mixtral-tiny", {"capacity": 1.0}),
+        ("olmoe-tiny", {"aux_kind": "global"}),
+    ],
+    ids=str,
+)
 def test_microbatches_change_nothing(name, changes):
     (one, _), (many, _) = (gradients(name, micro_batch=n, **changes) for n in (8, 1))
     for key, g in one.items():
@@ -182,25 +230,29 @@ def test_the_micro_form_does_depend_on_them():
 
 
 def test_experts_without_tokens_are_updated_all_the_same():
-    """No gradient, but moments and weight decay: the step that any other parameter without a gradient makes."""
+    """No gradient, but moments and weight decay: the step that any other parameter without a gradient
+    makes.
+    """
     run, data = made("dots1-tiny", router_groups=1, router_group_top_k=1)
-    for r in run.routers.here:
+    for r in run.routers.local_routers:
         r.bias[4:] -= 10  # 3 of the first 4 experts are chosen
-    before = {box.key: part.clone() for b in run.buckets for box, part in b.boxes(b.master)}
+    before = {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
     kept = {}
 
-    def at(point, step):
-        if point == "step.backward":
-            kept.update({box.key: part.clone() for b in run.buckets for box, part in b.boxes(b.shard)})
-    train_step(run, 1, data.microbatches(0), Guard(), at)
-    o, lr = run.cfg.optim, run.lr(1)
-    after = {box.key: part for b in run.buckets for box, part in b.boxes(b.master)}
+    def grads_ready():
+        kept.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
+
+    train_step(run, 1, data.microbatches(0), NonFiniteGuard(), grads_ready)
+    o, lr = run.cfg.optim, run.learning_rate(1)
+    after = {box.key: part for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
     for e in range(8):
         key = f"layers.1.mlp.experts.{e}.up.weight"
         assert kept[key].any() == (e < 4)
         assert e < 4 or torch.allclose(after[key], before[key] * (1 - lr * o.weight_decay), rtol=1e-12)
-    for r in run.routers.here:
-        assert torch.allclose(r.bias[4:], torch.full((4,), -10 + run.cfg.model.router_bias_rate, dtype=torch.float64))
+    for r in run.routers.local_routers:
+        assert torch.allclose(
+            r.bias[4:], torch.full((4,), -10 + run.cfg.model.router_bias_rate, dtype=torch.float64)
+        )
 
 
 @pytest.mark.parametrize("name", ["dots1-tiny", "qwen3-moe-tiny"])
@@ -208,50 +260,71 @@ def test_a_router_that_sees_nan_skips_the_step_and_changes_nothing(name):
     run, data = made(name)
     block = run.stages[0].blocks[1]
     block.mlp.router.weight.data[2] = float("nan")
-    kept = [t.clone() for t in (*(b.master for b in run.buckets), *(t for _, t in run.routers.boxes()))]
-    _, norm, ok = train_step(run, 1, data.microbatches(0), Guard(), lambda *_: None)
+    kept = [
+        t.clone() for t in (*(b.weights.master for b in run.buckets), *(t for _, t in run.routers.boxes()))
+    ]
+    _, norm, ok = train_step(run, 1, data.microbatches(0), NonFiniteGuard())
     assert not ok and norm.isnan()
-    now = [*(b.master for b in run.buckets), *(t for _, t in run.routers.boxes())]
-    assert all(torch.equal(a, b, ) or (a.isnan() == b.isnan()).all() and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(kept, now))
+    now = [*(b.weights.master for b in run.buckets), *(t for _, t in run.routers.boxes())]
+    assert all(
+        torch.equal(
+            a,
+            b,
+        )
+        or (a.isnan() == b.isnan()).all()
+        and torch.equal(a.nan_to_num(), b.nan_to_num())
+        for a, b in zip(kept, now)
+    )
 
 
 def test_biases_move_against_the_load_and_loads_are_kept():
     run, data = made("dots1-tiny")
-    train_step(run, 1, data.microbatches(0), Guard(), lambda *_: None)
-    for r, told in zip(run.routers.here, run.routers.told):
+    train_step(run, 1, data.microbatches(0), NonFiniteGuard())
+    for r, told in zip(run.routers.local_routers, run.routers.stats):
         counts = told[:8]
-        assert torch.equal(r.bias, 0.01 * torch.sign(counts.mean() - counts)) and counts.sum() == 3 * sum(b.counted() for b in data.microbatches(0))
+        assert torch.equal(r.bias, 0.01 * torch.sign(counts.mean() - counts))
+        assert counts.sum() == 3 * sum(b.num_counted() for b in data.microbatches(0))
     run, data = made("qwen3-moe-tiny")
-    train_step(run, 1, data.microbatches(0), Guard(), lambda *_: None)
-    for r, told in zip(run.routers.here, run.routers.told):
+    train_step(run, 1, data.microbatches(0), NonFiniteGuard())
+    for r, told in zip(run.routers.local_routers, run.routers.stats):
         assert torch.allclose(r.load, told[:8] * 8 / told[:8].sum()) and r.load.sum() == pytest.approx(8)
 
 
 def test_generation_one_token_at_a_time():
     """The cache gives what the whole sequence gives: routing looks at no other token."""
-    from model.attention import Cache
+    from model.context import KeyValueCache
+
     run, _ = made("mixtral-tiny", capacity=1.0)
-    tokens, cache = torch.arange(1, 13)[None], Cache()
+    tokens, cache = torch.arange(1, 13)[None], KeyValueCache()
     positions = torch.arange(12)[None]
     whole = run.stages[0].logits(tokens, positions)
-    parts = [run.pipeline.logits(tokens[:, a:b], positions[:, a:b], cache, b - a - 1) for a, b in ((0, 5), (5, 6), (6, 12))]
+    parts = [
+        run.logits(tokens[:, a:b], positions[:, a:b], cache, b - a - 1) for a, b in ((0, 5), (5, 6), (6, 12))
+    ]
     for part, at in zip(parts, (4, 5, 11)):
         assert torch.allclose(part, whole[0, at], atol=1e-12)
 
 
 def test_a_mixture_of_one_expert_is_an_mlp():
     """One expert, always chosen with probability one: the dense block's output, from the same weights."""
-    tree = {"model": {"hidden": D, "heads": 2, "ffn": 20, "vocab": 64}, "train": {"steps": 1, "dtype": "fp64"}}
-    cfg = config.build(config.Config, tree)
+    tree = {
+        "model": {"hidden": D, "heads": 2, "ffn": 20, "vocab": 64},
+        "train": {"steps": 1, "dtype": "fp64"},
+    }
+    cfg = config.build_tree(config.Config, tree)
     mix = replace(cfg, model=replace(cfg.model, experts=1, top_k=1))
     torch.manual_seed(0)
     from model.mlp import MLP
+
     dense, moe = MLP(cfg, Mesh.single(), 0), MoE(mix, Mesh.single(), 0)
     inner, down = torch.randn(40, D, dtype=torch.float64), torch.randn(D, 20, dtype=torch.float64)
-    for p, value in ((dense.inner.weight, inner), (dense.down.weight, down), (moe.experts.inner, inner), (moe.experts.down, down),
-                     (moe.router.weight, torch.randn(1, D, dtype=torch.float64))):
+    for p, value in (
+        (dense.gate_up.weight, inner),
+        (dense.down.weight, down),
+        (moe.experts.gate_up, inner),
+        (moe.experts.down, down),
+        (moe.router.weight, torch.randn(1, D, dtype=torch.float64)),
+    ):
         p.data = value
     x = torch.randn(2, 5, D, dtype=torch.float64)
     assert torch.allclose(moe(x, None)[0], dense(x), atol=1e-12)
-
-

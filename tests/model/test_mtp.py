@@ -1,21 +1,23 @@
-"""Multi-token prediction: what is ahead of each token, the gradients against transformers' modules, what it must not touch, and
-layouts in which embedding and head are shared in other ways than in the twins."""
+"""Multi-token prediction: what is ahead of each token, the gradients against transformers' modules, what it
+must not touch, and layouts in which embedding and head are shared in other ways than in the twins.
+"""
+
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from batches import Tokens
 from torch.nn.functional import cross_entropy
 
-from build import build
-from data.batch import Batch
-from parallel.mesh import Mesh
-from parallel.zigzag import cut, places
-from runtime.guard import Guard
-from scripts import verify
-from batches import Tokens
-
-from scripts.verify import subject
+from build import build_run
+from parallel.context.zigzag import shard_batch, token_positions
+from parallel.microbatch import Microbatch
+from parallel.sharding.views import boxes_of
+from parallel.topology.mesh import Mesh
+from proof.verify.tiny_config import tiny_config
+from proof.verify.trial import prove
+from runtime.guard import NonFiniteGuard
 from train import train_step
 
 
@@ -23,80 +25,101 @@ def batch(b=2, s=16, docs=True, seed=0):
     g = torch.Generator().manual_seed(seed)
     ids, starts = torch.randint(1, 50, (b, s + 1), generator=g), torch.rand(b, s, generator=g) < 0.3
     targets = ids[:, 1:].masked_fill(torch.rand(b, s, generator=g) < 0.2, -100)
-    return Batch(ids[:, :-1], targets, torch.arange(s).expand(b, s), starts.cumsum(1, dtype=torch.int32) if docs else None)
+    return Microbatch(
+        ids[:, :-1],
+        targets,
+        torch.arange(s).expand(b, s),
+        starts.cumsum(1, dtype=torch.int32) if docs else None,
+    )
 
 
 @pytest.mark.parametrize("docs", [False, True])
 def test_what_is_ahead(docs):
     b = batch(docs=docs)
-    a = b.look_ahead(3)
+    a = b.with_tokens_ahead(3)
     for k in range(1, 4):
         for row in range(2):
             for i in range(16):
                 inside = i + k < 16
-                assert a.ahead[k - 1, row, i] == (b.tokens[row, i + k] if inside else 0)
-                counts = inside and (not docs or b.docs[row, i] == b.docs[row, i + k])
-                assert a.ahead_targets[k - 1, row, i] == (b.targets[row, i + k] if counts else -100)
-    assert (a.ahead_targets != -100).any(-1).all() and b.look_ahead(0) is b
+                assert a.tokens_ahead[k - 1, row, i] == (b.tokens[row, i + k] if inside else 0)
+                counts = inside and (not docs or b.documents[row, i] == b.documents[row, i + k])
+                assert a.targets_ahead[k - 1, row, i] == (b.targets[row, i + k] if counts else -100)
+    assert (a.targets_ahead != -100).any(-1).all() and b.with_tokens_ahead(0) is b
 
 
 def test_a_cut_carries_what_is_ahead_of_the_whole_sequence():
-    whole = batch().look_ahead(2)
+    whole = batch().with_tokens_ahead(2)
     for r in range(2):
-        part = cut(whole, SimpleNamespace(index=r, size=2))
-        mine = places(16, r, 2)
-        assert torch.equal(part.ahead, whole.ahead[:, :, mine]) and torch.equal(part.ahead_targets, whole.ahead_targets[:, :, mine])
+        part = shard_batch(whole, SimpleNamespace(index=r, size=2))
+        mine = token_positions(16, r, 2)
+        assert torch.equal(part.tokens_ahead, whole.tokens_ahead[:, :, mine]) and torch.equal(
+            part.targets_ahead, whole.targets_ahead[:, :, mine]
+        )
 
 
 def run_of(depth, weight=0.3, dtype="fp64", **model):
-    cfg = subject("deepseek-v3-tiny")
-    cfg = replace(cfg, model=replace(cfg.model, layers=2, experts=None, mtp=depth, mtp_weight=weight, dropout=0.0, **model),
-                  train=replace(cfg.train, global_batch=2, dtype=dtype))
-    return build(cfg, Mesh.single(), torch.device("cpu"), None, 50)
+    cfg = tiny_config("deepseek-v3-tiny")
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, layers=2, experts=None, mtp=depth, mtp_weight=weight, dropout=0.0, **model),
+        train=replace(cfg.train, global_batch=2, dtype=dtype),
+    )
+    return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 50)
 
 
 def gradients(run, batches):
     """(loss, {key: gradient}) of one step; nothing is left out by the clip."""
     found = {}
 
-    def at(point, step):
-        if point == "step.backward":
-            found.update({box.key: part.clone() for b in run.buckets for box, part in b.boxes(b.shard)})
-    return train_step(run, 1, batches, Guard(), at)[0].item(), found
+    def grads_ready():
+        found.update({box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.grads.local)})
+
+    return train_step(run, 1, batches, NonFiniteGuard(), grads_ready)[0].item(), found
 
 
 def test_only_training_knows_it():
-    """The loss that is told, evaluation and logits are those of the model without; the gradients are not, and a weight of 0
-    takes even those back."""
+    """The loss that is told, evaluation and logits are those of the model without; the gradients are not, and
+    a weight of 0 takes even those back.
+    """
     plain, none, some = run_of(0), run_of(2, 0.0), run_of(2)
     data = Tokens(plain.cfg, 0, 1).microbatches(0)
     (loss, want), (loss_0, got_0), (loss_1, got_1) = (gradients(r, data) for r in (plain, none, some))
     assert loss == loss_0 == loss_1
-    assert all(torch.equal(want[k], got_0[k]) for k in want) and not any(torch.equal(want[k], got_1[k]) for k in want)
+    assert all(torch.equal(want[k], got_0[k]) for k in want) and not any(
+        torch.equal(want[k], got_1[k]) for k in want
+    )
     assert all(not got_0[k].any() and got_1[k].any() for k in got_0.keys() - want.keys())
     place = torch.arange(16)[None]
     fresh = run_of(0), run_of(2)
-    assert torch.equal(*(r.pipeline.logits(place, place, None, 9) for r in fresh))
+    assert torch.equal(*(r.logits(place, place, None, 9) for r in fresh))
     assert torch.equal(*(r.pipeline.evaluate(data) for r in fresh))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_are_those_of_transformers_modules(tied):
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: its modules are not compared")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: its modules are not compared"
+    )
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(layers, "MtpModel"):
         pytest.skip(f"transformers {transformers.__version__} has no modules for multi-token prediction")
     from checkpoint import hf, hf_config
+
     run, depth = run_of(2, 0.6, tied=tied, vocab=128), 2
     m = run.cfg.model
-    pieces = [(box, part) for b in run.buckets for box, part in b.boxes(b.master)]
+    pieces = [(box, part) for b in run.buckets for box, part in boxes_of(b, b.weights.master)]
     for box, part in pieces:
-        part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(len(box.key))) * 0.3 + (part.dim() == 1))
-    said = hf_config.to_json(m, "float32", {})
-    main = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**{k: v for k, v in said.items() if k != "torch_dtype"})).double()
+        part.copy_(
+            torch.randn(part.shape, generator=torch.Generator().manual_seed(len(box.key))) * 0.3
+            + (part.dim() == 1)
+        )
+    said = hf_config.to_hf_config(m, "float32", {})
+    main = transformers.DeepseekV3ForCausalLM(
+        transformers.DeepseekV3Config(**{k: v for k, v in said.items() if k != "torch_dtype"})
+    ).double()
     more = layers.MtpModel(main, depth).double()
     theirs = {}  # our tensors, under their names
-    for place in hf.places("deepseek_v3", m, pieces):
+    for place in hf.hf_tensors("deepseek_v3", m, pieces):
         theirs[place.name] = torch.cat(place.parts)
     mine = {n: t for n, t in theirs.items() if int((n.split(".layers.") + ["0"])[1].split(".")[0]) < m.layers}
     lacks, spare = main.load_state_dict(mine, strict=False)
@@ -105,44 +128,71 @@ def test_gradients_are_those_of_transformers_modules(tied):
         module.mtp_block = type(main.model.layers[0])(main.config, 0).double()  # theirs would have experts
         at = f"model.layers.{m.layers + k}."
         for name, p in module.named_parameters():
-            name = name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm") if not name.startswith("mtp_block.post_att") else name[10:]
+            name = (
+                name.replace("mtp_block.", "").replace("post_norm", "shared_head.norm")
+                if not name.startswith("mtp_block.post_att")
+                else name[10:]
+            )
             p.data.copy_(theirs[at + name])
-    data = [replace(b, docs=None) for b in Tokens(run.cfg, 0, 1).microbatches(0)]
+    data = [replace(b, documents=None) for b in Tokens(run.cfg, 0, 1).microbatches(0)]
     _, ours = gradients(run, data)
-    count = sum(int(b.counted()) for b in data)
+    count = sum(int(b.num_counted()) for b in data)
     for b in data:
-        a = b.look_ahead(depth)
+        a = b.with_tokens_ahead(depth)
         out = main.model(input_ids=b.tokens, position_ids=b.positions)
         h = out.last_hidden_state
         losses = [cross_entropy(main.lm_head(h).flatten(0, 1), b.targets.flatten(), reduction="sum")]
         for k in range(depth):
             cos_sin = main.model.rotary_emb(h, position_ids=b.positions)
             mask = torch.full((h.shape[1], h.shape[1]), float("-inf"), dtype=h.dtype).triu(1)[None, None]
-            h = more.layers[k](main.model.embed_tokens(a.ahead[k]), h, cos_sin, mask, b.positions, None)
-            losses.append(0.6 / depth * cross_entropy(main.lm_head(h).flatten(0, 1), a.ahead_targets[k].flatten(), reduction="sum"))
+            h = more.layers[k](
+                main.model.embed_tokens(a.tokens_ahead[k]), h, cos_sin, mask, b.positions, None
+            )
+            losses.append(
+                0.6
+                / depth
+                * cross_entropy(main.lm_head(h).flatten(0, 1), a.targets_ahead[k].flatten(), reduction="sum")
+            )
         (sum(losses) / count).backward()
-    compared = {"embed.weight": main.model.embed_tokens.weight, "layers.0.attn.kv_a.weight": main.model.layers[0].self_attn.kv_a_proj_with_mqa.weight,
-                "norm.weight": main.model.norm.weight, "layers.2.join.weight": more.layers[0].eh_proj.weight,
-                "layers.2.embed_norm.weight": more.layers[0].enorm.weight, "layers.2.hidden_norm.weight": more.layers[0].hnorm.weight,
-                "layers.3.head_norm.weight": more.layers[1].post_norm.weight,
-                "layers.3.mlp.down.weight": more.layers[1].mtp_block.mlp.down_proj.weight}
+    compared = {
+        "embed.weight": main.model.embed_tokens.weight,
+        "layers.0.attn.kv_a.weight": main.model.layers[0].self_attn.kv_a_proj_with_mqa.weight,
+        "norm.weight": main.model.norm.weight,
+        "layers.2.join.weight": more.layers[0].eh_proj.weight,
+        "layers.2.embed_norm.weight": more.layers[0].enorm.weight,
+        "layers.2.hidden_norm.weight": more.layers[0].hnorm.weight,
+        "layers.3.head_norm.weight": more.layers[1].post_norm.weight,
+        "layers.3.mlp.down.weight": more.layers[1].mtp_block.mlp.down_proj.weight,
+    }
     compared |= {} if tied else {"head.weight": main.lm_head.weight}
     for key, p in compared.items():
-        got = ours[key][:len(p)]
-        assert (got - p.grad).abs().max() < 1e-5 * p.grad.abs().max(), key  # their norms and softmax are in fp32
+        got = ours[key][: len(p)]
+        assert (got - p.grad).abs().max() < 1e-5 * p.grad.abs().max(), (
+            key
+        )  # their norms and softmax are in fp32
 
 
-@pytest.mark.parametrize("name,model,layout,docs", [
-    ("deepseek-v3-tiny", dict(mtp=2, tied=True), dict(pp=2, zero=2), True),
-    ("deepseek-v3-tiny", dict(mtp=2, tied=True), dict(pp=2, schedule="zb-v", zero=3), False),
-    ("deepseek-v3-tiny", dict(mtp=2), dict(pp=2, schedule="zb-h1", zero=1), True),
-    ("deepseek-v3-tiny", dict(mtp=3, mtp_weight=5.0), dict(cp=2, cp_kind="ulysses"), True),
-    ("llama3-tiny", dict(mtp=2), dict(cp=2), True),
-    ("gpt2-tiny", dict(mtp=1), dict(tp=2, sp=True), False), ("gpt2-tiny", dict(mtp=1), dict(pp=2), False),
-], ids=str)
+@pytest.mark.parametrize(
+    "name,model,layout,docs",
+    [
+        ("deepseek-v3-tiny", dict(mtp=2, tied=True), dict(pp=2, zero=2), True),
+        ("deepseek-v3-tiny", dict(mtp=2, tied=True), dict(pp=2, schedule="zb-v", zero=3), False),
+        ("deepseek-v3-tiny", dict(mtp=2), dict(pp=2, schedule="zb-h1", zero=1), True),
+        ("deepseek-v3-tiny", dict(mtp=3, mtp_weight=5.0), dict(cp=2, cp_kind="ulysses"), True),
+        ("llama3-tiny", dict(mtp=2), dict(cp=2), True),
+        ("gpt2-tiny", dict(mtp=1), dict(tp=2, sp=True), False),
+        ("gpt2-tiny", dict(mtp=1), dict(pp=2), False),
+    ],
+    ids=str,
+)
 def test_layouts_train_like_one_process(ranks, tmp_path, name, model, layout, docs):
-    cfg = subject(name, 2)
-    cfg = replace(cfg, model=replace(cfg.model, layers=4, **model), train=replace(cfg.train, global_batch=4), data=replace(cfg.data, doc_mask=docs),
-                  parallel=replace(cfg.parallel, **layout))
-    first, _ = verify.prove(ranks(2), cfg, tmp_path)
-    assert not first.bad, first
+    cfg = tiny_config(name, 2)
+    cfg = replace(
+        cfg,
+        model=replace(cfg.model, layers=4, **model),
+        train=replace(cfg.train, global_batch=4),
+        data=replace(cfg.data, doc_mask=docs),
+        parallel=replace(cfg.parallel, **layout),
+    )
+    first, _ = prove(ranks(2), cfg, tmp_path)
+    assert not first.is_wrong, first

@@ -1,5 +1,7 @@
-"""muP: who starts and learns how, by torch's own AdamW and by hand; nothing at the base's width; exported whole; and a
-coordinate check that can fail. That layouts change nothing is verify's."""
+"""muP: who starts and learns how, by torch's own AdamW and by hand; nothing at the base's width; exported
+whole; and a coordinate check that can fail. That layouts change nothing is verify's.
+"""
+
 import json
 from dataclasses import replace
 
@@ -9,32 +11,32 @@ import torch
 import build
 from build import weights_only
 from checkpoint import hf
-from config import ConfigError, Parallel
-from model import loss
-from parallel.boxes import Box
-from parallel.comm import World
-from parallel.mesh import Mesh
-from parallel.spec import Spec
-from scripts.verify import coord, subject
-from scripts.verify.subject import placed, write_corpora
-from scripts.verify.trial import plain, seen_alone
+from config import OPTIMIZERS, ConfigError, ParallelConfig
+from model import head as loss
+from parallel.sharding.boxes import Box
+from parallel.sharding.spec import ParameterSpec
+from parallel.sharding.views import boxes_of
+from parallel.topology.mesh import Mesh
+from proof import mup as coord
+from proof.verify.tiny_config import placed, tiny_config, write_corpora
+from proof.verify.trial import reference_values, single_process
 
 CPU = torch.device("cpu")
 LR, DECAY, M = 0.01, 0.1, 4.0
 
 
 def wide(name, base=8, **more):
-    """subject's hidden is 32: four times the base."""
-    cfg = subject(name)
+    """tiny_config's hidden is 32: four times the base."""
+    cfg = tiny_config(name)
     return replace(cfg, model=replace(cfg.model, mup_base=base, dropout=0.0, jitter=0.0, **more))
 
 
 def made(cfg):
-    return build.build(cfg, Mesh.single(), CPU, None, 10)
+    return build.build_run(cfg, Mesh.single(), CPU, None, 10)
 
 
-def whole(run, flat="master"):
-    return {box.key: part.clone() for b in run.buckets for box, part in b.boxes(getattr(b, flat))}
+def whole(run, flat=lambda b: b.weights.master):
+    return {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, flat(b))}
 
 
 def kind(key, w):
@@ -49,7 +51,13 @@ def test_each_class_starts_as_the_paper_says(name):
     seen = set()
     for key, w in plain.items():
         seen.add(kind(key, w))
-        torch.testing.assert_close(mup[key], w / {"same": 1.0, "hidden": M**0.5, "read": M}[kind(key, w)], rtol=1e-12, atol=0, msg=key)
+        torch.testing.assert_close(
+            mup[key],
+            w / {"same": 1.0, "hidden": M**0.5, "read": M}[kind(key, w)],
+            rtol=1e-12,
+            atol=0,
+            msg=key,
+        )
     assert seen == {"same", "hidden"} | ({"read"} if "moe" in name or "deepseek" in name else set())
 
 
@@ -59,13 +67,16 @@ def test_adamw_is_torchs_with_scaled_rates_and_the_decay_of_the_base(name):
     run = made(replace(cfg, optim=replace(cfg.optim, weight_decay=DECAY, eps=1e-8)))
     params = {k: torch.nn.Parameter(w) for k, w in whole(run).items()}
     rate = {k: 1.0 if kind(k, p) == "same" else 1 / M for k, p in params.items()}
-    groups = [{"params": [p], "lr": LR * rate[k], "weight_decay": DECAY / rate[k] if p.dim() > 1 else 0.0} for k, p in params.items()]
+    groups = [
+        {"params": [p], "lr": LR * rate[k], "weight_decay": DECAY / rate[k] if p.dim() > 1 else 0.0}
+        for k, p in params.items()
+    ]
     theirs = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     stream = torch.Generator().manual_seed(3)
     for step in (1, 2, 3):
         for b in run.buckets:
-            b.shard.normal_(generator=stream)
-        for k, g in whole(run, "shard").items():
+            b.grads.local.normal_(generator=stream)
+        for k, g in whole(run, lambda b: b.grads.local).items():
             params[k].grad = g
         theirs.step()
         run.optim.step(step, LR, torch.tensor(1.0, dtype=torch.float64), torch.tensor(True))
@@ -75,7 +86,9 @@ def test_adamw_is_torchs_with_scaled_rates_and_the_decay_of_the_base(name):
 
 @pytest.mark.parametrize("name, power", [("lion", 1.0), ("muon", 0.5)])
 def test_the_others_move_a_hidden_matrix_by_their_share(name, power):
-    """One step from the same weights, gradients and momentum, without decay: the plain update over m^power."""
+    """One step from the same weights, gradients and momentum, without decay: the plain update over
+    m^power.
+    """
     moved = {}
     for base in (None, 8):
         cfg = wide("mixtral-tiny", base)
@@ -85,7 +98,7 @@ def test_the_others_move_a_hidden_matrix_by_their_share(name, power):
         for key, w in sorted(whole(run).items()):
             grads[key] = torch.randn(w.shape, generator=stream, dtype=w.dtype)
         for b in run.buckets:
-            for box, part in b.boxes(b.shard):
+            for box, part in boxes_of(b, b.grads.local):
                 part.copy_(grads[box.key].view(part.shape))
         before = whole(run)
         run.optim.step(1, LR, torch.tensor(1.0, dtype=torch.float64), torch.tensor(True))
@@ -98,13 +111,16 @@ def test_the_others_move_a_hidden_matrix_by_their_share(name, power):
 def test_at_the_bases_width_every_bit_is_the_same(tmp_path):
     write_corpora(tmp_path)
     for name in ("mixtral-tiny", "gpt2-tiny"):
-        without, base = (seen_alone(placed(plain(wide(name, width)), tmp_path, f"{name}-{width}"), tmp_path) for width in (None, 32))
+        without, base = (
+            reference_values(placed(single_process(wide(name, width)), tmp_path, f"{name}-{width}"), tmp_path)
+            for width in (None, 32)
+        )
         assert without.keys() == base.keys() and all(torch.equal(without[k], base[k]) for k in without)
 
 
 def filled(cfg):
     """A stage in fp64 with random weights, norms and biases too."""
-    stage, pieces = weights_only(replace(cfg, parallel=Parallel()), CPU, "fp64")
+    stage, pieces = weights_only(replace(cfg, parallel=ParallelConfig()), CPU, "fp64")
     stream = torch.Generator().manual_seed(5)
     for _, t in pieces:
         t.copy_(0.5 * torch.randn(t.shape, generator=stream, dtype=t.dtype) + (t.dim() == 1))
@@ -115,21 +131,36 @@ TOKENS = torch.randint(125, (2, 20), generator=torch.Generator().manual_seed(0))
 PLACES = torch.arange(20).expand(2, 20)
 
 
-@pytest.mark.parametrize("name, more", [("llama3-tiny", {}), ("gpt2-tiny", {}), ("qwen3-tiny", {}), ("qwen2.5-tiny", {}),
-                                        ("mixtral-tiny", {}), ("deepseek-v3-tiny", {}), ("deepseek-v2-lite-tiny", {}), ("olmoe-tiny", {})])
+@pytest.mark.parametrize(
+    "name, more",
+    [
+        ("llama3-tiny", {}),
+        ("gpt2-tiny", {}),
+        ("qwen3-tiny", {}),
+        ("qwen2.5-tiny", {}),
+        ("mixtral-tiny", {}),
+        ("deepseek-v3-tiny", {}),
+        ("deepseek-v2-lite-tiny", {}),
+        ("olmoe-tiny", {}),
+    ],
+)
 def test_an_export_holds_the_factors(name, more):
-    """What the muP model computes, a plain model with the folded weights computes; and folding back restores."""
+    """What the muP model computes, a plain model with the folded weights computes; and folding back
+    restores.
+    """
     cfg = wide(name, mup_head_dim=3, **more)
     stage, pieces = filled(cfg)
     before = [t.clone() for _, t in pieces]
     ours = stage.logits(TOKENS, PLACES)
-    plain, theirs = weights_only(replace(cfg, model=replace(cfg.model, mup_base=None, mup_head_dim=None)), CPU, "fp64")
-    hf.fold(cfg.model, pieces)
+    plain, theirs = weights_only(
+        replace(cfg, model=replace(cfg.model, mup_base=None, mup_head_dim=None)), CPU, "fp64"
+    )
+    hf.fold_mup(cfg.model, pieces)
     for (box, t), (other, source) in zip(theirs, pieces, strict=True):
         assert box.key == other.key
         t.copy_(source)
     torch.testing.assert_close(plain.logits(TOKENS, PLACES), ours, rtol=1e-9, atol=1e-9)
-    hf.fold(cfg.model, pieces, back=True)
+    hf.fold_mup(cfg.model, pieces, undo=True)
     assert all(torch.allclose(t, b, rtol=1e-14) for (_, t), b in zip(pieces, before))
     for (_, t), b in zip(theirs, before):
         t.copy_(b)
@@ -139,20 +170,23 @@ def test_an_export_holds_the_factors(name, more):
 def test_what_no_folder_can_hold_is_refused():
     cfg = wide("deepseek-v3-tiny", tied=True)
     with pytest.raises(ConfigError, match="^model.mup_base: .*multi-token") as e:
-        hf.fold(cfg.model, [])
+        hf.fold_mup(cfg.model, [])
     assert "\n" not in str(e.value)
 
 
 def test_tables_vectors_and_readouts():
-    matrix = lambda key: Spec((Box.whole(key, (4, 6)),), "normal", 0.02)
-    assert matrix("layers.0.mlp.down.weight").wider(16, 1) == replace(matrix("layers.0.mlp.down.weight"), std=0.005, rate=1 / 16)
-    assert matrix("layers.0.mlp.down.weight").wider(16, 0.5).rate == 0.25
-    assert matrix("layers.0.mlp.router.weight").wider(16, 0.5).rate == 1 / 16
-    for key in ("embed.weight", "head.weight", "positions.weight"):
-        assert matrix(key).wider(16, 1) == matrix(key)
+    def matrix(role):
+        return ParameterSpec((Box.whole("w", (4, 6)),), role, 0.02)
+
+    assert matrix("hidden").with_mup(16, 1) == replace(matrix("hidden"), std=0.005, lr_factor=1 / 16)
+    assert matrix("hidden").with_mup(16, 0.5).lr_factor == 0.25
+    for role in ("router", "gate"):
+        assert matrix(role).with_mup(16, 0.5).lr_factor == 1 / 16
+    for role in ("embedding", "positions", "head", "norm", "bias"):
+        assert matrix(role).with_mup(16, 1) == matrix(role)
 
 
-# ---- the coordinate check --------------------------------------------------------------------------------------------
+# ---- the coordinate check ----------------------------------------------------------------------------------
 
 WIDTHS = (64, 128, 256)
 
@@ -176,33 +210,41 @@ def test_coordinates_of_a_mixture_stay(standard, name):
 
 
 def test_a_rate_that_does_not_fall_is_seen(standard, monkeypatch):
-    monkeypatch.setattr(build, "MUP_POWER", {"adamw": 0.0})
+    monkeypatch.setitem(OPTIMIZERS, "adamw", replace(OPTIMIZERS["adamw"], mup_power=0.0))
     assert any("change of mlp" in w for w in judged(standard))
 
 
 def test_a_rate_that_falls_too_fast_is_seen(standard, monkeypatch):
-    monkeypatch.setattr(build, "MUP_POWER", {"adamw": 2.0})
+    monkeypatch.setitem(OPTIMIZERS, "adamw", replace(OPTIMIZERS["adamw"], mup_power=2.0))
     assert any("change of attention" in w for w in judged(standard))
 
 
 def test_a_head_without_its_factor_is_seen(standard, monkeypatch):
-    monkeypatch.setattr(loss, "mup_width", lambda m: 1.0)
+    monkeypatch.setattr(loss, "mup_width_ratio", lambda m: 1.0)
     assert any("change of logits" in w for w in judged(standard))
 
 
 def test_a_check_that_sees_nothing_fails_and_so_does_nan(standard):
     flat = [replace(r, exponent=0.1) for r in standard]
     assert len(coord.verdict(flat, flat)) == 1 and "sees nothing" in coord.verdict(flat, flat)[0]
-    assert len(coord.verdict(standard, [replace(r, exponent=float("nan")) for r in standard])) == len(standard)
+    assert len(coord.verdict(standard, [replace(r, exponent=float("nan")) for r in standard])) == len(
+        standard
+    )
 
 
 def test_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(coord, "WIDTHS", (64, 128))
     assert coord.check("llama-mini", True, tmp_path / "x" / "coord.png") == 0
     said = json.loads(capsys.readouterr().out)
-    assert said["ok"] and {r["kind"] for r in said["muP"]} == {"embedding", "attention", "mlp", "residual", "logits"}
+    assert said["ok"] and {r["kind"] for r in said["muP"]} == {
+        "embedding",
+        "attention",
+        "mlp",
+        "residual",
+        "logits",
+    }
     assert (tmp_path / "x" / "coord.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr(build, "MUP_POWER", {"adamw": -1.0})
+    monkeypatch.setitem(OPTIMIZERS, "adamw", replace(OPTIMIZERS["adamw"], mup_power=-1.0))
     assert coord.check("llama-mini") == 1
     assert "beyond" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="^--out: .*png"):

@@ -1,37 +1,60 @@
-"""The gradient noise scale: right on gradients of known covariance, and under layouts what one process makes of the same small batches."""
+"""The gradient noise scale: right on gradients of known covariance, and under layouts what one process makes
+of the same small batches.
+"""
+
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
-
-from build import build
-from config import Parallel
-from optim import noise
-from optim.noise import Noise, estimate
-from parallel.comm import World
-from parallel.layout import Layout
-from parallel.mesh import Mesh
-from parallel.params import Bucket
-from parallel.schedule import SCHEDULES, make
-from runtime.guard import Guard
 from batches import Tokens
 
-from scripts.verify import subject
+from build import build_run
+from config import ParallelConfig
+from optim import noise
+from optim.noise import GradientNoiseScale, noise_scale_estimate
+from parallel.pipeline.schedule import SCHEDULES, make_schedule
+from parallel.sharding.gradients import BucketGrads
+from parallel.sharding.views import boxes_of
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+from parallel.wire.comm import World
+from proof.verify.tiny_config import tiny_config
+from runtime.guard import NonFiniteGuard
 from train import train_step
 
 
 def test_gradients_of_known_covariance():
-    """G ~ N(mu, diag(var) / n): the means over many steps are S = sum(var) and |mu|^2, within five standard errors."""
+    """G ~ N(mu, diag(var) / n): the means over many steps are S = sum(var) and |mu|^2, within five standard
+    errors.
+    """
     stream, d, draws = torch.Generator().manual_seed(0), 40, 4000
-    mu, var = torch.randn(d, generator=stream, dtype=torch.float64) * 0.3, torch.rand(d, generator=stream, dtype=torch.float64) * 50
+    mu, var = (
+        torch.randn(d, generator=stream, dtype=torch.float64) * 0.3,
+        torch.rand(d, generator=stream, dtype=torch.float64) * 50,
+    )
     n = torch.tensor([3.0, 8.0, 0.0, 5.0])  # tokens of the small batches, one of them empty
     told = []
     for _ in range(draws):
-        grads = [mu + (var / k).sqrt() * torch.randn(d, generator=stream, dtype=torch.float64) if k else torch.zeros(d).double() for k in (*n, 24.0)]
-        whole = (sum(k * g for k, g in zip(n, grads)) + 24 * grads[-1]) / 40  # the small ones are a part of the big one
+        grads = [
+            mu + (var / k).sqrt() * torch.randn(d, generator=stream, dtype=torch.float64)
+            if k
+            else torch.zeros(d).double()
+            for k in (*n, 24.0)
+        ]
+        whole = (
+            sum(k * g for k, g in zip(n, grads)) + 24 * grads[-1]
+        ) / 40  # the small ones are a part of the big one
         small = sum(k * g.square().sum() for k, g in zip(n, grads))
-        told.append(estimate(small, n.sum(), (n > 0).sum(), whole.square().sum(), torch.tensor(40)))
+        told.append(
+            noise_scale_estimate(
+                small=small,
+                small_tokens=n.sum(),
+                small_batches=(n > 0).sum(),
+                big=whole.square().sum(),
+                big_tokens=torch.tensor(40),
+            )
+        )
     told = torch.stack(told)
     error = 5 * told.std(0) / draws**0.5
     assert ((told.mean(0) - torch.stack([var.sum(), mu.square().sum()])).abs() < error).all()
@@ -40,53 +63,82 @@ def test_gradients_of_known_covariance():
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_schedule_ends_the_first_microbatch_first(kind):
-    """Whose tokens Noise divides by; a W where the backward was cut."""
+    """Whose tokens GradientNoiseScale divides by; a W where the backward was cut."""
     for m in (4, 8):
-        order = make(kind, 4, m).order
+        order = make_schedule(kind, 4, m).order
         for ops in order:
             ended = {}
             for op in ops:
                 if op.kind in "BW":
-                    ended.setdefault(op.stage, op.mb)
+                    ended.setdefault(op.stage, op.microbatch)
             assert set(ended.values()) == {0}
 
 
-# ---- under layouts ---------------------------------------------------------------------------------------------------
+# ---- under layouts -----------------------------------------------------------------------------------------
+
 
 def settings(name="llama3-tiny", **parallel):
-    cfg = subject(name, 4)
-    return replace(cfg, model=replace(cfg.model, layers=4), log=replace(cfg.log, noise_scale=True), parallel=replace(cfg.parallel, **parallel))
+    cfg = tiny_config(name, 4)
+    return replace(
+        cfg,
+        model=replace(cfg.model, layers=4),
+        log=replace(cfg.log, noise_scale=True),
+        parallel=replace(cfg.parallel, **parallel),
+    )
 
 
 def each_step(self):
-    self.first = self.squares(self.grad, 0, self.size)
+    self.first_microbatch_squares = self.squared_norm_of_hidden(self.full, 0, self.layout.size)
 
 
-BUGS = {"the last microbatch is looked at": (Bucket, "sample", each_step), "replicas count twice": (Noise, "copies", lambda self: 1),
-        "empty microbatches count": (noise, "estimate", lambda s, n, c, b, w: estimate(s, n, c + 1, b, w)), None: (Noise, "copies", Noise.copies)}
+def one_batch_more(**parts):
+    return noise_scale_estimate(**parts | {"small_batches": parts["small_batches"] + 1})
+
+
+BUGS = {
+    "the last microbatch is looked at": (BucketGrads, "record_first_microbatch", each_step),
+    "replicas count twice": (GradientNoiseScale, "copies", lambda self: 1),
+    "empty microbatches count": (noise, "noise_scale_estimate", one_batch_more),
+    None: (GradientNoiseScale, "copies", GradientNoiseScale.copies),
+}
 
 
 def told(world, cfg, bug=None):
     """[S, |G|^2] of the first step."""
     p = cfg.parallel
-    mesh = Mesh.bind(Layout(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
-    run = build(cfg, mesh, torch.device("cpu"), None, 9)
+    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
+    run = build_run(cfg, mesh, torch.device("cpu"), None, 9)
     with mock.patch.object(*BUGS[bug]):
-        train_step(run, 1, Tokens(cfg, mesh.data.index, mesh.data.size).microbatches(0), Guard(), lambda *point: None)
+        train_step(run, 1, Tokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
     for b in run.buckets:
-        b.need()
-    return run.noise.told if run.noise.told is None else run.noise.told.tolist()
+        b.weights.wait_unshard()
+    return run.noise_scale.latest if run.noise_scale.latest is None else run.noise_scale.latest.tolist()
 
 
 def by_hand(cfg, dp: int) -> list[float]:
     """The same from the gradients of one process: of each small batch alone, and of the whole step."""
+
     def squares(batches) -> tuple[float, float]:
-        one = replace(cfg, parallel=Parallel(), log=replace(cfg.log, noise_scale=False),
-                      train=replace(cfg.train, global_batch=len(batches) * cfg.train.micro_batch))
-        run, n = build(one, Mesh.single(), torch.device("cpu"), None, 9), float(sum(b.counted() for b in batches))
-        run.pipeline.run(run.ops[len(batches)], batches, 1.0)
-        return n, float(sum((g / n).square().sum() for b in run.buckets for box, g in b.boxes(b.shard)
-                                   if g.dim() == 2 and (".attn." in box.key or ".mlp." in box.key)))
+        one = replace(
+            cfg,
+            parallel=ParallelConfig(),
+            log=replace(cfg.log, noise_scale=False),
+            train=replace(cfg.train, global_batch=len(batches) * cfg.train.micro_batch),
+        )
+        run, n = (
+            build_run(one, Mesh.single(), torch.device("cpu"), None, 9),
+            float(sum(b.num_counted() for b in batches)),
+        )
+        run.pipeline.run(run.schedules[len(batches)], batches, 1.0)
+        return n, float(
+            sum(
+                (g / n).square().sum()
+                for b in run.buckets
+                for box, g in boxes_of(b, b.grads.local)
+                if g.dim() == 2 and (".attn." in box.key or ".mlp." in box.key)
+            )
+        )
+
     batches = [Tokens(cfg, r, dp).microbatches(0) for r in range(dp)]
     small, (whole, big) = [squares(b[:1]) for b in batches], squares(sum(batches, []))
     n = sum(k for k, _ in small)
@@ -95,8 +147,15 @@ def by_hand(cfg, dp: int) -> list[float]:
 
 
 LAYOUTS = [dict(zero=z) for z in range(4)] + [
-    dict(tp=2, zero=0), dict(tp=2, sp=True, zero=3), dict(dp_rep=2, zero=1), dict(tp=2, pp=2, schedule="gpipe"), dict(pp=2, zero=2),
-    dict(pp=2, schedule="zb-h1"), dict(pp=2, zero=3, schedule="zb-v"), dict(pp=2, zero=1, schedule="interleaved")]
+    dict(tp=2, zero=0),
+    dict(tp=2, sp=True, zero=3),
+    dict(dp_rep=2, zero=1),
+    dict(tp=2, pp=2, schedule="gpipe"),
+    dict(pp=2, zero=2),
+    dict(pp=2, schedule="zb-h1"),
+    dict(pp=2, zero=3, schedule="zb-v"),
+    dict(pp=2, zero=1, schedule="interleaved"),
+]
 
 
 @pytest.mark.parametrize("parallel", LAYOUTS, ids=str)

@@ -1,4 +1,7 @@
-"""Each optimizer against torch's, or against the paper's lines over whole tensors. That layouts change nothing is verify's."""
+"""Each optimizer against torch's, or against the paper's lines over whole tensors. That layouts change
+nothing is verify's.
+"""
+
 import dataclasses
 import heapq
 import itertools
@@ -7,30 +10,37 @@ import random
 import pytest
 import torch
 
-from build import build
+from build import build_run
+from config import OPTIMIZERS
 from kernels.newton_schulz import newton_schulz
-from optim.muon import make_plan, share_out
-from parallel.boxes import Box, check_tiling
-from parallel.mesh import Mesh
-from scripts.verify import subject
+from optim.muon import assign_owners, plan_matrix_exchange
+from parallel.sharding.boxes import Box, check_tiling
+from parallel.sharding.views import boxes_of
+from parallel.topology.mesh import Mesh
+from proof.verify.tiny_config import tiny_config
 
 STEPS, LR, DECAY = 3, 0.01, 0.1
 
 
 def trained(name, dtype="fp64"):
-    """(start, gradients of each step, end): {key: whole tensor} of a tiny model under our optimizer, with made-up gradients."""
-    cfg = subject("llama3-tiny")
-    cfg = dataclasses.replace(cfg, optim=dataclasses.replace(cfg.optim, name=name, weight_decay=DECAY, eps=1e-8),
-                              train=dataclasses.replace(cfg.train, dtype=dtype))
-    run = build(cfg, Mesh.single(), torch.device("cpu"), None, 10)
-    whole = lambda flat: {box.key: part.clone() for b in run.buckets for box, part in b.boxes(getattr(b, flat))}
-    start, grads, stream = whole("master"), [], torch.Generator().manual_seed(3)
+    """(start, gradients of each step, end): {key: whole tensor} of a tiny model under our optimizer, with
+    made-up gradients.
+    """
+    cfg = tiny_config("llama3-tiny")
+    cfg = dataclasses.replace(
+        cfg,
+        optim=dataclasses.replace(cfg.optim, name=name, weight_decay=DECAY, eps=1e-8),
+        train=dataclasses.replace(cfg.train, dtype=dtype),
+    )
+    run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10)
+    whole = lambda flat: {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, flat(b))}
+    start, grads, stream = whole(lambda b: b.weights.master), [], torch.Generator().manual_seed(3)
     for step in range(1, STEPS + 1):
         for b in run.buckets:
-            b.shard.normal_(generator=stream)
-        grads.append({k: g * 0.5 for k, g in whole("shard").items()})
+            b.grads.local.normal_(generator=stream)
+        grads.append({k: g * 0.5 for k, g in whole(lambda b: b.grads.local).items()})
         run.optim.step(step, LR, torch.tensor(0.5, dtype=torch.float64), torch.tensor(True))
-    return start, grads, whole("master"), run
+    return start, grads, whole(lambda b: b.weights.master), run
 
 
 def by(start, grads, rule):
@@ -53,7 +63,11 @@ def same(ours, theirs, tol=1e-12):
 def test_sgd_is_torchs():
     start, grads, end, _ = trained("sgd")
     params = {k: torch.nn.Parameter(w.clone()) for k, w in start.items()}
-    theirs = torch.optim.SGD([{"params": [p], "weight_decay": DECAY if p.dim() > 1 else 0.0} for p in params.values()], lr=LR, momentum=0.95)
+    theirs = torch.optim.SGD(
+        [{"params": [p], "weight_decay": DECAY if p.dim() > 1 else 0.0} for p in params.values()],
+        lr=LR,
+        momentum=0.95,
+    )
     for g in grads:
         for k, p in params.items():
             p.grad = g[k]
@@ -66,6 +80,7 @@ def test_lion():
         m = state.get("m", torch.zeros_like(w))
         state["m"] = 0.95 * m + 0.05 * g
         return w - LR * ((0.9 * m + 0.1 * g).sign() + decay * w)
+
     start, grads, end, _ = trained("lion")
     same(end, by(start, grads, rule))
 
@@ -76,6 +91,7 @@ def test_lamb():
         v = state["v"] = 0.95 * state.get("v", 0) + 0.05 * g * g
         r = m / (1 - 0.9**step) / ((v / (1 - 0.95**step)).sqrt() + 1e-8) + decay * w
         return w - LR * r * (w.norm() / r.norm() if decay else 1.0)
+
     start, grads, end, _ = trained("lamb")
     same(end, by(start, grads, rule))
 
@@ -85,6 +101,7 @@ def test_lars():
         r = g + decay * w
         m = state["m"] = 0.95 * state.get("m", 0) + LR * r * (0.001 * w.norm() / r.norm() if decay else 1.0)
         return w - m
+
     start, grads, end, _ = trained("lars")
     same(end, by(start, grads, rule))
 
@@ -92,64 +109,94 @@ def test_lars():
 def test_muon_moves_hidden_matrices_whole_and_the_rest_by_adamw():
     def rule(w, g, state, step, decay):
         m = state["m"] = 0.95 * state.get("m", 0) + g
-        return w * (1 - LR * decay) - LR * 0.2 * max(w.shape)**0.5 * newton_schulz(g + 0.95 * m)
+        return w * (1 - LR * decay) - LR * 0.2 * max(w.shape) ** 0.5 * newton_schulz(g + 0.95 * m)
+
     start, grads, end, run = trained("muon")
     hidden = {k for k, w in start.items() if k.startswith("layers.") and w.dim() == 2}
-    assert hidden and {k for k in start if k not in hidden} == {"embed.weight", "head.weight", *(k for k in start if "norm" in k)}
+    assert hidden and {k for k in start if k not in hidden} == {
+        "embed.weight",
+        "head.weight",
+        *(k for k in start if "norm" in k),
+    }
     same({k: end[k] for k in hidden}, by({k: start[k] for k in hidden}, grads, rule))
     params = {k: torch.nn.Parameter(w.clone()) for k, w in start.items() if k not in hidden}
-    theirs = torch.optim.AdamW([{"params": [p], "weight_decay": DECAY if p.dim() > 1 else 0.0} for p in params.values()],
-                               lr=LR, betas=(0.9, 0.95), eps=1e-8)
+    theirs = torch.optim.AdamW(
+        [{"params": [p], "weight_decay": DECAY if p.dim() > 1 else 0.0} for p in params.values()],
+        lr=LR,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+    )
     for g in grads:
         for k, p in params.items():
             p.grad = g[k]
         theirs.step()
     same({k: end[k] for k in params}, {k: p.detach() for k, p in params.items()})
     state = run.optim.state()
-    assert [m is not None for m in state["muon_m"]] == [v is None for v in state["adam_v"]] == [b.hidden for b in run.buckets]
+    assert (
+        [m is not None for m in state["muon_m"]]
+        == [v is None for v in state["adam_v"]]
+        == [b.is_hidden for b in run.buckets]
+    )
 
 
-@pytest.mark.parametrize("name", ["muon", "lamb", "lars", "lion", "sgd"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_skipped_step_changes_nothing(name):
     _, _, before, run = trained(name)
     state = {k: [None if f is None else f.clone() for f in flats] for k, flats in run.optim.state().items()}
     for b in run.buckets:
-        b.shard.fill_(float("nan"))
+        b.grads.local.fill_(float("nan"))
     run.optim.step(STEPS + 1, LR, torch.tensor(float("nan")), torch.tensor(False))
-    assert all(torch.equal(part, before[box.key]) for b in run.buckets for box, part in b.boxes(b.master))
-    assert all(f is None or torch.equal(f, g) for k, flats in run.optim.state().items() for f, g in zip(flats, state[k]))
+    assert all(
+        torch.equal(part, before[box.key]) for b in run.buckets for box, part in boxes_of(b, b.weights.master)
+    )
+    assert all(
+        f is None or torch.equal(f, g)
+        for k, flats in run.optim.state().items()
+        for f, g in zip(flats, state[k])
+    )
 
 
 def test_matrices_are_shared_out_evenly_and_every_piece_travels_once():
     shapes = {f"m{i}": (64 * (1 + i % 3), 64) for i in range(20)}
-    owner = share_out(shapes, 4)
+    owner = assign_owners(shapes, 4)
     load = [sum(a * b * min(a, b) for k, (a, b) in shapes.items() if owner[k] == r) for r in range(4)]
     assert max(load) <= 1.25 * min(load)
     half = lambda key, r: Box(key, shapes[key], (r * shapes[key][0] // 2, 0), (shapes[key][0] // 2, 64))
     owned = [[half(k, r % 2) for k in shapes] for r in range(4)]  # tp 2, dp 2
     alone = [owned[0], owned[1], [], []]
-    plans = [make_plan(owned, alone, r) for r in range(4)]
+    plans = [plan_matrix_exchange(owned, alone, r) for r in range(4)]
     for r, p in enumerate(plans):
-        check_tiling([b for some in (p.own, *p.came) for b in some])
-        assert all(p.send[o] == plans[o].came[r] and p.back[o] == plans[o].home[r] for o in range(4))
-        check_tiling([b for b in owned[r] if b.start == (0, 0)] + [half(b.key, 1) for b in owned[r] if b.start == (0, 0)])
-        assert sorted(map(str, [b for some in p.home for b in some] + p.own)) == sorted(map(str, owned[r]))
+        check_tiling([b for some in (p.kept_here, *p.receive_from) for b in some])
+        assert all(
+            p.send_to[o] == plans[o].receive_from[r] and p.return_to[o] == plans[o].return_from[r]
+            for o in range(4)
+        )
+        check_tiling(
+            [b for b in owned[r] if b.start == (0, 0)]
+            + [half(b.key, 1) for b in owned[r] if b.start == (0, 0)]
+        )
+        assert sorted(map(str, [b for some in p.return_from for b in some] + p.kept_here)) == sorted(
+            map(str, owned[r])
+        )
 
 
 def loads(shapes: dict, owner: dict, ranks: int) -> list[int]:
     """m n min(m, n), what a matrix costs, summed over those of each rank, in order of size."""
-    return sorted(sum(m * n * min(m, n) for k, (m, n) in shapes.items() if owner[k] == r) for r in range(ranks))
+    return sorted(
+        sum(m * n * min(m, n) for k, (m, n) in shapes.items() if owner[k] == r) for r in range(ranks)
+    )
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_muon_shares_out_the_dearest_matrices_first(ranks):
-    """Graham's rule (1969, "Bounds on multiprocessing timing anomalies"): the dearest first, each to whoever has
-    least, costs at most 4/3 - 1/(3 ranks) of the best way, which is found here by trying all. And every rank
-    comes to the same answer, in whatever order it learned the shapes."""
+    """Graham's rule (1969, "Bounds on multiprocessing timing anomalies"): the dearest first, each to whoever
+    has least, costs at most 4/3 - 1/(3 ranks) of the best way, which is found here by trying all. And every
+    rank comes to the same answer, in whatever order it learned the shapes.
+    """
     stream = random.Random(0)
     for _ in range(15):
         shapes = {f"w{i}": (stream.randint(2, 6), stream.randint(6, 40)) for i in range(6)}
-        owner = share_out(shapes, ranks)
+        owner = assign_owners(shapes, ranks)
         rule = [0] * ranks
         for cost in sorted((m * n * min(m, n) for m, n in shapes.values()), reverse=True):
             heapq.heapreplace(rule, rule[0] + cost)
@@ -157,4 +204,4 @@ def test_muon_shares_out_the_dearest_matrices_first(ranks):
         ways = (dict(zip(shapes, way)) for way in itertools.product(range(ranks), repeat=len(shapes)))
         best = min(loads(shapes, way, ranks)[-1] for way in ways)
         assert max(rule) <= (4 / 3 - 1 / (3 * ranks)) * best
-        assert share_out(dict(reversed(shapes.items())), ranks) == owner
+        assert assign_owners(dict(reversed(shapes.items())), ranks) == owner

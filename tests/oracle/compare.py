@@ -1,4 +1,5 @@
 """Two trainings of one model side by side: the largest relative error of everything that both told."""
+
 import math
 import pathlib
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ BOUND = 1e-9
 @dataclass(frozen=True)
 class Row:
     """Largest relative errors of one run."""
+
     name: str
     errors: dict[str, float]
 
@@ -34,12 +36,12 @@ def check_first(first: dict[str, Tensor], std: float, layers: int, width: float 
         if w.dim() == 1:
             assert (w == (0.0 if key.endswith("bias") else 1.0)).all(), key
             continue
-        want = std / (2 * layers)**0.5 if key.endswith(("attn.o.weight", ".down.weight")) else std
+        want = std / (2 * layers) ** 0.5 if key.endswith(("attn.o.weight", ".down.weight")) else std
         if key.startswith("layers."):
             want /= width if key.endswith((".router.weight", "shared_gate.weight")) else width**0.5
         n = w.numel()
         assert abs(float(w.mean())) < 5 * want / n**0.5, key
-        assert abs(float(w.double().square().mean().sqrt()) / want - 1) < 5 / (2 * n)**0.5, key
+        assert abs(float(w.double().square().mean().sqrt()) / want - 1) < 5 / (2 * n) ** 0.5, key
     drawn = [float(w.flatten()[0]) for w in first.values() if w.dim() > 1]
     assert len(set(drawn)) == len(drawn)
 
@@ -61,13 +63,20 @@ def samples(corpus: Corpus, family: Family, batches: list[dict], split: str) -> 
     return pieces, [at for row in starts for at in row]
 
 
-def prove(home: pathlib.Path, corpus: Corpus, family: Family, more: str = "", rate=lambda name: 1.0,
-          optimizer=theirs.TorchAdamW) -> tuple[Row, Run, Told, nn.Module]:
+def prove(
+    home: pathlib.Path,
+    corpus: Corpus,
+    family: Family,
+    more: str = "",
+    rate=lambda name: 1.0,
+    optimizer=theirs.TorchAdamW,
+) -> tuple[Row, Run, Told, nn.Module]:
     """Train both; compare every loss, norm, rate, validation, weight and moment."""
     r = family.recipe
     name = f"{family.name}{' docs' * r.docs} mb{r.micro}"
-    run = ours.run(home, name.replace(" ", "-"), corpus,
-                   [*family.args.split(), *r.arguments(), *more.split()])
+    run = ours.run(
+        home, name.replace(" ", "-"), corpus, [*family.args.split(), *r.arguments(), *more.split()]
+    )
 
     # what was read
     steps, starts = [], []
@@ -86,14 +95,21 @@ def prove(home: pathlib.Path, corpus: Corpus, family: Family, more: str = "", ra
     told = theirs.follow(model, family, r, steps, valid, optim)
 
     # side by side
-    errors = {"loss": lists(run.of("loss"), told.losses), "norm": lists(run.of("grad_norm"), told.norms),
-              "rate": lists(run.of("lr"), told.rates), "valid": lists(run.of("val_loss"), told.valid)}
+    errors = {
+        "loss": lists(run.of("loss"), told.losses),
+        "norm": lists(run.of("grad_norm"), told.norms),
+        "rate": lists(run.of("lr"), told.rates),
+        "valid": lists(run.of("val_loss"), told.valid),
+    }
     if family.router.aux or family.router.z:
         errors["router"] = max(lists(run.of("aux_loss"), told.aux), lists(run.of("z_loss"), told.z))
     if "noise_s" in run.rows[1]:
         s, g2 = ([one[i] for one in told.noise] for i in (0, 1))
-        errors["noise"] = max(lists(run.of("noise_s"), s), lists(run.of("noise_g2"), g2),
-                              lists(run.of("noise_scale"), smooth(s, g2)))
+        errors["noise"] = max(
+            lists(run.of("noise_s"), s),
+            lists(run.of("noise_g2"), g2),
+            lists(run.of("noise_scale"), smooth(s, g2)),
+        )
     errors |= tensors(run, model, family, optim, told.rates)
     clipped = sum(norm > r.clip for norm in told.norms)
     assert 0 < clipped < r.steps, f"the clip bites in {clipped} steps of {r.steps}: {told.norms}"
@@ -114,9 +130,10 @@ def smooth(s: list[float], g2: list[float]) -> list[float | None]:
 def tensors(run: Run, model: nn.Module, family: Family, optim, rates: list[float]) -> dict[str, float]:
     """Errors of weights and moments over all that the checkpoint holds; each of theirs must be there."""
     theirs_, worst, seen = dict(model.named_parameters()), {"weights": 0.0, "moments": 0.0}, 0
-    routers = {key: model.get_submodule(theirs.place(model, key + ".weight")[0].removesuffix(".weight"))
-               for key in {k.rpartition(".")[0] for k in run.last
-                           if k.endswith((".router.bias", ".router.load"))}}
+    routers = {
+        key: model.get_submodule(theirs.place(model, key + ".weight")[0].removesuffix(".weight"))
+        for key in {k.rpartition(".")[0] for k in run.last if k.endswith((".router.bias", ".router.load"))}
+    }
     for key, mine in run.last.items():
         body, _, moment = key.partition("@")
         if body.endswith(".router.bias"):
@@ -135,7 +152,7 @@ def tensors(run: Run, model: nn.Module, family: Family, optim, rates: list[float
             continue
         if len(mine) > len(want):  # rows behind the vocabulary: no gradient, weight decay alone
             left = 0.0 if moment else math.prod(1 - lr * family.recipe.weight_decay for lr in rates)
-            want = torch.cat((want, run.first[body][len(want):] * left))
+            want = torch.cat((want, run.first[body][len(want) :] * left))
         error = gap(mine, want)
         if error > BOUND:
             print(f"{family.name}: {key} differs by {error:.1e}")

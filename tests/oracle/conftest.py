@@ -1,4 +1,5 @@
 """One corpus for all runs, and the table that they end in."""
+
 import ours
 import pytest
 
@@ -25,6 +26,7 @@ def note(pytestconfig):
         pytestconfig.oracle_rows.append(row)
         wrong = {what: error for what, error in row.errors.items() if not error <= BOUND}
         assert not wrong, f"{row.name} is another training than the reference: {wrong}"
+
     return keep
 
 

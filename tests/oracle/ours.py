@@ -4,6 +4,7 @@ Nothing of checkpoint/ or runtime/ reads here: a checkpoint is safetensors and i
 metrics.jsonl, the corpus is a .bin and an .idx. The watch of train.train tells the weights before the first
 step and every batch that a step took; `Corpus.start` then checks each batch against the corpus.
 """
+
 import json
 import os
 import pathlib
@@ -20,22 +21,42 @@ from torch import Tensor
 
 import train
 from data import tokenizer
-from data.indexed import Writer
-from runtime.experts import LoadMap
+from data.indexed import IndexedDatasetWriter
+from parallel.sharding.views import boxes_of
+from runtime.experts import ExpertLoadMap
 from runtime.failure import fail_cleanly
 
 VOCAB, EOD = 257, 256  # the byte tokenizer's
 SPLIT = 80  # percent of the documents that train; the others validate
-PLAIN = ("--model.dropout", "0", "--model.jitter", "0", "--train.dtype", "fp64", "--train.threads", "1",
-         "--log.every", "1", "--checkpoint.every", "none", "--eval.sample", "0", "--data.tokenizer", "bytes",
-         "--data.split", f"{SPLIT},{100 - SPLIT}")
+PLAIN = (
+    "--model.dropout",
+    "0",
+    "--model.jitter",
+    "0",
+    "--train.dtype",
+    "fp64",
+    "--train.threads",
+    "1",
+    "--log.every",
+    "1",
+    "--checkpoint.every",
+    "none",
+    "--eval.sample",
+    "0",
+    "--data.tokenizer",
+    "bytes",
+    "--data.split",
+    f"{SPLIT},{100 - SPLIT}",
+)
 
 
 # ---- the corpus --------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Corpus:
     """stream [n]: every token in order; begins: the first token of each document."""
+
     prefix: str
     stream: np.ndarray
     begins: np.ndarray
@@ -48,7 +69,7 @@ class Corpus:
     def pieces(self, start: int, seq: int, docs: bool) -> list[np.ndarray]:
         """The seq + 1 tokens from `start`, cut at documents where docs holds: each piece alone predicts its
         own next tokens."""
-        window = self.stream[start:start + seq + 1].astype(np.int64)
+        window = self.stream[start : start + seq + 1].astype(np.int64)
         inside = self.begins[(self.begins > start) & (self.begins < start + seq + 1)] - start
         return np.split(window, inside) if docs else [window]
 
@@ -57,31 +78,31 @@ class Corpus:
         documents are what the corpus has there."""
         tokens = batch["tokens"][row].numpy()
         seq, (first, end) = len(tokens), self.bounds(split)
-        windows = np.lib.stride_tricks.sliding_window_view(self.stream[first:end - 1], seq)
+        windows = np.lib.stride_tricks.sliding_window_view(self.stream[first : end - 1], seq)
         found = np.flatnonzero((windows == tokens).all(1))
         assert len(found) == 1, f"{len(found)} places of the {split} split hold the sample {tokens}"
         start = first + int(found[0])
 
         pieces = self.pieces(start, seq, docs)
         ends = np.cumsum([len(p) for p in pieces])[:-1] - 1  # the last token of a document has no target
-        targets = self.stream[start + 1:start + seq + 1].astype(np.int64)
+        targets = self.stream[start + 1 : start + seq + 1].astype(np.int64)
         targets[ends] = -100
         np.testing.assert_array_equal(batch["targets"][row].numpy(), targets)
         places = np.concatenate([np.arange(len(p)) for p in pieces])[:-1]
         np.testing.assert_array_equal(batch["positions"][row].numpy(), places)
         if docs:
             number = np.concatenate([np.full(len(p), i) for i, p in enumerate(pieces)])[:-1]
-            np.testing.assert_array_equal(batch["docs"][row].numpy(), number)
+            np.testing.assert_array_equal(batch["documents"][row].numpy(), number)
         else:
-            assert batch["docs"] is None
+            assert batch["documents"] is None
         return start
 
 
 def write_corpus(folder: pathlib.Path) -> Corpus:
     """Ninety documents of 1 to 30 random letters and an end-of-document id, some of them empty."""
-    tok, rng = tokenizer.load("bytes"), np.random.default_rng(7)
+    tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(7)
     prefix = folder / "text"
-    with Writer(prefix, tok.vocab) as w:
+    with IndexedDatasetWriter(prefix, tok.vocab) as w:
         for i in range(90):
             w.add([*rng.integers(97, 123, 0 if i % 11 == 5 else rng.integers(1, 31)), tok.eod])
         w.finish(tok, 1)
@@ -105,7 +126,7 @@ def check_order(starts: list[int], seq: int, bounds: tuple[int, int]) -> None:
     first, end = bounds
     count = (end - first - 1) // seq
     for at in range(0, len(starts), count):
-        epoch = np.array(starts[at:at + count]) - first
+        epoch = np.array(starts[at : at + count]) - first
         assert len({int(s) % seq for s in epoch}) == 1, "windows of an epoch do not share a grid"
         assert len(set(epoch.tolist())) == len(epoch), "an epoch has a window twice"
         assert epoch.min() >= 0 and epoch.max() + seq < end - first
@@ -113,11 +134,13 @@ def check_order(starts: list[int], seq: int, bounds: tuple[int, int]) -> None:
 
 # ---- the run -----------------------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Run:
     """first: {key: weights before the first step}; steps: of each step its microbatches as dicts; valid: the
     batches of a validation; rows: metrics.jsonl; last: {key: tensor} of the checkpoint, moments under
     KEY@MOMENT."""
+
     first: dict[str, Tensor]
     steps: list[list[dict]]
     valid: list[dict]
@@ -131,8 +154,17 @@ class Run:
 def run(home: pathlib.Path, name: str, corpus: Corpus, args: list[str]) -> Run:
     """train.py NAME ARGS in a forked child, from the command line's arguments to the exit code."""
     preset, *rest = args
-    everything = [preset, *PLAIN, "--data.path", corpus.prefix, "--log.dir", str(home), "--log.name", name,
-                  *rest]
+    everything = [
+        preset,
+        *PLAIN,
+        "--data.path",
+        corpus.prefix,
+        "--log.dir",
+        str(home),
+        "--log.name",
+        name,
+        *rest,
+    ]
     log = home / f"{name}.log"
     pid = os.fork()
     if pid == 0:
@@ -151,7 +183,9 @@ def child(seen_file: pathlib.Path, log: pathlib.Path, args: list[str]) -> None:
     def look(point: str, step: int | None = None, **what) -> None:
         if point == "run.built":
             run, valid = what["run"], what["valid"]
-            seen["first"] = {box.key: part.clone() for b in run.buckets for box, part in b.boxes(b.master)}
+            seen["first"] = {
+                box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)
+            }
             seen["valid"] = [plain(b) for i in range(run.cfg.eval.batches) for b in valid.microbatches(i)]
         if point == "step.read":
             seen["steps"].append([plain(b) for b in what["batches"]])
@@ -160,9 +194,11 @@ def child(seen_file: pathlib.Path, log: pathlib.Path, args: list[str]) -> None:
         out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
         sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-        train.loss_png = LoadMap.png = lambda *rest: None  # a second of every run, and no part of the proof
+        train.loss_png = ExpertLoadMap.draw = lambda *rest: (
+            None
+        )  # a second of every run, and no part of the proof
         inner = train.train
-        train.train = lambda *rest, **more: inner(*rest, **more, watch=look)
+        train.train = lambda *rest, **more: inner(*rest, **more, observe=look)
         code = fail_cleanly(train.main, args)
         torch.save(seen, seen_file)
     except BaseException:
@@ -174,7 +210,7 @@ def child(seen_file: pathlib.Path, log: pathlib.Path, args: list[str]) -> None:
 
 def plain(batch) -> dict:
     """A copy of what the model is given of a microbatch."""
-    names = ("tokens", "targets", "positions", "docs", "rows")
+    names = ("tokens", "targets", "positions", "documents", "sequence_ids")
     return {name: None if getattr(batch, name) is None else getattr(batch, name).clone() for name in names}
 
 

@@ -5,6 +5,7 @@ A fixed core of variants (documents apart or not, one or two sequences a microba
 that differs from commit to commit. ORACLE=all in the environment runs every variant of every family. The
 table: pytest tests/oracle -q -s
 """
+
 import itertools
 import os
 import random
@@ -19,13 +20,19 @@ from draw import commit_seed  # noqa: E402
 
 FAMILIES = {f.name: f for f in (*families.DENSE, *families.MIXTURES, *families.LATENTS)}
 VARIANTS = tuple(itertools.product((False, True), (1, 2)))  # documents apart, sequences a microbatch
-THOROUGH = ("llama2", "mistral", "mixtral",
-            "deepseek-v3")  # one dense, one with a window, one mixture, one with latent attention
+THOROUGH = (
+    "llama2",
+    "mistral",
+    "mixtral",
+    "deepseek-v3",
+)  # one dense, one with a window, one mixture, one with latent attention
 DRAWN = 2
 
 
 def core() -> list[tuple]:
-    """Documents apart, one and two sequences a microbatch, of four families; a variant of every other one, in turn."""
+    """Documents apart, one and two sequences a microbatch, of four families; a variant of every other one, in
+    turn.
+    """
     every = [(name, *variant) for name in THOROUGH for variant in VARIANTS if variant[0]]
     others = [name for name in FAMILIES if name not in THOROUGH]
     return every + [(name, *VARIANTS[(3 * i + 3) % 4]) for i, name in enumerate(others)]

@@ -1,5 +1,6 @@
 """What no model of transformers has, from the papers' formulas: muP, the gradient noise scale, capacities,
 and each optimizer."""
+
 import hashlib
 import math
 from dataclasses import replace
@@ -20,6 +21,7 @@ WIDER = 2.0  # hidden 32 beside a tuned model of 16
 
 
 # ---- muP ---------------------------------------------------------------------------------------------------
+
 
 def mup_rate(name: str) -> float:
     """arXiv 2203.03466, table 8, Adam: tables and vectors learn at the tuned rate, hidden matrices, routers
@@ -44,6 +46,7 @@ def test_mup(place, note, base, scores):
 
 # ---- noise scale, capacities -------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("docs,micro", [(True, 1), (False, 2)])
 def test_noise_scale(place, note, docs, micro):
     family = families.variant(replace(LLAMA, name="noise scale llama2"), docs, micro)
@@ -58,18 +61,21 @@ def test_capacity(place, note, by_place):
     drop = "position" if by_place else "probability"
     router = replace(MIXTRAL.router, kind="sequence", capacity=0.75, by_place=by_place)
     family = families.variant(replace(MIXTRAL, name=f"mixtral drops by {drop}", router=router), False, 2)
-    row, run, *_ = compare.prove(*place, family,
-                                 f"--model.aux_kind sequence --model.capacity 0.75 --model.drop {drop}")
+    row, run, *_ = compare.prove(
+        *place, family, f"--model.aux_kind sequence --model.capacity 0.75 --model.drop {drop}"
+    )
     assert min(run.of("moe_dropped")) > 0.1
     note(row)
 
 
 # ---- optimizers --------------------------------------------------------------------------------------------
 
+
 class ByHand:
     """A rule over whole tensors, as a paper has it. library: torch's own, where there is one, that takes the
     same gradients in a copy of the weights; LIBRARY: how far it may end from the rule's, None: there is
     none."""
+
     LIBRARY: float | None = None
 
     def __init__(self, model, recipe, rate) -> None:
@@ -97,8 +103,10 @@ class ByHand:
         raise NotImplementedError
 
     def groups(self, names) -> list[dict]:
-        return [{"params": [p], "weight_decay": self.r.weight_decay if p.dim() > 1 else 0.0}
-                for p in (self.copies[n] for n in names)]
+        return [
+            {"params": [p], "weight_decay": self.r.weight_decay if p.dim() > 1 else 0.0}
+            for p in (self.copies[n] for n in names)
+        ]
 
     def moment(self, name: str, moment: str) -> torch.Tensor:
         return self.state[name][moment]
@@ -119,6 +127,7 @@ class Wider(torch.overrides.TorchFunctionMode):
 
 class SGD(ByHand):
     """Polyak 1964, with L2 decay in the gradient."""
+
     LIBRARY = 1e-9
 
     def rule(self, name, w, g, s, step, lr, decay):
@@ -178,6 +187,7 @@ class Muon(Adam):
     for the eps beside the norm: with it at 0 there and 1e-7 here, a relative 1e-7 / |momentum| lies between
     the two.
     """
+
     LIBRARY = 1e-4
 
     def rule(self, name, w, g, s, step, lr, decay):
@@ -194,10 +204,17 @@ class Muon(Adam):
     def library(self):
         hidden = [n for n in self.params if ".self_attn." in n or ".mlp." in n]
         adam = [n for n in self.params if n not in hidden]
-        return [torch.optim.Muon(self.groups(hidden), lr=0.0, momentum=self.r.momentum, nesterov=True,
-                                 eps=0.0, adjust_lr_fn="match_rms_adamw"),
-                torch.optim.AdamW(self.groups(adam), lr=0.0, betas=(self.r.beta1, self.r.beta2),
-                                  eps=self.r.eps)]
+        return [
+            torch.optim.Muon(
+                self.groups(hidden),
+                lr=0.0,
+                momentum=self.r.momentum,
+                nesterov=True,
+                eps=0.0,
+                adjust_lr_fn="match_rms_adamw",
+            ),
+            torch.optim.AdamW(self.groups(adam), lr=0.0, betas=(self.r.beta1, self.r.beta2), eps=self.r.eps),
+        ]
 
 
 class AdamBf16(Adam):
@@ -233,17 +250,24 @@ def nearby(x: torch.Tensor, bits: np.ndarray) -> torch.Tensor:
 
 
 # the rule, and what of the recipe fits it; the clip bites in some steps and not in others
-RULES = {"adamw": (Adam, {}), "adamw-bf16": (AdamBf16, {}), "muon": (Muon, {}), "lamb": (LAMB, {"clip": 1.5}),
-         "lion": (Lion, {"lr": 3e-3, "min_lr": 3e-4}), "sgd": (SGD, {"lr": 0.1, "min_lr": 0.02}),
-         "lars": (LARS, {"lr": 0.5, "min_lr": 0.1, "clip": 2.2})}
+RULES = {
+    "adamw": (Adam, {}),
+    "adamw-bf16": (AdamBf16, {}),
+    "muon": (Muon, {}),
+    "lamb": (LAMB, {"clip": 1.5}),
+    "lion": (Lion, {"lr": 3e-3, "min_lr": 3e-4}),
+    "sgd": (SGD, {"lr": 0.1, "min_lr": 0.02}),
+    "lars": (LARS, {"lr": 0.5, "min_lr": 0.1, "clip": 2.2}),
+}
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_optimizer(place, note, name):
     """Tables without padding: LAMB and LARS count its rows in the norms."""
     rule, changes = RULES[name]
-    family = replace(LLAMA, name=f"{name} llama2",
-                     recipe=replace(LLAMA.recipe, docs=True, micro=2, decay="wsd", **changes))
+    family = replace(
+        LLAMA, name=f"{name} llama2", recipe=replace(LLAMA.recipe, docs=True, micro=2, decay="wsd", **changes)
+    )
     more = f"--optim.name {name.partition('-')[0]} --model.vocab_multiple 1"
     more += " --optim.states bf16" * (rule is AdamBf16)
     made = []
@@ -265,6 +289,11 @@ def test_mup_of_other_optimizers(place, note, name, power):
     alone = type(name, (rule,), {"LIBRARY": None})
     recipe = replace(LLAMA.recipe, docs=True, micro=2, **changes)
     family = replace(LLAMA, name=f"muP {name} llama2", logits=1 / WIDER, recipe=recipe)
-    row, *_ = compare.prove(*place, family, f"--optim.name {name} --model.mup_base 16",
-                            lambda weight: mup_rate(weight)**power, alone)
+    row, *_ = compare.prove(
+        *place,
+        family,
+        f"--optim.name {name} --model.mup_base 16",
+        lambda weight: mup_rate(weight) ** power,
+        alone,
+    )
     note(row)

@@ -4,6 +4,7 @@ transformers computes norms, softmax and rotary angles in fp32 whatever the mode
 everything below 1e-7. `Wide` runs its code with fp64 wherever it asks for fp32; nothing else about it is
 changed.
 """
+
 import contextlib
 import math
 import re
@@ -42,9 +43,11 @@ def wide() -> Iterator[None]:
 
 # ---- what is trained, and how ------------------------------------------------------------------------------
 
+
 @dataclass(frozen=True)
 class Recipe:
     """A run's settings; `arguments` says them to train.py, `follow` takes them from here."""
+
     steps: int = 20
     seq: int = 24
     micro: int = 1
@@ -65,13 +68,24 @@ class Recipe:
     eval_batches: int = 2
 
     def arguments(self) -> list[str]:
-        keys = {"train.steps": self.steps, "train.seq_len": self.seq, "train.micro_batch": self.micro,
-                "train.global_batch": self.batch, "data.doc_mask": str(self.docs).lower(),
-                "optim.lr": self.lr, "optim.warmup": self.warmup, "optim.decay": self.decay,
-                "optim.beta1": self.beta1, "optim.beta2": self.beta2,
-                "optim.momentum": self.momentum, "optim.eps": self.eps,
-                "optim.weight_decay": self.weight_decay,
-                "optim.clip": self.clip, "eval.every": self.eval_every, "eval.batches": self.eval_batches}
+        keys = {
+            "train.steps": self.steps,
+            "train.seq_len": self.seq,
+            "train.micro_batch": self.micro,
+            "train.global_batch": self.batch,
+            "data.doc_mask": str(self.docs).lower(),
+            "optim.lr": self.lr,
+            "optim.warmup": self.warmup,
+            "optim.decay": self.decay,
+            "optim.beta1": self.beta1,
+            "optim.beta2": self.beta2,
+            "optim.momentum": self.momentum,
+            "optim.eps": self.eps,
+            "optim.weight_decay": self.weight_decay,
+            "optim.clip": self.clip,
+            "eval.every": self.eval_every,
+            "eval.batches": self.eval_batches,
+        }
         # what would do nothing is refused
         if self.decay == "wsd":
             keys["optim.decay_fraction"] = self.decay_fraction
@@ -100,6 +114,7 @@ class Router:
     """What training adds to a mixture. kind: whose load is balanced; bias_rate: of the selection bias; None:
     there is none; capacity: of an expert, in fair shares of a sequence; by_place: the last are turned away,
     not the least likely."""
+
     aux: float = 0.0
     kind: str = "sequence"
     z: float = 0.0
@@ -113,6 +128,7 @@ class Router:
 class Family:
     """args: our recipe's name and what makes it small; kind, config: the same model as transformers says it.
     logits, scores: factors of the logits and, beside 1 / sqrt(head_dim), of attention's scores (muP)."""
+
     name: str
     args: str
     kind: str
@@ -127,6 +143,7 @@ class Family:
 
 
 # ---- their model and our names -----------------------------------------------------------------------------
+
 
 class Ahead(nn.Module):
     """One module of multi-token prediction (arXiv 2412.19437, section 2.2, eq. 21 to 23), which transformers
@@ -149,15 +166,24 @@ def build(family: Family) -> nn.Module:
     transformers.logging.set_verbosity_error()
     with wide():
         config = getattr(transformers, f"{family.kind}Config")(
-            **{"vocab_size": 257, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
-               "use_cache": False,
-               "tie_word_embeddings": family.tied, **family.config})
+            **{
+                "vocab_size": 257,
+                "pad_token_id": None,
+                "bos_token_id": None,
+                "eos_token_id": None,
+                "use_cache": False,
+                "tie_word_embeddings": family.tied,
+                **family.config,
+            }
+        )
         model = transformers.AutoModelForCausalLM.from_config(
-            config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64)
+            config, attn_implementation="eager", experts_implementation="eager", dtype=torch.float64
+        )
         layer = type(model.model.layers[-1]) if family.mtp else None
-        model.ahead = nn.ModuleList(Ahead(layer(config, config.num_hidden_layers + k), config.hidden_size,
-                                          config.rms_norm_eps)
-                                    for k in range(family.mtp))
+        model.ahead = nn.ModuleList(
+            Ahead(layer(config, config.num_hidden_layers + k), config.hidden_size, config.rms_norm_eps)
+            for k in range(family.mtp)
+        )
     for module in model.modules():
         if hasattr(module, "scaling"):
             module.scaling = module.scaling * family.scores
@@ -166,21 +192,47 @@ def build(family: Family) -> nn.Module:
     return model.train()
 
 
-ATTENTION = {"attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
-             "attn.o": "self_attn.o_proj", "attn.q_a": "self_attn.q_a_proj", "attn.q_b": "self_attn.q_b_proj",
-             "attn.kv_a": "self_attn.kv_a_proj_with_mqa", "attn.kv_b": "self_attn.kv_b_proj",
-             "attn.kv_norm": "self_attn.kv_a_layernorm", "attn.k_norm": "self_attn.k_norm"}
-MLP = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "mlp.gate": "mlp.gate_proj",
-       "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj", "mlp.router": "mlp.gate",
-       "mlp.shared_gate": "mlp.shared_expert_gate"}
+ATTENTION = {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "attn.q_a": "self_attn.q_a_proj",
+    "attn.q_b": "self_attn.q_b_proj",
+    "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_b": "self_attn.kv_b_proj",
+    "attn.kv_norm": "self_attn.kv_a_layernorm",
+    "attn.k_norm": "self_attn.k_norm",
+}
+MLP = {
+    "attn_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+}
 AHEAD = {"embed_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj", "head_norm": "norm"}
-TABLES = {"embed.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight",
-          "norm.weight": "model.norm.weight"}
-GPT2 = {"embed.weight": "transformer.wte.weight", "positions.weight": "transformer.wpe.weight",
-        "head.weight": "lm_head.weight",
-        "norm.weight": "transformer.ln_f.weight", "norm.bias": "transformer.ln_f.bias"}
-GPT2_BLOCK = {"attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
-              "mlp.down": "mlp.c_proj"}
+TABLES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "head.weight": "lm_head.weight",
+    "norm.weight": "model.norm.weight",
+}
+GPT2 = {
+    "embed.weight": "transformer.wte.weight",
+    "positions.weight": "transformer.wpe.weight",
+    "head.weight": "lm_head.weight",
+    "norm.weight": "transformer.ln_f.weight",
+    "norm.bias": "transformer.ln_f.bias",
+}
+GPT2_BLOCK = {
+    "attn_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "attn.o": "attn.c_proj",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+}
 
 
 def place(model: nn.Module, key: str) -> tuple[str, Callable[[Tensor], Tensor]]:
@@ -213,7 +265,7 @@ def place(model: nn.Module, key: str) -> tuple[str, Callable[[Tensor], Tensor]]:
         return f"{inside}.mlp.{shared}.{body.rpartition('.')[2]}_proj.{leaf}", whole
     if body == "attn.q_norm":
         return f"{inside}.self_attn.{'q_a_layernorm' if 'deepseek' in kind else 'q_norm'}.{leaf}", whole
-    return f"{inside}.{ {**ATTENTION, **MLP}[body]}.{leaf}", whole
+    return f"{inside}.{ {**ATTENTION, **MLP}[body] }.{leaf}", whole
 
 
 @torch.no_grad()
@@ -223,18 +275,20 @@ def take(model: nn.Module, first: dict[str, Tensor]) -> None:
     for key, value in first.items():
         name, part = place(model, key)
         view = part(theirs[name])
-        view.copy_(value[:len(view)])  # behind the vocabulary our tables are padded
+        view.copy_(value[: len(view)])  # behind the vocabulary our tables are padded
         filled += view.numel()
     assert filled == sum(p.numel() for p in theirs.values()), "their model has weights that ours has not"
 
 
 # ---- one pass ----------------------------------------------------------------------------------------------
 
+
 @dataclass
 class Pass:
     """What one forward pass tells: the summed loss of the counted tokens and their number, the further
     tokens' loss, and of each router the samples' counted tokens: [(sample, logits [tokens, experts], choices
     [tokens, k])]."""
+
     loss: Tensor
     tokens: int
     ahead: Tensor | float = 0.0
@@ -256,12 +310,16 @@ def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
         seen.append((linear(x, module.weight).view(*shape, -1), chosen.view(*shape, -1)))
         if family.router.capacity is None or not torch.is_grad_enabled():
             return None
-        kept = room(family.router, weights.detach().view(*shape, -1), chosen.view(*shape, -1),
-                    len(module.weight))
+        kept = room(
+            family.router, weights.detach().view(*shape, -1), chosen.view(*shape, -1), len(module.weight)
+        )
         return None, weights * kept.view(weights.shape), chosen
 
-    hooks = [m.register_forward_hook(look) for m in model.modules()
-             if type(m).__name__.lower().endswith("topkrouter")]
+    hooks = [
+        m.register_forward_hook(look)
+        for m in model.modules()
+        if type(m).__name__.lower().endswith("topkrouter")
+    ]
     with wide():
         # the next token
         shape = (len(rows), longest - 1)
@@ -276,7 +334,7 @@ def forward(model: nn.Module, family: Family, samples: list[list]) -> Pass:
             places = torch.arange(shape[1])[None]
             mask = torch.full((shape[1], shape[1]), float("-inf"), dtype=torch.float64).triu(1)[None, None]
             angles = model.model.rotary_emb(h, places)
-            h = module(h[:, :shape[1]], model.model.embed_tokens(ids[:, k:-1]), angles, mask)
+            h = module(h[:, : shape[1]], model.model.embed_tokens(ids[:, k:-1]), angles, mask)
             out.ahead = out.ahead + summed(model, family, h, rows, 1 + k) * family.mtp_weight / family.mtp
             out.routed += [counted(rows, 1 + k, *one) for one in seen]
     for hook in hooks:
@@ -313,6 +371,7 @@ def room(r: Router, weights: Tensor, chosen: Tensor, experts: int) -> Tensor:
 
 # ---- the router's losses -----------------------------------------------------------------------------------
 
+
 def balance(family: Family, routed: list, load: Tensor | None, tokens: int) -> tuple[Tensor, Tensor]:
     """What one router adds to the loss of a microbatch: (load balance, z). routed: `counted`'s; load: f of
     the step before (arXiv 2501.11873); tokens: of the step.
@@ -342,10 +401,12 @@ def balance(family: Family, routed: list, load: Tensor | None, tokens: int) -> t
 
 # ---- training ----------------------------------------------------------------------------------------------
 
+
 @dataclass
 class Told:
     """What the reference told of each step; norms of the first microbatch's and the step's gradients of
     hidden matrices."""
+
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
@@ -358,14 +419,21 @@ class Told:
 class TorchAdamW:
     """torch.optim.AdamW in two groups: matrices decay, vectors do not. rate: factor of the learning rate by
     name (muP), with weight decay times learning rate as it was."""
+
     MOMENTS = {"adam_m": "exp_avg", "adam_v": "exp_avg_sq"}
 
-    def __init__(self, model: nn.Module, recipe: Recipe,
-                 rate: Callable[[str], float] = lambda name: 1.0) -> None:
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, rate: Callable[[str], float] = lambda name: 1.0
+    ) -> None:
         self.params = dict(model.named_parameters())
-        groups = [{"params": [p], "rate": rate(name),
-                   "weight_decay": recipe.weight_decay / rate(name) if p.dim() > 1 else 0.0}
-                  for name, p in self.params.items()]
+        groups = [
+            {
+                "params": [p],
+                "rate": rate(name),
+                "weight_decay": recipe.weight_decay / rate(name) if p.dim() > 1 else 0.0,
+            }
+            for name, p in self.params.items()
+        ]
         self.optim = torch.optim.AdamW(groups, lr=0.0, betas=(recipe.beta1, recipe.beta2), eps=recipe.eps)
 
     def step(self, number: int, lr: float) -> None:
@@ -377,8 +445,9 @@ class TorchAdamW:
         return self.optim.state[self.params[name]][self.MOMENTS[moment]]
 
 
-def follow(model: nn.Module, family: Family, recipe: Recipe, steps: list[list[list]], valid: list[list],
-           optim) -> Told:
+def follow(
+    model: nn.Module, family: Family, recipe: Recipe, steps: list[list[list]], valid: list[list], optim
+) -> Told:
     """steps: of each step its microbatches, of each its samples as lists of pieces; valid: the validation's
     batches."""
     told, params = Told(), list(model.parameters())
@@ -406,7 +475,7 @@ def follow(model: nn.Module, family: Family, recipe: Recipe, steps: list[list[li
             for i, (m, routed) in enumerate(zip(routers, p.routed)):
                 chosen = torch.cat([c for *_, c in routed]).flatten()
                 counts[i] = counts[i] + chosen.bincount(minlength=len(m.weight)).double()
-            first = first or (p.tokens, hidden_square(model) * (tokens / p.tokens)**2)
+            first = first or (p.tokens, hidden_square(model) * (tokens / p.tokens) ** 2)
 
         # clip and update
         norm = math.sqrt(sum(float(g.grad.square().sum()) for g in params if g.grad is not None))
@@ -424,8 +493,13 @@ def follow(model: nn.Module, family: Family, recipe: Recipe, steps: list[list[li
                 m.e_score_correction_bias += family.router.bias_rate * (counts[i].mean() - counts[i]).sign()
             if family.router.kind == "global":
                 load[i] = counts[i] * len(m.weight) / counts[i].sum()
-        for list_, value in ((told.losses, loss), (told.norms, norm), (told.rates, lr), (told.aux, aux),
-                             (told.z, z)):
+        for list_, value in (
+            (told.losses, loss),
+            (told.norms, norm),
+            (told.rates, lr),
+            (told.aux, aux),
+            (told.z, z),
+        ):
             list_.append(value)
         if number % recipe.eval_every == 0 or number == len(steps):
             validate()
@@ -436,8 +510,11 @@ def follow(model: nn.Module, family: Family, recipe: Recipe, steps: list[list[li
 
 def hidden_square(model: nn.Module) -> float:
     """|gradient|^2 of the matrices between hidden features: attention and dense MLP."""
-    return sum(float(p.grad.square().sum()) for name, p in model.named_parameters()
-               if p.dim() == 2 and p.grad is not None and (".self_attn." in name or ".mlp." in name))
+    return sum(
+        float(p.grad.square().sum())
+        for name, p in model.named_parameters()
+        if p.dim() == 2 and p.grad is not None and (".self_attn." in name or ".mlp." in name)
+    )
 
 
 def noise(small: int, small_square: float, big: int, big_square: float) -> tuple[float, float]:

@@ -1,8 +1,11 @@
-"""Dropout's bits against a hash of whole numbers written here (rates and means: tests/test_definitions.py)."""
+"""Dropout's bits against a hash of whole numbers written here (rates and means:
+tests/test_definitions.py).
+"""
+
 import pytest
 import torch
 
-from parallel.rng import Noise
+from parallel.rng import DropoutRng
 
 SEED, STEP, SITE, RATE, ONES = 1234, 7, 3, 0.3, (1 << 64) - 1
 
@@ -21,8 +24,8 @@ def expected(step: int, site: int, row: int, column: int, channel: int) -> int:
     return mixed(mixed(mixed(mixed(key) + row & ONES) + column & ONES) + channel & ONES) >> 11
 
 
-def noise(step=STEP) -> Noise:
-    return Noise(SEED, step, torch.tensor([0, 5, 9]), torch.tensor([2, 0, 11, 300]))
+def noise(step=STEP) -> DropoutRng:
+    return DropoutRng(SEED, step, torch.tensor([0, 5, 9]), torch.tensor([2, 0, 11, 300]))
 
 
 @pytest.mark.parametrize("step", [STEP, torch.tensor(STEP)], ids=["int", "tensor"])
@@ -31,6 +34,6 @@ def test_bits_are_a_hash_of_the_coordinates(step):
     want = [[[expected(STEP, SITE, r, c, k) for k in range(width)] for c in columns] for r in rows]
     assert n.bits(SITE, width).tolist() == want
     kept = [[[k >= int(RATE * 2**53) for k in c] for c in r] for r in want]
-    assert n.keep(SITE, width, RATE).tolist() == kept
+    assert n.keep_mask(SITE, width, RATE).tolist() == kept
     far = torch.tensor([[[0.75 + k / 2**54 for k in c] for c in r] for r in want], dtype=torch.float64)
     torch.testing.assert_close(n.uniform(SITE, width, 0.25, torch.float64), far, rtol=0, atol=1e-15)

@@ -1,115 +1,171 @@
-"""What a step is forecast to take: its FLOPs are the model's, its bytes cross the links that a ring crosses, and it scales as it must."""
+"""What a step is forecast to take: its FLOPs are the model's, its bytes cross the links that a ring crosses,
+and it scales as it must.
+"""
+
 import statistics
 from dataclasses import replace
 
 import pytest
 
 import config
-from parallel.layout import SPANS, Layout
+from model.describe import describe_stage, workload
+from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan import bytes as wire
 from plan import cost, published
 from plan.count import flops_per_token
-from plan.parts import Job
+from plan.job import Job
 from plan.search import job_of, set_keys
-from scripts.plan import make
+from scripts.plan import make_schedule_and_cuts
 
 FREE = cost.Efficiency(1, 1, 1, 1, 1, 1, 0, 0, 0)
-IDEAL = cost.Cluster("ideal", {"bf16": 1e15, "fp8": 2e15}, 80e9, 1e30, 8, 1e30, 1e30)  # nothing but products takes time
+IDEAL = cost.Cluster(
+    "ideal", {"bf16": 1e15, "fp8": 2e15}, 80e9, 1e30, 8, 1e30, 1e30
+)  # nothing but products takes time
 
 
 def config_of(name, **keys):
-    return set_keys(config.resolve(name, None, ["--train.micro_batch", "2", "--train.seq_len", "256", "--train.global_batch", "64"]),
-                    {k.replace("__", "."): v for k, v in keys.items()})
+    return set_keys(
+        config.resolve(
+            name, None, ["--train.micro_batch", "2", "--train.seq_len", "256", "--train.global_batch", "64"]
+        ),
+        {k.replace("__", "."): v for k, v in keys.items()},
+    )
 
 
 def test_a_group_is_the_one_of_all_groups():
-    for degrees in (dict(tp=2, cp=3, pp=2), dict(tp=4, ep=2, etp=2), dict(tp=2, dp_rep=2, ep=3), dict(tp=1, cp=6, pp=4)):
-        layout = Layout(24, **degrees)
-        for axes in SPANS.values():
+    for degrees in (
+        dict(tp=2, cp=3, pp=2),
+        dict(tp=4, ep=2, etp=2),
+        dict(tp=2, dp_replicate=2, ep=3),
+        dict(tp=1, cp=6, pp=4),
+    ):
+        layout = ParallelDims(24, **degrees)
+        for axes in GROUP_AXES.values():
             for group in layout.groups(*axes):
                 assert all(layout.group(rank, *axes) == group for rank in group), (degrees, axes)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b", "gpt2-xl", "mistral-7b", "mixtral-8x7b", "qwen2-57b-a14b", "deepseek-v3", "olmoe-1b-7b"])
-@pytest.mark.parametrize("keys", [{}, dict(parallel__tp=2, parallel__sp=True), dict(parallel__pp=2, parallel__cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "name",
+    ["llama3-8b", "gpt2-large", "mistral-7b", "mixtral-8x7b", "qwen2-57b-a14b", "deepseek-v3", "olmoe-1b-7b"],
+)
+@pytest.mark.parametrize(
+    "keys", [{}, dict(parallel__tp=2, parallel__sp=True), dict(parallel__pp=2, parallel__cp=2)], ids=str
+)
 def test_the_products_of_all_ranks_are_the_models(name, keys):
     """Three times a forward's FLOPs are flops_per_token, wherever they are done."""
     cfg = config_of(name, **keys)
-    cfg = replace(cfg, model=replace(cfg.model, vocab_multiple=1))
-    p, t, blocks = cfg.parallel, cfg.train, cfg.model.layers + cfg.model.mtp
-    done = sum(cost.block_work(cfg, i).flops for i in range(blocks)) + (1 + cfg.model.mtp) * cost.head_work(cfg).flops
-    done *= p.tp * p.cp  # the ranks that share a microbatch
-    joins = cfg.model.mtp * 2 * 2 * cfg.model.hidden ** 2 * t.micro_batch * t.seq_len  # left out: a product of 61 blocks
-    assert 3 * (done + joins) == pytest.approx(flops_per_token(cfg.model, t.seq_len) * t.micro_batch * t.seq_len, rel=1e-9)
+    cfg = replace(
+        cfg, model=replace(cfg.model, vocab=cfg.model.vocab // 2 * 2, vocab_multiple=1)
+    )  # no padding, on two ranks
+    p, t = cfg.parallel, cfg.train
+    done = (
+        describe_stage(cfg, 0, cfg.model.layers).cost(workload(cfg)).flops * p.tp * p.cp
+    )  # of the ranks that share a microbatch
+    assert 3 * done == pytest.approx(
+        flops_per_token(cfg.model, t.seq_len) * t.micro_batch * t.seq_len, rel=1e-9
+    )
 
 
 def test_a_pipeline_without_exchanges_takes_its_products_and_its_bubble():
-    one, n = job_of(config_of("llama3-8b"), 1, make)
+    one, n = job_of(config_of("llama3-8b"), 1, make_schedule_and_cuts)
     alone = cost.forecast(one, n, IDEAL, FREE)
     flops = flops_per_token(one.cfg.model, 256) * 64 * 256
-    flops += sum(cost.block_work(one.cfg, i).attention for i in range(32)) / 2 * n  # its backward makes the scores again
-    assert alone.step == pytest.approx(flops / 1e15, rel=1e-6) and alone.bubble == 0 and not any(alone.exposed.values())
-    four, n = job_of(config_of("llama3-8b", parallel__pp=4, parallel__schedule="1f1b"), 4, make)
+    flops += (
+        one.stage(0).cost(workload(one.cfg)).attention_flops / 2 * n
+    )  # its backward makes the scores again
+    assert (
+        alone.step == pytest.approx(flops / 1e15, rel=1e-6)
+        and alone.bubble == 0
+        and not any(alone.exposed.values())
+    )
+    four, n = job_of(
+        config_of("llama3-8b", parallel__pp=4, parallel__schedule="1f1b"), 4, make_schedule_and_cuts
+    )
     piped = cost.forecast(four, n, IDEAL, FREE)
-    assert alone.step / 4 * (1 + 3 / 32) <= piped.step < 1.05 * alone.step / 4 * (1 + 3 / 32)  # (p - 1) / m, and stages that differ a little
+    assert (
+        alone.step / 4 * (1 + 3 / 32) <= piped.step < 1.05 * alone.step / 4 * (1 + 3 / 32)
+    )  # (p - 1) / m, and stages that differ a little
     assert piped.step == pytest.approx(piped.compute + piped.bubble, rel=1e-6)
 
 
 def test_a_cluster_that_does_all_twice_as_fast_takes_half_the_time():
     c = cost.cluster("h100-ib")
-    twice = replace(c, flops={k: 2 * v for k, v in c.flops.items()}, hbm=2 * c.hbm, inside=2 * c.inside, between=2 * c.between)
+    twice = replace(
+        c,
+        flops={k: 2 * v for k, v in c.flops.items()},
+        hbm=2 * c.hbm,
+        inside=2 * c.inside,
+        between=2 * c.between,
+    )
     e = replace(cost.Efficiency(), hop=0, op=0, route=0)
-    for name, keys in (("llama3-70b", dict(parallel__tp=8, parallel__sp=True, parallel__pp=4)), ("mixtral-8x7b", dict(parallel__ep=8)),
-                       ("llama3-8b", dict(parallel__cp=4, parallel__zero=3))):
-        job, n = job_of(config_of(name, train__global_batch=128, **keys), 64, make)
-        assert cost.forecast(job, n, twice, e).step == pytest.approx(cost.forecast(job, n, c, e).step / 2, rel=1e-9)
+    for name, keys in (
+        ("llama3-70b", dict(parallel__tp=8, parallel__sp=True, parallel__pp=4)),
+        ("mixtral-8x7b", dict(parallel__ep=8)),
+        ("llama3-8b", dict(parallel__cp=4, parallel__zero=3)),
+    ):
+        job, n = job_of(config_of(name, train__global_batch=128, **keys), 64, make_schedule_and_cuts)
+        assert cost.forecast(job, n, twice, e).step == pytest.approx(
+            cost.forecast(job, n, c, e).step / 2, rel=1e-9
+        )
 
 
 def test_what_a_ring_and_an_all_to_all_send_over_each_link():
     c = replace(cost.cluster("h100-ib"), node=4)
-    layout = Layout(16, tp=2, ep=8)
-    for group in ("tp", "shard", "world"):
-        ranks = layout.group(0, *SPANS[group])
+    layout = ParallelDims(16, tp=2, ep=8)
+    for group in ("tp", "fsdp", "world"):
+        ranks = layout.group(0, *GROUP_AXES[group])
         N = len(ranks)
         crosses = sum(a // 4 != b // 4 for a, b in zip(ranks, [*ranks[1:], ranks[0]]))
         inside, between = cost.crossing(layout, c, group, "all_gather", 1 << 20)
         assert inside + between == pytest.approx((1 << 20) * (N - 1) / N)
         assert between == pytest.approx((1 << 20) * (N - 1) / N * crosses / N), group
-    inside, between = cost.crossing(layout, c, "experts", "all_to_all", 8)
+    inside, between = cost.crossing(layout, c, "ep_etp", "all_to_all", 8)
     assert (inside, between) == (3.0, 4.0)  # itself 1, three in its node, four elsewhere
 
 
 def test_the_bytes_are_those_that_the_ledger_counts():
-    """A step of every microbatch there is (none left out): crossing adds up to plan/bytes.py's weight."""
+    """A step of every microbatch there is (none left out): crossing adds up to plan/bytes.py's ring_bytes."""
     cfg = config_of("llama3-8b", parallel__tp=2, parallel__sp=True, parallel__zero=3, train__micro_batch=16)
-    job, n = job_of(cfg, 4, make)
+    job, n = job_of(cfg, 4, make_schedule_and_cuts)
     assert n == job.schedule.microbatches == 2
     near, far = cost.forecast(job, n, cost.cluster("h100-ib"), cost.Efficiency()).sent
-    whole = sum(w * (2 if verb == "all_reduce" else 1) * (g - 1) / g for (group, verb), (_, w) in wire.step_bytes(job).items()
-                for g in [len(job.layout.group(0, *SPANS[group]))])
+    whole = sum(
+        w * (2 if verb == "all_reduce" else 1) * (g - 1) / g
+        for (group, verb), (_, w) in wire.step_bytes(job).items()
+        for g in [len(job.layout.group(0, *GROUP_AXES[group]))]
+    )
     assert far == 0 and near == pytest.approx(whole)
 
 
 def test_every_exchange_that_cannot_hide_costs_time():
     slow, fast = (replace(cost.cluster("h100-ib"), between=b, inside=b) for b in (1e9, 1e13))
     e = cost.Efficiency()
-    for keys in (dict(parallel__tp=4), dict(parallel__cp=4), dict(parallel__zero=1), dict(parallel__pp=4), dict(parallel__zero=3)):
-        job, n = job_of(config_of("llama3-8b", **keys), 16, make)
+    for keys in (
+        dict(parallel__tp=4),
+        dict(parallel__cp=4),
+        dict(parallel__zero=1),
+        dict(parallel__pp=4),
+        dict(parallel__zero=3),
+    ):
+        job, n = job_of(config_of("llama3-8b", **keys), 16, make_schedule_and_cuts)
         assert cost.forecast(job, n, slow, e).step > 1.2 * cost.forecast(job, n, fast, e).step, keys
 
 
 def test_forecasts_beside_what_others_have_published():
     """Rows that chose no constant: the median error, and no drift to one side."""
-    judged = [m.error(cost.Efficiency()) for m in published.rows(make, ("judge",))]
+    judged = [m.error(cost.Efficiency()) for m in published.rows(make_schedule_and_cuts, ("judge",))]
     assert len(judged) == 101
     assert statistics.median(map(abs, judged)) < 0.15 and abs(statistics.median(judged)) < 0.1
 
 
 def test_a_job_keeps_enough_microbatches_to_be_steady():
-    """What is left out of the simulation is what the busiest rank computes for each: exact for equal stages."""
+    """What is left out of the simulation is what the busiest rank computes for each: exact for equal
+    stages.
+    """
     cfg = config_of("llama3-8b", parallel__pp=4, parallel__stages="8,8,8,8", train__global_batch=256)
-    job, n = job_of(cfg, 4, make)
+    job, n = job_of(cfg, 4, make_schedule_and_cuts)
     assert n == 128 and job.schedule.microbatches == cost.STEADY * 4
-    whole = replace(job, schedule=make(cfg, 4)[0], cfg=cfg)
+    whole = replace(job, schedule=make_schedule_and_cuts(cfg, 4)[0], cfg=cfg)
     few, all_of_them = (cost.forecast(j, n, IDEAL, FREE).step for j in (job, whole))
     assert isinstance(whole, Job) and few == pytest.approx(all_of_them, rel=0.01)

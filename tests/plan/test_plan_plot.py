@@ -1,24 +1,32 @@
-"""The timeline as text: aligned, never wider than asked. The picture: a real one, where it was asked for, alone."""
+"""The timeline as text: aligned, never wider than asked. The picture: a real one, where it was asked for,
+alone.
+"""
+
 import pytest
 
-from parallel.schedule import SCHEDULES, Op, make
+from parallel.pipeline.schedule import SCHEDULES, Op, make_schedule
 from plan.plot import draw, text
 from plan.simulate import Span, Timeline, share, simulate
 
 
 def timeline(kind, p, m, overlap=None, **cost):
-    s = make(kind, p, m)
+    s = make_schedule(kind, p, m)
     return simulate(s.order, s.n_stages, cost or share(s, 1, 1, 1), overlap=overlap)
 
 
 def test_text_by_hand():
     assert text(timeline("1f1b", 2, 3), 80) == [
         "rank 0 |F0 F1 ......B0--- F2 B1--- ...B2--- |",
-        "rank 1 |...F0 B0--- F1 B1--- F2 B2--- ......|"]
+        "rank 1 |...F0 B0--- F1 B1--- F2 B2--- ......|",
+    ]
     assert text(timeline("zb-v", 2, 3), 80) == [
         "rank 0 |F0 F1 F2 f0 i0 w0 f1 i1 w1 I0 W0 f2 i2 w2 I1 W1 I2 W2 ...|",
-        "rank 1 |...F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 I1 i2 I2 W1 w2 W2 |"]
-    assert text(timeline("1f1b", 2, 3), 21) == ["rank 0 |FF..B0FB1.B2|", "rank 1 |.FB0FB1FB2..|"]  # numbers that fit
+        "rank 1 |...F0 f0 F1 f1 i0 w0 F2 I0 W0 f2 i1 w1 I1 i2 I2 W1 w2 W2 |",
+    ]
+    assert text(timeline("1f1b", 2, 3), 21) == [
+        "rank 0 |FF..B0FB1.B2|",
+        "rank 1 |.FB0FB1FB2..|",
+    ]  # numbers that fit
     assert text(timeline("1f1b", 2, 3), 18) == ["rank 0 |FF..B0FB1>", "rank 1 |.FB0FB1FB>"]
 
 
@@ -33,10 +41,12 @@ def test_lines_align_and_fit(kind, width):
 
 def test_text_shows_each_op_once():
     for kind, overlap in [(k, None) for k in SCHEDULES] + [("dualpipe-v", 0.8)]:
-        s, lines = make(kind, 3, 9), text(timeline(kind, 3, 9, overlap), 2000)
+        s, lines = make_schedule(kind, 3, 9), text(timeline(kind, 3, 9, overlap), 2000)
         for ops, line in zip(s.order, lines):
             low = {stage for stage in {op.stage for op in ops} if stage > min(op.stage for op in ops)}
-            want = sorted((op.kind.lower() if op.stage in low else op.kind) + str(op.mb) for op in ops)
+            want = sorted(
+                (op.kind.lower() if op.stage in low else op.kind) + str(op.microbatch) for op in ops
+            )
             assert sorted(line.split("|")[1].replace("-", " ").replace(".", " ").split()) == want
 
 

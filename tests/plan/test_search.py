@@ -1,27 +1,51 @@
-"""The fastest layouts that fit: the same as when every choice is priced; what the user sets stays; nothing that is too large."""
+"""The fastest layouts that fit: the same as when every choice is priced; what the user sets stays; nothing
+that is too large.
+"""
+
 import math
 from dataclasses import replace
 
 import pytest
 
 import config
+from config.values import combinations
 from plan.cost import Efficiency, cluster
-from plan.lattice import choices
-from plan.search import RESERVED, axes, free, held, job_of, least, least_bytes, price, search, set_keys, with_bubble
-from scripts.plan import make
+from plan.search import (
+    RESERVED_BYTES,
+    Target,
+    bound_of,
+    compute_axes,
+    held_bytes,
+    job_of,
+    layout_axes,
+    least_bytes,
+    price,
+    search,
+    set_keys,
+    step_with_bubble,
+    with_fixed,
+)
+from scripts.plan import make_schedule_and_cuts
+
+
+def target(world, c):
+    return Target(world, c, Efficiency(), make_schedule_and_cuts)
 
 
 def brute(cfg, world, c, fixed):
     """Every choice, priced."""
-    core, rest = axes(cfg, world, c)
+    axes = compute_axes(cfg, world, c) | layout_axes(cfg, world)
     counts, out = {"priced": 0, "too large": 0, "refused": 0}, []
-    for values in choices(free(core | rest, fixed)):
+    for values in combinations(with_fixed(axes, fixed)):
         if values["parallel.dp_rep"] == "node":
             continue
         if (values["parallel.schedule"] == "interleaved") != (values["parallel.vpp"] is not None) or (
-                values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b"):
+            values["parallel.pp"] == 1 and values["parallel.schedule"] != "1f1b"
+        ):
             continue
-        one = price(set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1}), world, c, Efficiency(), make, counts)
+        one = price(
+            set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1}), target(world, c), counts
+        )
         out += [one] if one else []
     return sorted(x.forecast.step for x in out)
 
@@ -32,7 +56,7 @@ def test_nothing_faster_is_left_out(memory):
     c = replace(cluster("h100-ib"), memory=memory, node=4)
     fixed = {"train.micro_batch": 1, "parallel.dp_rep": 1, "parallel.recompute": "none", "parallel.cp": 1}
     cfg = set_keys(cfg, fixed)
-    found, counts = search(cfg, 8, c, Efficiency(), make, fixed, 5)
+    found, counts = search(cfg, target(8, c), fixed, 5)
     every = brute(cfg, 8, c, fixed)
     assert [x.forecast.step for x in found] == every[:5]
     assert counts["priced"] <= len(every) and (counts["too large"] > 0) == (memory < 10e9)
@@ -42,34 +66,76 @@ def test_nothing_faster_is_left_out(memory):
 def test_what_is_set_stays_and_what_is_found_fits():
     cfg = config.resolve("mixtral-8x7b", None, ["--train.global_batch", "64", "--parallel.ep", "8"])
     fixed = {"parallel.ep": 8, "train.micro_batch": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
-    found, _ = search(set_keys(cfg, fixed), 32, cluster("h100-ib"), Efficiency(), make, fixed, 3)
+    found, _ = search(set_keys(cfg, fixed), target(32, cluster("h100-ib")), fixed, 3)
     assert len(found) == 3 and [x.forecast.step for x in found] == sorted(x.forecast.step for x in found)
     for x in found:
         assert x.cfg.parallel.ep == 8 and x.cfg.parallel.schedule == "1f1b" and x.cfg.train.micro_batch == 1
-        assert x.memory <= 80e9
-        make(x.cfg, 32)  # train.py's rules let it pass
+        assert x.held.total <= 80e9
+        make_schedule_and_cuts(x.cfg, 32)  # train.py's rules let it pass
 
 
 def test_no_schedule_is_priced_twice():
-    bound = type("B", (), dict(f=1.0, i=1.0, w=1.0, share=4.0, step=12.0))
+    bound = type("B", (), dict(f=1.0, i=1.0, w=1.0, microbatches=4.0, step=12.0))
     one = {"parallel.pp": 1, "parallel.schedule": "1f1b", "parallel.vpp": None}
-    assert with_bubble(bound, one, 8) == 12.0
-    assert with_bubble(bound, one | {"parallel.schedule": "zb-v"}, 8) == math.inf  # the same without a pipeline
+    assert step_with_bubble(bound, one, 8) == 12.0
+    assert (
+        step_with_bubble(bound, one | {"parallel.schedule": "zb-v"}, 8) == math.inf
+    )  # the same without a pipeline
     two = one | {"parallel.pp": 2}
-    assert with_bubble(bound, two, 8) == 12.0 + (2 - 1) * (0.5 + 1.0)
-    assert with_bubble(bound, two | {"parallel.vpp": 2}, 8) == math.inf and with_bubble(bound, two | {"parallel.pp": 16}, 8) == math.inf
+    assert step_with_bubble(bound, two, 8) == 12.0 + (2 - 1) * (0.5 + 1.0)
+    assert (
+        step_with_bubble(bound, two | {"parallel.vpp": 2}, 8) == math.inf
+        and step_with_bubble(bound, two | {"parallel.pp": 16}, 8) == math.inf
+    )
 
 
 @pytest.mark.parametrize("name", ["llama3-8b", "gpt2-medium", "mixtral-8x7b", "deepseek-v2-lite"])
-@pytest.mark.parametrize("keys", [{}, {"parallel.tp": 4}, {"parallel.tp": 2, "parallel.cp": 2},
-                                  {"parallel.recompute": "full", "train.micro_batch": 4},
-                                  {"parallel.tp": 2, "parallel.recompute": "selective"}], ids=str)
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        {"parallel.tp": 4},
+        {"parallel.tp": 2, "parallel.cp": 2},
+        {"parallel.recompute": "full", "train.micro_batch": 4},
+        {"parallel.tp": 2, "parallel.recompute": "selective"},
+    ],
+    ids=str,
+)
 def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
     """What is said to be held at least is no more than what is held."""
-    cfg, c = config.resolve(name, None, ["--train.global_batch", "128", "--train.seq_len", "1024"]), cluster("h100-ib")
-    values = {"parallel.tp": 1, "parallel.cp": 1, "parallel.ep": 1, "train.micro_batch": 1, "parallel.recompute": "none"} | keys
-    bound = least(cfg, values, 16, c, Efficiency(), make)
-    for more in ({"parallel.pp": 1}, {"parallel.pp": 4}, {"parallel.pp": 4, "parallel.schedule": "zb-v"}, {"parallel.pp": 2, "parallel.zero": 3},
-                 {"parallel.pp": 2, "parallel.zero": 2, "parallel.schedule": "interleaved", "parallel.vpp": 2}):
+    cfg, c = (
+        config.resolve(name, None, ["--train.global_batch", "128", "--train.seq_len", "1024"]),
+        cluster("h100-ib"),
+    )
+    values = {
+        "parallel.tp": 1,
+        "parallel.cp": 1,
+        "parallel.ep": 1,
+        "train.micro_batch": 1,
+        "parallel.recompute": "none",
+    } | keys
+    bound = bound_of(cfg, values, target(16, c))
+    for more in (
+        {"parallel.pp": 1},
+        {"parallel.pp": 4},
+        {"parallel.pp": 4, "parallel.schedule": "zb-v"},
+        {"parallel.pp": 2, "parallel.zero": 3},
+        {"parallel.pp": 2, "parallel.zero": 2, "parallel.schedule": "interleaved", "parallel.vpp": 2},
+    ):
         one = set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.zero": 1} | more)
-        assert least_bytes(one, 16, bound) <= sum(held(job_of(one, 16, make)[0])) + RESERVED, more
+        assert (
+            least_bytes(one, 16, bound)
+            <= sum(held_bytes(job_of(one, 16, make_schedule_and_cuts)[0])) + RESERVED_BYTES
+        ), more
+
+
+def test_gpipe_holds_all_microbatches_and_other_schedules_need_only_a_few_to_show_their_peak():
+    cfg = config.resolve(
+        "llama3-8b", None, ["--train.global_batch", "64", "--train.seq_len", "1024", "--parallel.pp", "4"]
+    )
+    held = {}
+    for kind in ("gpipe", "1f1b"):
+        job, microbatches = job_of(set_keys(cfg, {"parallel.schedule": kind}), 4, make_schedule_and_cuts)
+        held[kind] = held_bytes(job)
+        assert microbatches == 64 // cfg.train.micro_batch
+    assert held["gpipe"].activations == pytest.approx(microbatches / 4 * held["1f1b"].activations, rel=0.3)

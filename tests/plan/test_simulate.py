@@ -1,33 +1,45 @@
 """Simulated bubbles equal the papers' formulas, exactly, for every schedule and all p <= 8, m <= 32."""
+
 from fractions import Fraction
 
 import pytest
 
-from parallel.schedule import SCHEDULES, Op, in_flight, make, one_f_one_b
+from parallel.pipeline.schedule import SCHEDULES, Op, make_schedule, max_in_flight, one_f_one_b
 from plan.simulate import Span, Timeline, closed_form, paired, share, simulate
 
-COSTS = [(1, 1, 1), (2, 2, 1), (10, 12, 7)]  # F, I, W of a chunk: equal; half a W; as measured. Whole: sums are exact
+COSTS = [
+    (1, 1, 1),
+    (2, 2, 1),
+    (10, 12, 7),
+]  # F, I, W of a chunk: equal; half a W; as measured. Whole: sums are exact
 
 
 def every(kind):
     for p in range(1, 9):
         for m in range(p, 33, p) if kind == "interleaved" else range(1, 33):
             for v in (1, 2, 4) if kind == "interleaved" else (None,):
-                yield p, m, make(kind, p, m, v)
+                yield p, m, make_schedule(kind, p, m, v)
 
 
 def run(s, f, i, w, hop=0, overlap=None):
     return simulate(s.order, s.n_stages, {"F": f, "I": i, "W": w}, hop, overlap)
 
 
-@pytest.mark.parametrize("kind,applies,bubble", [
-    ("gpipe", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b)),
-    ("1f1b", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b)),
-    ("interleaved", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b) / v),
-    ("zb-h1", lambda p, m: m >= p, lambda p, f, b, w, v: (p - 1) * (f + b - 2 * w)),
-    ("zb-v", lambda p, m: m >= 2 * p - 1, lambda p, f, b, w, v: (p - 1) * (b - 2 * w)),  # zero where F = I = W
-    ("dualpipe-v", lambda p, m: m >= 2 * p, lambda p, f, b, w, v: (p - 1) * (f + b - 2 * w) / 2),
-])
+@pytest.mark.parametrize(
+    "kind,applies,bubble",
+    [
+        ("gpipe", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b)),
+        ("1f1b", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b)),
+        ("interleaved", lambda p, m: True, lambda p, f, b, w, v: (p - 1) * (f + b) / v),
+        ("zb-h1", lambda p, m: m >= p, lambda p, f, b, w, v: (p - 1) * (f + b - 2 * w)),
+        (
+            "zb-v",
+            lambda p, m: m >= 2 * p - 1,
+            lambda p, f, b, w, v: (p - 1) * (b - 2 * w),
+        ),  # zero where F = I = W
+        ("dualpipe-v", lambda p, m: m >= 2 * p, lambda p, f, b, w, v: (p - 1) * (f + b - 2 * w) / 2),
+    ],
+)
 def test_bubbles_are_the_papers(kind, applies, bubble):
     """The formulas stand here once more, so that closed_form cannot be bent to a wrong simulation."""
     for p, m, s in every(kind):
@@ -49,7 +61,9 @@ def test_bubbles_are_the_papers(kind, applies, bubble):
 
 
 def test_zero_bubble():
-    """ZB-V with F = I = W: no rank waits from its first op to its last; each starts one F later, a parallelogram."""
+    """ZB-V with F = I = W: no rank waits from its first op to its last; each starts one F later, a
+    parallelogram.
+    """
     for p, m, s in every("zb-v"):
         t = run(s, 1, 1, 1)
         if m >= 2 * p - 1:
@@ -67,16 +81,20 @@ def test_dualpipe_overlapped_is_deepseeks_formula():
             for overlap in overlaps if m >= 2 * p else ():
                 t, b = run(s, f, f, w, overlap=overlap), f + w
                 bubble = (p - 1) * (overlap * (f + b) + b - 3 * w)
-                assert max(t.idle(r) for r in range(p)) == pytest.approx(t.idle(p - 1)) == pytest.approx(bubble)
-                assert closed_form("dualpipe-v", p, m, 2, 2 * f, 2 * f, 2 * w, overlap)[1] == pytest.approx(bubble)
-    pairs = [sum(len(step) == 2 for step in paired(ops)) for ops in make("dualpipe-v", 4, 10).order]
+                assert (
+                    max(t.idle(r) for r in range(p)) == pytest.approx(t.idle(p - 1)) == pytest.approx(bubble)
+                )
+                assert closed_form("dualpipe-v", p, m, 2, 2 * f, 2 * f, 2 * w, overlap)[1] == pytest.approx(
+                    bubble
+                )
+    pairs = [sum(len(step) == 2 for step in paired(ops)) for ops in make_schedule("dualpipe-v", 4, 10).order]
     assert pairs == [9, 10, 11, 11]
 
 
 def test_the_newer_the_better():
     for p in range(2, 9):
         for m in range(2 * p, 33, p):
-            made = [make(k, p, m) for k in SCHEDULES]
+            made = [make_schedule(k, p, m) for k in SCHEDULES]
             b = {s.kind: simulate(s.order, s.n_stages, share(s, 2, 2, 2)).bubble for s in made}
             assert b["zb-v"] == 0 < b["dualpipe-v"] < b["zb-h1"] < b["interleaved"] < b["1f1b"] == b["gpipe"]
 
@@ -96,7 +114,7 @@ def test_memory_curve_peaks_where_the_list_says(kind):
                 t = run(s, 10, 11, 7, 3, overlap)
                 for r, ops in enumerate(s.order):
                     curve = t.memory(r)
-                    assert max(held for _, held in curve) == in_flight(ops)
+                    assert max(held for _, held in curve) == max_in_flight(ops)
                     assert curve[-1] == (t.ranks[r][-1].end, 0) and curve == sorted(curve)
 
 
@@ -112,13 +130,13 @@ def test_by_hand():
 def test_costs_may_differ_by_stage_and_a_v_turns_without_a_hop():
     t = simulate(one_f_one_b(2, 1), 2, {"F": [1, 5], "I": [1, 1], "W": [0, 3]})
     assert t.ranks[1] == [Span(Op("F", 1, 0), 1, 6), Span(Op("B", 1, 0), 6, 10)] and t.makespan == 11
-    v = make("zb-v", 1, 1)
+    v = make_schedule("zb-v", 1, 1)
     assert simulate(v.order, 2, {"F": 1, "I": 1, "W": 1}, hop=100).makespan == 6
 
 
 def test_hops_only_delay():
     for kind in SCHEDULES:
-        s = make(kind, 4, 8)
+        s = make_schedule(kind, 4, 8)
         times = [run(s, 1, 1, 1, hop).makespan for hop in (0, Fraction(1, 10), 1)]
         assert times == sorted(times) and times[0] < times[2]
 

@@ -1,12 +1,13 @@
 """A small config and process description, so that each test says only what it is about."""
+
 import dataclasses
 
 import pytest
 import torch
 
 import config
-from runtime.metrics import Metrics
-from runtime.setup import Env
+from runtime.metrics import MetricsLogger
+from runtime.setup import LaunchEnv
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,26 +18,48 @@ def one_thread():
 @pytest.fixture
 def cfg():
     c = config.Config()
-    return dataclasses.replace(c, log=dataclasses.replace(c.log, every=4, name="t"),
-                               train=dataclasses.replace(c.train, steps=10, global_batch=2, micro_batch=2, seq_len=8))
+    return dataclasses.replace(
+        c,
+        log=dataclasses.replace(c.log, every=4, name="t"),
+        train=dataclasses.replace(c.train, steps=10, global_batch=2, micro_batch=2, seq_len=8),
+    )
 
 
 @pytest.fixture
 def metrics(tmp_path, cfg):
-    """make(steps=10, start_step=0, env=None) -> Metrics in tmp_path, 16 tokens a step, 100 FLOPs a token."""
+    """make(steps=10, start_step=0, env=None) -> MetricsLogger in tmp_path, 16 tokens a step, 100 FLOPs a
+    token.
+    """
+
     def make(steps=10, start_step=0, env=None):
-        return Metrics(tmp_path, cfg, env or Env(), steps=steps, flops_per_token=100.0, start_step=start_step)
+        return MetricsLogger(
+            tmp_path, cfg, env or LaunchEnv(), steps=steps, flops_per_token=100.0, start_step=start_step
+        )
+
     return make
 
 
 @pytest.fixture
 def feed():
-    """feed(metrics, first, last, loss=f): steps of 0.5 s, 0.1 s of it waiting for data; returns the skipped flags."""
+    """feed(metrics, first, last, loss=f): steps of 0.5 s, 0.1 s of it waiting for data; returns the skipped
+    flags.
+    """
+
     def run(m, first, last, loss=lambda s: 7 - s / 10):
         flags = []
         for step in range(first, last + 1):
             value = torch.tensor(loss(step), dtype=torch.float32)
-            flags.append(m.step(step, loss=value, grad_norm=value * 2, ok=torch.isfinite(value), lr=1e-3, seconds=0.5,
-                                data_seconds=0.1))
+            flags.append(
+                m.log_step(
+                    step,
+                    loss=value,
+                    grad_norm=value * 2,
+                    is_good=torch.isfinite(value),
+                    learning_rate=1e-3,
+                    seconds=0.5,
+                    data_seconds=0.1,
+                )
+            )
         return flags
+
     return run

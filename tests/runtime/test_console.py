@@ -7,21 +7,57 @@ import sys
 
 import pytest
 
-from runtime.console import Console, decimals, duration, params, short, size, sparkline, visible
+from runtime.console import (
+    Console,
+    byte_count,
+    decimals,
+    duration,
+    parameter_count,
+    short_number,
+    sparkline,
+    visible,
+)
 
 
-@pytest.mark.parametrize("n, text", [
-    (0, "0"), (950, "950"), (999.4, "999"), (2048, "2.0K"), (204_800, "204.8K"), (999_949, "999.9K"),
-    (999_950, "1.00M"), (1_228_800, "1.23M"), (7e9, "7.00B"), (1.5e13, "15.00T"), (math.nan, "nan")])
+@pytest.mark.parametrize(
+    "n, text",
+    [
+        (0, "0"),
+        (950, "950"),
+        (999.4, "999"),
+        (2048, "2.0K"),
+        (204_800, "204.8K"),
+        (999_949, "999.9K"),
+        (999_950, "1.00M"),
+        (1_228_800, "1.23M"),
+        (7e9, "7.00B"),
+        (1.5e13, "15.00T"),
+        (math.nan, "nan"),
+    ],
+)
 def test_short(n, text):
-    assert short(n) == text
+    assert short_number(n) == text
 
 
 def test_numbers_for_people():
-    assert [params(n) for n in (890_000, 7_000_000_000, 50_000)] == ["0.89M", "7.00B", "50.0K"]
+    assert [parameter_count(n) for n in (890_000, 7_000_000_000, 50_000)] == ["0.89M", "7.00B", "50.0K"]
     assert [duration(s) for s in (0, 0.4, 59.6, 104, 3599.7, 3720, 86400 * 2 + 3 * 3600, math.inf, -3)] == [
-        "0s", "0s", "1m00s", "1m44s", "1h00m", "1h02m", "2d03h", "?", "0s"]
-    assert [size(n) for n in (812, 10_900_000, 999_960, 1.5e12)] == ["812 B", "10.9 MB", "1.0 MB", "1.5 TB"]
+        "0s",
+        "0s",
+        "1m00s",
+        "1m44s",
+        "1h00m",
+        "1h02m",
+        "2d03h",
+        "?",
+        "0s",
+    ]
+    assert [byte_count(n) for n in (812, 10_900_000, 999_960, 1.5e12)] == [
+        "812 B",
+        "10.9 MB",
+        "1.0 MB",
+        "1.5 TB",
+    ]
     assert [decimals(x, 4) for x in (6.942, 123.0, math.nan, None)] == ["6.9420", "1.2e+02", "nan", "n/a"]
 
 
@@ -40,7 +76,7 @@ def test_text_from_the_model_cannot_steer_the_terminal():
 def line(console, step=100, steps=600, skipped=0, **over):
     row = {"loss": 4.8113, "grad_norm": 0.842, "lr": 4e-3, "mem_gib": 0.2, "tokens": 204_800} | over
     rates = {"tokens_per_s": 13_200, "tflops": 0.07, "mfu": None, "data": 0.004, "skipped": skipped}
-    console.step(step, steps, row, rates, 78)
+    console.show_step(step, steps, row, rates, 78)
 
 
 def test_step_lines_stand_under_their_labels():
@@ -50,12 +86,23 @@ def test_step_lines_stand_under_their_labels():
     line(console)
     line(console, step=1, loss=math.nan, grad_norm=1e30, tokens=1.5e12, mem_gib=139.8)
     head, *rows = out.getvalue().splitlines()[1:]
-    assert rows[0].split() == ["100/600", "4.8113", "0.842", "4.0e-03", "13.2K", "0.07", "n/a", "0.2G", "0%", "204.8K",
-                               "1m18s"]
+    assert rows[0].split() == [
+        "100/600",
+        "4.8113",
+        "0.842",
+        "4.0e-03",
+        "13.2K",
+        "0.07",
+        "n/a",
+        "0.2G",
+        "0%",
+        "204.8K",
+        "1m18s",
+    ]
     assert len(head) == len(rows[0]) == len(rows[1])
     for label in ("loss", "gnorm", "tok/s", "mem", "eta"):
         end = head.index(label) + len(label)
-        assert all(r[end - 1] != " " and r[end:end + 1] in (" ", "") for r in rows), label
+        assert all(r[end - 1] != " " and r[end : end + 1] in (" ", "") for r in rows), label
     line(console, skipped=3)
     assert out.getvalue().endswith("  3 skipped\n")
 
@@ -66,17 +113,21 @@ def test_colours_only_where_allowed():
         console = Console(out, color)
         console.columns(600)
         line(console)
-        console.eval(100, 4.902, 134.6, 2.76, "def")
+        console.show_evaluation(100, 4.902, 134.6, 2.76, "def")
     assert "\033" not in plain.getvalue() and rich.getvalue().count("\033[") > 20
     assert re.sub(r"\033\[\d+m", "", rich.getvalue()) == plain.getvalue()
 
 
 def test_a_closed_pipe_ends_the_talk_not_the_run():
     """| head: the process finishes its work with exit code 0, not with a trace or Python's 120."""
-    code = ("import sys; from runtime.console import Console; c = Console(sys.stdout)\n"
-            "for i in range(20000): c.write('x' * 50)\n"
-            "print('others write too'); print('worked', file=sys.stderr)")
-    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    code = (
+        "import sys; from runtime.console import Console; c = Console(sys.stdout)\n"
+        "for i in range(20000): c.write('x' * 50)\n"
+        "print('others write too'); print('worked', file=sys.stderr)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     child.stdout.readline()
     child.stdout.close()
     assert child.wait(30) == 0 and child.stderr.read() == "worked\n"

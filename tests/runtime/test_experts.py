@@ -1,4 +1,7 @@
-"""What is told of the experts: numbers a step, and a picture whose data stays bounded and goes on after a resume."""
+"""What is told of the experts: numbers a step, and a picture whose data stays bounded and goes on after a
+resume.
+"""
+
 import dataclasses
 import io
 import json
@@ -11,31 +14,42 @@ import torch
 from ranks import MODEL, corpus
 
 import train
-from config import Model
+from config import ModelConfig
 from runtime import experts
-from runtime.experts import LoadMap, flat, numbers
+from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 
-M = Model(layers=3, experts=4, top_k=2, first_dense=1)
+M = ModelConfig(layers=3, experts=4, top_k=2, first_dense=1)
 
 
 def told(*counts):
-    """Two mixture layers with these counts; 3 choices dropped in each, entropy 0.5 a token, losses 0.1 and 0.2."""
+    """Two mixture layers with these counts; 3 choices dropped in each, entropy 0.5 a token, losses 0.1 and
+    0.2.
+    """
     return np.array([[*c, 3, 0.5 * sum(c) / 2, 0.1, 0.2] for c in counts], float)
 
 
 def test_numbers_of_a_step():
-    n = numbers(told((4, 4, 4, 4), (8, 8, 0, 0)), M)
-    assert n == {"moe_load": [1.0, 2.0], "moe_entropy": [0.5, 0.5], "moe_dropped": 6 / 32,
-                 "aux_loss": pytest.approx(0.2), "z_loss": pytest.approx(0.4)}
-    assert flat({"loss": 1.0, "mfu": None, **n})["moe_load/1"] == 2.0 and "mfu" not in flat({"mfu": None})
+    n = router_metrics(told((4, 4, 4, 4), (8, 8, 0, 0)), M)
+    assert n == {
+        "moe_load": [1.0, 2.0],
+        "moe_entropy": [0.5, 0.5],
+        "moe_dropped": 6 / 32,
+        "aux_loss": pytest.approx(0.2),
+        "z_loss": pytest.approx(0.4),
+    }
+    assert flatten_row({"loss": 1.0, "mfu": None, **n})["moe_load/1"] == 2.0 and "mfu" not in flatten_row(
+        {"mfu": None}
+    )
     broken = told((0, 0, 0, 0), (1, 1, 1, 1))
     broken[:, 5] = np.nan
-    assert numbers(broken, M)["moe_entropy"] == [None, None] and json.dumps(numbers(broken, M), allow_nan=False)
+    assert router_metrics(broken, M)["moe_entropy"] == [None, None] and json.dumps(
+        router_metrics(broken, M), allow_nan=False
+    )
 
 
 def test_the_map_is_bounded_and_loses_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(experts, "COLUMNS", 8)
-    kept = LoadMap(tmp_path, M, 0)
+    kept = ExpertLoadMap(tmp_path, M, 0)
     for step in range(1, 101):
         kept.add(step, np.full((2, 4), step))
     assert kept.every == 16 and kept.counts.shape == (7, 2, 4) and kept.counts[:, 0, 0].sum() == 5050
@@ -43,51 +57,65 @@ def test_the_map_is_bounded_and_loses_nothing(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_goes_on(tmp_path):
-    first = LoadMap(tmp_path, M, 0)
+    first = ExpertLoadMap(tmp_path, M, 0)
     for step in range(1, 11):
         first.add(step, np.ones((2, 4)))
     first.save()
-    again = LoadMap(tmp_path, M, 6)  # its checkpoint is of step 6
+    again = ExpertLoadMap(tmp_path, M, 6)  # its checkpoint is of step 6
     assert len(again.counts) == 6
     again.add(7, np.full((2, 4), 2))
     assert again.counts[:, 0, 0].tolist() == [1] * 6 + [2]
-    assert len(LoadMap(tmp_path, M, 0).counts) == 0  # a new run
-    assert len(LoadMap(tmp_path, dataclasses.replace(M, experts=8), 6).counts) == 0  # another model's
+    assert len(ExpertLoadMap(tmp_path, M, 0).counts) == 0  # a new run
+    assert len(ExpertLoadMap(tmp_path, dataclasses.replace(M, experts=8), 6).counts) == 0  # another model's
 
 
 def spoilt(good: bytes, how: str) -> bytes:
     """experts.npz as a power cut, a bad disk or a stranger leaves it."""
     if how == "bomb":  # 64 MB of zeros, 64 KB on disk
         out = io.BytesIO()
-        with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z, z.open("counts.npy", "w", force_zip64=True) as f:
+        with (
+            zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as z,
+            z.open("counts.npy", "w", force_zip64=True) as f,
+        ):
             f.write(bytes(1 << 26))
         return out.getvalue()
     if how in ("shape", "nan", "text dtype"):
-        made = {"shape": np.zeros((3, 2), np.float32), "nan": np.full((3, 2, 4), np.nan, np.float32),
-                "text dtype": np.full((3, 2, 4), "x")}[how]
+        made = {
+            "shape": np.zeros((3, 2), np.float32),
+            "nan": np.full((3, 2, 4), np.nan, np.float32),
+            "text dtype": np.full((3, 2, 4), "x"),
+        }[how]
         np.savez_compressed(out := io.BytesIO(), counts=made, every=1)
         return out.getvalue()
     if how == "header":  # an array that says it has 2 ** 60 numbers
-        np.lib.format.write_array_header_1_0(head := io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": (1 << 58, 2, 4)})
+        np.lib.format.write_array_header_1_0(
+            head := io.BytesIO(), {"descr": "<f4", "fortran_order": False, "shape": (1 << 58, 2, 4)}
+        )
         with zipfile.ZipFile(out := io.BytesIO(), "w") as z:
             z.writestr("counts.npy", head.getvalue())
         return out.getvalue()
-    return {"half": good[:len(good) // 2], "empty": b"", "text": b"not a zip\n" * 99, "one byte": b"P"}[how]
+    return {"half": good[: len(good) // 2], "empty": b"", "text": b"not a zip\n" * 99, "one byte": b"P"}[how]
 
 
-@pytest.mark.parametrize("how", ["half", "empty", "text", "one byte", "bomb", "shape", "nan", "text dtype", "header"])
+@pytest.mark.parametrize(
+    "how", ["half", "empty", "text", "one byte", "bomb", "shape", "nan", "text dtype", "header"]
+)
 def test_a_damaged_file_begins_the_picture_anew(tmp_path, how):
-    first = LoadMap(tmp_path, M, 0)
+    first = ExpertLoadMap(tmp_path, M, 0)
     for step in range(1, 11):
         first.add(step, np.ones((2, 4)))
     first.save()
     first.file.write_bytes(spoilt(first.file.read_bytes(), how))
-    peak = tracemalloc_peak(lambda: LoadMap(tmp_path, M, 6))
-    again = LoadMap(tmp_path, M, 6)
-    assert "experts.npz: damaged, the picture begins anew" in again.trouble and len(again.counts) == 0 and peak < 1 << 24
+    peak = tracemalloc_peak(lambda: ExpertLoadMap(tmp_path, M, 6))
+    again = ExpertLoadMap(tmp_path, M, 6)
+    assert (
+        "experts.npz: damaged, the picture begins anew" in again.trouble
+        and len(again.counts) == 0
+        and peak < 1 << 24
+    )
     again.add(7, np.full((2, 4), 2))
     again.save()
-    kept = LoadMap(tmp_path, M, 7)
+    kept = ExpertLoadMap(tmp_path, M, 7)
     assert kept.trouble is None and kept.counts[:, 0, 0].tolist() == [0] * 6 + [2]
 
 
@@ -101,7 +129,7 @@ def tracemalloc_peak(work) -> int:
 
 
 def test_any_flipped_bit_of_the_file_is_harmless(tmp_path):
-    first = LoadMap(tmp_path, M, 0)
+    first = ExpertLoadMap(tmp_path, M, 0)
     first.add(1, np.ones((2, 4)))
     first.save()
     good = first.file.read_bytes()
@@ -109,32 +137,41 @@ def test_any_flipped_bit_of_the_file_is_harmless(tmp_path):
         data = bytearray(good)
         data[place // 8] ^= 1 << place % 8
         first.file.write_bytes(data)
-        again = LoadMap(tmp_path, M, 1)
+        again = ExpertLoadMap(tmp_path, M, 1)
         assert again.trouble or again.counts.tolist() in ([], [[[1.0] * 4] * 2]), place
 
 
 def test_draws_a_picture(tmp_path):
-    kept = LoadMap(tmp_path, M, 0)
-    assert kept.png() is None
+    kept = ExpertLoadMap(tmp_path, M, 0)
+    assert kept.draw() is None
     for step in range(1, 30):
         kept.add(step, np.random.default_rng(step).integers(0, 9, (2, 4)) * (step > 3))
-    assert kept.png("run $1$").read_bytes().startswith(b"\x89PNG")
+    assert kept.draw("run $1$").read_bytes().startswith(b"\x89PNG")
 
 
 def test_metrics_tell_it(metrics, tmp_path, cfg):
-    from runtime.metrics import Metrics
-    from runtime.setup import Env
+    from runtime.metrics import MetricsLogger
+    from runtime.setup import LaunchEnv
+
     cfg = dataclasses.replace(cfg, model=M)
-    m = Metrics(tmp_path, cfg, Env(), steps=4, flops_per_token=1.0)
+    m = MetricsLogger(tmp_path, cfg, LaunchEnv(), steps=4, flops_per_token=1.0)
     for step in range(1, 5):
         one = torch.tensor(1.0)
-        m.step(step, loss=one, grad_norm=one, ok=one > 0, lr=1.0, seconds=1.0, data_seconds=0.0,
-               told=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))))
+        m.log_step(
+            step,
+            loss=one,
+            grad_norm=one,
+            is_good=one > 0,
+            learning_rate=1.0,
+            seconds=1.0,
+            data_seconds=0.0,
+            router_stats=torch.from_numpy(told((4, 4, 4, 4), (8, 8, 0, 0))),
+        )
     m.flush()
     m.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(r["moe_load"] == [1.0, 2.0] for r in rows)
-    assert LoadMap(tmp_path, M, 4).counts[:, 1, 0].tolist() == [8] * 4
+    assert ExpertLoadMap(tmp_path, M, 4).counts[:, 1, 0].tolist() == [8] * 4
 
 
 def test_a_run_of_a_mixture_leaves_its_pictures_and_a_dense_one_has_no_experts(tmp_path):
@@ -142,7 +179,9 @@ def test_a_run_of_a_mixture_leaves_its_pictures_and_a_dense_one_has_no_experts(t
     mixture = ["--model.experts", "4", "--model.moe_ffn", "16", "--log.name", "mixture"]
     assert train.main(["mixtral-tiny", *words, *mixture]) == 0
     assert train.main(["llama2-tiny", *words, "--log.name", "dense"]) == 0
-    pictures = {name: sorted(path.name for path in (tmp_path / name).glob("*.png")) for name in ("mixture", "dense")}
+    pictures = {
+        name: sorted(path.name for path in (tmp_path / name).glob("*.png")) for name in ("mixture", "dense")
+    }
     assert pictures == {"mixture": ["experts.png", "loss.png"], "dense": ["loss.png"]}
     for picture in tmp_path.glob("*/*.png"):
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000

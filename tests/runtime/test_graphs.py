@@ -1,61 +1,127 @@
-"""train.cuda_graphs: the same losses and weights, bit for bit, as without. On a GPU through a real recording; on a CPU through
-the held tensors alone, which is where a value of the step could be left behind."""
+"""train.cuda_graphs: the same losses and weights, bit for bit, as without. On a GPU through a real recording;
+on a CPU through the held tensors alone, which is where a value of the step could be left behind.
+"""
+
 from dataclasses import replace
 
 import pytest
 import torch
 
 import config
-from build import build
+from build import build_run
 from config import ConfigError
-from data.batch import Batch
-from parallel.mesh import Mesh
+from parallel.microbatch import Microbatch
+from parallel.topology.mesh import Mesh
 from runtime import setup
-from runtime.graphs import WARM, Graph
-from runtime.guard import Guard
+from runtime.graphs import WARM_UP_CALLS, CudaGraphStep
+from runtime.guard import NonFiniteGuard
 from train import train_step
 
-ARGS = ["--model.vocab", "100", "--model.layers", "1", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2", "--model.ffn", "48",
-        "--train.seq_len", "16", "--train.micro_batch", "2", "--train.global_batch", "4", "--optim.warmup", "4", "--optim.lr", "0.01"]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: a recording needs one"))]
+ARGS = [
+    "--model.vocab",
+    "100",
+    "--model.layers",
+    "1",
+    "--model.hidden",
+    "32",
+    "--model.heads",
+    "4",
+    "--model.kv_heads",
+    "2",
+    "--model.ffn",
+    "48",
+    "--train.seq_len",
+    "16",
+    "--train.micro_batch",
+    "2",
+    "--train.global_batch",
+    "4",
+    "--optim.warmup",
+    "4",
+    "--optim.lr",
+    "0.01",
+]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here: a recording needs one"),
+    ),
+]
 
 
-def batches(step: int, docs: bool, device, number: int = 2) -> list[Batch]:
+def batches(step: int, docs: bool, device, number: int = 2) -> list[Microbatch]:
     stream = torch.Generator().manual_seed(step)
     ids = torch.randint(100, (4, 17), generator=stream)
-    targets = ids[:, 1:].masked_fill(torch.rand(4, 16, generator=stream) < 0.1 * step, -100)  # another count of tokens each step
+    targets = ids[:, 1:].masked_fill(
+        torch.rand(4, 16, generator=stream) < 0.1 * step, -100
+    )  # another count of tokens each step
     document = (torch.rand(4, 16, generator=stream) < 0.1).cumsum(1, dtype=torch.int32) if docs else None
     cuts = [slice(0, 2), slice(2, 4)][:number]
-    return [Batch(ids[c, :-1], targets[c], torch.arange(16).expand(2, -1), None if document is None else document[c],
-                  torch.arange(4)[c], step - 1).to(device) for c in cuts]
+    return [
+        Microbatch(
+            ids[c, :-1],
+            targets[c],
+            torch.arange(16).expand(2, -1),
+            None if document is None else document[c],
+            torch.arange(4)[c],
+            step - 1,
+        ).to(device)
+        for c in cuts
+    ]
 
 
-def trained(args: list[str], device: torch.device, graph: bool, numbers: tuple[int, ...] = (2,) * (WARM + 2)):
-    """Losses and norms of some steps, one of which is skipped, and the weights after them. numbers: of microbatches, for each step."""
+def trained(
+    args: list[str], device: torch.device, graph: bool, numbers: tuple[int, ...] = (2,) * (WARM_UP_CALLS + 2)
+):
+    """Losses and norms of some steps, one of which is skipped, and the weights after them. numbers: of
+    microbatches, for each step.
+    """
     cfg = config.resolve("llama3-tiny", None, [*ARGS, *args])
-    run = replace(build(cfg, Mesh.single(), device, None, 20), graph=Graph(device) if graph else None)
-    guard, told = Guard(), []
+    run = replace(
+        build_run(cfg, Mesh.single(), device, None, 20), graph=CudaGraphStep(device) if graph else None
+    )
+    guard, told = NonFiniteGuard(), []
     for step, number in enumerate(numbers, 1):
-        loss, norm, ok = train_step(run, step, batches(step, cfg.data.doc_mask, device, number), guard, lambda _, at: "nan" if at == WARM else None)
+
+        def spoil():
+            if step == WARM_UP_CALLS:
+                run.buckets[0].grads.local[0] = float("nan")
+
+        loss, norm, ok = train_step(run, step, batches(step, cfg.data.doc_mask, device, number), guard, spoil)
         told += [loss.clone(), norm.clone(), ok.clone()]
     assert not graph or run.graph.calls == numbers.count(numbers[-1]) and run.graph.replay is not None
-    return told, [b.master.clone() for b in run.buckets], run
+    return told, [b.weights.master.clone() for b in run.buckets], run
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("args", ["", "--model.dropout 0.2", "--train.dtype bf16 --data.doc_mask true",
-                                  "--parallel.recompute full --model.dropout 0.1", "--train.dtype fp16", "--optim.name muon",
-                                  "--parallel.schedule zb-h1", "--model.mtp 1", "--parallel.zero 1 --model.mup_base 16"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        "",
+        "--model.dropout 0.2",
+        "--train.dtype bf16 --data.doc_mask true",
+        "--parallel.recompute full --model.dropout 0.1",
+        "--train.dtype fp16",
+        "--optim.name muon",
+        "--parallel.schedule zb-h1",
+        "--model.mtp 1",
+        "--parallel.zero 1 --model.mup_base 16",
+    ],
+)
 def test_a_recorded_step_is_the_step(device, args):
     plain, graph = (trained(args.split(), torch.device(device), on) for on in (False, True))
     assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
-    assert len({float(loss) for loss in plain[0][::3]}) > WARM, "the steps are not all the same step"
+    assert len({float(loss) for loss in plain[0][::3]}) > WARM_UP_CALLS, "the steps are not all the same step"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_ramp_is_recorded_anew_for_each_number_of_microbatches(device):
-    args, numbers = ["--train.ramp", "2,2,64", "--model.dropout", "0.1"], (1,) * (WARM + 2) + (2,) * (WARM + 2)
+    args, numbers = (
+        ["--train.ramp", "2,2,64", "--model.dropout", "0.1"],
+        (1,) * (WARM_UP_CALLS + 2) + (2,) * (WARM_UP_CALLS + 2),
+    )
     plain, graph = (trained(args, torch.device(device), on, numbers) for on in (False, True))
     assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
@@ -64,17 +130,19 @@ def test_a_ramp_is_recorded_anew_for_each_number_of_microbatches(device):
 @pytest.mark.parametrize("left", ["step", "tokens", "scale"])
 def test_a_value_that_is_left_behind_is_seen(monkeypatch, left):
     """Planted: what a recording must be told anew each step is not."""
-    def take(self, new, scale):
+
+    def copy_inputs(self, new, scale):
         full(self, new, scale)
-        if self.calls > WARM:
+        if self.calls > WARM_UP_CALLS:
             if left == "scale":
                 self.scale.fill_(2.0)
             else:
                 for b in self.batches:
                     getattr(b, left).fill_(0)
-    full = Graph.take
+
+    full = CudaGraphStep.copy_inputs
     plain = trained(["--model.dropout", "0.2"], torch.device("cpu"), False)
-    monkeypatch.setattr(Graph, "take", take)
+    monkeypatch.setattr(CudaGraphStep, "copy_inputs", copy_inputs)
     other = trained(["--model.dropout", "0.2"], torch.device("cpu"), True)
     assert not all(torch.equal(a, b) for a, b in zip(plain[1], other[1]))
 
@@ -88,4 +156,4 @@ def test_another_shape_is_an_error():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_refused_without_a_gpu():
     with pytest.raises(ConfigError, match="train.cuda_graphs: needs a GPU"):
-        setup.start(config.resolve("llama3-tiny", None, ["--train.cuda_graphs", "true"]))
+        setup.read_environment(config.resolve("llama3-tiny", None, ["--train.cuda_graphs", "true"]))

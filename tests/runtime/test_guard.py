@@ -3,28 +3,36 @@ import math
 import pytest
 import torch
 
-from runtime.guard import Guard, NonFinite
+from runtime.guard import NonFiniteGuard, NonFiniteLoss
 
 
-@pytest.mark.parametrize("loss, norm, good", [(1.0, 2.0, True), (math.nan, 2.0, False), (1.0, math.inf, False),
-                                              (math.inf, -math.inf, False), (1e38, 3e38, True)])
+@pytest.mark.parametrize(
+    "loss, norm, good",
+    [
+        (1.0, 2.0, True),
+        (math.nan, 2.0, False),
+        (1.0, math.inf, False),
+        (math.inf, -math.inf, False),
+        (1e38, 3e38, True),
+    ],
+)
 def test_judges_each_number(loss, norm, good):
-    ok = Guard().judge(torch.tensor(loss), torch.tensor(norm))
+    ok = NonFiniteGuard().is_good_step(torch.tensor(loss), torch.tensor(norm))
     assert ok.dtype == torch.bool and ok.shape == () and bool(ok) == good
 
 
 def test_does_not_wait_for_the_device():
     """On the meta device every look at a value raises: the verdict is reached without one."""
     meta = torch.empty((), device="meta")
-    assert Guard().judge(meta, meta).device.type == "meta"
+    assert NonFiniteGuard().is_good_step(meta, meta).device.type == "meta"
 
 
 def test_five_in_a_row_end_the_run_wherever_the_host_looks():
-    guard = Guard()
-    guard.observe([1, 1, 1, 1, 0])
-    guard.observe([1, 1])
-    guard.observe([])
-    guard.observe([1, 1])
-    with pytest.raises(NonFinite, match="5 steps in a row"):
-        guard.observe([1])
-    assert NonFinite.exit_code == 77
+    guard = NonFiniteGuard()
+    guard.count_skipped([1, 1, 1, 1, 0])
+    guard.count_skipped([1, 1])
+    guard.count_skipped([])
+    guard.count_skipped([1, 1])
+    with pytest.raises(NonFiniteLoss, match="5 steps in a row"):
+        guard.count_skipped([1])
+    assert NonFiniteLoss.exit_code == 77

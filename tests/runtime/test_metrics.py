@@ -9,11 +9,26 @@ import pytest
 import torch
 
 from runtime import metrics as module
-from runtime.lines import read
-from runtime.setup import Env
+from runtime.lines import read_metrics
+from runtime.setup import LaunchEnv
 
-KEYS = ["step", "loss", "grad_norm", "lr", "tokens", "step_ms", "data_ms", "comm_exposed_ms", "comm_hidden_ms",
-        "tokens_per_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "mem_gib", "skipped"]
+KEYS = [
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "step_ms",
+    "data_ms",
+    "comm_exposed_ms",
+    "comm_hidden_ms",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "mfu",
+    "mem_gib",
+    "skipped",
+]
 
 
 def lines(tmp_path):
@@ -21,16 +36,22 @@ def lines(tmp_path):
 
 
 def test_one_line_a_step_with_exactly_these_keys(metrics, feed, tmp_path):
-    m = metrics(env=Env(world=2))
+    m = metrics(env=LaunchEnv(world=2))
     feed(m, 1, 10)
-    m.eval(10, val_loss=3.0, val_ppl=math.exp(3), val_bpb=1.5)
+    m.log_evaluation(10, val_loss=3.0, val_ppl=math.exp(3), val_bpb=1.5)
     m.close()
     *steps, last = lines(tmp_path)
     assert [list(row) for row in steps] == [KEYS] * 10
     assert last == {"step": 10, "val_loss": 3.0, "val_ppl": math.exp(3), "val_bpb": 1.5}
     row = steps[2]
     assert row["loss"] == torch.tensor(6.7).item()  # the float32, bit for bit
-    assert (row["step"], row["tokens"], row["step_ms"], row["data_ms"], row["skipped"]) == (3, 48, 500.0, 100.0, 0)
+    assert (row["step"], row["tokens"], row["step_ms"], row["data_ms"], row["skipped"]) == (
+        3,
+        48,
+        500.0,
+        100.0,
+        0,
+    )
     assert (row["tokens_per_s"], row["tokens_per_s_per_gpu"], row["mfu"]) == (32.0, 16.0, None)
     assert row["tflops_per_gpu"] == 16.0 * 100 / 1e12 and 0.01 < row["mem_gib"] < 100
 
@@ -38,7 +59,15 @@ def test_one_line_a_step_with_exactly_these_keys(metrics, feed, tmp_path):
 def test_fp64_losses_read_back_bit_for_bit(metrics, tmp_path):
     m = metrics()
     value = torch.tensor(1 / 3, dtype=torch.float64)
-    m.step(1, loss=value, grad_norm=value, ok=torch.tensor(True), lr=1e-3, seconds=1.0, data_seconds=0.0)
+    m.log_step(
+        1,
+        loss=value,
+        grad_norm=value,
+        is_good=torch.tensor(True),
+        learning_rate=1e-3,
+        seconds=1.0,
+        data_seconds=0.0,
+    )
     assert lines(tmp_path)[0]["loss"].hex() == (1 / 3).hex()
 
 
@@ -49,7 +78,18 @@ def test_numbers_are_brought_over_only_at_the_interval(metrics, feed, monkeypatc
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: seen.append(len(self)) or real(self))
     for name in ("item", "__float__", "__bool__"):
         monkeypatch.setattr(torch.Tensor, name, lambda self: pytest.fail("waited for the device in a step"))
-    assert feed(m, 1, 10) == [[0], [], [], [0, 0, 0], [], [], [], [0] * 4, [], [0, 0]]  # first, every 4th, last
+    assert feed(m, 1, 10) == [
+        [0],
+        [],
+        [],
+        [0, 0, 0],
+        [],
+        [],
+        [],
+        [0] * 4,
+        [],
+        [0, 0],
+    ]  # first, every 4th, last
     assert seen == [3, 9, 12, 6]  # three numbers a step, all at once
 
 
@@ -58,7 +98,9 @@ def test_buffers_may_be_used_again(metrics, tmp_path):
     loss, ok = torch.zeros(()), torch.tensor(True)
     for step in range(1, 5):
         loss.fill_(step)
-        m.step(step, loss=loss, grad_norm=loss, ok=ok, lr=1e-3, seconds=1.0, data_seconds=0.0)
+        m.log_step(
+            step, loss=loss, grad_norm=loss, is_good=ok, learning_rate=1e-3, seconds=1.0, data_seconds=0.0
+        )
     assert [r["loss"] for r in lines(tmp_path)] == [1, 2, 3, 4]
 
 
@@ -66,7 +108,9 @@ def test_flush_before_a_checkpoint_and_no_flag_is_lost(metrics, feed, tmp_path):
     m = metrics()
     flags = feed(m, 1, 6, loss=lambda s: math.nan if s in (3, 6) else 1.0)
     assert len(lines(tmp_path)) == 4
-    m.eval(6, val_loss=1.0, val_ppl=2.0, val_bpb=1.0)  # brings in step 5 and 6, and keeps their flags for the guard
+    m.log_evaluation(
+        6, val_loss=1.0, val_ppl=2.0, val_bpb=1.0
+    )  # brings in step 5 and 6, and keeps their flags for the guard
     assert [r["step"] for r in lines(tmp_path)] == [1, 2, 3, 4, 5, 6, 6]
     assert sum(flags, []) + m.flush() == [0, 0, 1, 0, 0, 1] and m.flush() == []
 
@@ -78,15 +122,33 @@ def test_the_noise_scale_is_a_ratio_of_running_means_and_a_resume_goes_on_with_i
     def feed(m, steps):
         for step in steps:
             one, pair = torch.ones(()), told[step - 1]
-            m.step(step, loss=one, grad_norm=one, ok=torch.tensor(step != 4), lr=1e-3, seconds=1.0, data_seconds=0.0,
-                   noise=None if pair is None else torch.tensor(pair, dtype=torch.float64))
+            m.log_step(
+                step,
+                loss=one,
+                grad_norm=one,
+                is_good=torch.tensor(step != 4),
+                learning_rate=1e-3,
+                seconds=1.0,
+                data_seconds=0.0,
+                noise_scale_parts=None if pair is None else torch.tensor(pair, dtype=torch.float64),
+            )
         m.close()
-    feed(module.Metrics(tmp_path, cfg, Env(), steps=5, flops_per_token=1.0), range(1, 6))
+
+    feed(module.MetricsLogger(tmp_path, cfg, LaunchEnv(), steps=5, flops_per_token=1.0), range(1, 6))
     rows = lines(tmp_path)
     s, g = 0.95 * 8 - 0.05 * 4, 0.95 * 2 + 0.05
     want = [4.0, None, s / g, None, (0.95 * s + 0.3) / (0.95 * g + 0.15)]
-    assert [r["noise_scale"] for r in rows] == pytest.approx(want) and [r["noise_s"] for r in rows] == [8.0, None, -4.0, None, 6.0]
-    feed(module.Metrics(tmp_path, cfg, Env(), steps=5, flops_per_token=1.0, start_step=3), range(4, 6))
+    assert [r["noise_scale"] for r in rows] == pytest.approx(want) and [r["noise_s"] for r in rows] == [
+        8.0,
+        None,
+        -4.0,
+        None,
+        6.0,
+    ]
+    feed(
+        module.MetricsLogger(tmp_path, cfg, LaunchEnv(), steps=5, flops_per_token=1.0, start_step=3),
+        range(4, 6),
+    )
     assert [r["noise_scale"] for r in lines(tmp_path)] == [r["noise_scale"] for r in rows]
 
 
@@ -94,7 +156,9 @@ def test_nan_is_null_and_marked(metrics, feed, tmp_path, capsys):
     m = metrics()
     feed(m, 1, 4, loss=lambda s: math.nan if s == 4 else 1.0)
     row = lines(tmp_path)[3]
-    assert row["loss"] is None and row["grad_norm"] is None and row["skipped"] == 1 and row["nonfinite"] is True
+    assert (
+        row["loss"] is None and row["grad_norm"] is None and row["skipped"] == 1 and row["nonfinite"] is True
+    )
     assert "nan" in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -103,7 +167,7 @@ def test_a_killed_and_resumed_run_is_one_file(metrics, feed, tmp_path):
     m = metrics(start_step=6)
     feed(m, 7, 10)
     m.close()
-    train = read(tmp_path)[0]
+    train = read_metrics(tmp_path)[0]
     assert [r["step"] for r in train] == list(range(1, 11)) and train[-1]["tokens"] == 160
 
 
@@ -111,18 +175,36 @@ def test_the_console(metrics, feed, tmp_path, capsys):
     m = metrics()
     m.header((890_000, 760_000), "python stdlib 3.11", ["resumed from x at step 0"])
     feed(m, 1, 10)
-    m.eval(10, val_loss=4.902, val_ppl=134.6, val_bpb=2.76, sample="def f():\n  pass")
-    m.saved(tmp_path / "step_00000010", 10_900_000, 0.1)
+    m.log_evaluation(10, val_loss=4.902, val_ppl=134.6, val_bpb=2.76, sample="def f():\n  pass")
+    m.log_save(tmp_path / "step_00000010", 10_900_000, 0.1)
     m.close(hints=["python train.py --list"])
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("Bevatron 0.1 · torch ") and out[0].endswith(f"cpu x1 (1 thread) · run {tmp_path}")
+    assert out[0].startswith("Bevatron 0.1 · torch ") and out[0].endswith(
+        f"cpu x1 (1 thread) · run {tmp_path}"
+    )
     assert "0.89M params (0.76M without embeddings) · 4 layers · d 128" in out[1]
     assert "world 1 = dp 1 · tp 1" in out[2] and "2 seq x 8 tok x 1 accum = 16 tok/step" in out[3]
-    assert "10 steps = 160 tokens" in out[3] and out[4] == "data     python stdlib 3.11" and "wandb off" in out[5]
+    assert (
+        "10 steps = 160 tokens" in out[3]
+        and out[4] == "data     python stdlib 3.11"
+        and "wandb off" in out[5]
+    )
     assert out[6] == "resumed from x at step 0"
     numbers = [line.split() for line in out[9:13]]
     assert [n[0] for n in numbers] == ["1/10", "4/10", "8/10", "10/10"]
-    assert numbers[1] == ["4/10", "6.6000", "13.200", "1.0e-03", "32", "0.00", "n/a", numbers[1][7], "20%", "64", "3s"]
+    assert numbers[1] == [
+        "4/10",
+        "6.6000",
+        "13.200",
+        "1.0e-03",
+        "32",
+        "0.00",
+        "n/a",
+        numbers[1][7],
+        "20%",
+        "64",
+        "3s",
+    ]
     assert out[13] == " eval 10  val 4.902  ppl 134.6  bpb 2.76   | def f():\\n  pass"
     assert out[14].endswith("step_00000010 (10.9 MB, 0.1 s)")
     assert out[15].startswith("done in 0s   loss 6.90 -> 6.00  █▇▆▅▅▄▃▂▁▁") or "loss 6.90 -> 6.00" in out[15]
@@ -130,7 +212,7 @@ def test_the_console(metrics, feed, tmp_path, capsys):
 
 
 def test_other_ranks_are_silent(metrics, feed, tmp_path, capsys):
-    m = metrics(env=Env(rank=1, world=2))
+    m = metrics(env=LaunchEnv(rank=1, world=2))
     m.header((1, 1), "x")
     assert sum(feed(m, 1, 10), []) == [0] * 10
     m.close()
@@ -141,13 +223,23 @@ def test_eta_is_not_fooled_by_one_slow_step(metrics):
     m = metrics(steps=100)
     one = torch.ones(())
     for step in range(1, 11):
-        m.step(step, loss=one, grad_norm=one, ok=one, lr=1e-3, seconds=60.0 if step == 5 else 0.5, data_seconds=0.0)
+        m.log_step(
+            step,
+            loss=one,
+            grad_norm=one,
+            is_good=one,
+            learning_rate=1e-3,
+            seconds=60.0 if step == 5 else 0.5,
+            data_seconds=0.0,
+        )
     m.flush()
     assert 44 < m.eta(10) < 46
 
 
 def test_eta_counts_what_stands_between_steps(metrics, monkeypatch):
-    """Half a second of step, and 3 s of evaluation every 4 steps: 1.25 s a step. What came before the first is past."""
+    """Half a second of step, and 3 s of evaluation every 4 steps: 1.25 s a step. What came before the first
+    is past.
+    """
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     m = metrics(steps=100)
@@ -155,7 +247,9 @@ def test_eta_counts_what_stands_between_steps(metrics, monkeypatch):
     now[0] += 1000
     for step in range(1, 9):
         now[0] += 0.5 + (3 if step in (3, 7) else 0)
-        m.step(step, loss=one, grad_norm=one, ok=one, lr=1e-3, seconds=0.5, data_seconds=0.0)
+        m.log_step(
+            step, loss=one, grad_norm=one, is_good=one, learning_rate=1e-3, seconds=0.5, data_seconds=0.0
+        )
     assert m.eta(8) == pytest.approx(92 * 1.25)
 
 
@@ -164,7 +258,9 @@ def test_the_last_step_is_shown_wherever_the_run_stops(metrics, feed, capsys):
     feed(m, 1, 6)
     m.close("SIGTERM received", code=75)
     out = capsys.readouterr().out.splitlines()
-    assert out[-2].split()[0] == "6/10" and out[-1].startswith("stopped after 0s: SIGTERM received   loss 6.90 -> 6.40")
+    assert out[-2].split()[0] == "6/10" and out[-1].startswith(
+        "stopped after 0s: SIGTERM received   loss 6.90 -> 6.40"
+    )
 
 
 def test_eta_knows_the_time_limit(metrics, feed, cfg):
@@ -184,12 +280,13 @@ def test_a_jumping_wall_clock_changes_nothing(metrics, feed, monkeypatch, capsys
 
 def test_a_full_disk_does_not_stop_training(metrics, feed, tmp_path, capsys, monkeypatch):
     m = metrics()
-    real = module.Lines.add.__globals__["os"].write
+    real = module.MetricsFile.add.__globals__["os"].write
 
     def full(fd, data):
         if fd == m.file.fd:
             raise OSError(28, "No space left on device")
         return real(fd, data)
+
     monkeypatch.setattr("os.write", full)
     feed(m, 1, 10)
     m.close()
@@ -202,6 +299,7 @@ def test_stdout_that_is_gone_does_not_stop_training(metrics, feed, monkeypatch, 
     class Gone:
         def write(self, text):
             raise BrokenPipeError
+
     monkeypatch.setattr(sys, "stdout", Gone())
     m = metrics()
     feed(m, 1, 10)
@@ -226,24 +324,35 @@ def test_a_damaged_file_is_told_at_the_end_and_never_raises(metrics, feed, tmp_p
     text = (tmp_path / "metrics.jsonl").read_bytes().replace(b'"step": 2, "loss": 6', b'"step": 2, "loss": x')
     (tmp_path / "metrics.jsonl").write_bytes(text)
     noisy = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, noise_scale=True))
-    m = module.Metrics(tmp_path, noisy, Env(), steps=10, flops_per_token=100.0, start_step=4)
+    m = module.MetricsLogger(tmp_path, noisy, LaunchEnv(), steps=10, flops_per_token=100.0, start_step=4)
     m.close(hints=["what next"])
     out = capsys.readouterr().out
-    assert out.count("1 damaged lines were left out (line 2)") == 1 and "loss 6.90 -> 6.60" in out and "what next" in out
+    assert (
+        out.count("1 damaged lines were left out (line 2)") == 1
+        and "loss 6.90 -> 6.60" in out
+        and "what next" in out
+    )
 
 
 def test_closing_never_raises(metrics, feed, monkeypatch, capsys):
     m = metrics()
     feed(m, 1, 2)
-    monkeypatch.setattr(m, "gather", lambda: 1 / 0)
+    monkeypatch.setattr(m, "read_pending", lambda: 1 / 0)
     monkeypatch.setattr(m.sink, "close", lambda code: 1 / 0)
     m.close("told to stop")
     out = capsys.readouterr().out
-    assert out.count("was not told in full: ZeroDivisionError") == 2 and "stopped after" in out and "told to stop" in out
+    assert (
+        out.count("was not reported in full: ZeroDivisionError") == 2
+        and "stopped after" in out
+        and "told to stop" in out
+    )
 
 
 def test_on_a_gpu_the_devices_own_clock_counts(metrics, feed, tmp_path, monkeypatch):
-    """The host runs ahead, so its seconds are those of the launches. A stand-in for the device: `now`, in ms."""
+    """The host runs ahead, so its seconds are those of the launches. A stand-in for the device: `now`, in
+    ms.
+    """
+
     class Event:
         now = 0.0
 
@@ -255,20 +364,21 @@ def test_on_a_gpu_the_devices_own_clock_counts(metrics, feed, tmp_path, monkeypa
 
         def elapsed_time(self, end):
             return end.at - self.at
+
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**31)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-    m = metrics(env=Env(device=torch.device("cuda", 0)))
+    m = metrics(env=LaunchEnv(device=torch.device("cuda", 0)))
     for step in (1, 2, 3, 4):
         Event.now += 250 + step
         feed(m, step, step)
         if step == 2:
             Event.now += 9000  # its time is nobody's step
-            m.eval(2, val_loss=1.0, val_ppl=1.0, val_bpb=1.0)
+            m.log_evaluation(2, val_loss=1.0, val_ppl=1.0, val_bpb=1.0)
         if step == 3:
             Event.now += 5000
-            m.saved(tmp_path, 1, 5.0)
-    rows = read(tmp_path)[0]
+            m.log_save(tmp_path, 1, 5.0)
+    rows = read_metrics(tmp_path)[0]
     assert [r["step_ms"] for r in rows] == [251, 252, 253, 254] and rows[0]["mem_gib"] == 2.0
     assert rows[0]["mfu"] == 16 / 0.251 * 100 / 67e12  # fp32
 
@@ -279,7 +389,9 @@ def test_a_step_costs_microseconds(metrics, tmp_path):
     one, took = torch.ones(()), []
     for step in range(2, 1002):
         begun = time.perf_counter()
-        m.step(step, loss=one, grad_norm=one, ok=one, lr=1e-3, seconds=1.0, data_seconds=0.0)
+        m.log_step(
+            step, loss=one, grad_norm=one, is_good=one, learning_rate=1e-3, seconds=1.0, data_seconds=0.0
+        )
         took.append(time.perf_counter() - begun)
     print("median us", 1e6 * statistics.median(took), "mean us", 1e6 * statistics.mean(took))
     assert statistics.median(took) < 1e-3

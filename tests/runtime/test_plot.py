@@ -3,14 +3,23 @@ import sys
 
 import pytest
 
-from runtime.lines import Lines
+from runtime.lines import MetricsFile
 from runtime.plot import loss_png, smoothed, title
 
 
 def write(folder, n=300, nan=()):
-    file = Lines(folder, 0)
-    file.add([{"step": s, "loss": math.nan if s in nan else 3 + 4 * math.exp(-s / 50), "lr": 1e-3, "tokens": 16 * s}
-              for s in range(1, n + 1)])
+    file = MetricsFile(folder, 0)
+    file.add(
+        [
+            {
+                "step": s,
+                "loss": math.nan if s in nan else 3 + 4 * math.exp(-s / 50),
+                "lr": 1e-3,
+                "tokens": 16 * s,
+            }
+            for s in range(1, n + 1)
+        ]
+    )
     file.add([{"step": n, "val_loss": 3.2, "val_ppl": 24.5, "val_bpb": 1.7}])
     file.close()
 
@@ -46,6 +55,7 @@ def test_title(tmp_path):
 
 def test_smoothing_keeps_up_and_shrugs_off_spikes():
     import numpy as np
+
     x = np.linspace(10, 0, 1000)
     at = np.arange(1000)
     assert np.abs(smoothed(x, at) - x).max() < 0.11  # no lag: half of the last window

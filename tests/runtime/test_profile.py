@@ -1,16 +1,19 @@
 """The profiler's trace: the steps asked for, and no others."""
+
 import json
 
 import pytest
 import torch
 
-from config import ConfigError, span
-from runtime.profile import Trace
+from config import ConfigError, profiled_steps
+from runtime.profile import ProfilerTrace
 
 
-@pytest.mark.parametrize("steps,ran,traced", [("2:3", 5, 2), ("4", 5, 1), ("4:9", 5, 2), ("7:9", 5, 0), (None, 3, 0)])
+@pytest.mark.parametrize(
+    "steps,ran,traced", [("2:3", 5, 2), ("4", 5, 1), ("4:9", 5, 2), ("7:9", 5, 0), (None, 3, 0)]
+)
 def test_traces_the_steps_asked_for(tmp_path, steps, ran, traced):
-    trace = Trace(steps, tmp_path, 0)
+    trace = ProfilerTrace(steps, tmp_path, 0)
     for step in range(1, ran + 1):
         with trace.around(step):
             torch.ones(8, 8) @ torch.ones(8, 8)
@@ -23,4 +26,4 @@ def test_traces_the_steps_asked_for(tmp_path, steps, ran, traced):
 @pytest.mark.parametrize("text", ["0:2", "3:2", "x", ":2", "1.5", ""])
 def test_a_wrong_range_is_one_line(text):
     with pytest.raises(ConfigError, match="^profile.steps: "):
-        span(text)
+        profiled_steps(text)

@@ -9,7 +9,7 @@ import torch
 
 from config import ConfigError
 from runtime import setup
-from runtime.setup import Env
+from runtime.setup import LaunchEnv
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def env(monkeypatch):
 
 @pytest.fixture
 def torch_state():
-    """start() changes the process; the tests after it must not feel that."""
+    """read_environment() changes the process; the tests after it must not feel that."""
     threads, exact = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     fill = torch.utils.deterministic.fill_uninitialized_memory
     yield
@@ -35,37 +35,40 @@ def torch_state():
 
 
 def test_one_process_without_a_launcher(env):
-    assert setup.place() == (0, 1, 0, 1)
+    assert setup.rank_and_world() == (0, 1, 0, 1)
 
 
 def test_torchrun(env):
     env(RANK=5, WORLD_SIZE=8, LOCAL_RANK=1, LOCAL_WORLD_SIZE=4, SLURM_PROCID=0, SLURM_NTASKS=2)
-    assert setup.place() == (5, 8, 1, 4)
+    assert setup.rank_and_world() == (5, 8, 1, 4)
 
 
 def test_bare_srun(env):
     env(SLURM_PROCID=5, SLURM_NTASKS=8, SLURM_LOCALID=1, SLURM_NNODES=2)
-    assert setup.place() == (5, 8, 1, 4)
+    assert setup.rank_and_world() == (5, 8, 1, 4)
     env(SLURM_STEP_NUM_TASKS=6)  # the step is smaller than the job
-    assert setup.place() == (5, 6, 1, 3)
+    assert setup.rank_and_world() == (5, 6, 1, 3)
     env(SLURM_LOCALID=4)  # nodes may hold different numbers
-    assert setup.place() == (5, 6, 4, 5)
+    assert setup.rank_and_world() == (5, 6, 4, 5)
 
 
 def test_the_body_of_an_sbatch_script_is_one_process(env):
     env(SLURM_PROCID=0, SLURM_NTASKS=8, SLURM_LOCALID=0, SLURM_STEP_ID=4294967291)
-    assert setup.place() == (0, 1, 0, 1)
+    assert setup.rank_and_world() == (0, 1, 0, 1)
 
 
-@pytest.mark.parametrize("bad", [{"RANK": 8}, {"RANK": "x"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": 4}, {"RANK": -1}])
+@pytest.mark.parametrize(
+    "bad", [{"RANK": 8}, {"RANK": "x"}, {"WORLD_SIZE": ""}, {"LOCAL_RANK": 4}, {"RANK": -1}]
+)
 def test_a_bad_launcher_is_one_line(env, bad):
     env(**({"RANK": 0, "WORLD_SIZE": 8, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4} | bad))
     with pytest.raises(ConfigError):
-        setup.place()
+        setup.rank_and_world()
 
 
-@pytest.mark.parametrize("cores, ranks, threads", [(1, 1, 1), (2, 1, 2), (3, 1, 2), (4, 1, 3), (64, 1, 4), (8, 4, 2),
-                                                   (2, 8, 1)])
+@pytest.mark.parametrize(
+    "cores, ranks, threads", [(1, 1, 1), (2, 1, 2), (3, 1, 2), (4, 1, 3), (64, 1, 4), (8, 4, 2), (2, 8, 1)]
+)
 def test_threads(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(setup.Path, "read_text", lambda self: "max 100000")
@@ -80,7 +83,7 @@ def test_a_containers_quota_counts(monkeypatch):
 
 def test_start(env, cfg, torch_state):
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, threads=1, device="cpu"))
-    e = setup.start(cfg)
+    e = setup.read_environment(cfg)
     assert (e.rank, e.world, e.device, e.threads) == (0, 1, torch.device("cpu"), 1)
     assert torch.get_num_threads() == 1 and torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "highest"
@@ -88,9 +91,9 @@ def test_start(env, cfg, torch_state):
 
 
 def test_seed_is_the_same_twice(cfg):
-    setup.seed(cfg)
+    setup.seed_everything(cfg)
     a = torch.rand(3)
-    setup.seed(cfg)
+    setup.seed_everything(cfg)
     assert torch.equal(a, torch.rand(3))
 
 
@@ -104,10 +107,19 @@ def test_no_gpu_is_the_users_mistake(monkeypatch):
         setup.pick_device("auto", 2)
 
 
-@pytest.mark.parametrize("name, dtype, tera", [
-    ("NVIDIA H100 80GB HBM3", "bf16", 989), ("NVIDIA H100 PCIe", "bf16", 756), ("NVIDIA H200", "fp8", 1979),
-    ("NVIDIA GB200", "bf16", 2500), ("NVIDIA L40S", "bf16", 362), ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
-    ("NVIDIA A100-SXM4-80GB", "fp8", None), ("NVIDIA Tesla K80", "fp32", None)])
+@pytest.mark.parametrize(
+    "name, dtype, tera",
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989),
+        ("NVIDIA H100 PCIe", "bf16", 756),
+        ("NVIDIA H200", "fp8", 1979),
+        ("NVIDIA GB200", "bf16", 2500),
+        ("NVIDIA L40S", "bf16", 362),
+        ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
+        ("NVIDIA A100-SXM4-80GB", "fp8", None),
+        ("NVIDIA Tesla K80", "fp32", None),
+    ],
+)
 def test_peak_flops(monkeypatch, name, dtype, tera):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert setup.peak_flops(torch.device("cuda", 0), dtype) == (None if tera is None else tera * 1e12)
@@ -115,36 +127,45 @@ def test_peak_flops(monkeypatch, name, dtype, tera):
 
 
 def test_faults_come_from_the_environment(env, monkeypatch):
-    assert setup.faults(Env())("a", 1) is None
+    assert setup.fault_injector(LaunchEnv())("a", 1) is None
     monkeypatch.setenv("FAULT", "a:rank=2:act=nan")
-    assert setup.faults(Env(rank=2), ("a",))("a", 1) == "nan"
+    assert setup.fault_injector(LaunchEnv(rank=2), ("a",))("a", 1) == "nan"
     with pytest.raises(ConfigError, match="no point"):
-        setup.faults(Env(), ("b",))
+        setup.fault_injector(LaunchEnv(), ("b",))
 
 
-@pytest.mark.parametrize("wish, mode, key, got", [
-    ("off", "online", "k" * 40, "off"), ("online", None, "k" * 40, "online"), ("online", None, None, "offline"),
-    ("online", "offline", "k" * 40, "offline"), ("offline", "online", "k" * 40, "offline"),
-    ("online", "disabled", None, "off"), ("offline", None, None, "offline")])
+@pytest.mark.parametrize(
+    "wish, mode, key, got",
+    [
+        ("off", "online", "k" * 40, "off"),
+        ("online", None, "k" * 40, "online"),
+        ("online", None, None, "offline"),
+        ("online", "offline", "k" * 40, "offline"),
+        ("offline", "online", "k" * 40, "offline"),
+        ("online", "disabled", None, "off"),
+        ("offline", None, None, "offline"),
+    ],
+)
 def test_wandb_mode_is_the_more_private_wish(env, cfg, wish, mode, key, got):
     env(**{k: v for k, v in {"WANDB_MODE": mode, "WANDB_API_KEY": key}.items() if v})
-    w = setup.wandb(dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb=wish)))
+    w = setup.wandb_settings(dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb=wish)))
     assert w.mode == got and (w.note is not None) == (got != wish)
 
 
 def test_wandb_variables(env, cfg, tmp_path, monkeypatch):
     env(WANDB_PROJECT="p", WANDB_ENTITY="e", WANDB_RUN_ID="i", WANDB_DIR="/d")
     on = dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb="online"))
-    assert setup.wandb(on) == setup.Wandb("offline", "p", "e", "i", "/d", "no WANDB_API_KEY")
+    assert setup.wandb_settings(on) == setup.WandbSettings("offline", "p", "e", "i", "/d", "no WANDB_API_KEY")
     (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert setup.wandb(on).mode == "online"
+    assert setup.wandb_settings(on).mode == "online"
 
 
 def test_no_color(monkeypatch):
     class Terminal:
         def isatty(self):
             return True
+
     monkeypatch.setattr(setup.sys, "stdout", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -158,19 +179,21 @@ def test_no_color(monkeypatch):
 
 def test_exit_reason_is_atomic_and_keeps_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_API_KEY", "canary-31415926")
-    assert setup.exit_reason(tmp_path, 0, 75, "first")
-    assert setup.exit_reason(tmp_path, 0, 1, "login with canary-31415926 failed")
-    assert setup.exit_reason(tmp_path, 3, 77, "x")
+    assert setup.write_exit_reason(tmp_path, 0, 75, "first")
+    assert setup.write_exit_reason(tmp_path, 0, 1, "login with canary-31415926 failed")
+    assert setup.write_exit_reason(tmp_path, 3, 77, "x")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["exit_reason.json", "exit_reason.rank3.json"]
     words = json.loads((tmp_path / "exit_reason.json").read_text())
     assert words["code"] == 1 and words["reason"] == "login with <MY_API_KEY> failed"
     assert words["rank"] == 0 and words["host"]
-    assert setup.exit_reason(tmp_path / "gone", 0, 1, "x") is False
+    assert setup.write_exit_reason(tmp_path / "gone", 0, 1, "x") is False
 
 
 def test_no_secret_in_the_env_object(env, cfg, monkeypatch):
     env(WANDB_API_KEY="canary-31415926", HF_TOKEN="canary-27182818")
-    e = Env(wandb=setup.wandb(dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb="online"))))
+    e = LaunchEnv(
+        wandb=setup.wandb_settings(dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, wandb="online")))
+    )
     assert e.wandb.mode == "online" and "canary" not in repr(e)
 
 

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from runtime.stop import Stop
+from runtime.stop import StopRequest
 
 
 @pytest.fixture
@@ -13,8 +13,9 @@ def stop(tmp_path):
     made = []
 
     def make(minutes=None):
-        made.append(Stop(tmp_path, minutes))
+        made.append(StopRequest(tmp_path, minutes))
         return made[-1]
+
     yield make
     for s in made:
         s.close()
@@ -23,11 +24,11 @@ def stop(tmp_path):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_only_sets_a_flag(stop, name):
     s = stop()
-    assert s.check() is None
+    assert s.reason_to_stop() is None
     os.kill(os.getpid(), getattr(signal, name))
     os.kill(os.getpid(), signal.SIGTERM)  # the second one changes nothing
-    assert s.check() == f"{name} received"
-    assert s.check() == f"{name} received"
+    assert s.reason_to_stop() == f"{name} received"
+    assert s.reason_to_stop() == f"{name} received"
 
 
 def test_signals_in_the_middle_of_a_write_leave_it_whole(stop, tmp_path):
@@ -37,30 +38,40 @@ def test_signals_in_the_middle_of_a_write_leave_it_whole(stop, tmp_path):
         for _ in range(200):
             os.kill(os.getpid(), signal.SIGUSR1)
             time.sleep(0.0002)
+
     thread = threading.Thread(target=pester)
     thread.start()
     while thread.is_alive():
         path.write_bytes(data)
         assert path.read_bytes() == data
-    assert s.check() == "SIGUSR1 received"
+    assert s.reason_to_stop() == "SIGUSR1 received"
 
 
 def test_the_stop_file_is_honoured_once(stop, tmp_path):
     s = stop()
     (tmp_path / "STOP").touch()
-    assert "STOP found" in s.check()
+    assert "STOP found" in s.reason_to_stop()
     assert not (tmp_path / "STOP").exists()
-    assert "STOP found" in s.check()  # it keeps saying so
-    assert not s.again  # an empty one is a person's
-    assert stop().check() is None  # and the next start goes on
+    assert "STOP found" in s.reason_to_stop()  # it keeps saying so
+    assert not s.requeue  # an empty one is a person's
+    assert stop().reason_to_stop() is None  # and the next start goes on
 
 
-@pytest.mark.parametrize("text, again", [("requeue", True), (" requeue\n", True), ("", False), ("no\n", False),
-                                         ("requeue not", False), ("\0\xff" * 9999, False)])
+@pytest.mark.parametrize(
+    "text, again",
+    [
+        ("requeue", True),
+        (" requeue\n", True),
+        ("", False),
+        ("no\n", False),
+        ("requeue not", False),
+        ("\0\xff" * 9999, False),
+    ],
+)
 def test_the_stop_file_s_word(stop, tmp_path, text, again):
     s = stop()
     (tmp_path / "STOP").write_text(text)
-    assert "STOP found" in s.check() and s.again is again and not (tmp_path / "STOP").exists()
+    assert "STOP found" in s.reason_to_stop() and s.requeue is again and not (tmp_path / "STOP").exists()
 
 
 def test_a_stop_file_that_is_still_being_written(stop, tmp_path):
@@ -68,23 +79,23 @@ def test_a_stop_file_that_is_still_being_written(stop, tmp_path):
     (tmp_path / "STOP").touch()
     writer = threading.Timer(0.05, lambda: (tmp_path / "STOP").write_text("requeue\n"))
     writer.start()
-    assert "STOP found" in s.check() and s.again
+    assert "STOP found" in s.reason_to_stop() and s.requeue
     writer.join()
 
 
 def test_a_stop_file_that_is_no_file(stop, tmp_path):
     (tmp_path / "STOP").symlink_to(tmp_path / "nowhere")
     s = stop()
-    assert "STOP found" in s.check() and not s.again and not os.path.lexists(tmp_path / "STOP")
+    assert "STOP found" in s.reason_to_stop() and not s.requeue and not os.path.lexists(tmp_path / "STOP")
     (tmp_path / "STOP" / "full").mkdir(parents=True)
     s = stop()
-    assert "remove it before the next start: Directory not empty" in s.check() and not s.again
+    assert "remove it before the next start: Directory not empty" in s.reason_to_stop() and not s.requeue
 
 
 def test_other_ranks_leave_the_stop_file_to_the_first(tmp_path):
     (tmp_path / "STOP").touch()
-    other = Stop(tmp_path, looks=False)
-    assert other.check() is None and (tmp_path / "STOP").exists()
+    other = StopRequest(tmp_path, watches_file=False)
+    assert other.reason_to_stop() is None and (tmp_path / "STOP").exists()
     other.close()
 
 
@@ -92,14 +103,14 @@ def test_time_limit_is_monotonic(stop, monkeypatch):
     s = stop(1.0)
     now = time.monotonic()
     monkeypatch.setattr(time, "time", lambda: now + 1e6)  # the wall clock jumps
-    assert s.check() is None
+    assert s.reason_to_stop() is None
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    assert s.check() == "time limit of 1 min reached (train.max_minutes)"
+    assert s.reason_to_stop() == "time limit of 1 min reached (train.max_minutes)"
 
 
 def test_close_gives_the_signals_back(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    s = Stop(tmp_path)
+    s = StopRequest(tmp_path)
     assert signal.getsignal(signal.SIGTERM) != before
     s.close()
     assert signal.getsignal(signal.SIGTERM) == before

@@ -1,4 +1,7 @@
-"""Tasks of lm-eval: the scores of answers against their definition, and one task of our own through the harness."""
+"""Tasks of lm-eval: the scores of answers against their definition, and one task of our own through the
+harness.
+"""
+
 import importlib.util
 import json
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 
 from config import ConfigError
-from runtime.tasks import Speaker, run_tasks
+from runtime.tasks import EvaluationModel, run_tasks
 
 VOCAB, CONTEXT, EOD = 128, 16, 0
 
@@ -25,20 +28,38 @@ def write(ids, most):
 
 
 def speaker(batch=1):
-    return Speaker(causal, write, lambda text: list(text.encode()), lambda ids: bytes(ids).decode("ascii", "replace"), EOD, CONTEXT, batch)
+    return EvaluationModel(
+        causal,
+        write,
+        lambda text: list(text.encode()),
+        lambda ids: bytes(ids).decode("ascii", "replace"),
+        EOD,
+        CONTEXT,
+        batch,
+    )
 
 
-PAIRS = [([3, 4, 5], [6, 7]), ([], [9]), ([1] * 30, [2, 3, 4]), ([5], list(range(10, 10 + CONTEXT))), ([8, 9], []), ([3], [4] * (CONTEXT - 1))]
+PAIRS = [
+    ([3, 4, 5], [6, 7]),
+    ([], [9]),
+    ([1] * 30, [2, 3, 4]),
+    ([5], list(range(10, 10 + CONTEXT))),
+    ([8, 9], []),
+    ([3], [4] * (CONTEXT - 1)),
+]
 
 
 @pytest.mark.parametrize("batch", [1, 2, 5])
 def test_scores_by_definition(batch):
     for (before, after), (logp, likeliest) in zip(PAIRS, speaker(batch).scores(PAIRS)):
         ids, want, greedy = list(before or [EOD]), 0.0, True
-        whole = ([*ids, *after])[-(CONTEXT + 1):]
+        whole = ([*ids, *after])[-(CONTEXT + 1) :]
         for i in range(len(whole) - len(after), len(whole)):
             row = causal(torch.tensor([whole[:i]]))[0, -1]
-            want, greedy = want + float(row.log_softmax(-1)[whole[i]]), greedy and int(row.argmax()) == whole[i]
+            want, greedy = (
+                want + float(row.log_softmax(-1)[whole[i]]),
+                greedy and int(row.argmax()) == whole[i],
+            )
         assert logp == pytest.approx(want, abs=1e-9) and likeliest == greedy
     liked = list(write([3, 4], 3))
     assert speaker().scores([([3, 4], liked)])[0][1]
@@ -51,8 +72,11 @@ def test_an_answer_beyond_the_context_is_refused():
 
 def test_text_ends_at_the_first_stop():
     s = speaker()
-    whole = s.until("ab", [], 8)
-    assert s.until("ab", [whole[3], whole[2]], 8) == whole[:min(whole.find(whole[3]), whole.find(whole[2]))]
+    whole = s.generate_until("ab", [], 8)
+    assert (
+        s.generate_until("ab", [whole[3], whole[2]], 8)
+        == whole[: min(whole.find(whole[3]), whole.find(whole[2]))]
+    )
     assert s.decode(list(write(list(b"ab"), 8))) == whole
 
 
@@ -62,7 +86,9 @@ def test_without_the_harness_one_line_says_what_to_install():
         run_tasks(["arc_easy"], speaker())
 
 
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="lm-eval, an optional package, is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="lm-eval, an optional package, is not installed"
+)
 def test_a_task_of_ones_own(tmp_path):
     docs = [{"q": f"say {i}", "a": [chr(65 + i), chr(75 + i)], "gold": i % 2} for i in range(6)]
     (tmp_path / "docs.jsonl").write_text("".join(json.dumps(d) + "\n" for d in docs))

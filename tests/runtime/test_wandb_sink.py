@@ -1,4 +1,5 @@
 """W&B as it behaves on bad days, played by a wandb.py that the child process finds first."""
+
 import json
 import os
 import signal
@@ -9,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.setup import Wandb
-from runtime.wandb_sink import Sink, stable_id
+from runtime.setup import WandbSettings
+from runtime.wandb_sink import WandbSink, stable_id
 
 FAKE = """
 import json, os, sys, time
@@ -38,12 +39,14 @@ def init(**k):
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
     """fake(top=, init=, log=, finish=: code that goes there) -> told(): what wandb was told so far."""
+
     def make(top="", init="pass", log="pass", finish="pass"):
         out = tmp_path / "told"
         out.touch()
         (tmp_path / "wandb.py").write_text(top + FAKE.format(out=str(out), init=init, log=log, finish=finish))
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         return lambda: [json.loads(line) for line in out.read_text().splitlines()]
+
     return make
 
 
@@ -52,8 +55,11 @@ def sink(tmp_path):
     made = []
 
     def make(mode="offline", **k):
-        made.append(Sink(Wandb(mode, "proj"), tmp_path / "run", "name", {"train": {"steps": 3}}, **k))
+        made.append(
+            WandbSink(WandbSettings(mode, "proj"), tmp_path / "run", "name", {"train": {"steps": 3}}, **k)
+        )
         return made[-1]
+
     yield make
     for s in made:
         if s.child:
@@ -69,7 +75,9 @@ def until(true, seconds=10):
 
 def gone(pid):
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"  # nobody may reap it here
+        return (
+            Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        )  # nobody may reap it here
     except OSError:
         return True
 
@@ -88,9 +96,16 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
     s.close(code=75)
     settings, start, *logs, last = told()
     assert settings[1] == {"console": "off", "silent": True, "save_code": False, "x_stats_pid": os.getpid()}
-    assert start[1] == {"project": "proj", "entity": None, "name": "name", "id": stable_id(tmp_path / "run"),
-                        "dir": str(tmp_path / "run"), "mode": "offline", "resume": "allow",
-                        "config": {"train": {"steps": 3}}}
+    assert start[1] == {
+        "project": "proj",
+        "entity": None,
+        "name": "name",
+        "id": stable_id(tmp_path / "run"),
+        "dir": str(tmp_path / "run"),
+        "mode": "offline",
+        "resume": "allow",
+        "config": {"train": {"steps": 3}},
+    }
     assert logs == [["log", i, {"train/loss": 1 / (i + 1)}] for i in range(500)] and last == ["finish", 75]
     assert s.warning() is None and capfd.readouterr() == ("", "")
 
@@ -100,10 +115,17 @@ def test_a_resumed_run_keeps_its_id(tmp_path):
     assert stable_id(tmp_path / "run") == first and first != stable_id(tmp_path / "other")
 
 
-@pytest.mark.parametrize("where", [
-    {"top": "raise ImportError('bad day')\n"}, {"init": "raise RuntimeError('bad day')"},
-    {"log": "raise RuntimeError('bad day')"}, {"finish": "raise RuntimeError('bad day')"},
-    {"init": "raise SystemExit('bad day')"}, {"log": "os.kill(os.getpid(), 9)"}])
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"top": "raise ImportError('bad day')\n"},
+        {"init": "raise RuntimeError('bad day')"},
+        {"log": "raise RuntimeError('bad day')"},
+        {"finish": "raise RuntimeError('bad day')"},
+        {"init": "raise SystemExit('bad day')"},
+        {"log": "os.kill(os.getpid(), 9)"},
+    ],
+)
 def test_one_warning_when_it_raises(fake, sink, where):
     fake(**where)
     s = sink()
@@ -129,7 +151,7 @@ def test_secrets_are_not_in_the_warning(fake, sink, monkeypatch):
 def test_blocked_for_ever(fake, sink, where):
     """Nothing waits for it but the end, and the end not for long; no process is left."""
     fake(**{where: "time.sleep(1000)"})
-    s = sink(room=10_000)
+    s = sink(max_buffered=10_000)
     slowest = 0.0
     for step in range(2000):
         begun = time.perf_counter()
@@ -144,11 +166,17 @@ def test_blocked_for_ever(fake, sink, where):
 
 
 def test_a_killed_run_leaves_no_orphan(fake, tmp_path):
-    """SIGKILL to the trainer while wandb hangs, before the child could look for it: it ends a few seconds later."""
+    """SIGKILL to the trainer while wandb hangs, before the child could look for it: it ends a few seconds
+    later.
+    """
     fake(init="time.sleep(1000)")
-    code = ("import os, sys, time; from runtime.wandb_sink import Sink; from runtime.setup import Wandb\n"
-            f"s = Sink(Wandb('offline'), {str(tmp_path / 'run')!r}, 'n', {{}})\n"
-            "print(s.child.pid, flush=True); time.sleep(60)")
+    code = (
+        "import os, sys, time\n"
+        "from runtime.wandb_sink import WandbSink\n"
+        "from runtime.setup import WandbSettings\n"
+        f"s = WandbSink(WandbSettings('offline'), {str(tmp_path / 'run')!r}, 'n', {{}})\n"
+        "print(s.child.pid, flush=True); time.sleep(60)"
+    )
     env = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}"}
     trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
     child = int(trainer.stdout.readline())

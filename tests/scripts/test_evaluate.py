@@ -1,4 +1,7 @@
-"""scripts.evaluate: the loss of a checkpoint over a data set, beside torch's cross entropy over the same windows."""
+"""scripts.evaluate: the loss of a checkpoint over a data set, beside torch's cross entropy over the same
+windows.
+"""
+
 import json
 import math
 
@@ -11,7 +14,7 @@ import train
 from build import load_run
 from config import ConfigError
 from data import tokenizer
-from data.indexed import Writer
+from data.indexed import IndexedDatasetWriter
 from scripts.evaluate import main
 
 SEQ = 16
@@ -20,7 +23,17 @@ SEQ = 16
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
     home = tmp_path_factory.mktemp("evaluate")
-    words = [*MODEL, "--train.steps", "4", "--optim.lr", "0.01", "--train.dtype", "fp64", "--data.path", corpus(home)]
+    words = [
+        *MODEL,
+        "--train.steps",
+        "4",
+        "--optim.lr",
+        "0.01",
+        "--train.dtype",
+        "fp64",
+        "--data.path",
+        corpus(home),
+    ]
     assert train.main(["llama2-tiny", *words, "--log.dir", str(home), "--log.name", "run"]) == 0
     return home
 
@@ -33,21 +46,23 @@ def told(capsys, *words: str) -> dict:
 @pytest.fixture(scope="module")
 def other(home):
     """A data set of 33 windows and no token more: a path, and the windows [33, SEQ + 1]."""
-    tok = tokenizer.load("bytes")
+    tok = tokenizer.load_tokenizer("bytes")
     stream = torch.randint(97, 123, (33 * SEQ + 1,), generator=torch.Generator().manual_seed(3))
     stream[40::41] = tok.eod
-    with Writer(home / "other", tok.vocab) as out:
+    with IndexedDatasetWriter(home / "other", tok.vocab) as out:
         out.add(stream.tolist())
         out.finish(tok, 1)
-    return str(home / "other"), torch.stack([stream[i * SEQ:(i + 1) * SEQ + 1] for i in range(33)])
+    return str(home / "other"), torch.stack([stream[i * SEQ : (i + 1) * SEQ + 1] for i in range(33)])
 
 
 def by_hand(home, rows: torch.Tensor) -> tuple[float, float]:
-    """(mean loss, bits a byte): under the byte tokenizer a token is a byte, and the end of a document none."""
+    """(mean loss, bits a byte): under the byte tokenizer a token is a byte, and the end of a document
+    none.
+    """
     run = load_run(str(home / "run"), torch.device("cpu"))
     with torch.no_grad():
         places = torch.arange(SEQ).expand(len(rows), SEQ)
-        logits = run.stage.logits(rows[:, :-1], places)[..., :run.cfg.model.vocab]
+        logits = run.stage.logits(rows[:, :-1], places)[..., : run.cfg.model.vocab]
     loss = float(cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
     text = int((rows[:, 1:] != run.tokenizer.eod).sum())
     return loss, loss * rows[:, 1:].numel() / math.log(2) / text
@@ -60,7 +75,7 @@ def letters(folder):
     words.add_special_tokens(["<eos>"])
     words.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
-    return tokenizer.load(folder)
+    return tokenizer.load_tokenizer(folder)
 
 
 @pytest.mark.parametrize("micro", ["1", "4", "7"])
@@ -79,7 +94,9 @@ def test_fewer_samples_longer_ones_and_another_dtype(home, capsys):
     run, data = str(home / "run"), ("--data", str(home / "text"))
     part = told(capsys, run, *data, "--samples", "5", "--micro-batch", "2")
     assert part["tokens"] == 5 * SEQ
-    assert part["val_loss"] == pytest.approx(told(capsys, run, *data, "--samples", "5")["val_loss"], rel=1e-12)
+    assert part["val_loss"] == pytest.approx(
+        told(capsys, run, *data, "--samples", "5")["val_loss"], rel=1e-12
+    )
     whole = told(capsys, run, *data)
     assert told(capsys, run, *data, "--samples", "100000")["tokens"] == whole["tokens"]
     longer = told(capsys, run, *data, "--seq-len", "32")
@@ -102,10 +119,12 @@ def test_the_run_s_own_split_gives_the_run_s_own_loss(home, capsys):
 def test_data_of_another_tokenizer_is_refused(home, tmp_path, capsys):
     """By its fingerprint; data that names no tokenizer is taken."""
     for name, tok in (("none", None), ("bpe", letters(tmp_path))):
-        with Writer(tmp_path / name, 257) as out:
+        with IndexedDatasetWriter(tmp_path / name, 257) as out:
             out.add([97, 98, 99, 256] * 20)
             out.finish(tok, 1)
     unnamed = told(capsys, str(home / "run"), "--data", str(tmp_path / "none"))
     assert unnamed["val_loss"] > 0 and unnamed["val_bpb"] is None  # nobody knows what text a token stands for
-    with pytest.raises(ConfigError, match=r"^--data: .*bpe was made with the tokenizer .*prepare_data --tokenizer"):
+    with pytest.raises(
+        ConfigError, match=r"^--data: .*bpe was made with the tokenizer .*prepare_data --tokenizer"
+    ):
         main([str(home / "run"), "--data", str(tmp_path / "bpe")])

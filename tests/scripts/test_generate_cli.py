@@ -1,4 +1,7 @@
-"""scripts.generate: what it writes is what the model says when it reads the whole text anew for each token."""
+"""scripts.generate: what it writes is what the model says when it reads the whole text anew for each
+token.
+"""
+
 import json
 
 import pytest
@@ -10,32 +13,42 @@ from build import load_run
 from config import ConfigError
 from scripts.generate import main
 
-FAMILIES = {"llama2-tiny": (), "gpt2-tiny": ("--model.context", "32"), "mistral-tiny": ("--model.window", "5"),
-            "deepseek-v2-lite-tiny": ("--model.kv_heads", "none", "--model.experts", "4", "--model.moe_ffn", "16")}
+FAMILIES = {
+    "llama2-tiny": (),
+    "gpt2-tiny": ("--model.context", "32"),
+    "mistral-tiny": ("--model.window", "5"),
+    "deepseek-v2-lite-tiny": ("--model.kv_heads", "none", "--model.experts", "4", "--model.moe_ffn", "16"),
+}
 PROMPT, NEW = "abc", 12
 
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    """A folder with a run of each family, trained for six steps at a rate that leaves no token likely everywhere."""
+    """A folder with a run of each family, trained for six steps at a rate that leaves no token likely
+    everywhere.
+    """
     home = tmp_path_factory.mktemp("generate")
     data = corpus(home)
     for name, more in FAMILIES.items():
         words = [*MODEL, *more, "--train.steps", "6", "--optim.lr", "0.03", "--train.dtype", "fp64"]
-        assert train.main([name, *words, "--data.path", data, "--log.dir", str(home), "--log.name", name]) == 0
+        assert (
+            train.main([name, *words, "--data.path", data, "--log.dir", str(home), "--log.name", name]) == 0
+        )
     return home
 
 
 def read_anew(run, length: int) -> tuple[str, list[int]]:
-    """The likeliest tokens after PROMPT, each from a forward over all that stands before it, without a cache."""
+    """The likeliest tokens after PROMPT, each from a forward over all that stands before it, without a
+    cache.
+    """
     loaded = load_run(str(run), torch.device("cpu"))
     ids = start = loaded.tokenizer.encode(PROMPT)
     for _ in range(length):
         places = torch.arange(len(ids))[None]
         with torch.no_grad():
-            hidden = loaded.stage.hidden(torch.tensor([ids]), places)
-            ids = [*ids, int(loaded.stage.head_logits(hidden, len(ids) - 1).argmax())]
-    return PROMPT + loaded.tokenizer.decode(ids[len(start):]), ids
+            logits = loaded.stage.logits(torch.tensor([ids]), places, position=len(ids) - 1)
+        ids = [*ids, int(logits.argmax())]
+    return PROMPT + loaded.tokenizer.decode(ids[len(start) :]), ids
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -74,8 +87,10 @@ def test_learned_positions_end_the_text(home, capsys):
     assert json.loads(capsys.readouterr().out)["new_tokens"] == 3
 
 
-@pytest.mark.parametrize("words", ["--max-new-tokens 0", "--temperature -1", "--samples 0", "--top-k 0", "--top-p 0",
-                                   "--top-p 1.5"])
+@pytest.mark.parametrize(
+    "words",
+    ["--max-new-tokens 0", "--temperature -1", "--samples 0", "--top-k 0", "--top-p 0", "--top-p 1.5"],
+)
 def test_what_is_out_of_range_is_refused(home, words):
     with pytest.raises(ConfigError, match=f"^{words.split()[0]}: out of range"):
         main([str(home / "llama2-tiny"), *words.split()])

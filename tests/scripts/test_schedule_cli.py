@@ -1,4 +1,5 @@
 """scripts.schedule: what it prints is what was simulated; bad input is one line on stderr and exit code 2."""
+
 import json
 import os
 import pathlib
@@ -7,9 +8,9 @@ import sys
 
 import pytest
 
-from parallel.schedule import make, needs
+from parallel.pipeline.schedule import dependencies, make_schedule
 from runtime.failure import fail_cleanly
-from scripts.schedule import main, measure, parser, subject
+from scripts.schedule import arguments, main, measure, run_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -22,8 +23,14 @@ def run(capsys, line):
 
 def test_the_documented_command(tmp_path):
     words = ["--kind", "zb-v", "--pp", "4", "--micro", "8", "--out", str(tmp_path / "x.png")]
-    done = subprocess.run([sys.executable, "-m", "scripts.schedule", *words], cwd=ROOT, capture_output=True, text=True,
-                          timeout=120, env={**os.environ, "COLUMNS": "100"})
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.schedule", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "COLUMNS": "100"},
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "bubble 0.0%" in done.stdout and "no deadlock" in done.stdout and "rank 3 |" in done.stdout
     assert max(map(len, done.stdout.replace(str(tmp_path), "").splitlines())) <= 100
@@ -59,50 +66,77 @@ def test_costs_hop_and_overlap(capsys):
 def test_list(capsys):
     code, out, _ = run(capsys, "--list")
     assert code == 0 and [line.split()[0] for line in out.splitlines()] == [
-        "kind", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"]
+        "kind",
+        "gpipe",
+        "1f1b",
+        "interleaved",
+        "zb-h1",
+        "zb-v",
+        "dualpipe-v",
+    ]
     assert len(json.loads(run(capsys, "--list --json")[1])) == 6
 
 
-@pytest.mark.parametrize("line", ["--kind zb-v --pp 2 --micro 3", "--kind interleaved --pp 2 --micro 2 --vpp 2", "--kind 1f1b --pp 1 --micro 2"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--kind zb-v --pp 2 --micro 3",
+        "--kind interleaved --pp 2 --micro 2 --vpp 2",
+        "--kind 1f1b --pp 1 --micro 2",
+    ],
+)
 def test_a_measured_step_runs_the_same_ops_in_the_order_of_their_needs(line):
-    a = parser().parse_args(f"{line} --run llama3-tiny".split())
-    s = make(a.kind, a.pp, a.micro, a.vpp)
-    t = measure(subject(a, s), s)
+    a = arguments().parse_args(f"{line} --run llama3-tiny".split())
+    s = make_schedule(a.kind, a.pp, a.micro, a.vpp)
+    t = measure(run_config(a, s), s)
     assert [[span.op for span in rank] for rank in t.ranks] == s.order and t.start == 0
     ends = {span.op: span.end for rank in t.ranks for span in rank}
     ends |= {op._replace(kind="B"): end for op, end in ends.items() if op.kind == "I"}
     for rank in t.ranks:
         assert all(0 <= span.start < span.end <= then.start for span, then in zip(rank, rank[1:]))
-        assert all(span.start >= ends[need] - 0.05 for span in rank for need in needs(span.op, s.n_stages))  # ms
+        assert all(
+            span.start >= ends[need] - 0.05 for span in rank for need in dependencies(span.op, s.n_stages)
+        )  # ms
 
 
 def test_the_measured_step_is_drawn_beside_the_simulated_one(capsys, tmp_path):
-    code, out, err = run(capsys, f"--kind zb-h1 --pp 2 --micro 3 --run llama3-tiny --out {tmp_path}/x.png --width 200")
+    code, out, err = run(
+        capsys, f"--kind zb-h1 --pp 2 --micro 3 --run llama3-tiny --out {tmp_path}/x.png --width 200"
+    )
     assert (code, err) == (0, "") and out.count("rank 0 |") == 2 and "measured, llama3-tiny: step" in out
     assert (tmp_path / "x.png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("line,says", [
-    ("--kind 1f1b --pp 2 --micro 2 --run llama3-tinny", "llama3-tinny: no such recipe; did you mean llama3-tiny"),
-    ("--kind 1f1b --pp 40 --micro 2 --run llama3-tiny", "--run: starts a process for each of --pp 40 ranks, at most 16"),
-    ("--kind 1f1b --pp 2 --micro 2 --run llama3.1-8b", "parameters; take a recipe of at most"),
-    ("", "--kind: missing"),
-    ("--kind zbv --pp 4 --micro 4", "did you mean zb-v?"),
-    ("--kind 1f1b --pp 4", "--micro: missing"),
-    ("--kind interleaved --pp 4 --micro 6", "take 4 or 8"),
-    ("--kind 1f1b --pp 0 --micro 4", "--pp: expected at least 1"),
-    ("--kind 1f1b --pp 4 --micro -1", "--micro: expected at least 1"),
-    ("--kind 1f1b --pp x --micro 4", "--pp: invalid int value"),
-    ("--kind 1f1b --pp 4 --micro 4 --vpp 2", "1f1b has 1 chunk"),
-    ("--kind 1f1b --pp 4 --micro 4 --w 0", "--w: expected a number"),
-    ("--kind 1f1b --pp 4 --micro 4 --hop nan", "--hop: expected"),
-    ("--kind 1f1b --pp 4 --micro 4 --f 1e999999999", "--f: expected"),
-    ("--kind 1f1b --pp 4 --micro 4 --out x.gif", "--out: x.gif must end in .png"),
-    ("--kind 1f1b --pp 4 --micro 4 --x", "--x"),
-    ("--kind 1f1b --pp 4 --micro 4 --out /dev/null/x.png", "--out: /dev/null/x.png: "),
-    ("--kind 1f1b --pp 4000 --micro 4000", "at most"),
-    ("--kind 1f1b --pp 4 --micro 4 --overlap 1", "only dualpipe-v"),
-])
+@pytest.mark.parametrize(
+    "line,says",
+    [
+        (
+            "--kind 1f1b --pp 2 --micro 2 --run llama3-tinny",
+            "llama3-tinny: no such recipe; did you mean llama3-tiny",
+        ),
+        (
+            "--kind 1f1b --pp 40 --micro 2 --run llama3-tiny",
+            "--run: starts a process for each of --pp 40 ranks, at most 16",
+        ),
+        ("--kind 1f1b --pp 2 --micro 2 --run llama3.1-8b", "parameters; take a recipe of at most"),
+        ("", "--kind: missing"),
+        ("--kind zbv --pp 4 --micro 4", "did you mean zb-v?"),
+        ("--kind 1f1b --pp 4", "--micro: missing"),
+        ("--kind interleaved --pp 4 --micro 6", "take 4 or 8"),
+        ("--kind 1f1b --pp 0 --micro 4", "--pp: expected at least 1"),
+        ("--kind 1f1b --pp 4 --micro -1", "--micro: expected at least 1"),
+        ("--kind 1f1b --pp x --micro 4", "--pp: invalid int value"),
+        ("--kind 1f1b --pp 4 --micro 4 --vpp 2", "1f1b has 1 chunk"),
+        ("--kind 1f1b --pp 4 --micro 4 --w 0", "--w: expected a number"),
+        ("--kind 1f1b --pp 4 --micro 4 --hop nan", "--hop: expected"),
+        ("--kind 1f1b --pp 4 --micro 4 --f 1e999999999", "--f: expected"),
+        ("--kind 1f1b --pp 4 --micro 4 --out x.gif", "--out: x.gif must end in .png"),
+        ("--kind 1f1b --pp 4 --micro 4 --x", "--x"),
+        ("--kind 1f1b --pp 4 --micro 4 --out /dev/null/x.png", "--out: /dev/null/x.png: "),
+        ("--kind 1f1b --pp 4000 --micro 4000", "at most"),
+        ("--kind 1f1b --pp 4 --micro 4 --overlap 1", "only dualpipe-v"),
+    ],
+)
 def test_bad_input_is_one_line(capsys, line, says):
     code, out, err = run(capsys, line)
     assert (code, out) == (2, "") and err.startswith("error: ") and err.count("\n") == 1 and says in err

@@ -1,0 +1,126 @@
+"""How fast is it? Always beside something else, in one run.
+
+    python -m scripts.bench step [--dtype bf16] [--ranks 2 --split tp]
+                                 [--peers transformers,litgpt,nanogpt,picotron]
+        full training steps, raced against peers
+    python -m scripts.bench step --shape mixture --peers transformers,transformers+grouped --ours eager
+        the same of a mixture
+    python -m scripts.bench step --device cuda [--minutes 9] [--table FILE]
+        the large models on one GPU, each contestant with a time limit
+    python -m scripts.bench kernels [--dtype bf16] [--device cuda]
+        each kernel beside the plain torch operations
+    python -m scripts.bench data
+        the loader, opening 1e9 tokens, tokenizing
+
+What the columns mean
+  wall x, cpu x   the baseline's time over this one's, above 1 is faster: medians over the rounds, each round
+                  against the baseline's steps of the same round. CPU-seconds repeat to a few percent on a
+                  busy machine; wall does not.
+  floor           the step's matrix products alone (shapes and dtype of our step, nothing between them), raced
+                  as a peer.
+  class           A: bf16 compute, fp32 master weights, gradients and moments. B: everything in bf16.
+                  fp32: everything in fp32.
+  peak            the largest resident memory of the process.
+"""
+
+import argparse
+
+import runtime  # noqa: F401  before torch: OpenMP and malloc settings
+import torch
+
+from benchmarks import card, data, kernels, race, shape
+
+COMMANDS = {"step": race.main, "kernels": kernels.main, "data": data.main}
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    args = make_parser().parse_args(argv)
+    if args.command == "step" and (args.device == "cuda" or args.tiny):
+        return card.main(args)
+    return COMMANDS[args.command](args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m scripts.bench", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    step = commands.add_parser(
+        "step", help="full training steps (forward, backward, clip, AdamW), raced against peers"
+    )
+    add_step_options(step)
+    add_gpu_step_options(step)
+
+    kernel = commands.add_parser(
+        "kernels", help="each kernel, eager and compiled, beside the plain torch operations"
+    )
+    kernel.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    kernel.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="cuda: the Triton kernels beside a copy, torch.compile, cuBLAS, SDPA and flash-attn",
+    )
+    kernel.add_argument("--only", default="", help="kernels whose name contains this")
+
+    loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
+
+    for command in (step, kernel, loader):
+        command.add_argument("--threads", type=int, default=2)
+        command.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser
+
+
+def add_step_options(step: argparse.ArgumentParser) -> None:
+    step.add_argument("--dtype", choices=("fp32", "bf16"), default="bf16")
+    step.add_argument(
+        "--peers",
+        help="comma-separated; one that is not installed is reported as such; "
+        f"default {race.PEERS}, and on a GPU the plan of card.py",
+    )
+    step.add_argument(
+        "--ours", default="eager,compile", help="of eager, compile: ours without and with train.compile"
+    )
+    step.add_argument("--rounds", type=int, default=5)
+    step.add_argument("--steps", type=int, default=1, help="steps of each peer in a round")
+    step.add_argument("--warm", type=int, default=2, help="steps before the clock starts")
+    step.add_argument(
+        "--ranks", type=int, default=1, help="processes over gloo for each contestant, --threads each"
+    )
+    step.add_argument(
+        "--split",
+        choices=("dp", "tp"),
+        default="dp",
+        help="how the ranks divide the work: each its own batch, or each a part of every layer",
+    )
+    step.add_argument(
+        "--shape", choices=("race", "quickstart", "mixture"), default="race", help=shape.HELP
+    )
+
+
+def add_gpu_step_options(step: argparse.ArgumentParser) -> None:
+    step.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=card.HELP)
+    step.add_argument(
+        "--tiny",
+        action="store_true",
+        help="a rehearsal of --device cuda: the same plan at tiny sizes, on a CPU with --device cpu",
+    )
+    step.add_argument("--minutes", type=float, default=9.0, help="of --device cuda: when to be done")
+    step.add_argument(
+        "--only", default="", help="of --device cuda: models, of dense, dense-128k, 8b, moe, kernels"
+    )
+    step.add_argument(
+        "--site",
+        default="",
+        help="of --device cuda: a folder with the peers' packages, for their processes alone",
+    )
+    step.add_argument(
+        "--out",
+        default="runs/bench/step.jsonl",
+        help="of --device cuda: each result is appended here as soon as it is measured",
+    )
+    step.add_argument(
+        "--table", default="", help="of --device cuda: the file of the Markdown table, which is printed too"
+    )

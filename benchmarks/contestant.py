@@ -1,0 +1,461 @@
+"""One contestant of the GPU's steps: a process that builds its model, warms up, times some steps and ends.
+
+    python -m benchmarks.contestant NAME '{"shape": {...}, "device": "cuda", "warm": 4, "steps": 10}'
+
+It reports its phases as JSON lines on the real standard output; the last line has the times. Every
+contestant runs forward, a loss with fp32 softmax, backward, clipping to norm 1 and AdamW on the same random
+tokens, back to back: nothing waits between steps. All are of class A: bf16 compute (the others by autocast,
+Megatron-core by its own mixed precision), fp32 master weights and moments. SDPA prefers cuDNN's Hopper
+kernels, for all. Written for torchtitan 0.2, Megatron-core 0.19 with Transformer Engine 2, Liger 0.8.
+
+    ours, ours+graphs, ours+fp8    train.py's own step; with train.cuda_graphs; with train.dtype fp8
+    megatron-core, +local          its GPT with Transformer Engine's layers; +local: its own layers, SDPA for
+                                   their attention
+    torchtitan+compile             blocks and loss compiled, as its trainer does
+    transformers, +liger           Llama or Qwen3-MoE (grouped_mm); +liger: with Liger's kernels, the fused
+                                   linear cross entropy among them
+    nanogpt+compile                nanoGPT's block and loop, blocks and loss compiled; two matrices of width
+                                   4 d, where the others have SwiGLU's three
+"""
+
+import contextlib
+import importlib.metadata
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+if sys.argv[1].startswith("ours"):
+    import runtime  # noqa: F401  before torch (see there)
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks import others
+from benchmarks.others import ADAMW, TrainStep, cross_entropy
+from benchmarks.shape import Shape
+
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "torchtitan",
+    "transformers",
+    "liger-kernel",
+)
+SDPA_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+NUM_BATCHES = 4
+
+
+def sdpa_backends(device: str) -> contextlib.AbstractContextManager[object]:
+    """Makes SDPA choose its kernels in the order of kernels/attention.py."""
+    if device == "cuda":
+        return sdpa_kernel(SDPA_ORDER, set_priority=True)
+    return contextlib.nullcontext()
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+# ---- contestants: each function returns (step, number of parameters) ---------------------------------------
+
+
+def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
+    """train.py's own step."""
+    import config
+    from build import build_run
+    from parallel.sharding import spec
+    from parallel.topology.mesh import Mesh
+    from parallel.microbatch import Microbatch
+    from runtime.guard import NonFiniteGuard
+    from train import train_step
+
+    train_keys = {
+        "seq_len": shape.seq,
+        "micro_batch": shape.batch,
+        "global_batch": shape.batch,
+        "dtype": "fp8" if "fp8" in flags else "bf16",
+        "steps": 1000,
+        "deterministic": False,
+        "device": device,
+        "cuda_graphs": "graphs" in flags,
+    }
+    optim_keys = {"lr": ADAMW["lr"], "warmup": 0, "decay": "constant"}
+    tree = {"model": shape.model_keys(), "optim": optim_keys, "train": train_keys}
+    cfg = config.build_tree(config.Config, tree)
+
+    # train.py draws the initial weights on the host, which would take longer than all steps here
+    if device == "cuda":
+        spec.draw_normal = lambda box, out, seed, std: out.normal_(0.0, std)
+    run = build_run(cfg, Mesh.single(), torch.device(device), None, 1000)
+    guard = NonFiniteGuard()
+    step_numbers = itertools.count(1)
+    sequence_ids = torch.arange(shape.batch, device=device)
+    positions = torch.arange(shape.seq, device=device).expand(shape.batch, -1)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        number = next(step_numbers)
+        batch = Microbatch(tokens, targets, positions, None, sequence_ids, number)
+        loss, _, _ = train_step(run, number, [batch], guard)
+        return loss
+
+    return step, sum(slot.numel for bucket in run.buckets for slot in bucket.slots)
+
+
+def autocast_step(
+    model: nn.Module, device: str, loss_function: Callable[[Any, Tensor, Tensor], Tensor]
+) -> tuple[TrainStep, int]:
+    """The usual loop: loss_function(model, tokens, targets) in bf16 over fp32 weights."""
+    model.to(device).train()  # in fp32; torchtitan's table of complex numbers stays as it is
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        with sdpa_backends(device):
+            with torch.autocast(device, torch.bfloat16):
+                loss = loss_function(model, tokens, targets)
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return step, num_parameters(model)
+
+
+def nanogpt(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
+    with torch.device(device):
+        model = others.NanoGPT(shape)
+    loss = others.compile_blocks(model.blocks) if "compile" in flags else cross_entropy
+    return autocast_step(model, device, lambda model, tokens, targets: loss(model(tokens), targets))
+
+
+def torchtitan(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
+    model = others.build_torchtitan(shape, device)
+    loss = cross_entropy
+    if "compile" in flags:
+        loss = others.compile_blocks(model.layers.values(), fullgraph=not shape.experts)
+    return autocast_step(model, device, lambda model, tokens, targets: loss(model(tokens), targets))
+
+
+def transformers(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
+    """Llama, or Qwen3-MoE for a mixture; with the flag liger, on Liger's kernels."""
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    if "liger" in flags:
+        from liger_kernel import transformers as liger
+
+        if shape.experts:
+            liger.apply_liger_kernel_to_qwen3_moe(fused_linear_cross_entropy=True)
+        else:
+            liger.apply_liger_kernel_to_llama(fused_linear_cross_entropy=True)
+
+    settings = dict(
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.ffn,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv or shape.heads,
+        max_position_embeddings=shape.seq,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        use_cache=False,
+        attn_implementation="sdpa",
+    )
+    with torch.device(device):
+        if shape.experts:
+            mixture = dict(
+                num_experts=shape.experts,
+                num_experts_per_tok=shape.top_k,
+                moe_intermediate_size=shape.ffn,
+                norm_topk_prob=True,
+                head_dim=shape.hidden // shape.heads,
+                experts_implementation="grouped_mm",
+            )
+            model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**mixture, **settings))
+        else:
+            model = LlamaForCausalLM(LlamaConfig(**settings))
+
+    def liger_loss(model: Any, tokens: Tensor, _: Tensor) -> Tensor:
+        # the fused loss shifts its labels itself: one of seq tokens fewer than the others
+        return model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+    def plain_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(model(input_ids=tokens, use_cache=False).logits, targets)
+
+    return autocast_step(model, device, liger_loss if "liger" in flags else plain_loss)
+
+
+# ---- Megatron-core -----------------------------------------------------------------------------------------
+
+
+def megatron(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
+    """Its GPT with Transformer Engine's layers; with the flag local, with its own layers and SDPA."""
+    if device != "cuda":
+        raise ImportError("Megatron-core needs a GPU")
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.module import Float16Module
+
+    from parallel.wire import comm
+
+    comm.join_alone(device)
+    parallel_state.initialize_model_parallel(1, 1)
+    model_parallel_cuda_manual_seed(1)
+
+    # the model
+    use_te = "local" not in flags
+    if not use_te:
+        DotProductAttention.forward = megatron_sdpa
+    cfg = megatron_config(shape, use_te)
+    model = GPTModel(
+        config=cfg,
+        transformer_layer_spec=megatron_layer_spec(shape, use_te),
+        vocab_size=shape.vocab,
+        max_sequence_length=shape.seq,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=False,
+    ).to(device)
+    parameters = num_parameters(model)
+    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+    model = DistributedDataParallel(cfg, ddp_config, Float16Module(cfg, model))
+
+    # the optimizer
+    beta1, beta2 = ADAMW["betas"]
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=ADAMW["lr"],
+        min_lr=ADAMW["lr"],
+        weight_decay=ADAMW["weight_decay"],
+        adam_beta1=beta1,
+        adam_beta2=beta2,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        clip_grad=1.0,
+    )
+    optimizer = get_megatron_optimizer(optimizer_config, [model])
+    for group in optimizer.param_groups:
+        group["lr"] = ADAMW["lr"]
+    positions = torch.arange(shape.seq, device=device).expand(shape.batch, -1)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        with sdpa_backends(device):
+            loss = model(tokens, positions, None, labels=targets).float().mean()
+            loss.backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        return loss.detach()
+
+    return step, parameters
+
+
+def megatron_config(shape: Shape, use_te: bool):
+    """Returns a TransformerConfig. use_te: for Transformer Engine's layers."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    mixture = {}
+    if shape.experts:
+        mixture = dict(
+            num_moe_experts=shape.experts,
+            moe_router_topk=shape.top_k,
+            moe_ffn_hidden_size=shape.ffn,
+            moe_grouped_gemm=use_te,
+            moe_permute_fusion=use_te,
+            moe_router_fusion=use_te,
+            moe_token_dispatcher_type="alltoall",
+            moe_router_load_balancing_type="none",
+        )
+    return TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv or shape.heads,
+        ffn_hidden_size=shape.ffn,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        bias_activation_fusion=True,
+        bias_dropout_fusion=True,
+        apply_rope_fusion=use_te,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+        cross_entropy_loss_fusion=True,
+        cross_entropy_fusion_impl="te" if use_te else "native",
+        **mixture,
+    )
+
+
+def megatron_layer_spec(shape: Shape, use_te: bool):
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    experts = {"num_experts": shape.experts or None, "moe_grouped_gemm": use_te and bool(shape.experts)}
+    if use_te:
+        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**experts)
+    return gpt_layer_specs.get_gpt_layer_local_spec(**experts, normalization="RMSNorm")
+
+
+def megatron_sdpa(self, query: Tensor, key: Tensor, value: Tensor, *_, **__) -> Tensor:
+    """SDPA in the place of Megatron-core's own attention. query, key, value: [s, b, heads, head_dim]."""
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+    is_grouped = query.shape[2] != key.shape[2]
+    heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+    return heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, hidden]
+
+
+# ---- the process -------------------------------------------------------------------------------------------
+
+MAKERS = {
+    "ours": ours,
+    "nanogpt": nanogpt,
+    "transformers": transformers,
+    "torchtitan": torchtitan,
+    "megatron-core": megatron,
+}
+
+
+def time_steps(
+    step: TrainStep,
+    batches: Sequence[tuple[Tensor, Tensor]],
+    device: str,
+    *,
+    num_warm: int,
+    num_steps: int,
+    report: Callable[..., None],
+) -> dict:
+    """Times steps that run back to back, after num_warm others.
+
+    Returns {ms: the median, spread: (slowest - fastest) / median, loss: the last, gib: peak of memory}.
+    """
+    on_gpu = device == "cuda"
+
+    def synchronize() -> None:
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    def stamp() -> Any:
+        if not on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    loss = torch.tensor(float("nan"))
+    for index in range(num_warm):
+        loss = step(*batches[index % len(batches)])
+        if index == 0:
+            synchronize()
+            report(phase="first step")
+    synchronize()
+
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    stamps = [stamp()]
+    for index in range(num_warm, num_warm + num_steps):
+        loss = step(*batches[index % len(batches)])
+        stamps.append(stamp())
+    synchronize()
+
+    times = []
+    for start, end in zip(stamps, stamps[1:]):
+        times.append(start.elapsed_time(end) if on_gpu else 1000 * (end - start))
+    median = statistics.median(times)
+    return {
+        "ms": median,
+        "spread": (max(times) - min(times)) / median,
+        "loss": float(loss),
+        "gib": torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None,
+    }
+
+
+def random_batches(shape: Shape, device: str) -> list[tuple[Tensor, Tensor]]:
+    """Returns (tokens, targets), each [b, s]: the same for every contestant."""
+    generator = torch.Generator(device).manual_seed(7)
+    batches = []
+    for _ in range(NUM_BATCHES):
+        ids = torch.randint(
+            shape.vocab, (shape.batch, shape.seq + 1), generator=generator, device=device
+        )
+        batches.append((ids[:, :-1].contiguous(), ids[:, 1:].contiguous()))
+    return batches
+
+
+def package_versions() -> dict[str, str]:
+    """Returns the versions of the installed PACKAGES and of CUDA."""
+    versions = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    return {**versions, "CUDA": torch.version.cuda or "none"}
+
+
+def first_line(error: BaseException, default: str) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else default
+
+
+def main(name: str, settings: dict) -> None:
+    protocol = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print goes to standard error
+    started = time.perf_counter()
+
+    def report(**message) -> None:
+        seconds = round(time.perf_counter() - started, 1)
+        print(json.dumps({**message, "s": seconds}), file=protocol, flush=True)
+
+    torch.manual_seed(1234)
+    shape = Shape(**settings["shape"])
+    device = settings["device"]
+    base, *flags = name.split("+")
+    make = MAKERS[base]
+    try:
+        step, parameters = make(shape, device, set(flags))
+        report(phase="building")
+        batches = random_batches(shape, device)
+        times = time_steps(
+            step,
+            batches,
+            device,
+            num_warm=settings["warm"],
+            num_steps=settings["steps"],
+            report=report,
+        )
+        report(done=times | {"parameters": parameters, "versions": package_versions()})
+    except ImportError as error:
+        report(error=f"not installed ({error.name})" if error.name else first_line(error, "ImportError"))
+    except torch.OutOfMemoryError:
+        report(error="out of memory")
+    except Exception as error:
+        report(error=f"{type(error).__name__}: {first_line(error, '')[:160]}")
+        traceback.print_exc()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
+    sys.stderr.flush()
+    os._exit(0)  # do not wait for a library's threads and exit hooks

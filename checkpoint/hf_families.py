@@ -1,0 +1,652 @@
+"""The table of the Hugging Face families: what distinguishes the models of one model_type from all others.
+
+Import (config.json, names of tensors), export and the tokenizer's files read this table, and nothing else
+knows a model_type. To add a family, add a record to FAMILIES. Its rules are in the order in which config.json
+is written; a later rule of a field or key replaces an earlier one.
+
+Export looks at every field of ModelConfig and at every tensor. A value that has no form in the family is
+refused, so a new key of the model is refused until a rule covers it (its default must be the model without
+it), and so is a tensor that Family.tensors does not name.
+"""
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+from checkpoint.hf_rules import (
+    DOTS_NO_WINDOW,
+    EXPERTS_OF_FFN,
+    GPT2_DROPOUT,
+    GPT2_HEADS,
+    GPT2_WIDTH,
+    HEAD_DIM,
+    LLAMA_HEADS,
+    MLA_HEADS,
+    MLA_ROPE,
+    MLP_BIAS,
+    NO_ATTENTION_DROPOUT,
+    NO_HEAD_DIM,
+    PLAIN_WINDOW,
+    QWEN_DENSE_LAYERS,
+    QWEN_WINDOW,
+    ROPE,
+    SHARED_WIDTH,
+    V2_GROUPS,
+    Field,
+    Fixed,
+    Only,
+    Rule,
+    deepseek_experts,
+    spell_out,
+)
+from config import TRAINING_ONLY_KEYS, ConfigError, ModelConfig, Tree, no_effect
+
+# Fields that change training or speed, and not the function of the weights.
+NOT_THE_MODEL = (*TRAINING_ONLY_KEYS, "mtp_weight", "preset", "attention", "vocab_multiple", "dropout")
+# Fields that hf.fold_mup multiplies into the weights.
+FOLDED = ("mup_base", "mup_head_dim")
+# The numbers in our names of tensors: layers.3.mlp.experts.7.up.weight
+NUMBERED = re.compile(r"\b(layer|expert)s\.(\d+)\.")
+
+
+def head_if_tied(model: ModelConfig) -> dict[str, str]:
+    """A tied head may be stored beside the embedding."""
+    return {"lm_head.weight": "embed.weight"} if model.tied else {}
+
+
+def head_and_mtp(model: ModelConfig) -> dict[str, str]:
+    """Each module of multi-token prediction may have copies of the embedding and the head."""
+    copies = head_if_tied(model)
+    head = "embed.weight" if model.tied else "head.weight"
+    for layer in range(model.layers, model.layers + model.mtp):
+        copies[f"model.layers.{layer}.embed_tokens.weight"] = "embed.weight"
+        copies[f"model.layers.{layer}.shared_head.head.weight"] = head
+    return copies
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the models of one model_type are written."""
+    model_type: str
+    architecture: str  # the model class of transformers
+    rules: tuple[Rule, ...]
+    defaults: dict[str, object]  # of transformers' config class: a config.json may leave out what equals them
+    tensors: dict[str, str]  # {our name: their name}; {layer} and {expert} stand for numbers
+    conv1d: bool = False  # matrices of layers are stored transposed
+    prefix: str = "model."  # of their names; base models without a head leave it out
+    copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
+    tokenizer_keys: dict[str, object] = field(default_factory=dict)  # that tokenizer_config.json needs
+
+    def read(self, hf_config: Tree) -> Tree:
+        """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
+        keys = {**self.defaults, **self.aliased(hf_config), **hf_config}
+        values: Tree = {}
+        for rule in self.rules:
+            values |= rule.read(keys)
+        return values
+
+    def aliased(self, hf_config: Tree) -> Tree:
+        """The keys that hf_config has under their other name."""
+        found: Tree = {}
+        for rule in self.rules:
+            if isinstance(rule, Field) and rule.alias in hf_config:
+                found[rule.key] = hf_config[rule.alias]
+        return found
+
+    def write(self, model: ModelConfig) -> Tree:
+        """The keys of config.json that describe a model without obstacles."""
+        explicit = spell_out(model)
+        keys: Tree = {}
+        for rule in self.rules:
+            keys |= rule.write(explicit)
+        return keys
+
+    def obstacles(self, model: ModelConfig) -> list[str]:
+        """The fields of the model, out of all that it has, whose values have no form in this family."""
+        explicit = spell_out(model)
+        found: list[str] = []
+        covered: set[str] = set()
+        for rule in self.rules:
+            found += rule.obstacles(explicit)
+            covered.update(rule.fields)
+        for item in fields(model):
+            if item.name not in covered and getattr(model, item.name) != item.default:
+                found.append(item.name)
+
+        ignored = {*NOT_THE_MODEL, *FOLDED, *no_effect(model)}
+        return [name for name in dict.fromkeys(found) if name not in ignored]
+
+    def hf_name(self, key: str) -> str:
+        """Their name of our tensor `key`. Raises ConfigError if the family has no such tensor.
+
+        layers.3.attn.q.weight -> model.layers.3.self_attn.q_proj.weight
+        """
+        numbers = dict(NUMBERED.findall(key))
+        name = self.tensors.get(NUMBERED.sub(r"\1s.{\1}.", key))
+        if name is None:
+            raise ConfigError(f"{key}: this tensor has no form in {self.model_type} (Family.tensors)")
+        return name.format(**numbers)
+
+
+# ---- names of tensors --------------------------------------------------------------------------------------
+
+def with_leaf(leaf: str, names: dict[str, str]) -> dict[str, str]:
+    return {f"{ours}.{leaf}": f"{theirs}.{leaf}" for ours, theirs in names.items()}
+
+
+def in_layer(prefix: str, names: dict[str, str]) -> dict[str, str]:
+    """The names of a layer. prefix: what stands before the layer's number in theirs."""
+    return {f"layers.{{layer}}.{ours}": f"{prefix}.{{layer}}.{theirs}" for ours, theirs in names.items()}
+
+
+OUTER = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
+NORMS = in_layer("model.layers", {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+QKV = in_layer("model.layers", {
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+})
+OUTPUT = in_layer("model.layers", {"attn.o": "self_attn.o_proj"})
+QK_NORM = in_layer("model.layers", {"attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm"})
+MLP = in_layer("model.layers", {
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+})
+MLA = in_layer("model.layers", {
+    "attn.q": "self_attn.q_proj",
+    "attn.q_a": "self_attn.q_a_proj",
+    "attn.q_norm": "self_attn.q_a_layernorm",
+    "attn.q_b": "self_attn.q_b_proj",
+    "attn.kv_a": "self_attn.kv_a_proj_with_mqa",
+    "attn.kv_norm": "self_attn.kv_a_layernorm",
+    "attn.kv_b": "self_attn.kv_b_proj",
+})
+MIXTRAL_EXPERTS = in_layer("model.layers", {
+    "mlp.router": "block_sparse_moe.gate",
+    "mlp.experts.{expert}.gate": "block_sparse_moe.experts.{expert}.w1",
+    "mlp.experts.{expert}.up": "block_sparse_moe.experts.{expert}.w3",
+    "mlp.experts.{expert}.down": "block_sparse_moe.experts.{expert}.w2",
+})
+EXPERTS = in_layer("model.layers", {
+    "mlp.router": "mlp.gate",
+    "mlp.experts.{expert}.gate": "mlp.experts.{expert}.gate_proj",
+    "mlp.experts.{expert}.up": "mlp.experts.{expert}.up_proj",
+    "mlp.experts.{expert}.down": "mlp.experts.{expert}.down_proj",
+})
+ONE_SHARED_EXPERT = in_layer("model.layers", {
+    "mlp.shared_gate": "mlp.shared_expert_gate",
+    "mlp.shared.gate": "mlp.shared_expert.gate_proj",
+    "mlp.shared.up": "mlp.shared_expert.up_proj",
+    "mlp.shared.down": "mlp.shared_expert.down_proj",
+})
+SHARED_EXPERTS = in_layer("model.layers", {
+    "mlp.shared.gate": "mlp.shared_experts.gate_proj",
+    "mlp.shared.up": "mlp.shared_experts.up_proj",
+    "mlp.shared.down": "mlp.shared_experts.down_proj",
+})
+ROUTER_BIAS = in_layer("model.layers", {"mlp.router.bias": "mlp.gate.e_score_correction_bias"})
+MTP = in_layer("model.layers", {
+    "embed_norm": "enorm",
+    "hidden_norm": "hnorm",
+    "join": "eh_proj",
+    "head_norm": "shared_head.norm",
+})
+
+GPT2_OUTER = {"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}
+GPT2_BIASED = {
+    "norm": "transformer.ln_f",
+    **in_layer("transformer.h", {
+        "attn_norm": "ln_1",
+        "attn.q": "attn.c_attn",  # q, k and v are stacked
+        "attn.k": "attn.c_attn",
+        "attn.v": "attn.c_attn",
+        "attn.o": "attn.c_proj",
+        "mlp_norm": "ln_2",
+        "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj",
+    }),
+}
+
+GPT2_TENSORS = with_leaf("weight", GPT2_OUTER | GPT2_BIASED) | with_leaf("bias", GPT2_BIASED)
+LLAMA_TENSORS = with_leaf("weight", OUTER | NORMS | QKV | OUTPUT | MLP)
+QWEN3_TENSORS = LLAMA_TENSORS | with_leaf("weight", QK_NORM)
+DOTS_TENSORS = QWEN3_TENSORS | with_leaf("weight", EXPERTS | SHARED_EXPERTS) | ROUTER_BIAS
+DEEPSEEK_V2_TENSORS = with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | EXPERTS | SHARED_EXPERTS)
+
+
+# ---- rules that families share -----------------------------------------------------------------------------
+
+LAYERS_AND_WIDTH = (
+    Field("layers", "num_hidden_layers"),
+    Field("hidden", "hidden_size"),
+    Field("heads", "num_attention_heads"),
+)
+REST_OF_SIZES = (
+    Field("ffn", "intermediate_size"),
+    Field("vocab", "vocab_size"),
+    Field("context", "max_position_embeddings"),
+    Field("norm_eps", "rms_norm_eps"),
+    Field("init_std", "initializer_range"),
+    Field("tied", "tie_word_embeddings"),
+)
+KV_HEADS = Field("kv_heads", "num_key_value_heads", nullable=True)
+SIZES = (*LAYERS_AND_WIDTH, KV_HEADS, HEAD_DIM, *REST_OF_SIZES)
+
+# What the decoders with rotary positions have in common.
+DECODER = (
+    Fixed("norm", "rmsnorm"),
+    Fixed("activation", "swiglu"),
+    Fixed("positions", "rope"),
+    Only("hidden_act", ("silu", "swish")),
+    Only("partial_rotary_factor", (1.0,), written=False),
+    Only("quantization_config", (None,), written=False),
+)
+NO_BIAS = (Fixed("bias", False), Fixed("qkv_bias", False))
+NO_QK_NORM = Fixed("qk_norm", False)
+NO_WINDOW = Fixed("window", None)
+NO_ATTENTION_BIAS = Only("attention_bias", (False,))
+NO_QWEN_WINDOW = (NO_WINDOW, Only("use_sliding_window", (False,)))
+
+EXPERTS_PER_TOKEN = Field("top_k", "num_experts_per_tok")
+QWEN_EXPERTS = (
+    Field("experts", "num_experts", alias="num_local_experts"),
+    EXPERTS_PER_TOKEN,
+    Field("moe_ffn", "moe_intermediate_size"),
+    Field("router_renorm", "norm_topk_prob"),
+    Field("moe_every", "decoder_sparse_step"),
+)
+DEEPSEEK_SIZES = (
+    *LAYERS_AND_WIDTH,
+    *REST_OF_SIZES,
+    Field("kv_rank", "kv_lora_rank"),
+    Field("q_rank", "q_lora_rank", nullable=True),
+    Field("nope_dim", "qk_nope_head_dim"),
+    Field("rope_dim", "qk_rope_head_dim"),
+    Field("v_dim", "v_head_dim"),
+)
+DEEPSEEK_EXPERTS = (
+    Field("experts", "n_routed_experts"),
+    EXPERTS_PER_TOKEN,
+    Field("moe_ffn", "moe_intermediate_size"),
+    Field("shared_experts", "n_shared_experts"),
+    Field("first_dense", "first_k_dense_replace"),
+    Field("router_scale", "routed_scaling_factor"),
+)
+ROUTER_GROUPS = (Field("router_groups", "n_group"), Field("router_group_top_k", "topk_group"))
+
+ROPE_DEFAULTS = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+}
+QWEN_WINDOW_DEFAULTS = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+DEEPSEEK_DEFAULTS = {
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "rope_theta": 10000.0,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_key_value_heads": None,
+}
+
+
+# ---- the table ---------------------------------------------------------------------------------------------
+
+# In the order of preference: a model that several families can express is written as the first of them.
+FAMILIES = {family.model_type: family for family in (
+    Family(
+        model_type="gpt2",
+        architecture="GPT2LMHeadModel",
+        rules=(
+            Field("layers", "n_layer"),
+            Field("hidden", "n_embd"),
+            Field("heads", "n_head"),
+            GPT2_HEADS,
+            GPT2_WIDTH,
+            Field("vocab", "vocab_size"),
+            Field("context", "n_positions"),
+            Field("norm_eps", "layer_norm_epsilon"),
+            Field("init_std", "initializer_range"),
+            Field("tied", "tie_word_embeddings"),
+            Fixed("norm", "layernorm"),
+            Fixed("activation", "gelu"),
+            Fixed("positions", "learned"),
+            Fixed("bias", True),
+            Fixed("qkv_bias", False),
+            NO_QK_NORM,
+            NO_WINDOW,
+            Only("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
+            Only("scale_attn_weights", (True,)),
+            Only("scale_attn_by_inverse_layer_idx", (False,)),
+            Only("add_cross_attention", (False,)),
+            Only("quantization_config", (None,), written=False),
+            GPT2_DROPOUT,
+        ),
+        defaults={
+            "n_inner": None,
+            "n_positions": 1024,
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.02,
+            "tie_word_embeddings": True,
+        },
+        tensors=GPT2_TENSORS,
+        conv1d=True,
+        prefix="transformer.",
+    ),
+    Family(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        rules=(
+            *SIZES,
+            LLAMA_HEADS,
+            Field("bias", "attention_bias"),
+            Fixed("qkv_bias", False),
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            MLP_BIAS,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "max_position_embeddings": 2048,
+        },
+        tensors=LLAMA_TENSORS | with_leaf("bias", QKV | OUTPUT | MLP),
+    ),
+    Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        rules=(*SIZES, *NO_BIAS, NO_QK_NORM, *DECODER, ROPE, NO_ATTENTION_DROPOUT, PLAIN_WINDOW),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "sliding_window": 4096,
+            "max_position_embeddings": 131072,
+        },
+        tensors=LLAMA_TENSORS,
+    ),
+    Family(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        rules=(
+            *SIZES,
+            Fixed("bias", False),
+            Fixed("qkv_bias", True),
+            NO_QK_NORM,
+            *DECODER,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            QWEN_WINDOW,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            **QWEN_WINDOW_DEFAULTS,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 32768,
+        },
+        tensors=LLAMA_TENSORS | with_leaf("bias", QKV),
+        # Beside a qwen2 model, transformers 5 silently replaces the splitting of any tokenizer.json by that
+        # of Qwen, unless tokenizer_config.json names code of its own.
+        tokenizer_keys={"auto_map": {"AutoTokenizer": [None, "tokenizer.PreTrainedTokenizerFast"]}},
+    ),
+    Family(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        rules=(
+            *SIZES,
+            *NO_BIAS,
+            Fixed("qk_norm", True),
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            QWEN_WINDOW,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            **QWEN_WINDOW_DEFAULTS,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "max_position_embeddings": 32768,
+        },
+        tensors=QWEN3_TENSORS,
+    ),
+    Family(
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        rules=(
+            *SIZES,
+            Field("experts", "num_local_experts", alias="num_experts"),
+            EXPERTS_PER_TOKEN,
+            EXPERTS_OF_FFN,
+            *NO_BIAS,
+            NO_QK_NORM,
+            *DECODER,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            PLAIN_WINDOW,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": None,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "max_position_embeddings": 131072,
+        },
+        tensors=LLAMA_TENSORS | with_leaf("weight", MIXTRAL_EXPERTS),
+    ),
+    Family(
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        rules=(
+            *SIZES,
+            *QWEN_EXPERTS,
+            Field("qkv_bias", "qkv_bias"),
+            Fixed("bias", False),
+            NO_QK_NORM,
+            Fixed("shared_gate", True),
+            *DECODER,
+            *NO_QWEN_WINDOW,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            QWEN_DENSE_LAYERS,
+            SHARED_WIDTH,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 16,
+            "qkv_bias": True,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts_per_tok": 4,
+            "num_experts": 60,
+            "norm_topk_prob": False,
+            "max_position_embeddings": 32768,
+        },
+        tensors=LLAMA_TENSORS | with_leaf("weight", EXPERTS | ONE_SHARED_EXPERT) | with_leaf("bias", QKV),
+    ),
+    Family(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        rules=(
+            *SIZES,
+            *QWEN_EXPERTS,
+            *NO_BIAS,
+            Fixed("qk_norm", True),
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            *NO_QWEN_WINDOW,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            QWEN_DENSE_LAYERS,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 4,
+            "decoder_sparse_step": 1,
+            "moe_intermediate_size": 768,
+            "num_experts_per_tok": 8,
+            "num_experts": 128,
+            "norm_topk_prob": False,
+            "max_position_embeddings": 32768,
+        },
+        tensors=QWEN3_TENSORS | with_leaf("weight", EXPERTS),
+    ),
+    Family(
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        rules=(
+            *LAYERS_AND_WIDTH,
+            KV_HEADS,
+            NO_HEAD_DIM,
+            *REST_OF_SIZES,
+            Field("experts", "num_experts", alias="num_local_experts"),
+            EXPERTS_PER_TOKEN,
+            EXPERTS_OF_FFN,
+            Field("router_renorm", "norm_topk_prob"),
+            *NO_BIAS,
+            Fixed("qk_norm", True),
+            Fixed("qk_norm_whole", True),
+            NO_WINDOW,
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            Only("clip_qkv", (None,)),
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "rms_norm_eps": 1e-5,
+            "num_experts_per_tok": 8,
+            "num_experts": 64,
+            "norm_topk_prob": False,
+            "max_position_embeddings": 4096,
+        },
+        tensors=QWEN3_TENSORS | with_leaf("weight", EXPERTS),
+    ),
+    Family(
+        model_type="dots1",
+        architecture="Dots1ForCausalLM",
+        rules=(
+            *SIZES,
+            Field("experts", "n_routed_experts"),
+            EXPERTS_PER_TOKEN,
+            Field("moe_ffn", "moe_intermediate_size"),
+            Field("shared_experts", "n_shared_experts"),
+            Field("first_dense", "first_k_dense_replace"),
+            Field("router_renorm", "norm_topk_prob"),
+            *ROUTER_GROUPS,
+            Field("router_scale", "routed_scaling_factor"),
+            *NO_BIAS,
+            Fixed("qk_norm", True),
+            Fixed("router", "sigmoid"),
+            Fixed("router_bias", True),
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            ROPE,
+            NO_ATTENTION_DROPOUT,
+            DOTS_NO_WINDOW,
+        ),
+        defaults={
+            **ROPE_DEFAULTS,
+            "num_key_value_heads": 32,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.0,
+            "max_position_embeddings": 2048,
+        },
+        tensors=DOTS_TENSORS,
+    ),
+    Family(
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        rules=(
+            *DEEPSEEK_SIZES,
+            deepseek_experts(*DEEPSEEK_EXPERTS, Fixed("router_renorm", False)),
+            Fixed("rope_pairs", True),
+            *NO_BIAS,
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            Only("mlp_bias", (False,)),
+            Only("norm_topk_prob", (False,)),
+            Only("scoring_func", ("softmax",)),
+            Only("moe_layer_freq", (1,)),
+            MLA_ROPE,
+            NO_ATTENTION_DROPOUT,
+            MLA_HEADS,
+            V2_GROUPS,
+        ),
+        defaults={
+            **DEEPSEEK_DEFAULTS,
+            "max_position_embeddings": 2048,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+        },
+        tensors=DEEPSEEK_V2_TENSORS,
+    ),
+    Family(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        rules=(
+            *DEEPSEEK_SIZES,
+            deepseek_experts(*DEEPSEEK_EXPERTS),
+            Field("mtp", "num_nextn_predict_layers"),
+            Field("rope_pairs", "rope_interleave"),
+            deepseek_experts(
+                *ROUTER_GROUPS,
+                Field("router_renorm", "norm_topk_prob"),
+                Fixed("router", "sigmoid"),
+                Fixed("router_bias", True),
+            ),
+            *NO_BIAS,
+            NO_QK_NORM,
+            NO_WINDOW,
+            *DECODER,
+            NO_ATTENTION_BIAS,
+            Only("scoring_func", ("sigmoid",)),
+            Only("topk_method", ("noaux_tc",)),
+            Only("moe_layer_freq", (1,)),
+            MLA_ROPE,
+            NO_ATTENTION_DROPOUT,
+            MLA_HEADS,
+        ),
+        defaults={
+            **DEEPSEEK_DEFAULTS,
+            "max_position_embeddings": 4096,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "routed_scaling_factor": 2.5,
+            "n_group": 8,
+            "topk_group": 4,
+            "norm_topk_prob": True,
+            "num_experts_per_tok": 8,
+            "num_nextn_predict_layers": 1,
+            "rope_interleave": True,
+        },
+        tensors=DEEPSEEK_V2_TENSORS | with_leaf("weight", MTP) | ROUTER_BIAS,
+        copies=head_and_mtp,
+    ),
+)}

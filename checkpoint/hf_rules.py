@@ -1,0 +1,515 @@
+"""The rules by which keys of a config.json and fields of ModelConfig follow from each other.
+
+A rule reads keys into fields, writes fields as keys, and names the fields whose values have no keys. Field,
+Fixed and Only are simple; a FieldGroup is for what is not one field and one key. checkpoint/hf_families.py
+lists the rules of each family.
+
+read(keys): keys of a config.json, with the defaults of the family -> fields. Raises UnlikeFamily.
+write(model): model, as spell_out returns it -> keys.
+obstacles(model): the names of the fields whose values these keys cannot express.
+"""
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from config import ModelConfig, Tree, expert_ffn_size, head_dim, kv_heads
+
+
+class UnlikeFamily(ValueError):
+    """config.json means a model that ours is not."""
+
+
+def spell_out(model: ModelConfig) -> ModelConfig:
+    """The model with a number in every field in which none stands for a number."""
+    return replace(
+        model, kv_heads=kv_heads(model), head_dim=head_dim(model), moe_ffn=expert_ffn_size(model)
+    )
+
+
+# ---- kinds of rules ----------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Field:
+    """One field and one key."""
+    name: str
+    key: str
+    alias: str | None = None  # another name of the key, which some versions of transformers write
+    nullable: bool = False  # null is a value of the key; else it is a number
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, keys: Tree) -> Tree:
+        return {self.name: number(keys, self.key, self.nullable)}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {self.key: getattr(model, self.name)}
+
+    def obstacles(self, model: ModelConfig) -> list[str]:
+        is_lost = getattr(model, self.name) is None and not self.nullable
+        return [self.name] if is_lost else []
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A field that is the same in all models of the family, and has no key."""
+    name: str
+    value: object
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def read(self, keys: Tree) -> Tree:
+        return {self.name: self.value}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {}
+
+    def obstacles(self, model: ModelConfig) -> list[str]:
+        return [] if getattr(model, self.name) == self.value else [self.name]
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key of which other values mean something that we do not compute."""
+    key: str
+    values: Sequence[object]  # the first is what a config.json means that leaves the key out
+    written: bool = True
+
+    fields: ClassVar[tuple[str, ...]] = ()
+
+    def read(self, keys: Tree) -> Tree:
+        value = keys.get(self.key, self.values[0])
+        if value not in self.values:
+            supported = " or ".join(map(repr, self.values))
+            raise UnlikeFamily(f"{self.key} = {value!r} is not supported, only {supported}")
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {self.key: self.values[0]} if self.written else {}
+
+    def obstacles(self, model: ModelConfig) -> list[str]:
+        return []
+
+
+def no_fields(keys: Tree) -> Tree:
+    return {}
+
+
+def no_keys(model: ModelConfig) -> Tree:
+    return {}
+
+
+def no_obstacles(model: ModelConfig) -> list[str]:
+    return []
+
+
+@dataclass(frozen=True)
+class FieldGroup:
+    """Fields and keys that follow from each other in another way."""
+    fields: tuple[str, ...]
+    read: Callable[[Tree], Tree] = no_fields
+    write: Callable[[ModelConfig], Tree] = no_keys
+    obstacles: Callable[[ModelConfig], list[str]] = no_obstacles
+
+
+Rule = Field | Fixed | Only | FieldGroup
+
+
+def number(keys: Tree, key: str, nullable: bool = False) -> int | float | None:
+    """The value of a key. Raises UnlikeFamily if it is missing, or neither a number nor an allowed null."""
+    if key not in keys:
+        raise UnlikeFamily(f"{key} is missing")
+    value = keys[key]
+    if value is None and nullable:
+        return None
+    if not isinstance(value, (int, float)):
+        raise UnlikeFamily(f"{key} = {value!r} is not a number")
+    return value
+
+
+def plain_number(keys: Tree, key: str) -> int | float:
+    """The value of a key that is never null. Raises UnlikeFamily."""
+    value = number(keys, key)
+    assert value is not None
+    return value
+
+
+def list_of(kind: type, keys: Tree, key: str) -> list:
+    """The list under a key, whose entries are of this type; [] of null and of no key. Raises UnlikeFamily."""
+    entries = keys.get(key) or []
+    if not isinstance(entries, list) or not all(isinstance(entry, kind) for entry in entries):
+        raise UnlikeFamily(f"{key} = {entries!r} is not a list of {kind.__name__}")
+    return entries
+
+
+# ---- rotary positions --------------------------------------------------------------------------------------
+
+ROPE_FIELDS = (
+    "rope_theta",
+    "rope_factor",
+    "rope_kind",
+    "rope_low_freq",
+    "rope_high_freq",
+    "rope_original",
+    "rope_mscale",
+    "rope_mscale_all",
+)
+
+
+def read_rope(keys: Tree, mla: bool = False) -> Tree:
+    """The base, and the scaling of llama3 or YaRN, in both spellings (checkpoint/hf_config.py)."""
+    # In the order of transformers 5.
+    scaling = keys.get("rope_scaling") or keys.get("rope_parameters") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default")) if isinstance(scaling, dict) else scaling
+    if kind not in ("default", "llama3", "yarn") or not isinstance(scaling, dict):
+        raise UnlikeFamily(f"rope scaling {kind!r} is not supported, only llama3's, yarn's and none")
+    check_rope_parameters(scaling)
+
+    theta = plain_number(keys, "rope_theta")
+    fields: Tree = {"rope_theta": scaling.get("rope_theta") or theta}
+    if kind == "default":
+        return fields
+
+    needed = ("factor",) if kind == "yarn" else ("factor", "low_freq_factor", "high_freq_factor")
+    for key in needed:
+        if scaling.get(key) is None:
+            raise UnlikeFamily(f"{kind} rope scaling without {key}")
+    original = scaling.get("original_max_position_embeddings", keys["max_position_embeddings"])
+    fields["rope_original"] = keys.get("original_max_position_embeddings", original)
+    fields["rope_factor"] = scaling["factor"]
+    if kind == "llama3":
+        fields["rope_low_freq"] = scaling["low_freq_factor"]
+        fields["rope_high_freq"] = scaling["high_freq_factor"]
+        return fields
+    fields["rope_kind"] = "yarn"
+    fields["rope_low_freq"] = scaling.get("beta_slow") or 1
+    fields["rope_high_freq"] = scaling.get("beta_fast") or 32
+    return fields | read_yarn_scales(scaling, mla)
+
+
+def check_rope_parameters(scaling: Tree) -> None:
+    """Raises UnlikeFamily for a parameter that is not a number, and for channels without rotation."""
+    for key, value in scaling.items():
+        is_number = isinstance(value, (int, float)) or value is None
+        if key not in ("rope_type", "type") and not is_number:
+            raise UnlikeFamily(f"rope parameter {key} = {value!r} is not supported")
+    if (scaling.get("partial_rotary_factor") or 1.0) != 1.0:
+        fraction = scaling["partial_rotary_factor"]
+        raise UnlikeFamily(f"partial_rotary_factor = {fraction} is not supported, only 1.0")
+
+
+def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
+    """rope_mscale and rope_mscale_all: how YaRN scales the logits, as transformers reads it.
+
+    mscale counts only beside mscale_all_dim. An attention_factor replaces both for cos and sin.
+    """
+    if scaling.get("truncate", True) is not True:
+        raise UnlikeFamily(f"rope parameter truncate = {scaling['truncate']} is not supported, only true")
+    mscale = scaling.get("mscale")
+    mscale_all = scaling.get("mscale_all_dim")
+    if mscale_all and not mla:
+        raise UnlikeFamily(
+            f"rope parameter mscale_all_dim = {mscale_all} is supported with latent attention alone"
+        )
+    if mscale_all and not mscale:
+        raise UnlikeFamily(f"rope parameter mscale_all_dim = {mscale_all} without mscale is not supported")
+
+    fields: Tree = {"rope_mscale": 1.0, "rope_mscale_all": 0.0}
+    if mscale_all:
+        fields = {"rope_mscale": mscale, "rope_mscale_all": mscale_all}
+    attention_factor = scaling.get("attention_factor")
+    if attention_factor is not None and scaling["factor"] > 1:  # at factor 1 nothing is scaled
+        if mscale_all:
+            raise UnlikeFamily(
+                "rope parameters attention_factor and mscale_all_dim together are not supported"
+            )
+        fields["rope_mscale"] = (attention_factor - 1) / (0.1 * math.log(scaling["factor"]))
+    return fields
+
+
+def write_rope(model: ModelConfig) -> Tree:
+    scaling = None if model.rope_factor is None else write_rope_scaling(model, model.rope_factor)
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+
+
+def write_rope_scaling(model: ModelConfig, factor: float) -> Tree:
+    """rope_scaling of a model whose context is `factor` times longer than model.rope_original."""
+    scaling: Tree = {
+        "rope_type": model.rope_kind,
+        "factor": factor,
+        "original_max_position_embeddings": model.rope_original,
+    }
+    if model.rope_kind == "llama3":
+        return scaling | {"low_freq_factor": model.rope_low_freq, "high_freq_factor": model.rope_high_freq}
+    scaling |= {"beta_slow": model.rope_low_freq, "beta_fast": model.rope_high_freq}
+    if model.rope_mscale_all:
+        return scaling | {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all}
+    if model.rope_mscale == 1.0:
+        return scaling
+    return scaling | {"attention_factor": 1 + 0.1 * model.rope_mscale * math.log(factor)}
+
+
+def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
+    """A value that the other side would read as another: 0 as its default, mscale_all without MLA."""
+    lost: list[str] = []
+    if model.rope_theta == 0:
+        lost.append("rope_theta")
+    if model.rope_factor is not None and model.rope_kind not in ("llama3", "yarn"):
+        lost.append("rope_kind")
+    if model.rope_factor is not None and model.rope_kind == "yarn":
+        lost += [name for name in ("rope_low_freq", "rope_high_freq") if getattr(model, name) == 0]
+        if model.rope_mscale_all and not mla:
+            lost.append("rope_mscale_all")
+        if model.rope_mscale_all and not model.rope_mscale:
+            lost.append("rope_mscale")
+    return lost
+
+
+ROPE = FieldGroup(ROPE_FIELDS, read_rope, write_rope, rope_obstacles)
+MLA_ROPE = FieldGroup(
+    ROPE_FIELDS,
+    functools.partial(read_rope, mla=True),
+    write_rope,
+    functools.partial(rope_obstacles, mla=True),
+)
+
+
+# ---- sliding window: it counts only if every layer has the same one ----------------------------------------
+
+def read_qwen_window(keys: Tree) -> Tree:
+    """use_sliding_window may turn the window off that sliding_window names."""
+    size = number(keys, "sliding_window", nullable=True)
+    if not number(keys, "use_sliding_window"):
+        size = None
+    first = plain_number(keys, "max_window_layers")  # the first layer with a window
+    layer_types = list_of(str, keys, "layer_types")
+    if layer_types:
+        slides = [layer_type == "sliding_attention" for layer_type in layer_types]
+    else:
+        last = plain_number(keys, "num_hidden_layers") - 1
+        slides = [size is not None and layer >= first for layer in (0, last)]
+    if any(slides) and (not all(slides) or size is None):
+        raise UnlikeFamily(
+            "layers with and without a sliding window are mixed (max_window_layers, layer_types); "
+            "all or none are supported"
+        )
+    return {"window": size if any(slides) else None}
+
+
+def write_qwen_window(model: ModelConfig) -> Tree:
+    return {
+        "use_sliding_window": model.window is not None,
+        "sliding_window": model.window,
+        "max_window_layers": 0 if model.window else model.layers,  # the first layer with a window
+    }
+
+
+def read_dots_window(keys: Tree) -> Tree:
+    """dots1 is supported without a window only."""
+    layer_types = list_of(str, keys, "layer_types")
+    if layer_types:
+        slides = "sliding_attention" in layer_types
+    else:
+        has_size = keys.get("sliding_window", 4096) is not None
+        first = plain_number({"max_window_layers": 62, **keys}, "max_window_layers")
+        slides = has_size and plain_number(keys, "num_hidden_layers") > first
+    if slides:
+        raise UnlikeFamily(
+            "layers with a sliding window (max_window_layers, layer_types) are not supported in this family"
+        )
+    return {"window": None}
+
+
+QWEN_WINDOW = FieldGroup(("window",), read_qwen_window, write_qwen_window)
+PLAIN_WINDOW = Field("window", "sliding_window", nullable=True)
+DOTS_NO_WINDOW = FieldGroup(
+    ("window",),
+    read_dots_window,
+    lambda model: {"sliding_window": None, "max_window_layers": model.layers},
+    lambda model: ["window"] if model.window is not None else [],
+)
+
+
+# ---- sizes, biases, dropout --------------------------------------------------------------------------------
+
+def read_head_dim(keys: Tree) -> Tree:
+    """none for hidden / heads, which transformers 5 writes out."""
+    size = number(keys, "head_dim", nullable=True)
+    heads = plain_number(keys, "num_attention_heads")
+    if size is not None and size * heads == plain_number(keys, "hidden_size"):
+        size = None
+    return {"head_dim": size}
+
+
+def read_gpt2_width(keys: Tree) -> Tree:
+    """n_inner may be null, which stands for four times the width."""
+    width = number(keys, "n_inner", nullable=True)
+    return {"ffn": 4 * plain_number(keys, "n_embd") if width is None else width}
+
+
+def heads_share_hidden(model: ModelConfig) -> list[str]:
+    """A family without a key for head_dim: it is hidden / heads."""
+    return ["head_dim"] if head_dim(model) * model.heads != model.hidden else []
+
+
+def one_kv_head_each(model: ModelConfig) -> list[str]:
+    """A family without grouped queries."""
+    return ["kv_heads"] if kv_heads(model) != model.heads else []
+
+
+def read_mlp_bias(keys: Tree) -> Tree:
+    """Attention and MLP must agree: ours is one field."""
+    if number(keys, "mlp_bias") != number(keys, "attention_bias"):
+        raise UnlikeFamily("attention_bias and mlp_bias differ; both or neither are supported")
+    return {"bias": number(keys, "mlp_bias")}
+
+
+HEAD_DIM = FieldGroup(("head_dim",), read_head_dim, lambda model: {"head_dim": head_dim(model)})
+NO_HEAD_DIM = FieldGroup(("head_dim",), obstacles=heads_share_hidden)
+GPT2_WIDTH = FieldGroup(("ffn",), read_gpt2_width, lambda model: {"n_inner": model.ffn})
+GPT2_HEADS = FieldGroup(
+    ("kv_heads", "head_dim"),
+    obstacles=lambda model: one_kv_head_each(model) + heads_share_hidden(model),
+)
+MLP_BIAS = FieldGroup(("bias",), read_mlp_bias, lambda model: {"mlp_bias": model.bias})
+# transformers 5 refuses other sizes for Llama alone; the same model is a Mistral.
+LLAMA_HEADS = FieldGroup((), obstacles=lambda model: ["heads"] if model.hidden % model.heads else [])
+
+# Dropout is not read, and does not change the logits. Ours has no dropout of the attention.
+NO_ATTENTION_DROPOUT = FieldGroup((), write=lambda model: {"attention_dropout": 0.0})
+GPT2_DROPOUT = FieldGroup(
+    (),
+    write=lambda model: {"resid_pdrop": model.dropout, "embd_pdrop": model.dropout, "attn_pdrop": 0.0},
+)
+
+
+# ---- mixtures of experts -----------------------------------------------------------------------------------
+
+def read_dense_layers(keys: Tree) -> Tree:
+    """Qwen lists the layers without experts; ours are the first ones."""
+    dense = sorted(list_of(int, keys, "mlp_only_layers"))
+    if dense != list(range(len(dense))):
+        raise UnlikeFamily(
+            f"mlp_only_layers = {dense} is not supported, only the first layers (and decoder_sparse_step)"
+        )
+    return {"first_dense": len(dense)}
+
+
+def read_shared_width(keys: Tree) -> Tree:
+    """Qwen gives the width of all shared experts together."""
+    shared_size = plain_number(keys, "shared_expert_intermediate_size")
+    expert_size = plain_number(keys, "moe_intermediate_size")
+    if not expert_size or not shared_size or shared_size % expert_size:
+        raise UnlikeFamily(
+            f"shared_expert_intermediate_size = {shared_size} is not a multiple of "
+            f"moe_intermediate_size = {expert_size}"
+        )
+    return {"shared_experts": shared_size // expert_size}
+
+
+def write_shared_width(model: ModelConfig) -> Tree:
+    return {"shared_expert_intermediate_size": model.shared_experts * expert_ffn_size(model)}
+
+
+QWEN_DENSE_LAYERS = FieldGroup(
+    ("first_dense",), read_dense_layers, lambda model: {"mlp_only_layers": list(range(model.first_dense))}
+)
+SHARED_WIDTH = FieldGroup(
+    ("shared_experts",),
+    read_shared_width,
+    write_shared_width,
+    lambda model: [] if model.shared_experts else ["shared_experts"],
+)
+# A family without a key for the width of an expert: it is that of a dense MLP.
+EXPERTS_OF_FFN = FieldGroup(
+    ("moe_ffn",), obstacles=lambda model: ["moe_ffn"] if expert_ffn_size(model) != model.ffn else []
+)
+
+
+# ---- DeepSeek ----------------------------------------------------------------------------------------------
+
+def all_layers_dense(keys: Tree) -> bool:
+    return plain_number(keys, "first_k_dense_replace") >= plain_number(keys, "num_hidden_layers")
+
+
+def deepseek_experts(*rules: Rule) -> FieldGroup:
+    """The rules of the experts.
+
+    A model without experts is written as one whose layers are all before the first layer with experts.
+    """
+    def read(keys: Tree) -> Tree:
+        values: Tree = {}
+        for rule in rules:
+            values |= rule.read(keys)
+        return {} if all_layers_dense(keys) else values
+
+    def write(model: ModelConfig) -> Tree:
+        if model.experts is None:
+            model = replace(model, experts=1, top_k=1, moe_ffn=model.ffn, first_dense=model.layers)
+        keys: Tree = {}
+        for rule in rules:
+            keys |= rule.write(model)
+        return keys
+
+    def obstacles(model: ModelConfig) -> list[str]:
+        if model.experts is None:
+            return []
+        return [name for rule in rules for name in rule.obstacles(model)]
+
+    return FieldGroup(tuple(name for rule in rules for name in rule.fields), read, write, obstacles)
+
+
+def read_v2_groups(keys: Tree) -> Tree:
+    if all_layers_dense(keys):
+        return {}
+    method = keys.get("topk_method") or "greedy"
+    if method == "greedy":
+        return {}
+    if method != "group_limited_greedy":
+        raise UnlikeFamily(
+            f"topk_method = {method!r} is not supported, only 'greedy' and 'group_limited_greedy'"
+        )
+    return {"router_groups": number(keys, "n_group"), "router_group_top_k": number(keys, "topk_group")}
+
+
+def write_v2_groups(model: ModelConfig) -> Tree:
+    if model.experts is None:
+        return {}
+    return {
+        "topk_method": "greedy" if model.router_groups == 1 else "group_limited_greedy",
+        "n_group": model.router_groups,
+        "topk_group": model.router_group_top_k,
+    }
+
+
+def v2_group_obstacles(model: ModelConfig) -> list[str]:
+    """The greedy method chooses from one group, which holds all experts."""
+    is_lost = model.router_groups == 1 and model.router_group_top_k != 1
+    return ["router_group_top_k"] if is_lost else []
+
+
+def read_mla_heads(keys: Tree) -> Tree:
+    num_kv_heads = number(keys, "num_key_value_heads", nullable=True)
+    if num_kv_heads not in (None, number(keys, "num_attention_heads")):
+        raise UnlikeFamily(
+            f"num_key_value_heads = {num_kv_heads} is not supported with latent attention, "
+            f"only num_attention_heads"
+        )
+    return {}
+
+
+V2_GROUPS = FieldGroup(
+    ("router_groups", "router_group_top_k"), read_v2_groups, write_v2_groups, v2_group_obstacles
+)
+# head_dim is nope_dim + rope_dim (config.head_dim).
+MLA_HEADS = FieldGroup(
+    ("kv_heads", "head_dim"),
+    read_mla_heads,
+    lambda model: {"num_key_value_heads": model.heads},
+    one_kv_head_each,
+)

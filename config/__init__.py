@@ -1,0 +1,70 @@
+"""The config of a run: what keys there are, what they may be, and how they are read.
+
+schema.py    every key with its type, default and meaning, and what follows from them
+loading.py   recipes, files and the command line -> Config; Config -> YAML
+optimizers.py  what each optimizer reads, keeps and supports
+strict.py    YAML without its surprises; ConfigError
+rules.py     which values go together: validate, and suggestions near what was asked for
+unused.py    keys that are set but have no effect
+usage.py     the text of --help
+values.py    combinations of values, for searches and proofs
+
+What a reader of a config needs can be imported from here. The rules, the unused keys and the help are modules
+of their own: `from config import rules`.
+"""
+from config.loading import (
+    CONFIG_FOLDER,
+    HORIZONS,
+    TRAINING_ONLY_KEYS,
+    build_tree,
+    code_hash,
+    dotted_overrides,
+    dump,
+    from_tree,
+    merge,
+    parse_value,
+    presets,
+    recipe,
+    recipes,
+    resolve,
+    sections,
+    split_argv,
+)
+from config.optimizers import OPTIMIZERS, OptimizerSpec
+from config.schema import (
+    MAX_LOSS_SCALE,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ProfileConfig,
+    TrainConfig,
+    comma_separated,
+    compression_block,
+    config_of_stage,
+    divisors,
+    expert_ffn_size,
+    fp8_recipe,
+    global_batch_at,
+    global_batch_sizes,
+    has_experts,
+    head_dim,
+    kv_heads,
+    layer_in_fp8,
+    mup_score_scale,
+    mup_width_ratio,
+    no_effect,
+    padded_vocab,
+    positive_integers,
+    profiled_steps,
+    recomputes,
+    sequences_seen,
+    steps_to_see,
+    value_dim,
+    vocab_size,
+)
+from config.strict import ConfigError, Tree, read_yaml

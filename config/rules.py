@@ -1,0 +1,663 @@
+"""The rules that involve several config keys.
+
+They are checked before any work starts. A config that breaks one is refused with one line, which names the
+key, what is wrong with it and, where possible, values nearby that are accepted (config/suggestions.py).
+"""
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+from config import (
+    HORIZONS,
+    MAX_LOSS_SCALE,
+    OPTIMIZERS,
+    Config,
+    comma_separated,
+    divisors,
+    expert_ffn_size,
+    fp8_recipe,
+    has_experts,
+    head_dim,
+    kv_heads,
+    positive_integers,
+    profiled_steps,
+    value_dim,
+)
+from config.optimizers import in_words, optimizers_that
+
+POSITIVE = {  # section: its keys whose value must be above 0 (or none)
+    "model": "layers hidden heads kv_heads head_dim ffn vocab vocab_multiple context window experts top_k "
+             "moe_ffn moe_every router_groups router_group_top_k router_scale capacity kv_rank q_rank "
+             "nope_dim rope_dim v_dim mup_base mup_head_dim rope_factor rope_original",
+    "train": "steps tokens flops seq_len micro_batch global_batch max_minutes threads fp8_block "
+             "loss_scale_window",
+    "optim": "lr eps clip",
+    "parallel": "tp pp cp ep etp dp_rep bucket_mb node compress_block powersgd_rank",
+    "eval": "every batches",
+    "checkpoint": "every keep",
+    "log": "every",
+}
+RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
+    "recompute_parts": ("core", "norm", "act"),
+    "recompute_stages": ("none", "selective", "full"),
+}
+FP8_BLOCKS = (16, 32, 64, 128)  # suggested values of train.fp8_block
+FP8_UNIT = 16  # chips read fp8 matrices in multiples of this many elements
+
+
+class Rule(NamedTuple):
+    """One rule, evaluated for one config. Where it is broken, config/suggestions.py looks for values.
+
+    They are other values of the first of `keys` that has any, or another train.ramp.
+    """
+    holds: object  # true if the config keeps the rule
+    message: str  # the error if it does not: names the key, and how to correct it
+    keys: str = ""  # separated by spaces
+    values: Iterable[int] = ()  # candidates for each of `keys`
+    ramp_unit: int = 0  # above 0: another train.ramp, all sizes of which are multiples of it (sequences)
+
+
+def validate(cfg: Config, world: int = 1) -> Rule | None:
+    """The first rule that a run on `world` ranks breaks; None if it keeps all that involve several keys."""
+    for rules in RULES:
+        for rule in rules(cfg, world):  # a generator: a rule may assume those before it
+            if not rule.holds:
+                return rule
+    return None
+
+
+def nearby_multiples(value: int, unit: int) -> list[int]:
+    """Multiples of `unit` around `value`: candidates for a suggestion."""
+    return [unit * max(1, value // unit + offset) for offset in range(-1, 3)]
+
+
+# ---- single values ---------------------------------------------------------------------------------------
+
+def positive_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Sizes, counts and rates that must be above 0."""
+    for section, keys in POSITIVE.items():
+        for key in keys.split():
+            value = getattr(getattr(cfg, section), key)
+            yield Rule(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
+
+
+def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Values that must lie in an interval."""
+    model, optim, scale = cfg.model, cfg.optim, cfg.train.loss_scale
+    yield Rule(
+        1 <= scale <= MAX_LOSS_SCALE and math.frexp(scale)[0] == 0.5,
+        f"train.loss_scale: {scale:g} must be a power of two from 1 to {MAX_LOSS_SCALE:.0f}, "
+        "so that scaling is exact; take 65536")
+    for key in ("beta1", "beta2", "momentum"):
+        value = getattr(optim, key)
+        yield Rule(0 <= value < 1, f"optim.{key}: {value} must lie in [0, 1)")
+    yield Rule(
+        cfg.eval.temperature >= 0 and cfg.eval.sample >= 0,
+        "eval.temperature, eval.sample: must not be negative")
+    yield Rule(0 <= model.dropout < 1, f"model.dropout: {model.dropout} must lie in [0, 1)")
+    yield Rule(
+        0 < optim.decay_fraction <= 1,
+        f"optim.decay_fraction: {optim.decay_fraction} must lie in (0, 1]")
+    yield Rule(optim.weight_decay >= 0, f"optim.weight_decay: {optim.weight_decay} must not be negative")
+    yield Rule(optim.warmup >= 0, f"optim.warmup: {optim.warmup} must not be negative")
+    yield Rule(
+        optim.min_lr is None or 0 <= optim.min_lr <= optim.lr,
+        f"optim.min_lr: {optim.min_lr} must lie in [0, optim.lr = {optim.lr}]")
+
+
+# ---- the model -------------------------------------------------------------------------------------------
+
+def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Heads, attention kernels and positions."""
+    model, train = cfg.model, cfg.train
+    yield Rule(
+        model.head_dim or model.kv_rank or model.hidden % model.heads == 0,
+        f"model.heads: {model.heads} does not divide model.hidden={model.hidden}, "
+        "and model.head_dim is not set",
+        "model.heads", divisors(model.hidden))
+    yield Rule(
+        model.heads % kv_heads(model) == 0,
+        f"model.kv_heads: {kv_heads(model)} does not divide model.heads={model.heads}",
+        "model.kv_heads", divisors(model.heads))
+
+    yield Rule(
+        model.attention not in ("flash", "triton") or train.device != "cpu",
+        f"model.attention: {model.attention} needs a GPU, and train.device is cpu; take auto")
+    yield Rule(
+        model.attention != "flash" or train.dtype in ("bf16", "fp8"),
+        f"model.attention: flash-attn has no {train.dtype}; set train.dtype bf16 or take auto")
+    yield Rule(
+        model.attention != "triton" or train.dtype != "fp64",
+        "model.attention: the Triton kernels have no fp64; take auto or reference")
+
+    if model.kv_rank:
+        key, rotated = "model.rope_dim", model.rope_dim
+    else:
+        key, rotated = "model.head_dim", head_dim(model)
+    yield Rule(
+        model.positions != "rope" or rotated % 2 == 0,
+        f"{key}: {rotated} must be even for RoPE", key, (rotated - 1, rotated + 1))
+
+
+def latent_attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Multi-head latent attention, and YaRN's limits."""
+    model = cfg.model
+    supported = {
+        "kv_heads": model.kv_heads in (None, model.heads),
+        "head_dim": not model.head_dim,
+        "positions": model.positions == "rope",
+        "bias": not model.bias,
+        "qkv_bias": not model.qkv_bias,
+        "qk_norm": not model.qk_norm,
+    }
+    for key, is_supported in supported.items():
+        yield Rule(
+            not model.kv_rank or is_supported,
+            f"model.{key}: {getattr(model, key)} is not possible with latent attention "
+            f"(model.kv_rank={model.kv_rank}); leave it at its default, or leave model.kv_rank out")
+    yield Rule(
+        model.kv_rank or not (model.q_rank or model.rope_pairs or model.rope_mscale_all),
+        "model.kv_rank: q_rank, rope_pairs and rope_mscale_all belong to latent attention; set kv_rank, "
+        "or leave them out")
+    yield Rule(
+        model.rope_kind != "yarn" or model.rope_low_freq < model.rope_high_freq,
+        f"model.rope_low_freq: {model.rope_low_freq} must lie below "
+        f"model.rope_high_freq={model.rope_high_freq}")
+
+
+def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """muP, multi-token prediction, query and key norms, learned positions."""
+    model, optimizer, seq_len = cfg.model, cfg.optim.name, cfg.train.seq_len
+    why_no_mup = OPTIMIZERS[optimizer].why_no_mup
+    with_mup = optimizers_that(lambda spec: not spec.why_no_mup)
+    yield Rule(
+        not model.mup_base or not why_no_mup,
+        f"optim.name: {optimizer} does not support muP (model.mup_base): {why_no_mup}; "
+        f"take {in_words(with_mup, 'or')}")
+    yield Rule(
+        model.mup_base or not model.mup_head_dim,
+        "model.mup_head_dim: belongs to muP, and model.mup_base is none; set model.mup_base, or leave it out")
+    yield Rule(
+        model.mtp >= 0 and model.mtp_weight >= 0,
+        "model.mtp, model.mtp_weight: must not be negative")
+    yield Rule(
+        model.qk_norm or not model.qk_norm_whole,
+        "model.qk_norm_whole: changes model.qk_norm, which is false; set model.qk_norm true, or leave it out")
+    yield Rule(
+        model.positions != "learned" or seq_len <= model.context,
+        f"train.seq_len: {seq_len} is longer than the {model.context} learned positions (model.context); "
+        "shorten it or raise model.context",
+        "train.seq_len", [model.context // 2**i for i in range(4)])
+
+
+def moe_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Mixtures of experts: sizes, router, capacity, layout."""
+    if cfg.model.experts is None:
+        yield from without_experts_rules(cfg)
+        return
+    yield from expert_parallel_rules(cfg, world)
+    yield from router_rules(cfg)
+    yield from mixture_rules(cfg)
+
+
+def without_experts_rules(cfg: Config) -> Iterator[Rule]:
+    parallel = cfg.parallel
+    key = "ep" if parallel.ep > 1 else "etp"
+    yield Rule(
+        parallel.ep == parallel.etp == 1,
+        f"parallel.{key}: shards experts, and model.experts is none; leave it at 1")
+    yield Rule(
+        cfg.model.capacity is None,
+        "model.capacity: belongs to experts, and model.experts is none; leave it out")
+
+
+def expert_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    model, parallel = cfg.model, cfg.parallel
+    experts, width = model.experts, expert_ffn_size(model)
+    assert experts is not None
+    yield Rule(
+        experts % parallel.ep == 0,
+        f"parallel.ep: {parallel.ep} does not divide model.experts={experts}",
+        "parallel.ep", divisors(experts))
+    yield Rule(
+        width % parallel.etp == 0,
+        f"parallel.etp: {parallel.etp} does not divide model.moe_ffn={width}",
+        "parallel.etp", divisors(width))
+    ranks = world // (parallel.pp * parallel.dp_rep)
+    yield Rule(
+        ranks % (parallel.ep * parallel.etp) == 0,
+        f"parallel.ep*etp = {parallel.ep}*{parallel.etp} does not divide dp*cp*tp = {ranks}",
+        "parallel.ep parallel.etp", divisors(ranks))
+
+
+def router_rules(cfg: Config) -> Iterator[Rule]:
+    model = cfg.model
+    experts, groups, top_groups = model.experts, model.router_groups, model.router_group_top_k
+    assert experts is not None
+    yield Rule(
+        model.top_k <= experts,
+        f"model.top_k: {model.top_k} is more than model.experts={experts}",
+        "model.top_k", (experts,))
+    yield Rule(
+        experts % groups == 0,
+        f"model.router_groups: {groups} does not divide model.experts={experts}",
+        "model.router_groups", divisors(experts))
+    yield Rule(
+        top_groups <= groups,
+        f"model.router_group_top_k: {top_groups} is more than model.router_groups={groups}",
+        "model.router_group_top_k", (groups,))
+    candidates = experts // groups * top_groups
+    yield Rule(
+        model.top_k <= candidates,
+        f"model.top_k: {model.top_k} is more than the {candidates} experts of "
+        f"model.router_group_top_k={top_groups} groups",
+        "model.top_k model.router_group_top_k", range(1, experts + 1))
+    yield Rule(
+        model.router == "softmax" or groups == 1 or experts // groups > 1,
+        f"model.router_groups: {groups} groups have one expert each, and a sigmoid router adds up the scores "
+        "of the best two of a group",
+        "model.router_groups", divisors(experts))
+
+
+def mixture_rules(cfg: Config) -> Iterator[Rule]:
+    model, train, parallel = cfg.model, cfg.train, cfg.parallel
+    experts = model.experts
+    assert experts is not None
+
+    # capacity and losses
+    yield Rule(
+        model.capacity is None or model.capacity >= 1 / experts,
+        f"model.capacity: {model.capacity} is below 1/experts = {1 / experts:g}, and most tokens would be "
+        "dropped; take 1 for a fair share, or none to drop no token")
+    yield Rule(
+        model.capacity is not None or not model.pad,
+        "model.pad: pads to model.capacity, which is none; set model.capacity, or leave pad out")
+    yield Rule(0 <= model.jitter < 1, f"model.jitter: {model.jitter} must lie in [0, 1)")
+    for key in ("shared_experts", "first_dense", "aux_loss", "z_loss", "router_bias_rate"):
+        value = getattr(model, key)
+        yield Rule(value >= 0, f"model.{key}: {value} must not be negative")
+
+    # which layers have experts, and of which kind
+    yield Rule(
+        any(has_experts(model, layer) for layer in range(model.layers)),
+        f"model.first_dense: {model.first_dense} and model.moe_every={model.moe_every} leave no layer with "
+        f"experts (model.layers={model.layers})",
+        "model.first_dense model.moe_every", range(model.layers))
+    yield Rule(
+        not model.shared_gate or model.shared_experts,
+        "model.shared_gate: there are no shared experts; set model.shared_experts, or leave it out")
+    with_biases = " with biases" if model.bias else ""
+    yield Rule(
+        model.activation == "swiglu" and not model.bias,
+        f"model.experts: an expert is a SwiGLU without biases, not {model.activation}{with_biases}; "
+        "set model.activation swiglu and model.bias false")
+
+    # layout
+    shared_width = model.shared_experts * expert_ffn_size(model)
+    yield Rule(
+        shared_width % parallel.tp == 0,
+        f"parallel.tp: {parallel.tp} does not divide the shared experts' width {shared_width}",
+        "parallel.tp", divisors(shared_width))
+    shards = parallel.cp * parallel.tp
+    yield Rule(
+        train.seq_len % shards == 0,
+        f"train.seq_len: {train.seq_len} is not a multiple of cp*tp = {parallel.cp}*{parallel.tp}, "
+        "over which the tokens of a mixture layer are sharded",
+        "train.seq_len", nearby_multiples(train.seq_len, shards))
+
+
+# ---- the run and its layout ------------------------------------------------------------------------------
+
+def run_length_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """The length of the run, and the profiled steps. Raises ConfigError if profile.steps cannot be read."""
+    given = [key for key in HORIZONS if getattr(cfg.train, key) is not None]
+    key = given[1] if len(given) > 1 else "steps"
+    yield Rule(
+        len(given) == 1,
+        f"train.{key}: give exactly one of train.steps, train.tokens, train.flops; "
+        f"got {' and '.join(given) or 'none'}")
+    profiled_steps(cfg.profile.steps)
+
+
+def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Parallel degrees, stages and recompute modes."""
+    model, parallel = cfg.model, cfg.parallel
+    tp, pp, cp, dp_rep = parallel.tp, parallel.pp, parallel.cp, parallel.dp_rep
+    degree = tp * pp * cp * dp_rep
+    yield Rule(
+        world % degree == 0,
+        f"parallel.tp*pp*cp*dp_rep = {tp}*{pp}*{cp}*{dp_rep} = {degree} "
+        f"does not divide the world size {world}",
+        "parallel.tp parallel.pp parallel.cp parallel.dp_rep", divisors(world))
+
+    if parallel.stages:
+        yield from stages_rules(cfg)
+    for key, known in RECOMPUTE_WORDS.items():
+        words = comma_separated(getattr(parallel, key))
+        unknown = next((word for word in words if word not in known), None)
+        yield Rule(
+            unknown is None,
+            f"parallel.{key}: {unknown!r} is not one of {', '.join(known)}; separate them by commas")
+
+    sizes = {
+        "model.heads": model.heads,
+        "model.kv_heads": kv_heads(model),
+        "model.ffn": model.ffn,
+        "model.vocab_multiple": model.vocab_multiple,
+    }
+    for key, size in sizes.items():
+        # several ranks compute the same key and value head
+        is_shared = key == "model.kv_heads" and tp % size == 0 and not model.qk_norm_whole
+        yield Rule(
+            size % tp == 0 or is_shared,
+            f"parallel.tp: {tp} does not divide {key}={size}", "parallel.tp", divisors(size))
+
+
+def stages_rules(cfg: Config) -> Iterator[Rule]:
+    """parallel.stages, if it is set."""
+    stages, layers = cfg.parallel.stages, cfg.model.layers
+    sizes = positive_integers(stages)
+    yield Rule(
+        sizes,
+        f"parallel.stages: {stages!r} is not a list of layers for each stage; "
+        "write it as 3,2,2,1, each at least 1")
+    last = layers - sum(sizes[:-1])
+    example = ",".join(map(str, [*sizes[:-1], last]))
+    advice = f"; try parallel.stages {example}" if last > 0 else ""
+    yield Rule(
+        sum(sizes) == layers,
+        f"parallel.stages: {stages} makes {sum(sizes)} layers, model.layers is {layers}{advice}")
+
+
+def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Sequence and context parallelism."""
+    model, train, parallel = cfg.model, cfg.train, cfg.parallel
+    tp, cp = parallel.tp, parallel.cp
+    # Each rank of cp holds two chunks of a sequence; sp shards what a rank holds.
+    chunks = 2 if cp > 1 else 1
+    unit = cp * math.lcm(chunks, tp if parallel.sp else 1)
+    cause = f" and parallel.sp over tp={tp} require" if parallel.sp else " requires"
+    yield Rule(
+        train.seq_len % unit == 0,
+        f"train.seq_len: {train.seq_len} is not a multiple of {unit}, as parallel.cp={cp}{cause}",
+        "train.seq_len", nearby_multiples(train.seq_len, unit))
+    for key, heads in (("model.heads", model.heads), ("model.kv_heads", kv_heads(model))):
+        yield Rule(
+            cp == 1 or parallel.cp_kind == "ring" or heads % (tp * cp) == 0,
+            f"parallel.cp_kind: ulysses gives each rank whole heads, and tp*cp = {tp}*{cp} does not divide "
+            f"{key}={heads}; take ring, or another degree",
+            "parallel.cp", divisors(heads))
+
+
+# ---- precision and the step ------------------------------------------------------------------------------
+
+def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """fp8: which layers run in it, and shapes that its scales divide."""
+    model, train, parallel = cfg.model, cfg.train, cfg.parallel
+    recipe = fp8_recipe(train)
+    yield Rule(
+        recipe is None or train.dtype in ("fp8", "fp64"),
+        f"train.fp8: {train.fp8} belongs to train.dtype fp8, and the dtype is {train.dtype}; "
+        "set train.dtype fp8, or leave train.fp8 out")
+    if recipe is None:
+        return
+
+    keep, layers = train.fp8_keep, model.layers
+    yield Rule(keep >= 0, f"train.fp8_keep: {keep} must not be negative", "train.fp8_keep", (0, 1))
+    yield Rule(
+        2 * keep < layers,
+        f"train.fp8_keep: {keep} first and {keep} last layers in bf16 leave no layer in fp8 "
+        f"(model.layers={layers})",
+        "train.fp8_keep", range((layers + 1) // 2))
+
+    yield Rule(
+        model.experts is None or parallel.etp == 1 or recipe == "blockwise",
+        f"parallel.etp: {parallel.etp} ranks share an expert, and a {recipe} scale would cover all of them; "
+        "take train.fp8 blockwise, or parallel.ep")
+    yield Rule(
+        kv_heads(model) % parallel.tp == 0,
+        f"parallel.tp: {parallel.tp} ranks share model.kv_heads={kv_heads(model)}, and shared heads do not "
+        "support fp8; use at most that many ranks, or bf16",
+        "parallel.tp", divisors(kv_heads(model)))
+    yield from fp8_shape_rules(cfg, recipe)
+
+
+def fp8_shape_rules(cfg: Config, recipe: str) -> Iterator[Rule]:
+    """Features and tokens must be multiples of the block of one scale, or of the unit of the hardware."""
+    train, parallel = cfg.train, cfg.parallel
+    blockwise = recipe == "blockwise"
+    proof = train.dtype == "fp64"  # the limits of chips do not apply
+    block = train.fp8_block
+    yield Rule(
+        not blockwise or proof or (block >= 16 and block & block - 1 == 0),
+        f"train.fp8_block: {block} must be a power of two, at least 16", "train.fp8_block", FP8_BLOCKS)
+
+    if blockwise:
+        unit, unit_text = block, f"train.fp8_block={block}"
+    else:
+        unit = 1 if proof else FP8_UNIT
+        unit_text = f"{unit}, as fp8 products require"
+    for key, (features, degree) in fp8_features(cfg).items():
+        degree_name = "etp" if key == "model.moe_ffn" else "tp"
+        shards = f" / {degree_name} {degree}" if degree > 1 else ""
+        yield Rule(
+            features % (degree * unit) == 0,
+            f"train.dtype: {features}{shards} features of {key} are not a multiple of {unit_text}; "
+            "change it, or use bf16",
+            keys="train.fp8_block" if blockwise else f"parallel.{degree_name}",
+            values=FP8_BLOCKS if blockwise else divisors(degree))
+
+    if blockwise:
+        chunks = 2 * parallel.cp if parallel.cp > 1 else 1
+        chunks_text = f" / {chunks} chunks of cp {parallel.cp}" if chunks > 1 else ""
+        yield Rule(
+            train.seq_len % (chunks * unit) == 0,
+            f"train.seq_len: {train.seq_len}{chunks_text} is not a multiple of {unit_text}, "
+            "by which weight gradients are quantized",
+            "train.fp8_block", FP8_BLOCKS)
+    else:
+        tokens = train.micro_batch * train.seq_len // parallel.cp
+        yield Rule(
+            tokens % unit == 0,
+            f"train.seq_len: {tokens} tokens of a microbatch and rank are not a multiple of {unit_text}",
+            "train.seq_len", nearby_multiples(train.seq_len, unit * parallel.cp))
+
+
+def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
+    """{key that sets the size: (features of a matrix in fp8, degree that shards them)}."""
+    model, tp, etp = cfg.model, cfg.parallel.tp, cfg.parallel.etp
+    features = {"model.hidden": (model.hidden, 1), "model.heads": (model.heads * value_dim(model), tp)}
+    if not all(has_experts(model, layer) for layer in range(model.layers)):
+        features["model.ffn"] = (model.ffn, tp)
+    if model.experts:
+        features["model.moe_ffn"] = (expert_ffn_size(model), etp)
+    if model.experts and model.shared_experts:
+        features["model.shared_experts"] = (model.shared_experts * expert_ffn_size(model), tp)
+    if not model.kv_rank:
+        features["model.kv_heads"] = (kv_heads(model) * head_dim(model), tp)
+    elif not model.q_rank:
+        common = math.gcd(head_dim(model), value_dim(model))
+        features["model.heads"] = (model.heads * common, tp)
+    return features
+
+
+def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """What a recording of forward and backward (runtime/graphs.py) cannot contain."""
+    model, train, parallel = cfg.model, cfg.train, cfg.parallel
+    obstacles = {
+        f"{world} ranks, whose exchanges are not recorded": world > 1,
+        "train.device=cpu, which has no graphs": train.device == "cpu",
+        "model.experts, whose routing is read on the host": model.experts is not None,
+        f"parallel.offload={parallel.offload}, whose copies involve the host": parallel.offload != "none",
+        f"parallel.zero={parallel.zero}, which allocates and frees buffers in a step": parallel.zero > 1,
+        "log.noise_scale, which reads gradients between two microbatches": cfg.log.noise_scale,
+    }
+    for obstacle, is_present in obstacles.items():
+        yield Rule(
+            not train.cuda_graphs or not is_present,
+            f"train.cuda_graphs: not possible with {obstacle}; leave it out")
+
+
+def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Offload and bf16 states, which not every optimizer supports."""
+    optim, offload = cfg.optim, cfg.parallel.offload
+    spec = OPTIMIZERS[optim.name]
+    with_offload = in_words(optimizers_that(lambda spec: spec.supports_offload))
+    with_bf16 = optimizers_that(lambda spec: spec.supports_bf16_states)
+    yield Rule(
+        spec.supports_offload or offload not in ("optimizer", "both"),
+        f"parallel.offload: {offload} supports the state of {with_offload} only, and optim.name is "
+        f"{optim.name}; use none or activations")
+    yield Rule(
+        optim.states == "fp32" or spec.supports_bf16_states,
+        f"optim.states: only {in_words(with_bf16)} rounds bf16 states stochastically, and rounding to "
+        f"nearest would lose small updates of optim.name={optim.name}; take {in_words(with_bf16, 'or')}, "
+        "or optim.states fp32")
+
+
+def data_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """ZeRO, reductions and their compression."""
+    parallel = cfg.parallel
+    zero, compress = parallel.zero, parallel.compress
+    yield Rule(
+        zero or parallel.dp_rep == 1,
+        "parallel.dp_rep: replicates the shards of ZeRO, and parallel.zero is 0; "
+        "set parallel.zero to 1, 2 or 3, or leave dp_rep at 1",
+        "parallel.zero", (1, 2, 3))
+    yield Rule(
+        not zero or parallel.reduce in ("collective", "ring"),
+        f"parallel.reduce: {parallel.reduce} computes whole sums, parallel.zero={zero} needs shards of them; "
+        "use collective or ring, or parallel.zero 0")
+    yield Rule(
+        compress == "none" or parallel.reduce == "collective",
+        f"parallel.compress: {compress} determines how gradients are summed, and so does "
+        f"parallel.reduce={parallel.reduce}; use one of them")
+    yield Rule(
+        compress != "powersgd" or not zero,
+        f"parallel.compress: powersgd factorizes whole gradients, and parallel.zero={zero} needs shards; "
+        "use int8 or fp8, or parallel.zero 0")
+    yield Rule(
+        compress != "powersgd" or cfg.train.dtype != "fp16",
+        "parallel.compress: powersgd carries errors over to the next step, whose loss scale may differ with "
+        "train.dtype fp16; use train.dtype bf16")
+    yield Rule(
+        parallel.compress_weights == "none" or zero,
+        f"parallel.compress_weights: {parallel.compress_weights} compresses gathered weights, and "
+        "parallel.zero=0 gathers none; set parallel.zero to 1, 2 or 3, or leave it at none",
+        "parallel.zero", (1, 2, 3))
+
+    block = parallel.compress_block
+    yield Rule(
+        block % 64 == 0,
+        f"parallel.compress_block: {block} is not a multiple of 64, the alignment of parameters",
+        "parallel.compress_block", nearby_multiples(block, 64))
+    yield from node_rules(cfg, world)
+
+
+def node_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """parallel.reduce hierarchy: a data-parallel group has as many ranks on each of its nodes."""
+    parallel = cfg.parallel
+    stage_ranks = world // parallel.pp  # consecutive; those of one data-parallel group are `stride` apart
+    node = parallel.node or world
+    for name, stride in (("tp", parallel.tp), ("ep*etp", parallel.ep * parallel.etp)):
+        stage_is_even = max(stage_ranks, node) % min(stage_ranks, node) == 0
+        groups_are_even = max(stride, node) % min(stride, node) == 0
+        yield Rule(
+            parallel.reduce != "hierarchy" or (stage_is_even and groups_are_even),
+            f"parallel.node: {node} divides the {stage_ranks} ranks of a stage unevenly with {name} {stride}",
+            "parallel.node", divisors(stage_ranks))
+
+
+# ---- batches, measurements, names ------------------------------------------------------------------------
+
+def sequences_per_microbatch(cfg: Config, world: int) -> int:
+    """Sequences of one microbatch over all data-parallel ranks; a global batch is a multiple of it."""
+    parallel = cfg.parallel
+    dp = world // (parallel.tp * parallel.pp * parallel.cp)
+    return cfg.train.micro_batch * dp
+
+
+def batch_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Global batch."""
+    train = cfg.train
+    unit = sequences_per_microbatch(cfg, world)
+    yield Rule(
+        train.global_batch % unit == 0,
+        f"train.global_batch: {train.global_batch} is not a multiple of train.micro_batch x dp = "
+        f"{train.micro_batch} x {unit // train.micro_batch}",
+        "train.global_batch", nearby_multiples(train.global_batch, unit))
+
+
+def noise_scale_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """log.noise_scale needs whole gradients of a part of the batch."""
+    model, parallel = cfg.model, cfg.parallel
+    yield Rule(
+        not cfg.log.noise_scale or parallel.cp == 1,
+        f"log.noise_scale: needs the gradient of some sequences only, and parallel.cp={parallel.cp} ranks "
+        "share each sequence; set parallel.cp 1, or leave it out")
+
+    heads_are_shared = kv_heads(model) % parallel.tp != 0
+    replicated = (model.kv_rank or model.mtp) and parallel.sp and parallel.tp > 1
+    if replicated:
+        cause = "with parallel.sp the matrices after latents and those of multi-token prediction have"
+    else:
+        cause = f"the matrices of model.kv_heads={kv_heads(model)} have"
+    yield Rule(
+        not cfg.log.noise_scale or not (heads_are_shared or replicated),
+        f"log.noise_scale: at parallel.tp={parallel.tp} {cause} gradients that are summed over tp after the "
+        "step; take a lower parallel.tp, or leave it out")
+
+
+def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """train.ramp: every batch size on the way to train.global_batch is possible."""
+    train = cfg.train
+    if not train.ramp:
+        return
+    unit = sequences_per_microbatch(cfg, world)
+    numbers = positive_integers(train.ramp)
+    yield Rule(
+        len(numbers) == 3,
+        f"train.ramp: {train.ramp!r} must be START,INCREMENT,SAMPLES: three whole numbers above 0 and below "
+        "1e9",
+        ramp_unit=unit)
+
+    start, increment, _ = numbers
+    yield Rule(
+        start < train.global_batch and (train.global_batch - start) % increment == 0,
+        f"train.ramp: {train.ramp} does not lead from {start} sequences by {increment} at a time to "
+        f"train.global_batch={train.global_batch}",
+        ramp_unit=unit)
+    yield Rule(
+        start % unit == increment % unit == 0,
+        f"train.ramp: {train.ramp} has steps of {start} and {start + increment} sequences, and each must be "
+        f"a multiple of train.micro_batch x dp = {train.micro_batch} x {unit // train.micro_batch}",
+        ramp_unit=unit)
+
+
+def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """The name of the run folder."""
+    name = cfg.log.name
+    is_plain = not name or ("/" not in name and "\0" not in name and name not in (".", ".."))
+    yield Rule(is_plain, f"log.name: {name!r} must be a plain folder name; put the parent into log.dir")
+
+
+# In this order: a rule may assume those before it.
+RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
+    positive_rules,
+    range_rules,
+    attention_rules,
+    latent_attention_rules,
+    other_model_rules,
+    run_length_rules,
+    layout_rules,
+    sequence_sharding_rules,
+    moe_rules,
+    fp8_rules,
+    cuda_graph_rules,
+    optimizer_state_rules,
+    data_parallel_rules,
+    batch_rules,
+    noise_scale_rules,
+    ramp_rules,
+    name_rules,
+)

@@ -1,0 +1,84 @@
+"""YAML files as plain data, read strictly.
+
+What a person can misread, or what a program can choke on, is a ConfigError that names the file and the line.
+"""
+import re
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Tree = dict[str, Any]  # nested keys and values, as YAML and JSON have them
+KEPT_RESOLVERS = ("null", "float", "merge")  # of yaml.SafeLoader; int and bool have stricter ones below
+
+
+class ConfigError(ValueError):
+    """A mistake of the user: one line that names the key and how to correct it.
+
+    train.py prints the line and exits with `exit_code`.
+    """
+    exit_code = 2
+
+
+def kept_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+    """{first character: [(tag, pattern)]}: the implicit types that StrictYamlLoader takes from SafeLoader."""
+    kept: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
+        kept[first] = [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":")[-1] in KEPT_RESOLVERS]
+    return kept
+
+
+class StrictYamlLoader(yaml.SafeLoader):
+    """Safe YAML with fewer surprises.
+
+    Aliases (billion laughs attack) and duplicate keys are errors. 12:30:45 and 017 are not numbers; `no` and
+    `off` are text, and only `true` and `false` are booleans.
+    """
+
+    yaml_implicit_resolvers = kept_resolvers()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            line = self.peek_event().start_mark.line + 1
+            raise ConfigError(f"{self.name}:{line}: aliases are not allowed here; write the value out")
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[object] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                line = key.start_mark.line + 1
+                raise ConfigError(f"{self.name}:{line}: {key.value} stands twice; keep one")
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$")
+BOOLEAN = re.compile(r"^(true|false)$")
+StrictYamlLoader.add_implicit_resolver("tag:yaml.org,2002:int", INTEGER, list("-+0123456789"))
+StrictYamlLoader.add_implicit_resolver("tag:yaml.org,2002:bool", BOOLEAN, list("tf"))
+
+
+def read_yaml(path: Path | str) -> Tree:
+    """The file's keys and values; {} if it is empty.
+
+    Raises ConfigError, which names file and line, if the file cannot be read or is not such YAML.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            loader = StrictYamlLoader(file)
+            loader.name = str(path)
+            tree = loader.get_single_data()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from None
+
+    if tree is None or isinstance(tree, dict):
+        return tree or {}
+    raise ConfigError(f"{path}: expected keys and values, got {type(tree).__name__}")

@@ -1,0 +1,79 @@
+"""The end of an error about the config: values nearby with which every rule is kept."""
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from config import Config, ConfigError, divisors, positive_integers
+from config.rules import Rule, validate
+
+MAX_SUGGESTIONS = 4
+MAX_RAMPS_TRIED = 50
+
+
+CanRun = Callable[[Config], bool]  # may raise ConfigError in place of False
+
+
+def check_rules(cfg: Config, world: int = 1) -> None:
+    """Raises ConfigError for the first rule that the config breaks, with values that keep all rules."""
+    broken = validate(cfg, world)
+    if broken is None:
+        return
+    raise ConfigError(broken.message + suggestion(cfg, broken, lambda other: validate(other, world) is None))
+
+
+def suggestion(cfg: Config, broken: Rule, can_run: CanRun) -> str:
+    """The end of the error of a broken rule: values with which can_run(config); "" if there are none."""
+    if broken.ramp_unit:
+        return nearby_ramp(cfg, broken.ramp_unit, can_run)
+    for key in broken.keys.split():
+        values = nearby_values(cfg, key, broken.values, can_run)
+        if values:
+            return f"; try {key} {', '.join(map(str, values))}"
+    return ""
+
+
+def nearby_values(cfg: Config, key: str, values: Iterable[int], can_run: CanRun) -> list[int]:
+    """Up to four of `values` for `key` with which can_run(config): those next to its present value."""
+    section_name, name = key.split(".")
+    section = getattr(cfg, section_name)
+    present = getattr(section, name) or 0
+    nearest_first = sorted(set(values), key=lambda value: (abs(value - present), value))
+
+    accepted: list[int] = []
+    for value in nearest_first:
+        changed = dataclasses.replace(section, **{name: value})
+        if passes(dataclasses.replace(cfg, **{section_name: changed}), can_run):
+            accepted.append(value)
+        if len(accepted) == MAX_SUGGESTIONS:
+            break
+    return sorted(accepted)
+
+
+def nearby_ramp(cfg: Config, unit: int, can_run: CanRun) -> str:
+    """The end of an error about train.ramp: the nearest ramp with which can_run(config).
+
+    unit: every batch size of the ramp is a multiple of it (sequences).
+    """
+    train = cfg.train
+    given = positive_integers(train.ramp)
+    if len(given) != 3:
+        given = [*given, unit, unit, 100 * train.global_batch]
+    first, increment, samples = given[:3]
+
+    candidates: list[tuple[int, int]] = []
+    for start in range(unit, train.global_batch, unit):
+        increments = divisors(train.global_batch - start)
+        candidates += [(start, each) for each in increments if each % unit == 0]
+    candidates.sort(key=lambda ramp: (abs(ramp[0] - first), abs(ramp[1] - increment)))
+
+    for start, each in candidates[:MAX_RAMPS_TRIED]:
+        ramp = f"{start},{each},{samples}"
+        if passes(dataclasses.replace(cfg, train=dataclasses.replace(train, ramp=ramp)), can_run):
+            return f"; try train.ramp {ramp}"
+    return "; leave it out"
+
+
+def passes(cfg: Config, can_run: CanRun) -> bool:
+    with contextlib.suppress(ConfigError):
+        return can_run(cfg)
+    return False

@@ -1,0 +1,388 @@
+"""Keys that are set but have no effect in this config: refused, or noted where a refusal would be in the way.
+
+A key counts as set if its value is neither the default of config/schema.py nor the value of the model's
+preset, which may set keys of a feature that the user turns off. Most such keys are mistakes, and are refused
+in one line. Keys that scripts keep set while they vary something else (sizes, optimizers, data) are noted in
+one line, and the run continues.
+
+Keys that contradict each other are the subject of config/rules.py. TABLE, READ and RULED together name every
+key of config/schema.py; tests/config/test_unused.py checks it. train.py calls check_unused; programs that
+build configs for a proof or a plan (proof/verify, plan/search.py) do not.
+"""
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from config import (
+    OPTIMIZERS,
+    Config,
+    ConfigError,
+    build_tree,
+    comma_separated,
+    compression_block,
+    fp8_recipe,
+    presets,
+)
+from config.optimizers import in_words, optimizers_that
+from config.schema import (
+    WITH_BIAS,
+    WITHOUT_AUX_LOSS,
+    WITHOUT_CAPACITY,
+    WITHOUT_EXPERTS,
+    WITHOUT_MLA,
+    WITHOUT_MTP,
+    WITHOUT_ROPE,
+    WITHOUT_ROPE_SCALING,
+    WITHOUT_ROUTER_BIAS,
+    WITHOUT_YARN,
+    ModelConfig,
+    UnusedModelKeys,
+)
+
+
+@dataclass(frozen=True)
+class UnusedKeys:
+    """Keys of one section that have no effect under the same condition."""
+    section: str
+    keys: str  # names without their section, separated by spaces
+    when: Callable[[Config, int], bool]  # (config, number of ranks): the keys have no effect
+    why: str  # the reason, after "KEY does nothing: it"
+    remedy: str  # how to correct the config
+    note: str = ""  # why a refusal would be in the way, and the keys are only noted; "": they are refused
+    even_default: bool = False  # the row holds for default values, too
+
+
+def recompute_modes(cfg: Config) -> list[str]:
+    """The recompute modes that some stage has."""
+    return comma_separated(cfg.parallel.recompute_stages) or [cfg.parallel.recompute]
+
+
+def no_shared_parameters(cfg: Config, world: int) -> bool:
+    """Whether no two ranks hold the same parameters."""
+    return world == cfg.parallel.tp * cfg.parallel.pp
+
+
+def sequences_exceed_context(cfg: Config) -> bool:
+    """Whether sequences are longer than model.context, with positions that allow it."""
+    return cfg.model.positions == "rope" and cfg.model.context < cfg.train.seq_len
+
+
+def unused_in(row: UnusedModelKeys, why: str, remedy: str) -> UnusedKeys:
+    """A row whose condition depends on the model alone (config/schema.py, which no_effect reads, too)."""
+    return UnusedKeys("model", row.keys, lambda cfg, _: row.when(cfg.model), why, remedy)
+
+
+def optimizer_reads(cfg: Config, key: str) -> bool:
+    """Whether the optimizer reads optim.`key`: one of those that only some of them read."""
+    return key in OPTIMIZERS[cfg.optim.name].keys
+
+
+WITH_MOMENTUM = optimizers_that(lambda spec: "momentum" in spec.keys)
+ONE_STAGE = ("gpipe", "1f1b", "zb-h1")  # schedules with one stage on each rank
+MANY_SIZES = "one script, many sizes"  # scaling runs keep the key set while the degrees go down to 1
+
+TABLE = (
+    # ---- the model
+    unused_in(
+        WITHOUT_EXPERTS,
+        why="belongs to a mixture of experts, and model.experts is none",
+        remedy="set model.experts, or leave it out",
+    ),
+    unused_in(
+        WITHOUT_ROUTER_BIAS,
+        why="moves model.router_bias, which is false",
+        remedy="set that true, or leave it out",
+    ),
+    unused_in(
+        WITHOUT_AUX_LOSS,
+        why="selects the load that model.aux_loss balances, which is 0",
+        remedy="set model.aux_loss, or leave it out",
+    ),
+    unused_in(
+        WITHOUT_CAPACITY,
+        why="selects the tokens that exceed model.capacity, which is none",
+        remedy="set model.capacity, or leave it out",
+    ),
+    unused_in(
+        WITHOUT_ROPE,
+        why="belongs to rotary positions, and model.positions is learned",
+        remedy="set that to rope, or leave it out",
+    ),
+    unused_in(
+        WITHOUT_ROPE_SCALING,
+        why="belongs to the scaling by model.rope_factor, which is none",
+        remedy="set model.rope_factor, or leave it out",
+    ),
+    unused_in(
+        WITHOUT_YARN,
+        why="belongs to YaRN, and model.rope_kind is llama3",
+        remedy="set model.rope_kind yarn, or leave it out",
+    ),
+    UnusedKeys(
+        section="model",
+        keys="context",
+        when=lambda cfg, _: sequences_exceed_context(cfg),
+        why="is below train.seq_len, and rotary positions continue beyond it (an export would claim less)",
+        remedy="raise it to train.seq_len, or shorten that",
+        even_default=True,
+    ),
+    unused_in(
+        WITHOUT_MLA,
+        why="belongs to latent attention, and model.kv_rank is none",
+        remedy="set model.kv_rank, or leave it out",
+    ),
+    unused_in(
+        WITH_BIAS,
+        why="adds biases that model.bias adds already",
+        remedy="leave one of them out",
+    ),
+    unused_in(
+        WITHOUT_MTP,
+        why="is the weight of the loss of model.mtp, which is 0",
+        remedy="set model.mtp, or leave it out",
+    ),
+    UnusedKeys(
+        section="model",
+        keys="attention",
+        when=lambda cfg, _: cfg.parallel.cp > 1 and cfg.parallel.cp_kind == "ring",
+        why="selects a kernel, and ring context parallelism has its own",
+        remedy="set parallel.cp_kind ulysses, or leave it out",
+    ),
+    # ---- the step
+    UnusedKeys(
+        section="train",
+        keys="fp8_keep fp8_block",
+        when=lambda cfg, _: fp8_recipe(cfg.train) is None,
+        why="belongs to fp8, and train.dtype is not fp8",
+        remedy="set train.dtype fp8, or leave it out",
+    ),
+    UnusedKeys(
+        section="train",
+        keys="fp8_block",
+        when=lambda cfg, _: fp8_recipe(cfg.train) != "blockwise",
+        why="is the block of train.fp8 blockwise, which is not selected",
+        remedy="set that, or leave it out",
+        note="one script, every granularity of scales",
+    ),
+    UnusedKeys(
+        section="train",
+        keys="loss_scale loss_scale_window",
+        when=lambda cfg, _: cfg.train.dtype != "fp16",
+        why="scales the loss of fp16, and train.dtype is another",
+        remedy="set train.dtype fp16, or leave it out",
+    ),
+    UnusedKeys(
+        section="optim",
+        keys="min_lr",
+        when=lambda cfg, _: cfg.optim.decay == "constant",
+        why="is the end of a decay, and optim.decay is constant",
+        remedy="select another decay, or leave it out",
+    ),
+    UnusedKeys(
+        section="optim",
+        keys="decay_fraction",
+        when=lambda cfg, _: cfg.optim.decay != "wsd",
+        why="is the decaying fraction of wsd, and optim.decay is another",
+        remedy="select wsd, or leave it out",
+    ),
+    UnusedKeys(
+        section="optim",
+        keys="momentum",
+        when=lambda cfg, _: not optimizer_reads(cfg, "momentum"),
+        why=f"belongs to {in_words(WITH_MOMENTUM)}, and optim.name is another, which has beta1",
+        remedy="leave it out",
+    ),
+    UnusedKeys(
+        section="optim",
+        keys="beta1 beta2",
+        when=lambda cfg, _: not optimizer_reads(cfg, "beta1"),
+        why="is not read by this optim.name, which has optim.momentum",
+        remedy="leave it out",
+        note="one recipe, many optimizers: published recipes set the betas",
+    ),
+    UnusedKeys(
+        section="optim",
+        keys="eps",
+        when=lambda cfg, _: not optimizer_reads(cfg, "eps"),
+        why="is not read by this optim.name",
+        remedy="leave it out",
+        note="one recipe, many optimizers: published recipes set eps",
+    ),
+    # ---- the layout
+    UnusedKeys(
+        section="parallel",
+        keys="sp",
+        when=lambda cfg, _: cfg.parallel.tp == 1,
+        why="has nothing to shard at parallel.tp 1",
+        remedy="leave it out",
+        note=MANY_SIZES,
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="schedule vpp",
+        when=lambda cfg, _: cfg.parallel.pp == 1,
+        why="has nothing to overlap at parallel.pp 1",
+        remedy="leave it out",
+        note=MANY_SIZES,
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="cp_kind",
+        when=lambda cfg, _: cfg.parallel.cp == 1,
+        why="has nothing to share at parallel.cp 1",
+        remedy="leave it out",
+        note=MANY_SIZES,
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="zero reduce compress compress_weights",
+        when=no_shared_parameters,
+        why="has nothing to share: every rank has parameters of its own",
+        remedy="leave it out",
+        note=MANY_SIZES,
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="timeout_s",
+        when=lambda _, world: world == 1,
+        why="is a wait for other ranks, and there are none",
+        remedy="leave it out",
+        note=MANY_SIZES,
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="stages",
+        when=lambda cfg, _: cfg.parallel.pp == 1 and cfg.parallel.schedule in ONE_STAGE,
+        why="divides the layers into stages, and parallel.pp 1 has one stage",
+        remedy="raise parallel.pp, or leave it out",
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="recompute",
+        when=lambda cfg, _: cfg.parallel.recompute_stages is not None,
+        why="is replaced by parallel.recompute_stages",
+        remedy="set one of them",
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="recompute_parts",
+        when=lambda cfg, _: "selective" not in recompute_modes(cfg),
+        why="belongs to parallel.recompute selective, which no stage has",
+        remedy="set that, or leave this out",
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="node",
+        when=lambda cfg, _: cfg.parallel.reduce != "hierarchy",
+        why="is read by parallel.reduce hierarchy only",
+        remedy="set that, or leave this out",
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="compress_block",
+        when=lambda cfg, _: compression_block(cfg.parallel) is None,
+        why="is the block of int8 and fp8, and nothing is compressed by them",
+        remedy="set parallel.compress or compress_weights, or leave it out",
+    ),
+    UnusedKeys(
+        section="parallel",
+        keys="powersgd_rank",
+        when=lambda cfg, _: cfg.parallel.compress != "powersgd",
+        why="belongs to parallel.compress powersgd, which is not selected",
+        remedy="set that, or leave this out",
+    ),
+    # ---- data, evaluation, logging
+    UnusedKeys(
+        section="data",
+        keys="cache",
+        when=lambda cfg, _: "stdlib" not in cfg.data.path.split(),
+        why="is the folder of data that is made when the run starts, and data.path names files",
+        remedy="leave it out",
+        note="the job script of a site sets it once for all data",
+    ),
+    UnusedKeys(
+        section="eval",
+        keys="prompt temperature",
+        when=lambda cfg, _: cfg.eval.sample == 0,
+        why="belongs to the sampled text, and eval.sample is 0",
+        remedy="set eval.sample, or leave it out",
+    ),
+    UnusedKeys(
+        section="log",
+        keys="project",
+        when=lambda cfg, _: cfg.log.wandb == "off",
+        why="belongs to W&B, and log.wandb is off",
+        remedy="set log.wandb, or leave it out",
+        note="a job script names its project, whether a trial run is logged or not",
+    ),
+    UnusedKeys(
+        section="log",
+        keys="noise_scale",
+        when=lambda cfg, _: cfg.train.global_batch == cfg.train.micro_batch,
+        why="compares two batch sizes, and a step is one microbatch",
+        remedy="lower train.micro_batch",
+    ),
+)
+
+# Keys that every run reads, whatever the other keys are. (If a mixture has no dense layers, only exports read
+# model.ffn; a preset has the published value.)
+READ = {
+    "model": "preset layers hidden heads kv_heads head_dim ffn vocab vocab_multiple norm norm_eps "
+             "activation positions tied bias qk_norm kv_rank mtp window dropout init_std mup_base experts",
+    "train": "steps tokens flops seq_len micro_batch global_batch ramp seed dtype max_minutes deterministic "
+             "compile cuda_graphs device threads",
+    "optim": "name lr warmup decay weight_decay clip",
+    "parallel": "tp pp cp bucket_mb offload recompute_stages",
+    "data": "path tokenizer split doc_mask prefetch",
+    "eval": "every batches sample",
+    "checkpoint": "every keep resume init_from async_save timeout_s",
+    "log": "dir name every wandb",
+    "profile": "steps",
+}
+
+# Keys that config/rules.py or build.py refuses where they have no effect, for any world size and in every
+# program.
+RULED = {
+    "model": "qk_norm_whole q_rank rope_pairs mup_head_dim capacity",
+    "train": "fp8",
+    "optim": "states",
+    "parallel": "ep etp dp_rep",
+}
+
+
+def check_unused(cfg: Config, world: int = 1) -> str:
+    """One line that names the keys that have no effect and are allowed; "" if there are none.
+
+    Raises ConfigError for the first key that is not allowed.
+    """
+    notes: list[str] = []
+    for path, value, row in find_unused(cfg, world):
+        if not row.note:
+            raise ConfigError(f"{path}: {value} does nothing: it {row.why}; {row.remedy}")
+        notes.append(f"{path} {value} {row.why}")
+    return "note: " + "; ".join(notes) if notes else ""
+
+
+def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]]:
+    """(section.key, its value as text, the first row that explains it) of every set key without effect."""
+    preset = presets().get(cfg.model.preset, {})
+    preset_model = build_tree(ModelConfig, {key: value for key, value in preset.items() if key != "recipe"})
+    seen: set[str] = set()
+    for row in TABLE:
+        if not row.when(cfg, world):
+            continue
+        for key in row.keys.split():
+            path = f"{row.section}.{key}"
+            if path in seen or not (row.even_default or is_set(cfg, row.section, key, preset_model)):
+                continue
+            seen.add(path)
+            value = getattr(getattr(cfg, row.section), key)
+            yield path, str(value).lower() if isinstance(value, bool) else str(value), row
+
+
+def is_set(cfg: Config, section: str, key: str, preset: ModelConfig) -> bool:
+    """Whether the key has a value that neither config/schema.py nor the preset gives it."""
+    value = getattr(getattr(cfg, section), key)
+    not_set = [getattr(getattr(Config(), section), key)]
+    if section == "model":
+        not_set.append(getattr(preset, key))
+    return value not in not_set

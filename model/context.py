@@ -1,0 +1,123 @@
+"""What all blocks of one forward pass share."""
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from config import Config, ModelConfig, head_dim
+from kernels import rope
+from kernels.attention_mask import AttentionMask, make_attention_mask
+from parallel.cost import Cost, SavedTensor, Workload
+from parallel.rng import DropoutRng
+
+if TYPE_CHECKING:
+    from model.router import RouterInputs
+
+
+@dataclass
+class KeyValueCache:
+    """Keys and values of earlier tokens, by layer, for generation.
+
+    [b, s_past, kv_heads, head_dim] each. For latent attention: the latent [b, s_past, kv_rank], and the
+    rotated key that all heads share [b, s_past, rope_dim].
+
+    length: tokens that every layer has seen. It grows after a pass through all stages (model/generate.py):
+    they all start from the same length, and a rank may have several of them.
+    """
+    length: int = 0
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends the keys and values of new tokens; returns those of all tokens."""
+        if layer in self.keys:
+            k = torch.cat((self.keys[layer], k), 1)
+            v = torch.cat((self.values[layer], v), 1)
+        self.keys[layer] = k
+        self.values[layer] = v
+        return k, v
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """cos, sin [b, s, 1, rope_dim / 2]: rotary tables; None with learned positions.
+
+    mask: which query sees which key; None: ring attention computes it chunk by chunk. dropout_rng: None in
+    evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
+    sequences that are sharded over cp. documents [b, s]: of the full sequence; None: no document mask.
+    router_inputs: None outside of training.
+    """
+    cos: Tensor | None
+    sin: Tensor | None
+    mask: AttentionMask | None
+    dropout_rng: DropoutRng | None = None
+    cache: KeyValueCache | None = None
+    sequence_is_sharded: bool = False
+    documents: Tensor | None = None
+    router_inputs: "RouterInputs | None" = None
+
+    def rotation(self) -> tuple[Tensor, Tensor]:
+        """cos and sin. Raises ValueError if positions are learned."""
+        if self.cos is None or self.sin is None:
+            raise ValueError("a pass without rotary positions has no cos and sin")
+        return self.cos, self.sin
+
+
+def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
+                    dropout_rng: DropoutRng | None = None,
+                    cache: KeyValueCache | None = None,
+                    sequence_is_sharded: bool = False,
+                    router_inputs: "RouterInputs | None" = None) -> ForwardContext:
+    """positions [b, s] (sharded: [b, s/cp]); they restart where a document does."""
+    cos = sin = None
+    if cfg.model.positions == "rope":
+        cos, sin = rope_tables(cfg, positions)
+
+    mask = None
+    if not (sequence_is_sharded and cfg.parallel.cp_kind == "ring"):
+        past = cache.length if cache else 0
+        s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
+        window = cfg.model.window
+        mask = make_attention_mask(past, s, 0, past + s, window, documents, positions.device)
+    return ForwardContext(cos, sin, mask, dropout_rng, cache, sequence_is_sharded, documents, router_inputs)
+
+
+def context_cost(cfg: Config, work: Workload) -> Cost:
+    """Of forward_context: the blocks of a stage keep its rotary tables and its mask, once."""
+    model = cfg.model
+    nbytes = 0
+    if model.positions == "rope":
+        nbytes += work.tokens * rope_channels(model) * work.accumulation_bytes  # cos and sin
+    is_ring = cfg.parallel.cp > 1 and cfg.parallel.cp_kind == "ring"
+    has_window = model.window is not None and model.window < work.seq_len
+    if (cfg.data.doc_mask or has_window) and not is_ring:
+        masks = work.micro_batch if cfg.data.doc_mask else 1
+        nbytes += masks * work.seq_len**2  # bools
+    return Cost(saved=(SavedTensor(nbytes),))
+
+
+def rope_channels(model: ModelConfig) -> int:
+    """Channels of a head that are rotated."""
+    return model.rope_dim if model.kv_rank else head_dim(model)
+
+
+def rope_tables(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [b, s, 1, rope_dim / 2] in fp32, or fp64 in an fp64 run."""
+    model = cfg.model
+    frequencies = rope.frequencies(
+        rope_channels(model),
+        model.rope_theta,
+        model.rope_factor,
+        model.rope_low_freq,
+        model.rope_high_freq,
+        model.rope_original,
+        model.rope_kind,
+        positions.device,  # computed there: a copy from the host would make it wait
+    )
+    scale = 1.0
+    if model.rope_kind == "yarn":
+        scale = (rope.yarn_mscale(model.rope_factor, model.rope_mscale)
+                 / rope.yarn_mscale(model.rope_factor, model.rope_mscale_all))
+    dtype = torch.float64 if cfg.train.dtype == "fp64" else torch.float32
+    return rope.cos_sin_tables(positions, frequencies, dtype, scale)

@@ -1,0 +1,184 @@
+"""What a model is made of and costs, without storage and without processes.
+
+The real modules are built on a mesh of made-up groups: a parameter has no storage until build.py gives it
+some. Blocks of the same kind (TransformerBlock.kind) are built once. What is described is any rank's: ranks
+of a stage differ in which rows they hold, not in how many.
+"""
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import lcm
+
+from config import Config, ModelConfig
+from model.context import context_cost
+from model.embedding import Embedding
+from model.head import OutputHead
+from model.precision import accumulation_bytes, compute_bytes
+from model.sharding import scale_for_mup
+from model.transformer import PipelineStage, TransformerBlock
+from parallel.cost import Cost, Workload, total
+from parallel.sharding.spec import ShardedParameter, sharded_parameters
+from parallel.topology.dims import ParallelDims
+from parallel.topology.mesh import Mesh
+
+
+def workload(cfg: Config, *, flash: bool = False) -> Workload:
+    """One microbatch of a run. flash: see Workload."""
+    train = cfg.train
+    return Workload(
+        train.micro_batch,
+        train.seq_len,
+        cp=cfg.parallel.cp,
+        compute_bytes=compute_bytes(train.dtype),
+        accumulation_bytes=accumulation_bytes(train.dtype),
+        flash=flash,
+    )
+
+
+# ---- a part of a stage -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class PartDescription:
+    """What a stage runs at once: the embedding, a block, the output head.
+
+    params: without storage, and without the shared table: that of the embedding, where the output head or
+    multi-token prediction needs it too.
+    """
+    module: Embedding | TransformerBlock | OutputHead
+    params: tuple[ShardedParameter, ...]
+    shared_table: ShardedParameter | None = None
+
+    def cost(self, work: Workload) -> Cost:
+        """Of one microbatch."""
+        return cost_of_part(self, work)
+
+
+@lru_cache(maxsize=1 << 14)
+def cost_of_part(part: PartDescription, work: Workload) -> Cost:
+    return part.module.cost(work)
+
+
+@dataclass(frozen=True)
+class EndParts:
+    """The parts beside the blocks."""
+    embedding: PartDescription
+    head: PartDescription
+
+
+@lru_cache(maxsize=1 << 12)
+def describe_ends(cfg: Config, ends_are_apart: bool) -> EndParts:
+    mesh = mesh_of_one_stage(cfg)
+    num_layers = cfg.model.layers
+    first = PipelineStage(cfg, mesh, 0, 0, ends_are_apart=ends_are_apart)
+    last = PipelineStage(cfg, mesh, num_layers, num_layers, ends_are_apart=ends_are_apart)
+    return EndParts(describe_part_of(first, first.embedding), describe_part_of(last, last.head))
+
+
+def describe_part_of(stage: PipelineStage, module: Embedding | OutputHead | None) -> PartDescription:
+    """Raises ValueError if the stage does not have the module."""
+    if module is None:
+        raise ValueError("the stage is not at an end of the model")
+    scale_for_mup(stage.cfg, module)
+    table = stage.shared_table()
+    params = tuple(param for param in sharded_parameters(module) if param is not table)
+    return PartDescription(module, params, table)
+
+
+@lru_cache(maxsize=1 << 12)
+def describe_block(cfg: Config, layer: int) -> PartDescription:
+    block = TransformerBlock(cfg, mesh_of_one_stage(cfg), layer)
+    scale_for_mup(cfg, block)
+    return PartDescription(block, tuple(sharded_parameters(block)))
+
+
+def mesh_of_one_stage(cfg: Config) -> Mesh:
+    """The smallest mesh with the degrees that the modules read, seen by its first rank."""
+    parallel = cfg.parallel
+    world = lcm(parallel.tp * parallel.cp, parallel.ep * parallel.etp)
+    dims = ParallelDims(
+        world,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+    )
+    return Mesh.without_processes(dims, rank=0)
+
+
+# ---- a stage -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class StageDescription:
+    """parts: in the order of the forward pass; blocks of the same kind are the same object."""
+    cfg: Config
+    parts: tuple[PartDescription, ...]
+
+    def cost(self, work: Workload) -> Cost:
+        """As PipelineStage.cost."""
+        return cost_of_stage(self, work)
+
+
+@lru_cache(maxsize=1 << 12)
+def cost_of_stage(stage: StageDescription, work: Workload) -> Cost:
+    costs = [context_cost(stage.cfg, work)]
+    for part, repeats in Counter(stage.parts).items():
+        costs.append(part.cost(work).times(repeats))
+    return total(costs)
+
+
+@lru_cache(maxsize=1 << 14)
+def describe_stage(cfg: Config, first: int, last: int, ends_are_apart: bool = False) -> StageDescription:
+    """Blocks first .. last - 1, with the embedding and the head as PipelineStage has them.
+
+    cfg: with the stage's recompute mode. ends_are_apart: the first and the last stage are on different ranks.
+    """
+    return describe_modules(keys_of_modules(cfg), first, last, ends_are_apart)
+
+
+@lru_cache(maxsize=1 << 12)
+def describe_modules(cfg: Config, first: int, last: int, ends_are_apart: bool) -> StageDescription:
+    parts: list[PartDescription] = []
+    if first == 0:
+        parts.append(describe_ends(cfg, ends_are_apart).embedding)
+
+    block_of: dict[tuple[bool, bool], PartDescription] = {}
+    for layer in range(first, last):
+        kind = TransformerBlock.kind(cfg, layer)
+        if kind not in block_of:
+            block_of[kind] = describe_block(cfg, first_layer_of_kind(cfg, kind))
+        parts.append(block_of[kind])
+
+    if last == cfg.model.layers:
+        parts.append(describe_ends(cfg, ends_are_apart).head)
+    return StageDescription(cfg, tuple(parts))
+
+
+def first_layer_of_kind(cfg: Config, kind: tuple[bool, bool]) -> int:
+    layers = range(cfg.model.layers)
+    return next(layer for layer in layers if TransformerBlock.kind(cfg, layer) == kind)
+
+
+def keys_of_modules(cfg: Config) -> Config:
+    """The config without the keys in which layouts of a search differ and which no module reads: layouts that
+    differ in them alone share their modules."""
+    parallel = replace(
+        cfg.parallel,
+        pp=1,
+        vpp=None,
+        schedule="1f1b",
+        stages=None,
+        recompute_stages=None,
+        dp_rep=1,
+        zero=0,
+    )
+    train = replace(cfg.train, micro_batch=1, global_batch=1, ramp=None)
+    return replace(cfg, parallel=parallel, train=train)
+
+
+def describe_model(model: ModelConfig) -> StageDescription:
+    """The full model on one rank. A vocabulary that the tokenizer decides counts as 0 rows; padding does
+    not count."""
+    counted = replace(model, vocab=model.vocab or 0, vocab_multiple=1)
+    return describe_stage(Config(model=counted), 0, model.layers)

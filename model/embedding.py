@@ -1,0 +1,78 @@
+"""Embedding of tokens and, as in GPT-2, of learned positions."""
+from torch import Tensor, nn
+
+from config import Config, padded_vocab
+from kernels.embedding import embedding
+from parallel.cost import Cost, SavedTensor, Workload
+from parallel.rng import DropoutRng, dropout
+from parallel.sharding.boxes import Box
+from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
+from parallel.tensor.layers import (
+    ID_BYTES,
+    partial_over_tp,
+    row_shard,
+    vocab_embedding,
+    vocab_embedding_cost,
+)
+from parallel.tensor.regions import local_chunk, outside_region
+from parallel.topology.mesh import Mesh
+
+EMBEDDING_SITE = 0  # of dropout; 1 + 2 layer and 2 + 2 layer are the two branches of a block
+
+
+def embedding_table(cfg: Config, mesh: Mesh, is_on_two_ranks: bool) -> ShardedParameter:
+    """The table of tokens [padded vocab / tp, d].
+
+    is_on_two_ranks: the first and the last stage are on different ranks. A table that both need (tied, or
+    with multi-token prediction) is then on both, and the gradient of each is a part of the sum.
+    """
+    is_shared = cfg.model.tied or cfg.model.mtp > 0
+    partial_over = ("embedding_ends",) if is_shared and is_on_two_ranks else ()
+    return vocab_table(cfg, mesh, "embed.weight", role="embedding", partial_over=partial_over)
+
+
+def vocab_table(cfg: Config, mesh: Mesh, key: str, *, role: str,
+                partial_over: tuple[str, ...] = ()) -> ShardedParameter:
+    """A table [padded vocab / tp, d] whose rows are divided over tp."""
+    model = cfg.model
+    box = row_shard(key, (padded_vocab(model), model.hidden), mesh.tp)
+    spec = ParameterSpec((box,), role, model.init_std, partial_over=partial_over)
+    return parameter(spec)
+
+
+class Embedding(nn.Module):
+    """tokens, positions [b, s] -> [b, s, d] (sp: [b, s/tp, d])."""
+
+    def __init__(self, cfg: Config, mesh: Mesh, is_on_two_ranks: bool) -> None:
+        super().__init__()
+        model = cfg.model
+        self.dropout = model.dropout
+        self.tp = mesh.tp
+        self.sp = cfg.parallel.sp
+        self.weight = embedding_table(cfg, mesh, is_on_two_ranks)
+        self.positions = None
+        if model.positions == "learned":
+            box = Box.whole("positions.weight", (model.context, model.hidden))
+            # under sp a rank looks up its part of the sequence alone
+            partial_over = partial_over_tp(self.sp)
+            spec = ParameterSpec((box,), "positions", model.init_std, partial_over=partial_over)
+            self.positions = parameter(spec)
+
+    def forward(self, tokens: Tensor, positions: Tensor, dropout_rng: DropoutRng | None) -> Tensor:
+        x = vocab_embedding(tokens, self.weight, self.tp, self.sp)
+        if self.positions is not None:
+            local_positions = local_chunk(positions, self.tp) if self.sp else positions
+            x = x + embedding(local_positions, self.positions)
+        return dropout(x, self.dropout, dropout_rng, EMBEDDING_SITE)
+
+    def cost(self, work: Workload) -> Cost:
+        """Beside the lookup it keeps a dropout mask, and learned positions."""
+        hidden = self.weight.spec.shape[1]
+        saved: list[SavedTensor] = []
+        if self.dropout:
+            tokens = outside_region(work.tokens, self.tp, self.sp)
+            saved.append(SavedTensor(tokens * hidden))
+        if self.positions is not None:
+            saved.append(SavedTensor(work.tokens * ID_BYTES))
+        lookup = vocab_embedding_cost(work, self.weight.spec, self.tp, self.sp)
+        return lookup + Cost(saved=tuple(saved))

@@ -1,0 +1,37 @@
+"""What the config says of the model's parameters beyond their shapes: rates under muP, and how data-parallel
+ranks share them."""
+from torch import nn
+
+from config import OPTIMIZERS, Config, compression_block, mup_width_ratio
+from model.precision import accumulation_bytes
+from parallel.sharding.packing import ALIGNMENT
+from parallel.sharding.slots import ShardingConfig
+from parallel.sharding.spec import sharded_parameters
+from parallel.wire.compress import CODECS
+
+
+def scale_for_mup(cfg: Config, module: nn.Module) -> None:
+    """Initial values and rates of the module's parameters under muP. A table, which two modules may share, is
+    not changed."""
+    width_ratio = mup_width_ratio(cfg.model)
+    power = OPTIMIZERS[cfg.optim.name].mup_power
+    for param in sharded_parameters(module):
+        param.spec = param.spec.with_mup(width_ratio, power)
+
+
+def sharding_config(cfg: Config) -> ShardingConfig:
+    """What the config says of sharing between data-parallel ranks."""
+    parallel = cfg.parallel
+    return ShardingConfig(
+        zero=parallel.zero,
+        max_elements=int(parallel.bucket_mb * 2**20 / accumulation_bytes(cfg.train.dtype)),
+        alignment=compression_block(parallel) or ALIGNMENT,
+        reduce_algorithm=parallel.compress if parallel.compress in CODECS else parallel.reduce,
+        ranks_per_node=parallel.node,
+        powersgd_rank=parallel.powersgd_rank if parallel.compress == "powersgd" else None,
+        weight_codec=parallel.compress_weights,
+        separate_hidden=OPTIMIZERS[cfg.optim.name].needs_whole_matrices,
+        offload_master=parallel.offload in ("optimizer", "both"),
+        bf16_master=cfg.optim.states == "bf16",
+        track_noise_scale=cfg.log.noise_scale,
+    )

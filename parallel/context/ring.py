@@ -1,0 +1,167 @@
+"""Ring attention (arXiv 2310.01889): keys and values travel around the cp group, queries stay.
+
+Each of n ranks has s/n tokens of every sequence (zigzag.py). At step t rank r has the keys of rank r - t. It
+adds what its queries see there (kernels/partial_attention.py) while those keys are already on their way to
+rank r + 1. The backward sends keys and values around again, and behind them their gradients, in fp32 or
+better: each rank adds its share to those that arrive and sends them on. After the last step they are one rank
+away from their owner. A rank adds the share of its own keys itself.
+
+Bytes that a rank sends in a layer and microbatch (K: of its keys and values together, in the compute dtype;
+K': the same in fp32 or better):
+
+    forward     (n - 1) K                    in n - 1 transfers
+    backward    (n - 1) K + (n - 1) K'       in 2 (n - 1) transfers
+"""
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.attention_mask import AttentionMask
+from kernels.partial_attention import attention_part, merge_partial, partial_backward
+from parallel.context.zigzag import chunk_mask, visible_chunk_pairs
+from parallel.wire import comm
+from parallel.wire.comm import Group, Transfer
+
+Passing = tuple[Tensor, list[Transfer]]  # a buffer, and the transfers that fill it
+VisibleSlices = tuple[slice, slice, Tensor | AttentionMask | None]  # (queries, keys, mask)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    group: Group,
+) -> Tensor:
+    """Causal attention of this rank's queries over the keys of all ranks.
+
+    q [b, s/n, h, d], k [b, s/n, g, d], v [b, s/n, g, dv], sharded by zigzag.py -> [b, s/n, h, dv].
+    documents [b, s]: the document of each token of the full sequence; None: there is one. window: in tokens;
+    None: a query sees all keys before it.
+    """
+    return _RingAttention.apply(q, k, v, documents, window, group)
+
+
+def send_to_next_rank(x: Tensor, group: Group) -> Passing:
+    """Starts to send x to the next rank and to receive as much from the rank before: two transfers."""
+    next_rank = (group.index + 1) % group.size
+    previous_rank = (group.index - 1) % group.size
+    received = torch.empty_like(x)
+    transfers = comm.start_transfers(
+        sends=[(x, next_rank)],
+        receives=[(received, previous_rank)],
+        group=group,
+    )
+    return received, transfers
+
+
+def wait_received(passing: Passing | None) -> Tensor:
+    """What the rank before has sent. Raises ValueError if nothing was passed on, in a ring of one rank."""
+    if passing is None:
+        raise ValueError("nothing is on its way in a ring of one rank")
+    received, transfers = passing
+    for transfer in transfers:
+        transfer.wait()
+    return received
+
+
+def visible_slices(
+    q: Tensor,
+    documents: Tensor | None,
+    window: int | None,
+    group: Group,
+    step: int,
+) -> Iterator[VisibleSlices]:
+    """What this rank's queries see at a step of the ring: (queries, keys, mask); slices of local tokens."""
+    chunk_size = q.shape[1] // 2
+    halves = (slice(0, chunk_size), slice(chunk_size, 2 * chunk_size))
+    source = (group.index - step) % group.size
+    for pair in visible_chunk_pairs(group.index, source, group.size, chunk_size, window):
+        queries = halves[pair.query_half]
+        keys = halves[pair.key_half]
+        mask = chunk_mask(pair, chunk_size, window, documents, q.device)
+        yield queries, keys, mask
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int | None,
+        group: Group,
+    ) -> Tensor:
+        # what the queries have seen so far, and the log of the sum of its exponentials
+        sum_dtype = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_zeros(*q.shape[:3], v.shape[-1], dtype=sum_dtype)  # [b, s/n, h, dv]
+        lse = out.new_full(q.shape[:3], float("-inf"))  # [b, s/n, h]
+
+        widths = (k.shape[-1], v.shape[-1])
+        kv = torch.cat((k, v), -1)  # [b, s/n, g, d + dv]: one message
+        for step in range(group.size):
+            # posted first, so that it is under way during the computation
+            is_last = step == group.size - 1
+            passing = None if is_last else send_to_next_rank(kv, group)
+            step_k, step_v = kv.split(widths, -1)
+            for queries, keys, mask in visible_slices(q, documents, window, group, step):
+                part_out, part_lse = attention_part(q[:, queries], step_k[:, keys], step_v[:, keys], mask)
+                merge_partial(out[:, queries], lse[:, queries], part_out, part_lse)
+            if passing is not None:
+                kv = wait_received(passing)
+
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, documents, out, lse)
+        ctx.window = window
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, documents, out, lse = ctx.saved_tensors
+        group: Group = ctx.group
+        widths = (k.shape[-1], v.shape[-1])
+        delta = (dout.to(lse.dtype) * out).sum(-1)  # [b, s/n, h]
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+
+        kv = torch.cat((k, v), -1)
+        own_dkv = torch.zeros_like(kv, dtype=lse.dtype)  # gradients of this rank's keys and values
+        dkv_passing: Passing | None = None  # gradients of other ranks' keys and values, under way to them
+
+        for step in range(group.size):
+            is_last = step == group.size - 1
+            passing = None if is_last else send_to_next_rank(kv, group)
+
+            # gradients of the keys and values that are here at this step
+            dkv = own_dkv if step == 0 else torch.zeros_like(own_dkv)
+            step_k, step_v = kv.split(widths, -1)
+            step_dk, step_dv = dkv.split(widths, -1)
+            for queries, keys, mask in visible_slices(q, documents, ctx.window, group, step):
+                dq_part, dk_part, dv_part = partial_backward(
+                    dout=dout[:, queries],
+                    q=q[:, queries],
+                    k=step_k[:, keys],
+                    v=step_v[:, keys],
+                    mask=mask,
+                    lse=lse[:, queries],
+                    delta=delta[:, queries],
+                )
+                dq[:, queries] += dq_part
+                step_dk[:, keys] += dk_part
+                step_dv[:, keys] += dv_part
+
+            # from step 1 on they are another rank's: they follow its keys
+            if step == 1:
+                dkv_passing = send_to_next_rank(dkv, group)
+            elif step > 1:
+                dkv_passing = send_to_next_rank(dkv + wait_received(dkv_passing), group)
+            if passing is not None:
+                kv = wait_received(passing)
+
+        dkv = own_dkv + wait_received(dkv_passing)
+        dk, dv = dkv.to(k.dtype).split(widths, -1)
+        return dq.to(q.dtype), dk, dv, None, None, None

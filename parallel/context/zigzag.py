@@ -1,0 +1,167 @@
+"""The zigzag order: a sequence is divided into 2n chunks, of which rank r of n has chunks r and 2n - 1 - r.
+
+A causal query at position i sees i + 1 keys, so contiguous parts would give the last rank most of the work. A
+rank with an early chunk and its mirror image has the average (arXiv 2407.21783, section 3.3.2):
+
+    n = 4     chunk  0 1 2 3 4 5 6 7
+              rank   0 1 2 3 3 2 1 0
+
+Every rank of a cp group reads full sequences from its own mapped file, so taking its tokens is a selection
+and sends nothing. On a rank the tokens stay in the order of the sequence. A group of one has both chunks: the
+identity.
+"""
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.attention_mask import AttentionMask, make_attention_mask
+from parallel.microbatch import Microbatch
+from parallel.wire.comm import Group
+
+
+def chunks_of_rank(index: int, n: int) -> tuple[int, int]:
+    """The two chunks of rank `index` of n."""
+    return index, 2 * n - 1 - index
+
+
+def token_positions(s: int, index: int, n: int, device: torch.device | None = None) -> Tensor:
+    """int64 [s/n]: the position in its sequence of each token of rank `index`.
+
+    s: tokens of the sequence, a multiple of 2n.
+    """
+    chunk_size = s // (2 * n)
+    inside = torch.arange(chunk_size, device=device)
+    positions = [inside + chunk * chunk_size for chunk in chunks_of_rank(index, n)]
+    return torch.cat(positions)
+
+
+def shard_batch(batch: Microbatch, group: Group) -> Microbatch:
+    """A microbatch of full sequences [b, s] -> this rank's tokens of it [b, s/n]. Sends nothing.
+
+    Called once, before anything is counted.
+
+    batch.documents stays [b, s]: attention compares a rank's own tokens with those of all ranks.
+    """
+    if group.size == 1:
+        return batch
+    tokens = batch.tokens
+    mine = token_positions(tokens.shape[1], group.index, group.size, tokens.device)
+    sharded = replace(
+        batch,
+        tokens=batch.tokens[:, mine],
+        targets=batch.targets[:, mine],
+        positions=batch.positions[:, mine],
+        sequence_positions=mine,
+    )
+    if batch.tokens_ahead is None or batch.targets_ahead is None:
+        return sharded
+    return replace(
+        sharded,
+        tokens_ahead=batch.tokens_ahead[:, :, mine],
+        targets_ahead=batch.targets_ahead[:, :, mine],
+    )
+
+
+def unshard_sequence(parts: Tensor) -> Tensor:
+    """The parts of all ranks [n, b, s/n, ...] -> [b, s, ...] in the order of the sequence. Sends nothing."""
+    b = parts.shape[1]
+    features = parts.shape[3:]
+    early, late = parts.chunk(2, 2)  # [n, b, chunk, ...]
+    chunks = torch.cat((early, late.flip(0)))  # [2n, b, chunk, ...]
+    return chunks.transpose(0, 1).reshape(b, -1, *features)
+
+
+def shard_sequence(x: Tensor, n: int) -> Tensor:
+    """[b, s, ...] -> the parts of all ranks [n, b, s/n, ...]. Sends nothing."""
+    chunks = x.unflatten(1, (2 * n, -1)).transpose(0, 1)  # [2n, b, chunk, ...]
+    early, late = chunks.chunk(2)
+    return torch.cat((early, late.flip(0)), 2)
+
+
+# ---- who sees whom -----------------------------------------------------------------------------------------
+
+
+class ChunkPair(NamedTuple):
+    """Queries of one chunk that see keys of another."""
+    query_half: int  # 0 or 1: which half of its rank's tokens the chunk of queries is
+    key_half: int
+    query_chunk: int  # number of the chunk in the sequence
+    key_chunk: int
+
+    @property
+    def distance(self) -> int:
+        """In chunks."""
+        return self.query_chunk - self.key_chunk
+
+
+def visible_chunk_pairs(
+    index: int,
+    source: int,
+    n: int,
+    chunk_size: int,
+    window: int | None,
+) -> list[ChunkPair]:
+    """The pairs of chunks in which tokens of rank `index` see tokens of rank `source`.
+
+    Pairs that lie fully in the future or fully outside the window are left out. A chunk with itself comes
+    first: after it, every query has seen a key.
+    """
+    pairs: list[ChunkPair] = []
+    for query_half, query_chunk in enumerate(chunks_of_rank(index, n)):
+        for key_half, key_chunk in enumerate(chunks_of_rank(source, n)):
+            pair = ChunkPair(query_half, key_half, query_chunk, key_chunk)
+            nearest = (pair.distance - 1) * chunk_size + 1  # tokens between the nearest query and key
+            if pair.distance >= 0 and (window is None or nearest < window):
+                pairs.append(pair)
+    return sorted(pairs, key=lambda pair: pair.distance)
+
+
+def chunk_mask(
+    pair: ChunkPair,
+    chunk_size: int,
+    window: int | None,
+    documents: Tensor | None,
+    device: torch.device,
+) -> Tensor | AttentionMask | None:
+    """Which queries of the pair see which keys: bool [b or 1, 1, chunk, chunk]. None: each sees all.
+
+    documents [b, s]: the document of each token of the full sequence. On a GPU the mask is an AttentionMask,
+    whose kernels skip blocks.
+    """
+    query_start = pair.query_chunk * chunk_size
+    key_start = pair.key_chunk * chunk_size
+    if device.type == "cuda":
+        return make_attention_mask(
+            query_start=query_start,
+            s_q=chunk_size,
+            key_start=key_start,
+            s_k=chunk_size,
+            window=window,
+            docs=documents,
+            device=device,
+        )
+
+    # by position: a chunk with itself is causal, and the window may end inside the pair
+    inside = torch.arange(chunk_size, device=device)
+    tokens_back = pair.distance * chunk_size + inside[:, None] - inside  # [chunk, chunk]: from query to key
+    mask: Tensor | None = None
+    if pair.distance == 0:
+        mask = (tokens_back >= 0)[None, None]
+    farthest = (pair.distance + 1) * chunk_size  # more than the tokens between any query and key
+    if window is not None and farthest > window:
+        mask = intersect(mask, (tokens_back < window)[None, None])
+
+    # by document
+    if documents is not None:
+        of_queries = documents[:, query_start:query_start + chunk_size]
+        of_keys = documents[:, key_start:key_start + chunk_size]
+        is_same = of_queries[:, None, :, None] == of_keys[:, None, None, :]
+        mask = intersect(mask, is_same)
+    return mask
+
+
+def intersect(mask: Tensor | None, other: Tensor) -> Tensor:
+    """What both masks allow; None allows all."""
+    return other if mask is None else mask & other

@@ -1,0 +1,75 @@
+"""Microbatch: the tokens, targets and positions that a rank's model sees at once.
+
+Shapes: b sequences of s tokens; cp: ranks of the context-parallel group; mtp: modules of multi-token
+prediction.
+"""
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn.functional import pad
+
+from kernels.cross_entropy import IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """Sequences as the loader packs them, or this rank's part of them under context parallelism.
+
+    parallel/context/zigzag.py shards the sequences over cp: tokens, targets and positions are then [b, s/cp],
+    documents stays [b, s], and sequence_positions is set.
+    """
+    tokens: torch.Tensor  # int64 [b, s]
+    targets: torch.Tensor  # int64 [b, s]: the next token; IGNORE_INDEX where it is not counted
+    positions: torch.Tensor  # int64 [b, s]: 0, 1, 2, ...; restarts at each document under data.doc_mask
+    documents: torch.Tensor | None = None  # int32 [b, s]: document number; none without data.doc_mask
+    sequence_ids: torch.Tensor | None = None  # int64 [b]: index in the step's global batch; dropout needs it
+    step: int | torch.Tensor = 0  # from 0; in a recorded step (runtime/graphs.py) an int64 scalar tensor
+    sequence_positions: torch.Tensor | None = None  # int64 [s/cp]: index of each token in its whole sequence;
+    #   none: the sequences are not sharded
+
+    # for multi-token prediction, set by with_tokens_ahead
+    tokens_ahead: torch.Tensor | None = None  # int64 [mtp, b, s]: the tokens 1, 2, ... positions further on
+    targets_ahead: torch.Tensor | None = None  # int64 [mtp, b, s]: the token after each, or IGNORE_INDEX
+
+    def with_tokens_ahead(self, depth: int) -> "Microbatch":
+        """Returns the microbatch with tokens_ahead and targets_ahead for `depth` modules; itself for depth 0.
+
+        Call it on whole sequences, before context parallelism shards them. A target is counted where the main
+        loss counts it, if it lies in the same sequence and (under data.doc_mask) the same document as the
+        token that predicts it. Beyond the end of a sequence the token is 0. No counted target depends on
+        these zeros: under causal attention only later tokens see them, and the targets of those lie beyond
+        the end too.
+        """
+        if depth == 0:
+            return self
+        tokens: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
+
+        for distance in range(1, depth + 1):
+            tokens.append(shift_left(self.tokens, distance, fill=0))
+            target = shift_left(self.targets, distance, fill=IGNORE_INDEX)
+            if self.documents is not None:
+                document = shift_left(self.documents, distance, fill=-1)
+                target = target.masked_fill(document != self.documents, IGNORE_INDEX)
+            targets.append(target)
+
+        return replace(self, tokens_ahead=torch.stack(tokens), targets_ahead=torch.stack(targets))
+
+    def num_counted(self) -> torch.Tensor:
+        """Number of targets that the loss counts: an int64 scalar on the microbatch's device."""
+        return (self.targets != IGNORE_INDEX).sum()
+
+    def to(self, device: torch.device | str) -> "Microbatch":
+        """Returns the microbatch with all its tensors on `device`; itself if they are there already."""
+        if torch.device(device) == self.tokens.device:
+            return self
+        moved: dict[str, torch.Tensor] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, torch.Tensor):
+                moved[name] = value.to(device, non_blocking=True)
+        return replace(self, **moved)
+
+
+def shift_left(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:
+    """[b, s] -> [b, s]: element i is x[:, i + distance], and `fill` beyond the end."""
+    return pad(x[:, distance:], (0, distance), value=fill)

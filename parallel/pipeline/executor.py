@@ -1,0 +1,318 @@
+"""Pipeline: runs this rank's ops of a schedule.
+
+Gradient accumulation is the schedule of a pipeline of one rank.
+
+An activation lives from its forward to its send. After that only its place in the autograd graph is kept, not
+its bytes (as in Megatron-LM's deallocation of pipeline outputs). The transfers between two computations are
+posted together. A receive is awaited when its buffer is used, a send when the step ends. Both ends list their
+transfers in the same order (schedule.py: add_transfers), so messages need no tags.
+"""
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from kernels.grad import AccumulatingWeight, Compute
+from parallel.microbatch import Microbatch
+from parallel.offload import ActivationOffload
+from parallel.pipeline.schedule import COMPUTE_KINDS, Op, Schedule, add_transfers
+from parallel.sharding.zero import ZeroScheduler
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+from parallel.wire.comm import Transfer
+
+Key = tuple[int, int]  # (stage, microbatch)
+Arrival = Tensor | tuple[Tensor, Transfer]  # made on this rank, or a buffer and the transfer that fills it
+
+# A stage's forward (model/transformer.py: PipelineStage): (token ids or hidden states, microbatch, scale of
+# the loss) -> hidden states for the next stage; from the last stage the summed loss.
+StageForward = Callable[[Tensor, Microbatch, Tensor | float], Tensor]
+
+
+@dataclass(frozen=True)
+class HiddenShape:
+    """Of the hidden states between stages: [b, s / sequence_shards, hidden]."""
+    hidden: int
+    dtype: torch.dtype
+    sequence_shards: int  # the tp size under sequence parallelism, else 1
+
+    def empty_like(self, tokens: Tensor) -> Tensor:
+        """A buffer for the hidden states of tokens [b, s]."""
+        b, s = tokens.shape
+        shape = (b, s // self.sequence_shards, self.hidden)
+        return torch.empty(shape, dtype=self.dtype, device=tokens.device)
+
+
+class WeightGradStore:
+    """Weight gradients of a stage that an I defers until its W, by microbatch.
+
+    kernels/grad.py puts them here.
+    """
+
+    def __init__(self) -> None:
+        self.deferring = False  # true during an I
+        self.microbatch = 0  # whose I runs
+        self.pending: dict[int, list[tuple[AccumulatingWeight, Compute]]] = {}
+
+    def put(self, weight: AccumulatingWeight, compute: Compute) -> None:
+        self.pending.setdefault(self.microbatch, []).append((weight, compute))
+
+    @torch.no_grad()
+    def compute(self, microbatch: int) -> None:
+        """Computes what was deferred for a microbatch."""
+        for weight, compute in self.pending.pop(microbatch, []):
+            compute(weight.main_grad)  # read now: ZeRO-2 and 3 may have freed the buffer of the I
+
+
+@dataclass
+class StepState:
+    """What a rank holds during a step, by (stage, microbatch)."""
+    inputs: dict[Key, Arrival] = field(default_factory=dict)  # hidden states from the stage before
+    output_grads: dict[Key, Arrival] = field(default_factory=dict)  # gradients from the stage after
+    leaves: dict[Key, Tensor] = field(default_factory=dict)  # inputs, until their gradients are computed
+    to_send: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients for another rank
+    graph_outputs: dict[Key, GradientEdge] = field(default_factory=dict)  # where a backward starts
+    sends: list[Transfer] = field(default_factory=list)  # under way
+
+
+class Pipeline:
+    """The stages of this rank and how they run.
+
+    stages, zero_schedulers, weight_grad_stores: by the number of the stage. offload: keeps the activations of
+    forwards in host memory; None: they stay on the device.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        schedule: Schedule,
+        *,
+        stages: Mapping[int, StageForward],
+        zero_schedulers: Mapping[int, ZeroScheduler],
+        weight_grad_stores: Mapping[int, WeightGradStore],
+        hidden_shape: HiddenShape,
+        offload: ActivationOffload | None = None,
+    ) -> None:
+        self.mesh = mesh
+        self.schedule = schedule
+        self.stages = stages
+        self.zero_schedulers = zero_schedulers
+        self.weight_grad_stores = weight_grad_stores
+        self.hidden_shape = hidden_shape
+        self.offload = offload
+
+    # ---- a step --------------------------------------------------------------------------------------------
+
+    def run(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor | float) -> Tensor:
+        """Runs this rank's ops over the microbatches of a step.
+
+        Returns the loss, times scale, summed over all tokens: a scalar, the same on every rank. It takes one
+        all-reduce of a number over dp_cp and one over pp. Each transfer between stages is of the hidden
+        states of a microbatch, or of their gradient.
+        """
+        state = StepState()
+        loss_dtype = torch.promote_types(self.hidden_shape.dtype, torch.float32)
+        total = torch.zeros((), dtype=loss_dtype, device=microbatches[0].tokens.device)
+        next_kinds = next_compute_kinds(ops)
+        backwards_left = {stage: count_backwards(ops, stage) for stage in self.stages}
+
+        # the ops in order; the transfers between two computations together
+        index = 0
+        while index < len(ops):
+            op = ops[index]
+            if op.kind not in COMPUTE_KINDS:
+                end = end_of_transfers(ops, index)
+                self.start_transfers(ops[index:end], state, microbatches)
+                index = end
+                continue
+
+            zero = self.zero_schedulers[op.stage]
+            if op.kind == "F":
+                zero.backward_follows = next_kinds[index] in ("B", "I")
+                loss = self.forward(op, state, microbatches[op.microbatch], scale)
+                if loss is not None:
+                    total += loss
+            else:
+                backwards_left[op.stage] -= op.kind in ("B", "W")
+                zero.is_last_microbatch = op.kind in ("B", "W") and backwards_left[op.stage] == 0
+                if op.kind == "W":
+                    self.compute_weight_grads(op)
+                else:
+                    self.backward(op, state)
+            index += 1
+
+        for send in state.sends:
+            send.wait()
+        for zero in self.zero_schedulers.values():
+            zero.backward_follows = False
+
+        total = comm.all_reduce_sum(total, self.mesh.dp_cp)
+        return comm.all_reduce_sum(total, self.mesh.pp)
+
+    def forward(
+        self, op: Op, state: StepState, microbatch: Microbatch, scale: Tensor | float
+    ) -> Tensor | None:
+        """F: returns the loss of the last stage, None of the others."""
+        key = (op.stage, op.microbatch)
+        x = microbatch.tokens
+        if op.stage > 0:
+            x = wait_arrival(state.inputs.pop(key))
+            if torch.is_grad_enabled():
+                state.leaves[key] = x.requires_grad_()
+
+        with self.saving_activations():
+            y = self.stages[op.stage](x, microbatch, scale)
+
+        if y.requires_grad:
+            state.graph_outputs[key] = get_gradient_edge(y)
+        if op.stage == self.schedule.n_stages - 1:
+            return y.detach()
+        if op.stage + 1 in self.stages:  # the turn of a V: the next stage is on this rank
+            state.inputs[op.stage + 1, op.microbatch] = y.detach()
+        else:
+            state.to_send[key] = y.detach()
+        return None
+
+    def saving_activations(self) -> contextlib.AbstractContextManager[object]:
+        """A context for a forward, which keeps its activations in host memory if there is an `offload`."""
+        if self.offload is None or not torch.is_grad_enabled():
+            return contextlib.nullcontext()
+        return self.offload.saving_to_host()
+
+    def backward(self, op: Op, state: StepState) -> None:
+        """B, or I: without the weight gradients."""
+        key = (op.stage, op.microbatch)
+        is_split = op.kind == "I"
+        zero = self.zero_schedulers[op.stage]
+        store = self.weight_grad_stores[op.stage]
+
+        # the gradient of the output; the last stage's is its loss
+        output_grad = None
+        if op.stage < self.schedule.n_stages - 1:
+            output_grad = wait_arrival(state.output_grads.pop(key))
+
+        store.deferring = is_split
+        store.microbatch = op.microbatch
+        zero.input_grads_only = is_split
+        torch.autograd.backward(state.graph_outputs.pop(key), output_grad)
+        store.deferring = False
+        if not is_split:
+            zero.end_embedding_backward()
+
+        # the gradient of the input, for the stage before
+        if op.stage == 0:
+            return
+        input_grad = state.leaves.pop(key).grad
+        if input_grad is None:
+            raise RuntimeError(f"the backward of stage {op.stage} made no gradient of its input")
+        if op.stage - 1 in self.stages:
+            state.output_grads[op.stage - 1, op.microbatch] = input_grad
+        else:
+            state.to_send[key] = input_grad
+
+    def compute_weight_grads(self, op: Op) -> None:
+        """W: what the I of the same microbatch has deferred."""
+        zero = self.zero_schedulers[op.stage]
+        zero.before_weight_grads()
+        self.weight_grad_stores[op.stage].compute(op.microbatch)
+        zero.after_weight_grads()
+
+    def start_transfers(self, ops: list[Op], state: StepState, microbatches: Sequence[Microbatch]) -> None:
+        """Posts the transfers between two computations, each of hidden states or of their gradient."""
+        sends: list[tuple[Tensor, int]] = []
+        receives: list[tuple[Tensor, int]] = []
+        receive_ops: list[Op] = []
+        for op in ops:
+            other_stage = op.stage + 1 if op.kind in ("SF", "RB") else op.stage - 1
+            other_rank = self.schedule.place[other_stage]
+            if op.kind in ("SF", "SB"):
+                output = state.to_send.pop((op.stage, op.microbatch))
+                sends.append((output, other_rank))
+            else:
+                buffer = self.hidden_shape.empty_like(microbatches[op.microbatch].tokens)
+                receives.append((buffer, other_rank))
+                receive_ops.append(op)
+
+        transfers = comm.start_transfers(sends, receives, self.mesh.pp)
+        state.sends += transfers[:len(sends)]
+        arriving = transfers[len(sends):]
+        for op, (buffer, _), transfer in zip(receive_ops, receives, arriving):
+            arrivals = state.inputs if op.kind == "RF" else state.output_grads
+            arrivals[op.stage, op.microbatch] = (buffer, transfer)
+
+    # ---- without gradients ---------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Sequence[Microbatch]) -> Tensor:
+        """The loss summed over all tokens of these microbatches: a scalar, the same on every rank.
+
+        Forwards alone, with the transfers and all-reduces of `run`.
+        """
+        place = self.schedule.place
+        order: list[list[Op]] = []
+        for rank in range(self.mesh.pp.size):
+            stages = [stage for stage, owner in enumerate(place) if owner == rank]
+            pairs = product(range(len(microbatches)), stages)
+            order.append([Op("F", stage, microbatch) for microbatch, stage in pairs])
+        ops = add_transfers(order, place)[self.mesh.pp.index]
+        return self.run(ops, microbatches, 1.0)
+
+    def receive_hidden(self, x: Tensor, tokens: Tensor, stage: int) -> Tensor:
+        """The input of a stage in a pass through all stages, one after the other.
+
+        Every pipeline rank calls it; the hidden states are sent at most once. x: the output of the stage
+        before, on its rank. tokens [b, s]. Returns the input on the stage's rank; on others x.
+        """
+        if stage == 0:
+            return x
+        source = self.schedule.place[stage - 1]
+        target = self.schedule.place[stage]
+        if source == target:
+            return x
+        if self.mesh.pp.index == source:
+            transfers = comm.start_transfers([(x, target)], [], self.mesh.pp)
+        elif self.mesh.pp.index == target:
+            x = self.hidden_shape.empty_like(tokens)
+            transfers = comm.start_transfers([], [(x, source)], self.mesh.pp)
+        else:
+            return x
+        for transfer in transfers:
+            transfer.wait()
+        return x
+
+
+def count_backwards(ops: list[Op], stage: int) -> int:
+    """Number of ops of a stage that end the backward of a microbatch."""
+    return sum(op.kind in ("B", "W") and op.stage == stage for op in ops)
+
+
+def end_of_transfers(ops: list[Op], start: int) -> int:
+    """The index after the transfers that begin at `start`."""
+    end = start
+    while end < len(ops) and ops[end].kind not in COMPUTE_KINDS:
+        end += 1
+    return end
+
+
+def next_compute_kinds(ops: list[Op]) -> list[str]:
+    """For each op, the kind of the next computation of the same stage; "" after its last."""
+    next_kind: dict[int, str] = {}  # by stage
+    found: list[str] = []
+    for op in reversed(ops):
+        found.append(next_kind.get(op.stage, ""))
+        if op.kind in COMPUTE_KINDS:
+            next_kind[op.stage] = op.kind
+    return found[::-1]
+
+
+def wait_arrival(arrival: Arrival) -> Tensor:
+    """The tensor; a received one once its transfer has ended."""
+    if isinstance(arrival, Tensor):
+        return arrival
+    buffer, transfer = arrival
+    transfer.wait()
+    return buffer

@@ -1,0 +1,448 @@
+"""Pipeline schedules as data: pure functions from (ranks, microbatches, chunks) to lists of ops.
+
+A schedule is list[list[Op]]: for each pipeline rank the ops that it runs, in order. Nothing here touches a
+tensor or a process. The same lists are checked (check_schedule), given their transfers (add_transfers), run
+(executor.py), timed (plan/simulate.py) and drawn (plan/plot.py).
+
+    F      forward                                   SF, RF   send, receive an activation
+    B      backward                                  SB, RB   send, receive a gradient
+    I, W   a backward in two parts: gradients of
+           the inputs, gradients of the weights
+
+A stage is a slice of the model; stages are numbered along its depth. A chunk is one of the stages of a rank,
+numbered from 0. place[stage] is the rank of a stage.
+
+A generator writes the program of a rank in words, a letter and a chunk: "F0 B1" is the next forward of chunk
+0, then the next backward of chunk 1. "W" alone is the oldest weight gradient that an I has left. What a rank
+runs depends on how many ranks are above it (nearer the data) and below it.
+"""
+import difflib
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby
+from typing import NamedTuple
+
+COMPUTE_KINDS = ("F", "B", "I", "W")
+
+# The other end of a transfer: its kind, and how many stages away.
+MATCHING_TRANSFER = {"SF": ("RF", 1), "RF": ("SF", -1), "SB": ("RB", -1), "RB": ("SB", 1)}
+
+
+class Op(NamedTuple):
+    """An entry of a schedule."""
+    kind: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        """2F0, as torch.distributed.pipelining prints it."""
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+
+Order = list[list[Op]]  # of each rank
+StagePlacement = tuple[int, ...]  # stage -> rank
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The ops of all ranks for a step of so many microbatches."""
+    kind: str  # a key of SCHEDULES
+    order: Order  # the ops of each rank
+    place: StagePlacement  # place[stage]: the rank that owns it
+    microbatches: int
+
+    @property
+    def n_stages(self) -> int:
+        return len(self.place)
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return len(self.place) // len(self.order)
+
+
+# ---- the schedules -----------------------------------------------------------------------------------------
+
+
+def loop_placement(ranks: int, chunks: int = 1) -> StagePlacement:
+    """Stages follow the ranks, again and again: 0 1 2 3 0 1 2 3."""
+    return tuple(range(ranks)) * chunks
+
+
+def v_placement(ranks: int, chunks: int = 2) -> StagePlacement:
+    """Stages go down the ranks and back up: 0 1 2 3 3 2 1 0.
+
+    The first rank has the first stage and the loss.
+    """
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def ops_of_words(words: str, stages: Sequence[int], microbatches: int) -> list[Op]:
+    """The words of a rank as ops. stages[chunk]: the rank's stages.
+
+    Words for more microbatches than there are give no op.
+    """
+    next_microbatch: Counter[tuple[int, bool]] = Counter()  # by (chunk, is forward)
+    without_weight_grads: deque[Op] = deque()  # each I whose W is still to come
+    ops: list[Op] = []
+    for word in words.split():
+        kind = word[0]
+        if kind == "W":
+            ops.append(without_weight_grads.popleft()._replace(kind="W"))
+            continue
+        chunk = int(word[1:] or 0)
+        counter = (chunk, kind == "F")
+        op = Op(kind, stages[chunk], next_microbatch[counter])
+        next_microbatch[counter] += 1
+        ops.append(op)
+        if kind == "I":
+            without_weight_grads.append(op)
+    return [op for op in ops if op.microbatch < microbatches]
+
+
+def orders_of_words(words: Callable[[int, int], str], place: StagePlacement, microbatches: int) -> Order:
+    """The ops of all ranks.
+
+    words(above, below): the program of a rank with so many ranks above and below it.
+    """
+    ranks = max(place) + 1
+    order: Order = []
+    for rank in range(ranks):
+        stages = [stage for stage, owner in enumerate(place) if owner == rank]
+        program = words(rank, ranks - 1 - rank)
+        order.append(ops_of_words(program, stages, microbatches))
+    return order
+
+
+def gpipe(ranks: int, microbatches: int) -> Order:
+    """GPipe (arXiv 1811.06965): all forwards, then all backwards.
+
+    Each rank holds all microbatches at once.
+    """
+    def words(above: int, below: int) -> str:
+        return "F " * microbatches + "B " * microbatches
+
+    return orders_of_words(words, loop_placement(ranks), microbatches)
+
+
+def one_f_one_b(ranks: int, microbatches: int) -> Order:
+    """1F1B (arXiv 1806.03377; 2104.04473, section 2.2): the bubble of GPipe with less memory.
+
+    Rank r holds at most ranks - r microbatches.
+    """
+    n = max(microbatches, ranks)
+
+    def words(above: int, below: int) -> str:
+        return "F " * below + "F B " * (n - below) + "B " * below
+
+    return orders_of_words(words, loop_placement(ranks), microbatches)
+
+
+def interleaved(ranks: int, microbatches: int, chunks: int) -> Order:
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): `chunks` stages a rank.
+
+    The bubble is divided by `chunks`, and the transfers are multiplied by it. Microbatches go in groups of
+    `ranks` through chunk 0, then the same group through chunk 1, and so on.
+    Raises ValueError if their number is not a multiple of the ranks.
+    """
+    if chunks == 1:
+        return one_f_one_b(ranks, microbatches)
+    if microbatches % ranks:
+        below = microbatches // ranks * ranks
+        near = " or ".join(str(n) for n in (below, below + ranks) if n)
+        raise ValueError(
+            f"interleaved needs a multiple of its {ranks} ranks as microbatches, "
+            f"not {microbatches}; take {near}"
+        )
+
+    total = microbatches * chunks
+    chunk_order = [i // ranks % chunks for i in range(total)]
+    forwards = [f"F{chunk}" for chunk in chunk_order]
+    backwards = [f"B{chunks - 1 - chunk}" for chunk in chunk_order]
+
+    def words(above: int, below: int) -> str:
+        warm_up = min(2 * below + (chunks - 1) * ranks, total)
+        steady = chain(*zip(forwards[warm_up:], backwards))
+        cool_down = backwards[total - warm_up:]
+        return " ".join([*forwards[:warm_up], *steady, *cool_down])
+
+    return orders_of_words(words, loop_placement(ranks, chunks), microbatches)
+
+
+def zero_bubble_h1(ranks: int, microbatches: int) -> Order:
+    """ZB-H1 (arXiv 2401.10241, section 2.2): 1F1B with each backward in two parts.
+
+    The rank above waits for I; no rank waits for W. On rank r a W comes r ops late, so that every rank holds
+    at most `ranks` microbatches: the peak of 1F1B's first rank.
+    """
+    n = max(microbatches, ranks)
+
+    def words(above: int, below: int) -> str:
+        fill = "F " * below + "F I " * above
+        steady = "F I W " * (n - below - above)
+        drain = "I W " * below + "W " * above
+        return fill + steady + drain
+
+    return orders_of_words(words, loop_placement(ranks), microbatches)
+
+
+def zero_bubble_v(ranks: int, microbatches: int) -> Order:
+    """ZB-V (arXiv 2401.10241, section 6; 2405.15362): two chunks a rank, down the ranks and back up.
+
+    Where F, I and W take equally long and there are at least 2 * ranks - 1 microbatches, no rank is idle
+    between its first op and its last. Each holds at most 2 * ranks chunks, as much as 1F1B's first rank.
+    """
+    n = max(microbatches, 2 * ranks - 1)
+
+    def words(above: int, below: int) -> str:
+        fill = "F0 " * (2 * below + 1) + "F1 F0 " * above + "F1 I1 W " * (below + 1)
+        steady = "F0 I0 W F1 I1 W " * (n - 2 * ranks + 1 + above)  # one of each, for both chunks
+        drain = "I0 W F1 I1 W " * below + "I0 I1 " * above + "I0 W " * (below + 1) + "W " * 2 * above
+        return fill + steady + drain
+
+    return orders_of_words(words, v_placement(ranks), microbatches)
+
+
+def dualpipe_v(ranks: int, microbatches: int) -> Order:
+    """DualPipe-V (DeepSeek-V3, arXiv 2412.19437, one half of it: github.com/deepseek-ai/DualPipe).
+
+    Most backwards follow a forward of the other chunk (F0 B1), so that the transfers of one are hidden by the
+    computation of the other. A backward is in two parts where another rank waits for it: in the fill, and in
+    the second half of the drain. Each rank holds at most 2 * ranks + 1 chunks.
+    """
+    n = max(microbatches, 2 * ranks)
+
+    def words(above: int, below: int) -> str:
+        turns = above + 1
+        fill = "F0 " * 2 * below + "F0 F1 " * turns + "I1 W F1 " * below
+
+        steady = "F0 B1 F1 B0 " * (n - 2 * ranks + 1 + above)
+        if not below:  # the turn of the V: all other ranks wait for its first gradient
+            steady = steady.replace("B1", "I1 W", 1)
+
+        backwards = [f"{'B' if i < turns else 'I'}{1 - i % 2}" for i in range(2 * turns)]
+        drain = "B1 F1 B0 " * below + " ".join(backwards) + " W I0" * below + " W" * turns
+        return fill + steady + drain
+
+    return orders_of_words(words, v_placement(ranks), microbatches)
+
+
+class ScheduleKind(NamedTuple):
+    """How a kind of schedule is made."""
+    make: Callable[..., Order]  # of (ranks, microbatches), and of chunks if their number is free
+    place: Callable[[int, int], StagePlacement]  # of (ranks, chunks)
+    chunks: int | None  # stages of a rank; None: the user chooses
+
+
+SCHEDULES = {
+    "gpipe": ScheduleKind(gpipe, loop_placement, 1),
+    "1f1b": ScheduleKind(one_f_one_b, loop_placement, 1),
+    "interleaved": ScheduleKind(interleaved, loop_placement, None),
+    "zb-h1": ScheduleKind(zero_bubble_h1, loop_placement, 1),
+    "zb-v": ScheduleKind(zero_bubble_v, v_placement, 2),
+    "dualpipe-v": ScheduleKind(dualpipe_v, v_placement, 2),
+}
+
+
+def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule `name`, a key of SCHEDULES. chunks: stages of a rank; None: the kind's own, interleaved 2.
+
+    Raises ValueError, one line with the legal values.
+    """
+    if name not in SCHEDULES:
+        near = difflib.get_close_matches(name, SCHEDULES, 1, 0.4) or [" or ".join(SCHEDULES)]
+        raise ValueError(f"no schedule {name!r}; did you mean {near[0]}?")
+    if ranks < 1 or microbatches < 1 or (chunks is not None and chunks < 1):
+        raise ValueError(
+            "a schedule needs at least 1 rank, 1 microbatch and 1 chunk, "
+            f"not {ranks}, {microbatches} and {chunks or 1}"
+        )
+
+    kind = SCHEDULES[name]
+    if kind.chunks is None:
+        chunks = 2 if chunks is None else chunks
+        order = kind.make(ranks, microbatches, chunks)
+        return Schedule(name, order, kind.place(ranks, chunks), microbatches)
+    if chunks not in (None, kind.chunks):
+        plural = "s" if kind.chunks > 1 else ""
+        raise ValueError(
+            f"{name} has {kind.chunks} chunk{plural} a rank, not {chunks}; interleaved takes any number"
+        )
+    order = kind.make(ranks, microbatches)
+    return Schedule(name, order, kind.place(ranks, kind.chunks), microbatches)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------
+
+
+def dependencies(op: Op, n_stages: int) -> list[Op]:
+    """The ops that must have ended, on any rank, before a computation may start.
+
+    Where it names a B, an I is enough.
+    """
+    stage = op.stage
+    microbatch = op.microbatch
+    if op.kind == "F":
+        return [Op("F", stage - 1, microbatch)] if stage else []
+    if op.kind == "W":
+        return [Op("I", stage, microbatch)]
+    needed = [Op("F", stage, microbatch)]
+    if stage < n_stages - 1:
+        needed.append(Op("B", stage + 1, microbatch))
+    return needed
+
+
+def simulate_order(steps: list[list[tuple[Op, ...]]], n_stages: int) -> Iterator[tuple[int, tuple[Op, ...]]]:
+    """Yields (rank, step) in an order that a run could have: the ranks take turns, one step each.
+
+    steps: of each rank; a step is the ops that start together, most often one. Raises ValueError, which names
+    the op of each rank, if all ranks wait.
+    """
+    done: set[Op] = set()
+    position = [0] * len(steps)  # of each rank: its next step
+    while True:
+        unfinished = [rank for rank, index in enumerate(position) if index < len(steps[rank])]
+        if not unfinished:
+            return
+        has_moved = False
+        for rank in unfinished:
+            step = steps[rank][position[rank]]
+            if missing_dependencies(step, n_stages, done):
+                continue
+            yield rank, step
+            done.update(step)
+            done.update(op._replace(kind="B") for op in step if op.kind == "I")
+            position[rank] += 1
+            has_moved = True
+        if not has_moved:
+            waits: list[str] = []
+            for rank in unfinished:
+                for op, needed in missing_dependencies(steps[rank][position[rank]], n_stages, done):
+                    waits.append(f"rank {rank} at {op} waits for {needed}")
+            raise ValueError("deadlock: " + ", ".join(waits))
+
+
+def missing_dependencies(step: tuple[Op, ...], n_stages: int, done: set[Op]) -> list[tuple[Op, Op]]:
+    """[(op of the step, an op that it needs and that has not ended)]."""
+    missing: list[tuple[Op, Op]] = []
+    for op in step:
+        missing += [(op, needed) for needed in dependencies(op, n_stages) if needed not in done]
+    return missing
+
+
+def single_op_steps(order: Order) -> list[list[tuple[Op, ...]]]:
+    """Each op as a step of its own."""
+    return [[(op,) for op in ops] for ops in order]
+
+
+def check_schedule(
+    order: Order, n_stages: int, microbatches: int, place: StagePlacement | None = None
+) -> None:
+    """Raises ValueError unless every stage runs every microbatch once, on its rank, and without deadlock.
+
+    place: None for one stage a rank.
+    """
+    place = loop_placement(n_stages) if place is None else place
+
+    # every op is one that exists, on the right rank
+    kinds_run: defaultdict[tuple[int, int], list[str]] = defaultdict(list)  # by (stage, microbatch)
+    for rank, ops in enumerate(order):
+        for op in ops:
+            is_inside = 0 <= op.stage < n_stages and 0 <= op.microbatch < microbatches
+            if not is_inside or op.kind not in COMPUTE_KINDS:
+                raise ValueError(
+                    f"rank {rank} runs {op}: no such op among {n_stages} stages "
+                    f"and {microbatches} microbatches"
+                )
+            if place[op.stage] != rank:
+                owner = place[op.stage]
+                raise ValueError(f"rank {rank} runs {op}, but stage {op.stage} is rank {owner}'s")
+            kinds_run[op.stage, op.microbatch].append(op.kind)
+
+    # every stage runs every microbatch forward and backward
+    for stage in range(n_stages):
+        for microbatch in range(microbatches):
+            kinds = " ".join(sorted(kinds_run[stage, microbatch]))
+            if kinds not in ("B F", "F I W"):
+                raise ValueError(
+                    f"stage {stage} runs {kinds or 'nothing'} for microbatch {microbatch}, "
+                    "not F and B, or F, I and W"
+                )
+
+    for _ in simulate_order(single_op_steps(order), n_stages):
+        pass  # raises where all ranks wait
+
+
+# ---- transfers ---------------------------------------------------------------------------------------------
+
+
+def add_transfers(order: Order, place: StagePlacement) -> Order:
+    """The ops with their transfers: a send right after its op, the receive in the other rank's list.
+
+    Both ends are placed at the moment of the send, in an order that a run could have. So any two ranks have
+    their common transfers in the same order, and no legal schedule deadlocks. (A receive right before its use
+    would be simpler, and deadlocks two thirds of the interleaved schedules on a transport without buffers.)
+    Two stages in a row on one rank, at the turn of a V, need no transfer. Raises ValueError for an order that
+    cannot finish.
+    """
+    lowered: Order = [[] for _ in order]
+    for rank, (op,) in simulate_order(single_op_steps(order), len(place)):
+        lowered[rank].append(op)
+        if op.kind == "W":
+            continue
+        letter = "F" if op.kind == "F" else "B"
+        other_stage = op.stage + 1 if op.kind == "F" else op.stage - 1
+        if not 0 <= other_stage < len(place):
+            continue
+        other_rank = place[other_stage]
+        if other_rank != rank:
+            lowered[rank].append(Op("S" + letter, op.stage, op.microbatch))
+            lowered[other_rank].append(Op("R" + letter, other_stage, op.microbatch))
+    return lowered
+
+
+def matching_transfer(op: Op) -> Op:
+    """The other end of a transfer."""
+    kind, distance = MATCHING_TRANSFER[op.kind]
+    return Op(kind, op.stage + distance, op.microbatch)
+
+
+def check_transfers_match(lowered: Order) -> bool:
+    """True if the lists finish on the strictest transport.
+
+    There, nothing is buffered; the transfers between two computations are one batch, and it ends only when
+    the other end of each has been posted.
+    """
+    batches: list[list[list[Op]]] = []  # of each rank: the runs of transfers between computations
+    for ops in lowered:
+        runs = groupby(ops, lambda op: op.kind in MATCHING_TRANSFER)
+        batches.append([list(run) for is_transfer, run in runs if is_transfer])
+
+    posted: set[Op] = set()
+    position = [0] * len(batches)  # of each rank: its next batch
+    while True:
+        current: dict[int, list[Op]] = {}  # {rank: its next batch}
+        for rank, index in enumerate(position):
+            if index < len(batches[rank]):
+                current[rank] = batches[rank][index]
+                posted.update(current[rank])
+
+        ready: list[int] = []
+        for rank, ops in current.items():
+            if all(matching_transfer(op) in posted for op in ops):
+                ready.append(rank)
+        if not ready:
+            return not current
+        for rank in ready:
+            position[rank] += 1
+
+
+def max_in_flight(ops: list[Op]) -> int:
+    """The most activations, in chunks, that a rank holds at once. An F makes one; a B or W frees it."""
+    held = 0
+    peak = 0
+    for op in ops:
+        held += {"F": 1, "B": -1, "W": -1}.get(op.kind, 0)
+        peak = max(peak, held)
+    return peak

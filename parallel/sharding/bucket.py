@@ -1,0 +1,188 @@
+"""Bucket: parameters that are reduced, gathered and updated together. ZeRO (arXiv 1910.02054) as one table:
+
+    zero   optimizer state   gradients   weights    sent a step (full gradients g, compute weights w)
+    0      full              full        full       all-reduce g
+    1      sharded           full        full       reduce-scatter g, all-gather w: never more than 0
+    2      sharded           sharded     full       as 1, the reduce-scatter once a microbatch
+    3      sharded           sharded     sharded    as 2, the all-gather twice a microbatch: 1.5 of 0
+
+Every parameter is a view of a flat tensor of its bucket. "Sharded" is over mesh.fsdp (dp_shard x cp);
+mesh.dp_replicate replicates the shards (HSDP): once a step their gradients are summed over it too. Experts
+are shared by other ranks than the rest, so they have buckets of their own. Optimizer, clipping and
+checkpoints see only the elements that this rank owns (views.py).
+"""
+import torch
+from torch import Tensor
+
+from kernels.grad import accumulation_dtype
+from parallel.sharding.gradients import BucketGrads
+from parallel.sharding.packing import bucket_layout, pack_into_buckets
+from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot
+from parallel.sharding.spec import ShardedParameter, initialize
+from parallel.sharding.weights import BucketWeights
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+
+class Bucket:
+    """Parameters with the same groups, in one flat tensor.
+
+    size: elements, with padding. This rank owns elements shard_start .. shard_end - 1: all of them without
+    ZeRO.
+    num_users: parts of the model that use the bucket: a tied table has two.
+    num_finished_users: those that have ended their last backward of the step.
+    """
+
+    def __init__(
+        self,
+        params: list[ShardedParameter],
+        mesh: Mesh,
+        sharding: ShardingConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.sharding = sharding
+        self.zero = sharding.zero
+        self.dtype = dtype
+        self.seed = seed
+        self.is_expert = params[0].spec.is_expert
+        self.is_hidden = sharding.separate_hidden and params[0].spec.is_hidden_matrix
+        self.groups = sharding_groups(mesh, self.is_expert)
+        self.num_users = 0
+        self.num_finished_users = 0
+
+        # the place of each parameter, and what this rank owns
+        layout = bucket_layout(
+            [param.spec.numel for param in params],
+            zero=sharding.zero,
+            num_shards=self.groups.shard.size,
+            shard_index=self.groups.shard.index,
+            num_replicas=self.groups.replica.size,
+            is_collective=sharding.reduce_algorithm == "collective",
+            alignment=sharding.alignment,
+        )
+        self.size = layout.size
+        self.shard_start = layout.shard_start
+        self.shard_end = layout.shard_end
+        slots: list[Slot] = []
+        for param, offset in zip(params, layout.offsets):
+            slots.append(Slot(param, offset, is_counted_in_norm(param, mesh)))
+        self.slots = tuple(slots)
+
+        # weights and gradients
+        initial = torch.zeros(self.size, dtype=accumulation_dtype(dtype), device=device)
+        for slot in self.slots:
+            initialize(slot.param.spec, slot.view_in(initial), seed)
+        self.weights = BucketWeights(
+            self.slots,
+            layout,
+            self.groups,
+            sharding,
+            initial=initial,
+            dtype=dtype,
+        )
+        self.grads = BucketGrads(
+            self.slots,
+            layout,
+            self.groups,
+            sharding,
+            seed=seed,
+            dtype=dtype,
+            device=device,
+        )
+
+
+def sharding_groups(mesh: Mesh, is_expert: bool) -> ShardingGroups:
+    """The groups of the experts' parameters, or of the others."""
+    if is_expert:
+        return ShardingGroups(mesh.expert_fsdp, mesh.dp_replicate, mesh.expert_dp)
+    return ShardingGroups(mesh.fsdp, mesh.dp_replicate, mesh.dp_cp)
+
+
+def is_counted_in_norm(param: ShardedParameter, mesh: Mesh) -> bool:
+    """Whether this rank is the one that counts the parameter in the gradient norm.
+
+    A parameter that every tp rank holds is counted by the first of them; a table at both ends of the
+    pipeline, by its first rank. The part of an expert that a rank holds is held by no other.
+    """
+    if param.spec.is_expert:
+        return True
+    if param.spec.is_replicated_over_tp and mesh.tp.index > 0:
+        return False
+    return "embedding_ends" not in param.spec.partial_over or mesh.pp.index == 0
+
+
+def split_into_buckets(
+    params: list[ShardedParameter], sharding: ShardingConfig
+) -> list[list[ShardedParameter]]:
+    """The parameters of one part of the model, divided into those of each bucket.
+
+    Experts have buckets of their own, and with separate_hidden hidden matrices too. Within a bucket,
+    parameters that are treated alike (weight decay, learning rate, counted in the norm) lie side by side. The
+    order is the same on all tp ranks, so what is partial over tp lies at the same elements in each.
+    """
+    kinds: dict[tuple[bool, bool], list[ShardedParameter]] = {}
+    for is_expert in (False, True):
+        for is_hidden in (False, True):
+            kinds[is_expert, is_hidden] = []
+    for param in params:
+        is_hidden = sharding.separate_hidden and param.spec.is_hidden_matrix
+        kinds[param.spec.is_expert, is_hidden].append(param)
+
+    buckets: list[list[ShardedParameter]] = []
+    for kind in kinds.values():
+        kind.sort(key=treatment)
+        sizes = [param.spec.numel for param in kind]
+        for indices in pack_into_buckets(sizes, sharding.max_elements, sharding.alignment):
+            buckets.append([kind[index] for index in indices])
+    return buckets
+
+
+def treatment(param: ShardedParameter) -> tuple[bool, float, bool]:
+    """How a parameter is updated and counted: equal for those that can share a range (views.py)."""
+    spec = param.spec
+    return (not spec.has_decay, spec.lr_factor, spec.is_replicated_over_tp)
+
+
+def finish_grad_reductions(buckets: list[Bucket], mesh: Mesh) -> None:
+    """Waits until the gradients of the step, whose sums the backward started, are summed over all ranks.
+
+    After the data-parallel sums, what is partial over tp is summed in one all-reduce, then a tied table over
+    the ends of the pipeline in another.
+    """
+    for bucket in buckets:  # sums over replicas start before the first is waited for
+        bucket.grads.wait_reduce_scatter()
+    for bucket in buckets:
+        bucket.grads.finish_reduce()
+
+    for axis, group in (("tp", mesh.tp), ("embedding_ends", mesh.embedding_ends)):
+        if group is None or group.size == 1:
+            continue
+        parts: list[Tensor] = []
+        for bucket in buckets:
+            parts += bucket.grads.partial_over(axis)
+        sum_parts(parts, group)
+
+
+def sum_parts(parts: list[Tensor], group: Group) -> None:
+    """Sums flat tensors over the group, in place: one all-reduce of all of them; none if there are none."""
+    if not parts:
+        return
+    total = comm.all_reduce_sum(torch.cat(parts), group)
+    sizes = [len(part) for part in parts]
+    for part, value in zip(parts, total.split(sizes)):
+        part.copy_(value)
+
+
+def start_param_gathers(buckets: list[Bucket], is_finite: Tensor) -> None:
+    """Starts to send updated weights to the ranks that share them; the next step waits for them.
+
+    ZeRO-1 and 2: one all-gather of each bucket; else none. is_finite: a bool scalar; False: the step was
+    skipped.
+    """
+    for bucket in buckets:
+        bucket.grads.resolve_error_feedback(is_finite)
+        bucket.weights.start_gather_updated()

@@ -1,0 +1,194 @@
+"""BucketGrads: the gradients of a bucket, and their sum over the ranks that saw other tokens.
+
+A sum is started where its input is ready and awaited where its result is needed: start_reduce() ..
+wait_reduce_scatter() .. finish_reduce(). zero.py says when.
+"""
+import torch
+from torch import Tensor
+
+from kernels.grad import accumulation_dtype
+from parallel.sharding.packing import BucketLayout
+from parallel.sharding.powersgd import PowerSGD, is_matrix
+from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot
+from parallel.wire import compress
+from parallel.wire.algorithms import start_scatter_sum, start_sum
+from parallel.wire.comm import PendingExchange
+
+
+class BucketGrads:
+    """The gradients of one bucket.
+
+    full [size], fp32 or fp64: those of this rank's tokens; None while ZeRO-2 or 3 keeps only its shard.
+
+    local [shard size]: this rank's shard of the sum. Without ZeRO-2 or 3 it is a view of `full`.
+    lasting: the tensor that holds gradients from one microbatch to the next: `full`, or `local` under ZeRO-2
+    and 3.
+    """
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        layout: BucketLayout,
+        groups: ShardingGroups,
+        sharding: ShardingConfig,
+        *,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots = slots
+        self.layout = layout
+        self.groups = groups
+        self.sharding = sharding
+        self.zero = sharding.zero
+        self.full: Tensor | None = None
+        self.first_microbatch_squares: Tensor | None = None  # by record_first_microbatch
+        self.powersgd: PowerSGD | None = None
+
+        # exchanges under way: a reduce-scatter of a microbatch, or of the step; and a sum of the step
+        self.scatter: PendingExchange | compress.CompressedReduceScatter | None = None
+        self.scatter_is_last = False  # the scatter under way is the step's last
+        self.sum: PendingExchange | compress.CompressedAllReduce | PowerSGD | None = None
+
+        grad_dtype = accumulation_dtype(dtype)
+        if self.zero >= 2:
+            self.local = torch.zeros(layout.shard_size, dtype=grad_dtype, device=device)
+            self.lasting = self.local
+        else:
+            full = torch.zeros(layout.size, dtype=grad_dtype, device=device)
+            self.local = full[layout.shard_start:layout.shard_end]
+            self.lasting = full
+            self.allocate(full)
+
+        has_matrices = any(is_matrix(slot.param.spec) for slot in slots)
+        if sharding.powersgd_rank is not None and groups.reduce.size > 1 and has_matrices:
+            self.powersgd = PowerSGD(
+                slots,
+                layout.size,
+                groups.reduce,
+                rank=sharding.powersgd_rank,
+                seed=seed,
+                like=self.local,
+            )
+
+    def allocate(self, full: Tensor | None = None) -> None:
+        """Makes the full gradients, zeroed, with a view for the main_grad of every parameter; once.
+
+        Under ZeRO-2 and 3 they exist from the first backward that uses the bucket to its reduction.
+        """
+        if self.full is not None:
+            return
+        self.full = self.local.new_zeros(self.layout.size) if full is None else full
+        for slot in self.slots:
+            slot.param.main_grad = slot.view_in(self.full)
+
+    def zero_grad(self) -> None:
+        """Sets the gradients to zero before a step."""
+        self.first_microbatch_squares = None
+        self.lasting.zero_()
+
+    def record_first_microbatch(self) -> None:
+        """Measures the first microbatch of a step for the noise scale, before its gradients are summed."""
+        is_first = self.first_microbatch_squares is None
+        if self.sharding.track_noise_scale and is_first and self.full is not None:
+            self.first_microbatch_squares = self.squared_norm_of_hidden(self.full, 0, self.layout.size)
+
+    def squared_norm_of_hidden(self, flat: Tensor, start: int, end: int) -> Tensor:
+        """The sum of squares over hidden matrices that this rank counts in the norm; experts are left out.
+
+        flat [end - start]: elements start .. end - 1 of the bucket. Returns a scalar.
+        """
+        norms: list[Tensor] = []
+        for slot in self.slots:
+            spec = slot.param.spec
+            if spec.is_expert or not spec.is_hidden_matrix or not slot.counted_in_norm:
+                continue
+            first = max(slot.offset, start)
+            last = min(slot.offset + slot.numel, end)
+            if first < last:
+                norms.append(torch.linalg.vector_norm(flat[first - start:last - start]))
+        return torch.stack(norms).square().sum() if norms else flat.new_zeros(())
+
+    # ---- the sum over ranks --------------------------------------------------------------------------------
+
+    def start_reduce(self, is_last: bool) -> None:
+        """Starts the sum of the full gradients over the ranks. The one before must have ended.
+
+        ZeRO-0: an all-reduce of the bucket; else a reduce-scatter of it, after which ZeRO-2 and 3 free the
+        full gradients. is_last: no more gradients of this step follow.
+        """
+        if self.full is None:
+            raise RuntimeError("the gradients of a bucket are reduced before they were allocated")
+        if self.zero == 0:
+            if self.powersgd is not None:
+                self.sum = self.powersgd.start(self.full)
+            else:
+                self.sum = self.start_all_reduce(self.full, over_replicas=False)
+            return
+
+        algorithm = self.sharding.reduce_algorithm
+        self.scatter = start_scatter_sum(self.full, self.groups.shard, algorithm, self.sharding.alignment)
+        self.scatter_is_last = is_last
+        if self.zero >= 2:
+            self.full = None
+            for slot in self.slots:
+                slot.param.main_grad = None
+
+    def start_all_reduce(self, flat: Tensor,
+                         over_replicas: bool) -> PendingExchange | compress.CompressedAllReduce:
+        """Starts the sum of `flat`, in place, over the replicas of a shard or all ranks of the bucket."""
+        group = self.groups.replica if over_replicas else self.groups.reduce
+        return start_sum(
+            flat,
+            group,
+            self.sharding.reduce_algorithm,
+            ranks_per_node=self.sharding.ranks_per_node,
+            block=self.sharding.alignment,
+        )
+
+    def wait_reduce_scatter(self) -> None:
+        """Waits for the reduce-scatter under way, if there is one; its result goes to `local`.
+
+        After the step's last one it starts the sum over the replicas, an all-reduce of the shard. If an
+        all-reduce of two phases is under way, its second phase starts.
+        """
+        if self.sum is not None:
+            self.sum.start_next_phase()
+        if self.scatter is None:
+            return
+        part = self.scatter.wait()
+        self.scatter = None
+        if self.zero >= 2:
+            self.local.add_(part)
+        elif self.groups.shard.size > 1:
+            self.local.copy_(part)
+        if self.scatter_is_last:
+            self.sum = self.start_all_reduce(self.local, over_replicas=True)
+
+    def finish_reduce(self) -> None:
+        """Waits until `local` is the sum over all ranks of the bucket."""
+        self.wait_reduce_scatter()
+        if self.sum is not None:
+            self.sum.wait()
+            self.sum = None
+
+    def resolve_error_feedback(self, is_finite: Tensor) -> None:
+        """After the step: PowerSGD keeps the error of its compression; drops it if the step was skipped."""
+        if self.powersgd is not None:
+            self.powersgd.resolve_error_feedback(is_finite)
+
+    def partial_over(self, axis: str) -> list[Tensor]:
+        """Views of those elements of `local` that are still to be summed over `axis`.
+
+        tp: norms under sequence parallelism, norms of heads. embedding_ends: a table at both ends of the
+        pipeline.
+        """
+        parts: list[Tensor] = []
+        for slot in self.slots:
+            if axis not in slot.param.spec.partial_over:
+                continue
+            first = max(slot.offset, self.layout.shard_start) - self.layout.shard_start
+            end = min(slot.offset + slot.numel, self.layout.shard_end) - self.layout.shard_start
+            if first < end:
+                parts.append(self.local[first:end])
+        return parts

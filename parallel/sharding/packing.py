@@ -1,0 +1,81 @@
+"""How parameters lie in flat buckets. Arithmetic alone: the buckets (bucket.py) and the planner read it.
+
+    part      what a stage runs at once: the embedding, a block, the head
+    bucket    parameters of one part that are reduced, gathered and updated together
+    slot      the place of a parameter in its bucket; it starts at a multiple of the alignment
+    shard     the equal part of a bucket that one rank owns under ZeRO; it is aligned as a slot is
+"""
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Elements. A slot and a shard start on a cache line in every dtype. Where blocks of elements share a scale
+# (parallel/wire/compress.py), the alignment is the size of such a block.
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """This rank owns elements shard_start .. shard_end - 1: all of them without ZeRO."""
+    offsets: tuple[int, ...]  # the first element of each slot
+    size: int  # elements of the bucket, with padding
+    shard_start: int
+    shard_end: int
+
+    @property
+    def shard_size(self) -> int:
+        return self.shard_end - self.shard_start
+
+
+def bucket_layout(
+    sizes: Sequence[int],
+    *,
+    zero: int,
+    num_shards: int,
+    shard_index: int,
+    num_replicas: int,
+    is_collective: bool,
+    alignment: int = ALIGNMENT,
+) -> BucketLayout:
+    """The layout of a bucket of parameters of `sizes` elements.
+
+    num_shards: ranks that share the bucket under ZeRO; shard_index: this rank among them. num_replicas: ranks
+    that own the same shard. is_collective: the backend sums gradients; if not, our own algorithms do
+    (parallel/wire/algorithms.py), and they divide each shard once more, over its replicas.
+    """
+    divisor = num_shards if zero and is_collective else num_shards * num_replicas
+
+    offsets: list[int] = []
+    end = 0
+    for size in sizes:
+        offsets.append(end)
+        end += round_up(size, alignment)
+    bucket_size = round_up(end, alignment * divisor)
+
+    if not zero:
+        return BucketLayout(tuple(offsets), bucket_size, 0, bucket_size)
+    shard_size = bucket_size // num_shards
+    shard_start = shard_size * shard_index
+    return BucketLayout(tuple(offsets), bucket_size, shard_start, shard_start + shard_size)
+
+
+def pack_into_buckets(sizes: Sequence[int], max_elements: int, alignment: int = ALIGNMENT) -> list[list[int]]:
+    """Divides parameters of `sizes` elements, in their order, into buckets of at most `max_elements`.
+
+    Returns the indices of the parameters of each bucket. A parameter is never divided: one that is larger
+    has a bucket of its own.
+    """
+    buckets: list[list[int]] = []
+    filled = 0
+    for index, size in enumerate(sizes):
+        padded_size = round_up(size, alignment)
+        if not buckets or filled + padded_size > max_elements:
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(index)
+        filled += padded_size
+    return buckets
+
+
+def round_up(n: int, multiple: int = ALIGNMENT) -> int:
+    """n rounded up to a multiple of `multiple`."""
+    return -(-n // multiple) * multiple

@@ -1,0 +1,214 @@
+"""PowerSGD (arXiv 1905.13727): data-parallel ranks sum two thin factors of each matrix's gradient, not the
+matrix.
+
+    D = gradient + error
+    P = sum over ranks of D Q, orthonormalized
+    Q = sum over ranks of D^T P
+    sum of gradients ~ P Q^T,   error = D - P (own D^T P)^T
+
+For a matrix [m, n] of rank r, r (m + n) elements are sent, in two all-reduces a bucket. Each step starts one
+iteration of a subspace iteration, from the Q of the step before. What is not sent stays behind as the error:
+sent + the ranks' errors = gradients + the errors before, up to rounding. A rank of min(m, n) or more loses
+nothing. All other parameters are sent as they are, in the first all-reduce: vectors, and matrices whose
+gradients are summed over other ranks afterwards (routers, keys that tp ranks share, a table at both ends of
+the pipeline). Under tp the part of each rank is a matrix of its own, as is each expert.
+
+The sums are linear in the errors, so only the sum of the errors matters. A checkpoint holds that sum
+(KEY@powersgd_error), and the ranks share it evenly whenever it is written or read: a run can go on with any
+number of ranks. The bases (KEY@powersgd_basis) belong to the parts; where a new layout has other parts, bases
+are drawn anew. A skipped step leaves no error behind.
+"""
+import hashlib
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from parallel.sharding.boxes import Box
+from parallel.sharding.slots import Slot
+from parallel.sharding.spec import ParameterSpec
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+ERROR_SUFFIX = "@powersgd_error"
+BASIS_MARK = "@powersgd_basis"
+
+
+def matrix_shape(spec: ParameterSpec) -> tuple[int, int, int]:
+    """(number of matrices, m, n) of a parameter with two dims: one matrix [m, n], or one of each expert."""
+    rows, columns = spec.shape
+    count = 1
+    if spec.is_expert:
+        count = len({box.key.rsplit(".", 2)[0] for box in spec.boxes})
+    return count, rows // count, columns
+
+
+def is_matrix(spec: ParameterSpec) -> bool:
+    """Is the parameter's gradient sent as factors?"""
+    if len(spec.shape) != 2 or spec.partial_over:
+        return False
+    _, rows, columns = matrix_shape(spec)
+    return min(rows, columns) > 1
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """x [count, m, r] -> an orthonormal basis [count, m, r] of its columns. r is at most m.
+
+    Where the columns depend on each other, the basis is of a larger space.
+    """
+    return torch.linalg.qr(x).Q
+
+
+def draw_basis(spec: ParameterSpec, rank: int, seed: int) -> Tensor:
+    """The first bases [count, n, r] of a parameter, fp64.
+
+    They depend on the seed and on the part of the tensor that the parameter holds.
+    """
+    box = spec.boxes[0]
+    digest = hashlib.sha256(f"{seed}/{box.key}/{box.start}/powersgd".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+    count, rows, columns = matrix_shape(spec)
+    shape = (count, columns, min(rank, rows, columns))
+    return orthonormal(torch.randn(shape, generator=generator, dtype=torch.float64))
+
+
+class PowerSGD:
+    """The compression of one bucket's gradients.
+
+    error [size of the bucket]: what this rank has not sent yet. bases: the Q of each matrix. An exchange has
+    two phases: start() .. start_next_phase() .. wait().
+    """
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        size: int,
+        group: Group,
+        *,
+        rank: int,
+        seed: int,
+        like: Tensor,
+    ) -> None:
+        """like: a tensor of the gradients' dtype and device."""
+        self.group = group
+        self.matrices = [slot for slot in slots if is_matrix(slot.param.spec)]
+        self.others = [slot for slot in slots if not is_matrix(slot.param.spec)]
+        self.error = like.new_zeros(size)
+        self.bases: list[Tensor] = []
+        for slot in self.matrices:
+            self.bases.append(draw_basis(slot.param.spec, rank, seed).to(like))
+        self.previous_bases = self.bases
+
+        # of the exchange under way
+        self.left_factors: list[Tensor] = []  # the P of each matrix
+        self.is_in_second_phase = False
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """[count, m, n] of each matrix, in a flat tensor [size]."""
+        found: list[Tensor] = []
+        for slot in self.matrices:
+            shape = matrix_shape(slot.param.spec)
+            found.append(slot.view_in(flat).view(shape))
+        return found
+
+    def start(self, grad: Tensor) -> "PowerSGD":
+        """Starts the sum of grad [size] over the group, in place: an all-reduce of the products D Q."""
+        self.grad = grad
+        self.left_factors = []
+        self.is_in_second_phase = False
+        matrices = self.views(grad)
+        for matrix, error in zip(matrices, self.views(self.error)):
+            matrix.add_(error)
+
+        to_send = [matrix @ basis for matrix, basis in zip(matrices, self.bases)]
+        to_send += [slot.view_in(grad) for slot in self.others]
+        self.shapes = [part.shape for part in to_send]
+        self.work = comm.start_all_reduce(flatten_parts(to_send), self.group)
+        return self
+
+    def start_next_phase(self) -> None:
+        """Waits for the first all-reduce and starts the second, of the right factors; does so once."""
+        if self.is_in_second_phase:
+            return
+        num_matrices = len(self.matrices)
+        received = split_views(self.work.wait(), self.shapes)
+        for slot, value in zip(self.others, received[num_matrices:]):
+            slot.view_in(self.grad).copy_(value)
+        self.left_factors = [orthonormal(product) for product in received[:num_matrices]]
+
+        matrices = self.views(self.grad)
+        errors = self.views(self.error)
+        right_factors: list[Tensor] = []  # this rank's part
+        for matrix, left, error in zip(matrices, self.left_factors, errors):
+            right = matrix.mT @ left
+            torch.sub(matrix, left @ right.mT, out=error)
+            right_factors.append(right)
+        self.work = comm.start_all_reduce(flatten_parts(right_factors), self.group)
+        self.is_in_second_phase = True
+
+    def wait(self) -> Tensor:
+        """Returns grad, which holds the sum."""
+        self.start_next_phase()
+        shapes = [basis.shape for basis in self.bases]
+        right_factors = split_views(self.work.wait(), shapes)
+        matrices = self.views(self.grad)
+        for matrix, left, right in zip(matrices, self.left_factors, right_factors):
+            matrix.copy_(left @ right.mT)
+        self.previous_bases = self.bases
+        self.bases = [orthonormal(right) for right in right_factors]
+        return self.grad
+
+    def resolve_error_feedback(self, is_finite: Tensor) -> None:
+        """After the step. If it was skipped, its errors and bases, which may be NaN, are dropped."""
+        self.error.copy_(torch.where(is_finite, self.error, 0))
+        both = zip(self.bases, self.previous_bases)
+        self.bases = [torch.where(is_finite, new, old) for new, old in both]
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------
+
+    def sum_errors(self) -> Tensor:
+        """The sum [size] of the ranks' errors, of which each keeps an equal part from now on.
+
+        Collective: one all-reduce of the bucket's size.
+        """
+        total = comm.all_reduce_sum(self.error.clone(), self.group)
+        self.set_summed_error(total)
+        return total
+
+    def set_summed_error(self, total: Tensor) -> None:
+        """total [size]: a sum of errors, of which this rank takes its part."""
+        torch.div(total, self.group.size, out=self.error)
+
+    def boxes_of(self, total: Tensor, each_once: bool = False) -> list[tuple[Box, Tensor]]:
+        """[(box, its elements)] of what a checkpoint holds. total [size]: what sum_errors returned.
+
+        each_once: leaves out what another rank has too, and saves.
+        """
+        found: list[tuple[Box, Tensor]] = []
+        for slot, basis in zip(self.matrices, self.bases):
+            if each_once and not (slot.counted_in_norm and self.group.index == 0):
+                continue
+            spec = slot.param.spec
+            for box, error in spec.split(slot.view_in(total)):
+                error_box = replace(box, key=box.key + ERROR_SUFFIX)
+                found.append((error_box, error))
+
+            # a basis belongs to the part, which its start names
+            first = spec.boxes[0]
+            start = "x".join(map(str, first.start))
+            basis_box = Box.whole(f"{first.key}{BASIS_MARK}.{start}", basis.shape)
+            found.append((basis_box, basis))
+        return found
+
+
+def flatten_parts(parts: list[Tensor]) -> Tensor:
+    """All elements of the tensors, one tensor after the other: [sum of their sizes]."""
+    return torch.cat([part.reshape(-1) for part in parts])
+
+
+def split_views(flat: Tensor, shapes: list[torch.Size]) -> list[Tensor]:
+    """What flatten_parts made -> views of these shapes."""
+    sizes = [shape.numel() for shape in shapes]
+    parts = flat.split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes)]

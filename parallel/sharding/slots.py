@@ -1,0 +1,52 @@
+"""What a bucket is made of: the places of its parameters, the ranks that share it, and how they do."""
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from parallel.sharding.packing import ALIGNMENT
+from parallel.sharding.spec import ShardedParameter
+from parallel.wire.comm import Group
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """How data-parallel ranks share parameters: what the keys of config.parallel say of it."""
+    zero: int = 0  # 0 to 3
+    max_elements: int = 1 << 24  # of a bucket
+    alignment: int = ALIGNMENT  # elements: of slots and shards; in 8 bits, a scale's block
+    reduce_algorithm: str = "collective"  # parallel/wire/algorithms.py
+    ranks_per_node: int | None = None  # of a hierarchical reduction
+    powersgd_rank: int | None = None  # None: gradients are not compressed by PowerSGD
+    weight_codec: str = "none"  # none, int8 or fp8: weights in an all-gather
+    separate_hidden: bool = False  # hidden matrices have buckets of their own (Muon)
+    offload_master: bool = False  # master weights are in host memory
+    bf16_master: bool = False  # master weights are bf16, rounded stochastically
+    track_noise_scale: bool = False  # optim/noise.py needs the first microbatch's gradients
+
+
+@dataclass(frozen=True)
+class ShardingGroups:
+    """The ranks that share a bucket."""
+    shard: Group  # those that own its shards under ZeRO
+    replica: Group  # those that own the same shard
+    reduce: Group  # shard x replica: gradients are summed over them
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in its bucket: elements offset .. offset + numel - 1.
+
+    counted_in_norm: this rank counts it in the gradient norm. Where several ranks hold it whole, one of them
+    does.
+    """
+    param: ShardedParameter
+    offset: int
+    counted_in_norm: bool
+
+    @property
+    def numel(self) -> int:
+        return self.param.spec.numel
+
+    def view_in(self, flat: Tensor) -> Tensor:
+        """The parameter's part of a flat tensor [size of the bucket], in the parameter's shape."""
+        return flat[self.offset:self.offset + self.numel].view(self.param.spec.shape)

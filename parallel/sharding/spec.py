@@ -1,0 +1,189 @@
+"""ParameterSpec: what a parameter is and what it holds of which global tensors.
+
+Initial values, ZeRO, clipping, optimizers, checkpoints and export all read it. Nothing else describes
+parameters.
+"""
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import ceil, prod
+
+import torch
+from torch import Tensor, nn
+
+from kernels.grad import WeightGradList
+from parallel.sharding.boxes import Box
+
+# Elements of a tensor that are drawn together. The initial weights depend on it.
+INIT_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Role:
+    """What holds for all parameters of a role."""
+    init: str  # normal, ones or zeros
+    has_decay: bool  # weight decay applies
+
+
+ROLES = {
+    "embedding": Role("normal", has_decay=True),  # the table of tokens; tied, the output head's as well
+    "positions": Role("normal", has_decay=True),  # learned positions
+    "hidden": Role("normal", has_decay=True),  # a matrix from hidden features to hidden features
+    "head": Role("normal", has_decay=True),  # from the hidden state to the vocabulary
+    "router": Role("normal", has_decay=True),  # from the hidden state to the experts
+    "gate": Role("normal", has_decay=True),  # from the hidden state to a few numbers
+    "norm": Role("ones", has_decay=False),
+    "bias": Role("zeros", has_decay=False),
+}
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What a parameter is.
+
+    boxes: what the local tensor holds, stacked along dim 0. Usually one box; a merged projection of q, k and
+    v has three.
+    partial_over: names of mesh groups over which the gradient of each rank is only a part of the sum, beyond
+    the data-parallel groups, over which it always is.
+    is_expert: its ranks are those of the experts' own factorization (parallel/topology/dims.py: EXPERT_AXES),
+    with data-parallel groups of their own.
+    """
+    boxes: tuple[Box, ...]
+    role: str  # a key of ROLES
+    std: float = 0.0  # standard deviation of normal initial values
+    lr_factor: float = 1.0  # of the learning rate
+    partial_over: tuple[str, ...] = ()
+    is_expert: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the local tensor."""
+        rows = sum(box.size[0] for box in self.boxes)
+        return (rows, *self.boxes[0].size[1:])
+
+    @property
+    def numel(self) -> int:
+        """Elements of the local tensor."""
+        return prod(self.shape)
+
+    @property
+    def has_decay(self) -> bool:
+        return ROLES[self.role].has_decay
+
+    @property
+    def is_hidden_matrix(self) -> bool:
+        return self.role == "hidden"
+
+    @property
+    def is_replicated_over_tp(self) -> bool:
+        """Whether every tensor-parallel rank holds all of it. At tp 1 that is true of every parameter."""
+        return all(box.size == box.shape for box in self.boxes)
+
+    def with_mup(self, width_ratio: float, power: float) -> "ParameterSpec":
+        """The spec in a model `width_ratio` times as wide as the one whose rates were tuned.
+
+        muP (arXiv 2203.03466, table 8): tables and vectors stay. A hidden matrix starts width_ratio^-1/2
+        times as large and learns width_ratio^-power times as fast. A router or gate, which maps the hidden
+        state to a fixed number of outputs, starts and learns 1 / width_ratio times (table 3: the same as a
+        factor behind it).
+        """
+        if self.role == "hidden":
+            std = self.std / width_ratio**0.5
+            return replace(self, std=std, lr_factor=self.lr_factor / width_ratio**power)
+        if self.role in ("router", "gate"):
+            return replace(self, std=self.std / width_ratio, lr_factor=self.lr_factor / width_ratio)
+        return self
+
+    def split(self, local: Tensor) -> list[tuple[Box, Tensor]]:
+        """[(box, its rows of the local tensor)]; the rows are views."""
+        rows = [box.size[0] for box in self.boxes]
+        return list(zip(self.boxes, local.split(rows)))
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter with its spec. All attributes that are set on a parameter are declared here."""
+
+    spec: ParameterSpec  # set by `parameter`; build.py scales it for muP
+
+    # [spec.shape], fp32 or fp64: a view of the bucket's gradients, to which kernels/grad.py adds.
+    # None where the bucket holds no full gradients at the moment (gradients.py).
+    main_grad: Tensor | None = None
+
+    # Takes the weight gradients that a pipeline schedule computes later (parallel/pipeline/executor.py).
+    # Set by build.py; None: each is computed at once.
+    weight_grad_store: WeightGradList | None = None
+
+
+def parameter(spec: ParameterSpec) -> ShardedParameter:
+    """A parameter without storage. Its bucket gives it a view [spec.shape] of a flat tensor (bucket.py)."""
+    made = ShardedParameter(torch.empty(0))
+    made.spec = spec
+    return made
+
+
+def sharded_parameters(module: nn.Module) -> Iterator[ShardedParameter]:
+    """The parameters of a module, each once, in the order of nn.Module.parameters.
+
+    Raises TypeError for one that was not made by `parameter`.
+    """
+    for found in module.parameters():
+        if not isinstance(found, ShardedParameter):
+            raise TypeError(
+                f"a parameter of {type(module).__name__} was not made by parallel.sharding.spec.parameter"
+            )
+        yield found
+
+
+# ---- initial values ----------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def initialize(spec: ParameterSpec, local: Tensor, seed: int) -> None:
+    """Fills `local` [spec.shape] with initial values.
+
+    They are a function of the seed, the key and the index in the global tensor alone, so every layout starts
+    from the same weights.
+    """
+    init = ROLES[spec.role].init
+    for box, part in spec.split(local):
+        if init == "normal":
+            draw_normal(box, part, seed, spec.std)
+        else:
+            part.fill_({"ones": 1.0, "zeros": 0.0}[init])
+
+
+def draw_normal(box: Box, out: Tensor, seed: int, std: float) -> None:
+    """Fills `out` [box.size] with normal numbers.
+
+    A global tensor is drawn in blocks of full rows, each from a generator of its own. A rank draws only the
+    blocks that its box touches.
+    """
+    row_size = prod(box.shape[1:])
+    block_rows = max(1, INIT_BLOCK // row_size)
+    first_block = box.start[0] // block_rows
+    end_block = ceil((box.start[0] + box.size[0]) / block_rows)
+
+    for block in range(first_block, end_block):
+        first_row = block * block_rows
+        end_row = min(first_row + block_rows, box.shape[0])
+        drawn = box_of_rows(box.key, box.shape, first_row, end_row)
+        mine = drawn.intersection(box)
+        if mine is None:  # the box is empty
+            continue
+
+        digest = hashlib.sha256(f"{seed}/{box.key}/{block}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        values = torch.randn(drawn.size, generator=generator)
+        own_values = values[mine.slices_in(drawn)] * std
+        out[mine.slices_in(box)] = own_values.to(out.dtype)
+
+
+def box_of_rows(key: str, shape: tuple[int, ...], first: int, end: int) -> Box:
+    """Rows first .. end - 1 of a tensor, with all of its other dims."""
+    inner_start = (0,) * (len(shape) - 1)
+    return Box(
+        key,
+        shape,
+        start=(first, *inner_start),
+        size=(end - first, *shape[1:]),
+    )

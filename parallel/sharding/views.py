@@ -1,0 +1,125 @@
+"""What the optimizer, clipping and checkpoints read of a bucket: the elements that this rank owns."""
+from math import prod
+from operator import add
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kernels.rounding import ElementIndex
+from parallel.sharding.boxes import Box
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.ranges import range_boxes
+from parallel.sharding.slots import Slot
+
+
+class UpdateRange(NamedTuple):
+    """Elements of the owned shard that are treated alike.
+
+    lr_factor: of the learning rate. counted_in_norm: this rank counts them in the gradient norm.
+    """
+    elements: slice
+    has_decay: bool
+    lr_factor: float
+    counted_in_norm: bool
+
+
+class TensorRange(NamedTuple):
+    """Elements start .. end - 1 of the owned shard, and where they lie in the global tensor `key`."""
+    start: int
+    end: int
+    key: str
+    index: ElementIndex
+
+
+def update_ranges(bucket: Bucket) -> list[UpdateRange]:
+    """The owned shard as ranges that are treated alike: as few as the order of the slots allows.
+
+    A range may span the padding between two slots, which is zero and stays zero.
+    """
+    ranges: list[UpdateRange] = []
+    for slot in bucket.slots:
+        start, end = owned_part(bucket, slot.offset, slot.numel)
+        if start >= end:
+            continue
+        spec = slot.param.spec
+        found = UpdateRange(slice(start, end), spec.has_decay, spec.lr_factor, slot.counted_in_norm)
+        if ranges and ranges[-1][1:] == found[1:]:
+            merged_start = ranges.pop().elements.start
+            found = found._replace(elements=slice(merged_start, end))
+        ranges.append(found)
+    return ranges
+
+
+def boxes_of(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tuple[Box, Tensor]]:
+    """[(box, its elements)] of a flat tensor over the owned shard, such as masters, gradients or moments.
+
+    The elements are views. A tensor of n dims falls into at most 2n - 1 boxes. each_once: leaves out what
+    another rank has too, and saves, so that all ranks together have every element once.
+    """
+    # the ranks that own the same shard
+    copies = bucket.groups.replica if bucket.zero else bucket.groups.reduce
+    found: list[tuple[Box, Tensor]] = []
+    for slot in bucket.slots:
+        if not each_once or (slot.counted_in_norm and copies.index == 0):
+            found += boxes_of_slot(bucket, slot, flat)
+    return found
+
+
+def boxes_of_slot(bucket: Bucket, slot: Slot, flat: Tensor) -> list[tuple[Box, Tensor]]:
+    """[(box, its elements)] of one parameter in a flat tensor over the owned shard."""
+    found: list[tuple[Box, Tensor]] = []
+    offset = slot.offset  # of the spec's box in the bucket
+    for whole in slot.param.spec.boxes:
+        start, end = owned_part(bucket, offset, whole.volume)
+        if start < end:
+            first = start + bucket.shard_start - offset  # of the owned elements in the box
+            last = first + end - start
+            for inner_start, size in range_boxes(whole.size, first, last):
+                global_start = tuple(map(add, whole.start, inner_start))
+                box = Box(whole.key, whole.shape, global_start, size)
+                elements = flat[start:start + box.volume].view(size)
+                found.append((box, elements))
+                start += box.volume
+        offset += whole.volume
+    return found
+
+
+def tensor_ranges(bucket: Bucket) -> list[TensorRange]:
+    """Where each element of the owned shard lies in its global tensor, in order (for stochastic rounding).
+
+    Raises ValueError for a parameter that is divided along more than two dims.
+    """
+    ranges: list[TensorRange] = []
+    master = bucket.weights.master
+    for box, part in boxes_of(bucket, master):
+        start = int(part.storage_offset()) - int(master.storage_offset())
+        end = start + box.volume
+        ranges.append(TensorRange(start, end, box.key, element_index(box)))
+    return ranges
+
+
+def element_index(box: Box) -> ElementIndex:
+    """Which elements of its tensor a box covers, by row and column.
+
+    Raises ValueError for a box that is divided along more than two dims.
+    """
+    if box.size[2:] != box.shape[2:]:
+        raise ValueError(
+            f"{box}: is divided along more than two dims, and its elements are rounded by row and column"
+        )
+    row_size = prod(box.shape[1:])
+    base = box.start[0] * row_size
+    if len(box.shape) > 1:
+        base += box.start[1] * prod(box.shape[2:])
+    width = row_size if box.size[0] == 1 else prod(box.size[1:])
+    return ElementIndex(salt=0, base=base, width=width, stride=row_size)
+
+
+def owned_part(bucket: Bucket, offset: int, size: int) -> tuple[int, int]:
+    """(start, end) in the owned shard of elements offset .. offset + size - 1 of the bucket.
+
+    start >= end if this rank owns none of them.
+    """
+    first = max(offset, bucket.shard_start)
+    end = min(offset + size, bucket.shard_end)
+    return first - bucket.shard_start, end - bucket.shard_start

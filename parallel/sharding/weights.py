@@ -1,0 +1,115 @@
+"""BucketWeights: the weights of a bucket in the compute dtype, full or sharded, and the master weights.
+
+An all-gather is started where its input is ready and awaited where its result is needed: start_unshard() ..
+wait_unshard() (zero.py calls them). Between steps, start_gather_updated() sends what the optimizer has
+updated. Each all-gather is of the whole bucket, in the compute dtype or in the codec's 8 bits.
+"""
+from torch import Tensor
+from torch import dtype as Dtype
+
+from parallel.offload import to_host
+from parallel.sharding.packing import BucketLayout
+from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot
+from parallel.wire import compress
+from parallel.wire.algorithms import start_gather
+from parallel.wire.comm import PendingExchange
+
+
+class BucketWeights:
+    """full [size]: the weights in the compute dtype; None while ZeRO-3 has them sharded.
+
+    local [shard size]: this rank's shard of them. master [shard size]: what the optimizer updates, in fp32 or
+    fp64 (bf16 on request): the same tensor as `local` where the dtypes agree and nothing else is in the way.
+    """
+
+    def __init__(
+        self,
+        slots: tuple[Slot, ...],
+        layout: BucketLayout,
+        groups: ShardingGroups,
+        sharding: ShardingConfig,
+        *,
+        initial: Tensor,
+        dtype: Dtype,
+    ) -> None:
+        """initial [size]: initial values, in fp32 or fp64. dtype: the compute dtype."""
+        self.slots = slots
+        self.size = layout.size
+        self.zero = sharding.zero
+        self.group = groups.shard
+        self.codec = sharding.weight_codec
+        self.block = sharding.alignment
+        # whether the other ranks see this rank's weights in 8 bits
+        is_gathered = sharding.zero > 0 and groups.shard.size > 1
+        self.is_quantized = sharding.weight_codec != "none" and is_gathered
+        self.gather: PendingExchange | compress.CompressedAllGather | None = None  # an all-gather under way
+        owned = slice(layout.shard_start, layout.shard_end)
+
+        # full weights in the compute dtype, and this rank's shard of them
+        if sharding.bf16_master:
+            initial = initial.bfloat16()
+        shares_storage = dtype == initial.dtype and not self.is_quantized
+        full = initial if shares_storage else initial.to(dtype, copy=True)
+        if self.is_quantized and self.zero < 3:  # from the first step on as the other ranks see them
+            full.copy_(compress.quantized_copy(full, self.group.size, self.codec, self.block))
+        self.full: Tensor | None = full
+        self.local = full[owned] if self.zero < 3 else full[owned].clone()
+
+        # masters: in host memory, the local weights themselves, or a copy
+        if sharding.offload_master:
+            self.master = to_host(initial[owned])
+        elif self.local.dtype == initial.dtype and (self.zero == 3 or not self.is_quantized):
+            self.master = self.local
+        else:
+            self.master = initial[owned].clone()
+
+        self.bind_parameters(full)
+        if self.zero == 3:
+            self.reshard()
+
+    def bind_parameters(self, full: Tensor) -> None:
+        """Every parameter's data becomes a view of the full weights [size]."""
+        for slot in self.slots:
+            slot.param.data = slot.view_in(full)
+
+    def start_unshard(self) -> None:
+        """Starts the all-gather of sharded weights (ZeRO-3), ahead of their use."""
+        if self.full is None:
+            self.full = self.local.new_empty(self.size)
+            self.gather = start_gather(self.local, self.group, self.full, self.codec, self.block)
+
+    def wait_unshard(self) -> None:
+        """Waits until the full weights are on this rank: unsharded, or gathered after the last step."""
+        self.start_unshard()
+        if self.gather is not None:
+            self.bind_parameters(self.gather.wait())
+            self.gather = None
+
+    def reshard(self) -> None:
+        """Frees all but the local shard (ZeRO-3, after use)."""
+        if self.gather is not None:
+            self.gather.wait()
+        self.full = None
+        self.gather = None
+        for slot in self.slots:
+            slot.param.data = slot.param.data.new_empty(0)
+
+    def copy_master_to_local(self) -> None:
+        """Rounds the masters to the compute dtype, where the optimizer has not done so in its update."""
+        if self.local is not self.master:
+            self.local.copy_(self.master)
+
+    def start_gather_updated(self) -> None:
+        """Starts to send the updated local weights to the other ranks; they wait at their next use."""
+        if self.zero == 3:
+            self.reshard()  # full weights that were kept are old now
+            return
+        if self.zero == 0 or self.group.size == 1:
+            return
+        if self.gather is not None:
+            self.gather.wait()
+        if self.is_quantized:
+            self.copy_master_to_local()  # after a skipped step `local` holds what the other ranks saw
+        if self.full is None:
+            raise RuntimeError(f"ZeRO-{self.zero} keeps full weights, and a bucket has none")
+        self.gather = start_gather(self.local.clone(), self.group, self.full, self.codec, self.block)

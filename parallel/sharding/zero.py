@@ -1,0 +1,168 @@
+"""ZeroScheduler: when the weights of a part are full, and when its gradients are sent (the table of
+bucket.py).
+
+A part is what a stage runs at once: the embedding, a block, the output head. Hooks on its module, and on the
+tensors that go in and out of it, call the scheduler; the model knows nothing of it.
+
+    before the forward    wait for the part's weights, start the all-gather of the next part's
+    after the forward     free them (ZeRO-3)
+    before the backward   wait for the part's weights, start that of the part before; allocate gradients
+    after the backward    start the reduction of the part's gradients; wait for that of the part after it
+
+So a reduction has the time of one part's backward, and ZeRO-2 and 3 never hold the full gradients of more
+than two parts. Gradients are sent when the last one of a microbatch (ZeRO-2, 3) or of the step (0, 1) is
+there. Autograd says when: the gradient of a part's output starts its backward, the gradient of its input ends
+it. A bucket that two parts share (a tied table) keeps full weights and gradients until both have ended their
+last backward of the step.
+
+Every rank of a group runs the same parts in the same order, so all start the same exchanges in the same
+order.
+"""
+from collections.abc import Sequence
+
+from torch import Tensor, is_grad_enabled, nn
+
+from parallel.sharding.bucket import Bucket
+
+
+class ZeroScheduler:
+    """Starts and awaits the exchanges of one stage's buckets.
+
+    The pipeline (parallel/pipeline/executor.py) sets, before each of its ops:
+
+    is_last_microbatch   the backward that follows is the step's last of this stage
+    input_grads_only     the backward computes no weight gradients; those come with a later op, and the
+                         reductions with it
+    backward_follows     the stage's next op after this forward is its backward. The last block then keeps
+                         full weights, as the head always does: its backward needs them first
+    """
+
+    def __init__(
+        self, buckets_of_parts: Sequence[list[Bucket]], *, first_is_embedding: bool, last_is_head: bool
+    ) -> None:
+        self.parts = list(buckets_of_parts)
+        self.first_is_embedding = first_is_embedding
+        self.last_is_head = last_is_head
+        self.last_block = len(self.parts) - 2 if last_is_head else len(self.parts) - 1
+        self.is_last_microbatch = False
+        self.input_grads_only = False
+        self.backward_follows = False
+        self.reducing: list[Bucket] = []  # whose reductions the last part started
+        for buckets in self.parts:
+            for bucket in buckets:
+                bucket.num_users += 1
+
+    # ---- hooks ---------------------------------------------------------------------------------------------
+
+    def attach(self, modules: Sequence[nn.Module]) -> None:
+        """Registers the hooks: one module for each part, in the order of the forward pass.
+
+        The first argument of a module is its input; its output, or the first of several, is a tensor.
+        """
+        if len(modules) != len(self.parts):
+            raise ValueError(f"{len(modules)} modules for {len(self.parts)} parts")
+        for part, module in enumerate(modules):
+            self.attach_to(module, part)
+
+    def attach_to(self, module: nn.Module, part: int) -> None:
+        """Registers the hooks of one part."""
+        def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self.before_forward(part)
+
+        def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+            self.after_forward(part, inputs[0], output)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def before_forward(self, part: int) -> None:
+        """Waits for the weights of the part, and starts the all-gather of the next part's."""
+        self.unshard(part, next_part=part + 1)
+        if self.is_head(part) and is_grad_enabled():  # the loss computes its gradients in the forward
+            self.allocate_grads(part)
+
+    def after_forward(self, part: int, x: Tensor, output: Tensor | tuple[Tensor, ...]) -> None:
+        """Frees the weights (ZeRO-3) unless the backward needs them next, and hooks the backward."""
+        is_head_in_training = self.is_head(part) and is_grad_enabled()
+        is_needed_next = part == self.last_block and self.backward_follows
+        if not is_head_in_training and not is_needed_next:
+            for bucket in self.parts[part]:
+                if bucket.zero == 3 and bucket.num_users == 1:
+                    bucket.weights.reshard()
+
+        y = output if isinstance(output, Tensor) else output[0]
+        if y.requires_grad:
+            y.register_hook(lambda _: self.before_backward(part))
+        if x.requires_grad:
+            x.register_hook(lambda _: self.after_input_grad(part))
+
+    def after_input_grad(self, part: int) -> None:
+        """The backward of the part has ended."""
+        if not self.input_grads_only:
+            self.after_backward(part)
+
+    def before_backward(self, part: int) -> None:
+        """Waits for the weights of the part, starts the all-gather of the part before, allocates gradients.
+
+        An embedding's backward reads no weights.
+        """
+        first_with_weights = 1 if self.first_is_embedding else 0
+        if part >= first_with_weights:
+            next_part = part - 1 if part > first_with_weights else None
+            self.unshard(part, next_part)
+        self.allocate_grads(part)
+
+    def after_backward(self, part: int) -> None:
+        """Sums the gradients of a part over the ranks, once those of a microbatch are computed.
+
+        Waits for the reductions of the part before it, and starts this part's where they are due.
+        """
+        for bucket in self.reducing:
+            bucket.grads.wait_reduce_scatter()
+        self.reducing = []
+
+        for bucket in self.parts[part]:
+            bucket.grads.record_first_microbatch()
+            bucket.num_finished_users += self.is_last_microbatch
+            is_last = bucket.num_finished_users == bucket.num_users
+            reduces_each_microbatch = bucket.zero >= 2 and bucket.num_users == 1
+            if is_last or reduces_each_microbatch:
+                bucket.grads.start_reduce(is_last)
+                self.reducing.append(bucket)
+                if bucket.zero == 3:
+                    bucket.weights.reshard()
+            if is_last:
+                bucket.num_finished_users = 0
+
+    # ---- what the hooks and the pipeline call --------------------------------------------------------------
+
+    def is_head(self, part: int) -> bool:
+        return self.last_is_head and part == len(self.parts) - 1
+
+    def unshard(self, part: int, next_part: int | None) -> None:
+        """Waits for the full weights of a part, and starts the all-gather of those that are used next."""
+        for bucket in self.parts[part]:
+            bucket.weights.wait_unshard()
+        if next_part is not None and next_part < len(self.parts):
+            for bucket in self.parts[next_part]:
+                bucket.weights.start_unshard()
+
+    def allocate_grads(self, part: int) -> None:
+        """Makes the full gradients of the part, where ZeRO-2 or 3 has freed them."""
+        for bucket in self.parts[part]:
+            bucket.grads.allocate()
+
+    def end_embedding_backward(self) -> None:
+        """To be called after a backward of the stage: no gradient of an input ends an embedding's own."""
+        if self.first_is_embedding:
+            self.after_backward(0)
+
+    def before_weight_grads(self) -> None:
+        """To be called before weight gradients that were deferred."""
+        for part in range(len(self.parts)):
+            self.allocate_grads(part)
+
+    def after_weight_grads(self) -> None:
+        """To be called after weight gradients that were deferred."""
+        for part in reversed(range(len(self.parts))):
+            self.after_backward(part)

@@ -1,0 +1,400 @@
+"""Layers whose weights are divided over mesh.tp (arXiv 1909.08053).
+
+A column layer may hold several projections (q, k, v; gate, up) as one matrix product. Each is divided on its
+own, so the stored tensors keep their separate names. Under sequence parallelism (arXiv 2205.05198) the
+activations between a row layer and the next column layer are divided along the sequence, over the same group:
+what they pass through there (norms, dropout, residuals) is neither repeated nor stored twice, and as many
+bytes are sent as without.
+"""
+from collections import Counter
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from kernels.cross_entropy import Merge
+from kernels.embedding import embedding
+from kernels.fp8_linear import Fp8Scaling, scaled_linear
+from kernels.grad import accumulate_summed_grad, accumulation_dtype
+from kernels.linear import linear, linear_of_several
+from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, Part, SavedTensor, Workload
+from parallel.sharding.boxes import Box
+from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
+from parallel.tensor.regions import (
+    TensorParallelRegion,
+    enter_exchanges,
+    leave_exchanges,
+    leave_region,
+    outside_region,
+)
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+ID_BYTES = 8  # of a token id, a position, the number of a row
+Fp8Recipe = tuple[str, int]  # the recipe, and the side of a block (model/precision.py)
+
+
+def row_shard(key: str, shape: tuple[int, ...], group: Group) -> Box:
+    """This rank's part of a global tensor of this shape, divided along dim 0."""
+    rows = shape[0] // group.size
+    first_row = group.index * rows
+    inner_start = (0,) * (len(shape) - 1)
+    return Box(key, shape, start=(first_row, *inner_start), size=(rows, *shape[1:]))
+
+
+def column_shard(key: str, shape: tuple[int, int], group: Group) -> Box:
+    """This rank's part of a matrix of this global shape, divided along dim 1."""
+    columns = shape[1] // group.size
+    first_column = group.index * columns
+    return Box(key, shape, start=(0, first_column), size=(shape[0], columns))
+
+
+def partial_over_tp(is_partial: bool) -> tuple[str, ...]:
+    """ParameterSpec.partial_over where the gradient on a tp rank is, or is not, only a part of the sum."""
+    return ("tp",) if is_partial else ()
+
+
+def replicated_vector(key: str, size: int, role: str, is_partial: bool) -> ShardedParameter:
+    """A vector [size] that every tp rank holds in full. is_partial: each has a part of its gradient."""
+    box = Box.whole(key, (size,))
+    return parameter(ParameterSpec((box,), role, partial_over=partial_over_tp(is_partial)))
+
+
+def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> Fp8Scaling | None:
+    """How a layer scales its operands in 8 bits; None without a recipe.
+
+    divides_outputs: tp divides the weight's outputs, else its inputs. The largest elements of what a scale
+    spans are exchanged over tp and over cp, so that the scales of a microbatch are the same under every
+    layout.
+    """
+    if recipe is None:
+        return None
+    over_tp = partial(comm.all_reduce_max_float, group=mesh.tp) if mesh.tp.size > 1 else None
+    over_cp = partial(comm.all_reduce_max_float, group=mesh.cp) if mesh.cp.size > 1 else None
+    if divides_outputs:
+        return Fp8Scaling(*recipe, outs=over_tp, ins=None, tokens=over_cp)
+    return Fp8Scaling(*recipe, outs=None, ins=over_tp, tokens=over_cp)
+
+
+def scale_exchanges(
+    scaling: Fp8Scaling | None, shape: tuple[int, ...], work: Workload, divides_outputs: bool
+) -> tuple[Exchange, ...]:
+    """What the scales of a layer exchange over tp and cp. shape: of the weight on this rank [m, n].
+
+    A tensorwise scale is one number; a rowwise one is a number for each token, or for each feature. A block
+    never spans ranks.
+    """
+    if scaling is None or scaling.recipe == "blockwise":
+        return ()
+    tensorwise = scaling.recipe == "tensorwise"
+    outputs, inputs = (1, 1) if tensorwise else shape
+    tokens = 1 if tensorwise else work.tokens
+
+    def exchange(group: str, numbers: int, phase: Literal["forward", "backward"]) -> Exchange:
+        nbytes = numbers * work.accumulation_bytes
+        return Exchange(group, "all_reduce", nbytes, phase=phase)
+
+    of_input = exchange("cp", inputs, "forward")
+    of_output_grad = exchange("cp", outputs, "backward")
+    over_cp = (of_input, of_output_grad)
+    if not divides_outputs:
+        weight = exchange("tp", outputs, "forward")
+        return (*over_cp, weight, exchange("tp", tokens, "forward"))  # and x
+    output_grad = exchange("tp", tokens, "backward")
+    if tensorwise:  # the weight's scale serves the forward and the backward
+        return (*over_cp, exchange("tp", 1, "forward"), output_grad)
+    return (*over_cp, exchange("tp", inputs, "backward"), output_grad)
+
+
+def saved_input(
+    scaling: Fp8Scaling | None, features: int, work: Workload, part: Part | None
+) -> tuple[SavedTensor, ...]:
+    """What a layer keeps of its input.
+
+    part: what recompute makes it; None: another module keeps it, and only an fp8 layer keeps its own copy, in
+    8 bits along the tokens.
+    """
+    if scaling is None:
+        if part is None:
+            return ()
+        nbytes = features * work.tokens * work.compute_bytes
+        return (SavedTensor(nbytes, part),)
+
+    blocks = -(-work.tokens // scaling.side)
+    scales = {"tensorwise": 0, "rowwise": 1, "blockwise": blocks}[scaling.recipe]  # of a feature
+    nbytes = features * (work.tokens + scales * work.accumulation_bytes)
+    return (SavedTensor(nbytes, part or "rest"),)
+
+
+class ColumnLinear(nn.Module):
+    """x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, sum(outputs)/tp]: the output features are divided over tp.
+
+    outputs: {key: features} of the projections that it holds, each divided on its own.
+    Under sp it gathers its input over tp; it sums the gradient of its input (regions.py).
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        outputs: dict[str, int],
+        n: int,
+        *,
+        std: float,
+        bias: bool,
+        sp: bool,
+        fp8: Fp8Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        self.sp = sp
+        self.region = TensorParallelRegion(mesh.tp, sp) if mesh.tp.size > 1 else None
+        self.scaling = fp8_scaling(fp8, mesh, divides_outputs=True)
+
+        weights = [row_shard(f"{key}.weight", (m, n), mesh.tp) for key, m in outputs.items()]
+        self.weight = parameter(ParameterSpec(tuple(weights), "hidden", std))
+        self.bias = None
+        if bias:
+            biases = [row_shard(f"{key}.bias", (m,), mesh.tp) for key, m in outputs.items()]
+            self.bias = parameter(ParameterSpec(tuple(biases), "bias"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scaling is not None:
+            return scaled_linear(x, self.weight, self.bias, self.region, self.scaling)
+        return linear(x, self.weight, self.bias, self.region)
+
+    def cost(self, work: Workload, input_part: Part = "rest") -> Cost:
+        """input_part: what recompute makes the input."""
+        outputs, inputs = self.weight.spec.shape
+        input_bytes = work.tokens * inputs * work.compute_bytes
+        entered = enter_exchanges(input_bytes, self.sp, regathers=input_part)
+        scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=True)
+        return Cost(
+            products=(MatrixProduct(work.tokens, inputs, outputs, fp8=self.scaling is not None),),
+            saved=saved_input(self.scaling, inputs, work, input_part),
+            exchanges=entered + scales,
+        )
+
+
+class SharedHeadsLinear(nn.Module):
+    """The merged projection q|k|v where there are fewer key and value heads than tp ranks.
+
+    x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, heads * head_dim / tp + 2 * head_dim]. Queries are divided over
+    tp. Every rank holds all weights of keys and values, computes the one head that its queries see, and has a
+    part of their gradients.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        key: str,
+        n: int,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        std: float,
+        bias: bool,
+        sp: bool,
+    ) -> None:
+        super().__init__()
+        self.q = ColumnLinear(mesh, {f"{key}.q": heads * head_dim}, n, std=std, bias=bias, sp=sp)
+        head = mesh.tp.index * kv_heads // mesh.tp.size  # that this rank's queries see
+        all_queries = slice(0, heads * head_dim // mesh.tp.size)
+        rows_of_head = slice(head * head_dim, (head + 1) * head_dim)
+        self.rows = [all_queries, rows_of_head, rows_of_head]
+
+        features = kv_heads * head_dim
+        self.k = shared_weight(f"{key}.k.weight", (features, n), std)
+        self.v = shared_weight(f"{key}.v.weight", (features, n), std)
+        self.k_bias = None
+        self.v_bias = None
+        if bias:
+            self.k_bias = replicated_vector(f"{key}.k.bias", features, "bias", is_partial=True)
+            self.v_bias = replicated_vector(f"{key}.v.bias", features, "bias", is_partial=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights: list[Tensor] = [self.q.weight, self.k, self.v]
+        biases: list[Tensor | None] = [self.q.bias, self.k_bias, self.v_bias]
+        return linear_of_several(x, weights, biases, self.rows, self.q.region)
+
+    def cost(self, work: Workload, input_part: Part = "rest") -> Cost:
+        """As of one ColumnLinear with the rows that this rank computes."""
+        inputs = self.k.spec.shape[1]
+        outputs = sum(rows.stop - rows.start for rows in self.rows)
+        input_bytes = work.tokens * inputs * work.compute_bytes
+        return Cost(
+            products=(MatrixProduct(work.tokens, inputs, outputs),),
+            saved=saved_input(None, inputs, work, input_part),
+            exchanges=enter_exchanges(input_bytes, self.q.sp, input_part),
+        )
+
+
+def shared_weight(key: str, shape: tuple[int, int], std: float) -> ShardedParameter:
+    """A hidden matrix that every tp rank holds in full, and of whose gradient each has a part."""
+    return parameter(ParameterSpec((Box.whole(key, shape),), "hidden", std, partial_over=("tp",)))
+
+
+class RowLinear(nn.Module):
+    """x [b, s, n/tp] -> [b, s, m] (sp: [b, s/tp, m]): the input features are divided over tp.
+
+    The partial products are summed over tp: an all-reduce, or under sp a reduce-scatter.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        key: str,
+        n: int,
+        m: int,
+        *,
+        std: float,
+        bias: bool,
+        sp: bool,
+        fp8: Fp8Recipe | None = None,
+    ) -> None:
+        super().__init__()
+        self.tp = mesh.tp
+        self.sp = sp
+        self.scaling = fp8_scaling(fp8, mesh, divides_outputs=False)
+        weight = column_shard(f"{key}.weight", (m, n), mesh.tp)
+        self.weight = parameter(ParameterSpec((weight,), "hidden", std))
+        self.bias = replicated_vector(f"{key}.bias", m, "bias", is_partial=sp) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias if self.tp.size == 1 else None
+        if self.scaling is None:
+            y = linear(x, self.weight, bias)
+        else:
+            y = scaled_linear(x, self.weight, bias, None, self.scaling)
+        if self.tp.size == 1:
+            return y
+        y = leave_region(y, self.tp, self.sp)
+        return y if self.bias is None else _AddBias.apply(y, self.bias)  # once, after the sum
+
+    def cost(self, work: Workload, input_part: Part | None = None) -> Cost:
+        """input_part: what recompute makes the input; None: another module keeps it."""
+        outputs, inputs = self.weight.spec.shape
+        output_bytes = work.tokens * outputs * work.compute_bytes
+        scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=False)
+        left = leave_exchanges(output_bytes, self.sp)
+        return Cost(
+            products=(MatrixProduct(work.tokens, inputs, outputs, fp8=self.scaling is not None),),
+            saved=saved_input(self.scaling, inputs, work, input_part),
+            exchanges=scales + left,
+        )
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias
+        return y + bias
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        dbias = dy.reshape(-1, dy.shape[-1]).sum(0, dtype=accumulation_dtype(dy.dtype))
+        return dy, accumulate_summed_grad(ctx.bias, dbias)
+
+
+# ---- norm, embedding and loss over divided features --------------------------------------------------------
+
+
+def tensor_parallel_rms_norm(x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
+    """RMSNorm over features that are divided over the group. x [..., n/tp], weight [n/tp] -> [..., n/tp].
+
+    One number a row is summed over the group, in the forward and in the backward.
+    """
+    return _TensorParallelRMSNorm.apply(x, weight, eps, group)
+
+
+def tensor_parallel_norm_cost(work: Workload) -> Cost:
+    """Of tensor_parallel_rms_norm: what it exchanges."""
+    nbytes = work.tokens * work.accumulation_bytes
+    return Cost(exchanges=(
+        Exchange("tp", "all_reduce", nbytes),
+        Exchange("tp", "all_reduce", nbytes, phase="backward"),
+    ))
+
+
+class _TensorParallelRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
+        values = x.to(accumulation_dtype(x.dtype))
+        n = x.shape[-1] * group.size
+        local_squares = values.square().sum(-1, keepdim=True)  # [..., 1]
+        squares = comm.all_reduce_sum(local_squares, group)
+        scale = torch.rsqrt(squares / n + eps)
+
+        ctx.save_for_backward(x, scale)
+        ctx.weight = weight
+        ctx.group = group
+        ctx.n = n
+        y = values * scale * weight.to(values.dtype)
+        return y.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, scale = ctx.saved_tensors
+        grad = dy.to(scale.dtype)
+        normalized = x.to(scale.dtype) * scale
+        scaled_grad = grad * ctx.weight.to(scale.dtype)
+
+        # the mean over all features of what each adds to the gradient of the scale
+        slope = comm.all_reduce_sum((scaled_grad * normalized).sum(-1, keepdim=True), ctx.group)
+        slope = slope / ctx.n  # [..., 1]
+        dx = (scaled_grad - normalized * slope) * scale
+
+        dweight = (grad * normalized).flatten(0, -2).sum(0)
+        return dx.to(x.dtype), accumulate_summed_grad(ctx.weight, dweight), None, None
+
+
+def vocab_embedding(ids: Tensor, table: Tensor, group: Group, sequence: bool) -> Tensor:
+    """ids [b, s] -> [b, s, d] (sequence: [b, s/tp, d]) from a table [rows/tp, d].
+
+    The rows of the table are divided over the group. One all-reduce (sequence: reduce-scatter) of [b, s, d].
+    """
+    if group.size == 1:
+        return embedding(ids, table)
+    rows = table.shape[0]
+    local_ids = ids - group.index * rows
+    is_local = (local_ids >= 0) & (local_ids < rows)
+    x = embedding(local_ids.clamp(0, rows - 1), table)
+    local_x = x * is_local[..., None]
+    return leave_region(local_x, group, sequence)
+
+
+def vocab_embedding_cost(work: Workload, table: ParameterSpec, group: Group, sequence: bool) -> Cost:
+    """Of vocab_embedding: keeps the ids, and in a group of several ranks which of them are local."""
+    nbytes = work.tokens * table.shape[1] * work.compute_bytes
+    is_local = work.tokens if group.size > 1 else 0
+    return Cost(
+        traffic=(MemoryTraffic(2 * outside_region(nbytes, group, sequence)),),
+        saved=(SavedTensor(work.tokens * ID_BYTES + is_local),),
+        exchanges=leave_exchanges(nbytes, sequence),
+    )
+
+
+def merge_vocab_statistics(group: Group) -> Merge | None:
+    """For linear_cross_entropy: combines the statistics of a vocabulary that is divided over the group.
+
+    One all-gather of two numbers a row. None if the group has one rank.
+    """
+    def merge(lse: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
+        """lse [rows]: logsumexp of this rank's logits; picked [rows]: the target's logit, or 0."""
+        own = torch.stack((lse, picked))  # [2, rows]
+        parts = comm.all_gather(own[None], group)  # [tp, 2, rows]
+        full_lse = parts[:, 0].logsumexp(0)
+        full_picked = parts[:, 1].sum(0)
+        return full_lse, full_picked
+
+    return merge if group.size > 1 else None
+
+
+def merge_exchanges(rows: list[int], group: Group, work: Workload) -> tuple[Exchange, ...]:
+    """What merge_vocab_statistics exchanges. rows: of each call: two numbers a row, from every rank."""
+    exchanges: list[Exchange] = []
+    for count, calls in Counter(rows).items():
+        nbytes = group.size * 2 * count * work.accumulation_bytes
+        exchanges.append(Exchange("tp", "all_gather", nbytes, calls))
+    return tuple(exchanges)

@@ -1,0 +1,209 @@
+"""The boundaries of a tensor-parallel region: how activations and their gradients move between ranks.
+
+Forward and backward of a boundary are conjugate (arXiv 1909.08053, 2205.05198): where the forward copies, the
+backward sums, and where it gathers, the backward reduce-scatters. In a group of one rank each of them is the
+identity. `sequence`: under sequence parallelism, activations outside of the region are divided along the
+sequence.
+"""
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.cost import Exchange, Part
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+
+def enter_region(x: Tensor, group: Group, sequence: bool) -> Tensor:
+    """x [b, s, d] (sequence: [b, s/tp, d], gathered) -> [b, s, d]. The backward sums over tp."""
+    if group.size == 1:
+        return x
+    return _GatherScatter.apply(x, group) if sequence else _CopyReduce.apply(x, group)
+
+
+def leave_region(x: Tensor, group: Group, sequence: bool) -> Tensor:
+    """Partial sums [b, s, d] -> their sum [b, s, d] (sequence: this rank's [b, s/tp, d] of it)."""
+    if group.size == 1:
+        return x
+    return _ScatterGather.apply(x, group) if sequence else _ReduceCopy.apply(x, group)
+
+
+def enter_exchanges(nbytes: int, sequence: bool, regathers: Part | None = None) -> tuple[Exchange, ...]:
+    """What enter_region exchanges. nbytes: of [b, s, d].
+
+    regathers: where that part is recomputed, the input is gathered again.
+    """
+    if not sequence:
+        return (Exchange("tp", "all_reduce", nbytes, phase="backward"),)
+    exchanges = (
+        Exchange("tp", "all_gather", nbytes),
+        Exchange("tp", "reduce_scatter", nbytes, phase="backward"),
+    )
+    if regathers is None:
+        return exchanges
+    return (*exchanges, Exchange("tp", "all_gather", nbytes, phase="regather", part=regathers))
+
+
+def leave_exchanges(nbytes: int, sequence: bool) -> tuple[Exchange, ...]:
+    """What leave_region exchanges. nbytes: of [b, s, d]."""
+    if not sequence:
+        return (Exchange("tp", "all_reduce", nbytes, phase="output"),)
+    return (
+        Exchange("tp", "reduce_scatter", nbytes, phase="output"),
+        Exchange("tp", "all_gather", nbytes, phase="backward"),
+    )
+
+
+def outside_region(size: int, group: Group, sequence: bool) -> int:
+    """Of a size over all tokens inside a region (tokens, bytes): that of this rank between two regions."""
+    return size // group.size if sequence else size
+
+
+def scatter_to_tp(x: Tensor, group: Group) -> Tensor:
+    """This rank's [b, s/n, ...] of an activation [b, s, ...] that every rank has in full.
+
+    If n does not divide s, zeros fill up the last parts.
+    """
+    return x if group.size == 1 else _SplitGather.apply(x, group)
+
+
+def gather_from_tp(x: Tensor, group: Group, s: int) -> Tensor:
+    """The inverse of scatter_to_tp: every rank gets [b, s, ...], and must use it alike."""
+    return x if group.size == 1 else _GatherSplit.apply(x, group, s)
+
+
+@dataclass(frozen=True)
+class TensorParallelRegion:
+    """The entrance of a region for a linear layer (kernels/linear.py).
+
+    The layer overlaps the exchanges of its backward with its matrix products: the gradient of its input is
+    sent while the gradient of its weight is computed.
+    """
+    group: Group
+    sequence: bool
+
+    def enter(self, x: Tensor) -> Tensor:
+        """[b, s, d] (sequence: [b, s/tp, d]) -> [b, s, d]; without a gradient of its own."""
+        return all_gather_sequence(x, self.group) if self.sequence else x
+
+    def start_gather_inputs(self, x: Tensor) -> Callable[[], Tensor]:
+        """enter(x), started. Returns what waits for the result."""
+        if not self.sequence:
+            return lambda: x
+        x = x.transpose(0, 1).contiguous()  # [s/tp, b, ...]
+        out = x.new_empty(self.group.size * x.shape[0], *x.shape[1:])
+        work = comm.start_all_gather(x, self.group, out)
+        return lambda: work.wait().transpose(0, 1)
+
+    def start_reduce_grads(self, dx: Tensor) -> Callable[[], Tensor]:
+        """Starts the sum of the gradient dx [b, s, d] over tp, each rank its part under sequence parallelism.
+
+        Returns what waits for the result. dx is scratch afterwards.
+        """
+        if not self.sequence:
+            return comm.start_all_reduce(dx, self.group).wait
+        work = comm.start_reduce_scatter(dx.transpose(0, 1).contiguous(), self.group)
+        return lambda: work.wait().transpose(0, 1).contiguous()
+
+
+# ---- without gradients -------------------------------------------------------------------------------------
+
+
+def all_gather_sequence(x: Tensor, group: Group) -> Tensor:
+    """[b, s/n, ...] -> [b, s, ...]."""
+    b, s = x.shape[:2]
+    gathered = comm.all_gather(x.transpose(0, 1), group)  # [s, b, ...]
+    if b == 1:
+        return gathered.view(b, s * group.size, *x.shape[2:])
+    return gathered.transpose(0, 1).contiguous()
+
+
+def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
+    """[b, s, ...] -> this rank's [b, s/n, ...] of the sum."""
+    return comm.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1).contiguous()
+
+
+def local_chunk(x: Tensor, group: Group) -> Tensor:
+    """This rank's part of dim 1 of data (no gradient) that every rank has in full."""
+    return x if group.size == 1 else x.chunk(group.size, 1)[group.index]
+
+
+def padded_chunk(x: Tensor, group: Group) -> Tensor:
+    """This rank's part of dim 1, filled up with zeros so that all parts are equally long."""
+    size = -(-x.shape[1] // group.size)
+    part = x[:, group.index * size:(group.index + 1) * size]
+    if part.shape[1] == size:
+        return part.contiguous()
+    zeros = part.new_zeros(x.shape[0], size - part.shape[1], *x.shape[2:])
+    return torch.cat((part, zeros), 1)
+
+
+# ---- autograd functions, named by forward and backward -----------------------------------------------------
+
+
+class _CopyReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return comm.all_reduce_sum(dy.clone(), ctx.group), None
+
+
+class _ReduceCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        return comm.all_reduce_sum(x.clone(), group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _GatherScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_gather_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_sequence(dy, ctx.group), None
+
+
+class _ScatterGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return reduce_scatter_sequence(x, group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather_sequence(dy, ctx.group), None
+
+
+class _SplitGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        ctx.s = x.shape[1]
+        return padded_chunk(x, group)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
+        return all_gather_sequence(dy, ctx.group)[:, :ctx.s], None
+
+
+class _GatherSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group, s: int) -> Tensor:
+        ctx.group = group
+        return all_gather_sequence(x, group)[:, :s]
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return padded_chunk(dy, ctx.group), None, None

@@ -1,0 +1,67 @@
+"""Mesh: one rank's view of the parallel dimensions, a Group for each over which anything is exchanged."""
+from collections import Counter
+from dataclasses import dataclass
+
+from parallel.topology.dims import GROUP_AXES, ParallelDims
+from parallel.wire.comm import Group, Ledger, World
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The groups of this rank; GROUP_AXES says what each spans and is for.
+
+    embedding_ends: the two ends of the pipeline; None on the ranks between them.
+    """
+    dims: ParallelDims
+    rank: int
+    tp: Group
+    cp: Group
+    pp: Group
+    dp_replicate: Group
+    dp: Group
+    fsdp: Group
+    dp_cp: Group
+    model_parallel: Group
+    pipeline_stage: Group
+    world: Group
+    tp_cp: Group
+    ep_etp: Group
+    expert_fsdp: Group
+    expert_dp: Group
+    expert_model_parallel: Group
+    embedding_ends: Group | None
+
+    @staticmethod
+    def single() -> "Mesh":
+        """One process: every group has one rank, and every exchange is the identity."""
+        return Mesh.bind(ParallelDims(1), World())
+
+    @staticmethod
+    def bind(dims: ParallelDims, world: World) -> "Mesh":
+        """Connects the groups. Collective: every rank of the world calls it with the same dims."""
+        ledger: Ledger = Counter()  # one for all groups
+        groups: dict[str, Group] = {}
+        for name, axes in GROUP_AXES.items():
+            groups[name] = world.group_of_rank(name, dims.groups(*axes), ledger, " x ".join(axes))
+        ends = world.find_group("embedding_ends", dims.pipeline_ends(), ledger)
+        return Mesh(dims, world.rank, **groups, embedding_ends=ends)
+
+    @staticmethod
+    def without_processes(dims: ParallelDims, rank: int) -> "Mesh":
+        """The groups of a rank, to describe what it has: nothing can be exchanged in them."""
+        groups: dict[str, Group] = {}
+        for name, axes in GROUP_AXES.items():
+            groups[name] = made_up_group(name, dims.group(rank, *axes), rank)
+        ends = next((ranks for ranks in dims.pipeline_ends() if rank in ranks), None)
+        ends_group = None if ends is None else made_up_group("embedding_ends", ends, rank)
+        return Mesh(dims, rank, **groups, embedding_ends=ends_group)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Calls and bytes of all exchanges so far."""
+        return self.world.ledger
+
+
+def made_up_group(name: str, ranks: list[int], rank: int) -> Group:
+    """The ranks of a group, and the place of `rank` among them, without a process group."""
+    return Group(name, tuple(ranks), ranks.index(rank))

@@ -1,0 +1,146 @@
+"""CommunicationClock: how long a rank waited for others in a step, and how long exchanges were hidden.
+
+    exposed   the union of all times in which the rank waited for an exchange. On a CPU: host time in
+              Group.run_exchange. On a GPU: time on the computing stream, between events before and after the
+              wait.
+    hidden    the union of the times in which a started exchange was under way, from its start to its end,
+              less what was exposed: it ran beside the computation.
+
+The end of an exchange is known from its future (gloo: all-reduce, all-gather, all-to-all), or on a GPU from
+an event on a stream that waits for it alone. gloo reports no end of a reduce-scatter and nothing of a
+transfer. So a reduce-scatter counts as hidden if it is still under way when it is awaited, and a transfer
+never. Nothing here waits: the events of a GPU are read where the metrics are (runtime/metrics.py).
+"""
+import time
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+MAX_EVENTS = 1 << 16  # spans that are kept if nobody collects them
+
+Stamp = float | torch.cuda.Event  # seconds of time.monotonic, or an event on a stream of a GPU
+Span = tuple[Stamp, Stamp]
+
+
+class Handle(Protocol):
+    """What is read of torch's handle of a started exchange: torch.distributed.Work."""
+
+    def wait(self) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]: ...
+
+
+@dataclass
+class PendingEvent:
+    """The time of a started exchange. end: None while it is not known."""
+    start: Stamp
+    end: Stamp | None = None
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The spans of one step, not yet read."""
+    waits: deque[Span]
+    exchanges: deque[Span]
+
+    def read(self) -> tuple[float, float]:
+        """(exposed, hidden) in ms. On a GPU the step must have ended."""
+        spans = [*self.waits, *self.exchanges]
+        if not spans:
+            return 0.0, 0.0
+        first, _ = spans[0]
+        waits = spans_in_ms(first, self.waits)
+        exchanges = spans_in_ms(first, self.exchanges)
+        exposed = union_length(waits)
+        hidden = max(0.0, union_length(waits + exchanges) - exposed)
+        return exposed, hidden
+
+
+@dataclass
+class CommunicationClock:
+    """One for all groups of a job. Call collect() once a step.
+
+    An exchange counts in the step in which it is awaited.
+    """
+    device: torch.device | None = None  # a GPU, whose own time is measured then; None: host time
+    waits: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    exchanges: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    end_stream: torch.cuda.Stream | None = None  # on which the ends of exchanges are recorded
+
+    def record_event(self, stream: torch.cuda.Stream | None = None) -> Stamp:
+        """Now: on the computing stream of the GPU, or on `stream`; without a GPU, on the host."""
+        if self.device is None:
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream or torch.cuda.current_stream(self.device))
+        return event
+
+    def record_start(self, handle: Handle) -> PendingEvent:
+        """The time of an exchange that starts now, and whose end is recorded when it comes."""
+        pending = PendingEvent(self.record_event())
+        if self.device is not None:
+            self.end_stream = self.end_stream or torch.cuda.Stream(self.device)
+            with torch.cuda.stream(self.end_stream):
+                handle.wait()  # the stream waits, the host does not
+                pending.end = self.record_event(self.end_stream)
+            return pending
+
+        def record_end(_: torch.futures.Future[list[torch.Tensor]]) -> None:
+            pending.end = time.monotonic()
+
+        try:
+            handle.get_future().add_done_callback(record_end)
+        except RuntimeError:  # this kind of exchange has no future
+            pass
+        return pending
+
+    def record_arrival(self, pending: PendingEvent, handle: Handle) -> None:
+        """To be called before the wait for a started exchange: what follows is exposed.
+
+        An end that is not known is not guessed.
+        """
+        is_under_way = pending.end is None and not handle.is_completed()
+        end = self.record_event() if is_under_way else pending.end
+        if end is not None:
+            self.exchanges.append((pending.start, end))
+
+    def record_wait(self, start: Stamp) -> None:
+        """Records a wait that began at `start` and ends now."""
+        self.waits.append((start, self.record_event()))
+
+    def collect(self) -> StepTimes:
+        """The spans since the last call."""
+        step = StepTimes(self.waits.copy(), self.exchanges.copy())
+        self.waits.clear()
+        self.exchanges.clear()
+        return step
+
+
+def spans_in_ms(first: Stamp, spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """(start, end) of each span, in ms after `first`."""
+    return [(elapsed_ms(first, start), elapsed_ms(first, end)) for start, end in spans]
+
+
+def elapsed_ms(first: Stamp, then: Stamp) -> float:
+    """Milliseconds between two stamps. Raises TypeError if one is of the host and the other of a GPU."""
+    if isinstance(first, (int, float)) and isinstance(then, (int, float)):
+        return 1000 * (then - first)
+    if isinstance(first, (int, float)) or isinstance(then, (int, float)):
+        raise TypeError(f"a stamp of the host and one of a GPU have no time between them: {first}, {then}")
+    then.synchronize()
+    return first.elapsed_time(then)
+
+
+def union_length(spans: list[tuple[float, float]]) -> float:
+    """The length of the union of the spans."""
+    total = 0.0
+    covered_until = float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, covered_until))
+        covered_until = max(covered_until, end)
+    return total

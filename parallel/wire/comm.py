@@ -1,0 +1,511 @@
+"""Groups of ranks, collectives and transfers. The only file that speaks to torch.distributed.
+
+A Group of one rank is the identity: nothing is called and nothing counted, so one process runs the same code
+as many. The ledger counts calls and payload bytes by (group, verb): the bytes of the larger side of an
+exchange. So a reduce-scatter and the all-gather that undoes it count the same, and as an all-reduce they
+would count once (a ring all-reduce is these two, Patarasuk and Yuan, 2009). Tests compare the ledger with
+closed forms.
+
+If a peer dies or hangs, a PeerError says which exchange of which group was waiting for it. torch's own errors
+do not (gloo names a port). So every exchange is first recorded in Activity, which runtime/peers.py reads too.
+"""
+import dataclasses
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import Work as Handle
+from torch.distributed.rendezvous import rendezvous
+
+from parallel.wire.clock import CommunicationClock, PendingEvent
+
+Ledger = Counter[tuple[str, str, str]]  # (group, verb, "calls" or "bytes") -> how many
+Arguments = ParamSpec("Arguments")  # of what Group.run_exchange calls
+Result = TypeVar("Result")
+Data = TypeVar("Data")  # plain data of a rank
+
+# What gloo, nccl and the store say of a peer that does not answer, or that is gone.
+TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
+DISCONNECT_TEXT = re.compile(
+    r"connection|socket|broken pipe|reset by peer|remote (process|worker|server)", re.IGNORECASE)
+
+# torch 2.13 has new names for these two.
+all_gather_verb = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_verb = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class PeerError(RuntimeError):
+    """A peer did not answer in time (exit_code 76) or is gone (1). The text says in which exchange."""
+
+    def __init__(self, text: str, exit_code: int) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+@dataclass
+class Activity:
+    """What this rank is doing: one for all groups of a job."""
+    step: int = 0
+    timeout_s: float = 0.0
+    # (verb, group, bytes, peer) of the exchange that it is in; None: it is in none
+    exchange: "tuple[str, Group, int | None, int | None] | None" = None
+    since: float = field(default_factory=time.monotonic)  # when that exchange began, or the last one ended
+    clock: CommunicationClock = field(default_factory=CommunicationClock)
+
+    def __str__(self) -> str:
+        """all_reduce of 4,096 bytes in group dp (dp_replicate x dp_shard: ranks 0, 2) at step 7"""
+        step = f" at step {self.step}" if self.step else ""
+        if self.exchange is None:
+            return f"no exchange{step}"
+        verb, group, nbytes, peer = self.exchange
+        size = "" if nbytes is None else f" of {nbytes:,} bytes"
+        other = "" if peer is None else f" rank {peer}"
+        return f"{verb}{size}{other} in {group}{step}"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that exchange data."""
+    name: str
+    ranks: tuple[int, ...] = (0,)  # global
+    index: int = 0  # this rank's position among them
+    handle: ProcessGroup | None = None  # None: the group has one rank, or is the whole job
+    ledger: Ledger = field(default_factory=Counter, compare=False, repr=False)
+    axes: str = ""  # that it spans: "dp_shard x cp"
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def __str__(self) -> str:
+        """group tp (ranks 0, 1)"""
+        shown: Sequence[object] = self.ranks
+        if self.size > 8:
+            shown = (*self.ranks[:3], "...", self.ranks[-1])
+        axes = f"{self.axes}: " if self.axes not in ("", self.name) else ""
+        return f"group {self.name} ({axes}ranks {', '.join(map(str, shown))})"
+
+    def run_exchange(
+        self,
+        verb: str,
+        nbytes: int | None,
+        peer: int | None,
+        work: Callable[Arguments, Result],
+        *args: Arguments.args,
+        **kwargs: Arguments.kwargs,
+    ) -> Result:
+        """Returns work(*args, **kwargs). The only place where a rank waits for others.
+
+        Raises PeerError if a peer is to blame; errors of other kinds pass.
+        """
+        self.activity.exchange = (verb, self, nbytes, peer)
+        self.activity.since = time.monotonic()
+        start = self.activity.clock.record_event()
+        try:
+            result = work(*args, **kwargs)
+        except RuntimeError as error:
+            raise as_peer_error(error, self.activity) from error
+        self.activity.exchange = None
+        self.activity.since = time.monotonic()
+        self.activity.clock.record_wait(start)
+        return result
+
+    def run_collective(self, verb: str, x: Tensor, work: Callable[..., object], *args: object) -> None:
+        """Counts and runs an exchange of the whole group: work(*args). x: the tensor of its larger side."""
+        self.count_exchange(verb, x)
+        collective = partial(work, *args, group=self.handle)
+        self.run_exchange(verb, x.nbytes, None, collective)
+
+    def count_exchange(self, verb: str, x: Tensor) -> None:
+        """Adds an exchange to the ledger. x: the tensor of its larger side."""
+        self.ledger[self.name, verb, "calls"] += 1
+        self.ledger[self.name, verb, "bytes"] += x.numel() * x.element_size()
+
+
+# ---- joining and leaving the job ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """The job as this rank joined it.
+
+    handles: process groups by their ranks, made once and shared by equal groups; None: this rank is not in
+    it.
+    """
+    rank: int = 0
+    size: int = 1
+    handles: dict[tuple[int, ...], ProcessGroup | None] = field(default_factory=dict)
+    separate_handles: list[ProcessGroup] = field(default_factory=list)  # of separate_group
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
+
+    def group_of_rank(self, name: str, groups: list[list[int]], ledger: Ledger, axes: str = "") -> Group:
+        """The group among `groups` that holds this rank. Raises ValueError if none does.
+
+        Collective: all ranks call it with the same lists, in the same order.
+        """
+        found = self.find_group(name, groups, ledger, axes)
+        if found is None:
+            raise ValueError(f"group {name}: rank {self.rank} is in none of {groups}")
+        return found
+
+    def find_group(self, name: str, groups: list[list[int]], ledger: Ledger, axes: str = "") -> Group | None:
+        """As group_of_rank, but returns None if no group holds this rank."""
+        found = None
+        for ranks in map(tuple, groups):
+            if len(ranks) > 1 and ranks not in self.handles:
+                self.handles[ranks] = self.connect(name, ranks, axes)
+            if self.rank in ranks:
+                found = Group(
+                    name,
+                    ranks,
+                    index=ranks.index(self.rank),
+                    handle=self.handles.get(ranks),
+                    ledger=ledger,
+                    axes=axes,
+                    activity=self.activity,
+                )
+        return found
+
+    def connect(self, name: str, ranks: tuple[int, ...], axes: str) -> ProcessGroup | None:
+        """A process group of these ranks; None if this rank is not in it. Collective."""
+        group = Group(name, ranks, axes=axes, activity=self.activity)
+        timeout = timedelta(seconds=self.activity.timeout_s)  # torch's default is 30 minutes
+        new_group = partial(dist.new_group, list(ranks), timeout=timeout)
+        made = group.run_exchange("meeting", None, None, new_group)
+        return None if isinstance(made, int) else made  # a number: not in it
+
+    def separate_group(self, name: str) -> Group:
+        """All ranks, connected once more on the host. Collective.
+
+        For a thread, whose exchanges must not mix with those of a step.
+        """
+        activity = Activity(timeout_s=self.activity.timeout_s)
+        group = Group(name, tuple(range(self.size)), self.rank, activity=activity)
+        if self.size == 1:
+            return group
+        handle = group.run_exchange(
+            "meeting",
+            None,
+            None,
+            dist.new_group,
+            list(group.ranks),
+            timeout=timedelta(seconds=activity.timeout_s),
+            backend="gloo",
+        )
+        assert isinstance(handle, ProcessGroup)  # a number on ranks that are not in the group; here all are
+        self.separate_handles.append(handle)
+        return dataclasses.replace(group, handle=handle)
+
+    def close_separate_groups(self) -> None:
+        """Closes the groups of separate_group; no rank may still use one.
+
+        For a process that runs one job after another (runtime/pool.py): an idle gloo group wakes a hundred
+        times a second, and 150 of them in each of 8 ranks took more than a core and a half.
+        """
+        while self.separate_handles:
+            dist.destroy_process_group(self.separate_handles.pop())
+
+    def all_ranks(self) -> Group:
+        """All ranks, before there is a mesh."""
+        return Group("job", tuple(range(self.size)), self.rank, activity=self.activity)
+
+
+def open_store(
+    rank: int,
+    size: int,
+    init: str = "env://",
+    restart_count: str = "0",
+    timeout_s: float = 300.0,
+) -> Store:
+    """The job's key-value store, where ranks leave messages before and after there are process groups.
+
+    init: "env://", the launcher's variables, or a file:// or tcp:// address. restart_count: each start of a
+    launcher that restarts has keys of its own.
+    """
+    def meet() -> Store:
+        store, _, _ = next(rendezvous(init, rank, size, timeout=timedelta(seconds=timeout_s)))
+        return store
+    job = Group("job", tuple(range(size)), rank)
+    return PrefixStore(f"attempt_{restart_count}", job.run_exchange("meeting", None, None, meet))
+
+
+def join_job(
+    device: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    init: str = "env://",
+    store: Store | None = None,
+    activity: Activity | None = None,
+) -> World:
+    """Joins the job: gloo for tensors on the host, nccl for those on GPUs. Collective.
+
+    store: of open_store; None: opened here.
+    """
+    world = World(rank, size, activity=activity or Activity())
+    world.activity.timeout_s = timeout_s
+    if size == 1:
+        return world
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    world.all_ranks().run_exchange(
+        "meeting",
+        None,
+        None,
+        dist.init_process_group,
+        backend,
+        store=store or open_store(rank, size, init),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+    world.activity.clock.device = torch.device("cuda") if device == "cuda" else None
+    return world
+
+
+def join_alone(device: str) -> None:
+    """Makes a process group of one rank, for libraries that need one (benchmarks)."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, not exported
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+
+
+def leave_job() -> None:
+    """Must be called before a rank exits: one that exits with a live process group can abort its peers."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def as_peer_error(error: RuntimeError, activity: Activity) -> RuntimeError:
+    """torch's error as a PeerError if a peer is to blame; else the error itself."""
+    if TIMEOUT_TEXT.search(str(error)):
+        seconds = time.monotonic() - activity.since
+        return PeerError(f"no answer for {seconds:.1f} s in {activity}", 76)
+    if DISCONNECT_TEXT.search(str(error)):
+        return PeerError(f"lost the connection in {activity}", 1)
+    return error
+
+
+# ---- collectives -------------------------------------------------------------------------------------------
+
+
+def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
+    """In place: the sum over the group, on every rank."""
+    if group.size > 1:
+        group.run_collective("all_reduce", x, dist.all_reduce, x)
+    return x
+
+
+def all_reduce_max(x: Tensor, group: Group) -> Tensor:
+    """In place: the maximum over the group of integers."""
+    if group.size > 1:
+        # gloo's maximum of floats drops a NaN that is not on rank 0
+        assert not x.is_floating_point(), "reduce a flag as an int: a float maximum loses NaNs"
+        group.run_collective("all_reduce", x, dist.all_reduce, x, dist.ReduceOp.MAX)
+    return x
+
+
+def all_reduce_max_float(x: Tensor, group: Group) -> Tensor:
+    """In place: the maximum over the group of floats that are not negative; NaN counts as the largest.
+
+    As integers, their bits have the same order.
+    """
+    bits = x.view({4: torch.int32, 8: torch.int64}[x.itemsize])
+    all_reduce_max(bits, group)
+    return x
+
+
+def all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+    """[n, ...] of each rank -> [size * n, ...] in the group's order, in `out` if given."""
+    if group.size == 1:
+        return x if out is None else out.copy_(x)
+    if out is None:
+        out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
+    group.run_collective("all_gather", out, all_gather_verb, out, x.contiguous())
+    return out
+
+
+def reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
+    """[size * n, ...] of each rank -> this rank's [n, ...] of the sum, in `out` if given."""
+    if group.size == 1:
+        return x if out is None else out.copy_(x)
+    if out is None:
+        out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    group.run_collective("reduce_scatter", x, reduce_scatter_verb, out, x.contiguous())
+    return out
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """[size, ...], of which part i goes to rank i -> [size, ...], of which part i came from rank i."""
+    if group.size == 1:
+        return x
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    group.run_collective("all_to_all", x, dist.all_to_all_single, out, x)
+    return out
+
+
+def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
+    """In place: the tensor of the group's rank number `source`."""
+    if group.size > 1:
+        group.run_collective("broadcast", x, dist.broadcast, x, group.ranks[source])
+    return x
+
+
+def all_gather_objects(x: Data, group: Group) -> list[Data]:
+    """[x of each rank]: small plain data, for start-up and checkpoints, never in a step."""
+    if group.size == 1:
+        return [x]
+    out = [x] * group.size
+    group.run_exchange("all_gather_object", None, None, dist.all_gather_object, out, x, group=group.handle)
+    return out
+
+
+# ---- started exchanges -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """An exchange under way."""
+    handle: Handle
+    verb: str
+    nbytes: int
+    peer: int | None  # the other global rank of a send or receive; None: the whole group takes part
+    group: Group
+    pending: PendingEvent | None = None  # its time; None: the clock cannot know when it ends
+
+    def wait(self) -> None:
+        """Waits until it has ended. Raises PeerError if the peer does not answer, or is gone."""
+        if self.pending is not None:
+            self.group.activity.clock.record_arrival(self.pending, self.handle)
+        self.group.run_exchange(self.verb, self.nbytes, self.peer, self.handle.wait)
+
+
+class PendingExchange:
+    """An exchange under way and its result, which may be read after wait().
+
+    transfer: what is awaited; None: nothing, as in a group of one. source: what is sent; it must live until
+    it has arrived.
+    """
+
+    def __init__(
+        self, result: Tensor, transfer: Transfer | None = None, source: Tensor | None = None
+    ) -> None:
+        self.result = result
+        self.transfer = transfer
+        self.source = source
+
+    def wait(self) -> Tensor:
+        """Waits until the exchange has ended, and returns its result."""
+        if self.transfer is not None:
+            self.transfer.wait()
+        self.transfer = None
+        self.source = None
+        return self.result
+
+    def start_next_phase(self) -> None:
+        """Does nothing: this exchange has one phase. Others have two (compress.py)."""
+
+
+def start_transfer(handle: Handle | None, verb: str, nbytes: int, group: Group) -> Transfer | None:
+    """Records torch's handle of an exchange of the whole group that starts now; None: it has ended."""
+    if handle is None:
+        return None
+    pending = group.activity.clock.record_start(handle)
+    return Transfer(handle, verb, nbytes, peer=None, group=group, pending=pending)
+
+
+def start_all_reduce(x: Tensor, group: Group) -> PendingExchange:
+    """all_reduce_sum, started: until wait() x must neither be read nor written."""
+    if group.size == 1:
+        return PendingExchange(x)
+    group.count_exchange("all_reduce", x)
+    handle = dist.all_reduce(x, group=group.handle, async_op=True)
+    return PendingExchange(x, start_transfer(handle, "all_reduce", x.nbytes, group))
+
+
+def start_all_gather(x: Tensor, group: Group, out: Tensor) -> PendingExchange:
+    """all_gather, started: until wait() x must not be written, and `out` neither read nor written."""
+    if group.size == 1:
+        return PendingExchange(out.copy_(x))
+    group.count_exchange("all_gather", out)
+    handle = all_gather_verb(out, x, group=group.handle, async_op=True)
+    return PendingExchange(out, start_transfer(handle, "all_gather", out.nbytes, group), source=x)
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> PendingExchange:
+    """reduce_scatter, started: until wait() x must not be written."""
+    if group.size == 1:
+        return PendingExchange(x)
+    group.count_exchange("reduce_scatter", x)
+    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    handle = reduce_scatter_verb(out, x, group=group.handle, async_op=True)
+    return PendingExchange(out, start_transfer(handle, "reduce_scatter", x.nbytes, group), source=x)
+
+
+def start_all_to_all(
+    x: Tensor,
+    send_counts: list[int],
+    receive_counts: list[int],
+    group: Group,
+    count_sent: bool = True,
+) -> PendingExchange:
+    """Starts to send send_counts[i] rows of x [sum(send_counts), ...] to rank i.
+
+    The result is [sum(receive_counts), ...]: receive_counts[i] rows from rank i, in the order of ranks.
+    count_sent: the ledger counts what is sent, else what is received: so that an exchange and its inverse
+    count the same.
+    """
+    if group.size == 1:
+        return PendingExchange(x)
+    x = x.contiguous()
+    out = x.new_empty(sum(receive_counts), *x.shape[1:])
+    group.count_exchange("all_to_all", x if count_sent else out)
+    handle = dist.all_to_all_single(out, x, receive_counts, send_counts, group=group.handle, async_op=True)
+    return PendingExchange(out, start_transfer(handle, "all_to_all", x.nbytes, group), source=x)
+
+
+def start_transfers(
+    sends: list[tuple[Tensor, int]], receives: list[tuple[Tensor, int]], group: Group
+) -> list[Transfer]:
+    """Starts transfers with ranks of the group: sends [(tensor, target)], receives [(buffer, source)].
+
+    Returns what to wait for, sends first.
+    """
+    ops: list[dist.P2POp] = []
+    for x, target in sends:
+        send = dist.P2POp(dist.isend, x.contiguous(), group=group.handle, group_peer=target)
+        ops.append(send)
+        group.count_exchange("send", x)
+    for buffer, source in receives:
+        receive = dist.P2POp(dist.irecv, buffer, group=group.handle, group_peer=source)
+        ops.append(receive)
+    if not ops:
+        return []
+
+    handles = group.run_exchange("sends and receives", None, None, dist.batch_isend_irecv, ops)
+    if len(handles) < len(ops):  # nccl has one handle for all of them
+        handles = [handles[-1]] * len(ops)
+
+    clock = group.activity.clock
+    verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
+    transfers: list[Transfer] = []
+    for handle, verb, (x, peer) in zip(handles, verbs, sends + receives):
+        pending = clock.record_start(handle) if clock.device else None
+        global_peer = group.ranks[peer]
+        transfers.append(Transfer(handle, verb, x.nbytes, peer=global_peer, group=group, pending=pending))
+    return transfers
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for all work on a GPU, before a clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,154 @@
+"""The buckets of one rank, without storage: parallel/sharding/ divides the parameters that the real modules
+declare (model/describe.py)."""
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from model.describe import PartDescription
+from model.sharding import sharding_config
+from parallel.sharding.bucket import split_into_buckets
+from parallel.sharding.packing import BucketLayout, bucket_layout
+from parallel.sharding.powersgd import is_matrix, matrix_shape
+from parallel.sharding.slots import ShardingConfig
+from parallel.sharding.spec import ParameterSpec, ShardedParameter
+from plan.job import Job
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedBucket:
+    """specs: of its parameters. num_users: parts of this rank that use it: a shared table may have two."""
+    specs: tuple[ParameterSpec, ...]
+    layout: BucketLayout
+    is_hidden: bool = False
+    num_users: int = 1
+
+    @property
+    def is_expert(self) -> bool:
+        return self.specs[0].is_expert
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        return self.layout.offsets
+
+    @property
+    def size(self) -> int:
+        """Elements, with padding."""
+        return self.layout.size
+
+    @property
+    def shard_start(self) -> int:
+        return self.layout.shard_start
+
+    @property
+    def shard_end(self) -> int:
+        return self.layout.shard_end
+
+    @property
+    def shard_size(self) -> int:
+        """Elements that this rank owns."""
+        return self.layout.shard_size
+
+    def partial_elements(self, axis: str) -> int:
+        """Owned elements whose gradient is partial over the axis."""
+        elements = 0
+        for spec, offset in zip(self.specs, self.offsets):
+            if axis in spec.partial_over:
+                end = min(offset + spec.numel, self.shard_end)
+                elements += max(0, end - max(offset, self.shard_start))
+        return elements
+
+    def powersgd_elements(self, rank: int) -> tuple[int, int]:
+        """Elements of the two exchanges of PowerSGD (parallel/sharding/powersgd.py); without a matrix the
+        second has none."""
+        first = second = 0
+        for spec in self.specs:
+            if not is_matrix(spec):
+                first += spec.numel
+                continue
+            count, rows, columns = matrix_shape(spec)
+            factor_rank = min(rank, rows, columns)
+            first += count * factor_rank * rows
+            second += count * factor_rank * columns
+        return first, second
+
+
+BucketsOfParts = list[list[PlannedBucket]]  # of a stage
+
+
+class Sharers(NamedTuple):
+    """The ranks that share a bucket: see bucket_layout."""
+    num_shards: int
+    shard_index: int
+    num_replicas: int
+
+
+def buckets(job: Job) -> dict[int, BucketsOfParts]:
+    """{stage of this rank: the buckets of each of its parts}. Blocks of one kind have the same objects; a
+    shared table is one object in all parts that use it."""
+    sharding = sharding_config(job.cfg)
+    dense, experts = sharers(job, expert=False), sharers(job, expert=True)
+    parts_of_stage = {number: job.stage(number).parts for number in job.stages()}
+    table = shared_table_bucket(parts_of_stage.values(), sharding, dense)
+
+    planned: dict[int, BucketsOfParts] = {}
+    for number, parts in parts_of_stage.items():
+        planned[number] = []
+        for part in parts:
+            found = list(buckets_of_part(part, sharding, dense, experts))
+            if table is not None and part.shared_table is not None:
+                found.insert(0, table)
+            planned[number].append(found)
+    return planned
+
+
+def unique_buckets(planned: dict[int, BucketsOfParts]) -> list[PlannedBucket]:
+    """Every bucket of the rank, in the order in which build.py makes them: a shared table once, those of a
+    block as often as there are such blocks."""
+    found: list[PlannedBucket] = []
+    for parts in planned.values():
+        for part in parts:
+            found += [bucket for bucket in part if bucket.num_users == 1 or bucket not in found]
+    return found
+
+
+def sharers(job: Job, expert: bool) -> Sharers:
+    return Sharers(job.shards(expert), job.place(expert), job.layout.dp_replicate)
+
+
+def shared_table_bucket(stages: Iterable[tuple[PartDescription, ...]], sharding: ShardingConfig,
+                        ranks: Sharers) -> PlannedBucket | None:
+    """Of the table that several parts of the model need; None if this rank has none."""
+    tables: list[ShardedParameter] = []
+    for parts in stages:
+        tables += [part.shared_table for part in parts if part.shared_table is not None]
+    if not tables:
+        return None
+    return plan_bucket(tables[:1], sharding, ranks, num_users=len(tables))
+
+
+@lru_cache(maxsize=1 << 14)
+def buckets_of_part(part: PartDescription, sharding: ShardingConfig, dense: Sharers,
+                    experts: Sharers) -> tuple[PlannedBucket, ...]:
+    """Without that of a shared table."""
+    planned: list[PlannedBucket] = []
+    for params in split_into_buckets(list(part.params), sharding):
+        ranks = experts if params[0].spec.is_expert else dense
+        planned.append(plan_bucket(params, sharding, ranks))
+    return tuple(planned)
+
+
+def plan_bucket(params: list[ShardedParameter], sharding: ShardingConfig, ranks: Sharers,
+                num_users: int = 1) -> PlannedBucket:
+    """As parallel.sharding.bucket.Bucket, without storage."""
+    layout = bucket_layout(
+        [param.spec.numel for param in params],
+        zero=sharding.zero,
+        num_shards=ranks.num_shards,
+        shard_index=ranks.shard_index,
+        num_replicas=ranks.num_replicas,
+        is_collective=sharding.reduce_algorithm == "collective",
+        alignment=sharding.alignment,
+    )
+    is_hidden = sharding.separate_hidden and params[0].spec.is_hidden_matrix
+    return PlannedBucket(tuple(param.spec for param in params), layout, is_hidden, num_users)

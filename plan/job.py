@@ -1,0 +1,46 @@
+"""One rank of a run, as the planner sees it."""
+from dataclasses import dataclass
+
+from config import Config, config_of_stage
+from model.describe import StageDescription, describe_stage
+from parallel.pipeline.schedule import Schedule
+from parallel.topology.dims import EXPERT_AXES, ParallelDims
+
+
+@dataclass(frozen=True)
+class Job:
+    """schedule: of a step. cuts: [(first, last)] blocks of each stage (model/split.py)."""
+    cfg: Config
+    layout: ParallelDims
+    rank: int
+    schedule: Schedule
+    cuts: list[tuple[int, int]]
+
+    @property
+    def pp(self) -> int:
+        """Its place in the pipeline."""
+        return self.layout.coordinates(self.rank)["pp"]
+
+    def stages(self) -> list[int]:
+        """Those of this rank."""
+        own = self.pp
+        return [stage for stage, rank in enumerate(self.schedule.place) if rank == own]
+
+    def stage(self, number: int) -> StageDescription:
+        """A stage without storage."""
+        cfg = config_of_stage(self.cfg, number)
+        first, last = self.cuts[number]
+        place = self.schedule.place
+        ends_are_apart = place[0] != place[-1]
+        return describe_stage(cfg, first, last, ends_are_apart)
+
+    def shards(self, expert: bool = False) -> int:
+        """Ranks that share a bucket under ZeRO: those of mesh.fsdp, or of mesh.expert_fsdp."""
+        return self.layout.expert_dp_shard if expert else self.layout.dp_shard * self.layout.cp
+
+    def place(self, expert: bool = False) -> int:
+        """This rank's place among them."""
+        if expert:
+            return self.layout.coordinates(self.rank, EXPERT_AXES)["expert_dp_shard"]
+        index = self.layout.coordinates(self.rank)
+        return index["dp_shard"] * self.layout.cp + index["cp"]

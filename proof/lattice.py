@@ -1,0 +1,431 @@
+"""The lattice of layouts that scripts.verify proves: all legal layouts of a job, and cells that cover them.
+
+A layout says where things are: the degrees of parallelism (DEGREES) and the keys of LAYOUT. A switch says how
+a step runs there (SWITCHES). A cell is a layout together with one value of every switch.
+
+- `find_layouts` enumerates the layouts and asks the same rules as train.py which of them are legal.
+- `all_cells` gives every legal cell.
+- `draw_cells` gives a random choice of legal cells.
+- `covering_cells` gives at least one cell for each layout, and each pair of values that is legal anywhere is
+  in at least one cell (pairwise covering arrays: Cohen et al., AETG, 1997).
+"""
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from config import OPTIMIZERS, Config, ConfigError
+from config.optimizers import optimizers_that
+from config.values import Values, combinations
+from parallel.pipeline.schedule import SCHEDULES
+
+Check = Callable[[Config], object]  # raises ConfigError with the reason for a refusal
+
+# ---- what a cell is made of --------------------------------------------------------------------------------
+
+DEGREES = ("tp", "pp", "cp", "dp_rep", "ep", "etp")  # each takes the divisors of the world size
+LAYOUT = {
+    "sp": (False, True),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"),
+    "vpp": (None, 4),
+    "cp_kind": ("ring", "ulysses"),
+    "zero": (0, 1, 2, 3),
+}
+MUP_BASE = 16
+WITH_BF16_STATES = {f"{name}-bf16": name for name in optimizers_that(lambda spec: spec.supports_bf16_states)}
+SWITCHES = {  # the first value of each is the default
+    "reduce": ("collective", "ring", "hierarchy", "server", "powersgd"),
+    "micro_batch": (1, 2),
+    "recompute": ("none", "selective", "full", "mixed"),
+    "ramp": (False, True),
+    "stages": (None, "uneven"),
+    "offload": ("none", "both"),
+    "doc_mask": (False, True),
+    "capacity": (None, 1.0, "padded"),
+    "name": (*OPTIMIZERS, *WITH_BF16_STATES),
+    "mup_base": (None, MUP_BASE),
+    "fp8": (None, "tensorwise", "rowwise", "blockwise"),
+    "async_save": (False, True),
+    "geometry": ("small", "wide"),
+}
+
+# Values of a switch that set several config keys.
+EXPANDED_VALUES: dict[tuple[str, object], Values] = {
+    # of full rank, which loses nothing
+    ("reduce", "powersgd"): {"reduce": "collective", "compress": "powersgd", "powersgd_rank": 1 << 20},
+    ("capacity", "padded"): {"capacity": 1.0, "pad": True},
+    # states in bf16, arithmetic in fp64: the rounding depends on names and element indices only
+    **{("name", word): {"name": name, "states": "bf16"} for word, name in WITH_BF16_STATES.items()},
+    ("mup_base", MUP_BASE): {"mup_base": MUP_BASE, "mup_head_dim": 2},
+}
+
+# The section of the config that a key is in; keys that are not listed are in `parallel`.
+SECTION = {
+    "layers": "model",
+    "context": "model",
+    "window": "model",
+    "capacity": "model",
+    "pad": "model",
+    "mup_base": "model",
+    "mup_head_dim": "model",
+    "micro_batch": "train",
+    "global_batch": "train",
+    "seq_len": "train",
+    "ramp": "train",
+    "fp8": "train",
+    "doc_mask": "data",
+    "name": "optim",
+    "states": "optim",
+    "async_save": "checkpoint",
+}
+
+# The geometry "wide": sequences longer than a block of attention's queries and not a power of two, a window
+# over many chunks of the ring, and buckets larger than a layer (those of "small" are smaller than its largest
+# parameter). 240 tokens are divided evenly over cp and tp up to 8.
+WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
+WIDE_WINDOW = 150
+
+# Warm-up, steady state and cool-down of these schedules need two microbatches a rank.
+TWO_MICROBATCHES_A_RANK = ("interleaved", "zb-v", "dualpipe-v")
+
+CANDIDATES = 12  # choices of switches that covering_cells compares for each layout
+NUM_RANDOM = 1000  # random choices of switches that come before all others
+CHANGED_SHARE = 1 / 3  # the share of its switches that a random choice changes
+
+# (why a cell would only repeat another one, when this is so)
+IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (
+    (
+        "parallel.sp: does nothing at tp 1",
+        lambda values, world: values["sp"] and values["tp"] == 1,
+    ),
+    (
+        "parallel.schedule: all are the same at pp 1",
+        lambda values, world: values["schedule"] != "1f1b" and values["pp"] == 1,
+    ),
+    (
+        "parallel.vpp: is free for interleaved alone",
+        lambda values, world: values["vpp"] is not None and values["schedule"] != "interleaved",
+    ),
+    (
+        "parallel.cp_kind: does nothing at cp 1",
+        lambda values, world: values["cp_kind"] != "ring" and values["cp"] == 1,
+    ),
+    (
+        "parallel.stages: every cut is the same",
+        lambda values, world: values["stages"] is not None and values["pp"] == 1,
+    ),
+    (
+        "parallel.recompute_stages: one stage has one mode",
+        lambda values, world: values["recompute"] == "mixed" and values["pp"] == 1,
+    ),
+    (
+        "parallel.reduce: all are the same where nobody shares a parameter",
+        lambda values, world: values["reduce"] != "collective" and values["tp"] * values["pp"] == world,
+    ),
+)
+
+
+def idle(values: Values, world: int) -> str | None:
+    """Returns why the cell would only repeat another one; None if it does not."""
+    return next((why for why, is_idle in IDLE if is_idle(values, world)), None)
+
+
+def default_switches() -> Values:
+    """The first value of each switch."""
+    return {key: values[0] for key, values in SWITCHES.items()}
+
+
+# ---- the legal layouts -------------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Lattice:
+    """The layouts of a job on `world` ranks.
+
+    layouts: the legal ones, as values of DEGREES and LAYOUT. refused: {reason: number of layouts}, with the
+    idle ones. keeps_window: the wide geometry keeps model.window as it is in cfg.
+    """
+
+    cfg: Config
+    world: int
+    check: Check
+    layouts: list[Values]
+    refused: dict[str, int]
+    keeps_window: bool = False
+
+    def config(self, values: Values) -> Config:
+        """The job of a cell.
+
+        It has no more layers and sequences than its stages and microbatches need: a proof pays for each.
+        """
+        chunks = SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2  # stages a rank
+        num_stages = values["pp"] * chunks
+        num_layers = min(self.cfg.model.layers, num_stages + self._spare_layers(values))
+        global_batch = self._global_batch(values)
+
+        keys: Values = {}
+        for key, value in values.items():
+            keys |= EXPANDED_VALUES.get((key, value), {key: value})
+        keys["layers"] = num_layers
+        keys["global_batch"] = global_batch
+
+        if keys.pop("geometry", "small") == "wide":
+            keys |= WIDE
+            if self.cfg.model.window and not self.keeps_window:
+                keys["window"] = WIDE_WINDOW
+        if values["ramp"]:
+            half = global_batch // 2
+            keys["ramp"] = f"{half},{half},{half}"
+        else:
+            keys["ramp"] = None
+        if values["stages"] == "uneven":
+            layers_of_stages = [num_layers - num_stages + 1, *[1] * (num_stages - 1)]
+            keys["stages"] = ",".join(map(str, layers_of_stages))
+        if values["recompute"] == "mixed":
+            modes = ["full", "selective"] * num_stages
+            keys["recompute"] = "none"
+            keys["recompute_stages"] = ",".join(modes[:num_stages])
+
+        sections: dict[str, Values] = {}
+        for key, value in keys.items():
+            section = SECTION.get(key, "parallel")
+            sections.setdefault(section, {})[key] = value
+        return replace(
+            self.cfg,
+            **{name: replace(getattr(self.cfg, name), **changed) for name, changed in sections.items()},
+        )
+
+    def _spare_layers(self, values: Values) -> int:
+        """How many layers more than stages: with one more, the stages differ.
+
+        Two more if fp8 keeps the first and the last layer in 16 bits, or if some layers of a mixture have no
+        experts.
+        """
+        model = self.cfg.model
+        return 2 if values["fp8"] or model.first_dense or model.moe_every > 1 else 1
+
+    def _global_batch(self, values: Values) -> int:
+        """Sequences of a step: enough for the warm-up and the steady state of the schedule."""
+        pp = values["pp"]
+        dp = self.world // (values["tp"] * values["cp"] * pp)
+        num_microbatches = 2 * pp if values["schedule"] in TWO_MICROBATCHES_A_RANK else pp + 1
+        if values["ramp"]:  # its first step takes half of the microbatches
+            num_microbatches += num_microbatches % 2
+        return min(self.cfg.train.global_batch, dp * values["micro_batch"] * num_microbatches)
+
+    def is_legal(self, values: Values) -> bool:
+        """Whether the cell can be proved: it repeats no other one, and train.py runs it."""
+        if idle(values, self.world):
+            return False
+        try:
+            cfg = self.config(values)
+            check_provable(cfg)
+            self.check(cfg)
+        except ConfigError:
+            return False
+        return True
+
+
+def check_provable(cfg: Config) -> None:
+    """Raises ConfigError if a job, though legal, is not a function of the global batch alone."""
+    model = cfg.model
+    if model.experts and model.aux_loss and model.aux_kind == "micro":
+        raise ConfigError(
+            "model.aux_kind: micro balances the load of a micro-batch, which depends on train.micro_batch "
+            "and the layout; sequence and global do not"
+        )
+
+    parallel = cfg.parallel
+    if parallel.compress in ("int8", "fp8") or parallel.compress_weights != "none":
+        raise ConfigError(
+            "parallel.compress, parallel.compress_weights: 8 bits are not exact; "
+            "tests/parallel/wire/test_compress.py checks their error bounds"
+        )
+
+    optimizer = cfg.optim.name
+    if not OPTIMIZERS[optimizer].takes_sign:
+        return
+    if parallel.compress == "powersgd":
+        raise ConfigError(
+            f"optim.name: {optimizer} takes the sign of a gradient, and where that is zero PowerSGD's "
+            "factors leave their rounding errors"
+        )
+    if model.positions != "rope" and (model.bias or model.qkv_bias):
+        raise ConfigError(
+            f"optim.name: {optimizer} takes the sign of a gradient, and that of a k bias without RoPE is "
+            "noise around zero"
+        )
+
+
+def find_layouts(cfg: Config, world: int, check: Check, keeps_window: bool = False) -> Lattice:
+    """The layouts of `world` ranks; `check` judges each with the first value of every switch.
+
+    keeps_window: see Lattice.
+
+    Raises ConfigError if no layout of the job can be proved (see `check_provable`).
+    """
+    check_provable(cfg)
+    found = Lattice(cfg, world, check, layouts=[], refused={}, keeps_window=keeps_window)
+    divisors = tuple(degree for degree in range(1, world + 1) if world % degree == 0)
+    degrees = dict.fromkeys(DEGREES, divisors)
+    if not cfg.model.experts:
+        degrees |= {"ep": (1,), "etp": (1,)}
+
+    for values in combinations(degrees | LAYOUT):
+        if world % (values["tp"] * values["pp"] * values["cp"] * values["dp_rep"]):
+            continue
+        why = refusal(found, values | default_switches())
+        if why is None:
+            found.layouts.append(values)
+        else:
+            found.refused[why] = found.refused.get(why, 0) + 1
+    return found
+
+
+def refusal(found: Lattice, values: Values) -> str | None:
+    """Returns why the cell is idle or illegal; None if it is neither."""
+    why = idle(values, found.world)
+    if why is not None:
+        return why
+    try:
+        found.check(found.config(values))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+# ---- choices of values -------------------------------------------------------------------------------------
+
+def switches(stream: random.Random) -> Iterator[Values]:
+    """Every choice of switches once, without a list of them all, in an order that depends on `stream`.
+
+    First come random choices that change a third of the switches each: they are cheap to run and easy to
+    read, and every pair of values is in some of them. Then come all others.
+    """
+    seen: set[tuple] = set()
+    for chosen in itertools.chain(random_switches(stream), walk_switches(stream)):
+        values = tuple(chosen.values())
+        if values not in seen:
+            seen.add(values)
+            yield chosen
+
+
+def random_switches(stream: random.Random) -> Iterator[Values]:
+    """NUM_RANDOM random choices of switches; some come more than once."""
+    for _ in range(NUM_RANDOM):
+        chosen = {}
+        for key, (default, *others) in SWITCHES.items():
+            is_changed = others and stream.random() < CHANGED_SHARE
+            chosen[key] = stream.choice(others) if is_changed else default
+        yield chosen
+
+
+def walk_switches(stream: random.Random) -> Iterator[Values]:
+    """Every choice of switches once: a walk over their numbers, from a random start with a random stride.
+
+    The stride has no divisor in common with the number of choices, so that the walk meets each of them.
+    """
+    num_choices = math.prod(map(len, SWITCHES.values()))
+    start = stream.randrange(num_choices)
+    stride = stream.randrange(num_choices // 3 + 1, num_choices + 1)
+    while math.gcd(stride, num_choices) != 1:
+        stride = stream.randrange(num_choices // 3 + 1, num_choices + 1)
+
+    for i in range(num_choices):
+        number = (start + i * stride) % num_choices
+        chosen = {}
+        for key, values in SWITCHES.items():
+            number, digit = divmod(number, len(values))
+            chosen[key] = values[digit]
+        yield chosen
+
+
+# ---- choices of cells --------------------------------------------------------------------------------------
+
+def all_cells(found: Lattice, wanted: Callable[[Values], bool] = lambda values: True) -> Iterator[Values]:
+    """Every legal cell that is wanted: each layout with each choice of switches."""
+    every_choice = list(combinations(SWITCHES))
+    for layout in found.layouts:
+        for chosen in every_choice:
+            cell = layout | chosen
+            if wanted(cell) and found.is_legal(cell):
+                yield cell
+
+
+def draw_cells(
+    found: Lattice, n: int, seed: int, wanted: Callable[[Values], bool] = lambda values: True
+) -> list[Values]:
+    """At most n wanted and legal cells, drawn at random: one of each layout before a second of any."""
+    stream = random.Random(seed)
+
+    def cells_of(layout: Values) -> Iterator[Values]:
+        for chosen in switches(stream):
+            cell = layout | chosen
+            if wanted(cell) and found.is_legal(cell):
+                yield cell
+
+    sources = [cells_of(layout) for layout in stream.sample(found.layouts, len(found.layouts))]
+    cells: list[Values] = []
+    while sources and len(cells) < n:
+        not_exhausted = []
+        for source in sources:
+            if len(cells) == n:
+                break
+            cell = next(source, None)
+            if cell is not None:
+                cells.append(cell)
+                not_exhausted.append(source)
+        sources = not_exhausted
+    return cells
+
+
+def pairs_with_switches(values: Values) -> set[tuple]:
+    """The pairs of (key, value) in a cell, of which at least one is of a switch."""
+    items = itertools.combinations(values.items(), 2)
+    return {(one, other) for one, other in items if one[0] in SWITCHES or other[0] in SWITCHES}
+
+
+def covering_cells(found: Lattice, seed: int = 0) -> list[Values]:
+    """Legal cells with each layout at least once and each legal pair of values at least once."""
+    stream = random.Random(seed)
+    defaults = default_switches()
+    cells: list[Values] = []
+    seen: set[tuple] = set()
+
+    # Greedy pass: for each layout, the candidate with the most new pairs.
+    for layout in found.layouts:
+        candidates = [layout | chosen for chosen in itertools.islice(switches(stream), CANDIDATES)]
+        candidates.sort(key=lambda cell: -len(pairs_with_switches(cell) - seen))
+        candidates.append(layout | defaults)  # which is legal
+        cell = next(cell for cell in candidates if found.is_legal(cell))
+        cells.append(cell)
+        seen |= pairs_with_switches(cell)
+
+    # The pairs that the greedy pass left out.
+    switch_items = [(key, value) for key, values in SWITCHES.items() for value in values]
+    layout_items = dict.fromkeys(item for layout in found.layouts for item in layout.items())
+    for one, other in itertools.product((*layout_items, *switch_items), switch_items):
+        if one[0] == other[0] or {(one, other), (other, one)} & seen:
+            continue
+        cell = cell_with(found, one, other)
+        if cell is not None:
+            cells.append(cell)
+            seen |= pairs_with_switches(cell)
+    return cells
+
+
+def cell_with(found: Lattice, one: tuple[str, Any], other: tuple[str, Any]) -> Values | None:
+    """The first legal cell with both (key, value) items; every other switch has its default.
+
+    one: an item of a layout or of a switch. other: an item of a switch. Returns None if no such cell is
+    legal.
+    """
+    key, value = one
+    for layout in found.layouts:
+        if key not in SWITCHES and layout[key] != value:
+            continue
+        cell = layout | default_switches() | dict((one, other))
+        if found.is_legal(cell):
+            return cell
+    return None

@@ -1,0 +1,152 @@
+"""Does the proof see a bug? python -m scripts.mutate [--only WORD ...] | --draw N --seed S [--resume FILE]
+
+Without --draw: the table of planted bugs (proof/mutate/table.py), each a class of faults that published
+codebases had, against scripts.verify. A bug that verify does not see is a hole in the proof: exit 1.
+
+With --draw: N mutants of the whole core (model/, parallel/, optim/, data/, checkpoint/, the step and the
+evaluation), drawn by the seed. Each meets the unit tests that run its line, then verify on layouts that
+use its file. A failure counts only if the same command passes without the mutant (proof/mutate/control.py).
+Exit 1 if fewer than 95 % of the mutants that are not explained in equivalent.yaml are killed. --map
+measures first which test runs which line: once, and again for new tests. --part K/M and --resume
+FILE.jsonl spread a draw over several runs.
+"""
+
+import argparse
+import re
+import time
+from pathlib import Path
+
+from config import ConfigError
+from proof.mutate import cover, table
+from proof.mutate.checkout import ROOT, copy_checkout
+from proof.mutate.control import Controls
+from proof.mutate.draw import Mutant, core_files, draw, part_of
+from proof.mutate.judge import BUDGET_S, Verdict, append_verdict, count_kills, judge, read_verdicts
+from proof.mutate.report import make_report, read_explanations
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code."""
+    args = make_parser().parse_args(argv)
+    if args.map is not None:
+        measure(args.map)
+        return 0
+    if args.draw is None:
+        return table.run(args.only, args.world, *parse_part(args.part))
+    return judge_draw(args)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.mutate",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="bugs of the table whose text has all these words; with --draw: files whose names start so",
+    )
+    parser.add_argument(
+        "--world", type=int, default=8, help="leave out bugs of the table that need more ranks"
+    )
+    parser.add_argument("--draw", type=int, metavar="N", help="draw N mutants instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw")
+    parser.add_argument("--part", default="1/1", help="K/M: the K-th of M parts of the table or the draw")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="add a line for each mutant, and leave out those that the file has",
+    )
+    parser.add_argument("--minutes", type=float, help="start no mutant after this time")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET_S, help="seconds of unit tests that a mutant meets"
+    )
+    parser.add_argument("--list", action="store_true", help="show the mutants of --draw and judge none")
+    parser.add_argument(
+        "--map",
+        nargs="*",
+        metavar="TESTS",
+        help="measure which test runs which line (no names: every test file that is not yet measured)",
+    )
+    return parser
+
+
+def measure(names: list[str]) -> None:
+    """Measures which test runs which line, for these test files or all that are not yet measured."""
+    unmeasured = [name for name in cover.test_files() if not cover.record_path(name).exists()]
+    for name in names or unmeasured:
+        started = time.perf_counter()
+        record = cover.measure(name, core_files(ROOT))
+        cover.save_record(name, record)
+
+        seconds = time.perf_counter() - started
+        left_out = f", left out: {', '.join(record['left_out'])}" if record["left_out"] else ""
+        print(f"{name}: {len(record['tests'])} tests ({seconds:.0f} s){left_out}", flush=True)
+
+
+def parse_part(text: str) -> tuple[int, int]:
+    """Returns (K, M) of "K/M". Raises ConfigError unless 1 <= K <= M."""
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
+    part, num_parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= part <= num_parts:
+        raise ConfigError(f"--part: {text!r} must be K/M with 1 <= K <= M, as 2/4: the second quarter")
+    return part, num_parts
+
+
+def judge_draw(args: argparse.Namespace) -> int:
+    """Judges the mutants of a draw and prints the report; returns the exit code."""
+    part, num_parts = parse_part(args.part)
+    mutants = part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), part, num_parts)
+    if args.list:
+        print(*(mutant.difference() for mutant in mutants), sep="\n")
+        return 0
+
+    coverage = cover.CoverageMap.read()
+    if not coverage.records:
+        raise ConfigError(
+            "--draw: it is not known which test runs which line; "
+            "run python -m scripts.mutate --map first (minutes, once)"
+        )
+    verdicts = judge_mutants(mutants, coverage, args)
+
+    judged = [verdicts[mutant.key] for mutant in mutants if mutant.key in verdicts]
+    lines, enough = make_report(judged, read_explanations())
+    print(*lines, sep="\n")
+    if len(judged) < len(mutants):
+        print(f"{len(mutants) - len(judged)} mutants are left: the same command with --resume continues")
+    return 0 if enough else 1
+
+
+def judge_mutants(
+    mutants: list[Mutant], coverage: cover.CoverageMap, args: argparse.Namespace
+) -> dict[tuple[str, int, str, str], Verdict]:
+    """Judges the mutants that the file --resume does not have, until --minutes are over.
+
+    Returns {key of a mutant: its verdict}, those of the file included.
+    """
+    known = read_verdicts(args.resume) if args.resume else []
+    verdicts = {verdict.key: verdict for verdict in known}
+    started = time.perf_counter()
+    with copy_checkout(ROOT) as base:
+        controls = Controls(base)
+        for mutant in mutants:
+            if mutant.key in verdicts:
+                continue
+            if args.minutes is not None and time.perf_counter() - started > 60 * args.minutes:
+                break
+
+            # another process may have added to the file
+            kills = count_kills(read_verdicts(args.resume) if args.resume else verdicts.values())
+            verdict = judge(mutant, controls, coverage, budget_s=args.budget, kills=kills)
+            verdicts[mutant.key] = verdict
+
+            outcome = verdict.stage or "SURVIVED"
+            hung = " (hung)" if verdict.hung else ""
+            print(f"{outcome:<9}{verdict.seconds:>6.1f} s  {mutant.difference()}")
+            print(f"  {verdict.by}{hung}", flush=True)
+            if args.resume:
+                append_verdict(args.resume, verdict)
+    return verdicts

@@ -1,0 +1,1494 @@
+"""The table of planted bugs: python -m scripts.mutate [--world 4] [--only WORD ...]
+
+Plants one silent bug at a time into a copy of this checkout and runs scripts.verify on layouts that the bug
+can affect. Each bug is of a class of faults that published codebases had. A bug that verify does not see is
+a hole in the proof: exit 1.
+"""
+
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from config import OPTIMIZERS, ConfigError
+from proof.mutate.checkout import ROOT, checkout_files
+from proof.mutate.control import has_verdict, last_output_line, run_command
+from proof.mutate.draw import part_of
+
+INITIAL_WEIGHTS = "initial weights"  # in the place of a layout: what verify checks before it runs one
+LIMIT_S = 600.0
+# a copy that dies of these was not built to run wrong: its text was replaced where it means something else
+BROKEN_COPY = tuple(f"died: {name}" for name in (
+    "AttributeError", "ImportError", "IndentationError", "NameError", "SyntaxError", "TypeError",
+    "UnboundLocalError",
+))
+ADAMW_ONLY = "".join(f" no-{name}" for name in OPTIMIZERS if name != "adamw")
+PLAIN_SUMS = " no-ring no-hierarchy no-server no-powersgd"
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A planted bug.
+
+    what: the fault in words, and where it was seen (NAME NUMBER: an issue or pull request).
+    file, old, new: the edit.
+    model, world, layout: a recipe, a number of ranks and the words of a layout in which the bug acts.
+    """
+
+    what: str
+    file: str
+    old: str
+    new: str
+    model: str
+    world: int
+    layout: str
+
+
+TABLE = (
+    Mutation(
+        what="norm gradient under sequence parallelism is not summed over tp (Megatron-LM 1446)",
+        file="model/norm.py",
+        old='"norm", is_partial=sp)',
+        new='"norm", is_partial=False)',
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="per-head norm gradient is summed only under sequence parallelism (Megatron-LM 7452)",
+        file="model/attention.py",
+        old=(
+            'self.head_dim, "norm", is_partial=True)\n'
+            '            self.k_norm = replicated_vector(f"{key}.k_norm.weight", '
+            'self.head_dim, "norm", is_partial=True)'
+        ),
+        new=(
+            'self.head_dim, "norm", cfg.parallel.sp)\n'
+            '            self.k_norm = replicated_vector(f"{key}.k_norm.weight", '
+            'self.head_dim, "norm", cfg.parallel.sp)'
+        ),
+        model="qwen3-tiny",
+        world=2,
+        layout="tp2 no-sp zero0 mb1",
+    ),
+    Mutation(
+        what="replicated logits meet a vocab-parallel loss: too high by log(tp) (Megatron-LM 7452)",
+        file="parallel/tensor/layers.py",
+        old="return merge if group.size > 1 else None",
+        new="return (lambda lse, picked: merge(lse, picked / group.size)) if group.size > 1 else None",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the target's logit counts on every rank of a split vocabulary",
+        file="parallel/tensor/layers.py",
+        old="parts[:, 1].sum(0)",
+        new="parts[:, 1].mean(0)",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="a tp-replicated parameter counts once a rank in the clip norm (Megatron-LM 7452)",
+        file="parallel/sharding/bucket.py",
+        old="if param.spec.is_replicated_over_tp and mesh.tp.index > 0:",
+        new="if False:",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="a tied table counts twice in the clip norm",
+        file="parallel/sharding/bucket.py",
+        old='return "embedding_ends" not in param.spec.partial_over or mesh.pp.index == 0',
+        new="return True",
+        model="llama3.2-tiny",
+        world=2,
+        layout="pp2 zero0 1f1b mb1",
+    ),
+    Mutation(
+        what="tied embedding and head drift apart (Megatron-LM 656)",
+        file="parallel/sharding/bucket.py",
+        old='(("tp", mesh.tp), ("embedding_ends", mesh.embedding_ends))',
+        new='(("tp", mesh.tp),)',
+        model="llama3.2-tiny",
+        world=2,
+        layout="pp2 zero0 1f1b mb1",
+    ),
+    Mutation(
+        what="the row-parallel bias is added on every rank",
+        file="parallel/tensor/layers.py",
+        old=(
+            "y = leave_region(y, self.tp, self.sp)\n"
+            "        return y if self.bias is None else _AddBias.apply(y, self.bias)"
+        ),
+        new="return leave_region(y if self.bias is None else _AddBias.apply(y, self.bias), self.tp, self.sp)",
+        model="gpt2-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the schedule of a ramp's first batch runs on: later microbatches are dropped",
+        file="train.py",
+        old="run.schedules[len(microbatches)]",
+        new="run.schedules[min(run.schedules)]",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1 ramp",
+    ),
+    Mutation(
+        what="microbatches with unequal token counts get equal weight (torchtitan 1842)",
+        file="train.py",
+        old=(
+            "num_tokens = torch.stack([batch.num_counted() for batch in microbatches]).sum()\n"
+            "    return comm.all_reduce_sum(num_tokens, mesh.dp_cp)"
+        ),
+        new="return len(microbatches) * microbatches[0].num_counted().clamp(min=1)",
+        model="llama3-tiny",
+        world=1,
+        layout="zero0 mb2",
+    ),
+    Mutation(
+        what="the loss is divided by this rank's tokens (Megatron-LM 673)",
+        file="train.py",
+        old="return comm.all_reduce_sum(num_tokens, mesh.dp_cp)",
+        new="return mesh.dp_cp.size * num_tokens",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="only the last microbatch trains (Fast-LLM 550)",
+        file="kernels/linear.py",
+        old="return into.addmm_(dy.t(), x)",
+        new="return into.copy_(dy.t() @ x)",
+        model="llama3-tiny",
+        world=1,
+        layout="zero0 mb1",
+    ),
+    Mutation(
+        what="the deferred weight gradient never arrives (pytorch 153833)",
+        file="parallel/pipeline/executor.py",
+        old="compute(weight.main_grad)",
+        new="compute(weight.main_grad.clone())",
+        model="llama3-tiny",
+        world=2,
+        layout="pp2 zero0 zb-h1 mb1",
+    ),
+    Mutation(
+        what="a deferred weight gradient goes into the buffer of the I, which ZeRO-2 has sent away",
+        file="parallel/pipeline/executor.py",
+        old="self.pending.setdefault(self.microbatch, []).append((weight, compute))",
+        new=(
+            "weight = type('W', (), {'main_grad': weight.main_grad})\n"
+            "        self.pending.setdefault(self.microbatch, []).append((weight, compute))"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="pp2 zero2 zb-h1 mb1",
+    ),
+    Mutation(
+        what="a stale ZeRO shard: weights are not gathered after the update",
+        file="parallel/sharding/weights.py",
+        old="if self.zero == 0 or self.group.size == 1:",
+        new="if True:",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+    ),
+    Mutation(
+        what="ZeRO-3 keeps whole weights from before the update",
+        file="parallel/sharding/weights.py",
+        old=(
+            "self.full = None\n"
+            "        self.gather = None\n"
+        ),
+        new=(
+            "self.gather = None\n"
+            "        return\n"
+        ),
+        model="llama3.2-tiny",
+        world=2,
+        layout="dp2 zero3 mb1",
+    ),
+    Mutation(
+        what="gradients are averaged over the data ranks although the loss is already a mean",
+        file="parallel/sharding/gradients.py",
+        old="self.start_all_reduce(self.full, over_replicas=False)",
+        new="self.start_all_reduce(self.full.div_(self.groups.reduce.size), over_replicas=False)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="replicas of a shard group are forgotten (HSDP)",
+        file="parallel/sharding/gradients.py",
+        old="        if self.scatter_is_last:",
+        new="        if False:",
+        model="llama3-tiny",
+        world=2,
+        layout="rep2 zero1 mb1",
+    ),
+    Mutation(
+        what="ZeRO-2 with accumulation reduces the first microbatch alone (DeepSpeed 966)",
+        file="parallel/sharding/gradients.py",
+        old="self.local.add_(part)",
+        new="self.local.add_(part) if not self.local.any() else None",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero2 mb1",
+    ),
+    Mutation(
+        what="gradients doubled where the group has two ranks (pytorch 160285)",
+        file="parallel/tensor/regions.py",
+        old="return comm.all_reduce_sum(dy.clone(), ctx.group), None",
+        new="return comm.all_reduce_sum(dy.clone(), ctx.group) * 2, None",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 no-sp zero0 mb1",
+    ),
+    Mutation(
+        what="the input gradient of the head is not summed over tp",
+        file="parallel/tensor/regions.py",
+        old="return comm.all_reduce_sum(dy.clone(), ctx.group), None",
+        new="return dy, None",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 no-sp zero0 mb1",
+    ),
+    Mutation(
+        what="sequence shards of tp ranks are swapped in the gather's backward",
+        file="parallel/tensor/regions.py",
+        old="return comm.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1).contiguous()",
+        new=(
+            "return comm.reduce_scatter(x.flip(1).transpose(0, 1), group)"
+            ".transpose(0, 1).flip(1).contiguous()"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="a microbatch meets another one's activations (Megatron-LM 5100)",
+        file="parallel/pipeline/executor.py",
+        old="microbatches[op.microbatch], scale)",
+        new="microbatches[op.microbatch - (op.stage > 0)], scale)",
+        model="llama3-tiny",
+        world=2,
+        layout="pp2 zero0 1f1b mb1",
+    ),
+    Mutation(
+        what="dropout depends on the rank's own row numbers",
+        file="model/transformer.py",
+        old="microbatch.step, microbatch.sequence_ids,",
+        new="microbatch.step, microbatch.sequence_ids - microbatch.sequence_ids[0],",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="dropout columns restart on every sequence shard",
+        file="model/transformer.py",
+        old="positions = local_chunk(positions[None], self.mesh.tp)[0]",
+        new="positions = positions[:len(positions) // self.mesh.tp.size]",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="interleaved chunks start with identical weights (OLMo-core)",
+        file="parallel/sharding/spec.py",
+        old='f"{seed}/{box.key}/{block}"',
+        new="""f"{seed}/{box.key.split('.', 2)[-1]}/{block}" """,
+        model="llama3-tiny",
+        world=2,
+        layout="initial weights",
+    ),
+    Mutation(
+        what="the learned positions of sequence shards are those of the first shard",
+        file="model/embedding.py",
+        old="local_chunk(positions, self.tp) if self.sp",
+        new="positions[:, :positions.shape[1] // self.tp.size] if self.sp",
+        model="gpt2-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="ring attention's backward reads the keys and values of step 0 at every step (diffusers 14265)",
+        file="parallel/context/ring.py",
+        old="k=step_k[:, keys],\n                    v=step_v[:, keys],",
+        new="k=k[:, keys],\n                    v=v[:, keys],",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="ring attention ignores document boundaries (axolotl 4002)",
+        file="parallel/context/zigzag.py",
+        old="if documents is not None:",
+        new="if documents is not None and pair.distance == 0:",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring docs",
+    ),
+    Mutation(
+        what="the window is counted in local places",
+        file="parallel/context/zigzag.py",
+        old="tokens_back = pair.distance * chunk_size + inside",
+        new="tokens_back = min(pair.distance, 1) * chunk_size + inside",
+        model="mistral-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="the window hides a chunk that it still touches",
+        file="parallel/context/zigzag.py",
+        old="nearest = (pair.distance - 1) * chunk_size + 1",
+        new="nearest = pair.distance * chunk_size",
+        model="mistral-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="the halves of the zigzag are swapped on arrival",
+        file="parallel/context/zigzag.py",
+        old="torch.cat((early, late.flip(0)))",
+        new="torch.cat((early, late))",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ulysses",
+    ),
+    Mutation(
+        what="positions restart on every rank of a context-parallel group",
+        file="parallel/context/zigzag.py",
+        old="positions=batch.positions[:, mine]",
+        new="positions=batch.positions[:, :len(mine)]",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="targets of another half of the sequence",
+        file="parallel/context/zigzag.py",
+        old="targets=batch.targets[:, mine]",
+        new="targets=batch.targets[:, mine.roll(len(mine) // 2)]",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ulysses",
+    ),
+    Mutation(
+        what="the loss is a mean over this rank's tokens under context parallelism (Megatron-LM 673, 906)",
+        file="train.py",
+        old="return comm.all_reduce_sum(num_tokens, mesh.dp_cp)",
+        new="return mesh.dp_cp.size * num_tokens",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="context-parallel ranks' tokens are counted over the data ranks alone",
+        file="train.py",
+        old="comm.all_reduce_sum(num_tokens, mesh.dp_cp)",
+        new="comm.all_reduce_sum(num_tokens, mesh.dp)",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="dropout columns restart on every rank of a context-parallel group",
+        file="model/transformer.py",
+        old="if positions is None:",
+        new="if True:",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="gradients of keys stay with the rank that made them",
+        file="parallel/context/ring.py",
+        old="send_to_next_rank(dkv + wait_received(dkv_passing), group)",
+        new="send_to_next_rank((wait_received(dkv_passing), dkv)[1], group)",
+        model="llama3-tiny",
+        world=4,
+        layout="cp4 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="partial outputs are averaged, not weighted by their sums",
+        file="kernels/partial_attention.py",
+        old="both = torch.logaddexp(lse, other_lse)",
+        new="both = lse.maximum(other_lse)",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="a whole prompt is treated as a cut one in generation",
+        file="model/context.py",
+        old="sequence_is_sharded: bool = False,",
+        new="sequence_is_sharded: bool = True,",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="query heads come back from the all-to-all interleaved",
+        file="parallel/context/ulysses.py",
+        old=".movedim(0, 2).flatten(2, 3)",
+        new=".movedim(0, 3).flatten(2, 3)",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ulysses",
+    ),
+    Mutation(
+        what="LAMB's norms are those of this rank's shards",
+        file="optim/lamb.py",
+        old="comm.all_reduce_sum(squares, self.mesh.world).sqrt()",
+        new="squares.sqrt()",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 lamb",
+    ),
+    Mutation(
+        what="Muon's pieces arrive in another order than they were sent",
+        file="optim/muon.py",
+        old="[boxes_to_owner(rank, me) for rank in ranks]",
+        new="[boxes_to_owner(rank, me)[::-1] for rank in ranks]",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 muon",
+    ),
+    Mutation(
+        what="replicas of a matrix's owner keep the old momentum's update (Muon)",
+        file="optim/muon.py",
+        old="[boxes_to_holder(me, rank) for rank in ranks]",
+        new="[boxes_to_holder(me, rank) if rank == me + 1 else [] for rank in ranks]",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 muon",
+    ),
+    Mutation(
+        what="the input gradient of a column layer is not summed over tp",
+        file="parallel/tensor/regions.py",
+        old="return comm.start_all_reduce(dx, self.group).wait",
+        new="return lambda: dx",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 no-sp zero0 mb1",
+    ),
+    Mutation(
+        what="a sum under way is read before it has arrived",
+        file="parallel/tensor/regions.py",
+        old="return lambda: work.wait().transpose(0, 1).contiguous()",
+        new="return lambda: work.result.transpose(0, 1).clone()",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="a norm is made again from the residual before the branch was added",
+        file="model/norm.py",
+        old="recompute_output(y, self.normalize, total)",
+        new="recompute_output(y, self.normalize, residual)",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 selective",
+    ),
+    Mutation(
+        what="sequence shards of an input that is made again come back in another order",
+        file="parallel/tensor/regions.py",
+        old="return lambda: work.wait().transpose(0, 1)\n",
+        new="return lambda: work.wait().roll(1, 0).transpose(0, 1)\n",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1 selective",
+    ),
+    Mutation(
+        what="the latent norm's gradient under sequence parallelism is not summed over tp",
+        file="model/mla.py",
+        old='model.kv_rank, "norm", is_partial=sp)',
+        new='model.kv_rank, "norm", is_partial=False)',
+        model="deepseek-v2-lite-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="the latents' gradients stay those of one rank's heads",
+        file="model/mla.py",
+        old="enter_region(torch.cat(latents, -1), self.tp, self.sp)",
+        new="(enter_region if self.sp else lambda x, *_: x)(torch.cat(latents, -1), self.tp, self.sp)",
+        model="deepseek-v3-tiny",
+        world=2,
+        layout="tp2 no-sp zero0 mb1",
+    ),
+    Mutation(
+        what="the shared rotary key's gradient counts once a group of heads",
+        file="model/mla.py",
+        old="rope_key = self.apply_rope(rope_key[:, :, None], context)[:, :, 0]",
+        new=(
+            "rope_key = self.apply_rope(rope_key[:, :, None], context)[:, :, 0]\n"
+            "        rope_key = rope_key * self.tp.size - rope_key.detach() * (self.tp.size - 1)"
+        ),
+        model="deepseek-v2-lite-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="keys and values of all heads lie one after the other on each tp rank",
+        file="model/mla.py",
+        old=(
+            "kv = linear(latent, self.kv_up).unflatten(-1, (self.heads, -1))\n"
+            "        k_nope, v = kv.split((self.nope_dim, self.value_dim), -1)"
+        ),
+        new=(
+            "kv = linear(latent, self.kv_up)\n"
+            "        parts = kv.split((self.heads * self.nope_dim, self.heads * self.value_dim), -1)\n"
+            "        k_nope, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)"
+        ),
+        model="deepseek-v3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="YaRN's growth of the softmax scale is forgotten under context parallelism",
+        file="model/mla.py",
+        old="self.score_scale = score_scale(model)",
+        new="self.score_scale = score_scale(model) if mesh.cp.size == 1 else mup_score_scale(model)",
+        model="deepseek-v3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="the token after the next is looked up in a rank's own part of the sequence",
+        file="train.py",
+        old="shard_batch(batch.with_tokens_ahead(depth), run.mesh.cp)",
+        new="shard_batch(batch, run.mesh.cp).with_tokens_ahead(depth)",
+        model="deepseek-v3-tiny",
+        world=2,
+        layout="cp2 no-docs zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="the loss of further tokens is divided by this rank's tokens",
+        file="model/mtp.py",
+        old="cross_entropy(h, targets, scale * self.loss_weight)",
+        new="cross_entropy(h, targets, self.loss_weight / (targets != -100).sum().clamp(min=1))",
+        model="deepseek-v3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the embedding of further tokens on the last stage is a table of its own",
+        file="model/embedding.py",
+        old="is_shared = cfg.model.tied or cfg.model.mtp > 0",
+        new="is_shared = cfg.model.tied",
+        model="deepseek-v3-tiny",
+        world=2,
+        layout="pp2 zero0 1f1b mb1",
+    ),
+    Mutation(
+        what="the join's gradient under sequence parallelism is not summed over tp",
+        file="model/mtp.py",
+        old="partial_over = partial_over_tp(cfg.parallel.sp)",
+        new="partial_over = ()",
+        model="deepseek-v3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="PowerSGD: the second factor is that of this rank's gradient",
+        file="parallel/sharding/powersgd.py",
+        old="self.work = comm.start_all_reduce(flatten_parts(right_factors), self.group)",
+        new="self.work = comm.PendingExchange(flatten_parts(right_factors))",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 powersgd",
+    ),
+    Mutation(
+        what="PowerSGD: the first factor is orthonormalised before it is summed",
+        file="parallel/sharding/powersgd.py",
+        old="[matrix @ basis for matrix",
+        new="[orthonormal(matrix @ basis) for matrix",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 powersgd",
+    ),
+    Mutation(
+        what="fp8: a tensor that tp cuts along its outputs has a scale a rank",
+        file="parallel/tensor/layers.py",
+        old="outs=over_tp,",
+        new="outs=None,",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 tensorwise",
+    ),
+    Mutation(
+        what="fp8: a row that tp cuts has the scale of this rank's part",
+        file="parallel/tensor/layers.py",
+        old="ins=over_tp,",
+        new="ins=None,",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 rowwise",
+    ),
+    Mutation(
+        what="fp8: a feature's scale over the tokens is that of this rank's chunks",
+        file="parallel/tensor/layers.py",
+        old="over_cp = partial(comm.all_reduce_max_float, group=mesh.cp) if mesh.cp.size > 1 else None",
+        new="over_cp = None",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 rowwise",
+    ),
+    Mutation(
+        what="fp8: the transposed weight's rows are taken for whole",
+        file="kernels/fp8_linear.py",
+        old="self.quantize(w.t(), kind, E4M3, rows=self.ins, columns=self.outs, largest=largest)",
+        new="self.quantize(w.t(), kind, E4M3, rows=self.outs, columns=self.ins, largest=largest)",
+        model="gpt2-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 rowwise",
+    ),
+    Mutation(
+        what="fp8: an input that is made again has another scale",
+        file="kernels/fp8_linear.py",
+        old="wait_x().flatten(0, -2), largest)",
+        new="wait_x().flatten(0, -2), largest if ctx.region is None else largest * 1.5)",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 tensorwise selective",
+    ),
+    Mutation(
+        what="fp8: blocks along the tokens start anew at half of a block",
+        file="kernels/fp8_linear.py",
+        old=(
+            "        return self.quantize(x.t(), kind, E4M3, rows=self.ins, columns=self.tokens, "
+            "largest=largest)"
+        ),
+        new=(
+            "        if self.tokens is not None:\n"
+            "            half = Fp8Scaling(self.recipe, self.side // 2)\n"
+            "            return half.quantize(x.t(), kind, E4M3, rows=None, columns=None)\n"
+            "        return self.quantize(x.t(), kind, E4M3, rows=self.ins, columns=self.tokens, "
+            "largest=largest)"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 blockwise",
+    ),
+    Mutation(
+        what="fp8: the rows that an expert has here share a scale",
+        file="kernels/fp8_grouped.py",
+        old="quantize_operand(x, RECIPES[recipe].activation_kind, E4M3, side)",
+        new=(
+            "quantize_operand(x, RECIPES[recipe].activation_kind, E4M3, side, "
+            "x.abs().amax().expand(len(x), 1))"
+        ),
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 zero0 mb1 rowwise",
+    ),
+    Mutation(
+        what="fp8: the experts that a rank has share a scale",
+        file="kernels/fp8_grouped.py",
+        old="largest.repeat_interleave(o)",
+        new="largest.amax().expand(experts * o)",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 zero0 mb1 tensorwise",
+    ),
+    Mutation(
+        what="fp8: the rows' gradients have the scale of those that came with them",
+        file="kernels/fp8_grouped.py",
+        old="quantize_operand(dy, kind, dtype, ctx.side)",
+        new="quantize_operand(dy, kind, dtype, ctx.side, dy.abs().amax().expand(len(dy), 1))",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 zero0 mb1 tensorwise",
+    ),
+    Mutation(
+        what="an offloaded tensor is taken for another of its shape",
+        file="parallel/offload.py",
+        old="(x.data_ptr(), x.dtype, tuple(x.shape)",
+        new="(x.dtype, tuple(x.shape)",
+        model="llama3-tiny",
+        world=1,
+        layout="offload zero0 mb1",
+    ),
+    Mutation(
+        what="offloaded moments are not brought back to the host",
+        file="parallel/offload.py",
+        old="host[current].copy_(part, non_blocking=True)",
+        new="host[current].copy_(part if host is hosts[0] else host[current])",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 offload zero1 mb1",
+    ),
+    Mutation(
+        what="ranks that share a key head keep their own part of its gradient (bigcode Megatron-LM 35)",
+        file="parallel/tensor/layers.py",
+        old='"hidden", std, partial_over=("tp",)))',
+        new='"hidden", std))',
+        model="llama3-tiny",
+        world=8,
+        layout="tp8 zero0 mb1",
+    ),
+    Mutation(
+        what="ranks that share key heads take them in turns instead of in blocks",
+        file="parallel/tensor/layers.py",
+        old="head = mesh.tp.index * kv_heads // mesh.tp.size",
+        new="head = mesh.tp.index % kv_heads",
+        model="llama3-tiny",
+        world=8,
+        layout="tp8 zero0 mb1",
+    ),
+    Mutation(
+        what="weight decay reaches norms",
+        file="parallel/sharding/views.py",
+        old="UpdateRange(slice(start, end), spec.has_decay, spec.lr_factor, slot.counted_in_norm)",
+        new=(
+            "UpdateRange(slice(start, end), spec.has_decay or not slot.counted_in_norm, spec.lr_factor, "
+            "slot.counted_in_norm)"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="muP's rates are lost where ZeRO shards",
+        file="parallel/sharding/views.py",
+        old="UpdateRange(slice(start, end), spec.has_decay, spec.lr_factor, slot.counted_in_norm)",
+        new=(
+            "UpdateRange(slice(start, end), spec.has_decay, 1.0 if bucket.zero else spec.lr_factor, "
+            "slot.counted_in_norm)"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1 mup",
+    ),
+    Mutation(
+        what="a shard takes the muP rate of its first parameter for all",
+        file="parallel/sharding/views.py",
+        old=(
+            "if ranges and ranges[-1][1:] == found[1:]:\n"
+            "            merged_start = ranges.pop().elements.start\n"
+            "            found = found._replace(elements=slice(merged_start, end))"
+        ),
+        new=(
+            "if ranges and ranges[-1][1::2] == found[1::2]:\n"
+            "            found = ranges.pop()\n"
+            "            found = found._replace(elements=slice(found.elements.start, end))"
+        ),
+        model="deepseek-v3-tiny",
+        world=2,
+        layout="dp2 zero2 mb1 mup",
+    ),
+    Mutation(
+        what="muP's rate reaches norms whose gradient is partial",
+        file="parallel/sharding/spec.py",
+        old='        if self.role == "hidden":\n',
+        new='        if self.role == "hidden" or self.partial_over:\n',
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1 mup",
+    ),
+    Mutation(
+        what="muP takes this rank's share of the inputs for the width",
+        file="parallel/sharding/spec.py",
+        old='        if self.role == "hidden":\n',
+        new=(
+            '        if self.role == "hidden" and self.boxes[0].size[1] < self.boxes[0].shape[1]:\n'
+            "            return replace(self, std=self.std / (width_ratio / 2)**0.5, "
+            "lr_factor=2 / width_ratio)\n"
+            '        if self.role == "hidden":\n'
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 mup",
+    ),
+    Mutation(
+        what="muP's factor of the logits is missing in the backward of a split head",
+        file="model/head.py",
+        old="h = h * self.logit_scale",
+        new="h = h * self.logit_scale if self.tp.size == 1 else h + (h * self.logit_scale - h).detach()",
+        model="mixtral-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 mup",
+    ),
+    Mutation(
+        what="muP's factor of the logits is counted once a rank",
+        file="model/head.py",
+        old="h = h * self.logit_scale",
+        new="h = h * self.logit_scale**self.tp.size",
+        model="gpt2-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 mup",
+    ),
+    Mutation(
+        what="attention scores under context parallelism are not muP's",
+        file="model/attention.py",
+        old="if self.score_scale != 1:",
+        new="if self.score_scale != 1 and not context.sequence_is_sharded:",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring mup",
+    ),
+    Mutation(
+        what="muP's rate of a matrix that Muon moves is lost in its exchange",
+        file="optim/muon.py",
+        old="- lr * lr_factor * update",
+        new="- lr * (lr_factor if self.group.size == 1 else 1.0) * update",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 muon mup",
+    ),
+    Mutation(
+        what="rounding counts from the start of a rank's piece of a tensor: split tensors round otherwise",
+        file="parallel/sharding/views.py",
+        old="ElementIndex(salt=0, base=base,",
+        new="ElementIndex(salt=0, base=0,",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero3 mb1 adamw-bf16",
+    ),
+    Mutation(
+        what="rounding takes a piece's columns for the whole rows",
+        file="parallel/sharding/views.py",
+        old="width = row_size if box.size[0] == 1 else prod(box.size[1:])",
+        new="width = row_size",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 adamw-bf16",
+    ),
+    Mutation(
+        what="rounding depends on the rank: replicas drift apart",
+        file="optim/adamw.py",
+        old="salt=salt(seed, step, key)",
+        new="salt=salt(seed, step, f'{key}{start > 0}')",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1 adamw-bf16",
+    ),
+    Mutation(
+        what="in-place all-reduce overwrites the router's local counts (Megatron-LM 7452, finding 10)",
+        file="model/router.py",
+        old="counts = counts.clone()",
+        new="counts = counts",
+        model="mixtral-tiny",
+        world=2,
+        layout="cp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the clip norm leaves out experts of other ranks (Megatron-LM 5916)",
+        file="optim/clip.py",
+        old="mesh.expert_fsdp, mesh.expert_model_parallel",
+        new="mesh.expert_fsdp, mesh.model_parallel",
+        model="mixtral-tiny",
+        world=4,
+        layout="dp2 tp2 ep4 zero0 mb1",
+    ),
+    Mutation(
+        what="expert gradients are summed over the ranks of the dense parameters (Megatron-LM 5916)",
+        file="parallel/sharding/bucket.py",
+        old="ShardingGroups(mesh.expert_fsdp, mesh.dp_replicate, mesh.expert_dp)",
+        new="ShardingGroups(mesh.fsdp, mesh.dp_replicate, mesh.dp_cp)",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 zero0 mb1",
+    ),
+    Mutation(
+        what=(
+            "probabilities travel without their gradient: the router learns from its own losses alone "
+            "(Automodel 2995)"
+        ),
+        file="parallel/expert/dispatch.py",
+        old="probs = probs.reshape(-1, 1)",
+        new="probs = (probs if plan.group.size == 1 else probs.detach()).reshape(-1, 1)",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 zero0 mb1",
+    ),
+    Mutation(
+        what="an expert without tokens in a microbatch loses what it had (Automodel 2995)",
+        file="kernels/grouped_gemm.py",
+        old=(
+            "        if n:\n"
+            "            add_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x))"
+        ),
+        new="        add_wgrad(expert_into, expert_dy, expert_x) if n else expert_into.zero_()",
+        model="mixtral-tiny",
+        world=4,
+        layout="cp4 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="gradients of experts are doubled at ep 2 (pytorch 160285)",
+        file="parallel/expert/dispatch.py",
+        old="ctx.exchange.start(dy, is_forward=False)",
+        new="ctx.exchange.start(dy * ctx.exchange.plan.group.size, is_forward=False)",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 zero0 mb1",
+    ),
+    Mutation(
+        what="the sequence-wise balance counts a sequence shard alone (Megatron-LM 5996)",
+        file="model/router.py",
+        old="comm.all_reduce_sum(counts, self.mesh.tp_cp)",
+        new="comm.all_reduce_sum(counts, self.mesh.cp)",
+        model="mixtral-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="the auxiliary loss is divided by the microbatch's tokens",
+        file="model/router.py",
+        old="aux_loss = training.scale * model.aux_loss *",
+        new="aux_loss = model.aux_loss / (counted.sum() + 1) *",
+        model="mixtral-tiny",
+        world=1,
+        layout="zero0 mb2",
+    ),
+    Mutation(
+        what="the router's gradient is not summed over the tp ranks that routed other tokens",
+        file="model/router.py",
+        old='"router", model.init_std, partial_over=("tp",))',
+        new='"router", model.init_std)',
+        model="mixtral-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the shared experts' gate has a partial gradient under sequence parallelism",
+        file="model/moe.py",
+        old="partial_over = partial_over_tp(cfg.parallel.sp)",
+        new="partial_over = ()",
+        model="qwen2-moe-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="the router's bias moves by this rank's counts",
+        file="model/router.py",
+        old="counts = self.stats[self.layers.index(router.layer), :num_experts]",
+        new="counts = router.stats[:num_experts]",
+        model="dots1-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the global balance uses this rank's counts",
+        file="model/router.py",
+        old="self.stats = comm.all_reduce_sum(stats, self.mesh.world)",
+        new="self.stats = comm.all_reduce_sum(stats, self.mesh.pp)",
+        model="qwen3-moe-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="both ranks that share an expert hold its first half",
+        file="model/moe.py",
+        old="self.group.index % self.etp * local_width",
+        new="0 * local_width",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 etp2 zero0 mb1",
+    ),
+    Mutation(
+        what="expert outputs go back in the order in which rows came, not by expert",
+        file="parallel/expert/dispatch.py",
+        old="permute(rows, plan.arrival_order, plan.expert_order[:, None])",
+        new="permute(rows, plan.expert_order, plan.arrival_order[:, None])",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 zero0 mb1",
+    ),
+    Mutation(
+        what="a sequence's queue for a full expert stands in the order of ranks",
+        file="model/router.py",
+        old="zigzag.unshard_sequence(comm.all_gather(both[None], cp))",
+        new="comm.all_gather(both[None], cp).transpose(0, 1).flatten(1, 2)",
+        model="qwen2-moe-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring capacity",
+    ),
+    Mutation(
+        what="rows that fill up an expert are copies of a token, and its gradient reaches the expert",
+        file="parallel/expert/dispatch.py",
+        old="token_choice.clamp(max=t * k)",
+        new="token_choice.clamp(max=t * k - 1)",
+        model="qwen2-moe-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 padded",
+    ),
+    Mutation(
+        what="jitter restarts on every tp rank",
+        file="model/router.py",
+        old="positions = local_chunk(jitter_rng.positions[None], mesh.tp)[0]",
+        new="positions = jitter_rng.positions[:len(jitter_rng.positions) // mesh.tp.size]",
+        model="mixtral-tiny",
+        world=2,
+        layout="tp2 no-sp zero0 mb1",
+    ),
+    Mutation(
+        what="recompute tells a router's counts twice",
+        file="model/router.py",
+        old="        loss, stats = self.losses(logits, scores, index, training)\n",
+        new=(
+            "        loss, stats = self.losses(logits, scores, index, training)\n"
+            "        self.stats += stats * (self.mesh.tp.size > 1)\n"
+        ),
+        model="mixtral-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 full",
+    ),
+    Mutation(
+        what="a norm over all heads takes the mean of this rank's in its backward",
+        file="parallel/tensor/layers.py",
+        old="comm.all_reduce_sum((scaled_grad * normalized).sum(-1, keepdim=True), ctx.group)",
+        new="(scaled_grad * normalized).sum(-1, keepdim=True) * ctx.group.size",
+        model="olmoe-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="inputs of experts lose the other tp ranks' gradients",
+        file="parallel/tensor/regions.py",
+        old="return all_gather_sequence(dy, ctx.group)[:, :ctx.s], None",
+        new="return all_gather_sequence(dy.roll(1, 1), ctx.group)[:, :ctx.s], None",
+        model="mixtral-tiny",
+        world=2,
+        layout="tp2 no-sp zero0 mb1",
+    ),
+    Mutation(
+        what=(
+            "tokens and targets of a batch of one window are one memory: the mask is written into the "
+            "tokens"
+        ),
+        file="data/pack.py",
+        old=(
+            "tokens = token_ids[:, :-1].clone()  # [b, s]\n"
+            "    targets = token_ids[:, 1:].clone()  # [b, s]"
+        ),
+        new=(
+            "tokens = token_ids[:, :-1].contiguous()\n"
+            "    targets = token_ids[:, 1:].contiguous()"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1 docs",
+    ),
+    Mutation(
+        what="the cache grows once a stage, not once a token: a rank with two stages writes other text",
+        file="model/generate.py",
+        old=(
+            "        if stage.head is not None:\n"
+            "            x = stage.head(x, position=position)\n"
+            "    if cache is not None:\n"
+            "        cache.length += tokens.shape[1]\n"
+        ),
+        new=(
+            "        if cache is not None:\n"
+            "            cache.length += tokens.shape[1]\n"
+            "        if stage.head is not None:\n"
+            "            x = stage.head(x, position=position)\n"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="pp2 zero0 zb-v mb1",
+    ),
+    Mutation(
+        what="a rank reads its neighbour's share of the batch",
+        file="data/loader.py",
+        old="sequences_seen(self._train, step) + offset",
+        new="sequences_seen(self._train, step) + (self.rank + 1) % self.world * share",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="rows of a batch are counted from the rank's first",
+        file="data/loader.py",
+        old="torch.arange(share) + offset",
+        new="torch.arange(share)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="a resumed run reads the first samples again",
+        file="train.py",
+        old="session.train_data.microbatches(step - 1)",
+        new="session.train_data.microbatches(step - 1 - session.start)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="a run that is started again begins anew",
+        file="checkpoint/state.py",
+        old="resumed = store.newest_checkpoint(root, notes, bad, store.quick_check) "
+        "if root.is_dir() else None",
+        new="resumed = None",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+    ),
+    Mutation(
+        what="a resumed run begins with second moments of zero",
+        file="checkpoint/state.py",
+        old=(
+            "    load_buckets(run.buckets)\n"
+            "    run.scaler.load("
+        ),
+        new=(
+            '    for v in run.optim.state()["adam_v"]:\n'
+            "        v.zero_()\n"
+            "    load_buckets(run.buckets)\n"
+            "    run.scaler.load("
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1" + ADAMW_ONLY,
+    ),
+    Mutation(
+        what="the masters that a resume loads are not published: other shares are those of the start",
+        file="checkpoint/state.py",
+        old=(
+            "    load_buckets(run.buckets)\n"
+            "    run.scaler.load("
+        ),
+        new="    run.scaler.load(",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+    ),
+    Mutation(
+        what="a skipped step moves the weights",
+        file="optim/adamw.py",
+        old=(
+            '        if is_finite.device.type == "cpu" and not is_finite:\n'
+            "            return\n"
+        ),
+        new="        is_finite = torch.ones_like(is_finite)\n",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1" + ADAMW_ONLY,
+    ),
+    Mutation(
+        what="a skipped step moves the moments",
+        file="optim/adamw.py",
+        old=(
+            '        if is_finite.device.type == "cpu" and not is_finite:\n'
+            "            return\n"
+        ),
+        new=(
+            '        if is_finite.device.type == "cpu" and not is_finite:\n'
+            "            replicas = self.buckets[0].groups.reduce.size\n"
+            '            for exp_avg in self.moments["adam_m"] if replicas > 1 else ():\n'
+            "                exp_avg.mul_(self.cfg.beta1)\n"
+            "            return\n"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1" + ADAMW_ONLY,
+    ),
+    Mutation(
+        what="the validation loss is divided by this rank's tokens",
+        file="runtime/evaluate.py",
+        old="tokens, size = comm.all_reduce_sum(counted, group).unbind()",
+        new="tokens, size = (group.size * counted).unbind()",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 docs",
+    ),
+    Mutation(
+        what="every rank validates on the sequences of the first",
+        file="train.py",
+        old='open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size)',
+        new='open_loader(cfg, "valid", 0, mesh.dp.size)',
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="a checkpoint has what tp ranks hold alike once a rank",
+        file="parallel/sharding/views.py",
+        old="if not each_once or (slot.counted_in_norm and copies.index == 0):",
+        new="if not each_once or copies.index == 0:",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="nobody writes what tp ranks hold alike into the checkpoint",
+        file="parallel/sharding/views.py",
+        old="if not each_once or (slot.counted_in_norm and copies.index == 0):",
+        new=(
+            "is_dropped = bucket.groups.shard.size == 1 and slot.param.spec.partial_over\n"
+            "        if not each_once or (slot.counted_in_norm and copies.index == 0 and not is_dropped):"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="gradients are zeroed by a factor of 0: the NaN of a skipped step stays",
+        file="parallel/sharding/gradients.py",
+        old="self.lasting.zero_()",
+        new="self.lasting.mul_(0)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the loss is summed over the pipeline alone",
+        file="parallel/pipeline/executor.py",
+        old="        total = comm.all_reduce_sum(total, self.mesh.dp_cp)\n",
+        new="",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the router's bias is not in the checkpoint",
+        file="model/router.py",
+        old='(("bias", self.bias), ("load", self.load))',
+        new='(("load", self.load),)',
+        model="dots1-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="queries of a second tile are masked with the rows of the first",
+        file="kernels/partial_attention.py",
+        old="mask[:, :, None, rows]",
+        new="mask[:, :, None, :rows.stop - rows.start]",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring wide",
+    ),
+    Mutation(
+        what="rows of a second chunk of logits meet the targets of the first",
+        file="kernels/cross_entropy.py",
+        old="y = targets[first:first + chunk]",
+        new="y = targets[:min(chunk, len(targets) - first)]",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1 wide",
+    ),
+    Mutation(
+        what="of a bucket with several parameters the first alone is summed",
+        file="parallel/sharding/gradients.py",
+        old="self.start_all_reduce(self.full, over_replicas=False)",
+        new="self.start_all_reduce(self.full[:self.slots[0].numel], over_replicas=False)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1 wide" + PLAIN_SUMS,
+    ),
+    Mutation(
+        what="Muon reads what comes before it is there",
+        file="optim/muon.py",
+        old="comm.start_all_to_all(flat, sent, received, group).wait()",
+        new="comm.start_all_to_all(flat, sent, received, group).result.clone()",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 muon",
+    ),
+    Mutation(
+        what="the ring adds what comes before it is there",
+        file="parallel/wire/algorithms.py",
+        old=(
+            "    for transfer in comm.start_transfers([(x, target)], [(received, source)], group):\n"
+            "        transfer.wait()\n"
+            "    return received"
+        ),
+        new=(
+            "    transfers = comm.start_transfers([(x, target)], [(received, source)], group)\n"
+            "    received = received.clone()\n"
+            "    for transfer in transfers:\n"
+            "        transfer.wait()\n"
+            "    return received"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1 ring",
+    ),
+    Mutation(
+        what="the clip norm is summed over the pipeline, not over tp",
+        file="optim/clip.py",
+        old="(False, mesh.fsdp, mesh.model_parallel)",
+        new="(False, mesh.fsdp, mesh.pp)",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="replicas of a shard are summed over cp",
+        file="parallel/sharding/bucket.py",
+        old="ShardingGroups(mesh.fsdp, mesh.dp_replicate, mesh.dp_cp)",
+        new="ShardingGroups(mesh.fsdp, mesh.cp, mesh.dp_cp)",
+        model="llama3-tiny",
+        world=2,
+        layout="rep2 zero1 mb1",
+    ),
+    Mutation(
+        what="a share is padded for its ranks alone, and three replicas cut it by sends (ours)",
+        file="parallel/sharding/packing.py",
+        old="num_shards if zero and is_collective else",
+        new="num_shards if zero else",
+        model="llama3.2-tiny",
+        world=6,
+        layout="rep3 dp2 zero1 ring mb1",
+    ),
+    Mutation(
+        what="Muon shares matrices out among the ranks of a shard",
+        file="optim/muon.py",
+        old="self.group = mesh.pipeline_stage",
+        new="self.group = mesh.fsdp",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 muon",
+    ),
+    Mutation(
+        what="the last element of a partial gradient is not summed over tp",
+        file="parallel/sharding/gradients.py",
+        old="self.local[first:end]",
+        new="self.local[first:end - 1]",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb1",
+    ),
+    Mutation(
+        what="the last element of a tensor's part in a shard is not updated",
+        file="optim/adamw.py",
+        old="slice(max(tensor_start, start) - start, min(tensor_end, end) - start)",
+        new="slice(max(tensor_start, start) - start, min(tensor_end, end - 1) - start)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1 adamw-bf16",
+    ),
+    Mutation(
+        what="pieces of split tensors lie as if the rank's part began at zero",
+        file="parallel/sharding/views.py",
+        old="global_start = tuple(map(add, whole.start, inner_start))",
+        new="global_start = inner_start",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="every rank of a split vocabulary looks into the first rows",
+        file="parallel/tensor/layers.py",
+        old="local_ids = ids - group.index * rows",
+        new="local_ids = ids",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the clip norm is that of this rank's shards",
+        file="optim/clip.py",
+        old="squares = comm.all_reduce_sum(squares, shard_group)",
+        new="squares = 1.0 * squares",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+    ),
+    Mutation(
+        what="the clip norm is summed over the shards that are whole, not over the model",
+        file="optim/clip.py",
+        old="(False, mesh.fsdp, mesh.model_parallel)",
+        new="(False, mesh.model_parallel, mesh.fsdp)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="queries and keys of a meeting are taken for each other",
+        file="parallel/context/ring.py",
+        old="visible_chunk_pairs(group.index, source,",
+        new="visible_chunk_pairs(source, group.index,",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+)
+
+
+def plant(bug: Mutation, folder: Path) -> None:
+    """Copies the checkout, without tests and docs, and plants the bug in the copy.
+
+    Raises ConfigError if the source no longer has the text that the bug replaces.
+    """
+    for name in checkout_files(ROOT):
+        if name.startswith(("tests/", "docs/")):
+            continue
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, target)
+
+    planted = folder / bug.file
+    text = planted.read_text()
+    if bug.old not in text:
+        raise ConfigError(
+            f"proof/mutate/table.py: {bug.what}: {bug.file} no longer has {bug.old!r}; "
+            "bring the table up to date"
+        )
+    planted.write_text(text.replace(bug.old, bug.new))
+
+
+def caught(bug: Mutation) -> tuple[bool, str]:
+    """Returns whether verify failed on the planted copy, and the line in which it said why.
+
+    Raises ConfigError if verify gave no verdict (an error exit, words that no layout has, or no end), and if
+    the copy is no program with a bug, but a broken one.
+    """
+    command = [sys.executable, "-m", "scripts.verify", bug.model, "--world", str(bug.world), "--layouts", "2"]
+    if bug.layout != INITIAL_WEIGHTS:
+        command += ["--only", *bug.layout.split()]
+    with tempfile.TemporaryDirectory(prefix="bevatron-mutant-") as folder:
+        checkout = Path(folder, "checkout")
+        checkout.mkdir()
+        plant(bug, checkout)
+        result = run_command(command, checkout, LIMIT_S, Path(folder, "log"))
+
+    lines = [" ".join(line.split()) for line in result.output.splitlines()]
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    died = result.code == 1 and not wrong
+    if died or not has_verdict(result):
+        reason = "did not end" if result.code is None else last_output_line(result)
+        raise ConfigError(f"proof/mutate/table.py: {bug.what}: no verdict of scripts.verify: {reason}")
+    for line in wrong:
+        if any(words in line for words in BROKEN_COPY):
+            raise ConfigError(f"proof/mutate/table.py: {bug.what}: the copy cannot run: {line}")
+    return result.code == 1, wrong[0] if wrong else ""
+
+
+def run(only: Sequence[str], world: int, part: int = 1, num_parts: int = 1) -> int:
+    """Checks the bugs whose text has all the words of `only` and that need at most `world` ranks.
+
+    part, num_parts: of these, the ones that part_of gives. Returns the exit code.
+    """
+
+    def is_chosen(bug: Mutation) -> bool:
+        text = f"{bug.what} {bug.file} {bug.layout}"
+        return bug.world <= world and all(word in text for word in only)
+
+    bugs = part_of([bug for bug in TABLE if is_chosen(bug)], part, num_parts)
+    num_caught = 0
+    started = time.perf_counter()
+    for bug in bugs:
+        try:
+            is_caught, line = caught(bug)
+            outcome = "caught" if is_caught else "MISSED"
+        except ConfigError as error:  # the others are checked all the same
+            is_caught, line = False, str(error)
+            outcome = "NO VERDICT"
+        num_caught += is_caught
+        print(f"{outcome:<7} {bug.what}")
+        print(f"        {line or 'verify saw nothing'}", flush=True)
+
+    seconds = time.perf_counter() - started
+    print(f"{num_caught} of {len(bugs)} planted bugs caught ({seconds:.0f} s)")
+    return 0 if num_caught == len(bugs) else 1

@@ -1,0 +1,136 @@
+"""What scripts.verify --precision trains: a recipe shrunk to a second of training, and its data."""
+import functools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+import config
+from config import Config, ConfigError
+from data import tokenizer
+from data.indexed import IndexedDatasetWriter
+from proof.verify.overrides import Overrides
+from proof.verify.tiny_config import arguments
+
+STEPS = 6
+FP16_STEPS = 10  # enough for a loss scale that falls and grows
+SPOILT_STEP = 3  # the step whose gradient is made non-finite
+DTYPES = ("bf16", "fp16", "fp32", "fp8")
+LEARNING_RATES = {
+    "adamw": 3e-3,
+    "adamw-bf16": 3e-5,  # masters and moments in bf16
+    "muon": 3e-3,
+    "lamb": 1e-2,
+    "lars": 5.0,
+    "lion": 1e-3,
+    "sgd": 0.1,
+}
+
+SETTINGS = {
+    "train.seq_len": 32,
+    "train.micro_batch": 1,
+    "train.global_batch": 8,
+    "train.loss_scale": 2.0**24,
+    "train.loss_scale_window": 2,
+    "train.threads": 1,
+    "train.fp8_block": 16,
+    "optim.warmup": 0,
+    "optim.decay": "constant",
+    "optim.clip": 0.5,
+    "optim.eps": 1e-6,
+    "eval.every": "none",
+    "eval.batches": 1,
+    "eval.sample": 0,
+    "checkpoint.every": "none",
+    "model.dropout": 0,
+    "model.jitter": 0,
+    "parallel.bucket_mb": 0.06,
+    "log.every": 1,
+    "log.name": "run",
+}
+
+# {key: why --precision needs a value of its own}
+NEEDED = {
+    "model.preset": "--precision trains the recipe NAME; give another NAME",
+    "model.vocab": "--precision writes data with the ids of the byte tokenizer",
+    "model.context": "--precision trains sequences of one length",
+    "model.dropout": "the bounds of --precision hold without random masks",
+    "model.jitter": "the bounds of --precision hold without random masks",
+}
+
+
+def write_corpus(folder: Path) -> str:
+    """Writes a data set of 80 documents as scripts.tokenize does, and returns its prefix.
+
+    The documents are random letters; letters early in the alphabet come more often.
+    """
+    byte_tokenizer = tokenizer.load_tokenizer("bytes")
+    stream = np.random.default_rng(0)
+    with IndexedDatasetWriter(folder / "text", byte_tokenizer.vocab) as writer:
+        for _ in range(80):
+            length = stream.integers(10, 60)
+            letters = ord("a") + stream.geometric(0.15, length) % 26
+            writer.add([*letters, byte_tokenizer.eod])
+        writer.finish(byte_tokenizer, 1)
+    return str(folder / "text")
+
+
+@functools.cache
+def precision_config(
+    name: str, data: str, dtype: str, optimizer: str, *, overrides: Overrides = Overrides()
+) -> Config:
+    """The recipe shrunk to a second of training; all features of its family stay but dropout and jitter.
+
+    data: the prefix of the data set. optimizer: a key of LEARNING_RATES. overrides: keys of the model that
+    are set in the shrunk recipe. Raises ConfigError for an override that the bounds do not hold with.
+    """
+    for path in overrides.keys():
+        if path in NEEDED:
+            raise ConfigError(f"{path}: {NEEDED[path]}; leave it out")
+    settings = {
+        **SETTINGS,
+        "train.dtype": dtype,
+        "train.steps": FP16_STEPS if dtype == "fp16" else STEPS,
+        "optim.name": optimizer.removesuffix("-bf16"),
+        "optim.states": "bf16" if optimizer == "adamw-bf16" else "fp32",
+        "optim.lr": LEARNING_RATES[optimizer],
+        "data.path": data,
+    }
+    cfg = config.resolve(name, None, arguments(settings))
+
+    model = cfg.model
+    shrunk = replace(
+        model,
+        layers=4,
+        hidden=64,
+        heads=4,
+        kv_heads=None if model.kv_heads is None else 2,
+        head_dim=None if model.head_dim is None else 16,
+        ffn=64,
+        vocab=None,
+        vocab_multiple=32,
+        context=32,
+        rope_original=16,
+        window=None if model.window is None else 11,
+        kv_rank=model.kv_rank and 32,
+        q_rank=model.q_rank and 32,
+        nope_dim=16,
+        rope_dim=16,
+        v_dim=16,
+    )
+    if model.experts:
+        shrunk = replace(
+            shrunk,
+            experts=4,
+            top_k=min(model.top_k, 2),
+            moe_ffn=32,
+            router_groups=1,
+            router_group_top_k=1,
+        )
+    return overrides.apply(replace(cfg, model=shrunk))
+
+
+def single_process(cfg: Config) -> Config:
+    """The same job in one process."""
+    parallel = replace(config.ParallelConfig(), bucket_mb=cfg.parallel.bucket_mb)
+    return replace(cfg, parallel=parallel)

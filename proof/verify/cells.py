@@ -1,0 +1,99 @@
+"""The cells that a call of scripts.verify proves: their names in words, and which of them are chosen."""
+import re
+from dataclasses import replace
+
+from config import ConfigError
+from proof import lattice
+from proof.lattice import Lattice, Values
+
+
+def words(values: Values, world: int) -> list[str]:
+    """The name of a cell as a list of words: `pp2 dp2 tp2 sp zero1 1f1b mb1`.
+
+    A word says what differs from the default; zero and mb (train.micro_batch) are always there.
+    """
+    degrees = {
+        "pp": values["pp"],
+        "rep": values["dp_rep"],
+        "dp": world // (values["tp"] * values["pp"] * values["cp"] * values["dp_rep"]),
+        "cp": values["cp"],
+        "tp": values["tp"],
+        "ep": values["ep"],
+        "etp": values["etp"],
+    }
+    named = [f"{axis}{degree}" for axis, degree in degrees.items() if degree > 1]
+
+    conditions = [  # (word, whether the cell has it)
+        ("sp", values["sp"]),
+        (f"zero{values['zero']}", True),
+        (values["schedule"], values["pp"] > 1),
+        (f"vpp{values['vpp']}", values["vpp"] is not None),
+        (f"mb{values['micro_batch']}", True),
+        (f"cp-{values['cp_kind']}", values["cp"] > 1),
+        (values["reduce"], values["reduce"] != "collective"),
+        ("ramp", values["ramp"]),
+        ("uneven", values["stages"] is not None),
+        ("offload", values["offload"] != "none"),
+        ("docs", values["doc_mask"]),
+        ("capacity", values["capacity"] == 1.0),
+        ("padded", values["capacity"] == "padded"),
+        ("fp8", values["fp8"] is not None),
+        (values["fp8"], values["fp8"] is not None),
+        (values["name"], values["name"] != "adamw"),
+        ("mup", values["mup_base"] is not None),
+        (values["recompute"], values["recompute"] != "none"),
+        ("async", values["async_save"]),
+        ("wide", values["geometry"] == "wide"),
+    ]
+    return named + [word for word, holds in conditions if holds]
+
+
+def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values]:
+    """The cells that --layouts and --only ask for.
+
+    which: "all" (every layout), "product" (every legal cell), or how many to draw, as text. only: words that
+    a cell must have, or with "no-" before them must not have. Raises ConfigError if there are no such cells.
+    """
+    required = {word for word in only if not word.startswith("no-")}
+    forbidden = {word.removeprefix("no-") for word in only if word.startswith("no-")}
+    legal_layouts = [values for values in found.layouts if required <= possible_words(values, found.world)]
+    found = replace(found, layouts=legal_layouts)
+
+    def is_wanted(values: Values) -> bool:
+        named = set(words(values, found.world))
+        return required <= named and not forbidden & named
+
+    if which == "all" and not only:
+        return lattice.covering_cells(found, seed)
+    if which in ("all", "product"):
+        cells = list(lattice.all_cells(found, is_wanted))
+    else:
+        cells = lattice.draw_cells(found, int(which), seed, is_wanted)
+    if not cells:
+        named = " ".join(sorted(only))
+        raise ConfigError(f"--only: no legal layout of {found.world} ranks has the words {named}")
+    return cells
+
+
+def possible_words(layout: Values, world: int) -> set[str]:
+    """Every word that some cell of the layout has: each value of each switch, one switch at a time."""
+    defaults = lattice.default_switches()
+    named: set[str] = set()
+    for key, values in lattice.SWITCHES.items():
+        for value in values:
+            named.update(words(layout | defaults | {key: value}, world))
+    return named
+
+
+def part_of(cells: list[Values], part: str) -> list[Values]:
+    """The k-th of n parts of the cells, in their order: every cell is in exactly one part.
+
+    part: "k/n", from "1/n" to "n/n". Raises ConfigError if there is no such part.
+    """
+    match = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
+    k, n = map(int, match.groups()) if match else (0, 0)
+    if not 1 <= k <= n <= len(cells):
+        raise ConfigError(
+            f"--part: {part!r} must be K/N with 1 <= K <= N <= {len(cells)} cells, as 2/4: the second quarter"
+        )
+    return cells[(k - 1) * len(cells) // n:k * len(cells) // n]

@@ -1,0 +1,239 @@
+"""Prove that every parallel layout trains like one process.
+
+    python -m scripts.verify NAME --world 8 [--layouts all | N] [--section.key VALUE ...]
+
+What runs is train.py's own loop, on the CPU over gloo, in fp64: real files through loader and packing,
+evaluation, sampling, warm-up and decay, a step that is skipped for a non-finite gradient, a save, a stop and
+a resume under the layout. It is compared with one process that runs without a stop (proof/verify/trial.py
+has the list). Equal, or within a relative 1e-9, are: every token, loss, gradient by its global name, norm,
+learning rate, validation loss, sampled id, and every parameter and moment of the checkpoints.
+
+The layouts are those that train.py's own rules accept; the others are refused with the reason that train.py
+gives. `--layouts all` runs every layout, with switches (recompute, microbatches, ...) chosen so that every
+legal pair of values is in some cell; `--layouts product` runs every layout with every choice of switches.
+`--part 2/4` runs the second quarter of the chosen cells, to share a long proof among machines or sessions.
+
+`--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
+stage, within bounds that follow from the dtype (proof/precision/__init__.py).
+`--coord` proves no layout, but muP: how far training moves activations, by width (proof/mup.py).
+
+Overrides, as train.py takes them, prove an edit of the model without a new recipe: `--model.activation gelu`
+is set in the tiny twin of NAME, for every cell and for the one process. Refused are keys that the cells vary
+(--only chooses those) and keys that the proof needs.
+"""
+import argparse
+import difflib
+import itertools
+import json
+import math
+import tempfile
+import time
+import traceback
+from argparse import Namespace
+from dataclasses import fields
+from pathlib import Path
+
+import config
+from build import plan_pipeline
+from config import ConfigError
+from proof import lattice, mup, precision
+from proof.lattice import Lattice, Values
+from proof.verify.cells import chosen, part_of, words
+from proof.verify.overrides import (
+    Overrides,
+    check_free,
+    check_only_model,
+    check_reached,
+    read_overrides,
+    split_overrides,
+)
+from proof.verify.table import support_table, write_table
+from proof.verify.tiny_config import LAST, tiny_config
+from proof.verify.trial import BOUND, Deviation, make_references, prove, single_process
+from runtime.failure import last_line
+from runtime.pool import WorkerPool
+
+__all__ = ["chosen", "main", "part_of", "prove", "tiny_config", "words"]
+
+# Cells whose runs of one process are made together, spread over the ranks: one at a time would use one core.
+REFERENCES_AT_ONCE = 16
+
+
+def main(argv: list[str]) -> int:
+    """The command. Returns 0 if everything holds, else 1. Raises ConfigError."""
+    own, settings = split_overrides(argv)
+    options = parse_options(own)
+    overrides = read_overrides(settings)
+    if options.coord:
+        check_only_model(overrides, "--coord")
+        return mup.check(options.name, options.json, options.out, overrides=overrides)
+    if options.precision:
+        check_only_model(overrides, "--precision")
+        draw = int(options.layouts) if options.layouts.isdigit() else None
+        return precision.check(
+            options.name,
+            options.world,
+            options.json,
+            draw=draw,
+            seed=options.seed,
+            overrides=overrides,
+        )
+    check_free(overrides)
+    return prove_layouts(options, overrides, argv)
+
+
+def parse_options(argv: list[str]) -> Namespace:
+    """The command line without overrides. Raises ConfigError if a value is out of its range."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.verify",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("name", help="recipe whose model is proved (a tiny twin)")
+    add("--world", type=int, default=8, help="ranks, 1 to 8")
+    add(
+        "--layouts",
+        default="12",
+        help="how many to draw; all: every layout; product: with every choice of switches",
+    )
+    add("--seed", type=int, default=0, help="of the draw")
+    add(
+        "--only",
+        nargs="*",
+        default=[],
+        help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp",
+    )
+    add("--part", default="1/1", help="K/N: the K-th of N parts of the chosen cells")
+    add(
+        "--table",
+        type=Path,
+        help="write the table of proven pairs into this Markdown file, between its marks",
+    )
+    add("--json", action="store_true", help="one JSON object a layout, for programs")
+    add(
+        "--precision",
+        action="store_true",
+        help="instead of fp64: bf16, fp16, fp32 and fp8, within bounds of each",
+    )
+    add(
+        "--coord",
+        action="store_true",
+        help="instead of layouts: the coordinate check of muP, at widths that double",
+    )
+    add("--out", type=Path, help="of --coord: draw it into this .png")
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        refuse_unknown(unknown, [f"--{name}" for name in vars(options)])
+
+    if options.coord:
+        return options
+    if options.out:
+        raise ConfigError("--out: is the picture of --coord; give that too")
+    if not 1 <= options.world <= 8:
+        raise ConfigError(
+            f"--world: {options.world} must lie in 1..8; the layouts of more ranks are made of the same parts"
+        )
+    if options.layouts not in ("all", "product") and not options.layouts.isdigit():
+        raise ConfigError(f"--layouts: {options.layouts!r} is neither a number nor all nor product")
+    if options.precision and options.world not in (1, 2, 4):
+        raise ConfigError(
+            f"--world: {options.world} must be 1, 2 or 4 with --precision; they hold every kind of sharing"
+        )
+    return options
+
+
+def refuse_unknown(words: list[str], options: list[str]) -> None:
+    """Raises ConfigError for words that are neither one of the command's options nor an override."""
+    option = words[0].partition("=")[0]
+    keys = {field.name for section in config.sections().values() for field in fields(section)}
+    near = difflib.get_close_matches(option, options, 1)
+    if near and option.removeprefix("--") not in keys:
+        raise ConfigError(f"{option}: no such option; did you mean {near[0]}?")
+    config.dotted_overrides(words)  # which names the section that the key is in
+
+
+def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> int:
+    """Proves the chosen cells and prints one line for each. Returns 0 if all are proven, else 1."""
+    world = options.world
+    cfg = tiny_config(options.name, world, overrides)
+    plan_pipeline(single_process(cfg), 1, advise=False)  # says in one line what no layout can run
+    found = lattice.find_layouts(
+        cfg,
+        world,
+        check=lambda cfg: plan_pipeline(cfg, world, advise=False),
+        keeps_window="model.window" in overrides.keys(),
+    )
+    cells = part_of(chosen(found, options.layouts, set(options.only), options.seed), options.part)
+    check_reached(overrides, [found.config(values) for values in cells], world, "the proof")
+
+    part = "" if options.part == "1/1" else f"part {options.part}: "
+    if not options.json:
+        print_header(f"{overrides.title(options.name)}: {part}", cells, found)
+
+    proofs: list[tuple[set[str], bool]] = []  # (the words of a cell, whether it is proven)
+    begun = time.perf_counter()
+    folder = tempfile.TemporaryDirectory(prefix="bevatron-verify-")
+    home = Path(folder.name)
+    pool = WorkerPool(world)
+    for i, values in enumerate(cells):
+        try:
+            if i % REFERENCES_AT_ONCE == 0:
+                group = cells[i:i + REFERENCES_AT_ONCE]
+                make_references(pool, [found.config(each) for each in group], home)
+            first, worst = prove(pool, found.config(values), home)
+        except ConfigError:
+            raise
+        except Exception as error:  # only this cell failed; new ranks prove the others
+            traceback.print_exception(error)
+            pool.close()
+            pool = WorkerPool(world)
+            first = worst = Deviation(error=math.inf, step=0, what=f"died: {last_line(error)}")
+        name = words(values, world)
+        proofs.append((set(name), not first.is_wrong))
+        title = overrides.title(" ".join(name)) if options.json else " ".join(name)
+        print_proof(title, first, worst, options.json)
+    pool.close()
+    folder.cleanup()
+
+    proven = sum(ok for _, ok in proofs)
+    seconds = time.perf_counter() - begun
+    closing = f"{part}{proven} of {len(proofs)} layouts train like one process ({seconds:.0f} s)"
+    if not options.json:
+        print(closing, flush=True)
+    if options.table:
+        command = f"`python -m scripts.verify {' '.join(argv)}`: {closing}."
+        write_table(options.table, overrides.title(options.name), [command, "", *support_table(proofs)])
+    return 0 if proven == len(proofs) else 1
+
+
+def print_header(title: str, cells: list[Values], found: Lattice) -> None:
+    """Prints how many cells follow, and the refused layouts, those of one config key in one line."""
+    print(
+        f"{title}{len(cells)} cells of {len(found.layouts)} layouts of {found.world} ranks, {LAST} steps, "
+        f"fp64, bound {BOUND:.0e}",
+        flush=True,
+    )
+
+    def key_of(refused: tuple[str, int]) -> str:
+        return refused[0].split(":")[0].split(" = ")[0]
+
+    for _, group in itertools.groupby(sorted(found.refused.items()), key_of):
+        reasons = list(group)
+        total = sum(count for _, count in reasons)
+        print(f"  refused {total}: {reasons[0][0]}", flush=True)
+
+
+def print_proof(name: str, first: Deviation, worst: Deviation, as_json: bool) -> None:
+    """Prints the verdict on one cell. first, worst: as `prove` returns them."""
+    if as_json:
+        row = {"layout": name, "ok": not first.is_wrong, "first": first.as_json(), "worst": worst.as_json()}
+        print(json.dumps(row), flush=True)
+        return
+
+    line = f"{'WRONG' if first.is_wrong else 'ok':<6} {name:<40} {worst.error:.1e}"
+    if first.is_wrong and math.isinf(first.error):
+        line += f"  {first.what}"
+    elif first.is_wrong:
+        line += f"  first {first.what} ({first.error:.1e}); worst {worst.what}"
+    print(line, flush=True)

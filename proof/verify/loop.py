@@ -1,0 +1,52 @@
+"""train.py's own loop on a rank of a warm pool: what a proof runs, so that it proves the program itself."""
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+import train
+from config import Config
+from parallel.wire.comm import World
+from runtime.experts import ExpertLoadMap
+from runtime.faults import FaultHook
+from runtime.setup import LaunchEnv
+from runtime.stop import SIGNALS
+
+
+@contextlib.contextmanager
+def no_pictures() -> Iterator[None]:
+    """Disables loss.png and experts.png: they take longer to draw than a tiny run to train."""
+    no_loss = mock.patch.object(train, "loss_png", lambda *_: None)
+    no_experts = mock.patch.object(ExpertLoadMap, "draw", lambda *_: None)
+    with no_loss, no_experts:
+        yield
+
+
+def run_loop(
+    world: World, cfg: Config, folder: Path, observe: FaultHook | None = None
+) -> int:
+    """Runs train.train in the run folder `folder` and returns its exit code.
+
+    Every rank of the world calls it with the same arguments. The console output of rank N goes to
+    console.rankN.log in the folder. observe: see train.train.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    env = LaunchEnv(
+        rank=world.rank,
+        world=world.size,
+        local_rank=world.rank,
+        local_world=world.size,
+        device=torch.device("cpu"),
+    )
+    # train.train installs handlers; a worker of a pool must still end on a signal after the run
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with open(folder / f"console.rank{world.rank}.log", "a") as console:
+            with no_pictures(), contextlib.redirect_stdout(console):
+                return train.train(cfg, env, world, folder, observe=observe)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)

@@ -1,0 +1,182 @@
+"""Overrides of a proof: config keys on its command line, which change the model that is proved.
+
+They are written and parsed as for train.py, and set after the recipe is shrunk to its tiny twin. A key is
+refused if the cells vary it (CELL_WORDS), or if the proof needs a value of its own (NEEDED).
+"""
+from dataclasses import asdict, dataclass
+
+import config
+from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree, unused
+
+# {key that the cells vary: the words of --only that choose its values}
+CELL_WORDS = {
+    "parallel.tp": "tp2, tp4 or tp8",
+    "parallel.pp": "pp2, pp4 or pp8",
+    "parallel.cp": "cp2, cp4 or cp8",
+    "parallel.dp_rep": "rep2, rep4 or rep8",
+    "parallel.ep": "ep2, ep4 or ep8",
+    "parallel.etp": "etp2, etp4 or etp8",
+    "parallel.sp": "sp or no-sp",
+    "parallel.schedule": "gpipe, 1f1b, interleaved, zb-h1, zb-v or dualpipe-v",
+    "parallel.vpp": "vpp4 or no-vpp4",
+    "parallel.cp_kind": "cp-ring or cp-ulysses",
+    "parallel.zero": "zero0, zero1, zero2 or zero3",
+    "parallel.reduce": "ring, hierarchy or server",
+    "parallel.compress": "powersgd or no-powersgd",
+    "parallel.powersgd_rank": "powersgd or no-powersgd",
+    "parallel.recompute": "selective, full or mixed",
+    "parallel.recompute_stages": "mixed or no-mixed",
+    "parallel.stages": "uneven or no-uneven",
+    "parallel.offload": "offload or no-offload",
+    "parallel.bucket_mb": "wide or no-wide",
+    "train.micro_batch": "mb1 or mb2",
+    "train.ramp": "ramp or no-ramp",
+    "train.fp8": "tensorwise, rowwise, blockwise or no-fp8",
+    "train.seq_len": "wide or no-wide",
+    "model.context": "wide or no-wide",
+    "model.capacity": "capacity, padded, no-capacity or no-padded",
+    "model.pad": "padded or no-padded",
+    "model.mup_base": "mup or no-mup",
+    "model.mup_head_dim": "mup or no-mup",
+    "optim.name": " or ".join(name for name in OPTIMIZERS if name != OptimConfig.name),
+    "optim.states": "adamw-bf16 or no-adamw-bf16",
+    "data.doc_mask": "docs or no-docs",
+    "checkpoint.async_save": "async or no-async",
+}
+
+RUN_FOLDER = "the proof makes a run folder of its own, and reads it"
+
+# {key, or section: why the proof needs a value of its own}
+NEEDED = {
+    "model.preset": "the proof trains the recipe NAME; give another NAME",
+    "model.layers": "each cell has as many layers as its stages need",
+    "model.vocab": "the proof's data have the ids of the byte tokenizer",
+    "train.steps": "the proof runs a few steps of a run of fixed length",
+    "train.tokens": "the proof runs a few steps of a run of fixed length",
+    "train.flops": "the proof runs a few steps of a run of fixed length",
+    "train.global_batch": "each cell has as many sequences as its microbatches need",
+    "train.dtype": "layouts are proved in fp64; --precision proves the other dtypes",
+    "train.device": "the proof runs on the CPU",
+    "train.cuda_graphs": "the proof runs on the CPU",
+    "train.threads": "the proof runs each rank in one thread",
+    "train.max_minutes": "the proof stops and resumes at steps of its own",
+    "data": "the proof writes data of its own",
+    "eval": "the proof evaluates after steps of its own",
+    "checkpoint": "the proof saves and resumes after steps of its own",
+    "log": RUN_FOLDER,
+    "profile": RUN_FOLDER,
+}
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Keys that a proof sets in its tiny config: ((section.key, value as text), ...). There may be none."""
+    settings: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        """`model.activation=gelu model.qk_norm=true`"""
+        return " ".join(f"{key}={value}" for key, value in self.settings)
+
+    def title(self, name: str) -> str:
+        """The name of a recipe or of a cell, with the overrides after it."""
+        return f"{name} {self}" if self.settings else name
+
+    def keys(self) -> list[str]:
+        return [key for key, _ in self.settings]
+
+    def apply(self, cfg: Config) -> Config:
+        """The config with the keys set.
+
+        Raises ConfigError, as train.py does, if a key is unknown or a value has the wrong type.
+        """
+        if not self.settings:
+            return cfg
+        changed: Tree = {}
+        for path, value in self.settings:
+            section, _, key = path.partition(".")
+            changed.setdefault(section, {})[key] = value
+        return config.build_tree(Config, config.merge(asdict(cfg), changed))
+
+
+def value_of(cfg: Config, path: str) -> object:
+    """The value of section.key."""
+    section, _, key = path.partition(".")
+    return getattr(getattr(cfg, section), key)
+
+
+# ---- the command line --------------------------------------------------------------------------------------
+
+def split_overrides(argv: list[str]) -> tuple[list[str], list[str]]:
+    """(the words of the command itself, the words of its overrides).
+
+    An override is `--section.key VALUE` or `--section.key=VALUE`.
+    """
+    own: list[str] = []
+    settings: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals_sign, _ = word.partition("=")
+        if not (name.startswith("--") and "." in name):
+            own.append(word)
+            continue
+        settings.append(word)
+        if not equals_sign and rest and not rest[0].startswith("--"):
+            settings.append(rest.pop(0))
+    return own, settings
+
+
+def read_overrides(words: list[str]) -> Overrides:
+    """The overrides that the words of a command line set.
+
+    Raises ConfigError, as train.py does, if a key is unknown, or a value is missing or of the wrong type.
+    """
+    settings: list[tuple[str, str]] = []
+    for section, keys in config.dotted_overrides(words).items():
+        settings += [(f"{section}.{key}", value) for key, value in keys.items()]
+    overrides = Overrides(tuple(settings))
+    overrides.apply(Config())
+    return overrides
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------
+
+def check_free(overrides: Overrides) -> None:
+    """Raises ConfigError for the first key that the cells vary, or for which the proof has its own value."""
+    for path in overrides.keys():
+        if path in CELL_WORDS:
+            raise ConfigError(f"{path}: the cells vary it; choose among them with --only {CELL_WORDS[path]}")
+        reason = NEEDED.get(path) or NEEDED.get(path.partition(".")[0])
+        if reason:
+            raise ConfigError(f"{path}: {reason}; leave it out")
+
+
+def check_only_model(overrides: Overrides, option: str) -> None:
+    """Raises ConfigError for the first key outside of `model`: `option` chooses all others itself."""
+    for path in overrides.keys():
+        if not path.startswith("model."):
+            raise ConfigError(f"{path}: {option} sets every key but those of the model; leave it out")
+
+
+def check_reached(overrides: Overrides, cfgs: list[Config], world: int, program: str) -> None:
+    """Raises ConfigError if an override does not reach what is trained, or changes nothing there.
+
+    cfgs: every config that `program` trains on `world` ranks.
+    """
+    if not overrides.settings:
+        return
+    for cfg in cfgs:
+        kept = overrides.apply(cfg)
+        for path in overrides.keys():
+            if value_of(cfg, path) != value_of(kept, path):
+                raise ConfigError(f"{path}: {program} sets it to {value_of(cfg, path)}; leave it out")
+    for path in overrides.keys():
+        rows = [unused_row(cfg, path, world) for cfg in cfgs]
+        row = rows[0] if rows and None not in rows else None
+        if row is not None:
+            raise ConfigError(f"{path}: does nothing: it {row.why}; {row.remedy}")
+
+
+def unused_row(cfg: Config, path: str, world: int) -> unused.UnusedKeys | None:
+    """Why the key has no effect in this config, as train.py says it; None if it has one."""
+    return next((row for key, _, row in unused.find_unused(cfg, world) if key == path), None)

@@ -1,0 +1,59 @@
+"""The table of proven pairs of features, in Markdown, and the file that it is written into."""
+from pathlib import Path
+
+from config import ConfigError
+
+AXES = ("pp", "rep", "dp", "cp", "tp", "ep", "etp")
+COLUMNS = ("tp", "sp", "pp", "cp-ring", "cp-ulysses", "ep", "etp", "dp", "rep", "zero1", "zero2", "zero3")
+LEFT_OUT = {"cp", "mb1"}  # cp has a column for each of its kinds; mb1 is the default
+
+
+def feature(word: str) -> str:
+    """The feature that a word of a cell's name stands for: tp2 and tp4 are both tp."""
+    return word[:-1] if word[:-1] in AXES else word
+
+
+def support_table(proofs: list[tuple[set[str], bool]]) -> list[str]:
+    """The lines of a Markdown table: how many proven layouts have each pair of features.
+
+    proofs: (the words of a layout, whether it is proven) of each layout that was tried. Where some layouts
+    with a pair are not proven, the entry is "**proven of tried**".
+    """
+    features = [{feature(word) for word in words} for words, _ in proofs]
+    every_feature = set().union(*features)
+    columns = [column for column in COLUMNS if column in every_feature]
+    others = sorted(every_feature - set(columns) - LEFT_OUT)
+
+    lines = [
+        "| with | " + " | ".join(columns) + " | all |",
+        "|---" * (len(columns) + 2) + "|",
+    ]
+    for row in (*columns, *others):
+        entries = []
+        for column in (*columns, row):  # the last entry is of all layouts with the row's feature
+            results = [ok for has, (_, ok) in zip(features, proofs) if {row, column} <= has]
+            entries.append(table_entry(results))
+        lines.append(f"| {row} | " + " | ".join(entries) + " |")
+    return lines
+
+
+def table_entry(results: list[bool]) -> str:
+    """How many of the results are good; "-" where nothing was tried."""
+    if not results:
+        return "-"
+    return f"{len(results)}" if all(results) else f"**{sum(results)} of {len(results)}**"
+
+
+def write_table(path: Path, name: str, lines: list[str]) -> None:
+    """Writes the lines between the marks of `name` in the file; a missing file is created with the marks.
+
+    Raises ConfigError if the file exists and does not have the marks.
+    """
+    begin = f"<!-- scripts.verify {name} -->"
+    end = "<!-- end -->"
+    old = path.read_text() if path.exists() else f"{begin}\n{end}\n"
+    if begin not in old:
+        raise ConfigError(f"--table: {path} has no line {begin}; add it, and {end} after it")
+    before, rest = old.split(begin, 1)
+    after = rest.split(end, 1)[1]
+    path.write_text(before + "\n".join([begin, *lines, end]) + after)

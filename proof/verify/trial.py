@@ -1,0 +1,424 @@
+"""One trial: train.py's loop under a layout, stopped and resumed, compared with one uninterrupted process.
+
+Everything is compared that a run reads, computes and writes:
+
+- of each step: the tokens of each batch, the loss, the gradients by name and their norm, whether it is good,
+  and what routers count;
+- the validation loss and the sampled ids;
+- from the run folder: metrics.jsonl (loss, norm, learning rate, tokens, validation) and the checkpoints
+  (parameters and moments by name, and the step and tokens of the run).
+"""
+import contextlib
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import config
+from build import TrainingRun
+from checkpoint import store
+from config import Config, ConfigError
+from data.loader import BatchLoader
+from kernels import cross_entropy, partial_attention
+from parallel.microbatch import Microbatch
+from parallel.sharding.boxes import Box
+from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
+from parallel.sharding.views import boxes_of
+from parallel.wire.comm import World
+from proof.verify.loop import run_loop
+from proof.verify.tiny_config import LAST, SAVED, SKIPPED, placed, write_corpora
+from runtime.pool import WorkerPool
+
+BOUND = 1e-9  # relative error that is allowed
+
+# Tensors whose largest element is smaller are compared as if it were FLOOR. Smaller values are noise: a
+# gradient that is zero in exact arithmetic (a k bias without RoPE), and what Adam makes of it.
+FLOOR = 1e-7
+
+MAX_REFERENCES = 200  # files of reference values that are kept, some megabytes each
+
+# Recipes of fp8 whose scales are those of all tokens of a microbatch.
+FP8_BY_MICROBATCH = ("tensorwise", "rowwise")
+
+# Endings of the keys of metrics.jsonl that depend on the machine, not on the training.
+MACHINE_SUFFIXES = ("_ms", "_s", "_gpu", "mem_gib", "mfu")
+
+STOPPED_EARLY = 75  # train.py's exit code for "stopped early, everything is saved"
+
+# Blocks of the loss and of ring attention in a layout: small, so that short sequences have several.
+SMALL_CHUNK_BYTES = 32768
+SMALL_TILE = 16
+
+
+class Deviation(NamedTuple):
+    """How far one value is from that of one process.
+
+    error: relative to the largest element of its tensor. step: where it was seen; n + 0.5 is after step n and
+    before step n + 1. what: the value's name.
+    """
+
+    error: float
+    step: float
+    what: str
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether the error is beyond BOUND. A NaN is."""
+        return not self.error <= BOUND
+
+    @property
+    def severity(self) -> tuple[bool, float]:
+        """Orders deviations by their error; NaN is the worst."""
+        return math.isnan(self.error), self.error
+
+    def as_json(self) -> dict[str, object]:
+        """The fields; error is None where it is not finite."""
+        row: dict[str, object] = self._asdict()
+        if not math.isfinite(self.error):
+            row["error"] = None
+        return row
+
+
+# ---- what a run computes -----------------------------------------------------------------------------------
+
+class TrialObserver:
+    """Observes train.train as its `observe`: records the values of a run, or compares them with a reference.
+
+    Without `reference`, the values are kept in `recorded`, {name of the value: tensor}. With it,
+    `deviations` says how far off each value is.
+
+    It does two things to the run: it makes the gradient of step SKIPPED non-finite, and it asks the run to
+    stop in step `stop_step`.
+    """
+
+    run: TrainingRun  # from run_built on
+    data: BatchLoader  # from run_built on
+
+    def __init__(self, folder: Path, reference: dict[str, Tensor] | None) -> None:
+        self.folder = folder
+        self.reference = reference
+        self.recorded: dict[str, Tensor] = {}
+        self.deviations: list[Deviation] = []
+        self.names: set[str] = set()  # of all values that were recorded or compared
+        self.stop_step = LAST
+        self.begun_steps: list[int] = []
+
+    def __call__(self, point: str, step: int | None = None, **shown: Any) -> str | None:
+        """train.train calls it at each of its FAULT_POINTS. Returns "nan" where a gradient shall be NaN."""
+        methods = {
+            "run.built": self.run_built,
+            "step.begin": self.step_begin,
+            "step.read": self.batches_read,
+            "step.backward": self.grads_ready,
+            "step.end": self.step_end,
+            "eval.end": self.evaluation_end,
+        }
+        method = methods.get(point)
+        return method(step, **shown) if method else None
+
+    # ---- one value ----
+
+    def compare_close(
+        self, what: str, value: Tensor, step: float, box: Box | None = None, floor: float = FLOOR
+    ) -> None:
+        """A floating-point tensor, or the box of it that this rank has: within BOUND of the reference."""
+        value = value.detach()
+        self.names.add(what)
+        part = ... if box is None else slices_of(box)
+
+        if self.reference is None:
+            shape = value.shape if box is None else box.shape
+            whole = self.recorded.setdefault(what, torch.zeros(shape, dtype=torch.float64))
+            whole[part] = value
+            return
+
+        if what not in self.reference:
+            error = math.inf
+            what = f"{what}, which one process does not have"
+        elif value.numel() == 0:
+            error = 0.0
+        else:
+            expected = self.reference[what]
+            largest = max(float(expected.abs().max()), floor)
+            error = float((value - expected[part]).abs().max()) / largest
+        self.deviations.append(Deviation(error, step, what))
+
+    def compare_equal(self, what: str, value: Tensor, step: float, rows: Tensor | None = None) -> None:
+        """A tensor of whole numbers, or the rows of it that this rank has: equal to the reference."""
+        self.names.add(what)
+        if self.reference is None:
+            self.recorded[what] = value.contiguous()
+            return
+
+        expected = self.reference.get(what)
+        if expected is not None and rows is not None:
+            expected = expected[rows]
+        is_equal = (
+            expected is not None and expected.shape == value.shape and bool((expected == value).all())
+        )
+        self.deviations.append(Deviation(0.0 if is_equal else math.inf, step, what))
+
+    # ---- the points of the loop ----
+
+    def run_built(self, step: int, run: TrainingRun, data: BatchLoader, valid: BatchLoader) -> None:
+        self.run = run
+        self.data = data
+        if self.reference is None:
+            check_initial_weights(run)
+
+    def step_begin(self, step: int) -> None:
+        self.begun_steps.append(step)
+        if step == self.stop_step and self.run.mesh.rank == 0:
+            (self.folder / "STOP").write_text("requeue\n")
+
+    def batches_read(self, step: int, batches: list[Microbatch]) -> None:
+        ids = torch.tensor(self.data.sample_ids(step - 1))
+        self.compare_equal(f"step {step} ids of its samples", ids, step)
+
+        # this rank's rows of the global batch
+        rows = torch.cat([batch.sequence_ids for batch in batches if batch.sequence_ids is not None])
+        for field in ("tokens", "targets", "positions", "documents"):
+            values = [getattr(batch, field) for batch in batches]
+            if values[0] is not None:
+                self.compare_equal(f"step {step} {field}", torch.cat(values), step, rows)
+
+    def grads_ready(self, step: int) -> str | None:
+        for bucket in self.run.buckets:
+            for box, part in boxes_of(bucket, bucket.grads.local):
+                self.compare_close(f"step {step} gradient of {box.key}", part, step, box)
+        return "nan" if step == SKIPPED else None
+
+    def step_end(self, step: int, loss: Tensor, norm: Tensor, ok: Tensor) -> None:
+        self.compare_close(f"step {step} loss", loss, step)
+        self.compare_equal(f"step {step} is good", ok, step)
+        if step != SKIPPED:
+            self.compare_close(f"step {step} gradient norm", norm, step)
+        routers = self.run.routers
+        if routers.stats is not None:
+            self.compare_close(f"step {step} counts and losses of the routers", routers.stats, step)
+        for box, part in routers.boxes():
+            self.compare_close(f"step {step} {box.key}", part, step, box)
+
+    def evaluation_end(self, step: int, loss: float, ids: list[int]) -> None:
+        exact_loss = torch.tensor(loss, dtype=torch.float64)
+        self.compare_close(f"validation loss after step {step}", exact_loss, step + 0.5)
+        self.compare_equal(f"sampled ids after step {step}", torch.tensor(ids), step + 0.5)
+
+    # ---- after the run ----
+
+    def compare_begun_steps(self) -> None:
+        """For each rank to call after the last start: a resume from the beginning makes more steps."""
+        self.compare_equal("steps that were begun, in order", torch.tensor(self.begun_steps), LAST + 1)
+
+    def compare_files(self) -> None:
+        """metrics.jsonl and the checkpoints; for one rank to call, when the run has ended."""
+        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        steps = torch.tensor([row["step"] for row in rows])
+        self.compare_equal("steps in metrics.jsonl", steps, LAST + 1)
+        for row in rows:
+            for key, value in row.items():
+                if not key.endswith(MACHINE_SUFFIXES):
+                    self.compare_metric(f"{key} of step {row['step']} in metrics.jsonl", value, LAST + 1)
+        for step in (SAVED, LAST):
+            self.compare_checkpoint(self.folder / "checkpoints" / f"step_{step:08d}", step)
+
+    def compare_metric(self, what: str, value: float | list[float] | None, step: float) -> None:
+        """A number, a list of numbers, or null."""
+        is_null = value is None
+        self.compare_equal(f"{what} is null", torch.tensor(is_null), step)
+        if not is_null:
+            self.compare_close(what, torch.tensor(value, dtype=torch.float64), step)
+
+    def compare_checkpoint(self, path: Path, step: int) -> None:
+        """Every tensor of a checkpoint, whole and in fp64, and the step and tokens of the run."""
+        shapes = {row["key"]: row["shape"] for row in store.read_index(path)["pieces"]}
+        wanted: list[tuple[Box, Tensor]] = []
+        for key, shape in shapes.items():
+            wanted.append((Box.whole(key, tuple(shape)), torch.zeros(shape, dtype=torch.float64)))
+        store.load(path, wanted, allow_cast=True)
+
+        for box, value in wanted:
+            if box.key.endswith(ERROR_SUFFIX) or BASIS_MARK in box.key:
+                continue  # PowerSGD's own state, which one process does not have
+            is_square = box.key.endswith("_v")  # a mean of squared gradients
+            self.compare_close(
+                f"{box.key} in the checkpoint of step {step}",
+                value,
+                step + 0.5,
+                floor=FLOOR**2 if is_square else FLOOR,
+            )
+        meta = store.read_meta(path)
+        progress = torch.tensor([meta["step"], meta["tokens"]])
+        self.compare_equal(f"step and tokens of the checkpoint of step {step}", progress, step + 0.5)
+
+
+def slices_of(box: Box) -> tuple[slice, ...]:
+    """The slices of the whole tensor that the box covers."""
+    return tuple(slice(start, start + size) for start, size in zip(box.start, box.size))
+
+
+def check_initial_weights(run: TrainingRun) -> None:
+    """Raises ConfigError if two matrices start identical: a proof could not see that they were exchanged."""
+    seen: dict[tuple, str] = {}  # {(shape, sum): key}
+    for bucket in run.buckets:
+        for box, part in boxes_of(bucket, bucket.weights.master):
+            if part.dim() <= 1:
+                continue
+            twin = seen.setdefault((part.shape, float(part.double().sum())), box.key)
+            if twin != box.key:
+                raise ConfigError(
+                    f"{box.key} starts with the same weights as {twin}; "
+                    "initial weights must depend on the name"
+                )
+
+
+@contextlib.contextmanager
+def small_blocks(seq_len: int) -> Iterator[None]:
+    """Computes the loss and ring attention in blocks of few rows, if sequences have more than 32 tokens.
+
+    The shapes that a laptop can prove then have several blocks. The reference run has blocks of the usual
+    size.
+    """
+    usual = (cross_entropy.CHUNK_BYTES, partial_attention.TILE)
+    if seq_len > 32:
+        cross_entropy.CHUNK_BYTES = SMALL_CHUNK_BYTES
+        partial_attention.TILE = SMALL_TILE
+    try:
+        yield
+    finally:
+        cross_entropy.CHUNK_BYTES, partial_attention.TILE = usual
+
+
+# ---- one layout --------------------------------------------------------------------------------------------
+
+def prove(pool: WorkerPool, cfg: Config, home: Path) -> tuple[Deviation, Deviation]:
+    """Trains under the layout of cfg on the ranks of the pool, and compares with one process.
+
+    home: the folder for data, reference values and runs; see make_references for what is kept there.
+
+    Returns (first, worst). worst: the largest deviation. first: of the first step with deviations beyond
+    BOUND, the largest; if there are none, worst.
+    """
+    (reference,) = make_references(pool, [cfg], home)
+    try:
+        results = pool.run(run_layout, placed(cfg, home, "layout"), home, reference)
+    finally:
+        shutil.rmtree(home / "layout", ignore_errors=True)
+
+    deviations = [deviation for of_rank, _ in results for deviation in of_rank]
+    compared = set().union(*(names for _, names in results))
+    with safe_open(reference, "pt") as file:
+        missing = [what for what in file.keys() if what not in compared]
+    deviations += [Deviation(math.inf, LAST + 1, f"{what}, which no rank has") for what in missing]
+
+    worst = max(deviations, key=lambda deviation: deviation.severity)
+    wrong = [deviation for deviation in deviations if deviation.is_wrong]
+    if not wrong:
+        return worst, worst
+    first_step = min(deviation.step for deviation in wrong)
+    of_first_step = [deviation for deviation in wrong if deviation.step == first_step]
+    return max(of_first_step, key=lambda deviation: deviation.severity), worst
+
+
+def run_layout(
+    world: World, cfg: Config, home: Path, reference: Path
+) -> tuple[list[Deviation], set[str]]:
+    """On every rank: trains LAST steps in the run folder of cfg; the run is stopped and resumed after SAVED.
+
+    Returns (the worst deviation of each step on this rank, the names of all values that were compared).
+    """
+    folder = run_folder(cfg, home)
+    observer = TrialObserver(folder, load_file(reference))
+    with small_blocks(cfg.train.seq_len):
+        for stop_step in (SAVED, LAST):
+            observer.stop_step = stop_step
+            code = run_loop(world, cfg, folder, observer)
+            error = 0.0 if code == STOPPED_EARLY else math.inf
+            observer.deviations.append(Deviation(error, stop_step, f"exit code {code}"))
+    observer.compare_begun_steps()
+    if world.rank == 0:
+        observer.compare_files()
+
+    worst: dict[float, Deviation] = {}
+    for deviation in observer.deviations:
+        known = worst.get(deviation.step, deviation)
+        worst[deviation.step] = max(deviation, known, key=lambda one: one.severity)
+    return list(worst.values()), observer.names
+
+
+def run_folder(cfg: Config, home: Path) -> Path:
+    """The run folder of a job that tiny_config.placed put into `home`."""
+    assert cfg.log.name is not None
+    return home / cfg.log.name
+
+
+# ---- one process -------------------------------------------------------------------------------------------
+
+def make_references(pool: WorkerPool, cfgs: list[Config], home: Path) -> list[Path]:
+    """The files with the values of one process for each job; those that `home` does not have yet are made.
+
+    The ranks of the pool share the jobs that must run. `home` keeps the data, and the references of other
+    jobs, the newest MAX_REFERENCES of them: layouts that differ only in what one process ignores have the
+    same reference.
+    """
+    if not (home / "long.idx").exists():
+        write_corpora(home)
+    names = [hashlib.sha256(repr(single_process(cfg)).encode()).hexdigest() for cfg in cfgs]
+    references = [home / f"{name}.safetensors" for name in names]
+    jobs: dict[Path, Config] = {}
+    for cfg, name, reference in zip(cfgs, names, references):
+        if not reference.exists():
+            jobs[reference] = placed(single_process(cfg), home, name)
+    if not jobs:
+        return references
+
+    others = set(home.glob("*.safetensors")) - set(references)
+    by_age = sorted(others, key=lambda path: path.stat().st_mtime)
+    for old in by_age[:-MAX_REFERENCES]:
+        old.unlink()
+    pool.run(run_references, [(cfg, reference) for reference, cfg in jobs.items()], home)
+    for cfg in jobs.values():
+        shutil.rmtree(run_folder(cfg, home))
+    return references
+
+
+def run_references(world: World, jobs: list[tuple[Config, Path]], home: Path) -> None:
+    """On every rank of a pool: runs its share of the jobs, and saves the values of each in the job's file."""
+    for cfg, reference in jobs[world.rank::world.size]:
+        save_file(reference_values(cfg, home), reference)
+
+
+def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
+    """{name of a value: tensor} of one process that trains LAST steps of a `single_process` job."""
+    observer = TrialObserver(run_folder(cfg, home), None)
+    run_loop(World(), cfg, observer.folder, observer)
+    observer.compare_begun_steps()
+    observer.compare_files()
+    return observer.recorded
+
+
+def single_process(cfg: Config) -> Config:
+    """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves.
+
+    Under a batch ramp a microbatch is the first, smallest batch. Recipes of fp8 whose scales depend on the
+    microbatch have the same microbatches as the layout.
+    """
+    if cfg.train.fp8 in FP8_BY_MICROBATCH:
+        micro_batch = cfg.train.micro_batch
+    else:
+        micro_batch = config.global_batch_at(cfg.train, 0)
+    return replace(
+        cfg,
+        parallel=config.ParallelConfig(),
+        train=replace(cfg.train, micro_batch=micro_batch),
+        checkpoint=replace(cfg.checkpoint, async_save=False),
+    )

@@ -1,0 +1,8 @@
+"""Does the proof see a bug? proof/mutate/command.py."""
+import sys
+
+from proof.mutate.command import main
+from runtime.failure import fail_cleanly
+
+if __name__ == "__main__":
+    sys.exit(fail_cleanly(main, sys.argv[1:]))

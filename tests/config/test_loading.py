@@ -1,0 +1,141 @@
+"""Config: layers and precedence, one-line errors that name the key and the way out, YAML without
+surprises.
+"""
+
+import dataclasses
+
+import pytest
+
+import config
+from build import plan_pipeline
+from config import ConfigError
+from config.suggestions import check_rules
+
+
+def refused(*argv, name=None, file=None, match=None):
+    with pytest.raises(ConfigError, match=match) as e:
+        plan_pipeline(config.resolve(name, file, list(argv)), 1)
+    assert "\n" not in str(e.value)
+    return str(e.value)
+
+
+def test_precedence(tmp_path):
+    f = tmp_path / "a.yaml"
+    f.write_text("optim: {lr: 3e-4}\ntrain: {seed: 7}\n")
+    cfg = config.resolve("llama3-tiny", str(f), ["--train.seed", "8", "--optim.beta1=0.8"])
+    assert cfg.optim.lr == 3e-4 and cfg.train.seed == 8 and cfg.optim.beta1 == 0.8
+    assert cfg.model.rope_factor == 8.0 and cfg.model.kv_heads == 4  # from the preset
+    assert cfg.log.name == "llama3-tiny"
+
+
+def test_the_dump_repeats_the_run(tmp_path):
+    for name in config.recipes():
+        cfg = config.resolve(name, None, [])
+        f = tmp_path / "config.yaml"
+        f.write_text(config.dump(cfg))
+        assert config.resolve(None, str(f), []) == cfg
+        check_rules(
+            dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, vocab=cfg.model.vocab or 500))
+        )
+
+
+def test_a_horizon_replaces_the_one_below():
+    cfg = config.resolve("llama3-tiny", None, ["--train.tokens", "1e6"])
+    assert cfg.train.steps is None and cfg.train.tokens == 1e6
+    assert "exactly one" in refused("--train.tokens", "1e6", "--train.steps", "3")
+
+
+@pytest.mark.parametrize(
+    "argv,match",
+    [
+        (["--parallel.tpp", "2"], r"^parallel\.tpp: no such key; did you mean parallel\.tp\?$"),
+        (["--tp", "2"], r"^tp: no such key; did you mean parallel\.tp\?$"),
+        (["--optim.lr"], r"^optim\.lr: needs a value"),
+        (["--optim.lr", "fast"], r"^optim\.lr: expected a finite number, got 'fast'"),
+        (["--optim.lr", "nan"], r"optim\.lr: expected a finite number"),
+        (["--train.steps", "2.5"], r"^train\.steps: expected a whole number"),
+        (["--train.dtype", "fp12"], r"train\.dtype: 'fp12' is not one of fp64, fp32, bf16"),
+        (
+            ["--model.heads", "5"],
+            r"^model\.heads: 5 does not divide model\.hidden=128.*; try model.heads .*4",
+        ),
+        (
+            ["--model.heads", "8", "--model.kv_heads", "3"],
+            r"^model\.kv_heads: 3 does not divide model\.heads=8; try",
+        ),
+        (
+            ["--train.global_batch", "17"],
+            r"^train\.global_batch: 17 is not a multiple .*try train.global_batch .*16",
+        ),
+        (
+            ["--model.attention", "triton", "--train.device", "cpu"],
+            r"^model\.attention: triton needs a GPU, and train\.device is cpu; take auto",
+        ),
+        (
+            ["--model.attention", "flash", "--train.dtype", "fp32"],
+            r"^model\.attention: flash-attn has no fp32; set train\.dtype bf16",
+        ),
+        (
+            ["--model.attention", "triton", "--train.dtype", "fp64"],
+            r"^model\.attention: the Triton kernels have no fp64",
+        ),
+        (["--train.micro_batch", "0"], r"^train\.micro_batch: 0 must be above 0"),
+        (["--log.name", "../x"], r"^log\.name: '\.\./x' must be a plain folder name"),
+        (
+            ["--model.preset", "lama3-8b"],
+            r"^model\.preset: no such preset 'lama3-8b'; did you mean llama3-8b",
+        ),
+        (["stray"], r"^stray: unexpected"),
+        (
+            ["--model.positions", "learned", "--train.seq_len", "4096"],
+            r"^train\.seq_len: 4096 is longer than the 2048 learned positions",
+        ),
+        (["--optim.min_lr", "1"], r"^optim\.min_lr: 1\.0 must lie in"),
+    ],
+)
+def test_bad_settings_are_one_clear_line(argv, match):
+    refused(*argv, match=match)
+
+
+def test_unknown_recipe_names_its_neighbours():
+    assert "did you mean llama3-tiny" in refused(name="lama3-tiny")
+
+
+@pytest.mark.parametrize(
+    "text,match",
+    [
+        ("a: &x [1]\nb: *x\n", r":2: aliases are not allowed"),
+        ("train: {seed: 1, seed: 2}\n", r":1: seed stands twice"),
+        ("train: {seed: !!python/object/apply:os.getcwd []}\n", r":1: not YAML"),
+        ("train: [1\n", r"not YAML"),
+        ("- 1\n", r"expected keys and values"),
+        ("train: {steps: 12:30:45}\n", r"train\.steps"),
+        ("optim: {lr: .nan}\n", r"optim\.lr: expected a finite number"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, match):
+    f = tmp_path / "c.yaml"
+    f.write_text(text)
+    refused(file=str(f), match=match)
+
+
+def test_yaml_words_are_words(tmp_path):
+    f = tmp_path / "c.yaml"
+    f.write_text(
+        "log: {wandb: off, name: no}\ndata: {doc_mask: yes}\ntrain: {deterministic: false, tokens: 1e9}\n"
+    )
+    cfg = config.resolve(None, str(f), [])
+    assert (cfg.log.wandb, cfg.log.name, cfg.data.doc_mask, cfg.train.deterministic, cfg.train.tokens) == (
+        "off",
+        "no",
+        True,
+        False,
+        1e9,
+    )
+
+
+def test_missing_and_binary_files(tmp_path):
+    refused(file=str(tmp_path / "no.yaml"), match="No such file")
+    f = tmp_path / "b.yaml"
+    f.write_bytes(b"\xff\xfe\x00")
+    refused(file=str(f), match="b.yaml")

@@ -1,0 +1,281 @@
+"""What cannot run is refused before it starts: each rule names its key and values that are really accepted,
+and ranks that were started differently are told which of them is the odd one, in one line for the whole job.
+"""
+
+import dataclasses
+import errno
+import re
+import shutil
+
+import pytest
+from ranks import MODEL, corpus, job
+
+import config
+import train
+from build import plan_pipeline
+from config import ConfigError
+from config.rules import divisors
+from runtime.failure import code_of
+
+BASE = config.resolve(
+    "llama3-tiny",
+    None,
+    [
+        "--model.vocab",
+        "500",
+        "--train.global_batch",
+        "48",
+        "--train.micro_batch",
+        "1",
+        "--train.seq_len",
+        "96",
+    ],
+)
+
+
+def changed(cfg, key: str, value):
+    section, name = key.split(".")
+    return dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **{name: value})})
+
+
+def having(**keys):
+    cfg = BASE
+    for key, value in keys.items():
+        cfg = changed(cfg, key.replace("__", "."), value)
+    return cfg
+
+
+EIGHT = {"train__dtype": "fp8"}
+MIXTURE = {"model__experts": 8, "model__moe_ffn": 48}
+# (settings that break one rule, world, the key that the line names, whether a value must be offered)
+CASES = [
+    (having(train__loss_scale=3000.0), 1, "train.loss_scale", False),
+    (having(train__loss_scale=2.0**25), 1, "train.loss_scale", False),
+    (having(train__loss_scale_window=0), 1, "train.loss_scale_window", False),
+    (having(model__heads=5), 1, "model.heads", True),
+    (having(model__kv_heads=3), 1, "model.kv_heads", True),
+    (having(model__head_dim=7), 1, "model.head_dim", True),
+    (having(model__positions="learned", model__context=64), 1, "train.seq_len", True),
+    (having(parallel__tp=4), 6, "parallel.tp", True),
+    (having(parallel__pp=3), 4, "parallel.pp", True),
+    (having(parallel__tp=3), 3, "model.heads", True),
+    (
+        having(parallel__tp=4, model__heads=12, model__kv_heads=6, model__head_dim=16),
+        4,
+        "model.kv_heads",
+        True,
+    ),
+    (having(parallel__tp=4, model__ffn=386), 4, "model.ffn", True),
+    (having(parallel__tp=4, model__vocab_multiple=2), 4, "model.vocab_multiple", True),
+    (having(parallel__tp=4, parallel__sp=True, train__seq_len=98), 4, "train.seq_len", True),
+    (having(parallel__cp=4, train__seq_len=100), 4, "train.seq_len", True),
+    (having(parallel__cp=3, parallel__cp_kind="ulysses"), 3, "parallel.cp_kind", False),
+    (having(parallel__pp=8), 8, "model.layers", True),
+    (having(train__global_batch=49), 4, "train.global_batch", True),
+    (having(parallel__dp_rep=2), 4, "parallel.dp_rep", True),
+    (having(optim__states="bf16", optim__name="lion"), 1, "optim.states", False),
+    (having(parallel__ep=2), 2, "parallel.ep", False),
+    (having(model__capacity=1.0), 1, "model.capacity", False),
+    (having(**MIXTURE, parallel__ep=3), 3, "parallel.ep", True),
+    (having(**MIXTURE, parallel__ep=4), 2, "parallel.ep", True),
+    (having(**MIXTURE, parallel__etp=5), 4, "parallel.etp", True),
+    (having(**MIXTURE, parallel__ep=4, parallel__etp=2), 4, "parallel.ep", True),
+    (having(**MIXTURE, model__top_k=9), 1, "model.top_k", True),
+    (having(**MIXTURE, model__router_groups=3), 1, "model.router_groups", True),
+    (having(**MIXTURE, model__router_group_top_k=2), 1, "model.router_group_top_k", True),
+    (having(**MIXTURE, model__router_groups=4, model__top_k=3), 1, "model.top_k", True),
+    (
+        having(**MIXTURE, model__router="sigmoid", model__router_groups=8, model__top_k=1),
+        1,
+        "model.router_groups",
+        True,
+    ),
+    (having(**MIXTURE, model__capacity=0.1), 1, "model.capacity", False),
+    (having(**MIXTURE, model__pad=True), 1, "model.pad", False),
+    (having(**MIXTURE, model__jitter=1.0), 1, "model.jitter", False),
+    (having(**MIXTURE, model__aux_loss=-1.0), 1, "model.aux_loss", False),
+    (having(**MIXTURE, model__first_dense=4), 1, "model.first_dense", True),
+    (having(**MIXTURE, model__shared_gate=True), 1, "model.shared_gate", False),
+    (having(**MIXTURE, model__activation="gelu"), 1, "model.experts", False),
+    (having(**MIXTURE, model__bias=True), 1, "model.bias", False),
+    (having(**MIXTURE, parallel__tp=4, train__seq_len=98), 4, "train.seq_len", True),
+    (having(model__qk_norm_whole=True), 1, "model.qk_norm_whole", False),
+    (having(model__kv_rank=8), 1, "model.kv_heads", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__qk_norm=True), 1, "model.qk_norm", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__positions="learned"), 1, "model.positions", False),
+    (having(model__kv_rank=8, model__kv_heads=None, model__rope_dim=5), 1, "model.rope_dim", True),
+    (having(model__q_rank=8), 1, "model.kv_rank", False),
+    (having(model__rope_kind="yarn", model__rope_low_freq=5.0), 1, "model.rope_low_freq", False),
+    (having(model__mtp=-1), 1, "model.mtp", False),
+    (having(train__cuda_graphs=True), 2, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, parallel__pp=2), 2, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, log__noise_scale=True), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, train__device="cpu"), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, parallel__offload="activations"), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, parallel__zero=3), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, **MIXTURE), 1, "train.cuda_graphs", False),
+    (having(model__mup_base=0), 1, "model.mup_base", False),
+    (having(model__mup_base=-64), 1, "model.mup_base", False),
+    (having(model__mup_head_dim=8), 1, "model.mup_head_dim", False),
+    *(
+        (having(model__mup_base=64, optim__name=name), 1, "model.mup_base", False)
+        for name in ("sgd", "lamb", "lars")
+    ),
+    (having(train__fp8="rowwise"), 1, "train.fp8", False),
+    (having(**EIGHT, train__fp8_keep=2), 1, "train.fp8_keep", True),
+    (having(**EIGHT, train__fp8_keep=-1), 1, "train.fp8_keep", True),
+    (having(**EIGHT, **MIXTURE, parallel__etp=2), 2, "parallel.etp", False),
+    (having(**EIGHT, **{**MIXTURE, "model__moe_ffn": 100}), 1, "train.dtype", False),
+    (
+        having(
+            **EIGHT,
+            **{**MIXTURE, "model__moe_ffn": 64},
+            train__fp8="blockwise",
+            train__fp8_block=64,
+            parallel__etp=2,
+        ),
+        2,
+        "train.fp8_block",
+        True,
+    ),
+    (having(**EIGHT, model__kv_heads=2, parallel__tp=4), 4, "parallel.tp", True),
+    (having(**EIGHT, train__seq_len=100), 1, "train.seq_len", True),
+    (having(**EIGHT, model__ffn=384, parallel__tp=4, model__head_dim=24), 4, "parallel.tp", False),
+    (having(**EIGHT, train__fp8="blockwise", train__fp8_block=24), 1, "train.fp8_block", True),
+    (having(**EIGHT, train__fp8="blockwise", train__fp8_block=64), 1, "train.fp8_block", True),
+    (having(log__noise_scale=True, parallel__cp=2), 2, "log.noise_scale", False),
+    (having(log__noise_scale=True, model__kv_heads=1, parallel__tp=2), 2, "log.noise_scale", False),
+    (having(train__ramp="8,8"), 4, "train.ramp", True),
+    (having(train__ramp="8,0,100"), 4, "train.ramp", True),
+    (having(train__ramp="8,7,100"), 4, "train.ramp", True),
+    (having(train__ramp="48,8,100"), 4, "train.ramp", True),
+    (having(train__ramp="6,6,100"), 4, "train.ramp", True),
+    (
+        having(
+            train__ramp="16,4,100",
+            parallel__pp=2,
+            parallel__schedule="interleaved",
+            train__micro_batch=2,
+            train__global_batch=48,
+        ),
+        4,
+        "train.ramp",
+        True,
+    ),
+]
+
+
+def offers(text: str) -> list[tuple[str, object]]:
+    found = re.search(r"; try ([a-z0-9_.]+) ([\d, ]+)", text)
+    if found and found[1] == "train.ramp":
+        return [(found[1], found[2])]
+    return [(found[1], int(v)) for v in found[2].split(",")] if found else []
+
+
+@pytest.mark.parametrize(
+    "cfg, world, key, offered", CASES, ids=[f"{c[2]}-{c[1]}-{i}" for i, c in enumerate(CASES)]
+)
+def test_each_rule_names_its_key_and_values_that_pass(cfg, world, key, offered):
+    with pytest.raises(ConfigError) as e:
+        plan_pipeline(cfg, world)
+    text = str(e.value)
+    assert key.split(".")[1] in text and "\n" not in text
+    assert offers(text) or not offered, text
+    for name, value in offers(text):
+        plan_pipeline(changed(cfg, name, value), world)
+
+
+def test_whatever_is_refused_in_any_world_offers_only_what_is_accepted():
+    refused = helped = 0
+    for world in range(1, 17):
+        for tp, pp, zero in (
+            (tp, pp, zero) for tp in (1, 2, 3, 4, 8) for pp in (1, 2, 3, 4, 5) for zero in (0, 1)
+        ):
+            cfg = having(parallel__tp=tp, parallel__pp=pp, parallel__zero=zero)
+            try:
+                plan_pipeline(cfg, world)
+                assert world % (tp * pp) == 0
+            except ConfigError as e:
+                refused += 1
+                helped += bool(offers(str(e)))
+                assert "\n" not in str(e) and re.match(r"(parallel|train|model)\.\w+", str(e)), e
+                for name, value in offers(str(e)):
+                    plan_pipeline(changed(cfg, name, value), world)  # the schedule agrees, too
+    assert refused > 300 and helped > refused / 3
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    return [
+        "llama3-tiny",
+        *MODEL,
+        "--data.path",
+        corpus(tmp_path_factory.mktemp("refusals")),
+        "--train.steps",
+        "2",
+        "--log.name",
+        "r",
+    ]
+
+
+def test_a_mistake_on_every_rank_is_one_line(tmp_path, args):
+    end = job(tmp_path, 3, [*args, "--log.dir", str(tmp_path), "--parallel.tp", "2"])
+    assert 2 in end.codes and set(end.codes) <= {2, -15}
+    (line,) = end.errors()
+    assert "does not divide the world size 3" in line
+    assert not (tmp_path / "r").exists()  # refused before anything was made
+
+
+@pytest.mark.parametrize("what", ["config", "code", "torch"])
+def test_a_rank_that_was_started_differently_is_named(tmp_path, args, what):
+    def before(rank):
+        if rank == 1 and what == "code":
+            config.code_hash = lambda: "other"
+        if rank == 1 and what == "torch":
+            train.torch.__version__ = "1.0"
+
+    other = {1: ["--parallel.zero", "2"]} if what == "config" else {}
+    end = job(
+        tmp_path,
+        3,
+        [*args, "--log.dir", str(tmp_path), "--train.global_batch", "6"],
+        rank_args=other,
+        before=before,
+    )
+    assert 2 in end.codes and set(end.codes) <= {2, -15}, end.logs
+    (line,) = end.errors()
+    assert f"rank 1 was started with another {what}" in line
+    assert what != "config" or "zero: 2" in line
+
+
+def test_data_that_does_not_name_its_tokenizer(tmp_path, args):
+    corpus(tmp_path)
+    shutil.rmtree(tmp_path / "text.tokenizer")
+    meta = tmp_path / "text.json"
+    meta.unlink(missing_ok=True)  # as Megatron-LM writes its files: .bin and .idx alone
+    end = job(
+        tmp_path,
+        2,
+        [*args, "--log.dir", str(tmp_path), "--data.path", str(tmp_path / "text"), "--model.vocab", "257"],
+    )
+    (line,) = end.errors()
+    assert 2 in end.codes and line.startswith("error: data.tokenizer: ") and "name it: bytes" in line
+    end = job(
+        tmp_path,
+        2,
+        [
+            *args,
+            "--log.dir",
+            str(tmp_path),
+            "--data.path",
+            str(tmp_path / "text"),
+            "--data.tokenizer",
+            "bytes",
+        ],
+    )
+    assert end.codes == [0, 0], end.logs
+
+
+def test_a_file_that_may_not_grow_is_a_full_disk():
+    assert [code_of(OSError(e, "x")) for e in (errno.EFBIG, errno.ENOSPC, errno.ENOENT)] == [82, 82, 1]

@@ -1,0 +1,278 @@
+"""Keys that do nothing in a config: each row of unused.TABLE refuses or notes its keys, lets them pass where
+they count, and is right: with all of them set a run writes the same bytes.
+"""
+
+import dataclasses
+import json
+import typing
+
+import pytest
+from ranks import MODEL, corpus, job
+from safetensors.torch import load_file
+
+import config
+import train
+from config import Config, ConfigError, unused
+from config.schema import OptimConfig
+
+OPTIMIZERS = typing.get_args(typing.get_type_hints(OptimConfig)["name"])
+SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+MIXTURE = {
+    "top_k": 1,
+    "moe_ffn": 64,
+    "shared_experts": 1,
+    "shared_gate": "true",
+    "first_dense": 1,
+    "moe_every": 2,
+    "router": "sigmoid",
+    "router_renorm": "false",
+    "router_groups": 2,
+    "router_group_top_k": 2,
+    "router_scale": 2,
+    "router_bias": "true",
+    "router_bias_rate": 0.1,
+    "jitter": 0.1,
+    "aux_loss": 0.1,
+    "aux_kind": "global",
+    "z_loss": 0.1,
+    "drop": "position",
+    "pad": "true",
+}
+SCALED = {"rope_kind": "yarn", "rope_low_freq": 2, "rope_high_freq": 5, "rope_original": 16}
+YARN = {"rope_mscale": 2, "rope_mscale_all": 2}
+EXPERTS = "--model.experts 4 --model.aux_loss 0.1 --model.capacity 1 --model.router_bias true"
+LONG = "--model.rope_factor 2 --model.rope_kind yarn"
+# of each row of the table, in its order: the keys with a value; settings with which they do nothing; settings
+# with which they do something, and on how many ranks
+CASES = (
+    (MIXTURE, "", EXPERTS, 1),
+    ({"router_bias_rate": 0.1}, "--model.experts 4", EXPERTS, 1),
+    ({"aux_kind": "global"}, "--model.experts 4", EXPERTS, 1),
+    ({"drop": "position"}, "--model.experts 4", EXPERTS, 1),
+    ({"rope_theta": 5, "rope_factor": 2, **SCALED, **YARN}, "--model.positions learned", LONG, 1),
+    ({**SCALED, **YARN}, "", LONG, 1),
+    (YARN, "--model.rope_factor 2", LONG, 1),
+    ({"context": 128}, "--train.seq_len 256", "--train.seq_len 128", 1),
+    ({"nope_dim": 8, "rope_dim": 8, "v_dim": 8}, "", "--model.kv_rank 8", 1),
+    ({"qkv_bias": "true"}, "--model.bias true", "", 1),
+    ({"mtp_weight": 1}, "", "--model.mtp 1", 1),
+    ({"attention": "sdpa"}, "--parallel.cp 2", "--parallel.cp 2 --parallel.cp_kind ulysses", 2),
+    ({"fp8_keep": 0, "fp8_block": 64}, "--train.dtype bf16", "--train.dtype fp8 --train.fp8 blockwise", 1),
+    ({"fp8_block": 64}, "--train.dtype fp8", "--train.dtype fp8 --train.fp8 blockwise", 1),
+    ({"loss_scale": 1024.0, "loss_scale_window": 100}, "--train.dtype bf16", "--train.dtype fp16", 1),
+    ({"min_lr": 1e-5}, "--optim.decay constant", "--optim.decay linear", 1),
+    ({"decay_fraction": 0.5}, "--optim.decay linear", "--optim.decay wsd", 1),
+    ({"momentum": 0.5}, "--optim.name lion", "--optim.name lars", 1),
+    ({"beta1": 0.5, "beta2": 0.5}, "--optim.name lars", "--optim.name lion", 1),
+    ({"eps": 1e-4}, "--optim.name lion", "--optim.name muon", 1),
+    ({"sp": "true"}, "", "--parallel.tp 2", 2),
+    ({"schedule": "gpipe", "vpp": 3}, "", "--parallel.pp 2", 2),
+    ({"cp_kind": "ulysses"}, "", "--parallel.cp 2", 2),
+    ({"zero": 1, "reduce": "ring", "compress": "int8", "compress_weights": "int8"}, "--parallel.tp 1", "", 2),
+    ({"timeout_s": 20}, "", "", 2),
+    ({"stages": "4"}, "", "--parallel.pp 2", 2),
+    ({"recompute": "full"}, "--parallel.recompute_stages none,full --parallel.pp 2", "", 1),
+    ({"recompute_parts": "norm"}, "--parallel.recompute full", "--parallel.recompute_stages selective", 1),
+    ({"node": 2}, "", "--parallel.reduce hierarchy", 2),
+    ({"compress_block": 128}, "--parallel.compress powersgd", "--parallel.compress_weights fp8", 2),
+    ({"powersgd_rank": 2}, "--parallel.compress int8", "--parallel.compress powersgd", 2),
+    ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
+    ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
+    ({"project": "mine"}, "", "--log.wandb offline", 1),
+    ({"noise_scale": "true"}, "--train.global_batch 8", "--train.global_batch 16", 1),
+)
+# of the keys that config/rules.py refuses where they do nothing: settings with which it does
+RULED = {
+    "model.qk_norm_whole": "true",
+    "model.q_rank": "8",
+    "model.rope_pairs": "true",
+    "model.mup_head_dim": "8",
+    "model.capacity": "1",
+    "train.fp8": "rowwise",
+    "optim.states": "bf16 --optim.name lion",
+    "parallel.ep": "2",
+    "parallel.etp": "2",
+    "parallel.dp_rep": "2",
+}
+
+
+def resolved(words: str, section: str = "", **keys) -> Config:
+    argv = [f"--{section}.{key}={value}" for key, value in keys.items()]
+    return config.resolve("llama2-tiny", None, [*words.split(), *argv])
+
+
+def flat(sections: dict[str, str]) -> list[str]:
+    return [f"{section}.{key}" for section, names in sections.items() for key in names.split()]
+
+
+def test_every_key_is_in_the_table_or_always_read():
+    every = [f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)]
+    table = {f"{row.section}.{key}" for row in unused.TABLE for key in row.keys.split()}
+    read, ruled = flat(unused.READ), flat(unused.RULED)
+    assert sorted([*table, *read, *ruled]) == sorted(every)  # each in one of the three, and no other
+    assert sorted(ruled) == sorted(RULED)
+
+
+@pytest.mark.parametrize(
+    "row, case",
+    list(zip(unused.TABLE, CASES, strict=True)),
+    ids=[f"{row.section}.{row.keys.split()[0]}" for row in unused.TABLE],
+)
+def test_each_row_refuses_or_notes_its_keys_and_lets_them_pass_where_they_count(row, case):
+    values, idle, live, world = case
+    assert set(values) == set(row.keys.split())
+    assert unused.check_unused(resolved(live), 2) == "" or "parallel" in unused.check_unused(
+        resolved(live), 2
+    )
+    for key, value in values.items():
+        path = f"{row.section}.{key}"
+        cfg = resolved(idle, row.section, **{key: value})
+        assert [(found, why) for found, _, why in unused.find_unused(cfg, 1) if found == path] == [
+            (path, row)
+        ]
+        if row.note:
+            line = unused.check_unused(cfg)
+            assert line.startswith("note: ") and path in line and row.why in line and "\n" not in line
+        else:
+            with pytest.raises(ConfigError) as refused:
+                unused.check_unused(cfg)
+            line = str(refused.value)
+            assert path in line and row.remedy in line and "\n" not in line
+        used = resolved(live, row.section, **{key: value})
+        assert path not in [found for found, *_ in unused.find_unused(used, world)]
+
+
+@pytest.mark.parametrize("path", RULED)
+def test_the_rules_refuse_the_rest(path):
+    cfg = resolved(f"--{path} {RULED[path]} --model.vocab 500")
+    with pytest.raises(ConfigError, match=path.split(".")[1]):
+        train.plan_pipeline(cfg, 2)
+
+
+@pytest.mark.parametrize("name", config.recipes())
+def test_no_recipe_sets_what_does_nothing(name):
+    assert unused.check_unused(config.resolve(name, None, [])) == ""
+
+
+def test_what_a_preset_brings_may_idle_and_what_a_person_brings_may_not(tmp_path):
+    off = ["--model.experts", "none"]
+    cfg = config.resolve("deepseek-v3-tiny", None, off)  # sixteen keys of its mixture
+    assert cfg.model.router == "sigmoid" and unused.check_unused(cfg) == ""
+    (tmp_path / "dump.yaml").write_text(config.dump(cfg))
+    assert unused.check_unused(config.resolve(None, str(tmp_path / "dump.yaml"), [])) == ""
+    with pytest.raises(ConfigError, match=r"^model\.top_k: 3 does nothing: .* none; set model\.experts"):
+        unused.check_unused(config.resolve("deepseek-v3-tiny", None, [*off, "--model.top_k", "3"]))
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    data = corpus(tmp_path_factory.mktemp("unused"))
+    return [*MODEL, "--data.path", data, "--train.steps", "2", "--log.name", "r", "--checkpoint.keep", "1"]
+
+
+def test_train_refuses_before_it_makes_anything_and_notes_in_one_line(tmp_path, args, capsys):
+    base = ["llama2-tiny", *args, "--log.dir", str(tmp_path)]
+    end = job(tmp_path / "home", 2, [*base, "--optim.momentum", "0.5"])
+    (line,) = end.errors()
+    assert line.startswith("error: optim.momentum: 0.5 does nothing: ") and 2 in end.codes
+    assert not (tmp_path / "r").exists()
+    assert train.main([*base, "--parallel.sp", "true", "--parallel.zero", "1"]) == 0
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert "parallel.sp true" in note and "parallel.zero 1" in note
+
+
+def kept(folder) -> tuple[list, list[tuple[str, bytes]]]:
+    """Losses and norms of a run, bit for bit, and every tensor of its checkpoint."""
+    rows = [json.loads(line) for line in (folder / "r" / "metrics.jsonl").read_text().splitlines()]
+    rows = [{k: row.get(k) for k in ("step", "loss", "grad_norm", "lr", "val_loss")} for row in rows]
+    (saved,) = (folder / "r" / "checkpoints").glob("step_*/*.safetensors")
+    return rows, sorted((name, value.numpy().tobytes()) for name, value in load_file(saved).items())
+
+
+WHOLE = (
+    # (recipe, what it is, every key that then does nothing)
+    (
+        "llama2-tiny",
+        "--optim.decay linear",
+        {
+            **{f"model.{key}": value for key, value in {**MIXTURE, **SCALED}.items()},
+            "model.rope_mscale": 2,
+            "model.nope_dim": 8,
+            "model.rope_dim": 8,
+            "model.v_dim": 8,
+            "model.mtp_weight": 1,
+            "train.fp8_keep": 0,
+            "train.fp8_block": 64,
+            "optim.decay_fraction": 0.5,
+            "optim.momentum": 0.5,
+            "parallel.sp": "true",
+            "parallel.schedule": "zb-h1",
+            "parallel.cp_kind": "ulysses",
+            "parallel.zero": 1,
+            "parallel.reduce": "ring",
+            "parallel.timeout_s": 20,
+            "parallel.stages": "2",
+            "parallel.recompute_parts": "norm",
+            "parallel.node": 2,
+            "parallel.compress_block": 128,
+            "parallel.powersgd_rank": 2,
+            "data.cache": "elsewhere",
+            "eval.prompt": "a",
+            "eval.temperature": 0.5,
+            "log.project": "mine",
+        },
+    ),
+    (
+        "gpt2-tiny",
+        "--optim.decay constant --optim.name sgd --parallel.recompute_stages selective",
+        {
+            **{f"model.{key}": value for key, value in SCALED.items()},
+            "model.rope_theta": 5,
+            "model.rope_factor": 2,
+            "model.rope_mscale": 2,
+            "model.qkv_bias": "true",
+            "optim.min_lr": 1e-5,
+            "optim.beta1": 0.5,
+            "optim.beta2": 0.5,
+            "optim.eps": 1e-4,
+            "parallel.zero": 1,
+            "parallel.compress": "int8",
+            "parallel.compress_weights": "int8",
+            "parallel.recompute": "full",
+        },
+    ),
+)
+
+
+@pytest.mark.parametrize("name, words, idle", WHOLE, ids=[case[0] for case in WHOLE])
+def test_what_the_table_calls_idle_changes_no_bit(tmp_path, args, monkeypatch, name, words, idle):
+    monkeypatch.setattr(unused, "check_unused", lambda cfg, world: "")
+    base = [name, *args, *words.split()]
+    more = [f"--{key}={value}" for key, value in idle.items()]
+    called = {path for path, *_ in unused.find_unused(config.resolve(name, None, [*base[1:], *more]), 1)}
+    assert called == set(idle)
+    for folder, extra in (("plain", []), ("idle", more)):
+        assert train.main([*base, *extra, "--log.dir", str(tmp_path / folder)]) == 0
+    plain, other = kept(tmp_path / "plain"), kept(tmp_path / "idle")
+    assert len(plain[0]) >= 4 and plain[1]
+    assert plain[0] == other[0]
+    assert [name for (name, was), (_, now) in zip(plain[1], other[1], strict=True) if was != now] == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_reads_what_the_table_says(tmp_path, args, monkeypatch, name):
+    """Another value of a key changes the weights of three steps, unless the table calls it idle."""
+    monkeypatch.setattr(unused, "check_unused", lambda cfg, world: "")
+    base = ["llama2-tiny", *args, "--optim.name", name, "--train.steps", "3", "--eval.batches", "1"]
+
+    def weights(folder: str, *more: str) -> list[tuple[str, bytes]]:
+        assert train.main([*base, *more, "--log.dir", str(tmp_path / folder)]) == 0
+        return kept(tmp_path / folder)[1]
+
+    plain = weights("plain")
+    for key, value in {"momentum": 0.5, "beta1": 0.5, "beta2": 0.5, "eps": 1e-2, "min_lr": 1e-4}.items():
+        words = [f"--optim.{key}", str(value)]
+        cfg = config.resolve("llama2-tiny", None, [*base[1:], *words])
+        idle = any(path == f"optim.{key}" for path, *_ in unused.find_unused(cfg, 1))
+        same = weights(key, *words) == plain
+        assert same == idle, f"optim.{key} of {name}"

@@ -1,0 +1,272 @@
+"""Every schedule, for all small p, m and v: complete, in order, no deadlock, transfers that meet, bounded
+memory.
+"""
+
+import random
+from collections import Counter, defaultdict
+
+import pytest
+
+from parallel.pipeline.schedule import (
+    COMPUTE_KINDS,
+    SCHEDULES,
+    Op,
+    add_transfers,
+    check_schedule,
+    check_transfers_match,
+    gpipe,
+    interleaved,
+    loop_placement,
+    make_schedule,
+    matching_transfer,
+    max_in_flight,
+    one_f_one_b,
+    simulate_order,
+    single_op_steps,
+    v_placement,
+)
+
+
+def every(kind, p_max=8, m_max=32):
+    for p in range(1, p_max + 1):
+        for m in range(p, m_max + 1, p) if kind == "interleaved" else range(1, m_max + 1):
+            for v in (1, 2, 3) if kind == "interleaved" else (None,):
+                yield make_schedule(kind, p, m, v)
+
+
+def words(ops):
+    return " ".join(map(str, ops))
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_list_is_complete_and_can_finish(kind):
+    for s in every(kind):
+        check_schedule(s.order, s.n_stages, s.microbatches, s.place)
+        assert sorted(s.place) == sorted(list(range(len(s.order))) * s.chunks)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_transfers_meet(kind):
+    for s in every(kind, m_max=20):
+        low = add_transfers(s.order, s.place)
+        assert [[op for op in ops if op.kind in COMPUTE_KINDS] for ops in low] == s.order
+        assert check_transfers_match(low)
+        between = defaultdict(
+            list
+        )  # (rank, other rank) -> its transfers with that rank, each as its sender's op
+        for r, ops in enumerate(low):
+            for at, op in enumerate(ops):
+                if op.kind not in COMPUTE_KINDS:
+                    other = s.place[matching_transfer(op).stage]
+                    assert other != r and matching_transfer(matching_transfer(op)) == op
+                    between[r, other].append(op if op.kind[0] == "S" else matching_transfer(op))
+                if op.kind in (
+                    "SF",
+                    "SB",
+                ):  # right after its data is made; a receive, before its data is used
+                    assert ops[at - 1] in [op._replace(kind=k) for k in ("F" if op.kind == "SF" else "BI")]
+                elif op.kind in ("RF", "RB"):
+                    assert any(op._replace(kind=k) in ops[at:] for k in ("F" if op.kind == "RF" else "BI"))
+        assert all(mine == between[b, a] for (a, b), mine in between.items())  # one order at both ends
+        cuts = sum(a != b for a, b in zip(s.place, s.place[1:]))
+        assert sum(map(len, between.values())) == 2 * 2 * cuts * s.microbatches  # both ends, both directions
+
+
+@pytest.mark.parametrize(
+    "kind,peak",
+    [
+        ("gpipe", lambda p, m, v, r: m),
+        ("1f1b", lambda p, m, v, r: min(p - r, m)),
+        (
+            "interleaved",
+            lambda p, m, v, r: min(2 * (p - 1 - r) + (v - 1) * p + 1, m * v) if v > 1 else min(p - r, m),
+        ),
+        ("zb-h1", lambda p, m, v, r: min(p, m)),  # what 1F1B's first rank holds
+    ],
+)
+def test_memory(kind, peak):
+    for s in every(kind):
+        p = len(s.order)
+        assert [max_in_flight(ops) for ops in s.order] == [
+            peak(p, s.microbatches, s.chunks, r) for r in range(p)
+        ]
+
+
+@pytest.mark.parametrize("kind,more", [("zb-v", 0), ("dualpipe-v", 1)])
+def test_memory_of_a_v(kind, more):
+    """2p chunks are p whole stages, 1F1B's peak; DualPipe holds one chunk more, PP + 1 of PP = 2p in its
+    README.
+    """
+    for s in every(kind):
+        p, m = len(s.order), s.microbatches
+        peaks = [max_in_flight(ops) for ops in s.order]
+        assert max(peaks) <= min(2 * p + more, 2 * m)
+        if m >= 2 * p:
+            assert peaks == [2 * p + more] * p
+
+
+def test_lists_by_hand():
+    assert words(one_f_one_b(1, 3)[0]) == "0F0 0B0 0F1 0B1 0F2 0B2"  # accumulating gradients
+    assert list(map(words, gpipe(2, 2))) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert list(map(words, one_f_one_b(2, 3))) == ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"]
+    assert list(map(words, make_schedule("zb-h1", 2, 3).order)) == [
+        "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
+        "1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2",
+    ]
+    assert words(interleaved(2, 2, 2)[0]) == "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1"
+    assert words(interleaved(2, 2, 2)[1]) == "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
+    assert list(map(words, make_schedule("zb-v", 2, 3).order)) == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2",
+        "1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2",
+    ]
+    assert list(map(words, make_schedule("dualpipe-v", 2, 4).order)) == [
+        "0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3",
+        "1F0 2F0 1F1 2F1 1F2 2I0 2W0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3",
+    ]
+    assert (loop_placement(2, 2), v_placement(3)) == ((0, 1, 0, 1), (0, 1, 2, 2, 1, 0))
+
+
+def test_one_chunk_interleaved_is_1f1b():
+    for p in range(1, 9):
+        for m in range(p, 33, p):
+            assert interleaved(p, m, 1) == one_f_one_b(p, m)
+    assert make_schedule("interleaved", 4, 5, 1).order == one_f_one_b(4, 5)
+
+
+@pytest.mark.parametrize(
+    "args,says",
+    [
+        (("zbv", 4, 8), "did you mean zb-v"),
+        (("?", 4, 8), "gpipe or 1f1b or"),
+        (("interleaved", 4, 6), "take 4 or 8"),
+        (("interleaved", 4, 3), "take 4$"),
+        (("1f1b", 4, 4, 2), "1f1b has 1 chunk a rank, not 2"),
+        (("zb-v", 4, 4, 3), "zb-v has 2 chunks a rank"),
+        (("gpipe", 0, 1), "at least 1 rank"),
+        (("gpipe", 1, 0), "at least"),
+        (("interleaved", 1, 1, 0), "at least"),
+    ],
+)
+def test_illegal_values_are_one_line_with_the_legal_ones(args, says):
+    with pytest.raises(ValueError, match=says) as e:
+        make_schedule(*args)
+    assert "\n" not in str(e.value)
+
+
+def broken(change):
+    s = make_schedule("zb-v", 2, 3)
+    order = [list(ops) for ops in s.order]
+    change(order)
+    check_schedule(order, s.n_stages, s.microbatches, s.place)
+
+
+@pytest.mark.parametrize(
+    "change,says",
+    [
+        (lambda o: None, None),
+        (lambda o: o[0].remove(Op("W", 0, 1)), "stage 0 runs F I for microbatch 1"),
+        (lambda o: o[0].append(Op("F", 0, 1)), "stage 0 runs F F I W"),
+        (lambda o: o[0].append(Op("B", 0, 1)), "stage 0 runs B F I W"),
+        (lambda o: o[1].append(o[0].pop(0)), "rank 1 runs 0F0, but stage 0 is rank 0's"),
+        (lambda o: o[0].append(Op("F", 0, 3)), "rank 0 runs 0F3: no such op"),
+        (lambda o: o[0].append(Op("F", 4, 0)), "rank 0 runs 4F0: no such op"),
+        (lambda o: o[0].append(Op("F", -1, 0)), "no such op"),
+        (lambda o: o[0].append(Op("SF", 0, 0)), "no such op"),
+        (
+            lambda o: o[1].sort(key=lambda op: -op.stage),
+            "rank 0 at 3F0 waits for 2F0, rank 1 at 2F0 waits for 1F0",
+        ),
+        (
+            lambda o: o[0].insert(0, o[0].pop(o[0].index(Op("W", 3, 0)))),
+            "deadlock: rank 0 at 3W0 waits for 3I0, rank 1",
+        ),
+    ],
+)
+def test_broken_lists_are_refused(change, says):
+    if says is None:
+        return broken(change)
+    with pytest.raises(ValueError, match=says):
+        broken(change)
+
+
+def test_the_place_of_a_stage_is_its_own_rank_unless_told():
+    check_schedule(one_f_one_b(3, 4), 3, 4)
+    with pytest.raises(ValueError, match="stage 3 is rank 3's"):
+        check_schedule(make_schedule("zb-v", 2, 3).order, 4, 3)
+
+
+def test_check_counts_what_a_run_would_do():
+    """walk plays each op once, and after all that it needs: an independent replay agrees."""
+    for kind in SCHEDULES:
+        s = make_schedule(kind, 4, 8)
+        clock, ended = Counter(), {}
+        for r, (op,) in simulate_order(single_op_steps(s.order), s.n_stages):
+            assert s.order[r][clock[r]] == op
+            clock[r] += 1
+            if op.kind == "F" and op.stage:
+                assert ("F", op.stage - 1, op.microbatch) in ended
+            if op.kind in "BI" and op.stage < s.n_stages - 1:
+                assert ("B", op.stage + 1, op.microbatch) in ended or (
+                    "I",
+                    op.stage + 1,
+                    op.microbatch,
+                ) in ended
+            ended[op] = True
+        assert len(ended) == sum(map(len, s.order))
+
+
+def test_any_legal_order_meets():
+    """What lower() promises: shuffle lists at random; whatever check() still allows, meets."""
+    rng, legal = random.Random(0), 0
+    for _ in range(600):
+        s = make_schedule(rng.choice(list(SCHEDULES)), p := rng.randint(2, 5), p * rng.randint(1, 3))
+        for _ in range(rng.randint(1, 6)):
+            ops = rng.choice(s.order)
+            a = rng.randrange(len(ops) - 1)
+            b = min(len(ops) - 1, a + rng.randint(1, 4))
+            ops[a], ops[b] = ops[b], ops[a]
+        try:
+            check_schedule(s.order, s.n_stages, s.microbatches, s.place)
+        except ValueError as e:
+            assert str(e).startswith("deadlock: rank")
+            continue
+        legal += 1
+        assert check_transfers_match(add_transfers(s.order, s.place))
+    assert 100 < legal < 500
+
+
+def test_meets_refuses_a_crossed_wire():
+    a = [Op("F", 0, 0), Op("SF", 0, 0), Op("RB", 0, 0), Op("B", 0, 0)]
+    b = [Op("RF", 1, 0), Op("F", 1, 0), Op("B", 1, 0), Op("SB", 1, 0)]
+    assert check_transfers_match([a, b])
+    assert not check_transfers_match([a[:2] + a[3:], b])  # a send that nobody receives
+    assert not check_transfers_match([a, b[:3]])  # a receive that nobody sends
+    a.insert(1, a.pop(2)), a.insert(2, Op("W", 0, 0))
+    assert not check_transfers_match([a, b])  # rank 0 waits for the gradient before it sends the activation
+
+
+def test_why_the_sender_places_the_receive():
+    """Placed right before its use, the receive deadlocks two thirds of these; placed by the sender, none."""
+
+    def naive(order, place):
+        out = []
+        for r, ops in enumerate(order):
+            low = []
+            for op in ops:
+                step = 1 if op.kind == "F" else -1
+                for kind, other in (("R", op.stage - step), ("", None), ("S", op.stage + step)):
+                    if not kind:
+                        low.append(op)
+                    elif 0 <= other < len(place) and place[other] != r:
+                        low.append(Op(kind + op.kind, op.stage, op.microbatch))
+            out.append(low)
+        return out
+
+    grid = [
+        make_schedule("interleaved", p, p * k, v)
+        for p in range(2, 7)
+        for v in range(2, 4)
+        for k in range(1, 4)
+    ]
+    assert (sum(not check_transfers_match(naive(s.order, s.place)) for s in grid), len(grid)) == (20, 30)
+    assert all(check_transfers_match(add_transfers(s.order, s.place)) for s in grid)

@@ -1,0 +1,362 @@
+"""The precisions that people train in, through train.train: a fixed core of cells and a draw by commit, the
+loss scale of fp16, and planted bugs, each of which must be seen."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from draw import commit_seed
+
+import train
+from kernels import adam, attention, cross_entropy, linear, norm, partial_attention
+from optim.adamw import AdamW
+from optim.base import Optimizer
+from optim.muon import Muon
+from parallel.sharding import gradients
+from parallel.sharding.weights import BucketWeights
+from parallel.wire.comm import World
+from proof.precision import command
+from proof.precision.cells import EXTRAS, Cell, choose_cells
+from proof.precision.errors import BoundedError
+from proof.precision.job import (
+    DTYPES,
+    LEARNING_RATES,
+    SPOILT_STEP,
+    precision_config,
+    single_process,
+    write_corpus,
+)
+from proof.precision.kernel_statistics import kernel_errors
+from proof.precision.prover import Prover, judge
+from proof.precision.recorded_run import RecordedRun, read_run, train_and_record
+from proof.precision.recorder import record_run, same_bits
+from proof.precision.two_runs import NOT_COMPARED, compare_runs
+
+LLAMA, MIXTURE = "llama3-tiny", "mixtral-tiny"
+# (recipe, ranks, cell): every dtype, optimizer, ZeRO stage and kind of layout once
+CORE = [
+    (LLAMA, 2, Cell("bf16", "adamw", 1, 0, 0)),
+    (LLAMA, 2, Cell("fp16", "lion", 2, 3, 0)),
+    (LLAMA, 2, Cell("fp8", "muon", 3, 1, 0)),
+    (LLAMA, 2, Cell("bf16", "adamw-bf16", 3, 0, 1)),
+    (LLAMA, 2, Cell("fp32", "lars", 0, 4, 0)),
+    (LLAMA, 2, Cell("bf16", "sgd", 3, 0, 2)),
+    (LLAMA, 4, Cell("bf16", "lamb", 2, 3, 0)),
+    (MIXTURE, 2, Cell("bf16", "adamw", 1, 5, 0)),
+]
+DRAWN = 2
+
+
+class Here:
+    """A pool of one rank that is this process: what a test replaces in a module is replaced in the run."""
+
+    size = 1
+
+    def run(self, work, *args) -> list:
+        return [work(World(), *args)]
+
+
+@pytest.fixture(scope="module")
+def provers(ranks):
+    """prover(recipe, ranks), one each for the whole file."""
+    made = {}
+
+    def prover(name: str, world: int) -> Prover:
+        if (name, world) not in made:
+            made[name, world] = Prover(name, world, ranks(world))
+        return made[name, world]
+
+    yield prover
+    for one in made.values():
+        one.close()
+
+
+def holds(prover: Prover, cell: Cell) -> None:
+    wrong, seen = prover.prove(cell)
+    assert not wrong and seen
+    assert not [s for s in seen if s.share > 1], max(seen, key=lambda s: s.share)
+
+
+@pytest.mark.parametrize("name, world, cell", CORE, ids=[cell.words(world) for _, world, cell in CORE])
+def test_the_core(provers, name, world, cell):
+    holds(provers(name, world), cell)
+
+
+@pytest.mark.parametrize("which", range(DRAWN))
+def test_a_draw(provers, which):
+    every = choose_cells(LLAMA, 2)
+    cell = every[(commit_seed() + which * len(every) // DRAWN) % len(every)]
+    print(cell.words(2))
+    holds(provers(LLAMA, 2), cell)
+
+
+def test_every_cell_is_met_and_legal():
+    every = choose_cells(LLAMA, 2)
+    assert {(c.dtype, c.optimizer, c.zero) for c in every} == {
+        (d, o, z) for d in DTYPES for o in LEARNING_RATES for z in range(4)
+    }
+    assert {c.layout for c in every} == set(range(5)) and {c.extra for c in every} == set(range(len(EXTRAS)))
+
+
+def test_a_row_whose_rank_dies_does_not_spoil_the_next(monkeypatch, capsys):
+    """The rows after it run on new ranks, and a message without words is replaced by its class."""
+    made, asked = [], []
+
+    class Ranks:
+        """A Prover without ranks. The first one loses them in its first row."""
+
+        def __init__(self, name: str, world: int, **settings) -> None:
+            self.world, self.closed = world, False
+            made.append(self)
+
+        def close(self) -> None:
+            self.closed = True
+
+        def prove_sums(self, dtype: str, zero: int):
+            asked.append(self)
+            assert not self.closed
+            if len(asked) == 1:
+                raise RuntimeError
+            return [], []
+
+        def prove(self, cell: Cell):
+            return self.prove_sums("", 0)
+
+    monkeypatch.setattr(command, "Prover", Ranks)
+    monkeypatch.setattr(command, "choose_cells", lambda *args: [Cell("bf16", "adamw", 0, 0, 0)])
+    monkeypatch.setattr(command, "kernel_errors", lambda: [])
+    assert command.check(LLAMA, 1, as_json=True) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["wrong"] for row in rows] == [[], ["died: RuntimeError"], *[[]] * 4]
+    assert len(made) == 2 and made[0].closed and asked[0] is made[0] and set(asked[1:]) == {made[1]}
+
+
+def test_statistics_are_wide():
+    seen = kernel_errors()
+    assert len(seen) == 8 and all(s.share <= 1 for s in seen), max(seen, key=lambda s: s.share)
+
+
+@pytest.mark.parametrize(
+    "module, what",
+    [
+        (norm, "RMSNorm"),
+        (norm, "LayerNorm"),
+        (attention, "attention, blocks"),
+        (partial_attention, "attention, a part of the ring"),
+        (cross_entropy, "the loss of 4,096 tokens"),
+    ],
+)
+def test_statistics_in_bf16_are_seen(monkeypatch, module, what):
+    monkeypatch.setattr(module, "accumulation_dtype", lambda dtype: dtype)
+    assert next(s for s in kernel_errors() if s.where == what).share > 1
+
+
+@pytest.mark.parametrize("dtype, zero", [("bf16", 0), ("fp16", 1), ("bf16", 2), ("fp8", 3)])
+def test_microbatches_are_summed_in_fp32(provers, dtype, zero):
+    wrong, seen = provers(LLAMA, 2).prove_sums(dtype, zero)
+    assert not wrong and len(seen) > 20 and all(s.share <= 1 for s in seen), max(seen, key=lambda s: s.share)
+
+
+# ---- the loss scale ----------------------------------------------------------------------------------------
+
+
+def test_a_loss_scale_goes_on_where_it_was(provers, ranks, tmp_path):
+    """It starts too high, falls, and grows; a run that goes on from step 4 is told what the unbroken run
+    was told, bit for bit."""
+    cfg = Cell("fp16", "adamw", 1, 0, 0).config(LLAMA, 2, provers(LLAMA, 2).data)
+    cfg = replace(cfg, checkpoint=replace(cfg.checkpoint, every=4, keep=9))
+    assert ranks(2).run(record_run, cfg, tmp_path / "whole", frozenset()) == [0, 0]
+    whole = read_run(cfg, tmp_path / "whole", 2)
+    saved = tmp_path / "whole" / "checkpoints" / "step_00000004"
+    assert json.loads((saved / "meta.json").read_text())["loss_scale"] == [
+        whole.steps[4]["scale"],
+        whole.steps[4]["good"],
+    ]
+    shutil.copytree(saved, tmp_path / "again" / "checkpoints" / saved.name)
+    shutil.copytree(tmp_path / "whole" / "tokenizer", tmp_path / "again" / "tokenizer")
+    assert ranks(2).run(record_run, cfg, tmp_path / "again", frozenset()) == [0, 0]
+    again = read_run(cfg, tmp_path / "again", 2)
+    scales = [told["scale"] for told in whole.steps]
+    assert (
+        scales[0] == 2.0**24 and min(scales) < 2.0**24 and any(b > a for a, b in zip(scales, scales[1:]))
+    ), scales
+    assert not whole.wrong and not again.wrong and len(again.steps) == 7
+    assert repr([t["scale"] for t in again.steps]) == repr(scales[4:]) and repr(again.steps[1:]) == repr(
+        whole.steps[5:]
+    )
+    assert all(same_bits(again.masters[-1][key], t) for key, t in whole.masters[-1].items())
+
+
+# ---- planted bugs ------------------------------------------------------------------------------------------
+
+
+def one(tmp_path, dtype: str, optimizer: str) -> tuple[list[str], list[BoundedError]]:
+    """A run in this process, judged alone."""
+    cfg = precision_config(LLAMA, write_corpus(tmp_path), dtype, optimizer)
+    return judge(
+        train_and_record(Here(), single_process(cfg), tmp_path / "run", frozenset({SPOILT_STEP})), None, ""
+    )
+
+
+def beyond(seen: list[BoundedError]) -> set[str]:
+    return {s.what for s in seen if s.share > 1}
+
+
+def test_a_run_in_this_process_holds(tmp_path):
+    wrong, seen = one(tmp_path, "bf16", "lion")
+    assert not wrong and not beyond(seen)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "lamb", "lars"])
+def test_weights_without_masters_are_seen(monkeypatch, tmp_path, optimizer):
+    step = Optimizer.step
+
+    def planted(self, *args):
+        before = [b.weights.master.clone() for b in self.buckets]
+        step(self, *args)
+        for b, old in zip(self.buckets, before):
+            b.weights.master.copy_(old)
+
+    monkeypatch.setattr(Optimizer, "step", planted)
+    wrong, seen = one(tmp_path, "bf16", optimizer)
+    assert any("are not their masters rounded" in w for w in wrong) and any(
+        "no master of" in w for w in wrong
+    )
+    assert "update" in beyond(seen)
+
+
+@pytest.mark.parametrize("optimizer, who", [("lion", Optimizer), ("muon", Muon)])
+def test_masters_without_weights_are_seen(monkeypatch, tmp_path, optimizer, who):
+    """copy_master_to_weights() forgotten in one optimizer."""
+    step = who.step
+
+    def planted(self, *args):
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(BucketWeights, "copy_master_to_local", lambda bucket: None)
+            step(self, *args)
+
+    monkeypatch.setattr(who, "step", planted)
+    wrong, _ = one(tmp_path, "bf16", optimizer)
+    assert any("are not their masters rounded" in w for w in wrong) and any(
+        "no weight of" in w for w in wrong
+    )
+
+
+def test_masters_in_bf16_are_seen(monkeypatch, tmp_path):
+    step = Optimizer.step
+
+    def planted(self, *args):
+        step(self, *args)
+        for b in self.buckets:
+            b.weights.master.copy_(b.weights.master.bfloat16())
+
+    monkeypatch.setattr(Optimizer, "step", planted)
+    assert "update" in beyond(one(tmp_path, "bf16", "lars")[1])
+
+
+def test_rounding_to_nearest_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(adam, "stochastic_round", lambda x, bits: x.bfloat16())
+    assert "rounding" in beyond(one(tmp_path, "bf16", "adamw-bf16")[1])
+
+
+def test_a_norm_in_bf16_is_seen(monkeypatch, tmp_path):
+    norm_of = train.grad_norm
+    monkeypatch.setattr(train, "grad_norm", lambda *args: norm_of(*args).bfloat16().float())
+    assert "norm" in beyond(one(tmp_path, "bf16", "sgd")[1])
+
+
+def test_a_sum_in_bf16_is_seen(monkeypatch, tmp_path):
+    monkeypatch.setattr(linear, "add_wgrad", lambda into, dy, x: into.copy_((into + dy.t() @ x).bfloat16()))
+    assert "wide" in beyond(one(tmp_path, "bf16", "sgd")[1])
+
+
+def test_a_forgotten_loss_scale_is_seen(monkeypatch, tmp_path):
+    factor = train.clip_factor
+    monkeypatch.setattr(train, "clip_factor", lambda *args: factor(*args) * 2)
+    assert "update" in beyond(one(tmp_path, "fp16", "sgd")[1])
+
+
+def test_a_skipped_step_that_decays_is_seen(monkeypatch, tmp_path):
+    step = AdamW.step
+
+    def planted(self, number, lr, factor, ok):
+        step(self, number, lr, factor, ok)
+        if not ok:
+            for b in self.buckets:
+                b.weights.master.mul_(1 - lr * self.cfg.weight_decay)
+                b.weights.copy_master_to_local()
+
+    monkeypatch.setattr(AdamW, "step", planted)
+    wrong, _ = one(tmp_path, "bf16", "adamw")
+    assert any(f"step {SPOILT_STEP} was skipped and changed master" in w for w in wrong)
+
+
+def stale(world: World, cfg, folder: Path, spoilt: frozenset[int]) -> int:
+    """record_run(), on ranks that never send what they updated."""
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(BucketWeights, "start_gather_updated", lambda bucket: None)
+        return record_run(world, cfg, folder, spoilt)
+
+
+def narrowed(world: World, cfg, folder: Path, spoilt: frozenset[int]) -> int:
+    """record_run(), on ranks that round their gradients to bf16 before they are summed."""
+    reduce = gradients.start_scatter_sum
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(gradients, "start_scatter_sum", lambda x, *how: reduce(x.bfloat16().to(x.dtype), *how))
+        return record_run(world, cfg, folder, spoilt)
+
+
+def diverging(world: World, cfg, folder: Path, spoilt: frozenset[int]) -> int:
+    """record_run(), with a last rank whose gradients are a thousandth larger."""
+    finish = train.finish_grad_reductions
+
+    def planted(buckets, mesh) -> None:
+        finish(buckets, mesh)
+        for b in buckets if world.rank == world.size - 1 else ():
+            b.grads.local.mul_(1.001)
+
+    with pytest.MonkeyPatch.context() as inner:
+        inner.setattr(train, "finish_grad_reductions", planted)
+        return record_run(world, cfg, folder, spoilt)
+
+
+@pytest.mark.parametrize(
+    "work, zero, says",
+    [
+        (stale, 1, "is not the shares of all ranks"),
+        (narrowed, 1, "layout gradient"),
+        (diverging, 0, "replicas of"),
+    ],
+)
+def test_what_goes_wrong_between_ranks_is_seen(provers, ranks, tmp_path, work, zero, says):
+    prover, cell = provers(LLAMA, 2), Cell("bf16", "sgd", zero, 0, 0)
+    cfg, spoilt = cell.config(LLAMA, 2, prover.data), frozenset({SPOILT_STEP})
+    run = train_and_record(ranks(2), cfg, tmp_path / "run", spoilt, work)
+    wrong, seen = judge(run, prover.single(cfg, spoilt), "layout")
+    assert any(says in w for w in (*wrong, *beyond(seen))), (wrong[:3], beyond(seen))
+
+
+@pytest.mark.parametrize("against", ["layout", "fp64"])
+@pytest.mark.parametrize("weights", ["fp8", "none"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("skipped", [1, 6, 7, 10, None])
+def test_one_run_may_skip_a_late_step_alone_in_fp16_with_quantized_weights_and_nowhere_else(
+    tmp_path, skipped, dtype, weights, against
+):
+    cfg = precision_config(LLAMA, str(tmp_path), dtype, "sgd")
+    cfg = replace(cfg, parallel=replace(cfg.parallel, compress_weights=weights))
+
+    def run(good: int | None) -> RecordedRun:
+        told = [{"step": step, "ok": step == good} for step in range(11)]
+        return RecordedRun(cfg, [{}] * 11, [], [], [], told)
+
+    seen = compare_runs(run(skipped), run(None), against)
+    if skipped is None:
+        assert seen == []
+        return
+    bound = NOT_COMPARED if (dtype, weights, against) == ("fp16", "fp8", "layout") else 0
+    what = f"{against} steps from a skip of one run alone"
+    assert seen == [BoundedError(what, f"step {skipped}", 11 - skipped, bound)]
+    assert (seen[0].share <= 1) == (bound > 0 and skipped >= 7)

@@ -1,0 +1,320 @@
+"""scripts.verify: parts of a proof are the whole proof, a part that does not exist is refused, a layout that
+dies is one that failed, and overrides reach every process of a proof or are refused in one line.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import json
+import os
+
+import pytest
+
+import config
+from build import plan_pipeline
+from config import Config, ConfigError
+from proof import lattice, mup
+from proof.precision.cells import Cell
+from proof.verify import command
+from proof.verify.cells import part_of, words
+from proof.verify.command import main
+from proof.verify.overrides import (
+    CELL_WORDS,
+    NEEDED,
+    Overrides,
+    check_free,
+    read_overrides,
+    split_overrides,
+    value_of,
+)
+from proof.verify.tiny_config import placed, tiny_config, write_corpora
+from proof.verify.trial import reference_values, single_process
+from runtime.failure import fail_cleanly
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7, 10])
+def test_parts_are_the_whole_in_its_order(n):
+    cells = [{"cell": i} for i in range(10)]
+    parts = [part_of(cells, f"{k}/{n}") for k in range(1, n + 1)]
+    assert sum(parts, []) == cells and max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("part", ["0/4", "5/4", "2", "2/0", "-1/4", "a/b", "1/4/2", "1/11", "1/2 ", ""])
+def test_parts_that_do_not_exist_are_refused(part):
+    with pytest.raises(ConfigError, match="^--part: ") as e:
+        part_of([{}] * 10, part)
+    assert "K/N" in str(e.value) and "\n" not in str(e.value)
+
+
+def test_a_part_runs_its_own_cells_and_says_which(capsys):
+    def said(*part: str) -> list[str]:
+        assert main(["llama3-tiny", "--world", "1", "--layouts", "5", "--only", "mb1", *part]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    def cells(lines: list[str]) -> list[str]:
+        return [line for line in lines if line.startswith("ok ")]
+
+    one, two = said("--part", "1/2"), said("--part", "2/2")
+    assert len(cells(one)) == 2 and cells(one) + cells(two) == cells(said())
+    assert two[0].startswith("llama3-tiny: part 2/2: 3 cells of") and two[-1].startswith(
+        "part 2/2: 3 of 3 layouts train like one process"
+    )
+
+
+def test_a_layout_that_dies_does_not_hide_the_others(monkeypatch, capfd):
+    calls, prove = [], command.prove
+
+    def first_dies(pool, *args):
+        calls.append(pool)
+        return prove(pool, *args) if len(calls) > 1 else pool.run(os.fspath)  # which takes no World
+
+    monkeypatch.setattr(command, "prove", first_dies)
+    assert main(["llama3-tiny", "--world", "2", "--layouts", "2", "--only", "mb1", "zero1"]) == 1
+    told = capfd.readouterr()
+    lines = [line for line in told.out.splitlines() if line.startswith(("ok ", "WRONG "))]
+    assert (
+        lines[0].startswith("WRONG")
+        and "died: TypeError" in lines[0]
+        and lines[1].startswith("ok")
+        and "Traceback" in told.err
+    )
+    assert calls[0] is not calls[1] and told.out.splitlines()[-1].startswith("1 of 2 layouts")
+
+
+def test_an_error_without_words_is_named_by_its_class(monkeypatch, capfd):
+    """It fails its own layout, and does not end the proof."""
+
+    def dies(*args):
+        raise AssertionError
+
+    monkeypatch.setattr(command, "prove", dies)
+    monkeypatch.setattr(command, "make_references", lambda *args: None)
+    assert main(["llama3-tiny", "--world", "1", "--layouts", "1", "--only", "mb1", "zero1"]) == 1
+    assert "died: AssertionError" in capfd.readouterr().out
+
+
+# ---- overrides ----
+
+EVERY_KEY = [
+    f"{name}.{field.name}"
+    for name, section in config.sections().items()
+    for field in dataclasses.fields(section)
+]
+
+
+def first_loss(tmp_path, *words: str, name: str = "llama3-tiny") -> float:
+    cfg = single_process(tiny_config(name, 1, read_overrides(list(words))))
+    folder = tmp_path / "x".join(word.strip("-") for word in (name, *words))
+    folder.mkdir()
+    write_corpora(folder)
+    return float(reference_values(placed(cfg, folder, "run"), folder)["step 1 loss"])
+
+
+def test_an_override_of_the_model_changes_what_is_trained(tmp_path):
+    losses = [
+        first_loss(tmp_path),
+        first_loss(tmp_path, "--model.activation", "gelu"),
+        first_loss(tmp_path, "--model.qk_norm=true"),
+        first_loss(tmp_path, "--model.positions", "learned"),
+        first_loss(tmp_path, "--model.window", "5"),
+        first_loss(tmp_path, "--model.hidden=64"),
+    ]
+    for one, other in itertools.combinations(losses, 2):
+        assert abs(one - other) > 1e-6, losses
+
+
+def test_a_proof_with_overrides_trains_them_on_every_rank_and_says_them(monkeypatch, capsys):
+    jobs, prove = [], command.prove
+
+    def recorded(pool, cfg, home):
+        of_ranks = pool.run(run_and_report, cfg)
+        jobs.append(of_ranks)
+        return prove(pool, cfg, home)
+
+    monkeypatch.setattr(command, "prove", recorded)
+    argv = [
+        "--model.activation=gelu",
+        "llama3-tiny",
+        "--world",
+        "2",
+        "--layouts",
+        "2",
+        "--model.qk_norm",
+        "true",
+        "--only",
+        "no-wide",
+        "no-ramp",
+    ]
+    assert main(argv) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("llama3-tiny model.activation=gelu model.qk_norm=true: 2 cells of")
+    assert lines[-1].startswith("2 of 2 layouts train like one process")
+    assert jobs == [[("gelu", True)] * 2] * 2
+
+    assert main(argv[:5] + ["1", "--only", "mb1", "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == 1 and rows[0]["ok"] and rows[0]["layout"].endswith(" model.activation=gelu")
+
+
+def run_and_report(world, cfg: Config) -> tuple[str, bool]:
+    return cfg.model.activation, cfg.model.qk_norm
+
+
+def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
+    """A reference without the override: the proof must see it."""
+    make = command.make_references
+
+    def plain(pool, cfgs, home):
+        return make(
+            pool,
+            [
+                dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, activation="swiglu"))
+                for cfg in cfgs
+            ],
+            home,
+        )
+
+    monkeypatch.setattr("proof.verify.trial.make_references", plain)
+    assert (
+        main(["llama3-tiny", "--world", "1", "--layouts", "1", "--only", "mb1", "--model.activation", "gelu"])
+        == 1
+    )
+    assert "WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--model.activation", "x"], "model.activation: 'x' is not one of swiglu, gelu"),
+        (["--model.activatio", "gelu"], "model.activatio: no such key; did you mean model.activation?"),
+        (["--model.activatio=gelu"], "model.activatio: no such key; did you mean model.activation?"),
+        (["--modle.qk_norm", "true"], "modle: no such key; did you mean model?"),
+        (["--model.qk_norm", "perhaps"], "model.qk_norm: expected true or false, got 'perhaps'"),
+        (["--model.activation"], "model.activation: needs a value"),
+        (["--model.activation", "--seed", "1"], "model.activation: needs a value"),
+        (["--heads", "4"], "heads: no such key; did you mean model.heads?"),
+        (["--sede", "4"], "--sede: no such option; did you mean --seed?"),
+        (["gelu"], "gelu: unexpected; a setting is written --section.field VALUE"),
+        (["--model.heads", "5"], "model.heads: 5 does not divide model.hidden=32"),
+        (["--model.v_dim", "7"], "model.v_dim: does nothing: it belongs to latent attention"),
+        (["--parallel.tp", "2"], "parallel.tp: the cells vary it; choose among them with --only tp2"),
+        (["--optim.name", "lion"], "optim.name: the cells vary it; choose among them with --only muon"),
+        (["--train.dtype", "bf16"], "train.dtype: layouts are proved in fp64; --precision"),
+        (["--train.steps", "9"], "train.steps: the proof runs"),
+        (["--data.path", "x"], "data.path: the proof writes data of its own"),
+        (["--log.dir", "x"], "log.dir: the proof makes a run folder of its own"),
+        (["--coord", "--model.hidden", "64"], "model.hidden: --coord sets it to 128"),
+        (["--coord", "--optim.lr", "1"], "optim.lr: --coord sets every key but those of the model"),
+        (["--precision", "--model.dropout", "0.2"], "model.dropout: the bounds of --precision hold without"),
+        (["--precision", "--model.heads", "5"], "model.heads: 5 does not divide model.hidden=64"),
+        (
+            ["--precision", "--train.seed", "1"],
+            "train.seed: --precision sets every key but those of the model",
+        ),
+    ],
+)
+def test_overrides_are_refused_in_one_line(words, wanted, capsys):
+    assert fail_cleanly(main, ["llama3-tiny", "--world", "2", *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and lines[0].startswith(f"error: {wanted}")
+
+
+DEFAULT_CELL = (
+    {key: values[0] for key, values in lattice.LAYOUT.items()}
+    | dict.fromkeys(lattice.DEGREES, 1)
+    | lattice.default_switches()
+)
+AXES = dict.fromkeys(lattice.DEGREES, (2, 4, 8)) | lattice.LAYOUT | lattice.SWITCHES
+
+
+def test_every_key_that_a_cell_sets_is_refused():
+    """A key that some cell changes and no table names would be overridden in silence."""
+    cfg = tiny_config("mixtral-tiny", 8)
+    cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, window=11))
+    found = lattice.Lattice(cfg, 8, lambda cfg: None, layouts=[], refused={}, keeps_window=True)
+    cells = [DEFAULT_CELL | {key: value} for key, values in AXES.items() for value in values]
+    cells.append(DEFAULT_CELL | {"pp": 2, "stages": "uneven", "recompute": "mixed"})
+    cfgs = [found.config(values) for values in cells]
+    changed = {path for path in EVERY_KEY for one in cfgs if value_of(one, path) != value_of(cfg, path)}
+    assert {
+        "parallel.tp",
+        "model.pad",
+        "optim.states",
+        "train.seq_len",
+    } <= changed and "model.window" not in changed
+    for path in changed:
+        with pytest.raises(ConfigError, match=f"^{path}: "):
+            check_free(Overrides(((path, "1"),)))
+    for path in set(CELL_WORDS) | {name for name in NEEDED if "." in name}:
+        assert path in EVERY_KEY
+
+
+def test_the_words_that_a_refusal_names_are_words_of_cells():
+    divided = DEFAULT_CELL | {"pp": 2, "cp": 2}
+    known = {
+        word
+        for key, values in AXES.items()
+        for value in values
+        for cell in (DEFAULT_CELL, divided)
+        for word in words(cell | {key: value}, 16)
+    }
+    for named in CELL_WORDS.values():
+        for word in named.replace(" or ", ", ").split(", "):
+            assert word.removeprefix("no-") in known, word
+
+
+def test_words_of_the_command_and_of_overrides_are_told_apart():
+    argv = [
+        "llama3-tiny",
+        "--only",
+        "mb1",
+        "sp",
+        "--model.window",
+        "7",
+        "--out=a.png",
+        "--model.bias=true",
+        "--table",
+        "docs/x.md",
+    ]
+    own, settings = split_overrides(argv)
+    assert own == ["llama3-tiny", "--only", "mb1", "sp", "--out=a.png", "--table", "docs/x.md"]
+    assert str(read_overrides(settings)) == "model.window=7 model.bias=true"
+
+
+def test_a_window_of_ones_own_stays_in_the_wide_cells():
+    cfg = tiny_config("llama3-tiny", 1, Overrides((("model.window", "7"),)))
+    found = lattice.find_layouts(cfg, 1, lambda cfg: plan_pipeline(cfg, 1, advise=False), keeps_window=True)
+    wide = found.layouts[0] | lattice.default_switches() | {"geometry": "wide"}
+    assert found.config(wide).model.window == 7 and found.config(wide).train.seq_len == 240
+
+
+def test_the_precisions_and_the_coordinate_check_take_overrides(monkeypatch, capsys):
+    overrides = Overrides((("model.activation", "gelu"),))
+    cell = Cell("bf16", "adamw", 0, 0, 0)
+    assert cell.config("llama3-tiny", 1, "none", overrides).model.activation == "gelu"
+    judged = []
+
+    def rows_of(cells, world):
+        def prove(prover, one):
+            monkeypatch.setattr(prover, "single", lambda cfg, spoilt: judged.append(cfg))
+            with contextlib.suppress(AttributeError):  # there are no runs to judge
+                prover.prove(one)
+            return [], []
+
+        return [(one.words(world), functools.partial(prove, one=one)) for one in cells]
+
+    monkeypatch.setattr("proof.precision.command.choose_cells", lambda *of_proof: [cell])
+    monkeypatch.setattr("proof.precision.command.rows_of", rows_of)
+    assert main(["llama3-tiny", "--precision", "--world", "1", "--model.activation=gelu"]) == 0
+    assert capsys.readouterr().out.startswith("llama3-tiny model.activation=gelu: 1 cells of 1 ranks")
+    assert [cfg.model.activation for cfg in judged] == ["gelu"]
+
+    seen = []
+    monkeypatch.setattr(mup, "rows", lambda cfg, widths, is_mup: seen.append(cfg.model.activation) or [])
+    monkeypatch.setattr(mup, "verdict", lambda standard, of_mup: [])
+    assert main(["llama3-tiny", "--coord", "--json", "--model.activation", "gelu"]) == 0
+    assert (
+        seen == ["gelu", "gelu"]
+        and json.loads(capsys.readouterr().out)["name"] == "llama3-tiny model.activation=gelu"
+    )

@@ -1,0 +1,765 @@
+"""The pages for people (README, CONTRIBUTING, docs/): links, paths, keys and names in them exist, and every
+command in them runs, at a tiny size; what cannot run here is parsed by its own program, and is listed with
+its reason.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch.distributed.run
+from ranks import job
+from test_house import MAY
+
+import benchmarks.command
+import config
+import proof.mutate.command
+import proof.mutate.table
+import proof.verify.command
+import scripts.convert
+import scripts.evaluate
+import scripts.generate
+import scripts.plan
+import scripts.prepare_data
+import scripts.schedule
+import train
+from build import plan_pipeline
+from config import ConfigError, unused
+from proof.verify.overrides import check_free, read_overrides, split_overrides
+from proof.verify.tiny_config import tiny_config
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+LANGUAGES = ("bash", "text", "python", "diff", "mermaid")
+README_WORDS = 1500
+
+
+# ---- the parts of a page -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block. line: of its first line, counted from 1. label: what follows the language: in
+    docs/editing.md the edit that the commands need.
+    """
+
+    line: int
+    language: str
+    label: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """prose: the page without its blocks, with as many lines."""
+
+    name: str
+    prose: str
+    blocks: tuple[Block, ...]
+
+    def spans(self) -> Iterator[str]:
+        """What stands between backticks, outside of blocks."""
+        yield from re.findall(r"`([^`\n]+)`", self.prose)
+
+
+def read_page(name: str, text: str) -> Page:
+    prose, blocks, opened = [], [], None
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = re.match(r"\s*```(\w*) ?([\w-]*)$", line)
+        if fence and opened is None:
+            opened = (number + 1, fence[1], fence[2], [])
+        elif fence and opened is not None:
+            blocks.append(Block(*opened[:3], "\n".join(opened[3])))
+            opened = None
+        elif opened is not None:
+            opened[3].append(line)
+            prose.append("")
+            continue
+        prose.append("" if fence else line)
+    assert opened is None, f"{name}: the block of line {opened and opened[0]} does not end"
+    return Page(name, "\n".join(prose), tuple(blocks))
+
+
+@cache
+def pages() -> dict[str, Page]:
+    return {
+        str(path.relative_to(ROOT)): read_page(str(path.relative_to(ROOT)), path.read_text())
+        for path in PAGES
+    }
+
+
+def own_column(page: Page) -> Page:
+    """The glossary with the first column of its tables alone: the others are words of other programs."""
+    lines = [line.split("|")[1] if line.startswith("|") else line for line in page.prose.splitlines()]
+    return Page(page.name, "\n".join(lines), page.blocks)
+
+
+@cache
+def files() -> frozenset[str]:
+    """Of the checkout, with its folders; without what programs made."""
+    left_out = ("runs/", "out/", ".git/", ".venv/", ".cache/")
+    names = [str(path.relative_to(ROOT)) + ("/" if path.is_dir() else "") for path in ROOT.rglob("*")]
+    return frozenset(name for name in names if not name.startswith(left_out) and "__pycache__" not in name)
+
+
+@cache
+def sources() -> str:
+    """The text of all programs and settings."""
+    suffixes = (".py", ".sh", ".sbatch", ".yaml", ".toml", ".txt")
+    found = [name for name in sorted(files()) if name.endswith(suffixes) and name != "tests/test_docs.py"]
+    return "\n".join((ROOT / name).read_text() for name in found)
+
+
+@cache
+def words_of_sources() -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", sources()))
+
+
+# ---- links -------------------------------------------------------------------------------------------------
+
+
+def slug(heading: str) -> str:
+    """The anchor of a heading, as GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def link_problems(page: Page) -> list[str]:
+    """Links to files and headings that do not exist."""
+    problems = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.prose):
+        if re.match(r"https?://", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = (ROOT / page.name).parent / path if path else ROOT / page.name
+        if not file.exists():
+            problems.append(f"{page.name}: links to {target}")
+        elif anchor and anchor not in {slug(h) for h in re.findall(r"^#+ (.*)$", file.read_text(), re.M)}:
+            problems.append(f"{page.name}: links to {target}, which has no such heading")
+    return problems
+
+
+# ---- paths -------------------------------------------------------------------------------------------------
+
+SUFFIXES = (
+    ".py",
+    ".sh",
+    ".md",
+    ".yaml",
+    ".yml",
+    ".txt",
+    ".png",
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".toml",
+    ".sbatch",
+    ".sha256",
+)
+USERS = ("runs/", "out/", "corpus/", "data/corpus")  # what a reader has or makes
+PLACEHOLDER = re.compile(r"(^|[/.=_-])[A-Z]{1,}([/._-]|$)")  # runs/NAME, PREFIX.bin
+
+
+def path_problems(page: Page) -> list[str]:
+    """Paths that are neither in the checkout nor written by a program of it."""
+    made = made_by_diffs(page)
+    texts = [
+        page.prose,
+        *(block.text for block in page.blocks if block.language in ("text", "bash", "mermaid")),
+    ]
+    problems = []
+    for word in re.findall(r"[\w./*{}~-]+", re.sub(r"https?://\S+", "", "\n".join(texts))):
+        word = word.strip(".").removeprefix("./")
+        word = re.sub(r"^(\.\./)+", "", word)
+        if not is_path(word) or PLACEHOLDER.search(word) or word.startswith(USERS):
+            continue
+        if word not in made and not path_exists(word):
+            problems.append(f"{page.name}: {word} does not exist")
+    return problems
+
+
+def is_path(word: str) -> bool:
+    first, slash, _ = word.partition("/")
+    in_the_checkout = bool(slash) and f"{first}/" in files()
+    return in_the_checkout or word.endswith(SUFFIXES) or (len(word) > 2 and word.endswith("/"))
+
+
+def path_exists(word: str) -> bool:
+    first, slash, _ = word.partition("/")
+    if slash and f"{first}/" in files():
+        if "*" in word:
+            return any(ROOT.glob(word))
+        return word in files() or f"{word}/" in files()
+    if "*" in word:
+        return True
+    # a bare name: of some file or folder of the checkout, or one that a program writes
+    if any(name == word or name.endswith(f"/{word}") for name in files()):
+        return True
+    if word.endswith("/"):
+        return f'"{word[:-1]}"' in sources() or f"/{word}" in sources()
+    return word in sources()
+
+
+def made_by_diffs(page: Page) -> set[str]:
+    """Files that the page tells to make."""
+    made = set()
+    for block in page.blocks:
+        if block.language == "diff":
+            made |= set(re.findall(r"^\+\+\+ b/(\S+)", block.text, re.M))
+    return made
+
+
+# ---- keys and names ----------------------------------------------------------------------------------------
+
+SECTIONS = "|".join(config.sections())
+KEY = re.compile(rf"(?<![\w./-])(?:--)?({SECTIONS})\.([a-z]\w*)(?![\w/]|\.\w)")
+SETTING = re.compile(rf"^(?:--)?((?:{SECTIONS})\.[a-z]\w*) (\S+)$")
+
+
+def key_problems(page: Page) -> list[str]:
+    """Config keys that do not exist, and values that they do not take."""
+    new = new_keys(page)
+    blocks = [
+        block.text
+        for block in page.blocks
+        if block.language in ("bash", "text") and not block.text.startswith("error: ")
+    ]
+    problems = []
+    for text in [*page.spans(), *blocks]:
+        for section, key in KEY.findall(text):
+            is_file = key in ("py", "yaml")
+            if not is_file and key not in new and key not in keys_of(section):
+                problems.append(f"{page.name}: {section}.{key} is no key")
+    for span in page.spans():
+        setting = SETTING.match(span)
+        if setting and setting[1].split(".")[1] not in new and not setting[2].isupper():
+            try:
+                config.resolve("llama3-tiny", None, [f"--{setting[1]}", setting[2].strip('"')])
+            except ConfigError as error:
+                problems.append(f"{page.name}: {span}: {error}")
+    return problems
+
+
+@cache
+def keys_of(section: str) -> frozenset[str]:
+    return frozenset(vars(getattr(config.Config(), section)))
+
+
+def new_keys(page: Page) -> set[str]:
+    """Keys that the page's diffs add."""
+    return {
+        key
+        for block in page.blocks
+        if block.language == "diff"
+        for key in re.findall(r"^\+    (\w+): ", block.text, re.M)
+    }
+
+
+def name_problems(page: Page) -> list[str]:
+    """Names of functions, classes and fields that no program has."""
+    new = {
+        word for block in page.blocks if block.language == "diff" for word in re.findall(r"\w+", block.text)
+    }
+    problems = []
+    for span in page.spans():
+        words = [word for word in span.split() if not is_path(word) and not PLACEHOLDER.search(word)]
+        for name in re.findall(r"[A-Za-z_]\w*", " ".join(words)):
+            is_name = "_" in name.strip("_") or re.search(r"[a-z][A-Z]", name)
+            if is_name and name not in words_of_sources() and name not in new:
+                problems.append(f"{page.name}: nothing is called {name}")
+    return problems
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
+
+PROGRAMS = ("python", "torchrun", "bash", "sbatch")
+PARSERS: dict[str, Callable] = {
+    "scripts.bench": lambda words: benchmarks.command.make_parser().parse_known_args(words),
+    "scripts.convert": lambda words: scripts.convert.arguments().parse_known_args(words),
+    "scripts.evaluate": lambda words: scripts.evaluate.arguments().parse_known_args(words),
+    "scripts.generate": lambda words: scripts.generate.arguments().parse_known_args(words),
+    "scripts.mutate": lambda words: proof.mutate.command.make_parser().parse_known_args(words),
+    "scripts.plan": lambda words: scripts.plan.arguments().parse_known_args(words),
+    "scripts.prepare_data": lambda words: scripts.prepare_data.arguments().parse_known_args(words),
+    "scripts.schedule": lambda words: scripts.schedule.arguments().parse_known_args(words),
+}
+
+
+@dataclass(frozen=True)
+class Command:
+    where: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+
+def commands_of(page: Page, label: str = "") -> list[Command]:
+    """Of the bash blocks with this label. (tests/test_editing.py has those of an edit.)"""
+    found = []
+    for block in page.blocks:
+        if block.language != "bash" or block.label != label:
+            continue
+        lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+        for offset, line in enumerate(lines):
+            if shlex.split(line, comments=True):
+                found.append(Command(f"{page.name}:{block.line + offset}", line.strip()))
+    return found
+
+
+def mentioned_commands(page: Page) -> list[Command]:
+    """Commands in running text. NAME, RUN and the like stand for something."""
+    found = []
+    for span in page.spans():
+        words = span.split()
+        if words[0] in PROGRAMS and len(words) > 1:
+            text = (
+                span.replace("runs/NAME", "runs/quickstart")
+                .replace("NAME", "llama3-tiny")
+                .replace("RUN", "runs/quickstart")
+            )
+            found.append(Command(page.name, text))
+    return found
+
+
+def command_problems(command: Command) -> list[str]:
+    """What the command's own program says of its words."""
+    try:
+        parse(command.words)
+    except (ConfigError, ValueError, KeyError, AssertionError) as error:
+        return [f"{command.where}: {command.text}: {error}"]
+    except SystemExit:
+        return [f"{command.where}: {command.text}: not understood by its program"]
+    return []
+
+
+def parse(words: list[str]) -> None:
+    """Raises what the program raises for words that it does not take."""
+    program, *rest = words
+    if program == "torchrun":
+        options = torch.distributed.run.get_args_parser().parse_args(rest)
+        parse_train(options.training_script, options.training_script_args, int(options.nproc_per_node))
+    elif program == "sbatch":
+        script = next(i for i, word in enumerate(rest) if word.endswith((".sh", ".sbatch")))
+        options = dict(zip(rest[:script:2], rest[1:script:2]))
+        assert set(options) <= {"--nodes", "--gpus-per-node"} and (ROOT / rest[script]).exists(), rest
+        world = int(options["--nodes"]) * int(options["--gpus-per-node"])
+        parse_recipe_or_words(rest[script + 1 :], world)
+    elif program == "bash":
+        assert (ROOT / rest[0]).exists(), f"{rest[0]} does not exist"
+        subprocess.run(["bash", "-n", str(ROOT / rest[0])], check=True)
+        if "recipes/" in rest[0]:
+            parse_recipe_or_words(rest, 512)
+    elif rest[0] == "train.py":
+        parse_train(rest[0], rest[1:], 1)
+    elif rest[:2] == ["-m", "pytest"]:
+        for word in rest[2:]:
+            assert word.startswith("-") or (ROOT / word.split("::")[0]).exists(), f"{word} does not exist"
+    else:
+        assert rest[0] == "-m", f"not a command of ours: {rest}"
+        parse_script(rest[1], rest[2:])
+
+
+def parse_train(script: str, words: list[str], world: int) -> None:
+    assert script == "train.py", script
+    if "--list" in words:
+        return
+    name, file, rest = config.split_argv(words)
+    asked = rest.index("--help") if "--help" in rest else len(rest)
+    cfg = config.resolve(name, None, rest[:asked])  # a file is one of a run's folder
+    if asked < len(rest):
+        word = rest[asked + 1] if asked + 1 < len(rest) else ""
+        assert word in (*config.sections(), "") or word in sources(), f"--help {word}: nothing speaks of it"
+    elif file is None:
+        plan_pipeline(cfg, world)
+        unused.check_unused(cfg, world)
+
+
+def parse_recipe_or_words(words: list[str], world: int) -> None:
+    if words[0].endswith(".sh"):
+        done = subprocess.run(
+            ["bash", *words, "--words"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        words = done.stdout.split("\n")[:-1]
+    parse_train("train.py", words, world)
+
+
+def parse_script(module: str, words: list[str]) -> None:
+    assert f"{module.replace('.', '/')}.py" in files(), f"there is no {module}"
+    if not words:  # the program as such is meant
+        return
+    if module == "scripts.verify":
+        own, settings = split_overrides(words)
+        options = proof.verify.command.parse_options(own)
+        check_free(read_overrides(settings))
+        tiny_config(options.name, options.world, read_overrides(settings))
+        return
+    options, rest = PARSERS[module](words)
+    if module == "scripts.plan" and options.name:
+        config.resolve(options.name, None, rest)
+        return
+    assert not rest, f"{module} does not know {rest}"
+    if module == "scripts.mutate" and options.draw is None:
+        texts = [f"{bug.what} {bug.file}" for bug in proof.mutate.table.TABLE]
+        assert any(all(word in text for word in options.only) for text in texts), (
+            f"no planted bug has the words {options.only}"
+        )
+
+
+# ---- commands that are not run, and those that are run smaller ---------------------------------------------
+
+NOT_RUN = {  # start of a command, or a word in it: why
+    "bash scripts/quickstart.sh": (
+        "installs packages; the run and the sample that it makes are the first ones here"
+    ),
+    "bash scripts/test.sh": "installs packages and runs all tests",
+    "bash scripts/recipes/": "starts a torchrun on the GPUs of a node",
+    "sbatch ": "needs SLURM; tests/test_slurm.py runs the script with stand-ins",
+    "python -m pytest": "runs tests, which are run anyway",
+    "python -m scripts.bench": "a race of minutes; tests/benchmarks/ runs its parts",
+    "python -m scripts.mutate": "copies the checkout and proves each bug; tests/proof/test_mutate.py runs it",
+    "--precision": "trains for minutes; tests/proof/test_precision.py runs it",
+    "--coord": "trains for 15 CPU-seconds; tests/optim/test_mup.py runs it",
+    "--layouts all": "proves hundreds of layouts",
+    "--world 4": "4 ranks on two cores; tests/proof/test_verify.py proves mixtures",
+    "--world 8": "8 ranks on two cores",
+    "--tasks": "needs the package lm-eval",
+    "python train.py --help": "prints all keys; the narrower forms are run",
+}
+TRAIN = {
+    "--train.steps": "2",
+    "--train.seq_len": "32",
+    "--train.threads": "1",
+    "--eval.batches": "1",
+    "--eval.sample": "4",
+    "--log.every": "1",
+    "--data.path": "runs/data/corpus",
+}
+SMALLER = {  # words in a command: what is changed, so that it takes a moment
+    "python train.py": TRAIN,
+    "torchrun": TRAIN,
+    "--train.ramp": {"--train.steps": "2", "--train.ramp": "16,16,64"},
+    "--checkpoint.every": {"--checkpoint.every": "1"},
+    "--train.steps 400": {"--train.steps": "3"},
+    "0.7 runs": {"--data.path": "0.7 runs/data/corpus 0.3 runs/data/corpus", "--data.split": "60,30,10"},
+    "--model.vocab 1024": {"--model.vocab": "257"},
+    "prepare_data": {"--tokenizer": "bytes", "--workers": "1"},
+    "scripts.generate": {"--max-new-tokens": "4"},
+    "scripts.verify": {"--layouts": "1"},
+    "--run llama3-tiny": {"--pp": "2", "--micro": "4"},
+    "llama3-8b --gpus": {"--parallel.tp": "8", "--parallel.pp": "1", "--parallel.cp": "1"},
+    "llama3.1-405b": {
+        "--parallel.tp": "8",
+        "--parallel.pp": "16",
+        "--parallel.cp": "1",
+        "--parallel.schedule": "1f1b",
+        "--parallel.zero": "1",
+    },
+}
+
+
+def reason_not_to_run(command: Command) -> str | None:
+    return next((why for words, why in NOT_RUN.items() if words in command.text), None)
+
+
+def made_smaller(command: Command) -> list[str]:
+    """The words, with those of SMALLER instead of theirs, or after them."""
+    words = command.words
+    for marker, changes in SMALLER.items():
+        if marker not in command.text or "--list" in words or "--help" in words:
+            continue
+        for option, value in changes.items():
+            if option in words:
+                words[words.index(option) + 1] = value
+            else:
+                words += [option, value]
+    return words
+
+
+# ---- running -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A reader's folder: with text, with token files of it, and with the run of the quickstart."""
+    return prepare(tmp_path_factory.mktemp("docs"))
+
+
+def prepare(folder: pathlib.Path) -> pathlib.Path:
+    (folder / "corpus").mkdir()
+    stream = np.random.default_rng(0)
+    documents = ["".join(map(chr, stream.integers(97, 123, 200))) for _ in range(80)]
+    (folder / "corpus" / "a.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents)
+    )
+    (folder / "runs").mkdir()
+    for text in (
+        "python -m scripts.prepare_data --input corpus/*.jsonl --tokenizer bytes --out runs/data/corpus",
+        "python train.py quickstart",
+    ):
+        code, output = run(Command("the quickstart", text), folder)
+        assert code == 0, output
+    return folder
+
+
+def run(command: Command, folder: pathlib.Path) -> tuple[int, str]:
+    """(exit code, output) of a command in this folder."""
+    words = made_smaller(command)
+    if words[0] == "torchrun":
+        options = torch.distributed.run.get_args_parser().parse_args(words[1:])
+        end = job(
+            folder,
+            int(options.nproc_per_node),
+            [
+                *options.training_script_args,
+                "--log.dir",
+                str(folder / "runs"),
+                "--data.path",
+                str(folder / "runs/data/corpus"),
+            ],
+        )
+        return max(map(abs, end.codes)), "\n".join(end.logs)
+    main = WITH_RANKS.get(words[2]) if len(words) > 2 else None
+    return run_in_fork(words, folder) if main is None else run_here(main, words[3:], folder)
+
+
+# Programs that start ranks of their own run in this process, whose server of ranks is warm (runtime/pool.py).
+WITH_RANKS = {"scripts.verify": proof.verify.command.main, "scripts.schedule": scripts.schedule.main}
+
+
+def run_here(main: Callable[[list[str]], int], words: list[str], folder: pathlib.Path) -> tuple[int, str]:
+    out, before = io.StringIO(), pathlib.Path.cwd()
+    os.chdir(folder)
+    try:
+        with contextlib.redirect_stdout(out):
+            code = main(words)
+    finally:
+        os.chdir(before)
+    return code, out.getvalue()
+
+
+def run_in_fork(words: list[str], folder: pathlib.Path) -> tuple[int, str]:
+    """The program in a fork of this process, in which torch is loaded."""
+    log = folder / "output.txt"
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        try:
+            os.chdir(folder)
+            sys.path.insert(0, str(ROOT))
+            sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+            code = run_as_main(words[1:])
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+            os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code, log.read_text()
+
+
+def run_as_main(words: list[str]) -> int:
+    """`train.py ...` or `-m MODULE ...`, as the interpreter would run it, globs expanded as a shell does."""
+    expanded = [
+        str(name) for word in words for name in (sorted(pathlib.Path().glob(word)) if "*" in word else [word])
+    ]
+    try:
+        if expanded[0] == "-m":
+            sys.argv = expanded[1:]
+            runpy.run_module(expanded[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = expanded
+            runpy.run_path(str(ROOT / expanded[0]), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        return 1
+    return 0
+
+
+# ---- the tests ---------------------------------------------------------------------------------------------
+
+
+def every(find: Callable[[Page], list[str]]) -> list[str]:
+    """The problems of all pages."""
+    problems = []
+    for page in pages().values():
+        problems += find(own_column(page) if page.name == "docs/glossary.md" else page)
+    return problems
+
+
+def test_links():
+    assert not every(link_problems)
+    reached = {"README.md"}
+    for _ in pages():  # pages that reached pages link to
+        for name in tuple(reached):
+            targets = re.findall(r"\]\(([\w./-]+\.md)", pages()[name].prose)
+            reached |= {
+                str((ROOT / name).parent.joinpath(target).resolve().relative_to(ROOT)) for target in targets
+            }
+    assert reached == set(pages())
+
+
+def test_paths():
+    assert not every(path_problems)
+
+
+def test_keys():
+    assert not every(key_problems)
+
+
+def test_names():
+    assert not every(name_problems)
+
+
+def test_errors_are_quoted_as_they_are():
+    quoted = [
+        block.text
+        for page in pages().values()
+        for block in page.blocks
+        if block.text.startswith("error: ") and page.name != "docs/editing.md"
+    ]
+    assert quoted
+    for text in quoted:
+        with pytest.raises(ConfigError) as error:
+            config.resolve("llama3-tiny", None, [f"--{text.split(':')[1].strip()}", "2"])
+        assert f"error: {error.value}" == text
+
+
+def test_blocks_have_a_language():
+    for page in pages().values():
+        for block in page.blocks:
+            assert block.language in LANGUAGES, f"{page.name}:{block.line}: {block.language!r}"
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
+
+
+def test_the_tree_of_the_readme_has_every_folder():
+    tree = next(block.text for block in pages()["README.md"].blocks if block.text.startswith("train.py "))
+    named = {line.split()[0] for line in tree.splitlines()}
+    folders = {
+        name for name in files() if name.count("/") == 1 and name.endswith("/") and not name.startswith(".")
+    }
+    assert named == folders | {"train.py", "build.py"}
+
+
+def test_the_picture_of_the_folders_is_that_of_the_imports():
+    picture = next(
+        block.text for block in pages()["docs/architecture.md"].blocks if block.language == "mermaid"
+    )
+    arrows = re.findall(r"(\w+)(?:\[[^]]*\])? --> (\w+)", picture)
+    assert {name for arrow in arrows for name in arrow} == set(MAY)
+    for upper, lower in arrows:
+        assert lower in MAY[upper] and upper not in MAY[lower], f"{upper} --> {lower}"
+
+
+def test_commands_are_understood():
+    problems = []
+    for page in pages().values():
+        for command in (*commands_of(page), *mentioned_commands(page)):
+            problems += command_problems(command)
+    assert not problems
+
+
+def all_commands() -> list[Command]:
+    """Each once, in the order of the pages."""
+    return list(
+        {command.text: command for page in pages().values() for command in commands_of(page)}.values()
+    )
+
+
+def test_every_exemption_is_used():
+    texts = [command.text for command in all_commands()]
+    for words in (*NOT_RUN, *SMALLER):
+        assert any(words in text for text in texts), f"no command has {words!r}"
+
+
+@pytest.mark.parametrize(
+    "command", [c for c in all_commands() if reason_not_to_run(c) is None], ids=lambda c: c.text[:70]
+)
+def test_command(home, command):
+    code, output = run(command, home)
+    assert code == 0, f"{command.where}: {command.text}\n{output[-3000:]}"
+
+
+# ---- do these tests see a mistake? -------------------------------------------------------------------------
+
+MISTAKES = {
+    "[x](docs/archtecture.md)": link_problems,
+    "[x](docs/architecture.md#the-life-of-a-stepp)": link_problems,
+    "`parallel/wire/com.py` is the mouth": path_problems,
+    "see parallel/wires/ for it": path_problems,
+    "the file `schemas.py` has them": path_problems,
+    "```text\nmodels/  the decoder\n```": path_problems,
+    "`optim.learning_rate` is the peak": key_problems,
+    "`--parallel.zero 4`": key_problems,
+    "`train.dtype bf61`": key_problems,
+    "```bash\npython train.py --parallel.tpp 2\n```": key_problems,
+    "`finish_grad_reduction` waits": name_problems,
+    "`ZeroSchedulers` does": name_problems,
+}
+WRONG_COMMANDS = (
+    "python train.py lama3-tiny",
+    "python train.py llama3-tiny --train.step 5",
+    "python train.py llama3-tiny --help recomputation-of-parts",
+    "python trains.py",
+    "torchrun --nproc-per-nodes 4 train.py llama3-tiny",
+    "torchrun --nproc-per-node 4 train.py llama3-tiny --parallel.tp 3",
+    "python -m scripts.plan llama3-8b --gpu-count 64 --cluster h100-ib",
+    "python -m scripts.verify llama3-tiny --world 2 --layouts 3 --model.qk_norms true",
+    "python -m scripts.verify llama3-tiny --world 2 --layouts 3 --parallel.tp 2",
+    "python -m scripts.verify llama3-tiny --world 2 --layouts three",
+    "python -m scripts.verify llama3-tiny --world 2 --layers 3",
+    "python -m scripts.converts to-hf runs/quickstart out",
+    "python -m scripts.convert to-hff runs/quickstart out",
+    "python -m scripts.mutate --only 'a bug that nobody planted'",
+    "python -m pytest tests/oracles",
+    "bash scripts/quickstarts.sh",
+    "sbatch --nodes 64 --gpus-per-node 8 scripts/slurm/train.sbatch scripts/recipes/llama3-9b.sh",
+    "sbatch --node 64 --gpus-per-node 8 scripts/slurm/train.sbatch llama3-8b",
+)
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+def test_a_planted_mistake_is_found(text):
+    assert MISTAKES[text](read_page("README.md", text))
+
+
+@pytest.mark.parametrize("text", WRONG_COMMANDS)
+def test_a_wrong_command_is_found(text):
+    try:
+        assert command_problems(Command("here", text))
+    except (subprocess.CalledProcessError, StopIteration, IndexError) as error:
+        assert error
+
+
+def test_a_command_that_fails_is_found(home):
+    assert run(Command("here", "python -m scripts.generate runs/none"), home)[0] == 2
+    assert (
+        run(Command("here", "python train.py llama3-tiny --data.path runs/data/none --log.name wrong"), home)[
+            0
+        ]
+        == 0
+    )  # SMALLER gives it data
+    assert run_in_fork(["python", "train.py", "llama3-tiny", "--data.path", "runs/data/none"], home)[0] == 2
+
+
+def test_train_is_the_program_that_is_run():
+    assert pathlib.Path(train.__file__).parent == ROOT

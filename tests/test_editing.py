@@ -1,0 +1,157 @@
+"""docs/editing.md, followed to the letter: each of its edits is made in a copy of the checkout, and its
+commands run there.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+from test_docs import ROOT, Block, commands_of, files, pages
+
+PAGE = "docs/editing.md"
+EDITS = ("edit-1", "edit-2", "edit-3", "edit-4")
+MODELS = {
+    "edit-1": {"activation": "reglu"},
+    "edit-2": {"attn_gate": True},
+    "edit-3": {},
+    "edit-4": {"attn_scale": 0.2},
+}
+MOST_FILES = {
+    "edit-1": 3,
+    "edit-2": 4,
+    "edit-3": 3,
+    "edit-4": 3,
+}  # of the program; the optimizer's with its test
+LEFT_OUT = ("runs/", "out/", ".git/", ".venv/", ".cache/")
+
+
+def changes(edit: str) -> list[Block]:
+    """The diffs of a section: those before the commands of the edit, after those of the one before."""
+    found: list[Block] = []
+    for block in pages()[PAGE].blocks:
+        if block.language == "diff":
+            found.append(block)
+        elif block.label == edit:
+            return found
+        elif block.label in EDITS:
+            found = []
+    raise AssertionError(f"{PAGE} has no commands of {edit}")
+
+
+def apply(diff: str, root: pathlib.Path) -> str:
+    """Changes the file of a diff under root; returns its name. Raises AssertionError if a hunk does not fit
+    exactly once.
+    """
+    name = re.findall(r"^\+\+\+ b/(\S+)", diff, re.M)[0]
+    path = root / name
+    text = path.read_text() if path.exists() else ""
+    assert bool(text) != ("--- /dev/null" in diff), name
+    for hunk in re.split(r"^@@.*\n?", diff, flags=re.M)[1:]:
+        lines = hunk.splitlines()
+        old = "".join(line[1:] + "\n" for line in lines if not line.startswith("+"))
+        new = "".join(line[1:] + "\n" for line in lines if not line.startswith("-"))
+        assert not text or text.count(old) == 1, f"{name}: {text.count(old)} times:\n{old}"
+        text = text.replace(old, new) if text else new
+    path.write_text(text)
+    return name
+
+
+def copy(target: pathlib.Path) -> None:
+    """The checkout, as far as it is a program."""
+    for name in files():
+        if not name.endswith("/") and not name.startswith(LEFT_OUT):
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, target / name)
+
+
+def test_every_edit_fits_and_is_small(tmp_path):
+    """In as few files as the page says, each of which it names in its table."""
+    rows = [line for line in pages()[PAGE].prose.splitlines() if line.startswith("| [")]
+    for edit, row in zip(EDITS, rows, strict=True):
+        copy(tmp_path / edit)
+        changed = {apply(block.text, tmp_path / edit) for block in changes(edit)}
+        program = {name for name in changed if not name.startswith("tests/")}
+        assert len(program) <= MOST_FILES[edit] and len(changed) == len(program) + 1
+        assert set(re.findall(r"`([^`]+)`", row)) == changed
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_its_commands(tmp_path, edit):
+    """In a process of its own, which loads the edited program once and forks for each command."""
+    copy(tmp_path / "checkout")
+    for block in changes(edit):
+        apply(block.text, tmp_path / "checkout")
+    assert commands_of(pages()[PAGE], edit)
+    folders = [
+        str(tmp_path / "checkout" / name) for name in ("", "tests", "tests/parallel/wire", "tests/plan")
+    ]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "checkout/tests/test_editing.py"), edit],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+
+
+def follow(edit: str) -> None:
+    """Runs the commands of an edit here. Raises AssertionError where one ends otherwise than the page
+    says.
+    """
+    from test_docs import made_smaller, prepare, run
+
+    home = pathlib.Path.cwd() / "home"
+    home.mkdir()
+    prepare(home)
+    for command in commands_of(pages()[PAGE], edit):
+        where = ROOT if "pytest" in command.text else home
+        code, output = run(command, where)
+        assert code == 0, f"{command.text}\n{output[-4000:]}"
+        print("ok", *made_smaller(command))
+    expected = iter(refusals(edit))
+    for command in commands_of(pages()[PAGE], f"{edit}-refused"):
+        code, output = run(command, home)
+        refusal = next(expected)
+        assert code == 2 and refusal in output, f"{command.text}\n{output[-4000:]}\nthe page says: {refusal}"
+        print("refused", command.text)
+    check_plan(MODELS[edit])
+
+
+def check_plan(model: dict) -> None:
+    """The planner knows of the edited model what a step of two ranks sends, and what it keeps."""
+    from dataclasses import replace
+
+    from test_ledger import compare, job_of, laid
+    from test_memory import held
+
+    from plan import memory
+    from runtime.pool import WorkerPool
+
+    pool = WorkerPool(2)
+    for parallel in ({"tp": 2, "sp": True}, {"tp": 2, "recompute": "full"}, {"zero": 3}):
+        compare(pool, "llama3-tiny", parallel, model=model)
+        cfg = laid("llama3-tiny", parallel)
+        cfg = replace(cfg, model=replace(cfg.model, **model))
+        for rank, (_, peak) in enumerate(pool.run(held, cfg)):
+            planned = memory.peak_activation_bytes(job_of(cfg, 2, rank))
+            assert abs(peak - planned) <= 0.05 * peak, (parallel, peak, planned)
+            print("planned", parallel, peak, planned)
+    pool.close()
+
+
+def refusals(edit: str) -> list[str]:
+    """The lines that the page shows after the commands that are refused."""
+    blocks = pages()[PAGE].blocks
+    after = [blocks[i + 1] for i, block in enumerate(blocks) if block.label == f"{edit}-refused"]
+    return [line for block in after for line in block.text.splitlines()]
+
+
+if __name__ == "__main__":
+    follow(sys.argv[1])
