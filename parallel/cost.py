@@ -67,14 +67,15 @@ class MatrixProduct:
     """[rows, inner] by [inner, columns].
 
     rows: of all `count` products together; each has a weight of its own. fp8: the operands have 8 bits.
-    grads_in_forward: the forward computes both gradients too. hides: the group whose exchange is under way
-    at the same time.
+    scales: of each feature of an operand that is kept in 8 bits along the tokens. grads_in_forward: the
+    forward computes both gradients too. hides: the group whose exchange is under way at the same time.
     """
     rows: int
     inner: int
     columns: int
     count: int = 1
     fp8: bool = False
+    scales: int = 0
     grads_in_forward: bool = False
     hides: str | None = None
 

@@ -194,9 +194,11 @@ def weight_grad_operands(cost: Cost, work: Workload) -> int:
     for product in cost.products:
         if product.grads_in_forward:
             continue
-        in_8_bits = product.fp8 and product.count == 1  # experts quantize theirs in the W
-        features = product.inner + product.columns
-        nbytes += product.rows * features * (1 if in_8_bits else work.compute_bytes)
+        if product.fp8 and product.count == 1:  # experts quantize theirs in the W
+            of_feature = product.rows + product.scales * work.accumulation_bytes
+        else:
+            of_feature = product.rows * work.compute_bytes
+        nbytes += of_feature * (product.inner + product.columns)
     return nbytes
 
 

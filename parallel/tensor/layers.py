@@ -122,10 +122,22 @@ def saved_input(
         nbytes = features * work.tokens * work.compute_bytes
         return (SavedTensor(nbytes, part),)
 
-    blocks = -(-work.tokens // scaling.side)
-    scales = {"tensorwise": 0, "rowwise": 1, "blockwise": blocks}[scaling.recipe]  # of a feature
-    nbytes = features * (work.tokens + scales * work.accumulation_bytes)
+    nbytes = features * (work.tokens + scales_of_feature(scaling, work) * work.accumulation_bytes)
     return (SavedTensor(nbytes, part or "rest"),)
+
+
+def scales_of_feature(scaling: Fp8Scaling, work: Workload) -> int:
+    """How many scales a feature of an operand has that is kept in 8 bits along the tokens."""
+    blocks = -(-work.tokens // scaling.side)
+    return {"tensorwise": 0, "rowwise": 1, "blockwise": blocks}[scaling.recipe]
+
+
+def layer_product(scaling: Fp8Scaling | None, shape: tuple[int, ...], work: Workload) -> MatrixProduct:
+    """What a linear layer computes. shape: of the weight on this rank [m, n]."""
+    outputs, inputs = shape
+    if scaling is None:
+        return MatrixProduct(work.tokens, inputs, outputs)
+    return MatrixProduct(work.tokens, inputs, outputs, fp8=True, scales=scales_of_feature(scaling, work))
 
 
 class ColumnLinear(nn.Module):
@@ -170,7 +182,7 @@ class ColumnLinear(nn.Module):
         entered = enter_exchanges(input_bytes, self.sp, regathers=input_part)
         scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=True)
         return Cost(
-            products=(MatrixProduct(work.tokens, inputs, outputs, fp8=self.scaling is not None),),
+            products=(layer_product(self.scaling, (outputs, inputs), work),),
             saved=saved_input(self.scaling, inputs, work, input_part),
             exchanges=entered + scales,
         )
@@ -279,7 +291,7 @@ class RowLinear(nn.Module):
         scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=False)
         left = leave_exchanges(output_bytes, self.sp)
         return Cost(
-            products=(MatrixProduct(work.tokens, inputs, outputs, fp8=self.scaling is not None),),
+            products=(layer_product(self.scaling, (outputs, inputs), work),),
             saved=saved_input(self.scaling, inputs, work, input_part),
             exchanges=scales + left,
         )
