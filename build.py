@@ -41,7 +41,7 @@ from optim.base import Optimizer
 from optim.lr import learning_rate
 from optim.noise import GradientNoiseScale
 from optim.scaler import LossScaler
-from parallel.offload import ActivationOffload
+from parallel.offload import ActivationOffload, copy_stream
 from parallel.pipeline.executor import HiddenShape, Pipeline, WeightGradStore
 from parallel.pipeline.schedule import Op, Schedule, add_transfers, check_schedule, make_schedule
 from parallel.sharding.boxes import Box
@@ -339,6 +339,7 @@ def build_run(
 
     # pipeline
     dtype = DTYPES[cfg.train.dtype]
+    copies = copy_stream(device, mesh.is_strict)
     offloads_activations = cfg.parallel.offload in ("activations", "both")
     pipeline = Pipeline(
         mesh,
@@ -347,7 +348,7 @@ def build_run(
         zero_schedulers=made.schedulers,
         weight_grad_stores=weight_grad_stores,
         hidden_shape=HiddenShape(cfg.model.hidden, dtype, mesh.tp.size if cfg.parallel.sp else 1),
-        offload=ActivationOffload(device) if offloads_activations else None,
+        offload=ActivationOffload(device, copies) if offloads_activations else None,
     )
     ops = {one.microbatches: add_transfers(one.order, one.place)[mesh.pp.index] for one in schedules}
 

@@ -31,7 +31,7 @@ from model.generate import generate
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
-from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers
+from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -326,6 +326,7 @@ def save(session: Session, step: int, is_final: bool) -> None:
     saver = session.saver
     session.train_data.check_unchanged()
     started = time.perf_counter()
+    wait_param_gathers(session.run.buckets)
     state.save(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
     if not saver.in_background or is_final:
         path = saver.wait_saved()

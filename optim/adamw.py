@@ -15,7 +15,7 @@ from config import OptimConfig
 from kernels.adam import adamw
 from kernels.rounding import ElementIndex, salt
 from optim.base import Optimizer, decoupled_rates
-from parallel.offload import CopyStream, staged_chunks
+from parallel.offload import CopyStream, copy_stream, staged_chunks
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.views import TensorRange, tensor_ranges, update_ranges
 from parallel.topology.mesh import Mesh
@@ -30,7 +30,7 @@ class AdamW(Optimizer):
         self.element_indices = [tensor_indices(bucket) for bucket in buckets]
         self.copy_stream: CopyStream | None = None  # set where masters and moments are in host memory
         if buckets and buckets[0].sharding.offload_master:
-            self.copy_stream = CopyStream(buckets[0].weights.local.device)
+            self.copy_stream = copy_stream(buckets[0].weights.local.device, mesh.is_strict)
 
     @torch.no_grad()
     def step(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:

@@ -14,14 +14,19 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from parallel.wire.strict import StrictError, poison
+
 CHUNK_ELEMENTS = 1 << 22  # of a master or moment that are on the device at once
 MIN_BYTES = 1 << 13  # a smaller tensor stays on the device
 PREFETCH = 2  # tensors that are copied back before they are needed
+
+Event = torch.cuda.Event | int  # of a stream; of DeferredCopies: how many copies were started before it
 
 
 def host_like(x: Tensor) -> Tensor:
@@ -49,12 +54,22 @@ class CopyStream:
             return contextlib.nullcontext()
         return torch.cuda.stream(self.stream)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Starts to copy source to target, both of one shape and dtype."""
+        with self.context():
+            target.copy_(source, non_blocking=True)
+
+    def keep_memory(self, x: Tensor) -> None:
+        """The memory of x is not reused before the copies so far have ended, even if x is freed."""
+        if self.stream is not None:
+            x.record_stream(self.stream)
+
     def wait_for_compute(self) -> None:
         """Copies from now on start after the computation so far."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
 
-    def record_event(self) -> torch.cuda.Event | None:
+    def record_event(self) -> Event | None:
         """A moment among the copies, for make_compute_wait; None on a CPU."""
         if self.stream is None:
             return None
@@ -62,15 +77,78 @@ class CopyStream:
         self.stream.record_event(event)
         return event
 
-    def make_compute_wait(self, event: torch.cuda.Event | None) -> None:
+    def make_compute_wait(self, event: Event | None) -> None:
         """The computation from now on starts after the event."""
-        if self.stream is not None and event is not None:
+        if self.stream is not None and isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
     def synchronize(self) -> None:
         """Waits until every copy has ended, before host memory is read."""
         if self.stream is not None:
             self.stream.synchronize()
+
+
+class DeferredCopies(CopyStream):
+    """The copies of a CPU, each as late as a GPU may make it: strict mode (parallel/wire/strict.py).
+
+    Until the computation waits for a copy, its target holds NaN, and what is read early shows. A copy whose
+    source was freed without keep_memory() raises StrictError.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.num_done = 0
+        self.waiting: deque[DeferredCopy] = deque()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        # copies run in order: those that read the target's memory have to be made before it is poisoned
+        while any(earlier.storage() is target.untyped_storage() for earlier in self.waiting):
+            self.run_next()
+
+        storage = weakref.ref(source.untyped_storage())
+        shape = (int(source.storage_offset()), source.size(), source.stride())
+        self.waiting.append(DeferredCopy(target, source.dtype, storage, shape, kept=[]))
+        poison(target)
+
+    def keep_memory(self, x: Tensor) -> None:
+        if self.waiting:
+            self.waiting[-1].kept.append(x.detach())
+
+    def record_event(self) -> Event | None:
+        return self.num_done + len(self.waiting)
+
+    def make_compute_wait(self, event: Event | None) -> None:
+        assert isinstance(event, int)
+        while self.num_done < event:
+            self.run_next()
+
+    def synchronize(self) -> None:
+        while self.waiting:
+            self.run_next()
+
+    @torch.no_grad()
+    def run_next(self) -> None:
+        target, dtype, weak_storage, shape, _ = self.waiting.popleft()
+        storage = weak_storage()
+        if storage is None:
+            raise StrictError("a tensor was freed before its copy to or from host memory had ended")
+        target.data.copy_(torch.empty(0, dtype=dtype).set_(storage, *shape))
+        self.num_done += 1
+
+
+class DeferredCopy(NamedTuple):
+    """target: what is written. The source is known by its storage alone, which may be freed by then. kept:
+    tensors whose memory is kept until it is made."""
+    target: Tensor
+    dtype: torch.dtype
+    storage: "weakref.ref[torch.UntypedStorage]"
+    shape: tuple[int, torch.Size, tuple[int, ...]]  # offset, sizes and strides of the source
+    kept: list[Tensor]
+
+
+def copy_stream(device: torch.device, is_strict: bool = False) -> CopyStream:
+    """is_strict: only for a CPU, in a proof."""
+    return DeferredCopies() if is_strict else CopyStream(device)
 
 
 # ---- optimizer state ---------------------------------------------------------------------------------------
@@ -92,12 +170,11 @@ def staged_chunks(
     for _ in ranges[:2]:
         buffers.append([torch.empty(min(chunk, n), dtype=host.dtype, device=device) for host in hosts])
 
-    def start_copy(i: int) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def start_copy(i: int) -> tuple[list[Tensor], Event | None]:
         size = ranges[i].stop - ranges[i].start
         parts = [buffer[:size] for buffer in buffers[i % 2]]
-        with copies.context():
-            for part, host in zip(parts, hosts):
-                part.copy_(host[ranges[i]], non_blocking=True)
+        for part, host in zip(parts, hosts):
+            copies.copy(part, host[ranges[i]])
         return parts, copies.record_event()
 
     copies.wait_for_compute()  # the buffers may be memory that a computation still reads
@@ -111,9 +188,8 @@ def staged_chunks(
 
         # back to the host
         copies.wait_for_compute()
-        with copies.context():
-            for part, host in zip(parts, hosts):
-                host[current].copy_(part, non_blocking=True)
+        for part, host in zip(parts, hosts):
+            copies.copy(host[current], part)
     copies.synchronize()
 
 
@@ -133,7 +209,7 @@ class OffloadedTensor:
         self.device = device
         self.previous_reference = previous
         self.device_copy: Tensor | None = None  # back on the device, until the graph drops this object
-        self.copied_event: torch.cuda.Event | None = None  # when it is there; None on a CPU
+        self.copied_event: Event | None = None  # when it is there; None on a CPU
 
     @property
     def previous(self) -> "OffloadedTensor | None":
@@ -153,9 +229,9 @@ class ActivationOffload:
     Use `with offload.saving_to_host():` around a forward. A backward needs no call.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, copies: CopyStream) -> None:
         self.device = device
-        self.copy_stream = CopyStream(device)
+        self.copy_stream = copies
         # of the forward that runs
         self.saved: dict[Key, SavedTensor] = {}
         self.last: OffloadReference | None = None
@@ -179,10 +255,8 @@ class ActivationOffload:
 
         host_copy = host_like(x)
         self.copy_stream.wait_for_compute()
-        with self.copy_stream.context():
-            host_copy.copy_(x.detach(), non_blocking=True)
-        if self.copy_stream.stream is not None:
-            x.record_stream(self.copy_stream.stream)  # its memory is not reused before it has been read
+        self.copy_stream.copy(host_copy, x.detach())
+        self.copy_stream.keep_memory(x)
         offloaded = OffloadedTensor(host_copy, x.device, self.last)
         self.last = weakref.ref(offloaded)
         self.saved[key] = (weakref.ref(x.untyped_storage()), self.last)
@@ -215,10 +289,8 @@ class ActivationOffload:
         if offloaded.device_copy is not None:
             return
         device_copy = torch.empty_like(offloaded.host_copy, device=offloaded.device)
-        if self.copy_stream.stream is not None:
-            device_copy.record_stream(self.copy_stream.stream)  # in case no computation uses it
         self.copy_stream.wait_for_compute()  # it may be memory that a computation still reads
-        with self.copy_stream.context():
-            device_copy.copy_(offloaded.host_copy, non_blocking=True)
+        self.copy_stream.copy(device_copy, offloaded.host_copy)
+        self.copy_stream.keep_memory(device_copy)  # in case no computation uses it
         offloaded.device_copy = device_copy
         offloaded.copied_event = self.copy_stream.record_event()

@@ -186,3 +186,9 @@ def start_param_gathers(buckets: list[Bucket], is_finite: Tensor) -> None:
     for bucket in buckets:
         bucket.grads.resolve_error_feedback(is_finite)
         bucket.weights.start_gather_updated()
+
+
+def wait_param_gathers(buckets: list[Bucket]) -> None:
+    """Waits for what start_param_gathers sends: before weights are read outside of a forward."""
+    for bucket in buckets:
+        bucket.weights.wait_gather()

@@ -81,6 +81,10 @@ class BucketWeights:
     def wait_unshard(self) -> None:
         """Waits until the full weights are on this rank: unsharded, or gathered after the last step."""
         self.start_unshard()
+        self.wait_gather()
+
+    def wait_gather(self) -> None:
+        """Waits for the all-gather under way, if there is one."""
         if self.gather is not None:
             self.bind_parameters(self.gather.wait())
             self.gather = None

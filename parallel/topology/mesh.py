@@ -61,6 +61,11 @@ class Mesh:
         """Calls and bytes of all exchanges so far."""
         return self.world.ledger
 
+    @property
+    def is_strict(self) -> bool:
+        """Whether a proof looks for what is used before it has arrived (parallel/wire/strict.py)."""
+        return self.world.activity.strict is not None
+
 
 def made_up_group(name: str, ranks: list[int], rank: int) -> Group:
     """The ranks of a group, and the place of `rank` among them, without a process group."""

@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import Work as Handle
 from torch.distributed.rendezvous import rendezvous
 
 from parallel.wire.clock import CommunicationClock, PendingEvent
+from parallel.wire.strict import PrivateCopies, StrictMode
 
 Ledger = Counter[tuple[str, str, str]]  # (group, verb, "calls" or "bytes") -> how many
 Arguments = ParamSpec("Arguments")  # of what Group.run_exchange calls
@@ -60,6 +61,7 @@ class Activity:
     exchange: "tuple[str, Group, int | None, int | None] | None" = None
     since: float = field(default_factory=time.monotonic)  # when that exchange began, or the last one ended
     clock: CommunicationClock = field(default_factory=CommunicationClock)
+    strict: StrictMode | None = None  # of proofs; None: started exchanges run on the tensors themselves
 
     def __str__(self) -> str:
         """all_reduce of 4,096 bytes in group dp (dp_replicate x dp_shard: ranks 0, 2) at step 7"""
@@ -125,6 +127,15 @@ class Group:
         self.count_exchange(verb, x)
         collective = partial(work, *args, group=self.handle)
         self.run_exchange(verb, x.nbytes, None, collective)
+
+    def private_copies(
+        self, verb: str, sources: Sequence[Tensor], results: Sequence[Tensor]
+    ) -> PrivateCopies | None:
+        """In strict mode, what an exchange that starts now must use; else None."""
+        if self.activity.strict is None:
+            return None
+        step = f" at step {self.activity.step}" if self.activity.step else ""
+        return self.activity.strict.start(f"{verb} in {self}{step}", sources, results)
 
     def count_exchange(self, verb: str, x: Tensor) -> None:
         """Adds an exchange to the ledger. x: the tensor of its larger side."""
@@ -381,12 +392,15 @@ class Transfer:
     peer: int | None  # the other global rank of a send or receive; None: the whole group takes part
     group: Group
     pending: PendingEvent | None = None  # its time; None: the clock cannot know when it ends
+    private: PrivateCopies | None = None  # in strict mode
 
     def wait(self) -> None:
         """Waits until it has ended. Raises PeerError if the peer does not answer, or is gone."""
         if self.pending is not None:
             self.group.activity.clock.record_arrival(self.pending, self.handle)
         self.group.run_exchange(self.verb, self.nbytes, self.peer, self.handle.wait)
+        if self.private is not None:
+            self.private.release()
 
 
 class PendingExchange:
@@ -415,12 +429,30 @@ class PendingExchange:
         """Does nothing: this exchange has one phase. Others have two (compress.py)."""
 
 
-def start_transfer(handle: Handle | None, verb: str, nbytes: int, group: Group) -> Transfer | None:
-    """Records torch's handle of an exchange of the whole group that starts now; None: it has ended."""
-    if handle is None:
-        return None
+def start_collective(
+    verb: str,
+    start: Callable[[Tensor, Tensor], Handle | None],
+    *,
+    result: Tensor,
+    source: Tensor,
+    group: Group,
+    nbytes: int,
+) -> PendingExchange:
+    """Starts an exchange of the whole group: start(result, source) returns torch's handle of it.
+
+    source: the message of this rank; the result itself if the exchange is in place. nbytes: of the larger of
+    the two, or of the message.
+    """
+    private = group.private_copies(verb, [source], [result])
+    if private is None:
+        handle = start(result, source)
+    else:
+        handle = start(private.of(result), private.of(source))
+    if handle is None:  # it has ended
+        return PendingExchange(result)
     pending = group.activity.clock.record_start(handle)
-    return Transfer(handle, verb, nbytes, peer=None, group=group, pending=pending)
+    transfer = Transfer(handle, verb, nbytes, peer=None, group=group, pending=pending, private=private)
+    return PendingExchange(result, transfer, source=None if source is result else source)
 
 
 def start_all_reduce(x: Tensor, group: Group) -> PendingExchange:
@@ -428,8 +460,11 @@ def start_all_reduce(x: Tensor, group: Group) -> PendingExchange:
     if group.size == 1:
         return PendingExchange(x)
     group.count_exchange("all_reduce", x)
-    handle = dist.all_reduce(x, group=group.handle, async_op=True)
-    return PendingExchange(x, start_transfer(handle, "all_reduce", x.nbytes, group))
+
+    def start(result: Tensor, _: Tensor) -> Handle | None:
+        return dist.all_reduce(result, group=group.handle, async_op=True)
+
+    return start_collective("all_reduce", start, result=x, source=x, group=group, nbytes=x.nbytes)
 
 
 def start_all_gather(x: Tensor, group: Group, out: Tensor) -> PendingExchange:
@@ -437,8 +472,8 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor) -> PendingExchange:
     if group.size == 1:
         return PendingExchange(out.copy_(x))
     group.count_exchange("all_gather", out)
-    handle = all_gather_verb(out, x, group=group.handle, async_op=True)
-    return PendingExchange(out, start_transfer(handle, "all_gather", out.nbytes, group), source=x)
+    start = partial(all_gather_verb, group=group.handle, async_op=True)
+    return start_collective("all_gather", start, result=out, source=x, group=group, nbytes=out.nbytes)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> PendingExchange:
@@ -447,8 +482,8 @@ def start_reduce_scatter(x: Tensor, group: Group) -> PendingExchange:
         return PendingExchange(x)
     group.count_exchange("reduce_scatter", x)
     out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    handle = reduce_scatter_verb(out, x, group=group.handle, async_op=True)
-    return PendingExchange(out, start_transfer(handle, "reduce_scatter", x.nbytes, group), source=x)
+    start = partial(reduce_scatter_verb, group=group.handle, async_op=True)
+    return start_collective("reduce_scatter", start, result=out, source=x, group=group, nbytes=x.nbytes)
 
 
 def start_all_to_all(
@@ -469,8 +504,12 @@ def start_all_to_all(
     x = x.contiguous()
     out = x.new_empty(sum(receive_counts), *x.shape[1:])
     group.count_exchange("all_to_all", x if count_sent else out)
-    handle = dist.all_to_all_single(out, x, receive_counts, send_counts, group=group.handle, async_op=True)
-    return PendingExchange(out, start_transfer(handle, "all_to_all", x.nbytes, group), source=x)
+
+    def start(result: Tensor, source: Tensor) -> Handle | None:
+        counts = (receive_counts, send_counts)
+        return dist.all_to_all_single(result, source, *counts, group=group.handle, async_op=True)
+
+    return start_collective("all_to_all", start, result=out, source=x, group=group, nbytes=x.nbytes)
 
 
 def start_transfers(
@@ -481,13 +520,18 @@ def start_transfers(
     Returns what to wait for, sends first.
     """
     ops: list[dist.P2POp] = []
+    copies: list[PrivateCopies | None] = []
     for x, target in sends:
-        send = dist.P2POp(dist.isend, x.contiguous(), group=group.handle, group_peer=target)
-        ops.append(send)
+        private = group.private_copies(f"send to {group.ranks[target]}", [x], [])
+        message = x.contiguous() if private is None else private.of(x)
+        copies.append(private)
+        ops.append(dist.P2POp(dist.isend, message, group=group.handle, group_peer=target))
         group.count_exchange("send", x)
     for buffer, source in receives:
-        receive = dist.P2POp(dist.irecv, buffer, group=group.handle, group_peer=source)
-        ops.append(receive)
+        private = group.private_copies(f"receive from {group.ranks[source]}", [], [buffer])
+        copies.append(private)
+        filled = buffer if private is None else private.of(buffer)
+        ops.append(dist.P2POp(dist.irecv, filled, group=group.handle, group_peer=source))
     if not ops:
         return []
 
@@ -498,10 +542,13 @@ def start_transfers(
     clock = group.activity.clock
     verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
     transfers: list[Transfer] = []
-    for handle, verb, (x, peer) in zip(handles, verbs, sends + receives):
+    for handle, verb, (x, peer), private in zip(handles, verbs, sends + receives, copies):
         pending = clock.record_start(handle) if clock.device else None
         global_peer = group.ranks[peer]
-        transfers.append(Transfer(handle, verb, x.nbytes, peer=global_peer, group=group, pending=pending))
+        transfer = Transfer(
+            handle, verb, x.nbytes, peer=global_peer, group=group, pending=pending, private=private
+        )
+        transfers.append(transfer)
     return transfers
 
 

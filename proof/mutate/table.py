@@ -36,6 +36,7 @@ class Mutation:
     what: the fault in words, and where it was seen (NAME NUMBER: an issue or pull request).
     file, old, new: the edit.
     model, world, layout: a recipe, a number of ranks and the words of a layout in which the bug acts.
+    is_strict: a hazard that gloo hides, since its exchanges end in wait(): for verify --strict.
     """
 
     what: str
@@ -45,6 +46,7 @@ class Mutation:
     model: str
     world: int
     layout: str
+    is_strict: bool = False
 
 
 TABLE = (
@@ -1447,6 +1449,8 @@ def caught(bug: Mutation) -> tuple[bool, str]:
     command = [sys.executable, "-m", "scripts.verify", bug.model, "--world", str(bug.world), "--layouts", "2"]
     if bug.layout != INITIAL_WEIGHTS:
         command += ["--only", *bug.layout.split()]
+    if bug.is_strict:
+        command.append("--strict")
     with tempfile.TemporaryDirectory(prefix="bevatron-mutant-") as folder:
         checkout = Path(folder, "checkout")
         checkout.mkdir()

@@ -13,6 +13,8 @@ gives. `--layouts all` runs every layout, with switches (recompute, microbatches
 legal pair of values is in some cell; `--layouts product` runs every layout with every choice of switches.
 `--part 2/4` runs the second quarter of the chosen cells, to share a long proof among machines or sessions.
 
+`--strict` finds what NCCL does not forgive and gloo does: every started exchange runs on private copies, its
+result is NaN until it is awaited, and nothing may be written meanwhile (parallel/wire/strict.py).
 `--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
 stage, within bounds that follow from the dtype (proof/precision/__init__.py).
 `--coord` proves no layout, but muP: how far training moves activations, by width (proof/mup.py).
@@ -110,6 +112,11 @@ def parse_options(argv: list[str]) -> Namespace:
         type=Path,
         help="write the table of proven pairs into this Markdown file, between its marks",
     )
+    add(
+        "--strict",
+        action="store_true",
+        help="check every started exchange and copy too: nothing is used before it has arrived",
+    )
     add("--json", action="store_true", help="one JSON object a layout, for programs")
     add(
         "--precision",
@@ -181,7 +188,7 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
             if i % REFERENCES_AT_ONCE == 0:
                 group = cells[i:i + REFERENCES_AT_ONCE]
                 make_references(pool, [found.config(each) for each in group], home)
-            first, worst = prove(pool, found.config(values), home)
+            first, worst = prove(pool, found.config(values), home, options.strict)
         except ConfigError:
             raise
         except Exception as error:  # only this cell failed; new ranks prove the others

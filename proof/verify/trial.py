@@ -34,6 +34,7 @@ from parallel.sharding.boxes import Box
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
 from parallel.sharding.views import boxes_of
 from parallel.wire.comm import World
+from parallel.wire.strict import StrictMode
 from proof.verify.loop import run_loop
 from proof.verify.tiny_config import LAST, SAVED, SKIPPED, placed, write_corpora
 from runtime.pool import WorkerPool
@@ -300,17 +301,20 @@ def small_blocks(seq_len: int) -> Iterator[None]:
 
 # ---- one layout --------------------------------------------------------------------------------------------
 
-def prove(pool: WorkerPool, cfg: Config, home: Path) -> tuple[Deviation, Deviation]:
+def prove(
+    pool: WorkerPool, cfg: Config, home: Path, is_strict: bool = False
+) -> tuple[Deviation, Deviation]:
     """Trains under the layout of cfg on the ranks of the pool, and compares with one process.
 
     home: the folder for data, reference values and runs; see make_references for what is kept there.
+    is_strict: every started exchange and copy is checked (parallel/wire/strict.py).
 
     Returns (first, worst). worst: the largest deviation. first: of the first step with deviations beyond
     BOUND, the largest; if there are none, worst.
     """
     (reference,) = make_references(pool, [cfg], home)
     try:
-        results = pool.run(run_layout, placed(cfg, home, "layout"), home, reference)
+        results = pool.run(run_layout, placed(cfg, home, "layout"), home, reference, is_strict)
     finally:
         shutil.rmtree(home / "layout", ignore_errors=True)
 
@@ -330,7 +334,7 @@ def prove(pool: WorkerPool, cfg: Config, home: Path) -> tuple[Deviation, Deviati
 
 
 def run_layout(
-    world: World, cfg: Config, home: Path, reference: Path
+    world: World, cfg: Config, home: Path, reference: Path, is_strict: bool
 ) -> tuple[list[Deviation], set[str]]:
     """On every rank: trains LAST steps in the run folder of cfg; the run is stopped and resumed after SAVED.
 
@@ -341,7 +345,8 @@ def run_layout(
     with small_blocks(cfg.train.seq_len):
         for stop_step in (SAVED, LAST):
             observer.stop_step = stop_step
-            code = run_loop(world, cfg, folder, observer)
+            with strict_mode(world, is_strict):
+                code = run_loop(world, cfg, folder, observer)
             error = 0.0 if code == STOPPED_EARLY else math.inf
             observer.deviations.append(Deviation(error, stop_step, f"exit code {code}"))
     observer.compare_begun_steps()
@@ -353,6 +358,19 @@ def run_layout(
         known = worst.get(deviation.step, deviation)
         worst[deviation.step] = max(deviation, known, key=lambda one: one.severity)
     return list(worst.values()), observer.names
+
+
+@contextlib.contextmanager
+def strict_mode(world: World, is_strict: bool) -> Iterator[None]:
+    """Raises StrictError where a run in it uses an exchange wrongly, and at its end if one is under way."""
+    strict = StrictMode() if is_strict else None
+    world.activity.strict = strict
+    try:
+        yield
+    finally:
+        world.activity.strict = None
+    if strict is not None:
+        strict.check_all_awaited()
 
 
 def run_folder(cfg: Config, home: Path) -> Path:

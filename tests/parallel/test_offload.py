@@ -77,7 +77,7 @@ def test_gradients_are_those_of_tensors_that_stayed():
     x, w = (torch.randn(64, 64, generator=g, dtype=torch.float64).requires_grad_() for _ in "xw")
     chain(x, w).backward()
     want, x.grad, w.grad = (x.grad.clone(), w.grad.clone()), None, None
-    away = ActivationOffload(CPU)
+    away = ActivationOffload(CPU, CopyStream(CPU))
     with away.saving_to_host():
         y = chain(x, w)
     y.backward()
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_tensors_that_stayed():
 
 
 def test_fetched_in_reverse_a_few_ahead_and_once():
-    away, order = ActivationOffload(CPU), []
+    away, order = ActivationOffload(CPU, CopyStream(CPU)), []
     fetch = away.start_fetch
     away.start_fetch = lambda t: (order.append(t.place) if t.device_copy is None else None, fetch(t))
     with away.saving_to_host():
@@ -99,7 +99,7 @@ def test_fetched_in_reverse_a_few_ahead_and_once():
 
 
 def test_small_tensors_stay_equal_ones_are_copied_once_and_an_address_used_again_is_another():
-    away = ActivationOffload(CPU)
+    away = ActivationOffload(CPU, CopyStream(CPU))
     with away.saving_to_host():
         small = torch.zeros(4)
         assert away.pack(small) is small
@@ -120,7 +120,7 @@ def test_small_tensors_stay_equal_ones_are_copied_once_and_an_address_used_again
 
 
 def test_a_transposed_tensor_comes_back_as_it_lay():
-    away = ActivationOffload(CPU)
+    away = ActivationOffload(CPU, CopyStream(CPU))
     x = torch.rand(128, 64).t()
     with away.saving_to_host():
         back = away.unpack(away.pack(x))
