@@ -1,6 +1,5 @@
 """What all blocks of one forward pass share."""
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -8,11 +7,10 @@ from torch import Tensor
 from config import Config, ModelConfig, head_dim
 from kernels import rope
 from kernels.attention_mask import AttentionMask, make_attention_mask
+from model.router import RouterInputs
 from parallel.cost import Cost, SavedTensor, Workload
+from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
-
-if TYPE_CHECKING:
-    from model.router import RouterInputs
 
 
 @dataclass
@@ -55,7 +53,7 @@ class ForwardContext:
     cache: KeyValueCache | None = None
     sequence_is_sharded: bool = False
     documents: Tensor | None = None
-    router_inputs: "RouterInputs | None" = None
+    router_inputs: RouterInputs | None = None
 
     def rotation(self) -> tuple[Tensor, Tensor]:
         """cos and sin. Raises ValueError if positions are learned."""
@@ -64,11 +62,19 @@ class ForwardContext:
         return self.cos, self.sin
 
 
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss needs beside the hidden states. scale: the loss is multiplied by it."""
+    microbatch: Microbatch
+    scale: Tensor | float
+    context: ForwardContext
+
+
 def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     dropout_rng: DropoutRng | None = None,
                     cache: KeyValueCache | None = None,
                     sequence_is_sharded: bool = False,
-                    router_inputs: "RouterInputs | None" = None) -> ForwardContext:
+                    router_inputs: RouterInputs | None = None) -> ForwardContext:
     """positions [b, s] (sharded: [b, s/cp]); they restart where a document does."""
     cos = sin = None
     if cfg.model.positions == "rope":

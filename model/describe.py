@@ -10,12 +10,13 @@ from functools import lru_cache
 from math import lcm
 
 from config import Config, ModelConfig
+from model.block import BlockKind, TransformerBlock
 from model.context import context_cost
 from model.embedding import Embedding
 from model.head import OutputHead
 from model.precision import accumulation_bytes, compute_bytes
 from model.sharding import scale_for_mup
-from model.transformer import PipelineStage, TransformerBlock
+from model.transformer import PipelineStage
 from parallel.cost import Cost, Workload, total
 from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.topology.dims import ParallelDims
@@ -143,7 +144,7 @@ def describe_modules(cfg: Config, first: int, last: int, ends_are_apart: bool) -
     if first == 0:
         parts.append(describe_ends(cfg, ends_are_apart).embedding)
 
-    block_of: dict[tuple[bool, bool], PartDescription] = {}
+    block_of: dict[BlockKind, PartDescription] = {}
     for layer in range(first, last):
         kind = TransformerBlock.kind(cfg, layer)
         if kind not in block_of:
@@ -155,7 +156,7 @@ def describe_modules(cfg: Config, first: int, last: int, ends_are_apart: bool) -
     return StageDescription(cfg, tuple(parts))
 
 
-def first_layer_of_kind(cfg: Config, kind: tuple[bool, bool]) -> int:
+def first_layer_of_kind(cfg: Config, kind: BlockKind) -> int:
     layers = range(cfg.model.layers)
     return next(layer for layer in layers if TransformerBlock.kind(cfg, layer) == kind)
 

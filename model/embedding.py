@@ -20,14 +20,14 @@ from parallel.topology.mesh import Mesh
 EMBEDDING_SITE = 0  # of dropout; 1 + 2 layer and 2 + 2 layer are the two branches of a block
 
 
-def embedding_table(cfg: Config, mesh: Mesh, is_on_two_ranks: bool) -> ShardedParameter:
+def embedding_table(cfg: Config, mesh: Mesh, ends_are_apart: bool) -> ShardedParameter:
     """The table of tokens [padded vocab / tp, d].
 
-    is_on_two_ranks: the first and the last stage are on different ranks. A table that both need (tied, or
+    ends_are_apart: the first and the last stage are on different ranks. A table that both need (tied, or
     with multi-token prediction) is then on both, and the gradient of each is a part of the sum.
     """
     is_shared = cfg.model.tied or cfg.model.mtp > 0
-    partial_over = ("embedding_ends",) if is_shared and is_on_two_ranks else ()
+    partial_over = ("embedding_ends",) if is_shared and ends_are_apart else ()
     return vocab_table(cfg, mesh, "embed.weight", role="embedding", partial_over=partial_over)
 
 
@@ -43,13 +43,13 @@ def vocab_table(cfg: Config, mesh: Mesh, key: str, *, role: str,
 class Embedding(nn.Module):
     """tokens, positions [b, s] -> [b, s, d] (sp: [b, s/tp, d])."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, is_on_two_ranks: bool) -> None:
+    def __init__(self, cfg: Config, mesh: Mesh, ends_are_apart: bool) -> None:
         super().__init__()
         model = cfg.model
         self.dropout = model.dropout
         self.tp = mesh.tp
         self.sp = cfg.parallel.sp
-        self.weight = embedding_table(cfg, mesh, is_on_two_ranks)
+        self.weight = embedding_table(cfg, mesh, ends_are_apart)
         self.positions = None
         if model.positions == "learned":
             box = Box.whole("positions.weight", (model.context, model.hidden))

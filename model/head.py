@@ -1,18 +1,15 @@
 """The output head: final norm, projection onto the vocabulary, cross entropy."""
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from config import Config, mup_width_ratio, vocab_size
 from kernels.cross_entropy import CHUNK_BYTES, SOFTMAX_ELEMENTS, linear_cross_entropy
 from kernels.linear import linear
-from model.context import ForwardContext
+from model.context import LossInputs
 from model.embedding import embedding_table, vocab_table
 from model.mtp import MultiTokenPrediction
 from model.norm import Norm
 from parallel.cost import Cost, MatrixProduct, MemoryTraffic, SavedTensor, Workload
-from parallel.microbatch import Microbatch
 from parallel.sharding.spec import ShardedParameter
 from parallel.tensor.layers import merge_exchanges, merge_vocab_statistics
 from parallel.tensor.regions import enter_exchanges, enter_region
@@ -20,25 +17,11 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
 
-@dataclass(frozen=True)
-class LossInputs:
-    """What a loss needs beside the hidden states. scale: the loss is multiplied by it."""
-    microbatch: Microbatch
-    scale: Tensor | float
-    context: ForwardContext
-
-
 class OutputHead(nn.Module):
-    """Hidden states after the last block -> the loss of a microbatch, or logits.
+    """Hidden states after the last block -> the loss of a microbatch, or logits."""
 
-    mtp: the modules of multi-token prediction; set by the stage that makes them (model/transformer.py).
-    """
-    mtp: MultiTokenPrediction | None
-
-    def __init__(self, cfg: Config, mesh: Mesh, table: ShardedParameter | None,
-                 is_on_two_ranks: bool) -> None:
-        """table: of the embedding, if it is on this rank; a tied head uses it. is_on_two_ranks: see
-        embedding_table."""
+    def __init__(self, cfg: Config, mesh: Mesh, table: ShardedParameter | None, ends_are_apart: bool) -> None:
+        """table: the embedding's, if a stage of this rank has it. ends_are_apart: see embedding_table."""
         super().__init__()
         self.tp = mesh.tp
         self.sp = cfg.parallel.sp
@@ -50,37 +33,61 @@ class OutputHead(nn.Module):
         elif table is not None:
             self.weight = table
         else:
-            self.weight = embedding_table(cfg, mesh, is_on_two_ranks)
-        self.mtp = None
+            self.weight = embedding_table(cfg, mesh, ends_are_apart)
+
+        self.mtp = None  # multi-token prediction: it reads the embedding's table too
+        if cfg.model.mtp:
+            if table is None:
+                table = self.weight if cfg.model.tied else embedding_table(cfg, mesh, ends_are_apart)
+            self.mtp = MultiTokenPrediction(cfg, mesh, table)
 
     def forward(self, x: Tensor, loss_inputs: LossInputs | None = None,
                 position: int | None = None) -> Tensor:
-        """x [b, s, d] (sp: [b, s/tp, d]) after the last block.
+        """With loss_inputs what `loss` gives, with a position what `logits_at` gives, else `logits`.
 
-        With loss_inputs: the loss, a scalar. Else logits in fp32 or better: [b, s, vocab], or those of one
-        position [vocab] of the first sequence.
+        The way to all three where hooks are set on the module: they see a call of the module alone.
         """
         if loss_inputs is not None:
             return self.loss(x, loss_inputs)
-        if position is None:
-            return self.logits(x)
-        if self.sp:
+        if position is not None:
+            return self.logits_at(x, position)
+        return self.logits(x)
+
+    def loss(self, x: Tensor, inputs: LossInputs) -> Tensor:
+        """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) after the last block -> scale * the sum of the losses of this
+        rank's counted tokens, a scalar.
+
+        Multi-token prediction adds to the gradients, not to the value.
+        """
+        h = self.norm(x)
+        targets, scale = inputs.microbatch.targets, inputs.scale
+        if self.mtp is None or not torch.is_grad_enabled():
+            return self.cross_entropy(h, targets, scale)
+        loss_ahead = self.mtp(h, inputs, self.cross_entropy)
+        loss = self.cross_entropy(h, targets, scale)
+        return loss + (loss_ahead - loss_ahead.detach())
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [b, s, d] (sp: [b, s/tp, d]) after the last block -> [b, s, vocab] in fp32 or better, without the
+        padding of the vocabulary. Of full sequences.
+        """
+        logits = linear(self.projection_input(self.norm(x)), self.weight)  # [b, s, padded vocab / tp]
+        if self.tp.size > 1:
+            shards = comm.all_gather(logits[None], self.tp)  # [tp, b, s, padded vocab / tp]
+            logits = torch.cat(shards.unbind(0), -1)
+        logits = logits[..., :self.vocab]
+        return logits.to(torch.promote_types(x.dtype, torch.float32))
+
+    def logits_at(self, x: Tensor, position: int) -> Tensor:
+        """x as for `logits` -> [vocab] in fp32 or better: of one position of the first sequence."""
+        if self.sp:  # the ranks have different positions, and gather them first
             return self.logits(x)[0, position]
         return self.logits(x[:, position:position + 1])[0, 0]
 
-    def loss(self, x: Tensor, inputs: LossInputs) -> Tensor:
-        """scale * the sum of the counted tokens' losses. Further predictions add to the gradients, not to the
-        value."""
-        h = self.norm(x)
-        microbatch, scale = inputs.microbatch, inputs.scale
-        if self.mtp is None or not torch.is_grad_enabled():
-            return self.cross_entropy(h, microbatch.targets, scale)
-        ahead = self.mtp(h, microbatch, scale, inputs.context, self.cross_entropy)
-        loss = self.cross_entropy(h, microbatch.targets, scale)
-        return loss + (ahead - ahead.detach())
-
     def cross_entropy(self, h: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
-        """h [b, s, d] after the norm, targets [b, s] -> scale * the sum of the counted tokens' losses."""
+        """h [b, s/cp, d] (sp: [b, s/cp/tp, d]) after the norm, targets [b, s/cp] -> scale * the sum of the
+        counted tokens' losses, a scalar.
+        """
         h = self.projection_input(h)
         first_row = self.tp.index * self.weight.shape[0]  # of the vocabulary, on this rank
         return linear_cross_entropy(
@@ -93,17 +100,11 @@ class OutputHead(nn.Module):
             merge=merge_vocab_statistics(self.tp),
         )
 
-    def logits(self, x: Tensor) -> Tensor:
-        """x [b, s, d] -> [b, s, vocab] without the padding, in fp32 or better."""
-        part = linear(self.projection_input(self.norm(x)), self.weight)  # [b, s, v/tp]
-        if self.tp.size > 1:
-            parts = comm.all_gather(part[None], self.tp)  # [tp, b, s, v/tp]
-            part = torch.cat(parts.unbind(0), -1)
-        logits = part[..., :self.vocab]
-        return logits.to(torch.promote_types(x.dtype, torch.float32))
-
     def projection_input(self, h: Tensor) -> Tensor:
-        """h [b, s, d] (sp: [b, s/tp, d]) after the norm -> [b, s, d], what the table is multiplied by."""
+        """h [b, s, d] (sp: [b, s/tp, d]) after the norm -> [b, s, d], what the table is multiplied by.
+
+        muP divides the logits by the ratio of widths (arXiv 2203.03466, table 8).
+        """
         if self.logit_scale != 1:
             h = h * self.logit_scale
         return enter_region(h, self.tp, self.sp)

@@ -17,35 +17,35 @@ block are.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING
+from operator import add
 
-from torch import Tensor, add, cat, nn
+import torch
+from torch import Tensor, nn
 
 from config import Config
 from kernels.linear import linear
-from model.context import ForwardContext
+from model.block import TransformerBlock
+from model.context import ForwardContext, LossInputs
 from model.modules import ModuleList
 from model.norm import Norm
 from model.router import router_inputs
 from parallel.cost import Cost, MatrixProduct, SavedTensor, Workload, total
-from parallel.microbatch import Microbatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import partial_over_tp, vocab_embedding, vocab_embedding_cost
 from parallel.tensor.regions import outside_region
 from parallel.topology.mesh import Mesh
 
-if TYPE_CHECKING:
-    from model.transformer import TransformerBlock
-
 CrossEntropy = Callable[[Tensor, Tensor, Tensor | float], Tensor]  # (states, targets, scale) -> a scalar
 
 
 class MTPModule(nn.Module):
-    """One module. block: a transformer block of its own, with the number `layer`, which follows those of the
-    model."""
+    """One module: a join of states and embeddings, and a transformer block of its own.
 
-    def __init__(self, cfg: Config, mesh: Mesh, layer: int, block: "TransformerBlock") -> None:
+    layer: the number of that block; the modules' numbers follow those of the model's blocks.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
         hidden = cfg.model.hidden
         key = f"layers.{layer}"
@@ -55,13 +55,16 @@ class MTPModule(nn.Module):
         partial_over = partial_over_tp(cfg.parallel.sp)
         spec = ParameterSpec((box,), "hidden", cfg.model.init_std, partial_over=partial_over)
         self.join = parameter(spec)
-        self.block = block
+        self.block = TransformerBlock(cfg, mesh, layer)
         self.norm = Norm(cfg, mesh, f"{key}.head_norm")
 
     def forward(self, h: Tensor, embedded: Tensor, context: ForwardContext) -> Tensor:
-        """States h and embeddings [b, s, d] (sp: [b, s/tp, d]) -> the next states."""
+        """h: the states of the module before; embedded: the embeddings of the tokens ahead.
+
+        Each [b, s/cp, d] (sp: [b, s/cp/tp, d]), as the states that it returns.
+        """
         embedded = self.embed_norm(embedded)
-        joined = cat((embedded, self.hidden_norm(h)), -1)
+        joined = torch.cat((embedded, self.hidden_norm(h)), -1)  # [b, s/cp, 2d]
         x, router_stats = self.block(linear(joined, self.join), context)
         self.block.add_router_stats(router_stats)
         return self.norm(x)
@@ -80,26 +83,25 @@ class MTPModule(nn.Module):
 
 
 class MultiTokenPrediction(nn.Module):
-    """The modules. table: the embedding's, which other parts of the model use too."""
+    """The modules of a model. table: the embedding's, which other parts of the model use too."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, table: ShardedParameter,
-                 blocks: "list[TransformerBlock]") -> None:
+    def __init__(self, cfg: Config, mesh: Mesh, table: ShardedParameter) -> None:
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
         self.table = table
         self.loss_weight = cfg.model.mtp_weight / cfg.model.mtp
-        modules: list[MTPModule] = []
-        for k, block in enumerate(blocks):
-            modules.append(MTPModule(cfg, mesh, cfg.model.layers + k, block))
-        self.modules_ahead = ModuleList(modules)
+        first = cfg.model.layers
+        layers = range(first, first + cfg.model.mtp)
+        self.modules_ahead = ModuleList(MTPModule(cfg, mesh, layer) for layer in layers)
 
-    def forward(self, h: Tensor, microbatch: Microbatch, scale: Tensor | float, context: ForwardContext,
-                cross_entropy: CrossEntropy) -> Tensor:
-        """h [b, s, d] after the model's last norm -> the weighted loss of all modules.
+    def forward(self, h: Tensor, inputs: LossInputs, cross_entropy: CrossEntropy) -> Tensor:
+        """h [b, s/cp, d] (sp: [b, s/cp/tp, d]) after the model's last norm -> the weighted loss of all
+        modules, a scalar.
 
-        Raises ValueError for a microbatch without tokens_ahead.
+        cross_entropy: of the model's head. Raises ValueError for a microbatch without tokens_ahead.
         """
+        microbatch, scale, context = inputs.microbatch, inputs.scale, inputs.context
         if microbatch.tokens_ahead is None or microbatch.targets_ahead is None:
             raise ValueError("multi-token prediction needs a microbatch of Microbatch.with_tokens_ahead")
         losses: list[Tensor] = []
@@ -115,7 +117,7 @@ class MultiTokenPrediction(nn.Module):
         return reduce(add, losses)
 
     def cost(self, work: Workload, cross_entropy: Cost) -> Cost:
-        """cross_entropy: of one module's."""
+        """cross_entropy: the cost of one module's."""
         sp = self.cfg.parallel.sp
         embedding = vocab_embedding_cost(work, self.table.spec, self.mesh.tp, sp)
         modules = total(module.cost(work) for module in self.modules_ahead)

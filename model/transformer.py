@@ -1,150 +1,51 @@
-"""The decoder: TransformerBlock, and PipelineStage, the consecutive blocks of one pipeline stage."""
+"""The decoder as pipeline stages: the consecutive blocks of one, with the embedding or the output head at an
+end."""
 import torch
 from torch import Tensor, nn
 
-from config import Config, has_experts, layer_in_fp8, recomputes
-from model.attention import Attention
-from model.context import ForwardContext, KeyValueCache, context_cost, forward_context
-from model.embedding import Embedding, embedding_table
-from model.head import LossInputs, OutputHead
-from model.mla import MultiLatentAttention
-from model.mlp import MLP
+from config import Config
+from model.block import TransformerBlock
+from model.context import (
+    ForwardContext,
+    KeyValueCache,
+    LossInputs,
+    context_cost,
+    forward_context,
+)
+from model.embedding import Embedding
+from model.head import OutputHead
 from model.modules import ModuleList
 from model.moe import MoE
-from model.mtp import MultiTokenPrediction
-from model.norm import Norm
-from model.recompute import checkpoint_activations
 from model.router import Router, router_inputs
-from parallel.cost import RECOMPUTABLE_PARTS, Cost, MemoryTraffic, Part, SavedTensor, Workload, total
+from parallel.cost import Cost, Workload, total
 from parallel.microbatch import Microbatch
-from parallel.rng import DropoutRng, dropout
+from parallel.rng import DropoutRng
 from parallel.sharding.spec import ShardedParameter
-from parallel.tensor.regions import local_chunk, outside_region
+from parallel.tensor.regions import local_chunk
 from parallel.topology.mesh import Mesh
 
 
-class TransformerBlock(nn.Module):
-    """Attention and MLP with norms before them. x [b, s, d] (sp: [b, s/tp, d]) -> the same, and its router's
-    stats.
-
-    The stats (model/router.py) are None without a router, or outside of training.
-    """
-
-    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
-        super().__init__()
-        self.layer = layer
-        self.dropout = cfg.model.dropout
-        self.recompute = cfg.parallel.recompute == "full"
-        parts: list[Part] = [part for part in RECOMPUTABLE_PARTS if recomputes(cfg, part)]
-        self.recomputed_parts = frozenset(parts)
-        self.has_experts = has_experts(cfg.model, layer)
-        key = f"layers.{layer}"
-        self.attn_norm = Norm(cfg, mesh, f"{key}.attn_norm")
-        attention = MultiLatentAttention if cfg.model.kv_rank else Attention
-        self.attn = attention(cfg, mesh, layer)
-        self.mlp_norm = Norm(cfg, mesh, f"{key}.mlp_norm")
-        self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
-
-    def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint_activations(self.run, x, context)
-        return self.run(x, context)
-
-    def run(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
-        """The computation; with recompute it runs again in the backward."""
-        rng = context.dropout_rng
-        attended = self.attn(self.attn_norm(x), context)
-        attended = dropout(attended, self.dropout, rng, site=1 + 2 * self.layer)
-        h, x = self.mlp_norm.add_and_norm(attended, x)
-        router_stats = None
-        if self.has_experts:
-            y, router_stats = self.mlp(h, context.router_inputs)
-        else:
-            y = self.mlp(h)
-        y = dropout(y, self.dropout, rng, site=2 + 2 * self.layer)
-        return x + y, router_stats
-
-    def add_router_stats(self, stats: Tensor | None) -> None:
-        """Adds the stats of a microbatch to those of the step: not in forward, which recompute may run
-        twice."""
-        if stats is not None and isinstance(self.mlp, MoE):
-            self.mlp.router.stats += stats
-
-    @staticmethod
-    def kind(cfg: Config, layer: int) -> tuple[bool, bool]:
-        """Blocks of the same kind differ in their names alone."""
-        return has_experts(cfg.model, layer), layer_in_fp8(cfg, layer)
-
-    def cost(self, work: Workload) -> Cost:
-        """The only place where recompute changes what is kept and exchanged."""
-        cost = self.cost_without_recompute(work)
-        if self.recompute:
-            input_bytes = self.hidden_elements(work) * work.compute_bytes
-            return cost.recompute_all(kept=SavedTensor(input_bytes))
-        return cost.recompute_parts(self.recomputed_parts)
-
-    def cost_without_recompute(self, work: Workload) -> Cost:
-        mlp = self.mlp.cost(work)
-        return total((
-            self.attn_norm.cost(work),
-            self.attn.cost(work).as_inner(),  # the residual is kept by the second norm
-            self.mlp_norm.cost(work),
-            mlp.as_inner() if self.dropout else mlp,  # dropout keeps a mask
-            self.residuals_cost(work),
-        ))
-
-    def residuals_cost(self, work: Workload) -> Cost:
-        """Each of the two reads one tensor more and writes one. Dropout keeps a mask of bools."""
-        elements = self.hidden_elements(work)
-        masks = 2 * elements if self.dropout else 0
-        return Cost(
-            traffic=(MemoryTraffic(4 * elements * work.compute_bytes),),
-            saved=(SavedTensor(masks),),
-            launches=1,
-        )
-
-    def hidden_elements(self, work: Workload) -> int:
-        """Of x on this rank."""
-        norm = self.attn_norm
-        tokens = outside_region(work.tokens, norm.tp, norm.sp)
-        return tokens * norm.weight.spec.numel
-
-
 class PipelineStage(nn.Module):
-    """Blocks first .. last - 1. The stage with block 0 has the embedding, the one with the last block the
-    output head."""
+    """Token ids, or hidden states of the stage before, -> hidden states, or the loss.
+
+    The stage with block 0 has the embedding, the one with the last block the output head.
+    """
 
     def __init__(self, cfg: Config, mesh: Mesh, first: int, last: int,
                  table: ShardedParameter | None = None, ends_are_apart: bool = False) -> None:
-        """table: the embedding's, if another stage of this rank has it. ends_are_apart: the first and the
-        last stage are on different ranks."""
+        """first, last: of the blocks, last excluded. table: the embedding's, if another stage of this rank
+        has it. ends_are_apart: the first and the last stage are on different ranks.
+        """
         super().__init__()
         self.cfg = cfg
         self.mesh = mesh
         self.embedding = Embedding(cfg, mesh, ends_are_apart) if first == 0 else None
         if self.embedding is not None:
             table = self.embedding.weight
-        layers = range(first, last)
-        self.blocks = ModuleList(TransformerBlock(cfg, mesh, layer) for layer in layers)
+        self.blocks = ModuleList(TransformerBlock(cfg, mesh, layer) for layer in range(first, last))
         self.head = None
         if last == cfg.model.layers:
             self.head = OutputHead(cfg, mesh, table, ends_are_apart)
-            self.head.mtp = self.multi_token_prediction(table, ends_are_apart)
-
-    def multi_token_prediction(self, table: ShardedParameter | None,
-                               ends_are_apart: bool) -> MultiTokenPrediction | None:
-        """The modules of the last stage; None without model.mtp."""
-        cfg = self.cfg
-        if self.head is None or not cfg.model.mtp:
-            return None
-        if table is None and cfg.model.tied:
-            table = self.head.weight
-        elif table is None:
-            table = embedding_table(cfg, self.mesh, ends_are_apart)
-        num_layers = cfg.model.layers
-        layers = range(num_layers, num_layers + cfg.model.mtp)
-        blocks = [TransformerBlock(cfg, self.mesh, layer) for layer in layers]
-        return MultiTokenPrediction(cfg, self.mesh, table, blocks)
 
     # ---- what it is made of --------------------------------------------------------------------------------
 

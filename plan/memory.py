@@ -23,10 +23,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from config import OPTIMIZERS
+from model.block import TransformerBlock
 from model.describe import PartDescription, StageDescription, workload
 from model.head import OutputHead
 from model.precision import accumulation_bytes, compute_bytes
-from model.transformer import TransformerBlock
 from parallel.cost import RECOMPUTABLE_PARTS, Cost, Part, Workload, total
 from parallel.pipeline.schedule import Op
 from plan.buckets import PlannedBucket, buckets, unique_buckets

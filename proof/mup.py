@@ -24,9 +24,10 @@ from build import build_run
 from config import Config, ConfigError, kv_heads
 from config.suggestions import check_rules
 from kernels.linear import linear
+from model.block import TransformerBlock
 from model.moe import MoE
 from model.router import Router
-from model.transformer import PipelineStage, TransformerBlock
+from model.transformer import PipelineStage
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from proof.verify.overrides import Overrides, check_reached

@@ -56,12 +56,12 @@ PLANNABLE = {
     "parallel.sharding.slots",
     "parallel.sharding.spec",
     "parallel.wire.compress",
+    "model.block",
     "model.describe",
     "model.head",
     "model.precision",
     "model.router",
     "model.sharding",
-    "model.transformer",
 }
 PURE = {
     "parallel/cost.py",

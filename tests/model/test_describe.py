@@ -8,6 +8,7 @@ import pytest
 from torch import nn
 
 import config
+from model.block import TransformerBlock
 from model.describe import (
     describe_block,
     describe_model,
@@ -18,7 +19,7 @@ from model.describe import (
 )
 from model.mlp import MLP
 from model.split import split_by_cost
-from model.transformer import PipelineStage, TransformerBlock
+from model.transformer import PipelineStage
 from parallel.cost import Cost, Exchange, MatrixProduct, SavedTensor, Workload, mean_keys, total
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, parameter, sharded_parameters
@@ -219,7 +220,7 @@ def test_a_new_projection_is_counted_everywhere(monkeypatch):
         parameters(replace(model, init_std=0.124)),
         flops_per_token(replace(model, init_std=0.124), 256),
     )
-    monkeypatch.setattr("model.transformer.MLP", GatedMLP)
+    monkeypatch.setattr("model.block.MLP", GatedMLP)
     more = model.ffn * model.hidden
     assert parameters(model)["total"] == plain["total"] + model.layers * more
     assert flops_per_token(model, 256) == plain_flops + 6 * model.layers * more

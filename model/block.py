@@ -1,0 +1,124 @@
+"""One block of the decoder: attention and MLP, each on the normalized residual stream (pre-norm).
+
+A mixture of experts may stand in the place of the MLP (model/moe.py), and latent attention in that of
+attention (model/mla.py).
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from config import Config, has_experts, layer_in_fp8, recomputes
+from model.attention import Attention
+from model.context import ForwardContext
+from model.mla import MultiLatentAttention
+from model.mlp import MLP
+from model.moe import MoE
+from model.norm import Norm
+from model.recompute import checkpoint_activations
+from parallel.cost import RECOMPUTABLE_PARTS, Cost, MemoryTraffic, Part, SavedTensor, Workload, total
+from parallel.rng import dropout
+from parallel.tensor.regions import outside_region
+from parallel.topology.mesh import Mesh
+
+
+class BlockKind(NamedTuple):
+    """Blocks of the same kind differ in nothing but the names of their parameters."""
+    has_experts: bool
+    in_fp8: bool
+
+
+class TransformerBlock(nn.Module):
+    """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same, and its router's statistics.
+
+    The statistics [E + len(ROUTER_STATS)] (model/router.py) are None without a router, or outside of
+    training.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        key = f"layers.{layer}"
+        self.has_experts = has_experts(cfg.model, layer)
+        self.dropout = cfg.model.dropout
+        self.attention_site = 1 + 2 * layer  # of dropout; the embedding's is 0
+        self.mlp_site = 2 + 2 * layer
+
+        # what the backward recomputes: the whole block, or parts of it
+        self.recompute = cfg.parallel.recompute == "full"
+        parts: list[Part] = [part for part in RECOMPUTABLE_PARTS if recomputes(cfg, part)]
+        self.recomputed_parts = frozenset(parts)
+
+        self.attn_norm = Norm(cfg, mesh, f"{key}.attn_norm")
+        attention = MultiLatentAttention if cfg.model.kv_rank else Attention
+        self.attn = attention(cfg, mesh, layer)
+        self.mlp_norm = Norm(cfg, mesh, f"{key}.mlp_norm")
+        self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
+
+    def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint_activations(self.attention_and_mlp, x, context)
+        return self.attention_and_mlp(x, context)
+
+    def attention_and_mlp(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+        """The computation of forward, which full recompute repeats in the backward."""
+        rng = context.dropout_rng
+        attended = self.attn(self.attn_norm(x), context)
+        attended = dropout(attended, self.dropout, rng, site=self.attention_site)
+
+        h, x = self.mlp_norm.add_and_norm(attended, x)
+        router_stats = None
+        if self.has_experts:
+            y, router_stats = self.mlp(h, context.router_inputs)
+        else:
+            y = self.mlp(h)
+        y = dropout(y, self.dropout, rng, site=self.mlp_site)
+        return x + y, router_stats
+
+    def add_router_stats(self, stats: Tensor | None) -> None:
+        """Adds the statistics of a microbatch to those of the step.
+
+        Not a part of forward: full recompute runs that a second time, and would count each token twice.
+        """
+        if stats is not None and isinstance(self.mlp, MoE):
+            self.mlp.router.stats += stats
+
+    @staticmethod
+    def kind(cfg: Config, layer: int) -> BlockKind:
+        return BlockKind(has_experts(cfg.model, layer), layer_in_fp8(cfg, layer))
+
+    # ---- what it costs -------------------------------------------------------------------------------------
+
+    def cost(self, work: Workload) -> Cost:
+        """Of one microbatch. The only place where recompute changes what is kept and exchanged."""
+        cost = self.cost_without_recompute(work)
+        if self.recompute:
+            input_bytes = self.hidden_elements(work) * work.compute_bytes
+            return cost.recompute_all(kept=SavedTensor(input_bytes))
+        return cost.recompute_parts(self.recomputed_parts)
+
+    def cost_without_recompute(self, work: Workload) -> Cost:
+        mlp = self.mlp.cost(work)
+        return total((
+            self.attn_norm.cost(work),
+            self.attn.cost(work).as_inner(),  # the residual is kept by the second norm
+            self.mlp_norm.cost(work),
+            mlp.as_inner() if self.dropout else mlp,  # dropout keeps a mask
+            self.residuals_cost(work),
+        ))
+
+    def residuals_cost(self, work: Workload) -> Cost:
+        """Of the two additions: each reads one tensor more and writes one. Dropout keeps a mask of bools."""
+        elements = self.hidden_elements(work)
+        masks = 2 * elements if self.dropout else 0
+        return Cost(
+            traffic=(MemoryTraffic(4 * elements * work.compute_bytes),),
+            saved=(SavedTensor(masks),),
+            launches=1,
+        )
+
+    def hidden_elements(self, work: Workload) -> int:
+        """Elements of x on this rank."""
+        norm = self.attn_norm
+        tokens = outside_region(work.tokens, norm.tp, norm.sp)
+        return tokens * norm.weight.spec.numel
