@@ -33,7 +33,7 @@ from data.tokenizer import Tokenizer
 from model.context import KeyValueCache
 from model.generate import pipeline_logits
 from model.precision import DTYPES
-from model.router import RouterStates
+from model.router_states import RouterStates
 from model.sharding import scale_for_mup, sharding_config
 from model.split import layers_of_stages, split_by_cost
 from model.transformer import PipelineStage

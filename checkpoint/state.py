@@ -97,7 +97,7 @@ class OptimizerMoments(Protocol):
 
 
 class Routers(Protocol):
-    """model.moe.RouterStates"""
+    """model.router_states.RouterStates"""
     def boxes(self, each_once: bool = False, weights: bool = False) -> BoxedTensors: ...
 
 

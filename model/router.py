@@ -26,13 +26,12 @@ and generation, where later tokens are not known yet, drop nothing.
 """
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import one_hot
 
-from config import Config, ConfigError, ModelConfig, has_experts
+from config import Config, ConfigError, ModelConfig
 from kernels.cross_entropy import IGNORE_INDEX
 from kernels.grad import accumulation_dtype
 from kernels.linear import linear
@@ -45,16 +44,13 @@ from parallel.tensor.regions import all_gather_sequence, local_chunk
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
-if TYPE_CHECKING:
-    from model.transformer import PipelineStage
-
-# Of a layer and step, beside the counts of its experts.
+# The statistics of a layer and step, beside how many tokens each expert got.
 ROUTER_STATS = ("dropped", "entropy", "aux_loss", "z_loss")
 EPSILON = 1e-20  # added to sums that divide
 
 
 def expert_count(model: ModelConfig) -> int:
-    """Routed experts of a mixture layer. Raises ConfigError for a dense model."""
+    """Number of routed experts of a mixture layer. Raises ConfigError for a dense model."""
     if model.experts is None:
         raise ConfigError("model.experts: none, and a mixture layer has some; give their number")
     return model.experts
@@ -83,10 +79,13 @@ def router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor | floa
 
 
 class Router(nn.Module):
-    """x [b, s, d] -> the experts of each token and their weights, in fp32 or better throughout.
+    """x [b, s, d] of this rank's tokens -> their experts, and the weights of these, in fp32 or better.
 
-    Beside its weight it keeps, in fp64, bias [E]: added to the scores for the choice alone; load [E]: f of
-    the step before, for the global kind; stats [E + len(ROUTER_STATS)]: this rank's part of the step so far.
+    Beside its weight it keeps, in fp64:
+
+        bias [E]                        added to the scores for the choice alone (arXiv 2408.15664)
+        load [E]                        f of the step before, for model.aux_kind global
+        stats [E + len(ROUTER_STATS)]   this rank's statistics of the step so far
     """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
@@ -111,8 +110,12 @@ class Router(nn.Module):
         self.stats = torch.zeros(self.num_experts + len(ROUTER_STATS), dtype=torch.float64)
 
     def forward(self, x: Tensor, training: RouterInputs | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns index [b, s, k] (int64; -1: dropped), probs [b, s, k], and in training stats [E +
-        len(ROUTER_STATS)]."""
+        """Returns (index, probs, stats).
+
+        index int64 [b, s, k]: the experts of each token; -1: dropped. probs [b, s, k]: what their outputs are
+        multiplied by. stats [E + len(ROUTER_STATS)]: of this microbatch; None outside of training.
+        """
+        # scores of all experts
         x = x.to(accumulation_dtype(x.dtype))
         if training is not None and training.jitter_rng is not None:
             jitter = self.model.jitter
@@ -121,12 +124,15 @@ class Router(nn.Module):
         logits = linear(x, self.weight)  # [b, s, E]
         is_softmax = self.model.router == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+
+        # the choice, and the weights of the chosen
         index = self.choose_experts(scores.detach())
         if training is None:
             return index, self.expert_weights(scores.gather(-1, index)), None
-
         loss, stats = self.losses(logits, scores, index, training)
         probs = self.expert_weights(attach_loss(scores, loss).gather(-1, index))
+
+        # what finds no place at its expert is dropped
         if self.model.capacity is not None:
             is_kept = self.apply_capacity(index, probs.detach())
             is_dropped = ~is_kept & training.counted[..., None]
@@ -136,20 +142,25 @@ class Router(nn.Module):
         return index, probs, stats
 
     def choose_experts(self, scores: Tensor) -> Tensor:
-        """scores [b, s, E] -> the numbers of the top_k experts [b, s, k]."""
+        """scores [b, s, E] -> the numbers of the top_k experts [b, s, k].
+
+        With router_groups only experts of the best groups: a softmax router takes a group's best score
+        (DeepSeek-V2, arXiv 2405.04434, section 2.2.2), a sigmoid router the sum of its best two (DeepSeek-V3,
+        arXiv 2412.19437, section 2.1.2).
+        """
         model = self.model
         if self.bias is not None:
             scores = scores + self.bias.to(scores.dtype)
-        if model.router_groups > 1:  # only the experts of the best groups
+        if model.router_groups > 1:
             groups = scores.unflatten(-1, (model.router_groups, -1))
             if model.router == "softmax":
                 score_of_group = groups.amax(-1)  # [b, s, groups]
             else:
                 score_of_group = groups.topk(2, -1).values.sum(-1)
             best = score_of_group.topk(model.router_group_top_k, -1).indices
-            is_closed = torch.ones_like(score_of_group, dtype=torch.bool)
-            is_closed.scatter_(-1, best, False)
-            groups = groups.masked_fill(is_closed[..., None], float("-inf"))
+            is_excluded = torch.ones_like(score_of_group, dtype=torch.bool)
+            is_excluded.scatter_(-1, best, False)
+            groups = groups.masked_fill(is_excluded[..., None], float("-inf"))
             scores = groups.flatten(-2)
         return scores.topk(model.top_k, -1).indices
 
@@ -210,7 +221,10 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def expert_load(self, counts: Tensor) -> Tensor:
-        """f of the load-balance loss, from this rank's counts [b, E] -> [b, E] or [1, E]."""
+        """f of the load-balance loss, from this rank's counts [b, E] -> [b, E] or [1, E].
+
+        One all-reduce over tp x cp, except for the global kind.
+        """
         if self.load is not None:
             return self.load.to(counts.dtype)[None]
         if self.model.aux_kind == "sequence":
@@ -221,18 +235,21 @@ class Router(nn.Module):
         total = counts.sum(-1, keepdim=True).clamp(min=1)
         return counts * (self.num_experts / total)
 
-    # ---- capacity ------------------------------------------------------------------------------------------
+    # ---- capacity (GShard, arXiv 2006.16668, section 2.2) --------------------------------------------------
 
-    def expert_capacity(self, s: int) -> int:
-        """How many tokens of a sequence of s an expert takes. Raises ConfigError without model.capacity."""
+    def expert_capacity(self, seq_len: int) -> int:
+        """How many tokens of a sequence an expert takes. Raises ConfigError without model.capacity."""
         model = self.model
         if model.capacity is None:
             raise ConfigError("model.capacity: none, and an expert then takes any number of tokens")
-        return math.ceil(model.capacity * s * model.top_k / self.num_experts)
+        return math.ceil(model.capacity * seq_len * model.top_k / self.num_experts)
 
     @torch.no_grad()
     def apply_capacity(self, index: Tensor, probs: Tensor) -> Tensor:
-        """bool [b, s, k]: for which choices their experts have capacity, in the full sequence."""
+        """index, probs [b, s, k] -> bool [b, s, k]: for which choices their experts have capacity.
+
+        The choices of the full sequence compete: by position, or with model.drop probability by probs.
+        """
         tp, cp = self.mesh.tp, self.mesh.cp
         k = index.shape[-1]
 
@@ -246,21 +263,45 @@ class Router(nn.Module):
         pairs = both.unflatten(-1, (k, 2)).flatten(1, 2)  # [b, s k, 2], in the order of the sequence
         index, probs = pairs.unbind(-1)
 
-        # the order in which choices take a place, and the place of each at its expert
+        # the order in which choices are admitted, and the position of each among those of its expert
         order = torch.arange(index.shape[1], device=index.device)
         order = order.expand(index.shape)
         if self.model.drop == "probability":
             order = probs.argsort(dim=1, descending=True, stable=True)
-        at_expert = one_hot(index.gather(1, order).long(), self.num_experts)  # [b, s k, E]
-        place = (at_expert.cumsum(1) * at_expert).sum(-1)  # from 1
+        is_for_expert = one_hot(index.gather(1, order).long(), self.num_experts)  # [b, s k, E]
+        position_in_expert = (is_for_expert.cumsum(1) * is_for_expert).sum(-1)  # from 1
 
         capacity = self.expert_capacity(index.shape[1] // k)
         is_kept = torch.zeros_like(index, dtype=torch.bool)
-        is_kept.scatter_(1, order, place <= capacity)
+        is_kept.scatter_(1, order, position_in_expert <= capacity)
         is_kept = is_kept.unflatten(1, (-1, k))
         if cp.size > 1:
             is_kept = zigzag.shard_sequence(is_kept, cp.size)[cp.index]
         return local_chunk(is_kept, tp)
+
+    # ---- what it keeps from step to step -------------------------------------------------------------------
+
+    def move_states_to(self, device: torch.device) -> None:
+        """Moves bias, load and statistics to the device; the weight has its storage from elsewhere."""
+        if self.bias is not None:
+            self.bias = self.bias.to(device)
+        if self.load is not None:
+            self.load = self.load.to(device)
+        self.stats = self.stats.to(device)
+
+    def balance(self, counts: Tensor, is_good: Tensor) -> None:
+        """After a step. counts [E]: the tokens of each expert in the global batch.
+
+        The bias of an expert with more than the mean falls by router_bias_rate, that of one with fewer rises
+        (arXiv 2408.15664, algorithm 1; DeepSeek-V3, arXiv 2412.19437, section 2.1.2). is_good: a bool scalar;
+        where it is False nothing changes.
+        """
+        if self.bias is not None:
+            change = self.model.router_bias_rate * torch.sign(counts.mean() - counts)
+            self.bias += torch.where(is_good, change, 0.0)
+        if self.load is not None:
+            load = counts * (self.num_experts / counts.sum().clamp(min=1))
+            self.load.copy_(torch.where(is_good, load, self.load))
 
     def boxes(self) -> list[tuple[Box, Tensor]]:
         """[(box, tensor)] of what it keeps beside its weight from step to step."""
@@ -283,77 +324,7 @@ class _AttachLoss(torch.autograd.Function):
 
 
 def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x. Its backward also computes the gradient of `loss`: a part of the total loss that is known only
-    here."""
-    return _AttachLoss.apply(x, loss) if loss.requires_grad else x
-
-
-class RouterStates:
-    """What the routers of this rank's stages keep beside their weights.
-
-    From step to step: biases and loads, which checkpoints store. Within a step: statistics. All ranks have
-    the same after update_after_step. stats [mixture layers, E + len(ROUTER_STATS)]: of the last step, over
-    all tokens.
+    """Returns x. Its backward also computes the gradient of `loss`, a part of the total loss that only this
+    place knows.
     """
-
-    def __init__(self, cfg: Config, mesh: Mesh, stages: "list[PipelineStage]", device: torch.device) -> None:
-        model = cfg.model
-        self.model = model
-        self.mesh = mesh
-        all_layers = range(model.layers + model.mtp)
-        self.layers = [layer for layer in all_layers if has_experts(model, layer)]  # of the full model
-        self.local_routers: list[Router] = []
-        for stage in stages:
-            self.local_routers += stage.routers()
-        self.stats: Tensor | None = None
-        for router in self.local_routers:
-            if router.bias is not None:
-                router.bias = router.bias.to(device)
-            if router.load is not None:
-                router.load = router.load.to(device)
-            router.stats = router.stats.to(device)
-
-    def start_step(self) -> None:
-        for router in self.local_routers:
-            router.stats.zero_()
-
-    @torch.no_grad()
-    def update_after_step(self, is_finite: Tensor, scale: Tensor) -> None:
-        """After the optimizer: sums the statistics over all ranks, and moves biases against the load.
-
-        is_finite: a bool scalar; False: the step was skipped. scale: the loss scale.
-        """
-        if not self.layers:
-            return
-        num_experts = expert_count(self.model)
-        width = num_experts + len(ROUTER_STATS)
-        shape = (len(self.layers), width)
-        stats = torch.zeros(shape, dtype=torch.float64, device=is_finite.device)
-        for router in self.local_routers:
-            stats[self.layers.index(router.layer)] = router.stats
-        self.stats = comm.all_reduce_sum(stats, self.mesh.world)
-        self.stats[:, -2:] /= scale  # the losses
-
-        for router in self.local_routers:
-            counts = self.stats[self.layers.index(router.layer), :num_experts]
-            if router.bias is not None:
-                change = self.model.router_bias_rate * torch.sign(counts.mean() - counts)
-                router.bias += torch.where(is_finite, change, 0.0)
-            if router.load is not None:
-                load = counts * (num_experts / counts.sum().clamp(min=1))
-                router.load.copy_(torch.where(is_finite, load, router.load))
-
-    def boxes(self, each_once: bool = False, weights: bool = False) -> list[tuple[Box, Tensor]]:
-        """[(box, tensor)] of what a checkpoint stores.
-
-        each_once: only on one rank of those that have the same. weights: only what the model's output depends
-        on.
-        """
-        if each_once and (self.mesh.dp_cp.index or self.mesh.tp.index):
-            return []
-        found: list[tuple[Box, Tensor]] = []
-        for router in self.local_routers:
-            for box, value in router.boxes():
-                if not weights or value is router.bias:
-                    found.append((box, value))
-        return found
+    return _AttachLoss.apply(x, loss) if loss.requires_grad else x

@@ -205,7 +205,7 @@ class MetricsLogger:
 
         loss, grad_norm, is_good (the update was made): scalars [] on any device; they are copied.
         seconds: of the whole step on the host. data_seconds: of these, waiting for data.
-        router_stats: the statistics of the routers (model/moe.py, RouterStates.stats), not copied.
+        router_stats: the statistics of the routers (RouterStates.stats, model/router_states.py), not copied.
         noise_scale_parts: the two parts of the noise scale (optim/noise.py), [2].
         comm: times of this rank's exchanges (parallel/wire/clock.py); read when the device's numbers are.
         """

@@ -1,0 +1,78 @@
+"""What the routers of a run keep beside their weights, and how a step changes it.
+
+From step to step: biases and loads, which checkpoints store. Within a step: statistics of the tokens'
+choices, which are summed over all ranks after the optimizer (one all-reduce per step) and shown as metrics.
+"""
+import torch
+from torch import Tensor
+
+from config import Config, has_experts
+from model.router import ROUTER_STATS, Router, expert_count
+from model.transformer import PipelineStage
+from parallel.sharding.boxes import Box
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+
+
+class RouterStates:
+    """The states of the routers of this rank's stages. All ranks agree on them after update_after_step.
+
+    stats [mixture layers, E + len(ROUTER_STATS)]: the statistics of the last step, over all its tokens. None
+    before the first.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, stages: list[PipelineStage], device: torch.device) -> None:
+        model = cfg.model
+        self.model = model
+        self.mesh = mesh
+        all_layers = range(model.layers + model.mtp)
+        self.layers = [layer for layer in all_layers if has_experts(model, layer)]  # of the full model
+        self.local_routers: list[Router] = []
+        for stage in stages:
+            self.local_routers += stage.routers()
+        for router in self.local_routers:
+            router.move_states_to(device)
+        self.stats: Tensor | None = None
+
+    def start_step(self) -> None:
+        """Sets the statistics of this rank to zero."""
+        for router in self.local_routers:
+            router.stats.zero_()
+
+    @torch.no_grad()
+    def update_after_step(self, is_good: Tensor, loss_scale: Tensor) -> None:
+        """After the optimizer: sums the statistics over all ranks, and balances each router by its counts.
+
+        is_good: a bool scalar; False: the step was skipped, and no bias and no load changes. loss_scale: of
+        the step, which the router losses contain.
+        """
+        if not self.layers:
+            return
+        num_experts = expert_count(self.model)
+
+        # the statistics of all layers, in one exchange
+        shape = (len(self.layers), num_experts + len(ROUTER_STATS))
+        stats = torch.zeros(shape, dtype=torch.float64, device=is_good.device)
+        for router in self.local_routers:
+            stats[self.layers.index(router.layer)] = router.stats
+        self.stats = comm.all_reduce_sum(stats, self.mesh.world)
+        self.stats[:, -2:] /= loss_scale  # the losses
+
+        for router in self.local_routers:
+            counts = self.stats[self.layers.index(router.layer), :num_experts]
+            router.balance(counts, is_good)
+
+    def boxes(self, each_once: bool = False, weights: bool = False) -> list[tuple[Box, Tensor]]:
+        """[(box, tensor)] of what a checkpoint stores.
+
+        each_once: only on one rank of those that have the same. weights: only what the model's output depends
+        on.
+        """
+        if each_once and (self.mesh.dp_cp.index or self.mesh.tp.index):
+            return []
+        found: list[tuple[Box, Tensor]] = []
+        for router in self.local_routers:
+            for box, value in router.boxes():
+                if not weights or value is router.bias:
+                    found.append((box, value))
+        return found
