@@ -56,7 +56,10 @@ def family_of(model: ModelConfig) -> str:
 
     first, *others = [f"model.{name}: {value_text(model, name)}" for name in obstacles[nearest]]
     more = f"; nor has {', '.join(others)}" if others else ""
-    raise ConfigError(f"{first} has no form in {nearest}, the nearest Hugging Face family{more}")
+    raise ConfigError(
+        f"{first} has no form in {nearest}, the nearest Hugging Face family{more}; train with values that "
+        f"{nearest} has, or add a family that has these to checkpoint/hf_families.py"
+    )
 
 
 def value_text(model: ModelConfig, name: str) -> str:

@@ -19,12 +19,15 @@ from checkpoint.hf_rules import (
     GPT2_HEADS,
     GPT2_WIDTH,
     HEAD_DIM,
-    LLAMA_HEADS,
+    HEADS_DIVIDE_HIDDEN,
+    INIT_STD_UP_TO_1,
     MLA_HEADS,
     MLA_ROPE,
     MLP_BIAS,
+    MTP_WITH_EXPERTS,
     NO_ATTENTION_DROPOUT,
     NO_HEAD_DIM,
+    NO_WINDOW,
     PLAIN_WINDOW,
     QWEN_DENSE_LAYERS,
     QWEN_WINDOW,
@@ -35,6 +38,7 @@ from checkpoint.hf_rules import (
     Fixed,
     Only,
     Rule,
+    UnlikeFamily,
     deepseek_experts,
     spell_out,
 )
@@ -71,6 +75,7 @@ class Family:
     rules: tuple[Rule, ...]
     defaults: dict[str, object]  # of transformers' config class: a config.json may leave out what equals them
     tensors: dict[str, str]  # {our name: their name}; {layer} and {expert} stand for numbers
+    aliases: dict[str, str] = field(default_factory=dict)  # {second name of a key: key} (attribute_map)
     conv1d: bool = False  # matrices of layers are stored transposed
     prefix: str = "model."  # of their names; base models without a head leave it out
     copies: Callable[[ModelConfig], dict[str, str]] = head_if_tied  # {their name: our name} of a second copy
@@ -78,19 +83,25 @@ class Family:
 
     def read(self, hf_config: Tree) -> Tree:
         """{field of ModelConfig: value}, for config.build_tree. Raises UnlikeFamily."""
-        keys = {**self.defaults, **self.aliased(hf_config), **hf_config}
+        keys = {**self.defaults, **self.with_first_names(hf_config)}
         values: Tree = {}
         for rule in self.rules:
             values |= rule.read(keys)
         return values
 
-    def aliased(self, hf_config: Tree) -> Tree:
-        """The keys that hf_config has under their other name."""
-        found: Tree = {}
-        for rule in self.rules:
-            if isinstance(rule, Field) and rule.alias in hf_config:
-                found[rule.key] = hf_config[rule.alias]
-        return found
+    def with_first_names(self, hf_config: Tree) -> Tree:
+        """The keys of hf_config, and those that it has under a second name (aliases).
+
+        Raises UnlikeFamily if a key has two values.
+        """
+        keys = dict(hf_config)
+        for alias, key in self.aliases.items():
+            if alias not in hf_config:
+                continue
+            value = hf_config[alias]
+            if keys.setdefault(key, value) != value:
+                raise UnlikeFamily(f"{key} = {keys[key]!r} and {alias} = {value!r} are one key, and differ")
+        return keys
 
     def write(self, model: ModelConfig) -> Tree:
         """The keys of config.json that describe a model without obstacles."""
@@ -219,13 +230,13 @@ DEEPSEEK_V2_TENSORS = with_leaf("weight", OUTER | NORMS | MLA | OUTPUT | MLP | E
 LAYERS_AND_WIDTH = (
     Field("layers", "num_hidden_layers"),
     Field("hidden", "hidden_size"),
-    Field("heads", "num_attention_heads"),
+    Field("heads", "num_attention_heads", minimum=1),
 )
 REST_OF_SIZES = (
     Field("ffn", "intermediate_size"),
     Field("vocab", "vocab_size"),
     Field("context", "max_position_embeddings"),
-    Field("norm_eps", "rms_norm_eps"),
+    Field("norm_eps", "rms_norm_eps", minimum=0),
     Field("init_std", "initializer_range"),
     Field("tied", "tie_word_embeddings"),
 )
@@ -243,13 +254,12 @@ DECODER = (
 )
 NO_BIAS = (Fixed("bias", False), Fixed("qkv_bias", False))
 NO_QK_NORM = Fixed("qk_norm", False)
-NO_WINDOW = Fixed("window", None)
 NO_ATTENTION_BIAS = Only("attention_bias", (False,))
 NO_QWEN_WINDOW = (NO_WINDOW, Only("use_sliding_window", (False,)))
 
 EXPERTS_PER_TOKEN = Field("top_k", "num_experts_per_tok")
 QWEN_EXPERTS = (
-    Field("experts", "num_experts", alias="num_local_experts"),
+    Field("experts", "num_experts"),
     EXPERTS_PER_TOKEN,
     Field("moe_ffn", "moe_intermediate_size"),
     Field("router_renorm", "norm_topk_prob"),
@@ -307,12 +317,12 @@ FAMILIES = {family.model_type: family for family in (
         rules=(
             Field("layers", "n_layer"),
             Field("hidden", "n_embd"),
-            Field("heads", "n_head"),
+            Field("heads", "n_head", minimum=1),
             GPT2_HEADS,
             GPT2_WIDTH,
             Field("vocab", "vocab_size"),
             Field("context", "n_positions"),
-            Field("norm_eps", "layer_norm_epsilon"),
+            Field("norm_eps", "layer_norm_epsilon", minimum=0),
             Field("init_std", "initializer_range"),
             Field("tied", "tie_word_embeddings"),
             Fixed("norm", "layernorm"),
@@ -321,7 +331,7 @@ FAMILIES = {family.model_type: family for family in (
             Fixed("bias", True),
             Fixed("qkv_bias", False),
             NO_QK_NORM,
-            NO_WINDOW,
+            Fixed("window", None),
             Only("activation_function", ("gelu_new", "gelu_pytorch_tanh")),
             Only("scale_attn_weights", (True,)),
             Only("scale_attn_by_inverse_layer_idx", (False,)),
@@ -336,6 +346,12 @@ FAMILIES = {family.model_type: family for family in (
             "initializer_range": 0.02,
             "tie_word_embeddings": True,
         },
+        aliases={
+            "hidden_size": "n_embd",
+            "max_position_embeddings": "n_positions",
+            "num_attention_heads": "n_head",
+            "num_hidden_layers": "n_layer",
+        },
         tensors=GPT2_TENSORS,
         conv1d=True,
         prefix="transformer.",
@@ -345,7 +361,8 @@ FAMILIES = {family.model_type: family for family in (
         architecture="LlamaForCausalLM",
         rules=(
             *SIZES,
-            LLAMA_HEADS,
+            HEADS_DIVIDE_HIDDEN,
+            INIT_STD_UP_TO_1,
             Field("bias", "attention_bias"),
             Fixed("qkv_bias", False),
             NO_QK_NORM,
@@ -426,7 +443,7 @@ FAMILIES = {family.model_type: family for family in (
         architecture="MixtralForCausalLM",
         rules=(
             *SIZES,
-            Field("experts", "num_local_experts", alias="num_experts"),
+            Field("experts", "num_local_experts"),
             EXPERTS_PER_TOKEN,
             EXPERTS_OF_FFN,
             *NO_BIAS,
@@ -446,6 +463,7 @@ FAMILIES = {family.model_type: family for family in (
             "num_experts_per_tok": 2,
             "max_position_embeddings": 131072,
         },
+        aliases={"num_experts": "num_local_experts"},
         tensors=LLAMA_TENSORS | with_leaf("weight", MIXTRAL_EXPERTS),
     ),
     Family(
@@ -477,6 +495,7 @@ FAMILIES = {family.model_type: family for family in (
             "norm_topk_prob": False,
             "max_position_embeddings": 32768,
         },
+        aliases={"num_local_experts": "num_experts"},
         tensors=LLAMA_TENSORS | with_leaf("weight", EXPERTS | ONE_SHARED_EXPERT) | with_leaf("bias", QKV),
     ),
     Family(
@@ -504,6 +523,7 @@ FAMILIES = {family.model_type: family for family in (
             "norm_topk_prob": False,
             "max_position_embeddings": 32768,
         },
+        aliases={"num_local_experts": "num_experts"},
         tensors=QWEN3_TENSORS | with_leaf("weight", EXPERTS),
     ),
     Family(
@@ -514,7 +534,7 @@ FAMILIES = {family.model_type: family for family in (
             KV_HEADS,
             NO_HEAD_DIM,
             *REST_OF_SIZES,
-            Field("experts", "num_experts", alias="num_local_experts"),
+            Field("experts", "num_experts"),
             EXPERTS_PER_TOKEN,
             EXPERTS_OF_FFN,
             Field("router_renorm", "norm_topk_prob"),
@@ -525,6 +545,7 @@ FAMILIES = {family.model_type: family for family in (
             *DECODER,
             NO_ATTENTION_BIAS,
             Only("clip_qkv", (None,)),
+            Only("sliding_window", (None,), written=False),
             ROPE,
             NO_ATTENTION_DROPOUT,
         ),
@@ -536,6 +557,7 @@ FAMILIES = {family.model_type: family for family in (
             "norm_topk_prob": False,
             "max_position_embeddings": 4096,
         },
+        aliases={"num_local_experts": "num_experts"},
         tensors=QWEN3_TENSORS | with_leaf("weight", EXPERTS),
     ),
     Family(
@@ -571,6 +593,7 @@ FAMILIES = {family.model_type: family for family in (
             "routed_scaling_factor": 1.0,
             "max_position_embeddings": 2048,
         },
+        aliases={"num_local_experts": "n_routed_experts"},
         tensors=DOTS_TENSORS,
     ),
     Family(
@@ -592,6 +615,7 @@ FAMILIES = {family.model_type: family for family in (
             MLA_ROPE,
             NO_ATTENTION_DROPOUT,
             MLA_HEADS,
+            HEADS_DIVIDE_HIDDEN,
             V2_GROUPS,
         ),
         defaults={
@@ -603,6 +627,7 @@ FAMILIES = {family.model_type: family for family in (
             "moe_intermediate_size": 1407,
             "routed_scaling_factor": 1.0,
         },
+        aliases={"num_experts": "n_routed_experts"},
         tensors=DEEPSEEK_V2_TENSORS,
     ),
     Family(
@@ -630,6 +655,7 @@ FAMILIES = {family.model_type: family for family in (
             MLA_ROPE,
             NO_ATTENTION_DROPOUT,
             MLA_HEADS,
+            MTP_WITH_EXPERTS,
         ),
         defaults={
             **DEEPSEEK_DEFAULTS,
@@ -646,6 +672,7 @@ FAMILIES = {family.model_type: family for family in (
             "num_nextn_predict_layers": 1,
             "rope_interleave": True,
         },
+        aliases={"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"},
         tensors=DEEPSEEK_V2_TENSORS | with_leaf("weight", MTP) | ROUTER_BIAS,
         copies=head_and_mtp,
     ),

@@ -10,6 +10,7 @@ obstacles(model): the names of the fields whose values these keys cannot express
 """
 import functools
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -35,22 +36,27 @@ class Field:
     """One field and one key."""
     name: str
     key: str
-    alias: str | None = None  # another name of the key, which some versions of transformers write
     nullable: bool = False  # null is a value of the key; else it is a number
+    minimum: float = -math.inf
 
     @property
     def fields(self) -> tuple[str, ...]:
         return (self.name,)
 
     def read(self, keys: Tree) -> Tree:
-        return {self.name: number(keys, self.key, self.nullable)}
+        value = number(keys, self.key, self.nullable)
+        if value is not None and value < self.minimum:
+            raise UnlikeFamily(f"{self.key} = {value} is below {self.minimum}")
+        return {self.name: value}
 
     def write(self, model: ModelConfig) -> Tree:
         return {self.key: getattr(model, self.name)}
 
     def obstacles(self, model: ModelConfig) -> list[str]:
-        is_lost = getattr(model, self.name) is None and not self.nullable
-        return [self.name] if is_lost else []
+        value = getattr(model, self.name)
+        if value is None:
+            return [] if self.nullable else [self.name]
+        return [self.name] if value < self.minimum else []
 
 
 @dataclass(frozen=True)
@@ -127,9 +133,14 @@ def number(keys: Tree, key: str, nullable: bool = False) -> int | float | None:
     value = keys[key]
     if value is None and nullable:
         return None
-    if not isinstance(value, (int, float)):
+    if not is_number(value):
         raise UnlikeFamily(f"{key} = {value!r} is not a number")
     return value
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a number that a float can hold: JSON has larger ones, and NaN."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def plain_number(keys: Tree, key: str) -> int | float:
@@ -170,33 +181,92 @@ def read_rope(keys: Tree, mla: bool = False) -> Tree:
         raise UnlikeFamily(f"rope scaling {kind!r} is not supported, only llama3's, yarn's and none")
     check_rope_parameters(scaling)
 
-    theta = plain_number(keys, "rope_theta")
-    fields: Tree = {"rope_theta": scaling.get("rope_theta") or theta}
+    theta = plain_number(scaling if "rope_theta" in scaling else keys, "rope_theta")
+    if theta <= 0:
+        raise UnlikeFamily(f"rope_theta = {theta} is not above 0")
     if kind == "default":
-        return fields
+        return {"rope_theta": theta}
+    fields = {"rope_theta": theta} | read_rope_scaling(kind, scaling, keys)
+    check_ramp(kind, fields, rotated_channels(keys, mla))
+    if kind == "yarn":
+        fields |= read_yarn_scales(scaling, mla)
+    return fields
 
+
+def read_rope_scaling(kind: str, scaling: Tree, keys: Tree) -> Tree:
+    """The factor, and the limits between which it sets in."""
     needed = ("factor",) if kind == "yarn" else ("factor", "low_freq_factor", "high_freq_factor")
     for key in needed:
         if scaling.get(key) is None:
             raise UnlikeFamily(f"{kind} rope scaling without {key}")
-    original = scaling.get("original_max_position_embeddings", keys["max_position_embeddings"])
-    fields["rope_original"] = keys.get("original_max_position_embeddings", original)
-    fields["rope_factor"] = scaling["factor"]
+    original = {
+        "original_max_position_embeddings": keys["max_position_embeddings"],
+        **scaling,
+        **keys,  # a key of the config itself comes first
+    }
+    fields: Tree = {
+        "rope_kind": kind,
+        "rope_factor": scaling["factor"],
+        "rope_original": plain_number(original, "original_max_position_embeddings"),
+    }
     if kind == "llama3":
-        fields["rope_low_freq"] = scaling["low_freq_factor"]
-        fields["rope_high_freq"] = scaling["high_freq_factor"]
-        return fields
-    fields["rope_kind"] = "yarn"
-    fields["rope_low_freq"] = scaling.get("beta_slow") or 1
-    fields["rope_high_freq"] = scaling.get("beta_fast") or 32
-    return fields | read_yarn_scales(scaling, mla)
+        limits = {"rope_low_freq": scaling["low_freq_factor"], "rope_high_freq": scaling["high_freq_factor"]}
+    else:
+        limits = {
+            "rope_low_freq": scaling.get("beta_slow") or 1,
+            "rope_high_freq": scaling.get("beta_fast") or 32,
+        }
+    return fields | limits
+
+
+def rotated_channels(keys: Tree, mla: bool) -> int | float:
+    """The channels of a head that have positions."""
+    if mla:
+        return plain_number(keys, "qk_rope_head_dim")
+    size = number({"head_dim": None, **keys}, "head_dim", nullable=True)
+    return size or plain_number(keys, "hidden_size") // plain_number(keys, "num_attention_heads")
+
+
+def check_ramp(kind: str, fields: Tree, channels: int | float) -> None:
+    """Raises UnlikeFamily if the ramp between the two limits of the scaling has no form (ramp_obstacle)."""
+    low, high = fields["rope_low_freq"], fields["rope_high_freq"]
+    theta, original = fields["rope_theta"], fields["rope_original"]
+    if ramp_obstacle(kind, channels, theta=theta, low=low, high=high, original=original):
+        raise UnlikeFamily(
+            f"{kind} rope scaling between {low} and {high} rotations in {original} positions, "
+            f"with rope_theta = {theta}, is not supported: no channel lies between them"
+        )
+
+
+def ramp_obstacle(
+    kind: str, channels: int | float, *, theta: float, low: float, high: float, original: float
+) -> str:
+    """The field for which the ramp of a scaling differs between transformers and kernels/rope.py; else "".
+
+    The ramp runs over channels that rotate between `low` and `high` times in `original` positions. Where it
+    would run backwards, or has no channels at all, the two go apart or fail.
+    """
+    if not 0 < low < high:
+        return "rope_low_freq"
+    if original <= 0:
+        return "rope_original"
+    if kind != "yarn":
+        return ""
+    if theta <= 1:
+        return "rope_theta"
+
+    def channel(rotations: float) -> float:
+        return channels * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    first = max(math.floor(channel(high)), 0)
+    last = min(math.ceil(channel(low)), channels - 1)
+    return "rope_original" if last < first else ""
 
 
 def check_rope_parameters(scaling: Tree) -> None:
     """Raises UnlikeFamily for a parameter that is not a number, and for channels without rotation."""
     for key, value in scaling.items():
-        is_number = isinstance(value, (int, float)) or value is None
-        if key not in ("rope_type", "type") and not is_number:
+        if key not in ("rope_type", "type") and not (value is None or is_number(value)):
             raise UnlikeFamily(f"rope parameter {key} = {value!r} is not supported")
     if (scaling.get("partial_rotary_factor") or 1.0) != 1.0:
         fraction = scaling["partial_rotary_factor"]
@@ -223,12 +293,16 @@ def read_yarn_scales(scaling: Tree, mla: bool) -> Tree:
     if mscale_all:
         fields = {"rope_mscale": mscale, "rope_mscale_all": mscale_all}
     attention_factor = scaling.get("attention_factor")
-    if attention_factor is not None and scaling["factor"] > 1:  # at factor 1 nothing is scaled
-        if mscale_all:
-            raise UnlikeFamily(
-                "rope parameters attention_factor and mscale_all_dim together are not supported"
-            )
+    if attention_factor is None:
+        return fields
+    if mscale_all:
+        raise UnlikeFamily("rope parameters attention_factor and mscale_all_dim together are not supported")
+    if scaling["factor"] > 1:
         fields["rope_mscale"] = (attention_factor - 1) / (0.1 * math.log(scaling["factor"]))
+    elif attention_factor != 1:
+        raise UnlikeFamily(
+            f"rope parameter attention_factor = {attention_factor} is not supported where factor is at most 1"
+        )
     return fields
 
 
@@ -255,18 +329,32 @@ def write_rope_scaling(model: ModelConfig, factor: float) -> Tree:
 
 
 def rope_obstacles(model: ModelConfig, mla: bool = False) -> list[str]:
-    """A value that the other side would read as another: 0 as its default, mscale_all without MLA."""
+    """A value that the other side would read as another, or that it cannot compute."""
+    if model.rope_theta <= 0:
+        return ["rope_theta"]
+    if model.rope_factor is None:
+        return []
+    if model.rope_kind not in ("llama3", "yarn"):
+        return ["rope_kind"]
+
     lost: list[str] = []
-    if model.rope_theta == 0:
-        lost.append("rope_theta")
-    if model.rope_factor is not None and model.rope_kind not in ("llama3", "yarn"):
-        lost.append("rope_kind")
-    if model.rope_factor is not None and model.rope_kind == "yarn":
-        lost += [name for name in ("rope_low_freq", "rope_high_freq") if getattr(model, name) == 0]
+    ramp = ramp_obstacle(
+        model.rope_kind,
+        model.rope_dim if mla else head_dim(model),
+        theta=model.rope_theta,
+        low=model.rope_low_freq,
+        high=model.rope_high_freq,
+        original=model.rope_original,
+    )
+    if ramp:
+        lost.append(ramp)
+    if model.rope_kind == "yarn":
         if model.rope_mscale_all and not mla:
             lost.append("rope_mscale_all")
-        if model.rope_mscale_all and not model.rope_mscale:
+        elif model.rope_mscale_all and not model.rope_mscale:
             lost.append("rope_mscale")
+        elif not model.rope_mscale_all and model.rope_factor <= 1 and model.rope_mscale != 1.0:
+            lost.append("rope_mscale")  # without effect here, but not there
     return lost
 
 
@@ -281,16 +369,38 @@ MLA_ROPE = FieldGroup(
 
 # ---- sliding window: it counts only if every layer has the same one ----------------------------------------
 
+def sliding_layers(keys: Tree) -> list[bool]:
+    """Whether each layer has a window, as layer_types says; [] without this key. Raises UnlikeFamily."""
+    layer_types = list_of(str, keys, "layer_types")
+    for layer_type in layer_types:
+        if layer_type not in ("full_attention", "sliding_attention"):
+            raise UnlikeFamily(
+                f"layer_types = {layer_type!r} is not supported, only full_attention and sliding_attention"
+            )
+    layers = plain_number(keys, "num_hidden_layers")
+    if layer_types and len(layer_types) != layers:
+        raise UnlikeFamily(f"layer_types names {len(layer_types)} layers, num_hidden_layers is {layers}")
+    return [layer_type == "sliding_attention" for layer_type in layer_types]
+
+
+def read_no_window(keys: Tree) -> Tree:
+    if any(sliding_layers(keys)):
+        raise UnlikeFamily("layer_types = 'sliding_attention' is not supported in this family")
+    return {"window": None}
+
+
+def window_obstacle(model: ModelConfig) -> list[str]:
+    return ["window"] if model.window is not None else []
+
+
 def read_qwen_window(keys: Tree) -> Tree:
     """use_sliding_window may turn the window off that sliding_window names."""
     size = number(keys, "sliding_window", nullable=True)
     if not number(keys, "use_sliding_window"):
         size = None
     first = plain_number(keys, "max_window_layers")  # the first layer with a window
-    layer_types = list_of(str, keys, "layer_types")
-    if layer_types:
-        slides = [layer_type == "sliding_attention" for layer_type in layer_types]
-    else:
+    slides = sliding_layers(keys)
+    if not slides:
         last = plain_number(keys, "num_hidden_layers") - 1
         slides = [size is not None and layer >= first for layer in (0, last)]
     if any(slides) and (not all(slides) or size is None):
@@ -311,10 +421,8 @@ def write_qwen_window(model: ModelConfig) -> Tree:
 
 def read_dots_window(keys: Tree) -> Tree:
     """dots1 is supported without a window only."""
-    layer_types = list_of(str, keys, "layer_types")
-    if layer_types:
-        slides = "sliding_attention" in layer_types
-    else:
+    slides = any(sliding_layers(keys))
+    if not keys.get("layer_types"):
         has_size = keys.get("sliding_window", 4096) is not None
         first = plain_number({"max_window_layers": 62, **keys}, "max_window_layers")
         slides = has_size and plain_number(keys, "num_hidden_layers") > first
@@ -331,8 +439,9 @@ DOTS_NO_WINDOW = FieldGroup(
     ("window",),
     read_dots_window,
     lambda model: {"sliding_window": None, "max_window_layers": model.layers},
-    lambda model: ["window"] if model.window is not None else [],
+    window_obstacle,
 )
+NO_WINDOW = FieldGroup(("window",), read_no_window, obstacles=window_obstacle)
 
 
 # ---- sizes, biases, dropout --------------------------------------------------------------------------------
@@ -350,6 +459,16 @@ def read_gpt2_width(keys: Tree) -> Tree:
     """n_inner may be null, which stands for four times the width."""
     width = number(keys, "n_inner", nullable=True)
     return {"ffn": 4 * plain_number(keys, "n_embd") if width is None else width}
+
+
+def read_no_head_dim(keys: Tree) -> Tree:
+    """A family without this key in its config class: transformers reads it all the same."""
+    size = read_head_dim(keys)["head_dim"] if "head_dim" in keys else None
+    if size is not None:
+        raise UnlikeFamily(
+            f"head_dim = {size} is not supported in this family, only hidden_size / num_attention_heads"
+        )
+    return {"head_dim": None}
 
 
 def heads_share_hidden(model: ModelConfig) -> list[str]:
@@ -370,15 +489,20 @@ def read_mlp_bias(keys: Tree) -> Tree:
 
 
 HEAD_DIM = FieldGroup(("head_dim",), read_head_dim, lambda model: {"head_dim": head_dim(model)})
-NO_HEAD_DIM = FieldGroup(("head_dim",), obstacles=heads_share_hidden)
+NO_HEAD_DIM = FieldGroup(("head_dim",), read_no_head_dim, obstacles=heads_share_hidden)
 GPT2_WIDTH = FieldGroup(("ffn",), read_gpt2_width, lambda model: {"n_inner": model.ffn})
 GPT2_HEADS = FieldGroup(
     ("kv_heads", "head_dim"),
     obstacles=lambda model: one_kv_head_each(model) + heads_share_hidden(model),
 )
 MLP_BIAS = FieldGroup(("bias",), read_mlp_bias, lambda model: {"mlp_bias": model.bias})
-# transformers 5 refuses other sizes for Llama alone; the same model is a Mistral.
-LLAMA_HEADS = FieldGroup((), obstacles=lambda model: ["heads"] if model.hidden % model.heads else [])
+# transformers 5 refuses other sizes for Llama and DeepSeek-V2 alone; the same Llama is a Mistral.
+HEADS_DIVIDE_HIDDEN = FieldGroup((), obstacles=lambda model: ["heads"] if model.hidden % model.heads else [])
+
+# LlamaConfig refuses other values of initializer_range; the same model is a Mistral.
+INIT_STD_UP_TO_1 = FieldGroup(
+    (), obstacles=lambda model: [] if 0 <= model.init_std <= 1 else ["init_std"]
+)
 
 # Dropout is not read, and does not change the logits. Ours has no dropout of the attention.
 NO_ATTENTION_DROPOUT = FieldGroup((), write=lambda model: {"attention_dropout": 0.0})
@@ -464,6 +588,11 @@ def deepseek_experts(*rules: Rule) -> FieldGroup:
     return FieldGroup(tuple(name for rule in rules for name in rule.fields), read, write, obstacles)
 
 
+def dense_mtp_obstacle(model: ModelConfig) -> list[str]:
+    """In transformers every module of multi-token prediction has experts."""
+    return ["mtp"] if model.mtp and model.experts is None else []
+
+
 def read_v2_groups(keys: Tree) -> Tree:
     if all_layers_dense(keys):
         return {}
@@ -506,6 +635,7 @@ def read_mla_heads(keys: Tree) -> Tree:
 V2_GROUPS = FieldGroup(
     ("router_groups", "router_group_top_k"), read_v2_groups, write_v2_groups, v2_group_obstacles
 )
+MTP_WITH_EXPERTS = FieldGroup((), obstacles=dense_mtp_obstacle)
 # head_dim is nope_dim + rope_dim (config.head_dim).
 MLA_HEADS = FieldGroup(
     ("kv_heads", "head_dim"),

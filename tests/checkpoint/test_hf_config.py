@@ -213,11 +213,12 @@ QWEN = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 3}
         ),
         ({"rope_scaling": YARN}, "rope_high_freq", 32.0),
         ({"rope_scaling": {**YARN, "attention_factor": 1.0}}, "rope_mscale", 0.0),
-        (
-            {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 2.0}},
-            "rope_mscale",
-            1.0,
-        ),  # nothing grows
+        ({"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.0}}, "rope_mscale", 1.0),
+        ({**DEEPSEEK, "num_mtp_layers": 2}, "mtp", 2),
+        ({**DEEPSEEK, **MIXTURE, "first_k_dense_replace": 0, "num_local_experts": 4}, "experts", 4),
+        ({**LLAMA, "model_type": "mixtral", "num_experts": 4}, "experts", 4),
+        ({**QWEN, "model_type": "qwen2_moe", "layer_types": ["full_attention"] * 2}, "window", None),
+        ({**LLAMA, "model_type": "olmoe", "head_dim": 8}, "head_dim", None),
         ({**QWEN, "model_type": "qwen3"}, "head_dim", 128),
         ({**QWEN, "model_type": "qwen3"}, "qk_norm", True),
     ],
@@ -324,6 +325,48 @@ def test_gpt2_leaves_out_almost_everything(tmp_path):
             {**DEEPSEEK_V2, "first_k_dense_replace": 0, "topk_method": "group_limited_greedy"},
             "n_group is missing",
         ),
+        # layers of other kinds, or too few of them
+        ({**QWEN, "layer_types": ["chunked_attention"] * 2}, "layer_types = 'chunked_attention'"),
+        ({**QWEN, "layer_types": ["full_attention"]}, "layer_types names 1 layers, num_hidden_layers is 2"),
+        (
+            {**QWEN, "model_type": "qwen2_moe", "layer_types": ["sliding_attention"] * 2},
+            "layer_types = 'sliding_attention'",
+        ),
+        ({**LLAMA, "model_type": "dots1", **MIXTURE, "layer_types": ["x", "x"]}, "layer_types = 'x'"),
+        # keys that transformers reads although its config class does not declare them
+        ({**LLAMA, "model_type": "olmoe", "head_dim": 10}, "head_dim = 10 is not supported"),
+        ({**LLAMA, "model_type": "olmoe", "sliding_window": 7}, "sliding_window = 7 is not supported"),
+        ({**GPT2, "num_hidden_layers": 3}, "n_layer = 2 and num_hidden_layers = 3 are one key"),
+        (
+            {**DEEPSEEK, **MIXTURE, "num_local_experts": 8},
+            "n_routed_experts = 4 and num_local_experts = 8 are one key",
+        ),
+        (
+            {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts": 8},
+            "num_local_experts = 4 and num_experts = 8 are one key",
+        ),
+        # rotary positions that the two sides compute differently, or not at all
+        (
+            {**LLAMA, "rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 2.0}},
+            "attention_factor = 2.0 is not supported where factor is at most 1",
+        ),
+        ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 4.0}}, "between 4.0 and 4.0 rotations"),
+        ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 8.0}}, "between 8.0 and 4.0 rotations"),
+        ({**LLAMA, "rope_scaling": {**SCALED, "low_freq_factor": 0}}, "between 0 and 4.0 rotations"),
+        ({**LLAMA, "rope_scaling": {**YARN, "beta_slow": -1.0}}, "between -1.0 and 32 rotations"),
+        (
+            {**LLAMA, "rope_scaling": {**YARN, "beta_slow": 4.0, "original_max_position_embeddings": 1}},
+            "between 4.0 and 32 rotations in 1 positions",  # every channel rotates less often
+        ),
+        ({**LLAMA, "rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta = 1.0"),
+        ({**LLAMA, "rope_theta": 0}, "rope_theta = 0 is not above 0"),
+        ({**LLAMA, "rope_theta": -3.0}, "rope_theta = -3.0 is not above 0"),
+        ({**LLAMA, "rope_scaling": {"rope_theta": 0}}, "rope_theta = 0 is not above 0"),
+        ({**LLAMA, "rope_scaling": {"rope_theta": None}}, "rope_theta = None is not a number"),
+        ({**LLAMA, "rope_scaling": {**YARN, "attention_factor": 10**400}}, "attention_factor"),
+        # values out of range
+        ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads = 0 is below 1"),
+        ({**LLAMA, "rms_norm_eps": -1.0}, "rms_norm_eps = -1.0 is below 0"),
         ({**GPT2, "activation_function": "gelu"}, "activation_function = 'gelu'"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
     ],
@@ -349,6 +392,21 @@ def test_what_is_another_model_is_refused(tmp_path, said, words):
             "has no form in qwen3, the nearest Hugging Face family; nor has model.",
         ),
         ({"vocab": None}, "model.vocab: none has no form in llama"),
+        ({"rope_low_freq": 8.0}, "model.rope_low_freq: 8.0 has no form in llama"),
+        ({"rope_low_freq": 4.0}, "model.rope_low_freq: 4.0 has no form in llama"),
+        ({"rope_low_freq": 0.0}, "model.rope_low_freq: 0.0 has no form in llama"),
+        ({"rope_low_freq": -1.0}, "model.rope_low_freq: -1.0 has no form in llama"),
+        ({"rope_theta": -2.0}, "model.rope_theta: -2.0 has no form in llama"),
+        ({"rope_kind": "yarn", "rope_theta": 1.0}, "model.rope_theta: 1.0 has no form in llama"),
+        (
+            {"rope_kind": "yarn", "rope_low_freq": 3.9, "rope_original": 1},
+            "model.rope_original: 1 has no form in llama",
+        ),
+        (
+            {"rope_kind": "yarn", "rope_factor": 0.5, "rope_mscale": 0.7},
+            "model.rope_mscale: 0.7 has no form in llama",
+        ),
+        ({"norm_eps": -1e-6}, "model.norm_eps: -1e-06 has no form in"),
     ],
 )
 def test_what_no_family_has_is_not_exported(change, words):
@@ -357,9 +415,21 @@ def test_what_no_family_has_is_not_exported(change, words):
     assert words in str(e.value) and "\n" not in str(e.value)
 
 
-def test_mistral_stands_in_where_transformers_refuses_llama():
-    m = replace(
-        preset("llama2-7b"), hidden=40, heads=3, kv_heads=1, head_dim=10
-    )  # LlamaConfig wants hidden % heads == 0
+def test_the_error_says_what_helps():
+    model = replace(preset("llama3-tiny"), norm="layernorm")
+    way_out = "; train with values that llama has, or add a family that has these"
+    with pytest.raises(ConfigError, match=way_out):
+        hf_config.to_hf_config(model, "float32", NONE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden": 40, "heads": 3, "kv_heads": 1, "head_dim": 10},  # LlamaConfig wants hidden % heads == 0
+        {"init_std": 2.0},  # and 0 <= initializer_range <= 1
+    ],
+)
+def test_mistral_stands_in_where_transformers_refuses_llama(change):
+    m = replace(preset("llama2-7b"), **change)
     said = hf_config.to_hf_config(m, "float32", NONE)
     assert (said["model_type"], said["sliding_window"]) == ("mistral", None)
