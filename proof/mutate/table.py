@@ -971,7 +971,7 @@ TABLE = (
     ),
     Mutation(
         what="the router's bias moves by this rank's counts",
-        file="model/router.py",
+        file="model/router_states.py",
         old="counts = self.stats[self.layers.index(router.layer), :num_experts]",
         new="counts = router.stats[:num_experts]",
         model="dots1-tiny",
@@ -980,7 +980,7 @@ TABLE = (
     ),
     Mutation(
         what="the global balance uses this rank's counts",
-        file="model/router.py",
+        file="model/router_states.py",
         old="self.stats = comm.all_reduce_sum(stats, self.mesh.world)",
         new="self.stats = comm.all_reduce_sum(stats, self.mesh.pp)",
         model="qwen3-moe-tiny",
