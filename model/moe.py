@@ -1,6 +1,5 @@
 """A mixture of experts in the place of a block's MLP (arXiv 2101.03961, 2401.06066): router, routed and
 shared experts."""
-from collections.abc import Iterator
 from functools import partial
 
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from model.mlp import MLP
 from model.precision import fp8_of_layer
 from model.router import Router, RouterInputs, expert_count
 from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, SavedTensor, Workload, total
-from parallel.expert.dispatch import Combine, Dispatch, dispatch_cost, plan_dispatch
+from parallel.expert.dispatch import Combine, Dispatch, DispatchPlan, dispatch_cost, plan_dispatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import partial_over_tp
@@ -25,64 +24,77 @@ from parallel.topology.mesh import Mesh
 
 
 class MoE(nn.Module):
-    """x [b, s, d] (sp: [b, s/tp, d]) -> the same, and the router's stats (None outside of training)."""
+    """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same, and the router's statistics.
+
+    The statistics [E + len(ROUTER_STATS)] (model/router.py) are None outside of training.
+    """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
         model = cfg.model
         self.sp = cfg.parallel.sp
         self.tp = mesh.tp
+        self.ep_etp = mesh.ep_etp
+        self.etp = cfg.parallel.etp
+        self.num_experts = expert_count(model)
+        self.top_k = model.top_k
         self.has_capacity = model.capacity is not None
         self.pad_to_capacity = model.pad
         self.token_shards = mesh.tp_cp.size  # of a sequence
+
+        # in this order, in which their parameters lie in a bucket
+        self.shared_gate = SharedExpertGate(cfg, mesh, layer) if model.shared_gate else None
         self.router = Router(cfg, mesh, layer)
         self.experts = Experts(cfg, mesh, layer)
-        self.shared = None
-        if model.shared_experts:
-            width = model.shared_experts * expert_ffn_size(model)
-            self.shared = MLP(cfg, mesh, layer, "mlp.shared", width)
-        self.gate = shared_expert_gate(cfg, layer) if model.shared_gate else None
+        self.shared_experts = SharedExperts(cfg, mesh, layer) if model.shared_experts else None
 
     def forward(self, x: Tensor, training: RouterInputs | None) -> tuple[Tensor, Tensor | None]:
-        own = x if self.sp else scatter_to_tp(x, self.tp)  # a tp rank routes its own tokens
-        index, probs, stats = self.router(own, training)
-        capacity = None
-        if self.pad_to_capacity and training is not None:
-            b, s, _ = own.shape
-            capacity_of_sequence = self.router.expert_capacity(s * self.token_shards)
-            capacity = b * min(capacity_of_sequence, s)  # a token takes one row of an expert
-        may_drop = self.has_capacity and training is not None
+        # route: each tp rank its own tokens
+        routed = x if self.sp else scatter_to_tp(x, self.tp)  # [b, s/cp/tp, d]
+        index, probs, stats = self.router(routed, training)
 
-        y, shared_y = self.experts(
-            own,
-            index,
-            probs,
-            may_drop=may_drop,
-            capacity=capacity,
-            meanwhile=self.shared_experts_in_two_parts(x),
-        )
+        # dispatch, with all but the last product of the shared experts during the exchange
+        probs = probs.flatten(0, 1)  # [t, k]
+        plan = self.plan_dispatch(index, training is not None)
+        dispatch = Dispatch(routed.flatten(0, 1), probs, plan)
+        shared_activation = None
+        if self.shared_experts is not None:
+            shared_activation = self.shared_experts.hidden_activation(x)
+        rows, row_probs = dispatch.rows()
+
+        # experts
+        rows = self.experts(rows, row_probs, plan.rows_per_expert)
+
+        # combine, with the last product of the shared experts during the exchange
+        combine = Combine(rows, plan)
+        shared_output = None
+        if self.shared_experts is not None and shared_activation is not None:
+            shared_output = self.shared_experts.down(shared_activation)
+            if self.shared_gate is not None:
+                shared_output = self.shared_gate(shared_output, x)
+        y = combine.tokens().view(routed.shape)
         if not self.sp:
             y = gather_from_tp(y, self.tp, x.shape[1])
-        return y if shared_y is None else y + shared_y, stats
+        return y if shared_output is None else y + shared_output, stats
 
-    def shared_experts_in_two_parts(self, x: Tensor) -> Iterator[Tensor | None]:
-        """The computation of the shared experts in two parts; the second yields their output, or None if
-        there are none.
+    def plan_dispatch(self, index: Tensor, is_training: bool) -> DispatchPlan:
+        """Which rows go to which rank. index [b, s/cp/tp, k]: the experts of the routed tokens.
 
-        Autograd runs the backward in the reverse order of the forward. So the gradients of the second part
-        run during its exchange back, those of the first during its exchange to the experts.
+        Only training drops tokens and pads to the capacity: then each rank sends every expert as many rows.
         """
-        if self.shared is None:
-            yield from (None, None)
-            return
-        activated = self.shared.hidden_activation(x)
-        yield None
-        y: Tensor = self.shared.down(activated)
-        if self.gate is not None:
-            wide_x = x.to(accumulation_dtype(x.dtype))
-            gate = linear(wide_x, self.gate).sigmoid()
-            y = y * gate.to(y.dtype)
-        yield y
+        capacity = None
+        if self.pad_to_capacity and is_training:
+            b, s, _ = index.shape
+            capacity_of_sequence = self.router.expert_capacity(s * self.token_shards)
+            capacity = b * min(capacity_of_sequence, s)  # a token takes one row of an expert
+        return plan_dispatch(
+            index.flatten(0, 1),
+            num_experts=self.num_experts,
+            group=self.ep_etp,
+            etp=self.etp,
+            may_drop=self.has_capacity and is_training,
+            capacity=capacity,
+        )
 
     # ---- what it costs -------------------------------------------------------------------------------------
 
@@ -93,39 +105,35 @@ class MoE(nn.Module):
         is_scattered = self.tp.size > 1 and not self.sp
         return total((
             self.router.cost(work, tokens, copies_input=is_widened or is_scattered),
-            self.experts.cost(work, tokens),
+            self.dispatch_cost(work, tokens),
+            self.experts.cost(work, rows=tokens * self.top_k * self.etp),
             self.shared_experts_cost(work),
-            self.gate_cost(work),
+            self.shared_gate.cost(work) if self.shared_gate is not None else Cost(),
             Cost(exchanges=() if self.sp else self.scatter_exchanges(work)),
         ))
 
+    def dispatch_cost(self, work: Workload, tokens: int) -> Cost:
+        """tokens: that this rank routes."""
+        return dispatch_cost(
+            work,
+            self.ep_etp,
+            tokens=tokens,
+            hidden=self.router.weight.spec.shape[1],
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            etp=self.etp,
+        )
+
     def shared_experts_cost(self, work: Workload) -> Cost:
         """Their products run during the exchanges of rows. Without them, the input is kept for the router."""
-        if self.shared is None:
+        if self.shared_experts is None:
             return Cost(saved=(SavedTensor(self.hidden_bytes(work), part="norm"),))
-        shared = self.shared.cost(work).as_inner()
-        return shared.beside(self.experts.group.name)
+        return self.shared_experts.cost(work).as_inner().beside(self.ep_etp.name)
 
     def hidden_bytes(self, work: Workload) -> int:
         """Of the hidden states of this rank's tokens."""
         hidden = self.router.weight.spec.shape[1]
         return work.tokens * hidden * work.compute_bytes
-
-    def gate_cost(self, work: Workload) -> Cost:
-        """It keeps its input in the dtype of sums, and the output of the shared experts."""
-        if self.gate is None:
-            return Cost()
-        tokens = outside_region(work.tokens, self.tp, self.sp)
-        outputs, hidden = self.gate.spec.shape
-        output_bytes = hidden * work.compute_bytes
-        input_bytes = 0  # it is the shared experts' input
-        if work.compute_bytes != work.accumulation_bytes:
-            input_bytes = hidden * work.accumulation_bytes
-        token_bytes = output_bytes + input_bytes + work.accumulation_bytes
-        return Cost(
-            products=(MatrixProduct(tokens, hidden, outputs),),
-            saved=(SavedTensor(tokens * token_bytes),),
-        )
 
     def scatter_exchanges(self, work: Workload) -> tuple[Exchange, ...]:
         """Of scatter_to_tp's backward, and of gather_from_tp."""
@@ -136,57 +144,66 @@ class MoE(nn.Module):
         )
 
 
-def shared_expert_gate(cfg: Config, layer: int) -> ShardedParameter:
-    """A sigmoid gate on the output of the shared experts (Qwen2-MoE): [1, d]."""
-    box = Box.whole(f"layers.{layer}.mlp.shared_gate.weight", (1, cfg.model.hidden))
-    partial_over = partial_over_tp(cfg.parallel.sp)
-    spec = ParameterSpec((box,), "gate", cfg.model.init_std, partial_over=partial_over)
-    return parameter(spec)
+class SharedExperts(MLP):
+    """The experts that every token has (DeepSeekMoE, arXiv 2401.06066, section 3.2): one MLP, as wide as all
+    of them together.
+
+    Its two halves, hidden_activation and down, run during the two exchanges of the routed experts. Autograd
+    runs the backward in the reverse order of the forward: so the gradients of `down` are computed during its
+    exchange back, those of hidden_activation during its exchange to the experts.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+        width = cfg.model.shared_experts * expert_ffn_size(cfg.model)
+        super().__init__(cfg, mesh, layer, "mlp.shared", width)
 
 
-def expert_matrices(boxes: list[Box], std: float) -> ShardedParameter:
-    """One matrix of each expert of this rank, stacked."""
-    return parameter(ParameterSpec(tuple(boxes), "hidden", std, is_expert=True))
+class SharedExpertGate(nn.Module):
+    """y -> y * sigmoid(x w), a factor per token (Qwen2-MoE): y is what the shared experts give for x.
 
-
-class Experts(nn.Module):
-    """The routed experts that this rank has: gate and up as one grouped matrix product, then down."""
+    Both [b, s/cp, d] (sp: [b, s/cp/tp, d]).
+    """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
-        model = cfg.model
-        hidden = model.hidden
-        width = expert_ffn_size(model)
-        self.group = mesh.ep_etp
-        self.etp = cfg.parallel.etp
-        self.num_experts = expert_count(model)
-        self.top_k = model.top_k
+        self.tp = mesh.tp
+        self.sp = cfg.parallel.sp
+        box = Box.whole(f"layers.{layer}.mlp.shared_gate.weight", (1, cfg.model.hidden))
+        partial_over = partial_over_tp(cfg.parallel.sp)
+        self.weight = parameter(ParameterSpec((box,), "gate", cfg.model.init_std, partial_over=partial_over))
 
-        # which experts, and which part of their inner width
-        num_here = self.num_experts // cfg.parallel.ep
-        self.num_here = num_here
-        first = self.group.index // self.etp * num_here
-        local_width = width // self.etp
-        start = self.group.index % self.etp * local_width
-        keys = [f"layers.{layer}.mlp.experts.{expert}" for expert in range(first, first + num_here)]
-        gate_up: list[Box] = []
-        down: list[Box] = []
-        for key in keys:
-            for name in ("gate", "up"):
-                gate_up.append(Box(
-                    f"{key}.{name}.weight",
-                    shape=(width, hidden),
-                    start=(start, 0),
-                    size=(local_width, hidden),
-                ))
-            down.append(Box(
-                f"{key}.down.weight",
-                shape=(hidden, width),
-                start=(0, start),
-                size=(hidden, local_width),
-            ))
-        self.gate_up = expert_matrices(gate_up, model.init_std)
-        self.down = expert_matrices(down, residual_std(model))
+    def forward(self, y: Tensor, x: Tensor) -> Tensor:
+        x = x.to(accumulation_dtype(x.dtype))
+        gate = linear(x, self.weight).sigmoid()  # [b, s/cp, 1]
+        return y * gate.to(y.dtype)
+
+    def cost(self, work: Workload) -> Cost:
+        """It keeps its input in the dtype of sums, and the output of the shared experts."""
+        tokens = outside_region(work.tokens, self.tp, self.sp)
+        outputs, hidden = self.weight.spec.shape
+        output_bytes = hidden * work.compute_bytes
+        input_bytes = 0  # it is the shared experts' input
+        if work.compute_bytes != work.accumulation_bytes:
+            input_bytes = hidden * work.accumulation_bytes
+        token_bytes = output_bytes + input_bytes + work.accumulation_bytes
+        return Cost(
+            products=(MatrixProduct(tokens, hidden, outputs),),
+            saved=(SavedTensor(tokens * token_bytes),),
+        )
+
+
+class Experts(nn.Module):
+    """The routed experts that this rank has: gate and up as one grouped matrix product, then down.
+
+    Of E / ep experts each the part of one etp rank, 1 / etp of the inner width.
+    """
+
+    def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+        super().__init__()
+        gate_up, down = expert_boxes(cfg, mesh, layer)
+        self.num_local = len(down)
+        self.gate_up = expert_matrices(gate_up, cfg.model.init_std)
+        self.down = expert_matrices(down, residual_std(cfg.model))
 
         fp8 = fp8_of_layer(cfg, layer)
         self.in_fp8 = fp8 is not None
@@ -195,54 +212,62 @@ class Experts(nn.Module):
             recipe, side = fp8
             self.grouped_linear = partial(scaled_grouped_linear, recipe=recipe, side=side)
 
-    def forward(
-        self,
-        x: Tensor,
-        index: Tensor,
-        probs: Tensor,
-        *,
-        may_drop: bool,
-        capacity: int | None,
-        meanwhile: Iterator[Tensor | None],
-    ) -> tuple[Tensor, Tensor | None]:
-        """x [b, s, d], index and probs [b, s, k] -> [b, s, d], and what the second part of `meanwhile`
-        yields.
+    def forward(self, rows: Tensor, row_probs: Tensor, rows_per_expert: list[int]) -> Tensor:
+        """rows [r, d], by expert; row_probs [r]: what their outputs are multiplied by -> [r, d]."""
+        gate_up = self.grouped_linear(rows, self.gate_up, rows_per_expert)  # [r, 2f/etp]
+        activated = weighted_swiglu(gate_up, row_probs)  # [r, f/etp]
+        return self.grouped_linear(activated, self.down, rows_per_expert)
 
-        meanwhile: computation in two parts; they run during the exchange to the experts, and during the one
-        back. may_drop, capacity: see plan_dispatch.
+    def cost(self, work: Workload, rows: int) -> Cost:
+        """rows: that the experts of this rank get. It keeps them, gate and up, the activation's output, and
+        the probabilities.
         """
-        index, probs = index.flatten(0, 1), probs.flatten(0, 1)  # [t, k]
-        plan = plan_dispatch(index, self.num_experts, self.group, self.etp, may_drop, capacity)
-        dispatch = Dispatch(x.flatten(0, 1), probs, plan)
-        next(meanwhile)
-        rows, row_probs = dispatch.rows()
-
-        gate_up = self.grouped_linear(rows, self.gate_up, plan.rows_per_expert)
-        activated = weighted_swiglu(gate_up, row_probs)
-        rows = self.grouped_linear(activated, self.down, plan.rows_per_expert)
-        combine = Combine(rows, plan)
-        shared_y = next(meanwhile)
-        return combine.tokens().view(x.shape), shared_y
-
-    def cost(self, work: Workload, tokens: int) -> Cost:
-        """tokens: that this rank routes. It keeps the rows, gate and up, the activation's output, and the
-        probabilities."""
-        rows = tokens * self.top_k * self.etp
-        gate_up_width = self.gate_up.spec.shape[0] // self.num_here
-        hidden = self.gate_up.spec.shape[1]
+        gate_up_width, hidden = self.gate_up.spec.shape
+        gate_up_width //= self.num_local
         width = self.down.spec.shape[1]
-        exchanged = dispatch_cost(work, self.group, tokens=tokens, hidden=hidden,
-                                  num_experts=self.num_experts, top_k=self.top_k, etp=self.etp)
-
         activation_bytes = rows * (gate_up_width + width) * work.compute_bytes
         row_bytes = rows * hidden * work.compute_bytes
         probability_bytes = rows * work.accumulation_bytes
-        computed = Cost(
+        return Cost(
             products=(
-                MatrixProduct(rows, hidden, gate_up_width, count=self.num_here, fp8=self.in_fp8),
-                MatrixProduct(rows, width, hidden, count=self.num_here, fp8=self.in_fp8),
+                MatrixProduct(rows, hidden, gate_up_width, count=self.num_local, fp8=self.in_fp8),
+                MatrixProduct(rows, width, hidden, count=self.num_local, fp8=self.in_fp8),
             ),
             traffic=(MemoryTraffic(activation_bytes),),
             saved=(SavedTensor(row_bytes + activation_bytes + probability_bytes),),
         )
-        return exchanged + computed
+
+
+def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[Box]]:
+    """(gate and up, down) of this rank's experts: which part of which global matrix each is."""
+    model = cfg.model
+    etp = cfg.parallel.etp
+    width = expert_ffn_size(model)
+    local_width = width // etp
+    start = mesh.ep_etp.index % etp * local_width
+
+    num_local = expert_count(model) // cfg.parallel.ep
+    first = mesh.ep_etp.index // etp * num_local
+    gate_up: list[Box] = []
+    down: list[Box] = []
+    for expert in range(first, first + num_local):
+        key = f"layers.{layer}.mlp.experts.{expert}"
+        for name in ("gate", "up"):
+            gate_up.append(Box(
+                f"{key}.{name}.weight",
+                shape=(width, model.hidden),
+                start=(start, 0),
+                size=(local_width, model.hidden),
+            ))
+        down.append(Box(
+            f"{key}.down.weight",
+            shape=(model.hidden, width),
+            start=(0, start),
+            size=(model.hidden, local_width),
+        ))
+    return gate_up, down
+
+
+def expert_matrices(boxes: list[Box], std: float) -> ShardedParameter:
+    """One matrix of each expert of this rank, stacked along dim 0."""
+    return parameter(ParameterSpec(tuple(boxes), "hidden", std, is_expert=True))

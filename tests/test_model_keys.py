@@ -99,8 +99,8 @@ def look(model: dict) -> Seen:
             fill(box.key, x)
     first, names, rows, real = batches(), set(), [], moe.plan_dispatch
 
-    def plan(*args):
-        made = real(*args)
+    def plan(*args, **keywords):
+        made = real(*args, **keywords)
         rows.append(list(made.rows_per_expert))
         return made
 

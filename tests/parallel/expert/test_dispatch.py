@@ -103,7 +103,8 @@ def overlapped(world, name):
         cfg, Mesh.bind(ParallelDims(world.size, ep=world.size), world), torch.device("cpu"), None, 1
     )
     moe = next(b.mlp for b in run.stages[0].blocks if b.has_experts)
-    done, (active, down) = [], (moe.shared.hidden_activation, moe.shared.down.forward)
+    shared = moe.shared_experts
+    done, (active, down) = [], (shared.hidden_activation, shared.down.forward)
     start, wait = comm.start_all_to_all, comm.PendingExchange.wait
 
     def watched(what, function, x):
@@ -112,7 +113,7 @@ def overlapped(world, name):
         done.append(what)
         return function(x)
 
-    moe.shared.hidden_activation, moe.shared.down.forward = (
+    shared.hidden_activation, shared.down.forward = (
         functools.partial(watched, *pair) for pair in (("active", active), ("down", down))
     )
     x = torch.randn(
