@@ -119,6 +119,29 @@ def test_imports_go_downwards():
                 assert name.split(".")[1] == mine, f"{where} imports {name}: scripts never import each other"
 
 
+def test_the_picture_of_the_folders_shows_what_is_imported():
+    """Its arrows are the imports, without those that a path of other arrows has already."""
+    imported: dict[str, set[str]] = {}
+    for where, tree in sources():
+        if room(where) != "tests":
+            firsts = {name.split(".")[0] for name in imports(tree)}
+            imported.setdefault(room(where), set()).update((firsts & set(MAY)) - {room(where)})
+
+    def below(one):
+        """All that it imports, directly or by way of others."""
+        return imported[one].union(*(below(other) for other in imported[one]))
+
+    arrows = set()
+    for one, others in imported.items():
+        for other in others:
+            if not any(other in below(third) for third in others - {other}):
+                arrows.add((one, other))
+    picture = (ROOT / "docs" / "architecture.md").read_text().split("```mermaid")[1].split("```")[0]
+    drawn = re.findall(r"^ *(\w+)(?:\[.*?\])? --> (\w+)", picture, re.MULTILINE)
+    assert len(drawn) == len(set(drawn))
+    assert set(drawn) == arrows
+
+
 def test_pure_parts_need_no_torch():
     for where, tree in sources():
         if str(where) in PURE or room(where) == "plan":
