@@ -1,5 +1,8 @@
-"""Grouped-query causal attention (arXiv 2305.13245): merged q|k|v projection, optional norm of queries and
-keys, RoPE."""
+"""Grouped-query causal attention (arXiv 2305.13245): a merged projection of q, k and v, an optional norm of
+queries and keys (arXiv 2302.05442, section 2), rotary positions (RoPE, arXiv 2104.09864).
+
+Shapes: b sequences of s tokens, h heads of queries, g of keys and values, d channels per head.
+"""
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +34,7 @@ from parallel.wire.comm import Group
 
 
 class Attention(nn.Module):
-    """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same."""
+    """x [b, s/cp, hidden] (sp: [b, s/cp/tp, hidden]) -> the same."""
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
@@ -92,8 +95,9 @@ class Attention(nn.Module):
         """qkv [b, s/cp, (h + 2g)/tp, d] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
         rotated."""
         if self.has_rope and not self.has_qk_norm:
+            cos, sin = context.rotation()
             return rope.split_heads_and_apply_rope(
-                qkv, *context.rotation(), self.heads, self.kv_heads, self.compiled)
+                qkv, cos, sin, self.heads, self.kv_heads, compiled=self.compiled)
 
         heads = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = qkv.split(heads, dim=2)
@@ -130,8 +134,9 @@ class Attention(nn.Module):
         ))
 
     def head_norms_cost(self, work: Workload) -> Cost:
-        """Of the norms of queries and keys: they keep the projection's output, and a scale of each head, or
-        of all."""
+        """Of the norms of queries and keys: they keep the projection's output, and per token a scale of each
+        head, or of all together.
+        """
         if not self.has_qk_norm:
             return Cost()
         heads = self.heads + self.kv_heads
@@ -147,7 +152,10 @@ class Attention(nn.Module):
 
 
 def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | SharedHeadsLinear:
-    """The merged projection of queries, keys and values."""
+    """The merged projection [b, s/cp, hidden] -> [b, s/cp, (h + 2g) d / tp].
+
+    Where there are fewer heads of keys than tp ranks, several ranks share one.
+    """
     model = cfg.model
     key = f"layers.{layer}.attn"
     bias = model.bias or model.qkv_bias
@@ -180,20 +188,24 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
 
 
 def sharded_norm_weight(key: str, size: int, group: Group) -> ShardedParameter:
-    """The weight of a norm over features that are divided over the group."""
+    """The weight [size / group] of a norm over features that are divided over the group."""
     box = row_shard(key, (size,), group)
     return parameter(ParameterSpec((box,), "norm"))
 
 
 def rope_cost(work: Workload, heads: int, head_dim: int) -> Cost:
-    """Of the rotation of queries and keys: reads and writes them."""
+    """Of the rotation of queries and keys: it reads and writes them. heads: of both, on this rank."""
     nbytes = work.tokens * heads * head_dim * work.compute_bytes
     return Cost(traffic=(MemoryTraffic(2 * nbytes),))
 
 
 @dataclass(frozen=True)
 class AttentionCore:
-    """softmax(q k^T / sqrt(d)) v over full sequences, of which this rank may have a part."""
+    """softmax(q k^T / sqrt(d)) v over full sequences, of which this rank has 1 / cp.
+
+    Under context parallelism keys and values travel around a ring (arXiv 2310.01889), or heads are exchanged
+    for tokens (Ulysses, arXiv 2309.14509).
+    """
     cp: Group
     cp_kind: str
     window: int | None
@@ -203,9 +215,9 @@ class AttentionCore:
     @staticmethod
     def from_config(cfg: Config, mesh: Mesh) -> "AttentionCore":
         return AttentionCore(
-            mesh.cp,
-            cfg.parallel.cp_kind,
-            cfg.model.window,
+            cp=mesh.cp,
+            cp_kind=cfg.parallel.cp_kind,
+            window=cfg.model.window,
             kernel=cfg.model.attention,
             recompute=recomputes(cfg, "core"),
         )
@@ -214,7 +226,7 @@ class AttentionCore:
         """q [b, s/cp, h, d], k [b, s/cp, g, d], v [b, s/cp, g, dv] -> [b, s/cp, h, dv]."""
         if context.sequence_is_sharded and self.cp_kind == "ring":
             # it saves no probabilities, so there is nothing to recompute
-            return ring_attention(q, k, v, context.documents, self.window, self.cp)
+            return ring_attention(q, k, v, documents=context.documents, window=self.window, group=self.cp)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.recompute and torch.is_grad_enabled():
@@ -230,8 +242,10 @@ class AttentionCore:
         return self.cp.size > 1 and self.cp_kind == "ring"
 
     def cost(self, work: Workload, *, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> Cost:
-        """heads, kv_heads: of this rank. It keeps q, k, v, its output, and what its backward needs of the
-        scores."""
+        """heads, kv_heads: of this rank. head_dim: of queries and keys; value_dim: of values.
+
+        It keeps q, k, v, its output, and what its backward needs of the scores.
+        """
         # q, k, v and the output
         element_bytes = work.compute_bytes
         query_bytes = work.tokens * heads * head_dim * element_bytes
@@ -243,7 +257,7 @@ class AttentionCore:
         # the two products
         pairs = work.tokens * work.keys_seen(self.window) * heads  # of queries and keys
         flops = 2 * pairs * (head_dim + value_dim)
-        if self.is_ring:  # saves a number a query and head, and is never computed again
+        if self.is_ring:  # keeps one number per query and head, and is never recomputed
             statistics_bytes = work.tokens * heads * work.accumulation_bytes
             return Cost(
                 attention=(AttentionProducts(flops, part="rest", hides="cp"),),
@@ -265,8 +279,11 @@ class AttentionCore:
 
 
 def attention_saved_bytes(work: Workload, heads: int, head_dim: int, cp: int) -> int:
-    """What attention over full sequences keeps beside its tensors (kernels/attention.py): a number a query
-    and head, or of short sequences the probabilities. Under Ulysses a rank has 1 / cp of the heads."""
+    """What attention over full sequences keeps beside its tensors (kernels/attention.py).
+
+    With flash attention one number per query and head; without it the probabilities of short sequences. Under
+    Ulysses a rank has 1 / cp of the heads.
+    """
     if work.flash:
         return work.tokens * heads * work.accumulation_bytes
     s = work.seq_len
@@ -280,7 +297,7 @@ def attention_saved_bytes(work: Workload, heads: int, head_dim: int, cp: int) ->
 
 
 def ring_exchanges(work: Workload, key_value_elements: int, ranks: int) -> tuple[Exchange, ...]:
-    """Of parallel/context/ring.py: keys and values in the forward and in the backward, their gradients."""
+    """Of parallel/context/ring.py: keys and values in the forward and in the backward; their gradients."""
     nbytes = key_value_elements * work.compute_bytes
     grad_bytes = key_value_elements * work.accumulation_bytes
     sends = ranks - 1
@@ -292,8 +309,8 @@ def ring_exchanges(work: Workload, key_value_elements: int, ranks: int) -> tuple
 
 
 def ulysses_exchanges(qkv_bytes: int, output_bytes: int) -> tuple[Exchange, ...]:
-    """Of parallel/context/ulysses.py: q, k and v as one message, the output; in the backward their
-    gradients."""
+    """Of parallel/context/ulysses.py: q, k and v as one message; the output; in the backward their gradients.
+    """
     return (
         Exchange("cp", "all_to_all", qkv_bytes),
         Exchange("cp", "all_to_all", output_bytes),

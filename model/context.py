@@ -109,17 +109,22 @@ def rope_channels(model: ModelConfig) -> int:
 
 
 def rope_tables(cfg: Config, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [b, s, 1, rope_dim / 2] in fp32, or fp64 in an fp64 run."""
+    """positions [b, s] -> cos and sin [b, s, 1, rope_channels / 2] in fp32, or fp64 in an fp64 run.
+
+    RoPE (arXiv 2104.09864); for a longer context than the model was trained on, with the frequencies of Llama
+    3.1 (arXiv 2407.21783) or YaRN (arXiv 2309.00071). YaRN's tables are also multiplied by a number, which in
+    DeepSeek's models is 1: there the scale of the scores has it (model/mla.py).
+    """
     model = cfg.model
     frequencies = rope.frequencies(
         rope_channels(model),
         model.rope_theta,
         model.rope_factor,
-        model.rope_low_freq,
-        model.rope_high_freq,
-        model.rope_original,
-        model.rope_kind,
-        positions.device,  # computed there: a copy from the host would make it wait
+        low=model.rope_low_freq,
+        high=model.rope_high_freq,
+        original=model.rope_original,
+        kind=model.rope_kind,
+        device=positions.device,  # computed there: a copy from the host would make it wait
     )
     scale = 1.0
     if model.rope_kind == "yarn":

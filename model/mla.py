@@ -9,9 +9,9 @@ a few channels, of which all heads share one key.
 
 The up-projections and the output are divided over tp by heads. The down-projections and the norms of the
 latents are on every rank and see that rank's tokens alone: the latents enter the tensor-parallel region, not
-the hidden state. So under sequence parallelism q_rank + kv_rank + rope_dim numbers a token are gathered
-instead of d (without q_rank twice: x as well), and their gradients are partial over tp exactly where the
-tokens are divided.
+the hidden state. So under sequence parallelism q_rank + kv_rank + rope_dim numbers per token are gathered
+instead of d (without q_rank x is gathered as well), and their gradients are partial over tp exactly where
+the tokens are divided.
 """
 import math
 
@@ -44,18 +44,13 @@ class MultiLatentAttention(nn.Module):
     def __init__(self, cfg: Config, mesh: Mesh, layer: int) -> None:
         super().__init__()
         model = cfg.model
-        sp = cfg.parallel.sp
-        key = f"layers.{layer}.attn"
-        fp8 = fp8_of_layer(cfg, layer)
-        if model.kv_rank is None:
-            raise ConfigError("model.kv_rank: none, and multi-head latent attention needs its latent's width")
         self.layer = layer
         self.tp = mesh.tp
-        self.sp = sp
+        self.sp = cfg.parallel.sp
         self.compiled = cfg.train.compile
         self.heads = model.heads // mesh.tp.size  # of this rank
         self.q_rank = model.q_rank or 0
-        self.kv_rank = model.kv_rank
+        self.kv_rank = latent_width(model)
         self.nope_dim = model.nope_dim
         self.rope_dim = model.rope_dim
         self.value_dim = model.v_dim
@@ -63,44 +58,52 @@ class MultiLatentAttention(nn.Module):
         self.score_scale = score_scale(model)
         self.core = AttentionCore.from_config(cfg, mesh)
 
-        # down-projections to the latents
-        downs = {"kv_a": model.kv_rank + model.rope_dim}
-        if model.q_rank:
-            downs = {"q_a": model.q_rank, **downs}
-        down_boxes: list[Box] = []
-        for name, rank in downs.items():
-            down_boxes.append(Box.whole(f"{key}.{name}.weight", (rank, model.hidden)))
-        self.down = parameter(
-            ParameterSpec(tuple(down_boxes), "hidden", model.init_std, partial_over=partial_over_tp(sp)))
-
-        # up-projections, divided over tp by heads
-        std = model.init_std
-        q_features = model.heads * (model.nope_dim + model.rope_dim)
-        if model.q_rank:
-            self.q_norm = replicated_vector(f"{key}.q_norm.weight", model.q_rank, "norm", is_partial=sp)
-            self.q_up = up_projection(f"{key}.q_b.weight", (q_features, model.q_rank), std, mesh.tp)
-        else:
-            outputs = {f"{key}.q": q_features}
-            self.q = ColumnLinear(mesh, outputs, model.hidden, std=std, bias=False, sp=sp, fp8=fp8)
-        kv_features = model.heads * (model.nope_dim + model.v_dim)
-        self.kv_norm = replicated_vector(f"{key}.kv_norm.weight", model.kv_rank, "norm", is_partial=sp)
-        self.kv_up = up_projection(f"{key}.kv_b.weight", (kv_features, model.kv_rank), std, mesh.tp)
-
+        self.down = down_projection(cfg, layer)
+        self.make_query_projection(cfg, mesh, layer)
+        self.make_key_value_projection(cfg, mesh, layer)
         self.out = RowLinear(
             mesh,
-            f"{key}.o",
+            f"layers.{layer}.attn.o",
             model.heads * model.v_dim,
             model.hidden,
             std=residual_std(model),
             bias=False,
-            sp=sp,
-            fp8=fp8,
+            sp=self.sp,
+            fp8=fp8_of_layer(cfg, layer),
         )
+
+    def make_query_projection(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+        """From the queries' latent, which q_norm normalizes; without q_rank from the hidden state."""
+        model = cfg.model
+        key = f"layers.{layer}.attn"
+        features = model.heads * (model.nope_dim + model.rope_dim)
+        if model.q_rank:
+            self.q_norm = replicated_vector(f"{key}.q_norm.weight", model.q_rank, "norm", is_partial=self.sp)
+            self.q_up = up_projection(f"{key}.q_b.weight", (features, model.q_rank), model.init_std, mesh.tp)
+        else:
+            self.q = ColumnLinear(
+                mesh,
+                {f"{key}.q": features},
+                model.hidden,
+                std=model.init_std,
+                bias=False,
+                sp=self.sp,
+                fp8=fp8_of_layer(cfg, layer),
+            )
+
+    def make_key_value_projection(self, cfg: Config, mesh: Mesh, layer: int) -> None:
+        """From the latent of keys and values, which kv_norm normalizes."""
+        model = cfg.model
+        key = f"layers.{layer}.attn"
+        features = model.heads * (model.nope_dim + model.v_dim)
+        rank = self.kv_rank
+        self.kv_norm = replicated_vector(f"{key}.kv_norm.weight", rank, "norm", is_partial=self.sp)
+        self.kv_up = up_projection(f"{key}.kv_b.weight", (features, rank), model.init_std, mesh.tp)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, latent, rope_key = self.project(x)
         b, s, _ = q.shape
-        q = self.rotate_queries(q.unflatten(-1, (self.heads, -1)), context)
+        q = self.rotate_queries(q.unflatten(-1, (self.heads, -1)), context)  # [b, s, h/tp, nope + rope]
         rope_key = self.apply_rope(rope_key[:, :, None], context)[:, :, 0]  # [b, s, rope]
 
         if context.cache is not None:
@@ -109,18 +112,20 @@ class MultiLatentAttention(nn.Module):
                 out = self.absorbed_attention(q, latent, rope_key, context)
                 return self.out(out.flatten(2))
 
+        # keys and values of each head
         kv = linear(latent, self.kv_up).unflatten(-1, (self.heads, -1))
         k_nope, v = kv.split((self.nope_dim, self.value_dim), -1)
-        k_rope = rope_key[:, :, None]
-        k_rope = k_rope.expand(-1, -1, self.heads, -1)
+        k_rope = rope_key[:, :, None].expand(-1, -1, self.heads, -1)
         k = torch.cat((k_nope, k_rope), -1)  # [b, s, h/tp, nope + rope]
         out = self.core(q, k, v, context)
         return self.out(out.flatten(2))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x -> q [b, s, h/tp * (nope + rope)], latent [b, s, kv_rank], rope_key [b, s, rope]: of the full
-        sequence."""
-        # of this rank's tokens
+        """x -> q [b, s/cp, h/tp (nope + rope)], latent [b, s/cp, kv_rank], rope_key [b, s/cp, rope].
+
+        Under sp x is the part of a tp rank; what is returned is of all s/cp tokens.
+        """
+        # the latents of this rank's tokens
         widths = [self.q_rank, self.kv_rank, self.rope_dim]
         q_latent, latent, rope_key = linear(x, self.down).split(widths, -1)
         latent = rms_norm(latent, self.kv_norm, LATENT_EPS, self.compiled)
@@ -129,7 +134,7 @@ class MultiLatentAttention(nn.Module):
             q_latent = rms_norm(q_latent, self.q_norm, LATENT_EPS, self.compiled)
             latents.append(q_latent)
 
-        # of the full sequence
+        # the latents of all tp ranks' tokens, and the queries
         entered = enter_region(torch.cat(latents, -1), self.tp, self.sp)
         widths = [self.kv_rank, self.rope_dim, self.q_rank]
         latent, rope_key, q_latent = entered.split(widths, -1)
@@ -156,15 +161,15 @@ class MultiLatentAttention(nn.Module):
     def absorbed_attention(self, q: Tensor, latent: Tensor, rope_key: Tensor,
                            context: ForwardContext) -> Tensor:
         """One new token of each sequence: W_kb is applied to the query and W_vb to the result, so that keys
-        and values of earlier tokens are never computed.
+        and values of earlier tokens are never computed (2405.04434, section 2.1.2).
 
-        q [b, 1, h, nope + rope], latent [b, s, kv_rank], rope_key [b, s, rope] -> [b, 1, h, v].
+        q [b, 1, h/tp, nope + rope], latent [b, s, kv_rank], rope_key [b, s, rope] -> [b, 1, h/tp, v].
         """
         kv_up = self.kv_up.unflatten(0, (self.heads, -1))  # [h, nope + v, kv_rank]
         k_up, v_up = kv_up.split((self.nope_dim, self.value_dim), 1)
         q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)
         q_latent = torch.einsum("bshn,hnr->bshr", q_nope, k_up)
-        # attention divides by the root of the width that it sees
+        # attention divides by the root of the width that it sees, which is that of the latent
         key_dim = self.nope_dim + self.rope_dim
         latent_key_dim = self.kv_rank + self.rope_dim
         q = torch.cat((q_latent, q_rope), -1) * math.sqrt(latent_key_dim / key_dim)
@@ -237,12 +242,38 @@ class MultiLatentAttention(nn.Module):
         return queries + Cost(products=(keys_values,), saved=tuple(saved))
 
 
+def latent_width(model: ModelConfig) -> int:
+    """model.kv_rank. Raises ConfigError for a model without latent attention."""
+    if model.kv_rank is None:
+        raise ConfigError("model.kv_rank: none, and multi-head latent attention needs its latent's width")
+    return model.kv_rank
+
+
 def score_scale(model: ModelConfig) -> float:
-    """Of the softmax, beyond 1 / sqrt(d): of muP and of YaRN. It is applied to the queries."""
+    """Factor of the attention scores beyond 1 / sqrt(nope + rope), which the queries are multiplied by.
+
+    It is that of muP (arXiv 2203.03466, definition 4.1), times that of YaRN (arXiv 2309.00071, section 3.4).
+    """
     scale = mup_score_scale(model)
     if model.rope_kind == "yarn":
         scale *= rope.yarn_mscale(model.rope_factor, model.rope_mscale_all) ** 2
     return scale
+
+
+def down_projection(cfg: Config, layer: int) -> ShardedParameter:
+    """The matrix [q_rank + kv_rank + rope, d] from the hidden state to all latents, on every tp rank.
+
+    Its gradient on a tp rank is that of the rank's tokens: under sp a part of the sum.
+    """
+    model = cfg.model
+    widths = {"kv_a": latent_width(model) + model.rope_dim}
+    if model.q_rank:
+        widths = {"q_a": model.q_rank, **widths}
+    boxes: list[Box] = []
+    for name, width in widths.items():
+        boxes.append(Box.whole(f"layers.{layer}.attn.{name}.weight", (width, model.hidden)))
+    partial_over = partial_over_tp(cfg.parallel.sp)
+    return parameter(ParameterSpec(tuple(boxes), "hidden", model.init_std, partial_over=partial_over))
 
 
 def up_projection(key: str, shape: tuple[int, int], std: float, group: Group) -> ShardedParameter:
@@ -252,6 +283,6 @@ def up_projection(key: str, shape: tuple[int, int], std: float, group: Group) ->
 
 
 def up_product(weight: ShardedParameter, work: Workload) -> MatrixProduct:
-    """Of latents, with an up-projection."""
+    """The product of a latent with an up-projection."""
     features, rank = weight.spec.shape
     return MatrixProduct(work.tokens, rank, features)

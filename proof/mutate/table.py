@@ -207,10 +207,10 @@ TABLE = (
         file="parallel/sharding/weights.py",
         old=(
             "self.full = None\n"
-            "        self.gather = None\n"
+            "        self.pending_gather = None\n"
         ),
         new=(
-            "self.gather = None\n"
+            "self.pending_gather = None\n"
             "        return\n"
         ),
         model="llama3.2-tiny",
@@ -229,7 +229,7 @@ TABLE = (
     Mutation(
         what="replicas of a shard group are forgotten (HSDP)",
         file="parallel/sharding/gradients.py",
-        old="        if self.scatter_is_last:",
+        old="        if self.pending_scatter_is_last:",
         new="        if False:",
         model="llama3-tiny",
         world=2,
@@ -511,8 +511,8 @@ TABLE = (
     Mutation(
         what="the latent norm's gradient under sequence parallelism is not summed over tp",
         file="model/mla.py",
-        old='model.kv_rank, "norm", is_partial=sp)',
-        new='model.kv_rank, "norm", is_partial=False)',
+        old='rank, "norm", is_partial=self.sp)',
+        new='rank, "norm", is_partial=False)',
         model="deepseek-v2-lite-tiny",
         world=2,
         layout="tp2 sp zero0 mb1",
@@ -1419,8 +1419,8 @@ TABLE = (
     Mutation(
         what="gathered weights are used one part early: their all-gather is not awaited",
         file="parallel/sharding/weights.py",
-        old="self.bind_parameters(self.gather.wait())",
-        new="self.bind_parameters(self.gather.result)",
+        old="self.bind_parameters(self.pending_gather.wait())",
+        new="self.bind_parameters(self.pending_gather.result)",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero3 mb1",
@@ -1429,8 +1429,8 @@ TABLE = (
     Mutation(
         what="a gradient shard is read before its reduce-scatter has ended",
         file="parallel/sharding/gradients.py",
-        old="part = self.scatter.wait()\n",
-        new="part = self.scatter.result\n",
+        old="part = self.pending_scatter.wait()\n",
+        new="part = self.pending_scatter.result\n",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero2 mb1",
@@ -1442,13 +1442,13 @@ TABLE = (
         old=(
             "        self.allocate_grads(part)\n"
             "\n"
-            "    def after_backward"
+            "    def end_backward"
         ),
         new=(
             "        self.allocate_grads(part)\n"
-            "        self.after_backward(part)\n"
+            "        self.end_backward(part)\n"
             "\n"
-            "    def after_backward"
+            "    def end_backward"
         ),
         model="llama3-tiny",
         world=2,
