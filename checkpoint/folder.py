@@ -106,7 +106,9 @@ class StoredPiece:
     def from_row(row: PieceRow) -> "StoredPiece":
         """Raises KeyError, TypeError or ValueError if the row is not a piece."""
         box = Box(row["key"], tuple(row["shape"]), tuple(row["start"]), tuple(row["size"]))
-        piece = StoredPiece(box, row["dtype"], row["file"], row["name"], row["sha256"])
+        piece = StoredPiece(
+            box=box, dtype=row["dtype"], file=row["file"], name=row["name"], sha256=row["sha256"]
+        )
         check_types(piece, row)
         check_inside(box)
         if piece.dtype not in TORCH:
@@ -135,7 +137,7 @@ def check_inside(box: Box) -> None:
 # ---- the small files ---------------------------------------------------------------------------------------
 
 def index_bytes(data: Index) -> bytes:
-    """index.json as JSON, with one piece a line."""
+    """index.json as JSON, with each piece on a line of its own."""
     text = json.dumps(data)
     text = text.replace('{"key"', '\n{"key"')  # cannot occur inside a JSON string, where the quote is escaped
     return text.encode() + b"\n"
@@ -305,10 +307,15 @@ def check_header(
         raise IntegrityError(wrong_size)
     if hashlib.sha256(header).hexdigest() != entry["header"]:
         raise IntegrityError(f"{path}: the header does not match its checksum in index.json")
-    return {piece: byte_offset(path, piece, table, len(header), size) for piece in pieces}
+    offsets: dict[StoredPiece, int] = {}
+    for piece in pieces:
+        offsets[piece] = byte_offset(path, piece, table, header_size=len(header), file_size=size)
+    return offsets
 
 
-def byte_offset(path: Path, piece: StoredPiece, table: TensorTable, header_size: int, file_size: int) -> int:
+def byte_offset(
+    path: Path, piece: StoredPiece, table: TensorTable, *, header_size: int, file_size: int
+) -> int:
     """Where `piece` begins in the file, by its header.
 
     Raises IntegrityError if the header differs from the index.

@@ -126,7 +126,7 @@ def weight_files(folder: Path) -> list[Path]:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         if not names or any(Path(name).name != name for name in names):
             raise ValueError("a weight_map of plain file names is expected")
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{index}: not an index of safetensors ({why})") from None
     return [folder / name for name in names]
@@ -292,7 +292,7 @@ def write_weights(
 
 
 def split_into_files(tensors: list[HFTensor], dtype: torch.dtype, shard_bytes: int) -> list[list[HFTensor]]:
-    """Groups the tensors in their order, one group a file."""
+    """Groups the tensors in their order, one group for each file."""
     groups: list[list[HFTensor]] = [[]]
     group_bytes = 0
     for tensor in tensors:

@@ -50,18 +50,26 @@ class CheckpointSaver:
         """
         self.wait()
         if self.in_background:
-            pieces = [(box, tensor.detach().to("cpu", copy=True)) for box, tensor in pieces]
+            pieces = snapshot_in_host_memory(pieces)
         write = functools.partial(
-            store.save, root, step, pieces, meta,
-            keep=keep, fault_point=fault_point, rank=rank, world_size=world_size,
-            gather=gather, timeout_s=timeout_s,
+            store.save,
+            root,
+            step,
+            pieces,
+            meta,
+            keep=keep,
+            fault_point=fault_point,
+            rank=rank,
+            world_size=world_size,
+            gather=gather,
+            timeout_s=timeout_s,
         )
         if self.in_background:
-            self.start_thread(write)
+            self.write_in_background(write)
         else:
             self.path = write()
 
-    def start_thread(self, write: Callable[[], Path]) -> None:
+    def write_in_background(self, write: Callable[[], Path]) -> None:
         """Starts the background thread that calls `write` and keeps its result or its error."""
         def run() -> None:
             try:
@@ -105,3 +113,8 @@ class CheckpointSaver:
         if path is None:
             raise ValueError("nothing was saved yet")
         return path
+
+
+def snapshot_in_host_memory(pieces: store.Pieces) -> list[store.Piece]:
+    """A copy of the pieces, which training cannot change any more."""
+    return [(box, tensor.detach().to("cpu", copy=True)) for box, tensor in pieces]

@@ -431,29 +431,39 @@ def resume(run: RunState, root: pathlib.Path) -> tuple[int, list[str]]:
     bad: dict[pathlib.Path, str] = {}  # {checkpoint: why it is damaged}
     while True:
         start = first_rank_does(lambda: choose_start(run.cfg, root, bad), world, timeout_s)
-        notes = start.notes
         try:
-            if start.resumed is not None:
-                path = start.resumed
-                check_same_run(start.meta, run, str(path))  # first, what no run may change
-                check_horizon(start.meta, run, path, own_folder=path.parent == root)
-                notes += load(run, path, start.meta)
-                step = start.meta["step"]
-                return step, [*notes, f"resumed from {path} at step {step}"]
-            if start.weights is not None:
-                load_weights(
-                    run.buckets,
-                    start.weights,
-                    more=run.routers.boxes(weights=True),
-                    meet=lambda work: all_ranks_do(work, world, timeout_s),
-                )
-                notes.append(f"weights from {start.weights}")
-            return 0, notes
+            return load_start(run, root, start)
         except store.IntegrityError as error:  # raised on every rank
             damaged = start.resumed or start.weights
             if damaged is None:
                 raise
             bad[damaged] = str(error)
+
+
+def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple[int, list[str]]:
+    """Loads what rank 0 chose. Collective. Returns (steps done, notes for the log).
+
+    Raises ConfigError if the checkpoint does not fit the run; IntegrityError, on all ranks, if it is damaged.
+    """
+    if start.resumed is not None:
+        path = start.resumed
+        check_same_run(start.meta, run, str(path))  # first, what no run may change
+        check_horizon(start.meta, run, path, own_folder=path.parent == root)
+        warnings = load(run, path, start.meta)
+        step = start.meta["step"]
+        return step, [*start.notes, *warnings, f"resumed from {path} at step {step}"]
+
+    if start.weights is None:
+        return 0, start.notes
+    world = run.mesh.world
+    timeout_s = run.cfg.checkpoint.timeout_s
+    load_weights(
+        run.buckets,
+        start.weights,
+        more=run.routers.boxes(weights=True),
+        meet=lambda work: all_ranks_do(work, world, timeout_s),
+    )
+    return 0, [*start.notes, f"weights from {start.weights}"]
 
 
 def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) -> StartingPoint:
@@ -491,12 +501,14 @@ def all_ranks_do(
 
     timeout_s: see together.agree_on_outcome.
     """
-    return together.agree_on_outcome(
-        lambda mine: comm.all_gather_objects(mine, world), work, timeout_s if world.size > 1 else None
-    )
+    def gather(mine: object) -> list[Any]:
+        return comm.all_gather_objects(mine, world)
+
+    return together.agree_on_outcome(gather, work, timeout_s if world.size > 1 else None)
 
 
 def first_rank_does(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
     """work() of rank 0, its result or its error, on every rank. Collective."""
-    part: Callable[[], Any] = work if world.index == 0 else lambda: None
-    return all_ranks_do(part, world, timeout_s)[0]
+    own_part: Callable[[], Any] = work if world.index == 0 else store.do_nothing
+    results = all_ranks_do(own_part, world, timeout_s)
+    return results[0]

@@ -116,6 +116,10 @@ def gather_alone(mine: object) -> list[Any]:
     return [mine]
 
 
+def do_nothing() -> None:
+    """The part of a rank that has none."""
+
+
 # ---- save --------------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
@@ -174,8 +178,9 @@ def save(
         return agree_on_outcome(gather, work, timeout_s)
 
     def first_rank_does(work: Callable[[], Result]) -> Result:
-        part: Callable[[], Any] = work if rank == 0 else lambda: None
-        return all_ranks_do(part)[0]
+        own_part: Callable[[], Any] = work if rank == 0 else do_nothing
+        results = all_ranks_do(own_part)
+        return results[0]
 
     # Check everything that can be checked before a byte is written.
     checked = all_ranks_do(lambda: check_tensors(pieces))
@@ -185,7 +190,9 @@ def save(
 
     # Write the shards of all ranks into a temporary folder, then rename it.
     if save_id is not None:
-        pending = PendingSave(final, step, save_id, total_bytes, fault_point)
+        pending = PendingSave(
+            final=final, step=step, save_id=save_id, total_bytes=total_bytes, fault_point=fault_point
+        )
         try:
             shards = all_ranks_do(lambda: write_pieces(pending, pieces, rank, world_size))
             first_rank_does(lambda: commit(pending, shards, meta))
@@ -271,12 +278,13 @@ def write_group(pending: PendingSave, file: str, group: list[Piece]) -> tuple[Fi
     )
     stored: list[StoredPiece] = []
     for (box, tensor), name, checksum in zip(group, names, checksums):
-        stored.append(StoredPiece(box, DTYPES[tensor.dtype], file, name, checksum))
+        dtype = DTYPES[tensor.dtype]
+        stored.append(StoredPiece(box=box, dtype=dtype, file=file, name=name, sha256=checksum))
     return entry, stored
 
 
 def assign_shard_files(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Groups the pieces, one group a file.
+    """Groups the pieces, one group for each file.
 
     In a file, wide dtypes come first, so that every tensor is aligned.
     """
@@ -315,65 +323,80 @@ def commit(pending: PendingSave, shards: list[RankShards], meta: Tree) -> None:
 
     This one rename makes it a checkpoint.
     """
-    temp = pending.temp
-    final = pending.final
-    with storage_errors(temp, pending.total_bytes):
-        # Write meta.json, and the index of all ranks' shards.
-        pending.fault_point("ckpt.pre_index")
-        files = {name: entry for part in shards for name, entry in part.files.items()}
-        full_meta = {**meta, "step": pending.step, "save_id": pending.save_id}
-        files["meta.json"] = write_file(temp / "meta.json", json.dumps(full_meta, indent=1).encode())
-        index = index_bytes({
-            "version": VERSION,
-            "save_id": pending.save_id,
-            "step": pending.step,
-            "world": len(shards),
-            "files": files,
-            "pieces": [piece.to_row() for part in shards for piece in part.pieces],
-        })
-        write_file(temp / "index.json", index)
-        pending.fault_point("ckpt.mid_index")
-        write_file(temp / "index.sha256", seal_index(index))
-        sync_dir(temp)
-        read_back(pending, lambda: read_meta(temp))
+    with storage_errors(pending.temp, pending.total_bytes):
+        write_meta_and_index(pending, shards, meta)
+        read_back(pending, lambda: read_meta(pending.temp))
+        rename_to_final(pending)
 
-        # Rename the folder, and flush the rename.
-        pending.fault_point("ckpt.pre_rename")
-        if os.path.lexists(final):  # begin_save found it bad
-            move_to_trash(final)
-            pending.fault_point("ckpt.mid_replace")
-        os.rename(temp, final)
-        pending.fault_point("ckpt.post_rename")
-        sync_dir(final.parent)
+
+def write_meta_and_index(pending: PendingSave, shards: list[RankShards], meta: Tree) -> None:
+    """Writes meta.json, the index of all ranks' shards, and its checksum; flushes them to disk."""
+    temp = pending.temp
+    pending.fault_point("ckpt.pre_index")
+    files = {name: entry for part in shards for name, entry in part.files.items()}
+    full_meta = {**meta, "step": pending.step, "save_id": pending.save_id}
+    files["meta.json"] = write_file(temp / "meta.json", json.dumps(full_meta, indent=1).encode())
+    index = index_bytes({
+        "version": VERSION,
+        "save_id": pending.save_id,
+        "step": pending.step,
+        "world": len(shards),
+        "files": files,
+        "pieces": [piece.to_row() for part in shards for piece in part.pieces],
+    })
+    write_file(temp / "index.json", index)
+    pending.fault_point("ckpt.mid_index")
+    write_file(temp / "index.sha256", seal_index(index))
+    sync_dir(temp)
+
+
+def rename_to_final(pending: PendingSave) -> None:
+    """Gives the folder its final name, and flushes the rename to disk."""
+    final = pending.final
+    pending.fault_point("ckpt.pre_rename")
+    if os.path.lexists(final):  # begin_save found it bad
+        move_to_trash(final)
+        pending.fault_point("ckpt.mid_replace")
+    os.rename(pending.temp, final)
+    pending.fault_point("ckpt.post_rename")
+    sync_dir(final.parent)
 
 
 def publish(final: Path, step: int, keep: int, fault_point: FaultPoint) -> None:
-    """Writes `latest`, then purges the checkpoints beyond the `keep` newest, oldest first.
+    """Rank 0, once the folder is committed: lets `latest` name it, and purges older ones."""
+    root = final.parent
+    with storage_errors(root / "latest", 0):
+        write_latest(final, fault_point)
+        purge_older(root, step, keep, fault_point)
+
+
+def write_latest(final: Path, fault_point: FaultPoint) -> None:
+    """Lets `latest` name the new checkpoint."""
+    root = final.parent
+    fault_point("ckpt.pre_latest")
+    temp = root / f"latest.tmp-{uuid.uuid4().hex}"
+    write_file(temp, f"{final.name}\n".encode())
+    fault_point("ckpt.mid_latest")
+    os.replace(temp, root / "latest")
+    sync_dir(root)
+
+
+def purge_older(root: Path, step: int, keep: int, fault_point: FaultPoint) -> None:
+    """Purges all but the `keep` newest checkpoints up to `step`, oldest first.
 
     A checkpoint that is being read is not purged. A folder of a later step is left alone: it is bad and will
     be replaced once the run gets there, or it is not this run's to delete. One of a newer format is left
     alone, too.
     """
-    root = final.parent
-    with storage_errors(root / "latest", 0):
-        # Write `latest`.
-        fault_point("ckpt.pre_latest")
-        temp = root / f"latest.tmp-{uuid.uuid4().hex}"
-        write_file(temp, f"{final.name}\n".encode())
-        fault_point("ckpt.mid_latest")
-        os.replace(temp, root / "latest")
-        sync_dir(root)
-
-        # Purge.
-        fault_point("ckpt.pre_purge")
-        earlier = [path for other_step, path in committed_checkpoints(root) if other_step < step]
-        too_many = earlier[max(keep, 1) - 1:]
-        for path in reversed(too_many):
-            with folder_lock(path, fcntl.LOCK_EX) as nobody_reads:
-                if nobody_reads and not is_newer_format(path):
-                    move_to_trash(path)
-                    fault_point("ckpt.mid_purge")
-        remove_leftovers(root)
+    fault_point("ckpt.pre_purge")
+    earlier = [path for other_step, path in committed_checkpoints(root) if other_step < step]
+    too_many = earlier[max(keep, 1) - 1:]
+    for path in reversed(too_many):
+        with folder_lock(path, fcntl.LOCK_EX) as nobody_reads:
+            if nobody_reads and not is_newer_format(path):
+                move_to_trash(path)
+                fault_point("ckpt.mid_purge")
+    remove_leftovers(root)
 
 
 def move_to_trash(path: Path) -> None:
@@ -505,7 +528,7 @@ def load(
             piece = StoredPiece.from_row(row)
             stored[piece.box.key].append(piece)
         extra = extra_keys(stored, wants, allow, others) if strict else []
-        check_fits(path, stored, wants, extra, allow_cast)
+        check_fits(path, stored, wants, extra=extra, allow_cast=allow_cast)
 
         # Verify every byte that is to be read, then copy file by file.
         reads = plan_reads(stored, wants)
@@ -527,7 +550,12 @@ def extra_keys(
 
 
 def check_fits(
-    path: Path, stored: dict[str, list[StoredPiece]], wants: list[Piece], extra: list[str], allow_cast: bool
+    path: Path,
+    stored: dict[str, list[StoredPiece]],
+    wants: list[Piece],
+    *,
+    extra: list[str],
+    allow_cast: bool,
 ) -> None:
     """Raises ConfigError with every difference between what is stored and what is wanted.
 

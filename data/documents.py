@@ -1,7 +1,7 @@
 """Reads documents from inputs of every kind, in units of work that any process can read alone.
 
-    .jsonl, .json, .ndjson       one JSON object a line; plain files are divided by byte range
-    .txt, .md, .rst, .py         one document a file
+    .jsonl, .json, .ndjson       one JSON object on each line; plain files are divided by byte range
+    .txt, .md, .rst, .py         each file is one document
     .gz, .zst of these           read as a whole
     .parquet                     divided by row group
     hf:NAME[:CONFIG][:SPLIT]     a dataset of the Hugging Face hub, streamed, divided by shard
@@ -84,29 +84,30 @@ def pieces_of_file(name: str, unit_bytes: int) -> Iterator[DocumentPiece]:
     """The pieces of one input of the command line, in order."""
     if name == "stdlib":
         for path in stdlib_files():
-            yield DocumentPiece("text", path, 0, 0, os.path.getsize(path))
+            yield DocumentPiece(kind="text", path=path, start=0, stop=0, size=os.path.getsize(path))
         return
     if name.startswith("hf:"):
         name = name.removeprefix("hf:")
         num_shards = hf_dataset(name).num_shards
         for shard in range(num_shards):
             # the size of a shard is not known: each is a unit
-            yield DocumentPiece("hf", name, shard, num_shards, unit_bytes)
+            yield DocumentPiece(kind="hf", path=name, start=shard, stop=num_shards, size=unit_bytes)
         return
 
     for path in matching_files(name):
         kind = kind_of(path) or "text"
-        size = os.path.getsize(path)
+        file_bytes = os.path.getsize(path)
         if kind == "parquet":
             num_groups = open_parquet(path).metadata.num_row_groups
+            group_bytes = file_bytes // num_groups if num_groups else 0
             for group in range(num_groups):
-                yield DocumentPiece(kind, path, group, group + 1, size // num_groups)
+                yield DocumentPiece(kind=kind, path=path, start=group, stop=group + 1, size=group_bytes)
         elif kind == "jsonl" and not path.endswith(COMPRESSED):
-            for start in range(0, size, unit_bytes):
-                stop = min(start + unit_bytes, size)
-                yield DocumentPiece(kind, path, start, stop, stop - start)
+            for start in range(0, file_bytes, unit_bytes):
+                stop = min(start + unit_bytes, file_bytes)
+                yield DocumentPiece(kind=kind, path=path, start=start, stop=stop, size=stop - start)
         else:
-            yield DocumentPiece(kind, path, 0, size, size)
+            yield DocumentPiece(kind=kind, path=path, start=0, stop=file_bytes, size=file_bytes)
 
 
 def matching_files(name: str) -> list[str]:

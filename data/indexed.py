@@ -257,8 +257,13 @@ class IndexedDataset:
 
     def document_starts(self, first: int, stop: int) -> np.ndarray:  # int64, rising
         """The tokens strictly between `first` and `stop` that begin a document."""
-        numbers = range(self.document_at(first) + 1, self.document_at(stop - 1) + 1)
-        return np.array(sorted({self.document_start(number) for number in numbers}), np.int64)
+        first_document = self.document_at(first) + 1  # that can begin after `first`
+        last_document = self.document_at(stop - 1)
+        # a set, because an empty document begins where the next one does
+        starts: set[int] = set()
+        for document in range(first_document, last_document + 1):
+            starts.add(self.document_start(document))
+        return np.array(sorted(starts), np.int64)
 
     def split_point(self, part: int, whole: int) -> int:
         """First token after part/whole of the documents, rounded half up to a document: where a split
@@ -275,7 +280,9 @@ class IndexedDataset:
         # a .json names the largest id, which __init__ has checked
         if self._vocab is not None and self._crc is None:
             token_ids = raw.view(self.dtype)
-            worst = int(token_ids.argmax()) if token_ids.max() >= self._vocab else int(token_ids.argmin())
+            worst = int(token_ids.argmax())
+            if token_ids[worst] < self._vocab:  # no id is too large; is one below 0?
+                worst = int(token_ids.argmin())
             if not 0 <= token_ids[worst] < self._vocab:
                 self._refuse_id(begin // self.dtype.itemsize + worst, int(token_ids[worst]))
         self._block_is_checked[block] = True
@@ -344,7 +351,7 @@ def file_sha256(path: pathlib.Path | str) -> str:
 # ---- writing -----------------------------------------------------------------------------------------------
 
 class IndexedDatasetWriter:
-    """Writes documents to PREFIX.*, one sequence a document. Memory: one chunk.
+    """Writes documents to PREFIX.*, each as one sequence. Memory: one chunk.
 
         with IndexedDatasetWriter("out", vocab=1024) as writer:
             writer.add(ids)                          # one document with its end-of-document id

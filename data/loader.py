@@ -301,7 +301,9 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
 
     total = sum(shares)
     split_points = [index.split_point(sum(shares[:part]), total) for part in range(len(SPLITS) + 1)]
-    return BlendedDataset(path, index, tok, tuple(split_points), note)
+    return BlendedDataset(
+        name=path, index=index, tokenizer=tok, split_points=tuple(split_points), note=note
+    )
 
 
 def tokenizer_of_dataset(path: str, prefix: pathlib.Path | str, requested: str | None) -> Tokenizer | None:

@@ -5,8 +5,8 @@ that an epoch predicts every token but the first exactly once.
 
 Each epoch visits its windows in the order of a keyed permutation: a Feistel network (Luby and Rackoff 1988)
 with cycle walking (Black and Rogaway 2002). The tokens that do not fill a window are left over; each epoch
-shifts all windows by a keyed share of them. This costs no memory and microseconds a step, for any number of
-windows up to 2**62.
+shifts all windows by a keyed share of them. This costs no memory, and microseconds in each step, for any
+number of windows up to 2**62.
 """
 from dataclasses import dataclass
 

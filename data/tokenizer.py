@@ -2,9 +2,13 @@
 interface.
 
     tokenizer = load_tokenizer("bytes" | "x.model" | "tokenizer.json" | a folder that holds one of them)
-    tokenizer.encode(text) -> ids tokenizer.encode_batch(texts) -> one array of ids for each text
-    tokenizer.decode(ids) -> text tokenizer.save(folder) tokenizer.name, .vocab, .eod (the id that ends a
-    document), .bos, .fingerprint (sha256 of all that decides the ids)
+    tokenizer.encode(text)           ids
+    tokenizer.encode_batch(texts)    one array of ids for each text
+    tokenizer.decode(ids)            text
+    tokenizer.save(folder)
+    tokenizer.name, .vocab, .bos
+    tokenizer.eod                    the id that ends a document
+    tokenizer.fingerprint            sha256 of all that decides the ids
 
 Special tokens that a text spells ("</s>", "<|endoftext|>") are encoded as plain text: a page that quotes one
 must not end a document.
