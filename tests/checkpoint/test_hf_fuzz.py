@@ -1,0 +1,253 @@
+"""Random models near each Hugging Face family, and random damage to its config.json: every case is read or
+written exactly, or refused in one line. Where transformers is installed, some of them give the same logits.
+"""
+
+import json
+import math
+import random
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+import config
+from build import weights_only
+from checkpoint import hf, hf_config
+from checkpoint.hf_families import FAMILIES, FOLDED, NOT_THE_MODEL
+from checkpoint.hf_rules import spell_out
+from config import Config, ConfigError, ModelConfig
+from config.rules import validate
+
+CASES = 60  # of each family and direction
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+SIZES = {"layers": 3, "hidden": 24, "heads": 4, "ffn": 40, "vocab": 50, "vocab_multiple": 64, "context": 96}
+LATENT = {"kv_rank": 12, "nope_dim": 6, "rope_dim": 8, "v_dim": 10}
+MIXTURE = {"experts": 8, "top_k": 3, "moe_ffn": 20}
+SIGMOID = {"router": "sigmoid", "router_bias": True}
+GENERAL = {  # a model of each family
+    "gpt2": {"norm": "layernorm", "activation": "gelu", "positions": "learned", "bias": True, "tied": True},
+    "llama": {"kv_heads": 2},
+    "mistral": {"kv_heads": 2, "window": 7},
+    "qwen2": {"kv_heads": 2, "qkv_bias": True},
+    "qwen3": {"kv_heads": 2, "qk_norm": True, "head_dim": 8},
+    "mixtral": {"experts": 8, "top_k": 3},
+    "qwen2_moe": {**MIXTURE, "qkv_bias": True, "shared_experts": 2, "shared_gate": True},
+    "qwen3_moe": {**MIXTURE, "qk_norm": True, "head_dim": 8},
+    "olmoe": {"experts": 8, "top_k": 3, "qk_norm": True, "qk_norm_whole": True},
+    "dots1": {**MIXTURE, **SIGMOID, "qk_norm": True, "first_dense": 1},
+    "deepseek_v2": {**MIXTURE, **LATENT, "rope_pairs": True, "router_renorm": False, "shared_experts": 2},
+    "deepseek_v3": {**MIXTURE, **LATENT, **SIGMOID, "q_rank": 14, "shared_experts": 1, "mtp": 1},
+}
+
+# Values of every key of model.*: what a family has, what no family has, and the edges of what is legal.
+MODEL_VALUES = {
+    "layers": (1, 3), "hidden": (24, 25), "heads": (1, 3, 4), "kv_heads": (None, 1, 2, 4),
+    "head_dim": (None, 6, 8), "ffn": (40, 20), "vocab": (50, None), "vocab_multiple": (1, 64),
+    "context": (96, 30),
+    "norm": ("rmsnorm", "layernorm"), "norm_eps": (1e-5, 0.0, 1.0, -1e-9), "activation": ("swiglu", "gelu"),
+    "positions": ("rope", "learned"), "rope_theta": (1e4, 100.0, 1.0, 0.0, -2.0),
+    "rope_factor": (None, 2.0, 1.0, 0.5), "rope_kind": ("llama3", "yarn"),
+    "rope_low_freq": (1.0, 0.5, 0.0, -1.0, 4.0, 8.0), "rope_high_freq": (4.0, 32.0, 0.5, 0.0),
+    "rope_original": (8192, 32, 4, 1), "rope_mscale": (1.0, 0.7, 0.0), "rope_mscale_all": (0.0, 0.7),
+    "rope_pairs": (True, False), "tied": (True, False), "bias": (True, False), "qkv_bias": (True, False),
+    "qk_norm": (True, False), "qk_norm_whole": (True, False),
+    "kv_rank": (None, 12), "q_rank": (None, 14), "nope_dim": (6, 8), "rope_dim": (8, 4), "v_dim": (10, 14),
+    "mtp": (0, 1, 2), "mtp_weight": (0.3, 0.0),
+    "window": (None, 7, 64), "dropout": (0.0, 0.1), "init_std": (0.02, 2.0, -0.5), "mup_base": (None, 8),
+    "mup_head_dim": (None, 4), "attention": ("auto", "reference"), "preset": ("llama-mini",),
+    "experts": (None, 8, 1), "top_k": (1, 3, 8), "moe_ffn": (None, 20, 16), "shared_experts": (0, 1, 2),
+    "shared_gate": (True, False), "first_dense": (0, 1, 2), "moe_every": (1, 2),
+    "router": ("softmax", "sigmoid"), "router_renorm": (True, False), "router_groups": (1, 2, 4),
+    "router_group_top_k": (1, 2), "router_scale": (1.0, 2.5), "router_bias": (True, False),
+    "router_bias_rate": (1e-3,), "jitter": (0.0, 0.1), "aux_loss": (0.0, 0.01),
+    "aux_kind": ("sequence", "global"), "z_loss": (0.0, 1e-3), "capacity": (None, 1.5),
+    "drop": ("probability", "position"), "pad": (False, True),
+}  # fmt: skip
+
+# Values of keys of config.json, beside those that any key may get.
+ANY_KEY = (None, True, False, 0, 1, -1, 2.5, "x", "2", "", [], {}, [1], {"a": 1}, math.nan, math.inf, 10**400)
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+JSON_VALUES = {
+    "rope_theta": (100.0, 1.0, 0, -3.0),
+    "layer_types": (["full_attention"] * 3, ["sliding_attention"] * 3, ["x"]),
+    "hidden_act": ("silu", "gelu"), "activation_function": ("gelu_new", "gelu"), "sliding_window": (5, 0),
+    "max_window_layers": (0, 1, 3), "use_sliding_window": (True, False), "num_key_value_heads": (1, 2, 3),
+    "num_attention_heads": (2, 3, 4), "head_dim": (6, 8), "tie_word_embeddings": (True, False),
+    "attention_bias": (True,), "mlp_bias": (True,), "qkv_bias": (True, False), "scoring_func": ("softmax",),
+    "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"), "norm_topk_prob": (True, False),
+    "n_group": (1, 2, 3), "topk_group": (1, 2), "num_experts": (4, 8), "num_local_experts": (4, 8),
+    "n_routed_experts": (4, 8), "moe_layer_freq": (1, 2), "decoder_sparse_step": (1, 2),
+    "mlp_only_layers": ([0], [1], [0, 1, 2]), "first_k_dense_replace": (0, 1, 3), "n_shared_experts": (0, 2),
+    "shared_expert_intermediate_size": (20, 30), "num_mtp_layers": (0, 2), "rope_interleave": (True, False),
+    "q_lora_rank": (None, 10), "hidden_size": (16, 25), "num_hidden_layers": (2, 4), "clip_qkv": (8.0,),
+    "partial_rotary_factor": (0.5, 1.0), "quantization_config": ({"bits": 8},), "rms_norm_eps": (0, -1.0),
+    "rope_scaling": (YARN, LLAMA3, {"type": "linear", "factor": 2.0}, {"rope_theta": 77.0}),
+    "rope_parameters": (YARN, LLAMA3, {"rope_type": "default", "rope_theta": 0}),
+}  # fmt: skip
+ROPE_VALUES = {
+    "factor": (1.0, 0.5, 4.0, None), "original_max_position_embeddings": (4, 1, 0, None, 16.5),
+    "beta_fast": (8.0, 0.5, 0, -1), "beta_slow": (0.5, 4.0, 0, -1, 40), "mscale": (0.7, 0),
+    "mscale_all_dim": (0.7, 0), "attention_factor": (1.0, 2.0, 0, 10**400), "truncate": (True, False),
+    "low_freq_factor": (4.0, 8.0, 0, -1.0), "high_freq_factor": (1.0, 0, None),
+    "rope_theta": (100.0, 0, None), "partial_rotary_factor": (1.0, 0.5), "type": ("yarn", "default"),
+}  # fmt: skip
+
+
+def general_model(model_type):
+    return ModelConfig(**SIZES, **GENERAL[model_type])
+
+
+def random_model(rng, model_type):
+    """A model of the family with some keys changed; None if config/rules.py does not allow it."""
+    keys = rng.sample(sorted(MODEL_VALUES), rng.choice((1, 2, 3)))
+    changes = {key: rng.choice(MODEL_VALUES[key]) for key in keys}
+    if rng.random() < 0.4:
+        scaled = {"rope_factor": 2.0, "rope_kind": rng.choice(("yarn", "llama3")), "rope_original": 32}
+        changes = {**scaled, **changes}
+    model = replace(general_model(model_type), **changes)
+    train = replace(Config().train, steps=1, seq_len=16)
+    try:
+        is_legal = validate(Config(model=model, train=train)) is None
+    except ConfigError:  # a config of no vocabulary
+        return None
+    return model if is_legal else None
+
+
+def damaged_json(rng, model_type):
+    """config.json of a model of the family with some keys changed or left out."""
+    keys = hf_config.to_hf_config(general_model(model_type), "float32", NO_SPECIAL_TOKENS)
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        key = rng.choice([*keys, *JSON_VALUES])
+        if key in keys and rng.random() < 0.1:
+            del keys[key]
+        else:
+            keys[key] = rng.choice(JSON_VALUES.get(key, ()) * 2 + ANY_KEY)
+    if rng.random() < 0.3:
+        scaling = dict(rng.choice((YARN, LLAMA3)))
+        for key in rng.sample(sorted(ROPE_VALUES), rng.choice((0, 1, 2))):
+            scaling[key] = rng.choice(ROPE_VALUES[key])
+        keys[rng.choice(("rope_scaling", "rope_parameters"))] = scaling
+    return keys
+
+
+def effective(model):
+    """{field: value} of what counts in this model."""
+    ignored = {*NOT_THE_MODEL, *FOLDED, *config.no_effect(model)}
+    spelled = spell_out(model)
+    return {item.name: getattr(spelled, item.name) for item in fields(model) if item.name not in ignored}
+
+
+def differences(first, second):
+    """The fields that count in one of the two models and differ."""
+    found = []
+    for name in effective(first).keys() | effective(second).keys():
+        a, b = getattr(spell_out(first), name), getattr(spell_out(second), name)
+        is_close = isinstance(a, float) and isinstance(b, float) and math.isclose(a, b, rel_tol=1e-9)
+        if a != b and not is_close:
+            found.append((name, a, b))
+    return found
+
+
+def read(folder, keys):
+    (folder / "config.json").write_text(json.dumps(keys))
+    return hf_config.read_hf_config(folder)
+
+
+def test_the_values_cover_every_key():
+    assert set(MODEL_VALUES) == {item.name for item in fields(ModelConfig)}
+    assert set(GENERAL) == set(FAMILIES)
+    for model_type in FAMILIES:
+        assert hf_config.family_of(general_model(model_type)) == model_type
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_model_is_written_exactly_or_refused_by_name(tmp_path, model_type):
+    rng = random.Random(f"write {model_type}")
+    written = refused = 0
+    for _ in range(CASES):
+        model = random_model(rng, model_type)
+        if model is None:
+            continue
+        try:
+            keys = hf_config.to_hf_config(model, "float32", NO_SPECIAL_TOKENS)
+        except ConfigError as error:
+            refused += 1
+            assert str(error).startswith("model.") and "\n" not in str(error)
+            continue
+        written += 1
+        read_type, back = read(tmp_path, keys)
+        assert read_type == keys["model_type"]
+        assert not differences(model, back), model
+    assert written > 5
+    assert refused > 0
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_damaged_config_is_read_exactly_or_refused_by_name(tmp_path, model_type):
+    rng = random.Random(f"read {model_type}")
+    accepted = refused = 0
+    for _ in range(CASES):
+        keys = damaged_json(rng, model_type)
+        try:
+            read_type, model = read(tmp_path, keys)
+        except ConfigError as error:
+            refused += 1
+            assert str(error).startswith(f"{tmp_path}/config.json: ") and "\n" not in str(error)
+            continue
+        if validate(Config(model=model, train=replace(Config().train, steps=1, seq_len=16))) is not None:
+            continue
+        accepted += 1
+        _, back = read(tmp_path, {"model_type": read_type, **FAMILIES[read_type].write(model)})
+        assert not differences(model, back), keys
+    assert accepted > 5
+    assert refused > 5
+
+
+@torch.no_grad()
+def write_random_weights(folder, model_type, model, rng):
+    """Writes a folder of random weights; returns the stage that has them."""
+    stage, pieces = weights_only(Config(model=model), torch.device("cpu"), "fp32")
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    for box, tensor in pieces:
+        scale = 1.5 / tensor.shape[1] ** 0.5 if tensor.dim() == 2 else 0.2
+        tensor.copy_(scale * torch.randn(tensor.shape, generator=generator))
+        if "norm." in box.key and box.key.endswith("weight"):
+            tensor.add_(1)
+        if box.key in hf.VOCAB_KEYS:
+            tensor[model.vocab:] = 0
+    hf.fold_mup(model, pieces)
+    hf.write_weights(folder, model_type, model, pieces, dtype=torch.float32)
+    hf.fold_mup(model, pieces, undo=True)
+    return stage
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")  # no shared experts
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_transformers_computes_the_same(tmp_path, model_type, number):
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: its logits are not compared"
+    )
+    rng = random.Random(f"logits {model_type} {number}")
+    keys = None
+    while keys is None:
+        model = random_model(rng, model_type)
+        if model is None or (model.mup_base and model.tied and model.mtp) or model.hidden % 4:
+            continue  # no weights can hold this; CPU kernels of transformers want aligned experts
+        try:
+            keys = hf_config.to_hf_config(model, "float32", NO_SPECIAL_TOKENS)
+        except ConfigError:
+            continue
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    stage = write_random_weights(tmp_path, keys["model_type"], model, rng)
+
+    tokens = torch.arange(2 * 24).reshape(2, 24) % model.vocab
+    ours = stage.logits(tokens, torch.arange(24).expand_as(tokens))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, local_files_only=True
+    )
+    logits = theirs.eval()(input_ids=tokens, use_cache=False).logits
+    difference, largest = (ours - logits).abs().max(), logits.abs().max()
+    assert difference <= 2e-4 * largest, model
