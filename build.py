@@ -167,7 +167,7 @@ def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
         if not rule.holds:
             return rule
     for schedule in schedules:
-        check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.place)
+        check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
     return schedules
 
 
@@ -237,12 +237,12 @@ def stage_rules(cfg: Config, schedule: Schedule, world: int) -> Iterator[Rule]:
 # ---- stages and buckets ------------------------------------------------------------------------------------
 
 
-def make_stages(cfg: Config, mesh: Mesh, place: tuple[int, ...]) -> dict[int, PipelineStage]:
-    """This rank's stages, without storage. place: the rank of each stage."""
-    layers = layers_of_stages(cfg, len(place))
-    ends_are_apart = place[0] != place[-1]
+def make_stages(cfg: Config, mesh: Mesh, rank_of_stage: tuple[int, ...]) -> dict[int, PipelineStage]:
+    """This rank's stages, without storage. rank_of_stage: the rank of each stage."""
+    layers = layers_of_stages(cfg, len(rank_of_stage))
+    ends_are_apart = rank_of_stage[0] != rank_of_stage[-1]
     stages: dict[int, PipelineStage] = {}
-    for number, rank in enumerate(place):
+    for number, rank in enumerate(rank_of_stage):
         if rank != mesh.pp.index:
             continue
         first, last = layers[number]
@@ -330,7 +330,7 @@ def build_run(
     schedule = schedules[-1]
 
     # model
-    stages = make_stages(cfg, mesh, schedule.place)
+    stages = make_stages(cfg, mesh, schedule.rank_of_stage)
     made = make_buckets(cfg, mesh, device, stages)
     weight_grad_stores = {number: WeightGradStore() for number in stages}
     for number, stage in stages.items():
@@ -350,7 +350,7 @@ def build_run(
         hidden_shape=HiddenShape(cfg.model.hidden, dtype, mesh.tp.size if cfg.parallel.sp else 1),
         offload=ActivationOffload(device, copies) if offloads_activations else None,
     )
-    ops = {one.microbatches: add_transfers(one.order, one.place)[mesh.pp.index] for one in schedules}
+    ops = {one.microbatches: add_transfers(one.order, one.rank_of_stage)[mesh.pp.index] for one in schedules}
 
     return TrainingRun(
         cfg=cfg,

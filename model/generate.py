@@ -113,5 +113,5 @@ def pipeline_logits(pipeline: Pipeline, stages: Mapping[int, PipelineStage], tok
         dtype = torch.promote_types(pipeline.hidden_shape.dtype, torch.float32)
         vocab = vocab_size(next(iter(stages.values())).cfg.model)
         x = torch.empty(vocab, dtype=dtype, device=tokens.device)
-    source = pipeline.schedule.place[last]
+    source = pipeline.schedule.rank_of_stage[last]
     return comm.broadcast(x.contiguous(), pipeline.mesh.pp, source)

@@ -4,15 +4,14 @@ The code is the same whatever ZeRO shards, and wherever the state is stored (par
 bf16 is updated one tensor at a time, because the position of an element in its tensor decides how it is
 rounded (kernels/rounding.py).
 """
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from config import OptimConfig
-from kernels.adam import adamw
+from kernels.adam import AdamWStep, adamw
 from kernels.rounding import ElementIndex, salt
 from optim.base import Optimizer, decoupled_rates
 from parallel.offload import CopyStream, copy_stream, staged_chunks
@@ -33,31 +32,30 @@ class AdamW(Optimizer):
             self.copy_stream = copy_stream(buckets[0].weights.local.device, mesh.is_strict)
 
     @torch.no_grad()
-    def step(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:
+    def step(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
         """Update number `step` (from 1), with the gradients multiplied by `grad_scale`.
 
-        is_finite: a bool scalar. Where it is False the step is skipped, and nothing changes.
+        is_good: a bool scalar. Where it is False the step is skipped, and nothing changes.
         """
-        if is_finite.device.type == "cpu" and not is_finite:
+        if is_good.device.type == "cpu" and not is_good:
             return
-        cfg = self.cfg
         for index, bucket in enumerate(self.buckets):
             for run, has_decay, lr_factor, _ in update_ranges(bucket):
-                rates = decoupled_rates(cfg, lr, has_decay, lr_factor)
-                update = partial(
-                    adamw,
-                    **rates,
-                    beta1=cfg.beta1,
-                    beta2=cfg.beta2,
-                    eps=cfg.eps,
+                rates = decoupled_rates(self.cfg, lr, has_decay, lr_factor)
+                numbers = AdamWStep(
+                    lr=rates.lr,
+                    beta1=self.cfg.beta1,
+                    beta2=self.cfg.beta2,
+                    eps=self.cfg.eps,
+                    weight_decay=rates.weight_decay,
                     step=step,
                     grad_scale=grad_scale,
-                    is_finite=is_finite,
+                    is_finite=is_good,
                 )
-                self.update_range(index, run, step, update)
+                self.update_range(index, run, numbers)
 
-    def update_range(self, index: int, run: slice, step: int, update: Callable[..., None]) -> None:
-        """Applies `update` to the elements `run` of the owned share of bucket number `index`."""
+    def update_range(self, index: int, run: slice, numbers: AdamWStep) -> None:
+        """Updates the elements `run` of the owned share of bucket number `index`, and their moments."""
         bucket = self.buckets[index]
         grad = bucket.grads.local[run]
         weight_copy = None
@@ -71,12 +69,13 @@ class AdamW(Optimizer):
             chunk_copy = part_of(weight_copy, chunk)
             start = run.start + (chunk.start or 0)
             end = start + len(param)
-            for part, element_index in self.tensor_parts(index, start, end, step):
-                update(
+            for part, element_index in self.tensor_parts(index, start, end, numbers.step):
+                adamw(
                     param[part],
                     chunk_grad[part],
                     exp_avg[part],
                     exp_avg_sq[part],
+                    **vars(numbers),
                     weight_copy=part_of(chunk_copy, part),
                     element_index=element_index,
                 )

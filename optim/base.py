@@ -6,6 +6,7 @@ Optimizers that need more than single elements say how they get it: norms of who
 whole matrices in optim/muon.py.
 """
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,16 +19,23 @@ from parallel.topology.mesh import Mesh
 State = Mapping[str, Sequence[Tensor | None]]  # {name: a flat tensor for each bucket, or None}
 
 
-def decoupled_rates(cfg: OptimConfig, lr: float, decay: bool, rate: float) -> dict[str, float]:
-    """The learning rate and the weight decay of a range of elements: {"lr": ..., "weight_decay": ...}.
+@dataclass(frozen=True)
+class Rates:
+    """Of elements that are updated alike. A step shrinks a weight by lr * weight_decay."""
+    lr: float
+    weight_decay: float
 
-    decay: whether the elements have weight decay. rate: their factor of the learning rate (muP).
+
+def decoupled_rates(cfg: OptimConfig, lr: float, has_decay: bool, lr_factor: float) -> Rates:
+    """The learning rate and the decoupled weight decay (arXiv 1711.05101) of a range of elements.
+
+    has_decay: whether the elements have weight decay. lr_factor: of their learning rate (muP).
 
     A step shrinks a weight by lr * cfg.weight_decay, whatever its factor: so the averaging time of a weight
     under muP, 1 / (lr * weight_decay), is the same at every width (arXiv 2405.13698).
     """
-    weight_decay = cfg.weight_decay / rate if decay else 0.0
-    return {"lr": lr * rate, "weight_decay": weight_decay}
+    weight_decay = cfg.weight_decay / lr_factor if has_decay else 0.0
+    return Rates(lr * lr_factor, weight_decay)
 
 
 class Optimizer:
@@ -51,27 +59,37 @@ class Optimizer:
         return self.moments
 
     @torch.no_grad()
-    def step(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:
+    def step(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
         """Update number `step` (from 1), with the gradients multiplied by `grad_scale`.
 
-        is_finite: a bool scalar. Where it is False the step is skipped, and nothing changes.
+        is_good: a bool scalar. Where it is False the step is skipped, and nothing changes.
         """
-        if is_finite.device.type == "cpu" and not is_finite:
+        if is_good.device.type == "cpu" and not is_good:
             return
-        self.update(step, lr, grad_scale, is_finite)
+        self.update(step, lr, grad_scale, is_good)
         for bucket in self.buckets:
             bucket.weights.copy_master_to_local()
 
-    def update(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:
-        """Updates masters and moments: here by update_elements, in ranges with the same rates."""
+    def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
+        """Updates masters and moments: here by update_elements, range by range of the same rates.
+
+        Arguments: as of `step`. An optimizer that needs more than single elements has its own.
+        """
         for index, bucket in enumerate(self.buckets):
             for run, has_decay, lr_factor, _ in update_ranges(bucket):
                 weight = bucket.weights.master[run]
                 moments = [flats[index][run] for flats in self.moments.values()]
                 grad = bucket.grads.local[run] * grad_scale
                 rates = decoupled_rates(self.cfg, lr, has_decay, lr_factor)
-                updated = self.update_elements(grad, weight, *moments, **rates, step=step)
-                copy_where([weight, *moments], updated, is_finite)
+                updated = self.update_elements(
+                    grad,
+                    weight,
+                    *moments,
+                    lr=rates.lr,
+                    weight_decay=rates.weight_decay,
+                    step=step,
+                )
+                copy_where([weight, *moments], updated, is_good)
 
     def update_elements(
         self,
@@ -82,9 +100,9 @@ class Optimizer:
         weight_decay: float,
         step: int,
     ) -> tuple[Tensor, ...]:
-        """The new weight and the new moments, in the order of MOMENTS. All tensors have one flat shape.
+        """Returns the new weight and the new moments, in the order of MOMENTS. All tensors are flat [n].
 
-        step: the number of the update, from 1.
+        grad: with clipping. step: the number of the update, from 1.
         """
         raise NotImplementedError
 
@@ -94,7 +112,7 @@ def zeros_like_master(bucket: Bucket) -> Tensor:
     return torch.zeros_like(bucket.weights.master, pin_memory=bucket.weights.master.is_pinned())
 
 
-def copy_where(old: list[Tensor], new: tuple[Tensor, ...], is_finite: Tensor) -> None:
-    """Copies new to old if is_finite, without a host sync. If not, old stays, whatever NaN `new` holds."""
+def copy_where(old: list[Tensor], new: tuple[Tensor, ...], is_good: Tensor) -> None:
+    """Copies new to old if is_good, without a host sync. If not, old stays, whatever NaN `new` holds."""
     for old_values, new_values in zip(old, new):
-        old_values.copy_(torch.where(is_finite, new_values, old_values))
+        old_values.copy_(torch.where(is_good, new_values, old_values))

@@ -89,20 +89,20 @@ class TrustRatioOptimizer(Optimizer):
 class LAMB(TrustRatioOptimizer):
     MOMENTS = ("adam_m", "adam_v")
 
-    def update(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:
+    def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
         for index, bucket in enumerate(self.buckets):
             exp_avg, exp_avg_sq = self.moments_of(index)
             grad = bucket.grads.local * grad_scale
             new_exp_avg = exp_avg.lerp(grad, 1 - self.cfg.beta1)
             new_exp_avg_sq = exp_avg_sq.lerp(grad.square(), 1 - self.cfg.beta2)
-            copy_where([exp_avg, exp_avg_sq], (new_exp_avg, new_exp_avg_sq), is_finite)
+            copy_where([exp_avg, exp_avg_sq], (new_exp_avg, new_exp_avg_sq), is_good)
 
         ratios = self.trust_ratios(step, grad_scale)
         for index, bucket in enumerate(self.buckets):
             direction = self.scaled_direction(index, step, grad_scale, ratios=ratios)
             master = bucket.weights.master
             new_master = master - lr * direction
-            copy_where([master], (new_master,), is_finite)
+            copy_where([master], (new_master,), is_good)
 
     def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
         """From the moments, which hold the gradients already."""
@@ -119,7 +119,7 @@ class LAMB(TrustRatioOptimizer):
 class LARS(TrustRatioOptimizer):
     MOMENTS = ("momentum",)
 
-    def update(self, step: int, lr: float, grad_scale: Tensor, is_finite: Tensor) -> None:
+    def update(self, step: int, lr: float, grad_scale: Tensor, is_good: Tensor) -> None:
         ratios = self.trust_ratios(step, grad_scale)
         for index, bucket in enumerate(self.buckets):
             momentum = self.moments["momentum"][index]
@@ -128,7 +128,7 @@ class LARS(TrustRatioOptimizer):
             new_momentum = momentum * self.cfg.momentum + lr * direction
             master = bucket.weights.master
             new_master = master - new_momentum
-            copy_where([momentum, master], (new_momentum, new_master), is_finite)
+            copy_where([momentum, master], (new_momentum, new_master), is_good)
 
     def direction(self, index: int, step: int, grad_scale: Tensor) -> Tensor:
         return self.buckets[index].grads.local * grad_scale + self.weight_decay_term(index)

@@ -155,7 +155,7 @@ def boundary_bytes(cfg: Config) -> int:
 
 def add_pipeline(ledger: StepLedger) -> None:
     schedule = ledger.job.schedule
-    ops_of_ranks = add_transfers(schedule.order, schedule.place)
+    ops_of_ranks = add_transfers(schedule.order, schedule.rank_of_stage)
     sends = sum(op.kind in ("SF", "SB") for op in ops_of_ranks[ledger.job.pp])
     ledger.add("pp", "send", boundary_bytes(ledger.job.cfg), sends)
 

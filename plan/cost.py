@@ -370,7 +370,7 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
     worst = line.busy.index(busiest)
     ranks_of_stage = job.layout.world // job.layout.pp
     here = replace(job, rank=worst * ranks_of_stage)
-    own = [stage for stage, rank in enumerate(schedule.place) if rank == worst]
+    own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == worst]
     every = unique_buckets(buckets(here))
     traffic = step_traffic(here, links, repeats)
     forward = sum(seconds.f[stage] for stage in own)

@@ -24,14 +24,14 @@ class Job:
     def stages(self) -> list[int]:
         """Those of this rank."""
         own = self.pp
-        return [stage for stage, rank in enumerate(self.schedule.place) if rank == own]
+        return [stage for stage, rank in enumerate(self.schedule.rank_of_stage) if rank == own]
 
     def stage(self, number: int) -> StageDescription:
         """A stage without storage."""
         cfg = config_of_stage(self.cfg, number)
         first, last = self.cuts[number]
-        place = self.schedule.place
-        ends_are_apart = place[0] != place[-1]
+        rank_of_stage = self.schedule.rank_of_stage
+        ends_are_apart = rank_of_stage[0] != rank_of_stage[-1]
         return describe_stage(cfg, first, last, ends_are_apart)
 
     def shards(self, expert: bool = False) -> int:

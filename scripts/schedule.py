@@ -180,8 +180,8 @@ def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:
         schedule = make_schedule(args.kind, args.pp, args.micro, args.vpp)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.place)
-    with_transfers = add_transfers(schedule.order, schedule.place)
+    check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
+    with_transfers = add_transfers(schedule.order, schedule.rank_of_stage)
     if not check_transfers_match(with_transfers):
         raise ValueError(f"{args.kind}: the transfers do not match")
     return schedule, with_transfers

@@ -19,6 +19,7 @@ depend on the routing. Of the shared experts, all but the last product runs duri
 and the last during the exchange back, and their gradients likewise (model/moe.py).
 """
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,25 +84,22 @@ def plan_dispatch(
     index [t, k]: the experts of each token; -1: dropped, only if may_drop. capacity: rows that each rank
     sends to every expert, at least as many as index has; then nothing is exchanged or read.
     """
-    t, k = index.shape
+    num_tokens, top_k = index.shape
     choices = index.flatten()  # [t k]: the expert of each (token, choice)
     if capacity is not None:
         choices = fill_up(choices, num_experts, capacity)
-    by_expert = choices.argsort(stable=True)  # dropped ones first
 
     # how many rows go where
-    arrivals: Tensor | None = None  # [ranks, local experts]: rows from each rank for each
     if group.size == 1:
-        num_dropped, sizes = plan_one_rank(choices, num_experts, capacity)
+        counted = count_on_one_rank(choices, num_experts, capacity)
     elif capacity is not None:
-        num_dropped = len(choices) - num_experts * capacity
-        sizes, arrivals = plan_static(num_experts, group, etp, capacity, choices.device)
+        counted = count_of_capacity(choices, num_experts, group, etp, capacity)
     else:
-        counts = torch.bincount(choices + 1, minlength=num_experts + 1)  # [1 + experts], dropped ones first
-        sizes, arrivals = exchange_counts(counts[1:], group, etp)
-        num_dropped = int(counts[0]) if may_drop else 0
+        counted = exchange_counts(choices, num_experts, group, etp, may_drop)
+    num_dropped, sizes, arrivals = counted
 
     # which choice each sent row is
+    by_expert = choices.argsort(stable=True)  # dropped ones first
     kept = by_expert[num_dropped:]
     expert_order: Tensor | None = None
     arrival_order: Tensor | None = None
@@ -115,15 +113,15 @@ def plan_dispatch(
     # the inverse: the rows of each choice, and of each token
     rows_of_choice = choices.new_full((len(choices), etp), -1)
     rows_of_choice[token_choice, etp_index] = torch.arange(len(token_choice), device=choices.device)
-    rows_of_token = rows_of_choice[:t * k].view(t, k * etp)
+    rows_of_token = rows_of_choice[:index.numel()].view(num_tokens, top_k * etp)
     if capacity is not None:  # rows without a token are of token number t, choice number t k
-        token_choice = token_choice.clamp(max=t * k)
+        token_choice = token_choice.clamp(max=index.numel())
         rows_of_token = pad(rows_of_token, (0, 0, 0, 1), value=-1)
-        rows_of_choice = pad(rows_of_choice[:t * k], (0, 0, 0, 1), value=-1)
+        rows_of_choice = pad(rows_of_choice[:index.numel()], (0, 0, 0, 1), value=-1)
 
     return DispatchPlan(
         group,
-        source_token=token_choice // k,
+        source_token=token_choice // top_k,
         token_choice=token_choice,
         rows_of_token=rows_of_token,
         rows_of_choice=rows_of_choice,
@@ -162,8 +160,16 @@ def fill_up(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
     return torch.cat((choices, added.flatten()))
 
 
-def plan_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -> tuple[int, RowExchangeSizes]:
-    """(number of dropped choices, sizes) where this rank has all experts."""
+class RowCounts(NamedTuple):
+    """num_dropped: choices of this rank that are not sent. arrivals [ranks, local experts]: rows from each
+    rank for each expert of this one; None: one rank has all experts."""
+    num_dropped: int
+    sizes: RowExchangeSizes
+    arrivals: Tensor | None
+
+
+def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -> RowCounts:
+    """Where this rank has all experts. choices [t k]: experts; -1: dropped."""
     if capacity is not None:
         num_dropped = len(choices) - num_experts * capacity
         rows_per_expert = [capacity] * num_experts
@@ -171,26 +177,32 @@ def plan_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -> tu
         counts = torch.bincount(choices + 1, minlength=num_experts + 1)
         num_dropped, *rows_per_expert = counts.tolist()
     num_kept = len(choices) - num_dropped
-    return num_dropped, RowExchangeSizes([num_kept], [num_kept], rows_per_expert)
+    return RowCounts(num_dropped, RowExchangeSizes([num_kept], [num_kept], rows_per_expert), arrivals=None)
 
 
-def plan_static(
-    num_experts: int, group: Group, etp: int, capacity: int, device: torch.device
-) -> tuple[RowExchangeSizes, Tensor]:
-    """(sizes, arrivals) where every rank sends `capacity` rows to every expert. Exchanges nothing."""
+def count_of_capacity(
+    choices: Tensor, num_experts: int, group: Group, etp: int, capacity: int
+) -> RowCounts:
+    """Where every rank sends `capacity` rows to every expert. Exchanges nothing."""
     num_local = num_experts * etp // group.size
     counts = [num_local * capacity] * group.size
     rows_per_expert = [group.size * capacity] * num_local
-    arrivals = torch.full((group.size, num_local), capacity, device=device)
-    return RowExchangeSizes(counts, counts, rows_per_expert), arrivals
+    arrivals = torch.full((group.size, num_local), capacity, device=choices.device)
+    num_dropped = len(choices) - num_experts * capacity
+    return RowCounts(num_dropped, RowExchangeSizes(counts, counts, rows_per_expert), arrivals)
 
 
-def exchange_counts(counts: Tensor, group: Group, etp: int) -> tuple[RowExchangeSizes, Tensor]:
-    """(sizes, arrivals) from this rank's counts [experts] of the rows that it sends.
+def exchange_counts(
+    choices: Tensor, num_experts: int, group: Group, etp: int, may_drop: bool
+) -> RowCounts:
+    """Where the ranks tell each other how many rows they send: one all-to-all of [ranks, local experts].
 
-    One all-to-all of the counts [ranks, local experts]; reads them on the host.
+    Reads the counts on the host.
     """
-    num_local = len(counts) * etp // group.size
+    counts = torch.bincount(choices + 1, minlength=num_experts + 1)  # dropped ones first
+    num_dropped = int(counts[0]) if may_drop else 0
+    counts = counts[1:]  # [experts]
+    num_local = num_experts * etp // group.size
     of_ep_rank = counts.view(-1, 1, num_local)  # [ep, 1, local experts]
     departures = of_ep_rank.expand(-1, etp, -1).reshape(group.size, num_local)
     arrivals = comm.all_to_all(departures, group)
@@ -198,7 +210,8 @@ def exchange_counts(counts: Tensor, group: Group, etp: int) -> tuple[RowExchange
     totals = torch.stack((departures.sum(1), arrivals.sum(1)))
     send_counts, receive_counts = totals.tolist()
     rows_per_expert = arrivals.sum(0).tolist()
-    return RowExchangeSizes(send_counts, receive_counts, rows_per_expert), arrivals
+    sizes = RowExchangeSizes(send_counts, receive_counts, rows_per_expert)
+    return RowCounts(num_dropped, sizes, arrivals)
 
 
 def orders_of_arrival(arrivals: Tensor) -> tuple[Tensor, Tensor]:

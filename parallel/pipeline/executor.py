@@ -217,9 +217,9 @@ class Pipeline:
     def compute_weight_grads(self, op: Op) -> None:
         """W: what the I of the same microbatch has deferred."""
         zero = self.zero_schedulers[op.stage]
-        zero.before_weight_grads()
+        zero.begin_weight_grads()
         self.weight_grad_stores[op.stage].compute(op.microbatch)
-        zero.after_weight_grads()
+        zero.end_weight_grads()
 
     def start_transfers(self, ops: list[Op], state: StepState, microbatches: Sequence[Microbatch]) -> None:
         """Posts the transfers between two computations, each of hidden states or of their gradient."""
@@ -228,7 +228,7 @@ class Pipeline:
         receive_ops: list[Op] = []
         for op in ops:
             other_stage = op.stage + 1 if op.kind in ("SF", "RB") else op.stage - 1
-            other_rank = self.schedule.place[other_stage]
+            other_rank = self.schedule.rank_of_stage[other_stage]
             if op.kind in ("SF", "SB"):
                 output = state.to_send.pop((op.stage, op.microbatch))
                 sends.append((output, other_rank))
@@ -252,13 +252,13 @@ class Pipeline:
 
         Forwards alone, with the transfers and all-reduces of `run`.
         """
-        place = self.schedule.place
+        rank_of_stage = self.schedule.rank_of_stage
         order: list[list[Op]] = []
         for rank in range(self.mesh.pp.size):
-            stages = [stage for stage, owner in enumerate(place) if owner == rank]
+            stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
             pairs = product(range(len(microbatches)), stages)
             order.append([Op("F", stage, microbatch) for microbatch, stage in pairs])
-        ops = add_transfers(order, place)[self.mesh.pp.index]
+        ops = add_transfers(order, rank_of_stage)[self.mesh.pp.index]
         return self.run(ops, microbatches, 1.0)
 
     def receive_hidden(self, x: Tensor, tokens: Tensor, stage: int) -> Tensor:
@@ -269,8 +269,8 @@ class Pipeline:
         """
         if stage == 0:
             return x
-        source = self.schedule.place[stage - 1]
-        target = self.schedule.place[stage]
+        source = self.schedule.rank_of_stage[stage - 1]
+        target = self.schedule.rank_of_stage[stage]
         if source == target:
             return x
         if self.mesh.pp.index == source:

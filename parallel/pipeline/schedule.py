@@ -10,7 +10,7 @@ tensor or a process. The same lists are checked (check_schedule), given their tr
            the inputs, gradients of the weights
 
 A stage is a slice of the model; stages are numbered along its depth. A chunk is one of the stages of a rank,
-numbered from 0. place[stage] is the rank of a stage.
+numbered from 0. rank_of_stage[stage] is the rank of a stage.
 
 A generator writes the program of a rank in words, a letter and a chunk: "F0 B1" is the next forward of chunk
 0, then the next backward of chunk 1. "W" alone is the oldest weight gradient that an I has left. What a rank
@@ -49,17 +49,17 @@ class Schedule:
     """The ops of all ranks for a step of so many microbatches."""
     kind: str  # a key of SCHEDULES
     order: Order  # the ops of each rank
-    place: StagePlacement  # place[stage]: the rank that owns it
+    rank_of_stage: StagePlacement  # rank_of_stage[stage]: the rank that owns it
     microbatches: int
 
     @property
     def n_stages(self) -> int:
-        return len(self.place)
+        return len(self.rank_of_stage)
 
     @property
     def chunks(self) -> int:
         """Stages of a rank."""
-        return len(self.place) // len(self.order)
+        return len(self.rank_of_stage) // len(self.order)
 
 
 # ---- the schedules -----------------------------------------------------------------------------------------
@@ -101,15 +101,17 @@ def ops_of_words(words: str, stages: Sequence[int], microbatches: int) -> list[O
     return [op for op in ops if op.microbatch < microbatches]
 
 
-def orders_of_words(words: Callable[[int, int], str], place: StagePlacement, microbatches: int) -> Order:
+def orders_of_words(
+    words: Callable[[int, int], str], rank_of_stage: StagePlacement, microbatches: int
+) -> Order:
     """The ops of all ranks.
 
     words(above, below): the program of a rank with so many ranks above and below it.
     """
-    ranks = max(place) + 1
+    ranks = max(rank_of_stage) + 1
     order: Order = []
     for rank in range(ranks):
-        stages = [stage for stage, owner in enumerate(place) if owner == rank]
+        stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
         program = words(rank, ranks - 1 - rank)
         order.append(ops_of_words(program, stages, microbatches))
     return order
@@ -231,7 +233,7 @@ def dualpipe_v(ranks: int, microbatches: int) -> Order:
 class ScheduleKind(NamedTuple):
     """How a kind of schedule is made."""
     make: Callable[..., Order]  # of (ranks, microbatches), and of chunks if their number is free
-    place: Callable[[int, int], StagePlacement]  # of (ranks, chunks)
+    placement: Callable[[int, int], StagePlacement]  # of (ranks, chunks)
     chunks: int | None  # stages of a rank; None: the user chooses
 
 
@@ -263,14 +265,14 @@ def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None =
     if kind.chunks is None:
         chunks = 2 if chunks is None else chunks
         order = kind.make(ranks, microbatches, chunks)
-        return Schedule(name, order, kind.place(ranks, chunks), microbatches)
+        return Schedule(name, order, kind.placement(ranks, chunks), microbatches)
     if chunks not in (None, kind.chunks):
         plural = "s" if kind.chunks > 1 else ""
         raise ValueError(
             f"{name} has {kind.chunks} chunk{plural} a rank, not {chunks}; interleaved takes any number"
         )
     order = kind.make(ranks, microbatches)
-    return Schedule(name, order, kind.place(ranks, kind.chunks), microbatches)
+    return Schedule(name, order, kind.placement(ranks, kind.chunks), microbatches)
 
 
 # ---- checks ------------------------------------------------------------------------------------------------
@@ -337,13 +339,13 @@ def single_op_steps(order: Order) -> list[list[tuple[Op, ...]]]:
 
 
 def check_schedule(
-    order: Order, n_stages: int, microbatches: int, place: StagePlacement | None = None
+    order: Order, n_stages: int, microbatches: int, rank_of_stage: StagePlacement | None = None
 ) -> None:
     """Raises ValueError unless every stage runs every microbatch once, on its rank, and without deadlock.
 
-    place: None for one stage a rank.
+    rank_of_stage: None for one stage a rank.
     """
-    place = loop_placement(n_stages) if place is None else place
+    rank_of_stage = loop_placement(n_stages) if rank_of_stage is None else rank_of_stage
 
     # every op is one that exists, on the right rank
     kinds_run: defaultdict[tuple[int, int], list[str]] = defaultdict(list)  # by (stage, microbatch)
@@ -355,8 +357,8 @@ def check_schedule(
                     f"rank {rank} runs {op}: no such op among {n_stages} stages "
                     f"and {microbatches} microbatches"
                 )
-            if place[op.stage] != rank:
-                owner = place[op.stage]
+            if rank_of_stage[op.stage] != rank:
+                owner = rank_of_stage[op.stage]
                 raise ValueError(f"rank {rank} runs {op}, but stage {op.stage} is rank {owner}'s")
             kinds_run[op.stage, op.microbatch].append(op.kind)
 
@@ -377,7 +379,7 @@ def check_schedule(
 # ---- transfers ---------------------------------------------------------------------------------------------
 
 
-def add_transfers(order: Order, place: StagePlacement) -> Order:
+def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
     """The ops with their transfers: a send right after its op, the receive in the other rank's list.
 
     Both ends are placed at the moment of the send, in an order that a run could have. So any two ranks have
@@ -387,15 +389,15 @@ def add_transfers(order: Order, place: StagePlacement) -> Order:
     cannot finish.
     """
     lowered: Order = [[] for _ in order]
-    for rank, (op,) in simulate_order(single_op_steps(order), len(place)):
+    for rank, (op,) in simulate_order(single_op_steps(order), len(rank_of_stage)):
         lowered[rank].append(op)
         if op.kind == "W":
             continue
         letter = "F" if op.kind == "F" else "B"
         other_stage = op.stage + 1 if op.kind == "F" else op.stage - 1
-        if not 0 <= other_stage < len(place):
+        if not 0 <= other_stage < len(rank_of_stage):
             continue
-        other_rank = place[other_stage]
+        other_rank = rank_of_stage[other_stage]
         if other_rank != rank:
             lowered[rank].append(Op("S" + letter, op.stage, op.microbatch))
             lowered[other_rank].append(Op("R" + letter, other_stage, op.microbatch))

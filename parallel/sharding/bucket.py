@@ -177,14 +177,14 @@ def sum_parts(parts: list[Tensor], group: Group) -> None:
         part.copy_(value)
 
 
-def start_param_gathers(buckets: list[Bucket], is_finite: Tensor) -> None:
+def start_param_gathers(buckets: list[Bucket], is_good: Tensor) -> None:
     """Starts to send updated weights to the ranks that share them; the next step waits for them.
 
-    ZeRO-1 and 2: one all-gather of each bucket; else none. is_finite: a bool scalar; False: the step was
+    ZeRO-1 and 2: one all-gather of each bucket; else none. is_good: a bool scalar; False: the step was
     skipped.
     """
     for bucket in buckets:
-        bucket.grads.resolve_error_feedback(is_finite)
+        bucket.grads.resolve_error_feedback(is_good)
         bucket.weights.start_gather_updated()
 
 

@@ -46,9 +46,9 @@ class BucketGrads:
         self.powersgd: PowerSGD | None = None
 
         # exchanges under way: a reduce-scatter of a microbatch, or of the step; and a sum of the step
-        self.scatter: PendingExchange | compress.CompressedReduceScatter | None = None
-        self.scatter_is_last = False  # the scatter under way is the step's last
-        self.sum: PendingExchange | compress.CompressedAllReduce | PowerSGD | None = None
+        self.pending_scatter: PendingExchange | compress.CompressedReduceScatter | None = None
+        self.pending_scatter_is_last = False  # the scatter under way is the step's last
+        self.pending_sum: PendingExchange | compress.CompressedAllReduce | PowerSGD | None = None
 
         grad_dtype = accumulation_dtype(dtype)
         if self.zero >= 2:
@@ -121,14 +121,15 @@ class BucketGrads:
             raise RuntimeError("the gradients of a bucket are reduced before they were allocated")
         if self.zero == 0:
             if self.powersgd is not None:
-                self.sum = self.powersgd.start(self.full)
+                self.pending_sum = self.powersgd.start(self.full)
             else:
-                self.sum = self.start_all_reduce(self.full, over_replicas=False)
+                self.pending_sum = self.start_all_reduce(self.full, over_replicas=False)
             return
 
         algorithm = self.sharding.reduce_algorithm
-        self.scatter = start_scatter_sum(self.full, self.groups.shard, algorithm, self.sharding.alignment)
-        self.scatter_is_last = is_last
+        block = self.sharding.alignment
+        self.pending_scatter = start_scatter_sum(self.full, self.groups.shard, algorithm, block)
+        self.pending_scatter_is_last = is_last
         if self.zero >= 2:
             self.full = None
             for slot in self.slots:
@@ -152,30 +153,30 @@ class BucketGrads:
         After the step's last one it starts the sum over the replicas, an all-reduce of the shard. If an
         all-reduce of two phases is under way, its second phase starts.
         """
-        if self.sum is not None:
-            self.sum.start_next_phase()
-        if self.scatter is None:
+        if self.pending_sum is not None:
+            self.pending_sum.start_next_phase()
+        if self.pending_scatter is None:
             return
-        part = self.scatter.wait()
-        self.scatter = None
+        part = self.pending_scatter.wait()
+        self.pending_scatter = None
         if self.zero >= 2:
             self.local.add_(part)
         elif self.groups.shard.size > 1:
             self.local.copy_(part)
-        if self.scatter_is_last:
-            self.sum = self.start_all_reduce(self.local, over_replicas=True)
+        if self.pending_scatter_is_last:
+            self.pending_sum = self.start_all_reduce(self.local, over_replicas=True)
 
     def finish_reduce(self) -> None:
         """Waits until `local` is the sum over all ranks of the bucket."""
         self.wait_reduce_scatter()
-        if self.sum is not None:
-            self.sum.wait()
-            self.sum = None
+        if self.pending_sum is not None:
+            self.pending_sum.wait()
+            self.pending_sum = None
 
-    def resolve_error_feedback(self, is_finite: Tensor) -> None:
+    def resolve_error_feedback(self, is_good: Tensor) -> None:
         """After the step: PowerSGD keeps the error of its compression; drops it if the step was skipped."""
         if self.powersgd is not None:
-            self.powersgd.resolve_error_feedback(is_finite)
+            self.powersgd.resolve_error_feedback(is_good)
 
     def partial_over(self, axis: str) -> list[Tensor]:
         """Views of those elements of `local` that are still to be summed over `axis`.

@@ -159,11 +159,11 @@ class PowerSGD:
         self.bases = [orthonormal(right) for right in right_factors]
         return self.grad
 
-    def resolve_error_feedback(self, is_finite: Tensor) -> None:
+    def resolve_error_feedback(self, is_good: Tensor) -> None:
         """After the step. If it was skipped, its errors and bases, which may be NaN, are dropped."""
-        self.error.copy_(torch.where(is_finite, self.error, 0))
+        self.error.copy_(torch.where(is_good, self.error, 0))
         both = zip(self.bases, self.previous_bases)
-        self.bases = [torch.where(is_finite, new, old) for new, old in both]
+        self.bases = [torch.where(is_good, new, old) for new, old in both]
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 

@@ -42,7 +42,7 @@ class BucketWeights:
         # whether the other ranks see this rank's weights in 8 bits
         is_gathered = sharding.zero > 0 and groups.shard.size > 1
         self.is_quantized = sharding.weight_codec != "none" and is_gathered
-        self.gather: PendingExchange | compress.CompressedAllGather | None = None  # an all-gather under way
+        self.pending_gather: PendingExchange | compress.CompressedAllGather | None = None
         owned = slice(layout.shard_start, layout.shard_end)
 
         # full weights in the compute dtype, and this rank's shard of them
@@ -76,7 +76,7 @@ class BucketWeights:
         """Starts the all-gather of sharded weights (ZeRO-3), ahead of their use."""
         if self.full is None:
             self.full = self.local.new_empty(self.size)
-            self.gather = start_gather(self.local, self.group, self.full, self.codec, self.block)
+            self.pending_gather = start_gather(self.local, self.group, self.full, self.codec, self.block)
 
     def wait_unshard(self) -> None:
         """Waits until the full weights are on this rank: unsharded, or gathered after the last step."""
@@ -85,16 +85,16 @@ class BucketWeights:
 
     def wait_gather(self) -> None:
         """Waits for the all-gather under way, if there is one."""
-        if self.gather is not None:
-            self.bind_parameters(self.gather.wait())
-            self.gather = None
+        if self.pending_gather is not None:
+            self.bind_parameters(self.pending_gather.wait())
+            self.pending_gather = None
 
     def reshard(self) -> None:
         """Frees all but the local shard (ZeRO-3, after use)."""
-        if self.gather is not None:
-            self.gather.wait()
+        if self.pending_gather is not None:
+            self.pending_gather.wait()
         self.full = None
-        self.gather = None
+        self.pending_gather = None
         for slot in self.slots:
             slot.param.data = slot.param.data.new_empty(0)
 
@@ -110,10 +110,10 @@ class BucketWeights:
             return
         if self.zero == 0 or self.group.size == 1:
             return
-        if self.gather is not None:
-            self.gather.wait()
+        if self.pending_gather is not None:
+            self.pending_gather.wait()
         if self.is_quantized:
             self.copy_master_to_local()  # after a skipped step `local` holds what the other ranks saw
         if self.full is None:
             raise RuntimeError(f"ZeRO-{self.zero} keeps full weights, and a bucket has none")
-        self.gather = start_gather(self.local.clone(), self.group, self.full, self.codec, self.block)
+        self.pending_gather = start_gather(self.local.clone(), self.group, self.full, self.codec, self.block)

@@ -4,10 +4,10 @@ bucket.py).
 A part is what a stage runs at once: the embedding, a block, the output head. Hooks on its module, and on the
 tensors that go in and out of it, call the scheduler; the model knows nothing of it.
 
-    before the forward    wait for the part's weights, start the all-gather of the next part's
-    after the forward     free them (ZeRO-3)
-    before the backward   wait for the part's weights, start that of the part before; allocate gradients
-    after the backward    start the reduction of the part's gradients; wait for that of the part after it
+    begin_forward    wait for the part's weights; start the all-gather of the next part's (ZeRO-3)
+    end_forward      free them (ZeRO-3)
+    begin_backward   as begin_forward, of the part before; allocate the part's gradients (ZeRO-2, 3)
+    end_backward     start the reduction of the part's gradients; wait for that of the part after it
 
 So a reduction has the time of one part's backward, and ZeRO-2 and 3 never hold the full gradients of more
 than two parts. Gradients are sent when the last one of a microbatch (ZeRO-2, 3) or of the step (0, 1) is
@@ -67,21 +67,21 @@ class ZeroScheduler:
     def attach_to(self, module: nn.Module, part: int) -> None:
         """Registers the hooks of one part."""
         def before(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self.before_forward(part)
+            self.begin_forward(part)
 
         def after(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            self.after_forward(part, inputs[0], output)
+            self.end_forward(part, inputs[0], output)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
 
-    def before_forward(self, part: int) -> None:
+    def begin_forward(self, part: int) -> None:
         """Waits for the weights of the part, and starts the all-gather of the next part's."""
         self.unshard(part, next_part=part + 1)
         if self.is_head(part) and is_grad_enabled():  # the loss computes its gradients in the forward
             self.allocate_grads(part)
 
-    def after_forward(self, part: int, x: Tensor, output: Tensor | tuple[Tensor, ...]) -> None:
+    def end_forward(self, part: int, x: Tensor, output: Tensor | tuple[Tensor, ...]) -> None:
         """Frees the weights (ZeRO-3) unless the backward needs them next, and hooks the backward."""
         is_head_in_training = self.is_head(part) and is_grad_enabled()
         is_needed_next = part == self.last_block and self.backward_follows
@@ -92,16 +92,16 @@ class ZeroScheduler:
 
         y = output if isinstance(output, Tensor) else output[0]
         if y.requires_grad:
-            y.register_hook(lambda _: self.before_backward(part))
+            y.register_hook(lambda _: self.begin_backward(part))
         if x.requires_grad:
-            x.register_hook(lambda _: self.after_input_grad(part))
+            x.register_hook(lambda _: self.end_input_grad(part))
 
-    def after_input_grad(self, part: int) -> None:
+    def end_input_grad(self, part: int) -> None:
         """The backward of the part has ended."""
         if not self.input_grads_only:
-            self.after_backward(part)
+            self.end_backward(part)
 
-    def before_backward(self, part: int) -> None:
+    def begin_backward(self, part: int) -> None:
         """Waits for the weights of the part, starts the all-gather of the part before, allocates gradients.
 
         An embedding's backward reads no weights.
@@ -112,7 +112,7 @@ class ZeroScheduler:
             self.unshard(part, next_part)
         self.allocate_grads(part)
 
-    def after_backward(self, part: int) -> None:
+    def end_backward(self, part: int) -> None:
         """Sums the gradients of a part over the ranks, once those of a microbatch are computed.
 
         Waits for the reductions of the part before it, and starts this part's where they are due.
@@ -155,14 +155,14 @@ class ZeroScheduler:
     def end_embedding_backward(self) -> None:
         """To be called after a backward of the stage: no gradient of an input ends an embedding's own."""
         if self.first_is_embedding:
-            self.after_backward(0)
+            self.end_backward(0)
 
-    def before_weight_grads(self) -> None:
+    def begin_weight_grads(self) -> None:
         """To be called before weight gradients that were deferred."""
         for part in range(len(self.parts)):
             self.allocate_grads(part)
 
-    def after_weight_grads(self) -> None:
+    def end_weight_grads(self) -> None:
         """To be called after weight gradients that were deferred."""
         for part in reversed(range(len(self.parts))):
-            self.after_backward(part)
+            self.end_backward(part)

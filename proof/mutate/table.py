@@ -456,7 +456,7 @@ TABLE = (
     ),
     Mutation(
         what="Muon's pieces arrive in another order than they were sent",
-        file="optim/muon.py",
+        file="optim/muon_exchange.py",
         old="[boxes_to_owner(rank, me) for rank in ranks]",
         new="[boxes_to_owner(rank, me)[::-1] for rank in ranks]",
         model="llama3-tiny",
@@ -465,7 +465,7 @@ TABLE = (
     ),
     Mutation(
         what="replicas of a matrix's owner keep the old momentum's update (Muon)",
-        file="optim/muon.py",
+        file="optim/muon_exchange.py",
         old="[boxes_to_holder(me, rank) for rank in ranks]",
         new="[boxes_to_holder(me, rank) if rank == me + 1 else [] for rank in ranks]",
         model="llama3-tiny",
@@ -511,8 +511,8 @@ TABLE = (
     Mutation(
         what="the latent norm's gradient under sequence parallelism is not summed over tp",
         file="model/mla.py",
-        old='rank, "norm", is_partial=self.sp)',
-        new='rank, "norm", is_partial=False)',
+        old='.weight", rank, "norm", is_partial=self.sp)',
+        new='.weight", rank, "norm", is_partial=False)',
         model="deepseek-v2-lite-tiny",
         world=2,
         layout="tp2 sp zero0 mb1",
@@ -1017,8 +1017,8 @@ TABLE = (
     Mutation(
         what="rows that fill up an expert are copies of a token, and its gradient reaches the expert",
         file="parallel/expert/dispatch.py",
-        old="token_choice.clamp(max=t * k)",
-        new="token_choice.clamp(max=t * k - 1)",
+        old="token_choice.clamp(max=index.numel())",
+        new="token_choice.clamp(max=index.numel() - 1)",
         model="qwen2-moe-tiny",
         world=2,
         layout="tp2 zero0 mb1 padded",
@@ -1169,10 +1169,10 @@ TABLE = (
         what="a skipped step moves the weights",
         file="optim/adamw.py",
         old=(
-            '        if is_finite.device.type == "cpu" and not is_finite:\n'
+            '        if is_good.device.type == "cpu" and not is_good:\n'
             "            return\n"
         ),
-        new="        is_finite = torch.ones_like(is_finite)\n",
+        new="        is_good = torch.ones_like(is_good)\n",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1" + ADAMW_ONLY,
@@ -1181,11 +1181,11 @@ TABLE = (
         what="a skipped step moves the moments",
         file="optim/adamw.py",
         old=(
-            '        if is_finite.device.type == "cpu" and not is_finite:\n'
+            '        if is_good.device.type == "cpu" and not is_good:\n'
             "            return\n"
         ),
         new=(
-            '        if is_finite.device.type == "cpu" and not is_finite:\n'
+            '        if is_good.device.type == "cpu" and not is_good:\n'
             "            replicas = self.buckets[0].groups.reduce.size\n"
             '            for exp_avg in self.moments["adam_m"] if replicas > 1 else ():\n'
             "                exp_avg.mul_(self.cfg.beta1)\n"
@@ -1290,7 +1290,7 @@ TABLE = (
     ),
     Mutation(
         what="Muon reads what comes before it is there",
-        file="optim/muon.py",
+        file="optim/muon_exchange.py",
         old="comm.start_all_to_all(flat, sent, received, group).wait()",
         new="comm.start_all_to_all(flat, sent, received, group).result.clone()",
         model="llama3-tiny",

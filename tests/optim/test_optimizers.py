@@ -13,7 +13,7 @@ import torch
 from build import build_run
 from config import OPTIMIZERS
 from kernels.newton_schulz import newton_schulz
-from optim.muon import assign_owners, plan_matrix_exchange
+from optim.muon_exchange import assign_owners, plan_matrix_exchange
 from parallel.sharding.boxes import Box, check_tiling
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh

@@ -33,7 +33,7 @@ def compared(cfg: config.Config, world: int, rank: int):
         world, parallel.tp, parallel.cp, parallel.pp, parallel.dp_rep, parallel.ep, parallel.etp
     )
     mesh = Mesh.without_processes(dims, rank)
-    made = make_buckets(cfg, mesh, torch.device("cpu"), make_stages(cfg, mesh, schedule.place))
+    made = make_buckets(cfg, mesh, torch.device("cpu"), make_stages(cfg, mesh, schedule.rank_of_stage))
     planned = unique_buckets(
         buckets(Job(cfg, dims, rank, schedule, layers_of_stages(cfg, schedule.n_stages)))
     )

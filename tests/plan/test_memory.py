@@ -470,7 +470,7 @@ class Whole:
         now = [b.grads.full for b in self.buckets if b.zero >= 2] + [
             b.weights.full for b in self.buckets if b.zero == 3
         ]
-        now += [b.grads.scatter.source for b in self.buckets if b.grads.scatter is not None]
+        now += [b.grads.pending_scatter.source for b in self.buckets if b.grads.pending_scatter is not None]
         self.peak = max(self.peak, stores(now))
 
 

@@ -41,14 +41,14 @@ def words(ops):
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_every_list_is_complete_and_can_finish(kind):
     for s in every(kind):
-        check_schedule(s.order, s.n_stages, s.microbatches, s.place)
-        assert sorted(s.place) == sorted(list(range(len(s.order))) * s.chunks)
+        check_schedule(s.order, s.n_stages, s.microbatches, s.rank_of_stage)
+        assert sorted(s.rank_of_stage) == sorted(list(range(len(s.order))) * s.chunks)
 
 
 @pytest.mark.parametrize("kind", SCHEDULES)
 def test_transfers_meet(kind):
     for s in every(kind, m_max=20):
-        low = add_transfers(s.order, s.place)
+        low = add_transfers(s.order, s.rank_of_stage)
         assert [[op for op in ops if op.kind in COMPUTE_KINDS] for ops in low] == s.order
         assert check_transfers_match(low)
         between = defaultdict(
@@ -57,7 +57,7 @@ def test_transfers_meet(kind):
         for r, ops in enumerate(low):
             for at, op in enumerate(ops):
                 if op.kind not in COMPUTE_KINDS:
-                    other = s.place[matching_transfer(op).stage]
+                    other = s.rank_of_stage[matching_transfer(op).stage]
                     assert other != r and matching_transfer(matching_transfer(op)) == op
                     between[r, other].append(op if op.kind[0] == "S" else matching_transfer(op))
                 if op.kind in (
@@ -68,7 +68,7 @@ def test_transfers_meet(kind):
                 elif op.kind in ("RF", "RB"):
                     assert any(op._replace(kind=k) in ops[at:] for k in ("F" if op.kind == "RF" else "BI"))
         assert all(mine == between[b, a] for (a, b), mine in between.items())  # one order at both ends
-        cuts = sum(a != b for a, b in zip(s.place, s.place[1:]))
+        cuts = sum(a != b for a, b in zip(s.rank_of_stage, s.rank_of_stage[1:]))
         assert sum(map(len, between.values())) == 2 * 2 * cuts * s.microbatches  # both ends, both directions
 
 
@@ -157,7 +157,7 @@ def broken(change):
     s = make_schedule("zb-v", 2, 3)
     order = [list(ops) for ops in s.order]
     change(order)
-    check_schedule(order, s.n_stages, s.microbatches, s.place)
+    check_schedule(order, s.n_stages, s.microbatches, s.rank_of_stage)
 
 
 @pytest.mark.parametrize(
@@ -226,12 +226,12 @@ def test_any_legal_order_meets():
             b = min(len(ops) - 1, a + rng.randint(1, 4))
             ops[a], ops[b] = ops[b], ops[a]
         try:
-            check_schedule(s.order, s.n_stages, s.microbatches, s.place)
+            check_schedule(s.order, s.n_stages, s.microbatches, s.rank_of_stage)
         except ValueError as e:
             assert str(e).startswith("deadlock: rank")
             continue
         legal += 1
-        assert check_transfers_match(add_transfers(s.order, s.place))
+        assert check_transfers_match(add_transfers(s.order, s.rank_of_stage))
     assert 100 < legal < 500
 
 
@@ -248,7 +248,7 @@ def test_meets_refuses_a_crossed_wire():
 def test_why_the_sender_places_the_receive():
     """Placed right before its use, the receive deadlocks two thirds of these; placed by the sender, none."""
 
-    def naive(order, place):
+    def naive(order, rank_of_stage):
         out = []
         for r, ops in enumerate(order):
             low = []
@@ -257,7 +257,7 @@ def test_why_the_sender_places_the_receive():
                 for kind, other in (("R", op.stage - step), ("", None), ("S", op.stage + step)):
                     if not kind:
                         low.append(op)
-                    elif 0 <= other < len(place) and place[other] != r:
+                    elif 0 <= other < len(rank_of_stage) and rank_of_stage[other] != r:
                         low.append(Op(kind + op.kind, op.stage, op.microbatch))
             out.append(low)
         return out
@@ -268,5 +268,6 @@ def test_why_the_sender_places_the_receive():
         for v in range(2, 4)
         for k in range(1, 4)
     ]
-    assert (sum(not check_transfers_match(naive(s.order, s.place)) for s in grid), len(grid)) == (20, 30)
-    assert all(check_transfers_match(add_transfers(s.order, s.place)) for s in grid)
+    unmatched = [s for s in grid if not check_transfers_match(naive(s.order, s.rank_of_stage))]
+    assert (len(unmatched), len(grid)) == (20, 30)
+    assert all(check_transfers_match(add_transfers(s.order, s.rank_of_stage)) for s in grid)

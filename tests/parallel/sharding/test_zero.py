@@ -66,9 +66,9 @@ def noted(b, verb, name, said):
     inner = getattr(getattr(b, of), method)
 
     def call(*args):
-        before = b.weights.gather, b.grads.scatter, b.grads.sum
+        before = b.weights.pending_gather, b.grads.pending_scatter, b.grads.pending_sum
         inner(*args)
-        if (b.weights.gather, b.grads.scatter, b.grads.sum) != before:
+        if (b.weights.pending_gather, b.grads.pending_scatter, b.grads.pending_sum) != before:
             said.append(f"{verb} {name}")
 
     return call

@@ -1,0 +1,131 @@
+"""How Muon gets whole matrices, whatever shards them (optim/muon.py).
+
+The ranks of a pipeline stage divide the matrices of the stage among themselves, balanced by FLOPs. One
+all-to-all sends the momentum of each matrix to its owner, another sends the results to all ranks that hold a
+part of it. What the owner holds itself is not sent: so a matrix of n elements costs at most n elements on the
+way to the owner, and n for each copy on the way back.
+"""
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from parallel.sharding.boxes import Box
+from parallel.wire import comm
+
+Shapes = dict[str, tuple[int, ...]]  # {key: (m, n)} of matrices
+BoxesByRank = list[list[Box]]  # for each rank of the group
+BoxValues = tuple[Box, Tensor]  # a box, and the values of its elements
+
+
+@dataclass(frozen=True)
+class MatrixExchange:
+    """What one rank sends and receives around the orthogonalization.
+
+    Sender and receiver list their boxes in the same order.
+
+    shapes: {key: (m, n)} of the matrices that this rank owns, which it orthogonalizes.
+    kept_here: parts of these matrices that this rank holds itself.
+    send_to, receive_from: for each rank of the group, the parts of the momentum on their way to the owners.
+    return_to, return_from: for each rank of the group, the parts of the results on their way back.
+    """
+    shapes: Shapes
+    kept_here: list[Box]
+    send_to: BoxesByRank
+    receive_from: BoxesByRank
+    return_to: BoxesByRank
+    return_from: BoxesByRank
+
+
+def orthogonalization_cost(shape: tuple[int, ...]) -> int:
+    """Proportional to the FLOPs of Newton-Schulz: m n min(m, n)."""
+    return prod(shape) * min(shape)
+
+
+def assign_owners(shapes: Shapes, ranks: int) -> dict[str, int]:
+    """{key: rank} of the owners: the most expensive matrix first, each to the rank with the least load."""
+    cost = {key: orthogonalization_cost(shape) for key, shape in shapes.items()}
+    load = [0] * ranks
+    owner: dict[str, int] = {}
+    for key in sorted(shapes, key=lambda key: (-cost[key], key)):
+        least_loaded = load.index(min(load))
+        owner[key] = least_loaded
+        load[least_loaded] += cost[key]
+    return owner
+
+
+def plan_matrix_exchange(owned: BoxesByRank, alone: BoxesByRank, me: int) -> MatrixExchange:
+    """The exchange of rank `me`.
+
+    owned: for each rank of the group, the boxes that it holds.
+    alone: those of them that it counts, so that all ranks together have each element once.
+    """
+    shapes = {box.key: box.shape for boxes in owned for box in boxes}
+    owner = assign_owners(shapes, len(owned))
+
+    def boxes_to_owner(rank: int, to: int) -> list[Box]:
+        """What `rank` sends to the owner `to`: boxes that it counts, less what the owner holds itself."""
+        if rank == to:
+            return []
+        parts = [box for box in alone[rank] if owner[box.key] == to]
+        for held in owned[to]:
+            parts = subtract_box(parts, held)
+        return parts
+
+    def boxes_to_holder(rank: int, to: int) -> list[Box]:
+        """What the owner `rank` returns: all boxes that `to` holds of its matrices."""
+        if rank == to:
+            return []
+        return [box for box in owned[to] if owner[box.key] == rank]
+
+    ranks = range(len(owned))
+    return MatrixExchange(
+        shapes={key: shape for key, shape in shapes.items() if owner[key] == me},
+        kept_here=[box for box in owned[me] if owner[box.key] == me],
+        send_to=[boxes_to_owner(me, rank) for rank in ranks],
+        receive_from=[boxes_to_owner(rank, me) for rank in ranks],
+        return_to=[boxes_to_holder(me, rank) for rank in ranks],
+        return_from=[boxes_to_holder(rank, me) for rank in ranks],
+    )
+
+
+def subtract_box(parts: list[Box], held: Box) -> list[Box]:
+    """What `held` does not cover of the parts, which may be of several tensors."""
+    rest: list[Box] = []
+    for part in parts:
+        rest += part.difference(held) if part.key == held.key else [part]
+    return rest
+
+
+def exchange_boxes(
+    parts: list[list[Tensor]], incoming: BoxesByRank, group: comm.Group, like: Tensor
+) -> list[BoxValues]:
+    """One all-to-all: parts[r] go to rank r, and the boxes incoming[r] come from rank r.
+
+    Returns [(box, its values)] of all incoming boxes. like: gives the dtype and the device.
+    """
+    sent = [sum(part.numel() for part in to_rank) for to_rank in parts]
+    received = [sum(box.volume for box in from_rank) for from_rank in incoming]
+    flat_parts = [part.reshape(-1) for to_rank in parts for part in to_rank]
+    flat = torch.cat(flat_parts) if sum(sent) else like.new_empty(0)
+
+    flat = comm.start_all_to_all(flat, sent, received, group).wait()
+    boxes = [box for from_rank in incoming for box in from_rank]
+    if not boxes:
+        return []
+    volumes = [box.volume for box in boxes]
+    values = [value.view(box.size) for box, value in zip(boxes, flat.split(volumes))]
+    return list(zip(boxes, values))
+
+
+def extract_boxes(views: list[BoxValues], wanted: list[Box]) -> list[Tensor]:
+    return [extract_box(views, box) for box in wanted]
+
+
+def extract_box(views: list[BoxValues], wanted: Box) -> Tensor:
+    """The values of `wanted`, as a part of the first of the views that covers it."""
+    for box, values in views:
+        if box.key == wanted.key and box.intersection(wanted) == wanted:
+            return values[wanted.slices_in(box)]
+    raise LookupError(f"no view covers {wanted}")
