@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kernels import fp8
-from kernels.linear import add_tile, skewed
+from kernels.linear import skewed
+from kernels.tiles import add_tile, inside_matrix, tile_of_program, tile_offsets
 from kernels.triton_ import DTYPES, TensorDescriptor, ceil_div, kernel_is_available, tl, triton
 
 # launch parameters if all rows of B in a tile share a scale
@@ -79,40 +80,47 @@ def add_scaled_product(into: Tensor | None, a: QuantizedMatrix, b: QuantizedMatr
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def scaled_kernel(A, B, Y, A_SCALE, B_SCALE, m, n, k, a_row, a_step, b_row, b_step, SHARED: tl.constexpr,
-                  ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr):
-    """One tile of Y [m, n] = (or, ADD: +=) A B^T.
+def scaled_kernel(
+    A, B, Y, A_SCALE, B_SCALE, m, n, k, a_row, a_step, b_row, b_step,
+    SHARED: tl.constexpr,
+    ADD: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One tile [M, N] of Y [m, n] = (or, ADD: +=) A B^T.
 
     A, B: descriptors of [m, k] and [n, k], in blocks of [M, K] and [N, K].
     a_row, b_row: strides of the scales from row to row; a_step, b_step: from K columns to the next K. A
     stride is 0 where both have the same scale. SHARED: number of rows of B that share a scale.
     """
-    # tiles that run side by side form a square, as in wgrad_kernel
-    tiles_m = tl.cdiv(m, M)
-    tiles_n = tl.cdiv(n, N)
-    band = tl.program_id(0) // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - band * GROUP, GROUP)
-    within = tl.program_id(0) % (GROUP * tiles_n)
-    row = (band * GROUP + within % height) * M
-    column = within // height * N
+    row, column = tile_of_program(m, n, M=M, N=N, GROUP=GROUP)
     rows = row + tl.arange(0, M)
     columns = column + tl.arange(0, N)
 
     total = tl.zeros((M, N), tl.float32)
-    for step in range(0, tl.cdiv(k, K)):  # beyond the tensors, a load gives 0
-        part = tl.dot(A.load([row, step * K]), B.load([column, step * K]).T)
-        a = tl.load(A_SCALE + rows * a_row + step * a_step, rows < m, 0.0)
+    for step in range(0, tl.cdiv(k, K)):
+        # what the tensor cores sum: K products
+        a = A.load([row, step * K])  # [M, K]; beyond the tensors, a load gives 0
+        b = B.load([column, step * K])  # [N, K]
+        part = tl.dot(a, b.T)
+
+        # times the scales of their rows
+        a_scale = tl.load(A_SCALE + rows * a_row + step * a_step, rows < m, 0.0)  # [M]
         if SHARED == N:  # the tile's rows of B share a scale
-            total += part * (a * tl.load(B_SCALE + column // N * b_row + step * b_step))[:, None]
+            b_scale = tl.load(B_SCALE + column // N * b_row + step * b_step)
+            total += part * (a_scale * b_scale)[:, None]
         else:
-            b = tl.load(B_SCALE + columns // SHARED * b_row + step * b_step, columns < n, 0.0)
-            total += part * a[:, None] * b[None, :]
+            b_pointers = B_SCALE + columns // SHARED * b_row + step * b_step
+            b_scale = tl.load(b_pointers, columns < n, 0.0)  # [N]
+            total += part * a_scale[:, None] * b_scale[None, :]
 
     if ADD:
-        add_tile(Y, total, row, column, m, n, M, N)
+        add_tile(Y, total, row, column, num_rows=m, num_columns=n)
     else:
-        pointers = Y + rows.to(tl.int64)[:, None] * n + columns[None, :]
-        tl.store(pointers, total.to(Y.dtype.element_ty), (rows < m)[:, None] & (columns < n)[None, :])
+        pointers = Y + tile_offsets(rows, columns, n)
+        tl.store(pointers, total, inside_matrix(rows, columns, m, n))
 
 
 def triton_fits(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import accumulate_grad
-from kernels.linear import ALIGNED, add_tile, add_wgrad, skewed
+from kernels.linear import ALIGNED, add_wgrad, skewed
+from kernels.tiles import add_tile, inside_matrix, tile_offsets
 from kernels.triton_ import TensorDescriptor, ceil_div, kernel_is_available, power_of_2, tl, triton
 
 STEP = 32  # rows, see pad_to_step
@@ -80,69 +81,94 @@ def grouped_wgrad(into: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) ->
 def expert_of_tile(OFFSETS, experts, tile, M: tl.constexpr, EXPERTS: tl.constexpr):
     """The rows of tile number `tile`, if each expert in turn takes as many tiles of M rows as it needs.
 
-    Returns (whether there is such a tile, its expert, its first row, the end of the expert's rows).
+    Returns (whether there is such a tile, its expert, its first row, the end of its expert's rows).
     EXPERTS: the number of experts, rounded up to a power of two.
     """
-    expert = tl.arange(0, EXPERTS)
-    start = tl.load(OFFSETS + expert, expert < experts, 0)
-    stop = tl.load(OFFSETS + expert + 1, expert < experts, 0)
-    tiles = tl.cdiv(stop - start, M)
-    before = tl.cumsum(tiles, 0) - tiles  # tiles of the experts before this one
-    mine = (tile >= before) & (tile < before + tiles)
-    return (tl.sum(mine.to(tl.int32), 0) > 0,
-            tl.sum(tl.where(mine, expert, 0), 0),
-            tl.sum(tl.where(mine, start + (tile - before) * M, 0), 0),
-            tl.sum(tl.where(mine, stop, 0), 0))
+    # of each expert: its rows, its tiles, and whether this tile is one of them
+    experts_range = tl.arange(0, EXPERTS)
+    starts = tl.load(OFFSETS + experts_range, experts_range < experts, 0)
+    ends = tl.load(OFFSETS + experts_range + 1, experts_range < experts, 0)
+    tiles = tl.cdiv(ends - starts, M)
+    tiles_before = tl.cumsum(tiles, 0) - tiles  # of the experts before this one
+    is_mine = (tile >= tiles_before) & (tile < tiles_before + tiles)
+    first_rows = starts + (tile - tiles_before) * M
+
+    # one expert is left at most, so a sum selects it
+    exists = tl.sum(is_mine.to(tl.int32), 0) > 0
+    expert = tl.sum(tl.where(is_mine, experts_range, 0), 0)
+    row = tl.sum(tl.where(is_mine, first_rows, 0), 0)
+    end = tl.sum(tl.where(is_mine, ends, 0), 0)
+    return exists, expert, row, end
 
 
 @triton.jit
-def grouped_kernel(X, WEIGHT, Y, OFFSETS, experts, inner, outer, height, BACK: tl.constexpr,
-                   M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, EXPERTS: tl.constexpr):
-    """One tile of Y [m, outer] = X [m, inner] times the weight of its expert.
+def grouped_kernel(
+    X, WEIGHT, Y, OFFSETS, experts, inner, outer, height,
+    BACK: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """One tile [M, N] of Y [m, outer] = X [m, inner] times the weight of its expert.
 
     X, WEIGHT: descriptors. WEIGHT is [experts * height, ...], in blocks of [N, K], and in the backward (BACK)
     of [K, N]. A tile may read rows of the next expert, but it does not write them.
     """
-    tiles_n = tl.cdiv(outer, N)
-    tile = tl.program_id(0) // tiles_n
-    column = tl.program_id(0) % tiles_n * N
-    there, expert, row, end = expert_of_tile(OFFSETS, experts, tile, M, EXPERTS)
-    if there:
+    tiles_across = tl.cdiv(outer, N)
+    tile = tl.program_id(0) // tiles_across
+    column = tl.program_id(0) % tiles_across * N
+    exists, expert, row, end = expert_of_tile(OFFSETS, experts, tile, M=M, EXPERTS=EXPERTS)
+    if exists:
+        first = expert * height  # row of the expert in WEIGHT
         total = tl.zeros((M, N), tl.float32)
         for k in range(0, inner, K):
             x = X.load([row, k])  # 0 beyond `inner`, so what the weight's block has there does not count
             if BACK:
-                total = tl.dot(x, WEIGHT.load([expert * height + k, column]), total)
+                weight = WEIGHT.load([first + k, column])
             else:
-                total = tl.dot(x, WEIGHT.load([expert * height + column, k]).T, total)
+                weight = WEIGHT.load([first + column, k]).T
+            total = tl.dot(x, weight, total)  # [M, K] times [K, N]
 
         rows = row + tl.arange(0, M)
         columns = column + tl.arange(0, N)
-        pointers = Y + rows.to(tl.int64)[:, None] * outer + columns[None, :]
-        tl.store(pointers, total.to(Y.dtype.element_ty), (rows < end)[:, None] & (columns < outer)[None, :])
+        pointers = Y + tile_offsets(rows, columns, outer)
+        tl.store(pointers, total, inside_matrix(rows, columns, end, outer))
 
 
 @triton.jit
-def grouped_wgrad_kernel(DY, X, INTO, OFFSETS, o, n, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """One tile of INTO [o, n] += DY^T X of one expert. DY, X: descriptors of [m, o] and [m, n]."""
+def grouped_wgrad_kernel(
+    DY, X, INTO, OFFSETS, o, n,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """One tile [M, N] of INTO [o, n] += DY^T X of one expert. DY, X: descriptors of [m, o] and [m, n]."""
     expert = tl.program_id(1)
     start = tl.load(OFFSETS + expert)
-    stop = tl.load(OFFSETS + expert + 1)
-    if stop > start:
-        row = tl.program_id(0) // tl.cdiv(n, N) * M
-        column = tl.program_id(0) % tl.cdiv(n, N) * N
-        total = tl.zeros((M, N), tl.float32)
-        full_end = start + (stop - start) // K * K  # where the last full block of K rows ends
-        for k in range(start, full_end, K):
-            total = tl.dot(DY.load([k, row]).T, X.load([k, column]), total)
+    end = tl.load(OFFSETS + expert + 1)
+    if end > start:
+        tiles_across = tl.cdiv(n, N)
+        row = tl.program_id(0) // tiles_across * M
+        column = tl.program_id(0) % tiles_across * N
 
-        if full_end < stop:  # the rows of the next expert do not belong to this sum
-            inside = (full_end + tl.arange(0, K) < stop)[:, None]
+        # the full blocks of K rows
+        total = tl.zeros((M, N), tl.float32)
+        full_end = start + (end - start) // K * K
+        for k in range(start, full_end, K):
+            dy = DY.load([k, row])  # [K, M]
+            x = X.load([k, column])  # [K, N]
+            total = tl.dot(dy.T, x, total)
+
+        # the last block, without the rows of the next expert
+        if full_end < end:
+            inside = (full_end + tl.arange(0, K) < end)[:, None]
             dy = DY.load([full_end, row])
             x = X.load([full_end, column])
             dy = tl.where(inside, dy, tl.zeros_like(dy))
-            total = tl.dot(dy.T, tl.where(inside, x, tl.zeros_like(x)), total)
-        add_tile(INTO + expert.to(tl.int64) * o * n, total, row, column, o, n, M, N)
+            x = tl.where(inside, x, tl.zeros_like(x))
+            total = tl.dot(dy.T, x, total)
+        add_tile(INTO + expert.to(tl.int64) * o * n, total, row, column, num_rows=o, num_columns=n)
 
 
 def triton_fits(x: Tensor, weight: Tensor) -> bool:
@@ -179,7 +205,15 @@ def launch_grouped(x: Tensor, weight: Tensor, offsets: Tensor, back: bool = Fals
     grouped_kernel[(tiles_m * tiles_n,)](
         TensorDescriptor.from_tensor(x, [TILE["M"], TILE["K"]]),
         TensorDescriptor.from_tensor(weight.view(experts * o, n), weight_block),
-        y, offsets, experts, inner, outer, o, BACK=back, EXPERTS=power_of_2(experts), **TILE)
+        y, offsets,
+        experts=experts,
+        inner=inner,
+        outer=outer,
+        height=o,
+        BACK=back,
+        EXPERTS=power_of_2(experts),
+        **TILE,
+    )
     return y
 
 

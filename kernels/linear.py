@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import Compute, accumulate_grad, accumulate_summed_grad, accumulation_dtype
+from kernels.tiles import add_tile, tile_of_program
 from kernels.triton_ import TensorDescriptor, ceil_div, chip_name, kernel_is_available, tl, triton
 
 BLOCK = 1 << 20  # elements of a weight gradient that a CPU computes and adds while they are in its cache
@@ -105,41 +106,29 @@ def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def add_tile(INTO, part, row, column, m, n, M: tl.constexpr, N: tl.constexpr):
-    """INTO [m, n] += part [M, N], whose first element is at (row, column)."""
-    rows = row + tl.arange(0, M)
-    columns = column + tl.arange(0, N)
-    pointers = INTO + rows.to(tl.int64)[:, None] * n + columns[None, :]
-    inside = (rows < m)[:, None] & (columns < n)[None, :]
-    total = tl.load(pointers, inside).to(tl.float32) + part
-    tl.store(pointers, total.to(INTO.dtype.element_ty), inside)
-
-
-@triton.jit
-def wgrad_kernel(DY, X, INTO, t, m, n, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-                 GROUP: tl.constexpr):
-    """One tile of INTO [m, n] += DY^T X, in fp32.
+def wgrad_kernel(
+    DY, X, INTO, t, m, n,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One tile [M, N] of INTO [m, n] += DY^T X, in fp32.
 
     DY, X: descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N].
     """
-    # tiles that run side by side form a square, GROUP rows high: they share what the cache holds
-    tiles_m = tl.cdiv(m, M)
-    tiles_n = tl.cdiv(n, N)
-    band = tl.program_id(0) // (GROUP * tiles_n)
-    height = tl.minimum(tiles_m - band * GROUP, GROUP)
-    within = tl.program_id(0) % (GROUP * tiles_n)
-    row = (band * GROUP + within % height) * M
-    column = within // height * N
-
+    row, column = tile_of_program(m, n, M=M, N=N, GROUP=GROUP)
     total = tl.zeros((M, N), tl.float32)
-    for k in range(0, t, K):  # beyond the tensors, a load gives 0
-        total = tl.dot(DY.load([k, row]).T, X.load([k, column]), total)
+    for token in range(0, t, K):  # beyond the tensors, a load gives 0
+        dy = DY.load([token, row])  # [K, M]
+        x = X.load([token, column])  # [K, N]
+        total = tl.dot(dy.T, x, total)
 
     # added in two halves: the whole tile does not fit the registers
-    halves = tl.permute(tl.reshape(total, (M, 2, N // 2)), (0, 2, 1))
-    left, right = tl.split(halves)
-    add_tile(INTO, left, row, column, m, n, M, N // 2)
-    add_tile(INTO, right, row, column + N // 2, m, n, M, N // 2)
+    halves = tl.reshape(total, (M, 2, N // 2))
+    left, right = tl.split(tl.permute(halves, (0, 2, 1)))  # [M, N / 2] each
+    add_tile(INTO, left, row, column, num_rows=m, num_columns=n)
+    add_tile(INTO, right, row, column + N // 2, num_rows=m, num_columns=n)
 
 
 def skewed(*tensors: Tensor) -> str | None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.linear import skewed
+from kernels.tiles import inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import TensorDescriptor, ceil_div, kernel_is_available, tl, triton
 
 # a x + b x^3 + c x^5 of a singular value x: the steepest start that still stays in [0.7, 1.2]
@@ -55,28 +56,39 @@ def symmetric_product_reference(x: Tensor, scale: float, add: Tensor | None, bet
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def symmetric_kernel(X, ADDED, OUT, m, n, scale, beta, ADD: tl.constexpr, M: tl.constexpr, K: tl.constexpr):
-    """One tile of OUT [m, m] and its mirror image. X: descriptor of [m, n], in blocks of [M, K]."""
+def symmetric_kernel(
+    X, ADDED, OUT, m, n, scale, beta,
+    ADD: tl.constexpr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+):
+    """One tile [M, M] of OUT [m, m] = scale X X^T + beta ADDED, and its mirror image.
+
+    X: descriptor of [m, n], in blocks of [M, K]. ADD: whether there is something to add.
+    """
     row = tl.program_id(0) * M
     column = tl.program_id(1) * M
     if column <= row:
         total = tl.zeros((M, M), tl.float32)
         for k in range(0, n, K):  # beyond the matrix, a load gives 0
-            total = tl.dot(X.load([row, k]), X.load([column, k]).T, total)
+            left = X.load([row, k])  # [M, K]
+            right = X.load([column, k])  # [M, K]
+            total = tl.dot(left, right.T, total)
         total *= scale
 
         rows = row + tl.arange(0, M)
         columns = column + tl.arange(0, M)
-        inside = (rows < m)[:, None] & (columns < m)[None, :]
-        offsets = rows.to(tl.int64)[:, None] * m + columns[None, :]
+        inside = inside_matrix(rows, columns, m, m)
+        offsets = tile_offsets(rows, columns, m)
         if ADD:
-            total += beta * tl.load(ADDED + offsets, inside, 0.0).to(tl.float32)
+            total += beta * load_fp32(ADDED + offsets, inside)
         y = total.to(OUT.dtype.element_ty)
         tl.store(OUT + offsets, y, inside)
 
+        # the same numbers above the diagonal
         if column < row:
-            mirrored = OUT + columns.to(tl.int64)[:, None] * m + rows[None, :]
-            tl.store(mirrored, tl.trans(y), (columns < m)[:, None] & (rows < m)[None, :])
+            mirrored = OUT + tile_offsets(columns, rows, m)
+            tl.store(mirrored, tl.trans(y), inside_matrix(columns, rows, m, m))
 
 
 def triton_fits(x: Tensor) -> bool:
@@ -93,5 +105,9 @@ def launch_symmetric_product(x: Tensor, scale: float, add: Tensor | None, beta: 
     out = x.new_empty(m, m)
     symmetric_kernel[(tiles, tiles)](
         TensorDescriptor.from_tensor(x, [TILE["M"], TILE["K"]]),
-        out if add is None else add, out, m, n, scale, beta, ADD=add is not None, **TILE)
+        out if add is None else add,  # not read where there is nothing to add
+        out, m, n, scale, beta,
+        ADD=add is not None,
+        **TILE,
+    )
     return out

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
 from kernels.jit import jit
+from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, kernel_is_available, num_processors, power_of_2, tl, triton
 
 TILE = 4096  # elements that a program works on at a time: several rows, if they are short
@@ -105,75 +106,102 @@ def norm_backward(
 @triton.jit
 def forward_kernel(
     X, RESIDUAL, WEIGHT, BIAS, Y, TOTAL, SCALE, MEAN, n, d, eps,
-    HAS_RESIDUAL: tl.constexpr, LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LAYER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """ROWS rows: Y, TOTAL = X + RESIDUAL, SCALE = 1 / deviation, and MEAN."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    rows = block_range(tl.program_id(0).to(tl.int64), ROWS)
     columns = tl.arange(0, BLOCK)
-    inside = (rows < n)[:, None] & (columns < d)[None, :]
-    index = rows[:, None] * d + columns[None, :]
-    x = tl.load(X + index, inside, 0.0).to(tl.float32)
+    inside = inside_matrix(rows, columns, n, d)
+    offsets = tile_offsets(rows, columns, d)
+
+    # the rows, with the residual
+    x = load_fp32(X + offsets, inside)  # [ROWS, BLOCK]
     if HAS_RESIDUAL:
-        residual = tl.load(RESIDUAL + index, inside, 0.0).to(tl.float32)
+        residual = load_fp32(RESIDUAL + offsets, inside)
         total = (x + residual).to(X.dtype.element_ty)
-        tl.store(TOTAL + index, total, inside)
+        tl.store(TOTAL + offsets, total, inside)
         x = total.to(tl.float32)  # rounded, as the backward reads it
+
+    # their statistics
     if LAYER:
-        mean = tl.sum(x, 1) / d
+        mean = tl.sum(x, 1) / d  # [ROWS]
         x = tl.where(inside, x - mean[:, None], 0.0)
         tl.store(MEAN + rows, mean, rows < n)
-
-    scale = tl.rsqrt(tl.sum(x * x, 1) / d + eps)
+    mean_square = tl.sum(x * x, 1) / d
+    scale = tl.rsqrt(mean_square + eps)  # [ROWS]
     tl.store(SCALE + rows, scale, rows < n)
+
+    # the result
     y = x * scale[:, None]
-    weight = tl.load(WEIGHT + columns, columns < d, 0.0).to(tl.float32)
+    weight = load_fp32(WEIGHT + columns, columns < d)
     y = y * weight[None, :]
     if LAYER:
-        bias = tl.load(BIAS + columns, columns < d, 0.0).to(tl.float32)
+        bias = load_fp32(BIAS + columns, columns < d)
         y += bias[None, :]
-    tl.store(Y + index, y.to(Y.dtype.element_ty), inside)
+    tl.store(Y + offsets, y, inside)
+
+
+@triton.jit
+def input_gradient(dx_hat, x_hat, scale, d, LAYER: tl.constexpr):
+    """dx [ROWS, BLOCK] of some rows of d elements each.
+
+    x_hat [ROWS, BLOCK]: the normalized rows, whose gradient is dx_hat. scale = 1 / deviation [ROWS, 1].
+    """
+    along_x_hat = tl.sum(dx_hat * x_hat, 1) / d  # [ROWS]
+    dx = dx_hat - x_hat * along_x_hat[:, None]
+    if LAYER:
+        mean_dx_hat = tl.sum(dx_hat, 1) / d
+        dx -= mean_dx_hat[:, None]
+    return dx * scale
 
 
 @triton.jit
 def backward_kernel(
     DY, DRESIDUAL, X, WEIGHT, SCALE, MEAN, DX, DWEIGHT, DBIAS, n, d,
-    HAS_RESIDUAL: tl.constexpr, LAYER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LAYER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Every num_programs-th tile of ROWS rows: DX, and one program's share of DWEIGHT and DBIAS [programs,
     d]."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    weight = tl.load(WEIGHT + columns, columns < d, 0.0).to(tl.float32)[None, :]
+    weight = load_fp32(WEIGHT + columns, columns < d)[None, :]
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
 
     for first in range(program * ROWS, n, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)
-        inside = (rows < n)[:, None] & (columns < d)[None, :]
-        index = rows.to(tl.int64)[:, None] * d + columns[None, :]
-        dy = tl.load(DY + index, inside, 0.0).to(tl.float32)
-        x = tl.load(X + index, inside, 0.0).to(tl.float32)
+        inside = inside_matrix(rows, columns, n, d)
+        offsets = tile_offsets(rows, columns, d)
+
+        # the normalized rows of the forward
+        dy = load_fp32(DY + offsets, inside)  # [ROWS, BLOCK]
+        x = load_fp32(X + offsets, inside)
         scale = tl.load(SCALE + rows, rows < n, 0.0)[:, None]
         if LAYER:
             mean = tl.load(MEAN + rows, rows < n, 0.0)[:, None]
             x = tl.where(inside, x - mean, 0.0)
             dbias += dy
-
         x_hat = x * scale
+
+        # their gradients
         dx_hat = dy * weight
         dweight += dy * x_hat
-        dx = dx_hat - x_hat * (tl.sum(dx_hat * x_hat, 1) / d)[:, None]
-        if LAYER:
-            dx -= (tl.sum(dx_hat, 1) / d)[:, None]
-        dx *= scale
+        dx = input_gradient(dx_hat, x_hat, scale, d, LAYER=LAYER)
         if HAS_RESIDUAL:
-            dx += tl.load(DRESIDUAL + index, inside, 0.0).to(tl.float32)
-        tl.store(DX + index, dx.to(DX.dtype.element_ty), inside)
+            dx += load_fp32(DRESIDUAL + offsets, inside)
+        tl.store(DX + offsets, dx, inside)
 
-    index = program.to(tl.int64) * d + columns
-    tl.store(DWEIGHT + index, tl.sum(dweight, 0), columns < d)
+    # this program's row of the partial sums
+    offsets = program.to(tl.int64) * d + columns
+    tl.store(DWEIGHT + offsets, tl.sum(dweight, 0), columns < d)
     if LAYER:
-        tl.store(DBIAS + index, tl.sum(dbias, 0), columns < d)
+        tl.store(DBIAS + offsets, tl.sum(dbias, 0), columns < d)
 
 
 def launch_meta(d: int, per_warp: int) -> dict[str, int]:
@@ -200,9 +228,13 @@ def launch_forward(
     mean = None if bias is None else torch.empty_like(scale)
 
     meta = launch_meta(d, FORWARD_PER_WARP)
-    forward_kernel[(ceil_div(n, meta["ROWS"]),)](
+    grid = (ceil_div(n, meta["ROWS"]),)
+    forward_kernel[grid](
         x, residual, weight, bias, y, total, scale, mean, n, d, eps,
-        HAS_RESIDUAL=residual is not None, LAYER=bias is not None, **meta)
+        HAS_RESIDUAL=residual is not None,
+        LAYER=bias is not None,
+        **meta,
+    )
     return y.view(shape), total, scale, mean
 
 
@@ -223,7 +255,10 @@ def launch_backward(
     dbias = None if mean is None else torch.empty_like(dweight)
     backward_kernel[(programs,)](
         dy, dresidual, x, weight, scale, mean, dx, dweight, dbias, n, d,
-        HAS_RESIDUAL=dresidual is not None, LAYER=mean is not None, **meta)
+        HAS_RESIDUAL=dresidual is not None,
+        LAYER=mean is not None,
+        **meta,
+    )
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
 
 

@@ -112,7 +112,9 @@ def test_triton(small, name, dtype, bound):
         kernel.output_dot_grad(got.to(dtype), dy).double(), delta, rtol=bound, atol=10 * bound
     )
     for a, c in zip((got, got_lse[seen], *grads), (out, lse[seen], *want)):
-        assert a.dtype == torch.float32 and (a.double() - c).norm() <= bound * c.norm().clamp_min(0.1), name
+        assert a.dtype == torch.float32, name
+        # of one token, the gradients of q and k are 0, and what is left are roundings of numbers of size 1
+        assert (a.double() - c).norm() <= bound * c.norm().clamp_min(1.0), name
     again = partial_backward(dy, q, k, v, mask, got_lse, delta.float())
     assert all(torch.equal(a, c) for a, c in zip(grads, again))
 

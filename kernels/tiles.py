@@ -1,0 +1,63 @@
+"""Tiles of matrices, for Triton kernels: which elements a program works on, and how it loads and stores them.
+
+A tile is given by its rows [M] and its columns [N]: vectors of indices, which may lie outside of the matrix.
+Loads give fp32, whatever memory holds. `tl.store` casts to the dtype of its pointers.
+"""
+from kernels.triton_ import tl, triton
+
+
+@triton.jit
+def block_range(block, BLOCK: tl.constexpr):
+    """The indices of block number `block`, if each block has BLOCK of them: [BLOCK]."""
+    return block * BLOCK + tl.arange(0, BLOCK)
+
+
+@triton.jit
+def inside_matrix(rows, columns, num_rows, num_columns):
+    """Which elements of a tile are inside a matrix [num_rows, num_columns]: bool [M, N]."""
+    return (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
+
+
+@triton.jit
+def tile_offsets(rows, columns, stride):
+    """Where the elements of a tile are in a matrix whose rows are `stride` elements apart: int64 [M, N]."""
+    return rows.to(tl.int64)[:, None] * stride + columns[None, :]
+
+
+@triton.jit
+def load_fp32(pointers, mask, other=0.0):
+    """What the pointers hold where the mask is set, else `other` (None: any number), in fp32."""
+    return tl.load(pointers, mask, other).to(tl.float32)
+
+
+@triton.jit
+def add_tile(INTO, part, row, column, num_rows, num_columns):
+    """INTO [num_rows, num_columns] += part [M, N], whose first element is at (row, column)."""
+    rows = row + tl.arange(0, part.shape[0])
+    columns = column + tl.arange(0, part.shape[1])
+    pointers = INTO + tile_offsets(rows, columns, num_columns)
+    inside = inside_matrix(rows, columns, num_rows, num_columns)
+    total = load_fp32(pointers, inside, other=None) + part
+    tl.store(pointers, total, inside)
+
+
+@triton.jit
+def tile_of_program(
+    num_rows, num_columns,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    GROUP: tl.constexpr,
+) -> "tuple[tl.tensor, tl.tensor]":
+    """The first row and the first column of this program's tile [M, N] of a matrix [num_rows, num_columns].
+
+    Programs that run side by side have tiles that form a square, GROUP tiles high: they share what the cache
+    holds.
+    """
+    tiles_down = tl.cdiv(num_rows, M)
+    tiles_across = tl.cdiv(num_columns, N)
+    band = tl.program_id(0) // (GROUP * tiles_across)  # GROUP rows of tiles; the last band may be lower
+    height = tl.minimum(tiles_down - band * GROUP, GROUP)
+    within = tl.program_id(0) % (GROUP * tiles_across)
+    row = (band * GROUP + within % height) * M
+    column = within // height * N
+    return row, column
