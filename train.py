@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import runtime  # before torch (see there)
 import config
 import torch
-from build import TrainingRun, build_run, plan_pipeline, total_steps, with_vocab
+from build import TrainingRun, build_run, total_steps, with_vocab
 from checkpoint import state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
@@ -28,6 +27,7 @@ from data.blend import parse_blend
 from data.loader import BatchLoader, open_loader
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
+from model.schedules import plan_pipeline
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
@@ -78,7 +78,7 @@ def train_step(
     loss_scale = run.scaler.scale  # 1 but in fp16
     own_tokens = shard_microbatches(run, microbatches)
     num_tokens = count_tokens(own_tokens, run.mesh)
-    loss = run_forward_backward(run, own_tokens, loss_scale / num_tokens) / loss_scale
+    loss = forward_backward(run, own_tokens, loss_scale / num_tokens) / loss_scale
     finish_grad_reductions(run.buckets, run.mesh)
     grads_ready()
 
@@ -107,29 +107,23 @@ def count_tokens(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
     return comm.all_reduce_sum(num_tokens, mesh.dp_cp)
 
 
-def update_statistics(run: TrainingRun, is_good: Tensor, loss_scale: Tensor) -> None:
-    """Adapts the loss scale and the biases of routers to the step. loss_scale: that the step had."""
-    run.scaler.adapt(is_good)
-    run.routers.update_after_step(is_good, loss_scale)
-
-
-def run_forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:
-    """forward_backward, or the replay of its recording (train.cuda_graphs)."""
-    if run.graph is None:
-        return forward_backward(run, microbatches, token_scale)
-    return run.graph(partial(forward_backward, run), microbatches, token_scale)
-
-
 def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:
     """Computes the gradients of the step, and starts their sums over the ranks.
 
-    Returns the loss, times token_scale, summed over all tokens. What changes from step to step is in the
-    arguments, so that train.cuda_graphs can record it.
+    Returns the loss, times token_scale, summed over all tokens.
     """
     for bucket in run.buckets:
         bucket.grads.zero_grad()
     run.routers.start_step()
-    return run.pipeline.run(run.schedules[len(microbatches)], microbatches, token_scale)
+    ops = run.schedules[len(microbatches)]
+    pipeline = run.pipeline if run.recording is None else run.recording
+    return pipeline.run(ops, microbatches, token_scale)
+
+
+def update_statistics(run: TrainingRun, is_good: Tensor, loss_scale: Tensor) -> None:
+    """Adapts the loss scale and the biases of routers to the step. loss_scale: that the step had."""
+    run.scaler.adapt(is_good)
+    run.routers.update_after_step(is_good, loss_scale)
 
 
 # ---- the loop ----------------------------------------------------------------------------------------------
@@ -312,9 +306,12 @@ def evaluate(session: Session, step: int) -> None:
     """Writes the validation loss and a sample of text into the log."""
     run = session.run
     tokenizer = session.tokenizer
-    text_bytes = session.valid_data.text_bytes
-    batches = session.valid_batches
-    loss, bytes_per_token = mean_loss(run.pipeline.evaluate, batches, run.mesh.dp_cp, text_bytes)
+    loss, bytes_per_token = mean_loss(
+        session.valid_batches,
+        summed_loss=run.pipeline.evaluate,
+        text_bytes=session.valid_data.text_bytes,
+        group=run.mesh.dp_cp,
+    )
     ids = sample(run, tokenizer)
     text = session.cfg.eval.prompt + tokenizer.decode(ids) if ids else ""
     session.log.log_evaluation(step, **loss_report(loss, bytes_per_token), sample=text)
@@ -598,10 +595,12 @@ def run_folder(cfg: Config) -> Path:
     return Path(cfg.log.dir) / cfg.log.name
 
 
-def show_help(name: str | None, file: str | None, argv: list[str], asked: int) -> None:
-    """Prints the keys that match the word after --help, argv[asked]; all without a word."""
-    word = argv[asked + 1] if asked + 1 < len(argv) else ""
-    print(usage.help_text(config.resolve(name, file, argv[:asked]), word))
+def show_help(name: str | None, file: str | None, argv: list[str], option_index: int) -> None:
+    """Prints the keys that match the word after --help, argv[option_index]; all without a word."""
+    overrides = argv[:option_index]
+    words = argv[option_index + 1:]
+    cfg = config.resolve(name, file, overrides)
+    print(usage.help_text(cfg, words[0] if words else ""))
 
 
 def main(argv: list[str]) -> int:

@@ -49,7 +49,7 @@ import torch
 
 import config
 from benchmarks.shape import Shape
-from build import plan_pipeline
+from model.schedules import plan_pipeline
 from model.split import layers_of_stages
 from parallel.topology.dims import ParallelDims
 from plan.count import flops_per_token

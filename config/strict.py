@@ -25,7 +25,11 @@ def kept_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     """{first character: [(tag, pattern)]}: the implicit types that StrictYamlLoader takes from SafeLoader."""
     kept: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
-        kept[first] = [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":")[-1] in KEPT_RESOLVERS]
+        kept[first] = []
+        for tag, pattern in resolvers:
+            type_name = tag.rsplit(":")[-1]  # of "tag:yaml.org,2002:float"
+            if type_name in KEPT_RESOLVERS:
+                kept[first].append((tag, pattern))
     return kept
 
 

@@ -1,7 +1,7 @@
 """LAMB (arXiv 1904.00962, algorithm 2) and LARS (arXiv 1708.03888): steps in proportion to a tensor's norm.
 
 The norms are those of the whole stored tensors, wherever their elements are. Every rank sums the squares of
-the elements that it counts, and one all-reduce of two numbers a tensor completes the sums. Norm weights and
+the elements that it counts, and one all-reduce of two numbers per tensor completes the sums. Norm weights and
 biases, which have no weight decay, have no trust ratio either.
 """
 import torch

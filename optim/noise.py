@@ -16,7 +16,7 @@ the squared norm of a batch of the mean number of tokens.
 Only matrices between hidden features outside of experts are measured (ParameterSpec.is_hidden_matrix): no
 rank has the whole gradient of a table or of a parameter that is partial over tp.
 
-The cost is one all-reduce of four numbers a step, and no host sync. The estimate of one step is noise;
+The cost is one all-reduce of four numbers per step, and no host sync. The estimate of one step is noise;
 runtime/metrics.py smooths both parts.
 """
 import torch

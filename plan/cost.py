@@ -316,6 +316,12 @@ class StageSeconds(NamedTuple):
     i: tuple[float, ...]
     w: tuple[float, ...]
 
+    def of_stages(self, stages: list[int]) -> "Seconds":
+        """Of these stages together."""
+        forward = sum(self.f[stage] for stage in stages)
+        backward = sum(self.i[stage] + self.w[stage] for stage in stages)
+        return Seconds(forward, backward)
+
 
 class PipelineTime(NamedTuple):
     """Seconds from the first op to the last, and those in which each rank computes."""
@@ -341,17 +347,7 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
     links = Links(job.layout, cluster, efficiency)
 
     # the pipeline: all microbatches beyond those of the schedule take what the busiest rank computes
-    stages: list[Times] = []
-    waits: list[dict[str, float]] = []
-    for stage in range(schedule.n_stages):
-        times, waits_of_stage = stage_times(job, stage, cluster, efficiency)
-        stages.append(times)
-        waits.append(waits_of_stage)
-    seconds = StageSeconds(
-        f=tuple(times.f for times in stages),
-        i=tuple(times.i for times in stages),
-        w=tuple(times.w for times in stages),
-    )
+    seconds, waits = times_of_stages(job, cluster, efficiency)
     hop = exchange_seconds(links, "pp", "send", 1, boundary_bytes(job.cfg))
     line = timeline(
         schedule.kind,
@@ -371,35 +367,57 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
     ranks_of_stage = job.layout.world // job.layout.pp
     here = replace(job, rank=worst * ranks_of_stage)
     own = [stage for stage, rank in enumerate(schedule.rank_of_stage) if rank == worst]
-    every = unique_buckets(buckets(here))
+    own_buckets = unique_buckets(buckets(here))
     traffic = step_traffic(here, links, repeats)
-    forward = sum(seconds.f[stage] for stage in own)
-    backward = sum(seconds.i[stage] + seconds.w[stage] for stage in own)
-    data = exposed_data_seconds(
+    data_wait = exposed_data_seconds(
         traffic,
         zero=job.cfg.parallel.zero,
         microbatches=microbatches,
-        num_buckets=len(every),
-        compute=Seconds(forward, backward),
+        num_buckets=len(own_buckets),
+        compute=seconds.of_stages(own),
     )
+    module_waits = waits_by_group([waits[stage] for stage in own], microbatches)
 
-    exposed: dict[str, float] = {}
-    for group in GROUP_AXES:
-        waited = sum(waits[stage].get(group, 0.0) for stage in own)
-        exposed[group] = microbatches * waited
-    exposed["data"] = data
-    exposed = {group: shown for group, shown in exposed.items() if shown}
-
-    update = update_seconds(job.cfg, every, cluster.hbm * efficiency.stream)
-    module_waits = sum(exposed.values()) - data
+    update = update_seconds(job.cfg, own_buckets, cluster.hbm * efficiency.stream)
     return Forecast(
-        step=span + data + update,
-        compute=computes - module_waits,
+        step=span + data_wait + update,
+        compute=computes - sum(module_waits.values()),
         bubble=max(0.0, span - computes),
         optimizer=update,
-        exposed=exposed,
+        exposed=module_waits | ({"data": data_wait} if data_wait else {}),
         sent=(traffic.inside, traffic.between),
     )
+
+
+def times_of_stages(
+    job: Job, cluster: Cluster, efficiency: Efficiency
+) -> tuple[StageSeconds, list[dict[str, float]]]:
+    """(seconds of a microbatch's ops; of each stage, {group: seconds that it only waits}).
+
+    The waits are in the seconds, too.
+    """
+    stages: list[Times] = []
+    waits: list[dict[str, float]] = []
+    for stage in range(job.schedule.n_stages):
+        times, waits_of_stage = stage_times(job, stage, cluster, efficiency)
+        stages.append(times)
+        waits.append(waits_of_stage)
+    seconds = StageSeconds(
+        f=tuple(times.f for times in stages),
+        i=tuple(times.i for times in stages),
+        w=tuple(times.w for times in stages),
+    )
+    return seconds, waits
+
+
+def waits_by_group(waits: list[dict[str, float]], microbatches: int) -> dict[str, float]:
+    """{group: seconds of a step}, where a rank waits at all. waits: of a microbatch, for each stage."""
+    total: dict[str, float] = {}
+    for group in GROUP_AXES:
+        waited = sum(of_stage.get(group, 0.0) for of_stage in waits)
+        if waited:
+            total[group] = microbatches * waited
+    return total
 
 
 class StepTraffic(NamedTuple):

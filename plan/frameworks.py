@@ -3,7 +3,7 @@
 Shards, stages and schedules are those of the planner. What differs is taken from the frameworks' own
 descriptions, and no number is fitted:
 
-- Megatron-LM without flash attention keeps sbh (10 + 24/t + 5as/(ht)) bytes a layer and microbatch, with
+- Megatron-LM without flash attention keeps sbh (10 + 24/t + 5as/(ht)) bytes per layer and microbatch, with
   sequence parallelism sbh (34/t + 5as/(ht)); selective recompute keeps no 5as/(ht), full recompute keeps the
   layer's input 2sbh (arXiv 2205.05198, table 2). The last stage keeps the input of its norm and of the output
   layer, and logits in fp32 (section 4.3).

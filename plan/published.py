@@ -25,7 +25,7 @@ from config import Config
 from plan.cost import Cluster, Efficiency, cluster, forecast
 from plan.frameworks import held_bytes
 from plan.job import Job
-from plan.search import Make, job_of
+from plan.search import job_of
 
 Row = dict[str, str]  # of published.csv
 
@@ -93,23 +93,23 @@ def config_of(row: Row) -> Config:
     return config.from_tree(tree)
 
 
-def rows(make: Make, uses: tuple[str, ...] = TIMED) -> list[Measured]:
+def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
     """The rows with seconds."""
     measured: list[Measured] = []
     for row in read_rows():
         if row["use"] in uses:
-            job, microbatches = job_of(config_of(row), int(row["gpus"]), make)
+            job, microbatches = job_of(config_of(row), int(row["gpus"]))
             seconds = float(row["step_s"])
             measured.append(
                 Measured(row["use"], row["group"], job, microbatches, cluster(row["cluster"]), seconds))
     return measured
 
 
-def memory_of_runs(make: Make) -> Iterator[MemoryOfRun]:
+def memory_of_runs() -> Iterator[MemoryOfRun]:
     """The rows whose source says what is recomputed."""
     for row in read_rows():
         if row["recompute_stated"]:
-            job, _ = job_of(config_of(row), int(row["gpus"]), make)
+            job, _ = job_of(config_of(row), int(row["gpus"]))
             held = held_bytes(job, row["framework"])
             yield MemoryOfRun(row["row"], row["outcome"], held, cluster(row["cluster"]).memory)
 

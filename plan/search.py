@@ -5,7 +5,6 @@ What a layout computes bounds its step from below. Layouts come best bound first
 the steps of the best that were found.
 """
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,7 +12,9 @@ from config import Config, ConfigError, divisors
 from config.values import Values, combinations
 from model.describe import StageDescription, describe_stage, workload
 from model.precision import accumulation_bytes, compute_bytes
-from parallel.pipeline.schedule import SCHEDULES, Schedule
+from model.schedules import plan_pipeline
+from model.split import layers_of_stages
+from parallel.pipeline.schedule import SCHEDULES
 from parallel.topology.dims import ParallelDims
 from plan.cost import STEADY, Cluster, Efficiency, Forecast, forecast, stage_times
 from plan.count import parameters
@@ -21,9 +22,6 @@ from plan.job import Job
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
 from plan.simulate import closed_form
 
-Cuts = list[tuple[int, int]]  # (first, last layer + 1) of each stage
-# (job, number of ranks) -> its schedule and cuts, as train.py makes them. Raises ConfigError.
-Make = Callable[[Config, int], tuple[Schedule, Cuts]]
 Axes = dict[str, tuple]  # {section.key: values}
 
 RESERVED_BYTES = 3e9  # of a GPU: its context, NCCL's buffers, and what the allocator cannot use
@@ -60,7 +58,6 @@ class Target(NamedTuple):
     world: int
     cluster: Cluster
     efficiency: Efficiency
-    make: Make
 
 
 # ---- what is searched --------------------------------------------------------------------------------------
@@ -109,9 +106,11 @@ def set_keys(cfg: Config, values: Values) -> Config:
 # ---- one layout --------------------------------------------------------------------------------------------
 
 
-def job_of(cfg: Config, world: int, make: Make) -> tuple[Job, int]:
-    """(the job with at most STEADY microbatches for each pipeline rank; how many it has). Raises
-    ConfigError."""
+def job_of(cfg: Config, world: int) -> tuple[Job, int]:
+    """(the job with at most STEADY microbatches for each pipeline rank; how many it has).
+
+    Raises ConfigError if train.py refuses the job.
+    """
     parallel, train = cfg.parallel, cfg.train
     ranks_of_microbatch = parallel.tp * parallel.pp * parallel.cp
     if world % (ranks_of_microbatch * parallel.dp_rep):
@@ -125,7 +124,8 @@ def job_of(cfg: Config, world: int, make: Make) -> tuple[Job, int]:
     # the pipeline is steady after so many; GPipe holds all microbatches at once
     simulated = microbatches if parallel.schedule == "gpipe" else min(microbatches, STEADY * parallel.pp)
     shorter = replace(cfg, train=replace(train, global_batch=simulated * sequences, ramp=None))
-    schedule, cuts = make(shorter, world)
+    schedule = plan_pipeline(shorter, world, advise=False)
+    cuts = layers_of_stages(shorter, schedule.n_stages)
     dims = ParallelDims(
         world,
         tp=parallel.tp,
@@ -155,7 +155,7 @@ def held_bytes(job: Job) -> Held:
 def price(cfg: Config, target: Target, counts: dict[str, int]) -> Found | None:
     """A layout with its forecast and its bytes. None if it is refused or too large, which `counts` notes."""
     try:
-        job, microbatches = job_of(cfg, target.world, target.make)
+        job, microbatches = job_of(cfg, target.world)
     except ConfigError:
         counts["refused"] += 1
         return None
@@ -206,7 +206,7 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
         return None
     sequences = whole.train.micro_batch * (target.world // ranks_of_microbatch)
     try:
-        job, _ = job_of(set_keys(whole, {"train.global_batch": sequences}), target.world, target.make)
+        job, _ = job_of(set_keys(whole, {"train.global_batch": sequences}), target.world)
     except ConfigError:
         return None
 

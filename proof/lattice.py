@@ -19,9 +19,8 @@ from typing import Any
 from config import OPTIMIZERS, Config, ConfigError
 from config.optimizers import optimizers_that
 from config.values import Values, combinations
+from model.schedules import plan_pipeline
 from parallel.pipeline.schedule import SCHEDULES
-
-Check = Callable[[Config], object]  # raises ConfigError with the reason for a refusal
 
 # ---- what a cell is made of --------------------------------------------------------------------------------
 
@@ -87,7 +86,7 @@ SECTION = {
 WIDE = {"seq_len": 240, "context": 240, "bucket_mb": 64.0}
 WIDE_WINDOW = 150
 
-# Warm-up, steady state and cool-down of these schedules need two microbatches a rank.
+# Warm-up, steady state and cool-down of these schedules need two microbatches per rank.
 TWO_MICROBATCHES_A_RANK = ("interleaved", "zb-v", "dualpipe-v")
 
 CANDIDATES = 12  # choices of switches that covering_cells compares for each layout
@@ -149,7 +148,6 @@ class Lattice:
 
     cfg: Config
     world: int
-    check: Check
     layouts: list[Values]
     refused: dict[str, int]
     keeps_window: bool = False
@@ -159,7 +157,7 @@ class Lattice:
 
         It has no more layers and sequences than its stages and microbatches need: a proof pays for each.
         """
-        chunks = SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2  # stages a rank
+        chunks = SCHEDULES[values["schedule"]].chunks or values["vpp"] or 2  # stages per rank
         num_stages = values["pp"] * chunks
         num_layers = min(self.cfg.model.layers, num_stages + self._spare_layers(values))
         global_batch = self._global_batch(values)
@@ -221,7 +219,7 @@ class Lattice:
         try:
             cfg = self.config(values)
             check_provable(cfg)
-            self.check(cfg)
+            plan_pipeline(cfg, self.world, advise=False)
         except ConfigError:
             return False
         return True
@@ -258,15 +256,15 @@ def check_provable(cfg: Config) -> None:
         )
 
 
-def find_layouts(cfg: Config, world: int, check: Check, keeps_window: bool = False) -> Lattice:
-    """The layouts of `world` ranks; `check` judges each with the first value of every switch.
+def find_layouts(cfg: Config, world: int, keeps_window: bool = False) -> Lattice:
+    """The layouts of `world` ranks that are legal with the first value of every switch.
 
     keeps_window: see Lattice.
 
     Raises ConfigError if no layout of the job can be proved (see `check_provable`).
     """
     check_provable(cfg)
-    found = Lattice(cfg, world, check, layouts=[], refused={}, keeps_window=keeps_window)
+    found = Lattice(cfg, world, layouts=[], refused={}, keeps_window=keeps_window)
     divisors = tuple(degree for degree in range(1, world + 1) if world % degree == 0)
     degrees = dict.fromkeys(DEGREES, divisors)
     if not cfg.model.experts:
@@ -289,7 +287,7 @@ def refusal(found: Lattice, values: Values) -> str | None:
     if why is not None:
         return why
     try:
-        found.check(found.config(values))
+        plan_pipeline(found.config(values), found.world, advise=False)
     except ConfigError as error:
         return str(error)
     return None

@@ -108,8 +108,11 @@ def sparkline(values: Sequence[float | None], width: int = 11) -> str:
 
 def visible(text: str, width: int) -> str:
     """The text in one line of at most `width` columns; line ends and control characters as escapes (\\n)."""
-    line = "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-    return line if len(line) <= width else line[:max(0, width - 1)] + "…"
+    escaped = [char if char.isprintable() else repr(char)[1:-1] for char in text]
+    line = "".join(escaped)
+    if len(line) <= width:
+        return line
+    return line[:max(0, width - 1)] + "…"
 
 
 # ---- lines -------------------------------------------------------------------------------------------------

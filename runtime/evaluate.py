@@ -12,21 +12,29 @@ from parallel.wire.comm import Group
 MAX_EXPONENT = 700.0  # exp overflows a float soon after
 
 
-def mean_loss(summed: Callable[[list[Microbatch]], Tensor], batches: list[Microbatch], group: Group,
-              text_bytes: Callable[[Microbatch], Tensor]) -> tuple[float, float]:
+def mean_loss(
+    batches: list[Microbatch],
+    *,
+    summed_loss: Callable[[list[Microbatch]], Tensor],
+    text_bytes: Callable[[Microbatch], Tensor],
+    group: Group,
+) -> tuple[float, float]:
     """Returns (mean loss in nats per counted token, bytes of text per counted token).
 
     The second is nan without a tokenizer.
 
-    summed: batches -> their summed loss over all ranks.
+    summed_loss: batches -> their summed loss over all ranks.
     group: the ranks whose batches differ.
     text_bytes: a batch -> the bytes of its counted targets, a float64 scalar.
     """
-    num_targets = torch.stack([batch.num_counted() for batch in batches]).sum()
-    num_bytes = torch.stack([text_bytes(batch) for batch in batches]).sum()
-    counted = torch.stack([num_targets.double(), num_bytes])
-    tokens, size = comm.all_reduce_sum(counted, group).unbind()  # whole numbers below 2^53: exact
-    return float(summed(batches).double() / tokens), float(size / tokens)
+    own_tokens = torch.stack([batch.num_counted() for batch in batches]).sum()
+    own_bytes = torch.stack([text_bytes(batch) for batch in batches]).sum()
+    own_counts = torch.stack([own_tokens.double(), own_bytes])
+
+    counts = comm.all_reduce_sum(own_counts, group)  # whole numbers below 2^53: exact
+    num_tokens, num_bytes = counts.unbind()
+    loss = summed_loss(batches).double() / num_tokens
+    return float(loss), float(num_bytes / num_tokens)
 
 
 def loss_report(loss: float, bytes_per_token: float) -> dict[str, float]:

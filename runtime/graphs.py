@@ -1,4 +1,4 @@
-"""A step's forward and backward as one CUDA graph (train.cuda_graphs): recorded once, launched as a whole.
+"""The pipeline's part of a step as one CUDA graph (train.cuda_graphs): recorded once, launched as a whole.
 
 This helps where the host is slower than its GPU: a small model, a short sequence.
 
@@ -12,96 +12,106 @@ A batch-size ramp (train.ramp) needs one recording for each number of microbatch
 time: a ramp never returns to an earlier number, so the memory of the old recording is free for the next one.
 `cuda_graph_rules` in config/rules.py refuses configs that a recording cannot hold.
 
-A CPU cannot record. There a replay calls the work again, over the same held tensors; the tests use this.
+A CPU cannot record. There a replay runs the pipeline again, over the same held tensors; the tests use this.
 """
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from parallel.microbatch import Microbatch
+from parallel.pipeline.executor import Pipeline
+from parallel.pipeline.schedule import Op
 
-# calls before the recording: kernels are compiled, libraries choose theirs and allocate their workspaces
-WARM_UP_CALLS = 2
-
-ForwardBackward = Callable[[list[Microbatch], Tensor], Tensor]  # (batches, scale of the loss) -> loss
+# steps before the recording: kernels are compiled, libraries choose theirs and allocate their workspaces
+WARM_UP_STEPS = 2
 
 
-class CudaGraphStep:
-    """Call graph(work, batches, scale) instead of work(batches, scale), with the same work each time."""
+class RecordedPipeline:
+    """Runs a pipeline as Pipeline.run does: first itself, then by a recording of that.
 
-    def __init__(self, device: torch.device) -> None:
+    pipeline: of one rank, so a step has the same ops each time.
+    """
+
+    def __init__(self, pipeline: Pipeline, device: torch.device) -> None:
+        self.pipeline = pipeline
         self.device = device
         self.side_stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.calls = 0  # with this number of microbatches
+        self.steps_run = 0  # with this number of microbatches
         self.replay: Callable[[], object] | None = None  # None until the recording is made
 
-        # tensors of the recording: inputs at fixed addresses, and its loss
+        # what is recorded, tensors at fixed addresses: the inputs, and the loss
+        self.ops: list[Op] = []
         self.batches: list[Microbatch] = []
-        self.steps: list[Tensor] = []  # the step number of each batch, int64 []
+        self.step_numbers: list[Tensor] = []  # of each batch, int64 []
         self.scale = torch.ones(())
         self.loss: Tensor | None = None
 
-    def __call__(self, work: ForwardBackward, batches: list[Microbatch], scale: Tensor) -> Tensor:
-        """Returns the loss of work(batches, scale), as a copy that the next replay does not overwrite.
+    def run(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor) -> Tensor:
+        """Returns the loss of Pipeline.run, as a copy that the next replay does not overwrite.
 
-        Raises ValueError if a batch has another shape than in the recording.
+        Raises ValueError if a microbatch has another shape than in the recording.
         """
-        if len(batches) != len(self.batches):
-            self.allocate_inputs(batches, scale)
-        self.copy_inputs(batches, scale)
+        if len(microbatches) != len(self.batches):
+            self.allocate_inputs(ops, microbatches, scale)
+        self.copy_inputs(microbatches, scale)
 
-        self.calls += 1
-        if self.calls <= WARM_UP_CALLS:
-            return self.run_on_side_stream(work)
+        self.steps_run += 1
+        if self.steps_run <= WARM_UP_STEPS:
+            return self.run_on_side_stream()
         if self.replay is None:
-            self.replay = self.record(work)
+            self.replay = self.record()
         self.replay()
         assert self.loss is not None  # the replay has set it
         return self.loss.clone()
 
-    def allocate_inputs(self, batches: list[Microbatch], scale: Tensor) -> None:
-        """Drops the recording and allocates inputs of these batches' number and shapes."""
-        self.calls = 0
+    def allocate_inputs(self, ops: list[Op], microbatches: Sequence[Microbatch], scale: Tensor) -> None:
+        """Drops the recording and allocates inputs of the microbatches' number and shapes."""
+        self.steps_run = 0
         self.replay = None
         self.loss = None
+        self.ops = ops
         self.scale = scale.clone()
-        self.steps = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in batches]
+        self.step_numbers = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in microbatches]
         self.batches = []
-        for batch, step in zip(batches, self.steps):
+        for batch, step_number in zip(microbatches, self.step_numbers):
             copies = {name: tensor.clone() for name, tensor in tensors(batch).items()}
-            self.batches.append(replace(batch, step=step, **copies))
+            self.batches.append(replace(batch, step=step_number, **copies))
 
-    def copy_inputs(self, batches: list[Microbatch], scale: Tensor) -> None:
+    def copy_inputs(self, microbatches: Sequence[Microbatch], scale: Tensor) -> None:
         """Copies this step's values into the inputs. Raises ValueError if a shape differs from theirs."""
-        for held, step, batch in zip(self.batches, self.steps, batches):
+        for held, step_number, batch in zip(self.batches, self.step_numbers, microbatches):
             new_shapes = shapes(batch)
             held_shapes = shapes(held)
             if new_shapes != held_shapes:
                 raise ValueError(f"train.cuda_graphs: a step of {new_shapes}, "
                                  f"and the recorded one is of {held_shapes}")
-            step.fill_(batch.step)
+            step_number.fill_(batch.step)
             for name, tensor in tensors(batch).items():
                 getattr(held, name).copy_(tensor)
         self.scale.copy_(scale)
 
-    def run_on_side_stream(self, work: ForwardBackward) -> Tensor:
-        """Runs the work itself, on a stream of its own as the recording will. On a CPU: just runs it."""
+    def run_pipeline(self) -> Tensor:
+        """What is recorded."""
+        return self.pipeline.run(self.ops, self.batches, self.scale)
+
+    def run_on_side_stream(self) -> Tensor:
+        """Runs the pipeline on a stream of its own, as the recording will. On a CPU: just runs it."""
         if self.side_stream is None:
-            return work(self.batches, self.scale)
+            return self.run_pipeline()
         current = torch.cuda.current_stream(self.device)
         self.side_stream.wait_stream(current)
         with torch.cuda.stream(self.side_stream):
-            loss = work(self.batches, self.scale)
+            loss = self.run_pipeline()
         current.wait_stream(self.side_stream)
         loss.record_stream(current)
         return loss
 
-    def record(self, work: ForwardBackward) -> Callable[[], object]:
-        """Records the work. Returns the function that repeats it over the inputs, into the same `loss`."""
+    def record(self) -> Callable[[], object]:
+        """Records the pipeline. Returns what repeats it over the inputs, into the same `loss`."""
         def run() -> None:
-            self.loss = work(self.batches, self.scale)
+            self.loss = self.run_pipeline()
 
         if self.side_stream is None:
             return run

@@ -206,7 +206,7 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if local_rank >= num_gpus:
         raise ConfigError(f"train.device: local rank {local_rank} has no GPU, this node has {num_gpus}; "
-                          f"start at most {num_gpus} ranks a node")
+                          f"start at most {num_gpus} ranks per node")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

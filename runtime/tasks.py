@@ -98,7 +98,7 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
               folder: str | None = None) -> dict[str, dict[str, float]]:
     """Returns {task: {metric: value, metric_stderr: value}}.
 
-    shots: examples in the prompt; None: as the task says. limit: documents a task; None: all.
+    shots: examples in the prompt; None: as the task says. limit: documents per task; None: all.
     folder: of one's own task files.
     Raises ConfigError if lm-eval is not installed, has no such task, or a task needs what
     is not supported here.
@@ -122,8 +122,11 @@ def run_tasks(names: list[str], speaker: EvaluationModel, shots: int | None = No
 
 def numbers_of(values: dict[str, Any]) -> dict[str, float]:
     """The harness's results of a task that are numbers, without its ",none" (no filter) in their names."""
-    numbers = {name: value for name, value in values.items() if isinstance(value, (int, float))}
-    return {name.replace(",none", ""): value for name, value in numbers.items()}
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, (int, float)):
+            numbers[name.replace(",none", "")] = value
+    return numbers
 
 
 def harness_model(speaker: EvaluationModel) -> Any:

@@ -16,10 +16,7 @@ import sys
 import time
 
 import config
-from build import plan_pipeline
 from config import Config, ConfigError
-from model.split import layers_of_stages
-from parallel.pipeline.schedule import Schedule
 from plan import published
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
@@ -65,7 +62,7 @@ def main(argv: list[str]) -> int:
 
     fixed = fixed_values(cfg, args.gpus, hardware, rest)
     started = time.perf_counter()
-    target = Target(args.gpus, hardware, Efficiency(), make_schedule_and_cuts)
+    target = Target(args.gpus, hardware, Efficiency())
     found, counts = search(cfg, target, fixed, args.top)
     seconds = time.perf_counter() - started
     if not found:
@@ -87,21 +84,12 @@ def main(argv: list[str]) -> int:
 
 def print_published(fit: bool) -> None:
     """Prints forecasts beside published measurements. fit: with constants that are fitted to them now."""
-    rows = published.rows(make_schedule_and_cuts)
+    rows = published.rows()
     efficiency = published.fit(rows, Efficiency()) if fit else Efficiency()
     print("\n".join([str(efficiency), *published.table(rows, efficiency)]))
 
 
 # ---- the search ------------------------------------------------------------------------------------------
-
-def make_schedule_and_cuts(cfg: Config, world: int) -> tuple[Schedule, list[tuple[int, int]]]:
-    """A job's schedule, and [(first, last layer + 1)] of its stages, as train.py makes them.
-
-    Raises ConfigError if train.py refuses the job.
-    """
-    schedule = plan_pipeline(cfg, world, advise=False)
-    return schedule, layers_of_stages(cfg, schedule.n_stages)
-
 
 def check_plannable(cfg: Config, hardware: Cluster) -> None:
     """Raises ConfigError if the vocabulary is not known, or the cluster has no figures for the dtype."""
@@ -191,9 +179,11 @@ def report(layout: Found, world: int, peak_flops: float) -> dict:
 def headline(cfg: Config, args: argparse.Namespace) -> str:
     """The job in one line."""
     counted, train = parameters(cfg.model), cfg.train
+    total = counted["total"] / 1e9
+    active = counted["active"] / 1e9
     tokens = train.global_batch * train.seq_len
-    return (f"{args.name}: {counted['total'] / 1e9:.1f}B parameters ({counted['active'] / 1e9:.1f}B a token)"
-            f" · {train.global_batch:,} x {train.seq_len:,} = {tokens / 1e6:.1f}M tokens a step"
+    return (f"{args.name}: {total:.1f}B parameters ({active:.1f}B per token)"
+            f" · {train.global_batch:,} x {train.seq_len:,} = {tokens / 1e6:.1f}M tokens per step"
             f" · {train.dtype} · {args.gpus:,} GPUs of {args.cluster}")
 
 

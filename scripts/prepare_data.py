@@ -102,7 +102,7 @@ def summary(report: dict) -> str:
     megabytes = text_bytes / 1e6
     return "\n".join([
         f"data      {report['documents']:,} documents, {megabytes:,.1f} MB, {tokens:,} tokens "
-        f"({text_bytes / tokens:.2f} bytes a token){left_out}",
+        f"({text_bytes / tokens:.2f} bytes per token){left_out}",
         f"tokenizer {report['tokenizer']} ({report['fingerprint'][:12]}), ids in {report['dtype']}",
         f"speed     {megabytes / report['seconds']:.1f} MB/s, {report['seconds']:.1f} s, "
         f"{report['workers']} workers",

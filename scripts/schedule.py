@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 
 import config
-from build import TrainingRun, build_run, plan_pipeline
+from build import TrainingRun, build_run
 from config import Config, ConfigError
+from model.schedules import plan_pipeline
 from parallel.microbatch import Microbatch
 from parallel.pipeline import executor as pipeline
 from parallel.pipeline.schedule import (
@@ -446,10 +447,13 @@ def count(amount: float, word: str) -> str:
 
 def aligned(rows: Iterable[Iterable[object]]) -> list[str]:
     """Rows as lines of left-aligned columns."""
-    lines = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    padded = [[cell.ljust(width) for cell, width in zip(line, widths)] for line in lines]
-    return ["  ".join(cells).rstrip() for cells in padded]
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    lines: list[str] = []
+    for row in texts:
+        padded = [cell.ljust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 if __name__ == "__main__":

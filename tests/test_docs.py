@@ -35,8 +35,8 @@ import scripts.plan
 import scripts.prepare_data
 import scripts.schedule
 import train
-from build import plan_pipeline
 from config import ConfigError, unused
+from model.schedules import plan_pipeline
 from proof.verify.overrides import check_free, read_overrides, split_overrides
 from proof.verify.tiny_config import tiny_config
 

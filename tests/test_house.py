@@ -61,7 +61,9 @@ PLANNABLE = {
     "model.head",
     "model.precision",
     "model.router",
+    "model.schedules",
     "model.sharding",
+    "model.split",
 }
 PURE = {
     "parallel/cost.py",

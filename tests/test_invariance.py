@@ -11,7 +11,6 @@ import random
 import pytest
 from draw import commit_seed
 
-from build import plan_pipeline
 from proof import lattice, mutate
 from proof.verify.cells import chosen
 from proof.verify.cells import words as words_of
@@ -58,9 +57,7 @@ PLANTED = 3
 
 
 def found(name: str, world: int) -> lattice.Lattice:
-    return lattice.find_layouts(
-        tiny_config(name, world), world, lambda c: plan_pipeline(c, world, advise=False)
-    )
+    return lattice.find_layouts(tiny_config(name, world), world)
 
 
 @pytest.mark.parametrize("name,world,words", CORE)

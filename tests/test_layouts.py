@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from build import plan_pipeline
 from config import ConfigError
+from model.schedules import plan_pipeline
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
 

@@ -14,9 +14,10 @@ import torch
 from batches import Tokens
 from ranks import MODEL, corpus, job
 
-from build import build_run, make_schedules, plan_pipeline, total_steps
+from build import build_run, total_steps
 from config import TrainConfig, global_batch_at, global_batch_sizes, sequences_seen, steps_to_see
 from data import loader
+from model.schedules import make_schedules, plan_pipeline
 from parallel.topology.mesh import Mesh
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard

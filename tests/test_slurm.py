@@ -14,7 +14,7 @@ import time
 import pytest
 
 import config
-from build import plan_pipeline
+from model.schedules import plan_pipeline
 
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"

@@ -142,7 +142,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Order:
 
 
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Order:
-    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): `chunks` stages a rank.
+    """Interleaved 1F1B (arXiv 2104.04473, section 2.2): `chunks` stages per rank.
 
     The bubble is divided by `chunks`, and the transfers are multiplied by it. Microbatches go in groups of
     `ranks` through chunk 0, then the same group through chunk 1, and so on.

@@ -315,7 +315,7 @@ class _AddBias(torch.autograd.Function):
 def tensor_parallel_rms_norm(x: Tensor, weight: Tensor, eps: float, group: Group) -> Tensor:
     """RMSNorm over features that are divided over the group. x [..., n/tp], weight [n/tp] -> [..., n/tp].
 
-    One number a row is summed over the group, in the forward and in the backward.
+    One number per row is summed over the group, in the forward and in the backward.
     """
     return _TensorParallelRMSNorm.apply(x, weight, eps, group)
 
@@ -390,7 +390,7 @@ def vocab_embedding_cost(work: Workload, table: ParameterSpec, group: Group, seq
 def merge_vocab_statistics(group: Group) -> Merge | None:
     """For linear_cross_entropy: combines the statistics of a vocabulary that is divided over the group.
 
-    One all-gather of two numbers a row. None if the group has one rank.
+    One all-gather of two numbers per row. None if the group has one rank.
     """
     def merge(lse: Tensor, picked: Tensor) -> tuple[Tensor, Tensor]:
         """lse [rows]: logsumexp of this rank's logits; picked [rows]: the target's logit, or 0."""
@@ -404,7 +404,7 @@ def merge_vocab_statistics(group: Group) -> Merge | None:
 
 
 def merge_exchanges(rows: list[int], group: Group, work: Workload) -> tuple[Exchange, ...]:
-    """What merge_vocab_statistics exchanges. rows: of each call: two numbers a row, from every rank."""
+    """What merge_vocab_statistics exchanges. rows: of each call: two numbers per row, from every rank."""
     exchanges: list[Exchange] = []
     for count, calls in Counter(rows).items():
         nbytes = group.size * 2 * count * work.accumulation_bytes

@@ -88,5 +88,6 @@ def bits_of(x: Tensor) -> Tensor:
 
 def poison(x: Tensor) -> None:
     """Sets every byte of x. Like an exchange, it does not count as a change that autograd would see."""
-    nan = torch.full((x.numel() * x.element_size(),), POISON, dtype=torch.uint8, device=x.device)
-    x.data.copy_(nan.view(x.dtype).view(x.shape))
+    num_bytes = x.numel() * x.element_size()
+    poisoned = torch.full((num_bytes,), POISON, dtype=torch.uint8, device=x.device)
+    x.data.copy_(poisoned.view(x.dtype).view(x.shape))

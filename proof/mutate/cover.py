@@ -246,8 +246,13 @@ def enclosing_spans(text: str, line: int) -> list[range]:
 
 def is_in_function_body(text: str, line: int) -> bool:
     """Returns whether a line runs when a function is called: not its head, nor a class or a file alone."""
-    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-    return any(function.body[0].lineno <= line <= last_line(function) for function in functions)
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        first = node.body[0].lineno
+        if first <= line <= last_line(node):
+            return True
+    return False
 
 
 def lines_in_older_text(older: str, newer: str, span: range) -> list[int]:

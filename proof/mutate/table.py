@@ -1198,8 +1198,8 @@ TABLE = (
     Mutation(
         what="the validation loss is divided by this rank's tokens",
         file="runtime/evaluate.py",
-        old="tokens, size = comm.all_reduce_sum(counted, group).unbind()",
-        new="tokens, size = (group.size * counted).unbind()",
+        old="counts = comm.all_reduce_sum(own_counts, group)",
+        new="counts = group.size * own_counts",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 docs",

@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
 
-from build import plan_pipeline
 from config import Config, ConfigError
+from model.schedules import plan_pipeline
 from proof.precision.job import DTYPES, LEARNING_RATES, precision_config
 from proof.verify.overrides import Overrides
 

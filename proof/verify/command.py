@@ -36,8 +36,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import config
-from build import plan_pipeline
 from config import ConfigError
+from model.schedules import plan_pipeline
 from proof import lattice, mup, precision
 from proof.lattice import Lattice, Values
 from proof.verify.cells import chosen, part_of, words
@@ -168,7 +168,6 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     found = lattice.find_layouts(
         cfg,
         world,
-        check=lambda cfg: plan_pipeline(cfg, world, advise=False),
         keeps_window="model.window" in overrides.keys(),
     )
     cells = part_of(chosen(found, options.layouts, set(options.only), options.seed), options.part)

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 import config
-from build import plan_pipeline
 from config import ConfigError
 from config.suggestions import check_rules
+from model.schedules import plan_pipeline
 
 
 def refused(*argv, name=None, file=None, match=None):

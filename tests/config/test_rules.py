@@ -12,9 +12,9 @@ from ranks import MODEL, corpus, job
 
 import config
 import train
-from build import plan_pipeline
 from config import ConfigError
 from config.rules import divisors
+from model.schedules import plan_pipeline
 from runtime.failure import code_of
 
 BASE = config.resolve(

@@ -73,9 +73,9 @@ FLASH = {
 
 
 def flash(kernel, table: dict, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS) -> Case:
-    dp, ep = (partial_attention.power_of_2(x) for x in (d, e))
+    largest = partial_attention.padded(max(d, e))
     blocks = {
-        chip: dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes[max(dp, ep)]))
+        chip: dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes[largest]))
         for chip, sizes in table.items()
     }
     return Case(
@@ -84,9 +84,7 @@ def flash(kernel, table: dict, d: int, e: int, bounded: bool = False, chips: tup
             "CAUSAL": True,
             "BOUNDED": bounded,
             "HEAD_DIM": d,
-            "PADDED_HEAD_DIM": dp,
             "VALUE_DIM": e,
-            "PADDED_VALUE_DIM": ep,
         },
         FLASH,
         "gemm",
@@ -254,7 +252,7 @@ CASES = {
     "gelu_backward": Case(swiglu.gelu_backward_kernel, GELU),
     "attention_delta": Case(
         partial_attention.delta_kernel,
-        {"BLOCK_M": partial_attention.DELTA_ROWS, "VALUE_DIM": 128, "PADDED_VALUE_DIM": 128, "num_warps": 4},
+        {"BLOCK_M": partial_attention.DELTA_ROWS, "VALUE_DIM": 128, "num_warps": 4},
         FLASH,
     ),
     "cross_entropy": Case(

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import config
-from build import make_buckets, make_stages, plan_pipeline
+from build import make_buckets, make_stages
+from model.schedules import plan_pipeline
 from model.split import layers_of_stages
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh

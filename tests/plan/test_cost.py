@@ -9,13 +9,13 @@ import pytest
 
 import config
 from model.describe import describe_stage, workload
+from model.schedules import plan_pipeline
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan import bytes as wire
 from plan import cost, published
 from plan.count import flops_per_token
 from plan.job import Job
 from plan.search import job_of, set_keys
-from scripts.plan import make_schedule_and_cuts
 
 FREE = cost.Efficiency(1, 1, 1, 1, 1, 1, 0, 0, 0)
 IDEAL = cost.Cluster(
@@ -68,7 +68,7 @@ def test_the_products_of_all_ranks_are_the_models(name, keys):
 
 
 def test_a_pipeline_without_exchanges_takes_its_products_and_its_bubble():
-    one, n = job_of(config_of("llama3-8b"), 1, make_schedule_and_cuts)
+    one, n = job_of(config_of("llama3-8b"), 1)
     alone = cost.forecast(one, n, IDEAL, FREE)
     flops = flops_per_token(one.cfg.model, 256) * 64 * 256
     flops += (
@@ -80,7 +80,7 @@ def test_a_pipeline_without_exchanges_takes_its_products_and_its_bubble():
         and not any(alone.exposed.values())
     )
     four, n = job_of(
-        config_of("llama3-8b", parallel__pp=4, parallel__schedule="1f1b"), 4, make_schedule_and_cuts
+        config_of("llama3-8b", parallel__pp=4, parallel__schedule="1f1b"), 4
     )
     piped = cost.forecast(four, n, IDEAL, FREE)
     assert (
@@ -104,7 +104,7 @@ def test_a_cluster_that_does_all_twice_as_fast_takes_half_the_time():
         ("mixtral-8x7b", dict(parallel__ep=8)),
         ("llama3-8b", dict(parallel__cp=4, parallel__zero=3)),
     ):
-        job, n = job_of(config_of(name, train__global_batch=128, **keys), 64, make_schedule_and_cuts)
+        job, n = job_of(config_of(name, train__global_batch=128, **keys), 64)
         assert cost.forecast(job, n, twice, e).step == pytest.approx(
             cost.forecast(job, n, c, e).step / 2, rel=1e-9
         )
@@ -127,7 +127,7 @@ def test_what_a_ring_and_an_all_to_all_send_over_each_link():
 def test_the_bytes_are_those_that_the_ledger_counts():
     """A step of every microbatch there is (none left out): crossing adds up to plan/bytes.py's ring_bytes."""
     cfg = config_of("llama3-8b", parallel__tp=2, parallel__sp=True, parallel__zero=3, train__micro_batch=16)
-    job, n = job_of(cfg, 4, make_schedule_and_cuts)
+    job, n = job_of(cfg, 4)
     assert n == job.schedule.microbatches == 2
     near, far = cost.forecast(job, n, cost.cluster("h100-ib"), cost.Efficiency()).sent
     whole = sum(
@@ -148,13 +148,13 @@ def test_every_exchange_that_cannot_hide_costs_time():
         dict(parallel__pp=4),
         dict(parallel__zero=3),
     ):
-        job, n = job_of(config_of("llama3-8b", **keys), 16, make_schedule_and_cuts)
+        job, n = job_of(config_of("llama3-8b", **keys), 16)
         assert cost.forecast(job, n, slow, e).step > 1.2 * cost.forecast(job, n, fast, e).step, keys
 
 
 def test_forecasts_beside_what_others_have_published():
     """Rows that chose no constant: the median error, and no drift to one side."""
-    judged = [m.error(cost.Efficiency()) for m in published.rows(make_schedule_and_cuts, ("judge",))]
+    judged = [m.error(cost.Efficiency()) for m in published.rows(("judge",))]
     assert len(judged) == 101
     assert statistics.median(map(abs, judged)) < 0.15 and abs(statistics.median(judged)) < 0.1
 
@@ -164,8 +164,8 @@ def test_a_job_keeps_enough_microbatches_to_be_steady():
     stages.
     """
     cfg = config_of("llama3-8b", parallel__pp=4, parallel__stages="8,8,8,8", train__global_batch=256)
-    job, n = job_of(cfg, 4, make_schedule_and_cuts)
+    job, n = job_of(cfg, 4)
     assert n == 128 and job.schedule.microbatches == cost.STEADY * 4
-    whole = replace(job, schedule=make_schedule_and_cuts(cfg, 4)[0], cfg=cfg)
+    whole = replace(job, schedule=plan_pipeline(cfg, 4), cfg=cfg)
     few, all_of_them = (cost.forecast(j, n, IDEAL, FREE).step for j in (job, whole))
     assert isinstance(whole, Job) and few == pytest.approx(all_of_them, rel=0.01)

@@ -11,9 +11,10 @@ import torch
 import torch.utils.checkpoint
 from batches import Tokens
 
-from build import build_run, plan_pipeline
+from build import build_run
 from config import OPTIMIZERS
 from model.describe import describe_stage, workload
+from model.schedules import plan_pipeline
 from model.split import layers_of_stages
 from parallel.pipeline.executor import WeightGradStore
 from parallel.topology.dims import ParallelDims

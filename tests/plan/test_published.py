@@ -12,7 +12,6 @@ from plan.cost import cluster
 from plan.frameworks import FRAMEWORKS, MEGATRON, framework_activation_bytes
 from plan.published import config_of, memory_of_runs, read_rows
 from plan.search import held_bytes, job_of
-from scripts.plan import make_schedule_and_cuts
 
 RECIPES = sorted((Path(__file__).parents[2] / "scripts" / "recipes").glob("*.sh"))
 
@@ -23,7 +22,7 @@ NOT_FORESEEN = {"BLOOM-TUNE-106"}
 
 @pytest.fixture(scope="module")
 def runs():
-    return list(memory_of_runs(make_schedule_and_cuts))
+    return list(memory_of_runs())
 
 
 def test_few_runs_that_ran_are_called_too_large(runs):
@@ -59,7 +58,7 @@ def test_activations_are_those_of_the_paper():
     rows = [row for row in read_rows() if row["outcome"] == "computed"]
     assert len(rows) == 8
     for row in rows:
-        job, _ = job_of(config_of(row), int(row["gpus"]), make_schedule_and_cuts)
+        job, _ = job_of(config_of(row), int(row["gpus"]))
         layers = job.cfg.model.layers // job.schedule.n_stages
         even = replace(
             job, cuts=[(first, first + layers) for first in range(0, job.cfg.model.layers, layers)]
@@ -89,5 +88,5 @@ def test_recipes_fit_their_gpus(recipe):
         ["bash", str(recipe), "--words"], capture_output=True, text=True, check=True
     ).stdout.splitlines()
     cfg = config.resolve(words[0], None, words[1:])
-    job, _ = job_of(cfg, world, make_schedule_and_cuts)
+    job, _ = job_of(cfg, world)
     assert held_bytes(job).total <= cluster("h100-ib").memory

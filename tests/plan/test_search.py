@@ -9,6 +9,7 @@ import pytest
 
 import config
 from config.values import combinations
+from model.schedules import plan_pipeline
 from plan.cost import Efficiency, cluster
 from plan.search import (
     RESERVED_BYTES,
@@ -25,11 +26,10 @@ from plan.search import (
     step_with_bubble,
     with_fixed,
 )
-from scripts.plan import make_schedule_and_cuts
 
 
 def target(world, c):
-    return Target(world, c, Efficiency(), make_schedule_and_cuts)
+    return Target(world, c, Efficiency())
 
 
 def brute(cfg, world, c, fixed):
@@ -71,7 +71,7 @@ def test_what_is_set_stays_and_what_is_found_fits():
     for x in found:
         assert x.cfg.parallel.ep == 8 and x.cfg.parallel.schedule == "1f1b" and x.cfg.train.micro_batch == 1
         assert x.held.total <= 80e9
-        make_schedule_and_cuts(x.cfg, 32)  # train.py's rules let it pass
+        plan_pipeline(x.cfg, 32)  # train.py's rules let it pass
 
 
 def test_no_schedule_is_priced_twice():
@@ -125,7 +125,7 @@ def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
         one = set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.zero": 1} | more)
         assert (
             least_bytes(one, 16, bound)
-            <= sum(held_bytes(job_of(one, 16, make_schedule_and_cuts)[0])) + RESERVED_BYTES
+            <= sum(held_bytes(job_of(one, 16)[0])) + RESERVED_BYTES
         ), more
 
 
@@ -135,7 +135,7 @@ def test_gpipe_holds_all_microbatches_and_other_schedules_need_only_a_few_to_sho
     )
     held = {}
     for kind in ("gpipe", "1f1b"):
-        job, microbatches = job_of(set_keys(cfg, {"parallel.schedule": kind}), 4, make_schedule_and_cuts)
+        job, microbatches = job_of(set_keys(cfg, {"parallel.schedule": kind}), 4)
         held[kind] = held_bytes(job)
         assert microbatches == 64 // cfg.train.micro_batch
     assert held["gpipe"].activations == pytest.approx(microbatches / 4 * held["1f1b"].activations, rel=0.3)

@@ -5,15 +5,12 @@ import random
 
 import pytest
 
-from build import plan_pipeline
 from proof import lattice
 from proof.verify.tiny_config import tiny_config
 
 
 def found(world, name="llama3-tiny"):
-    return lattice.find_layouts(
-        tiny_config(name, world), world, lambda c: plan_pipeline(c, world, advise=False)
-    )
+    return lattice.find_layouts(tiny_config(name, world), world)
 
 
 @pytest.mark.parametrize("world, seed", [(1, 0), (1, 1), (2, 2), (2, 3), (3, 4)])

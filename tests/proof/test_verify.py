@@ -12,7 +12,6 @@ import os
 import pytest
 
 import config
-from build import plan_pipeline
 from config import Config, ConfigError
 from proof import lattice, mup
 from proof.precision.cells import Cell
@@ -284,7 +283,7 @@ def test_words_of_the_command_and_of_overrides_are_told_apart():
 
 def test_a_window_of_ones_own_stays_in_the_wide_cells():
     cfg = tiny_config("llama3-tiny", 1, Overrides((("model.window", "7"),)))
-    found = lattice.find_layouts(cfg, 1, lambda cfg: plan_pipeline(cfg, 1, advise=False), keeps_window=True)
+    found = lattice.find_layouts(cfg, 1, keeps_window=True)
     wide = found.layouts[0] | lattice.default_switches() | {"geometry": "wide"}
     assert found.config(wide).model.window == 7 and found.config(wide).train.seq_len == 240
 

@@ -13,7 +13,7 @@ from config import ConfigError
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from runtime import setup
-from runtime.graphs import WARM_UP_CALLS, CudaGraphStep
+from runtime.graphs import WARM_UP_STEPS, RecordedPipeline
 from runtime.guard import NonFiniteGuard
 from train import train_step
 
@@ -72,25 +72,26 @@ def batches(step: int, docs: bool, device, number: int = 2) -> list[Microbatch]:
 
 
 def trained(
-    args: list[str], device: torch.device, graph: bool, numbers: tuple[int, ...] = (2,) * (WARM_UP_CALLS + 2)
+    args: list[str], device: torch.device, graph: bool, numbers: tuple[int, ...] = (2,) * (WARM_UP_STEPS + 2)
 ):
     """Losses and norms of some steps, one of which is skipped, and the weights after them. numbers: of
     microbatches, for each step.
     """
     cfg = config.resolve("llama3-tiny", None, [*ARGS, *args])
-    run = replace(
-        build_run(cfg, Mesh.single(), device, None, 20), graph=CudaGraphStep(device) if graph else None
-    )
+    run = build_run(cfg, Mesh.single(), device, None, 20)
+    recording = RecordedPipeline(run.pipeline, device) if graph else None
+    run = replace(run, recording=recording)
     guard, told = NonFiniteGuard(), []
     for step, number in enumerate(numbers, 1):
 
         def spoil():
-            if step == WARM_UP_CALLS:
+            if step == WARM_UP_STEPS:
                 run.buckets[0].grads.local[0] = float("nan")
 
         loss, norm, ok = train_step(run, step, batches(step, cfg.data.doc_mask, device, number), guard, spoil)
         told += [loss.clone(), norm.clone(), ok.clone()]
-    assert not graph or run.graph.calls == numbers.count(numbers[-1]) and run.graph.replay is not None
+    if recording is not None:
+        assert recording.steps_run == numbers.count(numbers[-1]) and recording.replay is not None
     return told, [b.weights.master.clone() for b in run.buckets], run
 
 
@@ -113,14 +114,14 @@ def test_a_recorded_step_is_the_step(device, args):
     plain, graph = (trained(args.split(), torch.device(device), on) for on in (False, True))
     assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
-    assert len({float(loss) for loss in plain[0][::3]}) > WARM_UP_CALLS, "the steps are not all the same step"
+    assert len({float(loss) for loss in plain[0][::3]}) > WARM_UP_STEPS, "the steps are not all the same step"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_ramp_is_recorded_anew_for_each_number_of_microbatches(device):
     args, numbers = (
         ["--train.ramp", "2,2,64", "--model.dropout", "0.1"],
-        (1,) * (WARM_UP_CALLS + 2) + (2,) * (WARM_UP_CALLS + 2),
+        (1,) * (WARM_UP_STEPS + 2) + (2,) * (WARM_UP_STEPS + 2),
     )
     plain, graph = (trained(args, torch.device(device), on, numbers) for on in (False, True))
     assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
@@ -133,16 +134,16 @@ def test_a_value_that_is_left_behind_is_seen(monkeypatch, left):
 
     def copy_inputs(self, new, scale):
         full(self, new, scale)
-        if self.calls > WARM_UP_CALLS:
+        if self.steps_run > WARM_UP_STEPS:
             if left == "scale":
                 self.scale.fill_(2.0)
             else:
                 for b in self.batches:
                     getattr(b, left).fill_(0)
 
-    full = CudaGraphStep.copy_inputs
+    full = RecordedPipeline.copy_inputs
     plain = trained(["--model.dropout", "0.2"], torch.device("cpu"), False)
-    monkeypatch.setattr(CudaGraphStep, "copy_inputs", copy_inputs)
+    monkeypatch.setattr(RecordedPipeline, "copy_inputs", copy_inputs)
     other = trained(["--model.dropout", "0.2"], torch.device("cpu"), True)
     assert not all(torch.equal(a, b) for a, b in zip(plain[1], other[1]))
 
@@ -150,7 +151,7 @@ def test_a_value_that_is_left_behind_is_seen(monkeypatch, left):
 def test_another_shape_is_an_error():
     *_, run = trained([], torch.device("cpu"), True)
     with pytest.raises(ValueError, match="train.cuda_graphs"):
-        run.graph([].append, batches(1, True, "cpu"), run.scaler.scale)  # now with documents
+        run.recording.run([], batches(1, True, "cpu"), run.scaler.scale)  # now with documents
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -103,7 +103,7 @@ def test_no_gpu_is_the_users_mistake(monkeypatch):
     with pytest.raises(ConfigError, match="train.device: cuda"):
         setup.pick_device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ConfigError, match="at most 2 ranks a node"):
+    with pytest.raises(ConfigError, match="at most 2 ranks per node"):
         setup.pick_device("auto", 2)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import config
-from build import plan_pipeline
 from kernels.attention_mask import make_attention_mask as interval
+from model.schedules import plan_pipeline
 from parallel.context.zigzag import (
     chunk_mask,
     shard_batch,

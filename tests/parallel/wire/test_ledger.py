@@ -9,9 +9,10 @@ import torch
 from batches import Tokens
 
 import config
-from build import build_run, plan_pipeline
+from build import build_run
 from kernels import cross_entropy
 from model import head
+from model.schedules import plan_pipeline
 from model.split import layers_of_stages
 from parallel.cost import Workload
 from parallel.topology.dims import ParallelDims

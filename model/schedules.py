@@ -1,0 +1,125 @@
+"""The pipeline schedules of a job: one for each number of microbatches that a step may have.
+
+What train.py makes, the planner and the proofs ask for here, so all refuse the same jobs in the same words.
+"""
+from collections.abc import Iterator
+
+from config import (
+    Config,
+    ConfigError,
+    comma_separated,
+    divisors,
+    global_batch_sizes,
+    positive_integers,
+)
+from config.rules import Rule, validate
+from config.suggestions import suggestion
+from model.split import split_by_cost
+from parallel.pipeline.schedule import Schedule, check_schedule, make_schedule
+
+
+def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
+    """The schedule of a step with the full train.global_batch.
+
+    It is checked with those of a ramp's smaller batches. Raises ConfigError for every setting that cannot run
+    on `world` ranks. advise: the error names values that can.
+    """
+    return make_schedules(cfg, world, advise)[-1]
+
+
+def make_schedules(cfg: Config, world: int, advise: bool = True) -> list[Schedule]:
+    """A schedule for each number of microbatches that a step may have, the fewest first.
+
+    Raises ConfigError as plan_pipeline does.
+    """
+    schedules = schedules_or_broken_rule(cfg, world)
+    if not isinstance(schedules, Rule):
+        return schedules
+
+    def can_run(other: Config) -> bool:
+        return not isinstance(schedules_or_broken_rule(other, world), Rule)
+
+    advice = suggestion(cfg, schedules, can_run) if advise else ""
+    raise ConfigError(schedules.message + advice)
+
+
+def schedules_or_broken_rule(cfg: Config, world: int) -> list[Schedule] | Rule:
+    """The schedules of make_schedules; or the first rule that a run on `world` ranks breaks.
+
+    Raises ConfigError if a value cannot be read.
+    """
+    broken = validate(cfg, world)
+    if broken is not None:
+        return broken
+    schedules = schedules_of_batch_sizes(cfg, world)
+    if isinstance(schedules, Rule):
+        return schedules
+    for rule in stage_rules(cfg, schedules[-1], world):
+        if not rule.holds:
+            return rule
+    for schedule in schedules:
+        check_schedule(schedule.order, schedule.n_stages, schedule.microbatches, schedule.rank_of_stage)
+    return schedules
+
+
+def schedules_of_batch_sizes(cfg: Config, world: int) -> list[Schedule] | Rule:
+    """The schedules of make_schedules, not yet checked against the model.
+
+    Where the microbatches of a batch size do not fit the schedule: the rule that it breaks.
+    """
+    parallel = cfg.parallel
+    train = cfg.train
+    dp = world // (parallel.tp * parallel.cp * parallel.pp)
+    sequences = train.micro_batch * dp  # of a microbatch, on all ranks
+    schedules: list[Schedule] = []
+    # the full batch first: if no batch fits, the error names it and not the ramp
+    for size in reversed(global_batch_sizes(train)):
+        try:
+            schedule = make_schedule(parallel.schedule, parallel.pp, size // sequences, parallel.vpp)
+        except ValueError as error:
+            if schedules:
+                message = (
+                    f"train.ramp: {train.ramp} has steps of {size} sequences, and parallel.schedule {error} "
+                    "(microbatches = sequences / (train.micro_batch * dp))"
+                )
+                return Rule(False, message, ramp_unit=sequences)
+            message = (
+                f"parallel.schedule: {error} "
+                "(microbatches = train.global_batch / (train.micro_batch * dp))"
+            )
+            return Rule(False, message)
+        schedules.insert(0, schedule)
+    return schedules
+
+
+def stage_rules(cfg: Config, schedule: Schedule, world: int) -> Iterator[Rule]:
+    """Every stage has a layer, and parallel.stages and parallel.recompute_stages have an entry for each."""
+    parallel = cfg.parallel
+    shape = f"{parallel.schedule} on {parallel.pp} ranks"
+    yield Rule(
+        schedule.n_stages <= cfg.model.layers,
+        f"parallel.pp: {shape} makes {schedule.n_stages} stages, "
+        f"model.layers is {cfg.model.layers}; lower parallel.pp or parallel.vpp",
+        "parallel.pp",
+        divisors(world),
+    )
+
+    sizes = positive_integers(parallel.stages)
+    if parallel.stages and len(sizes) != schedule.n_stages:
+        balanced = split_by_cost(cfg.model, schedule.n_stages, cfg.train.seq_len)
+        example = ",".join(map(str, balanced))
+        yield Rule(
+            False,
+            f"parallel.stages: {parallel.stages} cuts {len(sizes)} stages, "
+            f"{shape} has {schedule.n_stages}; try parallel.stages {example}",
+        )
+
+    modes = comma_separated(parallel.recompute_stages)
+    if modes:
+        extended = modes + modes[-1:] * schedule.n_stages
+        example = ",".join(extended[:schedule.n_stages])
+        yield Rule(
+            len(modes) == schedule.n_stages,
+            f"parallel.recompute_stages: {len(modes)} modes, "
+            f"{shape} has {schedule.n_stages} stages; try parallel.recompute_stages {example}",
+        )
