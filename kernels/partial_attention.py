@@ -22,7 +22,8 @@ from torch import Tensor
 
 from kernels.attention_mask import AttentionMask, MaskLike
 from kernels.grad import accumulation_dtype
-from kernels.triton_ import ceil_div, chip_name, kernel_is_available, power_of_2, tl, triton
+from kernels.tiles import block_range, inside_matrix
+from kernels.triton_ import ceil_div, chip_name, kernel_is_available, tl, triton
 
 TILE = 512  # queries whose scores exist together, without Triton
 MAX_HEAD_DIM = 256
@@ -186,24 +187,44 @@ def dense(mask: MaskLike) -> Tensor | None:
 # ---- Triton ------------------------------------------------------------------------------------------------
 # Scores are in base 2, since exp2 is one instruction: `scale` is log2(e) / sqrt(d).
 # x_strides: of batch, token and head of X, in elements; channels are adjacent.
+# rows, columns: a block of queries and a block of keys; BLOCK_M, BLOCK_N: how many these are.
+# HEAD_DIM, VALUE_DIM: channels of a head of Q and K, and of V. A tile has more, see `padded`.
 # FIRST_KEY, QUERY_END: as in kernels/attention_mask.py. offset: the position of query row 0 among the keys.
-# CAUSAL: there is a mask. BOUNDED: it has FIRST_KEY and QUERY_END.
-# BLOCK_M, BLOCK_N: queries and keys of a block.
+# CAUSAL: there is a mask. BOUNDED: it has FIRST_KEY and QUERY_END. MASKED: some pairs are not visible.
 
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
+@triton.constexpr_function
+def padded(dim):
+    """The channels of a tile: a power of two, and at least 16, for the tensor cores."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
 @triton.jit
-def load_rows(X, rows, stride, n, EDGE: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Rows `rows` of X [n, DIM] -> [rows, PADDED_DIM], 0 outside X. EDGE: some rows may be n or more."""
-    channels = tl.arange(0, PADDED_DIM)
+def sequence_and_head(heads):
+    """Which sequence and which head of it this program works on, if dim 1 of the grid counts both: int64."""
+    batch = (tl.program_id(1) // heads).to(tl.int64)
+    head = (tl.program_id(1) % heads).to(tl.int64)
+    return batch, head
+
+
+@triton.jit
+def head_of(X, strides, batch, head):
+    """Where one head of one sequence of X begins."""
+    return X + batch * strides[0] + head * strides[2]
+
+
+@triton.jit
+def load_rows(X, rows, stride, n, EDGE: tl.constexpr, DIM: tl.constexpr):
+    """Rows `rows` of X [n, DIM] -> [rows, padded(DIM)], 0 outside X. EDGE: some rows may be n or more."""
+    channels = tl.arange(0, padded(DIM))
     pointers = X + rows[:, None] * stride + channels[None, :]
-    if EDGE and DIM < PADDED_DIM:
-        inside = (rows < n)[:, None] & (channels < DIM)[None, :]
-        x = tl.load(pointers, inside, 0.0)
+    if EDGE and DIM < padded(DIM):
+        x = tl.load(pointers, inside_matrix(rows, channels, n, DIM), 0.0)
     elif EDGE:
         x = tl.load(pointers, (rows < n)[:, None], 0.0)
-    elif DIM < PADDED_DIM:
+    elif DIM < padded(DIM):
         x = tl.load(pointers, (channels < DIM)[None, :], 0.0)
     else:
         x = tl.load(pointers)
@@ -211,18 +232,22 @@ def load_rows(X, rows, stride, n, EDGE: tl.constexpr, DIM: tl.constexpr, PADDED_
 
 
 @triton.jit
-def store_rows(X, x, rows, stride, n, DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+def store_rows(X, x, rows, stride, n, DIM: tl.constexpr):
     """The inverse of load_rows, cast to the dtype of X."""
-    channels = tl.arange(0, PADDED_DIM)
+    channels = tl.arange(0, padded(DIM))
     inside = n - rows > 0  # not rows < n: the loads' predicates would stay in registers until here
     pointers = X + rows[:, None] * stride + channels[None, :]
-    x = x.to(X.dtype.element_ty)
     tl.store(pointers, x, inside[:, None] & (channels < DIM)[None, :])
 
 
 @triton.jit
-def key_range(FIRST_KEY, row, s_k, offset, key_start, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_range(
+    FIRST_KEY, row, s_k, offset, key_start,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Which keys the queries row .. row + BLOCK_M - 1 see: (begin, masked_begin, end).
 
     Every query sees all keys before masked_begin; the keys from there on need a mask.
@@ -232,7 +257,8 @@ def key_range(FIRST_KEY, row, s_k, offset, key_start, CAUSAL: tl.constexpr, BOUN
     end = s_k
     if CAUSAL:
         end = tl.minimum(s_k, tl.maximum(row + BLOCK_M + offset, 0))
-        masked_begin = tl.minimum(masked_begin, tl.maximum(row + offset + 1, 0) // BLOCK_N * BLOCK_N)
+        first_row_end = tl.maximum(row + offset + 1, 0)  # of all rows, this one sees the fewest keys
+        masked_begin = tl.minimum(masked_begin, first_row_end // BLOCK_N * BLOCK_N)
     if BOUNDED:
         first_key = tl.load(FIRST_KEY + row) - key_start
         begin = tl.maximum(first_key, 0) // BLOCK_N * BLOCK_N
@@ -241,8 +267,13 @@ def key_range(FIRST_KEY, row, s_k, offset, key_start, CAUSAL: tl.constexpr, BOUN
 
 
 @triton.jit
-def query_range(QUERY_END, column, s_q, s_k, offset, query_start, CAUSAL: tl.constexpr,
-                BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def query_range(
+    QUERY_END, column, s_q, s_k, offset, query_start,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Which queries see the keys column .. column + BLOCK_N - 1: (begin, masked_end, end).
 
     The queries before masked_end need a mask; every query from there on sees all these keys.
@@ -252,10 +283,12 @@ def query_range(QUERY_END, column, s_q, s_k, offset, query_start, CAUSAL: tl.con
     end = s_q
     if CAUSAL:
         begin = tl.maximum(column - offset, 0) // BLOCK_M * BLOCK_M
-        sees_all = tl.cdiv(tl.maximum(column + BLOCK_N - 1 - offset, 0), BLOCK_M) * BLOCK_M
-        masked_end = tl.minimum(sees_all, tl.cdiv(s_q, BLOCK_M) * BLOCK_M)
+        sees_all = tl.maximum(column + BLOCK_N - 1 - offset, 0)
+        masked_end = tl.cdiv(sees_all, BLOCK_M) * BLOCK_M
+        masked_end = tl.minimum(masked_end, tl.cdiv(s_q, BLOCK_M) * BLOCK_M)
     if BOUNDED:
-        query_end = tl.load(QUERY_END + tl.minimum(column + BLOCK_N, s_k) - 1) - query_start
+        last_key = tl.minimum(column + BLOCK_N, s_k) - 1
+        query_end = tl.load(QUERY_END + last_key) - query_start
         end = tl.minimum(s_q, tl.maximum(query_end, 0))
         masked_end = end
     return begin, masked_end, end
@@ -274,22 +307,27 @@ def is_visible(rows, columns, first_key, s_k, offset, CAUSAL: tl.constexpr, BOUN
 
 @triton.jit
 def accumulate_output(
-    out, denominator, row_max, q, K, V, k_stride, v_stride, rows, first_key,
-    begin, end, s_k, offset, scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    out, denominator, row_max, q, K, V, rows, first_key,
+    begin, end, k_stride, v_stride, s_k, offset, scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """Adds the keys begin .. end - 1 to the online softmax of a block of queries."""
     for start in range(begin, end, BLOCK_N):
+        # scores
         columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(K, columns, k_stride, s_k, MASKED, HEAD_DIM, PADDED_HEAD_DIM)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = load_rows(K, columns, k_stride, s_k, EDGE=MASKED, DIM=HEAD_DIM)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
         if MASKED:
             mask = is_visible(
                 rows[:, None], columns[None, :], first_key[:, None], s_k, offset, CAUSAL, BOUNDED)
             scores = tl.where(mask, scores, -float("inf"))
 
+        # probabilities, relative to the largest score so far
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         base = new_max
         if MASKED:  # a query without a key so far: exp2(-inf - 0), not exp2(-inf + inf)
@@ -298,7 +336,8 @@ def accumulate_output(
         shrink = tl.exp2(row_max - base)
         denominator = denominator * shrink + tl.sum(probs, 1)
 
-        v = load_rows(V, columns, v_stride, s_k, MASKED, VALUE_DIM, PADDED_VALUE_DIM)
+        # their values
+        v = load_rows(V, columns, v_stride, s_k, EDGE=MASKED, DIM=VALUE_DIM)
         out = tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         row_max = new_max
     return out, denominator, row_max
@@ -306,22 +345,26 @@ def accumulate_output(
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, FIRST_KEY, OUT, LSE, q_strides, k_strides, v_strides, out_strides, first_key_stride,
+    Q, K, V, FIRST_KEY, OUT, LSE,
+    q_strides, k_strides, v_strides, out_strides, first_key_stride,
     s_q, s_k, heads, heads_per_group, key_start, offset, scale,
-    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """One block of queries of one head: its output and logsumexp."""
+    # the queries, and which keys they see
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
+    batch, head = sequence_and_head(heads)
     rows = row + tl.arange(0, BLOCK_M)
-    K += b * k_strides[0] + h // heads_per_group * k_strides[2]
-    V += b * v_strides[0] + h // heads_per_group * v_strides[2]
-    FIRST_KEY += b * first_key_stride
-    Q = Q + b * q_strides[0] + h * q_strides[2]
-    q = load_rows(Q, rows, q_strides[1], s_q, True, HEAD_DIM, PADDED_HEAD_DIM)
+    K = head_of(K, k_strides, batch, head // heads_per_group)
+    V = head_of(V, v_strides, batch, head // heads_per_group)
+    FIRST_KEY += batch * first_key_stride
+    Q = head_of(Q, q_strides, batch, head)
+    q = load_rows(Q, rows, q_strides[1], s_q, EDGE=True, DIM=HEAD_DIM)
 
     first_key = rows
     if BOUNDED:
@@ -329,27 +372,34 @@ def forward_kernel(
     begin, masked_begin, end = key_range(
         FIRST_KEY, row, s_k, offset, key_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
 
-    out = tl.zeros((BLOCK_M, PADDED_VALUE_DIM), tl.float32)
+    # online softmax: first over the keys that all these queries see, if there are such, then over the others
+    out = tl.zeros((BLOCK_M, padded(VALUE_DIM)), tl.float32)
     denominator = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    if not BOUNDED:
-        out, denominator, row_max = accumulate_output(
-            out, denominator, row_max, q, K, V, k_strides[1], v_strides[1], rows, first_key,
-            begin=begin, end=masked_begin, s_k=s_k, offset=offset, scale=scale,
-            MASKED=False, CAUSAL=CAUSAL, BOUNDED=BOUNDED, BLOCK_N=BLOCK_N,
-            HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
-            VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
-    out, denominator, row_max = accumulate_output(
-        out, denominator, row_max, q, K, V, k_strides[1], v_strides[1], rows, first_key,
-        begin=masked_begin, end=end, s_k=s_k, offset=offset, scale=scale,
-        MASKED=True, CAUSAL=CAUSAL, BOUNDED=BOUNDED, BLOCK_N=BLOCK_N,
-        HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
-        VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
+    for MASKED in tl.static_range(2):
+        if MASKED or not BOUNDED:
+            out, denominator, row_max = accumulate_output(
+                out, denominator, row_max, q, K, V, rows, first_key,
+                begin=masked_begin if MASKED else begin,
+                end=end if MASKED else masked_begin,
+                k_stride=k_strides[1],
+                v_stride=v_strides[1],
+                s_k=s_k,
+                offset=offset,
+                scale=scale,
+                MASKED=MASKED,
+                CAUSAL=CAUSAL,
+                BOUNDED=BOUNDED,
+                BLOCK_N=BLOCK_N,
+                HEAD_DIM=HEAD_DIM,
+                VALUE_DIM=VALUE_DIM,
+            )
 
+    # output and logsumexp
     sees_a_key = denominator > 0.0
-    OUT = OUT + b * out_strides[0] + h * out_strides[2]
+    OUT = head_of(OUT, out_strides, batch, head)
     out = out / tl.where(sees_a_key, denominator, 1.0)[:, None]
-    store_rows(OUT, out, rows, out_strides[1], s_q, VALUE_DIM, PADDED_VALUE_DIM)
+    store_rows(OUT, out, rows, out_strides[1], s_q, DIM=VALUE_DIM)
     lse = (row_max + tl.log2(tl.where(sees_a_key, denominator, 1.0))) / LOG2E
     lse = tl.where(sees_a_key, lse, -float("inf"))
     LSE = LSE + tl.program_id(1).to(tl.int64) * s_q
@@ -357,17 +407,19 @@ def forward_kernel(
 
 
 @triton.jit
-def delta_kernel(OUT, DOUT, DELTA, out_strides, dout_strides, s_q, heads, BLOCK_M: tl.constexpr,
-                 VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr):
+def delta_kernel(
+    OUT, DOUT, DELTA, out_strides, dout_strides, s_q, heads,
+    BLOCK_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
     """delta = <dout, out> of one block of queries of one head."""
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    OUT = OUT + b * out_strides[0] + h * out_strides[2]
-    out = load_rows(OUT, rows, out_strides[1], s_q, True, VALUE_DIM, PADDED_VALUE_DIM)
+    batch, head = sequence_and_head(heads)
+    rows = block_range(tl.program_id(0), BLOCK_M)
+    OUT = head_of(OUT, out_strides, batch, head)
+    out = load_rows(OUT, rows, out_strides[1], s_q, EDGE=True, DIM=VALUE_DIM)
     out = out.to(tl.float32)
-    DOUT = DOUT + b * dout_strides[0] + h * dout_strides[2]
-    dout = load_rows(DOUT, rows, dout_strides[1], s_q, True, VALUE_DIM, PADDED_VALUE_DIM)
+    DOUT = head_of(DOUT, dout_strides, batch, head)
+    dout = load_rows(DOUT, rows, dout_strides[1], s_q, EDGE=True, DIM=VALUE_DIM)
     dout = dout.to(tl.float32)
     DELTA = DELTA + tl.program_id(1).to(tl.int64) * s_q
     tl.store(DELTA + rows, tl.sum(out * dout, 1), rows < s_q)
@@ -375,23 +427,30 @@ def delta_kernel(OUT, DOUT, DELTA, out_strides, dout_strides, s_q, heads, BLOCK_
 
 @triton.jit
 def accumulate_dq(
-    dq, q, dout, lse, delta, K, V, k_stride, v_stride, rows, first_key,
-    begin, end, s_k, offset, scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    dq, q, dout, lse, delta, K, V, rows, first_key,
+    begin, end, k_stride, v_stride, s_k, offset, scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """Adds what the keys begin .. end - 1 contribute to dq of a block of queries."""
     for start in range(begin, end, BLOCK_N):
         columns = start + tl.arange(0, BLOCK_N)
-        k = load_rows(K, columns, k_stride, s_k, MASKED, HEAD_DIM, PADDED_HEAD_DIM)
-        v = load_rows(V, columns, v_stride, s_k, MASKED, VALUE_DIM, PADDED_VALUE_DIM)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        k = load_rows(K, columns, k_stride, s_k, EDGE=MASKED, DIM=HEAD_DIM)
+        v = load_rows(V, columns, v_stride, s_k, EDGE=MASKED, DIM=VALUE_DIM)
+
+        # probabilities of the forward
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
         probs = tl.exp2(scores - lse[:, None])
         if MASKED:
             mask = is_visible(
                 rows[:, None], columns[None, :], first_key[:, None], s_k, offset, CAUSAL, BOUNDED)
             probs = tl.where(mask, probs, 0.0)
+
+        # gradients
         dprobs = tl.dot(dout, tl.trans(v), input_precision="ieee")
         dscores = probs * (dprobs - delta[:, None])
         dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
@@ -400,70 +459,85 @@ def accumulate_dq(
 
 @triton.jit
 def dq_kernel(
-    Q, K, V, FIRST_KEY, DOUT, LSE, DELTA, DQ, q_strides, k_strides, v_strides, dout_strides, dq_strides,
-    first_key_stride, s_q, s_k, heads, heads_per_group, key_start, offset, scale,
-    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    Q, K, V, FIRST_KEY, DOUT, LSE, DELTA, DQ,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, first_key_stride,
+    s_q, s_k, heads, heads_per_group, key_start, offset, scale,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """dq of one block of queries of one head."""
+    # the queries, and what the forward and delta_kernel know of them
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
+    batch, head = sequence_and_head(heads)
     rows = row + tl.arange(0, BLOCK_M)
-    K += b * k_strides[0] + h // heads_per_group * k_strides[2]
-    V += b * v_strides[0] + h // heads_per_group * v_strides[2]
-    FIRST_KEY += b * first_key_stride
-    Q = Q + b * q_strides[0] + h * q_strides[2]
-    q = load_rows(Q, rows, q_strides[1], s_q, True, HEAD_DIM, PADDED_HEAD_DIM)
-    DOUT = DOUT + b * dout_strides[0] + h * dout_strides[2]
-    dout = load_rows(DOUT, rows, dout_strides[1], s_q, True, VALUE_DIM, PADDED_VALUE_DIM)
+    K = head_of(K, k_strides, batch, head // heads_per_group)
+    V = head_of(V, v_strides, batch, head // heads_per_group)
+    FIRST_KEY += batch * first_key_stride
+    Q = head_of(Q, q_strides, batch, head)
+    q = load_rows(Q, rows, q_strides[1], s_q, EDGE=True, DIM=HEAD_DIM)
+    DOUT = head_of(DOUT, dout_strides, batch, head)
+    dout = load_rows(DOUT, rows, dout_strides[1], s_q, EDGE=True, DIM=VALUE_DIM)
 
     row_index = tl.program_id(1).to(tl.int64) * s_q + rows
     lse = tl.load(LSE + row_index, rows < s_q, 0.0) * LOG2E
     lse = tl.where(lse == -float("inf"), float("inf"), lse)  # sees no key: every probability is 0
     delta = tl.load(DELTA + row_index, rows < s_q, 0.0)
 
+    # which keys they see
     first_key = rows
     if BOUNDED:
         first_key = tl.load(FIRST_KEY + tl.minimum(rows, s_q - 1)) - key_start
     begin, masked_begin, end = key_range(
         FIRST_KEY, row, s_k, offset, key_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
 
-    dq = tl.zeros((BLOCK_M, PADDED_HEAD_DIM), tl.float32)
-    if not BOUNDED:
-        dq = accumulate_dq(
-            dq, q, dout, lse, delta, K, V, k_strides[1], v_strides[1], rows, first_key,
-            begin=begin, end=masked_begin, s_k=s_k, offset=offset, scale=scale,
-            MASKED=False, CAUSAL=CAUSAL, BOUNDED=BOUNDED, BLOCK_N=BLOCK_N,
-            HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
-            VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
-    dq = accumulate_dq(
-        dq, q, dout, lse, delta, K, V, k_strides[1], v_strides[1], rows, first_key,
-        begin=masked_begin, end=end, s_k=s_k, offset=offset, scale=scale,
-        MASKED=True, CAUSAL=CAUSAL, BOUNDED=BOUNDED, BLOCK_N=BLOCK_N,
-        HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
-        VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
-    DQ = DQ + b * dq_strides[0] + h * dq_strides[2]
-    store_rows(DQ, dq * (scale / LOG2E), rows, dq_strides[1], s_q, HEAD_DIM, PADDED_HEAD_DIM)
+    # first the keys that all these queries see, if there are such, then the others
+    dq = tl.zeros((BLOCK_M, padded(HEAD_DIM)), tl.float32)
+    for MASKED in tl.static_range(2):
+        if MASKED or not BOUNDED:
+            dq = accumulate_dq(
+                dq, q, dout, lse, delta, K, V, rows, first_key,
+                begin=masked_begin if MASKED else begin,
+                end=end if MASKED else masked_begin,
+                k_stride=k_strides[1],
+                v_stride=v_strides[1],
+                s_k=s_k,
+                offset=offset,
+                scale=scale,
+                MASKED=MASKED,
+                CAUSAL=CAUSAL,
+                BOUNDED=BOUNDED,
+                BLOCK_N=BLOCK_N,
+                HEAD_DIM=HEAD_DIM,
+                VALUE_DIM=VALUE_DIM,
+            )
+    DQ = head_of(DQ, dq_strides, batch, head)
+    store_rows(DQ, dq * (scale / LOG2E), rows, dq_strides[1], s_q, DIM=HEAD_DIM)
 
 
 @triton.jit
 def accumulate_dkv(
-    dk, dv, k, v, Q, DOUT, LSE, DELTA, FIRST_KEY, q_stride, dout_stride, columns,
-    begin, end, s_q, s_k, key_start, offset, scale,
-    MASKED: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    dk, dv, k, v, Q, DOUT, LSE, DELTA, FIRST_KEY, columns,
+    begin, end, q_stride, dout_stride, s_q, s_k, key_start, offset, scale,
+    MASKED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """Adds what the queries begin .. end - 1 of one head contribute to dk and dv of a block of keys."""
     for start in range(begin, end, BLOCK_M):
         rows = start + tl.arange(0, BLOCK_M)
-        q = load_rows(Q, rows, q_stride, s_q, True, HEAD_DIM, PADDED_HEAD_DIM)
-        dout = load_rows(DOUT, rows, dout_stride, s_q, True, VALUE_DIM, PADDED_VALUE_DIM)
+        q = load_rows(Q, rows, q_stride, s_q, EDGE=True, DIM=HEAD_DIM)
+        dout = load_rows(DOUT, rows, dout_stride, s_q, EDGE=True, DIM=VALUE_DIM)
+
+        # probabilities of the forward, transposed: keys are rows
         lse = tl.load(LSE + rows, rows < s_q, float("inf")) * LOG2E  # inf: every probability is 0
         lse = tl.where(lse == -float("inf"), float("inf"), lse)
-        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale  # transposed: keys are rows
+        scores = tl.dot(k, tl.trans(q), input_precision="ieee") * scale  # [BLOCK_N, BLOCK_M]
         probs = tl.exp2(scores - lse[None, :])
         if MASKED:
             first_key = rows
@@ -472,8 +546,9 @@ def accumulate_dkv(
             mask = is_visible(
                 rows[None, :], columns[:, None], first_key[None, :], s_k, offset, True, BOUNDED)
             probs = tl.where(mask, probs, 0.0)
-        dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision="ieee")
 
+        # gradients
+        dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision="ieee")
         dprobs = tl.dot(v, tl.trans(dout), input_precision="ieee")
         delta = tl.load(DELTA + rows, rows < s_q, 0.0)
         dscores = probs * (dprobs - delta[None, :])
@@ -487,55 +562,63 @@ def dkv_kernel(
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     first_key_stride, query_end_stride,
     s_q, s_k, groups, heads_per_group, query_start, key_start, offset, scale,
-    CAUSAL: tl.constexpr, BOUNDED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
 ):
     """dk and dv of one block of keys of one key head, from all query heads that share it."""
+    # the keys, and which queries see them
     column = tl.program_id(0) * BLOCK_N
-    b = tl.program_id(2).to(tl.int64)
-    g = tl.program_id(1).to(tl.int64)
     columns = column + tl.arange(0, BLOCK_N)
-    K = K + b * k_strides[0] + g * k_strides[2]
-    k = load_rows(K, columns, k_strides[1], s_k, True, HEAD_DIM, PADDED_HEAD_DIM)
-    V = V + b * v_strides[0] + g * v_strides[2]
-    v = load_rows(V, columns, v_strides[1], s_k, True, VALUE_DIM, PADDED_VALUE_DIM)
+    batch = tl.program_id(2).to(tl.int64)
+    group = tl.program_id(1).to(tl.int64)
+    K = head_of(K, k_strides, batch, group)
+    k = load_rows(K, columns, k_strides[1], s_k, EDGE=True, DIM=HEAD_DIM)
+    V = head_of(V, v_strides, batch, group)
+    v = load_rows(V, columns, v_strides[1], s_k, EDGE=True, DIM=VALUE_DIM)
 
-    FIRST_KEY += b * first_key_stride
-    QUERY_END += b * query_end_stride
+    FIRST_KEY += batch * first_key_stride
+    QUERY_END += batch * query_end_stride
     begin, masked_end, end = query_range(
         QUERY_END, column, s_q, s_k, offset, query_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
 
-    dk = tl.zeros((BLOCK_N, PADDED_HEAD_DIM), tl.float32)
-    dv = tl.zeros((BLOCK_N, PADDED_VALUE_DIM), tl.float32)
-    Q += b * q_strides[0] + g * heads_per_group * q_strides[2]
-    DOUT += b * dout_strides[0] + g * heads_per_group * dout_strides[2]
-    row_index = (b * groups + g) * heads_per_group * s_q
+    # of each query head: first the queries that need a mask, then those that see all these keys, if any are
+    dk = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
+    dv = tl.zeros((BLOCK_N, padded(VALUE_DIM)), tl.float32)
+    Q = head_of(Q, q_strides, batch, group * heads_per_group)
+    DOUT = head_of(DOUT, dout_strides, batch, group * heads_per_group)
+    row_index = (batch * groups + group) * heads_per_group * s_q
     for _ in range(0, heads_per_group):
-        if CAUSAL:
-            dk, dv = accumulate_dkv(
-                dk, dv, k, v, Q, DOUT, LSE + row_index, DELTA + row_index, FIRST_KEY,
-                q_strides[1], dout_strides[1], columns, begin=begin, end=masked_end,
-                s_q=s_q, s_k=s_k, key_start=key_start, offset=offset, scale=scale,
-                MASKED=True, BOUNDED=BOUNDED, BLOCK_M=BLOCK_M,
-                HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
-                VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
-        if not BOUNDED:
-            dk, dv = accumulate_dkv(
-                dk, dv, k, v, Q, DOUT, LSE + row_index, DELTA + row_index, FIRST_KEY,
-                q_strides[1], dout_strides[1], columns, begin=masked_end, end=end,
-                s_q=s_q, s_k=s_k, key_start=key_start, offset=offset, scale=scale,
-                MASKED=False, BOUNDED=BOUNDED, BLOCK_M=BLOCK_M,
-                HEAD_DIM=HEAD_DIM, PADDED_HEAD_DIM=PADDED_HEAD_DIM,
-                VALUE_DIM=VALUE_DIM, PADDED_VALUE_DIM=PADDED_VALUE_DIM)
+        for MASKED in tl.static_range(1, -1, -1):
+            if CAUSAL if MASKED else not BOUNDED:
+                dk, dv = accumulate_dkv(
+                    dk, dv, k, v, Q, DOUT, LSE + row_index, DELTA + row_index, FIRST_KEY, columns,
+                    begin=begin if MASKED else masked_end,
+                    end=masked_end if MASKED else end,
+                    q_stride=q_strides[1],
+                    dout_stride=dout_strides[1],
+                    s_q=s_q,
+                    s_k=s_k,
+                    key_start=key_start,
+                    offset=offset,
+                    scale=scale,
+                    MASKED=MASKED,
+                    BOUNDED=BOUNDED,
+                    BLOCK_M=BLOCK_M,
+                    HEAD_DIM=HEAD_DIM,
+                    VALUE_DIM=VALUE_DIM,
+                )
         Q += q_strides[2]
         DOUT += dout_strides[2]
         row_index += s_q
 
-    DK = DK + b * dk_strides[0] + g * dk_strides[2]
-    store_rows(DK, dk * (scale / LOG2E), columns, dk_strides[1], s_k, HEAD_DIM, PADDED_HEAD_DIM)
-    DV = DV + b * dv_strides[0] + g * dv_strides[2]
-    store_rows(DV, dv, columns, dv_strides[1], s_k, VALUE_DIM, PADDED_VALUE_DIM)
+    DK = head_of(DK, dk_strides, batch, group)
+    store_rows(DK, dk * (scale / LOG2E), columns, dk_strides[1], s_k, DIM=HEAD_DIM)
+    DV = head_of(DV, dv_strides, batch, group)
+    store_rows(DV, dv, columns, dv_strides[1], s_k, DIM=VALUE_DIM)
 
 
 def triton_supports_part(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
@@ -558,22 +641,18 @@ def launch_meta(table: BlockTable, q: Tensor, v: Tensor, mask: AttentionMask | N
     """The constexpr arguments and launch options of the forward, dq and dkv kernels."""
     head_dim = q.shape[-1]
     value_dim = v.shape[-1]
-    padded_head_dim = max(16, power_of_2(head_dim))
-    padded_value_dim = max(16, power_of_2(value_dim))
     if q.dtype == torch.float32:
         block_m, block_n, warps, stages = FP32_BLOCKS
     else:
         by_dim = table[chip_name(q.device)]
-        block_m, block_n, warps, stages = by_dim[max(64, padded_head_dim, padded_value_dim)]
+        block_m, block_n, warps, stages = by_dim[padded(max(64, head_dim, value_dim))]
     return {
         "CAUSAL": mask is not None,
         "BOUNDED": mask is not None and mask.first_key is not None,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
         "HEAD_DIM": head_dim,
-        "PADDED_HEAD_DIM": padded_head_dim,
         "VALUE_DIM": value_dim,
-        "PADDED_VALUE_DIM": padded_value_dim,
         "num_warps": warps,
         "num_stages": stages,
     }
@@ -631,9 +710,16 @@ def launch_forward(
     meta = launch_meta(FORWARD_BLOCKS, q, v, mask)
     grid = ceil_div(s_q, meta["BLOCK_M"]), b * h
     forward_kernel[grid](
-        q, k, v, bounds.first_key, out, lse,
-        *strides, bounds.first_key_stride,
-        s_q, s_k, h, h // g, bounds.key_start, bounds.offset, log2_scale(d), **meta)
+        q, k, v, bounds.first_key, out, lse, *strides, bounds.first_key_stride,
+        s_q=s_q,
+        s_k=s_k,
+        heads=h,
+        heads_per_group=h // g,
+        key_start=bounds.key_start,
+        offset=bounds.offset,
+        scale=log2_scale(d),
+        **meta,
+    )
     return out, lse.transpose(1, 2)
 
 
@@ -645,7 +731,10 @@ def output_dot_grad(out: Tensor, dout: Tensor) -> Tensor:
     grid = ceil_div(s, DELTA_ROWS), b * h
     delta_kernel[grid](
         out, dout, delta, out.stride()[:3], dout.stride()[:3], s, h,
-        BLOCK_M=DELTA_ROWS, VALUE_DIM=e, PADDED_VALUE_DIM=power_of_2(e), num_warps=4)
+        BLOCK_M=DELTA_ROWS,
+        VALUE_DIM=e,
+        num_warps=4,
+    )
     return delta.transpose(1, 2)
 
 
@@ -674,7 +763,15 @@ def launch_backward(
     dq_kernel[grid](
         q, k, v, bounds.first_key, dout, lse, delta, dq,
         *strides, dq.stride()[:3], bounds.first_key_stride,
-        s_q, s_k, h, h // g, bounds.key_start, bounds.offset, log2_scale(d), **meta)
+        s_q=s_q,
+        s_k=s_k,
+        heads=h,
+        heads_per_group=h // g,
+        key_start=bounds.key_start,
+        offset=bounds.offset,
+        scale=log2_scale(d),
+        **meta,
+    )
 
     meta = launch_meta(DKV_BLOCKS, q, v, mask)
     grid = ceil_div(s_k, meta["BLOCK_N"]), g, b
@@ -682,5 +779,14 @@ def launch_backward(
         q, k, v, bounds.first_key, bounds.query_end, dout, lse, delta, dk, dv,
         *strides, dk.stride()[:3], dv.stride()[:3],
         bounds.first_key_stride, bounds.query_end_stride,
-        s_q, s_k, g, h // g, bounds.query_start, bounds.key_start, bounds.offset, log2_scale(d), **meta)
+        s_q=s_q,
+        s_k=s_k,
+        groups=g,
+        heads_per_group=h // g,
+        query_start=bounds.query_start,
+        key_start=bounds.key_start,
+        offset=bounds.offset,
+        scale=log2_scale(d),
+        **meta,
+    )
     return dq, dk, dv

@@ -34,6 +34,9 @@ if TYPE_CHECKING:  # for type checkers and editors: Triton's own language, and i
         @staticmethod
         def jit(function: Callable[..., Result]) -> Kernel[Result]: ...
 
+        @staticmethod
+        def constexpr_function(function: Callable[..., Result]) -> Callable[..., Result]: ...
+
 
 def load() -> tuple[object, object, object]:
     """(triton, triton.language, TensorDescriptor), or stand-ins for the first two and None."""
@@ -45,9 +48,9 @@ def load() -> tuple[object, object, object]:
             return triton, triton.language, TensorDescriptor
         except ImportError:  # a platform without a wheel
             pass
-    decorator = SimpleNamespace(jit=lambda function: function)
+    decorators = SimpleNamespace(jit=lambda function: function, constexpr_function=lambda function: function)
     language = SimpleNamespace(constexpr=lambda value: value)
-    return decorator, language, None
+    return decorators, language, None
 
 
 if not TYPE_CHECKING:
