@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kernels.grad import accumulate_grad, accumulates, accumulation_dtype
 from kernels.linear import add_wgrad
+from kernels.tiles import load_fp32
 from kernels.triton_ import kernel_is_available, tl, triton
 
 # (lse, target_logit), both [rows] of this rank's columns -> the same over all ranks that share the vocabulary
@@ -90,9 +91,38 @@ def softmax_cross_entropy_block(
 # ---- Triton ------------------------------------------------------------------------------------------------
 
 @triton.jit
+def load_logits(LOGITS, column, columns):
+    """Logits [BLOCK] of one row in fp32, -inf in the padding."""
+    return load_fp32(LOGITS + column, column < columns, -float("inf"))
+
+
+@triton.jit
+def online_softmax(LOGITS, columns, BLOCK: tl.constexpr):
+    """(base, total) of one row: its probabilities are exp(logits - base) / total (arXiv 1805.02867)."""
+    # each place of a block has its own maximum and sum
+    largest = tl.full((BLOCK,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, columns, BLOCK):
+        x = load_logits(LOGITS, first + tl.arange(0, BLOCK), columns)
+        new_largest = tl.maximum(largest, x)
+        base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
+        total = total * tl.exp(largest - base) + tl.exp(x - base)
+        largest = new_largest
+
+    # those of the row
+    row_largest = tl.max(largest, 0)
+    base = tl.where(row_largest == -float("inf"), 0.0, row_largest)  # a rank that has nothing but padding
+    total = tl.sum(total * tl.exp(largest - base), 0)
+    return base, total
+
+
+@triton.jit
 def softmax_kernel(
     LOGITS, TARGETS, SCALE, LSE, TARGET_LOGIT, stride, columns, start,
-    STATISTICS: tl.constexpr, GRADIENT: tl.constexpr, IGNORE: tl.constexpr, BLOCK: tl.constexpr,
+    STATISTICS: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    IGNORE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """One row of `stride` logits, of which `columns` are not padding.
 
@@ -107,19 +137,8 @@ def softmax_kernel(
     is_here = counted & (target_column >= 0) & (target_column < columns)
 
     if STATISTICS:
-        largest = tl.full((BLOCK,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK,), tl.float32)
-        for first in range(0, columns, BLOCK):
-            column = first + tl.arange(0, BLOCK)
-            x = tl.load(LOGITS + column, column < columns, -float("inf")).to(tl.float32)
-            new_largest = tl.maximum(largest, x)
-            base = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-            total = total * tl.exp(largest - base) + tl.exp(x - base)
-            largest = new_largest
-        row_largest = tl.max(largest, 0)
-        base = tl.where(row_largest == -float("inf"), 0.0, row_largest)  # a rank that has nothing but padding
-        total = tl.sum(total * tl.exp(largest - base), 0)
-        target_logit = tl.load(LOGITS + target_column, is_here, 0.0).to(tl.float32)
+        base, total = online_softmax(LOGITS, columns, BLOCK)
+        target_logit = load_fp32(LOGITS + target_column, is_here)
         tl.store(LSE + row, base + tl.log(total))
         tl.store(TARGET_LOGIT + row, target_logit)
     else:
@@ -130,10 +149,11 @@ def softmax_kernel(
         scale = tl.where(counted, tl.load(SCALE), 0.0)
         for first in range(0, stride, BLOCK):  # over the padding too, whose gradient is 0
             column = first + tl.arange(0, BLOCK)
-            x = tl.load(LOGITS + column, column < columns, -float("inf")).to(tl.float32)
+            x = load_logits(LOGITS, column, columns)
             probs = tl.where(column < columns, tl.exp(x - base) / total, 0.0)
             dx = probs - tl.where(column == target_column, 1.0, 0.0)
-            tl.store(LOGITS + column, (dx * scale).to(LOGITS.dtype.element_ty), column < stride)
+            dx = (dx * scale).to(LOGITS.dtype.element_ty)
+            tl.store(LOGITS + column, dx, column < stride)
 
 
 def launch_softmax(
@@ -151,8 +171,13 @@ def launch_softmax(
 
     def launch(statistics: bool, gradient: bool) -> None:
         softmax_kernel[(rows,)](
-            logits, targets, scale, lse, target_logit, stride, columns, start, STATISTICS=statistics,
-            GRADIENT=gradient, IGNORE=IGNORE_INDEX, BLOCK=COLUMNS, num_warps=WARPS)
+            logits, targets, scale, lse, target_logit, stride, columns, start,
+            STATISTICS=statistics,
+            GRADIENT=gradient,
+            IGNORE=IGNORE_INDEX,
+            BLOCK=COLUMNS,
+            num_warps=WARPS,
+        )
 
     launch(statistics=True, gradient=merge is None)
     if merge is not None:
@@ -185,22 +210,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         softmax_rows = max(1, SOFTMAX_ELEMENTS // weight.shape[0])
 
         for first in range(0, hidden.shape[0], chunk):
-            x = hidden[first:first + chunk]  # [r, d]
-            y = targets[first:first + chunk]  # [r]
-            logits = torch.mm(x, weight.t(), out=logits_buffer[:len(x)])  # [r, v]
+            # the loss of the chunk
+            rows = slice(first, first + chunk)
+            row_hidden = hidden[rows]  # [r, d]
+            row_targets = targets[rows]  # [r]
+            logits = torch.mm(row_hidden, weight.t(), out=logits_buffer[:len(row_hidden)])  # [r, v]
             if has_kernel:
-                losses = launch_softmax(logits, y, scale, vocab, start, merge)
+                losses = launch_softmax(logits, row_targets, scale, vocab, start, merge)
             else:
                 block_losses: list[Tensor] = []
-                for block in zip(logits.split(softmax_rows), y.split(softmax_rows)):
+                for block in zip(logits.split(softmax_rows), row_targets.split(softmax_rows)):
                     block_losses.append(softmax_cross_entropy_block(*block, scale, vocab, start, merge))
                 losses = torch.cat(block_losses)
             loss += scale * losses.sum()
 
+            # its gradients
             if dhidden is not None:
                 dlogits = logits  # the softmax replaced them
-                torch.mm(dlogits, weight, out=dhidden[first:first + chunk])
-                part = accumulate_grad(weight, lambda into: add_wgrad(into, dlogits, x))
+                torch.mm(dlogits, weight, out=dhidden[rows])
+                part = accumulate_grad(weight, lambda into: add_wgrad(into, dlogits, row_hidden))
                 if part is not None:
                     dweight = part if dweight is None else dweight + part
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
+from kernels.tiles import block_range, load_fp32
 from kernels.triton_ import ceil_div, kernel_is_available, tl, triton
 
 BLOCK = 2048  # channels of one token for each program: two 128-bit loads of bf16 for each thread
@@ -126,35 +127,36 @@ def weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tens
 def swiglu_kernel(GATE_UP, WEIGHT, Y, f, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK channels of one row."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    columns = block_range(tl.program_id(1), BLOCK)
+    inside = columns < f
     GATE = GATE_UP + row * 2 * f
-    gate = tl.load(GATE + columns, columns < f).to(tl.float32)
+    gate = load_fp32(GATE + columns, inside, other=None)
     UP = GATE_UP + row * 2 * f + f
-    up = tl.load(UP + columns, columns < f).to(tl.float32)
+    up = load_fp32(UP + columns, inside, other=None)
+
     y = gate * tl.sigmoid(gate) * up
     if WEIGHTED:
         y *= tl.load(WEIGHT + row).to(tl.float32)
-    tl.store(Y + row * f + columns, y.to(Y.dtype.element_ty), columns < f)
+    tl.store(Y + row * f + columns, y, inside)
 
 
 @triton.jit
 def swiglu_backward_kernel(DY, GATE_UP, DGATE_UP, f, BLOCK: tl.constexpr):
     """BLOCK channels of one row."""
     row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    index = row * 2 * f + columns
-    gate = tl.load(GATE_UP + index, columns < f).to(tl.float32)
-    up = tl.load(GATE_UP + f + index, columns < f).to(tl.float32)
-    dy = tl.load(DY + row * f + columns, columns < f).to(tl.float32)
+    columns = block_range(tl.program_id(1), BLOCK)
+    inside = columns < f
+    offsets = row * 2 * f + columns  # of the gate; `up` is f elements later
+    gate = load_fp32(GATE_UP + offsets, inside, other=None)
+    up = load_fp32(GATE_UP + f + offsets, inside, other=None)
+    dy = load_fp32(DY + row * f + columns, inside, other=None)
 
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    dgate_pointers = DGATE_UP + index
     dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
-    tl.store(dgate_pointers, dgate.to(DGATE_UP.dtype.element_ty), columns < f)
-    dup_pointers = DGATE_UP + f + index
+    tl.store(DGATE_UP + offsets, dgate, inside)
     dup = dy * silu
-    tl.store(dup_pointers, dup.to(DGATE_UP.dtype.element_ty), columns < f)
+    tl.store(DGATE_UP + f + offsets, dup, inside)
 
 
 @triton.jit
@@ -165,43 +167,54 @@ def weighted_backward_kernel(DY, GATE_UP, WEIGHT, DGATE_UP, DWEIGHT, f, BLOCK: t
     total = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, f, BLOCK):
         columns = first + tl.arange(0, BLOCK)
-        index = row * 2 * f + columns
-        gate = tl.load(GATE_UP + index, columns < f, 0.0).to(tl.float32)
-        up = tl.load(GATE_UP + f + index, columns < f, 0.0).to(tl.float32)
-        dy = tl.load(DY + row * f + columns, columns < f, 0.0).to(tl.float32)
+        inside = columns < f
+        offsets = row * 2 * f + columns  # of the gate; `up` is f elements later
+        gate = load_fp32(GATE_UP + offsets, inside)
+        up = load_fp32(GATE_UP + f + offsets, inside)
+        dy = load_fp32(DY + row * f + columns, inside)
 
+        # the weight's gradient
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         total += dy * silu * up
+
+        # the input's gradient
         dy *= weight
-        dgate_pointers = DGATE_UP + index
         dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
-        tl.store(dgate_pointers, dgate.to(DGATE_UP.dtype.element_ty), columns < f)
-        dup_pointers = DGATE_UP + f + index
+        tl.store(DGATE_UP + offsets, dgate, inside)
         dup = dy * silu
-        tl.store(dup_pointers, dup.to(DGATE_UP.dtype.element_ty), columns < f)
-    tl.store(DWEIGHT + row, tl.sum(total, 0).to(DWEIGHT.dtype.element_ty))
+        tl.store(DGATE_UP + f + offsets, dup, inside)
+    tl.store(DWEIGHT + row, tl.sum(total, 0))
 
 
 @triton.jit
-def gelu_kernel(X, Y, n, CUBIC: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
+def gelu_kernel(
+    X, Y, n,
+    CUBIC: tl.constexpr,
+    SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK of n elements."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + index, index < n).to(tl.float32)
-    y = x * tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))  # (1 + tanh u) / 2 = sigmoid(2 u)
-    tl.store(Y + index, y.to(Y.dtype.element_ty), index < n)
+    offsets = block_range(tl.program_id(0).to(tl.int64), BLOCK)
+    x = load_fp32(X + offsets, offsets < n, other=None)
+    sigmoid = tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))  # (1 + tanh u) / 2 = sigmoid(2 u)
+    tl.store(Y + offsets, x * sigmoid, offsets < n)
 
 
 @triton.jit
-def gelu_backward_kernel(DY, X, DX, n, CUBIC: tl.constexpr, SLOPE: tl.constexpr, BLOCK: tl.constexpr):
+def gelu_backward_kernel(
+    DY, X, DX, n,
+    CUBIC: tl.constexpr,
+    SLOPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK of n elements."""
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(X + index, index < n).to(tl.float32)
+    offsets = block_range(tl.program_id(0).to(tl.int64), BLOCK)
+    x = load_fp32(X + offsets, offsets < n, other=None)
     sigmoid = tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))
     slope = sigmoid + x * sigmoid * (1 - sigmoid) * 2 * SLOPE * (1 + 3 * CUBIC * x * x)
-    dx_pointers = DX + index
-    dx = tl.load(DY + index, index < n).to(tl.float32) * slope
-    tl.store(dx_pointers, dx.to(DX.dtype.element_ty), index < n)
+    dy = load_fp32(DY + offsets, offsets < n, other=None)
+    tl.store(DX + offsets, dy * slope, offsets < n)
 
 
 def launch_swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -213,7 +226,11 @@ def launch_swiglu(gate_up: Tensor, weight: Tensor | None = None) -> Tensor:
         weights = gate_up if weight is None else weight.contiguous()  # not read without a weight
         grid = y.numel() // f, ceil_div(f, BLOCK)
         swiglu_kernel[grid](
-            gate_up, weights, y, f, WEIGHTED=weight is not None, BLOCK=BLOCK, num_warps=WARPS)
+            gate_up, weights, y, f,
+            WEIGHTED=weight is not None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return y
 
 
@@ -230,12 +247,17 @@ def launch_swiglu_backward(dy: Tensor, gate_up: Tensor) -> Tensor:
 
 def launch_weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """weighted_backward as one kernel."""
-    dy, gate_up, weight = dy.contiguous(), gate_up.contiguous(), weight.contiguous()
+    dy = dy.contiguous()
+    gate_up = gate_up.contiguous()
+    weight = weight.contiguous()
     dgate_up = torch.empty_like(gate_up)
     dweight = torch.empty_like(weight)
     if dy.numel():
         weighted_backward_kernel[(len(dy),)](
-            dy, gate_up, weight, dgate_up, dweight, dy.shape[1], BLOCK=BLOCK, num_warps=WARPS)
+            dy, gate_up, weight, dgate_up, dweight, dy.shape[1],
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return dgate_up, dweight
 
 
@@ -246,7 +268,13 @@ def launch_gelu(x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     if n:
         grid = (ceil_div(n, BLOCK),)
-        gelu_kernel[grid](x, y, n, CUBIC=CUBIC, SLOPE=SLOPE, BLOCK=BLOCK, num_warps=WARPS)
+        gelu_kernel[grid](
+            x, y, n,
+            CUBIC=CUBIC,
+            SLOPE=SLOPE,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return y
 
 
@@ -257,7 +285,13 @@ def launch_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dx = torch.empty_like(x)
     if n:
         grid = (ceil_div(n, BLOCK),)
-        gelu_backward_kernel[grid](dy, x, dx, n, CUBIC=CUBIC, SLOPE=SLOPE, BLOCK=BLOCK, num_warps=WARPS)
+        gelu_backward_kernel[grid](
+            dy, x, dx, n,
+            CUBIC=CUBIC,
+            SLOPE=SLOPE,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
     return dx
 
 

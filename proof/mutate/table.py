@@ -1273,8 +1273,8 @@ TABLE = (
     Mutation(
         what="rows of a second chunk of logits meet the targets of the first",
         file="kernels/cross_entropy.py",
-        old="y = targets[first:first + chunk]",
-        new="y = targets[:min(chunk, len(targets) - first)]",
+        old="row_targets = targets[rows]",
+        new="row_targets = targets[:min(chunk, len(targets) - first)]",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1 wide",
