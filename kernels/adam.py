@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kernels import triton_
 from kernels.rounding import ElementIndex, place_bits, round_to_bf16, stochastic_round
+from kernels.tiles import block_range, load_fp32
 from kernels.triton_ import ceil_div, kernel_is_available, tl, triton
 
 BLOCK = 1 << 19  # elements: five tensors of fp32 that stay in a CPU's cache between the operations on them
@@ -37,10 +38,23 @@ class AdamWStep:
     is_finite: Tensor
 
 
-def adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
-          lr: float, beta1: float, beta2: float, eps: float, weight_decay: float,
-          step: int, grad_scale: Tensor, is_finite: Tensor,
-          weight_copy: Tensor | None = None, element_index: ElementIndex | None = None) -> None:
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    grad_scale: Tensor,
+    is_finite: Tensor,
+    weight_copy: Tensor | None = None,
+    element_index: ElementIndex | None = None,
+) -> None:
     """One update in place, with the numbers of AdamWStep. All tensors are flat [n], in fp32 or fp64.
 
     weight_copy: the copy of `param` in the compute dtype, which is written too (bf16 training).
@@ -49,8 +63,16 @@ def adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
 
     Equals torch.optim.AdamW: bias correction, eps outside of the root, weight decay before the update.
     """
-    numbers = AdamWStep(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step,
-                        grad_scale=grad_scale, is_finite=is_finite)
+    numbers = AdamWStep(
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        eps=eps,
+        weight_decay=weight_decay,
+        step=step,
+        grad_scale=grad_scale,
+        is_finite=is_finite,
+    )
     state = param, grad, exp_avg, exp_avg_sq
     if element_index is None and param.device.type == "cpu" and "cpu" not in triton_.DEVICES:
         adamw_cpu(*state, numbers, weight_copy)
@@ -64,8 +86,14 @@ def adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *,
             weight_copy.copy_(param)
 
 
-def adamw_cpu(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep,
-              weight_copy: Tensor | None) -> None:
+def adamw_cpu(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    numbers: AdamWStep,
+    weight_copy: Tensor | None,
+) -> None:
     """torch's one-pass AdamW, block by block, so that the clipped gradient and the copy stay in the cache.
 
     It calls the function below torch.optim, which does more around each call: that took a third of the time.
@@ -80,14 +108,21 @@ def adamw_cpu(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, 
         block_grad = grad[block] * numbers.grad_scale if needs_scale else grad[block]
         torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
             [param[block]], [block_grad], [exp_avg[block]], [exp_avg_sq[block]], [], step_count,
-            amsgrad=False, maximize=False, lr=numbers.lr, beta1=numbers.beta1, beta2=numbers.beta2,
-            eps=numbers.eps, weight_decay=numbers.weight_decay)
+            amsgrad=False,
+            maximize=False,
+            lr=numbers.lr,
+            beta1=numbers.beta1,
+            beta2=numbers.beta2,
+            eps=numbers.eps,
+            weight_decay=numbers.weight_decay,
+        )
         if weight_copy is not None:
             weight_copy[block] = param[block]
 
 
-def adamw_reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor,
-                    numbers: AdamWStep) -> None:
+def adamw_reference(
+    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep
+) -> None:
     """The definition, without a host sync."""
     beta1, beta2 = numbers.beta1, numbers.beta2
     grad = torch.where(numbers.is_finite, grad * numbers.grad_scale, 0.0)
@@ -101,8 +136,15 @@ def adamw_reference(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Te
     param.mul_(1 - numbers.lr * numbers.weight_decay * update).sub_(change)
 
 
-def adamw_bf16_states(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep,
-                      weight_copy: Tensor | None, element_index: ElementIndex) -> None:
+def adamw_bf16_states(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    numbers: AdamWStep,
+    weight_copy: Tensor | None,
+    element_index: ElementIndex,
+) -> None:
     """The definition with states in bf16, block by block.
 
     One hash of an element has the 16 random bits for each of the three.
@@ -125,17 +167,27 @@ def adamw_bf16_states(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: 
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def adamw_kernel(PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT_COPY, GRAD_SCALE, IS_FINITE, n,
-                 one_minus_beta1, one_minus_beta2, bias_correction1, bias_correction2, lr, shrink, eps,
-                 salt, base, width, stride, skip,
-                 COPY: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """BLOCK of the n elements. COPY: write WEIGHT_COPY. ROUND: the states are bf16; ROWS: see place_bits."""
+def adamw_kernel(
+    PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT_COPY, GRAD_SCALE, IS_FINITE, n,
+    one_minus_beta1, one_minus_beta2, bias_correction1, bias_correction2, lr, shrink, eps,
+    salt, base, width, stride, skip,
+    COPY: tl.constexpr,
+    ROUND: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """BLOCK of the n elements.
+
+    shrink: 1 - lr * weight decay. salt .. skip: those of an ElementIndex.
+    COPY: writes WEIGHT_COPY. ROUND: the states are in bf16; ROWS: see place_bits.
+    """
     if tl.load(IS_FINITE):
-        index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        # the averages
+        index = block_range(tl.program_id(0).to(tl.int64), BLOCK)
         inside = index < n
-        grad = tl.load(GRAD + index, inside).to(tl.float32) * tl.load(GRAD_SCALE).to(tl.float32)
-        exp_avg = tl.load(EXP_AVG + index, inside).to(tl.float32)
-        exp_avg_sq = tl.load(EXP_AVG_SQ + index, inside).to(tl.float32)
+        grad = load_fp32(GRAD + index, inside, other=None) * tl.load(GRAD_SCALE).to(tl.float32)
+        exp_avg = load_fp32(EXP_AVG + index, inside, other=None)
+        exp_avg_sq = load_fp32(EXP_AVG_SQ + index, inside, other=None)
         exp_avg += one_minus_beta1 * (grad - exp_avg)
         exp_avg_sq += one_minus_beta2 * (grad * grad - exp_avg_sq)
 
@@ -147,18 +199,26 @@ def adamw_kernel(PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, WEIGHT_COPY, GRAD_SCALE, IS_F
             tl.store(EXP_AVG + index, exp_avg, inside)
             tl.store(EXP_AVG_SQ + index, exp_avg_sq, inside)
 
-        param = tl.load(PARAM + index, inside).to(tl.float32)
-        param = param * shrink - lr * (exp_avg / bias_correction1) / (
-            tl.sqrt(exp_avg_sq / bias_correction2) + eps)
+        # the parameters
+        param = load_fp32(PARAM + index, inside, other=None)
+        root = tl.sqrt(exp_avg_sq / bias_correction2) + eps
+        param = param * shrink - lr * (exp_avg / bias_correction1) / root
         if ROUND:
             param = round_to_bf16(param, bits)
         tl.store(PARAM + index, param, inside)
         if COPY:
-            tl.store(WEIGHT_COPY + index, param.to(WEIGHT_COPY.dtype.element_ty), inside)
+            tl.store(WEIGHT_COPY + index, param, inside)
 
 
-def launch_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, numbers: AdamWStep,
-                 weight_copy: Tensor | None, element_index: ElementIndex | None = None) -> None:
+def launch_adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    numbers: AdamWStep,
+    weight_copy: Tensor | None,
+    element_index: ElementIndex | None = None,
+) -> None:
     """As adamw_reference, and with an element_index as adamw_bf16_states."""
     n = param.numel()
     if n == 0:
@@ -166,10 +226,24 @@ def launch_adamw(param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     beta1, beta2 = numbers.beta1, numbers.beta2
     place = element_index or ElementIndex(0, 0, 1, 1)
     adamw_kernel[(ceil_div(n, GPU_BLOCK),)](
-        param, grad, exp_avg, exp_avg_sq, param if weight_copy is None else weight_copy,
+        param, grad, exp_avg, exp_avg_sq,
+        param if weight_copy is None else weight_copy,  # not written where there is no copy
         numbers.grad_scale, numbers.is_finite, n,
-        1 - beta1, 1 - beta2, 1 - beta1**numbers.step, 1 - beta2**numbers.step,
-        numbers.lr, 1 - numbers.lr * numbers.weight_decay, numbers.eps,
-        place.salt, place.base, place.width, place.stride, place.skip,
-        COPY=weight_copy is not None, ROUND=element_index is not None, ROWS=place.width != place.stride,
-        BLOCK=GPU_BLOCK, num_warps=WARPS)
+        one_minus_beta1=1 - beta1,
+        one_minus_beta2=1 - beta2,
+        bias_correction1=1 - beta1**numbers.step,
+        bias_correction2=1 - beta2**numbers.step,
+        lr=numbers.lr,
+        shrink=1 - numbers.lr * numbers.weight_decay,
+        eps=numbers.eps,
+        salt=place.salt,
+        base=place.base,
+        width=place.width,
+        stride=place.stride,
+        skip=place.skip,
+        COPY=weight_copy is not None,
+        ROUND=element_index is not None,
+        ROWS=place.width != place.stride,
+        BLOCK=GPU_BLOCK,
+        num_warps=WARPS,
+    )

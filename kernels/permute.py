@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.grad import accumulation_dtype
+from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, kernel_is_available, power_of_2, tl, triton
 
 TILE = 2048  # elements that a program moves
@@ -41,7 +42,8 @@ def sum_rows(rows: Tensor, slots: Tensor, every_slot_filled: bool) -> Tensor:
         # one pass; it would round after each addition in bf16
         starts = torch.arange(0, slots.numel(), slots.shape[1])
         sum_mode = 0
-        return torch.embedding_bag(rows, slots.flatten(), starts, mode=sum_mode)[0]
+        sums, *_ = torch.embedding_bag(rows, slots.flatten(), starts, mode=sum_mode)
+        return sums
 
     out = rows.new_zeros(slots.shape[0], rows.shape[1], dtype=acc_dtype)
     if len(rows) == 0:
@@ -67,23 +69,25 @@ def gather_rows(x: Tensor, source: Tensor) -> Tensor:
 @triton.jit
 def sum_kernel(
     ROWS, SLOTS, OUT, t, d, slots_stride_t, slots_stride_k,
-    HAS_EMPTY: tl.constexpr, SLOTS_PER_TOKEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_EMPTY: tl.constexpr,
+    SLOTS_PER_TOKEN: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """OUT[i] = sum of ROWS[SLOTS[i, k]] over k, in this order. HAS_EMPTY: -1 marks a slot without a row."""
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (token < t)[:, None] & (column < d)[None, :]
+    tokens = block_range(tl.program_id(0), TOKENS)
+    columns = block_range(tl.program_id(1), BLOCK)
+    inside = inside_matrix(tokens, columns, t, d)
+
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for k in range(SLOTS_PER_TOKEN):
-        slot_pointers = SLOTS + token.to(tl.int64) * slots_stride_t + k * slots_stride_k
-        slot = tl.load(slot_pointers, token < t, 0).to(tl.int64)
+        slot_pointers = SLOTS + tokens.to(tl.int64) * slots_stride_t + k * slots_stride_k
+        slots = tl.load(slot_pointers, tokens < t, 0)  # [TOKENS]
         has_row = inside
         if HAS_EMPTY:
-            has_row = inside & (slot >= 0)[:, None]
-        row_pointers = ROWS + slot[:, None] * d + column[None, :]
-        total += tl.load(row_pointers, has_row, 0.0).to(tl.float32)
-    out_pointers = OUT + token.to(tl.int64)[:, None] * d + column[None, :]
-    tl.store(out_pointers, total.to(OUT.dtype.element_ty), inside)
+            has_row = inside & (slots >= 0)[:, None]
+        total += load_fp32(ROWS + tile_offsets(slots, columns, d), has_row)
+    tl.store(OUT + tile_offsets(tokens, columns, d), total, inside)
 
 
 def launch_sum_rows(rows: Tensor, slots: Tensor, has_empty: bool) -> Tensor:
@@ -98,7 +102,12 @@ def launch_sum_rows(rows: Tensor, slots: Tensor, has_empty: bool) -> Tensor:
         grid = ceil_div(t, tokens), ceil_div(d, block)
         sum_kernel[grid](
             rows, slots, out, t, d, *slots.stride(),
-            HAS_EMPTY=has_empty, SLOTS_PER_TOKEN=slots_per_token, TOKENS=tokens, BLOCK=block, num_warps=4)
+            HAS_EMPTY=has_empty,
+            SLOTS_PER_TOKEN=slots_per_token,
+            TOKENS=tokens,
+            BLOCK=block,
+            num_warps=4,
+        )
     return out
 
 

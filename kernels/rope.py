@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
+from kernels.tiles import inside_matrix, load_fp32
 from kernels.triton_ import kernel_is_available, power_of_2, tl, triton
 
 TILE = 2048  # pairs of channels that a program rotates at a time
@@ -139,35 +140,42 @@ def split_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor)
 
 @triton.jit
 def rope_kernel(
-    X, Y, COS, SIN, s, heads, rotated, table_stride_b, table_stride_s,
-    x_stride_b, x_stride_s, x_stride_h, y_stride_b, y_stride_s, y_stride_h,
-    HALF: tl.constexpr, INVERSE: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    X, Y, COS, SIN, s, heads, rotated, table_strides, x_strides, y_strides,
+    HALF: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """One token: rotates the first `rotated` heads of X into Y, and copies the others. HEADS at a time."""
+    """One token: rotates the first `rotated` heads of X into Y, and copies the others. HEADS at a time.
+
+    table_strides: of COS and SIN over sequences and tokens; x_strides, y_strides: and over heads.
+    """
+    # the token, and the angles of its pairs of channels
     token = tl.program_id(0).to(tl.int64)
-    b = token // s
-    i = token % s
-    pair = tl.arange(0, BLOCK)
-    COS = COS + b * table_stride_b + i * table_stride_s
-    cos = tl.load(COS + pair, pair < HALF, 0.0)[None, :]
-    SIN = SIN + b * table_stride_b + i * table_stride_s
-    sin = tl.load(SIN + pair, pair < HALF, 0.0)[None, :]
+    batch = token // s
+    position = token % s
+    pairs = tl.arange(0, BLOCK)
+    table_offset = batch * table_strides[0] + position * table_strides[1]
+    cos = tl.load(COS + table_offset + pairs, pairs < HALF, 0.0)[None, :]
+    sin = tl.load(SIN + table_offset + pairs, pairs < HALF, 0.0)[None, :]
     if INVERSE:
         sin = -sin  # the transpose of a rotation is the rotation by the negative angle
+    X += batch * x_strides[0] + position * x_strides[1]
+    Y += batch * y_strides[0] + position * y_strides[1]
 
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
-        inside = (head < heads)[:, None] & (pair < HALF)[None, :]
-        source = X + b * x_stride_b + i * x_stride_s + head[:, None] * x_stride_h + pair
-        target = Y + b * y_stride_b + i * y_stride_s + head[:, None] * y_stride_h + pair
-        left = tl.load(source, inside, 0.0).to(tl.float32)
-        right = tl.load(source + HALF, inside, 0.0).to(tl.float32)
+        inside = inside_matrix(head, pairs, heads, HALF)
         is_rotated = (head < rotated)[:, None]
+        source = X + head[:, None] * x_strides[2] + pairs[None, :]
+        target = Y + head[:, None] * y_strides[2] + pairs[None, :]
+        left = load_fp32(source, inside)  # [HEADS, BLOCK]
+        right = load_fp32(source + HALF, inside)
+
         new_left = tl.where(is_rotated, left * cos - right * sin, left)
-        tl.store(target, new_left.to(Y.dtype.element_ty), inside)
-        target = target + HALF
+        tl.store(target, new_left, inside)
         new_right = tl.where(is_rotated, right * cos + left * sin, right)
-        tl.store(target, new_right.to(Y.dtype.element_ty), inside)
+        tl.store(target + HALF, new_right, inside)
 
 
 def launch_rope(
@@ -185,9 +193,13 @@ def launch_rope(
     heads = max(1, min(TILE // block, power_of_2(h)))
     if x.numel():
         rope_kernel[(b * s,)](
-            x, y, cos, sin, s, h, rotated,
-            *cos.stride()[:2], *x.stride()[:3], *y.stride()[:3],
-            HALF=half, INVERSE=inverse, HEADS=heads, BLOCK=block, num_warps=4)
+            x, y, cos, sin, s, h, rotated, cos.stride()[:2], x.stride()[:3], y.stride()[:3],
+            HALF=half,
+            INVERSE=inverse,
+            HEADS=heads,
+            BLOCK=block,
+            num_warps=4,
+        )
     return y
 
 

@@ -61,9 +61,15 @@ class Case:
 
 
 STATISTICS = {"SCALE": "*fp32", "MEAN": "*fp32", "DWEIGHT": "*fp32", "DBIAS": "*fp32", "eps": "fp32"}
-TABLES = {"COS": "*fp32", "SIN": "*fp32"}
 GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
 STRIDES = ("i32", "i32", "i32")
+ROPE = {
+    "COS": "*fp32",
+    "SIN": "*fp32",
+    "table_strides": STRIDES[:2],
+    "x_strides": STRIDES,
+    "y_strides": STRIDES,
+}
 FLASH = {
     **{f"{n}_strides": STRIDES for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")},
     "scale": "fp32",
@@ -233,7 +239,7 @@ CASES = {
         STATISTICS,
     ),
     "rope": Case(
-        rope.rope_kernel, {"HALF": 64, "INVERSE": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, TABLES
+        rope.rope_kernel, {"HALF": 64, "INVERSE": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, ROPE
     ),
     "swiglu": Case(
         swiglu.swiglu_kernel,
