@@ -13,9 +13,11 @@ transposed view is read without a copy, and its q is contiguous: that is how the
 are quantized, whose rows run along the tokens.
 """
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import accumulation_dtype
+from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, kernel_is_available, num_processors, power_of_2, tl, triton
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -30,8 +32,13 @@ MAX_ROW = 1 << 15  # columns that one program keeps in registers
 PROGRAMS = 4  # programs a multiprocessor, for the largest element of a tensor
 
 
-def quantize(x: Tensor, kind: str, dtype: torch.dtype = E4M3, side: int = BLOCK_SIDE,
-             largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize(
+    x: Tensor,
+    kind: str,
+    dtype: torch.dtype = E4M3,
+    side: int = BLOCK_SIDE,
+    largest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """x [m, n] -> q [m, n] in dtype, and its scales in fp32 (fp64 for fp64).
 
     kind: one of SCALE_KINDS; group suits activations, block weights. The scales are [1, 1] (tensor), [m, 1]
@@ -43,8 +50,13 @@ def quantize(x: Tensor, kind: str, dtype: torch.dtype = E4M3, side: int = BLOCK_
     return cast(x, kind, dtype, side, largest)
 
 
-def dequantize(q: Tensor, scale: Tensor, kind: str, dtype: torch.dtype = torch.float32,
-               side: int = BLOCK_SIDE) -> Tensor:
+def dequantize(
+    q: Tensor,
+    scale: Tensor,
+    kind: str,
+    dtype: torch.dtype = torch.float32,
+    side: int = BLOCK_SIDE,
+) -> Tensor:
     """The inverse of quantize: [m, n] in dtype."""
     expanded = expand_scale(scale, q.shape, kind, side)
     return (q.to(scale.dtype) * expanded).to(dtype)
@@ -83,18 +95,26 @@ def absolute_maximum(x: Tensor, kind: str, side: int = BLOCK_SIDE) -> Tensor:
         return torch.linalg.vector_norm(x, float("inf"), dim, keepdim=True, dtype=dtype)  # makes no copy of x
 
     rows, columns = block_shape(kind, x.shape, side)
-    padded = torch.nn.functional.pad(x.abs(), (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
+    missing_rows = -x.shape[0] % rows
+    missing_columns = -x.shape[1] % columns
+    padded = F.pad(x.abs(), (0, missing_columns, 0, missing_rows))
     blocks = padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))  # [m/rows, rows, n/columns, columns]
     return blocks.amax((1, 3)).to(dtype)
 
 
-def quantize_reference(x: Tensor, kind: str, dtype: torch.dtype, side: int = BLOCK_SIDE,
-                       largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_reference(
+    x: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    side: int = BLOCK_SIDE,
+    largest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """The definition of quantize, bit for bit."""
     if largest is None:
         largest = absolute_maximum(x, kind, side)
     inverse = inverse_scale(largest, dtype)
-    scaled = x.to(accumulation_dtype(x.dtype)) * expand_scale(inverse, x.shape, kind, side)
+    inverses = expand_scale(inverse, x.shape, kind, side)  # [m, n]
+    scaled = x.to(accumulation_dtype(x.dtype)) * inverses
     q = scaled.clamp_(-MAX_VALUE[dtype], MAX_VALUE[dtype])
     return q.to(dtype).contiguous(), 1 / inverse
 
@@ -108,44 +128,58 @@ def inverse_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def cast_kernel(X, Q, SCALE, INVERSE, m, n, x_row, x_column, blocks, PER_ROW: tl.constexpr,
-                GIVEN: tl.constexpr, FLOOR: tl.constexpr, LARGEST: tl.constexpr, ROWS: tl.constexpr,
-                COLUMNS: tl.constexpr):
+def cast_kernel(
+    X, Q, SCALE, INVERSE, m, n, x_row, x_column, blocks,
+    PER_ROW: tl.constexpr,
+    GIVEN: tl.constexpr,
+    FLOOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Casts one tile X [ROWS, COLUMNS]. Its rows have a scale each (PER_ROW), or all of it has one.
 
     GIVEN: INVERSE has the inverse scale of each row, or of the tensor. Else the tile computes its scales.
     x_row, x_column: strides of X; Q is contiguous. blocks: number of tiles side by side.
+    FLOOR: the least number that counts as the largest of a tile. LARGEST: the largest number of Q's dtype.
     """
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows < m)[:, None] & (columns < n)[None, :]
-    offsets = rows[:, None] * n + columns[None, :]
+    rows = block_range(tl.program_id(0).to(tl.int64), ROWS)
+    columns = block_range(tl.program_id(1), COLUMNS)
+    inside = inside_matrix(rows, columns, m, n)
+    offsets = tile_offsets(rows, columns, n)  # in Q
     pointers = X + rows[:, None] * x_row + columns[None, :] * x_column
-    x = tl.load(pointers, inside, 0.0).to(tl.float32)
+    x = load_fp32(pointers, inside)  # [ROWS, COLUMNS]
 
-    if GIVEN:
-        inverse = tl.load(INVERSE + rows, rows < m, 1.0)[:, None] if PER_ROW else tl.load(INVERSE)
+    # the inverse scales
+    if GIVEN and PER_ROW:
+        inverse = tl.load(INVERSE + rows, rows < m, 1.0)[:, None]
+    elif GIVEN:
+        inverse = tl.load(INVERSE)
     elif PER_ROW:
         largest = tl.max(tl.abs(x), 1)
-        inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
-        tl.store(SCALE + rows * blocks + tl.program_id(1), tl.div_rn(1.0, inverse), rows < m)
+        inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))  # [ROWS]
+        scale_pointers = SCALE + rows * blocks + tl.program_id(1)
+        tl.store(scale_pointers, tl.div_rn(1.0, inverse), rows < m)
         inverse = inverse[:, None]
     else:
         largest = tl.max(tl.max(tl.abs(x), 1), 0)
         inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
-        tl.store(SCALE + tl.program_id(0) * blocks + tl.program_id(1), tl.div_rn(1.0, inverse))
+        scale_pointer = SCALE + tl.program_id(0) * blocks + tl.program_id(1)
+        tl.store(scale_pointer, tl.div_rn(1.0, inverse))
 
+    # the elements
     q = tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(Q + offsets, q.to(Q.dtype.element_ty), inside)
+    tl.store(Q + offsets, q, inside)
 
 
 @triton.jit
 def largest_kernel(X, LARGEST, n, BLOCK: tl.constexpr):
     """LARGEST [programs] = max |x| of the blocks of X [n] that each program reads."""
     largest = tl.zeros((BLOCK,), tl.float32)
-    for first in range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+    stride = tl.num_programs(0) * BLOCK
+    for first in range(tl.program_id(0) * BLOCK, n, stride):
         offsets = first + tl.arange(0, BLOCK)
-        x = tl.load(X + offsets, offsets < n, 0.0).to(tl.float32)
+        x = load_fp32(X + offsets, offsets < n)
         largest = tl.maximum(largest, tl.abs(x))
     tl.store(LARGEST + tl.program_id(0), tl.max(largest, 0))
 
@@ -171,8 +205,13 @@ def launch_absolute_maximum(x: Tensor) -> Tensor:
     return largest
 
 
-def launch_quantize(x: Tensor, kind: str, dtype: torch.dtype, side: int = BLOCK_SIDE,
-                    largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def launch_quantize(
+    x: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    side: int = BLOCK_SIDE,
+    largest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As quantize_reference."""
     m, n = x.shape
     per_row = kind in ("row", "group")
@@ -184,6 +223,7 @@ def launch_quantize(x: Tensor, kind: str, dtype: torch.dtype, side: int = BLOCK_
         largest = absolute_maximum(x, kind, side)
     assert largest is None or kind in ("tensor", "row"), "a block's largest element is found beside its cast"
 
+    # the tiles
     if kind in ("group", "block"):
         columns = side
     elif is_transposed:
@@ -202,6 +242,12 @@ def launch_quantize(x: Tensor, kind: str, dtype: torch.dtype, side: int = BLOCK_
     q = torch.empty(m, n, dtype=dtype, device=x.device)
     cast_kernel[grid](
         x, q, scale, inverse, m, n, x.stride(0), x.stride(1), grid[1],
-        PER_ROW=per_row, GIVEN=largest is not None, FLOOR=MIN_ABSOLUTE_MAXIMUM, LARGEST=MAX_VALUE[dtype],
-        ROWS=rows, COLUMNS=columns, num_warps=16 if columns > 8192 else 8)
+        PER_ROW=per_row,
+        GIVEN=largest is not None,
+        FLOOR=MIN_ABSOLUTE_MAXIMUM,
+        LARGEST=MAX_VALUE[dtype],
+        ROWS=rows,
+        COLUMNS=columns,
+        num_warps=16 if columns > 8192 else 8,
+    )
     return q, scale

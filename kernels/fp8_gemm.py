@@ -48,8 +48,9 @@ class QuantizedMatrix(NamedTuple):
         return fp8.dequantize(self.q, self.scale, self.kind, self.scale.dtype, self.side)
 
 
-def quantize_operand(x: Tensor, kind: str, dtype: torch.dtype, side: int,
-                     largest: Tensor | None = None) -> QuantizedMatrix:
+def quantize_operand(
+    x: Tensor, kind: str, dtype: torch.dtype, side: int, largest: Tensor | None = None
+) -> QuantizedMatrix:
     """fp8.quantize, which has the arguments."""
     q, scale = fp8.quantize(x, kind, dtype, side, largest)
     return QuantizedMatrix(q, scale, kind, side, largest)
@@ -57,24 +58,33 @@ def quantize_operand(x: Tensor, kind: str, dtype: torch.dtype, side: int,
 
 def scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """a [m, k], b [n, k] -> a b^T [m, n] in dtype."""
-    if a.kind in ("tensor", "row") and dtype == torch.bfloat16 and a.q.device.type == "cuda":
-        fast_sum = a.q.dtype == fp8.E4M3  # gradients (E5M2) keep the bits of the sum, as in torchao
+    has_library = a.kind in ("tensor", "row") and a.q.device.type == "cuda"
+    if has_library and dtype == torch.bfloat16:
         return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
-            a.q, b.q.t(), scale_a=a.scale, scale_b=b.scale.t(), out_dtype=dtype, use_fast_accum=fast_sum)
+            a.q,
+            b.q.t(),
+            scale_a=a.scale,
+            scale_b=b.scale.t(),
+            out_dtype=dtype,
+            use_fast_accum=a.q.dtype == fp8.E4M3,  # gradients (E5M2) keep the sum's bits, as in torchao
+        )
     if dtype in DTYPES and triton_fits(a, b):
         y = a.q.new_empty(a.q.shape[0], b.q.shape[0], dtype=dtype)
-        return launch_scaled_product(a, b, y, False)
+        return launch_scaled_product(a, b, y, add=False)
     return (a.dequantized() @ b.dequantized().t()).to(dtype)
 
 
-def add_scaled_product(into: Tensor | None, a: QuantizedMatrix, b: QuantizedMatrix,
-                       dtype: torch.dtype) -> Tensor:
+def add_scaled_product(
+    into: Tensor | None, a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype
+) -> Tensor:
     """into [m, n] += a b^T, in the dtype of `into`. If into is None: returns a b^T in dtype."""
     if into is None:
         return scaled_product(a, b, dtype)
     if into.dtype in DTYPES and into.is_contiguous() and triton_fits(a, b):
-        return launch_scaled_product(a, b, into, True)
-    return into.addmm_(a.dequantized().to(into.dtype), b.dequantized().t().to(into.dtype))
+        return launch_scaled_product(a, b, into, add=True)
+    left = a.dequantized().to(into.dtype)
+    right = b.dequantized().to(into.dtype)
+    return into.addmm_(left, right.t())
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------
@@ -152,5 +162,9 @@ def launch_scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, y: Tensor, add
         TensorDescriptor.from_tensor(a.q, [tile["M"], step]),
         TensorDescriptor.from_tensor(b.q, [tile["N"], step]),
         y, a.scale, b.scale, m, n, k, *step_sizes(a), *step_sizes(b),
-        SHARED=shared, ADD=add, K=step, **tile)
+        SHARED=shared,
+        ADD=add,
+        K=step,
+        **tile,
+    )
     return y

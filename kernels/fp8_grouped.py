@@ -26,6 +26,7 @@ from kernels.grouped_gemm import (
     triton_fits,
     wgrad_in_triton,
 )
+from kernels.tiles import inside_matrix, tile_offsets
 from kernels.triton_ import TensorDescriptor, ceil_div, power_of_2, tl, triton
 
 RECIPES = {
@@ -38,8 +39,9 @@ EACH = {**TILE, "N": 64}  # if each row has its own
 STEP = 128  # columns between two additions to fp32, unless the scales are those of groups
 
 
-def scaled_grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, recipe: str,
-                          side: int) -> Tensor:
+def scaled_grouped_linear(
+    x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, recipe: str, side: int
+) -> Tensor:
     """As kernels/grouped_gemm.py's grouped_linear: x [m, n], weight [experts * o, n] -> [m, o].
 
     recipe: one of RECIPES. side: of a block; it divides n and o.
@@ -56,12 +58,19 @@ def quantized_experts(weight: Tensor, kind: str, side: int) -> QuantizedMatrix:
     stacked = weight.reshape(experts * o, n)
     if kind != "matrix":
         return quantize_operand(stacked, kind, E4M3, side)
-    largest = torch.linalg.vector_norm(weight, float("inf"), (1, 2), dtype=accumulation_dtype(weight.dtype))
-    return quantize_operand(stacked, "row", E4M3, side, largest.repeat_interleave(o)[:, None])
+    dtype = accumulation_dtype(weight.dtype)
+    largest = torch.linalg.vector_norm(weight, float("inf"), (1, 2), dtype=dtype)  # [e]
+    row_largest = largest.repeat_interleave(o)[:, None]  # [e * o, 1]
+    return quantize_operand(stacked, "row", E4M3, side, row_largest)
 
 
-def grouped_product(a: QuantizedMatrix, b: QuantizedMatrix, counts: list[int] | Tensor, experts: int,
-                    dtype: torch.dtype) -> Tensor:
+def grouped_product(
+    a: QuantizedMatrix,
+    b: QuantizedMatrix,
+    counts: list[int] | Tensor,
+    experts: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """a [m, k], b [experts * o, k] -> [m, o] in dtype.
 
     counts: number of rows of each expert; for Triton, the offsets on the device (grouped_gemm.offsets_of).
@@ -75,40 +84,55 @@ def grouped_product(a: QuantizedMatrix, b: QuantizedMatrix, counts: list[int] | 
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def scaled_grouped_kernel(A, B, Y, A_SCALE, B_SCALE, OFFSETS, experts, inner, outer, a_row, a_step, b_row,
-                          b_step, SHARED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-                          EXPERTS: tl.constexpr):
-    """One tile of Y [m, outer] = A [m, inner] times the rows of B of its expert.
+def scaled_grouped_kernel(
+    A, B, Y, A_SCALE, B_SCALE, OFFSETS, experts, inner, outer, a_row, a_step, b_row, b_step,
+    SHARED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """One tile [M, N] of Y [m, outer] = A [m, inner] times the rows of B of its expert.
 
     B [experts * outer, inner] has [outer, inner] of each expert. A, B: descriptors, in blocks of [M, K] and
     [N, K]. Strides of the scales, SHARED: as in kernels/fp8_gemm.py.
     """
-    tiles_n = tl.cdiv(outer, N)
-    tile = tl.program_id(0) // tiles_n
-    column = tl.program_id(0) % tiles_n * N
-    there, expert, row, end = expert_of_tile(OFFSETS, experts, tile, M, EXPERTS)
-    if there:
+    tiles_across = tl.cdiv(outer, N)
+    tile = tl.program_id(0) // tiles_across
+    column = tl.program_id(0) % tiles_across * N
+    exists, expert, row, end = expert_of_tile(OFFSETS, experts, tile, M=M, EXPERTS=EXPERTS)
+    if exists:
         rows = row + tl.arange(0, M)
         columns = column + tl.arange(0, N)
         first = expert * outer  # of the expert's rows of B
         total = tl.zeros((M, N), tl.float32)
-        for step in range(0, tl.cdiv(inner, K)):  # beyond the columns, a load gives 0
-            part = tl.dot(A.load([row, step * K]), B.load([first + column, step * K]).T)
-            a = tl.load(A_SCALE + rows * a_row + step * a_step, rows < end, 0.0)
+        for step in range(0, tl.cdiv(inner, K)):
+            # what the tensor cores sum: K products
+            a = A.load([row, step * K])  # [M, K]; beyond the columns, a load gives 0
+            b = B.load([first + column, step * K])  # [N, K]
+            part = tl.dot(a, b.T)
+
+            # times the scales of their rows
+            a_scale = tl.load(A_SCALE + rows * a_row + step * a_step, rows < end, 0.0)  # [M]
             if SHARED == N:  # the tile's rows of B share a scale
-                b = tl.load(B_SCALE + (first + column) // N * b_row + step * b_step)
-                total += part * (a * b)[:, None]
+                b_scale = tl.load(B_SCALE + (first + column) // N * b_row + step * b_step)
+                total += part * (a_scale * b_scale)[:, None]
             else:
-                b = tl.load(B_SCALE + (first + columns) // SHARED * b_row + step * b_step,
-                            columns < outer, 0.0)
-                total += part * a[:, None] * b[None, :]
+                b_pointers = B_SCALE + (first + columns) // SHARED * b_row + step * b_step
+                b_scale = tl.load(b_pointers, columns < outer, 0.0)  # [N]
+                total += part * a_scale[:, None] * b_scale[None, :]
 
-        pointers = Y + rows.to(tl.int64)[:, None] * outer + columns[None, :]
-        tl.store(pointers, total.to(Y.dtype.element_ty), (rows < end)[:, None] & (columns < outer)[None, :])
+        pointers = Y + tile_offsets(rows, columns, outer)
+        tl.store(pointers, total, inside_matrix(rows, columns, end, outer))
 
 
-def launch_grouped_product(a: QuantizedMatrix, b: QuantizedMatrix, offsets: Tensor, experts: int,
-                           dtype: torch.dtype) -> Tensor:
+def launch_grouped_product(
+    a: QuantizedMatrix,
+    b: QuantizedMatrix,
+    offsets: Tensor,
+    experts: int,
+    dtype: torch.dtype,
+) -> Tensor:
     """As grouped_product: a [m, k] with scales a row or group, b [experts * o, k] -> [m, o]."""
     m, k = a.q.shape
     outer = b.q.shape[0] // experts
@@ -122,7 +146,11 @@ def launch_grouped_product(a: QuantizedMatrix, b: QuantizedMatrix, offsets: Tens
         TensorDescriptor.from_tensor(a.q, [tile["M"], step]),
         TensorDescriptor.from_tensor(b.q, [tile["N"], step]),
         y, a.scale, b.scale, offsets, experts, k, outer, *step_sizes(a), *step_sizes(b),
-        SHARED=shared, K=step, EXPERTS=power_of_2(experts), **tile)
+        SHARED=shared,
+        K=step,
+        EXPERTS=power_of_2(experts),
+        **tile,
+    )
     return y
 
 
@@ -130,8 +158,9 @@ def launch_grouped_product(a: QuantizedMatrix, b: QuantizedMatrix, offsets: Tens
 
 class _ScaledGrouped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, recipe: str,
-                side: int) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor, recipe: str, side: int
+    ) -> Tensor:
         by_expert = weight.view(len(counts), -1, x.shape[1])
         a = quantize_operand(x, RECIPES[recipe].activation_kind, E4M3, side)
         b = quantized_experts(by_expert, RECIPES[recipe].weight_kind, side)
