@@ -54,7 +54,6 @@ GPU_ONLY = (
         "orders two streams of a GPU",
     ),
     GpuOnly("parallel/offload.py", r"with (self\.)?\w+\.context\(\)", "chooses a stream of a GPU"),
-    GpuOnly("parallel/offload.py", r"if self\.copy_stream\.stream is not None:.*", "a stream of a GPU"),
     GpuOnly(
         "parallel/offload.py",
         r"\w+\.copied_event = self\.copy_stream\.record_event\(\)",

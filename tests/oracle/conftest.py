@@ -18,6 +18,12 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
+def place_without_ties(tmp_path):
+    """As `place`, of a corpus in which no token follows itself: no two choices of an expert are equal."""
+    return tmp_path, ours.write_corpus(tmp_path, repeats=False)
+
+
+@pytest.fixture
 def note(pytestconfig):
     """note(row): holds the row to the bound and keeps it for the table."""
     from compare import BOUND

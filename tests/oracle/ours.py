@@ -98,13 +98,22 @@ class Corpus:
         return start
 
 
-def write_corpus(folder: pathlib.Path) -> Corpus:
-    """Ninety documents of 1 to 30 random letters and an end-of-document id, some of them empty."""
+def write_corpus(folder: pathlib.Path, repeats: bool = True) -> Corpus:
+    """Ninety documents of 1 to 30 random letters and an end-of-document id, some of them empty.
+
+    repeats: whether a token may be followed by itself. A sequence that begins so has the same hidden states
+    at both, and with them the same probabilities of its experts but for rounding errors.
+    """
     tok, rng = tokenizer.load_tokenizer("bytes"), np.random.default_rng(7)
     prefix = folder / "text"
     with IndexedDatasetWriter(prefix, tok.vocab) as w:
         for i in range(90):
-            w.add([*rng.integers(97, 123, 0 if i % 11 == 5 else rng.integers(1, 31)), tok.eod])
+            is_empty = repeats and i % 11 == 5
+            letters = rng.integers(97, 123, 0 if is_empty else rng.integers(1, 31))
+            if not repeats:
+                is_new = np.diff(letters, prepend=0) != 0
+                letters = letters[is_new]
+            w.add([*letters, tok.eod])
         w.finish(tok, 1)
     return read_corpus(str(prefix))
 

@@ -126,10 +126,10 @@ def test_an_override_of_the_model_changes_what_is_trained(tmp_path):
 def test_a_proof_with_overrides_trains_them_on_every_rank_and_says_them(monkeypatch, capsys):
     jobs, prove = [], command.prove
 
-    def recorded(pool, cfg, home):
+    def recorded(pool, cfg, home, is_strict):
         of_ranks = pool.run(run_and_report, cfg)
         jobs.append(of_ranks)
-        return prove(pool, cfg, home)
+        return prove(pool, cfg, home, is_strict)
 
     monkeypatch.setattr(command, "prove", recorded)
     argv = [
