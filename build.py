@@ -328,4 +328,4 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
         raise ConfigError(f"{folder}: is not the tokenizer that {path} was trained with; put that one there")
     stage, boxes = weights_only(cfg, device, cfg.train.dtype)
     store.load(path, boxes, strict=False, allow_cast=True)
-    return TrainedModel(cfg, stage, loaded, path, meta["step"])
+    return TrainedModel(cfg, stage, tokenizer=loaded, path=path, step=meta["step"])

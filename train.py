@@ -203,7 +203,7 @@ def train(
     train_data, valid_data = open_data(cfg, mesh)
     cfg = with_vocab(cfg, train_data.required_tokenizer.vocab)
     steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
-    run = build_run(cfg, mesh, env.device, train_data, steps)
+    run = build_run(cfg, mesh, env.device, data=train_data, steps=steps)
     first_step, notes = state.resume(run, folder / "checkpoints")
     observe("run.built", first_step, run=run, data=train_data, valid=valid_data)
 
@@ -280,7 +280,7 @@ def run_one_step(session: Session, step: int) -> None:
 
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
-        loss, norm, is_good = train_step(run, step, microbatches, session.guard, grads_ready)
+        loss, norm, is_good = train_step(run, step, microbatches, session.guard, grads_ready=grads_ready)
     if step == session.first_step + 1 and session.is_first_rank:
         write_config(session.cfg, session.folder)  # it says what was trained: not before a step was
     observe("step.end", step, loss=loss, norm=norm, ok=is_good)

@@ -303,8 +303,8 @@ def ring_exchanges(work: Workload, key_value_elements: int, ranks: int) -> tuple
     sends = ranks - 1
     return (
         Exchange("cp", "send", nbytes, sends),
-        Exchange("cp", "send", nbytes, sends, "backward"),
-        Exchange("cp", "send", grad_bytes, sends, "backward"),
+        Exchange("cp", "send", nbytes, sends, phase="backward"),
+        Exchange("cp", "send", grad_bytes, sends, phase="backward"),
     )
 
 

@@ -85,8 +85,25 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
         past = cache.length if cache else 0
         s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
         window = cfg.model.window
-        mask = make_attention_mask(past, s, 0, past + s, window, documents, positions.device)
-    return ForwardContext(cos, sin, mask, dropout_rng, cache, sequence_is_sharded, documents, router_inputs)
+        mask = make_attention_mask(
+            query_start=past,
+            s_q=s,
+            key_start=0,
+            s_k=past + s,
+            window=window,
+            docs=documents,
+            device=positions.device,
+        )
+    return ForwardContext(
+        cos,
+        sin,
+        mask,
+        dropout_rng=dropout_rng,
+        cache=cache,
+        sequence_is_sharded=sequence_is_sharded,
+        documents=documents,
+        router_inputs=router_inputs,
+    )
 
 
 def context_cost(cfg: Config, work: Workload) -> Cost:

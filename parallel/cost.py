@@ -150,27 +150,27 @@ class Cost:
 
     def __add__(self, other: "Cost") -> "Cost":
         return Cost(
-            self.products + other.products,
-            self.attention + other.attention,
-            self.traffic + other.traffic,
-            self.saved + other.saved,
-            self.exchanges + other.exchanges,
-            self.launches + other.launches,
-            self.host_reads + other.host_reads,
-            add_optional(self.recomputed, other.recomputed),
+            products=self.products + other.products,
+            attention=self.attention + other.attention,
+            traffic=self.traffic + other.traffic,
+            saved=self.saved + other.saved,
+            exchanges=self.exchanges + other.exchanges,
+            launches=self.launches + other.launches,
+            host_reads=self.host_reads + other.host_reads,
+            recomputed=add_optional(self.recomputed, other.recomputed),
         )
 
     def times(self, n: int) -> "Cost":
         """The cost of n such modules."""
         return Cost(
-            tuple(replace(one, rows=n * one.rows, count=n * one.count) for one in self.products),
-            tuple(replace(one, flops=n * one.flops) for one in self.attention),
-            tuple(replace(one, nbytes=n * one.nbytes) for one in self.traffic),
-            tuple(replace(one, nbytes=n * one.nbytes) for one in self.saved),
-            tuple(replace(one, calls=n * one.calls) for one in self.exchanges),
-            n * self.launches,
-            n * self.host_reads,
-            None if self.recomputed is None else self.recomputed.times(n),
+            products=tuple(replace(one, rows=n * one.rows, count=n * one.count) for one in self.products),
+            attention=tuple(replace(one, flops=n * one.flops) for one in self.attention),
+            traffic=tuple(replace(one, nbytes=n * one.nbytes) for one in self.traffic),
+            saved=tuple(replace(one, nbytes=n * one.nbytes) for one in self.saved),
+            exchanges=tuple(replace(one, calls=n * one.calls) for one in self.exchanges),
+            launches=n * self.launches,
+            host_reads=n * self.host_reads,
+            recomputed=None if self.recomputed is None else self.recomputed.times(n),
         )
 
     # ---- sums

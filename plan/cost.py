@@ -216,8 +216,9 @@ def hidden_seconds(cost: Cost, roofline: Roofline) -> SecondsOfGroups:
 # ---- exchanges ---------------------------------------------------------------------------------------------
 
 
-def crossing(layout: ParallelDims, cluster: Cluster, group: str, verb: str,
-             nbytes: float) -> tuple[float, float]:
+def crossing(
+    layout: ParallelDims, cluster: Cluster, *, group: str, verb: str, nbytes: float
+) -> tuple[float, float]:
     """What a rank sends in exchanges of nbytes (plan/bytes.py's): (within its node, to others).
 
     A ring over several nodes leaves each node once, over the links of all the group's ranks there; a part of
@@ -246,13 +247,13 @@ class Links(NamedTuple):
 
 
 @lru_cache(maxsize=1 << 14)
-def exchange_seconds(links: Links, group: str, verb: str, calls: int, nbytes: int) -> float:
+def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes: int) -> float:
     """Of `calls` exchanges with nbytes in all; nothing in a group of one rank."""
     size = group_size(links.layout, group)
     if size == 1 or not calls:
         return 0.0
     cluster, efficiency = links.cluster, links.efficiency
-    near, far = crossing(links.layout, cluster, group, verb, nbytes)
+    near, far = crossing(links.layout, cluster, group=group, verb=verb, nbytes=nbytes)
     hops = calls * (1 if verb == "send" else math.log2(size))
     inside = near / (cluster.inside * efficiency.inside)
     between = far / (cluster.between * efficiency.between)
@@ -264,7 +265,7 @@ def module_exchanges(cost: Cost, links: Links) -> SecondsOfGroups:
     found = SecondsOfGroups()
     for one in cost.exchanges:
         nbytes = one.calls * one.nbytes
-        seconds = exchange_seconds(links, one.group, one.verb, one.calls, nbytes)
+        seconds = exchange_seconds(links, one.group, one.verb, calls=one.calls, nbytes=nbytes)
         is_backward = one.phase == "backward"
         found.add(one.group, Seconds(backward=seconds) if is_backward else Seconds(forward=seconds))
     return found
@@ -330,8 +331,9 @@ class PipelineTime(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def timeline(kind: str, ranks: int, microbatches: int, chunks: int, seconds: StageSeconds,
-             hop: float) -> PipelineTime:
+def timeline(
+    kind: str, *, ranks: int, microbatches: int, chunks: int, seconds: StageSeconds, hop: float
+) -> PipelineTime:
     """Of a schedule; layouts that differ in ZeRO alone share it."""
     schedule = make_schedule(kind, ranks, microbatches, chunks)
     op_seconds = {"F": seconds.f, "I": seconds.i, "W": seconds.w}
@@ -348,14 +350,14 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
 
     # the pipeline: all microbatches beyond those of the schedule take what the busiest rank computes
     seconds, waits = times_of_stages(job, cluster, efficiency)
-    hop = exchange_seconds(links, "pp", "send", 1, boundary_bytes(job.cfg))
+    hop = exchange_seconds(links, "pp", "send", calls=1, nbytes=boundary_bytes(job.cfg))
     line = timeline(
         schedule.kind,
-        job.layout.pp,
-        schedule.microbatches,
-        schedule.chunks,
-        seconds,
-        hop,
+        ranks=job.layout.pp,
+        microbatches=schedule.microbatches,
+        chunks=schedule.chunks,
+        seconds=seconds,
+        hop=hop,
     )
     repeats = microbatches / schedule.microbatches
     busiest = max(line.busy)
@@ -438,12 +440,12 @@ def step_traffic(job: Job, links: Links, repeats: float) -> StepTraffic:
         times = repeats if group not in DATA_GROUPS or zero >= least_zero else 1
         near, far = (0.0, float(nbytes))
         if group in GROUP_AXES:
-            near, far = crossing(job.layout, links.cluster, group, verb, nbytes)
+            near, far = crossing(job.layout, links.cluster, group=group, verb=verb, nbytes=nbytes)
         inside += near * times
         between += far * times
 
         if group in DATA_GROUPS:
-            seconds = times * exchange_seconds(links, group, verb, calls, nbytes)
+            seconds = times * exchange_seconds(links, group, verb, calls=calls, nbytes=nbytes)
             if verb == "all_gather":
                 gathers += seconds
             else:

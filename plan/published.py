@@ -99,9 +99,14 @@ def rows(uses: tuple[str, ...] = TIMED) -> list[Measured]:
     for row in read_rows():
         if row["use"] in uses:
             job, microbatches = job_of(config_of(row), int(row["gpus"]))
-            seconds = float(row["step_s"])
-            measured.append(
-                Measured(row["use"], row["group"], job, microbatches, cluster(row["cluster"]), seconds))
+            measured.append(Measured(
+                use=row["use"],
+                group=row["group"],
+                job=job,
+                microbatches=microbatches,
+                cluster=cluster(row["cluster"]),
+                step=float(row["step_s"]),
+            ))
     return measured
 
 

@@ -135,7 +135,7 @@ def job_of(cfg: Config, world: int) -> tuple[Job, int]:
         ep=parallel.ep,
         etp=parallel.etp,
     )
-    return Job(shorter, dims, 0, schedule, cuts), microbatches
+    return Job(shorter, dims, rank=0, schedule=schedule, cuts=cuts), microbatches
 
 
 def held_bytes(job: Job) -> Held:

@@ -168,7 +168,7 @@ def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
 
 def measure(cfg: Config) -> dict[str, tuple[float, float]]:
     """{kind: (mean |coordinate|, mean |its change|)} after STEPS steps of training."""
-    run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, STEPS)
+    run = build_run(cfg, Mesh.single(), torch.device("cpu"), data=None, steps=STEPS)
     guard = NonFiniteGuard()
     probe = batch(cfg.train.seed, 0)
     before = activations(run.stages[0], probe)
@@ -270,7 +270,7 @@ def check(
     if as_json:
         print_json(title, widths, found, wrong)
     else:
-        print_tables(title, widths, found, wrong, cfg.optim.name)
+        print_tables(title, widths, found, wrong=wrong, optimizer=cfg.optim.name)
 
     if out is not None:
         try:

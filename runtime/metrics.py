@@ -382,7 +382,8 @@ class MetricsLogger:
             "data": sum(row["data_ms"] for row in rows) / 1000 / seconds,
             "skipped": sum(row["skipped"] for row in rows),
         }
-        self.console.show_step(last["step"], self.steps, last, rates, self.eta(last["step"]))
+        step = last["step"]
+        self.console.show_step(step, self.steps, row=last, rates=rates, eta=self.eta(step))
         self.rows_since_shown = []
 
     def eta(self, step: int) -> float:
@@ -411,7 +412,13 @@ class MetricsLogger:
         self.write([{"step": step} | values])
         self.sink.put(step, {name.replace("_", "/", 1): value for name, value in values.items()})
         self.last_sample = sample or self.last_sample
-        self.console.show_evaluation(step, values["val_loss"], values["val_ppl"], values["val_bpb"], sample)
+        self.console.show_evaluation(
+            step,
+            loss=values["val_loss"],
+            perplexity=values["val_ppl"],
+            bits_per_byte=values["val_bpb"],
+            sample=sample,
+        )
         self.last_event = self.record_event()  # the next step starts here
 
     def log_save(self, path: Path, size_bytes: int, seconds: float) -> None:

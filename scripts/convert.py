@@ -210,10 +210,12 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
     notes += vocab_notes(tok, model)
 
     with new_folder(folder) as temp:
-        ours, num_tensors = export_weights(path, cfg, family, temp, DTYPES[dtype])
+        ours, num_tensors = export_weights(
+            path, cfg, family, target=temp, dtype=DTYPES[dtype]
+        )
         gc.collect()  # one model in memory at a time
         with storage_errors(temp, 0):
-            write_settings(temp, model, tok, source, DTYPES[dtype])
+            write_settings(temp, model, tok, source=source, dtype=DTYPES[dtype])
             if tok:
                 notes += export_json(tok, family, temp)
         tokens = probe(model)

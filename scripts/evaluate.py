@@ -140,7 +140,9 @@ def check_tokenizer(of_data: Tokenizer | None, run: TrainedModel, args: argparse
 def evaluate_tasks(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
     """Prints the metrics of the tasks, with their standard errors."""
     model = evaluation_model(run, args, device)
-    results = run_tasks(args.tasks, model, args.shots, args.limit, args.task_folder)
+    results = run_tasks(
+        args.tasks, model, shots=args.shots, limit=args.limit, folder=args.task_folder
+    )
     if args.json:
         print(json.dumps({"run": str(run.path), "step": run.step, "tasks": results}))
         return

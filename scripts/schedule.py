@@ -137,7 +137,7 @@ def main(argv: list[str]) -> int:
     # check and simulate
     schedule, with_transfers = checked_schedule(args)
     cost = share(schedule, args.f, args.i, args.w)
-    timeline = simulate(schedule.order, schedule.n_stages, cost, args.hop, args.overlap)
+    timeline = simulate(schedule.order, schedule.n_stages, cost, hop=args.hop, overlap=args.overlap)
     facts = report(schedule, with_transfers, timeline, args)
     pictures = [(headline(facts), timeline)]
 
@@ -248,7 +248,7 @@ def timed_step(world: World, cfg: Config) -> list[tuple[tuple, float, float]]:
     """
     mesh = Mesh.bind(ParallelDims(world.size, pp=world.size), world)
     assert cfg.train.steps is not None  # run_config sets it
-    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    run = build_run(cfg, mesh, torch.device("cpu"), data=None, steps=cfg.train.steps)
     batches = random_batches(cfg)
     spans = record_ops(run)
 
@@ -432,7 +432,7 @@ def table() -> list[dict]:
 
 def bubble_formula(kind: str, overlap: float | None) -> str:
     """The formula of a schedule's bubble, where F, I and W take the same time."""
-    found = closed_form(kind, 2, 8, 1, 1, 1, 1, overlap)
+    found = closed_form(kind, p=2, m=8, v=1, f=1, i=1, w=1, overlap=overlap)
     assert found is not None, f"{kind} has no formula"
     return found[0]
 

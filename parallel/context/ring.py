@@ -78,10 +78,10 @@ def visible_slices(
     chunk_size = q.shape[1] // 2
     halves = (slice(0, chunk_size), slice(chunk_size, 2 * chunk_size))
     source = (group.index - step) % group.size
-    for pair in visible_chunk_pairs(group.index, source, group.size, chunk_size, window):
+    for pair in visible_chunk_pairs(group.index, source, group.size, chunk_size=chunk_size, window=window):
         queries = halves[pair.query_half]
         keys = halves[pair.key_half]
-        mask = chunk_mask(pair, chunk_size, window, documents, q.device)
+        mask = chunk_mask(pair, chunk_size, window=window, documents=documents, device=q.device)
         yield queries, keys, mask
 
 

@@ -93,9 +93,9 @@ def plan_dispatch(
     if group.size == 1:
         counted = count_on_one_rank(choices, num_experts, capacity)
     elif capacity is not None:
-        counted = count_of_capacity(choices, num_experts, group, etp, capacity)
+        counted = count_of_capacity(choices, num_experts, group, etp=etp, capacity=capacity)
     else:
-        counted = exchange_counts(choices, num_experts, group, etp, may_drop)
+        counted = exchange_counts(choices, num_experts, group, etp=etp, may_drop=may_drop)
     num_dropped, sizes, arrivals = counted
 
     # which choice each sent row is
@@ -181,7 +181,7 @@ def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -
 
 
 def count_of_capacity(
-    choices: Tensor, num_experts: int, group: Group, etp: int, capacity: int
+    choices: Tensor, num_experts: int, group: Group, *, etp: int, capacity: int
 ) -> RowCounts:
     """Where every rank sends `capacity` rows to every expert. Exchanges nothing."""
     num_local = num_experts * etp // group.size
@@ -193,7 +193,7 @@ def count_of_capacity(
 
 
 def exchange_counts(
-    choices: Tensor, num_experts: int, group: Group, etp: int, may_drop: bool
+    choices: Tensor, num_experts: int, group: Group, *, etp: int, may_drop: bool
 ) -> RowCounts:
     """Where the ranks tell each other how many rows they send: one all-to-all of [ranks, local experts].
 

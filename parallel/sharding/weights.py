@@ -76,7 +76,9 @@ class BucketWeights:
         """Starts the all-gather of sharded weights (ZeRO-3), ahead of their use."""
         if self.full is None:
             self.full = self.local.new_empty(self.size)
-            self.pending_gather = start_gather(self.local, self.group, self.full, self.codec, self.block)
+            self.pending_gather = start_gather(
+                self.local, self.group, out=self.full, codec=self.codec, block=self.block
+            )
 
     def wait_unshard(self) -> None:
         """Waits until the full weights are on this rank: unsharded, or gathered after the last step."""
@@ -116,4 +118,6 @@ class BucketWeights:
             self.copy_master_to_local()  # after a skipped step `local` holds what the other ranks saw
         if self.full is None:
             raise RuntimeError(f"ZeRO-{self.zero} keeps full weights, and a bucket has none")
-        self.pending_gather = start_gather(self.local.clone(), self.group, self.full, self.codec, self.block)
+        self.pending_gather = start_gather(
+            self.local.clone(), self.group, out=self.full, codec=self.codec, block=self.block
+        )

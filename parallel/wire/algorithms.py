@@ -81,7 +81,7 @@ def start_gather(
     """
     if codec == "none" or group.size == 1:
         return comm.start_all_gather(x, group, out)
-    return compress.CompressedAllGather(x, group, out, codec, block)
+    return compress.CompressedAllGather(x, group, out, codec=codec, block=block)
 
 
 # ---- the ring ----------------------------------------------------------------------------------------------

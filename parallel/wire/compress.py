@@ -160,7 +160,9 @@ class CompressedAllReduce:
         """Waits for the reduce-scatter and starts the all-gather, unless that has been done."""
         if self.second is None:
             total = self.first.wait()
-            self.second = CompressedAllGather(total, self.group, self.x, self.codec, self.block)
+            self.second = CompressedAllGather(
+                total, self.group, self.x, codec=self.codec, block=self.block
+            )
         return self.second
 
     def wait(self) -> Tensor:

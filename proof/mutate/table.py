@@ -1612,8 +1612,8 @@ TABLE = (
     Mutation(
         what="a shard is updated while it is being sent",
         file="parallel/sharding/weights.py",
-        old="start_gather(self.local.clone(), self.group",
-        new="start_gather(self.local, self.group",
+        old="self.local.clone(), self.group, out=self.full",
+        new="self.local, self.group, out=self.full",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero1 mb1",

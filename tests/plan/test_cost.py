@@ -117,10 +117,10 @@ def test_what_a_ring_and_an_all_to_all_send_over_each_link():
         ranks = layout.group(0, *GROUP_AXES[group])
         N = len(ranks)
         crosses = sum(a // 4 != b // 4 for a, b in zip(ranks, [*ranks[1:], ranks[0]]))
-        inside, between = cost.crossing(layout, c, group, "all_gather", 1 << 20)
+        inside, between = cost.crossing(layout, c, group=group, verb="all_gather", nbytes=1 << 20)
         assert inside + between == pytest.approx((1 << 20) * (N - 1) / N)
         assert between == pytest.approx((1 << 20) * (N - 1) / N * crosses / N), group
-    inside, between = cost.crossing(layout, c, "ep_etp", "all_to_all", 8)
+    inside, between = cost.crossing(layout, c, group="ep_etp", verb="all_to_all", nbytes=8)
     assert (inside, between) == (3.0, 4.0)  # itself 1, three in its node, four elsewhere
 
 
