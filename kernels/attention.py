@@ -328,35 +328,53 @@ class _BlockwiseAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, mask, out, *kept = ctx.saved_tensors
-        n, r, s, d = q.shape
-        d_v = v.shape[-1]
-        b = len(dout)
-        g = n // b
+        batch = len(dout)
+        groups = len(q) // batch
+        dout = by_head(dout, groups)  # [n, r, s, d_v]
+        dout_delta = append_delta(dout, by_head(out, groups))  # [n, r, s, d_v + 2]
+        dq, dk, dv = blockwise_gradients(q, k, v, mask, dout, dout_delta, kept)
+        return by_token(dq, batch), by_token(dk[:, None], batch), by_token(dv[:, None], batch), None
 
-        # dS = P (dout v^T - delta). The GEMM subtracts delta itself, as two more channels of dout against
-        # ones in v, so the subtraction happens before the product is rounded.
-        dout = by_head(dout, g)  # [n, r, s, d_v]
-        dout_delta = append_delta(dout, by_head(out, g))  # [n, r, s, d_v + 2]
-        v_ones = torch.cat((v, v.new_ones(n, s, 2)), -1).transpose(1, 2)  # [n, d_v + 2, s]
 
-        dq = torch.empty_like(q)
-        acc_dtype = accumulation_dtype(q.dtype)
-        dk, dv = (torch.zeros_like(x, dtype=acc_dtype) for x in (k, v))
-        for i, start in enumerate(range(0, s, BLOCK)):
-            end = min(start + BLOCK, s)
-            probs = kept[i] if kept else probabilities(q, k, mask, start, end)
-            probs = probs.view(n, -1, end)  # [n, r (end - start), end]
-            dout_rows = dout[:, :, start:end].reshape(n, -1, d_v)
-            dv[:, :end] += torch.bmm(probs.transpose(1, 2), dout_rows)
-            dout_rows = dout_delta[:, :, start:end].reshape(n, -1, d_v + 2)
-            dscores = torch.bmm(dout_rows, v_ones[:, :, :end]).mul_(probs)
-            dq_rows = torch.bmm(dscores, k[:, :end])
-            dq[:, :, start:end] = dq_rows.view(n, r, end - start, d)
-            q_rows = q[:, :, start:end].reshape(n, -1, d)
-            dk[:, :end] += torch.bmm(dscores.transpose(1, 2), q_rows)
+def blockwise_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dout: Tensor,
+    dout_delta: Tensor,
+    kept: list[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [n, r, s, d], dk [n, s, d] and dv [n, s, d_v], in the compute dtype.
 
-        scale = 1 / math.sqrt(d)
-        dq.mul_(scale)
-        dk = dk.mul_(scale).to(q.dtype)[:, None]  # [n, 1, s, d]
-        dv = dv.to(q.dtype)[:, None]  # [n, 1, s, d_v]
-        return by_token(dq, b), by_token(dk, b), by_token(dv, b), None
+    q, k, v: as by_head gives them. dout [n, r, s, d_v]; dout_delta: append_delta of it.
+    kept: the probabilities of each block, or none, if they are to be recomputed.
+    """
+    n, r, s, d = q.shape
+
+    # dS = P (dout v^T - delta). The GEMM subtracts delta itself, as two more channels of dout against
+    # ones in v, so the subtraction happens before the product is rounded.
+    ones = v.new_ones(n, s, 2)
+    v_ones = torch.cat((v, ones), -1).transpose(1, 2)  # [n, d_v + 2, s]
+
+    dq = torch.empty_like(q)
+    acc_dtype = accumulation_dtype(q.dtype)
+    dk, dv = (torch.zeros_like(x, dtype=acc_dtype) for x in (k, v))
+    for index, start in enumerate(range(0, s, BLOCK)):
+        end = min(start + BLOCK, s)
+        probs = kept[index] if kept else probabilities(q, k, mask, start, end)
+        probs = probs.view(n, -1, end)  # [n, r (end - start), end]
+        dv[:, :end] += torch.bmm(probs.transpose(1, 2), query_rows(dout, start, end))
+
+        dscores = torch.bmm(query_rows(dout_delta, start, end), v_ones[:, :, :end]).mul_(probs)
+        dq_rows = torch.bmm(dscores, k[:, :end])
+        dq[:, :, start:end] = dq_rows.view(n, r, end - start, d)
+        dk[:, :end] += torch.bmm(dscores.transpose(1, 2), query_rows(q, start, end))
+
+    scale = 1 / math.sqrt(d)
+    return dq.mul_(scale), dk.mul_(scale).to(q.dtype), dv.to(q.dtype)
+
+
+def query_rows(x: Tensor, start: int, end: int) -> Tensor:
+    """Queries start .. end - 1 of all heads of a group: [n, r, s, d] -> [n, r (end - start), d]."""
+    return x[:, :, start:end].reshape(len(x), -1, x.shape[-1])

@@ -97,7 +97,7 @@ def load_logits(LOGITS, column, columns):
 
 
 @triton.jit
-def online_softmax(LOGITS, columns, BLOCK: tl.constexpr):
+def online_softmax(LOGITS, columns, BLOCK: tl.constexpr) -> "tuple[tl.tensor, tl.tensor]":
     """(base, total) of one row: its probabilities are exp(logits - base) / total (arXiv 1805.02867)."""
     # each place of a block has its own maximum and sum
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)

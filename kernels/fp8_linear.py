@@ -50,8 +50,16 @@ class Fp8Scaling:
     ins: Share | None = None
     tokens: Share | None = None
 
-    def quantize(self, x: Tensor, kind: str, dtype: torch.dtype, *, rows: Share | None, columns: Share | None,
-                 largest: Tensor | None = None) -> QuantizedMatrix:
+    def quantize(
+        self,
+        x: Tensor,
+        kind: str,
+        dtype: torch.dtype,
+        *,
+        rows: Share | None,
+        columns: Share | None,
+        largest: Tensor | None = None,
+    ) -> QuantizedMatrix:
         """x [m, n], quantized. rows, columns: set where other ranks hold other rows, or other columns.
 
         largest: max |x| for each scale, if it is known.
@@ -92,14 +100,14 @@ class Fp8Scaling:
     def gradient(self, dy: Tensor) -> QuantizedMatrix:
         """dy [t, m], for dx."""
         recipe = RECIPES[self.recipe]
-        return self.quantize(dy, recipe.activation_kind, recipe.gradient_dtype,
-                             rows=self.tokens, columns=self.outs)
+        kind, dtype = recipe.activation_kind, recipe.gradient_dtype
+        return self.quantize(dy, kind, dtype, rows=self.tokens, columns=self.outs)
 
     def gradient_by_token(self, dy: Tensor, largest: Tensor | None = None) -> QuantizedMatrix:
         """dy [t, m] -> its transpose [m, t], for dW."""
         recipe = RECIPES[self.recipe]
-        return self.quantize(dy.t(), recipe.activation_kind, recipe.gradient_dtype,
-                             rows=self.outs, columns=self.tokens, largest=largest)
+        kind, dtype = recipe.activation_kind, recipe.gradient_dtype
+        return self.quantize(dy.t(), kind, dtype, rows=self.outs, columns=self.tokens, largest=largest)
 
 
 def known_maximum(matrix: QuantizedMatrix) -> Tensor | None:
@@ -107,8 +115,13 @@ def known_maximum(matrix: QuantizedMatrix) -> Tensor | None:
     return matrix.largest if matrix.kind == "tensor" else None
 
 
-def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: LinearRegion | None,
-                  scaling: Fp8Scaling) -> Tensor:
+def scaled_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    region: LinearRegion | None,
+    scaling: Fp8Scaling,
+) -> Tensor:
     """As kernels/linear.py's linear: x [..., n], weight [m, n], bias [m] -> [..., m]."""
     function, args = source_of(x)
     return _ScaledLinear.apply(x, weight, bias, region, scaling, torch.is_grad_enabled(), function, *args)
@@ -116,9 +129,17 @@ def scaled_linear(x: Tensor, weight: Tensor, bias: Tensor | None, region: Linear
 
 class _ScaledLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, region: LinearRegion | None,
-                scaling: Fp8Scaling, grad_enabled: bool, function: RecomputeFunction | None,
-                *args: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        region: LinearRegion | None,
+        scaling: Fp8Scaling,
+        grad_enabled: bool,
+        function: RecomputeFunction | None,
+        *args: Tensor,
+    ) -> Tensor:
         gathered = x if region is None else region.enter(x)
         flat_x = gathered.flatten(0, -2)  # [t, n]
         quantized_x = scaling.inputs(flat_x)

@@ -53,12 +53,13 @@ def grouped_forward(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     m = x.shape[0]
     y = x.new_empty(m, weight.shape[1])
     start = 0
-    for expert_weight, n in zip(weight, counts):
-        if n:
+    for expert_weight, count in zip(weight, counts):
+        if count:
             # may include rows of the next experts, which are written again later
-            rows = slice(start, min(start + n + pad_to_step(x, n), m))
+            end = start + count + pad_to_step(x, count)
+            rows = slice(start, min(end, m))
             torch.mm(x[rows], expert_weight.t(), out=y[rows])
-        start += n
+        start += count
     return y
 
 
@@ -224,7 +225,9 @@ def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor
     grouped_wgrad_kernel[(tiles, experts)](
         TensorDescriptor.from_tensor(dy, [WGRAD["K"], WGRAD["M"]]),
         TensorDescriptor.from_tensor(x, [WGRAD["K"], WGRAD["N"]]),
-        into, offsets, o, n, **WGRAD)
+        into, offsets, o, n,
+        **WGRAD,
+    )
     return into
 
 

@@ -48,8 +48,9 @@ class RecomputedTensor(Protocol):
     source: tuple[RecomputeFunction, tuple[Tensor, ...]]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
-           region: LinearRegion | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, region: LinearRegion | None = None
+) -> Tensor:
     """x [..., n], weight [m, n], bias [m] -> [..., m], in x's dtype.
 
     The weight may have another dtype: a router in fp32 reads weights of a lower one.
@@ -59,8 +60,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None,
     return _Linear.apply(x, weight, bias, region, function, *args)
 
 
-def linear_of_several(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], rows: list[slice],
-                      region: LinearRegion | None = None) -> Tensor:
+def linear_of_several(
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    rows: list[slice],
+    region: LinearRegion | None = None,
+) -> Tensor:
     """Several linears of one x, side by side: x [..., n] -> [..., sum of the rows].
 
     rows: the rows of each weight (and bias) that are used; the gradient of the others is zero.
@@ -160,7 +166,9 @@ def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
     wgrad_kernel[(tiles,)](
         TensorDescriptor.from_tensor(dy, [TILE["K"], TILE["M"]]),
         TensorDescriptor.from_tensor(x, [TILE["K"], TILE["N"]]),
-        into, t, m, n, **TILE)
+        into, t, m, n,
+        **TILE,
+    )
     return into
 
 
@@ -168,8 +176,15 @@ def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, region: LinearRegion | None,
-                function: RecomputeFunction | None, *args: Tensor) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        region: LinearRegion | None,
+        function: RecomputeFunction | None,
+        *args: Tensor,
+    ) -> Tensor:
         gathered = x if region is None else region.enter(x)
         ctx.save_for_backward(*(args if function else (gathered,)))
         ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
@@ -195,8 +210,9 @@ class _Linear(torch.autograd.Function):
         return wait_dx(), dw, db, None, None, *[None] * ctx.num_args
 
 
-def recompute_input(function: RecomputeFunction | None, region: LinearRegion | None,
-                    *saved: Tensor) -> Callable[[], Tensor]:
+def recompute_input(
+    function: RecomputeFunction | None, region: LinearRegion | None, *saved: Tensor
+) -> Callable[[], Tensor]:
     """Starts the GEMM's input of the forward; the returned function waits for it.
 
     function: recomputes the linear's input from `saved`. If it is None, `saved` is the GEMM's input itself.
@@ -216,13 +232,19 @@ def start_reduce_grads(region: LinearRegion | None, dx: Tensor | None) -> Callab
 
 class _Linears(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, region: LinearRegion | None, function: RecomputeFunction | None,
-                rows: list[slice], *tensors: Tensor | None) -> Tensor:
+    def forward(
+        ctx,
+        x: Tensor,
+        region: LinearRegion | None,
+        function: RecomputeFunction | None,
+        rows: list[slice],
+        *tensors: Tensor | None,
+    ) -> Tensor:
         """tensors: the weights, their biases, and the arguments of `function`."""
-        n = len(rows)
-        weights = cast(tuple[Tensor, ...], tensors[:n])
-        biases = tensors[n:2 * n]
-        args = tensors[2 * n:]
+        count = len(rows)
+        weights = cast(tuple[Tensor, ...], tensors[:count])
+        biases = tensors[count:2 * count]
+        args = tensors[2 * count:]
 
         gathered = x if region is None else region.enter(x)
         ctx.save_for_backward(*(args if function else (gathered,)))
@@ -233,7 +255,8 @@ class _Linears(torch.autograd.Function):
         ctx.num_args = len(args)
         outputs: list[Tensor] = []
         for weight, bias, part in zip(weights, biases, rows):
-            outputs.append(F.linear(gathered, weight[part], None if bias is None else bias[part]))
+            part_bias = None if bias is None else bias[part]
+            outputs.append(F.linear(gathered, weight[part], part_bias))
         return torch.cat(outputs, -1)
 
     @staticmethod

@@ -295,6 +295,15 @@ def query_range(
 
 
 @triton.jit
+def load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED: tl.constexpr):
+    """The first key that each of the queries `rows` sees; if not BOUNDED, numbers that is_visible ignores."""
+    first_key = rows
+    if BOUNDED:
+        first_key = tl.load(FIRST_KEY + tl.minimum(rows, s_q - 1)) - key_start
+    return first_key
+
+
+@triton.jit
 def is_visible(rows, columns, first_key, s_k, offset, CAUSAL: tl.constexpr, BOUNDED: tl.constexpr):
     """Whether queries `rows` see keys `columns`. rows, columns and first_key broadcast against each other."""
     mask = columns < s_k
@@ -366,9 +375,7 @@ def forward_kernel(
     Q = head_of(Q, q_strides, batch, head)
     q = load_rows(Q, rows, q_strides[1], s_q, EDGE=True, DIM=HEAD_DIM)
 
-    first_key = rows
-    if BOUNDED:
-        first_key = tl.load(FIRST_KEY + tl.minimum(rows, s_q - 1)) - key_start
+    first_key = load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED)
     begin, masked_begin, end = key_range(
         FIRST_KEY, row, s_k, offset, key_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
 
@@ -488,9 +495,7 @@ def dq_kernel(
     delta = tl.load(DELTA + row_index, rows < s_q, 0.0)
 
     # which keys they see
-    first_key = rows
-    if BOUNDED:
-        first_key = tl.load(FIRST_KEY + tl.minimum(rows, s_q - 1)) - key_start
+    first_key = load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED)
     begin, masked_begin, end = key_range(
         FIRST_KEY, row, s_k, offset, key_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
 
@@ -685,9 +690,16 @@ def mask_bounds(mask: AttentionMask | None, q: Tensor) -> MaskBounds:
         mask.query_start, mask.key_start)
 
 
-def log2_scale(head_dim: int) -> float:
-    """The scale of scores in base 2."""
-    return math.log2(math.e) / math.sqrt(head_dim)
+def call_numbers(q: Tensor, k: Tensor, bounds: MaskBounds) -> dict[str, int | float]:
+    """The numbers of one call that the forward, dq and dkv kernels share."""
+    return {
+        "s_q": q.shape[1],
+        "s_k": k.shape[1],
+        "heads_per_group": q.shape[2] // k.shape[2],
+        "key_start": bounds.key_start,
+        "offset": bounds.offset,
+        "scale": math.log2(math.e) / math.sqrt(q.shape[-1]),  # of scores in base 2
+    }
 
 
 def by_channel(x: Tensor) -> Tensor:
@@ -700,9 +712,8 @@ def launch_forward(
 ) -> tuple[Tensor, Tensor]:
     """attention_part as a Triton kernel."""
     q, k, v = (by_channel(x) for x in (q, k, v))
-    b, s_q, h, d = q.shape
-    _, s_k, g, e = v.shape
-    out = q.new_empty(b, s_q, h, e, dtype=dtype)
+    b, s_q, h, _ = q.shape
+    out = q.new_empty(b, s_q, h, v.shape[-1], dtype=dtype)
     lse = q.new_empty(b, h, s_q, dtype=torch.float32)
 
     bounds = mask_bounds(mask, q)
@@ -711,13 +722,8 @@ def launch_forward(
     grid = ceil_div(s_q, meta["BLOCK_M"]), b * h
     forward_kernel[grid](
         q, k, v, bounds.first_key, out, lse, *strides, bounds.first_key_stride,
-        s_q=s_q,
-        s_k=s_k,
         heads=h,
-        heads_per_group=h // g,
-        key_start=bounds.key_start,
-        offset=bounds.offset,
-        scale=log2_scale(d),
+        **call_numbers(q, k, bounds),
         **meta,
     )
     return out, lse.transpose(1, 2)
@@ -752,24 +758,20 @@ def launch_backward(
     dout, q, k, v = (by_channel(x) for x in (dout.to(q.dtype), q, k, v))
     lse = lse.transpose(1, 2).contiguous()  # [b, h, s_q]
     delta = delta.transpose(1, 2).contiguous()  # [b, h, s_q]
-    b, s_q, h, d = q.shape
-    _, s_k, g, _ = v.shape
+    b, s_q, h, _ = q.shape
+    _, s_k, g, _ = k.shape
     dq, dk, dv = into or (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
 
     bounds = mask_bounds(mask, q)
     strides = [x.stride()[:3] for x in (q, k, v, dout)]
+    numbers = call_numbers(q, k, bounds)
     meta = launch_meta(DQ_BLOCKS, q, v, mask)
     grid = ceil_div(s_q, meta["BLOCK_M"]), b * h
     dq_kernel[grid](
         q, k, v, bounds.first_key, dout, lse, delta, dq,
         *strides, dq.stride()[:3], bounds.first_key_stride,
-        s_q=s_q,
-        s_k=s_k,
         heads=h,
-        heads_per_group=h // g,
-        key_start=bounds.key_start,
-        offset=bounds.offset,
-        scale=log2_scale(d),
+        **numbers,
         **meta,
     )
 
@@ -779,14 +781,9 @@ def launch_backward(
         q, k, v, bounds.first_key, bounds.query_end, dout, lse, delta, dk, dv,
         *strides, dk.stride()[:3], dv.stride()[:3],
         bounds.first_key_stride, bounds.query_end_stride,
-        s_q=s_q,
-        s_k=s_k,
         groups=g,
-        heads_per_group=h // g,
         query_start=bounds.query_start,
-        key_start=bounds.key_start,
-        offset=bounds.offset,
-        scale=log2_scale(d),
+        **numbers,
         **meta,
     )
     return dq, dk, dv
