@@ -333,7 +333,10 @@ def accumulate_output(
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
         if MASKED:
             mask = is_visible(
-                rows[:, None], columns[None, :], first_key[:, None], s_k, offset, CAUSAL, BOUNDED)
+                rows[:, None], columns[None, :], first_key[:, None], s_k, offset,
+                CAUSAL=CAUSAL,
+                BOUNDED=BOUNDED,
+            )
             scores = tl.where(mask, scores, -float("inf"))
 
         # probabilities, relative to the largest score so far
@@ -377,7 +380,12 @@ def forward_kernel(
 
     first_key = load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED)
     begin, masked_begin, end = key_range(
-        FIRST_KEY, row, s_k, offset, key_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
+        FIRST_KEY, row, s_k, offset, key_start,
+        CAUSAL=CAUSAL,
+        BOUNDED=BOUNDED,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )
 
     # online softmax: first over the keys that all these queries see, if there are such, then over the others
     out = tl.zeros((BLOCK_M, padded(VALUE_DIM)), tl.float32)
@@ -402,12 +410,12 @@ def forward_kernel(
                 VALUE_DIM=VALUE_DIM,
             )
 
-    # output and logsumexp
+    # output and logsumexp: 0 and -inf of a query that sees no key
     sees_a_key = denominator > 0.0
+    denominator = tl.where(sees_a_key, denominator, 1.0)
     OUT = head_of(OUT, out_strides, batch, head)
-    out = out / tl.where(sees_a_key, denominator, 1.0)[:, None]
-    store_rows(OUT, out, rows, out_strides[1], s_q, DIM=VALUE_DIM)
-    lse = (row_max + tl.log2(tl.where(sees_a_key, denominator, 1.0))) / LOG2E
+    store_rows(OUT, out / denominator[:, None], rows, out_strides[1], s_q, DIM=VALUE_DIM)
+    lse = (row_max + tl.log2(denominator)) / LOG2E
     lse = tl.where(sees_a_key, lse, -float("inf"))
     LSE = LSE + tl.program_id(1).to(tl.int64) * s_q
     tl.store(LSE + rows, lse, rows < s_q)
@@ -454,7 +462,10 @@ def accumulate_dq(
         probs = tl.exp2(scores - lse[:, None])
         if MASKED:
             mask = is_visible(
-                rows[:, None], columns[None, :], first_key[:, None], s_k, offset, CAUSAL, BOUNDED)
+                rows[:, None], columns[None, :], first_key[:, None], s_k, offset,
+                CAUSAL=CAUSAL,
+                BOUNDED=BOUNDED,
+            )
             probs = tl.where(mask, probs, 0.0)
 
         # gradients
@@ -497,7 +508,12 @@ def dq_kernel(
     # which keys they see
     first_key = load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED)
     begin, masked_begin, end = key_range(
-        FIRST_KEY, row, s_k, offset, key_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
+        FIRST_KEY, row, s_k, offset, key_start,
+        CAUSAL=CAUSAL,
+        BOUNDED=BOUNDED,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )
 
     # first the keys that all these queries see, if there are such, then the others
     dq = tl.zeros((BLOCK_M, padded(HEAD_DIM)), tl.float32)
@@ -549,7 +565,10 @@ def accumulate_dkv(
             if BOUNDED:
                 first_key = tl.load(FIRST_KEY + rows, rows < s_q, 0) - key_start
             mask = is_visible(
-                rows[None, :], columns[:, None], first_key[None, :], s_k, offset, True, BOUNDED)
+                rows[None, :], columns[:, None], first_key[None, :], s_k, offset,
+                CAUSAL=True,
+                BOUNDED=BOUNDED,
+            )
             probs = tl.where(mask, probs, 0.0)
 
         # gradients
@@ -588,7 +607,12 @@ def dkv_kernel(
     FIRST_KEY += batch * first_key_stride
     QUERY_END += batch * query_end_stride
     begin, masked_end, end = query_range(
-        QUERY_END, column, s_q, s_k, offset, query_start, CAUSAL, BOUNDED, BLOCK_M, BLOCK_N)
+        QUERY_END, column, s_q, s_k, offset, query_start,
+        CAUSAL=CAUSAL,
+        BOUNDED=BOUNDED,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )
 
     # of each query head: first the queries that need a mask, then those that see all these keys, if any are
     dk = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
@@ -679,15 +703,26 @@ class MaskBounds(NamedTuple):
 
 
 def mask_bounds(mask: AttentionMask | None, q: Tensor) -> MaskBounds:
+    """The bounds of a mask. q stands for tensors that no kernel reads."""
+    bounds = MaskBounds(
+        first_key=q,
+        query_end=q,
+        first_key_stride=0,
+        query_end_stride=0,
+        query_start=0,
+        key_start=0,
+    )
     if mask is None:
-        return MaskBounds(q, q, 0, 0, 0, 0)  # no kernel reads the pointers
+        return bounds
+    bounds = bounds._replace(query_start=mask.query_start, key_start=mask.key_start)
     if mask.first_key is None or mask.query_end is None:
-        return MaskBounds(q, q, 0, 0, mask.query_start, mask.key_start)
-    first_key_stride = mask.first_key.stride(0) if len(mask.first_key) > 1 else 0
-    query_end_stride = mask.query_end.stride(0) if len(mask.query_end) > 1 else 0
-    return MaskBounds(
-        mask.first_key, mask.query_end, first_key_stride, query_end_stride,
-        mask.query_start, mask.key_start)
+        return bounds
+    return bounds._replace(
+        first_key=mask.first_key,
+        query_end=mask.query_end,
+        first_key_stride=mask.first_key.stride(0) if len(mask.first_key) > 1 else 0,
+        query_end_stride=mask.query_end.stride(0) if len(mask.query_end) > 1 else 0,
+    )
 
 
 def call_numbers(q: Tensor, k: Tensor, bounds: MaskBounds) -> dict[str, int | float]:

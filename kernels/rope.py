@@ -123,8 +123,10 @@ def split_forward(qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int) -> Tensor
     """Rotates the first `rotated` heads: [b, s, h, d] -> [b, h, s, d]."""
     b, s, h, d = qkv.shape
     out = qkv.new_empty(b, h, s, d)
-    out[:, :rotated] = rotate(qkv[:, :, :rotated], cos, sin).transpose(1, 2)
-    out[:, rotated:] = qkv[:, :, rotated:].transpose(1, 2)
+    q_and_k = rotate(qkv[:, :, :rotated], cos, sin)  # [b, s, rotated, d]
+    v = qkv[:, :, rotated:]
+    out[:, :rotated] = q_and_k.transpose(1, 2)
+    out[:, rotated:] = v.transpose(1, 2)
     return out
 
 

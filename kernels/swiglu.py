@@ -87,6 +87,7 @@ def gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
     dtype = x.dtype
     x = x.to(accumulation_dtype(dtype))
     tanh = torch.tanh(SLOPE * (x + CUBIC * x**3))
+    # d/dx of x / 2 (1 + tanh u), where u = SLOPE (x + CUBIC x^3)
     slope = 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * SLOPE * (1 + 3 * CUBIC * x * x)
     return (dy.to(x.dtype) * slope).to(dtype)
 
@@ -212,6 +213,7 @@ def gelu_backward_kernel(
     offsets = block_range(tl.program_id(0).to(tl.int64), BLOCK)
     x = load_fp32(X + offsets, offsets < n, other=None)
     sigmoid = tl.sigmoid(2 * SLOPE * (x + CUBIC * x * x * x))
+    # d/dx of x sigmoid(2 u), where u = SLOPE (x + CUBIC x^3)
     slope = sigmoid + x * sigmoid * (1 - sigmoid) * 2 * SLOPE * (1 + 3 * CUBIC * x * x)
     dy = load_fp32(DY + offsets, offsets < n, other=None)
     tl.store(DX + offsets, dy * slope, offsets < n)
