@@ -28,11 +28,11 @@ from data.loader import BatchLoader, open_loader
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
 from model.schedules import plan_pipeline
+from model.sharding import parallel_dims
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
-from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from plan.count import flops_per_token, parameters, table
@@ -252,7 +252,7 @@ def train_loop(session: Session) -> LoopEnd:
             evaluate(session, step)
         if is_last or reason or is_due(cfg.checkpoint.every, step):
             session.guard.count_skipped(session.log.flush())
-            save(session, step, is_final=bool(is_last or reason))
+            save_checkpoint(session, step, is_final=bool(is_last or reason))
         if is_last and not is_evaluated:
             evaluate(session, step)
         if reason:  # there may be no time left to evaluate: the next start does it
@@ -318,13 +318,13 @@ def evaluate(session: Session, step: int) -> None:
     session.observe("eval.end", step, loss=loss, ids=ids)
 
 
-def save(session: Session, step: int, is_final: bool) -> None:
+def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
     """Saves a checkpoint, in the background under checkpoint.async_save. Waits for the final one."""
     saver = session.saver
     session.train_data.check_unchanged()
     started = time.perf_counter()
     wait_param_gathers(session.run.buckets)
-    state.save(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
+    state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
     if not saver.in_background or is_final:
         path = saver.wait_saved()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
@@ -368,17 +368,7 @@ def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:
 
 def connect(cfg: Config, world: comm.World) -> Mesh:
     """The groups of this rank. Collective: every rank calls it."""
-    parallel = cfg.parallel
-    dims = ParallelDims(
-        world.size,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        dp_replicate=parallel.dp_rep,
-        ep=parallel.ep,
-        etp=parallel.etp,
-    )
-    return Mesh.bind(dims, world)
+    return Mesh.bind(parallel_dims(cfg, world.size), world)
 
 
 def open_data(cfg: Config, mesh: Mesh) -> tuple[BatchLoader, BatchLoader]:

@@ -377,7 +377,7 @@ def stored_shapes(path: pathlib.Path) -> set[tuple[str, tuple[int, ...]]]:
 
 # ---- save --------------------------------------------------------------------------------------------------
 
-def save(
+def save_run(
     run: RunState, saver: CheckpointSaver, root: pathlib.Path, step: int, *, fault_point: store.FaultPoint
 ) -> None:
     """Saves the run as it stands after `step`. Collective: every rank writes the pieces that only it has.

@@ -1,5 +1,5 @@
-"""What the config says of the model's parameters beyond their shapes: rates under muP, and how data-parallel
-ranks share them."""
+"""What the config says of the model's parameters beyond their shapes: rates under muP, the ranks that hold
+them, and how data-parallel ranks share them."""
 from torch import nn
 
 from config import OPTIMIZERS, Config, compression_block, mup_width_ratio
@@ -7,6 +7,7 @@ from model.precision import accumulation_bytes
 from parallel.sharding.packing import ALIGNMENT
 from parallel.sharding.slots import ShardingConfig
 from parallel.sharding.spec import sharded_parameters
+from parallel.topology.dims import ParallelDims
 from parallel.wire.compress import CODECS
 
 
@@ -17,6 +18,20 @@ def scale_for_mup(cfg: Config, module: nn.Module) -> None:
     power = OPTIMIZERS[cfg.optim.name].mup_power
     for param in sharded_parameters(module):
         param.spec = param.spec.with_mup(width_ratio, power)
+
+
+def parallel_dims(cfg: Config, world_size: int) -> ParallelDims:
+    """The degrees of parallelism of a job on `world_size` ranks."""
+    parallel = cfg.parallel
+    return ParallelDims(
+        world_size,
+        tp=parallel.tp,
+        cp=parallel.cp,
+        pp=parallel.pp,
+        dp_replicate=parallel.dp_rep,
+        ep=parallel.ep,
+        etp=parallel.etp,
+    )
 
 
 def sharding_config(cfg: Config) -> ShardingConfig:

@@ -13,9 +13,9 @@ from config.values import Values, combinations
 from model.describe import StageDescription, describe_stage, workload
 from model.precision import accumulation_bytes, compute_bytes
 from model.schedules import plan_pipeline
+from model.sharding import parallel_dims
 from model.split import layers_of_stages
 from parallel.pipeline.schedule import SCHEDULES
-from parallel.topology.dims import ParallelDims
 from plan.cost import STEADY, Cluster, Efficiency, Forecast, forecast, stage_times
 from plan.count import parameters
 from plan.job import Job
@@ -126,16 +126,7 @@ def job_of(cfg: Config, world: int) -> tuple[Job, int]:
     shorter = replace(cfg, train=replace(train, global_batch=simulated * sequences, ramp=None))
     schedule = plan_pipeline(shorter, world, advise=False)
     cuts = layers_of_stages(shorter, schedule.n_stages)
-    dims = ParallelDims(
-        world,
-        tp=parallel.tp,
-        cp=parallel.cp,
-        pp=parallel.pp,
-        dp_replicate=parallel.dp_rep,
-        ep=parallel.ep,
-        etp=parallel.etp,
-    )
-    return Job(shorter, dims, rank=0, schedule=schedule, cuts=cuts), microbatches
+    return Job(shorter, parallel_dims(shorter, world), rank=0, schedule=schedule, cuts=cuts), microbatches
 
 
 def held_bytes(job: Job) -> Held:

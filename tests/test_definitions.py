@@ -20,6 +20,7 @@ from build import build_run
 from config import OptimConfig
 from kernels.attention import visible_keys
 from kernels.attention_mask import make_attention_mask
+from model.sharding import parallel_dims
 from optim.clip import clip_factor
 from optim.lr import learning_rate
 from parallel.cost import mean_keys
@@ -27,7 +28,6 @@ from parallel.rng import DropoutRng, dropout
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import INIT_BLOCK, draw_normal
 from parallel.sharding.views import boxes_of
-from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import World
 
@@ -221,8 +221,7 @@ def family(name: str, *args: str):
 
 def initial(world: World, cfg) -> list[tuple[Box, torch.Tensor]]:
     """This rank's masters: [(where it lies in which tensor, values)]."""
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, CPU, None, 2)
     for b in run.buckets:
         b.weights.wait_unshard()

@@ -21,7 +21,7 @@ from ranks import MODEL, corpus
 from build import build_run
 from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
-from parallel.topology.dims import ParallelDims
+from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import World
 from proof.verify.tiny_config import tiny_config
@@ -62,8 +62,7 @@ def config_of(layout: str, dtype: str = "fp64", name: str = "llama3.2-tiny"):
 
 
 def begin(world: World, cfg):
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(
         cfg,
         mesh,
@@ -93,7 +92,7 @@ def save(world: World, cfg, root) -> tuple[list, list[float]]:
     run, data = begin(world, cfg)
     steps(run, data, 1, SAVED)
     saver = CheckpointSaver(False)
-    state.save(run, saver, root, SAVED, fault_point=lambda point: None)
+    state.save_run(run, saver, root, SAVED, fault_point=lambda point: None)
     saver.wait()
     pieces = held(run, alone=True)
     return pieces, steps(run, data, SAVED + 1, STEPS)

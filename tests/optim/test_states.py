@@ -16,8 +16,8 @@ from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
 from kernels.adam import AdamWStep, adamw, adamw_reference
 from kernels.rounding import ElementIndex, salt
+from model.sharding import parallel_dims
 from parallel.sharding.views import boxes_of, tensor_ranges
-from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire.comm import World
 from proof.verify.tiny_config import tiny_config
@@ -76,8 +76,7 @@ def made(name: str, dtype: str, states: str = "bf16", **parallel):
 
 
 def begin(world: World, cfg):
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(
         cfg,
         mesh,
@@ -173,7 +172,7 @@ def saved(world: World, cfg, root) -> list[float]:
     run, data = begin(world, cfg)
     steps(run, data, 1, 2)
     saver = CheckpointSaver(False)
-    state.save(run, saver, root, 2, fault_point=lambda point: None)
+    state.save_run(run, saver, root, 2, fault_point=lambda point: None)
     saver.wait()
     return steps(run, data, 3, 5)
 

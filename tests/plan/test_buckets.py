@@ -10,8 +10,8 @@ import torch
 import config
 from build import make_buckets, make_stages
 from model.schedules import plan_pipeline
+from model.sharding import parallel_dims
 from model.split import layers_of_stages
-from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from plan.buckets import buckets, unique_buckets
 from plan.job import Job
@@ -29,10 +29,8 @@ LAYOUTS = [
 
 def compared(cfg: config.Config, world: int, rank: int):
     """(the run's, the planner's): size, shard, users, hidden matrices, and each slot with its rate."""
-    parallel, schedule = cfg.parallel, plan_pipeline(cfg, world)
-    dims = ParallelDims(
-        world, parallel.tp, parallel.cp, parallel.pp, parallel.dp_rep, parallel.ep, parallel.etp
-    )
+    schedule = plan_pipeline(cfg, world)
+    dims = parallel_dims(cfg, world)
     mesh = Mesh.without_processes(dims, rank)
     made = make_buckets(cfg, mesh, torch.device("cpu"), make_stages(cfg, mesh, schedule.rank_of_stage))
     planned = unique_buckets(

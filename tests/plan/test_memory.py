@@ -15,6 +15,7 @@ from build import build_run
 from config import OPTIMIZERS
 from model.describe import describe_stage, workload
 from model.schedules import plan_pipeline
+from model.sharding import parallel_dims
 from model.split import layers_of_stages
 from parallel.pipeline.executor import WeightGradStore
 from parallel.topology.dims import ParallelDims
@@ -72,10 +73,10 @@ class Box:
 
 
 def job_of(cfg, world, rank):
-    p, schedule = cfg.parallel, plan_pipeline(cfg, world)
+    schedule = plan_pipeline(cfg, world)
     return Job(
         cfg,
-        ParallelDims(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp),
+        parallel_dims(cfg, world),
         rank,
         schedule,
         layers_of_stages(cfg, schedule.n_stages),
@@ -92,8 +93,7 @@ def stores(tensors):
 
 def held(world, cfg):
     """Bytes of a rank's state after a step, and the most that autograd kept during one."""
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     data, kept = Tokens(cfg, mesh.dp.index, mesh.dp.size), Kept()
     batches = [
@@ -476,8 +476,7 @@ class Whole:
 
 
 def passing(world, cfg):
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     whole = Whole(run.buckets)
     for b in run.buckets:

@@ -11,6 +11,7 @@ from batches import Tokens
 from build import build_run
 from kernels.attention import attention, attention_reference, visible_keys
 from model.generate import generate
+from model.sharding import parallel_dims
 from parallel.context.ring import ring_attention
 from parallel.context.ulysses import ulysses_attention
 from parallel.context.zigzag import shard_batch, token_positions
@@ -29,8 +30,7 @@ def pool(request, ranks):
 
 
 def mesh_of(world: World, cfg) -> Mesh:
-    p = cfg.parallel
-    return Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    return Mesh.bind(parallel_dims(cfg, world.size), world)
 
 
 def with_layout(name: str, cp_kind: str, doc_mask: bool = False, layers: int = 2, **layout):

@@ -10,6 +10,7 @@ from batches import Tokens
 
 from build import build_run
 from kernels import linear
+from model.sharding import parallel_dims
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -29,8 +30,7 @@ def laid(**parallel):
 
 
 def start(world, cfg):
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     return run, Tokens(cfg, run.mesh.dp.index, run.mesh.dp.size)
 

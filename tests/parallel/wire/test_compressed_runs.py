@@ -17,11 +17,11 @@ from build import build_run
 from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
 from config.suggestions import check_rules
+from model.sharding import parallel_dims
 from parallel.microbatch import Microbatch
 from parallel.sharding import powersgd
 from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.views import boxes_of
-from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import compress
 from parallel.wire.comm import World
@@ -45,8 +45,7 @@ def laid(dtype: str = "fp64", steps: int = 50, **parallel) -> config.Config:
 
 
 def begin(world: World, cfg):
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     mesh.ledger.clear()
     run = build_run(
         cfg,
@@ -283,7 +282,7 @@ def saved(world: World, cfg, root):
     run, data = begin(world, cfg)
     go(run, data, 1, 3)
     saver = CheckpointSaver(False)
-    state.save(run, saver, root, 3, fault_point=lambda point: None)
+    state.save_run(run, saver, root, 3, fault_point=lambda point: None)
     saver.wait()
     return go(run, data, 4, 6)
 

@@ -13,9 +13,9 @@ from build import build_run
 from kernels import cross_entropy
 from model import head
 from model.schedules import plan_pipeline
+from model.sharding import parallel_dims
 from model.split import layers_of_stages
 from parallel.cost import Workload
-from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from plan import bytes as wire
 from plan.buckets import buckets, unique_buckets
@@ -103,10 +103,10 @@ def laid(name: str, parallel: dict, **train) -> config.Config:
 
 
 def job_of(cfg: config.Config, world: int, rank: int) -> Job:
-    p, schedule = cfg.parallel, plan_pipeline(cfg, world)
+    schedule = plan_pipeline(cfg, world)
     return Job(
         cfg,
-        ParallelDims(world, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp),
+        parallel_dims(cfg, world),
         rank,
         schedule,
         layers_of_stages(cfg, schedule.n_stages),
@@ -114,8 +114,7 @@ def job_of(cfg: config.Config, world: int, rank: int) -> Job:
 
 
 def start(world, cfg):
-    p = cfg.parallel
-    mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep, p.ep, p.etp), world)
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
     return run, Tokens(cfg, mesh.dp.index, mesh.dp.size)
 
