@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from dense_mask import visible_keys
 from program import Enough, corpus, rows, settings, trained
 from ranks import MODEL, job
 from torch.nn.functional import cross_entropy
@@ -18,7 +19,6 @@ from torch.nn.functional import cross_entropy
 import config
 from build import build_run
 from config import OptimConfig
-from kernels.attention import visible_keys
 from kernels.attention_mask import make_attention_mask
 from model.sharding import parallel_dims
 from optim.clip import clip_factor

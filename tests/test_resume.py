@@ -308,11 +308,11 @@ def test_a_data_file_that_changes_under_the_run_ends_it_before_the_next_save(hom
     prefix = corpus(tmp_path)
     old, step_of = pathlib.Path(f"{prefix}.bin").read_bytes(), train.train_step
 
-    def other_tokens(run, step, *rest):
+    def other_tokens(run, step, *rest, **more):
         if step == 5:
             with open(f"{prefix}.bin", "r+b") as f:  # never shorter: it is mapped
                 f.write(old[::-1])
-        return step_of(run, step, *rest)
+        return step_of(run, step, *rest, **more)
 
     args = ("--data.path", prefix, "--data.tokenizer", "bytes")
     with monkeypatch.context() as patched:

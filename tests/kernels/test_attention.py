@@ -7,10 +7,11 @@ import types
 
 import pytest
 import torch
+from dense_mask import visible_keys
 
 from kernels import attention as kernel
 from kernels import partial_attention as parts
-from kernels.attention import BLOCK, attention, visible_keys
+from kernels.attention import BLOCK, attention
 from kernels.attention_mask import make_attention_mask
 
 SHAPES = {  # b, s, heads, kv heads, d

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from dense_mask import visible_keys
 
-from kernels.attention import visible_keys
 from kernels.attention_mask import make_attention_mask
 
 CPU = torch.device("cpu")

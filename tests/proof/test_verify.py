@@ -231,7 +231,7 @@ def test_every_key_that_a_cell_sets_is_refused():
     """A key that some cell changes and no table names would be overridden in silence."""
     cfg = tiny_config("mixtral-tiny", 8)
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, window=11))
-    found = lattice.Lattice(cfg, 8, lambda cfg: None, layouts=[], refused={}, keeps_window=True)
+    found = lattice.Lattice(cfg, 8, layouts=[], refused={}, keeps_window=True)
     cells = [DEFAULT_CELL | {key: value} for key, values in AXES.items() for value in values]
     cells.append(DEFAULT_CELL | {"pp": 2, "stages": "uneven", "recompute": "mixed"})
     cfgs = [found.config(values) for values in cells]

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from batches import Tokens
+from dense_mask import visible_keys
 
 from build import build_run
-from kernels.attention import attention, attention_reference, visible_keys
+from kernels.attention import attention, attention_reference
 from model.generate import generate
 from model.sharding import parallel_dims
 from parallel.context.ring import ring_attention

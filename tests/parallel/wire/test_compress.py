@@ -87,8 +87,8 @@ def neighbours_scale(message, kind, block, dtype):
 class KeepsItsOwn(compress.CompressedAllGather):
     """Planted: a rank keeps its own share as it was, the others see it quantized."""
 
-    def __init__(self, x, group, out, kind, block):
-        super().__init__(x, group, out, kind, block)
+    def __init__(self, x, group, out, codec, block):
+        super().__init__(x, group, out, codec, block)
         self.own, self.at = x.clone(), group.index
 
     def wait(self):
