@@ -3,6 +3,7 @@
 Shapes: b sequences of s tokens; cp: ranks of the context-parallel group; mtp: modules of multi-token
 prediction.
 """
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -60,14 +61,25 @@ class Microbatch:
         return (self.targets != IGNORE_INDEX).sum()
 
     def to(self, device: torch.device | str) -> "Microbatch":
-        """Returns the microbatch with all its tensors on `device`; itself if they are there already."""
+        """Returns the microbatch with all its tensors on `device`; itself if they are there already.
+
+        From pinned memory to a GPU, the host does not wait for the copies.
+        """
         if torch.device(device) == self.tokens.device:
             return self
-        moved: dict[str, torch.Tensor] = {}
+        return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pinned(self) -> "Microbatch":
+        """Returns a copy of the microbatch in pinned host memory."""
+        return self.with_tensors(torch.Tensor.pin_memory)
+
+    def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
+        """Returns the microbatch with change(tensor) in the place of each of its tensors."""
+        changed: dict[str, torch.Tensor] = {}
         for name, value in vars(self).items():
             if isinstance(value, torch.Tensor):
-                moved[name] = value.to(device, non_blocking=True)
-        return replace(self, **moved)
+                changed[name] = change(value)
+        return replace(self, **changed)
 
 
 def shift_left(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:

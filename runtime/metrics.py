@@ -355,6 +355,8 @@ class MetricsLogger:
         batch = batch_text(self.cfg, self.env.world)
         console.label("batch", f"{batch}{'':10}{self.length_text(parameters[0])}")
         console.label("data", data)
+        if self.env.device.type != "cpu":
+            console.label("kernels", determinism_text(self.env.deterministic))
         console.label("log", f"{self.run_dir}/metrics.jsonl · {wandb_text(self.env.wandb)}")
         for note in notes:
             console.write(note)
@@ -536,6 +538,13 @@ def batch_text(cfg: Config, world: int) -> str:
     tokens = train.global_batch * train.seq_len
     text = f"{sequences} seq x {train.seq_len} tok x {accumulation} accum = {tokens:,} tok/step"
     return text + (f" (ramp {train.ramp})" if train.ramp else "")
+
+
+def determinism_text(deterministic: bool) -> str:
+    """What train.deterministic gives on a GPU, and what it costs (docs/training.md)."""
+    if deterministic:
+        return "deterministic: the run repeats bit for bit; attention's backward and scatters are slower"
+    return "the fastest: the run does not repeat bit for bit (--train.deterministic true: it does, slower)"
 
 
 def wandb_text(settings: WandbSettings) -> str:

@@ -2,7 +2,8 @@
 
 The rank that fails first writes its failure into the job's store. On every rank a thread waits for this,
 because the main thread may be inside an exchange that nothing interrupts (gloo returns after the whole
-timeout, nccl never). Then:
+timeout, NCCL never). A hang on a GPU is no error of the main thread, which runs ahead of the device or is
+blocked in a full launch queue: another thread finds it (watch_device). Then:
 - Each other rank writes what it is doing.
 - The first rank writes the verdict: its error, or which peer it waited for and what that peer does.
 - Every rank writes its exit_reason.rankN.json with the exit code of the cause, and exits. exit_reason.json,
@@ -35,13 +36,14 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from parallel.wire import comm
-from parallel.wire.comm import Store
+from parallel.wire.world import Store, leave_job, open_store
 from runtime import setup
 from runtime.failure import HANG, USER_MISTAKE, code_of, explain, mark_reported, one_line, should_requeue
 
 ANSWER_SECONDS = 1.5  # in which a running rank writes its state
 EXIT_SECONDS = 3.0  # in which all write their reason; then the main thread has as long again to end by itself
 POLL_SECONDS = 0.02
+DEVICE_POLL_SECONDS = 0.25  # between two looks at what the GPU waits for
 FOREVER = timedelta(days=3650)
 MAX_SILENT = 8  # silent ranks that a message names
 MAX_SUSPECTS = 4  # running ranks that a message names
@@ -135,7 +137,7 @@ class PeerWatch:
         self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
         self.store: Store | None = None  # None in a process that is alone
         if size > 1:
-            self.store = comm.open_store(rank, size, restart_count=restart_count)
+            self.store = open_store(rank, size, restart_count=restart_count)
             process = Process(self.host, os.getpid(), os.getppid())
             write_json(self.store, f"process/{rank}", dataclasses.asdict(process))
             watcher_store = clone(self.store)
@@ -157,7 +159,7 @@ class PeerWatch:
             with contextlib.suppress(Exception):  # the rank that keeps the store may have exited
                 self.store.compare_set("first_failure", "", "{}")
                 self.watcher.join(EXIT_SECONDS)
-        comm.leave_job()
+        leave_job()
 
     @contextlib.contextmanager
     def failure_scope(self) -> Iterator[None]:
@@ -263,10 +265,10 @@ class PeerWatch:
         """
         states = {rank: RankState(**read_json(store, f"state/{rank}")) for rank in others}
         suspects = [rank for rank in others if not states[rank].in_exchange]
-        if not suspects and self.activity.exchange:
-            group = self.activity.exchange[1]
-            own_activity = str(self.activity)
-            members = [rank for rank in others if rank in group.ranks]
+        own_exchange, _ = self.activity.current_exchange()
+        if not suspects and own_exchange is not None:
+            own_activity = str(own_exchange)
+            members = [rank for rank in others if rank in own_exchange.group.ranks]
             suspects = [rank for rank in members if states[rank].activity != own_activity]
         text = ""
         for rank in suspects[:MAX_SUSPECTS]:
@@ -293,6 +295,34 @@ class PeerWatch:
         wait_for_key(store, "all_reported")
         # the main thread ends by itself when its peers are gone, and closes its files
         time.sleep(EXIT_SECONDS)
+        os._exit(self.decided_code())
+
+    # ---- the device's thread -------------------------------------------------------------------------------
+
+    def start_device_watch(self) -> None:
+        """For a job on GPUs, once it is joined: a GPU that waits for a peer too long ends the job."""
+        if self.store is not None:
+            arguments = (clone(self.store),)
+            thread = threading.Thread(target=self.watch_device, args=arguments, daemon=True, name="device")
+            thread.start()
+
+    def watch_device(self, store: Store) -> None:
+        """Waits until the GPU has been in one exchange for longer than the timeout; then ends the job."""
+        while True:
+            time.sleep(DEVICE_POLL_SECONDS)
+            waited = self.activity.device_waits.current()
+            if waited is not None and waited[1] > self.activity.timeout_s:
+                break
+        if self.code is not None:  # the job is ending already
+            return
+
+        exchange, seconds = waited
+        error = comm.PeerError(f"no answer for {seconds:.1f} s in {exchange}", HANG)
+        try:
+            self.fail_with_peers(store, error)
+        except (RuntimeError, OSError):  # the store is gone, with the rank or the launcher that kept it
+            self.end(HANG, explain(error, self.rank), should_requeue(error))
+        time.sleep(EXIT_SECONDS)  # a main thread that is not blocked ends by itself, and closes its files
         os._exit(self.decided_code())
 
     # ---- both threads --------------------------------------------------------------------------------------
@@ -326,10 +356,11 @@ class PeerWatch:
 
     def describe_state(self) -> RankState:
         frame = main_frame()
-        in_exchange = self.activity.exchange is not None
+        exchange, seconds = self.activity.current_exchange()
+        in_exchange = exchange is not None
         location = "" if in_exchange else f", at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         return RankState(host=self.host, in_exchange=in_exchange, activity=str(self.activity),
-                         seconds=time.monotonic() - self.activity.since, location=location)
+                         seconds=seconds, location=location)
 
     def decided_code(self) -> int:
         """The exit code of this rank. Raises RuntimeError before lead, follow or end has decided it."""

@@ -122,11 +122,11 @@ def rank_main(rank: int, size: int, address: str, timeout_s: float, pipe: Connec
     """A worker: joins the job, then runs what the pipe brings until it brings None."""
     import torch
 
-    from parallel.wire import comm
+    from parallel.wire.world import join_job, leave_job
     torch.set_num_threads(1)
     if hasattr(os, "SCHED_BATCH"):  # ranks that share a core switch less often: a tenth to a fifth faster
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    world = comm.join_job("cpu", rank, size, timeout_s, address)
+    world = join_job(torch.device("cpu"), rank, size, timeout_s, address)
     while True:
         try:
             job = pipe.recv()
@@ -140,4 +140,4 @@ def rank_main(rank: int, size: int, address: str, timeout_s: float, pipe: Connec
             pipe.send((True, function(world, *args)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-    comm.leave_job()
+    leave_job()

@@ -32,6 +32,12 @@ WANDB_MODES = ("off", "offline", "online")  # from the most private on
 WANDB_MODE_NAMES = {"disabled": "off", "dryrun": "offline", "run": "online"}  # W&B's own names -> ours
 
 PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
+# on GPUs, unless the environment has them: read by CUDA and torch when they start
+GPU_ENVIRONMENT = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues, enough for the streams of all groups
+    "TORCH_NCCL_HIGH_PRIORITY": "1",  # else a product that fills the GPU holds up an exchange beside it
+    "TORCH_GLOO_LAZY_INIT": "1",  # the host connects to the few ranks that its sums need, not to all
+}
 BATCH_STEP_ID = 0xFFFFFFF0  # SLURM's step ids from here on are no steps of srun
 
 
@@ -57,6 +63,7 @@ class LaunchEnv:
     local_world: int = 1
     device: torch.device = torch.device("cpu")
     threads: int = 1
+    deterministic: bool = True  # whether only deterministic kernels run
     host: str = ""
     color: bool = False  # whether the console may use colours
     wandb: WandbSettings = WandbSettings()
@@ -86,9 +93,10 @@ def read_environment(cfg: Config) -> LaunchEnv:
     threads = cfg.train.threads or spare_threads(local_world)
     torch.set_num_threads(threads)  # overrides OMP_NUM_THREADS, which torchrun sets to 1
     torch.set_float32_matmul_precision("highest")  # no TF32: fp32 results must agree between layouts
-    set_determinism(cfg)
 
     device = pick_device(cfg.train.device, local_rank)
+    deterministic = is_deterministic(cfg, device)
+    set_determinism(deterministic, cfg.train.compile)
     if cfg.train.cuda_graphs and device.type != "cuda":
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
     return LaunchEnv(
@@ -98,24 +106,35 @@ def read_environment(cfg: Config) -> LaunchEnv:
         local_world=local_world,
         device=device,
         threads=threads,
+        deterministic=deterministic,
         host=socket.gethostname(),
         color=wants_color(),
         wandb=wandb_settings(cfg),
     )
 
 
-def set_determinism(cfg: Config) -> None:
-    """Under train.deterministic, makes an operation without a deterministic implementation an error."""
-    if cfg.train.deterministic:
+def is_deterministic(cfg: Config, device: torch.device) -> bool:
+    """train.deterministic; without it, whether the device loses nothing by it."""
+    if cfg.train.deterministic is None:
+        return device.type == "cpu"
+    return cfg.train.deterministic
+
+
+def set_determinism(deterministic: bool, compiles: bool) -> None:
+    """deterministic: an operation without a deterministic implementation becomes an error.
+
+    Call it before the first product on a GPU. compiles: whether torch.compile is used.
+    """
+    if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS is deterministic only with it
         # else every torch.empty is also filled; torch's stubs do not know this property of the module
-        deterministic = torch.utils.deterministic
-        deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
-    if cfg.train.compile:
+        options = torch.utils.deterministic
+        options.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    if compiles:
         # this call also configures the compiler, whose import takes seconds
-        torch.use_deterministic_algorithms(cfg.train.deterministic)
+        torch.use_deterministic_algorithms(deterministic)
     else:
-        torch.set_deterministic_debug_mode("error" if cfg.train.deterministic else "default")
+        torch.set_deterministic_debug_mode("error" if deterministic else "default")
 
 
 # ---- the launcher ------------------------------------------------------------------------------------------
@@ -207,6 +226,8 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     if local_rank >= num_gpus:
         raise ConfigError(f"train.device: local rank {local_rank} has no GPU, this node has {num_gpus}; "
                           f"start at most {num_gpus} ranks per node")
+    for name, value in GPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
@@ -322,7 +343,7 @@ def write_exit_reason(run_dir: Path, rank: int, code: int, reason: str, *, reque
     record = {
         "code": code,
         "reason": redact(reason),
-        "again": requeue,
+        "requeue": requeue,
         "rank": rank,
         "host": socket.gethostname(),
     }

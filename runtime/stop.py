@@ -3,7 +3,7 @@
 The exit code is then 75: everything is saved. An empty STOP file comes from a person and ends the job for
 good. One with the text `requeue` comes from a scheduler (train.sbatch writes it before the time limit) and
 asks for another start, as a signal and the time limit do. Both end with code 75, because 0 means that the
-horizon was reached and that jobs which wait for it may begin; `again` in exit_reason.json tells the two
+horizon was reached and that jobs which wait for it may begin; `requeue` in exit_reason.json tells the two
 apart.
 
 Guarantees

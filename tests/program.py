@@ -15,6 +15,7 @@ import config
 import train
 from parallel.topology.dims import GROUP_AXES
 from parallel.wire import comm
+from parallel.wire.world import World
 from runtime.setup import LaunchEnv
 
 WARM = 2  # the step that is looked at: the first makes what later ones reuse
@@ -31,7 +32,7 @@ def settings(prefix: str, *args: str, name: str = "llama3-tiny", **sections) -> 
     )
 
 
-def trained(world: comm.World, cfg: config.Config, folder: str, observe) -> int:
+def trained(world: World, cfg: config.Config, folder: str, observe) -> int:
     """train.train without its console output -> the exit code."""
     env = LaunchEnv(rank=world.rank, world=world.size)
     folder = pathlib.Path(folder)
@@ -102,7 +103,7 @@ def held(run) -> dict[str, int]:
     }
 
 
-def look(world: comm.World, cfg: config.Config, folder: str) -> Seen:
+def look(world: World, cfg: config.Config, folder: str) -> Seen:
     """Trains to the end of step WARM, and tells what was seen."""
     seen, storages, peers, values = {}, {}, Counter(), []
     exchange = comm.start_transfers

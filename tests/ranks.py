@@ -94,6 +94,9 @@ def job(
     meanwhile: in the launcher, with the ranks' process ids.
     """
     home.mkdir(parents=True, exist_ok=True)
+    logs = [home / f"rank{rank}.log" for rank in range(world)]
+    for log in logs:  # a rank can be killed before it opens its own
+        log.touch()
     keeper, port = keep_store()
     began, first, pids = time.monotonic(), None, {}
     for rank in range(world):
@@ -122,7 +125,7 @@ def job(
             os.waitpid(pid, 0)
     return End(
         [codes.get(r, 999) for r in range(world)],
-        [(home / f"rank{r}.log").read_text() for r in range(world)],
+        [log.read_text() for log in logs],
         seconds,
     )
 

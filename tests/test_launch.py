@@ -37,7 +37,7 @@ def old_reasons(tmp_path):
     """Left by an earlier start, which had more ranks."""
     (tmp_path / "run").mkdir()
     for name in ("exit_reason.json", "exit_reason.rank1.json", "exit_reason.rank9.json"):
-        (tmp_path / "run" / name).write_text('{"code": 0, "reason": "finished", "again": false, "rank": 0}')
+        (tmp_path / "run" / name).write_text('{"code": 0, "reason": "finished", "requeue": false, "rank": 0}')
 
 
 def reasons(tmp_path, world=2):
@@ -95,7 +95,7 @@ def test_a_stopped_rank_is_found_named_and_ended(tmp_path, args):
     assert end.seconds < AT_ONCE
     found = reasons(tmp_path, 4)
     assert {r: x["code"] for r, x in found.items()} == {0: 76, 1: 76, 2: 76, 3: 76} and all(
-        x["again"] for x in found.values()
+        x["requeue"] for x in found.values()
     )
     assert found[0]["rank"] in (1, 2, 3) and not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
@@ -105,7 +105,7 @@ def test_a_killed_first_rank_is_told_of_by_another(tmp_path, args):
     end = run(tmp_path, [*args, "--parallel.tp", "2"], fault="step.begin:rank=0:step=3:act=SIGKILL")
     assert end.codes == [-9, 1], end.logs
     job = json.loads((tmp_path / "run" / "exit_reason.json").read_text())
-    assert (job["code"], job["again"], job["rank"]) == (1, True, 1) and "rank 0 on " in job["reason"]
+    assert (job["code"], job["requeue"], job["rank"]) == (1, True, 1) and "rank 0 on " in job["reason"]
     assert not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
 
@@ -150,7 +150,7 @@ def test_an_exception_on_one_rank_takes_all_out_at_once(tmp_path, args):
         )
     assert end.seconds < AT_ONCE
     assert {x["code"] for x in reasons(tmp_path, 4).values()} == {1} and len(reasons(tmp_path, 4)) == 4
-    assert not any(x["again"] for x in reasons(tmp_path, 4).values())  # an error of the code comes again
+    assert not any(x["requeue"] for x in reasons(tmp_path, 4).values())  # an error of the code comes again
 
 
 def test_the_cause_decides_every_rank_s_code(tmp_path, args):

@@ -475,7 +475,7 @@ def test_timeout_s_reaches_every_process_group(tmp_path):
         "1",
         "--log.dir",
         str(tmp_path),
-        "--parallel.tp",
+        "--parallel.pp",
         "2",
         "--checkpoint.async_save",
         "true",

@@ -64,7 +64,7 @@ def submit(
         "CODE": code,
         "STEP": step,
         "OF": of,
-        "AGAIN": "" if again is None else f', "again": {json.dumps(again)}',
+        "AGAIN": "" if again is None else f', "requeue": {json.dumps(again)}',
         "WAIT": wait,
         "SLURM_SUBMIT_DIR": str(ROOT),
         "SLURM_JOB_NODELIST": "node[7-8]",

@@ -3,9 +3,11 @@
 Gradient accumulation is the schedule of a pipeline of one rank.
 
 An activation lives from its forward to its send. After that only its place in the autograd graph is kept, not
-its bytes (as in Megatron-LM's deallocation of pipeline outputs). The transfers between two computations are
-posted together. A receive is awaited when its buffer is used, a send when the step ends. Both ends list their
-transfers in the same order (schedule.py: add_transfers), so messages need no tags.
+its bytes (as in Megatron-LM's deallocation of pipeline outputs). Activations and gradients travel in
+different communicators, and each transfer is posted alone: NCCL pairs what is posted together with what the
+other side posts together, and those would not be the same transfers. A receive is awaited when its buffer is
+used, a send when the step ends. Both ends list their transfers in the same order (schedule.py:
+add_transfers), so messages need no tags.
 """
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -120,14 +122,9 @@ class Pipeline:
         next_kinds = next_compute_kinds(ops)
         backwards_left = {stage: count_backwards(ops, stage) for stage in self.stages}
 
-        # the ops in order; the transfers between two computations together
-        index = 0
-        while index < len(ops):
-            op = ops[index]
+        for index, op in enumerate(ops):
             if op.kind not in COMPUTE_KINDS:
-                end = end_of_transfers(ops, index)
-                self.start_transfers(ops[index:end], state, microbatches)
-                index = end
+                self.start_transfer(op, state, microbatches[op.microbatch])
                 continue
 
             zero = self.zero_schedulers[op.stage]
@@ -143,7 +140,6 @@ class Pipeline:
                     self.compute_weight_grads(op)
                 else:
                     self.backward(op, state)
-            index += 1
 
         for send in state.sends:
             send.wait()
@@ -221,28 +217,22 @@ class Pipeline:
         self.weight_grad_stores[op.stage].compute(op.microbatch)
         zero.end_weight_grads()
 
-    def start_transfers(self, ops: list[Op], state: StepState, microbatches: Sequence[Microbatch]) -> None:
-        """Posts the transfers between two computations, each of hidden states or of their gradient."""
-        sends: list[tuple[Tensor, int]] = []
-        receives: list[tuple[Tensor, int]] = []
-        receive_ops: list[Op] = []
-        for op in ops:
-            other_stage = op.stage + 1 if op.kind in ("SF", "RB") else op.stage - 1
-            other_rank = self.schedule.rank_of_stage[other_stage]
-            if op.kind in ("SF", "SB"):
-                output = state.to_send.pop((op.stage, op.microbatch))
-                sends.append((output, other_rank))
-            else:
-                buffer = self.hidden_shape.empty_like(microbatches[op.microbatch].tokens)
-                receives.append((buffer, other_rank))
-                receive_ops.append(op)
+    def start_transfer(self, op: Op, state: StepState, microbatch: Microbatch) -> None:
+        """Posts a transfer of hidden states or of their gradient."""
+        is_activation = op.kind in ("SF", "RF")
+        group = self.mesh.pp if is_activation else self.mesh.pp_backward
+        other_stage = op.stage + 1 if op.kind in ("SF", "RB") else op.stage - 1
+        other_rank = self.schedule.rank_of_stage[other_stage]
 
-        transfers = comm.start_transfers(sends, receives, self.mesh.pp)
-        state.sends += transfers[:len(sends)]
-        arriving = transfers[len(sends):]
-        for op, (buffer, _), transfer in zip(receive_ops, receives, arriving):
-            arrivals = state.inputs if op.kind == "RF" else state.output_grads
-            arrivals[op.stage, op.microbatch] = (buffer, transfer)
+        key = (op.stage, op.microbatch)
+        if op.kind in ("SF", "SB"):
+            output = state.to_send.pop(key)
+            state.sends += comm.start_transfers([(output, other_rank)], [], group)
+        else:
+            buffer = self.hidden_shape.empty_like(microbatch.tokens)
+            (transfer,) = comm.start_transfers([], [(buffer, other_rank)], group)
+            arrivals = state.inputs if is_activation else state.output_grads
+            arrivals[key] = (buffer, transfer)
 
     # ---- without gradients ---------------------------------------------------------------------------------
 
@@ -288,14 +278,6 @@ class Pipeline:
 def count_backwards(ops: list[Op], stage: int) -> int:
     """Number of ops of a stage that end the backward of a microbatch."""
     return sum(op.kind in ("B", "W") and op.stage == stage for op in ops)
-
-
-def end_of_transfers(ops: list[Op], start: int) -> int:
-    """The index after the transfers that begin at `start`."""
-    end = start
-    while end < len(ops) and ops[end].kind not in COMPUTE_KINDS:
-        end += 1
-    return end
 
 
 def next_compute_kinds(ops: list[Op]) -> list[str]:

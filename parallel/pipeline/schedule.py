@@ -20,7 +20,7 @@ import difflib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain
 from typing import NamedTuple
 
 COMPUTE_KINDS = ("F", "B", "I", "W")
@@ -384,7 +384,7 @@ def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
 
     Both ends are placed at the moment of the send, in an order that a run could have. So any two ranks have
     their common transfers in the same order, and no legal schedule deadlocks. (A receive right before its use
-    would be simpler, and deadlocks two thirds of the interleaved schedules on a transport without buffers.)
+    would be simpler, and deadlocks every interleaved schedule on a transport without buffers.)
     Two stages in a row on one rank, at the turn of a V, need no transfer. Raises ValueError for an order that
     cannot finish.
     """
@@ -413,31 +413,18 @@ def matching_transfer(op: Op) -> Op:
 def check_transfers_match(lowered: Order) -> bool:
     """True if the lists finish on the strictest transport.
 
-    There, nothing is buffered; the transfers between two computations are one batch, and it ends only when
-    the other end of each has been posted.
+    There, nothing is buffered, and a rank that has come to a transfer stays until the other end has come to
+    it.
     """
-    batches: list[list[list[Op]]] = []  # of each rank: the runs of transfers between computations
-    for ops in lowered:
-        runs = groupby(ops, lambda op: op.kind in MATCHING_TRANSFER)
-        batches.append([list(run) for is_transfer, run in runs if is_transfer])
-
-    posted: set[Op] = set()
-    position = [0] * len(batches)  # of each rank: its next batch
-    while True:
-        current: dict[int, list[Op]] = {}  # {rank: its next batch}
-        for rank, index in enumerate(position):
-            if index < len(batches[rank]):
-                current[rank] = batches[rank][index]
-                posted.update(current[rank])
-
-        ready: list[int] = []
-        for rank, ops in current.items():
-            if all(matching_transfer(op) in posted for op in ops):
-                ready.append(rank)
+    queues = [deque(op for op in ops if op.kind in MATCHING_TRANSFER) for ops in lowered]
+    while any(queues):
+        posted = {queue[0] for queue in queues if queue}
+        ready = [queue for queue in queues if queue and matching_transfer(queue[0]) in posted]
         if not ready:
-            return not current
-        for rank in ready:
-            position[rank] += 1
+            return False
+        for queue in ready:
+            queue.popleft()
+    return True
 
 
 def max_in_flight(ops: list[Op]) -> int:

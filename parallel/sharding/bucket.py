@@ -154,7 +154,7 @@ def finish_grad_reductions(buckets: list[Bucket], mesh: Mesh) -> None:
     the ends of the pipeline in another.
     """
     for bucket in buckets:  # sums over replicas start before the first is waited for
-        bucket.grads.wait_reduce_scatter()
+        bucket.grads.continue_reduce()
     for bucket in buckets:
         bucket.grads.finish_reduce()
 

@@ -1,7 +1,7 @@
 """BucketGrads: the gradients of a bucket, and their sum over the ranks that saw other tokens.
 
 A sum is started where its input is ready and awaited where its result is needed: start_reduce() ..
-wait_reduce_scatter() .. finish_reduce(). zero.py says when.
+continue_reduce() .. finish_reduce(). zero.py says when.
 """
 import torch
 from torch import Tensor
@@ -128,7 +128,9 @@ class BucketGrads:
 
         algorithm = self.sharding.reduce_algorithm
         block = self.sharding.alignment
-        self.pending_scatter = start_scatter_sum(self.full, self.groups.shard, algorithm, block)
+        # ZeRO-1 gets its shard in place: nothing is added to what a step holds until the last wait
+        out = self.local if self.zero == 1 else None
+        self.pending_scatter = start_scatter_sum(self.full, self.groups.shard, algorithm, block, out)
         self.pending_scatter_is_last = is_last
         if self.zero >= 2:
             self.full = None
@@ -147,21 +149,30 @@ class BucketGrads:
             block=self.sharding.alignment,
         )
 
-    def wait_reduce_scatter(self) -> None:
-        """Waits for the reduce-scatter under way, if there is one; its result goes to `local`.
+    def continue_reduce(self) -> None:
+        """Does what follows the exchange under way, once it has had the time of a part's backward.
 
-        After the step's last one it starts the sum over the replicas, an all-reduce of the shard. If an
-        all-reduce of two phases is under way, its second phase starts.
+        An all-reduce of two phases starts its second. A reduce-scatter is awaited if its result is decoded,
+        added to others, or sent on to replicas. That of ZeRO-1 alone is in place: finish_reduce waits for it.
         """
         if self.pending_sum is not None:
             self.pending_sum.start_next_phase()
+        is_coded = self.sharding.reduce_algorithm in compress.CODECS
+        if self.zero >= 2 or self.groups.replica.size > 1 or is_coded:
+            self.wait_reduce_scatter()
+
+    def wait_reduce_scatter(self) -> None:
+        """Waits for the reduce-scatter under way, if there is one; its result goes to `local`.
+
+        After the step's last one it starts the sum over the replicas, an all-reduce of the shard.
+        """
         if self.pending_scatter is None:
             return
         part = self.pending_scatter.wait()
         self.pending_scatter = None
         if self.zero >= 2:
             self.local.add_(part)
-        elif self.groups.shard.size > 1:
+        elif self.groups.shard.size > 1 and part is not self.local:
             self.local.copy_(part)
         if self.pending_scatter_is_last:
             self.pending_sum = self.start_all_reduce(self.local, over_replicas=True)

@@ -7,10 +7,11 @@ tensors that go in and out of it, call the scheduler; the model knows nothing of
     begin_forward    wait for the part's weights; start the all-gather of the next part's (ZeRO-3)
     end_forward      free them (ZeRO-3)
     begin_backward   as begin_forward, of the part before; allocate the part's gradients (ZeRO-2, 3)
-    end_backward     start the reduction of the part's gradients; wait for that of the part after it
+    end_backward     start the reduction of the part's gradients; wait for that of the part after it (not
+                     under ZeRO-0, 1 where nothing is left to do then: the end of the step waits for all)
 
-So a reduction has the time of one part's backward, and ZeRO-2 and 3 never hold the full gradients of more
-than two parts. Gradients are sent when the last one of a microbatch (ZeRO-2, 3) or of the step (0, 1) is
+So a reduction has the time of one part's backward or more, and ZeRO-2 and 3 never hold the full gradients of
+more than two parts. Gradients are sent when the last one of a microbatch (ZeRO-2, 3) or of the step (0, 1) is
 there. Autograd says when: the gradient of a part's output starts its backward, the gradient of its input ends
 it. A bucket that two parts share (a tied table) keeps full weights and gradients until both have ended their
 last backward of the step.
@@ -115,10 +116,10 @@ class ZeroScheduler:
     def end_backward(self, part: int) -> None:
         """Sums the gradients of a part over the ranks, once those of a microbatch are computed.
 
-        Waits for the reductions of the part before it, and starts this part's where they are due.
+        Continues the reductions that the part before it started, and starts this part's where they are due.
         """
         for bucket in self.reducing:
-            bucket.grads.wait_reduce_scatter()
+            bucket.grads.continue_reduce()
         self.reducing = []
 
         for bucket in self.parts[part]:

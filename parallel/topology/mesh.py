@@ -3,13 +3,16 @@ from collections import Counter
 from dataclasses import dataclass
 
 from parallel.topology.dims import GROUP_AXES, ParallelDims
-from parallel.wire.comm import Group, Ledger, World
+from parallel.wire.comm import Group, Ledger
+from parallel.wire.world import World
 
 
 @dataclass(frozen=True)
 class Mesh:
     """The groups of this rank; GROUP_AXES says what each spans and is for.
 
+    pp_backward: pp once more, over a communicator of its own: gradients, while pp has activations. On a GPU a
+    receive that waits holds back what comes after it in its communicator.
     embedding_ends: the two ends of the pipeline; None on the ranks between them.
     """
     dims: ParallelDims
@@ -29,6 +32,7 @@ class Mesh:
     expert_fsdp: Group
     expert_dp: Group
     expert_model_parallel: Group
+    pp_backward: Group
     embedding_ends: Group | None
 
     @staticmethod
@@ -43,8 +47,9 @@ class Mesh:
         groups: dict[str, Group] = {}
         for name, axes in GROUP_AXES.items():
             groups[name] = world.group_of_rank(name, dims.groups(*axes), ledger, " x ".join(axes))
+        pp_backward = world.group_of_rank("pp", dims.groups("pp"), ledger, "pp", channel="backward")
         ends = world.find_group("embedding_ends", dims.pipeline_ends(), ledger)
-        return Mesh(dims, world.rank, **groups, embedding_ends=ends)
+        return Mesh(dims, world.rank, **groups, pp_backward=pp_backward, embedding_ends=ends)
 
     @staticmethod
     def without_processes(dims: ParallelDims, rank: int) -> "Mesh":
@@ -54,7 +59,7 @@ class Mesh:
             groups[name] = made_up_group(name, dims.group(rank, *axes), rank)
         ends = next((ranks for ranks in dims.pipeline_ends() if rank in ranks), None)
         ends_group = None if ends is None else made_up_group("embedding_ends", ends, rank)
-        return Mesh(dims, rank, **groups, embedding_ends=ends_group)
+        return Mesh(dims, rank, **groups, pp_backward=groups["pp"], embedding_ends=ends_group)
 
     @property
     def ledger(self) -> Ledger:

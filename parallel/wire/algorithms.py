@@ -54,14 +54,19 @@ def start_sum(
 
 
 def start_scatter_sum(
-    x: Tensor, group: Group, algorithm: str, block: int = 0
+    x: Tensor,
+    group: Group,
+    algorithm: str,
+    block: int = 0,
+    out: Tensor | None = None,
 ) -> PendingExchange | compress.CompressedReduceScatter:
     """Starts the sum of x [n] over the group, of which this rank gets its [n / size].
 
-    x must not be used afterwards. Sends what the first half of start_sum does.
+    x must not be used afterwards. Sends what the first half of start_sum does. out: see
+    comm.start_reduce_scatter; the algorithms of our own and the codecs leave it as it is.
     """
     if algorithm == "collective" or group.size == 1:
-        return comm.start_reduce_scatter(x, group)
+        return comm.start_reduce_scatter(x, group, out)
     if algorithm in compress.CODECS:
         return compress.CompressedReduceScatter(x, group, algorithm, block)
     own_chunk = ring_reduce_scatter(x, group, range(group.size))

@@ -6,10 +6,12 @@
     hidden    the union of the times in which a started exchange was under way, from its start to its end,
               less what was exposed: it ran beside the computation.
 
-The end of an exchange is known from its future (gloo: all-reduce, all-gather, all-to-all), or on a GPU from
-an event on a stream that waits for it alone. gloo reports no end of a reduce-scatter and nothing of a
-transfer. So a reduce-scatter counts as hidden if it is still under way when it is awaited, and a transfer
-never. Nothing here waits: the events of a GPU are read where the metrics are (runtime/metrics.py).
+The end of an exchange is known from its future (gloo: all-reduce, all-gather, all-to-all). gloo reports no
+end of a reduce-scatter and nothing of a transfer. So a reduce-scatter counts as hidden if it is still under
+way when it is awaited, and a transfer never. On a GPU no end is known: a stream that waited for each exchange
+could share a hardware queue with the one that has to run for it to end. What was hidden there is in the
+traces of profile.steps. Nothing here waits: the events of a GPU are read where the metrics are
+(runtime/metrics.py).
 """
 import time
 from collections import deque
@@ -38,27 +40,26 @@ class Handle(Protocol):
 @dataclass
 class PendingEvent:
     """The time of a started exchange. end: None while it is not known."""
-    start: Stamp
-    end: Stamp | None = None
+    start: float
+    end: float | None = None
 
 
 @dataclass(frozen=True)
 class StepTimes:
     """The spans of one step, not yet read."""
     waits: deque[Span]
-    exchanges: deque[Span]
+    exchanges: deque[Span] | None  # None: on a GPU, where their ends are not known
 
-    def read(self) -> tuple[float, float]:
-        """(exposed, hidden) in ms. On a GPU the step must have ended."""
-        spans = [*self.waits, *self.exchanges]
-        if not spans:
-            return 0.0, 0.0
-        first, _ = spans[0]
+    def read(self) -> tuple[float, float | None]:
+        """(exposed, hidden) in ms; hidden: None where it is not known. On a GPU the step must have ended."""
+        spans = [*self.waits, *(self.exchanges or ())]
+        first = spans[0][0] if spans else 0.0
         waits = spans_in_ms(first, self.waits)
-        exchanges = spans_in_ms(first, self.exchanges)
         exposed = union_length(waits)
-        hidden = max(0.0, union_length(waits + exchanges) - exposed)
-        return exposed, hidden
+        if self.exchanges is None:
+            return exposed, None
+        exchanges = spans_in_ms(first, self.exchanges)
+        return exposed, max(0.0, union_length(waits + exchanges) - exposed)
 
 
 @dataclass
@@ -70,25 +71,23 @@ class CommunicationClock:
     device: torch.device | None = None  # a GPU, whose own time is measured then; None: host time
     waits: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     exchanges: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    end_stream: torch.cuda.Stream | None = None  # on which the ends of exchanges are recorded
 
-    def record_event(self, stream: torch.cuda.Stream | None = None) -> Stamp:
-        """Now: on the computing stream of the GPU, or on `stream`; without a GPU, on the host."""
+    def record_event(self) -> Stamp:
+        """Now: on the computing stream of the GPU; without a GPU, on the host."""
         if self.device is None:
             return time.monotonic()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(stream or torch.cuda.current_stream(self.device))
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def record_start(self, handle: Handle) -> PendingEvent:
-        """The time of an exchange that starts now, and whose end is recorded when it comes."""
-        pending = PendingEvent(self.record_event())
+    def record_start(self, handle: Handle) -> PendingEvent | None:
+        """The time of an exchange that starts now, and whose end is recorded when it comes.
+
+        None on a GPU.
+        """
         if self.device is not None:
-            self.end_stream = self.end_stream or torch.cuda.Stream(self.device)
-            with torch.cuda.stream(self.end_stream):
-                handle.wait()  # the stream waits, the host does not
-                pending.end = self.record_event(self.end_stream)
-            return pending
+            return None
+        pending = PendingEvent(time.monotonic())
 
         def record_end(_: torch.futures.Future[list[torch.Tensor]]) -> None:
             pending.end = time.monotonic()
@@ -105,17 +104,19 @@ class CommunicationClock:
         An end that is not known is not guessed.
         """
         is_under_way = pending.end is None and not handle.is_completed()
-        end = self.record_event() if is_under_way else pending.end
+        end = time.monotonic() if is_under_way else pending.end
         if end is not None:
             self.exchanges.append((pending.start, end))
 
-    def record_wait(self, start: Stamp) -> None:
-        """Records a wait that began at `start` and ends now."""
-        self.waits.append((start, self.record_event()))
+    def record_wait(self, start: Stamp) -> Stamp:
+        """Records a wait that began at `start` and ends now. Returns its end."""
+        end = self.record_event()
+        self.waits.append((start, end))
+        return end
 
     def collect(self) -> StepTimes:
         """The spans since the last call."""
-        step = StepTimes(self.waits.copy(), self.exchanges.copy())
+        step = StepTimes(self.waits.copy(), self.exchanges.copy() if self.device is None else None)
         self.waits.clear()
         self.exchanges.clear()
         return step
@@ -127,12 +128,14 @@ def spans_in_ms(first: Stamp, spans: Iterable[Span]) -> list[tuple[float, float]
 
 
 def elapsed_ms(first: Stamp, then: Stamp) -> float:
-    """Milliseconds between two stamps. Raises TypeError if one is of the host and the other of a GPU."""
+    """Milliseconds between two stamps; those of a GPU must have come.
+
+    Raises TypeError if one is of the host and the other of a GPU.
+    """
     if isinstance(first, (int, float)) and isinstance(then, (int, float)):
         return 1000 * (then - first)
     if isinstance(first, (int, float)) or isinstance(then, (int, float)):
         raise TypeError(f"a stamp of the host and one of a GPU have no time between them: {first}, {then}")
-    then.synchronize()
     return first.elapsed_time(then)
 
 

@@ -1,4 +1,4 @@
-"""Groups of ranks, collectives and transfers. The only file that speaks to torch.distributed.
+"""Groups of ranks, collectives and transfers. Only this file and world.py call torch.distributed.
 
 A Group of one rank is the identity: nothing is called and nothing counted, so one process runs the same code
 as many. The ledger counts calls and payload bytes by (group, verb): the bytes of the larger side of an
@@ -9,24 +9,22 @@ closed forms.
 If a peer dies or hangs, a PeerError says which exchange of which group was waiting for it. torch's own errors
 do not (gloo names a port). So every exchange is first recorded in Activity, which runtime/peers.py reads too.
 """
-import dataclasses
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.distributed_c10d import Work as Handle
-from torch.distributed.rendezvous import rendezvous
 
 from parallel.wire.clock import CommunicationClock, PendingEvent
+from parallel.wire.device_waits import DeviceWaits
 from parallel.wire.strict import PrivateCopies, StrictMode
 
 Ledger = Counter[tuple[str, str, str]]  # (group, verb, "calls" or "bytes") -> how many
@@ -52,26 +50,50 @@ class PeerError(RuntimeError):
         self.exit_code = exit_code
 
 
+@dataclass(frozen=True)
+class AwaitedExchange:
+    """What a rank waits for. peer: the other global rank of a transfer; None: the whole group takes part."""
+    verb: str
+    group: "Group"
+    nbytes: int | None
+    peer: int | None
+    step: int  # 0: outside of a step
+
+    def __str__(self) -> str:
+        """all_reduce of 4,096 bytes in group dp (dp_replicate x dp_shard: ranks 0, 2) at step 7"""
+        size = "" if self.nbytes is None else f" of {self.nbytes:,} bytes"
+        peer = "" if self.peer is None else f" rank {self.peer}"
+        return f"{self.verb}{size}{peer} in {self.group}{at_step(self.step)}"
+
+
+def at_step(step: int) -> str:
+    return f" at step {step}" if step else ""
+
+
 @dataclass
 class Activity:
     """What this rank is doing: one for all groups of a job."""
     step: int = 0
     timeout_s: float = 0.0
-    # (verb, group, bytes, peer) of the exchange that it is in; None: it is in none
-    exchange: "tuple[str, Group, int | None, int | None] | None" = None
+    exchange: AwaitedExchange | None = None  # that the host waits for
     since: float = field(default_factory=time.monotonic)  # when that exchange began, or the last one ended
+    device_waits: DeviceWaits[AwaitedExchange] = field(  # empty without a GPU
+        default_factory=DeviceWaits[AwaitedExchange]
+    )
     clock: CommunicationClock = field(default_factory=CommunicationClock)
     strict: StrictMode | None = None  # of proofs; None: started exchanges run on the tensors themselves
 
-    def __str__(self) -> str:
-        """all_reduce of 4,096 bytes in group dp (dp_replicate x dp_shard: ranks 0, 2) at step 7"""
-        step = f" at step {self.step}" if self.step else ""
+    def current_exchange(self) -> tuple[AwaitedExchange | None, float]:
+        """(the exchange that the host or the GPU waits for, or None; for how many seconds)."""
         if self.exchange is None:
-            return f"no exchange{step}"
-        verb, group, nbytes, peer = self.exchange
-        size = "" if nbytes is None else f" of {nbytes:,} bytes"
-        other = "" if peer is None else f" rank {peer}"
-        return f"{verb}{size}{other} in {group}{step}"
+            waited = self.device_waits.current()
+            if waited is not None:
+                return waited
+        return self.exchange, time.monotonic() - self.since
+
+    def __str__(self) -> str:
+        exchange, _ = self.current_exchange()
+        return f"no exchange{at_step(self.step)}" if exchange is None else str(exchange)
 
 
 @dataclass(frozen=True)
@@ -110,16 +132,21 @@ class Group:
 
         Raises PeerError if a peer is to blame; errors of other kinds pass.
         """
-        self.activity.exchange = (verb, self, nbytes, peer)
-        self.activity.since = time.monotonic()
-        start = self.activity.clock.record_event()
+        activity = self.activity
+        exchange = AwaitedExchange(verb, self, nbytes, peer, activity.step)
+        activity.exchange = exchange
+        activity.since = time.monotonic()
+        start = activity.clock.record_event()
         try:
             result = work(*args, **kwargs)
         except RuntimeError as error:
-            raise as_peer_error(error, self.activity) from error
-        self.activity.exchange = None
-        self.activity.since = time.monotonic()
-        self.activity.clock.record_wait(start)
+            raise as_peer_error(error, activity) from error
+        activity.exchange = None
+        activity.since = time.monotonic()
+
+        end = activity.clock.record_wait(start)
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            activity.device_waits.add(exchange, start, end)
         return result
 
     def run_collective(self, verb: str, x: Tensor, work: Callable[..., object], *args: object) -> None:
@@ -134,165 +161,13 @@ class Group:
         """In strict mode, what an exchange that starts now must use; else None."""
         if self.activity.strict is None:
             return None
-        step = f" at step {self.activity.step}" if self.activity.step else ""
-        return self.activity.strict.start(f"{verb} in {self}{step}", sources, results)
+        title = f"{verb} in {self}{at_step(self.activity.step)}"
+        return self.activity.strict.start(title, sources, results)
 
     def count_exchange(self, verb: str, x: Tensor) -> None:
         """Adds an exchange to the ledger. x: the tensor of its larger side."""
         self.ledger[self.name, verb, "calls"] += 1
         self.ledger[self.name, verb, "bytes"] += x.numel() * x.element_size()
-
-
-# ---- joining and leaving the job ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class World:
-    """The job as this rank joined it.
-
-    handles: process groups by their ranks, made once and shared by equal groups; None: this rank is not in
-    it.
-    """
-    rank: int = 0
-    size: int = 1
-    handles: dict[tuple[int, ...], ProcessGroup | None] = field(default_factory=dict)
-    separate_handles: list[ProcessGroup] = field(default_factory=list)  # of separate_group
-    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
-
-    def group_of_rank(self, name: str, groups: list[list[int]], ledger: Ledger, axes: str = "") -> Group:
-        """The group among `groups` that holds this rank. Raises ValueError if none does.
-
-        Collective: all ranks call it with the same lists, in the same order.
-        """
-        found = self.find_group(name, groups, ledger, axes)
-        if found is None:
-            raise ValueError(f"group {name}: rank {self.rank} is in none of {groups}")
-        return found
-
-    def find_group(self, name: str, groups: list[list[int]], ledger: Ledger, axes: str = "") -> Group | None:
-        """As group_of_rank, but returns None if no group holds this rank."""
-        found = None
-        for ranks in map(tuple, groups):
-            if len(ranks) > 1 and ranks not in self.handles:
-                self.handles[ranks] = self.connect(name, ranks, axes)
-            if self.rank in ranks:
-                found = Group(
-                    name,
-                    ranks,
-                    index=ranks.index(self.rank),
-                    handle=self.handles.get(ranks),
-                    ledger=ledger,
-                    axes=axes,
-                    activity=self.activity,
-                )
-        return found
-
-    def connect(self, name: str, ranks: tuple[int, ...], axes: str) -> ProcessGroup | None:
-        """A process group of these ranks; None if this rank is not in it. Collective."""
-        group = Group(name, ranks, axes=axes, activity=self.activity)
-        timeout = timedelta(seconds=self.activity.timeout_s)  # torch's default is 30 minutes
-        new_group = partial(dist.new_group, list(ranks), timeout=timeout)
-        made = group.run_exchange("meeting", None, None, new_group)
-        return None if isinstance(made, int) else made  # a number: not in it
-
-    def separate_group(self, name: str) -> Group:
-        """All ranks, connected once more on the host. Collective.
-
-        For a thread, whose exchanges must not mix with those of a step.
-        """
-        activity = Activity(timeout_s=self.activity.timeout_s)
-        group = Group(name, tuple(range(self.size)), self.rank, activity=activity)
-        if self.size == 1:
-            return group
-        handle = group.run_exchange(
-            "meeting",
-            None,
-            None,
-            dist.new_group,
-            list(group.ranks),
-            timeout=timedelta(seconds=activity.timeout_s),
-            backend="gloo",
-        )
-        assert isinstance(handle, ProcessGroup)  # a number on ranks that are not in the group; here all are
-        self.separate_handles.append(handle)
-        return dataclasses.replace(group, handle=handle)
-
-    def close_separate_groups(self) -> None:
-        """Closes the groups of separate_group; no rank may still use one.
-
-        For a process that runs one job after another (runtime/pool.py): an idle gloo group wakes a hundred
-        times a second, and 150 of them in each of 8 ranks took more than a core and a half.
-        """
-        while self.separate_handles:
-            dist.destroy_process_group(self.separate_handles.pop())
-
-    def all_ranks(self) -> Group:
-        """All ranks, before there is a mesh."""
-        return Group("job", tuple(range(self.size)), self.rank, activity=self.activity)
-
-
-def open_store(
-    rank: int,
-    size: int,
-    init: str = "env://",
-    restart_count: str = "0",
-    timeout_s: float = 300.0,
-) -> Store:
-    """The job's key-value store, where ranks leave messages before and after there are process groups.
-
-    init: "env://", the launcher's variables, or a file:// or tcp:// address. restart_count: each start of a
-    launcher that restarts has keys of its own.
-    """
-    def meet() -> Store:
-        store, _, _ = next(rendezvous(init, rank, size, timeout=timedelta(seconds=timeout_s)))
-        return store
-    job = Group("job", tuple(range(size)), rank)
-    return PrefixStore(f"attempt_{restart_count}", job.run_exchange("meeting", None, None, meet))
-
-
-def join_job(
-    device: str,
-    rank: int,
-    size: int,
-    timeout_s: float,
-    init: str = "env://",
-    store: Store | None = None,
-    activity: Activity | None = None,
-) -> World:
-    """Joins the job: gloo for tensors on the host, nccl for those on GPUs. Collective.
-
-    store: of open_store; None: opened here.
-    """
-    world = World(rank, size, activity=activity or Activity())
-    world.activity.timeout_s = timeout_s
-    if size == 1:
-        return world
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
-    world.all_ranks().run_exchange(
-        "meeting",
-        None,
-        None,
-        dist.init_process_group,
-        backend,
-        store=store or open_store(rank, size, init),
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    world.activity.clock.device = torch.device("cuda") if device == "cuda" else None
-    return world
-
-
-def join_alone(device: str) -> None:
-    """Makes a process group of one rank, for libraries that need one (benchmarks)."""
-    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, not exported
-    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
-
-
-def leave_job() -> None:
-    """Must be called before a rank exits: one that exits with a live process group can abort its peers."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def as_peer_error(error: RuntimeError, activity: Activity) -> RuntimeError:
@@ -391,7 +266,7 @@ class Transfer:
     nbytes: int
     peer: int | None  # the other global rank of a send or receive; None: the whole group takes part
     group: Group
-    pending: PendingEvent | None = None  # its time; None: the clock cannot know when it ends
+    pending: PendingEvent | None = None  # its time; None: the clock cannot know it
     private: PrivateCopies | None = None  # in strict mode
 
     def wait(self) -> None:
@@ -476,12 +351,16 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor) -> PendingExchange:
     return start_collective("all_gather", start, result=out, source=x, group=group, nbytes=out.nbytes)
 
 
-def start_reduce_scatter(x: Tensor, group: Group) -> PendingExchange:
-    """reduce_scatter, started: until wait() x must not be written."""
+def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> PendingExchange:
+    """reduce_scatter, started: until wait() x must not be written.
+
+    out: takes the result; it may be this rank's own chunk of x. None: a new tensor.
+    """
     if group.size == 1:
         return PendingExchange(x)
     group.count_exchange("reduce_scatter", x)
-    out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
+    if out is None:
+        out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     start = partial(reduce_scatter_verb, group=group.handle, async_op=True)
     return start_collective("reduce_scatter", start, result=out, source=x, group=group, nbytes=x.nbytes)
 
@@ -539,15 +418,11 @@ def start_transfers(
     if len(handles) < len(ops):  # nccl has one handle for all of them
         handles = [handles[-1]] * len(ops)
 
-    clock = group.activity.clock
     verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
     transfers: list[Transfer] = []
     for handle, verb, (x, peer), private in zip(handles, verbs, sends + receives, copies):
-        pending = clock.record_start(handle) if clock.device else None
         global_peer = group.ranks[peer]
-        transfer = Transfer(
-            handle, verb, x.nbytes, peer=global_peer, group=group, pending=pending, private=private
-        )
+        transfer = Transfer(handle, verb, x.nbytes, peer=global_peer, group=group, private=private)
         transfers.append(transfer)
     return transfers
 

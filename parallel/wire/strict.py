@@ -36,13 +36,13 @@ class PrivateCopies:
         written = {id(x) for x in results}
         self.messages = [x for x in sources if id(x) not in written]
         self.results = list(results)
-        self.snapshots = [bits_of(x) for x in self.messages]
 
         # a copy for each tensor; then results are poisoned, those that are sent too included
         self.copies = {id(x): x.detach().clone(memory_format=torch.contiguous_format)
                        for x in (*sources, *results)}
         for x in self.results:
             poison(x)
+        self.snapshots = [bits_of(x) for x in self.messages]  # a result may be a part of a message
 
     def of(self, x: Tensor) -> Tensor:
         """What to exchange in the place of x."""

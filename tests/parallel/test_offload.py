@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import Tokens
 
 import optim.adamw
 from build import build_run
@@ -20,6 +19,7 @@ from parallel.offload import (
     staged_chunks,
 )
 from parallel.topology.mesh import Mesh
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -62,7 +62,7 @@ def test_states_that_stay_on_the_device_are_not_copied(monkeypatch, offload, in_
         optim.adamw, "staged_chunks", lambda hosts, *how: copied.append(hosts) or staged_chunks(hosts, *how)
     )
     run = build_run(cfg, Mesh.single(), CPU, None, 2)
-    train_step(run, 1, Tokens(cfg, 0, 1).microbatches(0), NonFiniteGuard())
+    train_step(run, 1, RandomTokens(cfg, 0, 1).microbatches(0), NonFiniteGuard())
     assert bool(copied) == in_chunks
 
 

@@ -4,6 +4,7 @@ import math
 import statistics
 import sys
 import time
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -209,6 +210,17 @@ def test_the_console(metrics, feed, tmp_path, capsys):
     assert out[14].endswith("step_00000010 (10.9 MB, 0.1 s)")
     assert out[15].startswith("done in 0s   loss 6.90 -> 6.00  █▇▆▅▅▄▃▂▁▁") or "loss 6.90 -> 6.00" in out[15]
     assert out[15].endswith("sample: def f():\\n  pass") and out[16] == "next     python train.py --list"
+
+
+@pytest.mark.parametrize("deterministic, says", [(True, "repeats bit for bit;"), (False, "does not repeat")])
+def test_the_header_says_which_kernels_a_gpu_runs(metrics, monkeypatch, capsys, deterministic, says):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Mock())
+    m = metrics(env=LaunchEnv(device=torch.device("cuda", 0), deterministic=deterministic))
+    m.header((1, 1), "x")
+    lines = capsys.readouterr().out.splitlines()
+    assert [says in line for line in lines if line.startswith("kernels")] == [True]
 
 
 def test_other_ranks_are_silent(metrics, feed, tmp_path, capsys):

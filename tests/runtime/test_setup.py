@@ -90,6 +90,37 @@ def test_start(env, cfg, torch_state):
     assert str(e).endswith("· cpu x1 (1 thread)")
 
 
+def test_cuda_and_nccl_are_prepared_before_the_first_call(monkeypatch):
+    """What the user has set stays."""
+    for name in setup.GPU_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    seen = {}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.update(os.environ, index=index))
+    assert setup.pick_device("auto", 5) == torch.device("cuda", 5)
+    wanted = {**setup.GPU_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "index": 5}
+    assert {name: seen[name] for name in wanted} == wanted
+    for name in setup.GPU_ENVIRONMENT:
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    "device, asked, deterministic",
+    [("cpu", None, True), ("cpu", False, False), ("cuda", None, False), ("cuda", True, True)],
+)
+def test_a_gpu_runs_its_fastest_kernels_unless_asked(
+    env, cfg, torch_state, monkeypatch, device, asked, deterministic
+):
+    """train.deterministic: the setting, the process and the description agree."""
+    monkeypatch.setattr(setup, "pick_device", lambda kind, local_rank: torch.device(device))
+    torch.use_deterministic_algorithms(not deterministic)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, threads=1, deterministic=asked))
+    assert setup.read_environment(cfg).deterministic is deterministic
+    assert torch.are_deterministic_algorithms_enabled() is deterministic
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is deterministic
+
+
 def test_seed_is_the_same_twice(cfg):
     setup.seed_everything(cfg)
     a = torch.rand(3)

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import Tokens
 from dense_mask import visible_keys
 
 from build import build_run
@@ -18,7 +17,8 @@ from parallel.context.ulysses import ulysses_attention
 from parallel.context.zigzag import shard_batch, token_positions
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
-from parallel.wire.comm import World
+from parallel.wire.world import World
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
 from runtime.guard import NonFiniteGuard
@@ -136,7 +136,7 @@ def wire(world: World, cfg) -> dict:
     mesh = mesh_of(world, cfg)
     run = build_run(cfg, mesh, torch.device("cpu"), None, 9)
     mesh.ledger.clear()
-    train_step(run, 1, Tokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
+    train_step(run, 1, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
     return {key[1:]: value for key, value in mesh.ledger.items() if key[0] == "cp"}
 
 
@@ -168,7 +168,7 @@ def test_bytes_of_a_step_are_the_closed_form(pool, kind):
 def words(world: World, cfg) -> list[int]:
     mesh = mesh_of(world, cfg)
     run = build_run(cfg, mesh, torch.device("cpu"), None, 9)
-    batches = Tokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0)
+    batches = RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0)
     train_step(run, 1, batches, NonFiniteGuard())  # generation must leave nothing behind, nor find anything
     ids = list(
         generate(

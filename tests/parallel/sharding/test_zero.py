@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import Tokens
 
 from build import build_run
 from kernels import linear
@@ -14,6 +13,7 @@ from model.sharding import parallel_dims
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -32,7 +32,7 @@ def laid(**parallel):
 def start(world, cfg):
     mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    return run, Tokens(cfg, run.mesh.dp.index, run.mesh.dp.size)
+    return run, RandomTokens(cfg, run.mesh.dp.index, run.mesh.dp.size)
 
 
 def story(world, cfg):
@@ -140,6 +140,24 @@ def test_plain_gradients_leave_during_the_backward(ranks):
         "reduce e",
         "norm",
     ], said
+
+
+def test_zero_1_waits_for_its_gradients_at_the_end_of_the_step(ranks):
+    """A wait inside the backward would hold up the computation of the next part (on a GPU)."""
+    said = ranks(4).run(story, laid(zero=1))[0]
+    parts = ("h", 2, 1, 0, "e")
+    exchanges = [w for w in said if w.startswith(("reduce", "land", "norm"))]
+    assert exchanges[:5] == [f"reduce {part}" for part in parts], said
+    assert sorted(exchanges[5:-1]) == sorted(f"land {part}" for part in parts), said
+    assert exchanges[-1] == "norm", said
+
+
+@pytest.mark.parametrize("parallel", [dict(dp_rep=2), dict(compress="int8")], ids=str)
+def test_shards_that_are_sent_on_or_decoded_are_awaited_during_the_backward(ranks, parallel):
+    """Coded messages of all parts together would take memory that the planner does not know."""
+    said = ranks(4).run(story, laid(zero=1, **parallel))[0]
+    exchanges = [w for w in said if w.startswith(("reduce", "land", "norm"))]
+    assert exchanges[:4] == ["reduce h", "land h", "reduce 2", "land 2"], said
 
 
 def test_publish_does_not_wait(ranks):

@@ -10,6 +10,7 @@ import torch
 
 from parallel.wire import clock, comm
 from parallel.wire.clock import CommunicationClock, PendingEvent, StepTimes, union_length
+from parallel.wire.world import World
 
 LATE, LONG = 0.3, 1.2  # seconds: how late the peer comes, how long the computation takes
 
@@ -22,23 +23,23 @@ def test_spans_that_overlap_count_once():
 
 
 class Event:
-    """As torch.cuda.Event, where its two clocks are told."""
+    """As torch.cuda.Event of a step that has ended."""
 
     def __init__(self, ms):
-        self.ms, self.ready = ms, False
-
-    def synchronize(self):
-        self.ready = True
+        self.ms = ms
 
     def elapsed_time(self, other):
-        assert other.ready
         return other.ms - self.ms
 
 
-def test_a_gpus_events_are_read_late():
+def test_a_gpu_knows_its_waits_alone():
+    """No stream waits for the end of each exchange: what ran beside the computation is not made up."""
     a, b, c, d = map(Event, (10.0, 17.0, 15.0, 18.0))
-    assert StepTimes([(c, d)], [(a, b)]).read() == (3.0, 5.0)
-    assert not a.ready or b.ready
+    assert StepTimes([(a, b), (c, d)], None).read() == (8.0, None)
+    assert StepTimes([], None).read() == (0.0, None)
+    gpu = CommunicationClock(torch.device("cuda"))
+    assert gpu.record_start(mock.Mock(spec=[])) is None  # nothing is asked of the exchange
+    assert gpu.collect().exchanges is None
 
 
 def ends_late(self, work):
@@ -109,7 +110,7 @@ def test_planted_bugs_are_seen(ranks, bug):
 
 
 def test_a_group_of_one_takes_no_time():
-    group = comm.World().all_ranks()
+    group = World().all_ranks()
     comm.all_reduce_sum(torch.ones(2), group), comm.start_all_reduce(torch.ones(2), group).wait()
     assert group.activity.clock.collect().read() == (0, 0)
 

@@ -13,7 +13,7 @@ from parallel.sharding.slots import Slot
 from parallel.sharding.spec import ParameterSpec, parameter
 from parallel.wire import compress
 from parallel.wire.algorithms import start_gather, start_scatter_sum, start_sum
-from parallel.wire.comm import World
+from parallel.wire.world import World
 
 KINDS = ("int8", "fp8")
 BLOCK, SIZE = 64, 64 * 48

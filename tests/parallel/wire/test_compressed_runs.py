@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import Tokens
 
 import config
 from build import build_run
@@ -24,8 +23,9 @@ from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire import compress
-from parallel.wire.comm import World
+from parallel.wire.world import World
 from proof import lattice
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -54,7 +54,7 @@ def begin(world: World, cfg):
         SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d"),
         cfg.train.steps,
     )
-    return run, Tokens(cfg, mesh.dp.index, mesh.dp.size)
+    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
 
 
 def go(run, data, first: int, last: int) -> list[float]:

@@ -6,20 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import Tokens
 
 import config
 from build import build_run
 from kernels import cross_entropy
 from model import head
-from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
-from model.split import layers_of_stages
 from parallel.cost import Workload
 from parallel.topology.mesh import Mesh
 from plan import bytes as wire
 from plan.buckets import buckets, unique_buckets
-from plan.job import Job
+from plan.job import job_of_rank
+from proof.module_costs import counted_exchanges
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -102,21 +101,10 @@ def laid(name: str, parallel: dict, **train) -> config.Config:
     return replace(cfg, parallel=replace(cfg.parallel, **parallel), train=replace(cfg.train, **train))
 
 
-def job_of(cfg: config.Config, world: int, rank: int) -> Job:
-    schedule = plan_pipeline(cfg, world)
-    return Job(
-        cfg,
-        parallel_dims(cfg, world),
-        rank,
-        schedule,
-        layers_of_stages(cfg, schedule.n_stages),
-    )
-
-
 def start(world, cfg):
     mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    return run, Tokens(cfg, mesh.dp.index, mesh.dp.size)
+    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
 
 
 def counted(world, cfg):
@@ -125,11 +113,7 @@ def counted(world, cfg):
     for step in (1, 2):
         run.mesh.ledger.clear()
         train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())
-    ledger = {
-        (group, verb): (n, run.mesh.ledger[group, verb, "bytes"])
-        for (group, verb, what), n in run.mesh.ledger.items()
-        if what == "calls"
-    }
+    ledger = counted_exchanges(run.mesh)
     slots = [
         (b.size, b.shard_start, b.shard_end, b.num_users, [(s.offset, s.numel) for s in b.slots])
         for b in run.buckets
@@ -144,7 +128,7 @@ def compare(pool, name, parallel, dropout=0.1, model=None, **train):
     cfg = replace(cfg, model=replace(cfg.model, dropout=dropout, **(model or {})))
     found = pool.run(counted, cfg)
     for rank, (ledger, slots) in enumerate(found):
-        job = job_of(cfg, pool.size, rank)
+        job = job_of_rank(cfg, pool.size, rank)
         planned = [
             (
                 b.size,
@@ -209,7 +193,7 @@ def test_eight_bits_cost_what_the_paper_says(dtype, gradients, weights):
 
     def wires(**parallel):
         found = wire.step_bytes(
-            job_of(laid("llama3-tiny", dict(zero=1, bucket_mb=64.0, **parallel), dtype=dtype), 4, 0)
+            job_of_rank(laid("llama3-tiny", dict(zero=1, bucket_mb=64.0, **parallel), dtype=dtype), 4, 0)
         )
         return found.get(("fsdp", "all_to_all"), found.get(("fsdp", "reduce_scatter")))[1], found[
             "fsdp", "all_gather"
@@ -342,7 +326,7 @@ def cost(parallel, world=8, **train) -> int:
     """The most that a rank of it sends, without the scalars."""
     cfg = laid("llama3-tiny", parallel, **train)
     return max(
-        wire.ring_bytes({k: v for k, v in wire.step_bytes(job_of(cfg, world, r)).items() if v[1] > 64})
+        wire.ring_bytes({k: v for k, v in wire.step_bytes(job_of_rank(cfg, world, r)).items() if v[1] > 64})
         for r in range(world)
     )
 
@@ -358,7 +342,7 @@ def test_sharding_costs_what_the_paper_says(dtype):
 def test_sequence_parallelism_is_free():
     """On activations, to the byte; it adds the sum of the norms' gradients, once a step."""
     for tp in (2, 4):
-        plain, sp = (job_of(laid("llama3-tiny", dict(tp=tp, sp=sp)), 8, 0) for sp in (False, True))
+        plain, sp = (job_of_rank(laid("llama3-tiny", dict(tp=tp, sp=sp)), 8, 0) for sp in (False, True))
         norms = sum(b.partial_elements("tp") for b in unique_buckets(buckets(sp)))
         tensor, both = (
             sum(
@@ -376,7 +360,7 @@ def test_a_ring_sends_what_the_collective_counts():
     much.
     """
     cfgs = [laid("llama3-tiny", dict(reduce=kind)) for kind in ("collective", "ring", "server")]
-    everyone, ring, server = (wire.step_bytes(job_of(c, 8, 0)) for c in cfgs)
+    everyone, ring, server = (wire.step_bytes(job_of_rank(c, 8, 0)) for c in cfgs)
     n = everyone["dp_cp", "all_reduce"][1] - 8 - 8
     assert ring["dp_cp", "send"][1] * 8 == 2 * 7 * n and server["dp_cp", "send"][1] == 7 * n
 

@@ -7,8 +7,9 @@ import torch
 
 from parallel.offload import ActivationOffload, CopyStream, DeferredCopies, staged_chunks
 from parallel.wire import comm
-from parallel.wire.comm import Group, World
+from parallel.wire.comm import Group
 from parallel.wire.strict import StrictError, StrictMode, poison
+from parallel.wire.world import World
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)

@@ -1,0 +1,228 @@
+"""Joining and leaving a job, and the process groups of its ranks.
+
+On GPUs, tensors on the device travel over NCCL and those on the host over gloo:
+
+- One process group spans the whole job and has both. Every other group has NCCL alone: gloo would connect
+  each pair of its ranks with a socket.
+- A group's communicator is made when the group is, and carries a first exchange at once. So no step pays for
+  it, and a group that cannot connect is named at the start.
+- NCCL gets a longer timeout than gloo: its watchdog ends the process with SIGABRT and no exit code. A hang is
+  named before that, by runtime/peers.py.
+"""
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
+from torch.distributed.rendezvous import rendezvous
+
+from parallel.wire import comm
+from parallel.wire.comm import Activity, Group, Ledger
+
+NCCL_MARGIN_S = 120.0  # that NCCL's watchdog waits longer than ours
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class World:
+    """The job as this rank joined it.
+
+    handles: process groups by channel and ranks, made once and shared by equal groups; None: this rank is not
+    in it.
+    """
+    rank: int = 0
+    size: int = 1
+    device: torch.device = CPU  # of this rank's tensors
+    handles: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = field(default_factory=dict)
+    separate_handles: list[ProcessGroup] = field(default_factory=list)  # of separate_group
+    activity: Activity = field(default_factory=Activity, compare=False, repr=False)
+
+    def group_of_rank(
+        self, name: str, groups: list[list[int]], ledger: Ledger, axes: str = "", channel: str = ""
+    ) -> Group:
+        """The group among `groups` that holds this rank. Raises ValueError if none does.
+
+        Groups of the same ranks share a process group, and their exchanges wait for each other on a GPU,
+        unless they are of different channels. Collective: all ranks call it with the same lists, in the same
+        order.
+        """
+        found = self.find_group(name, groups, ledger, axes, channel)
+        if found is None:
+            raise ValueError(f"group {name}: rank {self.rank} is in none of {groups}")
+        return found
+
+    def find_group(
+        self, name: str, groups: list[list[int]], ledger: Ledger, axes: str = "", channel: str = ""
+    ) -> Group | None:
+        """As group_of_rank, but returns None if no group holds this rank."""
+        found = None
+        for ranks in map(tuple, groups):
+            is_whole_job = len(ranks) == self.size and not channel  # joined already
+            key = (channel, ranks)
+            if len(ranks) > 1 and not is_whole_job and key not in self.handles:
+                self.handles[key] = self.connect(name, ranks, axes)
+            if self.rank in ranks:
+                found = Group(
+                    name,
+                    ranks,
+                    index=ranks.index(self.rank),
+                    handle=self.handles.get(key),
+                    ledger=ledger,
+                    axes=axes,
+                    activity=self.activity,
+                )
+        return found
+
+    def connect(self, name: str, ranks: tuple[int, ...], axes: str) -> ProcessGroup | None:
+        """A process group of these ranks; None if this rank is not in it. Collective."""
+        group = Group(name, ranks, axes=axes, activity=self.activity)
+        is_on_gpu = self.device.type == "cuda"
+        timeout_s = self.activity.timeout_s + (NCCL_MARGIN_S if is_on_gpu else 0.0)
+        new_group = partial(
+            dist.new_group,
+            list(ranks),
+            timeout=timedelta(seconds=timeout_s),  # torch's default is 30 minutes
+            backend="nccl" if is_on_gpu else "gloo",
+        )
+        made = group.run_exchange("meeting", None, None, new_group)
+        if isinstance(made, int):  # a number: not in it
+            return None
+        if is_on_gpu:
+            connected = dataclasses.replace(group, index=ranks.index(self.rank), handle=made)
+            make_first_exchange(connected, self.device)
+        return made
+
+    def separate_group(self, name: str) -> Group:
+        """All ranks, connected once more on the host. Collective.
+
+        For a thread, whose exchanges must not mix with those of a step.
+        """
+        activity = Activity(timeout_s=self.activity.timeout_s)
+        group = Group(name, tuple(range(self.size)), self.rank, activity=activity)
+        if self.size == 1:
+            return group
+        handle = group.run_exchange(
+            "meeting",
+            None,
+            None,
+            dist.new_group,
+            list(group.ranks),
+            timeout=timedelta(seconds=activity.timeout_s),
+            backend="gloo",
+        )
+        assert isinstance(handle, ProcessGroup)  # a number on ranks that are not in the group; here all are
+        self.separate_handles.append(handle)
+        return dataclasses.replace(group, handle=handle)
+
+    def close_separate_groups(self) -> None:
+        """Closes the groups of separate_group; no rank may still use one.
+
+        For a process that runs one job after another (runtime/pool.py): an idle gloo group wakes a hundred
+        times a second, and 150 of them in each of 8 ranks took more than a core and a half.
+        """
+        while self.separate_handles:
+            dist.destroy_process_group(self.separate_handles.pop())
+
+    def all_ranks(self) -> Group:
+        """All ranks, before there is a mesh."""
+        return Group("job", tuple(range(self.size)), self.rank, activity=self.activity)
+
+
+def open_store(
+    rank: int,
+    size: int,
+    init: str = "env://",
+    restart_count: str = "0",
+    timeout_s: float = 300.0,
+) -> Store:
+    """The job's key-value store, where ranks leave messages before and after there are process groups.
+
+    init: "env://", the launcher's variables, or a file:// or tcp:// address. restart_count: each start of a
+    launcher that restarts has keys of its own.
+    """
+    def meet() -> Store:
+        store, _, _ = next(rendezvous(init, rank, size, timeout=timedelta(seconds=timeout_s)))
+        return store
+    job = Group("job", tuple(range(size)), rank)
+    return PrefixStore(f"attempt_{restart_count}", job.run_exchange("meeting", None, None, meet))
+
+
+def join_job(
+    device: torch.device,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    init: str = "env://",
+    store: Store | None = None,
+    activity: Activity | None = None,
+) -> World:
+    """Joins the job: gloo for tensors on the host, NCCL for those on GPUs. Collective.
+
+    device: of this rank; a GPU with its index. store: of open_store; None: opened here.
+    """
+    world = World(rank, size, device, activity=activity or Activity())
+    world.activity.timeout_s = timeout_s
+    if size == 1:
+        return world
+
+    is_on_gpu = device.type == "cuda"
+    everyone = world.all_ranks()
+    everyone.run_exchange(
+        "meeting",
+        None,
+        None,
+        dist.init_process_group,
+        "cpu:gloo,cuda:nccl" if is_on_gpu else "gloo",
+        store=store or open_store(rank, size, init),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if is_on_gpu else None,  # NCCL then makes its communicators at once
+    )
+    if is_on_gpu:
+        whole_job = dist.group.WORLD
+        assert whole_job is not None  # init_process_group has made it
+        set_nccl_timeout(whole_job, timeout_s + NCCL_MARGIN_S)
+        world.activity.clock.device = device
+        make_first_exchange(everyone, device)
+    return world
+
+
+def set_nccl_timeout(handle: ProcessGroup, timeout_s: float) -> None:
+    """The timeout of NCCL alone, in a process group that has gloo too."""
+    backend = handle._get_backend(torch.device("cuda"))
+    backend._set_default_timeout(timedelta(seconds=timeout_s))
+
+
+def make_first_exchange(group: Group, device: torch.device) -> None:
+    """A sum of one number, and one number to each neighbour in the ring of the group's ranks and back.
+
+    NCCL connects two ranks at their first exchange. Collective. Counts nothing in the ledger.
+    """
+    group = dataclasses.replace(group, ledger=Counter())
+    if group.size == 1:
+        return
+    comm.all_reduce_sum(torch.zeros(1, device=device), group)
+    for distance in (1, -1):
+        target = (group.index + distance) % group.size
+        source = (group.index - distance) % group.size
+        message = torch.zeros(1, device=device)
+        received = torch.empty(1, device=device)
+        for transfer in comm.start_transfers([(message, target)], [(received, source)], group):
+            transfer.wait()
+
+
+def join_alone(device: str) -> None:
+    """Makes a process group of one rank, for libraries that need one (benchmarks)."""
+    store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]  # public, not exported
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=0, world_size=1)
+
+
+def leave_job() -> None:
+    """Must be called before a rank exits: one that exits with a live process group can abort its peers."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,100 @@
+"""A GPU as far as exchanges see one: nothing blocks the host, and events come in the order of a stream.
+
+The exchanges themselves run over gloo, beside the host.
+
+`python tests/fake_gpu.py RANK SIZE PORT FOLDER HOW` is a rank of a job of several sums. Rank 1 leaves off in
+the middle. HOW: the sums are "started" and awaited, or "blocking"; "stopped": rank 1 stops as a process.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+
+class Stream:
+    """What was enqueued, in order: the works of exchanges. Nothing else takes time."""
+
+    def __init__(self):
+        self.works = []
+
+
+class Event:
+    """As torch.cuda.Event on the one stream."""
+
+    stream = Stream()
+
+    def __init__(self, enable_timing=False):
+        self.works = []
+
+    def record(self, stream=None):
+        self.works = list(self.stream.works)
+
+    def query(self):
+        return all(work.is_completed() for work in self.works)
+
+
+class Work:
+    """As a Work of NCCL: wait() puts the exchange into the stream and returns."""
+
+    def __init__(self, work):
+        self.work = work
+
+    def wait(self):
+        Event.stream.works.append(self.work)
+        return True
+
+
+@contextlib.contextmanager
+def fake_gpu(activity):
+    """Sums of this process run as on a GPU."""
+    all_reduce = dist.all_reduce
+
+    def enqueued(x, *args, async_op=False, **options):
+        work = Work(all_reduce(x, *args, async_op=True, **options))
+        return work if async_op else work.wait() and None
+
+    activity.clock.device = torch.device("cuda")
+    event = mock.patch.object(torch.cuda, "Event", Event)
+    stream = mock.patch.object(torch.cuda, "current_stream", lambda device: Event.stream)
+    with event, stream, mock.patch.object(dist, "all_reduce", enqueued):
+        yield
+
+
+def main(rank, size, port, folder, how):
+    from parallel.wire import comm
+    from parallel.wire.world import join_job
+    from runtime.peers import PeerWatch
+
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    with PeerWatch(rank, size) as peers:
+        # gloo's own timeout must not come first here, as NCCL's watchdog must not
+        world = join_job(torch.device("cpu"), rank, size, 600.0, store=peers.store, activity=peers.activity)
+        peers.folder = Path(folder)
+        peers.activity.timeout_s = 3.0
+        group = world.all_ranks()
+        peers.start_device_watch()
+        with fake_gpu(peers.activity):
+            for step in range(1, 6):
+                peers.activity.step = step
+                if rank == 1 and step == 3:
+                    if how == "stopped":
+                        time.sleep(1.0)  # a stopped host does not stop what its GPU has enqueued; gloo stops
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    time.sleep(120)
+                if how == "started":
+                    comm.start_all_reduce(torch.ones(3), group).wait()
+                else:
+                    comm.all_reduce_sum(torch.ones(3), group)
+            Path(folder, f"ahead{rank}").touch()  # the host was never held up
+            time.sleep(120)  # as a host in a full launch queue
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
