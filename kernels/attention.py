@@ -49,6 +49,13 @@ PLAIN_KERNELS = [
     SDPBackend.MATH,
 ]
 
+# Those of them that keep no matrix of scores: {kernel: whether it supports a call}
+FUSED_KERNELS: dict[SDPBackend, Callable[[torch.backends.cuda.SDPAParams], bool]] = {
+    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.can_use_cudnn_attention,
+    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.can_use_flash_attention,
+    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.can_use_efficient_attention,
+}
+
 BLOCK = 128  # queries of a block: fewer skip more of the upper triangle, more make better GEMMs
 KEEP_PROBABILITIES = 16  # the forward saves probabilities where s <= KEEP_PROBABILITIES * head dim
 
@@ -116,10 +123,38 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if torch.are_deterministic_algorithms_enabled():  # the backward of this one uses atomics
         backends = [kernel for kernel in PLAIN_KERNELS if kernel != SDPBackend.EFFICIENT_ATTENTION]
 
+    if q.is_cuda:
+        report_missing_kernel(q, k, v, mask, backends)
     with sdpa_kernel(backends, set_priority=True) if q.is_cuda else contextlib.nullcontext():
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=has_groups)
     return out.transpose(1, 2)
+
+
+def report_missing_kernel(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, backends: list[SDPBackend]
+) -> None:
+    """Says once if SDPA would compute with matrices of s_q x s_k, and what they take.
+
+    q [b, h, s_q, d], k [b, g, s_k, d], v [b, g, s_k, e]. backends: those that it may choose.
+    """
+    is_plain = mask is None and q.shape[-1] == v.shape[-1]
+    if is_plain and q.dtype in FLASH_DTYPES and q.shape[-1] <= FLASH_MAX_HEAD_DIM and q.shape[-1] % 8 == 0:
+        return  # the flash kernel supports all of these: nothing is asked at each call
+
+    has_groups = q.shape[1] != k.shape[1]
+    call = torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, mask is None, has_groups)
+    if any(FUSED_KERNELS[kernel](call) for kernel in backends if kernel in FUSED_KERNELS):
+        return
+    dtype = str(q.dtype).removeprefix("torch.")
+    with_mask = "" if mask is None else ", with a dense mask"
+    element_bytes = accumulation_dtype(q.dtype).itemsize
+    gigabytes = 2 * q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] * element_bytes / 1e9
+    triton_.print_once(
+        f"attention: no fused kernel for {dtype}, head dims {q.shape[-1]} and {v.shape[-1]}{with_mask}; "
+        "SDPA's own arithmetic runs: much slower, and its scores and probabilities take "
+        f"{gigabytes:.2g} GB a layer"
+    )
 
 
 # ---- flash-attn --------------------------------------------------------------------------------------------

@@ -129,6 +129,7 @@ class Attention(nn.Module):
             self.qkv.cost(work, input_part="norm"),
             self.head_norms_cost(work),
             rope_cost(work, self.heads + self.kv_heads, self.head_dim),
+            self.scaled_queries_cost(work),
             core,
             self.out.cost(work),  # its input is the core's output
         ))
@@ -141,7 +142,8 @@ class Attention(nn.Module):
             return Cost()
         heads = self.heads + self.kv_heads
         features = (heads + self.kv_heads) * self.head_dim
-        if work.micro_batch == 1:  # the core's values are a view of the same output
+        values_are_a_view = work.micro_batch == 1 and not self.core.is_ulysses
+        if values_are_a_view:  # the core's, of the same output
             features -= self.kv_heads * self.head_dim
         scales = 2 if self.qk_norm_over_heads else heads
         nbytes = work.tokens * (features * work.compute_bytes + scales * work.accumulation_bytes)
@@ -149,6 +151,18 @@ class Attention(nn.Module):
         if not self.qk_norm_over_heads:
             return saved
         return saved + tensor_parallel_norm_cost(work).times(2)
+
+    def scaled_queries_cost(self, work: Workload) -> Cost:
+        """Of the factor of the scores: without norms of heads, keys and values lie in one tensor with the
+        queries before the factor, and keep those too. Ulysses sends copies of all three.
+        """
+        if self.score_scale == 1:
+            return Cost()
+        nbytes = work.tokens * self.heads * self.head_dim * work.compute_bytes
+        traffic = Cost(traffic=(MemoryTraffic(2 * nbytes),))
+        if self.has_qk_norm or self.core.is_ulysses:
+            return traffic
+        return traffic + Cost(saved=(SavedTensor(nbytes),))
 
 
 def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | SharedHeadsLinear:
@@ -241,6 +255,10 @@ class AttentionCore:
     def is_ring(self) -> bool:
         return self.cp.size > 1 and self.cp_kind == "ring"
 
+    @property
+    def is_ulysses(self) -> bool:
+        return self.cp.size > 1 and self.cp_kind == "ulysses"
+
     def cost(self, work: Workload, *, heads: int, kv_heads: int, head_dim: int, value_dim: int) -> Cost:
         """heads, kv_heads: of this rank. head_dim: of queries and keys; value_dim: of values.
 
@@ -270,10 +288,11 @@ class AttentionCore:
         if self.kernel == "reference":  # scores, their softmax and the products pass through memory
             score_bytes = 6 * pairs * element_bytes
         scores = attention_saved_bytes(work, heads, head_dim, self.cp.size)
+        exchanged_bytes = output_bytes if self.is_ulysses else 0  # the output before and after its exchange
         return Cost(
             attention=(AttentionProducts(flops),),
             traffic=(MemoryTraffic(tensor_bytes + score_bytes, part="core"),),
-            saved=(SavedTensor(tensor_bytes), SavedTensor(scores, part="core")),
+            saved=(SavedTensor(tensor_bytes + exchanged_bytes), SavedTensor(scores, part="core")),
             exchanges=ulysses_exchanges(query_bytes + key_value_bytes, output_bytes),
         )
 

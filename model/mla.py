@@ -229,7 +229,8 @@ class MultiLatentAttention(nn.Module):
     def up_projections_cost(self, work: Workload) -> Cost:
         """Of those of queries, keys and values. Their inputs are latents, or the hidden state."""
         saved: list[SavedTensor] = []
-        if work.micro_batch == 1 or work.flash:  # values are a view of the projection's output
+        values_are_a_view = (work.micro_batch == 1 or work.flash) and not self.core.is_ulysses
+        if values_are_a_view:  # of the projection's output
             nope_features = self.heads * self.nope_dim
             saved.append(SavedTensor(work.tokens * nope_features * work.compute_bytes))
         if self.score_scale != 1:  # rotary tables of the queries

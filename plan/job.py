@@ -1,8 +1,11 @@
 """One rank of a run, as the planner sees it."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from config import Config, config_of_stage
 from model.describe import StageDescription, describe_stage
+from model.schedules import plan_pipeline
+from model.sharding import parallel_dims
+from model.split import layers_of_stages
 from parallel.pipeline.schedule import Schedule
 from parallel.topology.dims import EXPERT_AXES, ParallelDims
 
@@ -20,6 +23,11 @@ class Job:
     def pp(self) -> int:
         """Its place in the pipeline."""
         return self.layout.coordinates(self.rank)["pp"]
+
+    def of_pipeline_ranks(self) -> list["Job"]:
+        """The job as one rank of each place in the pipeline sees it."""
+        ranks_of_place = self.layout.world // self.layout.pp
+        return [replace(self, rank=place * ranks_of_place) for place in range(self.layout.pp)]
 
     def stages(self) -> list[int]:
         """Those of this rank."""
@@ -44,3 +52,13 @@ class Job:
             return self.layout.coordinates(self.rank, EXPERT_AXES)["expert_dp_shard"]
         index = self.layout.coordinates(self.rank)
         return index["dp_shard"] * self.layout.cp + index["cp"]
+
+
+def job_of_rank(cfg: Config, world: int, rank: int, advise: bool = True) -> Job:
+    """One rank of the run of a config on `world` ranks.
+
+    advise: whether an error looks for layouts that would do. Raises ConfigError if train.py refuses the run.
+    """
+    schedule = plan_pipeline(cfg, world, advise)
+    cuts = layers_of_stages(cfg, schedule.n_stages)
+    return Job(cfg, parallel_dims(cfg, world), rank, schedule, cuts)

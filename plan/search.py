@@ -12,13 +12,10 @@ from config import Config, ConfigError, divisors
 from config.values import Values, combinations
 from model.describe import StageDescription, describe_stage, workload
 from model.precision import accumulation_bytes, compute_bytes
-from model.schedules import plan_pipeline
-from model.sharding import parallel_dims
-from model.split import layers_of_stages
 from parallel.pipeline.schedule import SCHEDULES
 from plan.cost import STEADY, Cluster, Efficiency, Forecast, forecast, stage_times
 from plan.count import parameters
-from plan.job import Job
+from plan.job import Job, job_of_rank
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
 from plan.simulate import closed_form
 
@@ -124,18 +121,14 @@ def job_of(cfg: Config, world: int) -> tuple[Job, int]:
     # the pipeline is steady after so many; GPipe holds all microbatches at once
     simulated = microbatches if parallel.schedule == "gpipe" else min(microbatches, STEADY * parallel.pp)
     shorter = replace(cfg, train=replace(train, global_batch=simulated * sequences, ramp=None))
-    schedule = plan_pipeline(shorter, world, advise=False)
-    cuts = layers_of_stages(shorter, schedule.n_stages)
-    return Job(shorter, parallel_dims(shorter, world), rank=0, schedule=schedule, cuts=cuts), microbatches
+    return job_of_rank(shorter, world, rank=0, advise=False), microbatches
 
 
 def held_bytes(job: Job) -> Held:
     """Of the fullest pipeline rank, on a GPU. The stages of a rank decide its state."""
-    stride = job.layout.world // job.layout.pp
     state_of_stages: dict[tuple[StageDescription, ...], int] = {}
     ranks: list[Held] = []
-    for pipeline_rank in range(job.layout.pp):
-        here = replace(job, rank=pipeline_rank * stride)
+    for here in job.of_pipeline_ranks():
         stages = tuple(here.stage(number) for number in here.stages())
         if stages not in state_of_stages:
             state_of_stages[stages] = sum(state_bytes(here).values()) + passing_bytes(here)

@@ -29,7 +29,7 @@ from parallel.sharding.boxes import Box
 from parallel.sharding.spec import INIT_BLOCK, draw_normal
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
-from parallel.wire.comm import World
+from parallel.wire.world import World
 
 CPU = torch.device("cpu")
 

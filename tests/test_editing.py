@@ -14,12 +14,6 @@ from test_docs import ROOT, Block, commands_of, files, pages
 
 PAGE = "docs/editing.md"
 EDITS = ("edit-1", "edit-2", "edit-3", "edit-4")
-MODELS = {
-    "edit-1": {"activation": "reglu"},
-    "edit-2": {"attn_gate": True},
-    "edit-3": {},
-    "edit-4": {"attn_scale": 0.2},
-}
 MOST_FILES = {
     "edit-1": 3,
     "edit-2": 4,
@@ -75,7 +69,8 @@ def test_every_edit_fits_and_is_small(tmp_path):
         copy(tmp_path / edit)
         changed = {apply(block.text, tmp_path / edit) for block in changes(edit)}
         program = {name for name in changed if not name.startswith("tests/")}
-        assert len(program) <= MOST_FILES[edit] and len(changed) == len(program) + 1
+        num_tests = 2 if edit == "edit-1" else 1  # a function and a key
+        assert len(program) <= MOST_FILES[edit] and len(changed) == len(program) + num_tests
         assert set(re.findall(r"`([^`]+)`", row)) == changed
 
 
@@ -86,9 +81,7 @@ def test_its_commands(tmp_path, edit):
     for block in changes(edit):
         apply(block.text, tmp_path / "checkout")
     assert commands_of(pages()[PAGE], edit)
-    folders = [
-        str(tmp_path / "checkout" / name) for name in ("", "tests", "tests/parallel/wire", "tests/plan")
-    ]
+    folders = [str(tmp_path / "checkout" / name) for name in ("", "tests")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, str(tmp_path / "checkout/tests/test_editing.py"), edit],
@@ -121,29 +114,6 @@ def follow(edit: str) -> None:
         refusal = next(expected)
         assert code == 2 and refusal in output, f"{command.text}\n{output[-4000:]}\nthe page says: {refusal}"
         print("refused", command.text)
-    check_plan(MODELS[edit])
-
-
-def check_plan(model: dict) -> None:
-    """The planner knows of the edited model what a step of two ranks sends, and what it keeps."""
-    from dataclasses import replace
-
-    from test_ledger import compare, job_of, laid
-    from test_memory import held
-
-    from plan import memory
-    from runtime.pool import WorkerPool
-
-    pool = WorkerPool(2)
-    for parallel in ({"tp": 2, "sp": True}, {"tp": 2, "recompute": "full"}, {"zero": 3}):
-        compare(pool, "llama3-tiny", parallel, model=model)
-        cfg = laid("llama3-tiny", parallel)
-        cfg = replace(cfg, model=replace(cfg.model, **model))
-        for rank, (_, peak) in enumerate(pool.run(held, cfg)):
-            planned = memory.peak_activation_bytes(job_of(cfg, 2, rank))
-            assert abs(peak - planned) <= 0.05 * peak, (parallel, peak, planned)
-            print("planned", parallel, peak, planned)
-    pool.close()
 
 
 def refusals(edit: str) -> list[str]:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import Tokens
 from ranks import MODEL, corpus, job
 
 import config
@@ -15,7 +14,8 @@ from build import build_run
 from kernels.fp8_linear import RECIPES, Fp8Scaling, scaled_linear
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
-from parallel.wire.comm import World
+from parallel.wire.world import World
+from proof.random_tokens import RandomTokens
 from runtime.guard import NonFiniteGuard
 from train import train_step
 
@@ -62,7 +62,7 @@ SMALL = [
 ]
 
 
-class Counting(Tokens):
+class Counting(RandomTokens):
     """Sequences that count on from a random token: something to learn."""
 
     def microbatches(self, step):

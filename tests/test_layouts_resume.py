@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from batches import Tokens
 from ranks import MODEL, corpus
 
 from build import build_run
@@ -23,7 +22,8 @@ from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
 from model.sharding import parallel_dims
 from parallel.topology.mesh import Mesh
-from parallel.wire.comm import World
+from parallel.wire.world import World
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from runtime.pool import WorkerPool
@@ -70,7 +70,7 @@ def begin(world: World, cfg):
         SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d"),
         cfg.train.steps,
     )
-    return run, Tokens(cfg, mesh.dp.index, mesh.dp.size)
+    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
 
 
 def steps(run, data, first: int, last: int) -> list[float]:

@@ -17,6 +17,7 @@ import torch
 import config
 import train
 from build import build_run
+from config import unused
 from config.schema import ModelConfig
 from kernels import attention
 from model import moe
@@ -499,6 +500,40 @@ def test_it_does_what_it_says_and_nothing_else(seen, case):
         changed.add("router")
     assert changed == case.changes, changed ^ case.changes
     assert case.right(before, after)
+
+
+# Other kinds of models than the one that CASES start from. A key that one of their modules does not read
+# must be refused there, or named as one without effect.
+OTHER_KINDS = {
+    "latent attention": {**LATENT, "q_rank": 20},
+    "mixture": {**MIXTURE, "shared_experts": 1},
+    "learned positions": {"positions": "learned", "norm": "layernorm", "activation": "gelu", "bias": True},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_KINDS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_it_acts_in_every_kind_of_model_or_is_refused(seen, case, kind):
+    base = {**OTHER_KINDS[kind], **case.base}
+    keyed = {**base, case.key: case.to}
+    if keyed == base:
+        return  # it is what this kind is made of
+    if (kind, case.key) == ("mixture", "ffn"):
+        return  # every layer has experts: it is what an export gives as the width of dense layers
+    try:
+        before, after = seen(base), seen(keyed)
+    except config.ConfigError:
+        return
+    tree = {"model": {"preset": "llama2-tiny", **SIZE, **keyed}, "train": TRAIN, "log": {"name": "keys"}}
+    without_effect = {path for path, _, _ in unused.find_unused(config.from_tree(tree), 1)}
+    if f"model.{case.key}" in without_effect:
+        return
+    fields = [field.name for field in dataclasses.fields(Seen)]
+    is_new = before.router.keys() != after.router.keys()
+    assert is_new or any(not same(getattr(before, name), getattr(after, name)) for name in fields), (
+        f"model.{case.key}={case.to} does nothing beside {base}: refuse it in config/rules.py, or name it in "
+        "config/unused.py"
+    )
 
 
 @pytest.mark.parametrize("name", ["gpt2-tiny", "deepseek-v3-tiny"])

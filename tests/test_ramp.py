@@ -11,7 +11,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from batches import Tokens
 from ranks import MODEL, corpus, job
 
 from build import build_run, total_steps
@@ -19,6 +18,7 @@ from config import TrainConfig, global_batch_at, global_batch_sizes, sequences_s
 from data import loader
 from model.schedules import make_schedules, plan_pipeline
 from parallel.topology.mesh import Mesh
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -135,7 +135,7 @@ def test_planted_bugs_are_seen(prefix, monkeypatch, name, wrong):
 
 def gradients(cfg) -> list[torch.Tensor]:
     run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10)
-    train_step(run, 1, Tokens(cfg, 0, 1).microbatches(0), NonFiniteGuard())
+    train_step(run, 1, RandomTokens(cfg, 0, 1).microbatches(0), NonFiniteGuard())
     return [b.grads.local.clone() for b in run.buckets]
 
 

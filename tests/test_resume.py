@@ -177,7 +177,7 @@ def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
     folder = home / act
     assert run(home, act, f"step.begin:step=4:act={act}") == 75
     assert store.read_index(store.newest_checkpoint(folder / "checkpoints", []))["step"] == 4
-    assert reason(folder)["code"] == 75 and reason(folder)["again"]
+    assert reason(folder)["code"] == 75 and reason(folder)["requeue"]
     assert validated(folder) == [0]  # the one of step 4 would come between the signal and the save
     assert run(home, act) == 0
     same_as_clean(home, act)  # it was made up
@@ -204,12 +204,12 @@ def test_a_stop_file_and_a_time_limit(home):
     ):
         put(folder / "STOP")
         assert run(home, "stop") == 75
-        assert reason(folder)["again"] is again and "STOP found" in reason(folder)["reason"]
+        assert reason(folder)["requeue"] is again and "STOP found" in reason(folder)["reason"]
         told = (home / "stop.log").read_text().splitlines()
         assert any(line.startswith("stopped after") and "STOP found" in line for line in told)
         (home / "stop.log").unlink()
         assert not (folder / "STOP").exists()
-    assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75 and reason(folder)["again"]
+    assert run(home, "stop", extra=("--train.max_minutes", "1e-9")) == 75 and reason(folder)["requeue"]
     assert store.read_index(store.newest_checkpoint(folder / "checkpoints", []))["step"] == 4
     assert run(home, "stop") == 0
     same_as_clean(home, "stop")

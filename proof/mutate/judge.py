@@ -149,8 +149,8 @@ VERIFY_RUNS: tuple[tuple[str, tuple[VerifyRun, ...]], ...] = (
     (
         "parallel/wire/algorithms",
         (
-            VerifyRun("llama3-tiny", 4, "dp4 zero1 ring"),
-            VerifyRun("llama3-tiny", 4, "dp4 zero0 hierarchy"),
+            VerifyRun("llama3-tiny", 4, "dp4 zero1 reduce-ring"),
+            VerifyRun("llama3-tiny", 4, "dp4 zero0 reduce-hierarchy"),
         ),
     ),
     (

@@ -54,6 +54,7 @@ LOGIC = {"and": ("or",), "or": ("and",)}
 # Functions and methods that wait until something has finished.
 WAIT_CALLS = (
     "wait",
+    "continue_reduce",
     "wait_reduce_scatter",
     "finish",
     "finish_reduce",

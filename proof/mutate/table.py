@@ -26,7 +26,7 @@ BROKEN_COPY = tuple(f"died: {name}" for name in (
     "UnboundLocalError",
 ))
 ADAMW_ONLY = "".join(f" no-{name}" for name in OPTIMIZERS if name != "adamw")
-PLAIN_SUMS = " no-ring no-hierarchy no-server no-powersgd"
+PLAIN_SUMS = " no-reduce-ring no-reduce-hierarchy no-reduce-server no-powersgd"
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ TABLE = (
         new="return len(microbatches) * microbatches[0].num_counted().clamp(min=1)",
         model="llama3-tiny",
         world=1,
-        layout="zero0 mb2",
+        layout="zero0 mb2 docs",
     ),
     Mutation(
         what="the loss is divided by this rank's tokens (Megatron-LM 673)",
@@ -949,7 +949,7 @@ TABLE = (
         new="aux_loss = model.aux_loss / (counted.sum() + 1) *",
         model="mixtral-tiny",
         world=1,
-        layout="zero0 mb2",
+        layout="zero0 mb2 docs",
     ),
     Mutation(
         what="the router's gradient is not summed over the tp ranks that routed other tokens",
@@ -1081,6 +1081,42 @@ TABLE = (
         layout="dp2 zero0 mb1 docs",
     ),
     Mutation(
+        what="a prompt that sequence parallelism pads is padded in front",
+        file="model/generate.py",
+        old="tokens = torch.tensor([new_ids + padding], device=device)",
+        new="tokens = torch.tensor([padding + new_ids], device=device)",
+        model="llama3-tiny",
+        world=4,
+        layout="tp4 sp zero0 mb1",
+    ),
+    Mutation(
+        what="all ranks sample from the last position of the padding, not of the text",
+        file="model/head.py",
+        old="return self.logits(x)[0, position]",
+        new="return self.logits(x)[0, -1]",
+        model="llama3-tiny",
+        world=4,
+        layout="tp4 sp zero0 mb1",
+    ),
+    Mutation(
+        what="the vocabulary's shards are joined in the reverse order in generation",
+        file="model/head.py",
+        old="logits = torch.cat(shards.unbind(0), -1)",
+        new="logits = torch.cat(shards.flip(0).unbind(0), -1)",
+        model="qwen3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+    ),
+    Mutation(
+        what="later stages count the positions of a new token from 0",
+        file="model/generate.py",
+        old="x = stage.hidden_states(x, positions, cache=cache)",
+        new="x = stage.hidden_states(x, positions - positions[:, :1] * (number > 0), cache=cache)",
+        model="llama3-tiny",
+        world=2,
+        layout="pp2 zero0 mb1 1f1b",
+    ),
+    Mutation(
         what="the cache grows once a stage, not once a token: a rank with two stages writes other text",
         file="model/generate.py",
         old=(
@@ -1121,7 +1157,7 @@ TABLE = (
         what="a resumed run reads the first samples again",
         file="train.py",
         old="session.train_data.microbatches(step - 1)",
-        new="session.train_data.microbatches(step - 1 - session.start)",
+        new="session.train_data.microbatches(step - 1 - session.first_step)",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",
@@ -1314,7 +1350,7 @@ TABLE = (
         ),
         model="llama3-tiny",
         world=2,
-        layout="dp2 zero0 mb1 ring",
+        layout="dp2 zero0 mb1 reduce-ring",
     ),
     Mutation(
         what="the clip norm is summed over the pipeline, not over tp",
@@ -1341,7 +1377,7 @@ TABLE = (
         new="num_shards if zero else",
         model="llama3.2-tiny",
         world=6,
-        layout="rep3 dp2 zero1 ring mb1",
+        layout="rep3 dp2 zero1 reduce-ring mb1",
     ),
     Mutation(
         what="Muon shares matrices out among the ranks of a shard",
@@ -1437,6 +1473,23 @@ TABLE = (
         is_strict=True,
     ),
     Mutation(
+        what="the step does not wait for the shards of ZeRO-1, which the backward leaves under way",
+        file="parallel/sharding/gradients.py",
+        old=(
+            "        self.wait_reduce_scatter()\n"
+            "        if self.pending_sum is not None:\n"
+            "            self.pending_sum.wait()"
+        ),
+        new=(
+            "        if self.pending_sum is not None:\n"
+            "            self.pending_sum.wait()"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+        is_strict=True,
+    ),
+    Mutation(
         what="a bucket is reduced before its last gradient is added: at the backward's start",
         file="parallel/sharding/zero.py",
         old=(
@@ -1458,11 +1511,10 @@ TABLE = (
     Mutation(
         what="a message of the pipeline is overwritten while it is under way",
         file="parallel/pipeline/executor.py",
-        old="        state.sends += transfers[:len(sends)]\n",
+        old="            state.sends += comm.start_transfers([(output, other_rank)], [], group)\n",
         new=(
-            "        state.sends += transfers[:len(sends)]\n"
-            "        for x, _ in sends:\n"
-            "            x.mul_(2)\n"
+            "            state.sends += comm.start_transfers([(output, other_rank)], [], group)\n"
+            "            output.mul_(1.0 + 1e-6)\n"
         ),
         model="llama3-tiny",
         world=2,
@@ -1543,7 +1595,7 @@ TABLE = (
         new="return lambda: work.result.transpose(0, 1)\n",
         model="llama3-tiny",
         world=2,
-        layout="tp2 sp zero0 mb1",
+        layout="tp2 sp zero0 mb1 selective no-fp8",
         is_strict=True,
     ),
     Mutation(

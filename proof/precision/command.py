@@ -5,10 +5,10 @@ import random
 import time
 from collections.abc import Callable
 
-from config import ConfigError
+from config import OPTIMIZERS, ConfigError
 from proof.precision.cells import LAYOUTS, Cell, check_model, choose_cells
 from proof.precision.errors import BoundedError
-from proof.precision.job import FP16_STEPS, STEPS, precision_config
+from proof.precision.job import FP16_STEPS, LEARNING_RATES, STEPS, precision_config
 from proof.precision.kernel_statistics import kernel_errors
 from proof.precision.prover import Prover, Verdict
 from proof.verify.overrides import Overrides, check_reached
@@ -44,6 +44,11 @@ def check(
     if draw is not None:
         cells = random.Random(seed).sample(cells, min(draw, len(cells)))
     if not as_json:
+        for optimizer in sorted(set(OPTIMIZERS) - set(LEARNING_RATES)):
+            print(
+                f"not proved: {optimizer}; give it a rate in LEARNING_RATES (proof/precision/job.py) and a "
+                "formula in PAPERS (proof/precision/paper.py)"
+            )
         print(
             f"{overrides.title(name)}: {len(cells)} cells of {world} ranks, "
             f"dtype x optimizer x ZeRO x layout, {STEPS} steps ({FP16_STEPS} of fp16)",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from config import Config
-from parallel.wire.comm import World
+from parallel.wire.world import World
 from proof.precision.errors import Tensors
 from proof.precision.recorder import FlatPart, record_run, same_bits
 from runtime.pool import WorkerPool

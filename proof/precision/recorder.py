@@ -14,7 +14,7 @@ from parallel.sharding.bucket import Bucket
 from parallel.sharding.slots import Slot
 from parallel.sharding.views import boxes_of
 from parallel.wire import comm, compress
-from parallel.wire.comm import World
+from parallel.wire.world import World
 from proof.verify.loop import run_loop
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # {bytes of an element: dtype}

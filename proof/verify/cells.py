@@ -1,10 +1,12 @@
 """The cells that a call of scripts.verify proves: their names in words, and which of them are chosen."""
+import difflib
 import re
 from dataclasses import replace
 
 from config import ConfigError
 from proof import lattice
 from proof.lattice import Lattice, Values
+from proof.verify.table import AXES
 
 
 def words(values: Values, world: int) -> list[str]:
@@ -30,7 +32,8 @@ def words(values: Values, world: int) -> list[str]:
         (f"vpp{values['vpp']}", values["vpp"] is not None),
         (f"mb{values['micro_batch']}", True),
         (f"cp-{values['cp_kind']}", values["cp"] > 1),
-        (values["reduce"], values["reduce"] != "collective"),
+        (f"reduce-{values['reduce']}", values["reduce"] not in ("collective", "powersgd")),
+        ("powersgd", values["reduce"] == "powersgd"),
         ("ramp", values["ramp"]),
         ("uneven", values["stages"] is not None),
         ("offload", values["offload"] != "none"),
@@ -52,10 +55,12 @@ def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values
     """The cells that --layouts and --only ask for.
 
     which: "all" (every layout), "product" (every legal cell), or how many to draw, as text. only: words that
-    a cell must have, or with "no-" before them must not have. Raises ConfigError if there are no such cells.
+    a cell must have, or with "no-" before them must not have. Raises ConfigError if there are no such cells,
+    or a word is none.
     """
     required = {word for word in only if not word.startswith("no-")}
     forbidden = {word.removeprefix("no-") for word in only if word.startswith("no-")}
+    check_words(required | forbidden, found.world)
     legal_layouts = [values for values in found.layouts if required <= possible_words(values, found.world)]
     found = replace(found, layouts=legal_layouts)
 
@@ -73,6 +78,31 @@ def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values
         named = " ".join(sorted(only))
         raise ConfigError(f"--only: no legal layout of {found.world} ranks has the words {named}")
     return cells
+
+
+def check_words(named: set[str], world: int) -> None:
+    """Raises ConfigError for a word that no cell of `world` ranks has, whatever the model.
+
+    The error names the words that are like it.
+    """
+    known = every_word(world)
+    for word in sorted(named - known):
+        like = [one for one in sorted(known) if word in one.split("-")]
+        like += difflib.get_close_matches(word, known, n=3)
+        advice = f"; did you mean {', '.join(dict.fromkeys(like))}?" if like else ""
+        raise ConfigError(f"--only: no cell of {world} ranks has the word {word}{advice}")
+
+
+def every_word(world: int) -> set[str]:
+    """The words of all cells of `world` ranks, legal or not."""
+    named = {f"{axis}{degree}" for axis in AXES for degree in range(2, world + 1)}
+    undivided = dict.fromkeys(lattice.DEGREES, 1)
+    first_values = {key: values[0] for key, values in lattice.LAYOUT.items()}
+    divided = undivided | {"pp": 2, "cp": 2} | first_values | lattice.default_switches()
+    for key, values in (lattice.LAYOUT | lattice.SWITCHES).items():
+        for value in values:
+            named.update(words(divided | {key: value}, world))
+    return named
 
 
 def possible_words(layout: Values, world: int) -> set[str]:

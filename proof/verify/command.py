@@ -18,6 +18,8 @@ result is NaN until it is awaited, and nothing may be written meanwhile (paralle
 `--precision` proves the dtypes that people train in, bf16, fp16, fp32 and fp8, over every optimizer and ZeRO
 stage, within bounds that follow from the dtype (proof/precision/__init__.py).
 `--coord` proves no layout, but muP: how far training moves activations, by width (proof/mup.py).
+`--cost` proves what modules say that they cost: FLOPs, bytes sent and kept of a real step
+(proof/module_costs.py).
 
 Overrides, as train.py takes them, prove an edit of the model without a new recipe: `--model.activation gelu`
 is set in the tiny twin of NAME, for every cell and for the one process. Refused are keys that the cells vary
@@ -38,7 +40,7 @@ from pathlib import Path
 import config
 from config import ConfigError
 from model.schedules import plan_pipeline
-from proof import lattice, mup, precision
+from proof import lattice, module_costs, mup, precision
 from proof.lattice import Lattice, Values
 from proof.verify.cells import chosen, part_of, words
 from proof.verify.overrides import (
@@ -69,6 +71,9 @@ def main(argv: list[str]) -> int:
     if options.coord:
         check_only_model(overrides, "--coord")
         return mup.check(options.name, options.json, options.out, overrides=overrides)
+    if options.cost:
+        check_only_model(overrides, "--cost")
+        return module_costs.check(options.name, options.json, overrides)
     if options.precision:
         check_only_model(overrides, "--precision")
         draw = int(options.layouts) if options.layouts.isdigit() else None
@@ -128,6 +133,11 @@ def parse_options(argv: list[str]) -> Namespace:
         action="store_true",
         help="instead of layouts: the coordinate check of muP, at widths that double",
     )
+    add(
+        "--cost",
+        action="store_true",
+        help="instead of layouts: a step's FLOPs, exchanges and saved bytes against what the modules say",
+    )
     add("--out", type=Path, help="of --coord: draw it into this .png")
     options, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -143,6 +153,12 @@ def parse_options(argv: list[str]) -> Namespace:
         )
     if options.layouts not in ("all", "product") and not options.layouts.isdigit():
         raise ConfigError(f"--layouts: {options.layouts!r} is neither a number nor all nor product")
+    without_effect = {"--only": options.only, "--strict": options.strict, "--table": options.table}
+    for option, value in without_effect.items():
+        if options.precision and value:
+            raise ConfigError(
+                f"{option}: is of layouts in fp64, and --precision has cells of its own; leave it out"
+            )
     if options.precision and options.world not in (1, 2, 4):
         raise ConfigError(
             f"--world: {options.world} must be 1, 2 or 4 with --precision; they hold every kind of sharing"

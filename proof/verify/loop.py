@@ -1,15 +1,19 @@
 """train.py's own loop on a rank of a warm pool: what a proof runs, so that it proves the program itself."""
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 import train
 from config import Config
-from parallel.wire.comm import World
+from model.context import KeyValueCache
+from model.generate import LogitsOf, generate
+from parallel.wire.world import World
 from runtime.experts import ExpertLoadMap
 from runtime.faults import FaultHook
 from runtime.setup import LaunchEnv
@@ -25,13 +29,37 @@ def no_pictures() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def observed_sampling(observe_logits: Callable[[Tensor], object]) -> Iterator[None]:
+    """Shows observe_logits the logits [vocab] of every token that an evaluation samples."""
+
+    def observed_generate(
+        logits_of: LogitsOf, prompt: list[int], max_new: int, **options: Any
+    ) -> Iterator[int]:
+        def observed_logits(
+            tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int
+        ) -> Tensor:
+            logits = logits_of(tokens, positions, cache, position)
+            observe_logits(logits)
+            return logits
+
+        return generate(observed_logits, prompt, max_new, **options)
+
+    with mock.patch.object(train, "generate", observed_generate):
+        yield
+
+
 def run_loop(
-    world: World, cfg: Config, folder: Path, observe: FaultHook | None = None
+    world: World,
+    cfg: Config,
+    folder: Path,
+    observe: FaultHook | None = None,
+    observe_logits: Callable[[Tensor], object] = lambda logits: None,
 ) -> int:
     """Runs train.train in the run folder `folder` and returns its exit code.
 
     Every rank of the world calls it with the same arguments. The console output of rank N goes to
-    console.rankN.log in the folder. observe: see train.train.
+    console.rankN.log in the folder. observe: see train.train. observe_logits: see observed_sampling.
     """
     folder.mkdir(parents=True, exist_ok=True)
     env = LaunchEnv(
@@ -45,7 +73,7 @@ def run_loop(
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         with open(folder / f"console.rank{world.rank}.log", "a") as console:
-            with no_pictures(), contextlib.redirect_stdout(console):
+            with no_pictures(), observed_sampling(observe_logits), contextlib.redirect_stdout(console):
                 return train.train(cfg, env, world, folder, observe=observe)
     finally:
         for number, handler in handlers.items():

@@ -21,7 +21,7 @@ CELL_WORDS = {
     "parallel.vpp": "vpp4 or no-vpp4",
     "parallel.cp_kind": "cp-ring or cp-ulysses",
     "parallel.zero": "zero0, zero1, zero2 or zero3",
-    "parallel.reduce": "ring, hierarchy or server",
+    "parallel.reduce": "reduce-ring, reduce-hierarchy or reduce-server",
     "parallel.compress": "powersgd or no-powersgd",
     "parallel.powersgd_rank": "powersgd or no-powersgd",
     "parallel.recompute": "selective, full or mixed",

@@ -35,8 +35,8 @@ SETTINGS = {
     "parallel.node": 2,
     "data.split": "70,30",
     "eval.batches": 1,
-    "eval.sample": 2,
-    "eval.prompt": "a",
+    "eval.sample": 3,
+    "eval.prompt": "proofs",  # an even number of tokens, as a part of a sequence has
     "log.every": 1,
     "eval.every": SAVED,
     "checkpoint.every": SAVED,

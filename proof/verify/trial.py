@@ -4,7 +4,7 @@ Everything is compared that a run reads, computes and writes:
 
 - of each step: the tokens of each batch, the loss, the gradients by name and their norm, whether it is good,
   and what routers count;
-- the validation loss and the sampled ids;
+- the validation loss, the sampled ids and the logits that they were drawn from;
 - from the run folder: metrics.jsonl (loss, norm, learning rate, tokens, validation) and the checkpoints
   (parameters and moments by name, and the step and tokens of the run).
 """
@@ -33,8 +33,8 @@ from parallel.microbatch import Microbatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX
 from parallel.sharding.views import boxes_of
-from parallel.wire.comm import World
 from parallel.wire.strict import StrictMode
+from parallel.wire.world import World
 from proof.verify.loop import run_loop
 from proof.verify.tiny_config import LAST, SAVED, SKIPPED, placed, write_corpora
 from runtime.pool import WorkerPool
@@ -112,6 +112,7 @@ class TrialObserver:
         self.names: set[str] = set()  # of all values that were recorded or compared
         self.stop_step = LAST
         self.begun_steps: list[int] = []
+        self.logits_of_sample: list[Tensor] = []  # [vocab] of each token of the sample that is being drawn
 
     def __call__(self, point: str, step: int | None = None, **shown: Any) -> str | None:
         """train.train calls it at each of its FAULT_POINTS. Returns "nan" where a gradient shall be NaN."""
@@ -213,6 +214,17 @@ class TrialObserver:
         exact_loss = torch.tensor(loss, dtype=torch.float64)
         self.compare_close(f"validation loss after step {step}", exact_loss, step + 0.5)
         self.compare_equal(f"sampled ids after step {step}", torch.tensor(ids), step + 0.5)
+        for index, logits in enumerate(self.logits_of_sample):
+            what = f"logits of sampled token {index} after step {step}"
+            if has_one_scale_for_padding(self.run.cfg):
+                self.names.add(what)
+            else:
+                self.compare_close(what, logits, step + 0.5)
+        self.logits_of_sample.clear()
+
+    def logits_computed(self, logits: Tensor) -> None:
+        """Called for each token of a sample, before evaluation_end."""
+        self.logits_of_sample.append(logits)
 
     # ---- after the run ----
 
@@ -260,6 +272,14 @@ class TrialObserver:
         meta = store.read_meta(path)
         progress = torch.tensor([meta["step"], meta["tokens"]])
         self.compare_equal(f"step and tokens of the checkpoint of step {step}", progress, step + 0.5)
+
+
+def has_one_scale_for_padding(cfg: Config) -> bool:
+    """Whether generation pads the sequence, and fp8 gives the padding and the text one scale.
+
+    The logits then depend on the padding, which one process does not have.
+    """
+    return cfg.train.fp8 == "tensorwise" and cfg.parallel.sp
 
 
 def slices_of(box: Box) -> tuple[slice, ...]:
@@ -313,6 +333,7 @@ def prove(
     BOUND, the largest; if there are none, worst.
     """
     (reference,) = make_references(pool, [cfg], home)
+    check_trained(reference)
     try:
         results = pool.run(run_layout, placed(cfg, home, "layout"), home, reference, is_strict)
     finally:
@@ -333,6 +354,20 @@ def prove(
     return max(of_first_step, key=lambda deviation: deviation.severity), worst
 
 
+def check_trained(reference: Path) -> None:
+    """Raises ConfigError if one process skips a step beside SKIPPED, as a key may make it: its layouts would
+    agree with it, and nothing would be proved of that step.
+    """
+    with safe_open(reference, "pt") as file:
+        skipped = [step for step in range(1, LAST + 1) if not file.get_tensor(f"step {step} is good")]
+    if skipped != [SKIPPED]:
+        steps = ", ".join(map(str, skipped))
+        raise ConfigError(
+            f"the proof skips step {SKIPPED} alone, and with these settings one process skips {steps}: the "
+            "others would prove nothing; choose values with which they train"
+        )
+
+
 def run_layout(
     world: World, cfg: Config, home: Path, reference: Path, is_strict: bool
 ) -> tuple[list[Deviation], set[str]]:
@@ -346,7 +381,7 @@ def run_layout(
         for stop_step in (SAVED, LAST):
             observer.stop_step = stop_step
             with strict_mode(world, is_strict):
-                code = run_loop(world, cfg, folder, observer)
+                code = run_loop(world, cfg, folder, observer, observer.logits_computed)
             error = 0.0 if code == STOPPED_EARLY else math.inf
             observer.deviations.append(Deviation(error, stop_step, f"exit code {code}"))
     observer.compare_begun_steps()
@@ -418,7 +453,7 @@ def run_references(world: World, jobs: list[tuple[Config, Path]], home: Path) ->
 def reference_values(cfg: Config, home: Path) -> dict[str, Tensor]:
     """{name of a value: tensor} of one process that trains LAST steps of a `single_process` job."""
     observer = TrialObserver(run_folder(cfg, home), None)
-    run_loop(World(), cfg, observer.folder, observer)
+    run_loop(World(), cfg, observer.folder, observer, observer.logits_computed)
     observer.compare_begun_steps()
     observer.compare_files()
     return observer.recorded

@@ -11,7 +11,7 @@ from program import Enough, corpus, settings, trained
 from data import tokenizer
 from data.indexed import IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader
-from parallel.wire.comm import World
+from parallel.wire.world import World
 
 SEQ, STEPS = 16, 3
 SMALL = (

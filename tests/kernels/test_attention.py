@@ -2,12 +2,14 @@
 backward.
 """
 
+import functools
 import sys
 import types
 
 import pytest
 import torch
 from dense_mask import visible_keys
+from torch.nn.attention import SDPBackend
 
 from kernels import attention as kernel
 from kernels import partial_attention as parts
@@ -188,3 +190,47 @@ def test_the_best_installed_flash_attention_is_found(monkeypatch):
         and kernel.flash_function((8, 0)) == "flash_attn"
     )
     kernel.flash_function.cache_clear()
+
+
+FUSED = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
+
+
+@pytest.mark.parametrize(
+    "head_dim, dtype, with_mask, supported, says",
+    [
+        (48, torch.bfloat16, False, (), None),  # flash's own case: nothing is asked
+        (30, torch.bfloat16, False, (), "no fused kernel for bfloat16, head dims 30 and 30; "),
+        (48, torch.float32, False, (), "no fused kernel for float32, head dims 48 and 48; "),
+        (48, torch.float32, False, ("EFFICIENT_ATTENTION",), None),
+        (48, torch.bfloat16, True, (), "head dims 48 and 48, with a dense mask; "),
+        (48, torch.bfloat16, True, ("CUDNN_ATTENTION",), None),
+    ],
+)
+def test_attention_without_a_fused_kernel_is_said_once(
+    monkeypatch, capsys, head_dim, dtype, with_mask, supported, says
+):
+    """On a GPU; torch's answers are stand-ins here."""
+    kernel.triton_.print_once.cache_clear()
+    for name in FUSED:
+        answer = functools.partial(lambda answer, call: answer, name in supported)
+        monkeypatch.setitem(kernel.FUSED_KERNELS, getattr(SDPBackend, name), answer)
+    q, k = torch.zeros(2, 4, 1000, head_dim, dtype=dtype), torch.zeros(2, 2, 1000, head_dim, dtype=dtype)
+    mask = torch.ones(1000, 1000, dtype=torch.bool) if with_mask else None
+    for _ in range(2):
+        kernel.report_missing_kernel(q, k, k, mask, kernel.PLAIN_KERNELS)
+    text = capsys.readouterr().err  # bytes: 2 x 2 x 4 x 1000 x 1000 x 4
+    if says is None:
+        assert text == ""
+    else:
+        assert text.count("\n") == 1 and says in text
+        assert text.endswith("scores and probabilities take 0.064 GB a layer\n")
+
+
+def test_a_deterministic_run_does_not_count_on_a_kernel_that_adds_with_atomics(monkeypatch, capsys):
+    kernel.triton_.print_once.cache_clear()
+    for name in FUSED:
+        answer = functools.partial(lambda answer, call: answer, name == "EFFICIENT_ATTENTION")
+        monkeypatch.setitem(kernel.FUSED_KERNELS, getattr(SDPBackend, name), answer)
+    q = torch.zeros(1, 1, 10, 8)
+    kernel.report_missing_kernel(q, q, q, None, [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+    assert "no fused kernel" in capsys.readouterr().err

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import Tokens
 
 from build import build_run
 from config import Config
 from kernels import grouped_gemm, linear, triton_
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -42,7 +42,7 @@ def seen(cfg: Config) -> dict[str, torch.Tensor]:
             }
         )
 
-    batches = Tokens(cfg, 0, 1).microbatches(0)
+    batches = RandomTokens(cfg, 0, 1).microbatches(0)
     made["loss"], made["norm"], _ = train_step(run, 1, batches, NonFiniteGuard(), gradients)
     return made | {box.key: part.clone() for b in run.buckets for box, part in boxes_of(b, b.weights.master)}
 

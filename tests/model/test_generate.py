@@ -12,7 +12,7 @@ from model.context import KeyValueCache
 from model.generate import generate, sample_token
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
-from parallel.wire.comm import World
+from parallel.wire.world import World
 from proof.verify.tiny_config import tiny_config
 
 PROMPT, NEW = [5, 7, 11, 13, 2], 6

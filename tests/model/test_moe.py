@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import Tokens
 
 import config
 from build import build_run
@@ -15,6 +14,7 @@ from model.moe import MoE
 from model.router import ROUTER_STATS, Router, RouterInputs, attach_loss
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -193,7 +193,7 @@ def made(name, **changes):
         model=replace(cfg.model, layers=2, **{k: v for k, v in changes.items() if hasattr(cfg.model, k)}),
         train=replace(cfg.train, **{k: v for k, v in changes.items() if hasattr(cfg.train, k)}),
     )
-    return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10), Tokens(cfg, 0, 1)
+    return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 10), RandomTokens(cfg, 0, 1)
 
 
 def gradients(name, **changes):

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import Tokens
 from torch.nn.functional import cross_entropy
 
 from build import build_run
@@ -15,6 +14,7 @@ from parallel.context.zigzag import shard_batch, token_positions
 from parallel.microbatch import Microbatch
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
 from runtime.guard import NonFiniteGuard
@@ -82,7 +82,7 @@ def test_only_training_knows_it():
     a weight of 0 takes even those back.
     """
     plain, none, some = run_of(0), run_of(2, 0.0), run_of(2)
-    data = Tokens(plain.cfg, 0, 1).microbatches(0)
+    data = RandomTokens(plain.cfg, 0, 1).microbatches(0)
     (loss, want), (loss_0, got_0), (loss_1, got_1) = (gradients(r, data) for r in (plain, none, some))
     assert loss == loss_0 == loss_1
     assert all(torch.equal(want[k], got_0[k]) for k in want) and not any(
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_transformers_modules(tied):
                 else name[10:]
             )
             p.data.copy_(theirs[at + name])
-    data = [replace(b, documents=None) for b in Tokens(run.cfg, 0, 1).microbatches(0)]
+    data = [replace(b, documents=None) for b in RandomTokens(run.cfg, 0, 1).microbatches(0)]
     _, ours = gradients(run, data)
     count = sum(int(b.num_counted()) for b in data)
     for b in data:

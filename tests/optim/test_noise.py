@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-from batches import Tokens
 
 from build import build_run
 from config import ParallelConfig
@@ -18,7 +17,8 @@ from parallel.sharding.gradients import BucketGrads
 from parallel.sharding.views import boxes_of
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
-from parallel.wire.comm import World
+from parallel.wire.world import World
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -109,7 +109,7 @@ def told(world, cfg, bug=None):
     mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, 9)
     with mock.patch.object(*BUGS[bug]):
-        train_step(run, 1, Tokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
+        train_step(run, 1, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
     for b in run.buckets:
         b.weights.wait_unshard()
     return run.noise_scale.latest if run.noise_scale.latest is None else run.noise_scale.latest.tolist()
@@ -139,7 +139,7 @@ def by_hand(cfg, dp: int) -> list[float]:
             )
         )
 
-    batches = [Tokens(cfg, r, dp).microbatches(0) for r in range(dp)]
+    batches = [RandomTokens(cfg, r, dp).microbatches(0) for r in range(dp)]
     small, (whole, big) = [squares(b[:1]) for b in batches], squares(sum(batches, []))
     n = sum(k for k, _ in small)
     s = (sum(k * g for k, g in small) / n - big) / (len(small) / n - 1 / whole)

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 import torch
-from batches import Tokens
 
 from build import build_run
 from optim.scaler import LossScaler
 from parallel.topology.mesh import Mesh
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -17,7 +17,7 @@ from train import train_step
 def run_of(name, dtype):
     cfg = tiny_config(name)
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, dtype=dtype))
-    return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 50), Tokens(cfg, 0, 1)
+    return build_run(cfg, Mesh.single(), torch.device("cpu"), None, 50), RandomTokens(cfg, 0, 1)
 
 
 def steps(run, data, n, guard=None):

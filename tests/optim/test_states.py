@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from batches import Tokens
 
 from build import build_run
 from checkpoint import state, store
@@ -19,7 +18,8 @@ from kernels.rounding import ElementIndex, salt
 from model.sharding import parallel_dims
 from parallel.sharding.views import boxes_of, tensor_ranges
 from parallel.topology.mesh import Mesh
-from parallel.wire.comm import World
+from parallel.wire.world import World
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -84,7 +84,7 @@ def begin(world: World, cfg):
         SimpleNamespace(tokenizer=SimpleNamespace(fingerprint="t"), fingerprint="d"),
         cfg.train.steps,
     )
-    return run, Tokens(cfg, mesh.dp.index, mesh.dp.size)
+    return run, RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
 
 
 def updated(world: World, cfg, chunk: int = 0) -> list:

@@ -11,10 +11,9 @@ import config
 from build import make_buckets, make_stages
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
-from model.split import layers_of_stages
 from parallel.topology.mesh import Mesh
 from plan.buckets import buckets, unique_buckets
-from plan.job import Job
+from plan.job import job_of_rank
 from proof.verify.tiny_config import tiny_config
 
 LAYOUTS = [
@@ -33,9 +32,7 @@ def compared(cfg: config.Config, world: int, rank: int):
     dims = parallel_dims(cfg, world)
     mesh = Mesh.without_processes(dims, rank)
     made = make_buckets(cfg, mesh, torch.device("cpu"), make_stages(cfg, mesh, schedule.rank_of_stage))
-    planned = unique_buckets(
-        buckets(Job(cfg, dims, rank, schedule, layers_of_stages(cfg, schedule.n_stages)))
-    )
+    planned = unique_buckets(buckets(job_of_rank(cfg, world, rank)))
 
     def slots(specs, offsets):
         return [

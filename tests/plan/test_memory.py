@@ -2,26 +2,21 @@
 to 5 %.
 """
 
-import contextlib
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.utils.checkpoint
-from batches import Tokens
 
 from build import build_run
 from config import OPTIMIZERS
 from model.describe import describe_stage, workload
-from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
-from model.split import layers_of_stages
-from parallel.pipeline.executor import WeightGradStore
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from plan import memory
-from plan.job import Job
+from plan.job import job_of_rank
+from proof.module_costs import KeptTensor, SavedBytes, saved_by_autograd
+from proof.random_tokens import RandomTokens
 from proof.verify.tiny_config import tiny_config
 from runtime.guard import NonFiniteGuard
 from train import train_step
@@ -32,55 +27,6 @@ STATES = [dict(offload="optimizer", zero=z) for z in (0, 3)] + [
 STATES += [dict(zero=z, compress="int8", compress_weights="int8") for z in (1, 3)] + [
     dict(compress="powersgd", pp=2)
 ]
-
-
-class Kept:
-    """Counts the bytes of every storage that autograd keeps, each once: now, and at most."""
-
-    def __init__(self):
-        self.held, self.now, self.peak = {}, 0, 0
-
-    def pack(self, x):
-        store = x.untyped_storage()
-        key = store.data_ptr()
-        if key not in self.held:
-            self.held[key] = [0, store.nbytes()]
-            self.now += store.nbytes()
-            self.peak = max(self.peak, self.now)
-        self.held[key][0] += 1
-        box = Box(x)
-        weakref.finalize(box, self.drop, key)
-        return box
-
-    def see(self, x):
-        """A tensor made again: counted as long as it lives."""
-        store = x.untyped_storage()
-        if store.data_ptr() not in self.held:
-            self.held[store.data_ptr()] = [1, store.nbytes()]
-            self.now += store.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(store, self.drop, store.data_ptr())
-
-    def drop(self, key):
-        self.held[key][0] -= 1
-        if not self.held[key][0]:
-            self.now -= self.held.pop(key)[1]
-
-
-class Box:
-    def __init__(self, x):
-        self.x = x
-
-
-def job_of(cfg, world, rank):
-    schedule = plan_pipeline(cfg, world)
-    return Job(
-        cfg,
-        parallel_dims(cfg, world),
-        rank,
-        schedule,
-        layers_of_stages(cfg, schedule.n_stages),
-    )
 
 
 def stores(tensors):
@@ -95,17 +41,10 @@ def held(world, cfg):
     """Bytes of a rank's state after a step, and the most that autograd kept during one."""
     mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    data, kept = Tokens(cfg, mesh.dp.index, mesh.dp.size), Kept()
-    batches = [
-        replace(b, **{k: v.clone() for k, v in vars(b).items() if isinstance(v, torch.Tensor)})
-        for b in data.microbatches(0)
-    ]
-    with (
-        watching_checkpoint(kept),
-        watching_deferred_grads(kept),
-        torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda box: box.x),
-    ):
-        train_step(run, 1, batches, NonFiniteGuard())
+    data = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
+    microbatches = data.microbatches(0)
+    with saved_by_autograd() as saved:
+        train_step(run, 1, microbatches, NonFiniteGuard())
     every = run.buckets
     state, offloaded = (
         [f for flats in run.optim.state().values() for f in flats],
@@ -129,76 +68,10 @@ def held(world, cfg):
         ),
         "optimizer": 0 if offloaded else stores(state),
     }
-    assert stores(host) == memory.host_bytes(job_of(cfg, world.size, world.rank))
+    assert stores(host) == memory.host_bytes(job_of_rank(cfg, world.size, world.rank))
     for b in every:
         b.weights.wait_unshard()
-    return whole, kept.peak
-
-
-@contextlib.contextmanager
-def watching_deferred_grads(kept):
-    """What a split backward keeps from its I to its W: the tensors that the deferred computations hold."""
-    put = WeightGradStore.put
-
-    def watched_put(self, weight, compute):
-        boxes = [kept.pack(x) for x in tensors_of(compute)]
-
-        def compute_and_drop(into, boxes=boxes):
-            try:
-                return compute(into)
-            finally:
-                boxes.clear()
-
-        put(self, weight, compute_and_drop if self.deferring else compute)
-
-    WeightGradStore.put = watched_put
-    try:
-        yield
-    finally:
-        WeightGradStore.put = put
-
-
-def tensors_of(compute, seen=None):
-    """The tensors that a function holds in its closure, or in those of functions and objects there."""
-    seen = set() if seen is None else seen
-    for cell in compute.__closure__ or ():
-        yield from tensors_within(cell.cell_contents, seen)
-
-
-def tensors_within(value, seen):
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.nn.Parameter):
-        return
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_within(one, seen)
-    elif callable(value) and getattr(value, "__closure__", None):
-        yield from tensors_of(value, seen)
-    elif type(value).__module__.startswith("kernels."):
-        for one in vars(value).values():
-            yield from tensors_within(one, seen)
-
-
-@contextlib.contextmanager
-def watching_checkpoint(kept):
-    """What torch's checkpoint makes again is kept by its own hooks, which ours do not see."""
-    hook = torch.utils.checkpoint._recomputation_hook
-    start = hook.__init__
-
-    def watched_start(self, *args):
-        start(self, *args)
-        pack = self.pack_hook
-        self.pack_hook = lambda x: (kept.see(x), pack(x))[1]
-
-    hook.__init__ = watched_start
-    try:
-        yield
-    finally:
-        hook.__init__ = start
+    return whole, saved.peak
 
 
 def laid(name, parallel, **train):
@@ -229,7 +102,7 @@ def laid(name, parallel, **train):
 def test_state(ranks, name, parallel):
     cfg = laid(name, parallel)
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
-        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+        assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -237,7 +110,7 @@ def test_moments_of_each_optimizer(ranks, name):
     cfg = laid("mixtral-tiny", dict(zero=1, ep=2))
     cfg = replace(cfg, optim=replace(cfg.optim, name=name))
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
-        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+        assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
 @pytest.mark.parametrize(
@@ -257,13 +130,13 @@ def test_states_in_bf16(ranks, parallel, dtype):
     cfg = laid("llama3-tiny", parallel, dtype=dtype)
     cfg = replace(cfg, optim=replace(cfg.optim, states="bf16"))
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
-        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+        assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
 def test_states_in_bf16_are_6_bytes_a_parameter_and_the_masters_the_weights():
     cfg = laid("llama3-tiny", {})
     wide, narrow = (
-        memory.state_bytes(job_of(replace(cfg, optim=replace(cfg.optim, states=s)), 1, 0))
+        memory.state_bytes(job_of_rank(replace(cfg, optim=replace(cfg.optim, states=s)), 1, 0))
         for s in ("fp32", "bf16")
     )
     n = wide["weights"] // 2
@@ -275,7 +148,7 @@ def test_sharding_saves_what_the_paper_says():
     """State of bf16 weights with fp32 masters and AdamW over 8 ranks: 18 bytes a parameter, 2 + 4 + 12/8, 2 +
     16/8, 18/8.
     """
-    jobs = [job_of(laid("llama3-tiny", dict(zero=z)), 8, 0) for z in (0, 1, 2, 3)]
+    jobs = [job_of_rank(laid("llama3-tiny", dict(zero=z)), 8, 0) for z in (0, 1, 2, 3)]
     plain, *sharded = (sum(memory.state_bytes(job).values()) for job in jobs)
     for bytes_, state in zip((6 + 12 / 8, 2 + 16 / 8, 18 / 8), sharded):
         assert state / plain == pytest.approx(bytes_ / 18, rel=1e-9)
@@ -292,7 +165,7 @@ def test_activations(ranks, name, parallel):
     for train in (dict(), dict(micro_batch=2, dtype="fp32")) if name != "mistral-tiny" else (dict(),):
         cfg = laid(name, parallel, **train)
         for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
-            assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (
+            assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), (
                 rank,
                 train,
             )
@@ -311,7 +184,8 @@ def test_every_schedule(ranks, name, schedule, more):
     cfg = laid(name, dict(pp=2, zero=1, schedule=schedule, recompute=more.get("recompute", "none")), **train)
     tolerance = 0.05 if name == "llama3-tiny" else 0.15
     for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
-        assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=tolerance), rank
+        planned = memory.peak_activation_bytes(job_of_rank(cfg, 4, rank))
+        assert peak == pytest.approx(planned, rel=tolerance), rank
 
 
 @pytest.mark.parametrize(
@@ -334,7 +208,7 @@ def test_activations_in_eight_bits(ranks, name, recipe, parallel):
     cfg = laid(name, parallel, dtype="fp8", fp8=recipe, fp8_block=16, fp8_keep=0)
     cfg = replace(cfg, model=replace(cfg.model, experts=None, mtp=0, v_dim=8, nope_dim=12))
     for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
-        assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), rank
+        assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), rank
 
 
 @pytest.mark.parametrize("parallel", [dict(tp=4), dict(tp=4, sp=True, zero=3)], ids=str)
@@ -342,8 +216,8 @@ def test_shared_key_heads(ranks, parallel):
     cfg = laid("llama3-tiny", parallel)
     cfg = replace(cfg, model=replace(cfg.model, kv_heads=2))
     for rank, (state, peak) in enumerate(ranks(4).run(held, cfg)):
-        assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05)
-        assert state == memory.state_bytes(job_of(cfg, 4, rank))
+        assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05)
+        assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
 EVERY = "core,norm,act"
@@ -365,7 +239,7 @@ def test_what_is_made_again_is_not_kept(ranks, name, parallel):
     cfg = laid(name, parallel)
     plain = laid(name, {**parallel, "recompute": "none", "recompute_stages": None})
     for rank, ((_, peak), (_, most)) in enumerate(zip(ranks(4).run(held, cfg), ranks(4).run(held, plain))):
-        assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), rank
+        assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), rank
         assert peak < most
 
 
@@ -382,7 +256,7 @@ def test_activations_of_latents_and_further_tokens(ranks, name, mtp, parallel):
             cfg, model=replace(cfg.model, experts=None, mtp=mtp, kv_rank=24, q_rank=cfg.model.q_rank and 40)
         )
         for rank, (_, peak) in enumerate(ranks(4).run(held, cfg)):
-            assert peak == pytest.approx(memory.peak_activation_bytes(job_of(cfg, 4, rank)), rel=0.05), (
+            assert peak == pytest.approx(memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)), rel=0.05), (
                 rank,
                 train,
             )
@@ -395,7 +269,7 @@ def away(world, cfg):
     p = cfg.parallel
     mesh = Mesh.bind(ParallelDims(world.size, p.tp, p.cp, p.pp, p.dp_rep), world)
     run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
-    there, kept, order = run.pipeline.offload, Kept(), []
+    there, kept, order = run.pipeline.offload, SavedBytes(), []
     pack, unpack, fetch = there.pack, there.unpack, there.start_fetch
 
     def packed(x):
@@ -406,11 +280,11 @@ def away(world, cfg):
         if ticket.device_copy is None:
             order.append(ticket.previous is not None)
         fetch(ticket)
-        kept.see(ticket.device_copy)
+        kept.add_recomputed(ticket.device_copy)
 
     there.pack, there.start_fetch = packed, fetched
-    there.unpack = lambda x: x.x if isinstance(x, Box) else unpack(x)
-    train_step(run, 1, Tokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
+    there.unpack = lambda x: x.x if isinstance(x, KeptTensor) else unpack(x)
+    train_step(run, 1, RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0), NonFiniteGuard())
     return kept.peak, len(order)
 
 
@@ -440,7 +314,7 @@ def test_activations_of_mixtures(ranks, name, parallel, eight):
     """
     cfg = laid(name, parallel, micro_batch=2, **eight)
     peaks = [held_ for _, held_, *_ in ranks(4).run(held, cfg)]
-    planned = [memory.peak_activation_bytes(job_of(cfg, 4, rank)) for rank in range(4)]
+    planned = [memory.peak_activation_bytes(job_of_rank(cfg, 4, rank)) for rank in range(4)]
     assert sum(peaks) == pytest.approx(sum(planned), rel=0.06)
     assert peaks == pytest.approx(planned, rel=0.15)
 
@@ -482,7 +356,8 @@ def passing(world, cfg):
     for b in run.buckets:
         for of, name in ((b.grads, "allocate"), (b.weights, "start_unshard"), (b.grads, "start_reduce")):
             setattr(of, name, watched(getattr(of, name), whole))
-    train_step(run, 1, Tokens(cfg, run.mesh.dp.index, run.mesh.dp.size).microbatches(0), NonFiniteGuard())
+    tokens = RandomTokens(cfg, run.mesh.dp.index, run.mesh.dp.size)
+    train_step(run, 1, tokens.microbatches(0), NonFiniteGuard())
     for b in run.buckets:
         b.weights.wait_unshard()
     return whole.peak
@@ -500,4 +375,4 @@ def watched(f, whole):
 def test_no_more_than_three_parts_are_whole(ranks, zero):
     cfg = laid("llama3-tiny", dict(zero=zero))
     for rank, peak in enumerate(ranks(4).run(passing, cfg)):
-        assert 0 < peak <= memory.passing_bytes(job_of(cfg, 4, rank))
+        assert 0 < peak <= memory.passing_bytes(job_of_rank(cfg, 4, rank))

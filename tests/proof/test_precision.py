@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from draw import commit_seed
 
+import config
 import train
 from kernels import adam, attention, cross_entropy, linear, norm, partial_attention
 from optim.adamw import AdamW
@@ -16,7 +17,7 @@ from optim.base import Optimizer
 from optim.muon import Muon
 from parallel.sharding import gradients
 from parallel.sharding.weights import BucketWeights
-from parallel.wire.comm import World
+from parallel.wire.world import World
 from proof.precision import command
 from proof.precision.cells import EXTRAS, Cell, choose_cells
 from proof.precision.errors import BoundedError
@@ -98,6 +99,23 @@ def test_every_cell_is_met_and_legal():
         (d, o, z) for d in DTYPES for o in LEARNING_RATES for z in range(4)
     }
     assert {c.layout for c in every} == set(range(5)) and {c.extra for c in every} == set(range(len(EXTRAS)))
+
+
+def test_every_optimizer_is_proved_and_another_is_named(monkeypatch, capsys):
+    assert set(LEARNING_RATES) == {*config.OPTIMIZERS, "adamw-bf16"}
+
+    class NoRanks:
+        def __init__(self, name, world, **settings):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(command, "Prover", NoRanks)
+    monkeypatch.setattr(command, "rows_of", lambda cells, world: [])
+    monkeypatch.setattr(command, "OPTIMIZERS", {**config.OPTIMIZERS, "another": None})
+    command.check(LLAMA, 1, False, draw=1)
+    assert capsys.readouterr().out.startswith("not proved: another; give it a rate in LEARNING_RATES")
 
 
 def test_a_row_whose_rank_dies_does_not_spoil_the_next(monkeypatch, capsys):

@@ -10,13 +10,15 @@ import json
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import config
 from config import Config, ConfigError
 from proof import lattice, mup
 from proof.precision.cells import Cell
 from proof.verify import command
-from proof.verify.cells import part_of, words
+from proof.verify.cells import every_word, part_of, words
 from proof.verify.command import main
 from proof.verify.overrides import (
     CELL_WORDS,
@@ -28,7 +30,7 @@ from proof.verify.overrides import (
     value_of,
 )
 from proof.verify.tiny_config import placed, tiny_config, write_corpora
-from proof.verify.trial import reference_values, single_process
+from proof.verify.trial import check_trained, reference_values, single_process
 from runtime.failure import fail_cleanly
 
 
@@ -211,12 +213,26 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
             ["--precision", "--train.seed", "1"],
             "train.seed: --precision sets every key but those of the model",
         ),
+        (["--precision", "--only", "adopt"], "--only: is of layouts in fp64, and --precision has cells"),
+        (["--precision", "--strict"], "--strict: is of layouts in fp64"),
     ],
 )
 def test_overrides_are_refused_in_one_line(words, wanted, capsys):
     assert fail_cleanly(main, ["llama3-tiny", "--world", "2", *words]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1 and lines[0].startswith(f"error: {wanted}")
+
+
+@pytest.mark.parametrize("skipped", [[2], [2, 4], [1, 2, 3, 4]], ids=str)
+def test_a_proof_of_steps_that_nobody_trains_is_refused(tmp_path, skipped):
+    """As a key may make it: layouts that skip every step agree with one process that does."""
+    values = {f"step {step} is good": torch.tensor(step not in skipped) for step in range(1, 5)}
+    save_file(values, tmp_path / "reference.safetensors")
+    if skipped == [2]:
+        check_trained(tmp_path / "reference.safetensors")
+        return
+    with pytest.raises(ConfigError, match=f"one process skips {', '.join(map(str, skipped))}: "):
+        check_trained(tmp_path / "reference.safetensors")
 
 
 DEFAULT_CELL = (
@@ -250,17 +266,30 @@ def test_every_key_that_a_cell_sets_is_refused():
 
 
 def test_the_words_that_a_refusal_names_are_words_of_cells():
-    divided = DEFAULT_CELL | {"pp": 2, "cp": 2}
-    known = {
-        word
-        for key, values in AXES.items()
-        for value in values
-        for cell in (DEFAULT_CELL, divided)
-        for word in words(cell | {key: value}, 16)
-    }
     for named in CELL_WORDS.values():
         for word in named.replace(" or ", ", ").split(", "):
-            assert word.removeprefix("no-") in known, word
+            assert word.removeprefix("no-") in every_word(16), word
+
+
+def test_every_cell_is_named_by_the_known_words():
+    found = lattice.find_layouts(tiny_config("mixtral-tiny"), 4)
+    for cell in lattice.draw_cells(found, 200, seed=0):
+        assert set(words(cell, 4)) <= every_word(4)
+
+
+@pytest.mark.parametrize(
+    "word, says",
+    [
+        ("ring", "did you mean cp-ring, reduce-ring?"),
+        ("no-ulyses", "did you mean cp-ulysses?"),
+        ("tp8", "no cell of 2 ranks has the word tp8; did you mean tp2, "),
+        ("xyzzy", "the word xyzzy"),
+    ],
+)
+def test_a_word_that_no_cell_has_is_refused(capsys, word, says):
+    argv = ["llama3-tiny", "--world", "2", "--layouts", "1", "--only", "cp2", word]
+    assert fail_cleanly(main, argv) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_words_of_the_command_and_of_overrides_are_told_apart():

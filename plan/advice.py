@@ -1,0 +1,137 @@
+"""After an out-of-memory: what a rank holds, and settings under which it would hold less.
+
+All by the planner's own count (plan/memory.py), of the rank that holds most.
+"""
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from config import Config, ConfigError
+from config.values import Values
+from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
+from plan.search import RESERVED_BYTES, TRANSIENT_BYTES, job_of, set_keys
+
+MIB = 2**20
+GIB = 2**30
+NUM_ADVISED = 3  # settings that a message names
+LEAST_SAVING = 0.02  # of what is held: a setting that saves less is not named
+
+
+class Holdings(NamedTuple):
+    """Bytes of the fullest rank. parts: {what: bytes}, the largest first."""
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+class Saving(NamedTuple):
+    """A setting, and what the fullest rank would hold under it."""
+    values: Values  # {section.key: value}
+    total: int
+
+    def __str__(self) -> str:
+        words = " ".join(f"--{key} {str(value).lower()}" for key, value in self.values.items())
+        return f"{words} ({size_text(self.total)})"
+
+
+def size_text(num_bytes: float) -> str:
+    if num_bytes < GIB:
+        return f"{num_bytes / MIB:.1f} MiB"
+    return f"{num_bytes / GIB:.1f} GiB"
+
+
+def holdings(cfg: Config, world: int) -> Holdings:
+    """What the fullest of `world` ranks holds. Raises ConfigError if train.py refuses the job."""
+    job, _ = job_of(cfg, world)
+    ranks: list[Holdings] = []
+    for here in job.of_pipeline_ranks():
+        parts = state_bytes(here)
+        parts["full weights and gradients of the moment"] = passing_bytes(here)
+        parts["activations"] = peak_activation_bytes(here, flash=True)
+        ordered = sorted(parts.items(), key=lambda part: -part[1])
+        ranks.append(Holdings(dict(ordered)))
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def cheaper_settings(cfg: Config, is_on_gpu: bool) -> Iterator[Values]:
+    """Changes that may take less memory, those that slow a step down least first."""
+    parallel = cfg.parallel
+    if parallel.zero == 0:
+        yield {"parallel.zero": 1}
+    if cfg.train.micro_batch % 2 == 0:
+        yield {"train.micro_batch": cfg.train.micro_batch // 2}
+    is_same_everywhere = parallel.recompute_stages is None
+    if is_same_everywhere and parallel.recompute == "none":
+        yield {"parallel.recompute": "selective"}
+    yield {"parallel.tp": 2 * parallel.tp, "parallel.sp": True}
+    for zero in (2, 3):
+        if parallel.zero < zero:
+            yield {"parallel.zero": zero}
+    for axis in ("pp", "cp", "ep"):
+        if axis != "ep" or cfg.model.experts is not None:
+            yield {f"parallel.{axis}": 2 * getattr(parallel, axis)}
+    if is_same_everywhere and parallel.recompute != "full":
+        yield {"parallel.recompute": "full"}
+    if parallel.offload == "none" and is_on_gpu:
+        yield {"parallel.offload": "optimizer"}
+        yield {"parallel.offload": "both"}
+
+
+def find_savings(cfg: Config, world: int, is_on_gpu: bool = True) -> list[Saving]:
+    """The settings that save memory, in the order of cheaper_settings; without what train.py would refuse."""
+    now = holdings(cfg, world).total
+    savings: list[Saving] = []
+    for values in cheaper_settings(cfg, is_on_gpu):
+        try:
+            total = holdings(set_keys(cfg, values), world).total
+        except ConfigError:
+            continue
+        if total < (1 - LEAST_SAVING) * now:
+            savings.append(Saving(values, total))
+    return savings
+
+
+def choose_savings(cfg: Config, world: int, usable: float | None) -> list[Saving]:
+    """At most NUM_ADVISED: the cheapest settings that fit into `usable` bytes.
+
+    If none fits alone: several that fit together, then those that save most. usable: of a GPU; None: the job
+    runs on a CPU.
+    """
+    savings = find_savings(cfg, world, is_on_gpu=usable is not None)
+    most = sorted(savings, key=lambda saving: saving.total)
+    if usable is None:
+        return most[:NUM_ADVISED]
+    fitting = [saving for saving in savings if saving.total <= usable]
+    if not fitting:
+        fitting = settings_together(cfg, world, usable) + most
+    return fitting[:NUM_ADVISED]
+
+
+def settings_together(cfg: Config, world: int, usable: float) -> list[Saving]:
+    """[settings that fit together]: always the one that saves most is added. Empty if that does not end."""
+    together: Values = {}
+    while True:
+        savings = find_savings(set_keys(cfg, together), world)
+        if not savings:
+            return []
+        best = min(savings, key=lambda saving: saving.total)
+        together = {**together, **best.values}
+        if best.total <= usable:
+            return [Saving(together, best.total)]
+
+
+def memory_advice(cfg: Config, world: int, capacity: float | None) -> str:
+    """One line: what the fullest rank holds, and settings under which it would hold less.
+
+    capacity: bytes of a GPU; None: the job runs on a CPU. Raises ConfigError if train.py refuses the job.
+    """
+    held = holdings(cfg, world)
+    largest = ", ".join(f"{what} {size_text(nbytes)}" for what, nbytes in list(held.parts.items())[:3])
+    of_capacity = "" if capacity is None else f" of {size_text(capacity)}"
+    text = f"by the planner the fullest rank holds {size_text(held.total)}{of_capacity}: {largest}"
+    usable = None if capacity is None else capacity - RESERVED_BYTES - TRANSIENT_BYTES
+    savings = choose_savings(cfg, world, usable)
+    if not savings:
+        return f"{text}; no single setting would make it less: more ranks would, or a smaller model"
+    return f"{text}; less with {', or '.join(map(str, savings))}"

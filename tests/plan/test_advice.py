@@ -1,0 +1,99 @@
+"""What is said after an out-of-memory: true by the planner's count, and settings that train.py takes."""
+
+import json
+import re
+
+import pytest
+import torch
+from ranks import MODEL, corpus, job
+
+import config
+import train
+from model.schedules import plan_pipeline
+from plan import advice
+from plan.advice import GIB, find_savings, holdings, memory_advice
+from plan.search import RESERVED_BYTES, TRANSIENT_BYTES
+
+JOBS = [
+    ("llama3-8b", 8, 80),
+    ("llama3-8b", 64, 40),
+    ("llama3-70b", 64, 80),
+    ("qwen3-30b-a3b", 16, 80),
+    ("deepseek-v2-lite", 8, 80),
+    ("deepseek-v3", 256, 80),
+]
+
+
+def resolve(name: str, *settings: str) -> config.Config:
+    return config.resolve(name, None, ["--train.dtype", "bf16", *settings])
+
+
+def named_settings(text: str) -> list[tuple[list[str], float]]:
+    """[(words of a command line, GiB under them)] of an advice."""
+    found = re.findall(r"((?:--[a-z_.]+ \S+ )+)\(([0-9.]+) GiB\)", text)
+    return [(words.split(), float(gib)) for words, gib in found]
+
+
+@pytest.mark.parametrize("name, world, gib", JOBS)
+def test_a_setting_that_is_named_fits_when_it_is_typed(name, world, gib):
+    cfg = resolve(name)
+    text = memory_advice(cfg, world, gib * GIB)
+    assert "\n" not in text
+    named = named_settings(text)
+    assert named, text
+    for words, stated in named:
+        changed = resolve(name, *words)
+        plan_pipeline(changed, world)  # train.py takes it
+        total = holdings(changed, world).total
+        assert total / GIB == pytest.approx(stated, abs=0.051)
+        assert total < holdings(cfg, world).total
+    first_total = holdings(resolve(name, *named[0][0]), world).total
+    assert first_total + RESERVED_BYTES + TRANSIENT_BYTES <= gib * GIB
+
+
+def test_the_largest_holding_comes_first():
+    held = holdings(resolve("llama3-8b", "--train.micro_batch", "4"), 8)
+    sizes = list(held.parts.values())
+    assert sizes == sorted(sizes, reverse=True) and held.total == sum(sizes)
+    assert memory_advice(resolve("llama3-8b"), 8, None).split(": ")[1].startswith("optimizer ")
+
+
+def test_what_train_refuses_is_not_named():
+    """Three heads are not divided by two, one layer not by two stages, and a dense model has no experts."""
+    shape = ["--model.heads", "3", "--model.kv_heads", "3", "--model.hidden", "48", "--model.vocab", "500"]
+    cfg = resolve("llama3-tiny", *shape, "--model.layers", "1")
+    keys = {key for saving in find_savings(cfg, 2) for key in saving.values}
+    assert keys and not keys & {"parallel.tp", "parallel.pp", "parallel.ep"}
+
+
+def test_a_job_that_no_setting_makes_smaller_is_told_so(monkeypatch):
+    monkeypatch.setattr(advice, "cheaper_settings", lambda cfg, is_on_gpu: iter(()))
+    assert "no single setting would make it less" in memory_advice(resolve("llama3-8b"), 8, 80 * GIB)
+
+
+def test_memory_of_the_host_is_no_way_out_on_a_cpu():
+    cfg = resolve("llama3-8b")
+    keys = {key for saving in find_savings(cfg, 1, is_on_gpu=False) for key in saving.values}
+    assert keys and "parallel.offload" not in keys
+    assert "parallel.offload" in {key for saving in find_savings(cfg, 1) for key in saving.values}
+
+
+def full(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+@pytest.mark.parametrize("where", ["build_run", "forward_backward"])
+def test_a_rank_without_memory_ends_the_job_with_advice(tmp_path, where):
+    def before(rank):
+        if rank == 1:
+            setattr(train, where, lambda *args, **named: full())
+
+    args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--train.steps", "2"]
+    end = job(tmp_path / "job", 2, [*args, "--log.dir", str(tmp_path), "--log.name", "r"], before=before)
+    assert 81 in end.codes and set(end.codes) <= {81, -15}
+    (line,) = [line for line in end.logs[1].splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: rank 1 on ")
+    assert "out of memory: OutOfMemoryError: CUDA out of memory" in line
+    assert "; by the planner the fullest rank holds " in line and "; less with --" in line
+    reason = json.loads((tmp_path / "r" / "exit_reason.json").read_text())
+    assert (reason["code"], reason["requeue"]) == (81, False)
