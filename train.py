@@ -9,7 +9,7 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,11 +35,14 @@ from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
+from parallel.wire.world import World, join_job
+from plan.advice import memory_advice
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, lines, setup
 from runtime.console import parameter_count
 from runtime.evaluate import loss_report, mean_loss
 from runtime.faults import FaultHook
+from runtime.garbage import collect_after_step, collected_between_steps
 from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.peers import PeerWatch
@@ -149,7 +152,7 @@ class Session:
     """What the loop works with."""
     cfg: Config
     env: setup.LaunchEnv
-    world: comm.World
+    world: World
     folder: Path
     run: TrainingRun
     first_step: int  # steps that are done before the loop: 0, or those of the checkpoint
@@ -182,7 +185,7 @@ class LoopEnd(NamedTuple):
 def train(
     cfg: Config,
     env: setup.LaunchEnv,
-    world: comm.World,
+    world: World,
     folder: Path,
     *,
     failure_scope: FailureScope = contextlib.nullcontext,
@@ -200,11 +203,12 @@ def train(
     mesh = connect(cfg, world)
 
     # data, model, and the checkpoint to continue from
-    train_data, valid_data = open_data(cfg, mesh)
+    train_data, valid_data = open_data(cfg, mesh, env.device)
     cfg = with_vocab(cfg, train_data.required_tokenizer.vocab)
     steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
-    run = build_run(cfg, mesh, env.device, data=train_data, steps=steps)
-    first_step, notes = state.resume(run, folder / "checkpoints")
+    with advised_on_memory(cfg, world):
+        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps)
+        first_step, notes = state.resume(run, folder / "checkpoints")
     observe("run.built", first_step, run=run, data=train_data, valid=valid_data)
 
     owes_evaluation = is_evaluation_missing(run, first_step, folder)
@@ -221,13 +225,15 @@ def train(
         valid_data=valid_data,
         observe=observe,
     )
-    with session.log, failure_scope(), contextlib.closing(session.trace):
+    advised = advised_on_memory(cfg, world)
+    with session.log, failure_scope(), contextlib.closing(session.trace), advised:
         counts = parameters(cfg.model)
         without_embedding = counts["total"] - counts["embedding"]
         session.log.header((counts["total"], without_embedding), train_data.describe(), notes)
         if first_step == 0 or owes_evaluation:
             evaluate(session, first_step)
-        end = train_loop(session)
+        with collected_between_steps():
+            end = train_loop(session)
         train_data.close()
         close_run(session, end)
     return report_end(end, run, report_exit)
@@ -241,6 +247,7 @@ def train_loop(session: Session) -> LoopEnd:
         session.world.activity.step = step
         session.observe("step.begin", step)
         run_one_step(session, step)
+        collect_after_step(step)
 
         reason, restart = agree_to_stop(session.stop, session.saver, run.mesh)
         end = LoopEnd(step, reason, restart)
@@ -366,18 +373,34 @@ def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:
 # ---- before the loop ---------------------------------------------------------------------------------------
 
 
-def connect(cfg: Config, world: comm.World) -> Mesh:
+@contextlib.contextmanager
+def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
+    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        is_on_gpu = world.device.type == "cuda"
+        capacity = torch.cuda.get_device_properties(world.device).total_memory if is_on_gpu else None
+        try:
+            advice = memory_advice(cfg, world.size, capacity)
+        except ConfigError as refusal:  # the planner takes fewer jobs than train.py
+            advice = f"the planner has no advice ({refusal})"
+        raise failure.OutOfMemory(f"out of memory: {failure.one_line(error)}; {advice}") from error
+
+
+def connect(cfg: Config, world: World) -> Mesh:
     """The groups of this rank. Collective: every rank calls it."""
     return Mesh.bind(parallel_dims(cfg, world.size), world)
 
 
-def open_data(cfg: Config, mesh: Mesh) -> tuple[BatchLoader, BatchLoader]:
+def open_data(cfg: Config, mesh: Mesh, device: torch.device) -> tuple[BatchLoader, BatchLoader]:
     """This rank's part of the train and the valid split. What is made at the first opening, rank 0 makes."""
     def open_once() -> None:
         open_loader(cfg, "train", 0, 1).close()
 
     state.first_rank_does(open_once, mesh.world, cfg.checkpoint.timeout_s)
-    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size)
+    is_on_gpu = device.type == "cuda"
+    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, pin_memory=is_on_gpu)
     valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size)
     return train_data, valid_data
 
@@ -385,7 +408,7 @@ def open_data(cfg: Config, mesh: Mesh) -> tuple[BatchLoader, BatchLoader]:
 def make_session(
     run: TrainingRun,
     env: setup.LaunchEnv,
-    world: comm.World,
+    world: World,
     folder: Path,
     *,
     first_step: int,
@@ -556,7 +579,7 @@ def sample(run: TrainingRun, tokenizer: Tokenizer) -> list[int]:
 # ---- the command -------------------------------------------------------------------------------------------
 
 
-def check_same_everywhere(cfg: Config, world: comm.World) -> None:
+def check_same_everywhere(cfg: Config, world: World) -> None:
     """Raises ConfigError, which names the rank, if ranks have different configs, code or versions of torch.
 
     They would train different models, or wait for each other. Collective: gathers a few KiB from each rank.
@@ -617,8 +640,8 @@ def main(argv: list[str]) -> int:
         with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext():
             if env.rank == 0:
                 setup.remove_exit_reasons(folder)
-            world = comm.join_job(
-                env.device.type,
+            world = join_job(
+                env.device,
                 env.rank,
                 env.world,
                 cfg.parallel.timeout_s,
@@ -626,6 +649,8 @@ def main(argv: list[str]) -> int:
                 activity=peers.activity,
             )
             peers.folder = folder
+            if env.device.type == "cuda":
+                peers.start_device_watch()
             check_same_everywhere(cfg, world)
             return train(
                 cfg,

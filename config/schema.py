@@ -149,7 +149,8 @@ class TrainConfig:
     loss_scale_window: int = 1000  # fp16: the loss scale doubles after this many good steps in a row; a step
     #   that overflows halves it
     max_minutes: float | None = None  # after this many minutes: save, exit with code 75; none: no limit
-    deterministic: bool = True  # use deterministic kernels only
+    deterministic: bool | None = None  # deterministic kernels only, so that a run repeats bit for bit;
+    #   none: on a CPU, where they cost nothing, and not on a GPU, where attention's backward is slower
     compile: bool = False  # torch.compile the elementwise kernels (on a CPU: needs a C++ compiler)
     cuda_graphs: bool = False  # record forward and backward once and replay them; helps steps in which the
     #   host is busier than the GPU

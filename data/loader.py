@@ -66,12 +66,22 @@ class BatchLoader:
     Raises ConfigError if the split of a dataset is shorter than one sample.
     """
 
-    def __init__(self, cfg: Config, *, split: str, rank: int, world: int, mix: blend.Blend,
-                 datasets: list[BlendedDataset]) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        *,
+        split: str,
+        rank: int,
+        world: int,
+        mix: blend.Blend,
+        datasets: list[BlendedDataset],
+        pin_memory: bool = False,
+    ) -> None:
         self.split = split
         self.rank = rank
         self.world = world
         self.datasets = datasets
+        self.pin_memory = pin_memory
         self._cfg = cfg
         self._mix = mix
 
@@ -163,7 +173,8 @@ class BatchLoader:
         for begin in range(0, share, micro_batch):
             rows = slice(begin, begin + micro_batch)
             batch = pack_windows(tokens[rows], starts[rows] if doc_mask else None)
-            batches.append(replace(batch, step=step, sequence_ids=sequence_ids[rows]))
+            batch = replace(batch, step=step, sequence_ids=sequence_ids[rows])
+            batches.append(batch.pinned() if self.pin_memory else batch)
         return batches
 
     # ---- facts about the data ------------------------------------------------------------------------------
@@ -252,9 +263,13 @@ class BatchLoader:
 
 # ---- opening -----------------------------------------------------------------------------------------------
 
-def open_loader(cfg: Config, split: str, rank: int, world: int) -> BatchLoader:
+def open_loader(
+    cfg: Config, split: str, rank: int, world: int, *, pin_memory: bool = False
+) -> BatchLoader:
     """Opens data.path for rank `rank` of `world` data-parallel ranks. Makes the stdlib corpus first if
     data.path asks for it.
+
+    pin_memory: microbatches lie in pinned memory, from which a GPU copies while the host goes on.
 
     Raises ConfigError (one line: the key or the file, and a fix), ChecksumError, and OSError if data.cache
     cannot be written.
@@ -263,7 +278,15 @@ def open_loader(cfg: Config, split: str, rank: int, world: int) -> BatchLoader:
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in paths]
     check_same_tokenizer(datasets)
-    return BatchLoader(cfg, split=split, rank=rank, world=world, mix=mix, datasets=datasets)
+    return BatchLoader(
+        cfg,
+        split=split,
+        rank=rank,
+        world=world,
+        mix=mix,
+        datasets=datasets,
+        pin_memory=pin_memory,
+    )
 
 
 def check_same_tokenizer(datasets: list[BlendedDataset]) -> None:

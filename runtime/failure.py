@@ -1,7 +1,8 @@
 """How a process ends: the exit code of each error, and what is printed about it.
 
 A mistake of the user is one line. Every other error begins with the rank and its host. An exception class may
-carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 82 StorageError.
+carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 81 OutOfMemory,
+82 StorageError.
 """
 import contextlib
 import errno
@@ -25,6 +26,12 @@ OUT_OF_MEMORY = 81
 STORAGE_FAILED = 82
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+class OutOfMemory(RuntimeError):
+    """Device or host memory did not suffice. The text says what would make it suffice."""
+
+    exit_code = OUT_OF_MEMORY
 
 
 def code_of(error: BaseException) -> int:

@@ -43,7 +43,7 @@ from parallel.pipeline.schedule import (
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from parallel.wire.comm import World
+from parallel.wire.world import World
 from plan.count import parameters
 from plan.plot import draw, text
 from plan.simulate import PEAKS, Span, Timeline, closed_form, share, simulate

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sample import loaded, whole
 
+from checkpoint import saver as saver_module
 from checkpoint import store
 from checkpoint.saver import CheckpointSaver
 from config import ConfigError
@@ -26,6 +27,50 @@ def test_saver_writes_the_state_of_the_call(tmp_path, threaded):
     for step, path in store.committed_checkpoints(tmp_path):
         assert (loaded(path, {"w": t})["w"] == step).all()
     assert len(store.committed_checkpoints(tmp_path)) == 4
+
+
+def test_copies_from_a_gpu_are_started_together_into_memory_that_is_kept(tmp_path, monkeypatch):
+    """A stand-in for the GPU: a copy arrives when the device is waited for, and not before."""
+    under_way = []
+    copy = torch.Tensor.copy_
+
+    def start_copy(target, source, non_blocking=False):
+        if not non_blocking:
+            return copy(target, source)
+        under_way.append((target, source.clone()))
+        return target
+
+    def synchronize(device):
+        for target, source in under_way:
+            copy(target, source)
+        under_way.clear()
+
+    monkeypatch.setattr(torch.Tensor, "copy_", start_copy)
+    monkeypatch.setattr(saver_module, "is_on_gpu", lambda tensor: True)
+    monkeypatch.setattr(saver_module, "synchronize", synchronize)
+    saver = CheckpointSaver(in_background=True)
+    weights = {"w": torch.zeros(1000), "m": torch.zeros(30, dtype=torch.bfloat16)}
+    kept = []
+    for step in range(1, 4):
+        if step == 3:
+            weights["m"] = torch.zeros(40, dtype=torch.bfloat16)  # as another optimizer's
+        for x in weights.values():
+            x.fill_(step)
+        saver.save(tmp_path, step, whole(weights), {}, keep=9)
+        kept.append([x.data_ptr() for x in saver.host_memory.pinned])
+        for x in weights.values():
+            x.fill_(-1)  # training goes on
+        found = loaded(saver.wait_saved(), weights)
+        assert all((x == step).all() for x in found.values())
+    assert kept[0] == kept[1]
+    assert kept[1][0] == kept[2][0] and kept[1][1] != kept[2][1]
+
+
+def test_copies_on_the_host_are_not_kept(tmp_path):
+    saver = CheckpointSaver(in_background=True)
+    saver.save(tmp_path, 1, whole({"w": torch.ones(3)}), {}, keep=9)
+    assert not saver.host_memory.pinned
+    saver.wait()
 
 
 def test_saver_raises_the_writers_error_at_the_next_call_once(tmp_path):

@@ -13,10 +13,12 @@ import pytest
 import torch
 
 import config
+import train
 from config import Config, ConfigError
 from data import loader, tokenizer
 from data.indexed import ChecksumError, IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader, split_shares
+from parallel.topology.mesh import Mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -42,7 +44,10 @@ def settings(path, seed=1, seq_len=16, micro_batch=2, global_batch=12, vocab=Non
 
 def rows(data, step):
     """[samples, seq_len + 1] of the step, this rank's."""
-    batches = data.microbatches(step)
+    return rows_of(data.microbatches(step))
+
+
+def rows_of(batches):
     return [tuple(row.tolist()) for b in batches for row in torch.cat([b.tokens, b.targets[:, -1:]], 1)]
 
 
@@ -54,6 +59,26 @@ def prefix(tmp_path_factory):
 @pytest.fixture(scope="module")
 def other(tmp_path_factory):
     return make(tmp_path_factory.mktemp("data") / "b", 50, seed=1)
+
+
+def test_microbatches_for_a_gpu_are_pinned_by_the_thread_that_reads_ahead(prefix, monkeypatch):
+    """From other memory the host would wait for each copy, and with it for the step before."""
+    pinned = {}  # {address: the thread}
+
+    def pin(x):
+        copy = x.clone()
+        pinned[copy.data_ptr()] = threading.current_thread().name
+        return copy
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    gpu = torch.device("cuda", 0)
+    train_data, _ = train.open_data(settings(prefix, doc_mask=True), Mesh.single(), gpu)
+    batches = train_data.microbatches(0)
+    train_data.close()
+    tensors = [x for batch in batches for x in vars(batch).values() if isinstance(x, torch.Tensor)]
+    assert len(tensors) == 5 * len(batches)  # tokens, targets, positions, documents, ids of the sequences
+    assert {pinned[x.data_ptr()].split("_")[0] for x in tensors} == {"loader"}
+    assert rows(open_loader(settings(prefix, doc_mask=True), "train", 0, 1), 0) == rows_of(batches)
 
 
 def test_every_sample_once_an_epoch(prefix):
