@@ -49,11 +49,8 @@ import torch
 
 import config
 from benchmarks.shape import Shape
-from model.schedules import plan_pipeline
-from model.split import layers_of_stages
-from parallel.topology.dims import ParallelDims
 from plan.count import flops_per_token
-from plan.job import Job
+from plan.job import job_of_rank
 from plan.memory import peak_activation_bytes, state_bytes
 from runtime.setup import peak_flops_of_gpu
 
@@ -222,7 +219,7 @@ def planned_bytes(shape: Shape) -> int:
         "steps": 1,
     }
     cfg = config.build_tree(config.Config, {"model": shape.model_keys(), "train": train})
-    job = Job(cfg, ParallelDims(1), 0, plan_pipeline(cfg, 1), layers_of_stages(cfg, 1))
+    job = job_of_rank(cfg, world=1, rank=0)
     return sum(state_bytes(job).values()) + peak_activation_bytes(job, flash=True)
 
 

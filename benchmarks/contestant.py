@@ -89,7 +89,6 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
         "global_batch": shape.batch,
         "dtype": "fp8" if "fp8" in flags else "bf16",
         "steps": 1000,
-        "deterministic": False,
         "device": device,
         "cuda_graphs": "graphs" in flags,
     }
@@ -214,9 +213,9 @@ def megatron(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int
     from megatron.core.transformer.dot_product_attention import DotProductAttention
     from megatron.core.transformer.module import Float16Module
 
-    from parallel.wire import comm
+    from parallel.wire.world import join_alone
 
-    comm.join_alone(device)
+    join_alone(device)
     parallel_state.initialize_model_parallel(1, 1)
     model_parallel_cuda_manual_seed(1)
 

@@ -61,9 +61,9 @@ class RankSetup:
 
     def join(self):
         """Joins the job over gloo; returns our World."""
-        from parallel.wire import comm
+        from parallel.wire.world import join_job
 
-        return comm.join_job("cpu", self.rank, self.size, 120.0, self.address)
+        return join_job(torch.device("cpu"), self.rank, self.size, 120.0, self.address)
 
 
 def num_parameters(model: nn.Module) -> int:

@@ -4,6 +4,7 @@ read.
 
 import ast
 import dataclasses
+import functools
 import math
 import pathlib
 import re
@@ -86,11 +87,15 @@ WIDTH = 110  # columns of a line
 TYPE_VARIABLES = ("TypeVar", "ParamSpec")
 
 
+@functools.cache
 def sources():
+    """[(path, what it says)] of every file."""
+    found = []
     for path in sorted(ROOT.rglob("*.py")):
         where = path.relative_to(ROOT)
         if where.parts[0] in (*ROOMS, "train.py", "build.py", "tests"):
-            yield where, ast.parse(path.read_text())
+            found.append((where, ast.parse(path.read_text())))
+    return found
 
 
 def imports(tree):
@@ -156,8 +161,9 @@ def test_pure_parts_need_no_torch():
 
 
 def test_one_mouth_to_torch_distributed():
+    mouth = ("parallel/wire/comm.py", "parallel/wire/world.py")
     for where, tree in sources():
-        if room(where) != "tests" and str(where) != "parallel/wire/comm.py":
+        if room(where) != "tests" and str(where) not in mouth:
             assert not any(n.startswith("torch.distributed") for n in imports(tree)), where
             reached = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "distributed"]
             assert not reached, f"{where} reaches torch.distributed"
@@ -180,6 +186,18 @@ def test_every_file_says_what_it_is():
     for where, tree in sources():
         if where.name != "__init__.py" and room(where) != "tests":
             assert ast.get_docstring(tree), where
+
+
+def test_no_two_classes_have_one_name():
+    places = {}
+    for where, tree in sources():
+        if room(where) == "tests":
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                place = f"{where}:{node.lineno}"
+                assert node.name not in places, f"{node.name}: {places[node.name]} and {place}"
+                places[node.name] = place
 
 
 def is_type_variable(value):

@@ -18,11 +18,11 @@ def late(work):
     """work, which takes SLOW seconds longer the first time."""
     calls = []
 
-    def slowed(*args):
+    def slowed(*args, **keywords):
         if not calls:
             calls.append(args)
             time.sleep(SLOW)
-        return work(*args)
+        return work(*args, **keywords)
 
     return slowed
 
