@@ -3,4 +3,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup_venv.sh requirements.txt requirements-test.txt
-exec python -m pytest "$@"
+exec python -m pytest --numprocesses 2 --dist loadfile "$@"

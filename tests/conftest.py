@@ -5,7 +5,10 @@ repeatable.
 import runtime  # noqa: F401  before torch (see there)
 
 import contextlib
+import functools
 import os
+import pathlib
+import re
 
 import pytest
 import torch
@@ -45,7 +48,44 @@ def pytest_collection_modifyitems(config, items):
     left = draw.leave_out(files, draw.commit_seed())
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in left])
     items[:] = [item for item in items if item.nodeid not in left]
-    print(f"{len(left)} cases of long tables are left out by this commit's draw; --all runs them")
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["left out"] = len(left)
+    else:
+        config.left_out = len(left)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Every worker of pytest-xdist draws the same cases."""
+    node.config.left_out = getattr(node, "workeroutput", {}).get("left out", 0)
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if left_out := getattr(config, "left_out", 0):
+        terminalreporter.write_line(
+            f"{left_out} cases of long tables were left out by this commit's draw; --all runs them"
+        )
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """`--numprocesses 2` (scripts/test.sh): one process runs the files that ask for `ranks`, so that there is
+    one pool of them; the other runs the rest, file by file.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class PoolAndFiles(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "ranks" if asks_for_ranks(config.rootpath / file) else file
+
+    return PoolAndFiles(config, log)
+
+
+@functools.cache
+def asks_for_ranks(file: pathlib.Path) -> bool:
+    """Whether a function in it has the fixture `ranks` as an argument."""
+    return re.search(r"^def \w+\([^)]*\branks\b", file.read_text(), re.MULTILINE) is not None
 
 
 @pytest.fixture(scope="session")

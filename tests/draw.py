@@ -31,15 +31,15 @@ SHARES = {
     "tests/proof/test_module_costs.py": 0.1,
     "tests/proof/test_precision.py": 0.5,
     "tests/scripts/test_convert.py": 0.3,
-    "tests/test_async_save.py": 0.5,
+    "tests/test_async_save.py": 0.34,
     "tests/test_editing.py": 0.25,
     "tests/test_fp8_training.py": 0.5,
-    "tests/test_invariance.py": 0.4,
+    "tests/test_invariance.py": 0.3,
     "tests/test_layouts.py": 0.25,
     "tests/test_layouts_resume.py": 0.34,
     "tests/test_model_keys.py": 0.3,
     "tests/test_parallel_keys.py": 0.3,
-    "tests/test_resume.py": 0.5,
+    "tests/test_resume.py": 0.34,
 }
 
 

@@ -77,7 +77,8 @@ def test_the_values_that_help_shows_are_read_back(capsys, monkeypatch):
             assert parsed(section, key, word) is None
 
 
-def test_help_of_a_section_of_a_word_and_of_nothing(capsys):
+def test_help_of_a_section_of_a_word_and_of_nothing(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
     out = shown(capsys, "--help", "parallel")
     listed = re.compile(r"^  --(\S+)", re.MULTILINE)
     assert listed.findall(out) == [f"parallel.{f.name}" for f in dataclasses.fields(schema.ParallelConfig)]

@@ -4,10 +4,7 @@ import ours
 import pytest
 
 COLUMNS = ("loss", "norm", "rate", "valid", "router", "noise", "weights", "moments")
-
-
-def pytest_configure(config):
-    config.oracle_rows = []
+ROW = "largest relative errors"
 
 
 @pytest.fixture(scope="session")
@@ -24,26 +21,27 @@ def place_without_ties(tmp_path):
 
 
 @pytest.fixture
-def note(pytestconfig):
-    """note(row): holds the row to the bound and keeps it for the table."""
+def note(record_property):
+    """note(row): holds the row to the bound and keeps it, in the test's report, for the table."""
     from compare import BOUND
 
     def keep(row) -> None:
-        pytestconfig.oracle_rows.append(row)
+        record_property(ROW, (row.name, row.errors))
         wrong = {what: error for what, error in row.errors.items() if not error <= BOUND}
         assert not wrong, f"{row.name} is another training than the reference: {wrong}"
 
     return keep
 
 
-def pytest_terminal_summary(terminalreporter, config):
+def pytest_terminal_summary(terminalreporter):
     """The largest relative errors of every run."""
-    rows = config.oracle_rows
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.getreports(outcome)]
+    rows = dict(value for report in reports for key, value in report.user_properties if key == ROW)
     if not rows:
         return
-    wide = max(len(row.name) for row in rows)
+    wide = max(map(len, rows))
     terminalreporter.write_line("\nlargest relative errors of 20 steps of train.main beside the reference")
     terminalreporter.write_line(f"{'':{wide}}  " + "  ".join(f"{c:>7}" for c in COLUMNS))
-    for row in rows:
-        cells = "  ".join(f"{row.errors[c]:7.0e}" if c in row.errors else f"{'-':>7}" for c in COLUMNS)
-        terminalreporter.write_line(f"{row.name:{wide}}  {cells}")
+    for name, errors in rows.items():
+        cells = "  ".join(f"{errors[c]:7.0e}" if c in errors else f"{'-':>7}" for c in COLUMNS)
+        terminalreporter.write_line(f"{name:{wide}}  {cells}")
