@@ -275,8 +275,7 @@ def run_one_step(session: Session, step: int) -> None:
 
     # read
     started = time.perf_counter()
-    batches = session.train_data.microbatches(step - 1)
-    microbatches = [batch.to(session.env.device) for batch in batches]
+    microbatches = session.train_data.microbatches(step - 1)
     data_seconds = time.perf_counter() - started
     observe("step.read", step, batches=microbatches)
 
@@ -399,9 +398,8 @@ def open_data(cfg: Config, mesh: Mesh, device: torch.device) -> tuple[BatchLoade
         open_loader(cfg, "train", 0, 1).close()
 
     state.first_rank_does(open_once, mesh.world, cfg.checkpoint.timeout_s)
-    is_on_gpu = device.type == "cuda"
-    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, pin_memory=is_on_gpu)
-    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size)
+    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device)
+    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device)
     return train_data, valid_data
 
 
@@ -424,7 +422,7 @@ def make_session(
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
     saver_group = world.separate_group("saver") if cfg.checkpoint.async_save else None
     saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group)
-    valid_batches = read_valid_batches(cfg, valid_data, run.mesh, env.device)
+    valid_batches = read_valid_batches(cfg, valid_data, run.mesh)
 
     # attention within documents alone is cheaper
     lengths = tuple(train_data.document_lengths) if cfg.data.doc_mask else ()
@@ -451,14 +449,12 @@ def make_session(
     )
 
 
-def read_valid_batches(
-    cfg: Config, valid_data: BatchLoader, mesh: Mesh, device: torch.device
-) -> list[Microbatch]:
+def read_valid_batches(cfg: Config, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
     """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
     found: list[Microbatch] = []
     for index in range(cfg.eval.batches):
         for batch in valid_data.microbatches(index):
-            found.append(shard_batch(batch.to(device), mesh.cp))
+            found.append(shard_batch(batch, mesh.cp))
     return found
 
 

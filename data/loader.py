@@ -10,7 +10,8 @@ also under train.ramp). Each global sample number passes through these files:
 
 A rank reads its share of the step's samples. The loader keeps no state from step to step: a resume at any
 step, on any number of ranks, reads exactly the samples that an uninterrupted run reads. A thread reads
-data.prefetch steps ahead; an error there is raised in the caller, at the step that needs the data.
+data.prefetch steps ahead; an error there is raised in the caller, at the step that needs the data. For a GPU,
+it copies them too: beside the computation, from pinned memory.
 """
 import hashlib
 import json
@@ -35,10 +36,12 @@ from data.raw import RawShards
 from data.sampler import WindowSampler, derive_seed
 from data.tokenizer import Tokenizer
 from parallel.microbatch import IGNORE_INDEX, Microbatch
+from parallel.offload import CopyStream, Event
 
 SPLITS = ("train", "valid", "test")
 PROBE_TOKENS = 1 << 20  # the first tokens of the run, from whose documents the cost of attention is estimated
 DIGEST_SHOWN = 12  # characters of a fingerprint in messages
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,12 @@ class SampleLocation(NamedTuple):
     first_token: int  # of its window in the dataset's stream
 
 
+class StepRead(NamedTuple):
+    """What the thread has read of a step."""
+    batches: list[Microbatch]  # on the device
+    copied: Event | None  # when they are there; None on a CPU
+
+
 class BatchLoader:
     """The microbatches that one of `world` data-parallel ranks reads of one split. open_loader makes it.
 
@@ -75,13 +84,13 @@ class BatchLoader:
         world: int,
         mix: blend.Blend,
         datasets: list[BlendedDataset],
-        pin_memory: bool = False,
+        device: torch.device = CPU,
     ) -> None:
         self.split = split
         self.rank = rank
         self.world = world
         self.datasets = datasets
-        self.pin_memory = pin_memory
+        self.device = device
         self._cfg = cfg
         self._mix = mix
 
@@ -99,7 +108,8 @@ class BatchLoader:
 
         has_thread = is_train and cfg.data.prefetch > 0
         self._thread = ThreadPoolExecutor(1, "loader") if has_thread else None
-        self._prefetched: dict[int, Future[list[Microbatch]]] = {}  # step -> its microbatches
+        self._prefetched: dict[int, Future[StepRead]] = {}  # by step
+        self._copies = CopyStream(device)
 
     def _sampler_of(self, dataset: BlendedDataset, seed: int) -> WindowSampler:
         part = SPLITS.index(self.split)
@@ -116,13 +126,14 @@ class BatchLoader:
 
     def microbatches(self, step: int) -> list[Microbatch]:
         """This rank's microbatches of a step: the step's global batch / (micro_batch * world) of
-        [micro_batch, seq_len]. Steps count from 0; of valid and test, step n is the n-th fixed global batch.
+        [micro_batch, seq_len], on the device. Steps count from 0; of valid and test, step n is the n-th fixed
+        global batch.
 
         Raises ChecksumError if tokens of the step are damaged, ConfigError if an id is not below the
         vocabulary.
         """
         if self._thread is None:
-            return self._read_step(step)
+            return self._for_compute(self._read_and_copy(step))
 
         wanted = range(step, step + 1 + self._cfg.data.prefetch)
         outdated = [other for other in self._prefetched if other not in wanted]
@@ -130,8 +141,8 @@ class BatchLoader:
             self._prefetched.pop(other).cancel()
         for other in wanted:
             if other not in self._prefetched:
-                self._prefetched[other] = self._thread.submit(self._read_step, other)
-        return self._prefetched.pop(step).result()
+                self._prefetched[other] = self._thread.submit(self._read_and_copy, other)
+        return self._for_compute(self._prefetched.pop(step).result())
 
     def sample_ids(self, step: int) -> list[int]:
         """An id for each sample of the global batch of a step, in order; no two samples of a run have the
@@ -150,7 +161,25 @@ class BatchLoader:
             sample_ids[chosen], first_tokens[chosen] = windows.locate(samples[chosen])
         return list(map(SampleLocation, datasets.tolist(), sample_ids.tolist(), first_tokens.tolist()))
 
+    def _read_and_copy(self, step: int) -> StepRead:
+        """Reads a step and starts its copies to the device."""
+        batches = self._read_step(step)
+        if self.device.type != "cuda":
+            return StepRead([batch.to(self.device) for batch in batches], None)
+        with self._copies.context():
+            batches = [batch.pinned().to(self.device) for batch in batches]
+        return StepRead(batches, self._copies.record_event())
+
+    def _for_compute(self, read: StepRead) -> list[Microbatch]:
+        """The microbatches, which the computation from now on finds copied."""
+        self._copies.make_compute_wait(read.copied)
+        for batch in read.batches:
+            for tensor in batch.tensors().values():
+                self._copies.give_to_compute(tensor)
+        return read.batches
+
     def _read_step(self, step: int) -> list[Microbatch]:
+        """This rank's microbatches of a step, in host memory."""
         doc_mask = self._cfg.data.doc_mask
         micro_batch = self._train.micro_batch
         window_size = self._train.seq_len + 1
@@ -174,7 +203,7 @@ class BatchLoader:
             rows = slice(begin, begin + micro_batch)
             batch = pack_windows(tokens[rows], starts[rows] if doc_mask else None)
             batch = replace(batch, step=step, sequence_ids=sequence_ids[rows])
-            batches.append(batch.pinned() if self.pin_memory else batch)
+            batches.append(batch)
         return batches
 
     # ---- facts about the data ------------------------------------------------------------------------------
@@ -264,12 +293,12 @@ class BatchLoader:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 def open_loader(
-    cfg: Config, split: str, rank: int, world: int, *, pin_memory: bool = False
+    cfg: Config, split: str, rank: int, world: int, *, device: torch.device = CPU
 ) -> BatchLoader:
     """Opens data.path for rank `rank` of `world` data-parallel ranks. Makes the stdlib corpus first if
     data.path asks for it.
 
-    pin_memory: microbatches lie in pinned memory, from which a GPU copies while the host goes on.
+    device: where the microbatches are wanted.
 
     Raises ConfigError (one line: the key or the file, and a fix), ChecksumError, and OSError if data.cache
     cannot be written.
@@ -285,7 +314,7 @@ def open_loader(
         world=world,
         mix=mix,
         datasets=datasets,
-        pin_memory=pin_memory,
+        device=device,
     )
 
 

@@ -75,11 +75,11 @@ class Microbatch:
 
     def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "Microbatch":
         """Returns the microbatch with change(tensor) in the place of each of its tensors."""
-        changed: dict[str, torch.Tensor] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, torch.Tensor):
-                changed[name] = change(value)
-        return replace(self, **changed)
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The fields that are tensors, by name."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
 
 
 def shift_left(x: torch.Tensor, distance: int, fill: int) -> torch.Tensor:

@@ -82,6 +82,12 @@ class CopyStream:
         if self.stream is not None and isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
+    def give_to_compute(self, x: Tensor) -> None:
+        """The memory of x, which was allocated for a copy, is not reused before the computation that uses it
+        has ended."""
+        if self.stream is not None:
+            x.record_stream(torch.cuda.current_stream(self.stream.device))
+
     def synchronize(self) -> None:
         """Waits until every copy has ended, before host memory is read."""
         if self.stream is not None:

@@ -76,7 +76,7 @@ class RecordedPipeline:
         self.step_numbers = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in microbatches]
         self.batches = []
         for batch, step_number in zip(microbatches, self.step_numbers):
-            copies = {name: tensor.clone() for name, tensor in tensors(batch).items()}
+            copies = {name: tensor.clone() for name, tensor in batch.tensors().items()}
             self.batches.append(replace(batch, step=step_number, **copies))
 
     def copy_inputs(self, microbatches: Sequence[Microbatch], scale: Tensor) -> None:
@@ -88,7 +88,7 @@ class RecordedPipeline:
                 raise ValueError(f"train.cuda_graphs: a step of {new_shapes}, "
                                  f"and the recorded one is of {held_shapes}")
             step_number.fill_(batch.step)
-            for name, tensor in tensors(batch).items():
+            for name, tensor in batch.tensors().items():
                 getattr(held, name).copy_(tensor)
         self.scale.copy_(scale)
 
@@ -122,11 +122,6 @@ class RecordedPipeline:
         return graph.replay
 
 
-def tensors(batch: Microbatch) -> dict[str, Tensor]:
-    """The batch's fields that are tensors, by name."""
-    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-
-
 def shapes(batch: Microbatch) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor but `step`, which is a tensor in the recording alone."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors(batch).items() if name != "step"}
+    return {name: tuple(tensor.shape) for name, tensor in batch.tensors().items() if name != "step"}

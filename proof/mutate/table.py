@@ -1243,8 +1243,8 @@ TABLE = (
     Mutation(
         what="every rank validates on the sequences of the first",
         file="train.py",
-        old='open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size)',
-        new='open_loader(cfg, "valid", 0, mesh.dp.size)',
+        old='open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device)',
+        new='open_loader(cfg, "valid", 0, mesh.dp.size, device=device)',
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",

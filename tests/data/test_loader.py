@@ -1,5 +1,6 @@
 """data/loader.py: batches are a pure function of (seed, step), whatever ranks, prefetch and restarts do."""
 
+import contextlib
 import dataclasses
 import itertools
 import pathlib
@@ -18,6 +19,7 @@ from config import Config, ConfigError
 from data import loader, tokenizer
 from data.indexed import ChecksumError, IndexedDataset, IndexedDatasetWriter
 from data.loader import open_loader, split_shares
+from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -61,24 +63,72 @@ def other(tmp_path_factory):
     return make(tmp_path_factory.mktemp("data") / "b", 50, seed=1)
 
 
-def test_microbatches_for_a_gpu_are_pinned_by_the_thread_that_reads_ahead(prefix, monkeypatch):
+class Copies:
+    """Stands in for a GPU's stream of copies: keeps what was asked of it, and by which thread."""
+
+    def __init__(self, device):
+        assert device.type == "cuda"
+        self.is_open = False
+        self.started = []  # the tensors that were copied
+        self.ready = set()  # addresses of those that the computation waits for
+        self.kept = set()
+
+    @contextlib.contextmanager
+    def context(self):
+        assert threading.current_thread().name.startswith("loader")
+        self.is_open = True
+        yield
+        self.is_open = False
+
+    def copy(self, batch, device):
+        """Instead of Microbatch.to."""
+        assert self.is_open and device.type == "cuda"
+        there = batch.with_tensors(torch.clone)
+        self.started += there.tensors().values()
+        return there
+
+    def record_event(self):
+        return len(self.started)
+
+    def make_compute_wait(self, event):
+        assert threading.current_thread() is threading.main_thread()
+        self.ready.update(x.data_ptr() for x in self.started[:event])
+
+    def give_to_compute(self, x):
+        self.kept.add(x.data_ptr())
+
+
+def test_microbatches_for_a_gpu_are_pinned_and_copied_by_the_thread_that_reads_ahead(prefix, monkeypatch):
     """From other memory the host would wait for each copy, and with it for the step before."""
-    pinned = {}  # {address: the thread}
+    pinned = []
 
     def pin(x):
-        copy = x.clone()
-        pinned[copy.data_ptr()] = threading.current_thread().name
-        return copy
+        pinned.append(threading.current_thread().name)
+        return x.clone()
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    gpu = torch.device("cuda", 0)
-    train_data, _ = train.open_data(settings(prefix, doc_mask=True), Mesh.single(), gpu)
-    batches = train_data.microbatches(0)
-    train_data.close()
-    tensors = [x for batch in batches for x in vars(batch).values() if isinstance(x, torch.Tensor)]
-    assert len(tensors) == 5 * len(batches)  # tokens, targets, positions, documents, ids of the sequences
-    assert {pinned[x.data_ptr()].split("_")[0] for x in tensors} == {"loader"}
-    assert rows(open_loader(settings(prefix, doc_mask=True), "train", 0, 1), 0) == rows_of(batches)
+    cfg = settings(prefix, doc_mask=True)
+    on_cpu = open_loader(cfg, "train", 0, 1)
+    expected = [rows(on_cpu, step) for step in range(3)]
+    on_cpu.close()
+    monkeypatch.setattr(loader, "CopyStream", Copies)
+    monkeypatch.setattr(Microbatch, "to", lambda batch, device: data._copies.copy(batch, device))
+    data = open_loader(cfg, "train", 0, 1, device=torch.device("cuda", 0))
+    for step, wanted in enumerate(expected):
+        batches = data.microbatches(step)
+        tensors = [x.data_ptr() for batch in batches for x in batch.tensors().values()]
+        assert len(tensors) == 5 * len(batches)  # tokens, targets, positions, documents, ids of the sequences
+        assert {*tensors} <= data._copies.ready and {*tensors} <= data._copies.kept
+        assert rows_of(batches) == wanted
+    data.close()
+    assert pinned and {name.split("_")[0] for name in pinned} == {"loader"}
+    assert len(data._copies.started) > len(data._copies.kept)  # steps ahead of the last
+
+
+def test_the_run_reads_for_its_device(prefix):
+    for data in train.open_data(settings(prefix), Mesh.single(), torch.device("meta")):
+        assert data.microbatches(0)[0].tokens.device.type == "meta"
+        data.close()
 
 
 def test_every_sample_once_an_epoch(prefix):
