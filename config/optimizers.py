@@ -15,7 +15,7 @@ class OptimizerSpec:
 
     implementation: "module:class" of an optim.base.Optimizer. It is imported when a run is built, because
         nothing in config/ may need torch.
-    keys: what it reads of beta1, beta2, eps and momentum.
+    keys: the keys of optim.* that it reads and other optimizers may not (beta1, beta2, eps, momentum).
     moments: values that it keeps for each weight beside the master. moments_of_hidden: the same for hidden
         matrices, if they have a rule of their own; None: they have none.
     needs_whole_matrices: hidden matrices have buckets of their own, and are updated as whole matrices.

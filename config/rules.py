@@ -24,19 +24,8 @@ from config import (
     value_dim,
 )
 from config.optimizers import in_words, optimizers_that
+from config.schema import RANGES
 
-POSITIVE = {  # section: its keys whose value must be above 0 (or none)
-    "model": "layers hidden heads kv_heads head_dim ffn vocab vocab_multiple context window experts top_k "
-             "moe_ffn moe_every router_groups router_group_top_k router_scale capacity kv_rank q_rank "
-             "nope_dim rope_dim v_dim mup_base mup_head_dim rope_factor rope_original",
-    "train": "steps tokens flops seq_len micro_batch global_batch max_minutes threads fp8_block "
-             "loss_scale_window",
-    "optim": "lr eps clip",
-    "parallel": "tp pp cp ep etp dp_rep bucket_mb node compress_block powersgd_rank",
-    "eval": "every batches",
-    "checkpoint": "every keep",
-    "log": "every",
-}
 RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
     "recompute_parts": ("core", "norm", "act"),
     "recompute_stages": ("none", "selective", "full"),
@@ -73,35 +62,24 @@ def nearby_multiples(value: int, unit: int) -> list[int]:
 
 # ---- single values ---------------------------------------------------------------------------------------
 
-def positive_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Sizes, counts and rates that must be above 0."""
-    for section, keys in POSITIVE.items():
-        for key in keys.split():
-            value = getattr(getattr(cfg, section), key)
-            yield Rule(value is None or value > 0, f"{section}.{key}: {value} must be above 0")
-
-
 def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """Values that must lie in an interval."""
-    model, optim, scale = cfg.model, cfg.optim, cfg.train.loss_scale
+    """Values that must lie in an interval: those of the tables in config/schema.py, and a few others."""
+    for range_ in RANGES:
+        for section, keys in range_.keys.items():
+            for key in keys.split():
+                value = getattr(getattr(cfg, section), key)
+                yield Rule(value is None or range_.holds(value), f"{section}.{key}: {value} {range_.must}")
+
+    optim, scale = cfg.optim, cfg.train.loss_scale
     yield Rule(
         1 <= scale <= MAX_LOSS_SCALE and math.frexp(scale)[0] == 0.5,
         f"train.loss_scale: {scale:g} must be a power of two from 1 to {MAX_LOSS_SCALE:.0f}, "
         "so that scaling is exact; take 65536")
-    for key in ("beta1", "beta2", "momentum"):
-        value = getattr(optim, key)
-        yield Rule(0 <= value < 1, f"optim.{key}: {value} must lie in [0, 1)")
-    yield Rule(
-        cfg.eval.temperature >= 0 and cfg.eval.sample >= 0,
-        "eval.temperature, eval.sample: must not be negative")
-    yield Rule(0 <= model.dropout < 1, f"model.dropout: {model.dropout} must lie in [0, 1)")
     yield Rule(
         0 < optim.decay_fraction <= 1,
         f"optim.decay_fraction: {optim.decay_fraction} must lie in (0, 1]")
-    yield Rule(optim.weight_decay >= 0, f"optim.weight_decay: {optim.weight_decay} must not be negative")
-    yield Rule(optim.warmup >= 0, f"optim.warmup: {optim.warmup} must not be negative")
     yield Rule(
-        optim.min_lr is None or 0 <= optim.min_lr <= optim.lr,
+        optim.min_lr is None or optim.min_lr <= optim.lr,
         f"optim.min_lr: {optim.min_lr} must lie in [0, optim.lr = {optim.lr}]")
 
 
@@ -177,9 +155,6 @@ def other_model_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         model.mup_base or not model.mup_head_dim,
         "model.mup_head_dim: belongs to muP, and model.mup_base is none; set model.mup_base, or leave it out")
-    yield Rule(
-        model.mtp >= 0 and model.mtp_weight >= 0,
-        "model.mtp, model.mtp_weight: must not be negative")
     yield Rule(
         model.qk_norm or not model.qk_norm_whole,
         "model.qk_norm_whole: changes model.qk_norm, which is false; set model.qk_norm true, or leave it out")
@@ -272,10 +247,6 @@ def mixture_rules(cfg: Config) -> Iterator[Rule]:
     yield Rule(
         model.capacity is not None or not model.pad,
         "model.pad: pads to model.capacity, which is none; set model.capacity, or leave pad out")
-    yield Rule(0 <= model.jitter < 1, f"model.jitter: {model.jitter} must lie in [0, 1)")
-    for key in ("shared_experts", "first_dense", "aux_loss", "z_loss", "router_bias_rate"):
-        value = getattr(model, key)
-        yield Rule(value >= 0, f"model.{key}: {value} must not be negative")
 
     # which layers have experts, and of which kind
     yield Rule(
@@ -403,7 +374,6 @@ def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
         return
 
     keep, layers = train.fp8_keep, model.layers
-    yield Rule(keep >= 0, f"train.fp8_keep: {keep} must not be negative", "train.fp8_keep", (0, 1))
     yield Rule(
         2 * keep < layers,
         f"train.fp8_keep: {keep} first and {keep} last layers in bf16 leave no layer in fp8 "
@@ -643,7 +613,6 @@ def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 # In this order: a rule may assume those before it.
 RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
-    positive_rules,
     range_rules,
     attention_rules,
     latent_attention_rules,

@@ -1,8 +1,8 @@
 """Every config key of Bevatron: one tree of frozen dataclasses, and plain functions of their values.
 
 The comment of a key is its help text (config/usage.py prints it). config/loading.py reads the tree from
-recipes, files and the command line, and exports everything in this file. config/rules.py holds the rules that
-involve several keys.
+recipes, files and the command line, and exports everything in this file. The ranges of single values follow
+the keys; config/rules.py holds the rules that involve several keys.
 """
 import math
 import re
@@ -285,6 +285,43 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+
+
+# ---- ranges of single values ------------------------------------------------------------------------------
+
+class Range(NamedTuple):
+    """An interval in which values of keys must lie; config/rules.py checks it. A key may be none as well."""
+    must: str  # the end of the message, after "KEY: VALUE"
+    holds: Callable[[float], bool]
+    keys: dict[str, str]  # {section: its keys, separated by spaces}
+
+
+POSITIVE = Range("must be above 0", lambda value: value > 0, {
+    "model": "layers hidden heads kv_heads head_dim ffn vocab vocab_multiple context window experts top_k "
+             "moe_ffn moe_every router_groups router_group_top_k router_scale capacity kv_rank q_rank "
+             "nope_dim rope_dim v_dim mup_base mup_head_dim norm_eps init_std rope_theta rope_factor "
+             "rope_low_freq rope_high_freq rope_original",
+    "train": "steps tokens flops seq_len micro_batch global_batch max_minutes threads fp8_block "
+             "loss_scale_window",
+    "optim": "lr eps clip",
+    "parallel": "tp pp vpp cp ep etp dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
+    "eval": "every batches",
+    "checkpoint": "every keep timeout_s",
+    "log": "every",
+})
+NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0, {
+    "model": "mtp mtp_weight shared_experts first_dense aux_loss z_loss router_bias_rate rope_mscale "
+             "rope_mscale_all",
+    "train": "seed fp8_keep",
+    "optim": "min_lr weight_decay warmup",
+    "data": "prefetch",
+    "eval": "sample temperature",
+})
+BELOW_ONE = Range("must lie in [0, 1)", lambda value: 0 <= value < 1, {
+    "model": "dropout jitter",
+    "optim": "beta1 beta2 momentum",
+})
+RANGES = (POSITIVE, NOT_NEGATIVE, BELOW_ONE)
 
 
 # ---- what follows from the keys: the model ----------------------------------------------------------------

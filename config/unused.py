@@ -5,9 +5,11 @@ preset, which may set keys of a feature that the user turns off. Most such keys 
 in one line. Keys that scripts keep set while they vary something else (sizes, optimizers, data) are noted in
 one line, and the run continues.
 
-Keys that contradict each other are the subject of config/rules.py. TABLE, READ and RULED together name every
-key of config/schema.py; tests/config/test_unused.py checks it. train.py calls check_unused; programs that
-build configs for a proof or a plan (proof/verify, plan/search.py) do not.
+Keys that contradict each other are the subject of config/rules.py. A key without a row is read by every run
+(tests/config/test_unused.py lists those), or config/rules.py refuses it where it has no effect.
+
+train.py calls check_unused; programs that build configs for a proof or a plan (proof/verify, plan/search.py)
+do not.
 """
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,12 +73,21 @@ def unused_in(row: UnusedModelKeys, why: str, remedy: str) -> UnusedKeys:
     return UnusedKeys("model", row.keys, lambda cfg, _: row.when(cfg.model), why, remedy)
 
 
-def optimizer_reads(cfg: Config, key: str) -> bool:
-    """Whether the optimizer reads optim.`key`: one of those that only some of them read."""
-    return key in OPTIMIZERS[cfg.optim.name].keys
+def optimizer_rows() -> Iterator[UnusedKeys]:
+    """A row for each key that only some optimizers read (config/optimizers.py)."""
+    published = ("beta1", "beta2", "eps")
+    for key in sorted({key for spec in OPTIMIZERS.values() for key in spec.keys}):
+        readers = optimizers_that(lambda spec, key=key: key in spec.keys)
+        yield UnusedKeys(
+            section="optim",
+            keys=key,
+            when=lambda cfg, _, key=key: key not in OPTIMIZERS[cfg.optim.name].keys,
+            why=f"belongs to {in_words(readers)}, and optim.name is another",
+            remedy="leave it out",
+            note="one recipe, many optimizers: published recipes set it" if key in published else "",
+        )
 
 
-WITH_MOMENTUM = optimizers_that(lambda spec: "momentum" in spec.keys)
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1")  # schedules with one stage on each rank
 MANY_SIZES = "one script, many sizes"  # scaling runs keep the key set while the degrees go down to 1
 
@@ -184,29 +195,7 @@ TABLE = (
         why="is the decaying fraction of wsd, and optim.decay is another",
         remedy="select wsd, or leave it out",
     ),
-    UnusedKeys(
-        section="optim",
-        keys="momentum",
-        when=lambda cfg, _: not optimizer_reads(cfg, "momentum"),
-        why=f"belongs to {in_words(WITH_MOMENTUM)}, and optim.name is another, which has beta1",
-        remedy="leave it out",
-    ),
-    UnusedKeys(
-        section="optim",
-        keys="beta1 beta2",
-        when=lambda cfg, _: not optimizer_reads(cfg, "beta1"),
-        why="is not read by this optim.name, which has optim.momentum",
-        remedy="leave it out",
-        note="one recipe, many optimizers: published recipes set the betas",
-    ),
-    UnusedKeys(
-        section="optim",
-        keys="eps",
-        when=lambda cfg, _: not optimizer_reads(cfg, "eps"),
-        why="is not read by this optim.name",
-        remedy="leave it out",
-        note="one recipe, many optimizers: published recipes set eps",
-    ),
+    *optimizer_rows(),
     # ---- the layout
     UnusedKeys(
         section="parallel",
@@ -322,31 +311,6 @@ TABLE = (
         remedy="lower train.micro_batch",
     ),
 )
-
-# Keys that every run reads, whatever the other keys are. (If a mixture has no dense layers, only exports read
-# model.ffn; a preset has the published value.)
-READ = {
-    "model": "preset layers hidden heads kv_heads head_dim ffn vocab vocab_multiple norm norm_eps "
-             "activation positions tied bias qk_norm kv_rank mtp window dropout init_std mup_base experts",
-    "train": "steps tokens flops seq_len micro_batch global_batch ramp seed dtype max_minutes deterministic "
-             "compile cuda_graphs device threads",
-    "optim": "name lr warmup decay weight_decay clip",
-    "parallel": "tp pp cp bucket_mb offload recompute_stages",
-    "data": "path tokenizer split doc_mask prefetch",
-    "eval": "every batches sample",
-    "checkpoint": "every keep resume init_from async_save timeout_s",
-    "log": "dir name every wandb",
-    "profile": "steps",
-}
-
-# Keys that config/rules.py or build.py refuses where they have no effect, for any world size and in every
-# program.
-RULED = {
-    "model": "qk_norm_whole q_rank rope_pairs mup_head_dim capacity",
-    "train": "fp8",
-    "optim": "states",
-    "parallel": "ep etp dp_rep",
-}
 
 
 def check_unused(cfg: Config, world: int = 1) -> str:

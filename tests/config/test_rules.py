@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import re
 import shutil
+import typing
 
 import pytest
 from ranks import MODEL, corpus, job
@@ -14,6 +15,7 @@ import config
 import train
 from config import ConfigError
 from config.rules import divisors
+from config.schema import RANGES
 from model.schedules import plan_pipeline
 from runtime.failure import code_of
 
@@ -43,6 +45,27 @@ def having(**keys):
     for key, value in keys.items():
         cfg = changed(cfg, key.replace("__", "."), value)
     return cfg
+
+
+# numbers whose ranges other rules have
+OTHER_RANGES = {"train.loss_scale", "optim.decay_fraction"}
+NUMBERS = {
+    f"{section.name}.{key}"
+    for section in dataclasses.fields(config.Config)
+    for key, kind in typing.get_type_hints(section.default_factory).items()
+    if {kind, *typing.get_args(kind)} & {int, float}
+}
+
+
+def test_every_number_has_one_range():
+    ranged = [f"{name}.{key}" for r in RANGES for name, keys in r.keys.items() for key in keys.split()]
+    assert sorted(ranged) == sorted(NUMBERS - OTHER_RANGES) and OTHER_RANGES <= NUMBERS
+
+
+@pytest.mark.parametrize("key", sorted(NUMBERS))
+def test_a_number_below_its_range_is_refused_first(key):
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}: -1(\.0)? must "):
+        train.plan_pipeline(changed(BASE, key, -1), 1)
 
 
 EIGHT = {"train__dtype": "fp8"}
@@ -123,7 +146,7 @@ CASES = [
     ),
     (having(train__fp8="rowwise"), 1, "train.fp8", False),
     (having(**EIGHT, train__fp8_keep=2), 1, "train.fp8_keep", True),
-    (having(**EIGHT, train__fp8_keep=-1), 1, "train.fp8_keep", True),
+    (having(**EIGHT, train__fp8_keep=-1), 1, "train.fp8_keep", False),
     (having(**EIGHT, **MIXTURE, parallel__etp=2), 2, "parallel.etp", False),
     (having(**EIGHT, **{**MIXTURE, "model__moe_ffn": 100}), 1, "train.dtype", False),
     (
