@@ -29,18 +29,18 @@ SHARES = {
     "tests/plan/test_buckets.py": 0.5,
     "tests/plan/test_memory.py": 0.2,
     "tests/proof/test_module_costs.py": 0.06,
-    "tests/proof/test_precision.py": 0.3,
+    "tests/proof/test_precision.py": 0.15,
     "tests/scripts/test_convert.py": 0.2,
     "tests/test_async_save.py": 0.25,
     "tests/test_defaults.py": 0.5,
     "tests/test_editing.py": 0.25,
     "tests/test_fp8_training.py": 0.3,
-    "tests/test_invariance.py": 0.22,
-    "tests/test_layouts.py": 0.18,
+    "tests/test_invariance.py": 0.15,
+    "tests/test_layouts.py": 0.12,
     "tests/test_layouts_resume.py": 0.25,
     "tests/test_model_keys.py": 0.3,
     "tests/test_parallel_keys.py": 0.3,
-    "tests/test_resume.py": 0.25,
+    "tests/test_resume.py": 0.2,
 }
 
 
