@@ -40,9 +40,16 @@ class PrivateCopies:
         # a copy for each tensor; then results are poisoned, those that are sent too included
         self.copies = {id(x): x.detach().clone(memory_format=torch.contiguous_format)
                        for x in (*sources, *results)}
+        snapshots = [bits_of(x) for x in self.messages]
         for x in self.results:
             poison(x)
-        self.snapshots = [bits_of(x) for x in self.messages]  # a result may be a part of a message
+
+        # a result may be a part of its message (a reduce-scatter in place): then that part is poisoned. A
+        # message that is a part of a result has changed here, and wait() says so
+        self.snapshots = [
+            bits_of(message) if any(contains(message, x) for x in self.results) else snapshot
+            for message, snapshot in zip(self.messages, snapshots)
+        ]
 
     def of(self, x: Tensor) -> Tensor:
         """What to exchange in the place of x."""
@@ -79,6 +86,12 @@ class StrictMode:
         self.under_way.clear()
         if titles:
             raise StrictError(f"{len(titles)} exchanges were never awaited; the first: {titles[0]}")
+
+
+def contains(outer: Tensor, inner: Tensor) -> bool:
+    """Whether the memory of `inner` lies within that of `outer`. Both are dense."""
+    first, last = outer.data_ptr(), outer.data_ptr() + outer.nbytes
+    return first <= inner.data_ptr() and inner.data_ptr() + inner.nbytes <= last
 
 
 def bits_of(x: Tensor) -> Tensor:

@@ -1271,10 +1271,10 @@ TABLE = (
         layout="tp2 sp zero0 mb1",
     ),
     Mutation(
-        what="gradients are zeroed by a factor of 0: the NaN of a skipped step stays",
+        what="shared gradients are zeroed by a factor of 0: the NaN of a skipped step stays",
         file="parallel/sharding/gradients.py",
         old="self.lasting.zero_()",
-        new="self.lasting.mul_(0)",
+        new="self.lasting.mul_(0) if self.groups.reduce.size > 1 else self.lasting.zero_()",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",

@@ -104,6 +104,21 @@ def misuses(world: World) -> dict[str, str]:
 
     strict = StrictMode()
     group = strict_group(world, strict)
+    full = numbers(world.rank, 2 * world.size)
+    owned = full[2 * world.rank : 2 * world.rank + 2]
+    judged("all_gather: message in its result", strict, comm.start_all_gather(owned, group, full).wait)
+
+    strict = StrictMode()
+    group = strict_group(world, strict)
+    full = numbers(world.rank, 2 * world.size)
+    owned = full[2 * world.rank : 2 * world.rank + 2]
+    expected = sum(numbers(rank, 2 * world.size) for rank in range(world.size))
+    scatter = comm.start_reduce_scatter(full, group, out=owned)
+    judged("reduce_scatter: in place", strict, scatter.wait)
+    assert torch.equal(owned, expected[2 * world.rank : 2 * world.rank + 2])
+
+    strict = StrictMode()
+    group = strict_group(world, strict)
     counts = torch.tensor([world.rank, 7])  # whole numbers too
     judged("whole numbers", strict, comm.start_all_reduce(counts, group).wait)
     assert counts.tolist() == [sum(range(world.size)), 7 * world.size]
@@ -127,6 +142,8 @@ def test_misuse_is_named(ranks):
             verb = name.split(":")[0]
             assert found[name].startswith(f"{verb} in group job (ranks 0, 1)")
             assert found[name].endswith(": a message was written before wait()")
+        assert "a message was written before wait()" in found["all_gather: message in its result"]
+        assert found["reduce_scatter: in place"] == "nothing"
         for name in ("all_reduce: result", "all_gather: result"):
             assert "a result was written before wait()" in found[name]
         assert found["receive: buffer"].startswith("receive from ")
