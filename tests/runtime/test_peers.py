@@ -3,8 +3,10 @@
 tests/test_launch.py has what gloo shows: torchrun, all ranks, their exit reasons.
 """
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -18,9 +20,12 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> str:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
+    """Below the ports that the system gives to connections: other tests open those all the time."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return str(port)
+    raise OSError("100 ports between 20000 and 30000 are taken")
 
 
 @pytest.mark.parametrize("how", ["started", "blocking", "stopped"])
