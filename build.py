@@ -207,7 +207,8 @@ def build_run(
 ) -> TrainingRun:
     """The run of a config on this rank, with initial weights. data: the train split, if the run reads one.
 
-    Raises ConfigError before anything is allocated. Sends nothing.
+    Raises ConfigError before anything is allocated. Collective with Muon, LAMB and LARS: ranks tell each
+    other what they hold. With other optimizers it sends nothing.
     """
     check_device(cfg, device)
     schedules = make_schedules(cfg, mesh.world.size)

@@ -79,9 +79,9 @@ def train_step(
     grads_ready: called when the gradients are summed over all ranks.
     """
     loss_scale = run.scaler.scale  # 1 but in fp16
-    own_tokens = shard_microbatches(run, microbatches)
-    num_tokens = count_tokens(own_tokens, run.mesh)
-    loss = forward_backward(run, own_tokens, loss_scale / num_tokens) / loss_scale
+    local_microbatches = shard_microbatches(run, microbatches)
+    num_tokens = count_tokens(local_microbatches, run.mesh)
+    loss = forward_backward(run, local_microbatches, loss_scale / num_tokens) / loss_scale
     finish_grad_reductions(run.buckets, run.mesh)
     grads_ready()
 
@@ -91,7 +91,7 @@ def train_step(
     grad_scale = clip_factor(norm, run.cfg.optim.clip) / loss_scale
     run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
-    update_statistics(run, is_good, loss_scale)
+    update_scaler_and_routers(run, is_good, loss_scale)
     return StepResult(loss, norm, is_good)
 
 
@@ -123,8 +123,11 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     return pipeline.run(ops, microbatches, token_scale)
 
 
-def update_statistics(run: TrainingRun, is_good: Tensor, loss_scale: Tensor) -> None:
-    """Adapts the loss scale and the biases of routers to the step. loss_scale: that the step had."""
+def update_scaler_and_routers(run: TrainingRun, is_good: Tensor, loss_scale: Tensor) -> None:
+    """Adapts the loss scale and the biases of routers to the step.
+
+    loss_scale: what the step's loss was multiplied by.
+    """
     run.scaler.adapt(is_good)
     run.routers.update_after_step(is_good, loss_scale)
 
@@ -242,7 +245,7 @@ def train(
 def train_loop(session: Session) -> LoopEnd:
     """Runs the steps up to the horizon, or until a rank is asked to stop."""
     cfg, run = session.cfg, session.run
-    end = LoopEnd(session.first_step, reason=None, restart=True)
+    end = LoopEnd(session.first_step, reason=None, restart=False)
     for step in range(session.first_step + 1, run.steps + 1):
         session.world.activity.step = step
         session.observe("step.begin", step)
@@ -258,6 +261,7 @@ def train_loop(session: Session) -> LoopEnd:
         if is_evaluated:
             evaluate(session, step)
         if is_last or reason or is_due(cfg.checkpoint.every, step):
+            # a run that must end for its skipped steps ends here, before it is saved
             session.guard.count_skipped(session.log.flush())
             save_checkpoint(session, step, is_final=bool(is_last or reason))
         if is_last and not is_evaluated:
@@ -520,7 +524,7 @@ def tokenizer_places(cfg: Config) -> list[Path]:
 
 
 def write_config(cfg: Config, folder: Path) -> None:
-    """config.yaml, written at once."""
+    """Writes config.yaml: a reader sees the old file or the new one."""
     temp = folder / "config.yaml.tmp"
     temp.write_text(config.dump(cfg))
     temp.replace(folder / "config.yaml")
@@ -551,7 +555,7 @@ def agree_to_stop(stop: StopRequest, saver: CheckpointSaver, mesh: Mesh) -> tupl
     if answer == SAVE_FAILED:
         saver.wait()
     if answer == NO_STOP:
-        return None, True
+        return None, False
     return reason or "another rank was told to stop", answer != STOP_FOR_GOOD
 
 

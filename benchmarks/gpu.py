@@ -307,7 +307,7 @@ def adamw_case(inputs: Inputs) -> Case:
         weight_decay=0.1,
         step=5,
         grad_scale=torch.ones((), device=device),
-        is_finite=torch.ones((), dtype=torch.bool, device=device),
+        is_good=torch.ones((), dtype=torch.bool, device=device),
     )
 
     def plain() -> None:

@@ -26,7 +26,7 @@ class AdamWStep:
 
     step: the number of the update, from 1.
     grad_scale: a scalar on the device that multiplies the gradients (clipping).
-    is_finite: a bool scalar on the device. If False, nothing changes (a skipped step).
+    is_good: a bool scalar on the device. If False, nothing changes (a skipped step).
     """
     lr: float
     beta1: float
@@ -35,7 +35,7 @@ class AdamWStep:
     weight_decay: float
     step: int
     grad_scale: Tensor
-    is_finite: Tensor
+    is_good: Tensor
 
 
 def adamw(
@@ -51,7 +51,7 @@ def adamw(
     weight_decay: float,
     step: int,
     grad_scale: Tensor,
-    is_finite: Tensor,
+    is_good: Tensor,
     weight_copy: Tensor | None = None,
     element_index: ElementIndex | None = None,
 ) -> None:
@@ -71,7 +71,7 @@ def adamw(
         weight_decay=weight_decay,
         step=step,
         grad_scale=grad_scale,
-        is_finite=is_finite,
+        is_good=is_good,
     )
     state = param, grad, exp_avg, exp_avg_sq
     if element_index is None and param.device.type == "cpu" and "cpu" not in triton_.DEVICES:
@@ -98,7 +98,7 @@ def adamw_cpu(
 
     It calls the function below torch.optim, which does more around each call: that took a third of the time.
     """
-    if not numbers.is_finite:
+    if not numbers.is_good:
         return
     needs_scale = bool(numbers.grad_scale != 1)
     step_count = [torch.tensor(float(numbers.step))]
@@ -125,8 +125,8 @@ def adamw_reference(
 ) -> None:
     """The definition, without a host sync."""
     beta1, beta2 = numbers.beta1, numbers.beta2
-    grad = torch.where(numbers.is_finite, grad * numbers.grad_scale, 0.0)
-    update = numbers.is_finite.to(grad.dtype)  # 1, or 0: then every coefficient below is that of the identity
+    grad = torch.where(numbers.is_good, grad * numbers.grad_scale, 0.0)
+    update = numbers.is_good.to(grad.dtype)  # 1, or 0: then every coefficient below is that of the identity
 
     exp_avg.lerp_(grad, (1 - beta1) * update)
     exp_avg_sq.lerp_(grad.square_(), (1 - beta2) * update)
@@ -228,7 +228,7 @@ def launch_adamw(
     adamw_kernel[(ceil_div(n, GPU_BLOCK),)](
         param, grad, exp_avg, exp_avg_sq,
         param if weight_copy is None else weight_copy,  # not written where there is no copy
-        numbers.grad_scale, numbers.is_finite, n,
+        numbers.grad_scale, numbers.is_good, n,
         one_minus_beta1=1 - beta1,
         one_minus_beta2=1 - beta2,
         bias_correction1=1 - beta1**numbers.step,

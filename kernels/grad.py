@@ -18,7 +18,7 @@ from torch import Tensor
 Compute = Callable[[Tensor | None], Tensor | None]  # computes the gradient of a weight, see accumulate_grad
 
 
-class WeightGradList(Protocol):
+class DeferredWeightGrads(Protocol):
     """The deferred weight gradients of a pipeline stage (parallel/pipeline/executor.py)."""
 
     @property
@@ -43,7 +43,7 @@ class AccumulatingWeight(Protocol):
         ...
 
     @property
-    def weight_grad_store(self) -> WeightGradList | None:
+    def weight_grad_store(self) -> DeferredWeightGrads | None:
         """Where the gradient may be deferred to. None, or no such attribute: it is never deferred."""
         ...
 
@@ -63,7 +63,7 @@ def accumulate_grad(weight: Tensor, compute: Compute) -> Tensor | None:
         return None
     if not accumulates(weight):
         return compute(None)
-    store: WeightGradList | None = getattr(weight, "weight_grad_store", None)
+    store: DeferredWeightGrads | None = getattr(weight, "weight_grad_store", None)
     if store is not None and store.deferring:
         store.put(weight, compute)
     else:

@@ -41,7 +41,7 @@ def workload(cfg: Config, *, flash: bool = False) -> Workload:
 
 @dataclass(frozen=True, eq=False)
 class PartDescription:
-    """What a stage runs at once: the embedding, a block, the output head.
+    """What a stage runs, gathers and reduces as a whole: the embedding, a block, the output head.
 
     params: without storage, and without the shared table: that of the embedding, where the output head or
     multi-token prediction needs it too.

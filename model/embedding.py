@@ -17,7 +17,7 @@ from parallel.tensor.layers import (
 from parallel.tensor.regions import local_chunk, outside_region
 from parallel.topology.mesh import Mesh
 
-EMBEDDING_SITE = 0  # of dropout; 1 + 2 layer and 2 + 2 layer are the two branches of a block
+EMBEDDING_SITE = 0  # of dropout; 1 + 2 layer and 2 + 2 layer: branches of a block; -1 - layer: its router
 
 
 def embedding_table(cfg: Config, mesh: Mesh, ends_are_apart: bool) -> ShardedParameter:

@@ -31,9 +31,10 @@ def generate(
 ) -> Iterator[int]:
     """Yields new token ids, the same on every rank.
 
-    temperature 0: the likeliest token. Stops at `eod`, and after `limit` tokens (learned positions have no
-    more). multiple: sequence parallelism divides the sequence, so it is padded to a multiple of this and
-    computed anew for each token (a token does not depend on what comes after it); 1: the cache is used.
+    temperature 0: the likeliest token. Stops at `eod`, and when the model has read `limit` tokens (learned
+    positions have no more). multiple: sequence parallelism divides the sequence, so it is padded to a
+    multiple of this and computed anew for each token (a token does not depend on what comes after it); 1: the
+    cache is used.
     """
     generator = torch.Generator().manual_seed(seed)
     ids = list(prompt)
@@ -47,6 +48,8 @@ def generate(
         tokens = torch.tensor([new_ids + padding], device=device)
         end = num_cached + tokens.shape[1]
         positions = torch.arange(num_cached, end, device=device)[None]
+        if limit is not None:
+            positions = positions.clamp(max=limit - 1)  # only padding lies beyond
         logits = logits_of(tokens, positions, cache, len(new_ids) - 1).cpu()
 
         token = sample_token(

@@ -136,7 +136,7 @@ class Router(nn.Module):
         if self.model.capacity is not None:
             is_kept = self.apply_capacity(index, probs.detach())
             is_dropped = ~is_kept & training.counted[..., None]
-            stats[self.num_experts] = is_dropped.sum()
+            stats[self.num_experts + ROUTER_STATS.index("dropped")] = is_dropped.sum()
             index = index.masked_fill(~is_kept, -1)
             probs = probs * is_kept
         return index, probs, stats

@@ -56,7 +56,8 @@ class RouterStates:
         for router in self.local_routers:
             stats[self.layers.index(router.layer)] = router.stats
         self.stats = comm.all_reduce_sum(stats, self.mesh.world)
-        self.stats[:, -2:] /= loss_scale  # the losses
+        for name in ("aux_loss", "z_loss"):
+            self.stats[:, num_experts + ROUTER_STATS.index(name)] /= loss_scale
 
         for router in self.local_routers:
             counts = self.stats[self.layers.index(router.layer), :num_experts]

@@ -50,7 +50,7 @@ class PipelineStage(nn.Module):
     # ---- what it is made of --------------------------------------------------------------------------------
 
     def parts(self) -> list[nn.Module]:
-        """What runs at once, in the order of the forward pass: the embedding, each block, the output head."""
+        """The parts, in the order of the forward pass: the embedding, each block, the output head."""
         modules: list[nn.Module] = list(self.blocks)
         if self.embedding is not None:
             modules.insert(0, self.embedding)

@@ -50,7 +50,7 @@ class AdamW(Optimizer):
                     weight_decay=rates.weight_decay,
                     step=step,
                     grad_scale=grad_scale,
-                    is_finite=is_good,
+                    is_good=is_good,
                 )
                 self.update_range(index, run, numbers)
 

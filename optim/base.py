@@ -42,7 +42,7 @@ class Optimizer:
     """Base of all optimizers. An elementwise one defines MOMENTS and update_elements, and nothing else.
 
     MOMENTS: names of the moments. Each is one flat tensor for each bucket, in the dtype of the master
-    weights. A checkpoint stores them as KEY@NAME.
+    weights. A checkpoint stores them as KEY@NAME. The constructor may be collective (muon.py, lamb.py).
     """
     MOMENTS: tuple[str, ...] = ()
 

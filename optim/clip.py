@@ -44,7 +44,9 @@ def local_sum_of_squares(buckets: list[Bucket], is_expert: bool) -> Tensor:
 
 
 def clip_factor(norm: Tensor, clip: float | None) -> Tensor:
-    """The factor that limits a gradient norm to `clip`: min(1, clip / norm). It is 1 if clip is None."""
+    """The factor that limits a gradient norm to `clip`: min(1, clip / (norm + 1e-6)), as torch's
+    clip_grad_norm_. It is 1 if clip is None.
+    """
     if clip is None:
         return torch.ones_like(norm)
     return (clip / (norm + 1e-6)).clamp(max=1.0)

@@ -10,13 +10,13 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     After a linear warmup, cfg.decay gives the shape: cosine, wsd (arXiv 2404.06395), linear or constant.
     """
     # at most a tenth of the run is warmup
-    warmup = min(cfg.warmup, steps // 10) if steps < 10 * cfg.warmup else cfg.warmup
+    warmup = min(cfg.warmup, steps // 10)
     if step <= warmup:
         return cfg.lr * step / warmup
     if cfg.decay == "constant":
         return cfg.lr
 
-    # how much of the decay is done, in (0, 1]
+    # how much of the decay is done, in [0, 1]
     done = (step - warmup) / max(1, steps - warmup)
     if cfg.decay == "wsd":  # the decay is the last fraction of the whole run, warmup included
         decay_start = max(warmup, (1 - cfg.decay_fraction) * steps)

@@ -55,9 +55,9 @@ class Muon(Optimizer):
         held = self.hidden_boxes(each_once=False)
         counted = self.hidden_boxes(each_once=True)
         of_ranks = comm.all_gather_objects((held, counted), self.group)
-        owned = [boxes for boxes, _ in of_ranks]
-        alone = [boxes for _, boxes in of_ranks]
-        self.plan = plan_matrix_exchange(owned, alone, self.group.index)
+        held_by_rank = [boxes for boxes, _ in of_ranks]
+        counted_by_rank = [boxes for _, boxes in of_ranks]
+        self.plan = plan_matrix_exchange(held_by_rank, counted_by_rank, self.group.index)
 
     def hidden_boxes(self, each_once: bool) -> list[Box]:
         """The boxes of hidden matrices that this rank holds. each_once: see boxes_of."""

@@ -55,21 +55,21 @@ def assign_owners(shapes: Shapes, ranks: int) -> dict[str, int]:
     return owner
 
 
-def plan_matrix_exchange(owned: BoxesByRank, alone: BoxesByRank, me: int) -> MatrixExchange:
+def plan_matrix_exchange(held_by_rank: BoxesByRank, counted_by_rank: BoxesByRank, me: int) -> MatrixExchange:
     """The exchange of rank `me`.
 
-    owned: for each rank of the group, the boxes that it holds.
-    alone: those of them that it counts, so that all ranks together have each element once.
+    held_by_rank: for each rank of the group, the boxes that it holds.
+    counted_by_rank: those of them that it counts, so that all ranks together have each element once.
     """
-    shapes = {box.key: box.shape for boxes in owned for box in boxes}
-    owner = assign_owners(shapes, len(owned))
+    shapes = {box.key: box.shape for boxes in held_by_rank for box in boxes}
+    owner = assign_owners(shapes, len(held_by_rank))
 
     def boxes_to_owner(rank: int, to: int) -> list[Box]:
         """What `rank` sends to the owner `to`: boxes that it counts, less what the owner holds itself."""
         if rank == to:
             return []
-        parts = [box for box in alone[rank] if owner[box.key] == to]
-        for held in owned[to]:
+        parts = [box for box in counted_by_rank[rank] if owner[box.key] == to]
+        for held in held_by_rank[to]:
             parts = subtract_box(parts, held)
         return parts
 
@@ -77,12 +77,12 @@ def plan_matrix_exchange(owned: BoxesByRank, alone: BoxesByRank, me: int) -> Mat
         """What the owner `rank` returns: all boxes that `to` holds of its matrices."""
         if rank == to:
             return []
-        return [box for box in owned[to] if owner[box.key] == rank]
+        return [box for box in held_by_rank[to] if owner[box.key] == rank]
 
-    ranks = range(len(owned))
+    ranks = range(len(held_by_rank))
     return MatrixExchange(
         shapes={key: shape for key, shape in shapes.items() if owner[key] == me},
-        kept_here=[box for box in owned[me] if owner[box.key] == me],
+        kept_here=[box for box in held_by_rank[me] if owner[box.key] == me],
         send_to=[boxes_to_owner(me, rank) for rank in ranks],
         receive_from=[boxes_to_owner(rank, me) for rank in ranks],
         return_to=[boxes_to_holder(me, rank) for rank in ranks],

@@ -9,9 +9,9 @@ gradients. So two batches of different size give both, without bias:
     noise scale = S / |G|^2
 
 The unit is tokens that count in the loss. The big batch is that of the step. The small batches are the first
-microbatch of every data rank: in every layout and every ZeRO stage, its gradient exists alone for a moment,
-before it is summed with others. |G_small|^2 is the mean of their squared norms, weighted by tokens; that is
-the squared norm of a batch of the mean number of tokens.
+microbatch of every data-parallel rank: in every layout and every ZeRO stage, its gradient exists alone for a
+moment, before it is summed with others. |G_small|^2 is the mean of their squared norms, weighted by tokens;
+that is the squared norm of a batch of the mean number of tokens.
 
 Only matrices between hidden features outside of experts are measured (ParameterSpec.is_hidden_matrix): no
 rank has the whole gradient of a table or of a parameter that is partial over tp.

@@ -223,10 +223,10 @@ class OffloadedTensor:
 
 
 OffloadReference = weakref.ref[OffloadedTensor]
-SavedTensor = tuple[weakref.ref[torch.UntypedStorage], OffloadReference]  # its storage, what stands for it
+SavedEntry = tuple[weakref.ref[torch.UntypedStorage], OffloadReference]  # its storage, what stands for it
 
 # What identifies a saved tensor: address, dtype, shape, strides, version.
-Key = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
+TensorKey = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]
 
 
 class ActivationOffload:
@@ -239,7 +239,7 @@ class ActivationOffload:
         self.device = device
         self.copy_stream = copies
         # of the forward that runs
-        self.saved: dict[Key, SavedTensor] = {}
+        self.saved: dict[TensorKey, SavedEntry] = {}
         self.last: OffloadReference | None = None
 
     def saving_to_host(self) -> saved_tensors_hooks:
@@ -268,7 +268,7 @@ class ActivationOffload:
         self.saved[key] = (weakref.ref(x.untyped_storage()), self.last)
         return offloaded
 
-    def find_saved(self, key: Key) -> OffloadedTensor | None:
+    def find_saved(self, key: TensorKey) -> OffloadedTensor | None:
         """What stands for a tensor of this forward; None if it was not saved, or its address is reused."""
         if key not in self.saved:
             return None

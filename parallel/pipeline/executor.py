@@ -27,7 +27,7 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Transfer
 
-Key = tuple[int, int]  # (stage, microbatch)
+OpKey = tuple[int, int]  # (stage, microbatch)
 Arrival = Tensor | tuple[Tensor, Transfer]  # made on this rank, or a buffer and the transfer that fills it
 
 # A stage's forward (model/transformer.py: PipelineStage): (token ids or hidden states, microbatch, scale of
@@ -73,11 +73,11 @@ class WeightGradStore:
 @dataclass
 class StepState:
     """What a rank holds during a step, by (stage, microbatch)."""
-    inputs: dict[Key, Arrival] = field(default_factory=dict)  # hidden states from the stage before
-    output_grads: dict[Key, Arrival] = field(default_factory=dict)  # gradients from the stage after
-    leaves: dict[Key, Tensor] = field(default_factory=dict)  # inputs, until their gradients are computed
-    to_send: dict[Key, Tensor] = field(default_factory=dict)  # outputs and input gradients for another rank
-    graph_outputs: dict[Key, GradientEdge] = field(default_factory=dict)  # where a backward starts
+    inputs: dict[OpKey, Arrival] = field(default_factory=dict)  # hidden states from the stage before
+    output_grads: dict[OpKey, Arrival] = field(default_factory=dict)  # gradients from the stage after
+    leaves: dict[OpKey, Tensor] = field(default_factory=dict)  # inputs, until their gradients are computed
+    to_send: dict[OpKey, Tensor] = field(default_factory=dict)  # outputs, input gradients for other ranks
+    graph_outputs: dict[OpKey, GradientEdge] = field(default_factory=dict)  # where a backward starts
     sends: list[Transfer] = field(default_factory=list)  # under way
 
 
@@ -167,7 +167,7 @@ class Pipeline:
             state.graph_outputs[key] = get_gradient_edge(y)
         if op.stage == self.schedule.n_stages - 1:
             return y.detach()
-        if op.stage + 1 in self.stages:  # the turn of a V: the next stage is on this rank
+        if op.stage + 1 in self.stages:  # on this rank too: the turn of a V, or a pipeline of one rank
             state.inputs[op.stage + 1, op.microbatch] = y.detach()
         else:
             state.to_send[key] = y.detach()

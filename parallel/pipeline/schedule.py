@@ -175,8 +175,8 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> Order:
 def zero_bubble_h1(ranks: int, microbatches: int) -> Order:
     """ZB-H1 (arXiv 2401.10241, section 2.2): 1F1B with each backward in two parts.
 
-    The rank above waits for I; no rank waits for W. On rank r a W comes r ops late, so that every rank holds
-    at most `ranks` microbatches: the peak of 1F1B's first rank.
+    The rank above waits for I; no rank waits for W. On rank r a W comes r microbatches after its I, so that
+    every rank holds at most `ranks` microbatches: the peak of 1F1B's first rank.
     """
     n = max(microbatches, ranks)
 

@@ -8,6 +8,7 @@
     bucket.py      Bucket: parameters that are reduced, gathered and updated together
     weights.py     BucketWeights: their weights and masters, whole or sharded
     gradients.py   BucketGrads: their gradients, and the sum over data-parallel ranks
+    powersgd.py    low-rank compression of the gradients' sum (arXiv 1905.13727)
     views.py       what the optimizer, clipping and checkpoints read of a bucket
     zero.py        ZeroScheduler: when each exchange starts, and when it must have ended
 """

@@ -189,15 +189,16 @@ class BucketGrads:
         if self.powersgd is not None:
             self.powersgd.resolve_error_feedback(is_good)
 
-    def partial_over(self, axis: str) -> list[Tensor]:
-        """Views of those elements of `local` that are still to be summed over `axis`.
+    def partial_over(self, group_name: str) -> list[Tensor]:
+        """Views of those elements of `local` that are still to be summed over a group.
 
-        tp: norms under sequence parallelism, norms of heads. embedding_ends: a table at both ends of the
-        pipeline.
+        group_name: tp (among others norms under sequence parallelism, norms of heads, routers, keys and
+        values that tp ranks share; ParameterSpec.partial_over), or embedding_ends (a table at both ends of
+        the pipeline).
         """
         parts: list[Tensor] = []
         for slot in self.slots:
-            if axis not in slot.param.spec.partial_over:
+            if group_name not in slot.param.spec.partial_over:
                 continue
             first = max(slot.offset, self.layout.shard_start) - self.layout.shard_start
             end = min(slot.offset + slot.numel, self.layout.shard_end) - self.layout.shard_start

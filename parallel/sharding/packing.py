@@ -1,6 +1,6 @@
 """How parameters lie in flat buckets. Arithmetic alone: the buckets (bucket.py) and the planner read it.
 
-    part      what a stage runs at once: the embedding, a block, the head
+    part      what a stage runs and gathers as a whole: the embedding, a block, the head
     bucket    parameters of one part that are reduced, gathered and updated together
     slot      the place of a parameter in its bucket; it starts at a multiple of the alignment
     shard     the equal part of a bucket that one rank owns under ZeRO; it is aligned as a slot is

@@ -11,7 +11,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor, nn
 
-from kernels.grad import WeightGradList
+from kernels.grad import DeferredWeightGrads
 from parallel.sharding.boxes import Box
 
 # Elements of a tensor that are drawn together. The initial weights depend on it.
@@ -111,7 +111,7 @@ class ShardedParameter(nn.Parameter):
 
     # Takes the weight gradients that a pipeline schedule computes later (parallel/pipeline/executor.py).
     # Set by build.py; None: each is computed at once.
-    weight_grad_store: WeightGradList | None = None
+    weight_grad_store: DeferredWeightGrads | None = None
 
 
 def parameter(spec: ParameterSpec) -> ShardedParameter:

@@ -19,7 +19,8 @@ class BucketWeights:
     """full [size]: the weights in the compute dtype; None while ZeRO-3 has them sharded.
 
     local [shard size]: this rank's shard of them. master [shard size]: what the optimizer updates, in fp32 or
-    fp64 (bf16 on request): the same tensor as `local` where the dtypes agree and nothing else is in the way.
+    fp64 (bf16 on request): the same tensor as `local` where the dtypes agree, unless it is in host memory, or
+    the weights are sent in 8 bits.
     """
 
     def __init__(
@@ -118,6 +119,7 @@ class BucketWeights:
             self.copy_master_to_local()  # after a skipped step `local` holds what the other ranks saw
         if self.full is None:
             raise RuntimeError(f"ZeRO-{self.zero} keeps full weights, and a bucket has none")
+        # a copy: `local` is a view of `full`, which the all-gather overwrites
         self.pending_gather = start_gather(
             self.local.clone(), self.group, out=self.full, codec=self.codec, block=self.block
         )

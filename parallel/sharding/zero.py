@@ -48,7 +48,7 @@ class ZeroScheduler:
         self.is_last_microbatch = False
         self.input_grads_only = False
         self.backward_follows = False
-        self.reducing: list[Bucket] = []  # whose reductions the last part started
+        self.reducing: list[Bucket] = []  # whose reductions the previous end_backward started
         for buckets in self.parts:
             for bucket in buckets:
                 bucket.num_users += 1
@@ -98,7 +98,10 @@ class ZeroScheduler:
             x.register_hook(lambda _: self.end_input_grad(part))
 
     def end_input_grad(self, part: int) -> None:
-        """The backward of the part has ended."""
+        """The gradient of the part's input is complete.
+
+        This ends its backward, unless the gradients of weights come later.
+        """
         if not self.input_grads_only:
             self.end_backward(part)
 
@@ -116,7 +119,8 @@ class ZeroScheduler:
     def end_backward(self, part: int) -> None:
         """Sums the gradients of a part over the ranks, once those of a microbatch are computed.
 
-        Continues the reductions that the part before it started, and starts this part's where they are due.
+        Continues the reductions that the previous end_backward started (of the part after it in the model),
+        and starts this part's where they are due.
         """
         for bucket in self.reducing:
             bucket.grads.continue_reduce()

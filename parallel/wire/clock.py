@@ -21,7 +21,7 @@ from typing import Protocol
 
 import torch
 
-MAX_EVENTS = 1 << 16  # spans that are kept if nobody collects them
+MAX_SPANS = 1 << 16  # spans that are kept if nobody collects them
 
 Stamp = float | torch.cuda.Event  # seconds of time.monotonic, or an event on a stream of a GPU
 Span = tuple[Stamp, Stamp]
@@ -38,7 +38,7 @@ class Handle(Protocol):
 
 
 @dataclass
-class PendingEvent:
+class PendingSpan:
     """The time of a started exchange. end: None while it is not known."""
     start: float
     end: float | None = None
@@ -69,8 +69,8 @@ class CommunicationClock:
     An exchange counts in the step in which it is awaited.
     """
     device: torch.device | None = None  # a GPU, whose own time is measured then; None: host time
-    waits: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
-    exchanges: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    waits: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    exchanges: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
 
     def record_event(self) -> Stamp:
         """Now: on the computing stream of the GPU; without a GPU, on the host."""
@@ -80,14 +80,14 @@ class CommunicationClock:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
-    def record_start(self, handle: Handle) -> PendingEvent | None:
+    def record_start(self, handle: Handle) -> PendingSpan | None:
         """The time of an exchange that starts now, and whose end is recorded when it comes.
 
         None on a GPU.
         """
         if self.device is not None:
             return None
-        pending = PendingEvent(time.monotonic())
+        pending = PendingSpan(time.monotonic())
 
         def record_end(_: torch.futures.Future[list[torch.Tensor]]) -> None:
             pending.end = time.monotonic()
@@ -98,7 +98,7 @@ class CommunicationClock:
             pass
         return pending
 
-    def record_arrival(self, pending: PendingEvent, handle: Handle) -> None:
+    def record_arrival(self, pending: PendingSpan, handle: Handle) -> None:
         """To be called before the wait for a started exchange: what follows is exposed.
 
         An end that is not known is not guessed.

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.distributed_c10d import Work as Handle
 
-from parallel.wire.clock import CommunicationClock, PendingEvent
+from parallel.wire.clock import CommunicationClock, PendingSpan
 from parallel.wire.device_waits import DeviceWaits
 from parallel.wire.strict import PrivateCopies, StrictMode
 
@@ -266,7 +266,7 @@ class Transfer:
     nbytes: int
     peer: int | None  # the other global rank of a send or receive; None: the whole group takes part
     group: Group
-    pending: PendingEvent | None = None  # its time; None: the clock cannot know it
+    pending: PendingSpan | None = None  # its time; None: the clock cannot know it
     private: PrivateCopies | None = None  # in strict mode
 
     def wait(self) -> None:
@@ -357,7 +357,7 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
     out: takes the result; it may be this rank's own chunk of x. None: a new tensor.
     """
     if group.size == 1:
-        return PendingExchange(x)
+        return PendingExchange(x if out is None else out.copy_(x))
     group.count_exchange("reduce_scatter", x)
     if out is None:
         out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])

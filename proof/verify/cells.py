@@ -61,7 +61,9 @@ def chosen(found: Lattice, which: str, only: set[str], seed: int) -> list[Values
     required = {word for word in only if not word.startswith("no-")}
     forbidden = {word.removeprefix("no-") for word in only if word.startswith("no-")}
     check_words(required | forbidden, found.world)
-    legal_layouts = [values for values in found.layouts if required <= possible_words(values, found.world)]
+    legal_layouts = [
+        layout for layout in found.layouts if required <= possible_words(found, layout, required)
+    ]
     found = replace(found, layouts=legal_layouts)
 
     def is_wanted(values: Values) -> bool:
@@ -105,13 +107,19 @@ def every_word(world: int) -> set[str]:
     return named
 
 
-def possible_words(layout: Values, world: int) -> set[str]:
-    """Every word that some cell of the layout has: each value of each switch, one switch at a time."""
-    defaults = lattice.default_switches()
-    named: set[str] = set()
+def possible_words(found: Lattice, layout: Values, wanted: set[str]) -> set[str]:
+    """Those of the wanted words that legal cells of the layout have, one switch at a time.
+
+    Without it, a layout that has no legal cell with a word would be searched for one in all its choices.
+    """
+    defaults = layout | lattice.default_switches()
+    named = wanted & set(words(defaults, found.world))
     for key, values in lattice.SWITCHES.items():
         for value in values:
-            named.update(words(layout | defaults | {key: value}, world))
+            cell = defaults | {key: value}
+            added = wanted & set(words(cell, found.world)) - named
+            if added and found.is_legal(cell):
+                named |= added
     return named
 
 

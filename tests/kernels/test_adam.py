@@ -11,8 +11,8 @@ HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0
 YES, ONE = torch.tensor(True), torch.tensor(1.0)
 
 
-def numbers(step, grad_scale, is_finite=YES):
-    return AdamWStep(step=step, grad_scale=grad_scale, is_finite=is_finite, **HYPER)
+def numbers(step, grad_scale, is_good=YES):
+    return AdamWStep(step=step, grad_scale=grad_scale, is_good=is_good, **HYPER)
 
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float64, 1e-12), (torch.float32, 2e-6)])
@@ -29,7 +29,7 @@ def test_five_steps(dtype, bound, form, monkeypatch):
         grad = theirs.grad / factor
         kept = grad.clone()
         if form == "picked":
-            adamw(param, grad, m, v, step=step, grad_scale=factor, is_finite=YES, weight_copy=low, **HYPER)
+            adamw(param, grad, m, v, step=step, grad_scale=factor, is_good=YES, weight_copy=low, **HYPER)
             assert torch.equal(low, param.bfloat16())
         else:
             adamw_reference(param, grad, m, v, numbers(step, factor, YES))
@@ -52,7 +52,7 @@ def test_a_skipped_step_changes_nothing(form):
             v,
             step=3,
             grad_scale=torch.tensor(float("nan")),
-            is_finite=no,
+            is_good=no,
             weight_copy=low,
             **HYPER,
         )
@@ -62,7 +62,7 @@ def test_a_skipped_step_changes_nothing(form):
 
 
 def test_nothing_to_update():
-    adamw(*(torch.zeros(0) for _ in range(4)), step=1, grad_scale=ONE, is_finite=YES, **HYPER)
+    adamw(*(torch.zeros(0) for _ in range(4)), step=1, grad_scale=ONE, is_good=YES, **HYPER)
 
 
 @pytest.mark.parametrize("low_dtype", [None, torch.bfloat16, torch.float16])
@@ -77,7 +77,7 @@ def test_triton(interpreted, monkeypatch, low_dtype):
             torch.tensor(0.3, device=interpreted),
             torch.tensor(True, device=interpreted),
         )
-        adamw(param, grad, m, v, step=step, grad_scale=factor, is_finite=ok, weight_copy=low, **HYPER)
+        adamw(param, grad, m, v, step=step, grad_scale=factor, is_good=ok, weight_copy=low, **HYPER)
         adamw_reference(want[0], grad, *want[1:], numbers(step, factor, ok))
     for a, b in zip((param, m, v), want):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
@@ -90,7 +90,7 @@ def test_triton(interpreted, monkeypatch, low_dtype):
         v,
         step=8,
         grad_scale=factor,
-        is_finite=~ok,
+        is_good=~ok,
         weight_copy=low,
         **HYPER,
     )
@@ -118,7 +118,7 @@ def test_triton_with_states_in_bf16(interpreted, monkeypatch, low_dtype, place):
             *state[1:],
             step=step,
             grad_scale=factor,
-            is_finite=ok,
+            is_good=ok,
             weight_copy=low,
             element_index=place,
             **HYPER,
@@ -132,7 +132,7 @@ def test_triton_with_states_in_bf16(interpreted, monkeypatch, low_dtype, place):
         *state[1:],
         step=8,
         grad_scale=factor,
-        is_finite=~ok,
+        is_good=~ok,
         weight_copy=low,
         element_index=place,
         **HYPER,
@@ -151,10 +151,10 @@ def test_states_in_bf16_are_rounded_block_by_block_and_a_skipped_step_changes_no
     )
     whole, blocks, kept = ([t.clone() for t in start] for _ in range(3))
     low = torch.empty(150, dtype=torch.float16)
-    adamw(whole[0], grad, *whole[1:], is_finite=YES, element_index=place, weight_copy=low, **how)
+    adamw(whole[0], grad, *whole[1:], is_good=YES, element_index=place, weight_copy=low, **how)
     monkeypatch.setattr(adam, "BLOCK", 64)
-    adamw(blocks[0], grad, *blocks[1:], is_finite=YES, element_index=place, **how)
-    adamw(kept[0], torch.full_like(grad, torch.nan), *kept[1:], is_finite=~YES, element_index=place, **how)
+    adamw(blocks[0], grad, *blocks[1:], is_good=YES, element_index=place, **how)
+    adamw(kept[0], torch.full_like(grad, torch.nan), *kept[1:], is_good=~YES, element_index=place, **how)
     assert all(torch.equal(a, b) for a, b in zip(whole, blocks)) and all(
         torch.equal(a, b) for a, b in zip(kept, start)
     )

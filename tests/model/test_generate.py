@@ -77,6 +77,22 @@ def test_a_cut_sequence_is_read_whole_and_filled_up_to_what_the_ranks_divide(mul
         assert tokens == [*range(7, 7 + n), *[0] * fill] and positions == [*range(n + fill)] and at == n - 1
 
 
+@pytest.mark.parametrize("limit, multiple", [(5, 2), (5, 3), (6, 4), (7, 1)])
+def test_padding_has_positions_that_a_table_of_learned_ones_holds(limit, multiple):
+    """A table of `limit` positions, which the ranks need not divide: the last tokens read are all of them."""
+    table = torch.zeros(limit, 3)
+    num_read = []
+
+    def logits_of(tokens, positions, cache, at):
+        assert table[positions].shape[1] == tokens.shape[1]
+        num_read.append(int(positions[0, at]) + 1)
+        return torch.eye(50)[tokens[0, at] + 1]
+
+    written = list(generate(logits_of, [7, 8], 50, temperature=0.0, multiple=multiple, limit=limit))
+    assert num_read == [*range(2, limit + 1)]
+    assert written == [9 + n for n in range(limit - 1)]
+
+
 KEPT = [
     ({}, (0, 1, 2, 3)),
     ({"top_k": 2}, (1, 3)),

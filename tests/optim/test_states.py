@@ -25,7 +25,7 @@ from runtime.guard import NonFiniteGuard
 from train import train_step
 
 YES, ONE = torch.tensor(True), torch.tensor(1.0)
-HOW = dict(lr=5e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_scale=ONE, is_finite=YES)
+HOW = dict(lr=5e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, grad_scale=ONE, is_good=YES)
 
 
 def error(form: str) -> float:

@@ -38,7 +38,7 @@ def test_an_update_in_chunks_is_bitwise_the_update():
         weight_decay=0.1,
         step=3,
         grad_scale=torch.tensor(0.5),
-        is_finite=torch.tensor(True),
+        is_good=torch.tensor(True),
     )
     whole, low = [t.clone() for t in state], torch.empty(n, dtype=torch.bfloat16)
     adamw(whole[0], grad, *whole[1:], **how)

@@ -18,7 +18,7 @@ from config import Config, ConfigError
 from proof import lattice, mup
 from proof.precision.cells import Cell
 from proof.verify import command
-from proof.verify.cells import every_word, part_of, words
+from proof.verify.cells import chosen, every_word, part_of, words
 from proof.verify.command import main
 from proof.verify.overrides import (
     CELL_WORDS,
@@ -46,6 +46,20 @@ def test_parts_that_do_not_exist_are_refused(part):
     with pytest.raises(ConfigError, match="^--part: ") as e:
         part_of([{}] * 10, part)
     assert "K/N" in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("word", ["uneven", "mixed"])
+def test_layouts_that_cannot_have_a_word_are_not_searched_for_it(word):
+    """A pipeline of one rank has neither: a search would go through millions of choices."""
+    found = lattice.find_layouts(tiny_config("llama3-tiny", 4), 4)
+    cells = chosen(found, "60", {word}, seed=0)
+    with_pipeline = [layout for layout in found.layouts if layout["pp"] > 1]
+    assert len(cells) == 60 and all(word in words(cell, 4) for cell in cells)
+    assert len({tuple(cell[key] for key in layout_keys()) for cell in cells}) == min(60, len(with_pipeline))
+
+
+def layout_keys() -> tuple[str, ...]:
+    return (*lattice.DEGREES, *lattice.LAYOUT)
 
 
 def test_a_part_runs_its_own_cells_and_says_which(capsys):

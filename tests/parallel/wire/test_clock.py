@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel.wire import clock, comm
-from parallel.wire.clock import CommunicationClock, PendingEvent, StepTimes, union_length
+from parallel.wire.clock import CommunicationClock, PendingSpan, StepTimes, union_length
 from parallel.wire.world import World
 
 LATE, LONG = 0.3, 1.2  # seconds: how late the peer comes, how long the computation takes
@@ -43,7 +43,7 @@ def test_a_gpu_knows_its_waits_alone():
 
 
 def ends_late(self, work):
-    return PendingEvent(time.monotonic(), time.monotonic() + LONG)
+    return PendingSpan(time.monotonic(), time.monotonic() + LONG)
 
 
 BUGS = {

@@ -135,6 +135,15 @@ def test_rows_go_where_they_are_sent(ranks):
         )
 
 
+def test_what_is_started_in_a_group_of_one_is_in_its_result():
+    x, alone = numbers(0), Group("dp")
+    gathered, scattered = torch.zeros_like(x), torch.zeros_like(x)
+    assert comm.start_all_gather(x, alone, gathered).wait() is gathered
+    assert comm.start_reduce_scatter(x, alone, scattered).wait() is scattered
+    assert torch.equal(gathered, x) and torch.equal(scattered, x)
+    assert comm.start_reduce_scatter(x, alone).wait() is x
+
+
 def test_rows_of_a_group_of_one_stay():
     x = numbers(0)
     assert comm.start_all_to_all(x, [ROWS], [ROWS], Group("ep")).wait() is x
