@@ -51,6 +51,9 @@ from runtime.profile import ProfilerTrace
 from runtime.stop import StopRequest
 from torch import Tensor
 
+# Skipped steps in a row that end a run. In fp16 the loss scale must first come down: a halving a step.
+SKIPPED_STEPS = 5
+SKIPPED_STEPS_FP16 = 20
 STOPPED_EARLY = 75  # exit code: the run is not at its horizon, and everything is saved
 
 
@@ -158,7 +161,7 @@ class Session:
     world: World
     folder: Path
     run: TrainingRun
-    first_step: int  # steps that are done before the loop: 0, or those of the checkpoint
+    start_step: int  # steps that are done before the loop: 0, or those of the checkpoint
     train_data: BatchLoader
     valid_data: BatchLoader
     valid_batches: list[Microbatch]
@@ -211,11 +214,11 @@ def train(
     steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
     with advised_on_memory(cfg, world):
         run = build_run(cfg, mesh, env.device, data=train_data, steps=steps)
-        first_step, notes = state.resume(run, folder / "checkpoints")
-    observe("run.built", first_step, run=run, data=train_data, valid=valid_data)
+        start_step, notes = state.resume(run, folder / "checkpoints")
+    observe("run.built", start_step, run=run, data=train_data, valid=valid_data)
 
-    owes_evaluation = is_evaluation_missing(run, first_step, folder)
-    if first_step == run.steps and not owes_evaluation:
+    owes_evaluation = is_evaluation_missing(run, start_step, folder)
+    if start_step == run.steps and not owes_evaluation:
         train_data.close()
         return report_nothing_to_do(run, env, folder, report_exit)
 
@@ -224,7 +227,7 @@ def train(
         env,
         world,
         folder,
-        first_step=first_step,
+        start_step=start_step,
         valid_data=valid_data,
         observe=observe,
     )
@@ -233,8 +236,8 @@ def train(
         counts = parameters(cfg.model)
         without_embedding = counts["total"] - counts["embedding"]
         session.log.header((counts["total"], without_embedding), train_data.describe(), notes)
-        if first_step == 0 or owes_evaluation:
-            evaluate(session, first_step)
+        if start_step == 0 or owes_evaluation:
+            evaluate(session, start_step)
         with collected_between_steps():
             end = train_loop(session)
         train_data.close()
@@ -245,8 +248,8 @@ def train(
 def train_loop(session: Session) -> LoopEnd:
     """Runs the steps up to the horizon, or until a rank is asked to stop."""
     cfg, run = session.cfg, session.run
-    end = LoopEnd(session.first_step, reason=None, restart=False)
-    for step in range(session.first_step + 1, run.steps + 1):
+    end = LoopEnd(session.start_step, reason=None, restart=False)
+    for step in range(session.start_step + 1, run.steps + 1):
         session.world.activity.step = step
         session.observe("step.begin", step)
         run_one_step(session, step)
@@ -291,7 +294,7 @@ def run_one_step(session: Session, step: int) -> None:
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
         loss, norm, is_good = train_step(run, step, microbatches, session.guard, grads_ready=grads_ready)
-    if step == session.first_step + 1 and session.is_first_rank:
+    if step == session.start_step + 1 and session.is_first_rank:
         write_config(session.cfg, session.folder)  # it says what was trained: not before a step was
     observe("step.end", step, loss=loss, norm=norm, ok=is_good)
 
@@ -413,7 +416,7 @@ def make_session(
     world: World,
     folder: Path,
     *,
-    first_step: int,
+    start_step: int,
     valid_data: BatchLoader,
     observe: FaultHook,
 ) -> Session:
@@ -431,7 +434,7 @@ def make_session(
     # attention within documents alone is cheaper
     lengths = tuple(train_data.document_lengths) if cfg.data.doc_mask else ()
     flops = flops_per_token(cfg.model, cfg.train.seq_len, lengths)
-    log = MetricsLogger(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=first_step)
+    log = MetricsLogger(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start_step)
 
     return Session(
         cfg=cfg,
@@ -439,7 +442,7 @@ def make_session(
         world=world,
         folder=folder,
         run=run,
-        first_step=first_step,
+        start_step=start_step,
         train_data=train_data,
         valid_data=valid_data,
         valid_batches=valid_batches,
@@ -448,7 +451,7 @@ def make_session(
         trace=ProfilerTrace(cfg.profile.steps, folder, env.rank),
         saver=saver,
         stop=stop,
-        guard=NonFiniteGuard(20 if run.scaler.dynamic else 5),
+        guard=NonFiniteGuard(SKIPPED_STEPS_FP16 if run.scaler.dynamic else SKIPPED_STEPS),
         observe=observe,
     )
 

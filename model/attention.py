@@ -73,8 +73,8 @@ class Attention(nn.Module):
             self.q_norm = sharded_norm_weight(f"{key}.q_norm.weight", q_features, mesh.tp)
             self.k_norm = sharded_norm_weight(f"{key}.k_norm.weight", k_features, mesh.tp)
         elif model.qk_norm:
-            # one weight for all heads, of which a tp rank has its own: its gradient is partial with and
-            # without sp
+            # one weight for all heads; each tp rank applies it to other heads, so its gradient is partial
+            # with and without sp
             self.q_norm = replicated_vector(f"{key}.q_norm.weight", self.head_dim, "norm", is_partial=True)
             self.k_norm = replicated_vector(f"{key}.k_norm.weight", self.head_dim, "norm", is_partial=True)
 

@@ -41,7 +41,7 @@ def vocab_table(cfg: Config, mesh: Mesh, key: str, *, role: str,
 
 
 class Embedding(nn.Module):
-    """tokens, positions [b, s] -> [b, s, d] (sp: [b, s/tp, d])."""
+    """tokens, positions [b, s/cp] -> [b, s/cp, d] (sp: [b, s/cp/tp, d])."""
 
     def __init__(self, cfg: Config, mesh: Mesh, ends_are_apart: bool) -> None:
         super().__init__()

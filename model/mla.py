@@ -102,7 +102,7 @@ class MultiLatentAttention(nn.Module):
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, latent, rope_key = self.project(x)
-        b, s, _ = q.shape
+        s = q.shape[1]
         q = self.rotate_queries(q.unflatten(-1, (self.heads, -1)), context)  # [b, s, h/tp, nope + rope]
         rope_key = self.apply_rope(rope_key[:, :, None], context)[:, :, 0]  # [b, s, rope]
 

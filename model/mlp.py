@@ -14,8 +14,10 @@ from parallel.topology.mesh import Mesh
 
 
 class MLP(nn.Module):
-    """x [b, s, d] (sp: [b, s/tp, d]) -> the same. name, width: of a mixture's shared experts; else of the
-    block's MLP."""
+    """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same.
+
+    name, width: of a mixture's shared experts; else of the block's MLP.
+    """
 
     def __init__(self, cfg: Config, mesh: Mesh, layer: int, name: str = "mlp",
                  width: int | None = None) -> None:

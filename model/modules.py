@@ -1,4 +1,4 @@
-"""nn.ModuleList, told of what class its modules are."""
+"""nn.ModuleList whose modules have a class that a type checker knows."""
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 

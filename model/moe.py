@@ -48,14 +48,14 @@ class MoE(nn.Module):
         self.experts = Experts(cfg, mesh, layer)
         self.shared_experts = SharedExperts(cfg, mesh, layer) if model.shared_experts else None
 
-    def forward(self, x: Tensor, training: RouterInputs | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, router_inputs: RouterInputs | None) -> tuple[Tensor, Tensor | None]:
         # route: each tp rank its own tokens
         routed = x if self.sp else scatter_to_tp(x, self.tp)  # [b, s/cp/tp, d]
-        index, probs, stats = self.router(routed, training)
+        index, probs, stats = self.router(routed, router_inputs)
 
         # dispatch, with all but the last product of the shared experts during the exchange
         probs = probs.flatten(0, 1)  # [t, k]
-        plan = self.plan_dispatch(index, training is not None)
+        plan = self.plan_dispatch(index, router_inputs is not None)
         dispatch = Dispatch(routed.flatten(0, 1), probs, plan)
         shared_activation = None
         if self.shared_experts is not None:

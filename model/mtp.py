@@ -28,7 +28,7 @@ from model.block import TransformerBlock
 from model.context import ForwardContext, LossInputs
 from model.modules import ModuleList
 from model.norm import Norm
-from model.router import router_inputs
+from model.router import make_router_inputs
 from parallel.cost import Cost, MatrixProduct, SavedTensor, Workload, total
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
@@ -109,8 +109,8 @@ class MultiTokenPrediction(nn.Module):
         ahead = zip(self.modules_ahead, microbatch.tokens_ahead, microbatch.targets_ahead)
         for module, tokens, targets in ahead:
             if self.cfg.model.experts:
-                training = router_inputs(self.cfg, self.mesh, targets, scale, context.dropout_rng)
-                context = replace(context, router_inputs=training)
+                router_inputs = make_router_inputs(self.cfg, self.mesh, targets, scale, context.dropout_rng)
+                context = replace(context, router_inputs=router_inputs)
             embedded = vocab_embedding(tokens, self.table, self.mesh.tp, sp)
             h = module(h, embedded, context)
             losses.append(cross_entropy(h, targets, scale * self.loss_weight))

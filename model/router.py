@@ -68,7 +68,7 @@ class RouterInputs:
     jitter_rng: DropoutRng | None
 
 
-def router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor | float,
+def make_router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor | float,
                   dropout_rng: DropoutRng | None) -> RouterInputs:
     """targets [b, s/cp]. dropout_rng: of this rank's tokens, which are divided over tp under sp."""
     jitter_rng = dropout_rng if cfg.model.jitter else None
@@ -79,7 +79,7 @@ def router_inputs(cfg: Config, mesh: Mesh, targets: Tensor, scale: Tensor | floa
 
 
 class Router(nn.Module):
-    """x [b, s, d] of this rank's tokens -> their experts, and the weights of these, in fp32 or better.
+    """x [b, s/cp/tp, d] -> the experts of these tokens, and the weights of these, in fp32 or better.
 
     Beside its weight it keeps, in fp64:
 
@@ -109,7 +109,7 @@ class Router(nn.Module):
             self.load = torch.ones(self.num_experts, dtype=torch.float64)
         self.stats = torch.zeros(self.num_experts + len(ROUTER_STATS), dtype=torch.float64)
 
-    def forward(self, x: Tensor, training: RouterInputs | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, x: Tensor, router_inputs: RouterInputs | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Returns (index, probs, stats).
 
         index int64 [b, s, k]: the experts of each token; -1: dropped. probs [b, s, k]: what their outputs are
@@ -117,9 +117,9 @@ class Router(nn.Module):
         """
         # scores of all experts
         x = x.to(accumulation_dtype(x.dtype))
-        if training is not None and training.jitter_rng is not None:
+        if router_inputs is not None and router_inputs.jitter_rng is not None:
             jitter = self.model.jitter
-            factors = training.jitter_rng.uniform(-1 - self.layer, x.shape[-1], jitter, x.dtype)
+            factors = router_inputs.jitter_rng.uniform(-1 - self.layer, x.shape[-1], jitter, x.dtype)
             x = x * factors
         logits = linear(x, self.weight)  # [b, s, E]
         is_softmax = self.model.router == "softmax"
@@ -127,15 +127,15 @@ class Router(nn.Module):
 
         # the choice, and the weights of the chosen
         index = self.choose_experts(scores.detach())
-        if training is None:
+        if router_inputs is None:
             return index, self.expert_weights(scores.gather(-1, index)), None
-        loss, stats = self.losses(logits, scores, index, training)
+        loss, stats = self.losses(logits, scores, index, router_inputs)
         probs = self.expert_weights(attach_loss(scores, loss).gather(-1, index))
 
         # what finds no place at its expert is dropped
         if self.model.capacity is not None:
             is_kept = self.apply_capacity(index, probs.detach())
-            is_dropped = ~is_kept & training.counted[..., None]
+            is_dropped = ~is_kept & router_inputs.counted[..., None]
             stats[self.num_experts + ROUTER_STATS.index("dropped")] = is_dropped.sum()
             index = index.masked_fill(~is_kept, -1)
             probs = probs * is_kept
@@ -189,10 +189,10 @@ class Router(nn.Module):
     # ---- losses --------------------------------------------------------------------------------------------
 
     def losses(self, logits: Tensor, scores: Tensor, index: Tensor,
-               training: RouterInputs) -> tuple[Tensor, Tensor]:
+               router_inputs: RouterInputs) -> tuple[Tensor, Tensor]:
         """What the router adds to the loss on this rank (a scalar), and its stats [E + len(ROUTER_STATS)]."""
         model = self.model
-        counted = training.counted.to(scores.dtype)
+        counted = router_inputs.counted.to(scores.dtype)
         shares = scores
         if model.router == "sigmoid":
             shares = scores / (scores.sum(-1, keepdim=True) + EPSILON)
@@ -204,11 +204,11 @@ class Router(nn.Module):
         if model.aux_loss:
             counted_shares = (shares * counted[..., None]).sum(1)  # [b, E]
             imbalance = (counted_shares * self.expert_load(counts)).sum()
-            aux_loss = training.scale * model.aux_loss * imbalance
+            aux_loss = router_inputs.scale * model.aux_loss * imbalance
         z_loss = logits.new_zeros(())
         if model.z_loss:
             squares = logits.logsumexp(-1).square()
-            z_loss = training.scale * model.z_loss * (squares * counted).sum()
+            z_loss = router_inputs.scale * model.z_loss * (squares * counted).sum()
 
         shares = shares.detach()
         log_shares = shares.clamp(min=1e-30).log()

@@ -16,7 +16,7 @@ from model.embedding import Embedding
 from model.head import OutputHead
 from model.modules import ModuleList
 from model.moe import MoE
-from model.router import Router, router_inputs
+from model.router import Router, make_router_inputs
 from parallel.cost import Cost, Workload, total
 from parallel.microbatch import Microbatch
 from parallel.rng import DropoutRng
@@ -113,15 +113,15 @@ class PipelineStage(nn.Module):
         cfg = self.cfg
         is_random = cfg.model.dropout or cfg.model.jitter
         rng = self.dropout_rng(microbatch) if is_random else None
-        training = None
+        router_inputs = None
         if cfg.model.experts:
-            training = router_inputs(cfg, self.mesh, microbatch.targets, scale, rng)
+            router_inputs = make_router_inputs(cfg, self.mesh, microbatch.targets, scale, rng)
         return forward_context(
             cfg,
             microbatch.positions,
             microbatch.documents,
             dropout_rng=rng,
-            router_inputs=training,
+            router_inputs=router_inputs,
             sequence_is_sharded=microbatch.sequence_positions is not None,
         )
 

@@ -102,8 +102,9 @@ class Optimizer:
     ) -> tuple[Tensor, ...]:
         """Returns the new weight and the new moments, in the order of MOMENTS. All tensors are flat [n].
 
-        grad: with clipping. step: the number of the run's step, from 1; skipped steps count, so ask the
-        moments where no earlier update may have been. Moments start at 0, and must be finite after each step.
+        grad: times grad_scale (clipping, 1 / loss scale). step: the number of the run's step, from 1; skipped
+        steps count, so ask the moments where no earlier update may have been. Moments start at 0, and must be
+        finite after each step.
         """
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ tensor or a process. The same lists are checked (check_schedule), given their tr
 A stage is a slice of the model; stages are numbered along its depth. A chunk is one of the stages of a rank,
 numbered from 0. rank_of_stage[stage] is the rank of a stage.
 
-A generator writes the program of a rank in words, a letter and a chunk: "F0 B1" is the next forward of chunk
+A function writes the program of a rank in words, a letter and a chunk: "F0 B1" is the next forward of chunk
 0, then the next backward of chunk 1. "W" alone is the oldest weight gradient that an I has left. What a rank
 runs depends on how many ranks are above it (nearer the data) and below it.
 """

@@ -100,7 +100,7 @@ class PowerSGD:
             self.bases.append(draw_basis(slot.param.spec, rank, seed).to(like))
         self.previous_bases = self.bases
 
-        # of the exchange under way
+        # of the exchange under way; `start` sets grad, shapes and work too
         self.left_factors: list[Tensor] = []  # the P of each matrix
         self.is_in_second_phase = False
 

@@ -1,10 +1,10 @@
 """A range of a flat tensor as boxes of the tensor: so flat ZeRO shards can be saved and resharded."""
 from math import prod
 
-Region = tuple[tuple[int, ...], tuple[int, ...]]  # (start, size) of a box, one number a dim
+StartAndSize = tuple[tuple[int, ...], tuple[int, ...]]  # (start, size) of a box, one number a dim
 
 
-def range_boxes(shape: tuple[int, ...], start: int, end: int) -> list[Region]:
+def range_boxes(shape: tuple[int, ...], start: int, end: int) -> list[StartAndSize]:
     """The boxes that make up elements start .. end - 1 of a row-major tensor, in the order of its elements.
 
     A tensor of n dims has at most 2n - 1 of them. Raises ValueError if the range does not lie in the tensor.
@@ -25,7 +25,7 @@ def range_boxes(shape: tuple[int, ...], start: int, end: int) -> list[Region]:
         return boxes_in_row(shape, first_row, first_column, last_column)
 
     # a part of the first row, all rows between, a part of the last row
-    boxes: list[Region] = []
+    boxes: list[StartAndSize] = []
     if first_column:
         boxes += boxes_in_row(shape, first_row, first_column, row_size)
         first_row += 1
@@ -38,9 +38,9 @@ def range_boxes(shape: tuple[int, ...], start: int, end: int) -> list[Region]:
     return boxes
 
 
-def boxes_in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> list[Region]:
+def boxes_in_row(shape: tuple[int, ...], row: int, start: int, end: int) -> list[StartAndSize]:
     """The boxes of elements start .. end - 1 of one row, which is a tensor of one dim less."""
-    boxes: list[Region] = []
+    boxes: list[StartAndSize] = []
     for inner_start, inner_size in range_boxes(shape[1:], start, end):
         box_start = (row, *inner_start)
         box_size = (1, *inner_size)

@@ -113,8 +113,8 @@ def saved_input(
 ) -> tuple[SavedTensor, ...]:
     """What a layer keeps of its input.
 
-    part: what recompute makes it; None: another module keeps it, and only an fp8 layer keeps its own copy, in
-    8 bits along the tokens.
+    part: what selective recompute has to include so that the input is computed again. None: another module
+    keeps it, and only an fp8 layer keeps its own copy, in 8 bits along the tokens.
     """
     if scaling is None:
         if part is None:
@@ -176,7 +176,7 @@ class ColumnLinear(nn.Module):
         return linear(x, self.weight, self.bias, self.region)
 
     def cost(self, work: Workload, input_part: Part = "rest") -> Cost:
-        """input_part: what recompute makes the input."""
+        """input_part: the part whose recomputation makes the input again; rest: none does."""
         outputs, inputs = self.weight.spec.shape
         input_bytes = work.tokens * inputs * work.compute_bytes
         entered = enter_exchanges(input_bytes, self.sp, regathers=input_part)
@@ -285,7 +285,7 @@ class RowLinear(nn.Module):
         return y if self.bias is None else _AddBias.apply(y, self.bias)  # once, after the sum
 
     def cost(self, work: Workload, input_part: Part | None = None) -> Cost:
-        """input_part: what recompute makes the input; None: another module keeps it."""
+        """input_part: see ColumnLinear.cost; None: another module keeps the input."""
         outputs, inputs = self.weight.spec.shape
         output_bytes = work.tokens * outputs * work.compute_bytes
         scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=False)

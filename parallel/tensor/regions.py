@@ -57,7 +57,7 @@ def leave_exchanges(nbytes: int, sequence: bool) -> tuple[Exchange, ...]:
 
 
 def outside_region(size: int, group: Group, sequence: bool) -> int:
-    """Of a size over all tokens inside a region (tokens, bytes): that of this rank between two regions."""
+    """This rank's share, outside of a region, of a size inside of it (in tokens, or bytes)."""
     return size // group.size if sequence else size
 
 

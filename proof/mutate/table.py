@@ -945,7 +945,7 @@ TABLE = (
     Mutation(
         what="the auxiliary loss is divided by the microbatch's tokens",
         file="model/router.py",
-        old="aux_loss = training.scale * model.aux_loss *",
+        old="aux_loss = router_inputs.scale * model.aux_loss *",
         new="aux_loss = model.aux_loss / (counted.sum() + 1) *",
         model="mixtral-tiny",
         world=1,
@@ -1035,9 +1035,9 @@ TABLE = (
     Mutation(
         what="recompute tells a router's counts twice",
         file="model/router.py",
-        old="        loss, stats = self.losses(logits, scores, index, training)\n",
+        old="        loss, stats = self.losses(logits, scores, index, router_inputs)\n",
         new=(
-            "        loss, stats = self.losses(logits, scores, index, training)\n"
+            "        loss, stats = self.losses(logits, scores, index, router_inputs)\n"
             "        self.stats += stats * (self.mesh.tp.size > 1)\n"
         ),
         model="mixtral-tiny",
@@ -1157,7 +1157,7 @@ TABLE = (
         what="a resumed run reads the first samples again",
         file="train.py",
         old="session.train_data.microbatches(step - 1)",
-        new="session.train_data.microbatches(step - 1 - session.first_step)",
+        new="session.train_data.microbatches(step - 1 - session.start_step)",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",
