@@ -362,6 +362,19 @@ def sequence_sharding_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 # ---- precision and the step ------------------------------------------------------------------------------
 
+def async_tensor_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """parallel.async_tp: parts of the sequence travel, and are multiplied one by one."""
+    parallel = cfg.parallel
+    yield Rule(
+        not parallel.async_tp or parallel.sp,
+        "parallel.async_tp: sends parts of the sequence, and without parallel.sp every rank has all of it; "
+        "set parallel.sp true, or leave it out")
+    yield Rule(
+        not parallel.async_tp or fp8_recipe(cfg.train) is None,
+        "parallel.async_tp: a product in fp8 needs the scale of all parts before the first is multiplied; "
+        "set train.dtype bf16, or leave it out")
+
+
 def fp8_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """fp8: which layers run in it, and shapes that its scales divide."""
     model, train, parallel = cfg.model, cfg.train, cfg.parallel
@@ -620,6 +633,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     run_length_rules,
     layout_rules,
     sequence_sharding_rules,
+    async_tensor_rules,
     moe_rules,
     fp8_rules,
     cuda_graph_rules,

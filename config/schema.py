@@ -183,6 +183,8 @@ class ParallelConfig:
     tp: int = 1  # tensor-parallel degree (arXiv 1909.08053)
     sp: bool = False  # sequence parallelism (arXiv 2205.05198): activations between tp regions are sharded
     #   along the sequence
+    async_tp: bool = False  # tp regions multiply each rank's part of the sequence while the others travel;
+    #   needs sp
     pp: int = 1  # pipeline-parallel degree
     vpp: int | None = None  # number of stages on a pipeline rank; none: that of the schedule (interleaved: 2)
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"] = "1f1b"  # of the

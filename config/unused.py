@@ -199,7 +199,7 @@ TABLE = (
     # ---- the layout
     UnusedKeys(
         section="parallel",
-        keys="sp",
+        keys="sp async_tp",
         when=lambda cfg, _: cfg.parallel.tp == 1,
         why="has nothing to shard at parallel.tp 1",
         remedy="leave it out",

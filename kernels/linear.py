@@ -31,6 +31,14 @@ class LinearRegion(Protocol):
         """The input of the GEMM, from the input of the linear."""
         ...
 
+    def enter_and_multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The input of the GEMM and its output, product(enter(x), weight, bias)."""
+        ...
+
+    def multiply_and_leave(self, x: Tensor, weight: Tensor) -> Tensor:
+        """This rank's part of the sum over all ranks of product(x, weight)."""
+        ...
+
     def start_gather_inputs(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts `enter`; the returned function waits for its result."""
         ...
@@ -58,6 +66,15 @@ def linear(
     """
     function, args = source_of(x)
     return _Linear.apply(x, weight, bias, region, function, *args)
+
+
+def linear_out_of_region(x: Tensor, weight: Tensor, region: LinearRegion) -> Tensor:
+    """x [b, s, n], weight [m, n] -> the region's sum of x W^T over its ranks, of which each has its part.
+
+    A rank's x and weight have some of the features that are summed over.
+    """
+    function, args = source_of(x)
+    return _LinearOutOfRegion.apply(x, weight, region, function, *args)
 
 
 def linear_of_several(
@@ -88,6 +105,20 @@ def recompute_output(y: Tensor, function: RecomputeFunction, *args: Tensor) -> T
 def source_of(x: Tensor) -> tuple[RecomputeFunction | None, tuple[Tensor, ...]]:
     """The source of a tensor that recompute_output returned; (None, ()) of every other."""
     return getattr(x, "source", (None, ()))
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """x [..., n], weight [m, n], bias [m] -> x W^T + b [..., m], in `out` if given, which is contiguous."""
+    weight = weight.to(x.dtype)
+    if out is None:
+        return F.linear(x, weight, bias)
+    flat_x = x.reshape(-1, x.shape[-1])
+    flat_out = out.view(-1, out.shape[-1])
+    if bias is None:
+        torch.mm(flat_x, weight.t(), out=flat_out)
+    else:
+        torch.addmm(bias, flat_x, weight.t(), out=flat_out)
+    return out
 
 
 def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
@@ -185,13 +216,16 @@ class _Linear(torch.autograd.Function):
         function: RecomputeFunction | None,
         *args: Tensor,
     ) -> Tensor:
-        gathered = x if region is None else region.enter(x)
+        if region is None:
+            gathered, y = x, product(x, weight, bias)
+        else:
+            gathered, y = region.enter_and_multiply(x, weight, bias)
         ctx.save_for_backward(*(args if function else (gathered,)))
         ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
         ctx.region = region
         ctx.function = function
         ctx.num_args = len(args)
-        return F.linear(gathered, weight.to(gathered.dtype), bias)
+        return y
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -228,6 +262,35 @@ def start_reduce_grads(region: LinearRegion | None, dx: Tensor | None) -> Callab
     if region is None or dx is None:
         return lambda: dx
     return region.start_reduce_grads(dx)
+
+
+class _LinearOutOfRegion(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        region: LinearRegion,
+        function: RecomputeFunction | None,
+        *args: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*(args if function else (x,)))
+        ctx.weight = weight  # the Parameter itself, which has main_grad
+        ctx.region = region
+        ctx.function = function
+        ctx.num_args = len(args)
+        return region.multiply_and_leave(x, weight)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        wait_x = recompute_input(ctx.function, None, *ctx.saved_tensors)
+        dy, dx = ctx.region.enter_and_multiply(dy, ctx.weight.t(), None)  # dy of all ranks' parts
+
+        x = wait_x()
+        flat_dy = dy.reshape(-1, dy.shape[-1])  # [t, m]
+        flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
+        dw = accumulate_grad(ctx.weight, lambda into: add_wgrad(into, flat_dy, flat_x))
+        return dx, dw, None, None, *[None] * ctx.num_args
 
 
 class _Linears(torch.autograd.Function):

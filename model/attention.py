@@ -60,6 +60,7 @@ class Attention(nn.Module):
             std=residual_std(model),
             bias=model.bias,
             sp=cfg.parallel.sp,
+            async_tp=cfg.parallel.async_tp,
             fp8=fp8_of_layer(cfg, layer),
         )
 
@@ -197,6 +198,7 @@ def qkv_projection(cfg: Config, mesh: Mesh, layer: int) -> ColumnLinear | Shared
         std=model.init_std,
         bias=bias,
         sp=cfg.parallel.sp,
+        async_tp=cfg.parallel.async_tp,
         fp8=fp8_of_layer(cfg, layer),
     )
 

@@ -69,6 +69,7 @@ class MultiLatentAttention(nn.Module):
             std=residual_std(model),
             bias=False,
             sp=self.sp,
+            async_tp=cfg.parallel.async_tp,
             fp8=fp8_of_layer(cfg, layer),
         )
 
@@ -88,6 +89,7 @@ class MultiLatentAttention(nn.Module):
                 std=model.init_std,
                 bias=False,
                 sp=self.sp,
+                async_tp=cfg.parallel.async_tp,
                 fp8=fp8_of_layer(cfg, layer),
             )
 

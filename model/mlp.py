@@ -39,6 +39,7 @@ class MLP(nn.Module):
             std=model.init_std,
             bias=model.bias,
             sp=cfg.parallel.sp,
+            async_tp=cfg.parallel.async_tp,
             fp8=fp8,
         )
         self.down = RowLinear(
@@ -49,6 +50,7 @@ class MLP(nn.Module):
             std=residual_std(model),
             bias=model.bias,
             sp=cfg.parallel.sp,
+            async_tp=cfg.parallel.async_tp,
             fp8=fp8,
         )
 

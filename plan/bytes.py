@@ -16,6 +16,7 @@ say themselves (parallel/cost.py); this file adds what sharding, the pipeline an
     powersgd          2 all-reduces: r m a matrix [m, n] and all else whole; r n a matrix
     tensor            4 all-reduces A a block and microbatch           weight 8 A
     + sequence        4 all-gathers + 4 reduce-scatters A              weight 8 A
+    + async_tp        6 of them (all but the reduce-scatters of inputs' gradients) as tp - 1 sends A / tp
     pipeline          A (sp: A / tp) a boundary, direction and microbatch
     + latent          q_rank: 6 A + 2 A' a block (A': of the latents), else 8 A + 2 A'
     context, ring     (n-1) (4 K + 2 K') a layer and microbatch: keys and values both ways, their gradients

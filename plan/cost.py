@@ -9,7 +9,8 @@ exchanges (plan/bytes.py) by its links, and the very schedule that would run, si
     an exchange of n bytes           at a share of the link's bandwidth x N / (N - 1), + a hop's time x log2 N
                                      a call
 
-What hides behind what is what our code starts early: gradients of tp's inputs behind the weights' gradients,
+What hides behind what is what our code starts early: gradients of tp's inputs behind the weights' gradients
+(async tensor parallelism: all that its layers exchange, behind their products),
 keys and values of the ring behind attention, dispatch and combine behind shared experts, ZeRO's gathers and
 sums behind the whole stage's compute, or behind that of one microbatch where a step has one such exchange.
 `Efficiency` is fitted to what others have published (plan/published.py). Not in it: experts of unequal load,
@@ -204,7 +205,8 @@ def hidden_seconds(cost: Cost, roofline: Roofline) -> SecondsOfGroups:
         seconds = roofline.product_seconds(product)
         if product.hides is not None:
             hides.add(product.hides, Seconds(seconds, 2 * seconds))
-        if not product.grads_in_forward:  # gradients of tp's inputs are under way meanwhile
+        # gradients of tp's inputs are under way during those of weights
+        if not product.grads_in_forward and product.hides != "tp":
             hides.add("tp", Seconds(backward=seconds))
     for attention in cost.attention:
         seconds = roofline.attention_seconds(attention.flops)

@@ -37,6 +37,7 @@ WITH_BF16_STATES = {f"{name}-bf16": name for name in optimizers_that(lambda spec
 SWITCHES = {  # the first value of each is the default
     "reduce": ("collective", "ring", "hierarchy", "server", "powersgd"),
     "micro_batch": (1, 2),
+    "async_tp": (False, True),
     "recompute": ("none", "selective", "full", "mixed"),
     "ramp": (False, True),
     "stages": (None, "uneven"),
@@ -98,6 +99,10 @@ IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (
     (
         "parallel.sp: does nothing at tp 1",
         lambda values, world: values["sp"] and values["tp"] == 1,
+    ),
+    (
+        "parallel.async_tp: does nothing at tp 1",
+        lambda values, world: values["async_tp"] and values["tp"] == 1,
     ),
     (
         "parallel.schedule: all are the same at pp 1",

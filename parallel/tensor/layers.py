@@ -7,6 +7,7 @@ what they pass through there (norms, dropout, residuals) is neither repeated nor
 bytes are sent as without.
 """
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -17,7 +18,7 @@ from kernels.cross_entropy import Merge
 from kernels.embedding import embedding
 from kernels.fp8_linear import Fp8Scaling, scaled_linear
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
-from kernels.linear import linear, linear_of_several
+from kernels.linear import linear, linear_of_several, linear_out_of_region
 from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, Part, SavedTensor, Workload
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
@@ -140,11 +141,27 @@ def layer_product(scaling: Fp8Scaling | None, shape: tuple[int, ...], work: Work
     return MatrixProduct(work.tokens, inputs, outputs, fp8=True, scales=scales_of_feature(scaling, work))
 
 
+def tensor_parallel_region(group: Group, *, sp: bool, async_tp: bool) -> TensorParallelRegion | None:
+    """The region of a layer whose weight is divided over tp; None in a group of one rank."""
+    return TensorParallelRegion(group, sp, is_async=async_tp) if group.size > 1 else None
+
+
+def sends_parts_to(region: TensorParallelRegion | None) -> int:
+    """The number of ranks to which a layer sends its part of an activation; 0: it uses collectives."""
+    return region.group.size - 1 if region is not None and region.is_async else 0
+
+
+def hiding_exchanges(product: MatrixProduct, region: TensorParallelRegion | None) -> MatrixProduct:
+    """The product of a layer, which is computed while its parts travel where the region is async."""
+    return replace(product, hides="tp") if sends_parts_to(region) else product
+
+
 class ColumnLinear(nn.Module):
     """x [b, s, n] (sp: [b, s/tp, n]) -> [b, s, sum(outputs)/tp]: the output features are divided over tp.
 
     outputs: {key: features} of the projections that it holds, each divided on its own.
-    Under sp it gathers its input over tp; it sums the gradient of its input (regions.py).
+    Under sp it gathers its input over tp; it sums the gradient of its input (regions.py). async_tp: its
+    product runs while the parts of the sequence travel (overlap.py).
     """
 
     def __init__(
@@ -156,11 +173,12 @@ class ColumnLinear(nn.Module):
         std: float,
         bias: bool,
         sp: bool,
+        async_tp: bool,
         fp8: Fp8Recipe | None = None,
     ) -> None:
         super().__init__()
         self.sp = sp
-        self.region = TensorParallelRegion(mesh.tp, sp) if mesh.tp.size > 1 else None
+        self.region = tensor_parallel_region(mesh.tp, sp=sp, async_tp=async_tp)
         self.scaling = fp8_scaling(fp8, mesh, divides_outputs=True)
 
         weights = [row_shard(f"{key}.weight", (m, n), mesh.tp) for key, m in outputs.items()]
@@ -179,10 +197,16 @@ class ColumnLinear(nn.Module):
         """input_part: the part whose recomputation makes the input again; rest: none does."""
         outputs, inputs = self.weight.spec.shape
         input_bytes = work.tokens * inputs * work.compute_bytes
-        entered = enter_exchanges(input_bytes, self.sp, regathers=input_part)
+        entered = enter_exchanges(
+            input_bytes,
+            self.sp,
+            regathers=input_part,
+            sends_parts_to=sends_parts_to(self.region),
+        )
         scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=True)
+        product = layer_product(self.scaling, (outputs, inputs), work)
         return Cost(
-            products=(layer_product(self.scaling, (outputs, inputs), work),),
+            products=(hiding_exchanges(product, self.region),),
             saved=saved_input(self.scaling, inputs, work, input_part),
             exchanges=entered + scales,
         )
@@ -210,7 +234,8 @@ class SharedHeadsLinear(nn.Module):
         sp: bool,
     ) -> None:
         super().__init__()
-        self.q = ColumnLinear(mesh, {f"{key}.q": heads * head_dim}, n, std=std, bias=bias, sp=sp)
+        queries = {f"{key}.q": heads * head_dim}
+        self.q = ColumnLinear(mesh, queries, n, std=std, bias=bias, sp=sp, async_tp=False)
         head = mesh.tp.index * kv_heads // mesh.tp.size  # that this rank's queries see
         all_queries = slice(0, heads * head_dim // mesh.tp.size)
         rows_of_head = slice(head * head_dim, (head + 1) * head_dim)
@@ -250,7 +275,8 @@ def shared_weight(key: str, shape: tuple[int, int], std: float) -> ShardedParame
 class RowLinear(nn.Module):
     """x [b, s, n/tp] -> [b, s, m] (sp: [b, s/tp, m]): the input features are divided over tp.
 
-    The partial products are summed over tp: an all-reduce, or under sp a reduce-scatter.
+    The partial products are summed over tp: an all-reduce, or under sp a reduce-scatter. async_tp: see
+    ColumnLinear.
     """
 
     def __init__(
@@ -263,35 +289,42 @@ class RowLinear(nn.Module):
         std: float,
         bias: bool,
         sp: bool,
+        async_tp: bool,
         fp8: Fp8Recipe | None = None,
     ) -> None:
         super().__init__()
         self.tp = mesh.tp
         self.sp = sp
+        self.region = tensor_parallel_region(mesh.tp, sp=sp, async_tp=async_tp)
         self.scaling = fp8_scaling(fp8, mesh, divides_outputs=False)
         weight = column_shard(f"{key}.weight", (m, n), mesh.tp)
         self.weight = parameter(ParameterSpec((weight,), "hidden", std))
         self.bias = replicated_vector(f"{key}.bias", m, "bias", is_partial=sp) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias if self.tp.size == 1 else None
-        if self.scaling is None:
-            y = linear(x, self.weight, bias)
+        if self.region is None:
+            return self.multiply(x, self.bias)
+        if self.region.is_async:
+            y = linear_out_of_region(x, self.weight, self.region)
         else:
-            y = scaled_linear(x, self.weight, bias, None, self.scaling)
-        if self.tp.size == 1:
-            return y
-        y = leave_region(y, self.tp, self.sp)
+            y = leave_region(self.multiply(x, bias=None), self.tp, self.sp)
         return y if self.bias is None else _AddBias.apply(y, self.bias)  # once, after the sum
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [b, s, n/tp] -> what this rank adds to the sum [b, s, m]."""
+        if self.scaling is None:
+            return linear(x, self.weight, bias)
+        return scaled_linear(x, self.weight, bias, None, self.scaling)
 
     def cost(self, work: Workload, input_part: Part | None = None) -> Cost:
         """input_part: see ColumnLinear.cost; None: another module keeps the input."""
         outputs, inputs = self.weight.spec.shape
         output_bytes = work.tokens * outputs * work.compute_bytes
         scales = scale_exchanges(self.scaling, (outputs, inputs), work, divides_outputs=False)
-        left = leave_exchanges(output_bytes, self.sp)
+        left = leave_exchanges(output_bytes, self.sp, sends_parts_to(self.region))
+        product = layer_product(self.scaling, (outputs, inputs), work)
         return Cost(
-            products=(layer_product(self.scaling, (outputs, inputs), work),),
+            products=(hiding_exchanges(product, self.region),),
             saved=saved_input(self.scaling, inputs, work, input_part),
             exchanges=scales + left,
         )

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel.cost import Exchange, Part
+from kernels.linear import product
+from parallel.cost import Exchange, Part, Phase
+from parallel.tensor.overlap import gather_and_multiply, multiply_and_scatter
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
@@ -30,15 +32,18 @@ def leave_region(x: Tensor, group: Group, sequence: bool) -> Tensor:
     return _ScatterGather.apply(x, group) if sequence else _ReduceCopy.apply(x, group)
 
 
-def enter_exchanges(nbytes: int, sequence: bool, regathers: Part | None = None) -> tuple[Exchange, ...]:
+def enter_exchanges(
+    nbytes: int, sequence: bool, regathers: Part | None = None, sends_parts_to: int = 0
+) -> tuple[Exchange, ...]:
     """What enter_region exchanges. nbytes: of [b, s, d].
 
-    regathers: where that part is recomputed, the input is gathered again.
+    regathers: where that part is recomputed, the input is gathered again. sends_parts_to: under async tensor
+    parallelism, the number of other ranks, to each of which a rank sends its part of the input.
     """
     if not sequence:
         return (Exchange("tp", "all_reduce", nbytes, phase="backward"),)
     exchanges = (
-        Exchange("tp", "all_gather", nbytes),
+        part_exchange("all_gather", nbytes, "forward", sends_parts_to),
         Exchange("tp", "reduce_scatter", nbytes, phase="backward"),
     )
     if regathers is None:
@@ -46,14 +51,25 @@ def enter_exchanges(nbytes: int, sequence: bool, regathers: Part | None = None) 
     return (*exchanges, Exchange("tp", "all_gather", nbytes, phase="regather", part=regathers))
 
 
-def leave_exchanges(nbytes: int, sequence: bool) -> tuple[Exchange, ...]:
-    """What leave_region exchanges. nbytes: of [b, s, d]."""
+def leave_exchanges(nbytes: int, sequence: bool, sends_parts_to: int = 0) -> tuple[Exchange, ...]:
+    """What leave_region exchanges. nbytes: of [b, s, d].
+
+    sends_parts_to: see enter_exchanges. The sends belong to the product: recompute repeats both.
+    """
     if not sequence:
         return (Exchange("tp", "all_reduce", nbytes, phase="output"),)
+    phase: Phase = "forward" if sends_parts_to else "output"
     return (
-        Exchange("tp", "reduce_scatter", nbytes, phase="output"),
-        Exchange("tp", "all_gather", nbytes, phase="backward"),
+        part_exchange("reduce_scatter", nbytes, phase, sends_parts_to),
+        part_exchange("all_gather", nbytes, "backward", sends_parts_to),
     )
+
+
+def part_exchange(verb: str, nbytes: int, phase: Phase, sends_parts_to: int) -> Exchange:
+    """A collective of nbytes, or as many sends of parts of it as there are other ranks."""
+    if not sends_parts_to:
+        return Exchange("tp", verb, nbytes, phase=phase)
+    return Exchange("tp", "send", nbytes // (sends_parts_to + 1), calls=sends_parts_to, phase=phase)
 
 
 def outside_region(size: int, group: Group, sequence: bool) -> int:
@@ -76,17 +92,33 @@ def gather_from_tp(x: Tensor, group: Group, s: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorParallelRegion:
-    """The entrance of a region for a linear layer (kernels/linear.py).
+    """The boundaries of a region for a linear layer (kernels/linear.py), without a gradient of their own.
 
     The layer overlaps the exchanges of its backward with its matrix products: the gradient of its input is
-    sent while the gradient of its weight is computed.
+    sent while the gradient of its weight is computed. is_async (only with sequence): its other exchanges
+    overlap as well (parallel/tensor/overlap.py).
     """
     group: Group
     sequence: bool
+    is_async: bool = False
 
     def enter(self, x: Tensor) -> Tensor:
-        """[b, s, d] (sequence: [b, s/tp, d]) -> [b, s, d]; without a gradient of its own."""
+        """[b, s, d] (sequence: [b, s/tp, d]) -> [b, s, d]."""
         return all_gather_sequence(x, self.group) if self.sequence else x
+
+    def enter_and_multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x as of enter, weight [m, d], bias [m] -> enter(x) [b, s, d], and its product [b, s, m]."""
+        if self.is_async:
+            return gather_and_multiply(x, weight, bias, self.group)
+        entered = self.enter(x)
+        return entered, product(entered, weight, bias)
+
+    def multiply_and_leave(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x [b, s, n/tp], weight [m, n/tp] -> this rank's part [b, s/tp, m] of the sum of x W^T over tp.
+
+        Only of an async region: leave_region is that of others, which full recompute leaves out.
+        """
+        return multiply_and_scatter(x, weight, self.group)
 
     def start_gather_inputs(self, x: Tensor) -> Callable[[], Tensor]:
         """enter(x), started. Returns what waits for the result."""

@@ -124,11 +124,8 @@ TABLE = (
     Mutation(
         what="the row-parallel bias is added on every rank",
         file="parallel/tensor/layers.py",
-        old=(
-            "y = leave_region(y, self.tp, self.sp)\n"
-            "        return y if self.bias is None else _AddBias.apply(y, self.bias)"
-        ),
-        new="return leave_region(y if self.bias is None else _AddBias.apply(y, self.bias), self.tp, self.sp)",
+        old="leave_region(self.multiply(x, bias=None), self.tp, self.sp)",
+        new="leave_region(self.multiply(x, self.bias), self.tp, self.sp)",
         model="gpt2-tiny",
         world=2,
         layout="tp2 zero0 mb1",
@@ -1451,6 +1448,27 @@ TABLE = (
         world=2,
         layout="cp2 zero0 mb1 cp-ring",
     ),
+    Mutation(
+        what="parts of the sequence are multiplied for the wrong rank",
+        file="parallel/tensor/overlap.py",
+        old="        partial = product(parts[target], weight)\n",
+        new="        partial = product(parts[source], weight)\n",
+        model="llama3-tiny",
+        world=4,
+        layout="tp4 sp async-tp zero0 mb1",
+    ),
+    Mutation(
+        what="the gathered gradient of a row layer's output is that of this rank's part alone",
+        file="kernels/linear.py",
+        old="        dy, dx = ctx.region.enter_and_multiply(dy, ctx.weight.t(), None)",
+        new=(
+            "        full_dy, dx = ctx.region.enter_and_multiply(dy, ctx.weight.t(), None)\n"
+            "        dy = dy.repeat(1, full_dy.shape[1] // dy.shape[1], 1)"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp async-tp zero0 mb1",
+    ),
     # ---- what gloo forgives and NCCL does not: for verify --strict
     Mutation(
         what="gathered weights are used one part early: their all-gather is not awaited",
@@ -1649,6 +1667,55 @@ TABLE = (
         model="llama3-tiny",
         world=2,
         layout="dp2 zero1 offload mb1",
+        is_strict=True,
+    ),
+    Mutation(
+        what="a part of the sequence is multiplied before it has arrived",
+        file="parallel/tensor/overlap.py",
+        old=(
+            "        wait_all(transfers)\n"
+            "        product(gathered[source], weight, bias, out=y[source])\n"
+        ),
+        new=(
+            "        product(gathered[source], weight, bias, out=y[source])\n"
+            "        wait_all(transfers)\n"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp async-tp zero0 mb1",
+        is_strict=True,
+    ),
+    Mutation(
+        what="the product of the next part overwrites one that is under way",
+        file="parallel/tensor/overlap.py",
+        old=(
+            "        partial = product(parts[target], weight)\n"
+            "        sent.append(partial)\n"
+        ),
+        new=(
+            "        partial = product(parts[target], weight, out=sent[0] if sent else None)\n"
+            "        sent.append(partial)\n"
+        ),
+        model="llama3-tiny",
+        world=4,
+        layout="tp4 sp async-tp zero0 mb1",
+        is_strict=True,
+    ),
+    Mutation(
+        what="parts are summed before they have arrived",
+        file="parallel/tensor/overlap.py",
+        old=(
+            "    wait_all(under_way)\n"
+            "    return summands.sum(0, dtype=accumulation_dtype(x.dtype)).to(x.dtype)"
+        ),
+        new=(
+            "    summed = summands.sum(0, dtype=accumulation_dtype(x.dtype)).to(x.dtype)\n"
+            "    wait_all(under_way)\n"
+            "    return summed"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp async-tp zero0 mb1",
         is_strict=True,
     ),
     Mutation(

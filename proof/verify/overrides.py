@@ -17,6 +17,7 @@ CELL_WORDS = {
     "parallel.ep": "ep2, ep4 or ep8",
     "parallel.etp": "etp2, etp4 or etp8",
     "parallel.sp": "sp or no-sp",
+    "parallel.async_tp": "async-tp or no-async-tp",
     "parallel.schedule": "gpipe, 1f1b, interleaved, zb-h1, zb-v or dualpipe-v",
     "parallel.vpp": "vpp4 or no-vpp4",
     "parallel.cp_kind": "cp-ring or cp-ulysses",

@@ -66,7 +66,7 @@ CASES = (
     ({"beta1": 0.5}, "--optim.name lars", "--optim.name lion", 1),
     ({"beta2": 0.5}, "--optim.name lars", "--optim.name lion", 1),
     ({"eps": 1e-4}, "--optim.name lion", "--optim.name muon", 1),
-    ({"sp": "true"}, "", "--parallel.tp 2", 2),
+    ({"sp": "true", "async_tp": "true"}, "", "--parallel.tp 2", 2),
     ({"schedule": "gpipe", "vpp": 3}, "", "--parallel.pp 2", 2),
     ({"cp_kind": "ulysses"}, "", "--parallel.cp 2", 2),
     ({"zero": 1, "reduce": "ring", "compress": "int8", "compress_weights": "int8"}, "--parallel.tp 1", "", 2),
