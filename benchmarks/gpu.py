@@ -453,7 +453,7 @@ def weight_gradient_case(inputs: Inputs, x: Tensor) -> Case:
         work=2 * size.tokens * size.ffn * size.hidden,
         ours=lambda: linear.launch_wgrad(into, dy, x),
         others={
-            "addmm to fp32": lambda: torch.addmm(into, dy.t(), x, out_dtype=torch.float32),
+            "addmm to fp32": lambda: linear.add_by_library(into, dy, x),
             "add_(mm)": lambda: into.add_(dy.t() @ x),
         },
     )

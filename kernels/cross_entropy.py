@@ -25,7 +25,8 @@ Merge = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 IGNORE_INDEX = -100  # a target that is not counted
 CHUNK_BYTES = 1 << 25  # the largest size that glibc reuses without new pages (its largest mmap threshold)
 SOFTMAX_ELEMENTS = 1 << 21  # logits that the CPU converts to fp32 at a time
-GPU_CHUNK_BYTES = 1 << 28  # 1,024 rows of 128k logits in bf16, enough for full GEMMs
+GPU_CHUNK_BYTES = 1 << 30  # 4,096 rows of 128k logits in bf16: each chunk reads and writes all of dW
+GPU_CHUNK_SHARE = 64  # a chunk takes at most one part in so many of the GPU's memory
 COLUMNS, WARPS = 8192, 16  # columns of a row that a program reads at a time, and its warps
 
 
@@ -46,16 +47,24 @@ def linear_cross_entropy(
     targets [t]: IGNORE_INDEX where a token is not counted.
     vocab: rows of the vocabulary from here on are padding, and have no probability.
     merge: combines the statistics of a vocabulary that is sharded over ranks; None: this rank has all of it.
-    chunk: rows at a time; None: as many as fill CHUNK_BYTES, on a GPU GPU_CHUNK_BYTES.
+    chunk: rows at a time; None: as many as fill chunk_bytes.
     """
     if not chunk:
-        size = CHUNK_BYTES if hidden.device.type == "cpu" else GPU_CHUNK_BYTES
-        chunk = max(1, size // (weight.shape[0] * weight.element_size()))
+        chunk = max(1, chunk_bytes(hidden.device) // (weight.shape[0] * weight.element_size()))
     rows = max(1, hidden.shape[0])  # of a microbatch whose rows are all elsewhere: none
     count = -(-rows // chunk)
     even_chunk = -(-rows // count)  # the same number of chunks, none of them short
     return _LinearCrossEntropy.apply(
         hidden, weight, targets, scale, vocab, start, merge, even_chunk, torch.is_grad_enabled())
+
+
+def chunk_bytes(device: torch.device) -> int:
+    """Of the logits that exist at a time."""
+    if device.type == "cpu":
+        return CHUNK_BYTES
+    if device.type != "cuda":
+        return GPU_CHUNK_BYTES
+    return min(GPU_CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // GPU_CHUNK_SHARE)
 
 
 def softmax_cross_entropy_block(

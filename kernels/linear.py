@@ -6,6 +6,7 @@ the weight gradient is computed. An x that is cheap to recompute (recompute_outp
 backward, only what it is computed from (arXiv 2205.05198).
 """
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol, cast
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from kernels.grad import Compute, accumulate_grad, accumulate_summed_grad, accumulation_dtype
 from kernels.tiles import add_tile, tile_of_program
-from kernels.triton_ import TensorDescriptor, ceil_div, chip_name, kernel_is_available, tl, triton
+from kernels.triton_ import TensorDescriptor, ceil_div, chip_name, kernel_is_available, print_once, tl, triton
 
 BLOCK = 1 << 20  # elements of a weight gradient that a CPU computes and adds while they are in its cache
 # of the GPU's GEMM. M: outputs, N: inputs, K: tokens, GROUP: see wgrad_kernel
@@ -130,6 +131,8 @@ def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
         return dy.t() @ x
     if into.dtype == dy.dtype:
         return into.addmm_(dy.t(), x)
+    if library_adds_in_fp32(dy.device, dy.dtype) and into.dtype == torch.float32:
+        return add_by_library(into, dy, x)
     if triton_fits(into, dy, x):
         return launch_wgrad(into, dy, x)
     # No CPU library adds a bf16 product to fp32, and torch widens a whole operand before it adds.
@@ -138,6 +141,43 @@ def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
     for part, columns in zip(into.split(rows), dy.split(rows, 1)):
         part.add_(columns.t() @ x)
     return into
+
+
+# ---- the GPU's library -------------------------------------------------------------------------------------
+
+def add_by_library(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """into += dy^T x: operands in 16 bits, into in fp32, without a copy of it. Of NVIDIA's library alone."""
+    return torch.addmm(into, dy.t(), x, out_dtype=torch.float32, out=into)
+
+
+@cache
+def library_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether add_by_library works on this device: tried once, on a small product whose result is known.
+
+    Where it does not (ROCm, a torch that wants the dtype of the operands), a line says so.
+    """
+    if device.type != "cuda":
+        return False
+    why = obstacle_to_library(device, dtype)
+    if why is not None:
+        print_once(f"weight gradient in {dtype}: torch.addmm does not add to fp32 here ({why}); "
+                   "a kernel of our own runs instead")
+    return why is None
+
+
+def obstacle_to_library(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why add_by_library cannot be used; None if it can."""
+    into = torch.full((16, 8), 2.0**-12, device=device)  # is lost where 256 is rounded to 16 bits
+    dy = torch.full((32, 16), 2.0, device=device, dtype=dtype)
+    x = torch.full((32, 8), 4.0, device=device, dtype=dtype)
+    address = into.data_ptr()
+    try:
+        result = add_by_library(into, dy, x)
+    except (RuntimeError, TypeError) as error:
+        return str(error).splitlines()[0]
+    is_in_place = result.data_ptr() == into.data_ptr() == address
+    is_exact = bool((into == 256.0 + 2.0**-12).all())
+    return None if is_in_place and is_exact else "a wrong result"
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------

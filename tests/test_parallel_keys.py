@@ -70,6 +70,22 @@ def tensor_parallel(before, after) -> bool:
     )
 
 
+def parts_are_sent(before: list[Seen], after: list[Seen]) -> bool:
+    """Of two ranks, each sends its half of what the collectives of the linear layers held: six of a block's
+    eight (not the sums of gradients of column layers' inputs)."""
+    for b, a in zip(before, after):
+        calls = nbytes = 0
+        for verb in ("all_gather", "reduce_scatter"):
+            calls_before, bytes_before = sent(b, "tp", verb)
+            calls_after, bytes_after = sent(a, "tp", verb)
+            calls += calls_before - calls_after
+            nbytes += bytes_before - bytes_after
+        scatters = sent(b, "tp", "reduce_scatter")[0] - sent(a, "tp", "reduce_scatter")[0]
+        if calls != 3 * scatters or sent(a, "tp", "send") != (calls, nbytes // 2) or not calls:
+            return False
+    return True
+
+
 def sequence_parallel(before, after) -> bool:
     """An all-reduce becomes a reduce-scatter and an all-gather; what lies between tp regions is kept once,
     not on both ranks."""
@@ -364,6 +380,7 @@ PP = {"pp": 2}
 CASES = [
     Case("tp", 2, REGROUPED, tensor_parallel),
     Case("sp", True, {"wire", "kept"}, sequence_parallel, {"tp": 2}),
+    Case("async_tp", True, {"wire", "peers"}, parts_are_sent, {"tp": 2, "sp": True}),
     Case("pp", 2, {*REGROUPED, "layers", "buckets", "peers"}, pipeline),
     Case("vpp", 2, MOVED, interleaved, {"pp": 2, "schedule": "interleaved", "vpp": 1, "stages": None}),
     Case("schedule", "gpipe", {"ops"}, gpipe, PP),

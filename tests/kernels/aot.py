@@ -1,6 +1,10 @@
 """Every Triton kernel compiled for chips that are not here: registers, spills, shared memory, and the
 instructions that count.
 
+    programs    that fit a processor at the same time, by registers, shared memory and warps
+    in flight   the most products of tensor cores that the kernel leaves under way when it waits for an
+                earlier one (Hopper's wgmma.wait_group): 0, and loads of operands hide behind nothing
+
 python tests/kernels/aot.py [80 90 100] [--only NAME] > tests/kernels/aot.txt     the committed table
 
 ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The
@@ -25,6 +29,7 @@ from triton.compiler import ASTSource
 from kernels import (
     adam,
     cross_entropy,
+    embedding,
     fp8,
     fp8_gemm,
     fp8_grouped,
@@ -44,6 +49,15 @@ TMA = (90, 100)  # kernels that read through the copy engine; an older chip take
 MMA = (
     r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|QGMMA|QMMA)\b"  # tensor cores: Hopper's, Blackwell's, Ampere's; the fp8 ones
 )
+
+
+# Of a processor (CUDA C++ programming guide, technical specifications by compute capability).
+REGISTERS = 1 << 16
+REGISTER_UNIT = 256  # a warp gets registers in multiples of this
+MOST_WARPS = 64
+MOST_PROGRAMS = 32
+SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+RESERVED_BYTES = 1 << 10  # of shared memory, for each program
 
 
 @dataclass(frozen=True)
@@ -284,6 +298,11 @@ CASES = {
         {"HAS_EMPTY": True, "SLOTS_PER_TOKEN": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4},
         {"SLOTS": "*i64"},
     ),
+    "embedding_gradient": Case(
+        embedding.add_rows_kernel,
+        {"ROWS": 8, "BLOCK": 1024, "num_warps": 8},
+        {"IDS": "*i64", "ORDER": "*i64", "ENDS": "*i64", "INTO": "*fp32"},
+    ),
     "fp8_tensor": cast(False, True, 1, 4096),
     "fp8_row": cast(True, False, 1, 4096),
     "fp8_group": cast(True, False, 32, 128),
@@ -356,15 +375,32 @@ def compiled(case: Case, chip: int) -> dict:
             for tool, how in (("cuobjdump", ["--dump-resource-usage"]), ("nvdisasm", ["-c"]))
         )
     found = re.findall(MMA, sass)
+    left_in_flight = re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", binary.asm["ptx"])
+    registers = int(re.search(r"REG:(\d+)", usage)[1])
+    shared = binary.metadata.shared
+    warps = binary.metadata.num_warps
     return {
-        "registers": int(re.search(r"REG:(\d+)", usage)[1]),
+        "registers": registers,
         "spills": len(re.findall(r"\b(?:STL|LDL)\b", sass)),
-        "shared": binary.metadata.shared,
-        "warps": binary.metadata.num_warps,
+        "shared": shared,
+        "warps": warps,
+        "programs": programs_of_processor(registers, shared, warps, chip),
+        "in flight": max(map(int, left_in_flight)) if left_in_flight else "-",
         "mma": f"{len(found)} {found[0]}" if found else "-",
         "wide loads": len(re.findall(r"(?:LDG|LDGSTS)\.E(?:\.[A-Z0-9]+)*\.128|UTMALDG", sass)),
         "atomics": len(re.findall(r"\b(?:ATOM|ATOMG|RED)[A-Z]*\.E", sass)),
     }
+
+
+def programs_of_processor(registers: int, shared: int, warps: int, chip: int) -> int:
+    """How many programs fit a processor at the same time. registers: of a thread; shared: bytes."""
+    of_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    return min(
+        REGISTERS // of_warp // warps,
+        SHARED_BYTES[chip] // (shared + RESERVED_BYTES),
+        MOST_WARPS // warps,
+        MOST_PROGRAMS,
+    )
 
 
 def main() -> int:
@@ -379,8 +415,8 @@ def main() -> int:
     assert hasattr(norm.forward_kernel, "cache_key"), "compiles, so it must not run under TRITON_INTERPRET"
     print(f"triton {triton.__version__}")
     print(
-        f"{'kernel':30}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'wide loads':>12}"
-        f"{'atomics':>9}  mma"
+        f"{'kernel':30}{'chip':6}{'registers':>10}{'spills':>8}{'shared':>8}{'warps':>7}{'programs':>10}"
+        f"{'in flight':>11}{'wide loads':>12}{'atomics':>9}  mma"
     )
     for name, case in list(CASES.items())[part - 1 :: parts]:
         for chip in args.chips:
@@ -388,7 +424,7 @@ def main() -> int:
                 r = compiled(case, chip)
                 print(
                     f"{name:30}sm_{chip:<4}{r['registers']:>9}{r['spills']:>8}{r['shared']:>8}{r['warps']:>7}"
-                    f"{r['wide loads']:>12}"
+                    f"{r['programs']:>10}{r['in flight']:>11}{r['wide loads']:>12}"
                     f"{r['atomics']:>9}  {r['mma']}",
                     flush=True,
                 )

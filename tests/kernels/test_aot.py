@@ -1,5 +1,6 @@
 """Every kernel compiles for Ampere, Hopper and Blackwell, and tests/kernels/aot.txt says what into."""
 
+import importlib.util
 import os
 import pathlib
 import subprocess
@@ -14,6 +15,8 @@ PARTS = 4  # of the kernels, each of which is one test: tests/draw.py takes some
 SPILLS = {
     ("attention_dkv_256_256", "sm_100"): 26
 }  # instructions, of triton 3.7.1 alone: around the loop over query heads. Nothing else may.
+# of a processor, at least: of a short product, another program hides where one begins and ends
+PROGRAMS = {"grouped": 2, "grouped_dgrad": 2}
 LARGEST = {
     "sm_80": 163 << 10,
     "sm_90": 227 << 10,
@@ -27,8 +30,8 @@ def rows(text: str) -> dict:
     return {
         tuple(line.split()[:2]): dict(
             zip(
-                ("registers", "spills", "shared", "warps", "wide", "atomics", "mma"),
-                line.split(maxsplit=8)[2:],
+                ("registers", "spills", "shared", "warps", "programs", "flight", "wide", "atomics", "mma"),
+                line.split(maxsplit=10)[2:],
             )
         )
         for line in lines[2:]
@@ -47,6 +50,7 @@ def check_promises(text: str) -> None:
     for (name, chip), row in found.items():
         assert int(row["spills"]) <= SPILLS.get((name, chip), 0), (name, chip)
         assert int(row["shared"]) <= LARGEST[chip] and int(row["atomics"]) == 0, (name, chip)
+        assert int(row["programs"]) >= PROGRAMS.get(name, 1), (name, chip)
         if name.startswith(gemm) and name != "attention_delta":
             tensor_core = {
                 "sm_80": "HMMA",
@@ -56,6 +60,27 @@ def check_promises(text: str) -> None:
             assert tensor_core in row["mma"], (name, chip)
         else:
             assert row["mma"] == "-" and int(row["wide"]) > 0, (name, chip)
+
+
+@pytest.mark.parametrize("registers, shared, warps, chip, programs", [
+    (90, 131104, 8, 90, 1),  # shared memory
+    (90, 98328, 8, 90, 2),
+    (182, 98328, 8, 90, 1),  # registers: 182 are 184 in units, times 256 threads
+    (32, 32, 8, 90, 8),  # warps
+    (16, 0, 1, 80, 32),  # programs
+    (128, 80 << 10, 8, 80, 2),
+])
+def test_programs_of_a_processor(registers, shared, warps, chip, programs):
+    assert aot_module().programs_of_processor(registers, shared, warps, chip) == programs
+
+
+def aot_module():
+    pytest.importorskip("triton", reason="no Triton for this platform")
+    spec = importlib.util.spec_from_file_location("aot", HERE / "aot.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["aot"] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_the_table_holds_what_it_promises(table):

@@ -1,5 +1,7 @@
 """Output head and cross entropy in one, against F.cross_entropy on the whole logits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -190,3 +192,14 @@ def test_triton_over_parts_of_the_vocabulary(interpreted, monkeypatch):
         got = kernel.launch_softmax(part, y, 0.5, 40, start, lambda *_: (lse.logsumexp(0), picked.sum(0)))
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(part, whole[:, start : start + 20], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("gib, expected", [(8, 1 << 27), (24, 3 << 27), (64, 1 << 30), (141, 1 << 30)])
+def test_a_chunk_of_a_gpu_is_a_small_part_of_its_memory(monkeypatch, gib, expected):
+    properties = SimpleNamespace(total_memory=gib << 30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert kernel.chunk_bytes(torch.device("cuda")) == expected
+
+
+def test_a_chunk_of_a_cpu_is_what_its_allocator_reuses():
+    assert kernel.chunk_bytes(torch.device("cpu")) == kernel.CHUNK_BYTES

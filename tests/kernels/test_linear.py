@@ -122,8 +122,63 @@ def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n)
     got = kernel.launch_wgrad(into.clone(), dy, x)
     want = 1 + dy.double().t() @ x.double()
     assert (got - want).norm() <= bound * want.norm()
+    monkeypatch.setattr(kernel, "library_adds_in_fp32", lambda device, dtype: False)
     if dtype != torch.float32:  # where fp32 is added to fp32 the library's GEMM does it
         assert torch.equal(kernel.add_wgrad(into, dy, x), got)
+
+
+# ---- the GPU's library -------------------------------------------------------------------------------------
+
+
+def adds(into, dy, x):
+    """What the library does on an NVIDIA GPU."""
+    return into.add_(dy.float().t() @ x.float())
+
+
+def adds_elsewhere(into, dy, x):
+    return into + dy.float().t() @ x.float()
+
+
+def rounds_first(into, dy, x):
+    return into.copy_((into.to(dy.dtype) + dy.t() @ x).float())
+
+
+def forgets_what_was_there(into, dy, x):
+    return into.copy_(dy.float().t() @ x.float())
+
+
+def refuses(into, dy, x):
+    raise RuntimeError("self and mat2 must have the same dtype\nmore")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("library, obstacle", [
+    (adds, None),
+    (adds_elsewhere, "a wrong result"),
+    (rounds_first, "a wrong result"),
+    (forgets_what_was_there, "a wrong result"),
+    (refuses, "self and mat2 must have the same dtype"),
+])
+def test_the_library_is_tried_before_it_is_used(monkeypatch, library, obstacle, dtype):
+    monkeypatch.setattr(kernel, "add_by_library", library)
+    assert kernel.obstacle_to_library(torch.device("cpu"), dtype) == obstacle
+
+
+def test_a_cpu_has_no_such_library():
+    assert not kernel.library_adds_in_fp32(torch.device("cpu"), torch.bfloat16)
+    assert kernel.obstacle_to_library(torch.device("cpu"), torch.bfloat16) is not None
+
+
+def test_where_it_works_it_adds_the_weight_gradient(monkeypatch):
+    calls = []
+    monkeypatch.setattr(kernel, "library_adds_in_fp32", lambda device, dtype: True)
+    monkeypatch.setattr(kernel, "add_by_library", lambda *args: calls.append(args) or adds(*args))
+    dy, x = torch.randn(6, 8).bfloat16(), torch.randn(6, 4).bfloat16()
+    into = torch.ones(8, 4)
+    assert kernel.add_wgrad(into, dy, x) is into and len(calls) == 1
+    torch.testing.assert_close(into, 1 + dy.float().t() @ x.float())
+    kernel.add_wgrad(torch.ones(8, 4, dtype=torch.float64), dy, x)  # not into fp32
+    assert len(calls) == 1
 
 
 def test_rows_that_the_copy_engine_cannot_read_take_the_other_way(interpreted, capfd):
