@@ -12,6 +12,7 @@ measurements: --published shows forecasts beside measurements, both those of the
 """
 import argparse
 import json
+import shlex
 import sys
 import time
 
@@ -78,8 +79,17 @@ def main(argv: list[str]) -> int:
     print(headline(cfg, args))
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
     print("\n".join(table(reports)))
-    print(f"\nbest     train.py {' '.join([args.name, *rest, reports[0]['arguments']])}")
+    print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
     return 0
+
+
+def settings(given: list[str], of_layout: list[str]) -> str:
+    """The settings of a command line and those of a layout, each key once."""
+    words: dict[str, str] = {}
+    for argv in (given, of_layout):
+        for section, values in config.dotted_overrides(argv).items():
+            words |= {f"--{section}.{key}": value for key, value in values.items()}
+    return " ".join(f"{key} {shlex.quote(value)}" for key, value in words.items())
 
 
 def print_published(fit: bool) -> None:

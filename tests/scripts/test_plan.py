@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -38,6 +39,32 @@ def test_the_best_layouts_and_how_to_run_them(capsys):
     cfg = config.resolve(words[0], None, words[1:])
     check_rules(cfg, 16)
     assert cfg.train.global_batch == 64 and plan.layout_text(cfg, 16) == re.split(" {2,}", said[4])[0]
+
+
+def test_each_setting_is_said_once(capsys):
+    argv = ["llama3-8b", "--gpus", "8", "--cluster", "h100-ib", "--top", "1", "--parallel.tp=8"]
+    assert plan.main([*argv, "--parallel.sp", "true", "--data.path", "0.5 a 0.5 b"]) == 0
+    command = capsys.readouterr().out.splitlines()[-1]
+    words = shlex.split(command)
+    keys = [word for word in words if word.startswith("--")]
+    assert len(set(keys)) == len(keys) and "=" not in command
+    assert words[words.index("--parallel.tp") + 1] == "8"
+    assert words[words.index("--data.path") + 1] == "0.5 a 0.5 b"
+
+
+def test_async_tensor_parallelism_sends_as_much_and_waits_less(capsys):
+    """Parts travel beside the products of all linear layers, not of gradients of weights alone."""
+    def best(is_async: str) -> dict:
+        argv = ["llama3-8b", "--gpus", "8", "--cluster", "h100-ib", "--top", "1", "--json"]
+        argv += ["--parallel.tp", "8", "--parallel.sp", "true", "--parallel.async_tp", is_async]
+        assert plan.main(argv) == 0
+        return json.loads(capsys.readouterr().out)
+
+    without, with_async = best("false"), best("true")
+    assert with_async["sent_inside"] == pytest.approx(without["sent_inside"], rel=1e-9)
+    waited = [found["exposed"]["tp"] * found["step_s"] for found in (without, with_async)]
+    assert waited[1] < waited[0] / 2
+    assert with_async["step_s"] < without["step_s"]
 
 
 def test_json_has_the_parts_of_a_step(capsys):
