@@ -189,8 +189,9 @@ def triton_fits(x: Tensor, weight: Tensor) -> bool:
 
 def offsets_of(counts: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     """int32 [experts + 1] on the device: where the rows of each expert start. Makes no host sync."""
-    on_device = torch.as_tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
-    ends = on_device.cumsum(0, dtype=torch.int32)
+    if not isinstance(counts, Tensor):
+        counts = torch.as_tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
+    ends = counts.cumsum(0, dtype=torch.int32)
     return F.pad(ends, (1, 0))
 
 

@@ -212,7 +212,7 @@ class Experts(nn.Module):
             recipe, side = fp8
             self.grouped_linear = partial(scaled_grouped_linear, recipe=recipe, side=side)
 
-    def forward(self, rows: Tensor, row_probs: Tensor, rows_per_expert: list[int]) -> Tensor:
+    def forward(self, rows: Tensor, row_probs: Tensor, rows_per_expert: list[int] | Tensor) -> Tensor:
         """rows [r, d], by expert; row_probs [r]: what their outputs are multiplied by -> [r, d]."""
         gate_up = self.grouped_linear(rows, self.gate_up, rows_per_expert)  # [r, 2f/etp]
         activated = weighted_swiglu(gate_up, row_probs)  # [r, f/etp]

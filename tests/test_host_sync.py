@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import config
 import kernels
 from build import build_run
-from kernels import triton_
+from kernels import grouped_gemm, triton_
 from optim.clip import clip_factor
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
@@ -115,6 +115,18 @@ def step_once(monkeypatch, *args: str) -> None:
         train_step(run, 1, [batch, batch], NonFiniteGuard())
 
 
+def launch_nothing(monkeypatch) -> None:
+    """The paths of the Triton kernels, whose launches do nothing."""
+    if not triton_.TRITON_AVAILABLE:
+        pytest.skip("no Triton for this platform")
+    monkeypatch.setattr(triton_, "DEVICES", ("cuda", "meta"))
+    for module in (
+        importlib.import_module(f"kernels.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)
+    ):
+        for name in [n for n in vars(module) if n.endswith("_kernel") and n != "sdpa_kernel"]:
+            monkeypatch.setattr(module, name, Launch())
+
+
 CASES = [
     "--optim.name adamw",
     "--model.dropout 0.1",
@@ -143,14 +155,7 @@ CASES = [
 @pytest.mark.parametrize("args", CASES)
 def test_nothing_in_a_dense_step_waits_for_the_device(monkeypatch, args, kernel):
     if kernel == "triton":
-        if not triton_.TRITON_AVAILABLE:
-            pytest.skip("no Triton for this platform")
-        monkeypatch.setattr(triton_, "DEVICES", ("cuda", "meta"))
-        for module in (
-            importlib.import_module(f"kernels.{m.name}") for m in pkgutil.iter_modules(kernels.__path__)
-        ):
-            for name in [n for n in vars(module) if n.endswith("_kernel") and n != "sdpa_kernel"]:
-                monkeypatch.setattr(module, name, Launch())
+        launch_nothing(monkeypatch)
     step_once(monkeypatch, *args.split(), *([] if "dtype" in args else ["--train.dtype", "bf16"]))
 
 
@@ -161,12 +166,33 @@ def test_cutting_a_sequence_does_not_wait():
         assert shard_batch(batch, Group("cp", (0, 1), 1)).tokens.shape == (2, 16)
 
 
-def test_a_mixture_reads_its_counts(monkeypatch):
-    """Known, and why config/rules.py refuses train.cuda_graphs with experts. Where this fails, mixtures no
-    longer wait: say so there.
-    """
+MIXTURE = ("--model.experts", "4", "--model.moe_ffn", "32", "--train.dtype", "bf16")
+
+
+@pytest.mark.parametrize("args", [
+    "",
+    "--model.router sigmoid --model.shared_experts 1",
+    "--model.router_groups 2 --model.router_group_top_k 1",
+    "--parallel.recompute full",
+    "--model.capacity 1.0 --model.pad true",
+])
+def test_a_mixture_on_one_rank_does_not_wait(monkeypatch, args):
+    """Its grouped products read on the device how many rows each expert has."""
+    launch_nothing(monkeypatch)
+    monkeypatch.setattr(grouped_gemm, "skewed", lambda *_: None)  # it asks for the chip
+    step_once(monkeypatch, *MIXTURE, *args.split())
+
+
+@pytest.mark.parametrize("args", ["--model.capacity 1.0", "reference"])
+def test_a_mixture_that_drops_or_has_no_kernels_reads_its_counts(monkeypatch, args):
+    """Known, and why config/rules.py refuses train.cuda_graphs with experts."""
+    if args == "reference":
+        args = ""
+    else:
+        launch_nothing(monkeypatch)
+        monkeypatch.setattr(grouped_gemm, "skewed", lambda *_: None)
     with pytest.raises((AssertionError, NotImplementedError, RuntimeError), match="waits|meta"):
-        step_once(monkeypatch, "--model.experts", "4", "--model.moe_ffn", "32", "--train.dtype", "bf16")
+        step_once(monkeypatch, *MIXTURE, *args.split())
 
 
 @pytest.mark.parametrize("planted", ["item", "truth", "cpu", "to", "mask", "tensor"])

@@ -38,7 +38,7 @@ class RowExchangeSizes:
     """Numbers of rows on the way to the experts; on the way back, sent and received are exchanged."""
     send_counts: list[int]  # to each rank
     receive_counts: list[int]  # from each rank
-    rows_per_expert: list[int]  # of each expert of this rank
+    rows_per_expert: list[int] | Tensor  # of each expert of this rank; a tensor [experts]: on the device
 
     def counts(self, to_experts: bool) -> tuple[list[int], list[int]]:
         """(rows sent to each rank, rows received from each)."""
@@ -66,7 +66,7 @@ class DispatchPlan:
     sizes: RowExchangeSizes
 
     @property
-    def rows_per_expert(self) -> list[int]:
+    def rows_per_expert(self) -> list[int] | Tensor:
         return self.sizes.rows_per_expert
 
 
@@ -81,6 +81,8 @@ def plan_dispatch(
 ) -> DispatchPlan:
     """Plans the exchange of rows. One all-to-all of a count for each expert; reads the counts on the host.
 
+    On one rank nothing is exchanged, and without drops a GPU's counts are not read.
+
     index [t, k]: the experts of each token; -1: dropped, only if may_drop. capacity: rows that each rank
     sends to every expert, at least as many as index has; then nothing is exchanged or read.
     """
@@ -91,7 +93,7 @@ def plan_dispatch(
 
     # how many rows go where
     if group.size == 1:
-        counted = count_on_one_rank(choices, num_experts, capacity)
+        counted = count_on_one_rank(choices, num_experts, may_drop, capacity)
     elif capacity is not None:
         counted = count_of_capacity(choices, num_experts, group, etp=etp, capacity=capacity)
     else:
@@ -152,12 +154,21 @@ def fill_up(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
 
     [t k] -> [t k + experts * capacity]: as many as could be missing; those that are not needed are -1.
     """
-    counts = torch.bincount(choices + 1, minlength=num_experts + 1)[1:]
+    counts = count_choices(choices, num_experts)[1:]
     missing = capacity - counts[:, None]
     experts = torch.arange(num_experts, device=choices.device)[:, None]
     is_needed = torch.arange(capacity, device=choices.device) < missing  # [experts, capacity]
     added = torch.where(is_needed, experts, -1)
     return torch.cat((choices, added.flatten()))
+
+
+def count_choices(choices: Tensor, num_experts: int) -> Tensor:
+    """choices [t k] -> [1 + experts]: how many are dropped, and how many each expert has.
+
+    torch.bincount gives the same, but the host waits for a GPU in it.
+    """
+    counts = choices.new_zeros(1 + num_experts)
+    return counts.index_add_(0, choices + 1, torch.ones_like(choices))
 
 
 class RowCounts(NamedTuple):
@@ -168,13 +179,25 @@ class RowCounts(NamedTuple):
     arrivals: Tensor | None
 
 
-def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -> RowCounts:
-    """Where this rank has all experts. choices [t k]: experts; -1: dropped."""
+def count_on_one_rank(
+    choices: Tensor, num_experts: int, may_drop: bool, capacity: int | None
+) -> RowCounts:
+    """Where this rank has all experts. choices [t k]: experts; -1: dropped, only if may_drop.
+
+    Reads the counts on the host where it has to know how many are dropped, and on a CPU.
+    """
+    rows_per_expert: list[int] | Tensor
+    is_on_gpu = choices.device.type != "cpu"
     if capacity is not None:
         num_dropped = len(choices) - num_experts * capacity
         rows_per_expert = [capacity] * num_experts
+        if is_on_gpu:
+            rows_per_expert = choices.new_full((num_experts,), capacity)
+    elif is_on_gpu and not may_drop:
+        num_dropped = 0
+        rows_per_expert = count_choices(choices, num_experts)[1:]
     else:
-        counts = torch.bincount(choices + 1, minlength=num_experts + 1)
+        counts = count_choices(choices, num_experts)
         num_dropped, *rows_per_expert = counts.tolist()
     num_kept = len(choices) - num_dropped
     return RowCounts(num_dropped, RowExchangeSizes([num_kept], [num_kept], rows_per_expert), arrivals=None)
@@ -199,7 +222,7 @@ def exchange_counts(
 
     Reads the counts on the host.
     """
-    counts = torch.bincount(choices + 1, minlength=num_experts + 1)  # dropped ones first
+    counts = count_choices(choices, num_experts)  # dropped ones first
     num_dropped = int(counts[0]) if may_drop else 0
     counts = counts[1:]  # [experts]
     num_local = num_experts * etp // group.size
@@ -295,6 +318,7 @@ def dispatch_cost(
     row_bytes = rows * hidden * work.compute_bytes
     prob_bytes = rows * work.accumulation_bytes
     indices_of_row = 5 if group.size > 1 else 3
+    host_reads = 1 if group.size > 1 else 0
 
     def all_to_all(nbytes: int, phase: Phase = "forward") -> Exchange:
         return Exchange("ep_etp", "all_to_all", nbytes, phase=phase)
@@ -311,7 +335,7 @@ def dispatch_cost(
             all_to_all(row_bytes, "backward"),
             all_to_all(prob_bytes, "backward"),
         ),
-        host_reads=1,
+        host_reads=host_reads,
     )
 
 

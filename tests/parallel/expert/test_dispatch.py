@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from build import build_run
-from parallel.expert.dispatch import Combine, Dispatch, plan_dispatch
+from parallel.expert.dispatch import Combine, Dispatch, count_choices, plan_dispatch
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -150,3 +150,10 @@ def test_shared_experts_lie_under_both_exchanges(ranks, name):
             "wait",
         ]  # tokens and probabilities; outputs
         assert backward == ["start", "down", "wait", "start", "start", "active", "wait", "wait"]
+
+
+@pytest.mark.parametrize("choices", [[], [2], [-1, -1], [0, 3, 3, -1, 2, 3, 0]])
+def test_choices_are_counted(choices):
+    chosen = torch.tensor(choices, dtype=torch.int64)
+    counts = count_choices(chosen, 4)
+    assert torch.equal(counts, torch.bincount(chosen + 1, minlength=5))
