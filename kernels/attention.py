@@ -28,6 +28,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import triton_
 from kernels.attention_mask import AttentionMask, MaskLike, make_attention_mask
+from kernels.cpu_products import operands_are_bf16
 from kernels.grad import accumulation_dtype
 from kernels.partial_attention import attention_part, output_dot_grad, partial_backward, triton_supports_part
 
@@ -282,9 +283,12 @@ def probabilities(q: Tensor, k: Tensor, mask: Tensor | None, start: int, end: in
     n, r, _, d = q.shape
     length = end - start
     acc_dtype = accumulation_dtype(q.dtype)
-    rows = (q[:, :, start:end].to(acc_dtype) / math.sqrt(d)).reshape(n, -1, d)
-    keys = k[:, :end].to(acc_dtype)
-    scores = torch.bmm(rows, keys.transpose(1, 2)).view(n, r, length, end)
+    rows = q[:, :, start:end].to(acc_dtype).reshape(n, -1, d)
+    keys = k[:, :end].to(acc_dtype).transpose(1, 2)
+    unused = rows.new_empty(1, 1, 1)
+    with operands_are_bf16(q.dtype):  # so they are scaled after the product
+        scores = torch.baddbmm(unused, rows, keys, beta=0, alpha=1 / math.sqrt(d))
+    scores = scores.view(n, r, length, end)
 
     if mask is None:
         triangle = scores.new_full((length, length), -math.inf).triu_(1)
