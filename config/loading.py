@@ -59,6 +59,11 @@ def sections() -> dict[str, type[Any]]:
 
 def nearest_key(cls: type[Any], prefix: str, key: str) -> str:
     """The end of an error about an unknown key: the key that was probably meant, or the keys that exist."""
+    meant = synonyms()
+    foreign = meant.get(prefix + key) or meant.get(key.rsplit(".")[-1])
+    if foreign:
+        return f"; did you mean {foreign}?"
+
     names = [field.name for field in dataclasses.fields(cls)]
     near = difflib.get_close_matches(key, names, 1, 0.5)
     if near:
@@ -179,6 +184,15 @@ def parse_yaml_cached(path: pathlib.Path, mtime_ns: int) -> bytes:
 def shipped_configs(path: pathlib.Path) -> Tree:
     """read_yaml of a file of configs/, parsed once: models.yaml takes longer than the rest of --list."""
     return pickle.loads(parse_yaml_cached(path, path.stat().st_mtime_ns))
+
+
+def synonyms() -> dict[str, str]:
+    """{word of another framework: our setting}, from configs/synonyms.yaml."""
+    meant: dict[str, str] = {}
+    for setting, words in shipped_configs(CONFIG_FOLDER / "synonyms.yaml").items():
+        for word in words:
+            meant[word] = setting
+    return meant
 
 
 def presets() -> dict[str, Tree]:
