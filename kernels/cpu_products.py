@@ -18,7 +18,7 @@ def operands_are_bf16(dtype: torch.dtype) -> Iterator[None]:
     if dtype != torch.bfloat16:
         yield
         return
-    library = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # not in torch's stubs
+    library = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]  # not in its stubs
     precision = library.fp32_precision
     library.fp32_precision = "bf16"
     try:
