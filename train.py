@@ -574,6 +574,7 @@ def sample(run: TrainingRun, tokenizer: Tokenizer) -> list[int]:
         eod=tokenizer.eod,
         device=run.device,
         limit=model.context if model.positions == "learned" else None,
+        vocab=tokenizer.vocab,
         multiple=run.pipeline.hidden_shape.sequence_shards,
     )
     return list(ids)

@@ -21,6 +21,8 @@ from typing import Any, BinaryIO, TypeVar
 
 import torch
 
+from config import usable_cores
+
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 FileEntry = dict[str, int | str]  # in index.json: {bytes, sha256} of meta.json, {bytes, header} of a shard
@@ -304,5 +306,5 @@ def run_in_threads(work: Callable[[Job], Result], jobs: list[Job]) -> list[Resul
     """
     if len(jobs) < 2:
         return [work(job) for job in jobs]
-    with ThreadPoolExecutor(min(MAX_THREADS, len(jobs), len(os.sched_getaffinity(0)))) as pool:
+    with ThreadPoolExecutor(min(MAX_THREADS, len(jobs), usable_cores())) as pool:
         return list(pool.map(work, jobs))

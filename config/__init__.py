@@ -3,6 +3,7 @@
 schema.py    every key with its type, default and meaning, and what follows from them
 loading.py   recipes, files and the command line -> Config; Config -> YAML
 optimizers.py  what each optimizer reads, keeps and supports
+machine.py   whether this system will do, and how many cores it has
 strict.py    YAML without its surprises; ConfigError
 rules.py     which values go together: validate, and suggestions near what was asked for
 unused.py    keys that are set but have no effect
@@ -30,6 +31,7 @@ from config.loading import (
     sections,
     split_argv,
 )
+from config.machine import usable_cores
 from config.optimizers import OPTIMIZERS, OptimizerSpec
 from config.schema import (
     MAX_LOSS_SCALE,

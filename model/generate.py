@@ -26,13 +26,15 @@ def generate(
     eod: int | None = None,
     seed: int = 0,
     limit: int | None = None,
+    vocab: int | None = None,
     multiple: int = 1,
     device: torch.device = torch.device("cpu"),
 ) -> Iterator[int]:
     """Yields new token ids, the same on every rank.
 
     temperature 0: the likeliest token. Stops at `eod`, and when the model has read `limit` tokens (learned
-    positions have no more). multiple: sequence parallelism divides the sequence, so it is padded to a
+    positions have no more). vocab: ids from here on are never taken, as of a model whose table is longer than
+    its tokenizer. multiple: sequence parallelism divides the sequence, so it is padded to a
     multiple of this and computed anew for each token (a token does not depend on what comes after it); 1: the
     cache is used.
     """
@@ -50,7 +52,7 @@ def generate(
         positions = torch.arange(num_cached, end, device=device)[None]
         if limit is not None:
             positions = positions.clamp(max=limit - 1)  # only padding lies beyond
-        logits = logits_of(tokens, positions, cache, len(new_ids) - 1).cpu()
+        logits = logits_of(tokens, positions, cache, len(new_ids) - 1)[:vocab].cpu()
 
         token = sample_token(
             logits,

@@ -5,6 +5,8 @@ Import this package before torch: OpenMP reads its settings when it is loaded.
 import ctypes
 import os
 
+import config.machine  # noqa: F401  ends here on Windows, which has no CDLL(None) either
+
 # Idle OpenMP threads sleep instead of spinning. Two spinning threads on two cores that another process also
 # used made a step 15 times slower (4.7 s against 0.3 s, measured). On quiet cores sleeping costs a few
 # percent of a tiny model's step.

@@ -14,6 +14,7 @@ Guarantees
 """
 import dataclasses
 import math
+import resource
 import statistics
 import sys
 import time
@@ -327,10 +328,7 @@ class MetricsLogger:
         """Peak memory: of the allocator on a GPU, of the process on a CPU."""
         if self.env.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.env.device) / 2**30
-        # not getrusage: its maximum is inherited from the parent process
-        with open("/proc/self/status") as status:
-            line = next(line for line in status if line.startswith("VmHWM:"))
-        return int(line.split()[1]) / 2**20
+        return peak_process_bytes() / 2**30
 
     def write(self, rows: list[dict[str, Any]]) -> None:
         """Appends rows to metrics.jsonl and prints the warnings of the file and of W&B, each once."""
@@ -538,6 +536,17 @@ def batch_text(cfg: Config, world: int) -> str:
     tokens = train.global_batch * train.seq_len
     text = f"{sequences} seq x {train.seq_len} tok x {accumulation} accum = {tokens:,} tok/step"
     return text + (f" (ramp {train.ramp})" if train.ramp else "")
+
+
+def peak_process_bytes() -> int:
+    """The most memory that this process has held."""
+    try:
+        with open("/proc/self/status") as status:
+            line = next(line for line in status if line.startswith("VmHWM:"))
+        return 1024 * int(line.split()[1])
+    except OSError:  # not on Linux. On Linux this maximum is inherited from the parent process
+        in_bytes = sys.platform == "darwin"  # in KiB elsewhere
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if in_bytes else 1024)
 
 
 def determinism_text(deterministic: bool) -> str:

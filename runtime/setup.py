@@ -13,6 +13,8 @@ import random
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 
 import config
-from config import Config, ConfigError
+from config import Config, ConfigError, usable_cores
 from runtime.faults import FaultInjector, parse
 
 # in the names of environment variables whose values are never written
@@ -32,6 +34,7 @@ WANDB_MODES = ("off", "offline", "online")  # from the most private on
 WANDB_MODE_NAMES = {"disabled": "off", "dryrun": "offline", "run": "online"}  # W&B's own names -> ours
 
 PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
+PARENT_POLL_SECONDS = 0.5  # between two looks at whether the parent lives, where there is no prctl
 # on GPUs, unless the environment has them: read by CUDA and torch when they start
 GPU_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues, enough for the streams of all groups
@@ -185,14 +188,25 @@ def environment_number(name: str, default: int | None = None) -> int:
 
 
 def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies.
+    """Asks the kernel to kill this process when its parent dies; where it cannot (macOS), a thread looks.
 
     Else a worker of a killed torchrun would keep its GPU and locks.
     """
     parent = os.getppid()
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        threading.Thread(target=end_with_parent, args=(parent,), daemon=True, name="parent").start()
+        return
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_with_parent(parent: int) -> None:
+    """Waits until the parent is another process than `parent`, which has died then; kills this one."""
+    while os.getppid() == parent:
+        time.sleep(PARENT_POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- threads, device, seeds, faults ------------------------------------------------------------------------
@@ -203,7 +217,7 @@ def spare_threads(local_world: int = 1) -> int:
     Two threads on a core that another process uses run ten times slower than one. So the cores that this
     container may use count, not those of the machine.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         cores = min(cores, max(1, int(quota) // int(period)))

@@ -161,7 +161,8 @@ def evaluation_model(run: TrainedModel, args: argparse.Namespace, device: torch.
         return run.stage.logits(tokens.to(device), positions)
 
     def write(ids: list[int], max_new: int) -> Iterator[int]:
-        return generate(run.logits, ids, max_new, temperature=0, eod=tok.eod, device=device)
+        return generate(run.logits, ids, max_new, temperature=0, eod=tok.eod, vocab=tok.vocab,
+                        device=device)
 
     return EvaluationModel(
         logits=logits,

@@ -90,6 +90,7 @@ def sample_ids(
         eod=run.tokenizer.eod,
         seed=seed,
         limit=model.context if model.positions == "learned" else None,
+        vocab=run.tokenizer.vocab,
         device=device,
     ))
 

@@ -8,13 +8,12 @@ path), 130 interrupted. After any of them, and after a kill, the same command co
 """
 import argparse
 import json
-import os
 import shutil
 import sys
 import time
 from typing import TextIO
 
-from config import ConfigError
+from config import ConfigError, usable_cores
 from data import prepare
 from data.documents import KINDS
 
@@ -46,7 +45,7 @@ def arguments() -> argparse.ArgumentParser:
         help="PREFIX.bin and PREFIX.idx are written; unfinished work is kept in PREFIX.parts/")
     add("--jsonl-key", default="text", metavar="KEY",
         help="field or column that holds the text (default: text)")
-    add("--workers", type=int, default=len(os.sched_getaffinity(0)), metavar="N",
+    add("--workers", type=int, default=usable_cores(), metavar="N",
         help="processes (default: one for each core); the result does not depend on it")
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
         help="end each document with the end-of-document token (default: on)")

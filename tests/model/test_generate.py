@@ -51,6 +51,14 @@ def test_several_stages_on_a_rank(ranks, name):
             assert ahead < 1e-12, f"{schedule}: a token of the prompt sees the ones behind it"
 
 
+def test_ids_that_the_tokenizer_does_not_have_are_never_taken():
+    """A table may be longer than the tokenizer: model.vocab, as published models round it up."""
+    likelier = torch.arange(50.0)  # the last ids most of all
+    for temperature in (0.0, 1.0):
+        ids = list(generate(lambda *_: likelier, [1], 20, temperature=temperature, vocab=40))
+        assert len(ids) == 20 and max(ids) == 39
+
+
 def sampled(**how) -> list[int]:
     """64 ids that a model draws to which every of 50 tokens is as likely."""
     return list(generate(lambda *_: torch.zeros(50), [1], 64, temperature=1.0, **how))
