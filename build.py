@@ -264,6 +264,9 @@ def check_device(cfg: Config, device: torch.device) -> None:
     """Raises ConfigError if the device cannot run the config."""
     if cfg.train.dtype != "fp8" or device.type != "cuda":
         return
+    if torch.version.hip:
+        raise ConfigError("train.dtype: fp8 has NVIDIA's formats, and chips under ROCm have others "
+                          "(e4m3fnuz) or have not been tried; use bf16")
     if torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         raise ConfigError(f"train.dtype: {name} has no fp8 (chips from sm_89 on have); use bf16")

@@ -139,12 +139,13 @@ class HostMemory:
         devices: set[torch.device] = set()
         for box, tensor in pieces:
             devices.add(tensor.device)
-            if is_on_gpu(tensor):
+            is_beside = is_on_gpu(tensor)
+            if is_beside:
                 target = take_like(tensor, unused)
                 self.pinned.append(target)
             else:
                 target = host_like(tensor)
-            copies.append((box, target.copy_(tensor.detach(), non_blocking=True)))
+            copies.append((box, target.copy_(tensor.detach(), non_blocking=is_beside)))
         for device in devices:
             synchronize(device)
         return copies

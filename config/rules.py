@@ -99,8 +99,8 @@ def attention_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "model.kv_heads", divisors(model.heads))
 
     yield Rule(
-        model.attention not in ("flash", "triton") or train.device != "cpu",
-        f"model.attention: {model.attention} needs a GPU, and train.device is cpu; take auto")
+        model.attention not in ("flash", "triton") or train.device not in ("cpu", "mps"),
+        f"model.attention: {model.attention} needs a CUDA GPU, and train.device is {train.device}; take auto")
     yield Rule(
         model.attention != "flash" or train.dtype in ("bf16", "fp8"),
         f"model.attention: flash-attn has no {train.dtype}; set train.dtype bf16 or take auto")
@@ -464,12 +464,28 @@ def fp8_features(cfg: Config) -> dict[str, tuple[int, int]]:
     return features
 
 
+def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """What the GPU of a Mac (train.device mps) cannot run."""
+    model, train, parallel = cfg.model, cfg.train, cfg.parallel
+    obstacles = {
+        f"{world} ranks (one GPU, whose tensors nothing carries to others)": world > 1,
+        f"train.dtype={train.dtype} (but fp32, bf16 and fp16)": train.dtype in ("fp64", "fp8"),
+        "model.experts (their routers count in fp64)": model.experts is not None,
+        "train.compile (not tried there)": train.compile,
+        f"parallel.offload={parallel.offload} (its memory is the host's)": parallel.offload != "none",
+    }
+    for obstacle, is_present in obstacles.items():
+        yield Rule(
+            train.device != "mps" or not is_present,
+            f"train.device: mps does not run {obstacle}; train.device cpu does")
+
+
 def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """What a recording of forward and backward (runtime/graphs.py) cannot contain."""
     model, train, parallel = cfg.model, cfg.train, cfg.parallel
     obstacles = {
         f"{world} ranks, whose exchanges are not recorded": world > 1,
-        "train.device=cpu, which has no graphs": train.device == "cpu",
+        f"train.device={train.device}, which has no graphs": train.device in ("cpu", "mps"),
         "model.experts, whose routing is read on the host": model.experts is not None,
         f"parallel.offload={parallel.offload}, whose copies involve the host": parallel.offload != "none",
         f"parallel.zero={parallel.zero}, which allocates and frees buffers in a step": parallel.zero > 1,
@@ -636,6 +652,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     async_tensor_rules,
     moe_rules,
     fp8_rules,
+    mps_rules,
     cuda_graph_rules,
     optimizer_state_rules,
     data_parallel_rules,

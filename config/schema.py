@@ -154,7 +154,8 @@ class TrainConfig:
     compile: bool = False  # torch.compile the elementwise kernels (on a CPU: needs a C++ compiler)
     cuda_graphs: bool = False  # record forward and backward once and replay them; helps steps in which the
     #   host is busier than the GPU
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if the machine has it
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if the machine has it, else cpu; mps:
+    #   the GPU of a Mac, in one process
     threads: int | None = None  # CPU threads; none: at most 4, and of more than 2 cores one stays free
 
 

@@ -40,6 +40,7 @@ from parallel.offload import CopyStream, Event
 
 SPLITS = ("train", "valid", "test")
 PROBE_TOKENS = 1 << 20  # the first tokens of the run, from whose documents the cost of attention is estimated
+UNKNOWN_BYTES = -1  # of a text whose tokenizer is not known
 DIGEST_SHOWN = 12  # characters of a fingerprint in messages
 CPU = torch.device("cpu")
 
@@ -258,15 +259,15 @@ class BatchLoader:
         return torch.from_numpy(token_byte_lengths(self.required_tokenizer))
 
     def text_bytes(self, batch: Microbatch) -> torch.Tensor:
-        """UTF-8 bytes of the text of the batch's counted targets (data/lengths.py): a float64 scalar on its
-        device. nan without a tokenizer."""
+        """UTF-8 bytes of the text of the batch's counted targets (data/lengths.py): an int64 scalar on its
+        device. UNKNOWN_BYTES without a tokenizer."""
         if self.tokenizer is None:
-            return torch.full((), math.nan, dtype=torch.float64, device=batch.tokens.device)
+            return torch.full((), UNKNOWN_BYTES, dtype=torch.int64, device=batch.tokens.device)
         inside, first = self._byte_lengths.to(batch.targets.device)
         is_counted = batch.targets != IGNORE_INDEX
         target = batch.targets[is_counted]
         begins_document = batch.tokens[is_counted] == self.tokenizer.eod
-        return torch.where(begins_document, first[target], inside[target]).sum().double()
+        return torch.where(begins_document, first[target], inside[target]).sum()
 
     def describe(self) -> str:
         """One line for the run's header: name, documents, bytes, tokens of each split, tokenizer."""

@@ -17,7 +17,13 @@ from kernels.jit import jit
 from kernels.tiles import inside_matrix, load_fp32
 from kernels.triton_ import kernel_is_available, power_of_2, tl, triton
 
+WITHOUT_FP64 = ("mps",)  # devices: Apple's GPUs compute in fp32 at most
 TILE = 2048  # pairs of channels that a program rotates at a time
+
+
+def angle_dtype(device: torch.device | None) -> torch.dtype:
+    """fp64, where the device has it. In fp32 an angle of 8,192 radians is wrong by up to 5e-4."""
+    return torch.float32 if device is not None and device.type in WITHOUT_FP64 else torch.float64
 
 
 def frequencies(
@@ -30,14 +36,14 @@ def frequencies(
     kind: str = "llama3",
     device: torch.device | None = None,
 ) -> Tensor:
-    """Radians per position of each pair of channels, fp64 [dim/2].
+    """Radians per position of each pair of channels, [dim/2] in angle_dtype.
 
     factor: how many times longer than `original` tokens the context is; None: no scaling. With a factor, long
     waves are slowed by it, short waves are kept, and a linear ramp lies between. The ramp runs over the
     channels' number of rotations within the original context, from `low` to `high` (kind llama3), or over the
     channels between those with `high` and `low` rotations (kind yarn).
     """
-    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim
+    exponents = torch.arange(0, dim, 2, dtype=angle_dtype(device), device=device) / dim
     plain = theta ** -exponents
     if factor is None:
         return plain
@@ -52,7 +58,7 @@ def frequencies(
 def yarn_kept_share(
     dim: int, theta: float, low: float, high: float, original: int, device: torch.device | None
 ) -> Tensor:
-    """How much of its plain frequency each pair of channels keeps under YaRN: fp64 [dim/2] in [0, 1]."""
+    """How much of its plain frequency each pair of channels keeps under YaRN: [dim/2] in [0, 1]."""
 
     def channel(rotations: float) -> float:
         """The pair of channels, as a real number, that rotates this often within the original context."""
@@ -60,7 +66,7 @@ def yarn_kept_share(
 
     first = max(math.floor(channel(high)), 0)
     last = min(math.ceil(channel(low)), dim - 1)
-    channels = torch.arange(dim // 2, dtype=torch.float64, device=device)
+    channels = torch.arange(dim // 2, dtype=angle_dtype(device), device=device)
     return 1 - ((channels - first) / max(last - first, 1e-3)).clamp(0, 1)
 
 
@@ -78,7 +84,7 @@ def cos_sin_tables(
     """cos and sin [b, s, 1, d/2] of the angles, times `scale`, in at least fp32. positions [b, s], freq
     [d/2]."""
     table_dtype = accumulation_dtype(dtype)
-    angle = positions[..., None, None].to(torch.float64) * freq
+    angle = positions[..., None, None].to(freq.dtype) * freq
     cos = (angle.cos() * scale).to(table_dtype)
     sin = (angle.sin() * scale).to(table_dtype)
     return cos, sin

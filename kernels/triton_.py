@@ -2,7 +2,9 @@
 
 Triton is imported if torch was built for CUDA, or if the caller has imported it already (the tests, which run
 kernels through its interpreter on a CPU). Otherwise a stand-in allows kernels to be defined, but not to run:
-so a CPU run needs no Triton package and does not pay for the import.
+so a CPU run needs no Triton package and does not pay for the import. Under ROCm there is a Triton, but no
+kernel here has run on it: shared memory, warps and fp8 are others there, and capabilities of its chips look
+like those of NVIDIA's.
 """
 import functools
 import sys
@@ -40,7 +42,7 @@ if TYPE_CHECKING:  # for type checkers and editors: Triton's own language, and i
 
 def load() -> tuple[object, object, object]:
     """(triton, triton.language, TensorDescriptor), or stand-ins for the first two and None."""
-    if torch.version.cuda or "triton" in sys.modules:
+    if not torch.version.hip and (torch.version.cuda or "triton" in sys.modules):
         try:
             import triton
             import triton.language
@@ -64,10 +66,14 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: str | None = None) -> bool:
     """Whether kernel `name` can run on these tensors. If not, the caller runs its reference.
 
-    why: the kernel's own reason not to run, or None. On a device that has kernels, a reason (this one, or a
-    dtype without a kernel) is printed once.
+    why: the kernel's own reason not to run, or None. On a device that has kernels, a reason (this one, a
+    dtype without a kernel, or no Triton) is printed once.
     """
-    if not TRITON_AVAILABLE or first.device.type not in DEVICES:
+    if first.device.type not in DEVICES:
+        return False
+    if not TRITON_AVAILABLE:
+        print_once(f"kernels: {why_no_triton()}; torch's own operations run instead of ours: slower, and they "
+                   "hold more memory for a moment")
         return False
     dtypes = [tensor.dtype for tensor in (first, *others) if tensor is not None]
     for dtype in dtypes:
@@ -77,6 +83,13 @@ def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: s
     if why:
         print_once(f"{name}: {why}; the slower torch reference runs instead")
     return not why
+
+
+def why_no_triton() -> str:
+    """Why no kernel runs on a GPU."""
+    if torch.version.hip:
+        return f"torch is built for ROCm {torch.version.hip}, where none of our Triton kernels has been tried"
+    return "Triton is not installed here (pip install triton)"
 
 
 @functools.cache

@@ -63,11 +63,12 @@ class Microbatch:
     def to(self, device: torch.device | str) -> "Microbatch":
         """Returns the microbatch with all its tensors on `device`; itself if they are there already.
 
-        From pinned memory to a GPU, the host does not wait for the copies.
+        From pinned memory to a CUDA GPU, the host does not wait for the copies.
         """
         if torch.device(device) == self.tokens.device:
             return self
-        return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+        beside = torch.device(device).type == "cuda"
+        return self.with_tensors(lambda tensor: tensor.to(device, non_blocking=beside))
 
     def pinned(self) -> "Microbatch":
         """Returns a copy of the microbatch in pinned host memory."""

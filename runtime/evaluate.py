@@ -25,16 +25,18 @@ def mean_loss(
 
     summed_loss: batches -> their summed loss over all ranks.
     group: the ranks whose batches differ.
-    text_bytes: a batch -> the bytes of its counted targets, a float64 scalar.
+    text_bytes: a batch -> the bytes of its counted targets, an int64 scalar; below 0: not known.
     """
     own_tokens = torch.stack([batch.num_counted() for batch in batches]).sum()
     own_bytes = torch.stack([text_bytes(batch) for batch in batches]).sum()
-    own_counts = torch.stack([own_tokens.double(), own_bytes])
+    own_counts = torch.stack([own_tokens, own_bytes])
+    loss_sum = float(summed_loss(batches))
 
-    counts = comm.all_reduce_sum(own_counts, group)  # whole numbers below 2^53: exact
-    num_tokens, num_bytes = counts.unbind()
-    loss = summed_loss(batches).double() / num_tokens
-    return float(loss), float(num_bytes / num_tokens)
+    counts = comm.all_reduce_sum(own_counts, group)
+    num_tokens, num_bytes = counts.tolist()
+    if num_tokens == 0:
+        return math.nan, math.nan
+    return loss_sum / num_tokens, num_bytes / num_tokens if num_bytes >= 0 else math.nan
 
 
 def loss_report(loss: float, bytes_per_token: float) -> dict[str, float]:

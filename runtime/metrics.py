@@ -46,6 +46,8 @@ from runtime.lines import MetricsFile, read_metrics
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.wandb_sink import WandbSink
 
+DeviceEvent = torch.cuda.Event | torch.mps.Event
+
 NOISE_DECAY = 0.95  # of the running means behind the noise scale
 ETA_WINDOW = 64  # steps whose median time gives the ETA
 ALL_STEPS = 1 << 40  # more rows than any run has: read_metrics then skips none
@@ -102,9 +104,9 @@ class PendingStep:
     learning_rate: float
     host_ms: float  # of the whole step, by the host's clock
     data_ms: float  # of these, waiting for data
-    scalars: Tensor  # float64 [3 or 5]: loss, norm, verdict, and the two parts of the noise scale
-    start: torch.cuda.Event | None  # None on a CPU
-    end: torch.cuda.Event | None
+    scalars: Tensor  # [3 or 5]: loss, norm, verdict, and the two parts of the noise scale
+    start: DeviceEvent | None  # None on a CPU
+    end: DeviceEvent | None
     router_stats: Tensor | None  # [mixture layers, experts + 4], see runtime/experts.py
     comm: clock.StepTimes | None
 
@@ -112,7 +114,7 @@ class PendingStep:
         """The step's time, by the device's clock where there is one. The device must have finished it."""
         if self.start is None or self.end is None:
             return self.host_ms
-        return self.start.elapsed_time(self.end)
+        return self.start.elapsed_time(self.end)  # pyright: ignore[reportArgumentType]  of one device both
 
 
 class MetricsLogger:
@@ -213,7 +215,8 @@ class MetricsLogger:
         parts = [loss, grad_norm, is_good]
         if noise_scale_parts is not None:
             parts += list(noise_scale_parts)
-        scalars = torch.stack([part.detach().to(torch.float64) for part in parts])  # a copy, not a reference
+        dtype = torch.float32 if self.env.device.type == "mps" else torch.float64  # which has no fp64
+        scalars = torch.stack([part.detach().to(dtype) for part in parts])  # a copy, not a reference
         end = self.record_event()
         if self.first_step_began is None:
             self.first_step_began = time.perf_counter() - seconds
@@ -253,11 +256,12 @@ class MetricsLogger:
         self.unreturned = []
         return flags
 
-    def record_event(self) -> torch.cuda.Event | None:
+    def record_event(self) -> DeviceEvent | None:
         """An event on the device's stream; None on a CPU, where the host's clock is right."""
-        if self.env.device.type != "cuda":
+        if self.env.device.type == "cpu":
             return None
-        event = torch.cuda.Event(enable_timing=True)
+        event_class = torch.mps.Event if self.env.device.type == "mps" else torch.cuda.Event
+        event = event_class(enable_timing=True)
         event.record()
         return event
 
@@ -328,6 +332,8 @@ class MetricsLogger:
         """Peak memory: of the allocator on a GPU, of the process on a CPU."""
         if self.env.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.env.device) / 2**30
+        if self.env.device.type == "mps":  # what the allocator has taken; it gives nothing back
+            return torch.mps.driver_allocated_memory() / 2**30
         return peak_process_bytes() / 2**30
 
     def write(self, rows: list[dict[str, Any]]) -> None:
@@ -353,7 +359,7 @@ class MetricsLogger:
         batch = batch_text(self.cfg, self.env.world)
         console.label("batch", f"{batch}{'':10}{self.length_text(parameters[0])}")
         console.label("data", data)
-        if self.env.device.type != "cpu":
+        if self.env.device.type == "cuda":
             console.label("kernels", determinism_text(self.env.deterministic))
         console.label("log", f"{self.run_dir}/metrics.jsonl · {wandb_text(self.env.wandb)}")
         for note in notes:

@@ -74,8 +74,10 @@ class LaunchEnv:
     def __str__(self) -> str:
         """For the first line of the console: torch 2.13.0 · cpu x1 (2 threads)"""
         version = torch.__version__.partition("+")[0]
-        if self.device.type != "cpu":
+        if self.device.type == "cuda":
             return f"torch {version} · {torch.cuda.get_device_name(self.device)} x{self.world}"
+        if self.device.type == "mps":
+            return f"torch {version} · Apple GPU (mps)"
         plural = "s" if self.threads > 1 else ""
         return f"torch {version} · cpu x{self.world} ({self.threads} thread{plural})"
 
@@ -228,10 +230,14 @@ def spare_threads(local_world: int = 1) -> int:
 
 
 def pick_device(kind: str, local_rank: int) -> torch.device:
-    """The device of this rank. kind: train.device (auto, cpu, cuda).
+    """The device of this rank. kind: train.device (auto, cpu, cuda, mps).
 
     Raises ConfigError if there is no GPU for this rank.
     """
+    if kind == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError("train.device: mps, but torch finds no Apple GPU here; use --train.device cpu")
+        return torch.device("mps")
     num_gpus = torch.cuda.device_count() if kind != "cpu" else 0
     if kind == "cuda" and not num_gpus:
         raise ConfigError("train.device: cuda, but torch finds no GPU here; use --train.device cpu")

@@ -88,7 +88,7 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
             num_tokens = num_tokens + batch.num_counted()
             num_bytes = num_bytes + data.text_bytes(batch)
     loss = float(loss_sum / num_tokens)
-    bytes_per_token = float(num_bytes / num_tokens)
+    bytes_per_token = float(num_bytes / num_tokens) if num_bytes >= 0 else math.nan
     seconds = time.perf_counter() - started
 
     # the report

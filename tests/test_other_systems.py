@@ -8,9 +8,22 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from other_system import LINUX_ONLY
 from ranks import MODEL, corpus
+from test_host_sync import step_once
 from test_house import ROOMS
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import config
+from config import ConfigError
+from kernels import rope
+from model.schedules import plan_pipeline
+from parallel.microbatch import Microbatch
+from parallel.wire.comm import Group
+from runtime import evaluate, setup
+from runtime.metrics import MetricsLogger
+from runtime.setup import LaunchEnv
 
 ROOT = pathlib.Path(__file__).parent.parent
 SYSTEM = str(ROOT / "tests" / "other_system.py")
@@ -81,3 +94,125 @@ def test_names_of_linux_alone_are_asked_for_first():
         if where.parts[0] in (*ROOMS, "train.py", "build.py"):
             found = set(re.findall(rf"\b(?:os|signal|socket|time)\.({names})\b", path.read_text()))
             assert found <= ASKED_FIRST.get(str(where), set()), f"{where}: {found}"
+
+
+# ---- the GPU of a Mac --------------------------------------------------------------------------------------
+# There is none here: the step runs on meta tensors, which take the paths of a device that is neither a CPU
+# nor CUDA's. What Apple's GPUs lack most of all is fp64.
+
+
+class NoDoubles(TorchDispatchMode):
+    """Raises where an fp64 tensor is made or read."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        for tensor in (*args, *(out if isinstance(out, (tuple, list)) else [out])):
+            if isinstance(tensor, torch.Tensor):
+                assert tensor.dtype not in (torch.float64, torch.complex128), f"{function} in fp64"
+        return out
+
+
+MPS_CASES = [
+    "--train.dtype fp32",
+    "--train.dtype bf16 --data.doc_mask true --model.dropout 0.1",
+    "--train.dtype fp16 --parallel.recompute full --model.window 8",
+    "--optim.name muon --train.dtype bf16",
+    "--optim.name lamb",
+    "--model.mtp 1 --model.positions learned --model.norm layernorm --model.activation gelu",
+    "--model.kv_rank 16 --model.kv_heads none --model.rope_kind yarn --model.rope_factor 4",
+    "--model.qk_norm true --log.noise_scale true --model.mup_base 16 --optim.states bf16",
+]
+
+
+@pytest.mark.parametrize("args", MPS_CASES)
+def test_a_step_on_the_gpu_of_a_mac_has_no_fp64(monkeypatch, args):
+    monkeypatch.setattr(rope, "WITHOUT_FP64", ("mps", "meta"))
+    with NoDoubles():
+        step_once(monkeypatch, *args.split())
+
+
+def test_that_mode_sees_fp64(monkeypatch):
+    with NoDoubles(), pytest.raises(AssertionError, match="in fp64"):  # RoPE's angles, elsewhere
+        step_once(monkeypatch)
+
+
+def test_rope_in_fp32_is_that_in_fp64(monkeypatch):
+    positions = torch.arange(8192)[None]
+    tables = []
+    for devices in (("mps",), ("mps", "cpu")):
+        monkeypatch.setattr(rope, "WITHOUT_FP64", devices)
+        frequencies = rope.frequencies(64, 5e5, 8.0, device=torch.device("cpu"))
+        assert frequencies.dtype == (torch.float64 if len(devices) == 1 else torch.float32)
+        tables.append(torch.cat(rope.cos_sin_tables(positions, frequencies, torch.float32)))
+    assert 0 < (tables[0] - tables[1]).abs().max() < 1e-3
+
+
+class Event:
+    """As torch.mps.Event."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing
+
+    def record(self):
+        Event.now += 25.0
+        self.place = Event.now
+
+    def elapsed_time(self, end):
+        return end.place - self.place
+
+
+def test_what_the_gpu_of_a_mac_reports(monkeypatch, tmp_path, capsys):
+    """Its own clock and memory; the numbers of a step without fp64."""
+    monkeypatch.setattr(torch.mps, "Event", Event)
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 3 * 2**30)
+    cfg = config.resolve("llama3-tiny", None, ["--train.steps", "3", "--log.every", "3"])
+    env = LaunchEnv(device=torch.device("mps"))
+    log = MetricsLogger(tmp_path, cfg, env, steps=3, flops_per_token=1.0)
+    log.header((1, 1), "x")
+    numbers = {"loss": torch.tensor(2.5), "grad_norm": torch.tensor(0.5), "is_good": torch.tensor(True)}
+    with NoDoubles():
+        for step in (1, 2, 3):
+            log.log_step(step, **numbers, learning_rate=0.1, data_seconds=0.0, seconds=9.0)
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["loss"], row["grad_norm"], row["skipped"], row["mem_gib"]) for row in rows] == 3 * [
+        (2.5, 0.5, 0, 3.0)
+    ]
+    assert [row["step_ms"] for row in rows[1:]] == [25.0, 25.0]
+    assert "Apple GPU (mps)" in capsys.readouterr().out
+
+
+def test_an_evaluation_on_the_gpu_of_a_mac_has_no_fp64():
+    targets = torch.tensor([[1, 2, -100]])
+    batch = Microbatch(targets, targets, targets)
+    options = {"text_bytes": lambda batch: torch.tensor(6), "group": Group("dp_cp")}
+    with NoDoubles():
+        found = evaluate.mean_loss([batch, batch], summed_loss=lambda _: torch.tensor(5.0), **options)
+    assert found == (1.25, 3.0)
+
+
+@pytest.mark.parametrize("args, says", [
+    ("--train.dtype fp64", "train.dtype=fp64 (but fp32, bf16 and fp16)"),
+    ("--train.dtype fp8", "train.dtype=fp8"),
+    ("--model.experts 4", "model.experts"),
+    ("--train.compile true", "train.compile"),
+    ("--parallel.offload both", "parallel.offload=both"),
+    ("--train.cuda_graphs true", "train.device=mps, which has no graphs"),
+    ("--model.attention triton", "train.device is mps"),
+    ("--parallel.tp 2", "2 ranks"),
+])
+def test_what_the_gpu_of_a_mac_does_not_run_is_named(args, says):
+    cfg = config.resolve("llama3-tiny", None, ["--train.device", "mps", *args.split()])
+    with pytest.raises(ConfigError) as refusal:
+        plan_pipeline(cfg, 2 if "tp" in args else 1)
+    assert says in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_the_gpu_of_a_mac_is_taken_when_asked_for(monkeypatch):
+    with pytest.raises(ConfigError, match="--train.device cpu"):
+        setup.pick_device("mps", 0)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert setup.pick_device("mps", 0) == torch.device("mps")
+    assert setup.pick_device("auto", 0) == torch.device("cpu")
