@@ -28,7 +28,8 @@ def add_rows(into: Tensor | None, ids: Tensor, dy: Tensor, shape: torch.Size) ->
     if into is None:
         total = dy.new_zeros(shape, dtype=accumulation_dtype(dy.dtype))
         return add_rows(total, ids, dy, shape).to(dy.dtype)
-    if ids.numel() and into.is_contiguous() and kernel_is_available("embedding gradient", dy, into):
+    why = None if into.is_contiguous() else "a gradient that is not contiguous"
+    if ids.numel() and kernel_is_available("embedding gradient", dy, into, why=why):
         return launch_add_rows(into, ids, dy)
     return into.index_add_(0, ids, dy.to(into.dtype))
 

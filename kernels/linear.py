@@ -160,8 +160,8 @@ def library_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     why = obstacle_to_library(device, dtype)
     if why is not None:
-        print_once(f"weight gradient in {dtype}: torch.addmm does not add to fp32 here ({why}); "
-                   "a kernel of our own runs instead")
+        print_once(f"weight gradient in {dtype}: torch.addmm does not add to fp32 here ({why}); a kernel of "
+                   "our own runs instead, or else a product that is rounded before it is added")
     return why is None
 
 

@@ -60,6 +60,7 @@ if not TYPE_CHECKING:
 TRITON_AVAILABLE: bool = TensorDescriptor is not None
 
 DEVICES = ("cuda",)  # where kernels run; the tests add the interpreter's "cpu"
+OLDEST_CHIP = (8, 0)  # Ampere: bf16 in the matrix units, and the shared memory that the tiles need
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -71,9 +72,10 @@ def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: s
     """
     if first.device.type not in DEVICES:
         return False
-    if not TRITON_AVAILABLE:
-        print_once(f"kernels: {why_no_triton()}; torch's own operations run instead of ours: slower, and they "
-                   "hold more memory for a moment")
+    obstacle = why_no_kernels(first.device)
+    if obstacle:
+        print_once(f"kernels: {obstacle}; torch's own operations run instead of ours: slower, and they hold "
+                   "more memory for a moment")
         return False
     dtypes = [tensor.dtype for tensor in (first, *others) if tensor is not None]
     for dtype in dtypes:
@@ -85,11 +87,16 @@ def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: s
     return not why
 
 
-def why_no_triton() -> str:
-    """Why no kernel runs on a GPU."""
+@functools.cache
+def why_no_kernels(device: torch.device) -> str | None:
+    """Why no kernel at all runs on a device of DEVICES; None: kernels do."""
     if torch.version.hip:
-        return f"torch is built for ROCm {torch.version.hip}, where none of our Triton kernels has been tried"
-    return "Triton is not installed here (pip install triton)"
+        return f"torch is built for ROCm {torch.version.hip}, where none of ours has been tried"
+    if not TRITON_AVAILABLE:
+        return "Triton is not installed (pip install triton)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST_CHIP:
+        return f"{torch.cuda.get_device_name(device)} is older than what ours are made for (sm_80)"
+    return None
 
 
 @functools.cache
