@@ -384,14 +384,17 @@ def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
     """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
     try:
         yield
-    except (MemoryError, torch.OutOfMemoryError) as error:
+    except (MemoryError, RuntimeError) as error:
+        if not failure.is_out_of_memory(error):
+            raise
         is_on_gpu = world.device.type == "cuda"
         capacity = torch.cuda.get_device_properties(world.device).total_memory if is_on_gpu else None
         try:
             advice = memory_advice(cfg, world.size, capacity)
         except ConfigError as refusal:  # the planner takes fewer jobs than train.py
             advice = f"the planner has no advice ({refusal})"
-        raise failure.OutOfMemory(f"out of memory: {failure.one_line(error)}; {advice}") from error
+        cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
+        raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
 
 
 def connect(cfg: Config, world: World) -> Mesh:

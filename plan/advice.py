@@ -131,7 +131,14 @@ def memory_advice(cfg: Config, world: int, capacity: float | None) -> str:
     of_capacity = "" if capacity is None else f" of {size_text(capacity)}"
     text = f"by the planner the fullest rank holds {size_text(held.total)}{of_capacity}: {largest}"
     usable = None if capacity is None else capacity - RESERVED_BYTES - TRANSIENT_BYTES
+    if usable is not None and held.total <= usable:
+        text += ", which fits: does another process use this GPU"
     savings = choose_savings(cfg, world, usable)
     if not savings:
         return f"{text}; no single setting would make it less: more ranks would, or a smaller model"
-    return f"{text}; less with {', or '.join(map(str, savings))}"
+    fitting = [str(saving) for saving in savings if usable is not None and saving.total <= usable]
+    others = [str(saving) for saving in savings if str(saving) not in fitting]
+    for lead, settings in (("it would fit with", fitting), ("less with", others)):
+        if settings:
+            text += f"; {lead} {', or '.join(settings)}"
+    return text

@@ -7,6 +7,7 @@ carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityE
 import contextlib
 import errno
 import os
+import re
 import socket
 import sys
 import traceback
@@ -24,6 +25,10 @@ HANG = 76
 REPLICAS_DIFFER = 80
 OUT_OF_MEMORY = 81
 STORAGE_FAILED = 82
+# what torch and the libraries below it say where memory runs out, in errors of no class of their own
+MEMORY_TEXT = re.compile(
+    r"DefaultCPUAllocator: (can't|not enough)|MPS backend out of memory|(CUDA|HIP) error: out of memory|"
+    r"(CUBLAS|HIPBLAS|CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|(Cuda|HIP) failure \d+ '?out of memory")
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
@@ -39,11 +44,18 @@ def code_of(error: BaseException) -> int:
     own_code: int | None = getattr(error, "exit_code", None)
     if own_code is not None:
         return own_code
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if is_out_of_memory(error):
         return OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         return STORAGE_FAILED
     return 1
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out. torch says so with a class of its own for its CUDA allocator alone."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and MEMORY_TEXT.search(str(error)) is not None
 
 
 def should_requeue(error: BaseException) -> bool:

@@ -1,7 +1,10 @@
 """What is said after an out-of-memory: true by the planner's count, and settings that train.py takes."""
 
 import json
+import pathlib
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import train
 from model.schedules import plan_pipeline
 from plan import advice
 from plan.advice import GIB, find_savings, holdings, memory_advice
-from plan.search import RESERVED_BYTES, TRANSIENT_BYTES
+from plan.search import RESERVED_BYTES, TRANSIENT_BYTES, held_bytes, job_of
 
 JOBS = [
     ("llama3-8b", 8, 80),
@@ -22,6 +25,9 @@ JOBS = [
     ("deepseek-v2-lite", 8, 80),
     ("deepseek-v3", 256, 80),
 ]
+
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def resolve(name: str, *settings: str) -> config.Config:
@@ -41,12 +47,21 @@ def test_a_setting_that_is_named_fits_when_it_is_typed(name, world, gib):
     assert "\n" not in text
     named = named_settings(text)
     assert named, text
+    usable = gib * GIB - RESERVED_BYTES - TRANSIENT_BYTES
+    fitting, _, others = text.partition("; less with ")
+    assert len(named_settings(fitting)) + len(named_settings(others)) == len(named)
     for words, stated in named:
         changed = resolve(name, *words)
         plan_pipeline(changed, world)  # train.py takes it
         total = holdings(changed, world).total
         assert total / GIB == pytest.approx(stated, abs=0.051)
         assert total < holdings(cfg, world).total
+        assert (total <= usable) == ((words, stated) in named_settings(fitting))
+
+        # scripts.plan counts the same, and takes it for a GPU of that size
+        held = held_bytes(job_of(changed, world)[0])
+        assert held.state + held.activations == total
+        assert (held.total <= gib * GIB) == (total <= usable)
     first_total = holdings(resolve(name, *named[0][0]), world).total
     assert first_total + RESERVED_BYTES + TRANSIENT_BYTES <= gib * GIB
 
@@ -78,22 +93,61 @@ def test_memory_of_the_host_is_no_way_out_on_a_cpu():
     assert "parallel.offload" in {key for saving in find_savings(cfg, 1) for key in saving.values}
 
 
-def full(*_):
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+def test_a_job_that_fits_is_not_told_that_it_does_not():
+    text = memory_advice(resolve("llama3-tiny", "--model.vocab", "500"), 1, 80 * GIB)
+    assert "which fits: does another process use this GPU; it would fit with --" in text
 
 
-@pytest.mark.parametrize("where", ["build_run", "forward_backward"])
-def test_a_rank_without_memory_ends_the_job_with_advice(tmp_path, where):
+OUT_OF_CUDA = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+OUT_OF_HOST = RuntimeError("[enforce fail] err == 0. DefaultCPUAllocator: can't allocate memory: you tried")
+
+
+@pytest.mark.parametrize("where, error", [
+    ("build_run", OUT_OF_CUDA),
+    ("forward_backward", OUT_OF_CUDA),
+    ("finish_grad_reductions", OUT_OF_HOST),
+    ("mean_loss", MemoryError()),  # an evaluation
+])
+def test_a_rank_without_memory_ends_the_job_with_advice(tmp_path, where, error):
+    def full(*args, **named):
+        raise error
+
     def before(rank):
         if rank == 1:
-            setattr(train, where, lambda *args, **named: full())
+            setattr(train, where, full)
 
     args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--train.steps", "2"]
     end = job(tmp_path / "job", 2, [*args, "--log.dir", str(tmp_path), "--log.name", "r"], before=before)
     assert 81 in end.codes and set(end.codes) <= {81, -15}
     (line,) = [line for line in end.logs[1].splitlines() if line.startswith("error: ")]
     assert line.startswith("error: rank 1 on ")
-    assert "out of memory: OutOfMemoryError: CUDA out of memory" in line
+    assert f"out of memory: {type(error).__name__}: {str(error) or type(error).__name__}; by" in line
     assert "; by the planner the fullest rank holds " in line and "; less with --" in line
     reason = json.loads((tmp_path / "r" / "exit_reason.json").read_text())
     assert (reason["code"], reason["requeue"]) == (81, False)
+
+
+def test_a_cpu_without_memory_in_the_middle_of_a_step(tmp_path):
+    """For real: the process may not take more address space than it has after its first step. torch's error
+    of it is a RuntimeError."""
+    limited = (
+        "import resource, sys, train\n"
+        "from runtime.failure import fail_cleanly\n"
+        "real = train.forward_backward\n"
+        "def forward_backward(*args):\n"
+        "    pages = int(open('/proc/self/statm').read().split()[0])\n"
+        "    limit = pages * resource.getpagesize() + 2**24\n"
+        "    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "    return real(*args)\n"
+        "train.forward_backward = forward_backward\n"
+        "sys.exit(fail_cleanly(train.main, sys.argv[1:]))\n"
+    )
+    size = ["--train.micro_batch", "1024", "--train.global_batch", "1024"]
+    args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--train.steps", "2"]
+    command = [sys.executable, "-c", limited, *args, *size]
+    command += ["--log.dir", str(tmp_path), "--log.name", "r"]
+    end = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert end.returncode == 81, end.stderr
+    (line,) = end.stderr.splitlines()
+    assert "out of memory: RuntimeError: " in line and "DefaultCPUAllocator" in line
+    assert "frame #" not in line and "less with --" in line

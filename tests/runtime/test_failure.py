@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 from checkpoint.files import IntegrityError, NonFiniteTensor, StorageError
 from config import ConfigError
@@ -29,6 +30,24 @@ from runtime import failure
 )
 def test_which_failures_another_start_may_mend(error, wanted):
     assert failure.should_requeue(error) is wanted
+
+
+@pytest.mark.parametrize("error, code", [
+    (MemoryError(), 81),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB."), 81),
+    (RuntimeError("err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"), 81),
+    (RuntimeError("[enforce fail] data. DefaultCPUAllocator: not enough memory: you tried to allocate"), 81),
+    (RuntimeError("MPS backend out of memory (MPS allocated: 9.06 GB, max allowed: 9.07 GB)."), 81),
+    (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported asynchronously"), 81),
+    (RuntimeError("HIP error: out of memory"), 81),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), 81),
+    (RuntimeError("NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"), 81),
+    (RuntimeError("CUDA error: an illegal memory access was encountered"), 1),
+    (RuntimeError("The size of tensor a must match"), 1),
+    (ValueError("CUDA error: out of memory"), 1),
+])
+def test_out_of_memory_is_known_by_what_torch_says(error, code):
+    assert failure.code_of(error) == code
 
 
 def leave_in_child(code: int, world: int) -> tuple[int, float]:
