@@ -6,6 +6,8 @@ import hashlib
 import itertools
 import json
 import math
+import threading
+import time
 from dataclasses import replace
 from unittest import mock
 
@@ -25,8 +27,9 @@ from optim.clip import clip_factor
 from optim.lr import learning_rate
 from parallel.cost import mean_keys
 from parallel.rng import DropoutRng, dropout
+from parallel.sharding import spec
 from parallel.sharding.boxes import Box
-from parallel.sharding.spec import INIT_BLOCK, draw_normal
+from parallel.sharding.spec import INIT_BLOCK, ParameterSpec, draw_normal, initialize
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire.world import World
@@ -284,6 +287,78 @@ def test_a_large_tensor_is_drawn_block_by_block():
         stream = torch.Generator().manual_seed(int.from_bytes(seed, "little") >> 1)
         mine = x[2 * block : 2 * block + 2]
         assert torch.equal(mine, 2.0 * torch.randn(mine.shape, generator=stream).double()), block
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_draw_what_one_draws(monkeypatch, threads):
+    """As many blocks at a time as there are threads, more than are kept waiting, and parts of blocks."""
+    monkeypatch.setattr(spec, "INIT_BLOCK", 1000)
+    monkeypatch.setattr(spec, "DRAWN_AHEAD", 7)
+    box = Box("w", (300, 64), (3, 5), (280, 40))
+    drawn, used = [], []
+    randn = torch.randn
+    for count in (1, threads):
+        used.append(set())
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+
+        def seen(*args, **options):
+            used[-1].add(threading.get_ident())
+            time.sleep(1e-3)  # so that one thread cannot draw all
+            return randn(*args, **options)
+
+        monkeypatch.setattr(torch, "randn", seen)
+        drawn.append(torch.empty(280, 40))
+        draw_normal(box, drawn[-1], 3, 0.5)
+    assert torch.equal(*drawn) and len(used[0]) == 1 and len(used[1]) == threads
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_only_what_is_needed_is_drawn(monkeypatch, rows):
+    """Of a merged parameter, any range of elements: its values are those of the whole, and no row is drawn
+    that has none of them."""
+    monkeypatch.setattr(spec, "INIT_BLOCK", 8 * rows)
+    q, k = Box("q", (12, 8), (4, 0), (6, 8)), Box("k", (5, 8), (0, 0), (5, 8))
+    merged = ParameterSpec((q, k), "hidden", std=0.5)
+    whole_values = torch.empty(merged.shape)
+    initialize(merged, whole_values, 3)
+    randn = torch.randn
+    for start, stop in itertools.combinations((-9, 0, 1, 8, 20, 47, 48, 49, 72, 88, 95), 2):
+        sizes = []
+        monkeypatch.setattr(torch, "randn", lambda size, **how: sizes.append(size[0]) or randn(size, **how))
+        part = torch.full(merged.shape, 7.0)
+        initialize(merged, part, 3, range(start, stop))
+        monkeypatch.setattr(torch, "randn", randn)
+        needed = slice(max(0, start), max(0, stop))
+        assert torch.equal(part.flatten()[needed], whole_values.flatten()[needed])
+        touched = len({element // 8 for element in range(88)[needed]})  # rows with a needed element
+        assert (part != 7.0).all(1).sum() == touched
+        assert touched <= sum(sizes) <= touched + 4 * (rows - 1)  # blocks that are cut at both ends, of each
+
+
+def drawn_elements(world, cfg) -> int:
+    """How many normal numbers a rank draws to build its run."""
+    counts = []
+    randn = torch.randn
+
+    def counted(size, *args, **options):
+        counts.append(math.prod(size))
+        return randn(size, *args, **options)
+
+    # blocks that are small beside a tensor, as they are in a large model
+    with mock.patch.object(torch, "randn", counted), mock.patch.object(spec, "INIT_BLOCK", 256):
+        mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
+        build_run(cfg, mesh, CPU, None, cfg.train.steps)
+    return sum(counts)
+
+
+def test_ranks_that_share_weights_draw_their_own(ranks):
+    """Under ZeRO-3. Rows that two shards cut are drawn twice."""
+    cfg = family("llama3-tiny", "--parallel.bucket_mb", "64")
+    alone = drawn_elements(World(), cfg)
+    for zero, most in ((1, 1.0), (3, 0.35)):
+        there = replace(cfg, parallel=replace(cfg.parallel, zero=zero))
+        drawn = ranks(4).run(drawn_elements, there)
+        assert sum(drawn) >= alone and max(drawn) <= most * alone, (zero, drawn, alone)
 
 
 def test_initial_weights_change_with_the_seed_and_with_nothing_else():

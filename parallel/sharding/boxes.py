@@ -29,6 +29,11 @@ class Box:
         """Number of elements."""
         return prod(self.size)
 
+    def rows(self, first: int, end: int) -> "Box":
+        """Its own rows first .. end - 1, with all that it covers of the other dims."""
+        start = (self.start[0] + first, *self.start[1:])
+        return Box(self.key, self.shape, start, (end - first, *self.size[1:]))
+
     def intersection(self, other: "Box") -> "Box | None":
         """The box that both cover; None if they are disjoint or one is empty. Both must be of one tensor."""
         starts: list[int] = []

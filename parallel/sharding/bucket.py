@@ -74,8 +74,11 @@ class Bucket:
 
         # weights and gradients
         initial = torch.zeros(self.size, dtype=accumulation_dtype(dtype), device=device)
+        # under ZeRO-3 the elements of other ranks are freed at once: those are not drawn
+        kept = range(self.shard_start, self.shard_end) if self.zero == 3 else range(self.size)
         for slot in self.slots:
-            initialize(slot.param.spec, slot.view_in(initial), seed)
+            needed = range(kept.start - slot.offset, kept.stop - slot.offset)
+            initialize(slot.param.spec, slot.view_in(initial), seed, needed)
         self.weights = BucketWeights(
             self.slots,
             layout,

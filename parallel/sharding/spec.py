@@ -3,8 +3,10 @@
 Initial values, ZeRO, clipping, optimizers, checkpoints and export all read it. Nothing else describes
 parameters.
 """
+import contextlib
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
@@ -16,6 +18,7 @@ from parallel.sharding.boxes import Box
 
 # Elements of a tensor that are drawn together. The initial weights depend on it.
 INIT_BLOCK = 1 << 20
+DRAWN_AHEAD = 32  # blocks that several threads draw before the first is stored: 128 MiB of host memory
 
 
 @dataclass(frozen=True)
@@ -138,52 +141,60 @@ def sharded_parameters(module: nn.Module) -> Iterator[ShardedParameter]:
 
 
 @torch.no_grad()
-def initialize(spec: ParameterSpec, local: Tensor, seed: int) -> None:
+def initialize(spec: ParameterSpec, local: Tensor, seed: int, needed: range | None = None) -> None:
     """Fills `local` [spec.shape] with initial values.
 
     They are a function of the seed, the key and the index in the global tensor alone, so every layout starts
-    from the same weights.
+    from the same weights. needed: of its elements, those whose values count (None: all); rows that have none
+    of them are left as they are.
     """
     init = ROLES[spec.role].init
+    if needed is None:
+        needed = range(spec.numel)
+    first = 0  # element of the box
     for box, part in spec.split(local):
+        row_size = max(1, prod(box.size[1:]))
+        first_row = max(0, (needed.start - first) // row_size)
+        end_row = min(box.size[0], -((first - needed.stop) // row_size))  # rounded up
+        first += part.numel()
+        if end_row <= first_row:
+            continue
+        rows = part[first_row:end_row]
         if init == "normal":
-            draw_normal(box, part, seed, spec.std)
+            draw_normal(box.rows(first_row, end_row), rows, seed, spec.std)
         else:
-            part.fill_({"ones": 1.0, "zeros": 0.0}[init])
+            rows.fill_({"ones": 1.0, "zeros": 0.0}[init])
 
 
 def draw_normal(box: Box, out: Tensor, seed: int, std: float) -> None:
     """Fills `out` [box.size] with normal numbers.
 
     A global tensor is drawn in blocks of full rows, each from a generator of its own. A rank draws only the
-    blocks that its box touches.
+    blocks that its box touches, as many at a time as it has threads.
     """
     row_size = prod(box.shape[1:])
     block_rows = max(1, INIT_BLOCK // row_size)
     first_block = box.start[0] // block_rows
     end_block = ceil((box.start[0] + box.size[0]) / block_rows)
 
-    for block in range(first_block, end_block):
-        first_row = block * block_rows
-        end_row = min(first_row + block_rows, box.shape[0])
-        drawn = box_of_rows(box.key, box.shape, first_row, end_row)
+    def draw(block: int) -> tuple[Box, Tensor] | None:
+        """(what of the box is in this block, its values); None: nothing."""
+        end_row = min((block + 1) * block_rows, box.shape[0])
+        drawn = Box.whole(box.key, box.shape).rows(block * block_rows, end_row)
         mine = drawn.intersection(box)
         if mine is None:  # the box is empty
-            continue
-
+            return None
         digest = hashlib.sha256(f"{seed}/{box.key}/{block}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
         values = torch.randn(drawn.size, generator=generator)
-        own_values = values[mine.slices_in(drawn)] * std
-        out[mine.slices_in(box)] = own_values.to(out.dtype)
+        return mine, (values[mine.slices_in(drawn)] * std).to(out.dtype)
 
+    threads = min(torch.get_num_threads(), end_block - first_block)
+    with ThreadPoolExecutor(threads) if threads > 1 else contextlib.nullcontext() as pool:
+        for first in range(first_block, end_block, DRAWN_AHEAD):
+            blocks = range(first, min(first + DRAWN_AHEAD, end_block))
+            for found in map(draw, blocks) if pool is None else pool.map(draw, blocks):
+                if found is not None:
+                    mine, values = found
+                    out[mine.slices_in(box)] = values
 
-def box_of_rows(key: str, shape: tuple[int, ...], first: int, end: int) -> Box:
-    """Rows first .. end - 1 of a tensor, with all of its other dims."""
-    inner_start = (0,) * (len(shape) - 1)
-    return Box(
-        key,
-        shape,
-        start=(first, *inner_start),
-        size=(end - first, *shape[1:]),
-    )

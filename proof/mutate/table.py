@@ -1229,6 +1229,15 @@ TABLE = (
         layout="dp2 zero0 mb1" + ADAMW_ONLY,
     ),
     Mutation(
+        what="under ZeRO-3 a rank draws initial weights where its shard would be in the first parameter",
+        file="parallel/sharding/bucket.py",
+        old="needed = range(kept.start - slot.offset, kept.stop - slot.offset)",
+        new="needed = range(kept.start, kept.stop)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero3 mb1",
+    ),
+    Mutation(
         what="the validation loss is divided by this rank's tokens",
         file="runtime/evaluate.py",
         old="counts = comm.all_reduce_sum(own_counts, group)",
