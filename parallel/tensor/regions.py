@@ -124,10 +124,7 @@ class TensorParallelRegion:
         """enter(x), started. Returns what waits for the result."""
         if not self.sequence:
             return lambda: x
-        x = x.transpose(0, 1).contiguous()  # [s/tp, b, ...]
-        out = x.new_empty(self.group.size * x.shape[0], *x.shape[1:])
-        work = comm.start_all_gather(x, self.group, out)
-        return lambda: work.wait().transpose(0, 1)
+        return comm.start_all_gather_each(x, self.group).wait
 
     def start_reduce_grads(self, dx: Tensor) -> Callable[[], Tensor]:
         """Starts the sum of the gradient dx [b, s, d] over tp, each rank its part under sequence parallelism.
@@ -136,8 +133,7 @@ class TensorParallelRegion:
         """
         if not self.sequence:
             return comm.start_all_reduce(dx, self.group).wait
-        work = comm.start_reduce_scatter(dx.transpose(0, 1).contiguous(), self.group)
-        return lambda: work.wait().transpose(0, 1).contiguous()
+        return comm.start_reduce_scatter_each(dx, self.group).wait
 
 
 # ---- without gradients -------------------------------------------------------------------------------------
@@ -145,16 +141,12 @@ class TensorParallelRegion:
 
 def all_gather_sequence(x: Tensor, group: Group) -> Tensor:
     """[b, s/n, ...] -> [b, s, ...]."""
-    b, s = x.shape[:2]
-    gathered = comm.all_gather(x.transpose(0, 1), group)  # [s, b, ...]
-    if b == 1:
-        return gathered.view(b, s * group.size, *x.shape[2:])
-    return gathered.transpose(0, 1).contiguous()
+    return comm.all_gather_each(x, group)
 
 
 def reduce_scatter_sequence(x: Tensor, group: Group) -> Tensor:
     """[b, s, ...] -> this rank's [b, s/n, ...] of the sum."""
-    return comm.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1).contiguous()
+    return comm.reduce_scatter_each(x, group)
 
 
 def local_chunk(x: Tensor, group: Group) -> Tensor:

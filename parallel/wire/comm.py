@@ -20,7 +20,7 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import ProcessGroup
+from torch.distributed.distributed_c10d import AllgatherOptions, ProcessGroup, ReduceScatterOptions
 from torch.distributed.distributed_c10d import Work as Handle
 
 from parallel.wire.clock import CommunicationClock, PendingSpan
@@ -40,6 +40,49 @@ DISCONNECT_TEXT = re.compile(
 # torch 2.13 has new names for these two.
 all_gather_verb = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_verb = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather_each_verb(
+    out: Tensor, x: Tensor, group: ProcessGroup | None, async_op: bool = False
+) -> Handle | None:
+    """all_gather_verb from x[i] into out[i] for each i, as one exchange."""
+    if len(x) == 1:
+        return all_gather_verb(out[0], x[0], group=group, async_op=async_op)
+    options = AllgatherOptions()
+    options.asyncOp = async_op
+    results = list(out.unbind(0))
+    messages = list(x.unbind(0))
+    handle = process_group(group).allgather_into_tensor_coalesced(results, messages, options)
+    return awaited_unless(async_op, handle)
+
+
+def scatter_each_verb(
+    out: Tensor, x: Tensor, group: ProcessGroup | None, async_op: bool = False
+) -> Handle | None:
+    """reduce_scatter_verb from x[i] into out[i] for each i, as one exchange."""
+    if len(x) == 1:
+        return reduce_scatter_verb(out[0], x[0], group=group, async_op=async_op)
+    options = ReduceScatterOptions()
+    options.asyncOp = async_op
+    results = list(out.unbind(0))
+    messages = list(x.unbind(0))
+    handle = process_group(group).reduce_scatter_tensor_coalesced(results, messages, options)
+    return awaited_unless(async_op, handle)
+
+
+def process_group(handle: ProcessGroup | None) -> ProcessGroup:
+    """The process group of a Group's handle; None: that of the whole job."""
+    found = dist.group.WORLD if handle is None else handle
+    assert found is not None  # the job has been joined
+    return found
+
+
+def awaited_unless(async_op: bool, handle: Handle) -> Handle | None:
+    """As torch's own verbs end: the handle, or None after it was awaited."""
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 class PeerError(RuntimeError):
@@ -229,6 +272,26 @@ def reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor
     return out
 
 
+def all_gather_each(x: Tensor, group: Group) -> Tensor:
+    """[b, n, ...] of each rank -> [b, size * n, ...]: all_gather of each x[i], in one exchange without
+    copies."""
+    if group.size == 1:
+        return x
+    out = x.new_empty(x.shape[0], group.size * x.shape[1], *x.shape[2:])
+    group.run_collective("all_gather", out, gather_each_verb, out, x.contiguous())
+    return out
+
+
+def reduce_scatter_each(x: Tensor, group: Group) -> Tensor:
+    """[b, size * n, ...] of each rank -> [b, n, ...]: reduce_scatter of each x[i], in one exchange without
+    copies."""
+    if group.size == 1:
+        return x
+    out = x.new_empty(x.shape[0], x.shape[1] // group.size, *x.shape[2:])
+    group.run_collective("reduce_scatter", x, scatter_each_verb, out, x.contiguous())
+    return out
+
+
 def all_to_all(x: Tensor, group: Group) -> Tensor:
     """[size, ...], of which part i goes to rank i -> [size, ...], of which part i came from rank i."""
     if group.size == 1:
@@ -362,6 +425,28 @@ def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> 
     if out is None:
         out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
     start = partial(reduce_scatter_verb, group=group.handle, async_op=True)
+    return start_collective("reduce_scatter", start, result=out, source=x, group=group, nbytes=x.nbytes)
+
+
+def start_all_gather_each(x: Tensor, group: Group) -> PendingExchange:
+    """all_gather_each, started: until wait() x must not be written."""
+    if group.size == 1:
+        return PendingExchange(x)
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], group.size * x.shape[1], *x.shape[2:])
+    group.count_exchange("all_gather", out)
+    start = partial(gather_each_verb, group=group.handle, async_op=True)
+    return start_collective("all_gather", start, result=out, source=x, group=group, nbytes=out.nbytes)
+
+
+def start_reduce_scatter_each(x: Tensor, group: Group) -> PendingExchange:
+    """reduce_scatter_each, started: until wait() x must not be written."""
+    if group.size == 1:
+        return PendingExchange(x)
+    x = x.contiguous()
+    out = x.new_empty(x.shape[0], x.shape[1] // group.size, *x.shape[2:])
+    group.count_exchange("reduce_scatter", x)
+    start = partial(scatter_each_verb, group=group.handle, async_op=True)
     return start_collective("reduce_scatter", start, result=out, source=x, group=group, nbytes=x.nbytes)
 
 

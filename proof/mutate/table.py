@@ -262,11 +262,8 @@ TABLE = (
     Mutation(
         what="sequence shards of tp ranks are swapped in the gather's backward",
         file="parallel/tensor/regions.py",
-        old="return comm.reduce_scatter(x.transpose(0, 1), group).transpose(0, 1).contiguous()",
-        new=(
-            "return comm.reduce_scatter(x.flip(1).transpose(0, 1), group)"
-            ".transpose(0, 1).flip(1).contiguous()"
-        ),
+        old="return comm.reduce_scatter_each(x, group)",
+        new="return comm.reduce_scatter_each(x.flip(1), group).flip(1)",
         model="llama3-tiny",
         world=2,
         layout="tp2 sp zero0 mb1",
@@ -479,10 +476,19 @@ TABLE = (
         layout="tp2 no-sp zero0 mb1",
     ),
     Mutation(
+        what="sequences of a microbatch change places in a gather",
+        file="parallel/wire/comm.py",
+        old="allgather_into_tensor_coalesced(results, messages, options)",
+        new="allgather_into_tensor_coalesced(results, messages[::-1], options)",
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 sp zero0 mb2",
+    ),
+    Mutation(
         what="a sum under way is read before it has arrived",
         file="parallel/tensor/regions.py",
-        old="return lambda: work.wait().transpose(0, 1).contiguous()",
-        new="return lambda: work.result.transpose(0, 1).clone()",
+        old="return comm.start_reduce_scatter_each(dx, self.group).wait",
+        new="return comm.start_reduce_scatter_each(dx, self.group).result.clone",
         model="llama3-tiny",
         world=2,
         layout="tp2 sp zero0 mb1",
@@ -499,8 +505,11 @@ TABLE = (
     Mutation(
         what="sequence shards of an input that is made again come back in another order",
         file="parallel/tensor/regions.py",
-        old="return lambda: work.wait().transpose(0, 1)\n",
-        new="return lambda: work.wait().roll(1, 0).transpose(0, 1)\n",
+        old="return comm.start_all_gather_each(x, self.group).wait\n",
+        new=(
+            "work = comm.start_all_gather_each(x, self.group)\n"
+            "        return lambda: work.wait().roll(1, 1)\n"
+        ),
         model="llama3-tiny",
         world=2,
         layout="tp2 sp zero0 mb1 selective",
@@ -1618,8 +1627,11 @@ TABLE = (
     Mutation(
         what="the gathered sequence is read before it has arrived, beside the product that hides it",
         file="parallel/tensor/regions.py",
-        old="return lambda: work.wait().transpose(0, 1)\n",
-        new="return lambda: work.result.transpose(0, 1)\n",
+        old="return comm.start_all_gather_each(x, self.group).wait\n",
+        new=(
+            "work = comm.start_all_gather_each(x, self.group)\n"
+            "        return lambda: work.result\n"
+        ),
         model="llama3-tiny",
         world=2,
         layout="tp2 sp zero0 mb1 selective no-fp8",

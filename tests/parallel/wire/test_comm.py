@@ -7,10 +7,13 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.tensor import regions as collectives
+from parallel.tensor.regions import all_gather_sequence, reduce_scatter_sequence
 from parallel.wire import comm
 from parallel.wire.comm import Group
+from parallel.wire.world import World
 
 ROWS, COLUMNS = 6, 5
 
@@ -203,3 +206,62 @@ def test_a_sequence_that_the_ranks_do_not_divide(ranks, size):
         assert not part[:, mine.shape[1] :].any()
         assert torch.allclose(whole, x * scale, rtol=1e-12)
         assert torch.allclose(grad, numbers(8, BATCH, TOKENS, 3) * scale, rtol=1e-12)
+
+
+# ---- sequences of a microbatch, as one exchange ------------------------------------------------------------
+
+
+class Copies(TorchDispatchMode):
+    """Counts the elements that are copied from one tensor to another."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if any(f"aten.{name}." in str(function) for name in ("copy_", "clone", "cat", "_to_copy", "stack")):
+            self.elements += out.numel()
+        return out
+
+
+def of_each_sequence(world: World, b: int, dtype: torch.dtype) -> tuple[bool, int]:
+    """(whether gathers and scatters of [b, ...] are those of each sequence alone, elements that were copied
+    beyond those of torch's verbs)."""
+    ledger = Counter()
+    group = world.group_of_rank("tp", [list(range(world.size))], ledger)
+    generator = torch.Generator().manual_seed(world.rank)
+    part = torch.randn(b, 3, 5, generator=generator).to(dtype)
+    whole = torch.randn(b, 3 * world.size, 5, generator=generator).to(dtype)
+    with Copies() as own:  # what gloo copies for itself
+        each = [
+            [comm.all_gather(x, group) for x in part],
+            [comm.reduce_scatter(x, group) for x in whole],
+            [comm.start_all_gather(x, group, whole[0].clone()).wait() for x in part],
+            [comm.start_reduce_scatter(x, group).wait() for x in whole],
+        ]
+    gathered, scattered = torch.stack(each[0]), torch.stack(each[1])
+
+    ledger.clear()
+    with Copies() as copies:
+        found = [
+            (all_gather_sequence(part, group), gathered),
+            (reduce_scatter_sequence(whole, group), scattered),
+            (comm.start_all_gather_each(part, group).wait(), gathered),
+            (comm.start_reduce_scatter_each(whole, group).wait(), scattered),
+        ]
+    are_equal = all(torch.equal(got, wanted) and got.is_contiguous() for got, wanted in found)
+    calls = {verb: count for (_, verb, what), count in ledger.items() if what == "calls"}
+    sizes = {verb: count for (_, verb, what), count in ledger.items() if what == "bytes"}
+    nbytes = 2 * whole.nbytes
+    is_counted = calls == {"all_gather": 2, "reduce_scatter": 2}
+    is_counted &= sizes == {"all_gather": nbytes, "reduce_scatter": nbytes}
+    of_results = whole.numel()  # the clones above
+    return are_equal and is_counted, copies.elements - (own.elements - of_results)
+
+
+@pytest.mark.parametrize("b", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sequences_of_a_microbatch_travel_without_copies(ranks, b, dtype):
+    for size in (2, 4):
+        assert ranks(size).run(of_each_sequence, b, dtype) == [(True, 0)] * size
