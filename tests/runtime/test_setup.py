@@ -149,6 +149,8 @@ def test_no_gpu_is_the_users_mistake(monkeypatch):
         ("NVIDIA A100-SXM4-80GB", "fp32", 19.5),
         ("NVIDIA A100-SXM4-80GB", "fp8", None),
         ("NVIDIA Tesla K80", "fp32", None),
+        ("AMD Instinct MI250X", "bf16", 191.5),  # one of two dies
+        ("AMD Instinct MI300X", "bf16", 1307),
     ],
 )
 def test_peak_flops(monkeypatch, name, dtype, tera):

@@ -3,7 +3,7 @@ memory.
 """
 
 import random
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 
 import pytest
 
@@ -70,6 +70,61 @@ def test_transfers_meet(kind):
         assert all(mine == between[b, a] for (a, b), mine in between.items())  # one order at both ends
         cuts = sum(a != b for a, b in zip(s.rank_of_stage, s.rank_of_stage[1:]))
         assert sum(map(len, between.values())) == 2 * 2 * cuts * s.microbatches  # both ends, both directions
+
+
+class RankStreams:
+    """A rank on a GPU: computation, activations and gradients each in a stream of its own, in order."""
+
+    def __init__(self, ops):
+        self.compute = deque(op for op in ops if op.kind in COMPUTE_KINDS)
+        self.activations = deque(op for op in ops if op.kind in ("SF", "RF"))
+        self.gradients = deque(op for op in ops if op.kind in ("SB", "RB"))
+        self.done = set()
+
+    def is_there(self, op):
+        """Whether what a computation reads, or a send sends, is on this rank."""
+        if op.kind[0] == "S":
+            return any(op._replace(kind=kind) in self.done for kind in ("F" if op.kind == "SF" else "BI"))
+        needed = op._replace(kind="RF" if op.kind == "F" else "RB")
+        return needed in self.done or needed not in (*self.activations, *self.gradients)
+
+
+def ends_on_gpus(lowered):
+    """Whether all streams end, if a transfer runs when it is the first of its stream at both ends: NCCL."""
+    ranks = [RankStreams(ops) for ops in lowered]
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for rank in ranks:
+            while rank.compute and rank.is_there(rank.compute[0]):
+                rank.done.add(rank.compute.popleft())
+                has_moved = True
+        for stream in ("activations", "gradients"):
+            first = {getattr(rank, stream)[0]: rank for rank in ranks if getattr(rank, stream)}
+            for op, rank in first.items():
+                other = first.get(matching_transfer(op))
+                if op.kind[0] == "S" and other is not None and rank.is_there(op):
+                    for end in (rank, other):
+                        end.done.add(getattr(end, stream).popleft())
+                    has_moved = True
+    return not any(rank.compute or rank.activations or rank.gradients for rank in ranks)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_every_list_ends_where_a_communicator_runs_in_order(kind):
+    """Each transfer is posted alone, activations and gradients in communicators of their own."""
+    lists = list(every(kind, m_max=20))
+    for s in lists:
+        assert ends_on_gpus(add_transfers(s.order, s.rank_of_stage)), (s.kind, len(s.order), s.microbatches)
+    assert len(lists) >= 130
+
+
+def test_that_model_of_gpus_sees_a_cycle():
+    """A rank that waits for a gradient in the stream from which it would send the next one."""
+    low = add_transfers(*(lambda s: (s.order, s.rank_of_stage))(make_schedule("1f1b", 2, 2)))
+    receives = [i for i, op in enumerate(low[0]) if op.kind == "RB"]
+    low[0][receives[0]], low[0][receives[1]] = low[0][receives[1]], low[0][receives[0]]
+    assert not ends_on_gpus(low)
 
 
 @pytest.mark.parametrize(

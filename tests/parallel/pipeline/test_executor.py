@@ -1,0 +1,51 @@
+"""How a step posts its transfers: each alone, activations and gradients in communicators of their own.
+
+NCCL pairs what is posted together with what the other side posts together: where the two sides group
+differently, a run on GPUs hangs or is undefined.
+"""
+
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from build import build_run
+from model.sharding import parallel_dims
+from parallel.topology.mesh import Mesh
+from proof.random_tokens import RandomTokens
+from proof.verify.tiny_config import tiny_config
+from runtime.guard import NonFiniteGuard
+from train import train_step
+
+
+def posted(world, cfg) -> list[tuple[int, str]]:
+    """(transfers of the batch, which communicator) of each batch of a step and an evaluation."""
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
+    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    data = RandomTokens(cfg, mesh.dp.index, mesh.dp.size)
+    assert mesh.pp_backward.handle not in (None, mesh.pp.handle)
+    found = []
+    post = dist.batch_isend_irecv
+
+    def seen(ops):
+        is_backward = ops[0].group is mesh.pp_backward.handle
+        found.append((len(ops), "gradients" if is_backward else "activations"))
+        return post(ops)
+
+    with mock.patch.object(dist, "batch_isend_irecv", seen):
+        train_step(run, 1, data.microbatches(0), NonFiniteGuard())
+        in_step = len(found)
+        run.pipeline.evaluate(data.microbatches(0))
+    assert {name for _, name in found[in_step:]} <= {"activations"}
+    return found
+
+
+@pytest.mark.parametrize("schedule, vpp", [("1f1b", None), ("interleaved", 2), ("zb-v", None)])
+def test_each_transfer_is_posted_alone_in_the_communicator_of_its_direction(ranks, schedule, vpp):
+    cfg = tiny_config("llama3-tiny", 2)
+    there = replace(cfg, parallel=replace(cfg.parallel, pp=2, schedule=schedule, vpp=vpp))
+    for found in ranks(2).run(posted, there):
+        assert {count for count, _ in found} == {1}
+        assert {name for _, name in found} == {"activations", "gradients"}
