@@ -8,6 +8,7 @@ here.
 
 import importlib
 import pkgutil
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,13 +19,18 @@ import config
 import kernels
 from build import build_run
 from kernels import grouped_gemm, triton_
+from model.sharding import parallel_dims
 from optim.clip import clip_factor
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.sharding import spec
 from parallel.topology.mesh import Mesh
+from parallel.wire import comm
 from parallel.wire.comm import Group
+from parallel.wire.world import World
 from runtime.guard import NonFiniteGuard
+from runtime.metrics import MetricsLogger
+from runtime.setup import LaunchEnv
 from train import train_step
 
 META = torch.device("meta")
@@ -103,16 +109,93 @@ class Launch:
         return lambda *args, **how: None
 
 
-def step_once(monkeypatch, *args: str) -> None:
+def step_once(monkeypatch, *args: str, mesh: Mesh | None = None) -> None:
     cfg = config.resolve("llama3-tiny", None, [*ARGS, *args])
     monkeypatch.setattr(spec, "draw_normal", lambda *_: None)  # initial weights are drawn on the host
     with META:
-        run = build_run(cfg, Mesh.single(), META, None, 10)
+        run = build_run(cfg, mesh or Mesh.single(), META, None, 10)
         docs = torch.zeros(2, 32, dtype=torch.int32) if cfg.data.doc_mask else None
         ids = torch.zeros(2, 32, dtype=torch.int64)
         batch = Microbatch(ids, ids, ids, docs, torch.arange(2), 1)
     with NoLists(), NoWaiting():
         train_step(run, 1, [batch, batch], NonFiniteGuard())
+
+
+# ---- one of several ranks ----------------------------------------------------------------------------------
+
+
+class Ended:
+    """As torch's handle of an exchange, which takes no time."""
+
+    def wait(self):
+        return True
+
+    def is_completed(self):
+        return True
+
+    def get_future(self):
+        raise RuntimeError("no future")
+
+
+def exchange_nothing(monkeypatch) -> None:
+    """Every exchange ends at once, and leaves its result as it was made."""
+    def verb(*args, async_op=False, **options):
+        return Ended() if async_op else None
+
+    for name in ("all_reduce", "all_to_all_single", "broadcast", "all_gather_object"):
+        monkeypatch.setattr(comm.dist, name, verb)
+    for name in ("all_gather_verb", "reduce_scatter_verb", "gather_each_verb", "scatter_each_verb"):
+        monkeypatch.setattr(comm, name, verb)
+    monkeypatch.setattr(comm.dist, "P2POp", lambda *args, **options: args)
+    monkeypatch.setattr(comm.dist, "batch_isend_irecv", lambda ops: [Ended() for _ in ops])
+    monkeypatch.setattr(World, "connect", lambda self, name, ranks, axes: f"{name} {ranks}")
+
+
+LAYOUTS = [
+    "--parallel.tp 2",
+    "--parallel.tp 2 --parallel.sp true",
+    "--parallel.tp 2 --parallel.sp true --parallel.async_tp true",
+    "--parallel.cp 2",
+    "--parallel.cp 2 --parallel.cp_kind ulysses",
+    "--parallel.cp 2 --data.doc_mask true --model.window 8",
+    "--parallel.pp 2",
+    "--parallel.pp 2 --parallel.schedule zb-v",
+    "--parallel.zero 1",
+    "--parallel.zero 2 --optim.name muon",
+    "--parallel.zero 3 --parallel.recompute full",
+    "--parallel.zero 1 --parallel.dp_rep 2",
+    "--parallel.compress int8",
+    "--parallel.compress powersgd",
+    "--parallel.reduce ring",
+    "--model.tied true --parallel.pp 2",
+]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("args", LAYOUTS)
+def test_nothing_in_a_step_of_a_layout_waits_for_the_device(monkeypatch, args, rank):
+    launch_nothing(monkeypatch)
+    exchange_nothing(monkeypatch)
+    world = World(rank, 4 if "dp_rep" in args else 2, META)
+    words = ["--train.dtype", "bf16", "--model.layers", "4", *args.split()]
+    dims = parallel_dims(config.resolve("llama3-tiny", None, [*ARGS, *words]), world.size)
+    sequences = 4 * dims.dp_shard * dims.dp_replicate  # two microbatches on each rank
+    words += ["--train.global_batch", str(sequences)]
+    step_once(monkeypatch, *words, mesh=Mesh.bind(dims, world))
+
+
+def test_logging_a_step_does_not_wait(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "Event", Mock())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    cfg = config.resolve("llama3-tiny", None, ["--train.steps", "9", "--log.every", "5"])
+    env = LaunchEnv(device=torch.device("cuda", 0))
+    log = MetricsLogger(tmp_path, cfg, env, steps=9, flops_per_token=1.0, start_step=1)
+    loss, is_good = torch.zeros((), device=META), torch.zeros((), device=META, dtype=torch.bool)
+    for step in (3, 4):
+        numbers = {"loss": loss, "grad_norm": loss, "is_good": is_good}
+        with NoLists(), NoWaiting():
+            flags = log.log_step(step, **numbers, learning_rate=0.1, data_seconds=0.0, seconds=1.0)
+        assert flags == []
 
 
 def launch_nothing(monkeypatch) -> None:

@@ -216,3 +216,4 @@ def test_the_gpu_of_a_mac_is_taken_when_asked_for(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     assert setup.pick_device("mps", 0) == torch.device("mps")
     assert setup.pick_device("auto", 0) == torch.device("cpu")
+    assert rope.angle_dtype(torch.device("mps")) == torch.float32
