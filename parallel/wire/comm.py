@@ -20,7 +20,8 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions, ProcessGroup, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.distributed_c10d import ProcessGroup
 from torch.distributed.distributed_c10d import Work as Handle
 
 from parallel.wire.clock import CommunicationClock, PendingSpan
