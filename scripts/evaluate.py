@@ -79,7 +79,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
 
     # its loss
     started = time.perf_counter()
-    loss_sum = num_tokens = num_bytes = 0.0
+    loss_sum = 0.0
+    num_tokens = num_bytes = 0
     full_batches = batches(data, 0, samples // batch_size)
     with torch.no_grad():
         for batch in itertools.chain(full_batches, remaining_samples(cfg, samples, batch_size)):
@@ -87,8 +88,8 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
             loss_sum = loss_sum + run.stage(batch.tokens, batch, 1.0).double()
             num_tokens = num_tokens + batch.num_counted()
             num_bytes = num_bytes + data.text_bytes(batch)
-    loss = float(loss_sum / num_tokens)
-    bytes_per_token = float(num_bytes / num_tokens) if num_bytes >= 0 else math.nan
+    loss = float(loss_sum) / int(num_tokens)
+    bytes_per_token = int(num_bytes) / int(num_tokens) if num_bytes >= 0 else math.nan
     seconds = time.perf_counter() - started
 
     # the report

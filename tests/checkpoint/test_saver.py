@@ -66,6 +66,22 @@ def test_copies_from_a_gpu_are_started_together_into_memory_that_is_kept(tmp_pat
     assert kept[1][0] == kept[2][0] and kept[1][1] != kept[2][1]
 
 
+def test_copies_that_nothing_waits_for_are_made_at_once(tmp_path, monkeypatch):
+    """From the host, and from an Apple GPU."""
+    waits = []
+    copy = torch.Tensor.copy_
+
+    def seen(target, source, non_blocking=False):
+        waits.append(not non_blocking)
+        return copy(target, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", seen)
+    saver = CheckpointSaver(in_background=True)
+    saver.save(tmp_path, 1, whole({"w": torch.ones(9), "m": torch.ones(3)}), {}, keep=9)
+    saver.wait_saved()
+    assert len(waits) >= 2 and all(waits)
+
+
 def test_copies_on_the_host_are_not_kept(tmp_path):
     saver = CheckpointSaver(in_background=True)
     saver.save(tmp_path, 1, whole({"w": torch.ones(3)}), {}, keep=9)

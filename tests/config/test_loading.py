@@ -69,7 +69,7 @@ def test_a_horizon_replaces_the_one_below():
         ),
         (
             ["--model.attention", "triton", "--train.device", "cpu"],
-            r"^model\.attention: triton needs a GPU, and train\.device is cpu; take auto",
+            r"^model\.attention: triton needs a CUDA GPU, and train\.device is cpu; take auto",
         ),
         (
             ["--model.attention", "flash", "--train.dtype", "fp32"],

@@ -232,10 +232,10 @@ def order(world, cfg):
     back = [
         note(linear, "add_wgrad", "wgrad"),
         note(comm, "start_all_reduce", "sum", "summed"),
-        note(comm, "start_reduce_scatter", "scatter", "scattered"),
-        note(comm, "start_all_gather", "gather", "gathered"),
-        note(comm, "reduce_scatter", "blocking"),
-        note(comm, "all_gather", "blocking gather"),
+        note(comm, "start_reduce_scatter_each", "scatter", "scattered"),
+        note(comm, "start_all_gather_each", "gather", "gathered"),
+        note(comm, "reduce_scatter_each", "blocking"),
+        note(comm, "all_gather_each", "blocking gather"),
     ]
     try:
         train_step(run, 1, data.microbatches(0), NonFiniteGuard())
