@@ -1,0 +1,114 @@
+"""The figures of a scaling experiment. matplotlib is imported only when one is drawn."""
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from scaling.laws import Fit
+from scaling.optimum import Optimum, Parabola, envelope, smoothed
+from scaling.points import Array, Points
+
+INK, GRID, BEST = "#333333", "#e6e6e6", "#b3362b"
+FIGURE_SIZE = (7.2, 4.8)  # inches
+DPI = 140
+CURVE_POINTS = 200
+MOST_DRAWN = 1500  # points of a training curve
+
+
+@contextmanager
+def figure(path: Path, title: str, x_label: str, y_label: str) -> Iterator[Any]:
+    """The axes of a figure that is written to `path` at the end."""
+    # not pyplot: it has global state and looks for a display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=FIGURE_SIZE, dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(drawing)
+    axes = drawing.subplots()
+    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color=GRID, lw=0.6)
+    axes.set_axisbelow(True)
+    yield axes
+    drawing.savefig(path, format=path.suffix[1:])
+
+
+def shades(count: int) -> list[Any]:
+    """Colours from dark to light, for what has an order."""
+    from matplotlib import colormaps
+    return [colormaps["viridis"](place) for place in np.linspace(0.05, 0.85, count)]
+
+
+def draw_isoflop(points: Points, parabolas: list[Parabola], path: Path) -> None:
+    """Losses over sizes at equal FLOPs, with the parabolas and their vertices."""
+    with figure(path, "loss at equal FLOPs", "parameters", "validation loss (nats per token)") as axes:
+        axes.set_xscale("log")
+        log_sizes = np.log(points.parameters)
+        sizes = np.exp(np.linspace(log_sizes.min() - 0.2, log_sizes.max() + 0.2, CURVE_POINTS))
+        for parabola, colour in zip(parabolas, shades(len(parabolas))):
+            near = np.abs(np.log(points.flops / parabola.flops)) < np.log(2) / 2
+            axes.plot(points.parameters[near], points.loss[near], "o", color=colour, ms=5,
+                      label=f"{parabola.flops:.2g} FLOPs")
+            axes.plot(sizes, parabola(sizes), color=colour, lw=1.2)
+            vertex = np.exp(parabola.log_size)
+            axes.plot(vertex, parabola.least, "*", color=BEST, ms=11, mec="white", zorder=3)
+        spread = np.ptp(points.loss)
+        axes.set_ylim(points.loss.min() - 0.1 * spread, points.loss.max() + 0.1 * spread)
+        axes.legend(frameon=False, fontsize=9)
+
+
+def draw_envelope(curves: dict[float, tuple[Array, Array]], path: Path) -> None:
+    """Training losses over FLOPs of all sizes, and their lower envelope."""
+    smooth = {size: (flops, smoothed(loss)) for size, (flops, loss) in curves.items()}
+    title = "training loss over FLOPs, smoothed, with its envelope"
+    with figure(path, title, "FLOPs", "training loss (nats per token)") as axes:
+        axes.set_xscale("log")
+        for (size, (flops, loss)), colour in zip(smooth.items(), shades(len(smooth))):
+            shown = np.unique(np.geomspace(1, len(flops), MOST_DRAWN).astype(int)) - 1
+            axes.plot(flops[shown], loss[shown], color=colour, lw=1.2, label=f"{size:,.0f} parameters")
+        budgets, _, losses = envelope(smooth)
+        axes.plot(budgets, losses, color=BEST, lw=2.2, label="least at each budget")
+        late = np.concatenate([loss[len(loss) // 20:] for _, loss in smooth.values()])
+        axes.set_ylim(0.97 * late.min(), 1.02 * late.max())
+        axes.legend(frameon=False, fontsize=9)
+
+
+def draw_contours(points: Points, fit: Fit, optimum: Optimum, path: Path) -> None:
+    """Lines of equal predicted loss over FLOPs and sizes, the runs, and the best size of each budget."""
+    title = f"loss = {fit.law.formula}"
+    with figure(path, title, "FLOPs", "parameters") as axes:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        flops = np.geomspace(points.flops.min() / 2, points.flops.max() * 4, CURVE_POINTS)
+        sizes = np.geomspace(points.parameters.min() / 2, points.parameters.max() * 2, CURVE_POINTS)
+        tokens = flops[None, :] / (optimum.flops_factor * sizes[:, None])
+        log_n = np.broadcast_to(np.log(sizes)[:, None], tokens.shape).ravel()
+        predicted = np.exp(fit.law.log_loss(fit.theta, log_n, np.log(tokens).ravel())).reshape(tokens.shape)
+        least, most = points.loss.min(), points.loss.max()
+        levels = np.linspace(least - 0.3 * (most - least), most + 0.3 * (most - least), 14)
+        lines = axes.contour(flops, sizes, predicted, levels=levels, cmap="viridis", linewidths=1)
+        axes.clabel(lines, fontsize=8, fmt="%.2f")
+        axes.plot(points.flops, points.parameters, "o", color=INK, ms=4, label="runs")
+        best = np.array([optimum.parameters(budget) for budget in flops])
+        axes.plot(flops, best, color=BEST, lw=2, label=f"best size, ~ C^{optimum.parameters.exponent:.2f}")
+        axes.set_ylim(sizes[0], sizes[-1])
+        axes.legend(frameon=False, fontsize=9)
+
+
+def draw_fit(points: Points, fit: Fit, path: Path) -> None:
+    """Measured losses beside the law's."""
+    title = "measured loss beside that of the law"
+    with figure(path, title, "loss of the law", "measured loss (nats per token)") as axes:
+        predicted = np.exp(fit.law.log_loss(fit.theta, np.log(points.parameters), np.log(points.tokens)))
+        ends = [min(predicted.min(), points.loss.min()), max(predicted.max(), points.loss.max())]
+        axes.plot(ends, ends, color=BEST, lw=1)
+        sizes = points.sizes
+        for size, colour in zip(sizes, shades(len(sizes))):
+            own = points.parameters == size
+            label = f"{size:,.0f} parameters"
+            axes.plot(predicted[own], points.loss[own], "o", color=colour, ms=5, label=label)
+        axes.legend(frameon=False, fontsize=9)

@@ -1,0 +1,79 @@
+"""What a fit says, as text and as data."""
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from scaling.laws import Fit, huber_sum
+from scaling.optimum import Optimum
+from scaling.points import Points
+
+
+@dataclass(frozen=True)
+class LossForecast:
+    """What the law foretells of a run, before it is run. measured: its loss, once it was."""
+    name: str
+    parameters: int
+    tokens: int
+    loss: float
+    interval: tuple[float, float]
+    measured: float | None = None
+
+    @property
+    def miss(self) -> float | None:
+        """Relative: above 0 where the run was worse than foretold."""
+        return None if self.measured is None else self.measured / self.loss - 1
+
+
+def law_lines(fit: Fit, points: Points) -> list[str]:
+    """The numbers of a law with their intervals, and how far it is from the runs."""
+    intervals = fit.intervals()
+    lines = [f"{fit.law.name}: loss = {fit.law.formula}, {len(points)} runs of {len(points.sizes)} sizes"]
+    for name, value in fit.numbers.items():
+        low, high = intervals[name]
+        lines.append(f"  {name:<8}{value:>14.5g}   95 %: {low:.5g} to {high:.5g}")
+    predicted = np.exp(fit.law.log_loss(fit.theta, np.log(points.parameters), np.log(points.tokens)))
+    error = np.abs(predicted / points.loss - 1)
+    lines.append(f"  error of a run: median {np.median(error):.2%}, largest {error.max():.2%}; "
+                 f"sum of Huber losses {float(huber_sum(fit.law, fit.theta, points)):.3g}")
+    return lines
+
+
+def optimum_lines(optima: list[Optimum], budgets: list[float]) -> list[str]:
+    """Best sizes and tokens of each approach, for some budgets of FLOPs."""
+    lines = [f"{'approach':<12}{'N ~ C^a':>9}{'95 %':>16}"
+             + "".join(f"{f'{flops:.2g} FLOPs':>26}" for flops in budgets)]
+    for optimum in optima:
+        interval = ""
+        if optimum.exponent_interval is not None:
+            interval = "{:.3f} to {:.3f}".format(*optimum.exponent_interval)
+        line = f"{optimum.approach:<12}{optimum.parameters.exponent:>9.3f}{interval:>16}"
+        for flops in budgets:
+            size, tokens = optimum.parameters(flops), optimum.tokens(flops)
+            line += f"{f'{size:,.3g} par., {tokens:.3g} tok.':>26}"
+        lines.append(line)
+    return lines
+
+
+def forecast_line(forecast: LossForecast) -> str:
+    low, high = forecast.interval
+    line = (f"{forecast.name}: {forecast.parameters:,} parameters, {forecast.tokens:,} tokens: "
+            f"predicted {forecast.loss:.4f} (95 %: {low:.4f} to {high:.4f})")
+    if forecast.miss is not None:
+        line += f", measured {forecast.measured:.4f}, missed by {forecast.miss:+.2%}"
+    return line
+
+
+def as_tree(fits: list[Fit], optima: list[Optimum]) -> dict[str, Any]:
+    """Both for a JSON file."""
+    laws = {fit.law.name: {"numbers": fit.numbers, "intervals": fit.intervals()} for fit in fits}
+    best = {
+        optimum.approach: {
+            "exponent": optimum.parameters.exponent,
+            "exponent_interval": optimum.exponent_interval,
+            "intercept": optimum.parameters.intercept,
+            "flops_factor": optimum.flops_factor,
+        }
+        for optimum in optima
+    }
+    return {"laws": laws, "optima": best}

@@ -1,0 +1,163 @@
+"""A ladder's sizes, budgets and branches; one of its sizes is trained."""
+import dataclasses
+import json
+
+import pytest
+
+import config
+from config import ConfigError
+from model.schedules import plan_pipeline
+from optim.lr import learning_rate
+from plan.count import flops_per_token, parameters
+from runtime.lines import read_metrics
+from scaling.command import main
+from scaling.ladder import (
+    Ladder,
+    check_ladder,
+    read_ladder,
+    runs_of,
+    stable_part,
+    train_arguments,
+    write_ladder,
+)
+
+SETTINGS = (
+    ("data.tokenizer", "bytes"),
+    ("model.vocab", "257"),
+    ("train.seq_len", "32"),
+    ("train.global_batch", "4"),
+    ("train.micro_batch", "4"),
+    ("train.max_minutes", "none"),
+    ("optim.warmup", "5"),
+    ("eval.batches", "2"),
+)
+LADDER = Ladder("quickstart", (1, 2, 3), 5e9, budgets=3, ratio=2, aspect=16, head_dim=16, settings=SETTINGS)
+
+
+def config_of(run, folder="runs"):
+    name, *argv = train_arguments(LADDER, run, folder)
+    cfg = config.resolve(name, None, argv)
+    plan_pipeline(cfg, 1)  # the rules hold
+    return cfg
+
+
+def test_all_sizes_have_the_same_budgets(tmp_path):
+    """Counted again from the very config that train.py gets."""
+    for run in runs_of(LADDER):
+        cfg = config_of(run, tmp_path)
+        tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
+        flops = tokens * flops_per_token(cfg.model, cfg.train.seq_len)
+        assert tokens == run.tokens and flops == run.flops
+        assert parameters(cfg.model)["total"] == run.parameters
+        # steps are a multiple of five, so a budget is met to half of that
+        assert abs(flops / LADDER.all_flops()[run.budget] - 1) < 2.5 / (cfg.train.steps / 2**run.budget)
+
+
+def test_a_branch_begins_where_its_decay_does(tmp_path):
+    runs = {run.name: run for run in runs_of(LADDER)}
+    branches = [run for run in runs.values() if run.trunk]
+    assert len(branches) == 6
+    for run in branches:
+        trunk = runs[run.trunk]
+        cfg, of_trunk = config_of(run, tmp_path), config_of(trunk, tmp_path)
+        saved = of_trunk.checkpoint.every
+        assert run.branch_step % saved == 0, "the trunk has saved there"
+        assert trunk.steps // saved <= of_trunk.checkpoint.keep, "and has kept it"
+        assert cfg.checkpoint.resume.endswith(f"{run.trunk}/checkpoints/step_{run.branch_step:08d}")
+        for step in range(1, run.steps + 1):
+            rate = learning_rate(cfg.optim, step, run.steps)
+            if step <= run.branch_step:
+                assert rate == learning_rate(of_trunk.optim, step, trunk.steps)
+            else:
+                assert rate < cfg.optim.lr
+        assert rate == 0
+        assert stable_part(run.steps) == run.branch_step
+
+
+def test_the_family_grows_with_its_dial(tmp_path):
+    models = [config_of(runs_of(LADDER, depth)[0], tmp_path).model for depth in LADDER.depths]
+    assert [model.layers for model in models] == [1, 2, 3]
+    assert [model.hidden for model in models] == [16, 32, 48]
+    assert [model.heads * model.head_dim for model in models] == [16, 32, 48]
+    assert [model.ffn for model in models] == [48, 96, 128]
+    assert {model.mup_base for model in models} == {16}
+
+
+@pytest.mark.parametrize(
+    "change,message",
+    [
+        ({"depths": (2, 3)}, "--depths: 2 sizes, and a law needs three"),
+        ({"depths": (2, 2, 3)}, "--depths: different numbers of layers"),
+        ({"depths": (0, 2, 3)}, "--depths: different numbers of layers, all at least 1"),
+        ({"budgets": 0}, "--budgets: at least 1"),
+        ({"ratio": 1}, "--ratio of 2 or more"),
+        ({"aspect": 24}, "--aspect: 24 is no multiple of --head-dim 16"),
+        ({"flops": 1e8}, "--flops: d1-b2 would have 30 steps in 2e.08 FLOPs"),
+        ({"settings": ()}, "model.vocab: none"),
+    ],
+)
+def test_a_ladder_that_shows_no_law_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        check_ladder(dataclasses.replace(LADDER, **change))
+
+
+def test_a_folder_holds_one_ladder(tmp_path):
+    write_ladder(LADDER, tmp_path)
+    write_ladder(LADDER, tmp_path)
+    assert read_ladder(tmp_path) == LADDER
+    with pytest.raises(ConfigError, match="a ladder with flops 5000000000.0, not 10000000000.0; its runs"):
+        write_ladder(dataclasses.replace(LADDER, flops=1e10), tmp_path)
+    with pytest.raises(ConfigError, match="no ladder was started here"):
+        read_ladder(tmp_path / "elsewhere")
+
+
+def test_one_size_trains_and_branches(tmp_path, capsys):
+    """The command as an array job calls it: the trunk, then the branches from its checkpoints."""
+    argv = ["ladder", "--out", str(tmp_path), "--depths", "1,2,3", "--rung", "0"]
+    argv += ["--flops", "5e9", "--budgets", "2"]
+    for key, value in SETTINGS:
+        argv += [f"--{key}", value]
+    assert main(argv) == 0
+
+    ladder = read_ladder(tmp_path)
+    trunk, branch = runs_of(ladder, 1)
+    of_trunk, of_branch = (read_metrics(tmp_path / run.name)[0] for run in (trunk, branch))
+    first = of_branch[0]
+    assert first["step"] == branch.branch_step + 1
+    at_branch = of_trunk[branch.branch_step]
+    assert at_branch["step"] == first["step"]
+    assert at_branch["loss"] == first["loss"], "the branch goes on with the trunk's weights and data"
+    assert len(of_trunk) == trunk.steps and of_branch[-1]["step"] == branch.steps
+    assert of_branch[-1]["lr"] == 0 == of_trunk[-1]["lr"]
+
+    # again: nothing is left to do
+    capsys.readouterr()
+    before = (tmp_path / branch.name / "metrics.jsonl").stat().st_mtime_ns
+    assert main(argv) == 0
+    assert (tmp_path / branch.name / "metrics.jsonl").stat().st_mtime_ns == before
+    assert "d1-b1: validation loss" in capsys.readouterr().out
+
+    # the other sizes are missing
+    with pytest.raises(ConfigError, match="d2-b2: not done"):
+        main(["fit", str(tmp_path)])
+
+
+def test_a_fit_of_a_table_writes_what_it_says(tmp_path, capsys):
+    lines = ["run,parameters,tokens,flops,loss"]
+    for size in (1e6, 4e6, 1.6e7):
+        for tokens in (1e8, 4e8, 1.6e9):
+            loss = 1.7 + 400 / size**0.34 + 1200 / tokens**0.31
+            lines.append(f"r,{size},{tokens},{6 * size * tokens},{loss}")
+    table = tmp_path / "points.csv"
+    table.write_text("\n".join(lines) + "\n")
+    out = tmp_path / "out"
+    assert main(["fit", "--points", str(table), "--out", str(out), "--bootstraps", "20"]) == 0
+    shown = capsys.readouterr().out
+    assert "9 runs of 3 sizes" in shown and "alpha" in shown
+    tree = json.loads((out / "fit.json").read_text())
+    assert tree["laws"]["chinchilla"]["numbers"]["alpha"] == pytest.approx(0.34, rel=1e-3)
+    assert tree["optima"]["parametric"]["exponent"] == pytest.approx(0.31 / 0.65, rel=1e-3)
+    for name in ("contours.png", "fit.png", "points.csv"):
+        assert (out / name).stat().st_size > 100
+    with pytest.raises(ConfigError, match="needs the folder of a ladder, or --points CSV"):
+        main(["fit"])

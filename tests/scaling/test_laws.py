@@ -1,0 +1,194 @@
+"""Laws are found again where they are known: in made-up losses, and in published ones."""
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from config import ConfigError
+from scaling.laws import CHINCHILLA, KAPLAN, fit_law, huber_sum
+from scaling.optimum import (
+    envelope_optimum,
+    fit_power_law,
+    isoflop_optimum,
+    parametric_optimum,
+)
+from scaling.points import Points, check_enough, make_points, read_points, write_points
+
+# Points of figure 4 of arXiv 2203.15556, as arXiv 2404.10102 read them off: parameters, FLOPs, loss
+PUBLISHED = Path(__file__).parent / "data" / "chinchilla_figure_4.csv"
+OUTLIERS = 5  # the largest losses, which arXiv 2404.10102 leaves out
+# its table 1: (estimate, standard error)
+REPLICATED = {
+    "A": (482.01, 124.58),
+    "B": (2085.43, 1293.23),
+    "E": (1.82, 0.03),
+    "alpha": (0.35, 0.02),
+    "beta": (0.37, 0.02),
+}
+
+
+def published_points() -> Points:
+    with open(PUBLISHED, newline="") as file:
+        rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
+    rows.sort(key=lambda row: row["loss"])
+    rows = rows[: len(rows) - OUTLIERS]
+    for number, row in enumerate(rows):
+        row |= {"run": str(number), "tokens": row["flops"] / (6 * row["parameters"])}
+    return make_points(rows, str(PUBLISHED))
+
+
+SIZES = (1e6, 3e6, 1e7, 3e7, 1e8)
+BUDGETS = (1e15, 4e15, 1.6e16, 6.4e16)
+
+
+def made_up(loss, sizes=SIZES, budgets=BUDGETS, factor=6.0, noise=0.0):
+    """Runs of each size at each budget, with losses by a formula of N and D."""
+    random = np.random.default_rng(3)
+    rows = []
+    for flops in budgets:
+        for size in sizes:
+            tokens = flops / (factor * size)
+            value = loss(size, tokens) * np.exp(noise * random.standard_normal())
+            rows.append({"run": f"{size}-{flops}", "parameters": size, "tokens": tokens, "flops": flops,
+                         "loss": value})
+    return make_points(rows, "made up")
+
+
+def by_chinchilla(size, tokens):
+    return 1.7 + 400 / size**0.34 + 1200 / tokens**0.31
+
+
+def test_the_published_points_give_the_published_constants():
+    points = published_points()
+    assert len(points) == 240
+    fit = fit_law(CHINCHILLA, points, bootstraps=200)
+    intervals = fit.intervals()
+    for name, (estimate, error) in REPLICATED.items():
+        low, high = intervals[name]
+        assert low <= estimate <= high, (name, intervals[name])
+        assert abs(fit.numbers[name] - estimate) < 0.3 * error, (name, fit.numbers[name])
+        assert 0.5 * error < (high - low) / 3.92 < 2 * error, (name, intervals[name])
+    # a of N ~ C^a, beta / (alpha + beta) of their estimates: parameters and tokens grow about alike
+    optimum = parametric_optimum(fit, 6.0, points.flops)
+    assert abs(optimum.parameters.exponent - 0.3658 / (0.3478 + 0.3658)) < 0.005
+    # and the constants that arXiv 2203.15556 printed are no minimum of its own objective
+    printed = np.array([np.log(406.4), np.log(410.7), np.log(1.69), 0.34, 0.28])
+    assert huber_sum(CHINCHILLA, fit.theta, points) < 0.5 * huber_sum(CHINCHILLA, printed, points)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.003])
+def test_chinchilla_is_found_again(noise):
+    fit = fit_law(CHINCHILLA, made_up(by_chinchilla, noise=noise), bootstraps=100)
+    want = {"A": 400, "B": 1200, "E": 1.7, "alpha": 0.34, "beta": 0.31}
+    for name, value in want.items():
+        low, high = fit.intervals()[name]
+        if noise:
+            assert low < value < high
+        else:
+            assert fit.numbers[name] == pytest.approx(value, rel=1e-4)
+    size, tokens = 1e9, 2e10
+    allowed = 0.03 if noise else 1e-6
+    assert fit.loss(size, tokens) == pytest.approx(by_chinchilla(size, tokens), rel=allowed)
+
+
+def test_kaplan_is_found_again():
+    def loss(size, tokens):
+        return ((8.8e13 / size) ** (0.076 / 0.095) + 5.4e13 / tokens) ** 0.095  # arXiv 2001.08361, table 2
+
+    fit = fit_law(KAPLAN, made_up(loss), bootstraps=0)
+    assert fit.numbers["alpha_N"] == pytest.approx(0.076, rel=1e-3)
+    assert fit.numbers["alpha_D"] == pytest.approx(0.095, rel=1e-3)
+    assert fit.loss(1e10, 1e11) == pytest.approx(loss(1e10, 1e11), rel=1e-5)
+
+
+def least_by_search(flops, factor):
+    sizes = np.geomspace(1e5, 1e10, 200_001)
+    return sizes[by_chinchilla(sizes, flops / (factor * sizes)).argmin()]
+
+
+@pytest.mark.parametrize("factor", [6.0, 9.0])
+def test_the_parametric_optimum_is_the_least_loss(factor):
+    points = made_up(by_chinchilla, factor=factor)
+    assert points.flops_factor == pytest.approx(factor)
+    optimum = parametric_optimum(fit_law(CHINCHILLA, points, bootstraps=0), points.flops_factor, points.flops)
+    for flops in (1e15, 1e17, 1e19):
+        assert optimum.parameters(flops) == pytest.approx(least_by_search(flops, factor), rel=2e-3)
+        assert optimum.tokens(flops) * optimum.parameters(flops) * factor == pytest.approx(flops)
+
+
+def test_isoflop_parabolas_find_the_least_loss():
+    budgets = (1e15, 4e15, 1.6e16)
+    best = [least_by_search(flops, 6.0) for flops in budgets]
+    runs, budget_of = [], {}
+    for number, (flops, middle) in enumerate(zip(budgets, best)):
+        for share in (0.4, 0.7, 1.1, 1.6, 2.3):
+            size = middle * share
+            run = f"{number}-{share}"
+            budget_of[run] = number
+            runs.append({"run": run, "parameters": size, "tokens": flops / (6 * size), "flops": flops,
+                         "loss": by_chinchilla(size, flops / (6 * size))})
+    optimum, parabolas = isoflop_optimum(make_points(runs, "made up"), budget_of)
+    assert [parabola.flops for parabola in parabolas] == pytest.approx(budgets)
+    assert optimum.sizes == pytest.approx(best, rel=0.03)
+    assert optimum.parameters.exponent == pytest.approx(0.31 / 0.65, abs=0.01)
+
+
+def test_a_budget_whose_best_size_is_outside_is_named():
+    points = made_up(by_chinchilla, sizes=(1e9, 2e9, 4e9), budgets=(1e15, 2e15))
+    budget_of = {run: int(run.endswith("2e15") or run.endswith("2000000000000000.0")) for run in points.runs}
+    with pytest.raises(ConfigError, match="no size of the ladder is the best.*add smaller sizes"):
+        isoflop_optimum(points, budget_of)
+
+
+def test_the_envelope_follows_the_best_curve():
+    sizes = np.geomspace(1e6, 1e8, 12)
+    curves = {}
+    for size in sizes:
+        flops = np.geomspace(1e13, 1e18, 4000)
+        curves[size] = flops, by_chinchilla(size, flops / (6 * size))
+    optimum = envelope_optimum(curves, 6.0)
+    inside = (optimum.sizes > sizes[0]) & (optimum.sizes < sizes[-1])
+    budgets = optimum.budgets[inside]
+    want = fit_power_law(budgets, np.array([least_by_search(flops, 6.0) for flops in budgets]))
+    got = fit_power_law(budgets, optimum.sizes[inside])
+    assert got.exponent == pytest.approx(want.exponent, abs=0.03)
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------
+
+
+def test_a_table_reads_back_as_it_was_written(tmp_path):
+    points = made_up(by_chinchilla, noise=0.01)
+    write_points(points, tmp_path / "points.csv")
+    again = read_points(tmp_path / "points.csv")
+    assert again.runs == points.runs
+    for name in ("parameters", "tokens", "flops", "loss"):
+        assert (getattr(again, name) == getattr(points, name)).all()
+
+
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("run,parameters,tokens,loss\n", "no column flops"),
+        ("run,parameters,tokens,flops,loss\na,1,2,3,x\n", r"points.csv:2: not a row of numbers"),
+        ("run,parameters,tokens,flops,loss\na,1,2,3,nan\n", "a has loss nan, .* above 0"),
+        ("run,parameters,tokens,flops,loss\na,1,0,3,1\n", "a has tokens 0.0"),
+        ("run,parameters,tokens,flops,loss\na,1,2\n", "not a row of numbers"),
+    ],
+)
+def test_a_table_that_cannot_be_fitted_is_named(tmp_path, text, message):
+    path = tmp_path / "points.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_points(path)
+
+
+def test_too_few_runs_are_named():
+    with pytest.raises(ConfigError, match="2 different sizes, and three are the least"):
+        check_enough(made_up(by_chinchilla, sizes=(1e6, 1e7)))
+    with pytest.raises(ConfigError, match="5 finished runs"):
+        check_enough(made_up(by_chinchilla, budgets=(1e15,)))
+    with pytest.raises(ConfigError, match="alpha.*beta.*above 0"):
+        rising = made_up(lambda size, tokens: 2 + size**0.1 / 10 + 1 / tokens**0.1)
+        parametric_optimum(fit_law(CHINCHILLA, rising, 0), 6.0, rising.flops)
