@@ -49,6 +49,7 @@ from runtime.peers import PeerWatch
 from runtime.plot import loss_png
 from runtime.profile import ProfilerTrace
 from runtime.stop import StopRequest
+from runtime.summary import summarize_metrics, write_summary
 from torch import Tensor
 
 # Skipped steps in a row that end a run. In fp16 the loss scale must first come down: a halving a step.
@@ -345,24 +346,44 @@ def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
 
 
 def close_run(session: Session, end: LoopEnd) -> None:
-    """Draws the pictures and prints the closing lines."""
+    """Draws the pictures, writes summary.json and prints the closing lines."""
     folder = session.folder
     log = session.log
+    reason = end.reason if end.step < session.run.steps else None
     if session.is_first_rank:
         try:
             loss_png(folder, parameter_count(parameters(session.cfg.model)["total"]))
             if log.experts:
                 log.experts.draw(session.cfg.log.name or folder.name)
+            summarize_run(session, reason)
         except Exception as error:  # a picture is not worth a finished run
-            log.log_line(f"warning: a picture was not drawn: {error}")
+            log.log_line(f"warning: a picture or the summary is missing: {error}")
 
-    reason = end.reason if end.step < session.run.steps else None
     hints = [
         f'python -m scripts.generate {folder} --prompt "class "',
         f"python -m scripts.evaluate {folder}",
         "python train.py --list",
     ]
     log.close(reason, code=0 if reason is None else STOPPED_EARLY, hints=hints)
+
+
+def summarize_run(session: Session, reason: str | None) -> None:
+    """Writes summary.json. reason: why the run stopped before its horizon, or None."""
+    log = session.log
+    log.flush()
+    counts = parameters(session.cfg.model)
+    summary = summarize_metrics(session.folder)
+    write_summary(
+        session.folder,
+        name=session.cfg.log.name,
+        finished=reason is None,
+        reason=reason,
+        parameters=counts["total"],
+        active_parameters=counts["active"],
+        world=session.world.size,
+        flops=summary["tokens"] * log.flops_per_token,
+        **summary,
+    )
 
 
 def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:

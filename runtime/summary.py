@@ -1,0 +1,49 @@
+"""summary.json: a run in one object, for tables over many runs. Written at every end, from metrics.jsonl."""
+import json
+import os
+import statistics
+from pathlib import Path
+from typing import Any
+
+from runtime.lines import Rows, read_metrics
+
+SUMMARY_FILE = "summary.json"
+MS_OF_MINUTE = 60_000
+EVERY_STEP = 1 << 40  # more than a run has: sums are over all of them
+
+
+def write_summary(folder: Path, **facts: object) -> None:
+    """Writes folder/summary.json, atomically. Raises OSError."""
+    path = folder / SUMMARY_FILE
+    temp = path.with_name(f"{SUMMARY_FILE}.tmp")
+    temp.write_text(json.dumps(facts, indent=1) + "\n")
+    os.replace(temp, path)
+
+
+def summarize_metrics(folder: Path) -> dict[str, Any]:
+    """What metrics.jsonl of a run says about all of it.
+
+    Medians are over steps, without the first of a process's life, which compiles and connects. A value is
+    None where no row has one.
+    """
+    steps, validations = read_metrics(folder, max_steps=EVERY_STEP)
+    last = steps[-1] if steps else {}
+    measured = [row for row in validations if row["val_loss"] is not None]
+    best = min(measured, key=lambda row: row["val_loss"], default=None)
+    return {
+        "step": last.get("step", 0),
+        "tokens": last.get("tokens", 0),
+        "train_loss": last.get("loss"),
+        "validation": measured[-1] if measured else None,
+        "best_validation": best,
+        "tokens_per_s": median(steps, "tokens_per_s"),
+        "mfu": median(steps, "mfu"),
+        "peak_memory_gib": max((row["mem_gib"] for row in steps if row.get("mem_gib")), default=None),
+        "skipped_steps": sum(bool(row.get("skipped")) for row in steps),
+        "minutes_in_steps": sum(row.get("step_ms") or 0 for row in steps) / MS_OF_MINUTE,
+    }
+
+
+def median(rows: Rows, name: str) -> float | None:
+    values = [row[name] for row in rows[1:] or rows if row.get(name) is not None]
+    return statistics.median(values) if values else None
