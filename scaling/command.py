@@ -43,7 +43,7 @@ LAPTOP_SETTINGS = {
     "train.micro_batch": "16",
     "train.global_batch": "16",
     "train.max_minutes": "none",
-    "optim.lr": "1e-2",
+    "optim.lr": "6e-3",
     "optim.warmup": "20",
     "eval.batches": "64",
 }

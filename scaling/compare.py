@@ -1,0 +1,261 @@
+"""Several runs side by side: what differs in their settings, their losses at equal tokens and at equal FLOPs,
+their speed; as a table, a picture, and a page that needs no other file.
+
+Training losses are means over the last SMOOTHING of the steps before a point, and every place that shows one
+says so. Losses are compared where all runs have been: at the tokens, and at the FLOPs, of the shortest.
+"""
+import base64
+import html
+import io
+import json
+from dataclasses import dataclass, fields
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import config
+from config import Config, ConfigError
+from plan.count import flops_per_token, parameters
+from runtime.console import short_number
+from runtime.lines import Rows, read_metrics
+from runtime.summary import SUMMARY_FILE
+from scaling.optimum import SMOOTHING, smoothed
+from scaling.points import Array
+
+# Keys that say where a run is, not what it is.
+PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
+COLOURS = ("#2a5caa", "#d9822b", "#4f8f63", "#b3362b", "#7a5aa6", "#8c6d46", "#3a9fb0", "#c25b93")
+MOST_DRAWN = 1500  # points of a curve
+STATES = {True: "finished", False: "stopped", None: "running"}
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #333; max-width: 1150px; margin: 2em auto }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.6em 0 }
+th, td { text-align: right; padding: 0.25em 0.8em; border-bottom: 1px solid #e6e6e6; white-space: nowrap }
+th:first-child, td:first-child { text-align: left }
+img { max-width: 100% }
+"""
+SMOOTHING_TEXT = f"mean of the last {SMOOTHING:.0%} of the steps"
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it.
+
+    tokens, flops, loss, tokens_per_s, mfu: of each step [steps]; NaN where a step has none.
+    validation_tokens, validation_loss: of each evaluation [n].
+    finished: None where it trains still, or ended without a summary.
+    """
+    name: str
+    settings: dict[str, Any]
+    parameters: int
+    tokens: Array
+    flops: Array
+    loss: Array
+    tokens_per_s: Array
+    mfu: Array
+    validation_tokens: Array
+    validation_loss: Array
+    finished: bool | None
+
+    def loss_at(self, tokens: float) -> float:
+        """Training loss, smoothed, after so many tokens; NaN before the first step of a branch."""
+        return float(np.interp(tokens, self.tokens, smoothed(self.loss), left=np.nan))
+
+    def loss_at_flops(self, flops: float) -> float:
+        return float(np.interp(flops, self.flops, smoothed(self.loss), left=np.nan))
+
+
+def read_run(folder: Path) -> Run:
+    """Raises ConfigError, which names the folder, where there is no run, or no step of one yet."""
+    try:
+        cfg = config.resolve(None, str(folder / "config.yaml"), [])
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"{folder}: no run that can be read ({error}); give folders that train.py has "
+                          "written, as runs/NAME") from error
+    steps, evaluations = read_metrics(folder)
+    if not steps:
+        raise ConfigError(f"{folder}: no step in metrics.jsonl yet; leave the run out, or wait for its first")
+
+    summary = read_summary(folder)
+    of_token = flops_per_token(cfg.model, cfg.train.seq_len)
+    if summary.get("tokens"):  # it knows the lengths of the documents
+        of_token = summary["flops"] / summary["tokens"]
+    tokens = column(steps, "tokens")
+    tokens_at = {row["step"]: row["tokens"] for row in steps}
+    evaluated = [row for row in evaluations if row["val_loss"] is not None and row["step"] in tokens_at]
+    return Run(
+        name=folder.name,
+        settings=flat_settings(cfg),
+        parameters=parameters(cfg.model)["total"],
+        tokens=tokens,
+        flops=tokens * of_token,
+        loss=column(steps, "loss"),
+        tokens_per_s=column(steps, "tokens_per_s"),
+        mfu=column(steps, "mfu"),
+        validation_tokens=np.array([tokens_at[row["step"]] for row in evaluated], float),
+        validation_loss=column(evaluated, "val_loss"),
+        finished=summary.get("finished"),
+    )
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """summary.json; empty while the run trains."""
+    try:
+        return json.loads((folder / SUMMARY_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def column(rows: Rows, name: str) -> Array:
+    """NaN where a row has no number."""
+    return np.array([np.nan if row.get(name) is None else row[name] for row in rows], float)
+
+
+def flat_settings(cfg: Config) -> dict[str, Any]:
+    """{section.key: value}, without those that say where a run is."""
+    found: dict[str, Any] = {}
+    for section in fields(cfg):
+        for key, value in vars(getattr(cfg, section.name)).items():
+            path = f"{section.name}.{key}"
+            if not path.startswith(PLACES):
+                found[path] = value
+    return found
+
+
+def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
+    """{section.key: its value in each run}, of the keys that are not the same in all."""
+    differing: dict[str, list[Any]] = {}
+    for key in runs[0].settings:
+        values = [run.settings[key] for run in runs]
+        if any(value != values[0] for value in values):
+            differing[key] = values
+    return differing
+
+
+# ---- as a table --------------------------------------------------------------------------------------------
+
+
+def table_rows(runs: list[Run]) -> list[dict[str, str]]:
+    """A row for each run: {column: text}."""
+    tokens = min(run.tokens[-1] for run in runs)
+    flops = min(run.flops[-1] for run in runs)
+    rows: list[dict[str, str]] = []
+    for run in runs:
+        rows.append({
+            "run": run.name,
+            "params": short_number(run.parameters),
+            "tokens": short_number(run.tokens[-1]),
+            "FLOPs": f"{run.flops[-1]:.3g}",
+            "val loss": last_text(run.validation_loss),
+            "train loss": loss_text(run.loss_at(run.tokens[-1])),
+            f"at {short_number(tokens)} tokens": loss_text(run.loss_at(tokens)),
+            f"at {flops:.2g} FLOPs": loss_text(run.loss_at_flops(flops)),
+            "tokens/s": short_number(median(run.tokens_per_s)),
+            "MFU": "n/a" if np.isnan(run.mfu).all() else f"{median(run.mfu):.1%}",
+            "state": STATES[run.finished],
+        })
+    return rows
+
+
+def last_text(losses: Array) -> str:
+    return loss_text(losses[-1]) if len(losses) else "none"
+
+
+def loss_text(loss: float) -> str:
+    return "n/a" if np.isnan(loss) else f"{loss:.4f}"
+
+
+def median(values: Array) -> float:
+    """Without the first step, which compiles and connects."""
+    return float(np.nanmedian(values[1:] if len(values) > 1 else values))
+
+
+def text_table(rows: list[dict[str, str]]) -> list[str]:
+    """Lines with aligned columns: the first to the left, numbers to the right."""
+    names = list(rows[0])
+    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
+    lines: list[str] = []
+    for cells in (names, *(list(row.values()) for row in rows)):
+        padded = [cells[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:])]
+        lines.append("  ".join(padded).rstrip())
+    return lines
+
+
+# ---- as a picture ------------------------------------------------------------------------------------------
+
+
+def draw_runs(runs: list[Run]) -> bytes:
+    """Losses over tokens and over FLOPs, side by side: a PNG."""
+    # not pyplot: it has global state and looks for a display
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawing = Figure(figsize=(11, 4.6), dpi=130, facecolor="white", layout="constrained")
+    FigureCanvasAgg(drawing)
+    by_tokens, by_flops = drawing.subplots(1, 2, sharey=True)
+    for run, colour in zip(runs, cycle(COLOURS)):
+        losses = smoothed(run.loss)
+        shown = np.unique(np.linspace(0, len(losses) - 1, MOST_DRAWN).astype(int))
+        of_token = run.flops[-1] / run.tokens[-1]
+        for axes, x, x_of_token in ((by_tokens, run.tokens, 1.0), (by_flops, run.flops, of_token)):
+            axes.plot(x[shown], losses[shown], color=colour, lw=1.5, label=run.name)
+            axes.plot(run.validation_tokens * x_of_token, run.validation_loss, "o", color=colour, ms=4.5,
+                      mec="white", mew=0.7)
+
+    late = np.concatenate([smoothed(run.loss)[len(run.loss) // 10:] for run in runs])
+    margin = 0.05 * (np.nanmax(late) - np.nanmin(late)) + 1e-6
+    by_tokens.set_ylim(np.nanmin(late) - margin, np.nanmax(late) + margin)
+    by_tokens.set_ylabel("loss (nats per token)")
+    by_tokens.set_xlabel("tokens")
+    by_flops.set_xlabel("FLOPs")
+    for axes in (by_tokens, by_flops):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e6e6e6", lw=0.6)
+    by_flops.legend(frameon=False, fontsize=9)
+    title = f"lines: training loss, {SMOOTHING_TEXT}; dots: validation"
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=10, color="#333333")
+    out = io.BytesIO()
+    drawing.savefig(out, format="png")
+    return out.getvalue()
+
+
+# ---- as a page ---------------------------------------------------------------------------------------------
+
+
+def page(runs: list[Run], refresh_s: int | None = None) -> str:
+    """One HTML file with everything in it. refresh_s: a browser reads it again after so many seconds."""
+    differing = different_settings(runs)
+    picture = base64.b64encode(draw_runs(runs)).decode()
+    refresh = f'<meta http-equiv="refresh" content="{refresh_s}">' if refresh_s else ""
+    parts = [
+        "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        refresh,
+        f"<title>{html.escape(', '.join(run.name for run in runs))}</title>",
+        f"<style>{STYLE}</style></head><body>",
+        f"<h1>{len(runs)} {'run' if len(runs) == 1 else 'runs'}</h1>",
+        f'<img alt="losses over tokens and FLOPs" src="data:image/png;base64,{picture}">',
+        f"<h2>Results</h2><p>Training losses: {SMOOTHING_TEXT}.</p>",
+        html_table(table_rows(runs)),
+    ]
+    if len(runs) > 1:
+        parts.append("<h2>What differs in their settings</h2>")
+        rows = [{"key": key} | {run.name: str(value) for run, value in zip(runs, values)}
+                for key, values in differing.items()]
+        parts.append(html_table(rows) if rows else "<p>Nothing.</p>")
+    parts.append("<h2>Settings of all</h2>")
+    settings = runs[0].settings.items()
+    same = [{"key": key, "value": str(value)} for key, value in settings if key not in differing]
+    parts += [html_table(same), "</body></html>\n"]
+    return "\n".join(part for part in parts if part)
+
+
+def html_table(rows: list[dict[str, str]]) -> str:
+    heads = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    lines = [f"<table><tr>{heads}</tr>"]
+    for row in rows:
+        cells = "".join(f"<td>{html.escape(value)}</td>" for value in row.values())
+        lines.append(f"<tr>{cells}</tr>")
+    return "\n".join([*lines, "</table>"])

@@ -1,0 +1,90 @@
+"""Runs side by side.
+
+    python -m scripts.compare RUN [RUN ...] [--out report.html] [--watch 30]
+
+Prints what differs in their settings, and their losses at equal tokens and at equal FLOPs. --out writes a
+page with the picture and all settings that needs no other file (.png: the picture alone). --watch writes it
+again every so many seconds, while the runs train, and a browser reads it again by itself. Of one run it is a
+report.
+"""
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from config import ConfigError
+from runtime.failure import fail_cleanly
+from scaling.compare import (
+    SMOOTHING_TEXT,
+    Run,
+    different_settings,
+    draw_runs,
+    page,
+    read_run,
+    table_rows,
+    text_table,
+)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.compare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
+    parser.add_argument("--out", type=Path, help="a file ending in .html or .png")
+    parser.add_argument("--watch", type=int, metavar="SECONDS", help="write --out again every so often")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = arguments().parse_args(argv)
+    if args.out is not None and args.out.suffix not in (".html", ".png"):
+        raise ConfigError(f"--out: {args.out} ends in neither .html nor .png")
+    if args.watch is not None and (args.out is None or args.watch < 1):
+        raise ConfigError("--watch: needs --out FILE, and at least one second")
+    names = [folder.name for folder in args.runs]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"two runs are called {max(names, key=names.count)}; rename a folder")
+
+    runs = [read_run(folder) for folder in args.runs]
+    report(runs, args.json)
+    while args.out is not None:
+        write(runs, args.out, args.watch)
+        if args.watch is None or all(run.finished is not None for run in runs):
+            break
+        time.sleep(args.watch)
+        runs = [read_run(folder) for folder in args.runs]
+    return 0
+
+
+def report(runs: list[Run], as_json: bool) -> None:
+    differing = different_settings(runs)
+    if as_json:
+        print(json.dumps({"runs": table_rows(runs), "different": differing}))
+        return
+    print("\n".join(text_table(table_rows(runs))))
+    print(f"training losses: {SMOOTHING_TEXT}\n")
+    if len(runs) > 1:
+        rows = [{"different": key} | {run.name: str(value) for run, value in zip(runs, values)}
+                for key, values in differing.items()]
+        print("\n".join(text_table(rows)) if rows else "no setting differs")
+
+
+def write(runs: list[Run], path: Path, refresh_s: int | None) -> None:
+    """Replaces the file as a whole, so that a browser never reads half of it."""
+    if path.suffix == ".png":
+        content = draw_runs(runs)
+    else:
+        still_training = any(run.finished is None for run in runs)
+        content = page(runs, refresh_s if still_training else None).encode()
+    temp = path.with_name(f".{path.name}.tmp")
+    temp.write_bytes(content)
+    temp.replace(path)
+
+
+if __name__ == "__main__":
+    sys.exit(fail_cleanly(main, sys.argv[1:]))
