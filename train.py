@@ -120,7 +120,7 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     Returns the loss, times token_scale, summed over all tokens.
     """
     for bucket in run.buckets:
-        bucket.grads.zero_grad()
+        bucket.grads.start_step()
     run.routers.start_step()
     ops = run.schedules[len(microbatches)]
     pipeline = run.pipeline if run.recording is None else run.recording

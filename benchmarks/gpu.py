@@ -451,9 +451,9 @@ def weight_gradient_case(inputs: Inputs, x: Tensor) -> Case:
     into = torch.zeros(size.ffn, size.hidden, device=inputs.device)
     return Case(
         work=2 * size.tokens * size.ffn * size.hidden,
-        ours=lambda: linear.launch_wgrad(into, dy, x),
+        ours=lambda: linear.launch_wgrad(into, dy, x, True),
         others={
-            "addmm to fp32": lambda: linear.add_by_library(into, dy, x),
+            "addmm to fp32": lambda: linear.write_by_library(into, dy, x, True),
             "add_(mm)": lambda: into.add_(dy.t() @ x),
         },
     )
@@ -523,7 +523,7 @@ def grouped_cases(inputs: Inputs) -> dict[str, Case]:
         ),
         "grouped_wgrad": Case(
             work=flops,
-            ours=lambda: grouped_gemm.launch_wgrad(into, dy, x, offsets),
+            ours=lambda: grouped_gemm.launch_wgrad(into, dy, x, offsets, True),
             others={"torch._grouped_mm": lambda: torch._grouped_mm(dy.mT, x, offs=ends)},
         ),
     }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.grad import accumulate_grad, accumulates, accumulation_dtype
-from kernels.linear import add_wgrad
+from kernels.linear import write_wgrad
 from kernels.tiles import load_fp32
 from kernels.triton_ import kernel_is_available, tl, triton
 
@@ -237,7 +237,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if dhidden is not None:
                 dlogits = logits  # the softmax replaced them
                 torch.mm(dlogits, weight, out=dhidden[rows])
-                part = accumulate_grad(weight, lambda into: add_wgrad(into, dlogits, row_hidden))
+                part = accumulate_grad(weight, lambda into, add: write_wgrad(into, dlogits, row_hidden, add))
                 if part is not None:
                     dweight = part if dweight is None else dweight + part
 

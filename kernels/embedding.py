@@ -95,7 +95,9 @@ class _Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         shape = ctx.shape
 
-        def compute(into: Tensor | None) -> Tensor:
+        def compute(into: Tensor | None, add: bool) -> Tensor:
+            if into is not None and not add:  # most rows get nothing
+                into.zero_()
             return add_rows(into, ids.reshape(-1), dy.reshape(-1, shape[1]), shape)
 
         return None, accumulate_grad(ctx.weight, compute)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels import fp8
 from kernels.linear import skewed
-from kernels.tiles import add_tile, inside_matrix, tile_of_program, tile_offsets
+from kernels.tiles import tile_of_program, write_tile
 from kernels.triton_ import DTYPES, TensorDescriptor, ceil_div, kernel_is_available, tl, triton
 
 # launch parameters if all rows of B in a tile share a scale
@@ -74,17 +74,17 @@ def scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -
     return (a.dequantized() @ b.dequantized().t()).to(dtype)
 
 
-def add_scaled_product(
-    into: Tensor | None, a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype
+def write_scaled_product(
+    into: Tensor | None, a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, add: bool
 ) -> Tensor:
-    """into [m, n] += a b^T, in the dtype of `into`. If into is None: returns a b^T in dtype."""
+    """into [m, n] = (or, add: +=) a b^T, in the dtype of `into`. If into is None: returns a b^T in dtype."""
     if into is None:
         return scaled_product(a, b, dtype)
     if into.dtype in DTYPES and into.is_contiguous() and triton_fits(a, b):
-        return launch_scaled_product(a, b, into, add=True)
+        return launch_scaled_product(a, b, into, add)
     left = a.dequantized().to(into.dtype)
     right = b.dequantized().to(into.dtype)
-    return into.addmm_(left, right.t())
+    return into.addmm_(left, right.t()) if add else torch.mm(left, right.t(), out=into)
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------
@@ -126,11 +126,7 @@ def scaled_kernel(
             b_scale = tl.load(b_pointers, columns < n, 0.0)  # [N]
             total += part * a_scale[:, None] * b_scale[None, :]
 
-    if ADD:
-        add_tile(Y, total, row, column, num_rows=m, num_columns=n)
-    else:
-        pointers = Y + tile_offsets(rows, columns, n)
-        tl.store(pointers, total, inside_matrix(rows, columns, m, n))
+    write_tile(Y, total, row, column, num_rows=m, num_columns=n, ADD=ADD)
 
 
 def triton_fits(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:

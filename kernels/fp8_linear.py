@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kernels.fp8 import E4M3, E5M2, absolute_maximum
-from kernels.fp8_gemm import QuantizedMatrix, Recipe, add_scaled_product, quantize_operand, scaled_product
+from kernels.fp8_gemm import QuantizedMatrix, Recipe, quantize_operand, scaled_product, write_scaled_product
 from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
 from kernels.linear import LinearRegion, RecomputeFunction, recompute_input, source_of, start_reduce_grads
 
@@ -183,9 +183,9 @@ class _ScaledLinear(torch.autograd.Function):
 
         dtype = dy.dtype  # a function that named dy would hold it until the W of a schedule
 
-        def add_wgrad(into: Tensor | None) -> Tensor:
-            return add_scaled_product(into, dy_by_token, x_by_token, dtype)
-        dw = accumulate_grad(ctx.weight, add_wgrad)
+        def write_wgrad(into: Tensor | None, add: bool) -> Tensor:
+            return write_scaled_product(into, dy_by_token, x_by_token, dtype, add)
+        dw = accumulate_grad(ctx.weight, write_wgrad)
         db = None
         if ctx.bias is not None:
             db = accumulate_summed_grad(ctx.bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))

@@ -1,10 +1,14 @@
 """How kernels accumulate weight gradients.
 
 A kernel's backward does not return the gradient of a weight to autograd, which would keep it in the compute
-dtype and deliver it only after the whole backward of a layer. It calls accumulate_grad, which adds the
-gradient in place to the weight's flat fp32 buffer (`main_grad`, a view that parallel/sharding/gradients.py
+dtype and deliver it only after the whole backward of a layer. It calls accumulate_grad, which puts the
+gradient in place into the weight's flat fp32 buffer (`main_grad`, a view that parallel/sharding/gradients.py
 makes), or defers it, when a pipeline schedule splits the backward into input gradients (I) and weight
 gradients (W) (arXiv 2401.10241).
+
+The first gradient of a step overwrites what the buffer holds, and each later one is added. So no buffer is
+zeroed before a step. `grad_is_written` beside the buffer says which it is; only write_grad sets it, and
+BucketGrads clears it. What no kernel has written is zeroed before it is read (zero_unwritten there).
 
 A plain tensor without `main_grad` gets its gradient through autograd as usual. So every kernel also works
 alone, in a test or a notebook.
@@ -15,7 +19,8 @@ from typing import Protocol, TypeGuard
 import torch
 from torch import Tensor
 
-Compute = Callable[[Tensor | None], Tensor | None]  # computes the gradient of a weight, see accumulate_grad
+# Computes the gradient of a weight: compute(buffer, add), see accumulate_grad.
+Compute = Callable[[Tensor | None, bool], Tensor | None]
 
 
 class DeferredWeightGrads(Protocol):
@@ -27,16 +32,20 @@ class DeferredWeightGrads(Protocol):
         ...
 
     def put(self, weight: "AccumulatingWeight", compute: Compute) -> None:
-        """Keeps `compute` until the microbatch's W, which calls it with weight.main_grad."""
+        """Keeps `compute` until the microbatch's W, which gives it to write_grad."""
         ...
 
 
 class AccumulatingWeight(Protocol):
-    """A weight whose gradient the kernels accumulate. The attributes are set on the Parameter."""
+    """A weight whose gradient the kernels accumulate. The attributes are set on the Parameter.
+
+    grad_is_written: whether main_grad holds gradients of this step. If not, what it holds has no meaning.
+    """
+    grad_is_written: bool
 
     @property
     def main_grad(self) -> Tensor | None:
-        """The buffer [weight.shape] to add to, in fp32 or better: a view of the flat gradients of a bucket.
+        """The buffer [weight.shape], in fp32 or better: a view of the flat gradients of a bucket.
 
         None outside of a backward, when ZeRO-2 and 3 have no such buffer.
         """
@@ -54,21 +63,28 @@ def accumulates(weight: object) -> TypeGuard[AccumulatingWeight]:
 
 
 def accumulate_grad(weight: Tensor, compute: Compute) -> Tensor | None:
-    """Adds the gradient that `compute` computes to weight.main_grad, now or in the W of a pipeline schedule.
+    """Puts what `compute` computes into weight.main_grad, now or in the W of a pipeline schedule.
 
-    compute: compute(buffer) adds the gradient to the fp32 buffer [weight.shape]; compute(None) returns it.
+    compute: compute(buffer, add) writes all elements of the fp32 buffer [weight.shape], whatever they are, or
+    (add) adds to them. compute(None, False) returns the gradient.
     Returns what the autograd Function must return for the weight: None, or the gradient of a plain tensor.
     """
     if not weight.requires_grad:
         return None
     if not accumulates(weight):
-        return compute(None)
+        return compute(None, False)
     store: DeferredWeightGrads | None = getattr(weight, "weight_grad_store", None)
     if store is not None and store.deferring:
         store.put(weight, compute)
     else:
-        compute(weight.main_grad)
+        write_grad(weight, compute)
     return None
+
+
+def write_grad(weight: AccumulatingWeight, compute: Compute) -> None:
+    """Runs `compute` on weight.main_grad: the first of a step overwrites, and the others add."""
+    compute(weight.main_grad, weight.grad_is_written)
+    weight.grad_is_written = True
 
 
 def accumulate_summed_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
@@ -76,11 +92,16 @@ def accumulate_summed_grad(weight: Tensor, grad: Tensor) -> Tensor | None:
 
     Norm weights and biases have one: it is small, and a by-product of the input gradient.
     """
-    def compute(into: Tensor | None) -> Tensor:
+    def compute(into: Tensor | None, add: bool) -> Tensor:
         if into is None:
             return grad.to(weight.dtype)
-        return into.add_(grad.view_as(into))
+        return write_or_add(into, grad.view_as(into), add)
     return accumulate_grad(weight, compute)
+
+
+def write_or_add(into: Tensor, grad: Tensor, add: bool) -> Tensor:
+    """into = grad, or (add) into += grad. Returns `into`."""
+    return into.add_(grad) if add else into.copy_(grad)
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -1,8 +1,9 @@
 """y_i = x_i W_i^T for each of several experts, whose rows follow each other.
 
 On a CPU it is a loop of GEMMs, on a GPU one launch. The rows may be divided among the experts in any way. An
-expert without rows costs nothing and gets no gradient (its main_grad keeps its values). The weight gradients
-go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute them later.
+expert without rows costs nothing, but for the zeros of its gradient if it is the step's first. The weight
+gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute them
+later.
 
 The launch is as large as any division of the rows can need, and its programs find their expert from offsets
 on the device: if `counts` is a tensor there, the host never learns how the rows are divided (after
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import accumulate_grad
-from kernels.linear import ALIGNED, add_wgrad, skewed
-from kernels.tiles import add_tile, inside_matrix, tile_offsets
+from kernels.linear import ALIGNED, skewed, write_wgrad
+from kernels.tiles import inside_matrix, tile_offsets, write_tile
 from kernels.triton_ import TensorDescriptor, ceil_div, kernel_is_available, power_of_2, tl, triton
 
 STEP = 32  # rows, see pad_to_step
@@ -68,11 +69,13 @@ def grouped_dgrad(dy: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
     return grouped_forward(dy, weight.transpose(1, 2), counts)
 
 
-def grouped_wgrad(into: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
-    """into [e, o, n] += dy_i^T x_i, in the dtype of `into`. dy [m, o], x [m, n]."""
+def grouped_wgrad(into: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int], add: bool) -> Tensor:
+    """into [e, o, n] = (or, add: +=) dy_i^T x_i, in the dtype of `into`. dy [m, o], x [m, n]."""
     for expert_into, expert_dy, expert_x, n in zip(into, dy.split(counts), x.split(counts), counts):
         if n:
-            add_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x))
+            write_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x), add)
+        elif not add:
+            expert_into.zero_()
     return into
 
 
@@ -140,15 +143,19 @@ def grouped_kernel(
 @triton.jit
 def grouped_wgrad_kernel(
     DY, X, INTO, OFFSETS, o, n,
+    ADD: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One tile [M, N] of INTO [o, n] += DY^T X of one expert. DY, X: descriptors of [m, o] and [m, n]."""
+    """One tile [M, N] of INTO [o, n] = (or, ADD: +=) DY^T X of one expert.
+
+    DY, X: descriptors of [m, o] and [m, n].
+    """
     expert = tl.program_id(1)
     start = tl.load(OFFSETS + expert)
     end = tl.load(OFFSETS + expert + 1)
-    if end > start:
+    if (end > start) | (not ADD):  # without rows the product is zero
         tiles_across = tl.cdiv(n, N)
         row = tl.program_id(0) // tiles_across * M
         column = tl.program_id(0) % tiles_across * N
@@ -169,7 +176,8 @@ def grouped_wgrad_kernel(
             dy = tl.where(inside, dy, tl.zeros_like(dy))
             x = tl.where(inside, x, tl.zeros_like(x))
             total = tl.dot(dy.T, x, total)
-        add_tile(INTO + expert.to(tl.int64) * o * n, total, row, column, num_rows=o, num_columns=n)
+        into = INTO + expert.to(tl.int64) * o * n
+        write_tile(into, total, row, column, num_rows=o, num_columns=n, ADD=ADD)
 
 
 def triton_fits(x: Tensor, weight: Tensor) -> bool:
@@ -219,14 +227,15 @@ def launch_grouped(x: Tensor, weight: Tensor, offsets: Tensor, back: bool = Fals
     return y
 
 
-def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
-    """As grouped_wgrad: into [e, o, n] += dy_i^T x_i. dy [m, o], x [m, n]."""
+def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, add: bool) -> Tensor:
+    """As grouped_wgrad: into [e, o, n] = (or, add: +=) dy_i^T x_i. dy [m, o], x [m, n]."""
     experts, o, n = into.shape
     tiles = ceil_div(o, WGRAD["M"]) * ceil_div(n, WGRAD["N"])
     grouped_wgrad_kernel[(tiles, experts)](
         TensorDescriptor.from_tensor(dy, [WGRAD["K"], WGRAD["M"]]),
         TensorDescriptor.from_tensor(x, [WGRAD["K"], WGRAD["N"]]),
         into, offsets, o, n,
+        ADD=add,
         **WGRAD,
     )
     return into
@@ -248,11 +257,11 @@ def accumulate_wgrad(ctx, dy: Tensor, x: Tensor) -> Tensor | None:
     ctx: that of the forward, with weight, experts, counts and triton.
     """
     shape = ctx.experts, dy.shape[1], x.shape[1]
-    add_products = launch_wgrad if ctx.triton else grouped_wgrad
+    write_products = launch_wgrad if ctx.triton else grouped_wgrad
 
-    def compute(into: Tensor | None) -> Tensor:
-        by_expert = dy.new_zeros(shape) if into is None else into.view(shape)
-        return add_products(by_expert, dy, x, ctx.counts).view(-1, x.shape[1])
+    def compute(into: Tensor | None, add: bool) -> Tensor:
+        by_expert = dy.new_empty(shape) if into is None else into.view(shape)
+        return write_products(by_expert, dy, x, ctx.counts, add).view(-1, x.shape[1])
     return accumulate_grad(ctx.weight, compute)
 
 

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.grad import Compute, accumulate_grad, accumulate_summed_grad, accumulation_dtype
-from kernels.tiles import add_tile, tile_of_program
+from kernels.grad import Compute, accumulate_grad, accumulate_summed_grad, accumulation_dtype, write_or_add
+from kernels.tiles import tile_of_program, write_tile
 from kernels.triton_ import TensorDescriptor, ceil_div, chip_name, kernel_is_available, print_once, tl, triton
 
 BLOCK = 1 << 20  # elements of a weight gradient that a CPU computes and adds while they are in its cache
@@ -122,37 +122,44 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor |
     return out
 
 
-def add_wgrad(into: Tensor | None, dy: Tensor, x: Tensor) -> Tensor | None:
-    """into += dy^T x, in the dtype of `into`. If into is None: returns dy^T x.
+def write_wgrad(into: Tensor | None, dy: Tensor, x: Tensor, add: bool) -> Tensor | None:
+    """into = dy^T x, or (add) into += dy^T x, in the dtype of `into`. If into is None: returns dy^T x.
 
     dy [t, m], x [t, n], into [m, n].
     """
     if into is None:
         return dy.t() @ x
     if into.dtype == dy.dtype:
-        return into.addmm_(dy.t(), x)
+        if add:
+            return into.addmm_(dy.t(), x)
+        return torch.mm(dy.t(), x, out=into)
     if library_adds_in_fp32(dy.device, dy.dtype) and into.dtype == torch.float32:
-        return add_by_library(into, dy, x)
+        return write_by_library(into, dy, x, add)
     if triton_fits(into, dy, x):
-        return launch_wgrad(into, dy, x)
-    # No CPU library adds a bf16 product to fp32, and torch widens a whole operand before it adds.
-    # So the product is added in blocks of rows.
+        return launch_wgrad(into, dy, x, add)
+    # No CPU library gives a bf16 product in fp32, and torch widens a whole operand before it adds.
+    # So the product is computed in blocks of rows.
     rows = max(1, BLOCK // into.shape[1]) if into.device.type == "cpu" else len(into)
     for part, columns in zip(into.split(rows), dy.split(rows, 1)):
-        part.add_(columns.t() @ x)
+        write_or_add(part, columns.t() @ x, add)
     return into
 
 
 # ---- the GPU's library -------------------------------------------------------------------------------------
 
-def add_by_library(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """into += dy^T x: operands in 16 bits, into in fp32, without a copy of it. Of NVIDIA's library alone."""
-    return torch.addmm(into, dy.t(), x, out_dtype=torch.float32, out=into)
+def write_by_library(into: Tensor, dy: Tensor, x: Tensor, add: bool) -> Tensor:
+    """into = dy^T x, or (add) into += dy^T x: operands in 16 bits, into in fp32, without a copy of it.
+
+    Of NVIDIA's library alone.
+    """
+    if add:
+        return torch.addmm(into, dy.t(), x, out_dtype=torch.float32, out=into)
+    return torch.mm(dy.t(), x, out_dtype=torch.float32, out=into)
 
 
 @cache
 def library_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether add_by_library works on this device: tried once, on a small product whose result is known.
+    """Whether write_by_library works on this device: tried once, on a small product whose result is known.
 
     Where it does not (ROCm, a torch that wants the dtype of the operands), a line says so.
     """
@@ -166,17 +173,19 @@ def library_adds_in_fp32(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def obstacle_to_library(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why add_by_library cannot be used; None if it can."""
+    """Why write_by_library cannot be used; None if it can."""
     into = torch.full((16, 8), 2.0**-12, device=device)  # is lost where 256 is rounded to 16 bits
+    unwritten = torch.full_like(into, float("nan"))
     dy = torch.full((32, 16), 2.0, device=device, dtype=dtype)
     x = torch.full((32, 8), 4.0, device=device, dtype=dtype)
     address = into.data_ptr()
     try:
-        result = add_by_library(into, dy, x)
+        result = write_by_library(into, dy, x, add=True)
+        write_by_library(unwritten, dy, x, add=False)
     except (RuntimeError, TypeError) as error:
         return str(error).splitlines()[0]
     is_in_place = result.data_ptr() == into.data_ptr() == address
-    is_exact = bool((into == 256.0 + 2.0**-12).all())
+    is_exact = bool((into == 256.0 + 2.0**-12).all() and (unwritten == 256.0).all())
     return None if is_in_place and is_exact else "a wrong result"
 
 
@@ -185,12 +194,13 @@ def obstacle_to_library(device: torch.device, dtype: torch.dtype) -> str | None:
 @triton.jit
 def wgrad_kernel(
     DY, X, INTO, t, m, n,
+    ADD: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile [M, N] of INTO [m, n] += DY^T X, in fp32.
+    """One tile [M, N] of INTO [m, n] = (or, ADD: +=) DY^T X, in fp32.
 
     DY, X: descriptors of [t, m] and [t, n], in blocks of [K, M] and [K, N].
     """
@@ -201,11 +211,11 @@ def wgrad_kernel(
         x = X.load([token, column])  # [K, N]
         total = tl.dot(dy.T, x, total)
 
-    # added in two halves: the whole tile does not fit the registers
+    # in two halves: the whole tile and what it is added to do not fit the registers
     halves = tl.reshape(total, (M, 2, N // 2))
     left, right = tl.split(tl.permute(halves, (0, 2, 1)))  # [M, N / 2] each
-    add_tile(INTO, left, row, column, num_rows=m, num_columns=n)
-    add_tile(INTO, right, row, column + N // 2, num_rows=m, num_columns=n)
+    write_tile(INTO, left, row, column, num_rows=m, num_columns=n, ADD=ADD)
+    write_tile(INTO, right, row, column + N // 2, num_rows=m, num_columns=n, ADD=ADD)
 
 
 def skewed(*tensors: Tensor) -> str | None:
@@ -220,7 +230,7 @@ def skewed(*tensors: Tensor) -> str | None:
 
 
 def triton_fits(into: Tensor, dy: Tensor, x: Tensor) -> bool:
-    """Whether the kernel computes into += dy^T x."""
+    """Whether the kernel computes dy^T x into `into`."""
     why = skewed(dy, x)
     if why is None and not into.is_contiguous():
         why = "an accumulator that is not contiguous"
@@ -229,8 +239,8 @@ def triton_fits(into: Tensor, dy: Tensor, x: Tensor) -> bool:
     return kernel_is_available("weight gradient", dy, x, into, why=why)
 
 
-def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """into [m, n] += dy^T x. dy [t, m], x [t, n]."""
+def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, add: bool) -> Tensor:
+    """into [m, n] = (or, add: +=) dy^T x. dy [t, m], x [t, n]."""
     t, m = dy.shape
     n = x.shape[1]
     tiles = ceil_div(m, TILE["M"]) * ceil_div(n, TILE["N"])
@@ -238,6 +248,7 @@ def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor) -> Tensor:
         TensorDescriptor.from_tensor(dy, [TILE["K"], TILE["M"]]),
         TensorDescriptor.from_tensor(x, [TILE["K"], TILE["N"]]),
         into, t, m, n,
+        ADD=add,
         **TILE,
     )
     return into
@@ -277,7 +288,7 @@ class _Linear(torch.autograd.Function):
         x = wait_x()
         flat_dy = dy.reshape(-1, dy.shape[-1])  # [t, m]
         flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
-        dw = accumulate_grad(ctx.weight, lambda into: add_wgrad(into, flat_dy, flat_x))
+        dw = accumulate_grad(ctx.weight, lambda into, add: write_wgrad(into, flat_dy, flat_x, add))
         db = None
         if ctx.bias is not None:
             db = accumulate_summed_grad(ctx.bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
@@ -329,7 +340,7 @@ class _LinearOutOfRegion(torch.autograd.Function):
         x = wait_x()
         flat_dy = dy.reshape(-1, dy.shape[-1])  # [t, m]
         flat_x = x.reshape(-1, x.shape[-1])  # [t, n]
-        dw = accumulate_grad(ctx.weight, lambda into: add_wgrad(into, flat_dy, flat_x))
+        dw = accumulate_grad(ctx.weight, lambda into, add: write_wgrad(into, flat_dy, flat_x, add))
         return dx, dw, None, None, *[None] * ctx.num_args
 
 
@@ -387,20 +398,25 @@ class _Linears(torch.autograd.Function):
 
 
 def wgrad_of_rows(weight: Tensor, rows: slice, dy: Tensor, x: Tensor) -> Compute:
-    """For accumulate_grad: adds dy^T x to these rows of the weight's gradient."""
-    return rows_of_weight(weight, rows, lambda into: add_wgrad(into, dy, x))
+    """For accumulate_grad: dy^T x is the gradient of these rows of the weight."""
+    return rows_of_weight(weight, rows, lambda into, add: write_wgrad(into, dy, x, add))
 
 
 def bias_grad_of_rows(bias: Tensor, rows: slice, dy: Tensor) -> Compute:
-    """For accumulate_grad: adds the sum of dy [t, rows] to these rows of the bias' gradient."""
+    """For accumulate_grad: the sum of dy [t, rows] is the gradient of these rows of the bias."""
     db = dy.sum(0, dtype=accumulation_dtype(dy.dtype))
-    return rows_of_weight(bias, rows, lambda into: into.add_(db))
+    return rows_of_weight(bias, rows, lambda into, add: write_or_add(into, db, add))
 
 
-def rows_of_weight(weight: Tensor, rows: slice, add: Callable[[Tensor], object]) -> Compute:
-    """For accumulate_grad: add(buffer) adds the gradient of these rows; that of all others is zero."""
-    def compute(into: Tensor | None) -> Tensor:
-        grad = torch.zeros_like(weight) if into is None else into
-        add(grad[rows])
+def rows_of_weight(weight: Tensor, rows: slice, write: Callable[[Tensor, bool], object]) -> Compute:
+    """For accumulate_grad: write(buffer, add) puts the gradient of these rows; that of all others is zero."""
+    first, end, _ = rows.indices(len(weight))
+
+    def compute(into: Tensor | None, add: bool) -> Tensor:
+        grad = torch.empty_like(weight) if into is None else into
+        if not add:
+            grad[:first].zero_()
+            grad[end:].zero_()
+        write(grad[rows], add)
         return grad
     return compute

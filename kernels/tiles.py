@@ -31,14 +31,16 @@ def load_fp32(pointers, mask, other=0.0):
 
 
 @triton.jit
-def add_tile(INTO, part, row, column, num_rows, num_columns):
-    """INTO [num_rows, num_columns] += part [M, N], whose first element is at (row, column)."""
+def write_tile(INTO, part, row, column, num_rows, num_columns, ADD: tl.constexpr):
+    """part [M, N], whose first element is at (row, column), is written into INTO [num_rows, num_columns], or
+    (ADD) added to it."""
     rows = row + tl.arange(0, part.shape[0])
     columns = column + tl.arange(0, part.shape[1])
     pointers = INTO + tile_offsets(rows, columns, num_columns)
     inside = inside_matrix(rows, columns, num_rows, num_columns)
-    total = load_fp32(pointers, inside, other=None) + part
-    tl.store(pointers, total, inside)
+    if ADD:
+        part += load_fp32(pointers, inside, other=None)
+    tl.store(pointers, part, inside)
 
 
 @triton.jit

@@ -169,9 +169,9 @@ def watched_deferred_grads(saved: SavedBytes) -> Iterator[None]:
     def watched_put(self: WeightGradStore, weight: AccumulatingWeight, compute: Compute) -> None:
         held = [saved.pack(x) for x in tensors_of(compute, set())]
 
-        def compute_and_drop(into: Tensor | None) -> Any:
+        def compute_and_drop(into: Tensor | None, add: bool) -> Any:
             try:
-                return compute(into)
+                return compute(into, add)
             finally:
                 held.clear()
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from kernels.grad import AccumulatingWeight, Compute
+from kernels.grad import AccumulatingWeight, Compute, write_grad
 from parallel.microbatch import Microbatch
 from parallel.offload import ActivationOffload
 from parallel.pipeline.schedule import COMPUTE_KINDS, Op, Schedule, add_transfers
@@ -67,7 +67,7 @@ class WeightGradStore:
     def compute(self, microbatch: int) -> None:
         """Computes what was deferred for a microbatch."""
         for weight, compute in self.pending.pop(microbatch, []):
-            compute(weight.main_grad)  # read now: ZeRO-2 and 3 may have freed the buffer of the I
+            write_grad(weight, compute)  # its buffer of now: ZeRO-2 and 3 may have freed that of the I
 
 
 @dataclass

@@ -2,11 +2,14 @@
 
 A sum is started where its input is ready and awaited where its result is needed: start_reduce() ..
 continue_reduce() .. finish_reduce(). zero.py says when.
+
+Gradients are not zeroed before a step: the first one of each parameter overwrites those of the step before
+(kernels/grad.py). What none has written is zeroed before it is read or summed: zero_unwritten().
 """
 import torch
 from torch import Tensor
 
-from kernels.grad import accumulation_dtype
+from kernels.grad import accumulation_dtype, write_or_add
 from parallel.sharding.packing import BucketLayout
 from parallel.sharding.powersgd import PowerSGD, is_matrix
 from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot
@@ -21,8 +24,6 @@ class BucketGrads:
     full [size], fp32 or fp64: those of this rank's tokens; None while ZeRO-2 or 3 keeps only its shard.
 
     local [shard size]: this rank's shard of the sum. Without ZeRO-2 or 3 it is a view of `full`.
-    lasting: the tensor that holds gradients from one microbatch to the next: `full`, or `local` under ZeRO-2
-    and 3.
     """
 
     def __init__(
@@ -42,7 +43,9 @@ class BucketGrads:
         self.sharding = sharding
         self.zero = sharding.zero
         self.full: Tensor | None = None
+        self.padding = padding_of(slots, layout.size)
         self.first_microbatch_squares: Tensor | None = None  # by record_first_microbatch
+        self.local_is_written = False  # whether `local` holds gradients of this step (ZeRO-2 and 3)
         self.powersgd: PowerSGD | None = None
 
         # exchanges under way: a reduce-scatter of a microbatch, or of the step; and a sum of the step
@@ -53,11 +56,9 @@ class BucketGrads:
         grad_dtype = accumulation_dtype(dtype)
         if self.zero >= 2:
             self.local = torch.zeros(layout.shard_size, dtype=grad_dtype, device=device)
-            self.lasting = self.local
         else:
             full = torch.zeros(layout.size, dtype=grad_dtype, device=device)
             self.local = full[layout.shard_start:layout.shard_end]
-            self.lasting = full
             self.allocate(full)
 
         has_matrices = any(is_matrix(slot.param.spec) for slot in slots)
@@ -72,25 +73,41 @@ class BucketGrads:
             )
 
     def allocate(self, full: Tensor | None = None) -> None:
-        """Makes the full gradients, zeroed, with a view for the main_grad of every parameter; once.
+        """Makes the full gradients, unwritten, with a view for the main_grad of every parameter; once.
 
         Under ZeRO-2 and 3 they exist from the first backward that uses the bucket to its reduction.
         """
         if self.full is not None:
             return
-        self.full = self.local.new_zeros(self.layout.size) if full is None else full
+        self.full = self.local.new_empty(self.layout.size) if full is None else full
         for slot in self.slots:
             slot.param.main_grad = slot.view_in(self.full)
+            slot.param.grad_is_written = False
 
-    def zero_grad(self) -> None:
-        """Sets the gradients to zero before a step."""
+    def start_step(self) -> None:
+        """To be called before a step: what the gradients hold is of the step before."""
         self.first_microbatch_squares = None
-        self.lasting.zero_()
+        self.local_is_written = False
+        for slot in self.slots:
+            slot.param.grad_is_written = False
+
+    def zero_unwritten(self, full: Tensor) -> None:
+        """Zeroes the gradients that no kernel has written since start_step or allocate, and the padding.
+
+        Padding too: under ZeRO-2 and 3 it is fresh memory, and a sum in 8 bits may leave a NaN there.
+        """
+        for slot in self.slots:
+            if not slot.param.grad_is_written:
+                slot.view_in(full).zero_()
+                slot.param.grad_is_written = True
+        for part in self.padding:
+            full[part].zero_()
 
     def record_first_microbatch(self) -> None:
         """Measures the first microbatch of a step for the noise scale, before its gradients are summed."""
         is_first = self.first_microbatch_squares is None
         if self.sharding.track_noise_scale and is_first and self.full is not None:
+            self.zero_unwritten(self.full)
             self.first_microbatch_squares = self.squared_norm_of_hidden(self.full, 0, self.layout.size)
 
     def squared_norm_of_hidden(self, flat: Tensor, start: int, end: int) -> Tensor:
@@ -119,6 +136,7 @@ class BucketGrads:
         """
         if self.full is None:
             raise RuntimeError("the gradients of a bucket are reduced before they were allocated")
+        self.zero_unwritten(self.full)
         if self.zero == 0:
             if self.powersgd is not None:
                 self.pending_sum = self.powersgd.start(self.full)
@@ -171,7 +189,8 @@ class BucketGrads:
         part = self.pending_scatter.wait()
         self.pending_scatter = None
         if self.zero >= 2:
-            self.local.add_(part)
+            write_or_add(self.local, part, add=self.local_is_written)
+            self.local_is_written = True
         elif self.groups.shard.size > 1 and part is not self.local:
             self.local.copy_(part)
         if self.pending_scatter_is_last:
@@ -205,3 +224,14 @@ class BucketGrads:
             if first < end:
                 parts.append(self.local[first:end])
         return parts
+
+
+def padding_of(slots: tuple[Slot, ...], size: int) -> list[slice]:
+    """The elements of a bucket of `size` that belong to no parameter. slots: by their offsets, ascending."""
+    parts: list[slice] = []
+    ends = [0, *(slot.offset + slot.numel for slot in slots)]
+    starts = [*(slot.offset for slot in slots), size]
+    for end, start in zip(ends, starts):
+        if end < start:
+            parts.append(slice(end, start))
+    return parts

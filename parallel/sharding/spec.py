@@ -108,9 +108,13 @@ class ShardedParameter(nn.Parameter):
 
     spec: ParameterSpec  # set by `parameter`; build.py scales it for muP
 
-    # [spec.shape], fp32 or fp64: a view of the bucket's gradients, to which kernels/grad.py adds.
+    # [spec.shape], fp32 or fp64: a view of the bucket's gradients, into which kernels/grad.py writes.
     # None where the bucket holds no full gradients at the moment (gradients.py).
     main_grad: Tensor | None = None
+
+    # Whether main_grad holds gradients of this step: the next one is added then, and else overwrites it.
+    # Set by write_grad (kernels/grad.py), cleared by BucketGrads (gradients.py).
+    grad_is_written: bool = False
 
     # Takes the weight gradients that a pipeline schedule computes later (parallel/pipeline/executor.py).
     # Set by build.py; None: each is computed at once.

@@ -172,8 +172,8 @@ TABLE = (
     Mutation(
         what="the deferred weight gradient never arrives (pytorch 153833)",
         file="parallel/pipeline/executor.py",
-        old="compute(weight.main_grad)",
-        new="compute(weight.main_grad.clone())",
+        old="            write_grad(weight, compute)",
+        new="            compute(weight.main_grad.clone(), weight.grad_is_written)",
         model="llama3-tiny",
         world=2,
         layout="pp2 zero0 zb-h1 mb1",
@@ -183,7 +183,7 @@ TABLE = (
         file="parallel/pipeline/executor.py",
         old="self.pending.setdefault(self.microbatch, []).append((weight, compute))",
         new=(
-            "weight = type('W', (), {'main_grad': weight.main_grad})\n"
+            "weight = type('W', (), {'main_grad': weight.main_grad, 'grad_is_written': False})\n"
             "        self.pending.setdefault(self.microbatch, []).append((weight, compute))"
         ),
         model="llama3-tiny",
@@ -235,8 +235,8 @@ TABLE = (
     Mutation(
         what="ZeRO-2 with accumulation reduces the first microbatch alone (DeepSpeed 966)",
         file="parallel/sharding/gradients.py",
-        old="self.local.add_(part)",
-        new="self.local.add_(part) if not self.local.any() else None",
+        old="write_or_add(self.local, part, add=self.local_is_written)",
+        new="write_or_add(self.local, part, False) if not self.local_is_written else None",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero2 mb1",
@@ -922,10 +922,10 @@ TABLE = (
         what="an expert without tokens in a microbatch loses what it had (Automodel 2995)",
         file="kernels/grouped_gemm.py",
         old=(
-            "        if n:\n"
-            "            add_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x))"
+            "        elif not add:\n"
+            "            expert_into.zero_()"
         ),
-        new="        add_wgrad(expert_into, expert_dy, expert_x) if n else expert_into.zero_()",
+        new="        else:\n            expert_into.zero_()",
         model="mixtral-tiny",
         world=4,
         layout="cp4 zero0 mb1 cp-ring",
@@ -1286,13 +1286,51 @@ TABLE = (
         layout="tp2 sp zero0 mb1",
     ),
     Mutation(
-        what="shared gradients are zeroed by a factor of 0: the NaN of a skipped step stays",
+        what="the first gradient of a step is added to that of the step before",
         file="parallel/sharding/gradients.py",
-        old="self.lasting.zero_()",
-        new="self.lasting.mul_(0) if self.groups.reduce.size > 1 else self.lasting.zero_()",
+        old=(
+            "        self.local_is_written = False\n"
+            "        for slot in self.slots:\n"
+            "            slot.param.grad_is_written = False"
+        ),
+        new=(
+            "        self.local_is_written = False\n"
+            "        for slot in self.slots:\n"
+            "            slot.param.grad_is_written = self.groups.reduce.size > 1"
+        ),
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",
+    ),
+    Mutation(
+        what="the second gradient of a step overwrites the first",
+        file="kernels/grad.py",
+        old="compute(weight.main_grad, weight.grad_is_written)",
+        new="compute(weight.main_grad, False)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+    ),
+    Mutation(
+        what="an expert without rows keeps its gradient of the step before",
+        file="kernels/grouped_gemm.py",
+        old=(
+            "        elif not add:\n"
+            "            expert_into.zero_()"
+        ),
+        new="        elif False:\n            pass",
+        model="mixtral-tiny",
+        world=4,
+        layout="cp4 zero0 mb1 cp-ring",
+    ),
+    Mutation(
+        what="ZeRO-2 adds the step's first shard to that of the step before",
+        file="parallel/sharding/gradients.py",
+        old="        self.local_is_written = False\n        for slot",
+        new="        for slot",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero2 mb1",
     ),
     Mutation(
         what="the loss is summed over the pipeline alone",

@@ -91,6 +91,14 @@ class Deviation(NamedTuple):
 
 # ---- what a run computes -----------------------------------------------------------------------------------
 
+def poison_gradients(run: TrainingRun) -> None:
+    """Sets all gradients to NaN."""
+    for bucket in run.buckets:
+        for grads in (bucket.grads.full, bucket.grads.local):
+            if grads is not None:
+                grads.fill_(math.nan)
+
+
 class TrialObserver:
     """Observes train.train as its `observe`: records the values of a run, or compares them with a reference.
 
@@ -98,7 +106,8 @@ class TrialObserver:
     `deviations` says how far off each value is.
 
     It does two things to the run: it makes the gradient of step SKIPPED non-finite, and it asks the run to
-    stop in step `stop_step`.
+    stop in step `stop_step`. With a reference a third: NaN stands wherever a step could read gradients that
+    it has not written itself.
     """
 
     run: TrainingRun  # from run_built on
@@ -174,11 +183,17 @@ class TrialObserver:
     def run_built(self, step: int, run: TrainingRun, data: BatchLoader, valid: BatchLoader) -> None:
         self.run = run
         self.data = data
+        # torch.empty gives NaN: ZeRO-2 and 3 allocate gradients in a step
+        options = torch.utils.deterministic
+        is_poisoned = self.reference is not None
+        options.fill_uninitialized_memory = is_poisoned  # pyright: ignore[reportAttributeAccessIssue]
         if self.reference is None:
             check_initial_weights(run)
 
     def step_begin(self, step: int) -> None:
         self.begun_steps.append(step)
+        if self.reference is not None:
+            poison_gradients(self.run)
         if step == self.stop_step and self.run.mesh.rank == 0:
             (self.folder / "STOP").write_text("requeue\n")
 

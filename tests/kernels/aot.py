@@ -159,10 +159,10 @@ def grouped(back: bool) -> Case:
     )
 
 
-def wgrad(kernel, tile: dict) -> Case:
+def wgrad(kernel, tile: dict, add: bool) -> Case:
     return Case(
         kernel,
-        tile,
+        {**tile, "ADD": add},
         {
             "OFFSETS": "*i32",
             "INTO": "*fp32",
@@ -327,10 +327,12 @@ CASES = {
         "gemm",
         TMA,
     ),
-    "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE),
+    "weight_gradient": wgrad(linear.wgrad_kernel, linear.TILE, True),
+    "weight_gradient_first": wgrad(linear.wgrad_kernel, linear.TILE, False),
     "grouped": grouped(False),
     "grouped_dgrad": grouped(True),
-    "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD),
+    "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD, True),
+    "grouped_wgrad_first": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD, False),
     **{
         f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips)
         for name, how in ATTENTION.items()

@@ -6,11 +6,14 @@ import torch
 
 @pytest.fixture
 def given():
-    """given(weight, 1.0): a copy of `weight` as a leaf, with a main_grad filled with 1.0."""
+    """given(weight, 1.0): a copy of `weight` as a leaf, with a main_grad filled with 1.0, as if an earlier
+    gradient had written that. is_written False: it is left from the step before.
+    """
 
-    def make(weight, fill=0.0):
+    def make(weight, fill=0.0, is_written=True):
         leaf = weight.detach().clone().requires_grad_()
         leaf.main_grad = torch.full_like(leaf, fill, dtype=torch.promote_types(leaf.dtype, torch.float32))
+        leaf.grad_is_written = is_written
         return leaf
 
     return make

@@ -5,7 +5,7 @@ import torch
 
 from kernels import fp8_gemm
 from kernels.fp8 import E4M3, E5M2
-from kernels.fp8_gemm import add_scaled_product, quantize_operand, scaled_product
+from kernels.fp8_gemm import quantize_operand, scaled_product, write_scaled_product
 
 SMALL = {"M": 16, "N": 32, "GROUP": 2}
 PAIRS = [("group", "block"), ("group", "group"), ("row", "row"), ("tensor", "tensor")]
@@ -35,9 +35,11 @@ def test_triton_product(interpreted, monkeypatch, kinds, dtype, m, n, k):
     assert (got - want).norm() <= 1e-6 * want.norm()
     into = torch.ones(m, n, device=interpreted)
     assert (
-        add_scaled_product(into, a, b, torch.bfloat16) is into
+        write_scaled_product(into, a, b, torch.bfloat16, True) is into
         and (into - 1 - want).norm() <= 1e-6 * want.norm()
     )
+    into.fill_(float("nan"))
+    assert torch.equal(write_scaled_product(into, a, b, torch.bfloat16, False), got)
     low = fp8_gemm.launch_scaled_product(
         a, b, torch.empty(m, n, device=interpreted, dtype=torch.bfloat16), False
     )
@@ -65,9 +67,11 @@ def test_definition_is_near_the_exact_product(kinds, bound):
     (x, w), (a, b) = operands(64, 48, 128, kinds)
     want = x @ w.t()
     assert (scaled_product(a, b, torch.float32) - want).norm() <= bound * want.norm()
-    into = torch.zeros(64, 48)
-    assert torch.equal(add_scaled_product(into, a, b, torch.bfloat16), scaled_product(a, b, torch.float32))
-    assert add_scaled_product(None, a, b, torch.bfloat16).dtype == torch.bfloat16
+    product = scaled_product(a, b, torch.float32)
+    into = torch.full((64, 48), float("nan"))
+    assert torch.equal(write_scaled_product(into, a, b, torch.bfloat16, False), product)
+    assert torch.equal(write_scaled_product(into, a, b, torch.bfloat16, True), 2 * product)
+    assert write_scaled_product(None, a, b, torch.bfloat16, False).dtype == torch.bfloat16
 
 
 def test_blocks_too_small_for_a_tensor_core_take_the_other_way(interpreted, capfd):

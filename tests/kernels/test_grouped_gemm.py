@@ -38,13 +38,19 @@ def test_against_one_gemm_an_expert(given, counts, dtype, bound):
             n or (kept.main_grad.view(len(counts), O, N)[i] == 1).all()
         )  # an empty expert's gradient is what it was
 
+    # the first gradient of a step overwrites, and an empty expert's is zero
+    first = given(w, float("nan"), is_written=False)
+    for repeat in (1, 2):
+        grouped_linear(x, first, counts).backward(dy)
+        assert (first.main_grad.double() / repeat - dw).norm() <= bound * dw.norm()
+
 
 def test_the_three_products_alone():
     counts, (x, w, dy) = [2, 0, 3], (torch.randn(5, N), torch.randn(3, O, N), torch.randn(5, O))
     assert torch.allclose(grouped_forward(x, w, counts), exact(x, w.view(-1, N), counts))
     assert torch.allclose(grouped_dgrad(dy, w, counts), torch.cat([dy[:2] @ w[0], dy[2:] @ w[2]]))
     into = torch.ones(3, O, N, dtype=torch.float64)
-    grouped_wgrad(into, dy.double(), x.double(), counts)
+    grouped_wgrad(into, dy.double(), x.double(), counts, True)
     assert torch.allclose(
         into, 1 + torch.stack([dy[:2].t() @ x[:2], torch.zeros(O, N), dy[2:].t() @ x[2:]]).double(), atol=1e-5
     )
@@ -118,6 +124,12 @@ def test_triton(interpreted, monkeypatch, given, name, dtype, o, n, on_device):
     assert (leaves[1].main_grad - 1 - exact[1].grad).norm() <= 1e-6 * exact[1].grad.norm()  # fp32 throughout
     for i, count in enumerate(SHARES[name]):
         assert count or (leaves[1].main_grad.view(len(SHARES[name]), o, n)[i] == 1).all()
+
+    first = given(weight, float("nan"), is_written=False)  # of a step: it overwrites
+    grouped_linear(x, first, counts).backward(dy)
+    assert (first.main_grad - exact[1].grad).norm() <= 1e-6 * exact[1].grad.norm()
+    for i, count in enumerate(SHARES[name]):
+        assert count or (first.main_grad.view(len(SHARES[name]), o, n)[i] == 0).all()
 
 
 def test_triton_returns_a_plain_tensors_gradient(interpreted, monkeypatch):

@@ -38,6 +38,35 @@ def test_buffers_get_what_autograd_gets(given, dtype, bound, monkeypatch):
         assert (got.double() / 3 - b).norm() <= bound * b.norm()
 
 
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 5e-3)]
+)
+def test_the_first_gradient_overwrites_and_the_second_is_added(given, dtype, bound, monkeypatch):
+    monkeypatch.setattr(kernel, "BLOCK", 64)
+    x, w, b = torch.randn(9, 24).to(dtype), torch.randn(17, 24).to(dtype), torch.randn(17).to(dtype)
+    dys = torch.randn(2, 9, 17).to(dtype)
+    kept = [given(w, float("nan"), is_written=False), given(b, float("nan"), is_written=False)]
+    sums = [torch.zeros(17, 24).double(), torch.zeros(17).double()]
+    for dy in dys:
+        linear(x, *kept).backward(dy)
+        for total, part in zip(sums, (dy.double().t() @ x.double(), dy.double().sum(0))):
+            total += part
+        for p, want in zip(kept, sums):
+            assert p.grad_is_written and (p.main_grad.double() - want).norm() <= bound * want.norm()
+
+
+@pytest.mark.parametrize("rows", [slice(0, 2), slice(2, 5), slice(3, None), slice(None)])
+def test_rows_that_a_projection_does_not_use_are_written_as_zeros(given, rows):
+    x, dy = torch.randn(4, 6), torch.randn(4, len(range(5)[rows]))
+    w, b = (given(torch.randn(*s), float("nan"), is_written=False) for s in ((5, 6), (5,)))
+    for repeat in (1, 2):
+        linear_of_several(x, [w], [b], [rows]).backward(dy)
+        want_w, want_b = torch.zeros(5, 6), torch.zeros(5)
+        want_w[rows], want_b[rows] = repeat * dy.t() @ x, repeat * dy.sum(0)
+        torch.testing.assert_close(w.main_grad, want_w)
+        torch.testing.assert_close(b.main_grad, want_b)
+
+
 def test_input_gradient_alone_where_the_weight_is_frozen():
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(5, 4)
     linear(x, w).sum().backward()
@@ -119,48 +148,57 @@ def test_triton_weight_gradient(interpreted, monkeypatch, dtype, bound, t, m, n)
     )
     into = torch.ones(m, n, device=interpreted)
     assert kernel.triton_fits(into, dy, x)
-    got = kernel.launch_wgrad(into.clone(), dy, x)
+    got = kernel.launch_wgrad(into.clone(), dy, x, True)
     want = 1 + dy.double().t() @ x.double()
     assert (got - want).norm() <= bound * want.norm()
+    written = kernel.launch_wgrad(torch.full_like(into, float("nan")), dy, x, False)
+    assert (written - (want - 1)).norm() <= bound * want.norm()
     monkeypatch.setattr(kernel, "library_adds_in_fp32", lambda device, dtype: False)
     if dtype != torch.float32:  # where fp32 is added to fp32 the library's GEMM does it
-        assert torch.equal(kernel.add_wgrad(into, dy, x), got)
+        assert torch.equal(kernel.write_wgrad(into, dy, x, True), got)
+        assert torch.equal(kernel.write_wgrad(into, dy, x, False), written)
 
 
 # ---- the GPU's library -------------------------------------------------------------------------------------
 
 
-def adds(into, dy, x):
+def right(into, dy, x, add):
     """What the library does on an NVIDIA GPU."""
-    return into.add_(dy.float().t() @ x.float())
+    product = dy.float().t() @ x.float()
+    return into.add_(product) if add else into.copy_(product)
 
 
-def adds_elsewhere(into, dy, x):
+def adds_elsewhere(into, dy, x, add):
     return into + dy.float().t() @ x.float()
 
 
-def rounds_first(into, dy, x):
+def rounds_first(into, dy, x, add):
     return into.copy_((into.to(dy.dtype) + dy.t() @ x).float())
 
 
-def forgets_what_was_there(into, dy, x):
+def forgets_what_was_there(into, dy, x, add):
     return into.copy_(dy.float().t() @ x.float())
 
 
-def refuses(into, dy, x):
+def reads_what_it_overwrites(into, dy, x, add):
+    return into.mul_(float(add)).add_(dy.float().t() @ x.float())
+
+
+def refuses(into, dy, x, add):
     raise RuntimeError("self and mat2 must have the same dtype\nmore")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("library, obstacle", [
-    (adds, None),
+    (right, None),
     (adds_elsewhere, "a wrong result"),
     (rounds_first, "a wrong result"),
     (forgets_what_was_there, "a wrong result"),
+    (reads_what_it_overwrites, "a wrong result"),
     (refuses, "self and mat2 must have the same dtype"),
 ])
 def test_the_library_is_tried_before_it_is_used(monkeypatch, library, obstacle, dtype):
-    monkeypatch.setattr(kernel, "add_by_library", library)
+    monkeypatch.setattr(kernel, "write_by_library", library)
     assert kernel.obstacle_to_library(torch.device("cpu"), dtype) == obstacle
 
 
@@ -172,19 +210,21 @@ def test_a_cpu_has_no_such_library():
 def test_where_it_works_it_adds_the_weight_gradient(monkeypatch):
     calls = []
     monkeypatch.setattr(kernel, "library_adds_in_fp32", lambda device, dtype: True)
-    monkeypatch.setattr(kernel, "add_by_library", lambda *args: calls.append(args) or adds(*args))
+    monkeypatch.setattr(kernel, "write_by_library", lambda *args: calls.append(args) or right(*args))
     dy, x = torch.randn(6, 8).bfloat16(), torch.randn(6, 4).bfloat16()
     into = torch.ones(8, 4)
-    assert kernel.add_wgrad(into, dy, x) is into and len(calls) == 1
+    assert kernel.write_wgrad(into, dy, x, True) is into and len(calls) == 1
     torch.testing.assert_close(into, 1 + dy.float().t() @ x.float())
-    kernel.add_wgrad(torch.ones(8, 4, dtype=torch.float64), dy, x)  # not into fp32
-    assert len(calls) == 1
+    kernel.write_wgrad(into, dy, x, False)
+    torch.testing.assert_close(into, dy.float().t() @ x.float())
+    kernel.write_wgrad(torch.ones(8, 4, dtype=torch.float64), dy, x, True)  # not into fp32
+    assert len(calls) == 2
 
 
 def test_rows_that_the_copy_engine_cannot_read_take_the_other_way(interpreted, capfd):
     dy, x = (torch.randn(4, n, device=interpreted).bfloat16() for n in (8, 7))
     into = torch.zeros(8, 7, device=interpreted)
     torch.testing.assert_close(
-        kernel.add_wgrad(into, dy, x), dy.float().t() @ x.float(), rtol=0.02, atol=0.02
+        kernel.write_wgrad(into, dy, x, True), dy.float().t() @ x.float(), rtol=0.02, atol=0.02
     )
     assert "not aligned to 16 bytes" in capfd.readouterr().err

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from kernels.tiles import (
-    add_tile,
     block_range,
     inside_matrix,
     load_fp32,
     tile_of_program,
     tile_offsets,
+    write_tile,
 )
 from kernels.triton_ import ceil_div, tl, triton
 
@@ -50,22 +50,25 @@ def test_a_load_fills_what_is_masked(interpreted):
 
 
 @triton.jit
-def add_kernel(INTO, PART, m, n, M: tl.constexpr, N: tl.constexpr):
+def write_kernel(INTO, PART, m, n, ADD: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     row = tl.program_id(0) * M
     column = tl.program_id(1) * N
     rows = row + tl.arange(0, M)
     columns = column + tl.arange(0, N)
     part = load_fp32(PART + tile_offsets(rows, columns, n), inside_matrix(rows, columns, m, n))
-    add_tile(INTO, part, row, column, m, n)
+    write_tile(INTO, part, row, column, m, n, ADD=ADD)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_add_tile(interpreted, dtype):
+@pytest.mark.parametrize("add", [True, False])
+def test_write_tile(interpreted, dtype, add):
     m, n = 10, 21
     into = torch.randn(m, n, device=interpreted).to(dtype)
     part = torch.randn(m, n, device=interpreted)
-    expected = (into.float() + part).to(dtype)
-    add_kernel[(ceil_div(m, 4), ceil_div(n, 8))](into, part, m, n, M=4, N=8)
+    expected = (into.float() + part if add else part).to(dtype)
+    if not add:
+        into.fill_(float("nan"))
+    write_kernel[(ceil_div(m, 4), ceil_div(n, 8))](into, part, m, n, ADD=add, M=4, N=8)
     assert torch.equal(into, expected)
 
 

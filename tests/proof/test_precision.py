@@ -286,7 +286,11 @@ def test_a_norm_in_bf16_is_seen(monkeypatch, tmp_path):
 
 
 def test_a_sum_in_bf16_is_seen(monkeypatch, tmp_path):
-    monkeypatch.setattr(linear, "add_wgrad", lambda into, dy, x: into.copy_((into + dy.t() @ x).bfloat16()))
+    def summed_in_bf16(into, dy, x, add):
+        product = dy.t() @ x
+        return into.copy_((into + product if add else product).bfloat16())
+
+    monkeypatch.setattr(linear, "write_wgrad", summed_in_bf16)
     assert "wide" in beyond(one(tmp_path, "bf16", "sgd")[1])
 
 

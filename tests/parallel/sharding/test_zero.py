@@ -230,7 +230,7 @@ def order(world, cfg):
         return lambda: setattr(module, name, inner)
 
     back = [
-        note(linear, "add_wgrad", "wgrad"),
+        note(linear, "write_wgrad", "wgrad"),
         note(comm, "start_all_reduce", "sum", "summed"),
         note(comm, "start_reduce_scatter_each", "scatter", "scattered"),
         note(comm, "start_all_gather_each", "gather", "gathered"),
