@@ -1,8 +1,10 @@
 """RMSNorm (arXiv 1910.07467) and LayerNorm (arXiv 1607.06450), each with an optional residual add in front.
 
 norm(x, weight) normalizes x over its last dim. With `residual` it returns (norm(x + residual), x + residual),
-so the sum is read once. Statistics are in fp32 or better. On a GPU each direction is one pass over memory:
-each program sums the weight's gradient over its rows, and a second sum over the programs has a fixed order.
+so the sum is read once; in the backward the gradient of the sum is added in the same pass.
+
+Statistics are in fp32 or better. On a GPU each direction is one pass over memory: each program sums the
+weight's gradient over its rows, and a second sum over the programs has a fixed order.
 """
 import torch
 from torch import Tensor
@@ -25,9 +27,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> T
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, compiled: bool = False
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual). x and residual [..., d], weight [d]."""
+    """(rms_norm(x + residual), x + residual). x and residual [..., d], weight [d].
+
+    Without a residual (rms_norm(x), x).
+    """
     return _Norm.apply(x, residual, weight, None, eps, compiled)
 
 
@@ -37,9 +42,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, compiled: bo
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, compiled: bool = False
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, compiled: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """(layer_norm(x + residual), x + residual). x and residual [..., d], weight and bias [d]."""
+    """(layer_norm(x + residual), x + residual). x and residual [..., d], weight and bias [d].
+
+    Without a residual (layer_norm(x), x).
+    """
     return _Norm.apply(x, residual, weight, bias, eps, compiled)
 
 
@@ -272,7 +280,7 @@ def triton_supports(x: Tensor, *others: Tensor | None) -> bool:
 
 
 class _Norm(torch.autograd.Function):
-    """Returns (y,), or (y, x + residual) where there is a residual."""
+    """Returns (y, x + residual), or (y, x) where there is no residual."""
 
     @staticmethod
     def forward(
@@ -283,7 +291,7 @@ class _Norm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         compiled: bool,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, Tensor]:
         ctx.triton = triton_supports(x, residual, weight, bias)
         forward = launch_forward if ctx.triton else jit(norm_forward, compiled)
         y, total, scale, mean = forward(x, residual, weight, bias, eps)
@@ -294,13 +302,13 @@ class _Norm(torch.autograd.Function):
         ctx.has_residual = residual is not None
         ctx.compiled = compiled
         ctx.set_materialize_grads(False)
-        return (y, total) if ctx.has_residual else (y,)
+        return y, total
 
     @staticmethod
-    def backward(ctx, dy: Tensor | None, dresidual: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    def backward(ctx, dy: Tensor | None, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
         x, scale, mean = ctx.saved_tensors
         if dy is None:  # y is not used
-            return dresidual, dresidual, None, None, None, None
+            return dresidual, dresidual if ctx.has_residual else None, None, None, None, None
 
         backward = launch_backward if ctx.triton else jit(norm_backward, ctx.compiled)
         dx, dweight, dbias = backward(dy, dresidual, x, ctx.weight, scale, mean)

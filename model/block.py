@@ -14,12 +14,14 @@ from model.context import ForwardContext
 from model.mla import MultiLatentAttention
 from model.mlp import MLP
 from model.moe import MoE
-from model.norm import Norm
+from model.norm import Norm, add_residual
 from model.recompute import checkpoint_activations
 from parallel.cost import RECOMPUTABLE_PARTS, Cost, MemoryTraffic, Part, SavedTensor, Workload, total
 from parallel.rng import dropout
 from parallel.tensor.regions import outside_region
 from parallel.topology.mesh import Mesh
+
+BlockOutput = tuple[Tensor, Tensor | None, Tensor | None]  # (x, residual, statistics), see TransformerBlock
 
 
 class BlockKind(NamedTuple):
@@ -29,7 +31,10 @@ class BlockKind(NamedTuple):
 
 
 class TransformerBlock(nn.Module):
-    """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same, and its router's statistics.
+    """x, residual [b, s/cp, d] (sp: [b, s/cp/tp, d]) -> the same two, and its router's statistics.
+
+    On the way in and out the hidden states are x + residual (None: x alone). The norm that reads them next
+    makes the sum, in the pass that normalizes it.
 
     The statistics [E + len(ROUTER_STATS)] (model/router.py) are None without a router, or outside of
     training.
@@ -55,15 +60,17 @@ class TransformerBlock(nn.Module):
         self.mlp_norm = Norm(cfg, mesh, f"{key}.mlp_norm")
         self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
 
-    def forward(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint_activations(self.attention_and_mlp, x, context)
-        return self.attention_and_mlp(x, context)
+            y, residual, router_stats = checkpoint_activations(self.attention_and_mlp, x, residual, context)
+            return add_residual(y, residual), None, router_stats  # the next block keeps its input: one tensor
+        return self.attention_and_mlp(x, residual, context)
 
-    def attention_and_mlp(self, x: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor | None]:
+    def attention_and_mlp(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
         """The computation of forward, which full recompute repeats in the backward."""
         rng = context.dropout_rng
-        attended = self.attn(self.attn_norm(x), context)
+        h, x = self.attn_norm.add_and_norm(x, residual)
+        attended = self.attn(h, context)
         attended = dropout(attended, self.dropout, rng, site=self.attention_site)
 
         h, x = self.mlp_norm.add_and_norm(attended, x)
@@ -73,7 +80,7 @@ class TransformerBlock(nn.Module):
         else:
             y = self.mlp(h)
         y = dropout(y, self.dropout, rng, site=self.mlp_site)
-        return x + y, router_stats
+        return y, x, router_stats
 
     def add_router_stats(self, stats: Tensor | None) -> None:
         """Adds the statistics of a microbatch to those of the step.
@@ -108,7 +115,8 @@ class TransformerBlock(nn.Module):
         ))
 
     def residuals_cost(self, work: Workload) -> Cost:
-        """Of the two additions: each reads one tensor more and writes one. Dropout keeps a mask of bools."""
+        """Of the two additions, in the norms: each reads one tensor more and writes one. Dropout keeps a mask
+        of bools."""
         elements = self.hidden_elements(work)
         masks = 2 * elements if self.dropout else 0
         return Cost(

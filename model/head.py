@@ -41,25 +41,25 @@ class OutputHead(nn.Module):
                 table = self.weight if cfg.model.tied else embedding_table(cfg, mesh, ends_are_apart)
             self.mtp = MultiTokenPrediction(cfg, mesh, table)
 
-    def forward(self, x: Tensor, loss_inputs: LossInputs | None = None,
-                position: int | None = None) -> Tensor:
+    def forward(self, x: Tensor, loss_inputs: LossInputs | None = None, *,
+                residual: Tensor | None = None, position: int | None = None) -> Tensor:
         """With loss_inputs what `loss` gives, with a position what `logits_at` gives, else `logits`.
 
         The way to all three where hooks are set on the module: they see a call of the module alone.
         """
         if loss_inputs is not None:
-            return self.loss(x, loss_inputs)
+            return self.loss(x, residual, loss_inputs)
         if position is not None:
             return self.logits_at(x, position)
         return self.logits(x)
 
-    def loss(self, x: Tensor, inputs: LossInputs) -> Tensor:
-        """x [b, s/cp, d] (sp: [b, s/cp/tp, d]) after the last block -> scale * the sum of the losses of this
-        rank's counted tokens, a scalar.
+    def loss(self, x: Tensor, residual: Tensor | None, inputs: LossInputs) -> Tensor:
+        """x, residual [b, s/cp, d] (sp: [b, s/cp/tp, d]) of the last block -> scale * the sum of the losses
+        of this rank's counted tokens, a scalar.
 
         Multi-token prediction adds to the gradients, not to the value.
         """
-        h = self.norm(x)
+        h, _ = self.norm.add_and_norm(x, residual)
         targets, scale = inputs.microbatch.targets, inputs.scale
         if self.mtp is None or not torch.is_grad_enabled():
             return self.cross_entropy(h, targets, scale)

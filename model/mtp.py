@@ -65,9 +65,9 @@ class MTPModule(nn.Module):
         """
         embedded = self.embed_norm(embedded)
         joined = torch.cat((embedded, self.hidden_norm(h)), -1)  # [b, s/cp, 2d]
-        x, router_stats = self.block(linear(joined, self.join), context)
+        x, residual, router_stats = self.block(linear(joined, self.join), None, context)
         self.block.add_router_stats(router_stats)
-        return self.norm(x)
+        return self.norm.add_and_norm(x, residual)[0]
 
     def cost(self, work: Workload) -> Cost:
         """The join keeps both normalized states, side by side."""

@@ -37,8 +37,8 @@ class Norm(nn.Module):
             return norm.rms_norm(x, self.weight, *settings)
         return norm.layer_norm(x, self.weight, self.bias, *settings)
 
-    def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
+    def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(norm(x + residual), x + residual); without a residual (norm(x), x). One pass, either way."""
         settings = (self.eps, self.compiled)
         if self.bias is None:
             y, total = norm.add_rms_norm(x, residual, self.weight, *settings)
@@ -58,3 +58,8 @@ class Norm(nn.Module):
             traffic=(MemoryTraffic(2 * input_bytes, part="norm"),),
             saved=(SavedTensor(input_bytes + tokens * statistics * work.accumulation_bytes),),
         )
+
+
+def add_residual(x: Tensor, residual: Tensor | None) -> Tensor:
+    """x + residual, where no norm adds them; x where there is no residual."""
+    return x if residual is None else x + residual

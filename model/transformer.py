@@ -16,6 +16,7 @@ from model.embedding import Embedding
 from model.head import OutputHead
 from model.modules import ModuleList
 from model.moe import MoE
+from model.norm import add_residual
 from model.router import Router, make_router_inputs
 from parallel.cost import Cost, Workload, total
 from parallel.microbatch import Microbatch
@@ -103,10 +104,10 @@ class PipelineStage(nn.Module):
                 microbatch.documents,
                 sequence_is_sharded=microbatch.sequence_positions is not None,
             )
-        x = self.run_blocks(x, microbatch.positions, context)
+        x, residual = self.run_blocks(x, microbatch.positions, context)
         if self.head is None:
-            return x
-        return self.head(x, LossInputs(microbatch, scale, context))
+            return add_residual(x, residual)  # one tensor travels to the next stage
+        return self.head(x, LossInputs(microbatch, scale, context), residual=residual)
 
     def training_context(self, microbatch: Microbatch, scale: Tensor | float) -> ForwardContext:
         """The context of a forward with dropout and router losses."""
@@ -138,14 +139,17 @@ class PipelineStage(nn.Module):
             positions = local_chunk(positions[None], self.mesh.tp)[0]
         return DropoutRng(self.cfg.train.seed, microbatch.step, microbatch.sequence_ids, positions)
 
-    def run_blocks(self, x: Tensor, positions: Tensor, context: ForwardContext) -> Tensor:
-        """Embedding, if it is here, and blocks."""
+    def run_blocks(
+        self, x: Tensor, positions: Tensor, context: ForwardContext
+    ) -> tuple[Tensor, Tensor | None]:
+        """Embedding, if it is here, and blocks. The hidden states are the sum of the two (model/block.py)."""
         if self.embedding is not None:
             x = self.embedding(x, positions, context.dropout_rng)
+        residual = None
         for block in self.blocks:
-            x, router_stats = block(x, context)
+            x, residual, router_stats = block(x, residual, context)
             block.add_router_stats(router_stats)
-        return x
+        return x, residual
 
     def hidden_states(self, x: Tensor, positions: Tensor, documents: Tensor | None = None, *,
                       dropout_rng: DropoutRng | None = None, cache: KeyValueCache | None = None) -> Tensor:
@@ -155,7 +159,7 @@ class PipelineStage(nn.Module):
         Of full sequences, as in generation.
         """
         context = forward_context(self.cfg, positions, documents, dropout_rng=dropout_rng, cache=cache)
-        return self.run_blocks(x, positions, context)
+        return add_residual(*self.run_blocks(x, positions, context))
 
     def logits(self, tokens: Tensor, positions: Tensor, *, cache: KeyValueCache | None = None,
                position: int | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from config.suggestions import check_rules
 from kernels.linear import linear
 from model.block import TransformerBlock
 from model.moe import MoE
+from model.norm import add_residual
 from model.router import Router
 from model.transformer import PipelineStage
 from parallel.microbatch import Microbatch
@@ -144,6 +145,8 @@ def activations(stage: PipelineStage, probe: Microbatch) -> dict[str, Tensor]:
         def hook(module: nn.Module, args: tuple[Tensor, ...], out: Tensor | tuple[Tensor, ...]) -> None:
             if isinstance(module, Router):
                 value = linear(args[0], module.weight)
+            elif isinstance(module, TransformerBlock):
+                value = add_residual(*out[:2])
             else:
                 value = out[0] if isinstance(out, tuple) else out
             seen.setdefault(kind, []).append(value.flatten())

@@ -22,6 +22,7 @@ import config
 from build import build_run
 from config import OptimConfig
 from kernels.attention_mask import make_attention_mask
+from model.norm import add_residual
 from model.sharding import parallel_dims
 from optim.clip import clip_factor
 from optim.lr import learning_rate
@@ -563,7 +564,9 @@ def test_both_branches_and_the_embedding_are_dropped(prefix):
     stage.embedding.register_forward_hook(lambda module, args, out: seen.update(e=out))
     for i, block in enumerate(stage.blocks):
         block.register_forward_hook(
-            lambda module, args, out, i=i: seen.update({f"x{i}": args[0], f"out{i}": out[0]})
+            lambda module, args, out, i=i: seen.update(
+                {f"x{i}": add_residual(*args[:2]), f"out{i}": add_residual(*out[:2])}
+            )
         )
         block.attn.register_forward_hook(lambda module, args, out, i=i: seen.update({f"a{i}": out}))
         block.mlp.register_forward_hook(lambda module, args, out, i=i: seen.update({f"y{i}": out}))

@@ -58,7 +58,8 @@ class ZeroScheduler:
     def attach(self, modules: Sequence[nn.Module]) -> None:
         """Registers the hooks: one module for each part, in the order of the forward pass.
 
-        The first argument of a module is its input; its output, or the first of several, is a tensor.
+        The first argument of a module is its input; its output, or the first of several, is a tensor. The
+        gradient of a residual beside it (model/block.py) is there at the same time.
         """
         if len(modules) != len(self.parts):
             raise ValueError(f"{len(modules)} modules for {len(self.parts)} parts")

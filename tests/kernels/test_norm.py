@@ -60,6 +60,24 @@ def test_a_part_that_nobody_uses():
     assert torch.autograd.grad(y.sum(), r)[0].shape == r.shape
 
 
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("way", ["definition", "triton"])
+def test_without_a_residual_x_comes_back_and_its_gradient_is_added(request, kind, way):
+    """(norm(x), x): both gradients of x in one pass."""
+    device = request.getfixturevalue("interpreted") if way == "triton" else torch.device("cpu")
+    dtype = torch.float32 if way == "triton" else torch.float64
+    x, _, w, b = (t.detach().to(device, dtype).requires_grad_() for t in case(shape=(3, 4, 65)))
+    y, same = add_rms_norm(x, None, w, EPS) if kind == "rms" else add_layer_norm(x, None, w, b, EPS)
+    assert torch.equal(same, x) and same.data_ptr() == x.data_ptr()
+    assert y.grad_fn is same.grad_fn and y.grad_fn.triton == (way == "triton")
+    want = definition(x, w, None if kind == "rms" else b)
+    dy, dx = torch.randn_like(x), torch.randn_like(x)
+    leaves = (x, w) if kind == "rms" else (x, w, b)
+    got = torch.autograd.grad((y, same), leaves, (dy, dx))
+    for a, c in zip(got, torch.autograd.grad((want, x * 1), leaves, (dy, dx))):
+        torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-5)
+
+
 def test_weight_gradients_go_to_the_buffers(given):
     x, _, w, b = case(torch.bfloat16)
     plain = torch.autograd.grad(layer_norm(x, w, b, EPS).sum(), (w, b))
