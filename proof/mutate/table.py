@@ -1333,6 +1333,15 @@ TABLE = (
         layout="cp4 zero0 mb1 cp-ring",
     ),
     Mutation(
+        what="an expert without rows: its gradient is zeroed by a factor of 0, and a NaN stays",
+        file="kernels/grouped_gemm.py",
+        old="            expert_into.zero_()",
+        new="            expert_into.mul_(0)",
+        model="mixtral-tiny",
+        world=4,
+        layout="cp4 zero0 mb1 cp-ring",
+    ),
+    Mutation(
         what="ZeRO-2 adds the step's first shard to that of the step before",
         file="parallel/sharding/gradients.py",
         old="        self.local_is_written = False\n        for slot",
