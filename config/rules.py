@@ -182,6 +182,9 @@ def without_experts_rules(cfg: Config) -> Iterator[Rule]:
         parallel.ep == parallel.etp == 1,
         f"parallel.{key}: shards experts, and model.experts is none; leave it at 1")
     yield Rule(
+        parallel.ep_chunks == 1,
+        "parallel.ep_chunks: divides the exchanges of experts, and model.experts is none; leave it at 1")
+    yield Rule(
         cfg.model.capacity is None,
         "model.capacity: belongs to experts, and model.experts is none; leave it out")
 

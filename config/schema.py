@@ -197,6 +197,8 @@ class ParallelConfig:
     ep: int = 1  # expert-parallel degree: number of ranks that share the experts (arXiv 2006.16668); ep x etp
     #   divides dp x cp x tp, whose ranks it uses
     etp: int = 1  # expert-tensor-parallel degree: number of ranks that share the inner width of each expert
+    ep_chunks: int = 1  # chunks in which rows travel to the experts and back, beside the products of other
+    #   chunks (arXiv 2206.03382); each has a share of the experts of every rank
     dp_rep: int = 1  # number of replicas of the ZeRO shard group (HSDP)
     zero: Literal[0, 1, 2, 3] = 0  # what data-parallel ranks shard (arXiv 1910.02054): 1 optimizer state, 2
     #   also gradients, 3 also weights
@@ -307,7 +309,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
     "train": "steps tokens flops seq_len micro_batch global_batch max_minutes threads fp8_block "
              "loss_scale_window",
     "optim": "lr eps clip",
-    "parallel": "tp pp vpp cp ep etp dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
+    "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
     "eval": "every batches",
     "checkpoint": "every keep timeout_s",
     "log": "every",

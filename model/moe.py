@@ -1,5 +1,6 @@
 """A mixture of experts in the place of a block's MLP (arXiv 2101.03961, 2401.06066): router, routed and
 shared experts."""
+import math
 from functools import partial
 
 from torch import Tensor, nn
@@ -36,6 +37,7 @@ class MoE(nn.Module):
         self.tp = mesh.tp
         self.ep_etp = mesh.ep_etp
         self.etp = cfg.parallel.etp
+        self.num_chunks = cfg.parallel.ep_chunks if mesh.ep_etp.size > 1 else 1
         self.num_experts = expert_count(model)
         self.top_k = model.top_k
         self.has_capacity = model.capacity is not None
@@ -60,13 +62,13 @@ class MoE(nn.Module):
         shared_activation = None
         if self.shared_experts is not None:
             shared_activation = self.shared_experts.hidden_activation(x)
-        rows, row_probs = dispatch.rows()
 
-        # experts
-        rows = self.experts(rows, row_probs, plan.rows_per_expert)
+        # experts: while they compute a chunk, the next ones arrive and the last ones go back
+        combine = Combine(plan)
+        for chunk, (rows, row_probs) in zip(plan.chunks, dispatch.chunks()):
+            combine.send(self.experts(rows, row_probs, chunk.rows_per_expert))
 
         # combine, with the last product of the shared experts during the exchange
-        combine = Combine(rows, plan)
         shared_output = None
         if self.shared_experts is not None and shared_activation is not None:
             shared_output = self.shared_experts.down(shared_activation)
@@ -94,6 +96,7 @@ class MoE(nn.Module):
             etp=self.etp,
             may_drop=self.has_capacity and is_training,
             capacity=capacity,
+            num_chunks=self.num_chunks,
         )
 
     # ---- what it costs -------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ class MoE(nn.Module):
         return total((
             self.router.cost(work, tokens, copies_input=is_widened or is_scattered),
             self.dispatch_cost(work, tokens),
-            self.experts.cost(work, rows=tokens * self.top_k * self.etp),
+            self.experts_cost(work, tokens),
             self.shared_experts_cost(work),
             self.shared_gate.cost(work) if self.shared_gate is not None else Cost(),
             Cost(exchanges=() if self.sp else self.scatter_exchanges(work)),
@@ -122,7 +125,14 @@ class MoE(nn.Module):
             num_experts=self.num_experts,
             top_k=self.top_k,
             etp=self.etp,
+            num_chunks=self.num_chunks,
+            beside_shared=self.shared_experts is not None,
         )
+
+    def experts_cost(self, work: Workload, tokens: int) -> Cost:
+        """With chunks, their products run during the exchanges of others. tokens: that this rank routes."""
+        cost = self.experts.cost(work, rows=tokens * self.top_k * self.etp, num_chunks=self.num_chunks)
+        return cost.beside(self.ep_etp.name) if self.num_chunks > 1 else cost
 
     def shared_experts_cost(self, work: Workload) -> Cost:
         """Their products run during the exchanges of rows. Without them, the input is kept for the router."""
@@ -218,10 +228,12 @@ class Experts(nn.Module):
         activated = weighted_swiglu(gate_up, row_probs)  # [r, f/etp]
         return self.grouped_linear(activated, self.down, rows_per_expert)
 
-    def cost(self, work: Workload, rows: int) -> Cost:
+    def cost(self, work: Workload, rows: int, num_chunks: int) -> Cost:
         """rows: that the experts of this rank get. It keeps them, gate and up, the activation's output, and
         the probabilities.
         """
+        # an expert that lies in several chunks is multiplied in each
+        num_products = self.num_local + num_chunks - math.gcd(self.num_local, num_chunks)
         gate_up_width, hidden = self.gate_up.spec.shape
         gate_up_width //= self.num_local
         width = self.down.spec.shape[1]
@@ -230,8 +242,8 @@ class Experts(nn.Module):
         probability_bytes = rows * work.accumulation_bytes
         return Cost(
             products=(
-                MatrixProduct(rows, hidden, gate_up_width, count=self.num_local, fp8=self.in_fp8),
-                MatrixProduct(rows, width, hidden, count=self.num_local, fp8=self.in_fp8),
+                MatrixProduct(rows, hidden, gate_up_width, count=num_products, fp8=self.in_fp8),
+                MatrixProduct(rows, width, hidden, count=num_products, fp8=self.in_fp8),
             ),
             traffic=(MemoryTraffic(activation_bytes),),
             saved=(SavedTensor(row_bytes + activation_bytes + probability_bytes),),

@@ -121,7 +121,8 @@ class Exchange:
     """`calls` exchanges of `nbytes` bytes each, as the ledger counts them (parallel/wire/comm.py: the larger
     side).
 
-    group: of the mesh; in a group of one rank nothing is exchanged. part: see Phase.
+    group: of the mesh; in a group of one rank nothing is exchanged. part: see Phase. is_exposed: no product
+    runs beside it, though some do beside other exchanges of its group.
     """
     group: str
     verb: str
@@ -129,6 +130,7 @@ class Exchange:
     calls: int = 1
     phase: Phase = "forward"
     part: Part = "rest"
+    is_exposed: bool = False
 
 
 # ---- a cost ------------------------------------------------------------------------------------------------

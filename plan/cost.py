@@ -11,8 +11,9 @@ exchanges (plan/bytes.py) by its links, and the very schedule that would run, si
 
 What hides behind what is what our code starts early: gradients of tp's inputs behind the weights' gradients
 (async tensor parallelism: all that its layers exchange, behind their products),
-keys and values of the ring behind attention, dispatch and combine behind shared experts, ZeRO's gathers and
-sums behind the whole stage's compute, or behind that of one microbatch where a step has one such exchange.
+keys and values of the ring behind attention, dispatch and combine behind shared experts, in chunks all but
+the first dispatch and the last combine behind the experts, ZeRO's gathers and sums behind the whole stage's
+compute, or behind that of one microbatch where a step has one such exchange.
 `Efficiency` is fitted to what others have published (plan/published.py). Not in it: experts of unequal load,
 other jobs on the links, stragglers.
 """
@@ -262,10 +263,12 @@ def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes:
     return hops * efficiency.hop + max(inside, between)
 
 
-def module_exchanges(cost: Cost, links: Links) -> SecondsOfGroups:
-    """Of the exchanges of one microbatch's modules."""
+def module_exchanges(cost: Cost, links: Links, is_exposed: bool) -> SecondsOfGroups:
+    """Of the exchanges of one microbatch's modules: those that nothing runs beside, or all others."""
     found = SecondsOfGroups()
     for one in cost.exchanges:
+        if one.is_exposed != is_exposed:
+            continue
         nbytes = one.calls * one.nbytes
         seconds = exchange_seconds(links, one.group, one.verb, calls=one.calls, nbytes=nbytes)
         is_backward = one.phase == "backward"
@@ -303,10 +306,12 @@ def stage_times(job: Job, stage: int, cluster: Cluster,
     waits: dict[str, float] = {}
     forward, backward = computes.f, computes.i
     links = Links(job.layout, cluster, efficiency)
-    for group, exchanged in module_exchanges(described.cost(work), links).items():
+    cost = described.cost(work)
+    exposed = module_exchanges(cost, links, is_exposed=True)
+    for group, exchanged in module_exchanges(cost, links, is_exposed=False).items():
         hidden = computes.hides[group]
-        forward_wait = max(0.0, exchanged.forward - hidden.forward)
-        backward_wait = max(0.0, exchanged.backward - hidden.backward)
+        forward_wait = exposed[group].forward + max(0.0, exchanged.forward - hidden.forward)
+        backward_wait = exposed[group].backward + max(0.0, exchanged.backward - hidden.backward)
         waits[group] = forward_wait + backward_wait
         forward += forward_wait
         backward += backward_wait

@@ -38,6 +38,7 @@ SWITCHES = {  # the first value of each is the default
     "reduce": ("collective", "ring", "hierarchy", "server", "powersgd"),
     "micro_batch": (1, 2),
     "async_tp": (False, True),
+    "ep_chunks": (1, 2, 3),
     "recompute": ("none", "selective", "full", "mixed"),
     "ramp": (False, True),
     "stages": (None, "uneven"),
@@ -103,6 +104,10 @@ IDLE: tuple[tuple[str, Callable[[Values, int], bool]], ...] = (
     (
         "parallel.async_tp: does nothing at tp 1",
         lambda values, world: values["async_tp"] and values["tp"] == 1,
+    ),
+    (
+        "parallel.ep_chunks: does nothing at ep 1 and etp 1",
+        lambda values, world: values["ep_chunks"] > 1 and values["ep"] * values["etp"] == 1,
     ),
     (
         "parallel.schedule: all are the same at pp 1",

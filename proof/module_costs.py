@@ -60,6 +60,8 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"zero": 3},
     {"ep": 2},
     {"tp": 2, "sp": True, "ep": 2},
+    {"ep": 2, "ep_chunks": 3},
+    {"ep": 2, "ep_chunks": 4, "recompute": "full"},
 )
 
 Ledger = dict[tuple[str, str], tuple[int, int]]  # {(group, verb): (calls, bytes)}

@@ -7,17 +7,24 @@ what was routed, without padding, unless a capacity asks for static shapes: then
 as many rows, and no count is exchanged or read on the host. The ranks of the experts are folded out of dp x
 cp x tp (arXiv 2504.14960). Tokens come here divided over all of these, with or without sequence parallelism.
 
-Bytes that a rank sends in a layer and microbatch of t tokens (t = b s / cp / tp, k = top_k; c, g: bytes of
-the compute dtype, of fp32 or better):
+With parallel.ep_chunks the rows travel in chunks (Tutel, arXiv 2206.03382, section 3.3), each of which is a
+run of the experts of every rank: while these compute one chunk, the next ones arrive and the last ones go
+back. An expert is in one chunk, if there are not more chunks than experts of a rank: so every product has the
+rows that it has without chunks, and each weight is read, and its gradient added, once. A boundary within an
+expert divides its rows. The backward is the mirror image: the last chunk goes first.
+
+Bytes that a rank sends in a layer and microbatch of t tokens (t = b s / cp / tp, k = top_k; n: chunks; c, g:
+bytes of the compute dtype, of fp32 or better):
 
     counts of rows                     1 all-to-all     ep etp E/ep 8
-    forward, backward   tokens         2 each           t k etp d c     dropless; a dropped token is not sent
+    forward, backward   tokens         2 n each         t k etp d c     dropless; a dropped token is not sent
                         probabilities  1 each           t k etp g
 
 They are counted on the rank that has the token (what it sends, and what comes back), so the count does not
 depend on the routing. Of the shared experts, all but the last product runs during the exchange to the experts
 and the last during the exchange back, and their gradients likewise (model/moe.py).
 """
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -34,40 +41,47 @@ INDEX_BYTES = 8  # of a row's number, of a count
 
 
 @dataclass(frozen=True)
-class RowExchangeSizes:
-    """Numbers of rows on the way to the experts; on the way back, sent and received are exchanged."""
-    send_counts: list[int]  # to each rank
-    receive_counts: list[int]  # from each rank
-    rows_per_expert: list[int] | Tensor  # of each expert of this rank; a tensor [experts]: on the device
+class RowCounts:
+    """How many rows of one exchange each rank sends to the experts, and gets back from them."""
+    sent: list[int]  # to each rank
+    received: list[int]  # from each rank
 
-    def counts(self, to_experts: bool) -> tuple[list[int], list[int]]:
-        """(rows sent to each rank, rows received from each)."""
-        if to_experts:
-            return self.send_counts, self.receive_counts
-        return self.receive_counts, self.send_counts
+    @property
+    def num_sent(self) -> int:
+        return sum(self.sent)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """One chunk of the rows: r of them arrive.
+
+    expert_order, arrival_order: from the order of arrival to that of experts, and back. None: they are equal.
+    """
+    counts: RowCounts
+    rows_per_expert: list[int] | Tensor  # of each expert of this rank; a tensor [experts]: on the device
+    expert_order: Tensor | None = None  # [r]
+    arrival_order: Tensor | None = None  # [r]
 
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """Where rows go: m rows are sent, by rank, then by expert; r rows arrive.
+    """Where rows go: m rows are sent, by chunk, then by rank, then by expert; r rows arrive.
 
-    expert_order, arrival_order: from the order of arrival to that of experts, and back. None: one rank, they
-    are equal.
+    Their probabilities make one exchange for all chunks: they are sent by rank, then by expert, which is by
+    chunk, too. prob_order, prob_arrival: from their order of arrival to that of chunks and experts, and back.
+    None: they are equal.
     """
     group: Group
     source_token: Tensor  # [m]: the token of each sent row
-    token_choice: Tensor  # [m]: its (token, choice) as one number, token * k + choice
     rows_of_token: Tensor  # [t, k etp]: the rows of each token; -1: dropped
-    rows_of_choice: Tensor  # [t k, etp]: the rows of each choice; -1: dropped
+    token_choice: Tensor  # [m]: the (token, choice) of each sent probability as one number, token * k + choice
+    probs_of_choice: Tensor  # [t k, etp]: the sent probabilities of each choice; -1: dropped
     nothing_dropped: bool  # there is no -1
     padded: bool  # some rows have no token; they are of a token number t, of zeros
-    expert_order: Tensor | None  # [r]
-    arrival_order: Tensor | None  # [r]
-    sizes: RowExchangeSizes
-
-    @property
-    def rows_per_expert(self) -> list[int] | Tensor:
-        return self.sizes.rows_per_expert
+    chunks: list[ChunkPlan]
+    prob_counts: RowCounts
+    prob_order: Tensor | None  # [r]
+    prob_arrival: Tensor | None  # [r]
 
 
 @torch.no_grad()
@@ -78,10 +92,11 @@ def plan_dispatch(
     etp: int,
     may_drop: bool,
     capacity: int | None = None,
+    num_chunks: int = 1,
 ) -> DispatchPlan:
     """Plans the exchange of rows. One all-to-all of a count for each expert; reads the counts on the host.
 
-    On one rank nothing is exchanged, and without drops a GPU's counts are not read.
+    On one rank nothing is exchanged, there is one chunk, and without drops a GPU's counts are not read.
 
     index [t, k]: the experts of each token; -1: dropped, only if may_drop. capacity: rows that each rank
     sends to every expert, at least as many as index has; then nothing is exchanged or read.
@@ -95,58 +110,98 @@ def plan_dispatch(
     if group.size == 1:
         counted = count_on_one_rank(choices, num_experts, may_drop, capacity)
     elif capacity is not None:
-        counted = count_of_capacity(choices, num_experts, group, etp=etp, capacity=capacity)
+        counted = count_of_capacity(
+            choices, num_experts, group, etp=etp, capacity=capacity, num_chunks=num_chunks)
     else:
-        counted = exchange_counts(choices, num_experts, group, etp=etp, may_drop=may_drop)
-    num_dropped, sizes, arrivals = counted
+        counted = exchange_counts(
+            choices, num_experts, group, etp=etp, may_drop=may_drop, num_chunks=num_chunks)
+    num_dropped, chunks, arrivals = counted
 
-    # which choice each sent row is
+    # which choice each sent row is, and each sent probability
     by_expert = choices.argsort(stable=True)  # dropped ones first
     kept = by_expert[num_dropped:]
-    expert_order: Tensor | None = None
-    arrival_order: Tensor | None = None
-    if arrivals is None:
-        token_choice = kept
-        etp_index = torch.zeros_like(kept)
-    else:
-        token_choice, etp_index = repeat_over_etp(kept, sizes.send_counts, etp)
-        expert_order, arrival_order = orders_of_arrival(arrivals)
+    all_chunks = total_counts([chunk.counts for chunk in chunks])
+    probs = order_of_departure(kept, [all_chunks], etp, num_choices=len(choices))
+    rows = probs
+    if len(chunks) > 1:
+        counts_of_chunks = [chunk.counts for chunk in chunks]
+        rows = order_of_departure(kept, counts_of_chunks, etp, num_choices=len(choices))
+    if capacity is not None:
+        probs = with_empty_token(probs, index.numel())
+        rows = with_empty_token(rows, index.numel())
 
-    # the inverse: the rows of each choice, and of each token
-    rows_of_choice = choices.new_full((len(choices), etp), -1)
-    rows_of_choice[token_choice, etp_index] = torch.arange(len(token_choice), device=choices.device)
-    rows_of_token = rows_of_choice[:index.numel()].view(num_tokens, top_k * etp)
-    if capacity is not None:  # rows without a token are of token number t, choice number t k
-        token_choice = token_choice.clamp(max=index.numel())
+    # from the order of arrival to that of experts
+    prob_order: Tensor | None = None
+    prob_arrival: Tensor | None = None
+    if arrivals is not None:
+        chunks, prob_order, prob_arrival = with_orders_of_arrival(chunks, arrivals)
+
+    rows_of_token = rows.sent_of_choice[:index.numel()].view(num_tokens, top_k * etp)
+    if capacity is not None:
         rows_of_token = pad(rows_of_token, (0, 0, 0, 1), value=-1)
-        rows_of_choice = pad(rows_of_choice[:index.numel()], (0, 0, 0, 1), value=-1)
-
     return DispatchPlan(
         group,
-        source_token=token_choice // top_k,
-        token_choice=token_choice,
+        source_token=rows.token_choice // top_k,
         rows_of_token=rows_of_token,
-        rows_of_choice=rows_of_choice,
+        token_choice=probs.token_choice,
+        probs_of_choice=probs.sent_of_choice,
         nothing_dropped=not may_drop and capacity is None,
         padded=capacity is not None,
-        expert_order=expert_order,
-        arrival_order=arrival_order,
-        sizes=sizes,
+        chunks=chunks,
+        prob_counts=all_chunks,
+        prob_order=prob_order,
+        prob_arrival=prob_arrival,
     )
 
 
-def repeat_over_etp(kept: Tensor, send_counts: list[int], etp: int) -> tuple[Tensor, Tensor]:
-    """(token_choice, etp_index) [m] of the sent rows: every etp rank of an expert gets the same rows.
+# ---- the order in which rows leave -------------------------------------------------------------------------
 
-    kept [m / etp]: the choices, by expert. send_counts: rows for each rank.
+
+class Departure(NamedTuple):
+    """token_choice [m]: the (token, choice) of each sent row. sent_of_choice [choices, etp]: the inverse; -1:
+    dropped."""
+    token_choice: Tensor
+    sent_of_choice: Tensor
+
+
+def order_of_departure(kept: Tensor, counts: list[RowCounts], etp: int, num_choices: int) -> Departure:
+    """By chunk, then by rank, then by expert: every etp rank of an expert gets the same rows.
+
+    kept [m / etp]: the choices, by expert. counts: of each chunk, rows for each rank.
     """
-    token_choice: list[Tensor] = []
-    etp_index: list[Tensor] = []
-    for rows in kept.split(send_counts[::etp]):  # of each ep rank
-        for j in range(etp):
-            token_choice.append(rows)
-            etp_index.append(torch.full_like(rows, j))
-    return torch.cat(token_choice), torch.cat(etp_index)
+    token_choice = kept
+    etp_index = torch.zeros_like(kept)
+    num_ranks = len(counts[0].sent)
+    if num_ranks > 1:
+        # of each ep rank, a part for each chunk: they are in this order in `kept`
+        num_chunks = len(counts)
+        ep = num_ranks // etp
+        sizes = [counts[chunk].sent[i * etp] for i in range(ep) for chunk in range(num_chunks)]
+        parts = kept.split(sizes)
+
+        sent: list[Tensor] = []
+        indices: list[Tensor] = []
+        for chunk in range(num_chunks):
+            for i in range(ep):
+                for j in range(etp):
+                    part = parts[i * num_chunks + chunk]
+                    sent.append(part)
+                    indices.append(torch.full_like(part, j))
+        token_choice = torch.cat(sent)
+        etp_index = torch.cat(indices) if etp > 1 else etp_index
+
+    sent_of_choice = kept.new_full((num_choices, etp), -1)
+    sent_of_choice[token_choice, etp_index] = torch.arange(len(token_choice), device=kept.device)
+    return Departure(token_choice, sent_of_choice)
+
+
+def with_empty_token(departure: Departure, num_choices: int) -> Departure:
+    """Rows without a token are of choice number `num_choices`, which has no row of its own."""
+    token_choice, sent_of_choice = departure
+    return Departure(
+        token_choice.clamp(max=num_choices),
+        pad(sent_of_choice[:num_choices], (0, 0, 0, 1), value=-1),
+    )
 
 
 def fill_up(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
@@ -171,17 +226,21 @@ def count_choices(choices: Tensor, num_experts: int) -> Tensor:
     return counts.index_add_(0, choices + 1, torch.ones_like(choices))
 
 
-class RowCounts(NamedTuple):
-    """num_dropped: choices of this rank that are not sent. arrivals [ranks, local experts]: rows from each
-    rank for each expert of this one; None: one rank has all experts."""
+# ---- how many rows go where --------------------------------------------------------------------------------
+
+
+class Counted(NamedTuple):
+    """num_dropped: choices of this rank that are not sent. chunks: without their orders of arrival. arrivals
+    [chunks, ranks, local experts]: rows from each rank for each expert of this one; None: one rank has all
+    experts."""
     num_dropped: int
-    sizes: RowExchangeSizes
+    chunks: list[ChunkPlan]
     arrivals: Tensor | None
 
 
 def count_on_one_rank(
     choices: Tensor, num_experts: int, may_drop: bool, capacity: int | None
-) -> RowCounts:
+) -> Counted:
     """Where this rank has all experts. choices [t k]: experts; -1: dropped, only if may_drop.
 
     Reads the counts on the host where it has to know how many are dropped, and on a CPU.
@@ -200,63 +259,127 @@ def count_on_one_rank(
         counts = count_choices(choices, num_experts)
         num_dropped, *rows_per_expert = counts.tolist()
     num_kept = len(choices) - num_dropped
-    return RowCounts(num_dropped, RowExchangeSizes([num_kept], [num_kept], rows_per_expert), arrivals=None)
+    chunk = ChunkPlan(RowCounts([num_kept], [num_kept]), rows_per_expert)
+    return Counted(num_dropped, [chunk], arrivals=None)
 
 
 def count_of_capacity(
-    choices: Tensor, num_experts: int, group: Group, *, etp: int, capacity: int
-) -> RowCounts:
+    choices: Tensor, num_experts: int, group: Group, *, etp: int, capacity: int, num_chunks: int
+) -> Counted:
     """Where every rank sends `capacity` rows to every expert. Exchanges nothing."""
     num_local = num_experts * etp // group.size
-    counts = [num_local * capacity] * group.size
-    rows_per_expert = [group.size * capacity] * num_local
-    arrivals = torch.full((group.size, num_local), capacity, device=choices.device)
+    counts = torch.full((group.size, num_local), capacity)  # on the host
+    of_chunks = rows_of_chunks(counts, num_chunks)
+    sent = of_chunks.sum(2).tolist()
+    rows_per_expert = of_chunks.sum(1).tolist()
+    chunks = [ChunkPlan(RowCounts(n, n), per_expert) for n, per_expert in zip(sent, rows_per_expert)]
     num_dropped = len(choices) - num_experts * capacity
-    return RowCounts(num_dropped, RowExchangeSizes(counts, counts, rows_per_expert), arrivals)
+    return Counted(num_dropped, chunks, of_chunks.to(choices.device, non_blocking=True))
 
 
 def exchange_counts(
-    choices: Tensor, num_experts: int, group: Group, *, etp: int, may_drop: bool
-) -> RowCounts:
+    choices: Tensor, num_experts: int, group: Group, *, etp: int, may_drop: bool, num_chunks: int
+) -> Counted:
     """Where the ranks tell each other how many rows they send: one all-to-all of [ranks, local experts].
 
-    Reads the counts on the host.
+    How these are divided over chunks, each rank knows itself. Reads the counts on the host, once.
     """
     counts = count_choices(choices, num_experts)  # dropped ones first
-    num_dropped = int(counts[0]) if may_drop else 0
-    counts = counts[1:]  # [experts]
     num_local = num_experts * etp // group.size
-    of_ep_rank = counts.view(-1, 1, num_local)  # [ep, 1, local experts]
+    of_ep_rank = counts[1:].view(-1, 1, num_local)  # [ep, 1, local experts]
     departures = of_ep_rank.expand(-1, etp, -1).reshape(group.size, num_local)
     arrivals = comm.all_to_all(departures, group)
 
-    totals = torch.stack((departures.sum(1), arrivals.sum(1)))
-    send_counts, receive_counts = totals.tolist()
-    rows_per_expert = arrivals.sum(0).tolist()
-    sizes = RowExchangeSizes(send_counts, receive_counts, rows_per_expert)
-    return RowCounts(num_dropped, sizes, arrivals)
+    # of each chunk
+    departures = rows_of_chunks(departures, num_chunks)  # [chunks, ranks, local experts]
+    arrivals = rows_of_chunks(arrivals, num_chunks)
+    of_chunks = torch.cat((departures.sum(2), arrivals.sum(2), arrivals.sum(1)), dim=1)
+    num_dropped, *read = torch.cat((counts[:1], of_chunks.flatten())).tolist()
+
+    chunks: list[ChunkPlan] = []
+    width = 2 * group.size + num_local
+    for start in range(0, len(read), width):
+        of_chunk = read[start:start + width]
+        sent, received = of_chunk[:group.size], of_chunk[group.size:2 * group.size]
+        chunks.append(ChunkPlan(RowCounts(sent, received), of_chunk[2 * group.size:]))
+    return Counted(num_dropped if may_drop else 0, chunks, arrivals)
 
 
-def orders_of_arrival(arrivals: Tensor) -> tuple[Tensor, Tensor]:
-    """(expert_order, arrival_order) [r] of rows that arrive by rank, then by expert.
+def rows_of_chunks(counts: Tensor, num_chunks: int) -> Tensor:
+    """How many of the rows that one rank sends to another are in each chunk.
 
-    arrivals [ranks, local experts]: how many come from each rank for each expert.
+    The experts of a rank are divided evenly, in their order. Where a boundary lies within an expert, it
+    divides its rows in the same ratio, rounded down.
+
+    counts [ranks, local experts] -> [chunks, ranks, local experts].
     """
-    num_ranks, num_local = arrivals.shape
-    experts = torch.arange(num_local, device=arrivals.device).repeat(num_ranks)
-    expert_of_row = experts.repeat_interleave(arrivals.flatten())
-    expert_order = expert_of_row.argsort(stable=True)
+    num_local = counts.shape[1]
+    experts = torch.arange(num_local, device=counts.device)
+    boundaries = torch.arange(num_chunks + 1, device=counts.device)[:, None]
+    # in units of 1 / num_chunks of an expert: how much of each expert lies before each boundary
+    before = (boundaries * num_local - experts * num_chunks).clamp(0, num_chunks)
+    rows_before = counts * before[:, None] // num_chunks  # [chunks + 1, ranks, local experts]
+    return rows_before.diff(dim=0)
 
-    rows = torch.arange(len(expert_order), device=arrivals.device)
-    arrival_order = torch.empty_like(expert_order).scatter_(0, expert_order, rows)
-    return expert_order, arrival_order
+
+def total_counts(counts: list[RowCounts]) -> RowCounts:
+    """Of all chunks together."""
+    return RowCounts(
+        sent=[sum(of_rank) for of_rank in zip(*(one.sent for one in counts))],
+        received=[sum(of_rank) for of_rank in zip(*(one.received for one in counts))],
+    )
+
+
+def with_orders_of_arrival(
+    chunks: list[ChunkPlan], arrivals: Tensor
+) -> tuple[list[ChunkPlan], Tensor | None, Tensor | None]:
+    """(the chunks with their orders, prob_order, prob_arrival: see DispatchPlan).
+
+    arrivals [chunks, ranks, local experts]: how many rows come from each rank for each expert.
+    """
+    num_chunks, num_ranks, num_local = arrivals.shape
+    products = torch.arange(num_chunks * num_local, device=arrivals.device)  # one of each expert in a chunk
+    products = products.view(num_chunks, 1, num_local).expand(arrivals.shape)
+    num_rows = [sum(chunk.counts.received) for chunk in chunks]
+
+    # rows arrive by chunk, then by rank; if a chunk is of one expert, that is its order
+    if num_chunks % num_local:
+        expert_order, arrival_order = sorting_order(products, arrivals, sum(num_rows))
+        ordered: list[ChunkPlan] = []
+        start = 0
+        for chunk, n in zip(chunks, num_rows):
+            of_chunk = slice(start, start + n)
+            orders = expert_order[of_chunk] - start, arrival_order[of_chunk] - start
+            ordered.append(ChunkPlan(chunk.counts, chunk.rows_per_expert, *orders))
+            start += n
+        chunks = ordered
+    if num_chunks * num_local == 1:
+        return chunks, None, None
+    if num_chunks == 1:
+        return chunks, chunks[0].expert_order, chunks[0].arrival_order
+
+    # probabilities arrive by rank
+    by_rank = products.transpose(0, 1), arrivals.transpose(0, 1)
+    return chunks, *sorting_order(*by_rank, sum(num_rows))
+
+
+def sorting_order(keys: Tensor, counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """The order that sorts rows by key, stable, and its inverse, [num_rows] both.
+
+    keys, counts: of the same shape: so many rows in turn have each key.
+    """
+    key_of_row = keys.flatten().repeat_interleave(counts.flatten(), output_size=num_rows)
+    order = key_of_row.argsort(stable=True)
+    rows = torch.arange(num_rows, device=order.device)
+    return order, torch.empty_like(order).scatter_(0, order, rows)
 
 
 # ---- tokens to experts and back ----------------------------------------------------------------------------
 
 
 class Dispatch:
-    """Tokens under way to the experts: sent when it is made, received by rows(). Two all-to-alls."""
+    """Tokens under way to the experts: all sent when it is made, received by chunks(). An all-to-all for each
+    chunk, and one of the probabilities."""
 
     def __init__(self, x: Tensor, probs: Tensor, plan: DispatchPlan) -> None:
         """x [t, d]; probs [t, k], the weights of the choices, in fp32 or better."""
@@ -265,37 +388,55 @@ class Dispatch:
         if plan.padded:  # the token of zeros, and its choice
             x = pad(x, (0, 0, 0, 1))
             probs = pad(probs, (0, 0, 0, 1))
-        x_rows = permute(x, plan.source_token, plan.rows_of_token, plan.nothing_dropped)
-        prob_rows = permute(probs, plan.token_choice, plan.rows_of_choice, plan.nothing_dropped)
-        self.x_exchange = start_exchange(x_rows, plan, towards_experts=True)
-        self.prob_exchange = start_exchange(prob_rows, plan, towards_experts=True)
 
-    def rows(self) -> tuple[Tensor, Tensor]:
-        """Rows [r, d] in the order of experts, and their probabilities [r]."""
-        x = finish_exchange(*self.x_exchange)
-        probs = finish_exchange(*self.prob_exchange)
-        expert_order = self.plan.expert_order
-        arrival_order = self.plan.arrival_order
-        if expert_order is not None and arrival_order is not None:
-            x = permute(x, expert_order, arrival_order[:, None])
-            probs = permute(probs, expert_order, arrival_order[:, None])
-        return x, probs[:, 0]
+        # a message of one number a row costs a copy of all rows, if it travels in them; and only the first
+        # chunk waits for it
+        self.prob_exchange = RowExchange(plan.group, [plan.prob_counts])
+        prob_rows = permute(probs, plan.token_choice, plan.probs_of_choice, plan.nothing_dropped)
+        (self.probs,) = _Leave.apply(prob_rows, self.prob_exchange)
+
+        self.row_exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
+        x_rows = permute(x, plan.source_token, plan.rows_of_token, plan.nothing_dropped)
+        self.x_rows = _Leave.apply(x_rows, self.row_exchange)
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each chunk, once it has arrived: rows [r, d] in the order of experts, their probabilities [r].
+        """
+        plan = self.plan
+        probs = _Arrive.apply(self.probs, self.prob_exchange, 0)
+        if plan.prob_order is not None and plan.prob_arrival is not None:
+            probs = permute(probs, plan.prob_order, plan.prob_arrival[:, None])
+        num_rows = [sum(chunk.counts.received) for chunk in plan.chunks]
+        probs_of_chunks = probs[:, 0].split(num_rows)
+
+        for number, (chunk, x, chunk_probs) in enumerate(zip(plan.chunks, self.x_rows, probs_of_chunks)):
+            x = _Arrive.apply(x, self.row_exchange, number)
+            if chunk.expert_order is not None and chunk.arrival_order is not None:
+                x = permute(x, chunk.expert_order, chunk.arrival_order[:, None])
+            yield x, chunk_probs
 
 
 class Combine:
-    """Rows under way back to their tokens: sent when it is made, received by tokens(). One all-to-all."""
+    """Rows under way back to their tokens: sent chunk by chunk, received by tokens(). An all-to-all for each
+    chunk."""
 
-    def __init__(self, rows: Tensor, plan: DispatchPlan) -> None:
-        """rows [r, d] in the order of experts, each times its probability."""
+    def __init__(self, plan: DispatchPlan) -> None:
         self.plan = plan
-        if plan.expert_order is not None and plan.arrival_order is not None:
-            rows = permute(rows, plan.arrival_order, plan.expert_order[:, None])
-        self.exchange = start_exchange(rows, plan, towards_experts=False)
+        self.exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
+        self.sent: list[Tensor] = []  # under way
+
+    def send(self, rows: Tensor) -> None:
+        """Sends the next chunk. rows [r, d] in the order of experts, each times its probability."""
+        number = len(self.sent)
+        chunk = self.plan.chunks[number]
+        if chunk.expert_order is not None and chunk.arrival_order is not None:
+            rows = permute(rows, chunk.arrival_order, chunk.expert_order[:, None])
+        self.sent.append(_Return.apply(rows, self.exchange, number))
 
     def tokens(self) -> Tensor:
-        """The sum [t, d] of each token's rows."""
+        """The sum [t, d] of each token's rows, once all chunks have arrived."""
         plan = self.plan
-        rows = finish_exchange(*self.exchange)
+        rows = _ComeHome.apply(self.exchange, *self.sent)
         out = unpermute(rows, plan.source_token, plan.rows_of_token, plan.nothing_dropped)
         return out[:-1] if plan.padded else out
 
@@ -309,97 +450,168 @@ def dispatch_cost(
     num_experts: int,
     top_k: int,
     etp: int,
+    num_chunks: int = 1,
+    beside_shared: bool = False,
 ) -> Cost:
     """Of plan_dispatch, Dispatch and Combine, without a capacity: every choice is sent.
 
-    tokens: that this rank routes. Where nothing is exchanged, the orders of arrival are not needed.
+    tokens: that this rank routes. beside_shared: shared experts run during the first exchange of rows and the
+    last. Where nothing is exchanged, the orders of arrival are not needed.
     """
     rows = tokens * top_k * etp
     row_bytes = rows * hidden * work.compute_bytes
     prob_bytes = rows * work.accumulation_bytes
-    indices_of_row = 5 if group.size > 1 else 3
-    host_reads = 1 if group.size > 1 else 0
+    num_local = num_experts * etp // group.size
 
-    def all_to_all(nbytes: int, phase: Phase = "forward") -> Exchange:
-        return Exchange("ep_etp", "all_to_all", nbytes, phase=phase)
+    # kept: the rows of each token and the token of each row, of rows and of probabilities where they differ;
+    # orders of arrival of rows, and of probabilities
+    numbers_of_row = 3
+    if num_chunks > 1:
+        numbers_of_row += 1
+    if group.size > 1 and num_chunks % num_local:
+        numbers_of_row += 2
+    if group.size > 1 and num_chunks > 1:
+        numbers_of_row += 1
+
+    def all_to_all(nbytes: int, phase: Phase, is_exposed: bool = False) -> Exchange:
+        return Exchange("ep_etp", "all_to_all", nbytes, phase=phase, is_exposed=is_exposed)
+
+    exchanges = [
+        all_to_all(etp * num_experts * INDEX_BYTES, "forward"),  # counts
+        all_to_all(prob_bytes, "forward"),
+        all_to_all(prob_bytes, "backward"),
+    ]
+    # of rows, to the experts and back; the way back ends in unpermute, which keeps something: so full
+    # recompute repeats it
+    ends_are_exposed = num_chunks > 1 and not beside_shared
+    phases: tuple[Phase, ...] = ("forward", "forward", "backward", "backward")
+    for phase in phases:
+        for chunk in range(num_chunks):
+            nbytes = row_bytes * (chunk + 1) // num_chunks - row_bytes * chunk // num_chunks
+            exchanges.append(all_to_all(nbytes, phase, is_exposed=ends_are_exposed and chunk == 0))
 
     return Cost(
         traffic=(MemoryTraffic(4 * row_bytes),),  # rows in the order of experts, and back
-        saved=(SavedTensor(INDEX_BYTES * (rows * indices_of_row + tokens * top_k)),),
-        exchanges=(
-            all_to_all(etp * num_experts * INDEX_BYTES),  # counts
-            all_to_all(row_bytes),
-            all_to_all(prob_bytes),
-            all_to_all(row_bytes, "output"),
-            all_to_all(row_bytes, "backward"),
-            all_to_all(row_bytes, "backward"),
-            all_to_all(prob_bytes, "backward"),
-        ),
-        host_reads=host_reads,
+        saved=(SavedTensor(INDEX_BYTES * (rows * numbers_of_row + tokens * top_k)),),
+        exchanges=tuple(exchanges),
+        launches=num_chunks - 1,
+        host_reads=1 if group.size > 1 else 0,
     )
 
 
-# ---- an all-to-all in two halves, forward and backward -----------------------------------------------------
+# ---- all-to-alls in two halves, forward and backward -------------------------------------------------------
 
 
-@dataclass
 class RowExchange:
-    """An all-to-all of rows in the forward, and the reverse in the backward."""
-    plan: DispatchPlan
-    towards_experts: bool  # in the forward
-    work: PendingExchange | None = None  # under way
+    """The all-to-alls that take rows to the experts, or back from there, one for each chunk; the reverse in
+    the backward.
 
-    def start(self, x: Tensor, is_forward: bool) -> PendingExchange:
-        """Starts to send the rows x [rows, ...], by rank."""
-        to_experts = self.towards_experts == is_forward
-        send_counts, receive_counts = self.plan.sizes.counts(to_experts)
-        self.work = comm.start_all_to_all(
-            x,
-            send_counts,
-            receive_counts,
-            self.plan.group,
-            count_sent=to_experts,
-        )
-        return self.work
+    At home, on the rank of their tokens, the rows of all chunks are one tensor [m, ...], by chunk; the
+    all-to-alls read and write parts of it. So nothing is copied to divide them.
+    """
 
-    def wait(self) -> Tensor:
-        """Waits for the rows that arrive. Raises RuntimeError if nothing was started."""
-        if self.work is None:
-            raise RuntimeError("an exchange of rows is waited for, and none was started")
-        return self.work.wait()
+    def __init__(self, group: Group, counts: list[RowCounts]) -> None:
+        """counts: of each chunk."""
+        self.group = group
+        self.counts = counts
+        self.under_way: dict[int, PendingExchange] = {}  # by chunk
+        self.home: Tensor | None = None  # what returning rows are written into
+
+    def leave(self, rows: Tensor, order: range) -> tuple[Tensor, ...]:
+        """Starts to send all rows [m, ...] to the experts, the chunks in this order.
+
+        Returns what will arrive of each chunk.
+        """
+        parts = self.of_chunks(rows)
+        for chunk in order:
+            counts = self.counts[chunk]
+            self.under_way[chunk] = comm.start_all_to_all(
+                parts[chunk], counts.sent, counts.received, self.group)
+        return tuple(self.under_way[chunk].result for chunk in range(len(parts)))
+
+    def send_back(self, rows: Tensor, chunk: int) -> Tensor:
+        """Starts to send the rows [r, ...] of a chunk home. Returns what will arrive."""
+        counts = self.counts[chunk]
+        out = None
+        if len(self.counts) > 1:
+            if self.home is None:
+                num_rows = sum(counts.num_sent for counts in self.counts)
+                self.home = rows.new_empty(num_rows, *rows.shape[1:])
+            out = self.of_chunks(self.home)[chunk]
+        self.under_way[chunk] = comm.start_all_to_all(
+            rows, counts.received, counts.sent, self.group, out=out, count_sent=False)
+        return self.under_way[chunk].result
+
+    def arrive(self, chunk: int) -> Tensor:
+        """Waits for what arrives of a chunk. Raises RuntimeError if nothing was started."""
+        if chunk not in self.under_way:
+            raise RuntimeError(f"chunk {chunk} of an exchange of rows is waited for, and none was started")
+        return self.under_way.pop(chunk).wait()
+
+    def come_home(self) -> Tensor:
+        """Waits for all chunks that were sent back. Returns their rows [m, ...]."""
+        arrived = [self.arrive(chunk) for chunk in range(len(self.counts))]
+        home, self.home = self.home, None
+        return arrived[0] if home is None else home
+
+    def of_chunks(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """The rows [m, ...] of each chunk."""
+        return rows.split([counts.num_sent for counts in self.counts])
 
 
-def start_exchange(x: Tensor, plan: DispatchPlan, towards_experts: bool) -> tuple[Tensor, RowExchange]:
-    """Starts an exchange. What runs between it and finish_exchange overlaps with it, in the backward too."""
-    exchange = RowExchange(plan, towards_experts)
-    return _StartExchange.apply(x, exchange), exchange
+class _Leave(torch.autograd.Function):
+    """Rows start to the experts. What runs between it and _Arrive overlaps with it, in the backward too."""
 
-
-def finish_exchange(x: Tensor, exchange: RowExchange) -> Tensor:
-    """Waits for the rows that arrive."""
-    return _FinishExchange.apply(x, exchange)
-
-
-class _StartExchange(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, exchange: RowExchange) -> Tensor:
+    def forward(ctx, rows: Tensor, exchange: RowExchange) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        result = exchange.start(x, is_forward=True).result
-        return result.view(result.shape)
+        results = exchange.leave(rows, range(len(exchange.counts)))
+        return tuple(result.view(result.shape) for result in results)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.wait(), None
+    def backward(ctx, *dy: Tensor) -> tuple[Tensor, None]:
+        return ctx.exchange.come_home(), None
 
 
-class _FinishExchange(torch.autograd.Function):
+class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, exchange: RowExchange) -> Tensor:
+    def forward(ctx, x: Tensor, exchange: RowExchange, chunk: int) -> Tensor:
         ctx.exchange = exchange
-        exchange.wait()
+        ctx.chunk = chunk
+        exchange.arrive(chunk)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None]:
-        ctx.exchange.start(dy, is_forward=False)
-        return dy, None  # only its shape is read; _StartExchange returns what arrives
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        ctx.exchange.send_back(dy, ctx.chunk)
+        return dy, None, None  # only its shape is read; _Leave returns what arrives
+
+
+class _Return(torch.autograd.Function):
+    """A chunk starts back from the experts. What runs between it and _ComeHome overlaps with it."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: RowExchange, chunk: int) -> Tensor:
+        ctx.exchange = exchange
+        ctx.chunk = chunk
+        result = exchange.send_back(rows, chunk)
+        return result.view(result.shape)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.arrive(ctx.chunk), None, None
+
+
+class _ComeHome(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, exchange: RowExchange, *chunks: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        home = exchange.come_home()
+        return home.view(home.shape)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        exchange = ctx.exchange
+        dy = dy.contiguous()
+        exchange.leave(dy, range(len(exchange.counts))[::-1])  # the last chunk's gradients are needed first
+        return None, *exchange.of_chunks(dy)  # only their shapes are read

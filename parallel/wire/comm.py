@@ -456,18 +456,20 @@ def start_all_to_all(
     send_counts: list[int],
     receive_counts: list[int],
     group: Group,
+    out: Tensor | None = None,
     count_sent: bool = True,
 ) -> PendingExchange:
     """Starts to send send_counts[i] rows of x [sum(send_counts), ...] to rank i.
 
     The result is [sum(receive_counts), ...]: receive_counts[i] rows from rank i, in the order of ranks.
-    count_sent: the ledger counts what is sent, else what is received: so that an exchange and its inverse
+    out: takes the result. None: a new tensor. count_sent: the ledger counts what is sent, else what is received: so that an exchange and its inverse
     count the same.
     """
     if group.size == 1:
-        return PendingExchange(x)
+        return PendingExchange(x if out is None else out.copy_(x))
     x = x.contiguous()
-    out = x.new_empty(sum(receive_counts), *x.shape[1:])
+    if out is None:
+        out = x.new_empty(sum(receive_counts), *x.shape[1:])
     group.count_exchange("all_to_all", x if count_sent else out)
 
     def start(result: Tensor, source: Tensor) -> Handle | None:

@@ -28,6 +28,7 @@ def words(values: Values, world: int) -> list[str]:
     conditions = [  # (word, whether the cell has it)
         ("sp", values["sp"]),
         ("async-tp", values["async_tp"]),
+        (f"ep-chunks{values['ep_chunks']}", values["ep_chunks"] > 1),
         (f"zero{values['zero']}", True),
         (values["schedule"], values["pp"] > 1),
         (f"vpp{values['vpp']}", values["vpp"] is not None),

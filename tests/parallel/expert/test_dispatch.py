@@ -47,7 +47,7 @@ def experts(rows, weight, counts, first, part, parts):
     return torch.cat(out) * weight[:, None]
 
 
-def trip(world, kind, etp):
+def trip(world, kind, etp, chunks):
     """This rank's outputs and gradients, with what they must be, and what the ledger counted."""
     ledger = Counter()
     group = world.group_of_rank("ep_etp", [list(range(world.size))], ledger)
@@ -60,13 +60,13 @@ def trip(world, kind, etp):
         etp,
         may_drop=kind in ("dropped", "padded"),
         capacity=ROOM if kind == "padded" else None,
+        num_chunks=chunks,
     )
-    way = Dispatch(x, probs, p)
-    rows, weight = way.rows()
     here = E * etp // world.size
-    y = Combine(
-        experts(rows, weight, p.rows_per_expert, group.index // etp * here, group.index % etp, etp), p
-    ).tokens()
+    back, first = Combine(p), group.index // etp * here
+    for chunk, (rows, weight) in zip(p.chunks, Dispatch(x, probs, p).chunks()):
+        back.send(experts(rows, weight, chunk.rows_per_expert, first, group.index % etp, etp))
+    y = back.tokens()
     kept = index >= 0
     want = x * (probs * (index + 1) * kept).sum(1, keepdim=True)
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
@@ -74,23 +74,35 @@ def trip(world, kind, etp):
     sent = (E * ROOM if kind == "padded" else int(kept.sum())) * etp
     return (
         [(y.detach(), want.detach()), *zip(made, true)],
+        ledger["ep_etp", "all_to_all", "calls"],
         ledger["ep_etp", "all_to_all", "bytes"],
         sent,
-        p.rows_per_expert,
+        [chunk.rows_per_expert for chunk in p.chunks],
     )
 
 
 @pytest.mark.parametrize("kind", ["even", "one", "empty", "dropped", "padded"])
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4])
 @pytest.mark.parametrize("size, etp", [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-def test_there_and_back(ranks, size, etp, kind):
-    found = ranks(size).run(trip, kind, etp)
-    for pairs, bytes_, sent, counts in found:
+def test_there_and_back(ranks, size, etp, chunks, kind):
+    chunks = chunks if size > 1 else 1
+    found = ranks(size).run(trip, kind, etp, chunks)
+    for pairs, calls, bytes_, sent, counts in found:
         for got, want in pairs:
             assert got.shape == want.shape and torch.allclose(got, want, atol=1e-12)
         # tokens there and back, forward and backward; probabilities there, their gradients back; counts
         assert bytes_ == (size > 1) * (4 * sent * D * 8 + 2 * sent * 8 + (kind != "padded") * E * etp * 8)
-        assert kind != "padded" or counts == [ROOM * size] * len(counts)  # whatever was routed
-    assert sum(sum(counts) for *_, counts in found) == sum(sent for _, _, sent, _ in found)
+        assert calls == (size > 1) * (4 * chunks + 2 + (kind != "padded"))
+        of_expert = [sum(of_chunks) for of_chunks in zip(*counts)]
+        assert kind != "padded" or of_expert == [ROOM * size] * len(of_expert)  # whatever was routed
+        # whole experts, one chunk after the other; a boundary is within one where it has to be
+        here = len(of_expert)
+        for i, of_chunk in enumerate(counts):
+            some = [e for e in range(here) if i * here / chunks < e + 1 and e < (i + 1) * here / chunks]
+            assert all(n == 0 for e, n in enumerate(of_chunk) if e not in some)
+            if here % chunks == 0:
+                assert [of_chunk[e] for e in some] == [of_expert[e] for e in some]
+    assert sum(sum(map(sum, counts)) for *_, counts in found) == sum(sent for *_, sent, _ in found)
 
 
 def overlapped(world, name):
