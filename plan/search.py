@@ -23,6 +23,7 @@ Axes = dict[str, tuple]  # {section.key: values}
 
 RESERVED_BYTES = 3e9  # of a GPU: its context, NCCL's buffers, and what the allocator cannot use
 TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
+EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
 TOKENS_OF_CP_RANK = 2048  # at least; fewer are not worth a context-parallel rank
 
 
@@ -175,7 +176,7 @@ class Bound(NamedTuple):
 
 
 def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
-    """values: of the compute axes. None if they are not possible together."""
+    """values: of the compute axes, and parallel.ep_chunks. None if they are not possible together."""
     one_stage = {
         "parallel.sp": values["parallel.tp"] > 1,
         "parallel.pp": 1,
@@ -279,8 +280,25 @@ def slowest_found(result: SearchResult, top: int) -> float:
 def bounds_of(cfg: Config, target: Target, fixed: Values) -> list[Bound]:
     """Of every possible choice of the compute axes."""
     axes = with_fixed(compute_axes(cfg, target.world, target.cluster), fixed)
-    bounds = [bound_of(cfg, values, target) for values in combinations(axes)]
-    return [bound for bound in bounds if bound is not None]
+    best: list[Bound] = []
+    for values in combinations(axes):
+        # of all numbers of chunks the fastest: nothing else depends on them
+        bounds: list[Bound] = []
+        for num_chunks in chunks_of_experts(cfg, values, fixed):
+            bound = bound_of(cfg, values | {"parallel.ep_chunks": num_chunks}, target)
+            if bound is not None:
+                bounds.append(bound)
+        if bounds:
+            best.append(min(bounds, key=lambda bound: bound.step))
+    return best
+
+
+def chunks_of_experts(cfg: Config, values: Values, fixed: Values) -> tuple[int, ...]:
+    """What parallel.ep_chunks may be. values: of the compute axes."""
+    if "parallel.ep_chunks" in fixed:
+        return (fixed["parallel.ep_chunks"],)
+    is_exchanged = values["parallel.ep"] * cfg.parallel.etp > 1
+    return EP_CHUNKS if is_exchanged else (1,)
 
 
 def layouts_of(bound: Bound, cfg: Config, target: Target, fixed: Values) -> list[tuple[float, Values]]:

@@ -113,7 +113,8 @@ def check_plannable(cfg: Config, hardware: Cluster) -> None:
 
 def fixed_values(cfg: Config, world: int, hardware: Cluster, overrides: list[str]) -> dict[str, object]:
     """{section.key: value} of the searched keys that the command line sets."""
-    searched = {*compute_axes(cfg, world, hardware), *layout_axes(cfg, world), "parallel.sp"}
+    searched = {*compute_axes(cfg, world, hardware), *layout_axes(cfg, world)}
+    searched |= {"parallel.sp", "parallel.ep_chunks"}
     fixed: dict[str, object] = {}
     for section, values in config.dotted_overrides(overrides).items():
         for key in values:
@@ -136,6 +137,8 @@ def layout_text(cfg: Config, world: int) -> str:
         "dp": world // (parallel.tp * parallel.pp * parallel.cp * parallel.dp_rep),
     }
     words = [f"{name}{degree}" for name, degree in degrees.items() if degree > 1]
+    if parallel.ep_chunks > 1:
+        words.append(f"ep-chunks{parallel.ep_chunks}")
     words.append(f"zero{parallel.zero}")
     if parallel.pp > 1:
         words.append(parallel.schedule)
@@ -151,7 +154,8 @@ def layout_arguments(cfg: Config) -> str:
     """The arguments of train.py that select this layout."""
     defaults = config.ParallelConfig()
     words: list[str] = []
-    for key in ("tp", "sp", "cp", "pp", "ep", "dp_rep", "zero", "schedule", "vpp", "recompute"):
+    searched = ("tp", "sp", "cp", "pp", "ep", "ep_chunks", "dp_rep", "zero", "schedule", "vpp", "recompute")
+    for key in searched:
         value = getattr(cfg.parallel, key)
         if value is not None and value != getattr(defaults, key):
             words.append(f"--parallel.{key} {str(value).lower()}")

@@ -74,7 +74,7 @@ class DispatchPlan:
     group: Group
     source_token: Tensor  # [m]: the token of each sent row
     rows_of_token: Tensor  # [t, k etp]: the rows of each token; -1: dropped
-    token_choice: Tensor  # [m]: the (token, choice) of each sent probability as one number, token * k + choice
+    token_choice: Tensor  # [m]: the (token, choice) of each sent probability, as token * k + choice
     probs_of_choice: Tensor  # [t k, etp]: the sent probabilities of each choice; -1: dropped
     nothing_dropped: bool  # there is no -1
     padded: bool  # some rows have no token; they are of a token number t, of zeros
@@ -473,22 +473,22 @@ def dispatch_cost(
     if group.size > 1 and num_chunks > 1:
         numbers_of_row += 1
 
-    def all_to_all(nbytes: int, phase: Phase, is_exposed: bool = False) -> Exchange:
+    def all_to_all(nbytes: int, phase: Phase, is_exposed: bool) -> Exchange:
         return Exchange("ep_etp", "all_to_all", nbytes, phase=phase, is_exposed=is_exposed)
 
-    exchanges = [
-        all_to_all(etp * num_experts * INDEX_BYTES, "forward"),  # counts
-        all_to_all(prob_bytes, "forward"),
-        all_to_all(prob_bytes, "backward"),
-    ]
-    # of rows, to the experts and back; the way back ends in unpermute, which keeps something: so full
-    # recompute repeats it
+    # with chunks, the exchanges before the first product and after the last have nothing beside them
     ends_are_exposed = num_chunks > 1 and not beside_shared
+    exchanges = [
+        all_to_all(etp * num_experts * INDEX_BYTES, "forward", ends_are_exposed),  # counts
+        all_to_all(prob_bytes, "forward", ends_are_exposed),
+        all_to_all(prob_bytes, "backward", ends_are_exposed),
+    ]
+    # rows: to the experts and back; unpermute keeps something after it, so full recompute repeats both
     phases: tuple[Phase, ...] = ("forward", "forward", "backward", "backward")
     for phase in phases:
         for chunk in range(num_chunks):
             nbytes = row_bytes * (chunk + 1) // num_chunks - row_bytes * chunk // num_chunks
-            exchanges.append(all_to_all(nbytes, phase, is_exposed=ends_are_exposed and chunk == 0))
+            exchanges.append(all_to_all(nbytes, phase, ends_are_exposed and chunk == 0))
 
     return Cost(
         traffic=(MemoryTraffic(4 * row_bytes),),  # rows in the order of experts, and back

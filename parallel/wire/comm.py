@@ -462,8 +462,8 @@ def start_all_to_all(
     """Starts to send send_counts[i] rows of x [sum(send_counts), ...] to rank i.
 
     The result is [sum(receive_counts), ...]: receive_counts[i] rows from rank i, in the order of ranks.
-    out: takes the result. None: a new tensor. count_sent: the ledger counts what is sent, else what is received: so that an exchange and its inverse
-    count the same.
+    out: takes the result. None: a new tensor. count_sent: the ledger counts what is sent, else what is
+    received: so that an exchange and its inverse count the same.
     """
     if group.size == 1:
         return PendingExchange(x if out is None else out.copy_(x))

@@ -942,8 +942,8 @@ TABLE = (
     Mutation(
         what="gradients of experts are doubled at ep 2 (pytorch 160285)",
         file="parallel/expert/dispatch.py",
-        old="ctx.exchange.start(dy, is_forward=False)",
-        new="ctx.exchange.start(dy * ctx.exchange.plan.group.size, is_forward=False)",
+        old="ctx.exchange.send_back(dy, ctx.chunk)",
+        new="ctx.exchange.send_back(dy * ctx.exchange.group.size, ctx.chunk)",
         model="mixtral-tiny",
         world=2,
         layout="dp2 ep2 zero0 mb1",
@@ -1014,8 +1014,8 @@ TABLE = (
     Mutation(
         what="expert outputs go back in the order in which rows came, not by expert",
         file="parallel/expert/dispatch.py",
-        old="permute(rows, plan.arrival_order, plan.expert_order[:, None])",
-        new="permute(rows, plan.expert_order, plan.arrival_order[:, None])",
+        old="permute(rows, chunk.arrival_order, chunk.expert_order[:, None])",
+        new="permute(rows, chunk.expert_order, chunk.arrival_order[:, None])",
         model="mixtral-tiny",
         world=2,
         layout="dp2 ep2 zero0 mb1",
@@ -1032,8 +1032,8 @@ TABLE = (
     Mutation(
         what="rows that fill up an expert are copies of a token, and its gradient reaches the expert",
         file="parallel/expert/dispatch.py",
-        old="token_choice.clamp(max=index.numel())",
-        new="token_choice.clamp(max=index.numel() - 1)",
+        old="token_choice.clamp(max=num_choices)",
+        new="token_choice.clamp(max=num_choices - 1)",
         model="qwen2-moe-tiny",
         world=2,
         layout="tp2 zero0 mb1 padded",
@@ -1543,6 +1543,75 @@ TABLE = (
         world=2,
         layout="tp2 sp async-tp zero0 mb1",
     ),
+    Mutation(
+        what="probabilities come in the order of ranks, and chunks in that of experts",
+        file="parallel/expert/dispatch.py",
+        old="    by_rank = products.transpose(0, 1), arrivals.transpose(0, 1)\n",
+        new="    by_rank = products, arrivals\n",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks2 zero0 mb1",
+    ),
+    Mutation(
+        what="a chunk's gradient goes home to the place of another chunk",
+        file="parallel/expert/dispatch.py",
+        old="        ctx.exchange.send_back(dy, ctx.chunk)\n",
+        new="        ctx.exchange.send_back(dy, len(ctx.exchange.counts) - 1 - ctx.chunk)\n",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks2 zero0 mb1 padded",
+    ),
+    Mutation(
+        what="a chunk of outputs is sent with the counts of the next one",
+        file="parallel/expert/dispatch.py",
+        old="        number = len(self.sent)\n",
+        new="        number = (len(self.sent) + 1) % len(self.plan.chunks)\n",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks2 zero0 mb1 padded",
+    ),
+    Mutation(
+        what="chunks leave in the order of the backward in the forward, on one of two ranks",
+        file="parallel/expert/dispatch.py",
+        old="        results = exchange.leave(rows, range(len(exchange.counts)))\n",
+        new=(
+            "        step = 1 - 2 * exchange.group.index\n"
+            "        results = exchange.leave(rows, range(len(exchange.counts))[::step])\n"
+        ),
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks2 zero0 mb1 padded",
+    ),
+    Mutation(
+        what="the gradient of the first chunk's rows is dropped",
+        file="parallel/expert/dispatch.py",
+        old="        ctx.exchange.send_back(dy, ctx.chunk)\n",
+        new=(
+            "        is_dropped = ctx.chunk == 0 and len(ctx.exchange.counts) > 1\n"
+            "        ctx.exchange.send_back(dy * (not is_dropped), ctx.chunk)\n"
+        ),
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks2 zero0 mb1",
+    ),
+    Mutation(
+        what="an expert that lies in two chunks keeps the weight gradient of one",
+        file="kernels/grouped_gemm.py",
+        old="add_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x))",
+        new="add_wgrad(expert_into.zero_(), round_up_rows(expert_dy), round_up_rows(expert_x))",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks3 zero0 mb2",
+    ),
+    Mutation(
+        what="rows of an expert that a boundary divides are rounded up where they end, down where they begin",
+        file="parallel/expert/dispatch.py",
+        old="    return rows_before.diff(dim=0)\n",
+        new="    return (counts * before[1:, None] + num_chunks - 1) // num_chunks - rows_before[:-1]\n",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks3 zero0 mb1",
+    ),
     # ---- what gloo forgives and NCCL does not: for verify --strict
     Mutation(
         what="gathered weights are used one part early: their all-gather is not awaited",
@@ -1673,11 +1742,49 @@ TABLE = (
     Mutation(
         what="rows of tokens are handed to the experts before they have arrived",
         file="parallel/expert/dispatch.py",
-        old="        return self.work.wait()\n",
-        new="        return self.work.result\n",
+        old="        return self.under_way.pop(chunk).wait()\n",
+        new="        return self.under_way.pop(chunk).result\n",
         model="mixtral-tiny",
         world=2,
         layout="dp2 ep2 zero0 mb1",
+        is_strict=True,
+    ),
+    Mutation(
+        what="outputs of the last chunk are summed before they have arrived",
+        file="parallel/expert/dispatch.py",
+        old="        arrived = [self.arrive(chunk) for chunk in range(len(self.counts))]\n",
+        new=(
+            "        arrived = [self.arrive(chunk) for chunk in range(max(1, len(self.counts) - 1))]\n"
+            "        self.under_way.clear()\n"
+        ),
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks2 zero0 mb1",
+        is_strict=True,
+    ),
+    Mutation(
+        what="rows of all chunks are written over once the first has arrived",
+        file="parallel/expert/dispatch.py",
+        old="        exchange.arrive(chunk)\n",
+        new=(
+            "        source = exchange.under_way[max(exchange.under_way)].source\n"
+            "        exchange.arrive(chunk)\n"
+            "        if source is not None:\n"
+            "            source.zero_()\n"
+        ),
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks2 zero0 mb1",
+        is_strict=True,
+    ),
+    Mutation(
+        what="a chunk's outputs return into the place of one that is under way",
+        file="parallel/expert/dispatch.py",
+        old="            out = self.of_chunks(self.home)[chunk]\n",
+        new="            out = self.home[:counts.num_sent]\n",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 ep-chunks2 zero0 mb1 padded",
         is_strict=True,
     ),
     Mutation(

@@ -98,6 +98,8 @@ CASES = [
     (having(parallel__dp_rep=2), 4, "parallel.dp_rep", True),
     (having(optim__states="bf16", optim__name="lion"), 1, "optim.states", False),
     (having(parallel__ep=2), 2, "parallel.ep", False),
+    (having(parallel__ep_chunks=2), 2, "parallel.ep_chunks", False),
+    (having(**MIXTURE, parallel__ep=2, parallel__ep_chunks=0), 2, "parallel.ep_chunks", False),
     (having(model__capacity=1.0), 1, "model.capacity", False),
     (having(**MIXTURE, parallel__ep=3), 3, "parallel.ep", True),
     (having(**MIXTURE, parallel__ep=4), 2, "parallel.ep", True),

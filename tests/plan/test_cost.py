@@ -152,6 +152,35 @@ def test_every_exchange_that_cannot_hide_costs_time():
         assert cost.forecast(job, n, slow, e).step > 1.2 * cost.forecast(job, n, fast, e).step, keys
 
 
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+@pytest.mark.parametrize("links", [1e10, 1e12])
+def test_chunks_hide_behind_the_experts_products(num_chunks, links):
+    """Of a layer in which nothing takes time but the experts' products and the exchanges of rows, on links
+    that are slow or fast beside them: by hand, from FLOPs and bytes.
+
+    Forward: the first dispatch and the last combine have nothing to hide behind, the others what the experts
+    compute. Backward: as many bytes, and twice as many products.
+    """
+    keys = {"parallel__ep": 8, "parallel__ep_chunks": num_chunks}
+    cfg = config_of("qwen3-30b-a3b", **keys)
+    c = replace(IDEAL, node=8, inside=links, between=links)
+    job, _ = job_of(cfg, 8)
+    model = cfg.model
+    rows = 2 * 256 * model.top_k
+    computes = rows * 3 * 2 * model.hidden * model.moe_ffn / 1e15
+    travels = rows * model.hidden * 2 * 7 / 8 / links  # one way
+    probs = rows * 4 * 7 / 8 / links
+    counts = model.experts * 8 * 7 / 8 / links
+
+    exposed = 0.0
+    for products in (computes, 2 * computes):
+        ends = 2 * travels / num_chunks
+        hidden = products if num_chunks > 1 else 0.0
+        exposed += ends + max(0.0, 2 * travels - ends - hidden) + probs
+    _, waits = cost.stage_times(job, 0, c, FREE)
+    assert waits["ep_etp"] == pytest.approx(model.layers * (exposed + counts), rel=1e-9)
+
+
 def test_forecasts_beside_what_others_have_published():
     """Rows that chose no constant: the median error, and no drift to one side."""
     judged = [m.error(cost.Efficiency()) for m in published.rows(("judge",))]

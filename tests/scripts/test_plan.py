@@ -67,6 +67,23 @@ def test_async_tensor_parallelism_sends_as_much_and_waits_less(capsys):
     assert with_async["step_s"] < without["step_s"]
 
 
+def test_chunks_of_experts_are_offered_where_they_are_faster(capsys):
+    """Without shared experts, exchanges in chunks travel beside the products; and a number that is set
+    stays."""
+    def best(*keys: str) -> dict:
+        argv = ["qwen3-30b-a3b", "--gpus", "32", "--cluster", "h100-ib", "--top", "1", "--json", *keys]
+        argv += ["--parallel.ep", "8", "--parallel.pp", "1", "--parallel.tp", "1", "--parallel.cp", "1"]
+        argv += ["--train.seq_len", "4096", "--train.global_batch", "512", "--parallel.zero", "1"]
+        assert plan.main(argv) == 0
+        return json.loads(capsys.readouterr().out)
+
+    whole, found = best("--parallel.ep_chunks", "1"), best()
+    assert "ep_chunks" not in whole["arguments"] and "--parallel.ep_chunks" in found["arguments"]
+    assert found["sent_inside"] == pytest.approx(whole["sent_inside"], rel=1e-9)
+    assert found["exposed"]["ep_etp"] * found["step_s"] < 0.6 * whole["exposed"]["ep_etp"] * whole["step_s"]
+    assert found["step_s"] < 0.95 * whole["step_s"]
+
+
 def test_json_has_the_parts_of_a_step(capsys):
     assert plan.main([*SMALL, "--top", "2", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

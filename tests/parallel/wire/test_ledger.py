@@ -82,6 +82,9 @@ MIXTURES = [
     dict(tp=2, sp=True, ep=2, recompute="full", pp=2),
     dict(tp=2, sp=True, etp=2, recompute="selective", recompute_parts="core,norm,act"),
     dict(pp=2, zero=2, etp=2, schedule="dualpipe-v"),
+    dict(ep=4, ep_chunks=2),
+    dict(tp=2, sp=True, ep=2, etp=2, ep_chunks=3, recompute="full"),
+    dict(pp=2, ep=2, ep_chunks=4, zero=1, schedule="zb-v"),
 ]
 PARTS = "core,norm,act"
 AGAIN = [
@@ -259,6 +262,36 @@ def test_eight_ranks(ranks, parallel):
 def test_mixtures(ranks, name, parallel):
     """Dispatch and combine send what is routed, without padding, whatever the router does."""
     compare(ranks(4), name, parallel, micro_batch=2)
+
+
+@pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2-moe-tiny"])
+@pytest.mark.parametrize(
+    "parallel", [dict(ep=2, tp=2), dict(ep=4, ep_chunks=2), dict(tp=2, sp=True, etp=2, ep_chunks=3)], ids=str
+)
+def test_mixtures_that_are_computed_again_without_dropout(ranks, name, parallel):
+    """Nothing of the block is kept after the mixture; but the mixture keeps something after its last
+    exchange of rows."""
+    compare(ranks(4), name, dict(parallel, recompute="full"), dropout=0.0)
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "bf16"])
+def test_chunks_send_the_same_bytes_in_more_messages(ranks, dtype):
+    """Of a layer and microbatch: counts and probabilities once, and rows once a chunk, in either direction,
+    forward and backward. Counts: of each expert, 8 bytes. All else has the size of the dtype, but the
+    probabilities, which have at least 4 bytes.
+    """
+    seen = {}
+    for chunks in (1, 2, 4):
+        cfg = laid("mixtral-tiny", dict(ep=2, ep_chunks=chunks), dtype=dtype, micro_batch=2)
+        found = ranks(2).run(counted, cfg)
+        seen[chunks] = {ledger["ep_etp", "all_to_all"] for ledger, _ in found}
+    model = cfg.model
+    size = 8 if dtype == "fp64" else 2
+    rows = 2 * cfg.train.seq_len * model.top_k
+    layer = 8 * model.experts + rows * (4 * model.hidden * size + 2 * max(size, 4))
+    times = model.layers * cfg.train.global_batch // (2 * 2)  # two sequences on each of two ranks
+    for chunks, ledgers in seen.items():
+        assert ledgers == {(times * (3 + 4 * chunks), times * layer)}, chunks
 
 
 @pytest.mark.parametrize("parallel", [dict(ep=2, tp=2, zero=1), dict(ep=4, zero=3)], ids=str)
