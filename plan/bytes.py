@@ -23,6 +23,7 @@ say themselves (parallel/cost.py); this file adds what sharding, the pipeline an
                       once; K: bytes of a rank's keys, K': the same in fp32
     context, ulysses  4 Q + 4 K a layer and microbatch; Q: bytes of a rank's queries
     experts           4 k etp A / tp, and counts, a mixture layer and microbatch; 2 A over tp without sp
+    + ep_chunks       the same; the exchanges of rows in so many messages
     recompute full    once more what a forward exchanges in a block, but for its last sum where nothing after
                       it is kept
     recompute norm    with sp, 2 all-gathers A more a block and microbatch

@@ -1,5 +1,5 @@
-"""Chunks of rows, on links and experts that take time: what has left before which experts compute, forward and
-backward, and how long a layer takes.
+"""Chunks of rows, on links and experts that take time: what has left before which experts compute, forward
+and backward, and how long a layer takes.
 
 The clock is not that of the wall: an exchange of rows occupies the link for its share of LINK, after those
 that were started before it, and a chunk of experts computes for its share of EXPERTS (twice that backward).
@@ -137,6 +137,8 @@ def test_rows_are_divided_evenly_over_chunks(num_local, num_chunks):
             n = int(counts[rank, expert])
             for row in range(n):
                 # the chunk in which the row ends: a boundary that lies within it takes it to the next one
-                ends = [b * num_local * n >= (expert * n + row + 1) * num_chunks for b in range(num_chunks + 1)]
-                expected[ends.index(True) - 1, rank, expert] += 1
+                end = (expert * n + row + 1) / n  # in experts
+                boundaries = [b * num_local / num_chunks + 1e-9 for b in range(num_chunks + 1)]
+                boundary = next(b for b, place in enumerate(boundaries) if place >= end)
+                expected[boundary - 1, rank, expert] += 1
     assert torch.equal(found, expected) and torch.equal(found.sum(0), counts)
