@@ -102,7 +102,7 @@ def look(model: dict) -> Seen:
 
     def plan(*args, **keywords):
         made = real(*args, **keywords)
-        rows.append(list(made.rows_per_expert))
+        rows.append(list(made.chunks[0].rows_per_expert))
         return made
 
     patches = called(names)
