@@ -389,8 +389,7 @@ class Dispatch:
             x = pad(x, (0, 0, 0, 1))
             probs = pad(probs, (0, 0, 0, 1))
 
-        # a message of one number a row costs a copy of all rows, if it travels in them; and only the first
-        # chunk waits for it
+        # probabilities apart, once for all chunks: at the end of their rows, they would cost copies of these
         self.prob_exchange = RowExchange(plan.group, [plan.prob_counts])
         prob_rows = permute(probs, plan.token_choice, plan.probs_of_choice, plan.nothing_dropped)
         (self.probs,) = _Leave.apply(prob_rows, self.prob_exchange)
