@@ -6,40 +6,42 @@
 Each contestant (benchmarks/contestant.py) has a process of its own with a time limit. One that crashes or
 hangs costs its own time alone, and its row says why. Results are appended to --out as they are measured, so a
 run that is killed keeps what it has. PLAN is in the order of importance, the kernels (benchmarks/gpu.py)
-among its entries; an entry for which no time is left gets a row that says so. Ours runs the dense model
-twice: the difference is the noise.
+among its entries; an entry for which no time is left gets a row that says so.
 
-The run of ten minutes, on a machine without a network (Python 3.12, torch 2.11, one H200). Beforehand, on a
-machine with a network, download the peers' wheels to peers/wheels of the checkout (git ignores peers/), 45
-MiB in all, and a prebuilt extension of Transformer Engine to peers/:
+Before the first box one process imports the packages, which warms the disk, and then all contestants start
+beside each other with two layers (`--warm-up` seconds): what they compile is in the caches of Triton and of
+torch.compile when their own time begins. Ours runs the dense model first and last among the rows that decide:
+the difference is the noise. "ours is" compares the model's FLOPs a second, so a contestant that fits fewer
+layers of the 8B model (its row says how many) is compared all the same.
+
+The run of ten minutes, on a machine without a network (Python 3.12, torch 2.11, one H200). What travels there
+is what git tracks and the ignored folder peers/, which has to be named and must not be a link; the first line
+of a run says how large both are. Beforehand, on a machine with a network, download the peers' wheels to
+peers/wheels of the checkout, 45 MiB in all, and a prebuilt extension of Transformer Engine to peers/:
 
     pip download --no-deps --only-binary=:all: --python-version 3.12 -d peers/wheels megatron-core==0.19.2 \\
         transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 torchtitan==0.2.2 liger-kernel==0.8.5 \\
         torchdata torchao tyro docstring_parser datasets dill multiprocess pydantic pydantic-core \\
         annotated-types typing-inspection nvdlfw-inspect
 
-Then, on the GPU machine (SITE=/tmp/site; results under $OUT), first what may break, then the run itself:
+Then, on the GPU machine (SITE=/tmp/site; results under $OUT), first what may be wrong (benchmarks/smoke.py),
+then the race:
 
     pip install -q --no-index --no-deps --no-compile --target $SITE peers/wheels/*.whl; cp peers/*.so $SITE/
-    timeout 240 python -m pytest -q -x tests/runtime/test_graphs.py tests/kernels
-    python -m scripts.bench step --device cuda --minutes 3 --site $SITE \\
-        --only dense --peers ours,megatron-core
+    python -m scripts.bench smoke --device cuda --minutes 9.5 --site $SITE --out $OUT/smoke
     python -m scripts.bench step --device cuda --minutes 9.5 --site $SITE --out $OUT/step.jsonl \\
         --table $OUT/step.md
 
-MFU: model FLOPs (plan/count.py: causal attention once, a mixture's active experts, no padding) over
-989 TFLOP/s dense bf16.
+MFU: model FLOPs (plan/count.py: causal attention once and within documents, a mixture's active experts, no
+padding) over 989 TFLOP/s dense bf16.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -48,7 +50,10 @@ from pathlib import Path
 import torch
 
 import config
+from benchmarks.card_table import KERNELS, make_table, progress_line
+from benchmarks.process import Outcome, Task, last_error_line, run_task, run_tasks, terminates_cleanly
 from benchmarks.shape import Shape
+from benchmarks.travel import describe_peers, travel_line
 from plan.count import flops_per_token
 from plan.job import job_of_rank
 from plan.memory import peak_activation_bytes, state_bytes
@@ -59,9 +64,15 @@ RESERVE_S = 8.0  # for the table, and for what a killed process leaves behind
 USABLE_MEMORY = 0.88  # share of the GPU's memory; the rest: workspaces of libraries, gaps of the allocator
 GPU_STEPS = {"warm": 4, "steps": 10}
 CPU_STEPS = {"warm": 1, "steps": 2}
+ONE_STEP = {"warm": 1, "steps": 1}
 NO_RESULT = {"ms": None, "problem": None}
-KERNELS = "kernels"  # an entry of PLAN that is no model: benchmarks/gpu.py
 MIN_LAYERS_8B = 4
+FEWER_LAYERS_8B = 3  # that the 8B model loses where it does not fit
+IMPORTS = ("torch", "triton", "transformers", "torchtitan", "megatron.core", "transformer_engine")
+IMPORT_S = 60.0  # at most, for the imports that warm the disk
+WARM_UP_LAYERS = 2
+WARM_UP_BESIDE = 3  # contestants that warm up beside each other: all of them must fit the GPU
+WARM_UP_LOGITS = 1 << 31  # elements: a contestant that keeps more warms up alone, in its own time
 
 
 @dataclass(frozen=True)
@@ -81,23 +92,30 @@ PLAN = (
     Entry("dense", "ours", 30, 90),
     Entry("dense", "megatron-core"),
     Entry("dense", "torchtitan+compile", 40, 90),
-    Entry("dense", "ours+graphs"),
+    Entry(KERNELS, "products", 40, 75),
+    Entry("packed", "ours"),
     Entry("moe", "ours"),
-    Entry("dense", "transformers+liger"),
+    Entry("dense", "ours+fp8"),
     Entry("8b", "ours"),
     Entry("dense-128k", "ours"),
-    Entry("dense", "nanogpt+compile", 40),
-    Entry("dense", "ours+fp8"),
-    Entry(KERNELS, "ours", 60, 150),
+    Entry("dense", "ours+graphs"),
+    Entry("dense", "transformers+liger"),
+    Entry("packed-uneven", "ours"),
+    Entry("packed", "megatron-core"),
     Entry("moe", "megatron-core"),
-    Entry("dense-128k", "torchtitan+compile", 40, 90),
     Entry("dense", "ours"),
     Entry("8b", "torchtitan+compile", 40, 90),
+    Entry("dense-128k", "torchtitan+compile", 40, 90),
+    Entry(KERNELS, "memory", 40, 90),
+    Entry("packed", "torchtitan+compile", 40, 90),
+    Entry("packed-uneven", "megatron-core"),
+    Entry("dense", "nanogpt+compile", 40),
     Entry("moe", "torchtitan+compile", 40),
     Entry("8b", "ours+fp8"),
     Entry("moe", "ours+fp8"),
     Entry("dense-128k", "transformers+liger"),
     Entry("moe", "transformers"),
+    Entry("dense", "megatron-core+unfused"),
     Entry("dense", "megatron-core+local"),
     Entry("8b", "megatron-core"),
 )
@@ -111,6 +129,7 @@ def main(args: argparse.Namespace) -> int:
     started = time.monotonic()
     results = Path(args.out)
     results.parent.mkdir(parents=True, exist_ok=True)
+    print(travel_line(), describe_peers(args.site), sep="\n", flush=True)
     machine, memory_bytes = describe_machine(args.device)
     shapes = Shape.gpu_models(args.tiny)
     shapes["8b"] = fit_layers(shapes["8b"], memory_bytes)
@@ -118,22 +137,66 @@ def main(args: argparse.Namespace) -> int:
     def seconds_left() -> float:
         return 60 * args.minutes - RESERVE_S - (time.monotonic() - started)
 
-    # SIGTERM kills the contestant that runs; the results so far still get their table
-    previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     rows = []
-    try:
-        for row in run_plan(shapes, machine, args, seconds_left):
-            rows.append(row)
-            with results.open("a") as file:
-                file.write(json.dumps(row) + "\n")
-            print(progress_line(row), flush=True)
-    finally:
-        signal.signal(signal.SIGTERM, previous_handler)
-        text = make_table(rows, machine)
-        print("\n" + text)
-        if args.table:
-            Path(args.table).write_text(text)
+    with terminates_cleanly():
+        try:
+            warm_up(shapes, args, seconds_left)
+            for row in run_plan(shapes, machine, args, seconds_left):
+                rows.append(row)
+                with results.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(progress_line(row), flush=True)
+        finally:
+            text = make_table(rows, machine)
+            print("\n" + text)
+            if args.table:
+                Path(args.table).write_text(text)
     return 0
+
+
+def warm_up(shapes: dict[str, Shape], args: argparse.Namespace, seconds_left: Callable[[], float]) -> None:
+    """Imports the packages once, and starts the contestants beside each other with few layers.
+
+    It takes at most args.warm_up seconds, and prints which contestant did not start.
+    """
+    if args.warm_up <= 0:
+        return
+    end = seconds_left() - args.warm_up
+
+    def seconds() -> float:
+        return min(seconds_left(), seconds_left() - end)
+
+    run_task(import_task(args.site, min(IMPORT_S, seconds())))
+    tasks = start_tasks(chosen_entries(shapes, args), shapes, args, limit_s=max(seconds(), 1.0))
+    for task, outcome in run_tasks(tasks, most=WARM_UP_BESIDE, seconds_left=seconds):
+        problem = problem_of(outcome)
+        if problem:
+            print(f"warm-up of {task.name}: {problem}", flush=True)
+
+
+def import_task(site: str, limit_s: float) -> Task:
+    """One process that imports what the contestants import: the first to do so waits for the disk."""
+    lines = ["import importlib, contextlib"]
+    for name in IMPORTS:
+        lines.append(f"with contextlib.suppress(Exception): importlib.import_module({name!r})")
+    command = [sys.executable, "-c", "\n".join(lines)]
+    return Task("imports", command, environment_of("imports", site), limit_s)
+
+
+def start_tasks(
+    entries: list[Entry], shapes: dict[str, Shape], args: argparse.Namespace, limit_s: float
+) -> list[Task]:
+    """One step of each contestant with WARM_UP_LAYERS layers: what it compiles is that of all its layers."""
+    tasks: dict[str, Task] = {}
+    for entry in entries:
+        shape = shapes.get(entry.model)
+        if shape is None or shape.tokens * shape.vocab > WARM_UP_LOGITS:
+            continue
+        small = replace(shape, layers=min(shape.layers, WARM_UP_LAYERS))
+        name = f"{entry.model} {entry.contestant}"
+        command = contestant_command(entry.contestant, small, args.device, ONE_STEP)
+        tasks[name] = Task(name, command, environment_of(entry.contestant, args.site), limit_s)
+    return list(tasks.values())
 
 
 def run_plan(
@@ -144,12 +207,11 @@ def run_plan(
 ) -> Iterator[dict]:
     """Yields a row of results for each entry of the plan that the options ask for.
 
-    If the 8B model does not fit after all, it loses layers (in `shapes`) and runs again.
+    A contestant for which the 8B model is too large runs it again with fewer layers.
     """
-    pending = chosen_entries(shapes, args)
+    pending = [(entry, shapes.get(entry.model)) for entry in chosen_entries(shapes, args)]
     while pending:
-        entry = pending.pop(0)
-        shape = shapes.get(entry.model)
+        entry, shape = pending.pop(0)
         date = time.strftime("%Y-%m-%d %H:%M")
         row = {"model": entry.model, "contestant": entry.contestant, "date": date, **machine}
 
@@ -160,13 +222,12 @@ def run_plan(
         else:
             row |= run_contestant(entry, shape, args, min(entry.max_s, left))
 
-        if shape is not None and row["ms"]:
-            row |= derived_figures(row, shape, peak_flops_of_gpu(machine["card"], "bf16"))
-        is_our_8b = entry.model == "8b" and entry.contestant == "ours"
-        if shape is not None and is_our_8b and row["problem"] == "out of memory":
-            if shape.layers > MIN_LAYERS_8B:
-                shapes["8b"] = replace(shape, layers=shape.layers - 3)
-                pending.insert(0, entry)
+        if shape is not None:
+            row["shape"] = asdict(shape)
+            if row["ms"]:
+                row |= derived_figures(row, shape, peak_flops_of_gpu(machine["card"], "bf16"))
+            if entry.model == "8b" and row["problem"] == "out of memory" and shape.layers > MIN_LAYERS_8B:
+                pending.insert(0, (entry, replace(shape, layers=shape.layers - FEWER_LAYERS_8B)))
         yield row
 
 
@@ -228,41 +289,45 @@ def planned_bytes(shape: Shape) -> int:
 
 def run_contestant(entry: Entry, shape: Shape | None, args: argparse.Namespace, limit_s: float) -> dict:
     """Runs one contestant -> what it measured, or {"problem": why not}. shape: None for the kernels."""
-    started = time.monotonic()
-    command = command_of(entry, shape, args.device)
-    env = environment_of(entry, shape, args.site)
-    messages, errors, timed_out = run_process(command, env, limit_s)
-    took = {"took s": round(time.monotonic() - started, 1)}
-    last = messages[-1] if messages else {}
-
-    if "done" in last:
-        first_step = next(message["s"] for message in messages if message.get("phase") == "first step")
-        return {**last["done"], "first s": first_step, "problem": None, **took}
-
-    if "error" in last:
-        problem = last["error"]
-    elif timed_out:
-        phase = last.get("phase") or last.get("kernel") or "starting"
-        problem = f"stopped after its {limit_s:.0f} s, last phase: {phase}"
-    else:
-        problem = last_error_line(errors)
-    if shape is not None:
-        return NO_RESULT | {"problem": problem, **took}
-
-    kernels = [message for message in messages if "kernel" in message]
-    is_complete = "machine" in last
-    return NO_RESULT | {"problem": None if is_complete else problem, "kernels": kernels, **took}
-
-
-def command_of(entry: Entry, shape: Shape | None, device: str) -> list[str]:
+    env = environment_of(entry.contestant, args.site)
     if shape is None:
-        return [sys.executable, "-m", "scripts.bench", "kernels", "--device", device, "--json"]
-    num_steps = GPU_STEPS if device == "cuda" else CPU_STEPS
+        command = [sys.executable, "-m", "scripts.bench", "kernels", "--device", args.device, "--json"]
+        command += ["--part", entry.contestant]
+    else:
+        num_steps = GPU_STEPS if args.device == "cuda" else CPU_STEPS
+        command = contestant_command(entry.contestant, shape, args.device, num_steps)
+    outcome = run_task(Task(entry.contestant, command, env, limit_s))
+    took = {"took s": round(outcome.seconds, 1)}
+    problem = problem_of(outcome)
+
+    if shape is None:
+        kernels = [message for message in outcome.messages if "kernel" in message]
+        return NO_RESULT | {"problem": problem, "kernels": kernels, **took}
+    if problem is not None:
+        return NO_RESULT | {"problem": problem, **took}
+    first_step = next(message["s"] for message in outcome.messages if message.get("phase") == "first step")
+    return {**outcome.messages[-1]["done"], "first s": first_step, "problem": None, **took}
+
+
+def problem_of(outcome: Outcome) -> str | None:
+    """Why a contestant, or the kernels, did not come to their last message; None if they did."""
+    last = outcome.messages[-1] if outcome.messages else {}
+    if "done" in last or "machine" in last:
+        return None
+    if "error" in last:
+        return last["error"]
+    if outcome.timed_out:
+        phase = last.get("phase") or last.get("kernel") or "starting"
+        return f"stopped after its {outcome.seconds:.0f} s, last phase: {phase}"
+    return last_error_line(outcome.errors)
+
+
+def contestant_command(name: str, shape: Shape, device: str, num_steps: dict[str, int]) -> list[str]:
     settings = {"shape": asdict(shape), "device": device, **num_steps}
-    return [sys.executable, "-m", "benchmarks.contestant", entry.contestant, json.dumps(settings)]
+    return [sys.executable, "-m", "benchmarks.contestant", name, json.dumps(settings)]
 
 
-def environment_of(entry: Entry, shape: Shape | None, site: str) -> dict[str, str]:
+def environment_of(contestant: str, site: str) -> dict[str, str]:
     """Returns the environment of a contestant; `site` is on the path of peers and of the kernels."""
     env = {
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
@@ -270,155 +335,18 @@ def environment_of(entry: Entry, shape: Shape | None, site: str) -> dict[str, st
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
     }
-    is_ours = shape is not None and entry.contestant.startswith("ours")
-    if site and not is_ours:
+    if site and not contestant.startswith("ours"):
         paths = [os.path.abspath(site), env.get("PYTHONPATH", "")]
         env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    if "graphs" in entry.contestant:
+    if "graphs" in contestant:
         del env["PYTORCH_CUDA_ALLOC_CONF"]  # a recorded step has a memory pool of its own
     return env
-
-
-def run_process(command: list[str], env: dict[str, str], limit_s: float) -> tuple[list[dict], str, bool]:
-    """Runs a command in a session of its own, which is killed at the end: compilers that it started, too.
-
-    Returns the JSON lines of its standard output, its standard error, and whether it reached the limit.
-    """
-    timed_out = False
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=errors,
-            stdin=subprocess.DEVNULL,
-            env=env,
-            start_new_session=True,
-        )
-        try:
-            process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-
-        out.seek(0)
-        errors.seek(0)
-        lines = out.read().splitlines()
-        complete = [line for line in lines if line.startswith("{") and line.endswith("}")]
-        return [json.loads(line) for line in complete], errors.read(), timed_out
-
-
-def last_error_line(errors: str) -> str:
-    """Returns the last line that names an error, of the standard error of a process that died."""
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    if not lines:
-        return "exited without output"
-    named = [line for line in lines if "Error" in line]
-    return (named or lines)[-1][:160]
 
 
 def derived_figures(row: dict, shape: Shape, peak_flops: float | None) -> dict:
     """Returns what follows from the milliseconds of a step. peak_flops: of the GPU, FLOP/s; None: unknown."""
     tokens_per_s = shape.tokens / row["ms"] * 1e3
-    flops = flops_per_token(config.ModelConfig(**shape.model_keys()), shape.seq)
+    flops = flops_per_token(config.ModelConfig(**shape.model_keys()), shape.seq, shape.documents)
     flops_per_s = flops * shape.tokens / row["ms"] * 1e3
     mfu = flops_per_s / peak_flops if peak_flops else None
     return {"tokens/s": tokens_per_s, "TFLOP/s": flops_per_s / 1e12, "MFU": mfu}
-
-
-# ---- the table ---------------------------------------------------------------------------------------------
-
-
-def table_cells(row: dict, best: Mapping[str, float]) -> dict[str, str]:
-    """Returns a row of the table. best: {model: the tokens/s of ours in bf16}."""
-    cells = {"model": row["model"], "contestant": row["contestant"]}
-    if row["model"] == KERNELS:
-        num_measured = len(row.get("kernels", []))
-        problem = f", then: {row['problem']}" if row["problem"] else ""
-        return cells | {"tokens/s": f"{num_measured} measured, below{problem}"}
-    if row["problem"]:
-        return cells | {"tokens/s": f"not run: {row['problem']}"}
-
-    ratio = best.get(row["model"], 0.0) / row["tokens/s"]
-    return cells | {
-        "tokens/s": f"{row['tokens/s']:,.0f}",
-        "step ms": f"{row['ms']:.1f}",
-        "spread": f"{row['spread']:.1%}",
-        "TFLOP/s": f"{row['TFLOP/s']:.3g}",
-        "MFU": "n/a" if row["MFU"] is None else f"{row['MFU']:.1%}",
-        "peak GiB": "n/a" if row["gib"] is None else f"{row['gib']:.1f}",
-        "ours is": f"{ratio:.2f} x" if ratio else "",
-        "loss": f"{row['loss']:.3f}",
-        "params": f"{row['parameters'] / 1e9:.2f}B",
-        "first step s": f"{row['first s']:.0f}",
-    }
-
-
-def progress_line(row: dict) -> str:
-    """Returns a row as one line, for whoever watches the run."""
-    parts = []
-    for column, cell in table_cells(row, {}).items():
-        if column in ("model", "contestant"):
-            parts.append(f"{cell:22}")
-        elif cell:
-            parts.append(f"{column} {cell}")
-    return "  ".join(parts)
-
-
-def markdown_table(rows: list[dict[str, str]]) -> list[str]:
-    """Returns the lines of a Markdown table with every column that a row has; none without rows."""
-    if not rows:
-        return []
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    lines = [markdown_line(columns), "|" + "---|" * len(columns)]
-    for row in rows:
-        lines.append(markdown_line([row.get(column, "") for column in columns]))
-    return lines
-
-
-def markdown_line(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
-def make_table(rows: list[dict], machine: Mapping[str, str]) -> str:
-    """Returns the Markdown text: the date and the machine, a row for each result, each kernel, the shapes."""
-    lines = [title_line(rows, machine), ""]
-
-    # the results, sorted by model in the order of the plan
-    best: dict[str, float] = {}
-    for row in rows:
-        if row["ms"] and row["contestant"] in ("ours", "ours+graphs"):
-            best[row["model"]] = max(best.get(row["model"], 0.0), row["tokens/s"])
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    results = sorted(rows, key=lambda row: models.index(row["model"]))
-    lines += markdown_table([table_cells(row, best) for row in results])
-
-    # the kernels, a table for each unit
-    kernels = [kernel for row in rows for kernel in row.get("kernels", ())]
-    columns = dict.fromkeys(column for kernel in kernels for column in kernel)
-    units = [column for column in columns if column not in ("kernel", "beside it")]
-    for unit in units:
-        lines += ["", *markdown_table([kernel for kernel in kernels if unit in kernel])]
-
-    # the shapes
-    lines.append("")
-    shapes = {row["model"]: row["shape"] for row in rows if row.get("shape")}
-    for model, shape in shapes.items():
-        sizes = ", ".join(f"{key} {value}" for key, value in shape.items() if value)
-        lines.append(f"- {model}: {sizes}")
-    lines.append("")
-    return "\n".join(lines)
-
-
-def title_line(rows: list[dict], machine: Mapping[str, str]) -> str:
-    """Returns the date, the machine and the versions of the packages."""
-    versions: dict[str, str] = {}
-    for row in rows:
-        versions |= row.get("versions") or {}
-    parts = [time.strftime("%Y-%m-%d"), machine["card"]]
-    if machine["driver"]:
-        parts.append(f"driver {machine['driver']}")
-    parts += [f"{name} {version}" for name, version in versions.items()]
-    return ", ".join(parts) + "."

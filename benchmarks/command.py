@@ -64,6 +64,12 @@ def make_parser() -> argparse.ArgumentParser:
         help="cuda: the Triton kernels beside a copy, torch.compile, cuBLAS, SDPA and flash-attn",
     )
     kernel.add_argument("--only", default="", help="kernels whose name contains this")
+    kernel.add_argument(
+        "--part",
+        choices=("all", "products", "memory"),
+        default="all",
+        help="of --device cuda: products and attention, or the kernels that are bound by memory",
+    )
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 
@@ -109,7 +115,14 @@ def add_gpu_step_options(step: argparse.ArgumentParser) -> None:
     )
     step.add_argument("--minutes", type=float, default=9.0, help="of --device cuda: when to be done")
     step.add_argument(
-        "--only", default="", help="of --device cuda: models, of dense, dense-128k, 8b, moe, kernels"
+        "--warm-up",
+        type=float,
+        default=75.0,
+        help="of --device cuda: seconds, of the minutes, in which all contestants compile before the first "
+        "is timed",
+    )
+    step.add_argument(
+        "--only", default="", help="of --device cuda: models, of those of benchmarks/shape.py, and kernels"
     )
     step.add_argument(
         "--site",

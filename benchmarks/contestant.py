@@ -9,13 +9,18 @@ Megatron-core by its own mixed precision), fp32 master weights and moments. SDPA
 kernels, for all. Written for torchtitan 0.2, Megatron-core 0.19 with Transformer Engine 2, Liger 0.8.
 
     ours, ours+graphs, ours+fp8    train.py's own step; with train.cuda_graphs; with train.dtype fp8
-    megatron-core, +local          its GPT with Transformer Engine's layers; +local: its own layers, SDPA for
-                                   their attention
+    megatron-core, +unfused,       its GPT with Transformer Engine's layers, whose weight gradients are added
+    +local                         to fp32 by the product itself; +unfused: not so; +local: its own layers,
+                                   SDPA for their attention
     torchtitan+compile             blocks and loss compiled, as its trainer does
     transformers, +liger           Llama or Qwen3-MoE (grouped_mm); +liger: with Liger's kernels, the fused
                                    linear cross entropy among them
     nanogpt+compile                nanoGPT's block and loop, blocks and loss compiled; two matrices of width
                                    4 d, where the others have SwiGLU's three
+
+Packed documents (shape.documents: attention stops at their ends, positions restart): ours by the documents of
+the batch, Megatron-core by its packed format (thd), torchtitan by its attention over documents. The others
+have none that is worth a race here.
 """
 
 import contextlib
@@ -30,15 +35,22 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-if sys.argv[1].startswith("ours"):
-    import runtime  # noqa: F401  before torch (see there)
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import others
-from benchmarks.others import ADAMW, TrainStep, cross_entropy
+from benchmarks.megatron import megatron
+from benchmarks.others import (
+    ADAMW,
+    TrainStep,
+    cross_entropy,
+    document_numbers,
+    num_parameters,
+    refuse_packed,
+    sdpa_backends,
+    token_positions,
+)
 from benchmarks.shape import Shape
 
 PACKAGES = (
@@ -50,24 +62,7 @@ PACKAGES = (
     "transformers",
     "liger-kernel",
 )
-SDPA_ORDER = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
 NUM_BATCHES = 4
-
-
-def sdpa_backends(device: str) -> contextlib.AbstractContextManager[object]:
-    """Makes SDPA choose its kernels in the order of kernels/attention.py."""
-    if device == "cuda":
-        return sdpa_kernel(SDPA_ORDER, set_priority=True)
-    return contextlib.nullcontext()
-
-
-def num_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 # ---- contestants: each function returns (step, number of parameters) ---------------------------------------
@@ -93,7 +88,8 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
         "cuda_graphs": "graphs" in flags,
     }
     optim_keys = {"lr": ADAMW["lr"], "warmup": 0, "decay": "constant"}
-    tree = {"model": shape.model_keys(), "optim": optim_keys, "train": train_keys}
+    data_keys = {"doc_mask": bool(shape.documents)}
+    tree = {"model": shape.model_keys(), "optim": optim_keys, "train": train_keys, "data": data_keys}
     cfg = config.build_tree(config.Config, tree)
 
     # train.py draws the initial weights on the host, which would take longer than all steps here
@@ -103,11 +99,14 @@ def ours(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     guard = NonFiniteGuard()
     step_numbers = itertools.count(1)
     sequence_ids = torch.arange(shape.batch, device=device)
-    positions = torch.arange(shape.seq, device=device).expand(shape.batch, -1)
+    positions = token_positions(shape, device).expand(shape.batch, -1)
+    documents = None
+    if shape.documents:
+        documents = document_numbers(shape, device).to(torch.int32).expand(shape.batch, -1)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         number = next(step_numbers)
-        batch = Microbatch(tokens, targets, positions, None, sequence_ids, number)
+        batch = Microbatch(tokens, targets, positions, documents, sequence_ids, number)
         loss, _, _ = train_step(run, number, [batch], guard)
         return loss
 
@@ -135,6 +134,7 @@ def autocast_step(
 
 
 def nanogpt(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
+    refuse_packed(shape, "nanogpt")
     with torch.device(device):
         model = others.NanoGPT(shape)
     loss = others.compile_blocks(model.blocks) if "compile" in flags else cross_entropy
@@ -146,11 +146,27 @@ def torchtitan(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, i
     loss = cross_entropy
     if "compile" in flags:
         loss = others.compile_blocks(model.layers.values(), fullgraph=not shape.experts)
-    return autocast_step(model, device, lambda model, tokens, targets: loss(model(tokens), targets))
+    options = torchtitan_documents(shape, device) if shape.documents else {}
+    return autocast_step(
+        model, device, lambda model, tokens, targets: loss(model(tokens, **options), targets)
+    )
+
+
+def torchtitan_documents(shape: Shape, device: str) -> dict[str, Any]:
+    """What its model takes beside the tokens: where the documents of all sequences, one after another, begin
+    and end, and the position of each token."""
+    from torchtitan.models.attention import VarlenMetadata
+
+    lengths = torch.tensor(shape.documents * shape.batch, device=device)
+    ends = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    longest = max(shape.documents)
+    positions = token_positions(shape, device).expand(shape.batch, -1)
+    return {"attention_masks": VarlenMetadata(ends, ends, longest, longest), "positions": positions}
 
 
 def transformers(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
     """Llama, or Qwen3-MoE for a mixture; with the flag liger, on Liger's kernels."""
+    refuse_packed(shape, "transformers")
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     if "liger" in flags:
@@ -196,135 +212,6 @@ def transformers(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep,
         return cross_entropy(model(input_ids=tokens, use_cache=False).logits, targets)
 
     return autocast_step(model, device, liger_loss if "liger" in flags else plain_loss)
-
-
-# ---- Megatron-core -----------------------------------------------------------------------------------------
-
-
-def megatron(shape: Shape, device: str, flags: set[str]) -> tuple[TrainStep, int]:
-    """Its GPT with Transformer Engine's layers; with the flag local, with its own layers and SDPA."""
-    if device != "cuda":
-        raise ImportError("Megatron-core needs a GPU")
-    from megatron.core import parallel_state
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.dot_product_attention import DotProductAttention
-    from megatron.core.transformer.module import Float16Module
-
-    from parallel.wire.world import join_alone
-
-    join_alone(device)
-    parallel_state.initialize_model_parallel(1, 1)
-    model_parallel_cuda_manual_seed(1)
-
-    # the model
-    use_te = "local" not in flags
-    if not use_te:
-        DotProductAttention.forward = megatron_sdpa
-    cfg = megatron_config(shape, use_te)
-    model = GPTModel(
-        config=cfg,
-        transformer_layer_spec=megatron_layer_spec(shape, use_te),
-        vocab_size=shape.vocab,
-        max_sequence_length=shape.seq,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    ).to(device)
-    parameters = num_parameters(model)
-    ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    model = DistributedDataParallel(cfg, ddp_config, Float16Module(cfg, model))
-
-    # the optimizer
-    beta1, beta2 = ADAMW["betas"]
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        lr=ADAMW["lr"],
-        min_lr=ADAMW["lr"],
-        weight_decay=ADAMW["weight_decay"],
-        adam_beta1=beta1,
-        adam_beta2=beta2,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        clip_grad=1.0,
-    )
-    optimizer = get_megatron_optimizer(optimizer_config, [model])
-    for group in optimizer.param_groups:
-        group["lr"] = ADAMW["lr"]
-    positions = torch.arange(shape.seq, device=device).expand(shape.batch, -1)
-
-    def step(tokens: Tensor, targets: Tensor) -> Tensor:
-        model.zero_grad_buffer()
-        optimizer.zero_grad()
-        with sdpa_backends(device):
-            loss = model(tokens, positions, None, labels=targets).float().mean()
-            loss.backward()
-        model.finish_grad_sync()
-        optimizer.step()
-        return loss.detach()
-
-    return step, parameters
-
-
-def megatron_config(shape: Shape, use_te: bool):
-    """Returns a TransformerConfig. use_te: for Transformer Engine's layers."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    mixture = {}
-    if shape.experts:
-        mixture = dict(
-            num_moe_experts=shape.experts,
-            moe_router_topk=shape.top_k,
-            moe_ffn_hidden_size=shape.ffn,
-            moe_grouped_gemm=use_te,
-            moe_permute_fusion=use_te,
-            moe_router_fusion=use_te,
-            moe_token_dispatcher_type="alltoall",
-            moe_router_load_balancing_type="none",
-        )
-    return TransformerConfig(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv or shape.heads,
-        ffn_hidden_size=shape.ffn,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        normalization="RMSNorm",
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        bias_activation_fusion=True,
-        bias_dropout_fusion=True,
-        apply_rope_fusion=use_te,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        persist_layer_norm=False,
-        cross_entropy_loss_fusion=True,
-        cross_entropy_fusion_impl="te" if use_te else "native",
-        **mixture,
-    )
-
-
-def megatron_layer_spec(shape: Shape, use_te: bool):
-    from megatron.core.models.gpt import gpt_layer_specs
-
-    experts = {"num_experts": shape.experts or None, "moe_grouped_gemm": use_te and bool(shape.experts)}
-    if use_te:
-        return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**experts)
-    return gpt_layer_specs.get_gpt_layer_local_spec(**experts, normalization="RMSNorm")
-
-
-def megatron_sdpa(self, query: Tensor, key: Tensor, value: Tensor, *_, **__) -> Tensor:
-    """SDPA in the place of Megatron-core's own attention. query, key, value: [s, b, heads, head_dim]."""
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-    is_grouped = query.shape[2] != key.shape[2]
-    heads = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
-    return heads.permute(2, 0, 1, 3).flatten(2)  # [s, b, hidden]
 
 
 # ---- the process -------------------------------------------------------------------------------------------
@@ -428,7 +315,7 @@ def main(name: str, settings: dict) -> None:
         print(json.dumps({**message, "s": seconds}), file=protocol, flush=True)
 
     torch.manual_seed(1234)
-    shape = Shape(**settings["shape"])
+    shape = Shape(**settings["shape"] | {"documents": tuple(settings["shape"]["documents"])})
     device = settings["device"]
     base, *flags = name.split("+")
     make = MAKERS[base]

@@ -3,6 +3,7 @@
 For the races on a CPU (benchmarks/peer.py) and on a GPU (benchmarks/contestant.py).
 """
 
+import contextlib
 import importlib.util
 import sys
 import types
@@ -12,11 +13,19 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.shape import Shape
 
 ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 ROPE_THETA = 500000.0
+
+SDPA_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]  # (tokens [b, s], targets [b, s]) -> the loss, a scalar
 
@@ -25,6 +34,35 @@ class LossFunction(Protocol):
     """logits [b, s, vocab], targets [b, s] -> the mean loss, a scalar."""
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor: ...
+
+
+def sdpa_backends(device: str) -> contextlib.AbstractContextManager[object]:
+    """Makes SDPA choose its kernels in the order of kernels/attention.py."""
+    if device == "cuda":
+        return sdpa_kernel(SDPA_ORDER, set_priority=True)
+    return contextlib.nullcontext()
+
+
+def num_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def document_numbers(shape: Shape, device: str) -> Tensor:
+    """[1, s]: the document of each token of a sequence; 0 where they are not packed."""
+    lengths = torch.tensor(shape.documents or (shape.seq,), device=device)
+    return torch.arange(len(lengths), device=device).repeat_interleave(lengths)[None]
+
+
+def token_positions(shape: Shape, device: str) -> Tensor:
+    """[1, s]: the position of each token of a sequence in its document."""
+    parts = [torch.arange(length, device=device) for length in shape.documents or (shape.seq,)]
+    return torch.cat(parts)[None]
+
+
+def refuse_packed(shape: Shape, name: str) -> None:
+    """Raises ImportError for packed documents: a contestant has no attention over them to race with."""
+    if shape.documents:
+        raise ImportError(f"{name}: no attention over packed documents here")
 
 
 class GPTBlock(nn.Module):
@@ -133,7 +171,8 @@ def build_torchtitan(shape: Shape, device: str) -> nn.Module:
 
         model_class = Transformer
         multiplier = (shape.ffn + 0.5) / int(8 * shape.hidden / 3)  # its formula then gives shape.ffn
-        args = TransformerModelArgs(**sizes, multiple_of=1, ffn_dim_multiplier=multiplier)
+        packed = {"attn_type": "varlen", "attn_mask_type": "block_causal"} if shape.documents else {}
+        args = TransformerModelArgs(**sizes, **packed, multiple_of=1, ffn_dim_multiplier=multiplier)
 
     with torch.device(device):
         model = model_class(args)

@@ -22,6 +22,7 @@ class Shape:
     experts: int = 0  # of a Mixtral-like model; 0: dense
     top_k: int = 0
     kv: int = 0  # key/value heads; 0: as many as heads
+    documents: tuple[int, ...] = ()  # lengths of those in each sequence, packed; none: a sequence is one
 
     @staticmethod
     def race() -> "Shape":
@@ -43,12 +44,15 @@ class Shape:
 
         A dense model of 1.57B parameters with two vocabularies, the 8B model with all its layers
         (benchmarks/card.py leaves out those that do not fit), and a mixture of 3.9B, of which
-        plan/count.py counts 0.7B a token.
+        plan/count.py counts 0.7B a token. packed: the dense model over the same documents, two in a sequence,
+        so with the same FLOPs and tokens; packed-uneven: over documents of other lengths, which end anywhere.
         """
         if tiny:
             small = Shape(layers=3, hidden=64, heads=2, ffn=96, vocab=512, seq=64, batch=2)
             return {
                 "dense": small,
+                "packed": replace(small, seq=128, batch=1, documents=(64, 64)),
+                "packed-uneven": replace(small, documents=(7, 20, 37)),
                 "dense-128k": replace(small, vocab=1024),
                 "8b": replace(small, kv=1),
                 "moe": replace(small, experts=4, top_k=2),
@@ -67,7 +71,14 @@ class Shape:
             experts=64,
             top_k=8,
         )
-        return {"dense": dense, "dense-128k": replace(dense, vocab=128256), "8b": large, "moe": mixture}
+        return {
+            "dense": dense,
+            "packed": replace(dense, seq=8192, batch=4, documents=(4096, 4096)),
+            "packed-uneven": replace(dense, documents=(137, 1000, 2959)),
+            "dense-128k": replace(dense, vocab=128256),
+            "8b": large,
+            "moe": mixture,
+        }
 
     def model_keys(self) -> dict:
         """Returns the keys of config.ModelConfig."""

@@ -9,22 +9,16 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 import config
-from benchmarks import card
-from benchmarks.card import (
-    KERNELS,
-    PLAN,
-    Entry,
-    derived_figures,
-    fit_layers,
-    last_error_line,
-    make_table,
-    table_cells,
-)
+from benchmarks import card, contestant, process
+from benchmarks.card import PLAN, Entry, derived_figures, fit_layers
+from benchmarks.card_table import KERNELS, make_table, table_cells
+from benchmarks.process import last_error_line
 from benchmarks.shape import Shape
 from plan.count import flops_per_token, parameters
 
@@ -38,6 +32,7 @@ def args(tmp_path, **more):
             "device": "cpu",
             "tiny": True,
             "minutes": 2.0,
+            "warm_up": 0.0,
             "only": "dense",
             "peers": "ours",
             "site": "",
@@ -60,6 +55,82 @@ def test_the_models_are_those_of_the_targets():
         4.53e9, rel=2e-3
     )
     assert {e.model for e in PLAN} == {*shapes, KERNELS}
+
+
+@pytest.mark.parametrize("tiny", [False, True])
+def test_packed_documents_cost_what_unpacked_ones_do(tiny):
+    """As many tokens and FLOPs; and packed-uneven says what its own cost."""
+    shapes = Shape.gpu_models(tiny)
+    dense, packed, uneven = (shapes[name] for name in ("dense", "packed", "packed-uneven"))
+    for shape in (packed, uneven):
+        assert shape.tokens == dense.tokens and sum(shape.documents) == shape.seq
+        assert shape.model_keys() == dense.model_keys()
+
+    def flops(shape):
+        return flops_per_token(config.ModelConfig(**shape.model_keys()), shape.seq, shape.documents)
+
+    assert flops(packed) == flops(dense) > flops(uneven)
+    row = {"ms": 100.0}
+    assert derived_figures(row, packed, 1e12) == derived_figures(row, dense, 1e12)
+
+
+def test_packed_documents_train_like_unpacked_ones():
+    """Two documents in a sequence, or each in one: the same losses, step by step."""
+    shapes = Shape.gpu_models(True)
+    tokens = torch.randint(512, (2, 64), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for name in ("dense", "packed"):
+        step, _ = contestant.ours(shapes[name], "cpu", set())
+        batch = tokens.view(shapes[name].batch, shapes[name].seq)
+        losses.append([float(step(batch, batch)) for _ in range(3)])
+    assert losses[0] == pytest.approx(losses[1], rel=2e-3) and losses[0][2] < losses[0][0]
+
+
+def test_a_model_that_does_not_fit_runs_with_fewer_layers(tmp_path, monkeypatch):
+    """Whoever runs it; and what is compared then is FLOPs, not tokens."""
+    shapes = {"8b": replace(Shape.gpu_models(True)["8b"], layers=10)}
+    monkeypatch.setattr(card, "PLAN", (Entry("8b", "ours"), Entry("8b", "torchtitan+compile")))
+
+    def run(entry, shape, args, limit_s):
+        measured = {
+            "ms": 10.0 * shape.layers,
+            "spread": 0.0,
+            "loss": 6.0,
+            "gib": 1.0,
+            "parameters": 1,
+            "first s": 1.0,
+            "problem": None,
+        }
+        fits = shape.layers <= (10 if entry.contestant == "ours" else 5)
+        return measured if fits else card.NO_RESULT | {"problem": "out of memory"}
+
+    monkeypatch.setattr(card, "run_contestant", run)
+    rows = list(card.run_plan(shapes, WHERE, args(tmp_path, only="8b", peers=""), lambda: 100.0))
+    assert [(row["contestant"], row["shape"]["layers"]) for row in rows] == [
+        ("ours", 10),
+        ("torchtitan+compile", 10),
+        ("torchtitan+compile", 7),
+        ("torchtitan+compile", 4),
+    ]
+    text = make_table(rows, WHERE)
+    assert text.count("not run: out of memory") == 2 and "| 8b | torchtitan+compile | 4 | " in text
+
+
+def test_a_warm_up_starts_every_contestant_once(tmp_path, monkeypatch, capsys):
+    plan = [("dense", "ours"), ("moe", "ours"), ("dense", "ours"), ("dense", "no")]
+    monkeypatch.setattr(card, "PLAN", tuple(Entry(*names) for names in plan))
+    tasks = card.start_tasks(list(card.PLAN), Shape.gpu_models(True), args(tmp_path), 60)
+    assert [task.name for task in tasks] == ["dense ours", "moe ours", "dense no"]
+    card.warm_up(Shape.gpu_models(True), args(tmp_path, warm_up=60.0, peers=""), lambda: 60.0)
+    assert "warm-up of dense no: KeyError: 'no'" in capsys.readouterr().out
+
+
+def test_the_noise_is_that_of_ours_measured_twice():
+    shape = vars(Shape.gpu_models(False)["dense"])
+    one = {"model": "dense", "contestant": "ours", "problem": None, "spread": 0.0, "gib": 1.0, "loss": 1.0}
+    one |= {"parameters": 1, "first s": 1.0, "shape": shape, "tokens/s": 1.0, "TFLOP/s": 1.0, "MFU": 0.5}
+    text = make_table([{**one, "ms": 100.0}, {**one, "ms": 102.0}], WHERE)
+    assert "Noise: ours on the dense model took 100.0, 102.0 ms, 2.0% apart." in text
 
 
 def test_the_8b_shape_gets_as_many_layers_as_fit():
@@ -112,7 +183,7 @@ def test_a_contestant_that_hangs_costs_its_box(tmp_path, monkeypatch):
     )
     start = subprocess.Popen
     monkeypatch.setattr(
-        card.subprocess,
+        process.subprocess,
         "Popen",
         lambda cmd, **how: start([sys.executable, str(hang), str(tmp_path / "pid")], **how),
     )
@@ -147,21 +218,21 @@ def test_kernels_that_were_measured_before_the_end_are_kept(tmp_path, monkeypatc
         (f"print({lines!r} + '{{\"machine\": 1}}')", None),
     ):
         monkeypatch.setattr(
-            card.subprocess, "Popen", lambda cmd, **how: start([sys.executable, "-c", code], **how)
+            process.subprocess, "Popen", lambda cmd, **how: start([sys.executable, "-c", code], **how)
         )
-        row = {"model": KERNELS, "contestant": "ours"} | card.run_contestant(
-            Entry(KERNELS, "ours"), None, args(tmp_path), 3.0
+        row = {"model": KERNELS, "contestant": "products"} | card.run_contestant(
+            Entry(KERNELS, "products"), None, args(tmp_path), 3.0
         )
         assert row["kernels"] == rows and row["problem"] == problem
         text = make_table([row], WHERE)
-        assert "| kernels | ours | 2 measured, below" in text
+        assert "| kernels | products | 2 measured, below" in text
         assert "| rope | 0.1 (90 %) | compiled 0.2 (45 %) |" in text and "| gemm | 700 |  |" in text
 
 
 def test_a_contestant_that_dies_says_why(tmp_path, monkeypatch):
     start = subprocess.Popen
     monkeypatch.setattr(
-        card.subprocess,
+        process.subprocess,
         "Popen",
         lambda cmd, **how: start([sys.executable, "-c", "import os; os.abort()"], **how),
     )
@@ -197,9 +268,10 @@ def test_what_follows_from_a_measured_step():
     }
     row |= derived_figures(row, shape, 989e12)
     assert row["tokens/s"] == pytest.approx(54613, rel=1e-3) and row["MFU"] == pytest.approx(0.576, abs=2e-3)
-    ours = {**row, "contestant": "ours", "ms": 300.0, "tokens/s": 2 * row["tokens/s"]}
+    ours = {**row, "contestant": "ours", "ms": 300.0}
+    ours |= derived_figures(ours, shape, 989e12)
     lost = {"model": "dense", "contestant": "x", "problem": "out of memory", "ms": None}
-    assert table_cells(row, {"dense": ours["tokens/s"]})["ours is"] == "2.00 x"
+    assert table_cells(row, {"dense": 2 * row["TFLOP/s"]}, {})["ours is"] == "2.00 x"
     text = make_table([ours, row, lost], {"card": "NVIDIA H200", "driver": "580", "torch": "2.11"})
     assert (
         "NVIDIA H200, driver 580, torch 2.11.0" in text

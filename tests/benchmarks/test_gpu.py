@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from benchmarks.gpu import Size, memory_cases, product_cases, table_row
+from benchmarks.gpu import table_row
+from benchmarks.gpu_case import Size
+from benchmarks.gpu_memory import memory_cases
+from benchmarks.gpu_products import product_cases
 from kernels import fp8_grouped, grouped_gemm, linear, newton_schulz, triton_
 
 TINY = Size(
