@@ -1,0 +1,267 @@
+"""Do the verbs of parallel/wire/comm.py work here, with every dtype? Over NCCL, or over gloo on a CPU.
+
+    python -m benchmarks.smoke_exchanges --device cuda --world 2 --rank 0 --meet FILE      one process a rank
+
+Each verb runs at once and, where comm.py can start it, started and awaited, with the clock that train.py
+uses; results are compared with what each rank must get. A world of one is no short cut here: its group says
+that its size is not 1 (Alone), so the exchange goes through the library. Rank 0 prints the rows.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parallel.wire import comm
+from parallel.wire.comm import Group
+from parallel.wire.world import World, join_alone, join_job, leave_job
+
+NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8)
+MOVED = (*NUMBERS, torch.int8, torch.bool)  # those that are sent, and not summed
+ROWS = 1000  # of a message: not a power of two
+WIDTH = 24
+TIMEOUT_S = 20.0
+
+
+class Alone(int):
+    """One, in arithmetic; not equal to one, and larger, where comm.py leaves a group of one rank out."""
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __gt__(self, other: int) -> bool:
+        return other <= 1
+
+    __hash__ = int.__hash__
+
+
+@dataclass(frozen=True)
+class OneRankGroup(Group):
+    """A group of one rank whose exchanges are real."""
+
+    @property
+    def size(self) -> int:
+        return Alone(1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a check runs."""
+
+    group: Group
+    device: torch.device
+
+    def message(self, rank: int, dtype: torch.dtype, parts: int = 1) -> Tensor:
+        """What `rank` sends: [parts * ROWS, WIDTH] of small numbers that all dtypes hold."""
+        count = torch.arange(parts * ROWS * WIDTH, device=self.device).view(-1, WIDTH)
+        return ((count + 5 * rank) % 7).to(dtype)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.group.ranks)
+
+    def messages(self, dtype: torch.dtype, parts: int = 1) -> list[Tensor]:
+        return [self.message(rank, dtype, parts) for rank in range(self.num_ranks)]
+
+
+Check = Callable[[Place, torch.dtype], tuple[Tensor, Tensor]]  # -> (got, expected)
+
+
+def own_part(x: Tensor, place: Place) -> Tensor:
+    return x[place.group.index * ROWS : (place.group.index + 1) * ROWS]
+
+
+def all_reduce(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    got = comm.all_reduce_sum(place.message(place.group.index, dtype), place.group)
+    return got, sum_of(place.messages(dtype))
+
+
+def started_all_reduce(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    got = comm.start_all_reduce(place.message(place.group.index, dtype), place.group).wait()
+    return got, sum_of(place.messages(dtype))
+
+
+def all_gather(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    got = comm.all_gather(place.message(place.group.index, dtype), place.group)
+    return got, torch.cat(place.messages(dtype))
+
+
+def started_all_gather(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    expected = torch.cat(place.messages(dtype))
+    message = place.message(place.group.index, dtype)
+    got = comm.start_all_gather(message, place.group, torch.zeros_like(expected)).wait()
+    return got, expected
+
+
+def reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    parts = place.num_ranks
+    got = comm.reduce_scatter(place.message(place.group.index, dtype, parts), place.group)
+    return got, own_part(sum_of(place.messages(dtype, parts)), place)
+
+
+def started_reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Into this rank's own part of the message, as ZeRO does it."""
+    parts = place.num_ranks
+    message = place.message(place.group.index, dtype, parts)
+    got = comm.start_reduce_scatter(message, place.group, own_part(message, place)).wait()
+    return got, own_part(sum_of(place.messages(dtype, parts)), place)
+
+
+def all_to_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    parts = place.num_ranks
+    message = place.message(place.group.index, dtype, parts)
+    got = comm.all_to_all(message.view(parts, ROWS, WIDTH), place.group)
+    expected = [own_part(message, place) for message in place.messages(dtype, parts)]
+    return got, torch.stack(expected)
+
+
+def started_all_to_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rank r sends 3 r + i + 1 rows to rank i."""
+    ranks = range(place.num_ranks)
+
+    def rows(source: int, target: int) -> int:
+        return 3 * source + target + 1
+
+    index = place.group.index
+    sent = [rows(index, target) for target in ranks]
+    received = [rows(source, index) for source in ranks]
+    got = comm.start_all_to_all(
+        place.message(index, dtype)[: sum(sent)], sent, received, place.group
+    ).wait()
+    expected = []
+    for source in ranks:
+        first = sum(rows(source, target) for target in range(index))
+        expected.append(place.message(source, dtype)[first : first + rows(source, index)])
+    return got, torch.cat(expected)
+
+
+def broadcast(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    last = place.num_ranks - 1
+    got = comm.broadcast(place.message(place.group.index, dtype), place.group, source=last)
+    return got, place.message(last, dtype)
+
+
+def transfers(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """To the next rank and from the one before, and back: two sends and two receives at once."""
+    index, size = place.group.index, place.num_ranks
+    after, before = (index + 1) % size, (index - 1) % size
+    message = place.message(index, dtype)
+    buffers = [torch.zeros_like(message) for _ in range(2)]
+    sends = [(message, after), (message[: ROWS // 2].contiguous(), before)]
+    receives = [(buffers[0], before), (buffers[1][: ROWS // 2], after)]
+    for transfer in comm.start_transfers(sends, receives, place.group):
+        transfer.wait()
+    expected = [place.message(before, dtype), place.message(after, dtype)]
+    expected[1][ROWS // 2 :] = 0
+    return torch.cat(buffers), torch.cat(expected)
+
+
+def largest(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    exchange = comm.all_reduce_max_float if dtype.is_floating_point else comm.all_reduce_max
+    got = exchange(place.message(place.group.index, dtype), place.group)
+    return got, torch.stack(place.messages(dtype)).amax(0)
+
+
+def objects(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Plain data of each rank, which travel on the host."""
+    got = comm.all_gather_objects({"rank": place.group.index}, place.group)
+    return torch.tensor([one["rank"] for one in got]), torch.arange(place.num_ranks)
+
+
+def sum_of(messages: list[Tensor]) -> Tensor:
+    return torch.stack(messages).sum(0).to(messages[0].dtype)
+
+
+CHECKS: dict[str, tuple[Check, tuple[torch.dtype, ...]]] = {
+    "all_reduce": (all_reduce, NUMBERS),
+    "all_reduce, started": (started_all_reduce, NUMBERS),
+    "all_gather": (all_gather, MOVED),
+    "all_gather, started": (started_all_gather, MOVED),
+    "reduce_scatter": (reduce_scatter, NUMBERS),
+    "reduce_scatter, started in place": (started_reduce_scatter, NUMBERS),
+    "all_to_all": (all_to_all, MOVED),
+    "all_to_all, started": (started_all_to_all, MOVED),
+    "broadcast": (broadcast, MOVED),
+    "sends and receives": (transfers, MOVED),
+    "largest": (largest, (torch.float64, torch.float32, torch.int64, torch.int32)),
+    "objects": (objects, (torch.int64,)),
+}
+NEEDS_A_PEER = {"cpu": {"sends and receives"}, "cuda": set()}  # gloo does not send to its own rank
+
+
+def run_checks(place: Place) -> None:
+    """Prints a row for each verb: the dtypes that came out right, and what went wrong with the others."""
+    for name, (check, dtypes) in CHECKS.items():
+        report(place, {"checking": name})
+        if place.num_ranks == 1 and name in NEEDS_A_PEER[place.device.type]:
+            report(place, {"row": name, "ok": None, "problem": "gloo does not send to its own rank"})
+            continue
+        right, wrong = [], []
+        for dtype in dtypes:
+            try:
+                place.group.ledger.clear()
+                got, expected = check(place, dtype)
+                assert place.group.ledger or name == "objects", "nothing was exchanged"
+                is_right = got.shape == expected.shape and torch.equal(got, expected)
+                (right if is_right else wrong).append(short(dtype) if is_right else f"{short(dtype)}: wrong")
+            except Exception as error:
+                traceback.print_exc()
+                wrong.append(f"{short(dtype)}: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+        row = {"row": name, "ok": not wrong, "right": right}
+        report(place, row | ({"problem": "; ".join(wrong)} if wrong else {}))
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def report(place: Place, message: dict) -> None:
+    if place.group.index == 0:
+        print(json.dumps(message), flush=True)
+
+
+def join(device: torch.device, rank: int, size: int, meet: str) -> Place:
+    """The whole job as a group. meet: a file through which the ranks find each other."""
+    if size == 1:
+        join_alone(device.type)
+        world = World(0, 1, device)
+        world.activity.timeout_s = TIMEOUT_S
+        group: Group = OneRankGroup("job", (0,), 0, activity=world.activity)
+    else:
+        world = join_job(device, rank, size, TIMEOUT_S, f"file://{meet}")
+        group = world.all_ranks()
+    if device.type == "cuda":
+        world.activity.clock.device = device
+    return Place(replace(group, ledger=Counter()), device)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.smoke_exchanges", description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--world", type=int, default=1)
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--meet", default="")
+    args = parser.parse_args(argv)
+
+    device = torch.device(args.device)
+    if args.device == "cuda":
+        device = torch.device("cuda", args.rank)
+        torch.cuda.set_device(device)
+    if args.rank == 0:
+        print(json.dumps({"checking": "joining"}), flush=True)
+    place = join(device, args.rank, args.world, args.meet)
+    run_checks(place)
+    report(place, {"checking": "leaving"})
+    leave_job()
+    report(place, {"complete": True})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,699 @@
+"""The families of kernels that benchmarks/smoke_kernels.py checks: {name: inputs -> (check's name, check)}.
+
+Inputs are made when a family comes to their check. A weight has the fp32 buffer that its gradient is added
+to, as in training, filled with START.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.gpu_case import Inputs
+from benchmarks.smoke_kernels import Check, Results, bound
+from kernels import (
+    adam,
+    attention,
+    cross_entropy,
+    embedding,
+    fp8,
+    fp8_gemm,
+    fp8_grouped,
+    grouped_gemm,
+    linear,
+    newton_schulz,
+    norm,
+    partial_attention,
+    permute,
+    rope,
+    swiglu,
+)
+from kernels.attention_mask import make_attention_mask
+from kernels.rounding import ElementIndex
+
+Checks = Iterator[tuple[str, Check]]
+Named = dict[str, Tensor]
+FP32, BF16 = torch.float32, torch.bfloat16
+EPS = 1e-5
+START = 1.0  # of a buffer for a weight's gradient
+
+
+def results_of(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    tensors: Named,
+    dys: tuple[Tensor, ...],
+    weights: tuple[str, ...] = (),
+) -> Results:
+    """The outputs y, y1, ... of function(**tensors), and the gradients of the tensors for dys.
+
+    weights: names of tensors that have a buffer for their gradient.
+    """
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
+    for name in weights:
+        leaves[name].main_grad = torch.full_like(leaves[name], START, dtype=FP32)  # type: ignore[attr-defined]
+    output = function(**leaves)
+    outputs = output if isinstance(output, tuple) else (output,)
+    torch.autograd.backward(outputs, dys)
+
+    results = {f"y{number or ''}": y.detach() for number, y in enumerate(outputs)}
+    for name, leaf in leaves.items():
+        grad = leaf.main_grad - START if name in weights else leaf.grad  # type: ignore[attr-defined]
+        if grad is not None:
+            results[f"d{name}"] = grad
+    return results
+
+
+def wide(tensors: Named) -> Named:
+    """The same numbers in fp32."""
+    return {name: tensor.float() for name, tensor in tensors.items()}
+
+
+def check_of(
+    ours: Callable[..., Tensor | tuple[Tensor, ...]],
+    definition: Callable[..., Tensor | tuple[Tensor, ...]],
+    tensors: Named,
+    dys: tuple[Tensor, ...],
+    bounds: dict[str, float],
+    weights: tuple[str, ...] = (),
+) -> Check:
+    """Forward and backward of two functions of the same tensors."""
+    wide_dys = tuple(dy.float() for dy in dys)
+    return Check(
+        ours=lambda: results_of(ours, tensors, dys, weights),
+        definition=lambda: results_of(definition, wide(tensors), wide_dys),
+        bounds=bounds,
+    )
+
+
+# ---- memory-bound kernels ----------------------------------------------------------------------------------
+
+
+def norms(inputs: Inputs) -> Checks:
+    """RMSNorm and LayerNorm, alone and after a residual, which is rounded once before the statistics."""
+    hidden, tokens = inputs.size.hidden, inputs.size.tokens
+    x, residual, dy, dtotal = (inputs.randn(tokens, hidden) for _ in range(4))
+    scale = {"weight": 1 + 0.1 * inputs.randn(hidden)}
+    shift = {"bias": 0.1 * inputs.randn(hidden)}
+    one, two = bound(BF16, 1), bound(BF16, 2)
+    summed, twice_summed = bound(BF16, 0, tokens), bound(BF16, 1, tokens)
+
+    def rms(x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, EPS)
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, EPS)
+
+    check = check_of(
+        lambda x, weight: norm.rms_norm(x, weight, EPS),
+        rms,
+        {"x": x, **scale},
+        (dy,),
+        {"y": one, "dx": one, "dweight": summed},
+        ("weight",),
+    )
+    yield "rms_norm", check
+
+    check = check_of(
+        lambda x, residual, weight: norm.add_rms_norm(x, residual, weight, EPS),
+        lambda x, residual, weight: (rms(x + residual, weight), x + residual),
+        {"x": x, "residual": residual, **scale},
+        (dy, dtotal),
+        {"y": two, "y1": one, "dx": two, "dresidual": two, "dweight": twice_summed},
+        ("weight",),
+    )
+    yield "rms_norm after a residual", check
+
+    check = check_of(
+        lambda x, weight, bias: norm.layer_norm(x, weight, bias, EPS),
+        layer,
+        {"x": x, **scale, **shift},
+        (dy,),
+        {"y": one, "dx": one, "dweight": summed, "dbias": summed},
+        ("weight", "bias"),
+    )
+    yield "layer_norm", check
+
+    check = check_of(
+        lambda x, residual, weight, bias: norm.add_layer_norm(x, residual, weight, bias, EPS),
+        lambda x, residual, weight, bias: (layer(x + residual, weight, bias), x + residual),
+        {"x": x, "residual": residual, **scale, **shift},
+        (dy, dtotal),
+        {"y": two, "y1": one, "dx": two, "dresidual": two, "dweight": twice_summed, "dbias": summed},
+        ("weight", "bias"),
+    )
+    yield "layer_norm after a residual", check
+
+    size = inputs.size
+    heads, dheads = (inputs.randn(size.batch, size.seq, size.heads, size.head_dim) for _ in range(2))
+    check = check_of(
+        lambda x, weight: norm.rms_norm(x, weight, EPS),
+        rms,
+        {"x": heads, "weight": 1 + 0.1 * inputs.randn(size.head_dim)},
+        (dheads,),
+        {"y": one, "dx": one, "dweight": bound(BF16, 0, tokens * size.heads)},
+        ("weight",),
+    )
+    yield "rms_norm of heads", check
+
+
+def ropes(inputs: Inputs) -> Checks:
+    """The merged projection, split and rotated, and one tensor of heads."""
+    size = inputs.size
+    positions = torch.arange(size.seq, device=inputs.device).expand(size.batch, -1)
+    frequencies = rope.frequencies(size.head_dim, 5e5).to(inputs.device)
+    cos, sin = rope.cos_sin_tables(positions, frequencies, BF16)
+    angles = positions[0][:, None, None] * frequencies  # [s, 1, d/2]
+    turns = torch.polar(torch.ones_like(angles), angles)
+
+    def rotated(x: Tensor) -> Tensor:
+        """Each pair of channels as a complex number, turned by its angle at the position."""
+        left, right = x.chunk(2, -1)
+        turned = torch.complex(left.double(), right.double()) * turns
+        return torch.cat((turned.real, turned.imag), -1).float()
+
+    def split(qkv: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.split((size.heads, size.kv, size.kv), 2)
+        return rotated(q), rotated(k), v
+
+    one = bound(BF16, 1)
+    heads = [size.heads, size.kv, size.kv]
+    qkv = inputs.randn(size.batch, size.seq, sum(heads), size.head_dim)
+    dq, dk, dv = (inputs.randn(size.batch, size.seq, n, size.head_dim) for n in heads)
+    check = check_of(
+        lambda qkv: rope.split_heads_and_apply_rope(qkv, cos, sin, size.heads, size.kv),
+        split,
+        {"qkv": qkv},
+        (dq, dk, dv),
+        {"y": one, "y1": one, "y2": 0.0, "dqkv": one},
+    )
+    yield "rope of a merged projection", check
+
+    dqkv = inputs.randn(size.batch, size.seq, sum(heads), size.head_dim)
+    wide_dqkv = tuple(dqkv.float().split(heads, 2))
+    check = Check(
+        ours=lambda: {"dqkv": rope.rope_backward(*dqkv.clone().split(heads, 2), cos, sin)},
+        definition=lambda: results_of(split, {"qkv": qkv.float()}, wide_dqkv),
+        bounds={"dqkv": one},
+    )
+    yield "rope, gradients side by side", check
+
+    check = check_of(
+        lambda x: rope.apply_rope(x, cos, sin), rotated, {"x": dq}, (dq,), {"y": one, "dx": one}
+    )
+    yield "rope of heads", check
+
+
+def activations(inputs: Inputs) -> Checks:
+    size = inputs.size
+    gate_up = inputs.randn(size.tokens, 2 * size.ffn)
+    dy = inputs.randn(size.tokens, size.ffn)
+    one = bound(BF16, 1)
+
+    def gated(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    check = check_of(swiglu.swiglu, gated, {"gate_up": gate_up}, (dy,), {"y": one, "dgate_up": one})
+    yield "swiglu", check
+
+    check = check_of(
+        swiglu.weighted_swiglu,
+        lambda gate_up, weight: gated(gate_up) * weight[:, None],
+        {"gate_up": gate_up, "weight": torch.rand(size.tokens, device=inputs.device)},
+        (dy,),
+        {"y": one, "dgate_up": one, "dweight": bound(BF16, 0, size.ffn)},
+    )
+    yield "swiglu with a router's weight", check
+
+    check = check_of(
+        swiglu.gelu,
+        lambda x: F.gelu(x, approximate="tanh"),
+        {"x": gate_up},
+        (gate_up,),
+        {"y": one, "dx": one},
+    )
+    yield "gelu", check
+
+
+def cross_entropies(inputs: Inputs) -> Checks:
+    """Logits are rounded, their gradient, and each product of it. Chunks are not all of one size."""
+    size = inputs.size
+    rows = size.rows
+    for vocab, padding in ((size.vocab, 0), (4 * size.vocab - 16, 64)):
+        hidden = inputs.randn(rows, size.hidden)
+        weight = inputs.randn(vocab, size.hidden) / math.sqrt(size.hidden)  # logits of about 1
+        targets = torch.randint(vocab - padding, (rows,), device=inputs.device)
+        targets[:: rows // 4] = cross_entropy.IGNORE_INDEX
+        scale = 1 / rows
+
+        def ours(hidden: Tensor, weight: Tensor) -> Tensor:
+            last = vocab - padding
+            chunk = rows // 3
+            return cross_entropy.linear_cross_entropy(hidden, weight, targets, scale, last, chunk=chunk)
+
+        def definition(hidden: Tensor, weight: Tensor) -> Tensor:
+            logits = hidden @ weight[: vocab - padding].t()
+            return F.cross_entropy(logits, targets, reduction="sum") * scale
+
+        check = check_of(
+            ours,
+            definition,
+            {"hidden": hidden, "weight": weight},
+            (torch.ones((), device=inputs.device),),
+            {"y": bound(BF16, 1), "dhidden": bound(BF16, 3), "dweight": bound(BF16, 2, rows)},
+            ("weight",),
+        )
+        yield f"cross entropy, vocabulary {vocab:,}, of which {padding} are padding", check
+
+
+def embeddings(inputs: Inputs) -> Checks:
+    """The gradient of a table: frequent ids have many rows to add."""
+    size = inputs.size
+    frequent = torch.randint(3, (size.batch, size.seq), device=inputs.device)
+    spread = torch.randint(size.vocab, (size.batch, size.seq), device=inputs.device)
+    ids = torch.where(torch.rand(size.batch, size.seq, device=inputs.device) < 0.5, frequent, spread)
+    check = check_of(
+        lambda weight: embedding.embedding(ids, weight),
+        lambda weight: F.embedding(ids, weight),
+        {"weight": inputs.randn(size.vocab, size.hidden)},
+        (inputs.randn(size.batch, size.seq, size.hidden),),
+        {"y": 0.0, "dweight": bound(BF16, 0, size.tokens)},
+        ("weight",),
+    )
+    yield "embedding", check
+
+
+def optimizers(inputs: Inputs) -> Checks:
+    """AdamW: a dozen operations in fp32, each rounded. States in bf16 go to one of the two neighbours."""
+    n, device = inputs.size.params - 13, inputs.device
+    param, grad, exp_avg = (torch.randn(n, device=device) for _ in range(3))
+    exp_avg_sq = torch.rand(n, device=device)
+    numbers = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "step": 7}
+    scale = torch.full((), 0.5, device=device)
+    is_good = torch.ones((), dtype=torch.bool, device=device)
+
+    def updated(states: Named, **options: object) -> Results:
+        states = {name: state.clone() for name, state in states.items()}
+        adam.adamw(*states.values(), **numbers, grad_scale=scale, is_good=is_good, **options)
+        return states
+
+    def definition(states: Named) -> Results:
+        """The update in fp64 (arXiv 1711.05101, algorithm 2)."""
+        weight, g, m, v = (state.double() for state in states.values())
+        g = g * 0.5
+        m = 0.9 * m + 0.1 * g
+        v = 0.95 * v + 0.05 * g * g
+        step = (m / (1 - 0.9**7)) / ((v / (1 - 0.95**7)).sqrt() + 1e-8)
+        weight = weight * (1 - 1e-2 * 0.1) - 1e-2 * step
+        return {"param": weight, "exp_avg": m, "exp_avg_sq": v, "copy": weight}
+
+    states = {"param": param, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    fp32 = bound(FP32, 12)
+
+    def with_copy() -> Results:
+        copy = torch.empty(n, dtype=BF16, device=device)
+        return {**updated(states, weight_copy=copy), "copy": copy}
+
+    bounds = {"param": fp32, "exp_avg": fp32, "exp_avg_sq": fp32, "copy": bound(BF16, 1)}
+    yield "adamw", Check(with_copy, lambda: definition(states), bounds)
+
+    narrow = {name: state if name == "grad" else state.bfloat16() for name, state in states.items()}
+    place = ElementIndex(salt=3, base=5, width=n, stride=n)
+    two = bound(BF16, 2)  # up or down
+    check = Check(
+        lambda: updated(narrow, element_index=place),
+        lambda: definition(narrow),
+        {"param": two, "exp_avg": two, "exp_avg_sq": two},
+    )
+    yield "adamw, states in bf16", check
+
+
+def permutations(inputs: Inputs) -> Checks:
+    """Rows of a mixture by expert and back to their tokens; with slots that have no row, as after a drop."""
+    size, device = inputs.size, inputs.device
+    for drops in (False, True):
+        num_slots = size.tokens * size.top_k
+        num_rows = num_slots - num_slots // 10 if drops else num_slots
+        order = torch.randperm(num_slots, device=device)[:num_rows]  # the slot of each row
+        source = order // size.top_k
+        slots = torch.full((num_slots,), -1, device=device)
+        slots[order] = torch.arange(num_rows, device=device)
+        slots = slots.view(size.tokens, size.top_k)
+
+        def unpermuted(rows: Tensor) -> Tensor:
+            zeros = torch.zeros(size.tokens, rows.shape[1], device=device)
+            return zeros.index_add(0, source, rows)
+
+        x, dx = (inputs.randn(size.tokens, size.hidden) for _ in range(2))
+        rows, drows = (inputs.randn(num_rows, size.hidden) for _ in range(2))
+        one = bound(BF16, 1)
+        suffix = ", some without a row" if drops else ""
+        check = check_of(
+            lambda x: permute.permute(x, source, slots, not drops),
+            lambda x: x[source],
+            {"x": x},
+            (drows,),
+            {"y": 0.0, "dx": one},
+        )
+        yield f"permute{suffix}", check
+
+        check = check_of(
+            lambda rows: permute.unpermute(rows, source, slots, not drops),
+            unpermuted,
+            {"rows": rows},
+            (dx,),
+            {"y": one, "drows": 0.0},
+        )
+        yield f"unpermute{suffix}", check
+
+
+# ---- matrix products ---------------------------------------------------------------------------------------
+
+
+def linears(inputs: Inputs) -> Checks:
+    """A linear layer as it runs here, and the weight gradient by each of the ways that a GPU has."""
+    size = inputs.size
+    x, dy = inputs.randn(size.tokens, size.hidden), inputs.randn(size.tokens, size.ffn)
+    weight = inputs.randn(size.ffn, size.hidden)
+    summed = bound(BF16, 0, size.tokens)
+    check = check_of(
+        linear.linear,
+        F.linear,
+        {"x": x, "weight": weight},
+        (dy,),
+        {"y": bound(BF16, 1, size.hidden), "dx": bound(BF16, 1, size.ffn), "dweight": summed},
+        ("weight",),
+    )
+    yield "linear", check
+
+    ways = {"weight gradient, own kernel": linear.launch_wgrad}
+    if inputs.device.type == "cuda":
+        ways["weight gradient, NVIDIA's library"] = linear.add_by_library
+    for name, add in ways.items():
+
+        def added(add=add) -> Results:
+            into = torch.full((size.ffn, size.hidden), START, device=inputs.device)
+            return {"dweight": add(into, dy, x) - START}
+
+        yield name, Check(added, lambda: {"dweight": dy.float().t() @ x.float()}, {"dweight": summed})
+
+
+def symmetric_products(inputs: Inputs) -> Checks:
+    """Of Muon's Newton-Schulz iteration: x x^T, and with a matrix that is added."""
+    size = inputs.size
+    x = inputs.randn(size.hidden, size.ffn)
+    gram = (x @ x.t()) / size.ffn
+    bounds = {"y": bound(BF16, 1, size.ffn)}
+
+    def definition(scale: float, add: Tensor | None, beta: float) -> Results:
+        product = scale * (x.float() @ x.float().t())
+        return {"y": product if add is None else product + beta * add.float()}
+
+    for name, args in {"x x^T": (1.0, None, 0.0), "c x x^T + b a": (0.5, gram, -2.0)}.items():
+        check = Check(
+            lambda args=args: {"y": newton_schulz.symmetric_product(x, *args)},
+            lambda args=args: definition(*args),
+            bounds,
+        )
+        yield f"symmetric product, {name}", check
+
+
+def expert_counts(inputs: Inputs) -> list[int]:
+    """Rows of each expert: of all sizes, the second has none."""
+    size = inputs.size
+    num_rows = size.tokens * size.top_k
+    shares = torch.arange(1, size.experts + 1, dtype=torch.float64) ** 2
+    shares[1] = 0
+    counts = (shares / shares.sum() * num_rows).floor().to(torch.int64)
+    counts[-1] += num_rows - int(counts.sum())
+    return counts.tolist()
+
+
+def expert_products(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    """x [m, n], weight [experts * o, n] -> [m, o]: one product after another."""
+    experts = weight.view(len(counts), -1, x.shape[1])
+    parts = [rows @ expert.t() for rows, expert in zip(x.split(counts), experts)]
+    return torch.cat(parts)
+
+
+def grouped_products(inputs: Inputs) -> Checks:
+    """Products of a mixture, whose experts have unequal numbers of rows; the host knows them, or not."""
+    size = inputs.size
+    counts = expert_counts(inputs)
+    gate_up = 2 * size.expert_ffn
+    tensors = {
+        "x": inputs.randn(sum(counts), size.hidden),
+        "weight": inputs.randn(size.experts * gate_up, size.hidden),
+    }
+    dy = inputs.randn(sum(counts), gate_up)
+    bounds = {
+        "y": bound(BF16, 1, size.hidden),
+        "dx": bound(BF16, 1, gate_up),
+        "dweight": bound(BF16, 0, max(counts)),
+    }
+    on_device = torch.tensor(counts, device=inputs.device)
+    for name, known in {"rows known": counts, "rows on the device": on_device}.items():
+        check = check_of(
+            lambda x, weight, known=known: grouped_gemm.grouped_linear(x, weight, known),
+            lambda x, weight: expert_products(x, weight, counts),
+            tensors,
+            (dy,),
+            bounds,
+            ("weight",),
+        )
+        yield f"grouped products, {name}", check
+
+
+# ---- fp8 ---------------------------------------------------------------------------------------------------
+# u: 2^-4 of e4m3, 2^-3 of e5m2. Sums of products of 8-bit numbers keep 14 bits on Hopper (arXiv 2412.19437,
+# 3.3.2): each step of 32 columns may cut 2^-13.
+
+SUM_BITS = 2.0**-13
+SUM_COLUMNS = 32
+
+
+def fp8_casts(inputs: Inputs) -> Checks:
+    """Each kind of scales, of a matrix and its transposed view, with the definition's bits."""
+    x = inputs.randn(inputs.size.tokens, inputs.size.hidden)
+    for kind in fp8.SCALE_KINDS:
+        for dtype in (fp8.E4M3, fp8.E5M2):
+            for view in ("", " transposed"):
+                matrix = x.t() if view else x
+
+                def ours(matrix=matrix, kind=kind, dtype=dtype) -> Results:
+                    q, scale = fp8.quantize(matrix, kind, dtype)
+                    return {"x": fp8.dequantize(q, scale, kind), "q": q.view(torch.uint8), "scale": scale}
+
+                def definition(matrix=matrix, kind=kind, dtype=dtype) -> Results:
+                    q, scale = fp8.quantize_reference(matrix, kind, dtype)
+                    return {"x": matrix.float(), "q": q.view(torch.uint8), "scale": scale}
+
+                bounds = {"x": bound(dtype, 1), "q": 0.0, "scale": 0.0}
+                name = str(dtype).removeprefix("torch.float8_")
+                yield f"fp8 {name}, a scale a {kind}{view}", Check(ours, definition, bounds)
+
+
+def fp8_bound(columns: int, step: int) -> float:
+    """Of a product with an output in bf16, whose tensor cores sum `step` columns before fp32 does."""
+    return bound(BF16, 1, columns) + min(columns, step) / SUM_COLUMNS * SUM_BITS
+
+
+def fp8_products(inputs: Inputs) -> Checks:
+    """Products of quantized operands, beside those of the numbers that they stand for."""
+    size = inputs.size
+    x, weight = inputs.randn(size.tokens, size.hidden), inputs.randn(size.ffn, size.hidden)
+    side = fp8.BLOCK_SIDE
+    kinds = {"tensor": ("tensor", "tensor"), "row": ("row", "row"), "block": ("group", "block")}
+    for name, (kind, weight_kind) in kinds.items():
+        for dtype in (fp8.E4M3, fp8.E5M2):
+            a = fp8_gemm.quantize_operand(x, kind, dtype, side)
+            b = fp8_gemm.quantize_operand(weight, weight_kind, fp8.E4M3, side)
+            is_fast = name != "block" and dtype == fp8.E4M3 and inputs.device.type == "cuda"
+            step = size.hidden if is_fast else fp8_gemm.STEP
+
+            def definition(a=a, b=b) -> Results:
+                return {"y": a.dequantized() @ b.dequantized().t()}
+
+            def added(a=a, b=b) -> Results:
+                into = torch.full((size.tokens, size.ffn), START, device=inputs.device)
+                return {"y": fp8_gemm.add_scaled_product(into, a, b, BF16) - START}
+
+            check = Check(
+                lambda a=a, b=b: {"y": fp8_gemm.scaled_product(a, b, BF16)},
+                definition,
+                {"y": fp8_bound(size.hidden, step)},
+            )
+            dtype_name = str(dtype).removeprefix("torch.float8_")
+            yield f"fp8 product, {dtype_name}, a scale a {name}", check
+
+            sums = min(size.hidden, fp8_gemm.STEP) / SUM_COLUMNS * SUM_BITS
+            check = Check(added, definition, {"y": bound(FP32, 4, size.hidden) + sums})
+            yield f"fp8 product added to fp32, {dtype_name}, a scale a {name}", check
+
+
+def fp8_grouped_products(inputs: Inputs) -> Checks:
+    size = inputs.size
+    counts = expert_counts(inputs)
+    offsets = grouped_gemm.offsets_of(counts, inputs.device)
+    x = inputs.randn(sum(counts), size.hidden)
+    weight = inputs.randn(size.experts, 2 * size.expert_ffn, size.hidden)
+    for recipe, (kind, weight_kind, _) in fp8_grouped.RECIPES.items():
+        a = fp8_gemm.quantize_operand(x, kind, fp8.E4M3, fp8.BLOCK_SIDE)
+        b = fp8_grouped.quantized_experts(weight, weight_kind, fp8.BLOCK_SIDE)
+
+        def ours(a=a, b=b) -> Results:
+            return {"y": fp8_grouped.grouped_product(a, b, offsets, size.experts, BF16)}
+
+        def definition(a=a, b=b) -> Results:
+            return {"y": expert_products(a.dequantized(), b.dequantized(), counts)}
+
+        bounds = {"y": fp8_bound(size.hidden, fp8_grouped.STEP)}
+        yield f"fp8 grouped product, {recipe}", Check(ours, definition, bounds)
+
+
+# ---- attention ---------------------------------------------------------------------------------------------
+
+
+def attention_checks(
+    inputs: Inputs,
+    name: str,
+    *,
+    kv: int,
+    qk_dim: int,
+    value_dim: int,
+    window: int | None = None,
+    documents: bool = False,
+    kinds: tuple[str, ...] = ("triton",),
+) -> Checks:
+    """Attention by each of `kinds`. Probabilities, their gradients and outputs are rounded."""
+    size, device = inputs.size, inputs.device
+    b, s, h = size.batch, size.seq, size.heads
+    q, k = inputs.randn(b, s, h, qk_dim), inputs.randn(b, s, kv, qk_dim)
+    v, dy = inputs.randn(b, s, kv, value_dim), inputs.randn(b, s, h, value_dim)
+
+    # the mask, and which keys a query sees by its definition
+    docs = None
+    places = torch.arange(s, device=device)
+    sees = (places[:, None] >= places)[None].repeat(b, 1, 1)  # [b, s, s]
+    if window is not None:
+        sees &= places[:, None] - places < window
+    if documents:
+        starts = torch.rand(b, s, device=device) < 8 / s  # of about eight documents, which begin anywhere
+        docs = starts.cumsum(1).to(torch.int32)
+        sees &= docs[:, :, None] == docs[:, None]
+    mask = make_attention_mask(0, s, 0, s, window, docs, device)
+
+    def definition() -> Results:
+        """Sequence by sequence: all scores at once would not fit."""
+        parts = []
+        for row in range(b):
+            here = slice(row, row + 1)
+            one = {"q": q[here].float(), "k": k[here].float(), "v": v[here].float()}
+
+            def sdpa(q: Tensor, k: Tensor, v: Tensor, row=row) -> Tensor:
+                q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+                k, v = (x.repeat_interleave(h // kv, 1) for x in (k, v))
+                with sdpa_kernel([SDPBackend.MATH]):
+                    return F.scaled_dot_product_attention(q, k, v, sees[row]).transpose(1, 2)
+
+            parts.append(results_of(sdpa, one, (dy[here].float(),)))
+        return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+    two, three = bound(BF16, 2, s), bound(BF16, 3, s)
+    bounds = {"y": two, "dq": three, "dk": three, "dv": three}
+    for kind in kinds:
+        check = Check(
+            ours=lambda kind=kind: results_of(
+                lambda q, k, v: attention.attention(q, k, v, mask, kind), {"q": q, "k": k, "v": v}, (dy,)
+            ),
+            definition=definition,
+            bounds=bounds,
+        )
+        yield f"attention, {name}, {kind}", check
+
+
+def plain_attention(inputs: Inputs) -> Checks:
+    size, d = inputs.size, inputs.size.head_dim
+    kinds = ("triton", "auto") if inputs.device.type == "cuda" else ("triton",)
+    yield from attention_checks(inputs, "causal", kv=size.heads, qk_dim=d, value_dim=d, kinds=kinds)
+
+
+def grouped_attention(inputs: Inputs) -> Checks:
+    size, d = inputs.size, inputs.size.head_dim
+    kinds = ("triton", "auto") if inputs.device.type == "cuda" else ("triton",)
+    yield from attention_checks(inputs, "grouped queries", kv=size.kv, qk_dim=d, value_dim=d, kinds=kinds)
+    yield from attention_checks(inputs, "half the head dim", kv=size.kv, qk_dim=d // 2, value_dim=d // 2)
+
+
+def masked_attention(inputs: Inputs) -> Checks:
+    size, d = inputs.size, inputs.size.head_dim
+    window = size.seq // 4 - 3
+    yield from attention_checks(inputs, "window", kv=size.kv, qk_dim=d, value_dim=d, window=window)
+    yield from attention_checks(inputs, "documents", kv=size.kv, qk_dim=d, value_dim=d, documents=True)
+
+
+def latent_attention(inputs: Inputs) -> Checks:
+    size, d = inputs.size, inputs.size.head_dim
+    wide_dim = d + d // 2
+    yield from attention_checks(inputs, "latent", kv=size.heads, qk_dim=wide_dim, value_dim=d)
+    yield from attention_checks(inputs, "twice the head dim", kv=size.kv, qk_dim=2 * d, value_dim=2 * d)
+
+
+def parts_of_attention(inputs: Inputs) -> Checks:
+    """Attention over two parts of the keys, merged as a ring does it, and the logsumexp."""
+    size, device = inputs.size, inputs.device
+    b, s, h, d = size.batch, size.seq, size.heads, size.head_dim
+    half = s // 2
+    q = inputs.randn(b, half, h, d)  # the second half of the queries
+    k, v = (inputs.randn(b, s, size.kv, d) for _ in range(2))
+
+    def ours() -> Results:
+        first = make_attention_mask(half, half, 0, half, None, None, device)
+        second = make_attention_mask(half, half, half, half, None, None, device)
+        out, lse = partial_attention.attention_part(q, k[:, :half], v[:, :half], first)
+        other, other_lse = partial_attention.attention_part(q, k[:, half:], v[:, half:], second)
+        lse = lse.contiguous()
+        partial_attention.merge_partial(out, lse, other, other_lse)
+        return {"y": out, "lse": lse}
+
+    def definition() -> Results:
+        places = torch.arange(s, device=device)
+        sees = places[half:, None] >= places
+        outs, sums = [], []
+        for row in range(b):
+            keys, values = (x[row].float().repeat_interleave(h // size.kv, 1) for x in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", q[row].float(), keys) / math.sqrt(d)
+            scores = scores.masked_fill(~sees, -math.inf)
+            outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+            sums.append(scores.logsumexp(-1).t())
+        return {"y": torch.stack(outs), "lse": torch.stack(sums)}
+
+    yield (
+        "attention in two parts, merged",
+        Check(ours, definition, {"y": bound(BF16, 1, s), "lse": bound(FP32, 4, s)}),
+    )
+
+
+FAMILIES: dict[str, Callable[[Inputs], Checks]] = {
+    "attention": plain_attention,
+    "attention-grouped": grouped_attention,
+    "attention-masked": masked_attention,
+    "attention-latent": latent_attention,
+    "attention-parts": parts_of_attention,
+    "linear": linears,
+    "grouped": grouped_products,
+    "cross-entropy": cross_entropies,
+    "norm": norms,
+    "rope": ropes,
+    "activation": activations,
+    "adamw": optimizers,
+    "embedding": embeddings,
+    "permute": permutations,
+    "fp8-product": fp8_products,
+    "fp8-grouped": fp8_grouped_products,
+    "fp8-cast": fp8_casts,
+    "symmetric": symmetric_products,
+}
