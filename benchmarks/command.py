@@ -7,6 +7,8 @@
         the same of a mixture
     python -m scripts.bench step --device cuda [--minutes 9] [--table FILE]
         the large models on one GPU, each contestant with a time limit
+    python -m scripts.bench smoke --device cuda [--minutes 9.5] [--out FOLDER]
+        what may be wrong on a GPU: kernels, small models, train.py, exchanges, contestants, tests
     python -m scripts.bench kernels [--dtype bf16] [--device cuda]
         each kernel beside the plain torch operations
     python -m scripts.bench data
@@ -28,9 +30,9 @@ import argparse
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
-from benchmarks import card, data, kernels, race, shape
+from benchmarks import card, data, kernels, race, shape, smoke
 
-COMMANDS = {"step": race.main, "kernels": kernels.main, "data": data.main}
+COMMANDS = {"step": race.main, "kernels": kernels.main, "data": data.main, "smoke": smoke.main}
 
 
 def main(argv: list[str]) -> int:
@@ -70,6 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
         default="all",
         help="of --device cuda: products and attention, or the kernels that are bound by memory",
     )
+
+    add_smoke_options(commands.add_parser("smoke", help="the first ten minutes with a GPU: what is wrong?"))
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 
@@ -137,3 +141,15 @@ def add_gpu_step_options(step: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--table", default="", help="of --device cuda: the file of the Markdown table, which is printed too"
     )
+
+
+def add_smoke_options(smoke: argparse.ArgumentParser) -> None:
+    smoke.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    smoke.add_argument("--tiny", action="store_true", help="a rehearsal at tiny sizes, for --device cpu")
+    smoke.add_argument("--minutes", type=float, default=9.5, help="when to be done")
+    smoke.add_argument("--only", default="", help="phases, or PHASE/TASK, separated by commas")
+    smoke.add_argument("--site", default="", help="a folder with the peers' packages")
+    smoke.add_argument("--out", default="runs/bench/smoke", help="the folder of results")
+    smoke.add_argument("--jobs", type=int, default=0, help="processes beside each other; 0: by the cores")

@@ -3,13 +3,14 @@
     python -m benchmarks.smoke_models NAME --device cuda --folder FOLDER      benchmarks/smoke.py runs it
 
 train.py's own command runs three times: with the kernels, with the torch references in their place, and with
-the references in fp32. Compared are the loss and the gradient norm of each step, as metrics.jsonl has them.
+the references in fp32. Compared are the loss and the gradient norm of each step, as metrics.jsonl has them,
+and the gradient of each parameter in the first and the last step.
 
-The bound of a step is the larger of two:
+A bound is the larger of two:
 
-    4 * the largest distance of the reference in bf16 (or fp8) from fp32, over the steps: what the dtype does
-        to this model. Two runs that round apart are twice as far from each other as one is from fp32, and the
-        largest of five distances is known to a factor of two.
+    4 * the distance of the reference in bf16 (or fp8) from fp32: what the dtype does to this model. Two runs
+        that round apart are twice as far from each other as one is from fp32, and a kernel may round twice as
+        often as its reference. Of losses and norms it is the largest distance over the steps.
     u * the value: bf16's unit roundoff, a single rounding of the result
 """
 
@@ -18,30 +19,35 @@ import json
 import shlex
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 import config
 import train
-from build import with_vocab
+from build import TrainingRun, with_vocab
 from config import ConfigError
 from data.loader import open_loader
 from kernels import triton_
+from parallel.sharding.views import boxes_of
+from runtime import setup
 
 STEPS = 5
 TINY_STEPS = 2
 SLACK = 4
 BF16_ROUNDOFF = torch.finfo(torch.bfloat16).eps / 2
+TINY_NORM = 1e-30  # of a gradient that is zero: an expert without tokens
 COMPARED = ("loss", "grad_norm")
 
 COMMON = """--log.every 1 --eval.batches 1 --eval.sample 0 --checkpoint.resume none --optim.warmup 1"""
-LARGE = """--model.layers 4 --model.hidden 1024 --model.vocab 32000 --train.seq_len 1024 --train.micro_batch 2
+LARGE = """--model.layers 4 --model.hidden 1024 --model.vocab 8192 --train.seq_len 1024 --train.micro_batch 2
     --train.global_batch 4"""
-TINY = """--model.layers 2 --model.hidden 32 --train.seq_len 16 --train.micro_batch 1 --train.global_batch 1
-    --train.fp8_keep 0"""
+TINY = """--model.layers 2 --model.hidden 64 --train.seq_len 16 --train.micro_batch 1 --train.global_batch 1
+    --train.fp8_keep 0 --train.fp8_block 32"""
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class SmallModel:
 
     recipe: str = "llama3-tiny"
     large: str = "--model.heads 8 --model.kv_heads 4 --model.ffn 2816"
-    tiny: str = "--model.heads 2 --model.kv_heads 1 --model.ffn 48"
+    tiny: str = "--model.heads 2 --model.kv_heads 1 --model.ffn 64"
     args: str = ""
     numerics: str = "--train.dtype bf16"
 
@@ -60,7 +66,7 @@ def in_fp8(recipe: str) -> str:
 
 
 QWEN = "--model.heads 8 --model.kv_heads 4 --model.head_dim 128 --model.ffn 2816"
-TINY_QWEN = "--model.heads 2 --model.kv_heads 1 --model.head_dim 16 --model.ffn 48"
+TINY_QWEN = "--model.heads 2 --model.kv_heads 1 --model.head_dim 16 --model.ffn 64"
 LATENT = """--model.heads 8 --model.ffn 2816 --model.kv_rank 256 --model.q_rank 384 --model.nope_dim 128
     --model.rope_dim 64 --model.v_dim 128 --model.moe_ffn 512"""
 TINY_LATENT = """--model.heads 2 --model.ffn 48 --model.kv_rank 16 --model.q_rank 24 --model.nope_dim 16
@@ -81,7 +87,10 @@ MODELS = {
     "mla": SmallModel("deepseek-v3-tiny", LATENT, TINY_LATENT),
     "fp8-tensorwise": SmallModel(numerics=in_fp8("tensorwise")),
     "fp8-rowwise": SmallModel(numerics=in_fp8("rowwise")),
-    "fp8-blockwise": SmallModel(numerics=in_fp8("blockwise")),
+    "fp8-blockwise": SmallModel(
+        tiny="--model.heads 2 --model.kv_heads 1 --model.ffn 64 --train.seq_len 32",
+        numerics=in_fp8("blockwise"),
+    ),
     "graphs": SmallModel(args="--train.cuda_graphs true"),
     "qk-norm": SmallModel("qwen3-tiny", QWEN, TINY_QWEN),
     "window": SmallModel("mistral-tiny", args="--model.window 200"),
@@ -107,36 +116,89 @@ def command_line(model: SmallModel, device: str, is_tiny: bool, *, in_fp32: bool
     keys = dict(zip(words[::2], words[1::2], strict=True))
     if "fp8 " not in numerics:
         keys.pop("--train.fp8_keep", None)
+    if "blockwise" not in numerics:
+        keys.pop("--train.fp8_block", None)
     keys |= {"--train.device": device, "--train.steps": str(steps)}
     return [model.recipe, *(word for pair in keys.items() for word in pair)]
 
 
-def steps_of(argv: list[str], folder: Path, name: str) -> dict[str, list[float]]:
-    """Trains, and returns what is compared of each step."""
-    code = train.main([*argv, "--log.dir", str(folder), "--log.name", name])
+# ---- one run -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainedSteps:
+    """figures: {loss or grad_norm: its value in each step}. gradients: {parameter and step: its gradient}."""
+
+    figures: dict[str, list[float]]
+    gradients: dict[str, Tensor]
+
+
+class GradientRecorder:
+    """Looks on at the points where faults are injected (runtime/faults.py), and keeps gradients."""
+
+    def __init__(self, steps: tuple[int, ...]) -> None:
+        self.steps = steps
+        self.run: TrainingRun | None = None
+        self.gradients: dict[str, Tensor] = {}
+
+    def observe(self, point: str, step: int = 0, **seen: Any) -> None:
+        """Of the points, it needs that where the run is built, and that where gradients are complete."""
+        if point == "run.built":
+            self.run = seen["run"]
+        if point == "step.backward" and step in self.steps and self.run is not None:
+            for bucket in self.run.buckets:
+                for box, part in boxes_of(bucket, bucket.grads.local):
+                    self.gradients[f"gradient of {box.key} in step {step}"] = part.float().cpu().clone()
+
+
+def steps_of(argv: list[str], folder: Path, name: str, num_steps: int) -> TrainedSteps:
+    """Trains, and returns what is compared."""
+    recorder = GradientRecorder((1, num_steps))
+    make_injector = setup.fault_injector
+    setup.fault_injector = lambda *_: recorder.observe
+    try:
+        code = train.main([*argv, "--log.dir", str(folder), "--log.name", name])
+    finally:
+        setup.fault_injector = make_injector
     assert code == 0, f"train.py ended with exit code {code}"
+
     lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "loss" in line]
-    return {key: [step[key] for step in steps] for key in COMPARED}
+    return TrainedSteps({key: [step[key] for step in steps] for key in COMPARED}, recorder.gradients)
 
 
-def compare(
-    kernels: dict[str, list[float]], reference: dict[str, list[float]], wide: dict[str, list[float]]
-) -> dict:
-    """A row: the value of a step that is nearest to its bound, or above it; all distances with it."""
-    rows: list[dict] = []
-    for key in COMPARED:
-        dtype_distance = max(map(distance, reference[key], wide[key]))
-        for step, (got, want) in enumerate(zip(kernels[key], reference[key], strict=True), 1):
-            bound = max(SLACK * dtype_distance, BF16_ROUNDOFF * abs(want))
-            error = distance(got, want)
-            name = f"{key.replace('_', ' ')} of step {step}"
-            rows.append({"result": name, "error": error / abs(want), "bound": bound / abs(want)})
+# ---- the comparison ----------------------------------------------------------------------------------------
+
+
+def compare(kernels: TrainedSteps, reference: TrainedSteps, wide: TrainedSteps) -> dict:
+    """A row: the value that is nearest to its bound, or above it; and the figures of both."""
+    rows = [*figure_rows(kernels, reference, wide), *gradient_rows(kernels, reference, wide)]
     worst = max(rows, key=lambda row: row["error"] / row["bound"])
-    row = {"ok": worst["error"] <= worst["bound"], **worst, "kernels": kernels, "reference": reference}
-    if kernels == reference:
+    figures = {"kernels": kernels.figures, "reference": reference.figures}
+    row = {"ok": worst["error"] <= worst["bound"], **worst, **figures}
+    same = all(torch.equal(kernels.gradients[key], reference.gradients[key]) for key in reference.gradients)
+    if same and kernels.figures == reference.figures:
         row |= {"ok": False, "problem": "the same bits as the reference: the kernels did not run"}
     return row
+
+
+def figure_rows(kernels: TrainedSteps, reference: TrainedSteps, wide: TrainedSteps) -> Iterator[dict]:
+    for key in COMPARED:
+        ours, theirs = kernels.figures[key], reference.figures[key]
+        dtype_distance = max(map(distance, theirs, wide.figures[key]))
+        for step, (got, want) in enumerate(zip(ours, theirs, strict=True), 1):
+            bound = max(SLACK * dtype_distance, BF16_ROUNDOFF * abs(want))
+            name = f"{key.replace('_', ' ')} of step {step}"
+            yield {"result": name, "error": distance(got, want) / abs(want), "bound": bound / abs(want)}
+
+
+def gradient_rows(kernels: TrainedSteps, reference: TrainedSteps, wide: TrainedSteps) -> Iterator[dict]:
+    for name, theirs in reference.gradients.items():
+        ours = kernels.gradients[name]
+        size = max(float(theirs.norm()), TINY_NORM)
+        dtype_distance = float((theirs - wide.gradients[name]).norm()) / size
+        bound = max(SLACK * dtype_distance, BF16_ROUNDOFF)
+        yield {"result": name, "error": distance_of(ours, theirs) / size, "bound": bound}
 
 
 def distance(a: float, b: float) -> float:
@@ -145,19 +207,26 @@ def distance(a: float, b: float) -> float:
     return float("inf") if difference != difference else difference
 
 
+def distance_of(a: Tensor, b: Tensor) -> float:
+    """||a - b||; infinite where it is no number."""
+    return distance(float((a - b).norm()), 0.0)
+
+
 def check_model(name: str, device: str, is_tiny: bool, folder: Path) -> dict:
     """Trains a model three times -> its row. Raises ConfigError where this machine does not take it."""
-    model = MODELS[name]
+    num_steps = TINY_STEPS if is_tiny else STEPS
+    as_users_do = command_line(MODELS[name], device, is_tiny, in_fp32=False)
+    in_fp32 = command_line(MODELS[name], device, is_tiny, in_fp32=True)
     devices = triton_.DEVICES
     notes: list[str] = []
     triton_.print_once = notes.append
-    with_kernels = steps_of(command_line(model, device, is_tiny, in_fp32=False), folder, f"{name}-kernels")
+    with_kernels = steps_of(as_users_do, folder, f"{name}-kernels", num_steps)
     fallbacks = [note for note in notes if "instead" in note]
 
     triton_.DEVICES = ()
     try:
-        reference = steps_of(command_line(model, device, is_tiny, in_fp32=False), folder, f"{name}-reference")
-        wide = steps_of(command_line(model, device, is_tiny, in_fp32=True), folder, f"{name}-fp32")
+        reference = steps_of(as_users_do, folder, f"{name}-reference", num_steps)
+        wide = steps_of(in_fp32, folder, f"{name}-fp32", num_steps)
     finally:
         triton_.DEVICES = devices
     row = compare(with_kernels, reference, wide)
