@@ -14,23 +14,8 @@ torch.compile when their own time begins. Ours runs the dense model first and la
 the difference is the noise. "ours is" compares the model's FLOPs a second, so a contestant that fits fewer
 layers of the 8B model (its row says how many) is compared all the same.
 
-The run of ten minutes, on a machine without a network (Python 3.12, torch 2.11, one H200). What travels there
-is what git tracks and the ignored folder peers/, which has to be named and must not be a link; the first line
-of a run says how large both are. Beforehand, on a machine with a network, download the peers' wheels to
-peers/wheels of the checkout, 45 MiB in all, and a prebuilt extension of Transformer Engine to peers/:
-
-    pip download --no-deps --only-binary=:all: --python-version 3.12 -d peers/wheels megatron-core==0.19.2 \\
-        transformer-engine==2.20.2 transformer-engine-cu13==2.20.2 torchtitan==0.2.2 liger-kernel==0.8.5 \\
-        torchdata torchao tyro docstring_parser datasets dill multiprocess pydantic pydantic-core \\
-        annotated-types typing-inspection nvdlfw-inspect
-
-Then, on the GPU machine (SITE=/tmp/site; results under $OUT), first what may be wrong (benchmarks/smoke.py),
-then the race:
-
-    pip install -q --no-index --no-deps --no-compile --target $SITE peers/wheels/*.whl; cp peers/*.so $SITE/
-    python -m scripts.bench smoke --device cuda --minutes 9.5 --site $SITE --out $OUT/smoke
-    python -m scripts.bench step --device cuda --minutes 9.5 --site $SITE --out $OUT/step.jsonl \\
-        --table $OUT/step.md
+What travels to a machine without a network, and how the peers' packages get there: docs/benchmarks.md. First
+what may be wrong (benchmarks/smoke.py), then the race.
 
 MFU: model FLOPs (plan/count.py: causal attention once and within documents, a mixture's active experts, no
 padding) over 989 TFLOP/s dense bf16.

@@ -51,16 +51,17 @@ def results_of(
 
     weights: names of tensors that have a buffer for their gradient.
     """
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in tensors.items()}
-    for name in weights:
-        leaves[name].main_grad = torch.full_like(leaves[name], START, dtype=FP32)  # type: ignore[attr-defined]
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+    buffers = {name: torch.full_like(tensors[name], START, dtype=FP32) for name in weights}
+    for name, buffer in buffers.items():
+        setattr(leaves[name], "main_grad", buffer)
     output = function(**leaves)
     outputs = output if isinstance(output, tuple) else (output,)
     torch.autograd.backward(outputs, dys)
 
     results = {f"y{number or ''}": y.detach() for number, y in enumerate(outputs)}
     for name, leaf in leaves.items():
-        grad = leaf.main_grad - START if name in weights else leaf.grad  # type: ignore[attr-defined]
+        grad = buffers[name] - START if name in buffers else leaf.grad
         if grad is not None:
             results[f"d{name}"] = grad
     return results
@@ -241,21 +242,18 @@ def activations(inputs: Inputs) -> Checks:
 def cross_entropies(inputs: Inputs) -> Checks:
     """Logits are rounded, their gradient, and each product of it. Chunks are not all of one size."""
     size = inputs.size
-    rows = size.rows
-    for vocab, padding in ((size.vocab, 0), (4 * size.vocab - 16, 64)):
+    for vocab, padding, rows in ((size.vocab, 0, size.rows), (4 * size.vocab - 16, 64, size.rows // 4)):
         hidden = inputs.randn(rows, size.hidden)
         weight = inputs.randn(vocab, size.hidden) / math.sqrt(size.hidden)  # logits of about 1
         targets = torch.randint(vocab - padding, (rows,), device=inputs.device)
         targets[:: rows // 4] = cross_entropy.IGNORE_INDEX
-        scale = 1 / rows
+        last, scale, chunk = vocab - padding, 1 / rows, rows // 3
 
         def ours(hidden: Tensor, weight: Tensor) -> Tensor:
-            last = vocab - padding
-            chunk = rows // 3
             return cross_entropy.linear_cross_entropy(hidden, weight, targets, scale, last, chunk=chunk)
 
         def definition(hidden: Tensor, weight: Tensor) -> Tensor:
-            logits = hidden @ weight[: vocab - padding].t()
+            logits = hidden @ weight[:last].t()
             return F.cross_entropy(logits, targets, reduction="sum") * scale
 
         check = check_of(
@@ -611,6 +609,7 @@ def attention_checks(
             ),
             definition=definition,
             bounds=bounds,
+            is_ours=kind == "triton",
         )
         yield f"attention, {name}, {kind}", check
 

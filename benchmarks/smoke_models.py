@@ -49,13 +49,15 @@ LARGE = """--model.layers 4 --model.hidden 1024 --model.vocab 8192 --train.seq_l
 TINY = """--model.layers 2 --model.hidden 64 --train.seq_len 16 --train.micro_batch 1 --train.global_batch 1
     --train.fp8_keep 0 --train.fp8_block 32"""
 
+LLAMA = "--model.heads 8 --model.kv_heads 4 --model.ffn 2816"
+
 
 @dataclass(frozen=True)
 class SmallModel:
     """recipe, and what differs from it. numerics: keys of the dtype, which the run in fp32 does not have."""
 
     recipe: str = "llama3-tiny"
-    large: str = "--model.heads 8 --model.kv_heads 4 --model.ffn 2816"
+    large: str = LLAMA
     tiny: str = "--model.heads 2 --model.kv_heads 1 --model.ffn 64"
     args: str = ""
     numerics: str = "--train.dtype bf16"
@@ -80,7 +82,7 @@ MIXTURE = SmallModel(
 MODELS = {
     "dense": SmallModel(),
     "documents": SmallModel(
-        large="--model.heads 8 --model.kv_heads 4 --model.ffn 2816 --train.seq_len 4096",
+        large=LLAMA + " --train.seq_len 2048 --train.micro_batch 1",
         args="--data.doc_mask true",
     ),
     "moe": MIXTURE,

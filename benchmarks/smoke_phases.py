@@ -58,8 +58,9 @@ class SmokeRun:
         name = [module] if interpreter else ["-m", module]
         return [sys.executable, *interpreter, *name, *args, "--device", self.device, *tiny]
 
-    def env(self) -> dict[str, str]:
-        env = card.environment_of("ours", self.site)
+    def env(self, flags: str = "") -> dict[str, str]:
+        """flags: "graphs" where a step is recorded."""
+        env = card.environment_of(f"ours+{flags}", self.site)
         return env if self.device == "cuda" else env | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
     def memory_share(self) -> list[str]:
@@ -99,7 +100,7 @@ def models(run: SmokeRun, seconds_left: SecondsLeft) -> Rows:
         if run.takes("models", name):
             folder = ["--folder", str(run.scratch)]
             command = run.command("benchmarks.smoke_models", name, *folder, *run.memory_share())
-            tasks.append(Task(name, command, run.env(), seconds_left()))
+            tasks.append(Task(name, command, run.env(name), seconds_left()))
     yield from rows_of_tasks(tasks, run.jobs, seconds_left)
 
 
