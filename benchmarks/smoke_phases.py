@@ -28,7 +28,8 @@ TEST_TIMEOUT_S = 60
 TESTS = ("tests/kernels", "tests/runtime/test_graphs.py")
 TINY_TESTS = ("tests/kernels/test_jit.py",)
 SLOWEST_STEPS = 3  # first steps of train.py, which compile, are not in its tokens/s
-ABSENT = ("not installed", "needs a GPU", "no attention over packed")  # of a contestant that cannot be here
+# of a contestant that cannot be here
+ABSENT = ("not installed", "needs a GPU", "has no graphs", "no attention over packed")
 
 
 @dataclass(frozen=True)
