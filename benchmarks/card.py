@@ -236,12 +236,17 @@ def chosen_entries(shapes: Mapping[str, Shape], args: argparse.Namespace) -> lis
 def describe_machine(device: str) -> tuple[dict[str, str], int]:
     """Returns {card, driver, torch} and the bytes of the device's memory.
 
-    It asks nvidia-smi: a CUDA context would take some of the memory.
+    It asks nvidia-smi: a CUDA context would take some of the memory. Raises ConfigError without a GPU.
     """
     if device == "cpu":
         return {"card": f"CPU ({platform.machine()})", "driver": "", "torch": torch.__version__}, 2**31
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader,nounits"]
-    output = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    try:
+        output = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    except (FileNotFoundError, subprocess.CalledProcessError) as error:
+        raise config.ConfigError(
+            "--device cuda: nvidia-smi finds no GPU here; a rehearsal is --device cpu --tiny"
+        ) from error
     name, driver, mebibytes = (part.strip() for part in output.splitlines()[0].split(","))
     return {"card": name, "driver": driver, "torch": torch.__version__}, int(mebibytes) * 2**20
 

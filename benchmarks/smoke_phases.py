@@ -29,7 +29,7 @@ TESTS = ("tests/kernels", "tests/runtime/test_graphs.py")
 TINY_TESTS = ("tests/kernels/test_jit.py",)
 SLOWEST_STEPS = 3  # first steps of train.py, which compile, are not in its tokens/s
 # of a contestant that cannot be here
-ABSENT = ("not installed", "needs a GPU", "has no graphs", "no attention over packed")
+ABSENT = ("not installed", "needs a GPU", "has no graphs", "has no fp8", "no attention over packed")
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PEERS = "peers"  # the ignored folder that travels with the tracked files
+MADE = (PEERS, "runs", "out", "wandb", "__pycache__")  # folders that git ignores
 MOST_BYTES = 64 << 20  # what a machine takes that is reached by copies alone
 PEER_PACKAGES = ("torchtitan", "megatron-core", "transformer-engine", "liger-kernel")
 MISSING = "they are rows without a number; docs/benchmarks.md says how to bring them (--site)"
 
 
 def tracked_files(root: Path = ROOT) -> list[Path]:
-    """The files that git tracks, and those that it neither tracks nor ignores. Without git: all of them."""
+    """The files that git tracks, and those that it neither tracks nor ignores.
+
+    Without a repository: all but those of MADE and of hidden folders.
+    """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
         found = subprocess.run(command, cwd=root, capture_output=True, check=True).stdout.decode()
     except (FileNotFoundError, subprocess.CalledProcessError):
-        return [path for path in files_below(root) if PEERS not in path.relative_to(root).parts]
+        return [path for path in files_below(root) if not is_made(path.relative_to(root))]
     paths = [root / name for name in found.split("\0") if name]
     return [path for path in paths if path.is_file()]
+
+
+def is_made(path: Path) -> bool:
+    """Whether programs made the file, or it is a peer's. path: from the root."""
+    return any(part in MADE or part.startswith(".") for part in path.parts[:-1])
 
 
 def files_below(folder: Path) -> list[Path]:

@@ -105,6 +105,8 @@ def test_what_travels_is_small_enough():
 
 def test_the_size_of_what_travels_is_said(tmp_path):
     (tmp_path / "peers").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "large.pt").write_bytes(b"1" * 2**20)
     (tmp_path / "x.py").write_bytes(b"1" * 2**20)
     assert travel.travel_line(tmp_path) == "travels: 1.0 MiB of files and 0.0 MiB of peers/; fits 64 MiB"
     with (tmp_path / "peers" / "large.whl").open("wb") as file:
@@ -334,6 +336,14 @@ def test_a_run_that_is_killed_leaves_its_table(tmp_path):
 def test_an_unknown_phase_is_one_line(tmp_path):
     end = bench(ROOT, "smoke", "--device", "cpu", "--tiny", "--only", "kernel", "--out", tmp_path)
     assert end.returncode == 2 and end.stderr.startswith("error: --only kernel: no such phase; of imports, ")
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU")
+@pytest.mark.parametrize("command", ["smoke", "step"])
+def test_no_gpu_is_one_line(tmp_path, command):
+    end = bench(ROOT, command, "--device", "cuda", "--out", tmp_path / "out")
+    assert end.returncode == 2
+    assert "error: --device cuda: nvidia-smi finds no GPU here; a rehearsal is --device cpu" in end.stderr
 
 
 # ---- exchanges and tests -----------------------------------------------------------------------------------
