@@ -8,10 +8,14 @@ Blocks are those of DeepSeek-V3 (arXiv 2412.19437).
 
 This is computed in fp32, and each operation rounds once: so for finite inputs the torch definition and the
 Triton kernel give the same bits. An element that is not finite is never hidden: it is NaN in q, or its scale
-is infinite. fp64 is quantized to the same 8 bits with scales in fp64, for the proofs of scripts.verify. A
-transposed view is read without a copy, and its q is contiguous: that is how the operands of a weight gradient
-are quantized, whose rows run along the tokens.
+is infinite. fp64 is quantized to the same 8 bits with scales in fp64, for the proofs of scripts.verify.
+
+A product reads its operands along the summed dim, so a matrix that takes part in two products is needed in
+both directions: x for y and for dW, dy for dx and dW, W for y and dx. quantize_pair reads it once and writes
+it and its transpose, each with scales of its own.
 """
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,9 +31,25 @@ MIN_ABSOLUTE_MAXIMUM = 2.0**-100
 BLOCK_SIDE = 128  # elements of a group, and rows and columns of a block
 # what shares a scale: the tensor, a row, `side` columns of a row, a square of `side` rows and columns
 SCALE_KINDS = ("tensor", "row", "group", "block")
-TILE = 4096  # elements that a program casts at a time
+TILE = 4096  # elements that a program casts at a time, if it writes no transpose
+PAIR = 64, BLOCK_SIDE  # rows and columns that a program casts if it writes a transpose
 MAX_ROW = 1 << 15  # columns that one program keeps in registers
 PROGRAMS = 4  # programs a multiprocessor, for the largest element of a tensor
+MAX_PARTS = 1024  # parts of the largest element that a cast reads itself
+STRIP = 64  # rows of which one program finds the largest elements, and BLOCK_SIDE columns at a time
+
+
+class Maxima(NamedTuple):
+    """max |x| for each scale of a matrix [m, n] and of its transpose; None: the cast finds it itself.
+
+    rows: [m, 1], columns: [n, 1] (row). Of a tensor both are the same: any number of numbers, whose maximum
+    it is.
+    """
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+
+Quantized = tuple[Tensor, Tensor]  # q and its scales, as quantize returns them
 
 
 def quantize(
@@ -42,12 +62,47 @@ def quantize(
     """x [m, n] -> q [m, n] in dtype, and its scales in fp32 (fp64 for fp64).
 
     kind: one of SCALE_KINDS; group suits activations, block weights. The scales are [1, 1] (tensor), [m, 1]
-    (row), [m, n/side] (group) or [m/side, n/side] (block), where the sizes are rounded up.
-    largest: max |x| for each scale, in the shape of the scales, if it is known: x may be a part of a larger
-    tensor that shares the scales.
+    (row), [m, n/side] (group) or [m/side, n/side] (block), where the sizes are rounded up. Scales of groups
+    may lie column by column in memory, as a product reads them.
+    largest: max |x| for each scale, as in Maxima, if it is known: x may be a part of a larger tensor that
+    shares the scales. A transposed view is read without a copy, and its q is contiguous.
     """
     cast = launch_quantize if triton_fits(x, kind, side) else quantize_reference
     return cast(x, kind, dtype, side, largest)
+
+
+def quantize_pair(
+    x: Tensor,
+    kind: str,
+    dtype: torch.dtype = E4M3,
+    side: int = BLOCK_SIDE,
+    maxima: Maxima = Maxima(),
+) -> tuple[Quantized, Quantized]:
+    """quantize(x) and quantize(x.t()), from one read of x [m, n].
+
+    x may also be several matrices [e, m, n]. They are quantized below each other, [e m, n] and [e n, m], and
+    the scales of kind tensor are one a matrix, [e, 1]. maxima: those of a tensor are [e, parts] then.
+    """
+    stacked = x if x.dim() == 3 else x[None]
+    fits = triton_fits(x, kind, side) and stacked.stride(2) == 1
+    cast = launch_quantize_pair if fits else quantize_pair_reference
+    return cast(stacked, kind, dtype, side, maxima)
+
+
+def find_maxima(x: Tensor, kind: str, *, both: bool) -> Maxima:
+    """The maxima of a matrix [m, n], from one read; none for groups and blocks, whose casts find theirs.
+
+    both: the columns' as well, for the transpose.
+    """
+    if kind == "tensor":
+        largest = absolute_maximum_in_parts(x)
+        return Maxima(largest, largest)
+    if kind != "row":
+        return Maxima()
+    if triton_fits(x, kind, BLOCK_SIDE) and x.stride(1) == 1:
+        return launch_maxima(x[None])
+    columns = absolute_maximum(x.t(), kind) if both else None
+    return Maxima(absolute_maximum(x, kind), columns)
 
 
 def dequantize(
@@ -66,6 +121,7 @@ def block_shape(kind: str, shape: torch.Size, side: int) -> tuple[int, int]:
     """Number of rows and columns that share a scale."""
     shapes = {
         "tensor": (shape[0], shape[1]),
+        "matrix": (side, shape[1]),  # of several matrices below each other, each of `side` rows
         "row": (1, shape[1]),
         "group": (1, side),
         "block": (side, side),
@@ -86,9 +142,6 @@ def expand_scale(scale: Tensor, shape: torch.Size, kind: str, side: int = BLOCK_
 
 def absolute_maximum(x: Tensor, kind: str, side: int = BLOCK_SIDE) -> Tensor:
     """max |x| for each scale, in the shape of the scales, in fp32 or fp64."""
-    if kind == "tensor" and triton_fits(x, kind, side):
-        return launch_absolute_maximum(x).amax().view(1, 1)
-
     dtype = accumulation_dtype(x.dtype)
     if kind in ("tensor", "row"):
         dim = None if kind == "tensor" else 1
@@ -112,11 +165,33 @@ def quantize_reference(
     """The definition of quantize, bit for bit."""
     if largest is None:
         largest = absolute_maximum(x, kind, side)
+    elif kind == "tensor":
+        largest = largest.amax().view(1, 1)
     inverse = inverse_scale(largest, dtype)
     inverses = expand_scale(inverse, x.shape, kind, side)  # [m, n]
     scaled = x.to(accumulation_dtype(x.dtype)) * inverses
     q = scaled.clamp_(-MAX_VALUE[dtype], MAX_VALUE[dtype])
     return q.to(dtype).contiguous(), 1 / inverse
+
+
+def quantize_pair_reference(
+    x: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    side: int = BLOCK_SIDE,
+    maxima: Maxima = Maxima(),
+) -> tuple[Quantized, Quantized]:
+    """The definition of quantize_pair, for x [e, m, n]."""
+    def stacked(matrices: Tensor, largest: Tensor | None) -> Quantized:
+        count, rows, _ = matrices.shape
+        below = matrices.reshape(count * rows, -1)
+        if kind != "tensor":
+            return quantize_reference(below, kind, dtype, side, largest)
+        if largest is not None:
+            largest = largest.view(count, -1).amax(1, keepdim=True)
+        return quantize_reference(below, "matrix", dtype, rows, largest)
+
+    return stacked(x, maxima.rows), stacked(x.transpose(1, 2), maxima.columns)
 
 
 def inverse_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
@@ -128,48 +203,105 @@ def inverse_scale(largest: Tensor, dtype: torch.dtype) -> Tensor:
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
+def scale_and_cast(
+    x, largest,
+    FLOOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    DTYPE: tl.constexpr,
+) -> "tuple[tl.tensor, tl.tensor]":
+    """x in 8 bits and its scales, from the largest elements: one number, or a shape that broadcasts to x's.
+
+    FLOOR: the least that counts as the largest of what shares a scale. LARGEST: the largest number of DTYPE.
+    """
+    inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
+    q = tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    return q.to(DTYPE), tl.div_rn(1.0, inverse)
+
+
+@triton.jit
 def cast_kernel(
-    X, Q, SCALE, INVERSE, m, n, x_row, x_column, blocks,
-    PER_ROW: tl.constexpr,
+    X, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK, m, n, parts, x_matrix, x_row, x_column,
+    KIND: tl.constexpr,
     GIVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BACK: tl.constexpr,
     FLOOR: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
-    """Casts one tile X [ROWS, COLUMNS]. Its rows have a scale each (PER_ROW), or all of it has one.
+    """Casts one tile [ROWS, COLUMNS] of one matrix X [m, n], read once, into Q (AHEAD) and its transpose
+    Q_BACK [n, m] (BACK).
 
-    GIVEN: INVERSE has the inverse scale of each row, or of the tensor. Else the tile computes its scales.
-    x_row, x_column: strides of X; Q is contiguous. blocks: number of tiles side by side.
-    FLOOR: the least number that counts as the largest of a tile. LARGEST: the largest number of Q's dtype.
+    Programs: tiles down, tiles across, matrices, which lie below each other in Q, Q_BACK and the scales.
+    KIND: tensor and (GIVEN) row take the largest elements from MAXIMA and MAXIMA_BACK: [parts] a matrix,
+    [m] and [n] numbers. Else the tile finds its own: one a row and one a column (row, group), or one for all
+    (block).
+    SCALE: one number a matrix (tensor), [m] (row), [tiles across, m] (group), [tiles down, tiles across]
+    (block); SCALE_BACK: the same of the transpose. x_matrix, x_row, x_column: strides of X.
     """
-    rows = block_range(tl.program_id(0).to(tl.int64), ROWS)
-    columns = block_range(tl.program_id(1), COLUMNS)
-    inside = inside_matrix(rows, columns, m, n)
-    offsets = tile_offsets(rows, columns, n)  # in Q
-    pointers = X + rows[:, None] * x_row + columns[None, :] * x_column
-    x = load_fp32(pointers, inside)  # [ROWS, COLUMNS]
+    down = tl.program_id(0)
+    across = tl.program_id(1)
+    tiles_down = tl.num_programs(0)
+    tiles_across = tl.num_programs(1)
+    matrix = tl.program_id(2).to(tl.int64)
+    rows = block_range(down.to(tl.int64), ROWS)
+    columns = block_range(across, COLUMNS)
+    first_row = matrix * m  # in Q; the first column is in Q_BACK
+    first_column = matrix * n
+    pointers = X + matrix * x_matrix + rows[:, None] * x_row + columns[None, :] * x_column
+    x = load_fp32(pointers, inside_matrix(rows, columns, m, n))  # [ROWS, COLUMNS]
+    DTYPE: tl.constexpr = Q.dtype.element_ty
 
-    # the inverse scales
-    if GIVEN and PER_ROW:
-        inverse = tl.load(INVERSE + rows, rows < m, 1.0)[:, None]
-    elif GIVEN:
-        inverse = tl.load(INVERSE)
-    elif PER_ROW:
-        largest = tl.max(tl.abs(x), 1)
-        inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))  # [ROWS]
-        scale_pointers = SCALE + rows * blocks + tl.program_id(1)
-        tl.store(scale_pointers, tl.div_rn(1.0, inverse), rows < m)
-        inverse = inverse[:, None]
+    # one scale: both directions have the same numbers
+    if KIND == "tensor" or KIND == "block":
+        if KIND == "tensor":
+            part = tl.arange(0, PARTS)
+            largest = tl.max(tl.load(MAXIMA + matrix * parts + part, part < parts, 0.0), 0)
+            place = matrix
+            place_back = matrix
+            is_first = (down == 0) & (across == 0)
+        else:
+            largest = tl.max(tl.max(tl.abs(x), 1), 0)
+            place = (matrix * tiles_down + down) * tiles_across + across
+            place_back = (matrix * tiles_across + across) * tiles_down + down
+            is_first = True
+        ahead, scale = scale_and_cast(x, largest, FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE)
+        back = ahead
+        if AHEAD:
+            tl.store(SCALE + place, scale, is_first)
+        if BACK:
+            tl.store(SCALE_BACK + place_back, scale, is_first)
+
+    # a scale a row for Q, and one a column for its transpose
     else:
-        largest = tl.max(tl.max(tl.abs(x), 1), 0)
-        inverse = tl.div_rn(LARGEST, tl.maximum(largest, FLOOR))
-        scale_pointer = SCALE + tl.program_id(0) * blocks + tl.program_id(1)
-        tl.store(scale_pointer, tl.div_rn(1.0, inverse))
+        if AHEAD:
+            if GIVEN:
+                largest = tl.load(MAXIMA + first_row + rows, rows < m, 0.0)
+            else:
+                largest = tl.max(tl.abs(x), 1)
+            ahead, scale = scale_and_cast(x, largest[:, None], FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE)
+            is_stored = (rows < m) & ((across == 0) | (KIND == "group"))
+            scale_pointers = SCALE + across * m + first_row + rows
+            tl.store(scale_pointers[:, None], scale, is_stored[:, None])
+        if BACK:
+            if GIVEN:
+                largest_back = tl.load(MAXIMA_BACK + first_column + columns, columns < n, 0.0)
+            else:
+                largest_back = tl.max(tl.abs(x), 0)
+            back, scale_back = scale_and_cast(x, largest_back[None, :], FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE)
+            is_stored_back = (columns < n) & ((down == 0) | (KIND == "group"))
+            scale_back_pointers = SCALE_BACK + down * n + first_column + columns
+            tl.store(scale_back_pointers[None, :], scale_back, is_stored_back[None, :])
 
     # the elements
-    q = tl.clamp(x * inverse, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(Q + offsets, q, inside)
+    if AHEAD:
+        q_pointers = Q + tile_offsets(first_row + rows, columns, n)
+        tl.store(q_pointers, ahead, inside_matrix(rows, columns, m, n))
+    if BACK:
+        back_pointers = Q_BACK + tile_offsets(first_column + columns, rows, m)
+        tl.store(back_pointers, tl.trans(back), inside_matrix(columns, rows, n, m))
 
 
 @triton.jit
@@ -184,6 +316,24 @@ def largest_kernel(X, LARGEST, n, BLOCK: tl.constexpr):
     tl.store(LARGEST + tl.program_id(0), tl.max(largest, 0))
 
 
+@triton.jit
+def maxima_kernel(X, OF_ROWS, OF_COLUMNS, m, n, x_matrix, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """max |x| of each row of one matrix X [m, n], OF_ROWS [m], and of each column in one strip of ROWS rows,
+    OF_COLUMNS [strips, n]. Programs: strips, matrices."""
+    strip = tl.program_id(0).to(tl.int64)
+    matrix = tl.program_id(1).to(tl.int64)
+    rows = block_range(strip, ROWS)
+    first_of_columns = (matrix * tl.num_programs(0) + strip) * n
+    largest = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, n, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        inside = inside_matrix(rows, columns, m, n)
+        x = tl.abs(load_fp32(X + matrix * x_matrix + tile_offsets(rows, columns, x_row), inside))
+        largest = tl.maximum(largest, tl.max(x, 1))
+        tl.store(OF_COLUMNS + first_of_columns + columns, tl.max(x, 0), columns < n)
+    tl.store(OF_ROWS + matrix * m + rows, largest, rows < m)
+
+
 def triton_fits(x: Tensor, kind: str, side: int) -> bool:
     """Whether the kernels quantize x."""
     why = None
@@ -196,13 +346,27 @@ def triton_fits(x: Tensor, kind: str, side: int) -> bool:
     return x.numel() > 0 and kernel_is_available("fp8 quantization", x, why=why)
 
 
-def launch_absolute_maximum(x: Tensor) -> Tensor:
-    """max |x| of the parts of x that each program reads: [programs], fp32. x: dense, in any order."""
+def absolute_maximum_in_parts(x: Tensor) -> Tensor:
+    """max |x| of the parts of x that each program reads; elsewhere that of x, [1, 1]. x: dense, in any order."""
+    if not triton_fits(x, "tensor", BLOCK_SIDE):
+        return absolute_maximum(x, "tensor")
     flat = x if x.is_contiguous() else x.t().contiguous()  # no copy of a transposed view
     programs = min(PROGRAMS * num_processors(x.device), ceil_div(x.numel(), TILE))
     largest = x.new_empty(programs, dtype=torch.float32)
     largest_kernel[(programs,)](flat, largest, x.numel(), BLOCK=TILE, num_warps=8)
     return largest
+
+
+def launch_maxima(x: Tensor) -> Maxima:
+    """The maxima of rows and columns of x [e, m, n], whose rows are dense: [e m, 1] and [e n, 1]."""
+    count, m, n = x.shape
+    strips = ceil_div(m, STRIP)
+    rows = x.new_empty(count * m, 1, dtype=torch.float32)
+    columns = x.new_empty(count, strips, n, dtype=torch.float32)
+    maxima_kernel[(strips, count)](
+        x, rows, columns, m, n, x.stride(0), x.stride(1), ROWS=STRIP, COLUMNS=BLOCK_SIDE, num_warps=8
+    )
+    return Maxima(rows, columns.amax(1).view(count * n, 1))
 
 
 def launch_quantize(
@@ -211,43 +375,119 @@ def launch_quantize(
     dtype: torch.dtype,
     side: int = BLOCK_SIDE,
     largest: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Quantized:
     """As quantize_reference."""
     m, n = x.shape
-    per_row = kind in ("row", "group")
-    is_transposed = x.stride(1) != 1  # such a view is read in narrow tiles
+    assert largest is None or kind in ("tensor", "row"), "a block's largest element is found beside its cast"
+    if x.stride(1) != 1 and x.stride(0) == 1:  # a transposed view
+        base = x.t()
+        if largest is None:
+            largest = find_maxima(base, kind, both=True).columns
+        _, quantized = launch_cast(base[None], kind, dtype, side, Maxima(columns=largest), ahead=False)
+        return quantized
 
     # a tile computes its scales, unless they need elements of other tiles
-    row_is_split = kind == "row" and (is_transposed or n > MAX_ROW)
-    if largest is None and (kind == "tensor" or row_is_split):
-        largest = absolute_maximum(x, kind, side)
-    assert largest is None or kind in ("tensor", "row"), "a block's largest element is found beside its cast"
+    if largest is None and (kind == "tensor" or (kind == "row" and n > MAX_ROW)):
+        largest = find_maxima(x, kind, both=False).rows
+    quantized, _ = launch_cast(x[None], kind, dtype, side, Maxima(rows=largest), back=False)
+    return quantized
 
-    # the tiles
+
+def launch_quantize_pair(
+    x: Tensor, kind: str, dtype: torch.dtype, side: int = BLOCK_SIDE, maxima: Maxima = Maxima()
+) -> tuple[Quantized, Quantized]:
+    """As quantize_pair_reference."""
+    if maxima.rows is None:
+        maxima = maxima_of_matrices(x, kind)
+    return launch_cast(x, kind, dtype, side, maxima)
+
+
+def maxima_of_matrices(x: Tensor, kind: str) -> Maxima:
+    """find_maxima of x [e, m, n]. Of a tensor: [e, parts]; of rows and columns: [e m, 1] and [e n, 1]."""
+    if kind == "row":
+        return launch_maxima(x)
+    if kind == "tensor" and len(x) > 1:
+        largest = torch.linalg.vector_norm(x, float("inf"), (1, 2), dtype=torch.float32)  # makes no copy of x
+        return Maxima(largest[:, None], largest[:, None])
+    return find_maxima(x[0], kind, both=True)
+
+
+def launch_cast(
+    x: Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    side: int,
+    maxima: Maxima,
+    *,
+    ahead: bool = True,
+    back: bool = True,
+) -> tuple[Quantized, Quantized]:
+    """x [e, m, n] -> itself (ahead) and its transposes (back) in 8 bits; what is not asked for is empty."""
+    count, m, n = x.shape
+    given = maxima.rows if ahead else maxima.columns
+
+    # the tiles: with transposes so high that these are written in runs of 64 bytes or more
     if kind in ("group", "block"):
-        columns = side
-    elif is_transposed:
-        columns = BLOCK_SIDE
+        rows, columns = side, side
+        if kind == "group" and not back:
+            rows = max(1, TILE // side)
+    elif back:
+        rows, columns = PAIR
     else:
-        columns = min(power_of_2(n), TILE if largest is not None else MAX_ROW)
-    rows = side if kind == "block" else max(1, TILE // columns)
-    grid = ceil_div(m, rows), ceil_div(n, columns)
+        columns = min(power_of_2(n), TILE if given is not None else MAX_ROW)
+        rows = max(1, TILE // columns)
+    grid = ceil_div(m, rows), ceil_div(n, columns), count
 
-    if largest is not None:
-        inverse = inverse_scale(largest, dtype)
-        scale = 1 / inverse
-    else:
-        scale = x.new_empty(m if per_row else grid[0], grid[1], dtype=torch.float32)
-        inverse = scale  # not read
-    q = torch.empty(m, n, dtype=dtype, device=x.device)
+    # the results, and a tensor's largest element in few enough parts
+    parts = 1
+    if kind == "tensor":
+        assert given is not None, "the largest element of a tensor is found before its cast"
+        given = given.view(count, -1)
+        if given.shape[1] > MAX_PARTS:
+            given = given.amax(1, keepdim=True)
+        parts = given.shape[1]
+        maxima = Maxima(given, given)
+    quantized = empty_result(x, kind, dtype, side, is_written=ahead)
+    transposed = empty_result(x.transpose(1, 2), kind, dtype, side, is_written=back)
     cast_kernel[grid](
-        x, q, scale, inverse, m, n, x.stride(0), x.stride(1), grid[1],
-        PER_ROW=per_row,
-        GIVEN=largest is not None,
+        x, *quantized, or_else(maxima.rows, x), *transposed, or_else(maxima.columns, x), m, n, parts,
+        x.stride(0), x.stride(1), x.stride(2),
+        KIND=kind,
+        GIVEN=given is not None,
+        AHEAD=ahead,
+        BACK=back,
         FLOOR=MIN_ABSOLUTE_MAXIMUM,
         LARGEST=MAX_VALUE[dtype],
         ROWS=rows,
         COLUMNS=columns,
-        num_warps=16 if columns > 8192 else 8,
+        PARTS=power_of_2(parts),
+        num_warps=cast_warps(rows, columns),
     )
-    return q, scale
+    if kind == "group":  # stored column by column
+        return (quantized[0], quantized[1].t()), (transposed[0], transposed[1].t())
+    return quantized, transposed
+
+
+def cast_warps(rows: int, columns: int) -> int:
+    """Of a tile: so many that its elements fit the registers of the threads."""
+    return 16 if rows * columns > 8192 else 8
+
+
+def empty_result(x: Tensor, kind: str, dtype: torch.dtype, side: int, is_written: bool) -> Quantized:
+    """Tensors for what cast_kernel writes of x [e, m, n]; of no size if it writes nothing."""
+    count, m, n = x.shape
+    if not is_written:
+        return x.new_empty(0, dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
+    shapes = {
+        "tensor": (count, 1),
+        "row": (count * m, 1),
+        "group": (ceil_div(n, side), m),
+        "block": (count * ceil_div(m, side), ceil_div(n, side)),
+    }
+    q = x.new_empty(count * m, n, dtype=dtype)
+    return q, x.new_empty(shapes[kind], dtype=torch.float32)
+
+
+def or_else(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """A pointer for an argument that the kernel does not read."""
+    return other if tensor is None else tensor

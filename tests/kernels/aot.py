@@ -209,20 +209,24 @@ def scaled_grouped(shared: int, gradient: str = "fp8e4nv") -> Case:
     )
 
 
-def cast(per_row: bool, given: bool, rows: int, columns: int, near: str = "x_column") -> Case:
-    """near: the dimension along which x lies, whose stride is 1."""
+def cast(kind: str, rows: int, columns: int, *, ahead: bool = True, back: bool = False) -> Case:
+    """x lies along its columns."""
     constants = {
-        "PER_ROW": per_row,
-        "GIVEN": given,
+        "KIND": kind,
+        "GIVEN": kind == "tensor" or (kind == "row" and back),
+        "AHEAD": ahead,
+        "BACK": back,
         "FLOOR": fp8.MIN_ABSOLUTE_MAXIMUM,
         "LARGEST": 448.0,
         "ROWS": rows,
         "COLUMNS": columns,
-        near: 1,
-        "num_warps": 8,
+        "PARTS": 1024 if kind == "tensor" else 1,
+        "x_column": 1,
+        "num_warps": fp8.cast_warps(rows, columns),
     }
+    types = {name: "*fp32" for name in ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK")}
     return Case(
-        fp8.cast_kernel, constants, {"Q": "*fp8e4nv", "SCALE": "*fp32", "INVERSE": "*fp32"}, chips=TMA
+        fp8.cast_kernel, constants, {**types, "Q": "*fp8e4nv", "Q_BACK": "*fp8e4nv"}, chips=TMA
     )
 
 
@@ -303,12 +307,21 @@ CASES = {
         {"ROWS": 8, "BLOCK": 1024, "num_warps": 8},
         {"IDS": "*i64", "ORDER": "*i64", "ENDS": "*i64", "INTO": "*fp32"},
     ),
-    "fp8_tensor": cast(False, True, 1, 4096),
-    "fp8_row": cast(True, False, 1, 4096),
-    "fp8_group": cast(True, False, 32, 128),
-    "fp8_block": cast(False, False, 128, 128),
-    "fp8_group_transposed": cast(True, False, 32, 128, "x_row"),
-    "fp8_row_transposed": cast(True, True, 32, 128, "x_row"),
+    "fp8_tensor": cast("tensor", 1, 4096),
+    "fp8_tensor_pair": cast("tensor", *fp8.PAIR, back=True),
+    "fp8_tensor_back": cast("tensor", *fp8.PAIR, ahead=False, back=True),
+    "fp8_row": cast("row", 1, 4096),
+    "fp8_row_pair": cast("row", *fp8.PAIR, back=True),
+    "fp8_row_back": cast("row", *fp8.PAIR, ahead=False, back=True),
+    "fp8_group": cast("group", 32, 128),
+    "fp8_group_pair": cast("group", 128, 128, back=True),
+    "fp8_group_back": cast("group", 128, 128, ahead=False, back=True),
+    "fp8_block_pair": cast("block", 128, 128, back=True),
+    "fp8_maxima": Case(
+        fp8.maxima_kernel,
+        {"ROWS": fp8.STRIP, "COLUMNS": fp8.BLOCK_SIDE, "num_warps": 8},
+        {"OF_ROWS": "*fp32", "OF_COLUMNS": "*fp32"},
+    ),
     "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
     "scaled_block": scaled(fp8.BLOCK_SIDE, False),
     "scaled_group_add": scaled(1, True),

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from kernels import fp8
-from kernels.fp8 import E4M3, E5M2, MAX_VALUE, SCALE_KINDS, dequantize, quantize
+from kernels.fp8 import E4M3, E5M2, MAX_VALUE, SCALE_KINDS, dequantize, find_maxima, quantize, quantize_pair
 
 SCALES = {"tensor": (1, 1), "row": (150, 1), "group": (150, 3), "block": (2, 3)}
 
@@ -55,6 +55,54 @@ def test_triton_gives_the_same_bits(interpreted, kind, dtype, source):
         )
 
 
+def check_bits(got, want):
+    (q, scale), (want_q, want_scale) = got, want
+    assert q.dtype == want_q.dtype and q.is_contiguous()
+    assert torch.equal(q.view(torch.uint8), want_q.view(torch.uint8)) and torch.equal(scale, want_scale)
+
+
+@pytest.mark.parametrize("kind", SCALE_KINDS)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(150, 300), (129, 127), (1, 300), (150, 1), (256, 128)])
+def test_one_read_gives_the_bits_of_both_directions(interpreted, kind, dtype, source, shape):
+    x = draw(256).clamp(-6e4, 6e4).to(source).to(interpreted)[: shape[0], : shape[1]].contiguous()
+    wide = draw(256, 400).to(source).to(interpreted)[: shape[0], 8 : 8 + shape[1]]  # rows with a gap between them
+    for part in (x, wide.clamp(-6e4, 6e4)):
+        ahead, back = quantize_pair(part, kind, dtype)
+        check_bits(ahead, fp8.quantize_reference(part, kind, dtype))
+        check_bits(back, fp8.quantize_reference(part.t(), kind, dtype))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row", "block"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_several_matrices_are_apart(interpreted, kind, dtype):
+    """Experts: each matrix has its own scales, and its transpose its own rows."""
+    x = (draw(3 * 64, 96).view(3, 64, 96) * torch.logspace(-2, 2, 3)[:, None, None]).bfloat16().to(interpreted)
+    both = quantize_pair(x, kind, dtype, 32)
+    for matrices, (q, scale) in zip((x, x.transpose(1, 2)), both):
+        of_each = zip(matrices, q.chunk(3), scale.chunk(3))
+        for matrix, q_of_one, scale_of_one in of_each:
+            check_bits((q_of_one, scale_of_one), fp8.quantize_reference(matrix, kind, dtype, 32))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+def test_a_larger_maximum_is_taken_where_it_is_given(interpreted, kind):
+    """As from other ranks; of a tensor in more parts than a cast reads itself, too."""
+    x = draw(dtype=torch.bfloat16).to(interpreted)
+    maxima = find_maxima(x, kind, both=True)
+    assert torch.equal(maxima.rows.amax(), x.abs().amax().float())
+    more = fp8.Maxima(*(2 * largest for largest in maxima))
+    ahead, back = quantize_pair(x, kind, E4M3, maxima=more)
+    check_bits(ahead, fp8.quantize_reference(x, kind, E4M3, largest=more.rows))
+    check_bits(back, fp8.quantize_reference(x.t(), kind, E4M3, largest=more.columns))
+    check_bits(quantize(x.t(), kind, E4M3, largest=more.columns), back)
+    assert not torch.equal(ahead[1], quantize(x, kind, E4M3)[1])
+    if kind == "tensor":
+        parts = torch.linspace(0, float(more.rows.amax()), 3 * fp8.MAX_PARTS, device=interpreted)
+        check_bits(quantize(x, kind, E4M3, largest=parts), ahead)
+
+
 @pytest.mark.parametrize("kind", SCALE_KINDS)
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("sick", [float("nan"), -float("nan"), float("inf"), -float("inf")])
@@ -72,3 +120,5 @@ def test_what_is_not_finite_stays_so(interpreted, monkeypatch, kind, dtype, sick
     x[70, 130] = sick
     for make in (quantize, fp8.quantize_reference):
         assert dequantize(*make(x, kind, dtype), kind)[70, 130].isnan()
+    ahead, back = quantize_pair(x, kind, dtype)
+    assert dequantize(*ahead, kind)[70, 130].isnan() and dequantize(*back, kind)[130, 70].isnan()
