@@ -121,6 +121,8 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     """
     for bucket in run.buckets:
         bucket.grads.start_step()
+        if run.recording is not None:
+            bucket.weights.drop_quantized()  # what a recording repeats begins with quantizing them
     run.routers.start_step()
     ops = run.schedules[len(microbatches)]
     pipeline = run.pipeline if run.recording is None else run.recording

@@ -84,9 +84,12 @@ def quantize_pair(
     the scales of kind tensor are one a matrix, [e, 1]. maxima: those of a tensor are [e, parts] then.
     """
     stacked = x if x.dim() == 3 else x[None]
-    fits = triton_fits(x, kind, side) and stacked.stride(2) == 1
-    cast = launch_quantize_pair if fits else quantize_pair_reference
-    return cast(stacked, kind, dtype, side, maxima)
+    if not triton_fits(x, kind, side):
+        return quantize_pair_reference(stacked, kind, dtype, side, maxima)
+    rows_are_dense = stacked.stride(2) == 1
+    return launch_quantize_pair(
+        stacked if rows_are_dense else stacked.contiguous(), kind, dtype, side, maxima
+    )
 
 
 def find_maxima(x: Tensor, kind: str, *, both: bool) -> Maxima:

@@ -1,28 +1,46 @@
 """Products of 8-bit floats with scales: y = (q_a s_a) (q_b s_b)^T, summed in fp32.
 
-On a GPU, operands with a scale a tensor or a row go to torch._scaled_mm (cuBLASLt, CUTLASS). Blocks, and
-products that are added to fp32, go to one Triton kernel. It multiplies the tensor cores' partial sum of each
-128 columns by both scales before it adds it to fp32 (DeepSeek-V3, arXiv 2412.19437, 3.3.2: Hopper's own sum
-of 8-bit products keeps 14 bits), so one kernel serves every kind of scale. Elsewhere the definition runs:
-both operands are dequantized, which is exact, and multiplied in fp32 (fp64: in fp64).
+On a GPU, operands with a scale a tensor or a row go to torch._scaled_mm (cuBLASLt, CUTLASS): also a weight
+gradient, which is added to fp32, if the library is able to return fp32 there (library_returns_fp32). The
+other products go to one Triton kernel. Elsewhere the definition runs: both operands are dequantized, which is
+exact, and multiplied in fp32 (fp64: in fp64).
+
+Hopper's tensor cores add 8-bit products in 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2), which is called
+fast accumulation. The forward's products, of E4M3 with E4M3, take it as it is, in the library and in the
+kernel. Those of gradients (E5M2) do not: the library is asked not to (use_fast_accum), and the kernel adds
+the tensor cores' sum to fp32 every EXACT columns. Scales that change along the summed dim (blockwise) are
+applied to the sum of each `side` columns, before it is added to fp32. All others wait until the sum is done.
 
 Both operands have the summed dim last, because Hopper's fp8 tensor cores can read no other layout.
 """
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import fp8
+from kernels.fp8 import Maxima
+from kernels.grad import write_or_add
 from kernels.linear import skewed
 from kernels.tiles import tile_of_program, write_tile
-from kernels.triton_ import DTYPES, TensorDescriptor, ceil_div, kernel_is_available, tl, triton
+from kernels.triton_ import (
+    DTYPES,
+    TensorDescriptor,
+    ceil_div,
+    kernel_is_available,
+    print_once,
+    tl,
+    triton,
+)
 
-# launch parameters if all rows of B in a tile share a scale
+# launch parameters, unless the scales change along the summed dim and each row of B has its own
 TILE = {"M": 128, "N": 128, "GROUP": 8, "num_warps": 8, "num_stages": 4}
-EACH = {**TILE, "N": 64}  # if each row has its own: more rows do not fit the registers
+EACH = {**TILE, "N": 64}  # if they do: more rows do not fit the registers
 SMALLEST = 32  # columns that a tensor core multiplies at once
-STEP = 128  # columns between two additions to fp32, unless the scales are those of groups
+STEP = 128  # columns that are multiplied at a time, unless the scales are those of groups
+EXACT = 512  # columns between two additions to fp32 of products that do not take fast accumulation
+UNIT = 16  # the library multiplies matrices whose sizes are multiples of this
 
 
 class Recipe(NamedTuple):
@@ -35,17 +53,22 @@ class Recipe(NamedTuple):
 class QuantizedMatrix(NamedTuple):
     """A matrix [m, n] as kernels/fp8.py quantizes it.
 
-    largest: what the scale was computed from, if quantize_operand was given it.
+    kind: also "matrix": several matrices below each other, each of `side` rows, which share a scale.
     """
     q: Tensor
     scale: Tensor
     kind: str
     side: int
-    largest: Tensor | None = None
 
     def dequantized(self) -> Tensor:
         """[m, n] in the dtype of the scale."""
         return fp8.dequantize(self.q, self.scale, self.kind, self.scale.dtype, self.side)
+
+
+class QuantizedPair(NamedTuple):
+    """A matrix and its transpose."""
+    ahead: QuantizedMatrix
+    back: QuantizedMatrix
 
 
 def quantize_operand(
@@ -53,21 +76,21 @@ def quantize_operand(
 ) -> QuantizedMatrix:
     """fp8.quantize, which has the arguments."""
     q, scale = fp8.quantize(x, kind, dtype, side, largest)
-    return QuantizedMatrix(q, scale, kind, side, largest)
+    return QuantizedMatrix(q, scale, kind, side)
+
+
+def quantize_operand_pair(
+    x: Tensor, kind: str, dtype: torch.dtype, side: int, maxima: Maxima = Maxima()
+) -> QuantizedPair:
+    """fp8.quantize_pair, which has the arguments."""
+    ahead, back = fp8.quantize_pair(x, kind, dtype, side, maxima)
+    return QuantizedPair(QuantizedMatrix(*ahead, kind, side), QuantizedMatrix(*back, kind, side))
 
 
 def scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """a [m, k], b [n, k] -> a b^T [m, n] in dtype."""
-    has_library = a.kind in ("tensor", "row") and a.q.device.type == "cuda"
-    if has_library and dtype == torch.bfloat16:
-        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
-            a.q,
-            b.q.t(),
-            scale_a=a.scale,
-            scale_b=b.scale.t(),
-            out_dtype=dtype,
-            use_fast_accum=a.q.dtype == fp8.E4M3,  # gradients (E5M2) keep the sum's bits, as in torchao
-        )
+    if library_multiplies(a) and dtype == torch.bfloat16:
+        return multiply_by_library(a, b, dtype)
     if dtype in DTYPES and triton_fits(a, b):
         y = a.q.new_empty(a.q.shape[0], b.q.shape[0], dtype=dtype)
         return launch_scaled_product(a, b, y, add=False)
@@ -80,6 +103,9 @@ def write_scaled_product(
     """into [m, n] = (or, add: +=) a b^T, in the dtype of `into`. If into is None: returns a b^T in dtype."""
     if into is None:
         return scaled_product(a, b, dtype)
+    if into.dtype == torch.float32 and library_multiplies(a):
+        if library_returns_fp32(a.q.device, a.kind, a.q.dtype):
+            return write_or_add(into, multiply_by_library(a, b, torch.float32), add)
     if into.dtype in DTYPES and into.is_contiguous() and triton_fits(a, b):
         return launch_scaled_product(a, b, into, add)
     left = a.dequantized().to(into.dtype)
@@ -87,45 +113,142 @@ def write_scaled_product(
     return into.addmm_(left, right.t()) if add else torch.mm(left, right.t(), out=into)
 
 
+def takes_fast_accumulation(a: QuantizedMatrix) -> bool:
+    """Whether the tensor cores' own sum is good enough: that of a forward is, those of gradients are not."""
+    return a.q.dtype == fp8.E4M3
+
+
+# ---- the GPU's library -------------------------------------------------------------------------------------
+
+def library_multiplies(a: QuantizedMatrix) -> bool:
+    """Whether the library takes operands like a [m, k], whose sizes it wants to be multiples of UNIT."""
+    has_scales = a.kind in ("tensor", "row")
+    return has_scales and a.q.device.type == "cuda" and a.q.shape[1] % UNIT == 0
+
+
+def multiply_by_library(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """As scaled_product, of operands with a scale a tensor or a row."""
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
+        a.q,
+        b.q.t(),
+        scale_a=a.scale,
+        scale_b=b.scale.t(),
+        out_dtype=dtype,
+        use_fast_accum=takes_fast_accumulation(a),
+    )
+
+
+@cache
+def library_returns_fp32(device: torch.device, kind: str, dtype: torch.dtype) -> bool:
+    """Whether multiply_by_library returns products in fp32 on this device: tried once, on a small one whose
+    result is known. Where it does not, a line says so.
+
+    kind: of the scales. dtype: of a; b is E4M3.
+    """
+    why = obstacle_to_fp32(device, kind, dtype)
+    if why is not None:
+        print_once(f"weight gradient of {dtype} with scales a {kind}: torch._scaled_mm does not return fp32 "
+                   f"here ({why}); a kernel of our own runs instead, slower")
+    return why is None
+
+
+def obstacle_to_fp32(device: torch.device, kind: str, dtype: torch.dtype) -> str | None:
+    """Why the library cannot be used for weight gradients; None if it can."""
+    rows, columns, inner = 16, 32, 48
+    a = torch.ones(rows, inner, device=device)
+    b = torch.full((columns, inner), 8.0, device=device)
+    b[:, 0] = 9.0  # the sum of the products is 385, which 16 bits round
+    scales: list[Tensor] = []
+    for count in (rows, columns):
+        powers = torch.arange(count if kind == "row" else 1, device=device) % 3 - 1
+        scales.append(2.0**powers[:, None])
+    operands = [
+        QuantizedMatrix(a.to(dtype), scales[0], kind, fp8.BLOCK_SIDE),
+        QuantizedMatrix(b.to(fp8.E4M3), scales[1], kind, fp8.BLOCK_SIDE),
+    ]
+    try:
+        result = multiply_by_library(*operands, torch.float32)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    want = 385.0 * scales[0] * scales[1].t()
+    is_exact = result.dtype == torch.float32 and bool((result == want).all())
+    return None if is_exact else "a wrong result"
+
+
 # ---- Triton ----------------------------------------------------------------------------------------------
+
+@triton.jit
+def scaled_tile(
+    A, B, A_SCALE, B_SCALE, row, row_end, column, column_end, k, a_row, a_step, b_row, b_step,
+    BY_STEP: tl.constexpr,
+    SHARED: tl.constexpr,
+    EXACT: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """The product of M rows of A, from `row`, and N rows of B, from `column`: [M, N], with their scales.
+
+    A, B: descriptors of [m, k] and [n, k], in blocks of [M, K] and [N, K]. row_end, column_end: rows beyond
+    have no scales. BY_STEP: the scales change every K columns: a_step, b_step further. a_row, b_row: strides
+    of the scales from row to row; 0 where all have the same. SHARED: number of rows of B that share a scale.
+    EXACT: steps between two additions to fp32; 0: the tensor cores add all.
+    """
+    rows = row + tl.arange(0, M)
+    columns = column + tl.arange(0, N)
+    a_scales = A_SCALE + rows * a_row
+    b_scales = B_SCALE + columns // SHARED * b_row
+    total = tl.zeros((M, N), tl.float32)
+    part = tl.zeros((M, N), tl.float32)  # what the tensor cores sum
+    for step in range(0, tl.cdiv(k, K)):
+        a = A.load([row, step * K])  # [M, K]; beyond the tensors, a load gives 0
+        b = B.load([column, step * K])  # [N, K]
+        if BY_STEP:
+            product = tl.dot(a, b.T)
+            a_scale = tl.load(a_scales + step * a_step, rows < row_end, 0.0)  # [M]
+            if SHARED == N:  # the tile's rows of B share a scale
+                b_scale = tl.load(B_SCALE + column // N * b_row + step * b_step)
+                total += product * (a_scale * b_scale)[:, None]
+            else:
+                b_scale = tl.load(b_scales + step * b_step, columns < column_end, 0.0)  # [N]
+                total += product * a_scale[:, None] * b_scale[None, :]
+        else:
+            part = tl.dot(a, b.T, part)
+            if EXACT:
+                if step % EXACT == EXACT - 1:
+                    total += part
+                    part = tl.zeros((M, N), tl.float32)
+
+    if not BY_STEP:
+        a_scale = tl.load(a_scales, rows < row_end, 0.0)
+        b_scale = tl.load(b_scales, columns < column_end, 0.0)
+        total = (total + part) * a_scale[:, None] * b_scale[None, :]
+    return total
+
 
 @triton.jit
 def scaled_kernel(
     A, B, Y, A_SCALE, B_SCALE, m, n, k, a_row, a_step, b_row, b_step,
+    BY_STEP: tl.constexpr,
     SHARED: tl.constexpr,
+    EXACT: tl.constexpr,
     ADD: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One tile [M, N] of Y [m, n] = (or, ADD: +=) A B^T.
-
-    A, B: descriptors of [m, k] and [n, k], in blocks of [M, K] and [N, K].
-    a_row, b_row: strides of the scales from row to row; a_step, b_step: from K columns to the next K. A
-    stride is 0 where both have the same scale. SHARED: number of rows of B that share a scale.
-    """
+    """One tile [M, N] of Y [m, n] = (or, ADD: +=) A B^T. The arguments are those of scaled_tile."""
     row, column = tile_of_program(m, n, M=M, N=N, GROUP=GROUP)
-    rows = row + tl.arange(0, M)
-    columns = column + tl.arange(0, N)
-
-    total = tl.zeros((M, N), tl.float32)
-    for step in range(0, tl.cdiv(k, K)):
-        # what the tensor cores sum: K products
-        a = A.load([row, step * K])  # [M, K]; beyond the tensors, a load gives 0
-        b = B.load([column, step * K])  # [N, K]
-        part = tl.dot(a, b.T)
-
-        # times the scales of their rows
-        a_scale = tl.load(A_SCALE + rows * a_row + step * a_step, rows < m, 0.0)  # [M]
-        if SHARED == N:  # the tile's rows of B share a scale
-            b_scale = tl.load(B_SCALE + column // N * b_row + step * b_step)
-            total += part * (a_scale * b_scale)[:, None]
-        else:
-            b_pointers = B_SCALE + columns // SHARED * b_row + step * b_step
-            b_scale = tl.load(b_pointers, columns < n, 0.0)  # [N]
-            total += part * a_scale[:, None] * b_scale[None, :]
-
+    total = scaled_tile(
+        A, B, A_SCALE, B_SCALE, row, m, column, n, k, a_row, a_step, b_row, b_step,
+        BY_STEP=BY_STEP,
+        SHARED=SHARED,
+        EXACT=EXACT,
+        M=M,
+        N=N,
+        K=K,
+    )
     write_tile(Y, total, row, column, num_rows=m, num_columns=n, ADD=ADD)
 
 
@@ -139,10 +262,36 @@ def triton_fits(a: QuantizedMatrix, b: QuantizedMatrix) -> bool:
     return kernel_is_available("fp8 GEMM", a.scale, why=why)
 
 
-def step_sizes(x: QuantizedMatrix) -> tuple[int, int]:
-    """Strides of the scales: from a row of scales to the next, and from a block of columns to the next."""
+class Steps(NamedTuple):
+    """How scaled_tile goes along the summed dim. The fields are its arguments."""
+    a_row: int
+    a_step: int
+    b_row: int
+    b_step: int
+    BY_STEP: bool
+    SHARED: int
+    EXACT: int
+    K: int
+
+
+def steps_of(a: QuantizedMatrix, b: QuantizedMatrix) -> Steps:
+    """a: with scales a tensor, row or group."""
+    by_step = a.kind == "group"
+    step = a.side if by_step else STEP
+    return Steps(
+        *scale_strides(a),
+        *scale_strides(b),
+        BY_STEP=by_step,
+        SHARED=b.side if b.kind in ("block", "matrix") else 1,
+        EXACT=0 if by_step or takes_fast_accumulation(a) else EXACT // step,
+        K=step,
+    )
+
+
+def scale_strides(x: QuantizedMatrix) -> tuple[int, int]:
+    """From a row of scales to the next, and from a block of columns to the next."""
     row_stride = 0 if x.kind == "tensor" else x.scale.stride(0)
-    column_stride = 1 if x.kind in ("group", "block") else 0
+    column_stride = x.scale.stride(1) if x.kind in ("group", "block") else 0
     return row_stride, column_stride
 
 
@@ -150,17 +299,15 @@ def launch_scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, y: Tensor, add
     """y = (or, add: +=) a b^T. a: with scales a tensor, row or group. y [m, n], contiguous."""
     m, k = a.q.shape
     n = b.q.shape[0]
-    shared = {"tensor": TILE["N"], "block": b.side}.get(b.kind, 1)
-    tile = TILE if shared == TILE["N"] else EACH
-    step = a.side if a.kind == "group" else STEP
+    steps = steps_of(a, b)
+    tile = EACH if steps.BY_STEP and steps.SHARED != TILE["N"] else TILE
     tiles = ceil_div(m, tile["M"]) * ceil_div(n, tile["N"])
     scaled_kernel[(tiles,)](
-        TensorDescriptor.from_tensor(a.q, [tile["M"], step]),
-        TensorDescriptor.from_tensor(b.q, [tile["N"], step]),
-        y, a.scale, b.scale, m, n, k, *step_sizes(a), *step_sizes(b),
-        SHARED=shared,
+        TensorDescriptor.from_tensor(a.q, [tile["M"], steps.K]),
+        TensorDescriptor.from_tensor(b.q, [tile["N"], steps.K]),
+        y, a.scale, b.scale, m, n, k,
         ADD=add,
-        K=step,
+        **steps._asdict(),
         **tile,
     )
     return y

@@ -15,10 +15,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.fp8 import E4M3, E5M2
-from kernels.fp8_gemm import QuantizedMatrix, Recipe, quantize_operand, step_sizes
+from kernels.fp8 import E4M3, E5M2, Maxima, quantize_pair
+from kernels.fp8_gemm import (
+    QuantizedMatrix,
+    QuantizedPair,
+    Recipe,
+    quantize_operand,
+    quantize_operand_pair,
+    scaled_tile,
+    steps_of,
+)
 from kernels.fp8_gemm import triton_fits as fp8_gemm_fits
-from kernels.grad import accumulation_dtype
+from kernels.fp8_weight import quantize_once
 from kernels.grouped_gemm import (
     accumulate_wgrad,
     expert_of_tile,
@@ -34,9 +42,10 @@ RECIPES = {
     "rowwise": Recipe("row", "row", E5M2),
     "blockwise": Recipe("group", "block", E4M3),
 }
-TILE = {"M": 128, "N": 128, "num_warps": 8, "num_stages": 4}  # if all rows of W in a tile share a scale
-EACH = {**TILE, "N": 64}  # if each row has its own
-STEP = 128  # columns between two additions to fp32, unless the scales are those of groups
+# two programs fit a processor: one begins or ends a tile, whose products are few, while the other multiplies
+TILE = {"M": 128, "N": 128, "num_warps": 8, "num_stages": 3}
+EXACT = {**TILE, "num_stages": 4}  # if part of the sum is added to fp32 on the way: registers for one program
+EACH = {**EXACT, "N": 64}  # if scales change along the summed dim, and each row of W has its own
 
 
 def scaled_grouped_linear(
@@ -49,19 +58,22 @@ def scaled_grouped_linear(
     return _ScaledGrouped.apply(x, weight, counts, recipe, side)
 
 
-def quantized_experts(weight: Tensor, kind: str, side: int) -> QuantizedMatrix:
-    """weight [e, o, n], or a transposed view of this shape -> all experts below each other, [e * o, n].
+def quantized_experts(weight: Tensor, experts: int, kind: str, side: int) -> QuantizedPair:
+    """weight [e o, n] of all experts below each other -> itself, and the experts' transposes [e n, o].
 
-    kind: of the scales, also "matrix": one for each expert.
+    Quantized once until its values change. kind: of the scales, also "matrix": one for each expert.
     """
-    experts, o, n = weight.shape
-    stacked = weight.reshape(experts * o, n)
-    if kind != "matrix":
-        return quantize_operand(stacked, kind, E4M3, side)
-    dtype = accumulation_dtype(weight.dtype)
-    largest = torch.linalg.vector_norm(weight, float("inf"), (1, 2), dtype=dtype)  # [e]
-    row_largest = largest.repeat_interleave(o)[:, None]  # [e * o, 1]
-    return quantize_operand(stacked, "row", E4M3, side, row_largest)
+    def quantize(_: Maxima) -> QuantizedPair:
+        matrices = weight.view(experts, -1, weight.shape[1])
+        if kind != "matrix":
+            return quantize_operand_pair(matrices, kind, E4M3, side)
+        ahead, back = quantize_pair(matrices, "tensor", E4M3)
+        _, rows, columns = matrices.shape
+        return QuantizedPair(
+            QuantizedMatrix(*ahead, kind, side=rows), QuantizedMatrix(*back, kind, side=columns)
+        )
+
+    return quantize_once(weight, Maxima, quantize)
 
 
 def grouped_product(
@@ -86,7 +98,9 @@ def grouped_product(
 @triton.jit
 def scaled_grouped_kernel(
     A, B, Y, A_SCALE, B_SCALE, OFFSETS, experts, inner, outer, a_row, a_step, b_row, b_step,
+    BY_STEP: tl.constexpr,
     SHARED: tl.constexpr,
+    EXACT: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -94,34 +108,27 @@ def scaled_grouped_kernel(
 ):
     """One tile [M, N] of Y [m, outer] = A [m, inner] times the rows of B of its expert.
 
-    B [experts * outer, inner] has [outer, inner] of each expert. A, B: descriptors, in blocks of [M, K] and
-    [N, K]. Strides of the scales, SHARED: as in kernels/fp8_gemm.py.
+    B [experts * outer, inner] has [outer, inner] of each expert. The other arguments are those of scaled_tile
+    in kernels/fp8_gemm.py.
     """
     tiles_across = tl.cdiv(outer, N)
     tile = tl.program_id(0) // tiles_across
     column = tl.program_id(0) % tiles_across * N
     exists, expert, row, end = expert_of_tile(OFFSETS, experts, tile, M=M, EXPERTS=EXPERTS)
     if exists:
+        first = expert * outer  # of the expert's rows of B
+        total = scaled_tile(
+            A, B, A_SCALE, B_SCALE, row, end, first + column, first + outer, inner,
+            a_row, a_step, b_row, b_step,
+            BY_STEP=BY_STEP,
+            SHARED=SHARED,
+            EXACT=EXACT,
+            M=M,
+            N=N,
+            K=K,
+        )
         rows = row + tl.arange(0, M)
         columns = column + tl.arange(0, N)
-        first = expert * outer  # of the expert's rows of B
-        total = tl.zeros((M, N), tl.float32)
-        for step in range(0, tl.cdiv(inner, K)):
-            # what the tensor cores sum: K products
-            a = A.load([row, step * K])  # [M, K]; beyond the columns, a load gives 0
-            b = B.load([first + column, step * K])  # [N, K]
-            part = tl.dot(a, b.T)
-
-            # times the scales of their rows
-            a_scale = tl.load(A_SCALE + rows * a_row + step * a_step, rows < end, 0.0)  # [M]
-            if SHARED == N:  # the tile's rows of B share a scale
-                b_scale = tl.load(B_SCALE + (first + column) // N * b_row + step * b_step)
-                total += part * (a_scale * b_scale)[:, None]
-            else:
-                b_pointers = B_SCALE + (first + columns) // SHARED * b_row + step * b_step
-                b_scale = tl.load(b_pointers, columns < outer, 0.0)  # [N]
-                total += part * a_scale[:, None] * b_scale[None, :]
-
         pointers = Y + tile_offsets(rows, columns, outer)
         tl.store(pointers, total, inside_matrix(rows, columns, end, outer))
 
@@ -136,18 +143,18 @@ def launch_grouped_product(
     """As grouped_product: a [m, k] with scales a row or group, b [experts * o, k] -> [m, o]."""
     m, k = a.q.shape
     outer = b.q.shape[0] // experts
-    shared = b.side if b.kind == "block" else 1
-    tile = TILE if shared == TILE["N"] else EACH
-    step = a.side if a.kind == "group" else STEP
+    steps = steps_of(a, b)
+    tile = TILE if not steps.EXACT else EXACT
+    if steps.BY_STEP:
+        tile = EXACT if steps.SHARED == EXACT["N"] else EACH
     tiles_m = ceil_div(m, tile["M"]) + experts  # an expert has at most one tile that is not full
     tiles_n = ceil_div(outer, tile["N"])
     y = torch.empty(m, outer, dtype=dtype, device=a.q.device)
     scaled_grouped_kernel[(tiles_m * tiles_n,)](
-        TensorDescriptor.from_tensor(a.q, [tile["M"], step]),
-        TensorDescriptor.from_tensor(b.q, [tile["N"], step]),
-        y, a.scale, b.scale, offsets, experts, k, outer, *step_sizes(a), *step_sizes(b),
-        SHARED=shared,
-        K=step,
+        TensorDescriptor.from_tensor(a.q, [tile["M"], steps.K]),
+        TensorDescriptor.from_tensor(b.q, [tile["N"], steps.K]),
+        y, a.scale, b.scale, offsets, experts, k, outer,
+        **steps._asdict(),
         EXPERTS=power_of_2(experts),
         **tile,
     )
@@ -163,7 +170,7 @@ class _ScaledGrouped(torch.autograd.Function):
     ) -> Tensor:
         by_expert = weight.view(len(counts), -1, x.shape[1])
         a = quantize_operand(x, RECIPES[recipe].activation_kind, E4M3, side)
-        b = quantized_experts(by_expert, RECIPES[recipe].weight_kind, side)
+        b = quantized_experts(weight, len(counts), RECIPES[recipe].weight_kind, side).ahead
         ctx.save_for_backward(x)
         ctx.weight = weight  # the Parameter itself, which has main_grad
         ctx.experts = len(counts)
@@ -179,9 +186,8 @@ class _ScaledGrouped(torch.autograd.Function):
         dy = dy.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
-            by_expert = ctx.weight.view(ctx.experts, -1, x.shape[1])
-            transposed = quantized_experts(by_expert.transpose(1, 2), ctx.recipe.weight_kind, ctx.side)
-            kind, _, dtype = ctx.recipe
+            kind, weight_kind, dtype = ctx.recipe
+            transposed = quantized_experts(ctx.weight, ctx.experts, weight_kind, ctx.side).back
             quantized_dy = quantize_operand(dy, kind, dtype, ctx.side)
             dx = grouped_product(quantized_dy, transposed, ctx.counts, ctx.experts, dy.dtype)
         return dx, accumulate_wgrad(ctx, dy, x), None, None, None

@@ -13,9 +13,12 @@ a rowwise scale is that of a feature over all tokens of the microbatch, a blockw
 
 Scales are computed from the tensor itself, just in time. A tensor that is sharded over ranks has the scales
 of the whole tensor: where a scale spans several shards, the ranks exchange their largest elements
-(Fp8Scaling). A block never spans shards. x is quantized twice from its own dtype, along the features for y
-and along the tokens for dW; only the latter is saved for the backward, in 8 bits. W is quantized in every
-forward and backward: (2 + 1) m n bytes of traffic beside 2 t m n FLOPs.
+(Fp8Scaling). A block never spans shards.
+
+Each of the three matrices is an operand of two products, along its rows of one and along its columns of the
+other, and is quantized for both from one read. x: the columns are saved for the backward, in 8 bits. Where x
+is recomputed, the forward writes no columns; it saves what their scales are computed from, and the backward
+writes them. W: once, until its values change (kernels/fp8_weight.py).
 """
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,8 +26,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.fp8 import E4M3, E5M2, absolute_maximum
-from kernels.fp8_gemm import QuantizedMatrix, Recipe, quantize_operand, scaled_product, write_scaled_product
+from kernels.fp8 import E4M3, E5M2, Maxima, find_maxima
+from kernels.fp8_gemm import (
+    QuantizedMatrix,
+    QuantizedPair,
+    Recipe,
+    quantize_operand,
+    quantize_operand_pair,
+    scaled_product,
+    write_scaled_product,
+)
+from kernels.fp8_weight import quantize_once
 from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
 from kernels.linear import LinearRegion, RecomputeFunction, recompute_input, source_of, start_reduce_grads
 
@@ -50,69 +62,73 @@ class Fp8Scaling:
     ins: Share | None = None
     tokens: Share | None = None
 
-    def quantize(
-        self,
-        x: Tensor,
-        kind: str,
-        dtype: torch.dtype,
-        *,
-        rows: Share | None,
-        columns: Share | None,
-        largest: Tensor | None = None,
-    ) -> QuantizedMatrix:
-        """x [m, n], quantized. rows, columns: set where other ranks hold other rows, or other columns.
+    @property
+    def activation_kind(self) -> str:
+        """Of the scales of x and dy."""
+        return RECIPES[self.recipe].activation_kind
 
-        largest: max |x| for each scale, if it is known.
-        """
-        spanned: tuple[Share | None, ...] = ()  # what a scale spans
-        if kind == "tensor":
-            spanned = rows, columns
-        elif kind == "row":
-            spanned = (columns,)
-        shares = [share for share in spanned if share is not None]
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        return RECIPES[self.recipe].gradient_dtype
 
-        if largest is None and (shares or kind == "tensor"):
-            largest = absolute_maximum(x, kind, self.side)
-            for share in shares:
+    def input_maxima(self, x: Tensor, *, both: bool) -> Maxima:
+        """Of x [t, n]. both: along the tokens, too."""
+        return shared_maxima(x, self.activation_kind, rows=self.tokens, columns=self.ins, both=both)
+
+    def gradient_maxima(self, dy: Tensor) -> Maxima:
+        """Of dy [t, m]."""
+        return shared_maxima(dy, self.activation_kind, rows=self.tokens, columns=self.outs, both=True)
+
+    def inputs(self, x: Tensor, maxima: Maxima) -> QuantizedMatrix:
+        """x [t, n], for y alone."""
+        return quantize_operand(x, self.activation_kind, E4M3, self.side, maxima.rows)
+
+    def inputs_by_token(self, x: Tensor, maxima: Maxima) -> QuantizedMatrix:
+        """x [t, n] -> its transpose [n, t], for dW alone."""
+        return quantize_operand(x.t(), self.activation_kind, E4M3, self.side, maxima.columns)
+
+    def inputs_in_both(self, x: Tensor, maxima: Maxima) -> QuantizedPair:
+        """x [t, n], for y, and its transpose, for dW."""
+        return quantize_operand_pair(x, self.activation_kind, E4M3, self.side, maxima)
+
+    def gradient_in_both(self, dy: Tensor) -> QuantizedPair:
+        """dy [t, m], for dx, and its transpose, for dW."""
+        maxima = self.gradient_maxima(dy)
+        return quantize_operand_pair(dy, self.activation_kind, self.gradient_dtype, self.side, maxima)
+
+    def weight(self, w: Tensor) -> QuantizedPair:
+        """w [m, n], for y, and its transpose, for dx; quantized once until its values change."""
+        kind = RECIPES[self.recipe].weight_kind
+        return quantize_once(
+            w,
+            lambda: shared_maxima(w, kind, rows=self.outs, columns=self.ins, both=True),
+            lambda maxima: quantize_operand_pair(w, kind, E4M3, self.side, maxima),
+        )
+
+
+def shared_maxima(
+    x: Tensor, kind: str, *, rows: Share | None, columns: Share | None, both: bool
+) -> Maxima:
+    """fp8.find_maxima of x [m, n] over all ranks that hold parts of it.
+
+    rows, columns: set where other ranks hold other rows, or other columns. A row spans those with other
+    columns, and the other way round. both: of the transpose as well.
+    """
+    if kind == "row" and not both and columns is None:
+        return Maxima()  # the cast reads whole rows and finds theirs itself
+    maxima = find_maxima(x, kind, both=both)
+    if kind == "tensor" and maxima.rows is not None:
+        spanned = [share for share in (rows, columns) if share is not None]
+        if spanned:
+            largest = maxima.rows.amax().view(1, 1)
+            for share in spanned:
                 share(largest)
-        return quantize_operand(x, kind, dtype, self.side, largest)
-
-    def inputs(self, x: Tensor) -> QuantizedMatrix:
-        """x [t, n], for y."""
-        kind = RECIPES[self.recipe].activation_kind
-        return self.quantize(x, kind, E4M3, rows=self.tokens, columns=self.ins)
-
-    def inputs_by_token(self, x: Tensor, largest: Tensor | None = None) -> QuantizedMatrix:
-        """x [t, n] -> its transpose [n, t], for dW."""
-        kind = RECIPES[self.recipe].activation_kind
-        return self.quantize(x.t(), kind, E4M3, rows=self.ins, columns=self.tokens, largest=largest)
-
-    def weight(self, w: Tensor) -> QuantizedMatrix:
-        """w [m, n], for y."""
-        kind = RECIPES[self.recipe].weight_kind
-        return self.quantize(w, kind, E4M3, rows=self.outs, columns=self.ins)
-
-    def weight_back(self, w: Tensor, largest: Tensor | None = None) -> QuantizedMatrix:
-        """w [m, n] -> its transpose [n, m], for dx."""
-        kind = RECIPES[self.recipe].weight_kind
-        return self.quantize(w.t(), kind, E4M3, rows=self.ins, columns=self.outs, largest=largest)
-
-    def gradient(self, dy: Tensor) -> QuantizedMatrix:
-        """dy [t, m], for dx."""
-        recipe = RECIPES[self.recipe]
-        kind, dtype = recipe.activation_kind, recipe.gradient_dtype
-        return self.quantize(dy, kind, dtype, rows=self.tokens, columns=self.outs)
-
-    def gradient_by_token(self, dy: Tensor, largest: Tensor | None = None) -> QuantizedMatrix:
-        """dy [t, m] -> its transpose [m, t], for dW."""
-        recipe = RECIPES[self.recipe]
-        kind, dtype = recipe.activation_kind, recipe.gradient_dtype
-        return self.quantize(dy.t(), kind, dtype, rows=self.outs, columns=self.tokens, largest=largest)
-
-
-def known_maximum(matrix: QuantizedMatrix) -> Tensor | None:
-    """The `largest` of the transpose, if it is the same: that is so where the tensor has a single scale."""
-    return matrix.largest if matrix.kind == "tensor" else None
+            return Maxima(largest, largest)
+    if kind == "row" and columns is not None:
+        columns(maxima.rows)
+    if kind == "row" and both and rows is not None:
+        rows(maxima.columns)
+    return maxima
 
 
 def scaled_linear(
@@ -142,14 +158,16 @@ class _ScaledLinear(torch.autograd.Function):
     ) -> Tensor:
         gathered = x if region is None else region.enter(x)
         flat_x = gathered.flatten(0, -2)  # [t, n]
-        quantized_x = scaling.inputs(flat_x)
+        maxima = scaling.input_maxima(flat_x, both=grad_enabled)
+        if grad_enabled and function is None:
+            quantized_x, by_token = scaling.inputs_in_both(flat_x, maxima)
+            ctx.save_for_backward(by_token.q, by_token.scale)
+        else:
+            quantized_x = scaling.inputs(flat_x, maxima)
+            ctx.save_for_backward(maxima.columns, *args)
         quantized_weight = scaling.weight(weight)
-        y = scaled_product(quantized_x, quantized_weight, x.dtype).view(*gathered.shape[:-1], -1)
+        y = scaled_product(quantized_x, quantized_weight.ahead, x.dtype).view(*gathered.shape[:-1], -1)
 
-        if grad_enabled:
-            by_token = scaling.inputs_by_token(flat_x, known_maximum(quantized_x))
-            inputs = args if function else (by_token.q, by_token.scale)
-            ctx.save_for_backward(*inputs, by_token.largest, known_maximum(quantized_weight))
         ctx.weight, ctx.bias = weight, bias  # the Parameters themselves, which have main_grad
         ctx.region = region
         ctx.scaling = scaling
@@ -158,28 +176,26 @@ class _ScaledLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        *inputs, largest, weight_largest = ctx.saved_tensors
         scaling = ctx.scaling
         flat_dy = dy.flatten(0, -2)  # [t, m]
 
         # the exchanges with other ranks run beside the products
         wait_x: Callable[[], Tensor] | None = None
         if ctx.function is not None:
-            wait_x = recompute_input(ctx.function, ctx.region, *inputs)
-        quantized_dy = scaling.gradient(flat_dy)
+            wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors[1:])
+        quantized_dy, dy_by_token = scaling.gradient_in_both(flat_dy)
         dx = None
         if ctx.needs_input_grad[0]:
-            transposed_weight = scaling.weight_back(ctx.weight, weight_largest)
+            transposed_weight = scaling.weight(ctx.weight).back
             dx = scaled_product(quantized_dy, transposed_weight, dy.dtype).view(*dy.shape[:-1], -1)
         wait_dx = start_reduce_grads(ctx.region, dx)
 
-        dy_by_token = scaling.gradient_by_token(flat_dy, known_maximum(quantized_dy))
         if wait_x is not None:
-            x_by_token = scaling.inputs_by_token(wait_x().flatten(0, -2), largest)
+            maxima = Maxima(columns=ctx.saved_tensors[0])
+            x_by_token = scaling.inputs_by_token(wait_x().flatten(0, -2), maxima)
         else:
-            q, scale = inputs
-            kind = RECIPES[scaling.recipe].activation_kind
-            x_by_token = QuantizedMatrix(q, scale, kind, scaling.side)
+            q, scale = ctx.saved_tensors
+            x_by_token = QuantizedMatrix(q, scale, scaling.activation_kind, scaling.side)
 
         dtype = dy.dtype  # a function that named dy would hold it until the W of a schedule
 

@@ -13,6 +13,7 @@ from math import ceil, prod
 import torch
 from torch import Tensor, nn
 
+from kernels.fp8_weight import QuantizedWeight
 from kernels.grad import DeferredWeightGrads
 from parallel.sharding.boxes import Box
 
@@ -119,6 +120,9 @@ class ShardedParameter(nn.Parameter):
     # Takes the weight gradients that a pipeline schedule computes later (parallel/pipeline/executor.py).
     # Set by build.py; None: each is computed at once.
     weight_grad_store: DeferredWeightGrads | None = None
+
+    # What is kept of it in 8 bits. Made by its bucket, which drops that when the values change (weights.py).
+    quantized: QuantizedWeight
 
 
 def parameter(spec: ParameterSpec) -> ShardedParameter:

@@ -7,6 +7,7 @@ updated. Each all-gather is of the whole bucket, in the compute dtype or in the 
 from torch import Tensor
 from torch import dtype as Dtype
 
+from kernels.fp8_weight import QuantizedWeight
 from parallel.offload import to_host
 from parallel.sharding.packing import BucketLayout
 from parallel.sharding.slots import ShardingConfig, ShardingGroups, Slot
@@ -64,6 +65,8 @@ class BucketWeights:
         else:
             self.master = initial[owned].clone()
 
+        for slot in self.slots:
+            slot.param.quantized = QuantizedWeight()
         self.bind_parameters(full)
         if self.zero == 3:
             self.reshard()
@@ -100,6 +103,12 @@ class BucketWeights:
         self.pending_gather = None
         for slot in self.slots:
             slot.param.data = slot.param.data.new_empty(0)
+            slot.param.quantized.free()
+
+    def drop_quantized(self) -> None:
+        """Forgets the weights in 8 bits that products have made of them (kernels/fp8_weight.py)."""
+        for slot in self.slots:
+            slot.param.quantized.drop()
 
     def copy_master_to_local(self) -> None:
         """Rounds the masters to the compute dtype, where the optimizer has not done so in its update."""
@@ -108,6 +117,7 @@ class BucketWeights:
 
     def start_gather_updated(self) -> None:
         """Starts to send the updated local weights to the other ranks; they wait at their next use."""
+        self.drop_quantized()  # the one place by which every change of weights passes
         if self.zero == 3:
             self.reshard()  # full weights that were kept are old now
             return

@@ -5,7 +5,7 @@ the definition.
 import pytest
 import torch
 
-from kernels import fp8_grouped, grouped_gemm
+from kernels import fp8_gemm, fp8_grouped, grouped_gemm
 from kernels.fp8_grouped import (
     RECIPES,
     grouped_product,
@@ -100,15 +100,17 @@ def test_triton(interpreted, monkeypatch, given, name, recipe, side):
     small = {"M": 16, "N": 32}
     if interpreted.type == "cpu":
         monkeypatch.setattr(fp8_grouped, "TILE", small)
+        monkeypatch.setattr(fp8_grouped, "EXACT", small)
         monkeypatch.setattr(fp8_grouped, "EACH", {**small, "N": 16})
-        monkeypatch.setattr(fp8_grouped, "STEP", 32)
+        monkeypatch.setattr(fp8_gemm, "STEP", 32)
+        monkeypatch.setattr(fp8_gemm, "EXACT", 64)
         monkeypatch.setattr(grouped_gemm, "WGRAD", {"M": 16, "N": 32, "K": 16})
     counts = SHARES[name]
     x, weight, dy = case(counts, 64, 128, device=interpreted)
     kind, of_weight, _ = RECIPES[recipe]
     a, b = (
         quantize_operand(x, kind, fp8_grouped.E4M3, side),
-        quantized_experts(weight.view(len(counts), 64, 128), of_weight, side),
+        quantized_experts(weight, len(counts), of_weight, side).ahead,
     )
     want = grouped_product(a, b, list(counts), len(counts), torch.float32)
     got = grouped_product(a, b, offsets_of(counts, interpreted), len(counts), torch.float32)
