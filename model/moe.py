@@ -19,7 +19,7 @@ from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, SavedTen
 from parallel.expert.dispatch import Combine, Dispatch, DispatchPlan, dispatch_cost, plan_dispatch
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
-from parallel.tensor.layers import partial_over_tp
+from parallel.tensor.layers import kept_weight_bytes, partial_over_tp
 from parallel.tensor.regions import gather_from_tp, outside_region, scatter_to_tp
 from parallel.topology.mesh import Mesh
 
@@ -215,8 +215,7 @@ class Experts(nn.Module):
         self.gate_up = expert_matrices(gate_up, cfg.model.init_std)
         self.down = expert_matrices(down, residual_std(cfg.model))
 
-        fp8 = fp8_of_layer(cfg, layer)
-        self.in_fp8 = fp8 is not None
+        self.fp8 = fp8 = fp8_of_layer(cfg, layer)
         self.grouped_linear = grouped_linear
         if fp8 is not None:
             recipe, side = fp8
@@ -242,12 +241,21 @@ class Experts(nn.Module):
         probability_bytes = rows * work.accumulation_bytes
         return Cost(
             products=(
-                MatrixProduct(rows, hidden, gate_up_width, count=num_products, fp8=self.in_fp8),
-                MatrixProduct(rows, width, hidden, count=num_products, fp8=self.in_fp8),
+                self.product(rows, hidden, gate_up_width, work, num_products=num_products),
+                self.product(rows, width, hidden, work, num_products=num_products),
             ),
             traffic=(MemoryTraffic(activation_bytes),),
             saved=(SavedTensor(row_bytes + activation_bytes + probability_bytes),),
         )
+
+    def product(
+        self, rows: int, inputs: int, outputs: int, work: Workload, *, num_products: int
+    ) -> MatrixProduct:
+        """Of `rows` rows of all experts by a matrix [outputs, inputs] each, in so many products."""
+        if self.fp8 is None:
+            return MatrixProduct(rows, inputs, outputs, count=num_products)
+        kept = self.num_local * kept_weight_bytes(*self.fp8, (outputs, inputs), work)
+        return MatrixProduct(rows, inputs, outputs, count=num_products, fp8=True, kept_weight_bytes=kept)
 
 
 def expert_boxes(cfg: Config, mesh: Mesh, layer: int) -> tuple[list[Box], list[Box]]:

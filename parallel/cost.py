@@ -20,7 +20,8 @@ RECOMPUTABLE_PARTS: tuple[Part, ...] = ("core", "norm", "act")
 #              operation of the block keeps something for the backward
 #   backward   in the backward
 #   regather   in the backward, only if its `part` is recomputed
-Phase = Literal["forward", "output", "backward", "regather"]
+#   step       in the first forward of a step alone: it is of weights, which all its microbatches share
+Phase = Literal["forward", "output", "backward", "regather", "step"]
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,10 @@ class MatrixProduct:
     """[rows, inner] by [inner, columns].
 
     rows: of all `count` products together; each has a weight of its own. fp8: the operands have 8 bits.
-    scales: of each feature of an operand that is kept in 8 bits along the tokens. grads_in_forward: the
-    forward computes both gradients too. hides: the group whose exchange is under way at the same time.
+    scales: of each feature of an operand that is kept in 8 bits along the tokens. kept_weight_bytes: of all
+    weights and their transposes in 8 bits, kept from the first forward of a step to its end.
+    grads_in_forward: the forward computes both gradients too. hides: the group whose exchange is under way at
+    the same time.
     """
     rows: int
     inner: int
@@ -76,6 +79,7 @@ class MatrixProduct:
     count: int = 1
     fp8: bool = False
     scales: int = 0
+    kept_weight_bytes: int = 0
     grads_in_forward: bool = False
     hides: str | None = None
 
@@ -83,6 +87,11 @@ class MatrixProduct:
     def flops(self) -> int:
         """Of the forward's product alone."""
         return 2 * self.rows * self.inner * self.columns
+
+    def times(self, n: int) -> "MatrixProduct":
+        """n such products."""
+        kept = n * self.kept_weight_bytes
+        return replace(self, rows=n * self.rows, count=n * self.count, kept_weight_bytes=kept)
 
     @property
     def elements(self) -> int:
@@ -165,7 +174,7 @@ class Cost:
     def times(self, n: int) -> "Cost":
         """The cost of n such modules."""
         return Cost(
-            products=tuple(replace(one, rows=n * one.rows, count=n * one.count) for one in self.products),
+            products=tuple(one.times(n) for one in self.products),
             attention=tuple(replace(one, flops=n * one.flops) for one in self.attention),
             traffic=tuple(replace(one, nbytes=n * one.nbytes) for one in self.traffic),
             saved=tuple(replace(one, nbytes=n * one.nbytes) for one in self.saved),

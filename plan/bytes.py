@@ -142,7 +142,8 @@ def add_modules(ledger: StepLedger, stage: int, microbatches: int) -> None:
     job = ledger.job
     cost = job.stage(stage).cost(workload(job.cfg))
     for one in cost.exchanges:
-        ledger.add(one.group, one.verb, one.nbytes, microbatches * one.calls)
+        times = min(1, microbatches) if one.phase == "step" else microbatches
+        ledger.add(one.group, one.verb, one.nbytes, times * one.calls)
 
 
 # ---- pipeline ----------------------------------------------------------------------------------------------

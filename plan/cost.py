@@ -263,14 +263,21 @@ def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes:
     return hops * efficiency.hop + max(inside, between)
 
 
-def module_exchanges(cost: Cost, links: Links, is_exposed: bool) -> SecondsOfGroups:
-    """Of the exchanges of one microbatch's modules: those that nothing runs beside, or all others."""
+def module_exchanges(
+    cost: Cost, links: Links, microbatches: int, *, is_exposed: bool
+) -> SecondsOfGroups:
+    """Of the exchanges of one microbatch's modules: those that nothing runs beside, or all others.
+
+    microbatches: that share those of a step.
+    """
     found = SecondsOfGroups()
     for one in cost.exchanges:
         if one.is_exposed != is_exposed:
             continue
         nbytes = one.calls * one.nbytes
         seconds = exchange_seconds(links, one.group, one.verb, calls=one.calls, nbytes=nbytes)
+        if one.phase == "step":
+            seconds /= microbatches
         is_backward = one.phase == "backward"
         found.add(one.group, Seconds(backward=seconds) if is_backward else Seconds(forward=seconds))
     return found
@@ -292,10 +299,10 @@ class Forecast:
     sent: tuple[float, float] = (0.0, 0.0)
 
 
-def stage_times(job: Job, stage: int, cluster: Cluster,
+def stage_times(job: Job, stage: int, microbatches: int, cluster: Cluster,
                 efficiency: Efficiency) -> tuple[Times, dict[str, float]]:
     """(seconds of one microbatch in one stage; {group: those of them in which it only waits for an
-    exchange})."""
+    exchange}). microbatches: of a step."""
     described = job.stage(stage)
     work = workload(job.cfg)
     roofline = Roofline(cluster, efficiency, job.cfg.train.dtype)
@@ -307,8 +314,8 @@ def stage_times(job: Job, stage: int, cluster: Cluster,
     forward, backward = computes.f, computes.i
     links = Links(job.layout, cluster, efficiency)
     cost = described.cost(work)
-    exposed = module_exchanges(cost, links, is_exposed=True)
-    for group, exchanged in module_exchanges(cost, links, is_exposed=False).items():
+    exposed = module_exchanges(cost, links, microbatches, is_exposed=True)
+    for group, exchanged in module_exchanges(cost, links, microbatches, is_exposed=False).items():
         hidden = computes.hides[group]
         forward_wait = exposed[group].forward + max(0.0, exchanged.forward - hidden.forward)
         backward_wait = exposed[group].backward + max(0.0, exchanged.backward - hidden.backward)
@@ -356,7 +363,7 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
     links = Links(job.layout, cluster, efficiency)
 
     # the pipeline: all microbatches beyond those of the schedule take what the busiest rank computes
-    seconds, waits = times_of_stages(job, cluster, efficiency)
+    seconds, waits = times_of_stages(job, microbatches, cluster, efficiency)
     hop = exchange_seconds(links, "pp", "send", calls=1, nbytes=boundary_bytes(job.cfg))
     line = timeline(
         schedule.kind,
@@ -399,7 +406,7 @@ def forecast(job: Job, microbatches: int, cluster: Cluster, efficiency: Efficien
 
 
 def times_of_stages(
-    job: Job, cluster: Cluster, efficiency: Efficiency
+    job: Job, microbatches: int, cluster: Cluster, efficiency: Efficiency
 ) -> tuple[StageSeconds, list[dict[str, float]]]:
     """(seconds of a microbatch's ops; of each stage, {group: seconds that it only waits}).
 
@@ -408,7 +415,7 @@ def times_of_stages(
     stages: list[Times] = []
     waits: list[dict[str, float]] = []
     for stage in range(job.schedule.n_stages):
-        times, waits_of_stage = stage_times(job, stage, cluster, efficiency)
+        times, waits_of_stage = stage_times(job, stage, microbatches, cluster, efficiency)
         stages.append(times)
         waits.append(waits_of_stage)
     seconds = StageSeconds(

@@ -23,7 +23,7 @@ from plan.buckets import PlannedBucket, buckets, unique_buckets
 from plan.job import Job
 from plan.memory import (
     StageActivations,
-    most_elements,
+    most_together,
     passing_bytes,
     peak_activation_bytes,
     peak_of_ops,
@@ -102,8 +102,8 @@ def live_bytes(job: Job, every: list[PlannedBucket], how: Framework) -> int:
         weights = min(total, max(how.live_weights, largest))
         grads = min(total, max(how.live_grads, largest))
         return element_bytes * (weights + grads)
-    parts = [part for stage in buckets(job).values() for part in stage]
-    return element_bytes * (most_elements(parts, 2) + most_elements(parts, 1))
+    sizes = [sum(bucket.size for bucket in part) for stage in buckets(job).values() for part in stage]
+    return element_bytes * (most_together(sizes, 2) + most_together(sizes, 1))
 
 
 # ---- activations -------------------------------------------------------------------------------------------

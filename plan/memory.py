@@ -104,20 +104,39 @@ def has_powersgd_error(job: Job, bucket: PlannedBucket) -> bool:
 
 
 def passing_bytes(job: Job) -> int:
-    """The most that full gradients (ZeRO-2, 3) and full weights (ZeRO-3) add during a step."""
+    """The most that full gradients (ZeRO-2, 3), full weights (ZeRO-3) and weights in 8 bits (fp8) add during
+    a step."""
     zero, dtype = job.cfg.parallel.zero, job.cfg.train.dtype
     of_element = 0
     if zero >= 2:
         of_element += accumulation_bytes(dtype)
     if zero == 3:
         of_element += compute_bytes(dtype)
-    elements = max(most_elements(parts, FULL_PARTS) for parts in buckets(job).values())
-    return of_element * elements
+    most = 0
+    for parts in buckets(job).values():
+        sizes = [sum(bucket.size for bucket in part) for part in parts]
+        most = max(most, most_together(sizes, FULL_PARTS))
+    return of_element * most + quantized_weight_bytes(job)
 
 
-def most_elements(parts: list[list[PlannedBucket]], num_parts: int) -> int:
-    """Elements of the largest `num_parts` parts that follow one another in a stage."""
-    sizes = [sum(bucket.size for bucket in part) for part in parts]
+def quantized_weight_bytes(job: Job) -> int:
+    """Weights in 8 bits (kernels/fp8_weight.py): of all parts; under ZeRO-3 of as many as have full weights."""
+    work = workload(job.cfg)
+    of_stages: list[list[int]] = []
+    for number in job.stages():
+        parts = job.stage(number).parts
+        of_stages.append([kept_of_weights(part.cost(work)) for part in parts])
+    if job.cfg.parallel.zero == 3:
+        return max(most_together(sizes, FULL_PARTS) for sizes in of_stages)
+    return sum(sum(sizes) for sizes in of_stages)
+
+
+def kept_of_weights(cost: Cost) -> int:
+    return sum(product.kept_weight_bytes for product in cost.products)
+
+
+def most_together(sizes: list[int], num_parts: int) -> int:
+    """The sum of the largest `num_parts` parts that follow one another in a stage."""
     most = 0
     for first in range(len(sizes)):
         together = sizes[first:first + num_parts]

@@ -195,7 +195,8 @@ def bound_of(cfg: Config, values: Values, target: Target) -> Bound | None:
     except ConfigError:
         return None
 
-    times, _ = stage_times(job, 0, target.cluster, target.efficiency)
+    # the most microbatches that can share what a step exchanges once
+    times, _ = stage_times(job, 0, cfg.train.global_batch, target.cluster, target.efficiency)
     blocks = describe_stage(whole, 1, whole.model.layers - 1)
     kept = blocks.cost(workload(whole, flash=True)).saved_bytes()
     microbatches = cfg.train.global_batch / sequences

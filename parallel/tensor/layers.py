@@ -85,7 +85,7 @@ def scale_exchanges(
     """What the scales of a layer exchange over tp and cp. shape: of the weight on this rank [m, n].
 
     A tensorwise scale is one number; a rowwise one is a number for each token, or for each feature. A block
-    never spans ranks.
+    never spans ranks. Those of weights are exchanged once a step (kernels/fp8_weight.py).
     """
     if scaling is None or scaling.recipe == "blockwise":
         return ()
@@ -93,20 +93,18 @@ def scale_exchanges(
     outputs, inputs = (1, 1) if tensorwise else shape
     tokens = 1 if tensorwise else work.tokens
 
-    def exchange(group: str, numbers: int, phase: Literal["forward", "backward"]) -> Exchange:
+    def exchange(group: str, numbers: int, phase: Literal["forward", "backward", "step"]) -> Exchange:
         nbytes = numbers * work.accumulation_bytes
         return Exchange(group, "all_reduce", nbytes, phase=phase)
 
     of_input = exchange("cp", inputs, "forward")
     of_output_grad = exchange("cp", outputs, "backward")
     over_cp = (of_input, of_output_grad)
-    if not divides_outputs:
-        weight = exchange("tp", outputs, "forward")
-        return (*over_cp, weight, exchange("tp", tokens, "forward"))  # and x
-    output_grad = exchange("tp", tokens, "backward")
-    if tensorwise:  # the weight's scale serves the forward and the backward
-        return (*over_cp, exchange("tp", 1, "forward"), output_grad)
-    return (*over_cp, exchange("tp", inputs, "backward"), output_grad)
+    if divides_outputs:
+        weight = exchange("tp", inputs, "step")  # of the transpose, whose rows tp divides
+        return (*over_cp, weight, exchange("tp", tokens, "backward"))  # and dy
+    weight = exchange("tp", outputs, "step")
+    return (*over_cp, weight, exchange("tp", tokens, "forward"))  # and x
 
 
 def saved_input(
@@ -133,12 +131,30 @@ def scales_of_feature(scaling: Fp8Scaling, work: Workload) -> int:
     return {"tensorwise": 0, "rowwise": 1, "blockwise": blocks}[scaling.recipe]
 
 
+def kept_weight_bytes(recipe: str, side: int, shape: tuple[int, ...], work: Workload) -> int:
+    """What is kept of a weight [m, n] in 8 bits: itself and its transpose, with their scales.
+
+    What the scales are computed from is as small as these, and left out.
+    """
+    outputs, inputs = shape
+    blocks = -(-outputs // side) * -(-inputs // side)
+    scales = {"tensorwise": 2, "rowwise": outputs + inputs, "blockwise": 2 * blocks}[recipe]
+    return 2 * outputs * inputs + scales * work.accumulation_bytes
+
+
 def layer_product(scaling: Fp8Scaling | None, shape: tuple[int, ...], work: Workload) -> MatrixProduct:
     """What a linear layer computes. shape: of the weight on this rank [m, n]."""
     outputs, inputs = shape
     if scaling is None:
         return MatrixProduct(work.tokens, inputs, outputs)
-    return MatrixProduct(work.tokens, inputs, outputs, fp8=True, scales=scales_of_feature(scaling, work))
+    return MatrixProduct(
+        work.tokens,
+        inputs,
+        outputs,
+        fp8=True,
+        scales=scales_of_feature(scaling, work),
+        kept_weight_bytes=kept_weight_bytes(scaling.recipe, scaling.side, shape, work),
+    )
 
 
 def tensor_parallel_region(group: Group, *, sp: bool, async_tp: bool) -> TensorParallelRegion | None:

@@ -376,3 +376,39 @@ def test_no_more_than_three_parts_are_whole(ranks, zero):
     cfg = laid("llama3-tiny", dict(zero=zero))
     for rank, peak in enumerate(ranks(4).run(passing, cfg)):
         assert 0 < peak <= memory.passing_bytes(job_of_rank(cfg, 4, rank))
+
+
+def kept_in_eight_bits(world, cfg):
+    """The most bytes of weights in 8 bits that a rank has in a step, and what it has after that."""
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
+    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    sizes = []
+
+    def kept() -> int:
+        pairs = [slot.param.quantized.pair for b in run.buckets for slot in b.slots]
+        return stores([x for pair in pairs if pair is not None for one in pair for x in one[:2]])
+
+    def looked_at_first(function):
+        def call(*args):
+            sizes.append(kept())
+            return function(*args)
+
+        return call
+
+    for b in run.buckets:
+        b.weights.reshard = looked_at_first(b.weights.reshard)
+        b.weights.start_gather_updated = looked_at_first(b.weights.start_gather_updated)
+    tokens = RandomTokens(cfg, run.mesh.dp.index, run.mesh.dp.size)
+    train_step(run, 1, tokens.microbatches(0), NonFiniteGuard())
+    return max(sizes), kept()
+
+
+@pytest.mark.parametrize("name", ["llama3-tiny", "mixtral-tiny"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "blockwise"])
+@pytest.mark.parametrize("parallel", [dict(zero=1, tp=2), dict(zero=0, pp=2), dict(zero=3)], ids=str)
+def test_weights_in_eight_bits(ranks, name, recipe, parallel):
+    """Kept to the end of the step; under ZeRO-3 no longer than the full weights."""
+    cfg = laid(name, parallel, dtype="fp8", fp8=recipe, fp8_block=16, fp8_keep=1)
+    for rank, (most, after) in enumerate(ranks(4).run(kept_in_eight_bits, cfg)):
+        planned = memory.quantized_weight_bytes(job_of_rank(cfg, 4, rank))
+        assert after == 0 and (0 < most <= planned if parallel["zero"] == 3 else most == planned), rank
