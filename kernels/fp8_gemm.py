@@ -288,6 +288,11 @@ def steps_of(a: QuantizedMatrix, b: QuantizedMatrix) -> Steps:
     )
 
 
+def tile_of(steps: Steps) -> dict[str, int]:
+    """Launch parameters."""
+    return EACH if steps.BY_STEP and steps.SHARED != TILE["N"] else TILE
+
+
 def scale_strides(x: QuantizedMatrix) -> tuple[int, int]:
     """From a row of scales to the next, and from a block of columns to the next."""
     row_stride = 0 if x.kind == "tensor" else x.scale.stride(0)
@@ -300,7 +305,7 @@ def launch_scaled_product(a: QuantizedMatrix, b: QuantizedMatrix, y: Tensor, add
     m, k = a.q.shape
     n = b.q.shape[0]
     steps = steps_of(a, b)
-    tile = EACH if steps.BY_STEP and steps.SHARED != TILE["N"] else TILE
+    tile = tile_of(steps)
     tiles = ceil_div(m, tile["M"]) * ceil_div(n, tile["N"])
     scaled_kernel[(tiles,)](
         TensorDescriptor.from_tensor(a.q, [tile["M"], steps.K]),

@@ -20,6 +20,7 @@ from kernels.fp8_gemm import (
     QuantizedMatrix,
     QuantizedPair,
     Recipe,
+    Steps,
     quantize_operand,
     quantize_operand_pair,
     scaled_tile,
@@ -133,6 +134,13 @@ def scaled_grouped_kernel(
         tl.store(pointers, total, inside_matrix(rows, columns, end, outer))
 
 
+def tile_of(steps: Steps) -> dict[str, int]:
+    """Launch parameters."""
+    if steps.BY_STEP:
+        return EXACT if steps.SHARED == EXACT["N"] else EACH
+    return EXACT if steps.EXACT else TILE
+
+
 def launch_grouped_product(
     a: QuantizedMatrix,
     b: QuantizedMatrix,
@@ -144,9 +152,7 @@ def launch_grouped_product(
     m, k = a.q.shape
     outer = b.q.shape[0] // experts
     steps = steps_of(a, b)
-    tile = TILE if not steps.EXACT else EXACT
-    if steps.BY_STEP:
-        tile = EXACT if steps.SHARED == EXACT["N"] else EACH
+    tile = tile_of(steps)
     tiles_m = ceil_div(m, tile["M"]) + experts  # an expert has at most one tile that is not full
     tiles_n = ceil_div(outer, tile["N"])
     y = torch.empty(m, outer, dtype=dtype, device=a.q.device)

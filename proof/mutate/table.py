@@ -662,8 +662,17 @@ TABLE = (
     Mutation(
         what="fp8: the transposed weight's rows are taken for whole",
         file="kernels/fp8_linear.py",
-        old="self.quantize(w.t(), kind, E4M3, rows=self.ins, columns=self.outs, largest=largest)",
-        new="self.quantize(w.t(), kind, E4M3, rows=self.outs, columns=self.ins, largest=largest)",
+        old="        rows(maxima.columns)",
+        new="        pass",
+        model="gpt2-tiny",
+        world=2,
+        layout="tp2 zero0 mb1 rowwise",
+    ),
+    Mutation(
+        what="fp8: the weight's shards are taken for those of its other dim",
+        file="kernels/fp8_linear.py",
+        old="lambda: shared_maxima(w, kind, rows=self.outs, columns=self.ins, both=True)",
+        new="lambda: shared_maxima(w, kind, rows=self.ins, columns=self.outs, both=True)",
         model="gpt2-tiny",
         world=2,
         layout="tp2 zero0 mb1 rowwise",
@@ -671,8 +680,8 @@ TABLE = (
     Mutation(
         what="fp8: an input that is made again has another scale",
         file="kernels/fp8_linear.py",
-        old="wait_x().flatten(0, -2), largest)",
-        new="wait_x().flatten(0, -2), largest if ctx.region is None else largest * 1.5)",
+        old="Maxima(columns=ctx.saved_tensors[0])",
+        new="Maxima(columns=ctx.saved_tensors[0] if ctx.region is None else 1.5 * ctx.saved_tensors[0])",
         model="llama3-tiny",
         world=2,
         layout="tp2 zero0 mb1 tensorwise selective",
@@ -681,19 +690,55 @@ TABLE = (
         what="fp8: blocks along the tokens start anew at half of a block",
         file="kernels/fp8_linear.py",
         old=(
-            "        return self.quantize(x.t(), kind, E4M3, rows=self.ins, columns=self.tokens, "
-            "largest=largest)"
+            "        return quantize_operand_pair(x, self.activation_kind, E4M3, self.side, maxima)"
         ),
         new=(
+            "        pair = quantize_operand_pair(x, self.activation_kind, E4M3, self.side, maxima)\n"
             "        if self.tokens is not None:\n"
-            "            half = Fp8Scaling(self.recipe, self.side // 2)\n"
-            "            return half.quantize(x.t(), kind, E4M3, rows=None, columns=None)\n"
-            "        return self.quantize(x.t(), kind, E4M3, rows=self.ins, columns=self.tokens, "
-            "largest=largest)"
+            "            half = quantize_operand(x.t(), self.activation_kind, E4M3, self.side // 2)\n"
+            "            back = QuantizedMatrix(half.q, half.scale, half.kind, self.side // 2)\n"
+            "            pair = QuantizedPair(pair.ahead, back)\n"
+            "        return pair"
         ),
         model="llama3-tiny",
         world=2,
         layout="cp2 zero0 mb1 blockwise",
+    ),
+    Mutation(
+        what="fp8: weights in 8 bits outlive the step in which they were made",
+        file="parallel/sharding/weights.py",
+        old="        self.drop_quantized()  # the one place",
+        new="        if self.group.size == 1: self.drop_quantized()  # the one place",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1 tensorwise",
+    ),
+    Mutation(
+        what="fp8: ZeRO-3 frees weights in 8 bits, but keeps what their scales are computed from",
+        file="parallel/sharding/weights.py",
+        old="            slot.param.quantized.drop()",
+        new="            slot.param.quantized.free() if self.zero == 3 else slot.param.quantized.drop()",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero3 mb1 tensorwise",
+    ),
+    Mutation(
+        what="fp8: ZeRO-3 gathers weights that have changed, and takes the old ones in 8 bits",
+        file="parallel/sharding/weights.py",
+        old="            slot.param.quantized.free()",
+        new="            slot.param.quantized.drop = lambda: None",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero3 mb1 blockwise",
+    ),
+    Mutation(
+        what="fp8: the experts' weights in 8 bits outlive the step in which they were made",
+        file="parallel/sharding/weights.py",
+        old="            slot.param.quantized.drop()",
+        new="            slot.param.spec.is_expert and self.group.size > 1 or slot.param.quantized.drop()",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 zero1 mb1 rowwise",
     ),
     Mutation(
         what="fp8: the rows that an expert has here share a scale",
@@ -710,8 +755,11 @@ TABLE = (
     Mutation(
         what="fp8: the experts that a rank has share a scale",
         file="kernels/fp8_grouped.py",
-        old="largest.repeat_interleave(o)",
-        new="largest.amax().expand(experts * o)",
+        old='ahead, back = quantize_pair(matrices, "tensor", E4M3)',
+        new=(
+            "largest = matrices.abs().amax().expand(experts, 1)\n"
+            '        ahead, back = quantize_pair(matrices, "tensor", E4M3, 128, Maxima(largest, largest))'
+        ),
         model="mixtral-tiny",
         world=2,
         layout="dp2 ep2 zero0 mb1 tensorwise",

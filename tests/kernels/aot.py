@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2]))
 
+import torch
 import triton  # before the kernels: it is what makes them import it
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -173,37 +174,60 @@ def wgrad(kernel, tile: dict, add: bool) -> Case:
     )
 
 
-def scaled(shared: int, add: bool, gradient: str = "fp8e4nv") -> Case:
-    tile, k = fp8_gemm.EACH if shared == 1 else fp8_gemm.TILE, fp8_gemm.STEP
-    m, n = tile["M"], tile["N"]
-    return Case(
-        fp8_gemm.scaled_kernel,
-        {**tile, "K": k, "SHARED": shared, "ADD": add},
+def eight_bits(a: str, b: str, gradient: bool, grouped: bool) -> tuple[dict, dict]:
+    """(launch parameters, types) of an fp8 product of A, with scales a row or a group, and B.
+
+    gradient: A is one, in E5M2 unless its scales are those of groups.
+    """
+    size, side = 256, fp8.BLOCK_SIDE
+    dtype = fp8.E5M2 if gradient and a == "row" else fp8.E4M3
+    scales = {
+        "row": torch.empty(size, 1),
+        "group": torch.empty(size // side, size).t(),
+        "block": torch.empty(size // side, size // side),
+        "matrix": torch.empty(1, 1),
+    }
+    operands = [
+        fp8_gemm.QuantizedMatrix(
+            torch.empty(size, size, dtype=dtype), scales[kind], kind, size if kind == "matrix" else side
+        )
+        for kind, dtype in ((a, dtype), (b, fp8.E4M3))
+    ]
+    steps = fp8_gemm.steps_of(*operands)
+    constants = {
+        name: value for name, value in steps._asdict().items() if name.isupper() or value == 1
+    }  # a stride of 1 is compiled in
+    tile = fp8_grouped.tile_of(steps) if grouped else fp8_gemm.tile_of(steps)
+    names = {fp8.E4M3: "fp8e4nv", fp8.E5M2: "fp8e5"}
+    return (
+        {**tile, **constants},
         {
-            "A": f"tensordesc<{gradient}[{m},{k}]>",
-            "B": f"tensordesc<fp8e4nv[{n},{k}]>",
+            "A": f"tensordesc<{names[dtype]}[{tile['M']},{steps.K}]>",
+            "B": f"tensordesc<fp8e4nv[{tile['N']},{steps.K}]>",
             "A_SCALE": "*fp32",
             "B_SCALE": "*fp32",
-            **({"Y": "*fp32"} if add else {}),
         },
+    )
+
+
+def scaled(a: str, b: str, add: bool) -> Case:
+    """add: a weight gradient."""
+    meta, types = eight_bits(a, b, gradient=add, grouped=False)
+    return Case(
+        fp8_gemm.scaled_kernel,
+        {**meta, "ADD": add},
+        {**types, **({"Y": "*fp32"} if add else {})},
         "gemm",
         TMA,
     )
 
 
-def scaled_grouped(shared: int, gradient: str = "fp8e4nv") -> Case:
-    tile, k = fp8_grouped.EACH if shared == 1 else fp8_grouped.TILE, fp8_grouped.STEP
-    m, n = tile["M"], tile["N"]
+def scaled_grouped(a: str, b: str, gradient: bool) -> Case:
+    meta, types = eight_bits(a, b, gradient=gradient, grouped=True)
     return Case(
         fp8_grouped.scaled_grouped_kernel,
-        {**tile, "K": k, "SHARED": shared, "EXPERTS": 64},
-        {
-            "A": f"tensordesc<{gradient}[{m},{k}]>",
-            "B": f"tensordesc<fp8e4nv[{n},{k}]>",
-            "A_SCALE": "*fp32",
-            "B_SCALE": "*fp32",
-            "OFFSETS": "*i32",
-        },
+        {**meta, "EXPERTS": 64},
+        {**types, "OFFSETS": "*i32"},
         "gemm",
         TMA,
     )
@@ -323,12 +347,13 @@ CASES = {
         {"OF_ROWS": "*fp32", "OF_COLUMNS": "*fp32"},
     ),
     "fp8_largest": Case(fp8.largest_kernel, {"BLOCK": fp8.TILE, "num_warps": 8}, {"LARGEST": "*fp32"}),
-    "scaled_block": scaled(fp8.BLOCK_SIDE, False),
-    "scaled_group_add": scaled(1, True),
-    "scaled_row_add_e5m2": scaled(1, True, "fp8e5"),
-    "scaled_grouped_block": scaled_grouped(fp8.BLOCK_SIDE),
-    "scaled_grouped_row": scaled_grouped(1),
-    "scaled_grouped_row_e5m2": scaled_grouped(1, "fp8e5"),
+    "scaled_block": scaled("group", "block", add=False),
+    "scaled_group_add": scaled("group", "group", add=True),
+    "scaled_row_add_e5m2": scaled("row", "row", add=True),
+    "scaled_grouped_block": scaled_grouped("group", "block", gradient=False),
+    "scaled_grouped_row": scaled_grouped("row", "row", gradient=False),
+    "scaled_grouped_row_e5m2": scaled_grouped("row", "row", gradient=True),
+    "scaled_grouped_matrix": scaled_grouped("row", "matrix", gradient=False),
     "symmetric": Case(
         newton_schulz.symmetric_kernel,
         {**newton_schulz.TILE, "ADD": True},
