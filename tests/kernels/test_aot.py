@@ -16,7 +16,23 @@ SPILLS = {
     ("attention_dkv_256_256", "sm_100"): 26
 }  # instructions, of triton 3.7.1 alone: around the loop over query heads. Nothing else may.
 # of a processor, at least: of a short product, another program hides where one begins and ends
-PROGRAMS = {"grouped": 2, "grouped_dgrad": 2}
+PROGRAMS = {
+    "grouped": 2,
+    "grouped_dgrad": 2,
+    "scaled_grouped_matrix": 2,
+    "fp8_tensor_pair": 4,
+    "fp8_row_pair": 2,
+}
+# that multiply while the next operands arrive
+IN_FLIGHT = (
+    "weight_gradient",
+    "grouped",
+    "grouped_dgrad",
+    "scaled_row_add_e5m2",
+    "scaled_grouped_row",
+    "scaled_grouped_row_e5m2",
+    "scaled_grouped_matrix",
+)
 LARGEST = {
     "sm_80": 163 << 10,
     "sm_90": 227 << 10,
@@ -51,6 +67,8 @@ def check_promises(text: str) -> None:
         assert int(row["spills"]) <= SPILLS.get((name, chip), 0), (name, chip)
         assert int(row["shared"]) <= LARGEST[chip] and int(row["atomics"]) == 0, (name, chip)
         assert int(row["programs"]) >= PROGRAMS.get(name, 1), (name, chip)
+        if chip == "sm_90" and name in IN_FLIGHT:
+            assert int(row["flight"]) > 0, (name, chip)
         if name.startswith(gemm) and name != "attention_delta":
             tensor_core = {
                 "sm_80": "HMMA",

@@ -91,3 +91,80 @@ def test_the_library_takes_what_it_is_given(kinds):
         pytest.skip(f"this torch has none for the CPU: {error}")
     want = a.dequantized() @ b.dequantized().t()
     assert (got.float() - want).norm() <= 5e-3 * want.norm()
+
+
+# ---- the library's weight gradient -------------------------------------------------------------------------
+
+
+def in_fp32(a, b, dtype):
+    """What the library does where it is able to."""
+    return (a.dequantized() @ b.dequantized().t()).to(dtype)
+
+
+def rounds(a, b, dtype):
+    return in_fp32(a, b, torch.bfloat16).float()
+
+
+def in_16_bits(a, b, dtype):
+    return in_fp32(a, b, torch.bfloat16)
+
+
+def forgets_scales(a, b, dtype):
+    return a.q.float() @ b.q.float().t()
+
+
+def refuses(a, b, dtype):
+    raise RuntimeError("Only bf16 high precision output types are supported for row-wise scaling.\nmore")
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("library, obstacle", [
+    (in_fp32, None),
+    (rounds, "a wrong result"),
+    (in_16_bits, "a wrong result"),
+    (forgets_scales, "a wrong result"),
+    (refuses, "Only bf16 high precision output types are supported for row-wise scaling."),
+])
+def test_the_library_is_tried_before_it_is_used(monkeypatch, library, obstacle, kind, dtype):
+    monkeypatch.setattr(fp8_gemm, "multiply_by_library", library)
+    assert fp8_gemm.obstacle_to_fp32(torch.device("cpu"), kind, dtype) == obstacle
+
+
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_torchs_own_product_passes_the_trial(kind, dtype):
+    """torch._scaled_mm has a CPU twin, which takes the same layouts of operands and scales."""
+    assert fp8_gemm.obstacle_to_fp32(torch.device("cpu"), kind, dtype) is None
+
+
+def test_where_it_returns_fp32_it_is_added_to_the_weight_gradient(monkeypatch):
+    calls = []
+    monkeypatch.setattr(fp8_gemm, "library_multiplies", lambda a: a.kind in ("tensor", "row"))
+    monkeypatch.setattr(fp8_gemm, "library_returns_fp32", lambda device, kind, dtype: kind == "tensor")
+    monkeypatch.setattr(fp8_gemm, "multiply_by_library", lambda *args: calls.append(args) or in_fp32(*args))
+    for kind, count in (("tensor", 1), ("row", 0), ("group", 0)):
+        _, (a, b) = operands(48, 32, 64, (kind, kind), E5M2)
+        into = torch.ones(48, 32)
+        assert add_scaled_product(into, a, b, torch.bfloat16) is into
+        torch.testing.assert_close(into, 1 + a.dequantized() @ b.dequantized().t())
+        assert len(calls) == count, kind
+        calls.clear()
+    _, (a, b) = operands(48, 32, 64, ("tensor", "tensor"), E5M2)
+    add_scaled_product(torch.ones(48, 32, dtype=torch.float64), a, b, torch.float64)  # not into fp32
+    assert not calls
+
+
+def test_sizes_that_the_library_refuses_do_not_reach_it():
+    _, (a, _) = operands(16, 16, 40, ("tensor", "tensor"))
+    assert not fp8_gemm.library_multiplies(a)
+
+
+def test_long_sums_of_gradients_are_added_to_fp32_on_the_way():
+    """Scales along the sum, or E4M3 as in a forward: not."""
+    def exact(kinds, dtype):
+        _, (a, b) = operands(16, 16, 64, kinds, dtype)
+        return fp8_gemm.steps_of(a, b).EXACT * fp8_gemm.steps_of(a, b).K
+
+    assert exact(("tensor", "tensor"), E5M2) == exact(("row", "row"), E5M2) == fp8_gemm.EXACT
+    assert exact(("row", "row"), E4M3) == exact(("group", "group"), E4M3) == 0
