@@ -108,6 +108,7 @@ def trained(
         "--parallel.schedule zb-h1",
         "--model.mtp 1",
         "--parallel.zero 1 --model.mup_base 16",
+        "--train.dtype fp8 --model.layers 3",
     ],
 )
 def test_a_recorded_step_is_the_step(device, args):
@@ -115,6 +116,33 @@ def test_a_recorded_step_is_the_step(device, args):
     assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
     assert len({float(loss) for loss in plain[0][::3]}) > WARM_UP_STEPS, "the steps are not all the same step"
+
+
+def test_a_recording_quantizes_its_weights_itself(monkeypatch):
+    """It repeats what ran when it was made. An evaluation before that step leaves its weights in 8 bits, which
+    later steps must not find in the recording.
+    """
+    cfg = config.resolve("llama3-tiny", None, [*ARGS, "--train.dtype", "fp8", "--model.layers", "3"])
+    device = torch.device("cpu")
+    run = build_run(cfg, Mesh.single(), device, None, 20)
+    run = replace(run, recording=RecordedPipeline(run.pipeline, device))
+    params = [slot.param for bucket in run.buckets for slot in bucket.slots]
+    for step in range(1, WARM_UP_STEPS + 2):
+        with torch.no_grad():
+            batch = batches(step, False, device)[0]
+            run.stages[0](batch.tokens, batch, 1.0)
+        assert any(param.quantized.pair is not None for param in params)
+
+        kept = []
+        run_pipeline = run.pipeline.run
+        with monkeypatch.context() as looking:
+            looking.setattr(
+                run.pipeline,
+                "run",
+                lambda *args: kept.extend(p.quantized.pair for p in params) or run_pipeline(*args),
+            )
+            train_step(run, step, batches(step, False, device), NonFiniteGuard())
+        assert kept and all(pair is None for pair in kept)
 
 
 @pytest.mark.parametrize("device", DEVICES)
