@@ -104,10 +104,8 @@ class MoE(nn.Module):
     def cost(self, work: Workload) -> Cost:
         """Where every expert gets its fair share of the rows."""
         tokens = work.tokens // self.tp.size  # that this rank routes
-        is_widened = work.compute_bytes != work.accumulation_bytes
-        is_scattered = self.tp.size > 1 and not self.sp
         return total((
-            self.router.cost(work, tokens, copies_input=is_widened or is_scattered),
+            self.router.cost(work, tokens),
             self.dispatch_cost(work, tokens),
             self.experts_cost(work, tokens),
             self.shared_experts_cost(work),
@@ -135,9 +133,14 @@ class MoE(nn.Module):
         return cost.beside(self.ep_etp.name) if self.num_chunks > 1 else cost
 
     def shared_experts_cost(self, work: Workload) -> Cost:
-        """Their products run during the exchanges of rows. Without them, the input is kept for the router."""
+        """Their products run during the exchanges of rows. Without them, the input is kept for the router
+        alone: all of it, of which a rank may route a part."""
         if self.shared_experts is None:
-            return Cost(saved=(SavedTensor(self.hidden_bytes(work), part="norm"),))
+            if self.router.model.jitter:  # it keeps the product
+                return Cost()
+            input_bytes = outside_region(self.hidden_bytes(work), self.tp, self.sp)
+            is_scattered = self.tp.size > 1 and not self.sp
+            return Cost(saved=(SavedTensor(input_bytes, part="rest" if is_scattered else "norm"),))
         return self.shared_experts.cost(work).as_inner().beside(self.ep_etp.name)
 
     def hidden_bytes(self, work: Workload) -> int:

@@ -18,8 +18,8 @@ f is a constant for the gradient. model.aux_kind says over what it is taken:
                grouped, so scripts.verify refuses it
 
 A balanced layer adds aux_loss to the loss, whatever E and top_k. (Hugging Face's Mixtral: top_k times that,
-over all layers at once.) The losses are attached where the scores are computed (attach_loss), each on the
-stage that has the layer, and are reported separately.
+over all layers at once.) Their gradients are added where those of the scores are computed
+(kernels/router.py), each on the stage that has the layer, and they are reported separately.
 
 A capacity counts all tokens of a sequence, with or without a target. It holds in training alone: evaluation
 and generation, where later tokens are not known yet, drop nothing.
@@ -34,7 +34,16 @@ from torch.nn.functional import one_hot
 from config import Config, ConfigError, ModelConfig
 from kernels.cross_entropy import IGNORE_INDEX
 from kernels.grad import accumulation_dtype
-from kernels.linear import linear
+from kernels.router import (
+    ROUTER_STATS,
+    RouterLosses,
+    RouterSums,
+    RoutingRule,
+    choose_experts,
+    routed_weights,
+    router_logits,
+    router_statistics,
+)
 from parallel.context import zigzag
 from parallel.cost import Cost, Exchange, MatrixProduct, SavedTensor, Workload
 from parallel.rng import DropoutRng
@@ -44,16 +53,24 @@ from parallel.tensor.regions import all_gather_sequence, local_chunk
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 
-# The statistics of a layer and step, beside how many tokens each expert got.
-ROUTER_STATS = ("dropped", "entropy", "aux_loss", "z_loss")
-EPSILON = 1e-20  # added to sums that divide
-
 
 def expert_count(model: ModelConfig) -> int:
     """Number of routed experts of a mixture layer. Raises ConfigError for a dense model."""
     if model.experts is None:
         raise ConfigError("model.experts: none, and a mixture layer has some; give their number")
     return model.experts
+
+
+def routing_rule(model: ModelConfig) -> RoutingRule:
+    """How the model's routers choose."""
+    return RoutingRule(
+        model.top_k,
+        sigmoid=model.router == "sigmoid",
+        groups=model.router_groups,
+        top_groups=model.router_group_top_k,
+        renorm=model.router_renorm,
+        scale=model.router_scale,
+    )
 
 
 @dataclass(frozen=True)
@@ -96,6 +113,7 @@ class Router(nn.Module):
         self.mesh = mesh
         self.key = f"layers.{layer}.mlp.router"
         self.num_experts = expert_count(model)
+        self.rule = routing_rule(model)
 
         # every tp rank routes its own tokens, with and without sp
         box = Box.whole(f"{self.key}.weight", (self.num_experts, model.hidden))
@@ -115,22 +133,24 @@ class Router(nn.Module):
         index int64 [b, s, k]: the experts of each token; -1: dropped. probs [b, s, k]: what their outputs are
         multiplied by. stats [E + len(ROUTER_STATS)]: of this microbatch; None outside of training.
         """
-        # scores of all experts
-        x = x.to(accumulation_dtype(x.dtype))
         if router_inputs is not None and router_inputs.jitter_rng is not None:
+            x = x.to(accumulation_dtype(x.dtype))
             jitter = self.model.jitter
             factors = router_inputs.jitter_rng.uniform(-1 - self.layer, x.shape[-1], jitter, x.dtype)
             x = x * factors
-        logits = linear(x, self.weight)  # [b, s, E]
-        is_softmax = self.model.router == "softmax"
-        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
 
-        # the choice, and the weights of the chosen
-        index = self.choose_experts(scores.detach())
-        if router_inputs is None:
-            return index, self.expert_weights(scores.gather(-1, index)), None
-        loss, stats = self.losses(logits, scores, index, router_inputs)
-        probs = self.expert_weights(attach_loss(scores, loss).gather(-1, index))
+        # the choice
+        logits = router_logits(x, self.weight)  # [b, s, E]
+        counted = None if router_inputs is None else router_inputs.counted
+        choice = choose_experts(logits, self.rule, self.bias, counted)
+        if choice.sums is None or router_inputs is None:
+            probs = routed_weights(x, self.weight, logits, choice, self.rule)
+            return choice.index, probs, None
+
+        # its weights and losses
+        losses, stats = self.losses(choice.sums, router_inputs)
+        probs = routed_weights(x, self.weight, logits, choice, self.rule, losses)
+        index = choice.index
 
         # what finds no place at its expert is dropped
         if self.model.capacity is not None:
@@ -141,40 +161,16 @@ class Router(nn.Module):
             probs = probs * is_kept
         return index, probs, stats
 
-    def choose_experts(self, scores: Tensor) -> Tensor:
-        """scores [b, s, E] -> the numbers of the top_k experts [b, s, k].
+    def cost(self, work: Workload, tokens: int) -> Cost:
+        """tokens: that this rank routes.
 
-        With router_groups only experts of the best groups: a softmax router takes a group's best score
-        (DeepSeek-V2, arXiv 2405.04434, section 2.2.2), a sigmoid router the sum of its best two (DeepSeek-V3,
-        arXiv 2412.19437, section 2.1.2).
+        It keeps the logits of its tokens. Their choice is among what the dispatch keeps, and its input is the
+        mixture's.
         """
-        model = self.model
-        if self.bias is not None:
-            scores = scores + self.bias.to(scores.dtype)
-        if model.router_groups > 1:
-            groups = scores.unflatten(-1, (model.router_groups, -1))
-            if model.router == "softmax":
-                score_of_group = groups.amax(-1)  # [b, s, groups]
-            else:
-                score_of_group = groups.topk(2, -1).values.sum(-1)
-            best = score_of_group.topk(model.router_group_top_k, -1).indices
-            is_excluded = torch.ones_like(score_of_group, dtype=torch.bool)
-            is_excluded.scatter_(-1, best, False)
-            groups = groups.masked_fill(is_excluded[..., None], float("-inf"))
-            scores = groups.flatten(-2)
-        return scores.topk(model.top_k, -1).indices
-
-    def expert_weights(self, chosen: Tensor) -> Tensor:
-        """The chosen scores [b, s, k] -> what the outputs of their experts are multiplied by."""
-        if self.model.router_renorm:
-            chosen = chosen / (chosen.sum(-1, keepdim=True) + EPSILON)
-        return chosen * self.model.router_scale
-
-    def cost(self, work: Workload, tokens: int, copies_input: bool) -> Cost:
-        """tokens: that this rank routes. copies_input: its input is a tensor of its own, of the dtype of
-        sums. It keeps logits, scores and what the losses need of them."""
         num_experts, hidden = self.weight.spec.shape
-        numbers = 4 * num_experts + (hidden if copies_input else 0)  # of a token
+        saved_bytes = num_experts * work.accumulation_bytes  # of a token
+        if self.model.jitter:
+            saved_bytes += 2 * hidden * work.accumulation_bytes  # the factors, and their product
         exchanges: tuple[Exchange, ...] = ()
         if self.model.aux_loss and self.load is None:
             sequences = work.micro_batch if self.model.aux_kind == "sequence" else 1
@@ -182,58 +178,44 @@ class Router(nn.Module):
             exchanges = (Exchange("tp_cp", "all_reduce", counts_bytes),)
         return Cost(
             products=(MatrixProduct(tokens, hidden, num_experts),),
-            saved=(SavedTensor(tokens * numbers * work.accumulation_bytes),),
+            saved=(SavedTensor(tokens * saved_bytes),),
             exchanges=exchanges,
         )
 
     # ---- losses --------------------------------------------------------------------------------------------
 
-    def losses(self, logits: Tensor, scores: Tensor, index: Tensor,
-               router_inputs: RouterInputs) -> tuple[Tensor, Tensor]:
-        """What the router adds to the loss on this rank (a scalar), and its stats [E + len(ROUTER_STATS)]."""
-        model = self.model
-        counted = router_inputs.counted.to(scores.dtype)
-        shares = scores
-        if model.router == "sigmoid":
-            shares = scores / (scores.sum(-1, keepdim=True) + EPSILON)
-        is_counted = counted[..., None].expand(index.shape)
-        hits = torch.zeros_like(scores).scatter_(-1, index, is_counted)  # [b, s, E]
-        counts = hits.sum(1)  # [b, E]
-
-        aux_loss = logits.new_zeros(())
-        if model.aux_loss:
-            counted_shares = (shares * counted[..., None]).sum(1)  # [b, E]
-            imbalance = (counted_shares * self.expert_load(counts)).sum()
-            aux_loss = router_inputs.scale * model.aux_loss * imbalance
-        z_loss = logits.new_zeros(())
-        if model.z_loss:
-            squares = logits.logsumexp(-1).square()
-            z_loss = router_inputs.scale * model.z_loss * (squares * counted).sum()
-
-        shares = shares.detach()
-        log_shares = shares.clamp(min=1e-30).log()
-        entropy = -(shares * log_shares).sum(-1)
-        total_entropy = (entropy * counted).sum()
-        dropped = logits.new_zeros(())  # set by forward
-        stats = torch.stack((dropped, total_entropy, aux_loss.detach(), z_loss.detach()))
-        stats = torch.cat((counts.detach().sum(0), stats))
-        return aux_loss + z_loss, stats.double()
-
     @torch.no_grad()
-    def expert_load(self, counts: Tensor) -> Tensor:
-        """f of the load-balance loss, from this rank's counts [b, E] -> [b, E] or [1, E].
+    def losses(self, sums: RouterSums, router_inputs: RouterInputs) -> tuple[RouterLosses, Tensor]:
+        """What the router adds to the loss on this rank, and its stats [E + len(ROUTER_STATS)]."""
+        model = self.model
+        scale = router_inputs.scale
+        if not isinstance(scale, Tensor):  # filled on the device: a copy would stop the host
+            scale = sums.shares.new_full((), scale)
 
-        One all-reduce over tp x cp, except for the global kind.
+        has_load = model.aux_loss > 0 and self.load is not None
+        has_counts = model.aux_loss > 0 and self.load is None
+        stats, load = router_statistics(
+            sums,
+            scale,
+            aux_loss=model.aux_loss,
+            z_loss=model.z_loss,
+            load=self.load.to(sums.shares.dtype)[None] if has_load else None,
+            counts=self.balanced_counts(sums.counts) if has_counts else None,
+        )
+        losses = RouterLosses(
+            router_inputs.counted, scale, load, aux_loss=model.aux_loss, z_loss=model.z_loss)
+        return losses, stats
+
+    def balanced_counts(self, counts: Tensor) -> Tensor:
+        """The counts that f of the load-balance loss is taken from: this rank's [b, E] -> [b, E] or [1, E].
+
+        One all-reduce over tp x cp.
         """
-        if self.load is not None:
-            return self.load.to(counts.dtype)[None]
-        if self.model.aux_kind == "sequence":
-            counts = counts.clone()
-        else:
+        if self.model.aux_kind != "sequence":
             counts = counts.sum(0, keepdim=True)
-        counts = comm.all_reduce_sum(counts, self.mesh.tp_cp)
-        total = counts.sum(-1, keepdim=True).clamp(min=1)
-        return counts * (self.num_experts / total)
+        elif self.mesh.tp_cp.size > 1:
+            counts = counts.clone()  # the sum over ranks is in place
+        return comm.all_reduce_sum(counts, self.mesh.tp_cp)
 
     # ---- capacity (GShard, arXiv 2006.16668, section 2.2) --------------------------------------------------
 
@@ -310,21 +292,3 @@ class Router(nn.Module):
             if value is not None:
                 found.append((Box.whole(f"{self.key}.{name}", value.shape), value))
         return found
-
-
-class _AttachLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, loss: Tensor) -> Tensor:
-        ctx.one = torch.ones_like(loss)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, Tensor]:
-        return dy, ctx.one
-
-
-def attach_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """Returns x. Its backward also computes the gradient of `loss`, a part of the total loss that only this
-    place knows.
-    """
-    return _AttachLoss.apply(x, loss) if loss.requires_grad else x

@@ -1,0 +1,224 @@
+"""The router's kernels against its definition, and the definition against autograd of a formula that shares
+nothing with it: scores, choice, weights, sums, losses, and the gradients of x and W.
+"""
+
+import pytest
+import torch
+
+from kernels import router as kernel
+from kernels import triton_
+from kernels.router import (
+    RouterLosses,
+    RoutingRule,
+    choose_experts,
+    routed_weights,
+    router_logits,
+    router_statistics,
+)
+
+B, S, D = 2, 21, 16
+RULES = {
+    "softmax": (8, RoutingRule(2)),
+    "softmax, as they are": (8, RoutingRule(3, renorm=False, scale=1.5)),
+    "one": (5, RoutingRule(1)),
+    "60 experts": (60, RoutingRule(4, renorm=False)),
+    "all of them": (8, RoutingRule(8)),
+    "groups": (12, RoutingRule(3, groups=4, top_groups=2)),
+    "groups of five": (15, RoutingRule(5, groups=3, top_groups=2, scale=16.0, renorm=False)),
+    "sigmoid": (6, RoutingRule(2, sigmoid=True, scale=2.5)),
+    "sigmoid groups": (32, RoutingRule(7, sigmoid=True, groups=8, top_groups=4, scale=2.5)),
+    "sigmoid, as they are": (60, RoutingRule(6, sigmoid=True, groups=6, top_groups=3, renorm=False)),
+}
+LOSSES = {"none": (0.0, 0.0), "aux": (0.3, 0.0), "z": (0.0, 0.1), "both": (0.3, 0.1)}
+
+
+def inputs(experts: int, dtype: torch.dtype, bias: bool):
+    """x [B, S, D], weight [experts, D], bias [experts], counted [B, S], scale, and a gradient for weights."""
+    x = torch.randn(B, S, D).to(dtype)
+    weight = (torch.randn(experts, D) * 0.5).to(dtype)
+    counted = torch.rand(B, S) < 0.7
+    counted[0, 3:] = False  # a sequence that hardly counts
+    per_expert = torch.linspace(-0.4, 0.4, experts, dtype=torch.float64) if bias else None
+    return x, weight, per_expert, counted, torch.tensor(0.125)
+
+
+def by_autograd(x, weight, index, counted, scale, rule, load, aux_loss, z_loss, dweights):
+    """The gradients of x and weight in fp64, with the choice as it is."""
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    logits = x @ weight.t()
+    exponentials = logits.exp()
+    scores = exponentials / (1 + exponentials if rule.sigmoid else exponentials.sum(-1, keepdim=True))
+    chosen = scores.gather(-1, index)
+    weights = rule.scale * (chosen / chosen.sum(-1, keepdim=True) if rule.renorm else chosen)
+    total = (weights * dweights.double()).sum()
+    shares = scores / scores.sum(-1, keepdim=True)
+    factor = scale.double() * counted.double()
+    if load is not None:
+        total = total + aux_loss * (factor[..., None] * shares * load.double()[:, None]).sum()
+    total = total + z_loss * (factor * logits.exp().sum(-1).log() ** 2).sum()
+    return weights.detach(), *torch.autograd.grad(total, (x, weight))
+
+
+def run(x, weight, bias, counted, scale, rule, aux_loss, z_loss, dweights, rows):
+    """Everything that a layer takes from the router. rows: of the load, B or 1; None: a given load."""
+    logits = router_logits(x, weight)
+    choice = choose_experts(logits, rule, bias, counted)
+    load = counts = None
+    if aux_loss and rows is None:
+        load = torch.linspace(0.5, 1.5, len(weight), device=x.device)[None]
+    elif aux_loss:
+        counts = choice.sums.counts if rows == B else choice.sums.counts.sum(0, keepdim=True)
+    stats, load = router_statistics(
+        choice.sums, scale, aux_loss=aux_loss, z_loss=z_loss, load=load, counts=counts)
+    losses = RouterLosses(counted, scale.to(logits.dtype), load, aux_loss, z_loss)
+    x, weight = (t.detach().requires_grad_() for t in (x, weight))
+    weight.main_grad = torch.full(weight.shape, 2.0, dtype=logits.dtype, device=x.device)
+    weights = routed_weights(x, weight, logits, choice, rule, losses)
+    weights.backward(dweights)
+    assert weight.grad is None
+    return choice.index, weights.detach(), choice.sums, stats, load, x.grad, weight.main_grad - 2
+
+
+@pytest.mark.parametrize("rows", [B, 1, None])
+@pytest.mark.parametrize("losses", LOSSES)
+@pytest.mark.parametrize("name", RULES)
+def test_the_formula_is_the_gradient(name, losses, rows):
+    experts, rule = RULES[name]
+    x, weight, bias, counted, scale = inputs(experts, torch.float64, bias=rule.sigmoid)
+    dweights = torch.randn(B, S, rule.top_k, dtype=torch.float64)
+    index, weights, _, _, load, dx, dw = run(
+        x, weight, bias, counted, scale.double(), rule, *LOSSES[losses], dweights, rows)
+    assert (load is not None) == (losses in ("aux", "both"))
+    want = by_autograd(x, weight, index, counted, scale, rule, load, *LOSSES[losses], dweights)
+    for got, exact in zip((weights, dx, dw), want):
+        assert (got - exact).norm() <= 1e-12 * exact.norm() + 1e-14  # of one expert, renormalized, it is 0
+
+
+def test_gradcheck():
+    x, weight, bias, counted, scale = inputs(6, torch.float64, bias=True)
+    rule, losses = RULES["sigmoid"][1], RouterLosses(counted, scale.double(), None, 0.0, 0.0)
+    choice = choose_experts(router_logits(x, weight), rule, bias, counted)
+
+    def weights(x, weight):
+        logits = x @ weight.t()
+        own = kernel.weights_of(kernel.scores_of(logits, rule).gather(-1, choice.index), rule)
+        here = kernel.RouterChoice(choice.index, own.detach(), None)
+        return routed_weights(x, weight, logits.detach(), here, rule, losses)
+    assert torch.autograd.gradcheck(weights, (x.requires_grad_(), weight.requires_grad_()))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_sums_by_hand(name):
+    experts, rule = RULES[name]
+    x, weight, bias, counted, scale = inputs(experts, torch.float64, bias=True)
+    choice = choose_experts(router_logits(x, weight), rule, bias, counted)
+    logits = x @ weight.t()
+    for b in range(B):
+        counts, shares = [0] * experts, torch.zeros(experts, dtype=torch.float64)
+        squares = entropy = 0.0
+        for t in range(S):
+            if not counted[b, t]:
+                continue
+            for e in choice.index[b, t].tolist():
+                counts[e] += 1
+            own = torch.special.expit(logits[b, t]) if rule.sigmoid else logits[b, t].softmax(0)
+            own = own / own.sum()
+            shares += own
+            squares += float(logits[b, t].exp().sum().log()) ** 2
+            entropy -= float((own * own.log()).sum())
+        assert choice.sums.counts[b].tolist() == counts
+        assert torch.allclose(choice.sums.shares[b], shares, rtol=1e-12)
+        assert torch.allclose(choice.sums.squares[b], torch.tensor(squares, dtype=torch.float64), rtol=1e-12)
+        assert torch.allclose(choice.sums.entropy[b], torch.tensor(entropy, dtype=torch.float64), rtol=1e-12)
+
+
+# ---- Triton ----
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several programs a sequence, and several tiles a program: 21 tokens in tiles of 2, 3 programs for 2
+    sequences, so some program has an incomplete tile and one has more tiles than another."""
+    monkeypatch.setattr(kernel, "MOST_TOKENS", 2)
+    monkeypatch.setattr(kernel, "PROGRAMS", 1)
+
+
+@pytest.mark.parametrize("rows", [B, 1, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", RULES)
+def test_triton(interpreted, monkeypatch, small_tiles, name, dtype, rows):
+    experts, rule = RULES[name]
+    losses = LOSSES["both" if len(name) % 2 else "aux"]
+    given = [None if t is None else t.to(interpreted) for t in inputs(experts, dtype, bias=rule.sigmoid)]
+    dweights = torch.randn(B, S, rule.top_k, device=interpreted)
+    got = run(*given, rule, *losses, dweights, rows)
+    monkeypatch.setattr(triton_, "DEVICES", ())
+    want = run(*given, rule, *losses, dweights, rows)
+
+    assert torch.equal(got[0].sort(-1).values, want[0].sort(-1).values)
+    assert torch.equal(got[0], want[0])  # from the best down
+    torch.testing.assert_close(got[1], want[1], rtol=1e-5, atol=1e-7)
+    assert torch.equal(got[2].counts, want[2].counts)
+    assert losses[0]  # there is a load
+    for ours, theirs in (*zip(got[2], want[2]), *zip(got[3:5], want[3:5])):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    for ours, theirs, bound in ((got[5], want[5], 1e-5 if dtype == torch.float32 else 5e-3),
+                                (got[6], want[6], 2e-5)):  # in 16 bits twice: nearly fp32
+        assert ours.dtype == theirs.dtype
+        assert (ours.double() - theirs.double()).norm() <= bound * theirs.double().norm()
+
+
+def test_triton_adds_to_nothing_in_two_ways(interpreted):
+    """A plain weight gets its gradient through autograd; jitter makes x fp32 beside a weight in bf16."""
+    for x_dtype in (torch.bfloat16, torch.float32):
+        x, weight, *_ = inputs(8, torch.bfloat16, bias=False)
+        x = x.to(interpreted, x_dtype).requires_grad_()
+        weight = weight.to(interpreted).requires_grad_()
+        rule, dweights = RoutingRule(2), torch.randn(B, S, 2, device=interpreted)
+        logits = router_logits(x, weight)
+        choice = choose_experts(logits, rule)
+        assert choice.sums is None
+        routed_weights(x, weight, logits, choice, rule).backward(dweights)
+        counted = torch.zeros(B, S, dtype=torch.bool, device=interpreted)
+        zero = torch.zeros((), device=interpreted)
+        want = by_autograd(x, weight, choice.index, counted, zero, rule, None, 0.0, 0.0, dweights)
+        assert x.grad.dtype == x_dtype and weight.grad.dtype == torch.bfloat16
+        for got, exact in zip((choice.weights, x.grad, weight.grad), want):
+            assert (got.double() - exact).norm() <= 5e-3 * exact.norm()
+
+
+def test_the_lowest_number_of_equals_is_chosen(interpreted):
+    logits = torch.zeros(1, 3, 12, device=interpreted)
+    logits[0, 1, 5] = logits[0, 1, 9] = logits[0, 1, 7] = 1.0
+    index = choose_experts(logits, RoutingRule(4)).index
+    assert index.tolist() == [[[0, 1, 2, 3], [5, 7, 9, 0], [0, 1, 2, 3]]]
+    index = choose_experts(logits, RoutingRule(3, groups=3, top_groups=1)).index
+    assert index.tolist() == [[[0, 1, 2], [5, 7, 4], [0, 1, 2]]]
+    index = choose_experts(logits, RoutingRule(3, sigmoid=True, groups=3, top_groups=1)).index
+    assert index.tolist() == [[[0, 1, 2], [5, 7, 4], [0, 1, 2]]]
+
+
+@pytest.mark.parametrize("rule", [
+    RoutingRule(3),
+    RoutingRule(3, groups=2, top_groups=1),
+    RoutingRule(3, sigmoid=True),
+    RoutingRule(3, sigmoid=True, groups=2),
+], ids=str)
+def test_a_nan_is_chosen_and_breaks_nothing_else(interpreted, rule):
+    """As torch.topk does: so the loss becomes NaN, and the step is skipped. Numbers of experts stay valid."""
+    logits = torch.randn(1, 4, 10, device=interpreted)
+    logits[0, 1, 6] = float("nan")
+    logits[0, 2] = float("nan")
+    index, weights, _ = choose_experts(logits, rule)
+    assert ((index >= 0) & (index < 10)).all()
+    assert all(len(set(row)) == 3 for row in index[0].tolist())
+    assert weights[0, 1].isnan().any() and weights[0, 2].isnan().all()
+    assert weights[0, [0, 3]].isfinite().all()
+
+
+def test_the_same_bits_every_time(interpreted, small_tiles):
+    experts, rule = RULES["sigmoid groups"]
+    given = [t.to(interpreted) for t in inputs(experts, torch.bfloat16, bias=True)]
+    dweights = torch.randn(B, S, rule.top_k, device=interpreted)
+    first, second = (run(*given, rule, 0.3, 0.1, dweights, B) for _ in range(2))
+    for a, b in zip(first, second):
+        assert all(torch.equal(u, v) for u, v in (zip(a, b) if isinstance(a, tuple) else [(a, b)]))
