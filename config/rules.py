@@ -26,6 +26,7 @@ from config import (
 from config.optimizers import in_words, optimizers_that
 from config.schema import RANGES
 
+ALIGNED_FEATURES = 8  # of 16 bits: a row that Hopper's copy engine can read (kernels/linear.py)
 RECOMPUTE_WORDS = {  # key of parallel.*: the words that it may list
     "recompute_parts": ("core", "norm", "act"),
     "recompute_stages": ("none", "selective", "full"),
@@ -489,7 +490,7 @@ def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
     obstacles = {
         f"{world} ranks, whose exchanges are not recorded": world > 1,
         f"train.device={train.device}, which has no graphs": train.device in ("cpu", "mps"),
-        "model.experts, whose routing is read on the host": model.experts is not None,
+        **mixture_obstacles(cfg),
         f"parallel.offload={parallel.offload}, whose copies involve the host": parallel.offload != "none",
         f"parallel.zero={parallel.zero}, which allocates and frees buffers in a step": parallel.zero > 1,
         "log.noise_scale, which reads gradients between two microbatches": cfg.log.noise_scale,
@@ -498,6 +499,27 @@ def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
         yield Rule(
             not train.cuda_graphs or not is_present,
             f"train.cuda_graphs: not possible with {obstacle}; leave it out")
+
+
+def mixture_obstacles(cfg: Config) -> dict[str, bool]:
+    """{why a recording cannot contain this mixture of experts: whether it is so}.
+
+    It can where no number of rows is read on the host: where none is dropped (parallel/expert/dispatch.py),
+    and where the kernels multiply (kernels/grouped_gemm.py).
+    """
+    model, train = cfg.model, cfg.train
+    if model.experts is None:
+        return {}
+    sizes = {"model.hidden": model.hidden, "model.moe_ffn": expert_ffn_size(model)}
+    unaligned = [f"{key}={size}" for key, size in sizes.items() if size % ALIGNED_FEATURES]
+    return {
+        "model.capacity without model.pad, where the host reads how many tokens are dropped":
+            model.capacity is not None and not model.pad,
+        f"model.experts in {train.dtype}, whose products may read numbers of rows on the host":
+            train.dtype not in ("bf16", "fp16"),
+        f"model.experts and {', '.join(unaligned)}, which is no multiple of {ALIGNED_FEATURES}: the host would "
+        "multiply the experts one by one": bool(unaligned),
+    }
 
 
 def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:

@@ -29,7 +29,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
 
 from config import Config, ConfigError, ModelConfig
 from kernels.cross_entropy import IGNORE_INDEX
@@ -250,7 +249,8 @@ class Router(nn.Module):
         order = order.expand(index.shape)
         if self.model.drop == "probability":
             order = probs.argsort(dim=1, descending=True, stable=True)
-        is_for_expert = one_hot(index.gather(1, order).long(), self.num_experts)  # [b, s k, E]
+        experts = torch.arange(self.num_experts, device=index.device)
+        is_for_expert = (index.gather(1, order)[..., None] == experts).long()  # [b, s k, E]
         position_in_expert = (is_for_expert.cumsum(1) * is_for_expert).sum(-1)  # from 1
 
         capacity = self.expert_capacity(index.shape[1] // k)

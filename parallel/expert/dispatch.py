@@ -246,7 +246,7 @@ def count_on_one_rank(
     Reads the counts on the host where it has to know how many are dropped, and on a CPU.
     """
     rows_per_expert: list[int] | Tensor
-    is_on_gpu = choices.device.type != "cpu"
+    is_on_gpu = stays_on_device(choices)
     if capacity is not None:
         num_dropped = len(choices) - num_experts * capacity
         rows_per_expert = [capacity] * num_experts
@@ -261,6 +261,11 @@ def count_on_one_rank(
     num_kept = len(choices) - num_dropped
     chunk = ChunkPlan(RowCounts([num_kept], [num_kept]), rows_per_expert)
     return Counted(num_dropped, [chunk], arrivals=None)
+
+
+def stays_on_device(choices: Tensor) -> bool:
+    """Whether the host is not told the counts of choices: it would have to wait for a GPU."""
+    return choices.device.type != "cpu"
 
 
 def count_of_capacity(

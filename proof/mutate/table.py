@@ -939,8 +939,8 @@ TABLE = (
     Mutation(
         what="in-place all-reduce overwrites the router's local counts (Megatron-LM 7452, finding 10)",
         file="model/router.py",
-        old="counts = counts.clone()",
-        new="counts = counts",
+        old="counts = counts.clone()  # the sum over ranks is in place",
+        new="pass",
         model="mixtral-tiny",
         world=2,
         layout="cp2 zero0 mb1",
@@ -1007,9 +1007,9 @@ TABLE = (
     ),
     Mutation(
         what="the auxiliary loss is divided by the microbatch's tokens",
-        file="model/router.py",
-        old="aux_loss = router_inputs.scale * model.aux_loss *",
-        new="aux_loss = model.aux_loss / (counted.sum() + 1) *",
+        file="kernels/router.py",
+        old="losses.aux_loss * losses.scale *",
+        new="losses.aux_loss / (losses.counted.sum() + 1) *",
         model="mixtral-tiny",
         world=1,
         layout="zero0 mb2 docs",
@@ -1098,9 +1098,9 @@ TABLE = (
     Mutation(
         what="recompute tells a router's counts twice",
         file="model/router.py",
-        old="        loss, stats = self.losses(logits, scores, index, router_inputs)\n",
+        old="        losses, stats = self.losses(choice.sums, router_inputs)\n",
         new=(
-            "        loss, stats = self.losses(logits, scores, index, router_inputs)\n"
+            "        losses, stats = self.losses(choice.sums, router_inputs)\n"
             "        self.stats += stats * (self.mesh.tp.size > 1)\n"
         ),
         model="mixtral-tiny",

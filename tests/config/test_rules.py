@@ -70,6 +70,7 @@ def test_a_number_below_its_range_is_refused_first(key):
 
 EIGHT = {"train__dtype": "fp8"}
 MIXTURE = {"model__experts": 8, "model__moe_ffn": 48}
+RECORDED_MIXTURE = {**MIXTURE, "train__dtype": "bf16"}
 # (settings that break one rule, world, the key that the line names, whether a value must be offered)
 CASES = [
     (having(train__loss_scale=3000.0), 1, "train.loss_scale", False),
@@ -138,7 +139,15 @@ CASES = [
     (having(train__cuda_graphs=True, train__device="cpu"), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__offload="activations"), 1, "train.cuda_graphs", False),
     (having(train__cuda_graphs=True, parallel__zero=3), 1, "train.cuda_graphs", False),
-    (having(train__cuda_graphs=True, **MIXTURE), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, train__dtype="fp32", **MIXTURE), 1, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, **RECORDED_MIXTURE), 2, "train.cuda_graphs", False),
+    (having(train__cuda_graphs=True, **RECORDED_MIXTURE, model__capacity=1.0), 1, "train.cuda_graphs", False),
+    (
+        having(train__cuda_graphs=True, **{**RECORDED_MIXTURE, "model__moe_ffn": 50}),
+        1,
+        "train.cuda_graphs",
+        False,
+    ),
     (having(model__mup_base=0), 1, "model.mup_base", False),
     (having(model__mup_base=-64), 1, "model.mup_base", False),
     (having(model__mup_head_dim=8), 1, "model.mup_head_dim", False),

@@ -1,7 +1,7 @@
 """How many kernels a mixture of experts launches on a GPU, counted on tensors without values.
 
 Down the paths of the Triton kernels: a launch of ours is one, and so is every operation of torch that is
-neither a view nor an allocation. (Some of torch's are several kernels: a sort has one for a few bits of keys.)
+neither a view nor an allocation. (Some of torch's are several kernels: a sort is one for a few bits of keys.)
 """
 
 import importlib
@@ -65,8 +65,7 @@ class CountedLaunch:
 
 
 def count_launches(monkeypatch, *args: str) -> tuple[Counter, Counter]:
-    """Of the forward and the backward of a mixture layer, beside which a second forward has run: what the
-    microbatches of a step share is counted in none of them."""
+    """Of the forward and of the backward of a mixture layer."""
     if not triton_.TRITON_AVAILABLE:
         pytest.skip("no Triton for this platform")
     counts: Counter = Counter()
@@ -100,10 +99,12 @@ def count_launches(monkeypatch, *args: str) -> tuple[Counter, Counter]:
     return forward, counts
 
 
+# settings: the most launches of a forward, of a backward. With the router's torch reference they are 68 and 38,
+# 73 and 36
 CASES = {
-    "--model.experts 8 --model.top_k 2 --model.aux_loss 0.01 --model.z_loss 0.001": (1000, 1000),
+    "--model.experts 8 --model.top_k 2 --model.aux_loss 0.01 --model.z_loss 0.001": (24, 16),
     "--model.experts 16 --model.top_k 4 --model.router sigmoid --model.router_bias true "
-    "--model.router_groups 4 --model.router_group_top_k 2 --model.aux_loss 0.01": (1000, 1000),
+    "--model.router_groups 4 --model.router_group_top_k 2 --model.aux_loss 0.01": (24, 16),
 }
 
 
@@ -111,5 +112,4 @@ CASES = {
 def test_a_mixture_layer_launches_few_kernels(monkeypatch, args, bounds):
     counted = count_launches(monkeypatch, *args.split())
     for count, bound in zip(counted, bounds):
-        print(count.total(), dict(count))
         assert count.total() <= bound, f"{count.total()} launches: {dict(count)}"

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from capture import recorded, watch_kernels
 
 import config
 from build import build_run
 from config import ConfigError
+from kernels import grouped_gemm, linear, triton_
+from parallel.expert import dispatch
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 from runtime import setup
@@ -156,6 +159,59 @@ def test_a_ramp_is_recorded_anew_for_each_number_of_microbatches(device):
     assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
 
 
+MIXTURE = "--train.dtype bf16 --model.experts 4 --model.top_k 2 --model.moe_ffn 16 --model.aux_loss 0.1"
+
+
+def record_on_cpu(monkeypatch) -> None:
+    """A recording is one of operations and launches (capture.py), not of the pipeline."""
+    recordings = watch_kernels(monkeypatch)
+
+    def record(self):
+        with recorded(recordings) as recording:
+            self.loss = self.run_pipeline()
+        # it has run once already, unlike a graph
+        replays = iter([lambda: None])
+        return lambda: next(replays, recording.replay)()
+
+    monkeypatch.setattr(RecordedPipeline, "record", record)
+
+
+@pytest.fixture
+def mixtures_as_on_a_gpu(monkeypatch):
+    """The kernels multiply, and the host is not told how many rows an expert has."""
+    if torch.cuda.is_available() or not triton_.TRITON_AVAILABLE:
+        pytest.skip("for a machine without a GPU, but with Triton, whose interpreter runs the kernels")
+    monkeypatch.setattr(triton_, "DEVICES", ("cpu",))
+    small = {"M": 16, "N": 16, "K": 16}
+    for module, table in ((linear, "TILE"), (grouped_gemm, "TILE"), (grouped_gemm, "WGRAD")):
+        monkeypatch.setattr(module, table, {**getattr(module, table), **small})
+    monkeypatch.setattr(dispatch, "stays_on_device", lambda choices: True)
+    record_on_cpu(monkeypatch)
+
+
+@pytest.mark.parametrize("args", [
+    "--model.router sigmoid --model.router_bias true --model.router_groups 2 --model.shared_experts 1 "
+    "--model.z_loss 0.01",
+    "--parallel.recompute full --model.aux_kind global --model.jitter 0.1",
+    "--model.capacity 1.0 --model.pad true",
+])
+def test_a_mixture_is_recorded(mixtures_as_on_a_gpu, args):
+    """Another division of the rows each step, from the same recording."""
+    numbers = (1,) * (WARM_UP_STEPS + 3)
+    args = [*MIXTURE.split(), "--train.global_batch", "2", *args.split()]
+    plain, graph = (trained(args, torch.device("cpu"), on, numbers) for on in (False, True))
+    assert all(torch.equal(a, b) or (a.isnan() & b.isnan()).all() for a, b in zip(plain[0], graph[0]))
+    assert all(torch.equal(a, b) for a, b in zip(plain[1], graph[1]))
+
+
+def test_counts_that_the_host_reads_are_seen(mixtures_as_on_a_gpu, monkeypatch):
+    """Planted: how the rows are divided is what it was when the step was recorded."""
+    monkeypatch.setattr(dispatch, "stays_on_device", lambda choices: False)
+    args = [*MIXTURE.split(), "--train.global_batch", "2"]
+    with pytest.raises(AssertionError, match="cannot be recorded"):
+        trained(args, torch.device("cpu"), True, (1,) * (WARM_UP_STEPS + 2))
+
+
 @pytest.mark.parametrize("left", ["step", "tokens", "scale"])
 def test_a_value_that_is_left_behind_is_seen(monkeypatch, left):
     """Planted: what a recording must be told anew each step is not."""
@@ -180,6 +236,19 @@ def test_another_shape_is_an_error():
     *_, run = trained([], torch.device("cpu"), True)
     with pytest.raises(ValueError, match="train.cuda_graphs"):
         run.recording.run([], batches(1, True, "cpu"), run.scaler.scale)  # now with documents
+
+
+def test_a_mixture_needs_hopper(monkeypatch):
+    cfg = config.resolve("llama3-tiny", None, [*ARGS, *MIXTURE.split(), "--train.cuda_graphs", "true"])
+    monkeypatch.setattr(setup, "pick_device", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(setup, "set_determinism", lambda *_: None)
+    for chip in (8, 9):
+        monkeypatch.setattr(setup, "chip_name", lambda device, chip=chip: chip)
+        if chip == 9:
+            assert setup.read_environment(cfg).device.type == "cuda"
+        else:
+            with pytest.raises(ConfigError, match="train.cuda_graphs: with model.experts it needs Hopper"):
+                setup.read_environment(cfg)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
