@@ -43,9 +43,9 @@ def weight_gradient_case(inputs: Inputs, x: Tensor) -> Case:
     into = torch.zeros(size.ffn, size.hidden, device=inputs.device)
     return Case(
         work=2 * size.tokens * size.ffn * size.hidden,
-        ours=lambda: linear.launch_wgrad(into, dy, x),
+        ours=lambda: linear.launch_wgrad(into, dy, x, True),
         others={
-            "addmm to fp32": lambda: linear.add_by_library(into, dy, x),
+            "addmm to fp32": lambda: linear.write_by_library(into, dy, x, True),
             "add_(mm)": lambda: into.add_(dy.t() @ x),
         },
     )
@@ -94,7 +94,8 @@ def grouped_cases(inputs: Inputs) -> dict[str, Case]:
     num_rows = size.tokens * size.top_k
     gate_up = 2 * size.expert_ffn
     counts = torch.full((size.experts,), num_rows // size.experts, device=device)
-    offsets = grouped_gemm.offsets_of(counts, device)
+    rows = grouped_gemm.row_tiles(counts, num_rows, device)
+    offsets = rows.offsets
     ends = offsets[1:]
     x = inputs.randn(num_rows, size.hidden)
     dy = inputs.randn(num_rows, gate_up)
@@ -105,17 +106,17 @@ def grouped_cases(inputs: Inputs) -> dict[str, Case]:
     cases = {
         "grouped": Case(
             work=flops,
-            ours=lambda: grouped_gemm.launch_grouped(x, weight, offsets),
+            ours=lambda: grouped_gemm.launch_grouped(x, weight, rows),
             others={"torch._grouped_mm": lambda: torch._grouped_mm(x, weight.mT, offs=ends)},
         ),
         "grouped_dgrad": Case(
             work=flops,
-            ours=lambda: grouped_gemm.launch_grouped(dy, weight, offsets, True),
+            ours=lambda: grouped_gemm.launch_grouped(dy, weight, rows, True),
             others={"torch._grouped_mm": lambda: torch._grouped_mm(dy, weight, offs=ends)},
         ),
         "grouped_wgrad": Case(
             work=flops,
-            ours=lambda: grouped_gemm.launch_wgrad(into, dy, x, offsets),
+            ours=lambda: grouped_gemm.launch_wgrad(into, dy, x, offsets, True),
             others={"torch._grouped_mm": lambda: torch._grouped_mm(dy.mT, x, offs=ends)},
         ),
     }

@@ -517,8 +517,8 @@ def mixture_obstacles(cfg: Config) -> dict[str, bool]:
             model.capacity is not None and not model.pad,
         f"model.experts in {train.dtype}, whose products may read numbers of rows on the host":
             train.dtype not in ("bf16", "fp16"),
-        f"model.experts and {', '.join(unaligned)}, which is no multiple of {ALIGNED_FEATURES}: the host would "
-        "multiply the experts one by one": bool(unaligned),
+        f"model.experts and {', '.join(unaligned)}, which is no multiple of {ALIGNED_FEATURES}, so the host "
+        "would multiply the experts one by one": bool(unaligned),
     }
 
 

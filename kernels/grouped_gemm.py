@@ -5,11 +5,12 @@ expert without rows costs nothing, but for the zeros of its gradient if it is th
 gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute them
 later.
 
-The launch is as large as any division of the rows can need, and its programs find their expert from offsets
-on the device: if `counts` is a tensor there, the host never learns how the rows are divided (after
-MegaBlocks, arXiv 2211.15841).
+A launch has as many programs as run at the same time. They take tiles in turn from a table on the device
+(row_tiles): if `counts` is a tensor there, the host never learns how the rows are divided (after MegaBlocks,
+arXiv 2211.15841).
 """
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +19,20 @@ from torch import Tensor
 from kernels.grad import accumulate_grad
 from kernels.linear import ALIGNED, skewed, write_wgrad
 from kernels.tiles import inside_matrix, tile_offsets, write_tile
-from kernels.triton_ import TensorDescriptor, ceil_div, kernel_is_available, power_of_2, tl, triton
+from kernels.triton_ import (
+    TensorDescriptor,
+    ceil_div,
+    kernel_is_available,
+    num_processors,
+    power_of_2,
+    tl,
+    triton,
+)
 
 STEP = 32  # rows, see pad_to_step
 # M: rows of an expert, of which there are few; N: outputs, K: inputs
 TILE = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # 98 KB: two programs a processor
+PROGRAMS = 2  # a processor, each with every so-and-so-many-th tile
 WGRAD = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # M: outputs, N: inputs, K: rows
 
 
@@ -106,24 +116,54 @@ def expert_of_tile(OFFSETS, experts, tile, M: tl.constexpr, EXPERTS: tl.constexp
 
 
 @triton.jit
+def row_tiles_kernel(COUNTS, OFFSETS, TILES, experts, M: tl.constexpr, EXPERTS: tl.constexpr):
+    """One program an expert: its place in OFFSETS [experts + 1], and its tiles of M rows in TILES.
+
+    COUNTS [experts]: its rows. TILES: RowTiles. EXPERTS: the experts, rounded up to a power of two.
+    """
+    expert = tl.program_id(0)
+    others = tl.arange(0, EXPERTS)
+    counts = tl.load(COUNTS + others, others < experts, 0).to(tl.int32)
+    tiles = tl.cdiv(counts, M)
+    is_before = others < expert
+    start = tl.sum(tl.where(is_before, counts, 0), 0)
+    end = start + tl.sum(tl.where(others == expert, counts, 0), 0)
+    tl.store(OFFSETS + expert + 1, end)
+    if expert == 0:
+        tl.store(OFFSETS, 0)
+        tl.store(TILES, tl.sum(tiles, 0))
+
+    entry = TILES + (1 + tl.sum(tl.where(is_before, tiles, 0), 0)) * 4
+    for row in range(start, end, M):
+        tl.store(entry, expert)
+        tl.store(entry + 1, row)
+        tl.store(entry + 2, end)
+        entry += 4
+
+
+@triton.jit
 def grouped_kernel(
-    X, WEIGHT, Y, OFFSETS, experts, inner, outer, height,
+    X, WEIGHT, Y, TILES, inner, outer, height,
     BACK: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    EXPERTS: tl.constexpr,
 ):
-    """One tile [M, N] of Y [m, outer] = X [m, inner] times the weight of its expert.
+    """Every num_programs-th tile [M, N] of Y [m, outer] = X [m, inner] times the weight of its expert.
 
     X, WEIGHT: descriptors. WEIGHT is [experts * height, ...], in blocks of [N, K], and in the backward (BACK)
-    of [K, N]. A tile may read rows of the next expert, but it does not write them.
+    of [K, N]. A tile may read rows of the next expert, but it does not write them. Programs that run side by
+    side have tiles side by side: all columns of some rows.
     """
     tiles_across = tl.cdiv(outer, N)
-    tile = tl.program_id(0) // tiles_across
-    column = tl.program_id(0) % tiles_across * N
-    exists, expert, row, end = expert_of_tile(OFFSETS, experts, tile, M=M, EXPERTS=EXPERTS)
-    if exists:
+    num_tiles = tl.load(TILES) * tiles_across
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        entry = TILES + (1 + tile // tiles_across) * 4
+        expert = tl.load(entry)
+        row = tl.load(entry + 1)
+        end = tl.load(entry + 2)
+        column = tile % tiles_across * N
+
         first = expert * height  # row of the expert in WEIGHT
         total = tl.zeros((M, N), tl.float32)
         for k in range(0, inner, K):
@@ -142,42 +182,48 @@ def grouped_kernel(
 
 @triton.jit
 def grouped_wgrad_kernel(
-    DY, X, INTO, OFFSETS, o, n,
+    DY, X, INTO, OFFSETS, experts, o, n,
     ADD: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One tile [M, N] of INTO [o, n] = (or, ADD: +=) DY^T X of one expert.
+    """Every num_programs-th tile [M, N] of INTO [o, n] = (or, ADD: +=) DY^T X of all experts.
 
-    DY, X: descriptors of [m, o] and [m, n].
+    DY, X: descriptors of [m, o] and [m, n]. Without ADD an expert without rows gets zeros.
     """
-    expert = tl.program_id(1)
-    start = tl.load(OFFSETS + expert)
-    end = tl.load(OFFSETS + expert + 1)
-    if (end > start) | (not ADD):  # without rows the product is zero
-        tiles_across = tl.cdiv(n, N)
-        row = tl.program_id(0) // tiles_across * M
-        column = tl.program_id(0) % tiles_across * N
+    tiles_across = tl.cdiv(n, N)
+    tiles = tl.cdiv(o, M) * tiles_across  # of an expert
+    for tile in range(tl.program_id(0), tiles * experts, tl.num_programs(0)):
+        expert = tile // tiles
+        row = tile % tiles // tiles_across * M
+        column = tile % tiles_across * N  # `tiles` is a multiple of tiles_across
+        start = tl.load(OFFSETS + expert)
+        end = tl.load(OFFSETS + expert + 1)
+        if end > start or not ADD:
+            # the full blocks of K rows
+            total = tl.zeros((M, N), tl.float32)
+            full_end = start + (end - start) // K * K
+            for k in range(start, full_end, K):
+                dy = DY.load([k, row])  # [K, M]
+                x = X.load([k, column])  # [K, N]
+                total = tl.dot(dy.T, x, total)
 
-        # the full blocks of K rows
-        total = tl.zeros((M, N), tl.float32)
-        full_end = start + (end - start) // K * K
-        for k in range(start, full_end, K):
-            dy = DY.load([k, row])  # [K, M]
-            x = X.load([k, column])  # [K, N]
-            total = tl.dot(dy.T, x, total)
+            # the last block, without the rows of the next expert
+            if full_end < end:
+                inside = (full_end + tl.arange(0, K) < end)[:, None]
+                dy = DY.load([full_end, row])
+                x = X.load([full_end, column])
+                dy = tl.where(inside, dy, tl.zeros_like(dy))
+                x = tl.where(inside, x, tl.zeros_like(x))
+                total = tl.dot(dy.T, x, total)
 
-        # the last block, without the rows of the next expert
-        if full_end < end:
-            inside = (full_end + tl.arange(0, K) < end)[:, None]
-            dy = DY.load([full_end, row])
-            x = X.load([full_end, column])
-            dy = tl.where(inside, dy, tl.zeros_like(dy))
-            x = tl.where(inside, x, tl.zeros_like(x))
-            total = tl.dot(dy.T, x, total)
-        into = INTO + expert.to(tl.int64) * o * n
-        write_tile(into, total, row, column, num_rows=o, num_columns=n, ADD=ADD)
+            # in two halves: with all of what it is added to, two programs would not fit a processor
+            into = INTO + expert.to(tl.int64) * o * n
+            halves = tl.reshape(total, (M, 2, N // 2))
+            left, right = tl.split(tl.permute(halves, (0, 2, 1)))  # [M, N / 2] each
+            write_tile(into, left, row, column, num_rows=o, num_columns=n, ADD=ADD)
+            write_tile(into, right, row, column + N // 2, num_rows=o, num_columns=n, ADD=ADD)
 
 
 def triton_fits(x: Tensor, weight: Tensor) -> bool:
@@ -203,25 +249,49 @@ def offsets_of(counts: Sequence[int] | Tensor, device: torch.device) -> Tensor:
     return F.pad(ends, (1, 0))
 
 
-def launch_grouped(x: Tensor, weight: Tensor, offsets: Tensor, back: bool = False) -> Tensor:
+class RowTiles(NamedTuple):
+    """How the rows of experts are divided into tiles, on the device.
+
+    offsets int32 [experts + 1]: where the rows of each expert start. tiles int32 [1 + most tiles, 4]: in the
+    first line the number of tiles; then of each tile its expert, its first row and the end of the expert's.
+    """
+    offsets: Tensor
+    tiles: Tensor
+
+
+def row_tiles(counts: Sequence[int] | Tensor, rows: int, device: torch.device) -> RowTiles:
+    """The tiles of `rows` rows, of which each expert has its count. One launch, and no host sync."""
+    if not isinstance(counts, Tensor):
+        counts = torch.as_tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
+    experts = len(counts)
+    offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
+    most = ceil_div(rows, TILE["M"]) + experts  # an expert has at most one tile that is not full
+    tiles = torch.empty(1 + most, 4, dtype=torch.int32, device=device)
+    row_tiles_kernel[(experts,)](
+        counts, offsets, tiles, experts,
+        M=TILE["M"],
+        EXPERTS=power_of_2(experts),
+        num_warps=1,
+    )
+    return RowTiles(offsets, tiles)
+
+
+def launch_grouped(x: Tensor, weight: Tensor, rows: RowTiles, back: bool = False) -> Tensor:
     """As grouped_forward: x [m, n], weight [e, o, n] -> [m, o]. back: as grouped_dgrad, [m, o] -> [m, n]."""
     m, inner = x.shape
     experts, o, n = weight.shape
     outer = n if back else o
     y = x.new_empty(m, outer)
-    tiles_m = ceil_div(m, TILE["M"]) + experts  # an expert has at most one tile that is not full
-    tiles_n = ceil_div(outer, TILE["N"])
+    most_tiles = (len(rows.tiles) - 1) * ceil_div(outer, TILE["N"])
     weight_block = [TILE["K"], TILE["N"]] if back else [TILE["N"], TILE["K"]]
-    grouped_kernel[(tiles_m * tiles_n,)](
+    grouped_kernel[(min(most_tiles, PROGRAMS * num_processors(x.device)),)](
         TensorDescriptor.from_tensor(x, [TILE["M"], TILE["K"]]),
         TensorDescriptor.from_tensor(weight.view(experts * o, n), weight_block),
-        y, offsets,
-        experts=experts,
+        y, rows.tiles,
         inner=inner,
         outer=outer,
         height=o,
         BACK=back,
-        EXPERTS=power_of_2(experts),
         **TILE,
     )
     return y
@@ -230,11 +300,11 @@ def launch_grouped(x: Tensor, weight: Tensor, offsets: Tensor, back: bool = Fals
 def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, add: bool) -> Tensor:
     """As grouped_wgrad: into [e, o, n] = (or, add: +=) dy_i^T x_i. dy [m, o], x [m, n]."""
     experts, o, n = into.shape
-    tiles = ceil_div(o, WGRAD["M"]) * ceil_div(n, WGRAD["N"])
-    grouped_wgrad_kernel[(tiles, experts)](
+    tiles = experts * ceil_div(o, WGRAD["M"]) * ceil_div(n, WGRAD["N"])
+    grouped_wgrad_kernel[(min(tiles, PROGRAMS * num_processors(dy.device)),)](
         TensorDescriptor.from_tensor(dy, [WGRAD["K"], WGRAD["M"]]),
         TensorDescriptor.from_tensor(x, [WGRAD["K"], WGRAD["N"]]),
-        into, offsets, o, n,
+        into, offsets, experts, o, n,
         ADD=add,
         **WGRAD,
     )
@@ -275,9 +345,11 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.weight = weight  # the Parameter itself, which has main_grad
         ctx.experts = len(counts)
         ctx.triton = triton_fits(x, by_expert)
-        ctx.counts = wgrad_in_triton(counts, ctx.triton, x.device)
-        if isinstance(ctx.counts, Tensor):
-            return launch_grouped(x, by_expert, ctx.counts)
+        if ctx.triton:
+            ctx.rows = row_tiles(counts, len(x), x.device)
+            ctx.counts = ctx.rows.offsets
+            return launch_grouped(x, by_expert, ctx.rows)
+        ctx.counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
         return grouped_forward(x, by_expert, ctx.counts)
 
     @staticmethod
@@ -288,7 +360,7 @@ class _GroupedLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             by_expert = ctx.weight.view(ctx.experts, -1, x.shape[1])
             if ctx.triton:
-                dx = launch_grouped(dy, by_expert, ctx.counts, back=True)
+                dx = launch_grouped(dy, by_expert, ctx.rows, back=True)
             else:
                 dx = grouped_dgrad(dy, by_expert, ctx.counts)
         return dx, accumulate_wgrad(ctx, dy, x), None

@@ -35,7 +35,7 @@ ROUTER_STATS = ("dropped", "entropy", "aux_loss", "z_loss")
 EPSILON = 1e-20  # added to sums that divide
 SMALLEST_SHARE = 1e-30  # of which entropy takes the logarithm
 
-TILE = 2048  # scores that a program works on at a time
+TILE = 1024  # scores that a program works on at a time
 MOST_TOKENS = 64  # of a tile
 PROGRAMS = 4  # a processor, that add up sums
 WARPS = 4
@@ -326,7 +326,7 @@ def without_closed_groups(
 
     # the best of them
     groups = tl.arange(0, SLOT_GROUPS)[None, :]
-    is_open = groups < 0  # none
+    is_open = tl.zeros((tokens, SLOT_GROUPS), tl.int1)
     for _ in range(TOP_GROUPS):
         is_next = groups == tl.argmax(best, 1)[:, None]
         is_open = is_open | is_next
@@ -514,22 +514,20 @@ def router_backward_kernel(
     offsets = sequence * s * TOP_K + tile_offsets(tokens, choices, TOP_K)
     inside = inside_matrix(tokens, choices, s, TOP_K)
     dchosen = load_fp32(DWEIGHTS + offsets, inside) * scale  # [TOKENS, CHOICES]
-    index = tl.load(INDEX + offsets, inside, -1).to(tl.int32)
+    index = INDEX + sequence * s * TOP_K + tokens.to(tl.int64) * TOP_K  # [TOKENS]
     if RENORM:
         chosen = tl.zeros((TOKENS, CHOICES), tl.float32)
         for choice in range(TOP_K):
-            is_here = (choices == choice)[None, :]
-            expert = tl.sum(tl.where(is_here, index, 0), 1)
+            expert = tl.load(index + choice, tokens < s, -1).to(tl.int32)
             score = tl.sum(tl.where(experts[None, :] == expert[:, None], scores, 0.0), 1)
-            chosen = tl.where(is_here, score[:, None], chosen)
+            chosen = tl.where((choices == choice)[None, :], score[:, None], chosen)
         total = tl.sum(chosen, 1) + EPSILON
         along_weights = tl.sum(dchosen * chosen, 1) / total
         dchosen = (dchosen - along_weights[:, None]) / total[:, None]
     dscores = tl.zeros((TOKENS, ALL), tl.float32)
     for choice in range(TOP_K):
-        is_here = (choices == choice)[None, :]
-        expert = tl.sum(tl.where(is_here, index, 0), 1)
-        gradient = tl.sum(tl.where(is_here, dchosen, 0.0), 1)
+        expert = tl.load(index + choice, tokens < s, -1).to(tl.int32)
+        gradient = tl.sum(tl.where((choices == choice)[None, :], dchosen, 0.0), 1)
         dscores += tl.where(experts[None, :] == expert[:, None], gradient[:, None], 0.0)
 
     # the load balance -> all shares -> all scores

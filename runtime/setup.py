@@ -106,8 +106,8 @@ def read_environment(cfg: Config) -> LaunchEnv:
     if cfg.train.cuda_graphs and device.type != "cuda":
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
     if cfg.train.cuda_graphs and cfg.model.experts is not None and chip_name(device) < 9:
-        raise ConfigError("train.cuda_graphs: with model.experts it needs Hopper or later, whose kernels find the "
-                          "rows of experts without the host; leave it out")
+        raise ConfigError("train.cuda_graphs: with model.experts it needs Hopper or later, whose kernels find "
+                          "the rows of experts without the host; leave it out")
     return LaunchEnv(
         rank=rank,
         world=world,

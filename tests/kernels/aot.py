@@ -41,6 +41,7 @@ from kernels import (
     partial_attention,
     permute,
     rope,
+    router,
     swiglu,
 )
 
@@ -153,8 +154,8 @@ def grouped(back: bool) -> Case:
     m, n, k = (grouped_gemm.TILE[x] for x in "MNK")
     return Case(
         grouped_gemm.grouped_kernel,
-        {**grouped_gemm.TILE, "BACK": back, "EXPERTS": 64},
-        {"OFFSETS": "*i32", **descriptors(X=(m, k), WEIGHT=(k, n) if back else (n, k))},
+        {**grouped_gemm.TILE, "BACK": back},
+        {"TILES": "*i32", **descriptors(X=(m, k), WEIGHT=(k, n) if back else (n, k))},
         "gemm",
         TMA,
     )
@@ -254,7 +255,51 @@ def cast(kind: str, rows: int, columns: int, *, ahead: bool = True, back: bool =
     )
 
 
+ROUTER = {
+    **{n: "*fp32" for n in ("LOGITS", "WEIGHTS", "DWEIGHTS", "PARTIALS", "SCALE", "LOAD")},
+    **{n: "fp32" for n in ("scale", "aux_loss", "z_loss")},
+    "BIAS": "*fp64",
+    "COUNTED": "*i1",
+    "INDEX": "*i64",
+}
+
+
+def routed(experts: int, rule: router.RoutingRule) -> tuple[Case, Case]:
+    """The router's forward and backward."""
+    slots, groups = (router.power_of_2(n) for n in (experts // rule.groups, rule.groups))
+    both = {
+        "EXPERTS": experts,
+        "TOP_K": rule.top_k,
+        "SIGMOID": rule.sigmoid,
+        "RENORM": rule.renorm,
+        "EPSILON": router.EPSILON,
+        "CHOICES": router.power_of_2(rule.top_k),
+        "TOKENS": router.tokens_of_tile(slots * groups),
+        "num_warps": router.WARPS,
+    }
+    forward = {
+        "GROUPS": rule.groups,
+        "TOP_GROUPS": rule.top_groups,
+        "HAS_BIAS": rule.sigmoid,
+        "HAS_SUMS": True,
+        "SMALLEST_SHARE": router.SMALLEST_SHARE,
+        "SLOT_GROUPS": groups,
+        "SLOTS": slots,
+    }
+    backward = {"HAS_AUX": True, "HAS_Z": True, "IN_TWO": True, "ALL": router.power_of_2(experts)}
+    return (
+        Case(router.router_kernel, both | forward, ROUTER),
+        Case(router.router_backward_kernel, both | backward, ROUTER),
+    )
+
+
+ROUTERS = {
+    "64": routed(64, router.RoutingRule(8)),
+    "256_groups": routed(256, router.RoutingRule(8, sigmoid=True, groups=8, top_groups=4)),
+}
 CASES = {
+    **{f"router_{name}": forward for name, (forward, _) in ROUTERS.items()},
+    **{f"router_backward_{name}": backward for name, (_, backward) in ROUTERS.items()},
     "rms_norm": Case(
         norm.forward_kernel,
         {"HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, norm.FORWARD_PER_WARP)},

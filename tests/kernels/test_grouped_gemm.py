@@ -132,6 +132,35 @@ def test_triton(interpreted, monkeypatch, given, name, dtype, o, n, on_device):
         assert count or (first.main_grad.view(len(SHARES[name]), o, n)[i] == 0).all()
 
 
+@pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
+@pytest.mark.parametrize("name", SHARES)
+def test_triton_writes_instead_of_adding(interpreted, monkeypatch, name, o, n):
+    """Whatever was there, an expert without rows included, whose gradient is zero."""
+    if interpreted.type == "cpu":
+        monkeypatch.setattr(kernel, "WGRAD", {"M": 16, "N": 32, "K": 16})
+    x, _, dy = (t.detach().to(interpreted) for t in case(SHARES[name], o, n, torch.bfloat16))
+    offsets = kernel.offsets_of(SHARES[name], interpreted)
+    into = torch.full((len(SHARES[name]), o, n), float("nan"), device=interpreted)
+    kernel.launch_wgrad(into, dy, x, offsets, add=False)
+    want = torch.zeros(into.shape, device=interpreted)
+    kernel.launch_wgrad(want, dy, x, offsets, add=True)
+    assert torch.equal(into, want) and want.any()
+
+
+@pytest.mark.parametrize("counts", [*SHARES.values(), (0, 0, 0), (16, 0, 32, 1)], ids=str)
+def test_the_table_of_tiles(interpreted, monkeypatch, counts):
+    """Beside a loop over the experts."""
+    monkeypatch.setattr(kernel, "TILE", {"M": 16, "N": 32, "K": 16})
+    rows = kernel.row_tiles(torch.tensor(counts, device=interpreted), sum(counts), interpreted)
+    assert rows.offsets.tolist() == [sum(counts[:e]) for e in range(len(counts) + 1)]
+    want = []
+    for expert, count in enumerate(counts):
+        start = sum(counts[:expert])
+        want += [[expert, row, start + count] for row in range(start, start + count, 16)]
+    assert rows.tiles[0, 0] == len(want) <= len(rows.tiles) - 1
+    assert rows.tiles[1:1 + len(want), :3].tolist() == want
+
+
 def test_triton_returns_a_plain_tensors_gradient(interpreted, monkeypatch):
     if interpreted.type == "cpu":
         for table in ("TILE", "WGRAD"):
