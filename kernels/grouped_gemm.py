@@ -181,6 +181,24 @@ def grouped_kernel(
 
 
 @triton.jit
+def write_tile_in_parts(
+    INTO, part, row, column, num_rows, num_columns, ADD: tl.constexpr, PARTS: tl.constexpr
+):
+    """write_tile in PARTS pieces, a power of two: with all of what it is added to, a tile would need too many
+    registers."""
+    if PARTS > 1:
+        height: tl.constexpr = part.shape[0]
+        width: tl.constexpr = part.shape[1] // 2
+        halves = tl.permute(tl.reshape(part, (height, 2, width)), (0, 2, 1))
+        left, right = tl.split(halves)  # [M, N / 2] each
+        half: tl.constexpr = PARTS // 2
+        write_tile_in_parts(INTO, left, row, column, num_rows, num_columns, ADD=ADD, PARTS=half)
+        write_tile_in_parts(INTO, right, row, column + width, num_rows, num_columns, ADD=ADD, PARTS=half)
+    else:
+        write_tile(INTO, part, row, column, num_rows, num_columns, ADD=ADD)
+
+
+@triton.jit
 def grouped_wgrad_kernel(
     DY, X, INTO, OFFSETS, experts, o, n,
     ADD: tl.constexpr,
@@ -209,21 +227,17 @@ def grouped_wgrad_kernel(
                 x = X.load([k, column])  # [K, N]
                 total = tl.dot(dy.T, x, total)
 
-            # the last block, without the rows of the next expert
+            # the last block, without the rows of the next expert (one zero is enough: a dy that is not finite
+            # spoils the step anyway)
             if full_end < end:
                 inside = (full_end + tl.arange(0, K) < end)[:, None]
                 dy = DY.load([full_end, row])
                 x = X.load([full_end, column])
-                dy = tl.where(inside, dy, tl.zeros_like(dy))
                 x = tl.where(inside, x, tl.zeros_like(x))
                 total = tl.dot(dy.T, x, total)
 
-            # in two halves: with all of what it is added to, two programs would not fit a processor
             into = INTO + expert.to(tl.int64) * o * n
-            halves = tl.reshape(total, (M, 2, N // 2))
-            left, right = tl.split(tl.permute(halves, (0, 2, 1)))  # [M, N / 2] each
-            write_tile(into, left, row, column, num_rows=o, num_columns=n, ADD=ADD)
-            write_tile(into, right, row, column + N // 2, num_rows=o, num_columns=n, ADD=ADD)
+            write_tile_in_parts(into, total, row, column, o, n, ADD=ADD, PARTS=4)
 
 
 def triton_fits(x: Tensor, weight: Tensor) -> bool:

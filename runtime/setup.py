@@ -24,7 +24,6 @@ import torch
 
 import config
 from config import Config, ConfigError, usable_cores
-from kernels.triton_ import chip_name
 from runtime.faults import FaultInjector, parse
 
 # in the names of environment variables whose values are never written
@@ -105,7 +104,8 @@ def read_environment(cfg: Config) -> LaunchEnv:
     set_determinism(deterministic, cfg.train.compile)
     if cfg.train.cuda_graphs and device.type != "cuda":
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
-    if cfg.train.cuda_graphs and cfg.model.experts is not None and chip_name(device) < 9:
+    needs_hopper = cfg.train.cuda_graphs and cfg.model.experts is not None
+    if needs_hopper and torch.cuda.get_device_capability(device)[0] < 9:
         raise ConfigError("train.cuda_graphs: with model.experts it needs Hopper or later, whose kernels find "
                           "the rows of experts without the host; leave it out")
     return LaunchEnv(

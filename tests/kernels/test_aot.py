@@ -19,6 +19,8 @@ SPILLS = {
 PROGRAMS = {
     "grouped": 2,
     "grouped_dgrad": 2,
+    "grouped_wgrad": 2,
+    "grouped_wgrad_first": 2,
     "scaled_grouped_matrix": 2,
     "fp8_tensor_pair": 4,
     "fp8_row_pair": 2,

@@ -243,7 +243,7 @@ def test_a_mixture_needs_hopper(monkeypatch):
     monkeypatch.setattr(setup, "pick_device", lambda *_: torch.device("cuda"))
     monkeypatch.setattr(setup, "set_determinism", lambda *_: None)
     for chip in (8, 9):
-        monkeypatch.setattr(setup, "chip_name", lambda device, chip=chip: chip)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, chip=chip: (chip, 0))
         if chip == 9:
             assert setup.read_environment(cfg).device.type == "cuda"
         else:
