@@ -486,7 +486,7 @@ def mps_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 def cuda_graph_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """What a recording of forward and backward (runtime/graphs.py) cannot contain."""
-    model, train, parallel = cfg.model, cfg.train, cfg.parallel
+    train, parallel = cfg.train, cfg.parallel
     obstacles = {
         f"{world} ranks, whose exchanges are not recorded": world > 1,
         f"train.device={train.device}, which has no graphs": train.device in ("cpu", "mps"),

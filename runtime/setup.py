@@ -106,8 +106,8 @@ def read_environment(cfg: Config) -> LaunchEnv:
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
     needs_hopper = cfg.train.cuda_graphs and cfg.model.experts is not None
     if needs_hopper and torch.cuda.get_device_capability(device)[0] < 9:
-        raise ConfigError("train.cuda_graphs: with model.experts it needs Hopper or later, whose kernels find "
-                          "the rows of experts without the host; leave it out")
+        raise ConfigError("train.cuda_graphs: with model.experts it needs Hopper or later, whose kernels "
+                          "find the rows of experts without the host; leave it out")
     return LaunchEnv(
         rank=rank,
         world=world,
