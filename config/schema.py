@@ -153,7 +153,7 @@ class TrainConfig:
     #   none: on a CPU, where they cost nothing, and not on a GPU, where attention's backward is slower
     compile: bool = False  # torch.compile the elementwise kernels (on a CPU: needs a C++ compiler)
     cuda_graphs: bool = False  # record forward and backward once and replay them; helps steps in which the
-    #   host is busier than the GPU
+    #   host is busier than the GPU. With experts: in bf16 or fp16, from Hopper on, where none drops tokens
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # auto: cuda if the machine has it, else cpu; mps:
     #   the GPU of a Mac, in one process
     threads: int | None = None  # CPU threads; none: at most 4, and of more than 2 cores one stays free

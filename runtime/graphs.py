@@ -8,11 +8,15 @@ each replay: the batches, their step number (for dropout) and the loss scale. Gr
 optimizer's update follow outside of the graph, so the learning rate and the step number stay numbers of the
 host. The same kernels run in the same order, so the results have the same bits.
 
+A mixture of experts divides its rows anew in each step. Its numbers of rows are tensors of the recording,
+which its kernels read (kernels/grouped_gemm.py); what it allocates is as large as any division needs.
+
 A batch-size ramp (train.ramp) needs one recording for each number of microbatches. Only one is kept at a
 time: a ramp never returns to an earlier number, so the memory of the old recording is free for the next one.
 `cuda_graph_rules` in config/rules.py refuses configs that a recording cannot hold.
 
-A CPU cannot record. There a replay runs the pipeline again, over the same held tensors; the tests use this.
+A CPU cannot record. There a replay runs the pipeline again, over the same held tensors; the tests use this,
+and for mixtures a recording of operations and launches (tests/capture.py).
 """
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -268,7 +268,7 @@ def test_a_mixture_on_one_rank_does_not_wait(monkeypatch, args):
 
 @pytest.mark.parametrize("args", ["--model.capacity 1.0", "reference"])
 def test_a_mixture_that_drops_or_has_no_kernels_reads_its_counts(monkeypatch, args):
-    """Known, and why config/rules.py refuses train.cuda_graphs with experts."""
+    """Known, and why config/rules.py refuses train.cuda_graphs there."""
     if args == "reference":
         args = ""
     else:
