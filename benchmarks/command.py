@@ -11,6 +11,8 @@
         what may be wrong on a GPU: kernels, small models, train.py, exchanges, contestants, tests
     python -m scripts.bench kernels [--dtype bf16] [--device cuda]
         each kernel beside the plain torch operations
+    python -m scripts.bench model [SCENARIO ...] [--gpu h200] [--page FILE]
+        the time of a large model's step on a GPU, modelled launch by launch; needs no GPU
     python -m scripts.bench data
         the loader, opening 1e9 tokens, tokenizing
 
@@ -26,6 +28,8 @@ What the columns mean
 """
 
 import argparse
+import subprocess
+import sys
 
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
@@ -38,6 +42,8 @@ COMMANDS = {"step": race.main, "kernels": kernels.main, "data": data.main, "smok
 def main(argv: list[str]) -> int:
     """Returns the exit code."""
     args = make_parser().parse_args(argv)
+    if args.command == "model":  # a process of its own: Triton must be there before the kernels are imported
+        return subprocess.run([sys.executable, "-m", "benchmarks.step_model", *argv[1:]]).returncode
     if args.command == "step" and (args.device == "cuda" or args.tiny):
         return card.main(args)
     return COMMANDS[args.command](args)
@@ -75,12 +81,28 @@ def make_parser() -> argparse.ArgumentParser:
 
     add_smoke_options(commands.add_parser("smoke", help="the first ten minutes with a GPU: what is wrong?"))
 
+    model = commands.add_parser(
+        "model", help="the modelled time of a step on a GPU, part by part, from the launches of the real step"
+    )
+    add_model_options(model)
+
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 
     for command in (step, kernel, loader):
         command.add_argument("--threads", type=int, default=2)
+    for command in (step, kernel, loader, model):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
+
+
+def add_model_options(model: argparse.ArgumentParser) -> None:
+    model.add_argument(
+        "scenarios", nargs="*", metavar="SCENARIO", help="of benchmarks/step_model.py; none: all of them"
+    )
+    model.add_argument("--gpu", choices=("h100", "h200"), default="h200")
+    model.add_argument("--tiny", action="store_true", help="tiny models of the same kinds")
+    model.add_argument("--page", default="", help="the Markdown file whose tables are written anew")
+    model.add_argument("--before", default="", help="what --json printed at another commit, to stand beside")
 
 
 def add_step_options(step: argparse.ArgumentParser) -> None:

@@ -1,0 +1,256 @@
+"""Which of its tensors a Triton kernel reads and which it writes, found in its source.
+
+`tensors_used` follows the pointers of a launch through the kernel and its helpers: from the parameters over
+arithmetic, assignments and calls to `tl.load`, `tl.store`, descriptors and atomics. A branch on a number that
+the launch fixes (a tl.constexpr) is followed as it goes in this launch; every other branch both ways. So the
+result is exact where the source does not choose among tensors by values on the device.
+"""
+
+import ast
+import functools
+import inspect
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+LOADS = {"load", "gather"}
+STORES = {"store", "scatter"}
+NO_POINTERS = {"dtype", "element_ty", "shape", "type", "strides", "block_shape"}  # attributes of a pointer
+UNKNOWN = object()
+
+Names = frozenset[str]
+NONE: Names = frozenset()
+
+
+@dataclass
+class Use:
+    """Parameters of a kernel whose tensors it loads from, and those that it stores to."""
+
+    read: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+
+
+def tensors_used(kernel: Any, numbers: Mapping[str, Any], pointers: Iterable[str]) -> Use:
+    """Returns what a launch reads and writes.
+
+    numbers: what is compiled into it (fixed_numbers). pointers: parameters that are tensors, or descriptors
+    of tensors.
+    """
+    use = Use()
+    origins = {name: frozenset([name]) for name in pointers}
+    Walk(plain_function(kernel), origins, dict(numbers), use).run()
+    return use
+
+
+def plain_function(kernel: Any) -> FunctionType:
+    """The Python function of a kernel or of a helper under `triton.jit`, compiled or interpreted."""
+    function = getattr(kernel, "fn", kernel)
+    while not isinstance(function, FunctionType):
+        function = function.fn
+    return function
+
+
+def is_our_function(value: Any) -> bool:
+    """Whether it is a helper under `triton.jit`, and not one of Triton's own, which get no pointers."""
+    function = getattr(value, "fn", None)
+    return isinstance(function, FunctionType) and not function.__module__.startswith("triton.")
+
+
+@functools.cache
+def syntax_of(function: FunctionType) -> ast.FunctionDef:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    return tree
+
+
+def assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
+    """Names that the statements assign."""
+    names: set[str] = set()
+    for node in nodes:
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                names.add(part.id)
+    return names
+
+
+class Walk:
+    """One function with the pointers that each name may come from, and the numbers that are known."""
+
+    def __init__(
+        self, function: FunctionType, origins: dict[str, Names], numbers: dict[str, Any], use: Use
+    ) -> None:
+        self.tree = syntax_of(function)
+        self.globals = function.__globals__
+        self.local_names = assigned_names(self.tree.body) | {arg.arg for arg in self.tree.args.args}
+        self.origins = dict(origins)
+        self.numbers = dict(numbers)
+        self.use = use
+        self.returned: Names = NONE
+
+    def run(self) -> Names:
+        """Returns the pointers that the function's result may come from."""
+        self.block(self.tree.body)
+        return self.returned
+
+    # ---- statements
+
+    def block(self, statements: Iterable[ast.stmt]) -> None:
+        for statement in statements:
+            self.statement(statement)
+
+    def statement(self, node: ast.stmt) -> None:
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self.assign(target, node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            self.assign(node.target, node.value)
+        elif isinstance(node, ast.AugAssign):
+            name = node.target
+            origins = self.expression(node.value)
+            if isinstance(name, ast.Name):
+                self.origins[name.id] = self.origins.get(name.id, NONE) | origins
+                self.numbers.pop(name.id, None)
+        elif isinstance(node, (ast.For, ast.While)):
+            self.loop(node)
+        elif isinstance(node, ast.If):
+            self.branch(node)
+        elif isinstance(node, ast.Return) and node.value is not None:
+            self.returned |= self.expression(node.value)
+        elif isinstance(node, ast.Expr):
+            self.expression(node.value)
+        elif isinstance(node, ast.With):
+            self.block(node.body)
+
+    def assign(self, target: ast.expr, value: ast.expr) -> None:
+        origins = self.expression(value)
+        number = self.value(value)
+        for part in ast.walk(target):
+            if isinstance(part, ast.Name):
+                self.origins[part.id] = origins
+                self.numbers.pop(part.id, None)
+        if isinstance(target, ast.Name) and number is not UNKNOWN:
+            self.numbers[target.id] = number
+
+    def loop(self, node: ast.For | ast.While) -> None:
+        for name in assigned_names([node]):  # another value in each turn
+            self.numbers.pop(name, None)
+        self.expression(node.iter if isinstance(node, ast.For) else node.test)
+        self.block(node.body)
+        self.block(node.body)  # pointers that the first turn has moved
+
+    def branch(self, node: ast.If) -> None:
+        self.expression(node.test)
+        test = self.value(node.test)
+        if test is not UNKNOWN:
+            self.block(node.body if test else node.orelse)
+            return
+
+        before = dict(self.origins)
+        self.block(node.body)
+        after_body, self.origins = self.origins, before
+        self.block(node.orelse)
+        for name, origins in after_body.items():
+            self.origins[name] = self.origins.get(name, NONE) | origins
+        for name in assigned_names([node]):
+            self.numbers.pop(name, None)
+
+    # ---- expressions: the pointers that a value may come from
+
+    def expression(self, node: ast.AST | None) -> Names:
+        if node is None:
+            return NONE
+        if isinstance(node, ast.Name):
+            return self.origins.get(node.id, NONE)
+        if isinstance(node, ast.Attribute):
+            return NONE if node.attr in NO_POINTERS else self.expression(node.value)
+        if isinstance(node, ast.Call):
+            return self.call(node)
+        if isinstance(node, ast.IfExp):
+            test = self.value(node.test)
+            if test is not UNKNOWN:
+                return self.expression(node.body if test else node.orelse)
+        found = NONE
+        for child in ast.iter_child_nodes(node):
+            found |= self.expression(child)
+        return found
+
+    def call(self, node: ast.Call) -> Names:
+        positional = [self.expression(argument) for argument in node.args]
+        keywords = {word.arg: self.expression(word.value) for word in node.keywords if word.arg}
+        callee = self.value(node.func)
+        if is_our_function(callee):
+            return self.helper(callee, node, positional, keywords)
+
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        method = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        through = self.expression(owner)  # of a descriptor's own load and store
+        pointers = through or (positional[0] if positional else keywords.get("pointer", NONE))
+        if method in LOADS or method in STORES or method.startswith("atomic"):
+            if method not in STORES:
+                self.use.read |= pointers
+            if method not in LOADS:
+                self.use.written |= pointers
+            return NONE
+        return frozenset().union(through, *positional, *keywords.values())
+
+    def helper(
+        self, helper: Any, node: ast.Call, positional: list[Names], keywords: dict[str, Names]
+    ) -> Names:
+        """A call of another function under triton.jit: followed with what is known of its arguments."""
+        function = plain_function(helper)
+        names = [arg.arg for arg in syntax_of(function).args.args]
+        given = {**dict(zip(names, positional)), **keywords}
+        nodes = {**dict(zip(names, node.args)), **{word.arg: word.value for word in node.keywords}}
+        defaults = inspect.signature(function).parameters.items()
+        numbers = {name: one.default for name, one in defaults if one.default is not inspect.Parameter.empty}
+        for name, argument in nodes.items():
+            numbers.pop(name, None)
+            number = self.value(argument)
+            if number is not UNKNOWN:
+                numbers[name] = number
+        return Walk(function, given, numbers, self.use).run()
+
+    # ---- numbers that the launch fixes
+
+    def value(self, node: ast.expr) -> Any:
+        """The value of an expression, or UNKNOWN."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name):
+                is_known = part.id in self.numbers or part.id not in self.local_names
+                if not is_known or self.origins.get(part.id):
+                    return UNKNOWN
+            elif isinstance(part, ast.Call):
+                return UNKNOWN
+        try:
+            code = compile(ast.Expression(node), "<kernel>", "eval")
+            return plain_value(eval(code, self.globals, self.numbers))
+        except Exception:  # what only the compiler of kernels can evaluate
+            return UNKNOWN
+
+
+def plain_value(value: Any) -> Any:
+    """The number inside a tl.constexpr."""
+    return getattr(value, "value", value) if type(value).__name__ == "constexpr" else value
+
+
+def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of a launch by the names of the kernel's parameters, without launch options."""
+    parameters = inspect.signature(plain_function(kernel)).parameters
+    known = {name: value for name, value in kwargs.items() if name in parameters}
+    bound = inspect.signature(plain_function(kernel)).bind_partial(*args, **known)
+    bound.apply_defaults()
+    return {name: plain_value(value) for name, value in bound.arguments.items()}
+
+
+
+
+def fixed_numbers(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments that are compiled into the kernel: its tl.constexpr, and None for a tensor."""
+    fixed = {}
+    for name, parameter in inspect.signature(plain_function(kernel)).parameters.items():
+        is_constexpr = "constexpr" in str(parameter.annotation)
+        if name in arguments and (is_constexpr or arguments[name] is None):
+            fixed[name] = arguments[name]
+    return fixed

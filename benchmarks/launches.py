@@ -1,0 +1,538 @@
+"""Every launch of a GPU's step, recorded without a GPU.
+
+The real train_step runs on tensors without storage (torch's meta device) that say to Python code that they are
+on a GPU: `claimed_gpu` answers for it what a Chip is asked. So the code takes the paths that it takes there.
+A `Recorder` keeps each Triton kernel and each operation of torch that would start: what it reads, writes and
+multiplies. Nothing is computed. A value that the host asks for cannot be known: it is made up (True), and the
+recorder counts the question as a wait of the host.
+
+The same Recorder records a run on real tensors, which is how tests/benchmarks/test_step_model.py shows that
+both do the same.
+"""
+
+import contextlib
+import functools
+import importlib
+import math
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.jit import KernelInterface
+
+import kernels
+from benchmarks.kernel_source import Use, bind_arguments, fixed_numbers, plain_function, tensors_used
+from parallel.sharding import spec
+
+ROOT = Path(__file__).resolve().parents[1]
+OWN_FILES = ("benchmarks/", "tests/")  # are not the code that is recorded
+META = torch.device("meta")
+OUTSIDE = ("outside", "")
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What the code asks of a GPU."""
+
+    name: str
+    capability: tuple[int, int]
+    processors: int
+    memory_bytes: int
+
+
+CHIPS = {
+    "h100": Chip("NVIDIA H100 80GB HBM3", (9, 0), processors=132, memory_bytes=79 * 2**30),
+    "h200": Chip("NVIDIA H200", (9, 0), processors=132, memory_bytes=140 * 2**30),
+}
+
+
+# ---- a launch ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, or one operation of torch.
+
+    kernel: "norm.forward_kernel", or "aten.mm" for an operation. phase: forward, backward or optimizer.
+    file, function: of ours, that asked for it; of the backward of a torch operation, those of the forward.
+    arguments: of a Triton kernel, with a Meta in the place of a tensor; of an operation, its tensors under
+    "in" and "out". launches: kernels that start; 0: a view, which costs the host alone.
+    """
+
+    kernel: str
+    phase: str
+    file: str
+    function: str
+    read: int
+    written: int
+    launches: int
+    arguments: dict[str, Any] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.read + self.written
+
+    @property
+    def is_triton(self) -> bool:
+        return not self.kernel.startswith("aten.") and "::" not in self.kernel
+
+
+@dataclass(frozen=True)
+class Meta:
+    """A tensor of a launch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int  # of its elements; one that is expanded counts once
+
+    @staticmethod
+    def of(x: Tensor) -> "Meta":
+        elements = 1
+        for size, stride in zip(x.shape, x.stride()):
+            elements *= size if stride else min(size, 1)
+        return Meta(tuple(x.shape), x.dtype, elements * x.itemsize)
+
+
+def as_meta(value: Any) -> Any:
+    """A Meta in the place of a tensor, or of the tensor of a descriptor."""
+    base = getattr(value, "base", None) if type(value).__name__ == "TensorDescriptor" else value
+    return Meta.of(base) if isinstance(base, Tensor) else value
+
+
+# ---- what the code asks of the GPU -------------------------------------------------------------------------
+
+
+class ClaimedDevice(TorchFunctionMode):
+    """Meta tensors say that they are on `device`, and what is made there is made on meta."""
+
+    def __init__(self, device: torch.device, recorder: "Recorder") -> None:
+        super().__init__()
+        self.device = device
+        self.recorder = recorder
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        name = getattr(function, "__name__", "")
+        is_meta = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+        if name == "__get__":
+            return self.attribute(function, args, is_meta)
+        if is_meta and name in ("__bool__", "item"):
+            self.recorder.host_reads.append(caller_of(sys._getframe(1)))
+            return True
+        if function is torch.nn.functional.scaled_dot_product_attention and self.device.type == "cuda":
+            return library_attention(*args, **(kwargs or {}))
+        args = tuple(self.real(value) for value in args)
+        kwargs = {key: self.real(value) for key, value in (kwargs or {}).items()}
+        return function(*args, **kwargs)
+
+    def attribute(self, function: Callable[..., Any], args: tuple, is_meta: bool) -> Any:
+        attribute = getattr(getattr(function, "__self__", None), "__name__", "")
+        if is_meta and attribute == "device":
+            return self.device
+        if is_meta and attribute == "is_cuda":
+            return self.device.type == "cuda"
+        return function(*args)
+
+    def real(self, value: Any) -> Any:
+        """meta in the place of the device."""
+        if isinstance(value, str) and value.split(":")[0] == self.device.type:
+            return META
+        is_device = isinstance(value, torch.device) and value.type == self.device.type
+        return META if is_device else value
+
+
+@contextlib.contextmanager
+def claimed_gpu(chip: Chip, recorder: "Recorder") -> Iterator[torch.device]:
+    """Inside, torch answers as on a machine with the chip, and Triton's kernels are recorded, not launched."""
+    properties = SimpleNamespace(
+        name=chip.name,
+        major=chip.capability[0],
+        minor=chip.capability[1],
+        multi_processor_count=chip.processors,
+        total_memory=chip.memory_bytes,
+    )
+    answers = {
+        "get_device_capability": lambda *_: chip.capability,
+        "get_device_properties": lambda *_: properties,
+        "get_device_name": lambda *_: chip.name,
+        "current_device": lambda: 0,
+        "Stream": mock.MagicMock(),
+        "current_stream": mock.MagicMock(),
+        "Event": mock.MagicMock(),
+    }
+    device = torch.device("cuda", 0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fresh_caches())
+        for name, answer in answers.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, answer))
+        fused = importlib.import_module("kernels.attention").FUSED_KERNELS
+        stack.enter_context(mock.patch.dict(fused, {kind: lambda call: True for kind in fused}))
+        stack.enter_context(ClaimedDevice(device, recorder))
+        yield device
+
+
+@contextlib.contextmanager
+def claimed_cpu(recorder: "Recorder") -> Iterator[torch.device]:
+    """Inside, meta tensors say that they are on the CPU."""
+    device = torch.device("cpu")
+    with fresh_caches(), ClaimedDevice(device, recorder):
+        yield device
+
+
+@contextlib.contextmanager
+def fresh_caches() -> Iterator[None]:
+    """What the kernels' modules remember of a device is forgotten, before and after."""
+
+    def forget() -> None:
+        for module in pkgutil.iter_modules(kernels.__path__):
+            for value in vars(importlib.import_module(f"kernels.{module.name}")).values():
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+    forget()
+    try:
+        yield
+    finally:
+        forget()
+
+
+@contextlib.contextmanager
+def without_initial_weights() -> Iterator[None]:
+    """Weights are not drawn: meta tensors have no values, and the host would take minutes."""
+    with mock.patch.object(spec, "draw_normal", lambda *_, **__: None):
+        yield
+
+
+# ---- attention of the library ------------------------------------------------------------------------------
+
+# The largest head dim that each kernel of torch takes on Hopper; all want 16-bit operands and multiples of 8.
+LIBRARY_HEAD_DIMS = {
+    SDPBackend.CUDNN_ATTENTION: 128,
+    SDPBackend.FLASH_ATTENTION: 256,
+    SDPBackend.EFFICIENT_ATTENTION: math.inf,
+}
+
+
+def library_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """The operation that scaled_dot_product_attention becomes on a GPU: the first enabled kernel that takes
+    the call (torch's sdp_utils.cpp). q, k, v [b, h or g, s, d].
+    """
+    aten = torch.ops.aten
+    backend = library_backend(query, attn_mask)
+    options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
+    if backend == SDPBackend.CUDNN_ATTENTION:
+        return aten._scaled_dot_product_cudnn_attention(query, key, value, attn_mask, True, **options)[0]
+    if enable_gqa:
+        copies = query.shape[1] // key.shape[1]
+        key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+    if backend == SDPBackend.FLASH_ATTENTION:
+        return aten._scaled_dot_product_flash_attention(query, key, value, **options)[0]
+    if backend == SDPBackend.EFFICIENT_ATTENTION:
+        return aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, True, **options)[0]
+    return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, **options)[0]
+
+
+def library_backend(query: Tensor, mask: Tensor | None) -> SDPBackend:
+    """The first kernel in torch's order that is enabled and takes the call."""
+    flags = torch.backends.cuda
+    is_enabled = {
+        # torch refuses it where results must be the same every time
+        SDPBackend.CUDNN_ATTENTION: flags.cudnn_sdp_enabled()
+        and not torch.are_deterministic_algorithms_enabled(),
+        SDPBackend.FLASH_ATTENTION: flags.flash_sdp_enabled() and mask is None,
+        SDPBackend.EFFICIENT_ATTENTION: flags.mem_efficient_sdp_enabled(),
+    }
+    head_dim = query.shape[-1]
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    for backend, largest in LIBRARY_HEAD_DIMS.items():
+        if is_enabled[backend] and is_half and head_dim <= largest and head_dim % 8 == 0:
+            return backend
+    return SDPBackend.MATH
+
+
+# ---- the recorder ------------------------------------------------------------------------------------------
+
+# Operations that start more than one kernel on a GPU: as many as CUB or ATen start at these sizes. Others one.
+KERNELS_OF = {
+    "aten.sort": 4,
+    "aten.topk": 2,
+    "aten.cumsum": 2,
+    "aten.searchsorted": 1,
+    "aten.index_put_": 1,
+    "aten.bincount": 3,
+    "aten.nonzero": 3,
+    "aten._scaled_dot_product_cudnn_attention_backward": 3,
+    "aten._scaled_dot_product_flash_attention_backward": 3,
+}
+# Operations that start none, beside views and those of no tensor.
+NOTHING_STARTS = {
+    "aten.empty",
+    "aten.empty_like",
+    "aten.empty_strided",
+    "aten.new_empty",
+    "aten.new_empty_strided",
+    "aten.promote_types",
+    "aten._unsafe_view",
+    "aten.detach",
+    "aten.lift_fresh",
+    "aten.record_stream",
+    "aten.resize_",
+    "aten._local_scalar_dense",
+}
+FACTORIES = ("aten.new_", "aten.zeros_like", "aten.ones_like", "aten.full_like")  # read no values
+WRITE_ALL = {"aten.copy_", "aten.fill_", "aten.zero_", "aten.uniform_", "aten.normal_"}  # read no target
+GATHERS = {"aten.index", "aten.index_select", "aten.embedding", "aten.gather"}  # read as much as they return
+SCATTERS = {"aten.index_add_", "aten.scatter_add_", "aten.index_put_", "aten.scatter_"}  # see scatter_bytes
+
+
+class Recorder:
+    """Collects launches in a `with recorder.recording():`.
+
+    executes: the kernels run too (through Triton's interpreter, or on a GPU). launches: in their order.
+    host_reads: (file, function) of ours that asked for a value of the device.
+    """
+
+    def __init__(self, executes: bool = False) -> None:
+        self.executes = executes
+        self.uses: dict[tuple, Use] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was recorded."""
+        self.launches: list[Launch] = []
+        self.host_reads: list[tuple[str, str]] = []
+        self.is_optimizer = False
+        self.callers: dict[int, tuple[str, str]] = {}  # who ran an operation, by autograd's number of it
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator["Recorder"]:
+        real_launch = KernelInterface.__getitem__
+
+        def launcher(kernel: Any, grid: Any) -> Callable[..., Any]:
+            def launch(*args: Any, **kwargs: Any) -> Any:
+                self.add_kernel(kernel, args, kwargs)
+                if self.executes:
+                    with without_recording():
+                        return real_launch(kernel, grid)(*args, **kwargs)
+                return None
+
+            return launch
+
+        with mock.patch.object(KernelInterface, "__getitem__", launcher), Operations(self):
+            yield self
+
+    def begin_optimizer(self) -> None:
+        """The launches from here on are those of the optimizer."""
+        self.is_optimizer = True
+
+    @property
+    def phase(self) -> str:
+        if self.is_optimizer:
+            return "optimizer"
+        return "backward" if in_backward() else "forward"
+
+    def add_kernel(self, kernel: Any, args: tuple, kwargs: dict) -> None:
+        function = plain_function(kernel)
+        bound = {name: as_meta(value) for name, value in bind_arguments(kernel, args, kwargs).items()}
+        pointers = tuple(name for name, value in bound.items() if isinstance(value, Meta))
+        fixed = fixed_numbers(kernel, bound)
+
+        key = (function, pointers, tuple(fixed.items()))
+        if key not in self.uses:
+            self.uses[key] = tensors_used(kernel, fixed, pointers)
+        use = self.uses[key]
+        file, name = caller_of(sys._getframe(2))
+        self.launches.append(
+            Launch(
+                kernel=f"{function.__module__.removeprefix('kernels.')}.{function.__name__}",
+                phase=self.phase,
+                file=file,
+                function=name,
+                read=sum(bound[name].nbytes for name in use.read),
+                written=sum(bound[name].nbytes for name in use.written),
+                launches=1,
+                arguments=bound | {key: value for key, value in kwargs.items() if key not in bound},
+            )
+        )
+
+    def add_operation(self, function: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        name = str(function.overloadpacket)
+        inputs = tensors_in((args, kwargs))
+        outputs = tensors_in(result)
+        if not inputs and not outputs:
+            return
+        file, caller = self.origin()
+        is_view = function.is_view or name in NOTHING_STARTS or not any(x.numel() for x in outputs)
+        is_on_host = all(x.device.type == "cpu" for x in (*inputs, *outputs)) and not self.executes
+        read, written = (0, 0) if is_view else operation_bytes(function, name, args, kwargs, outputs)
+        if is_on_host:
+            return
+        self.launches.append(
+            Launch(
+                kernel=name,
+                phase=self.phase,
+                file=file,
+                function=caller,
+                read=read,
+                written=written,
+                launches=0 if is_view else KERNELS_OF.get(name, 1),
+                arguments={
+                    "in": [Meta.of(x) for x in inputs],
+                    "out": [Meta.of(x) for x in outputs],
+                    "numbers": {key: value for key, value in kwargs.items() if not isinstance(value, Tensor)},
+                    "overload": str(function),
+                },
+            )
+        )
+
+    def origin(self) -> tuple[str, str]:
+        """(file, function) of ours behind the operation that runs now.
+
+        The backward of torch's own operations runs in C++: its node has the number that the forward's had.
+        """
+        caller = caller_of(sys._getframe(3))
+        number = torch._C._autograd._get_sequence_nr() if not in_backward() else None
+        if number is not None:
+            self.callers.setdefault(number - 1, caller)
+        elif caller == OUTSIDE:
+            node = torch._C._current_autograd_node()
+            caller = self.callers.get(node._sequence_nr(), caller) if node is not None else caller
+        return caller
+
+
+class Operations(TorchDispatchMode):
+    """Hands the operations of torch to a recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        self.recorder.add_operation(function, args, kwargs, result)
+        return result
+
+
+@contextlib.contextmanager
+def without_recording() -> Iterator[None]:
+    """Inside, operations are not seen: those of Triton's interpreter are no launches."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def caller_of(frame: FrameType | None) -> tuple[str, str]:
+    """(file, function) of the innermost frame of the code that is recorded.
+
+    OUTSIDE where the backward of an operation of torch comes first.
+    """
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.endswith("torch/autograd/graph.py"):  # it starts the backward: nothing of ours is inside
+            return OUTSIDE
+        file = file_of_ours(path)
+        if file is not None:
+            return file, frame.f_code.co_name
+        frame = frame.f_back
+    return OUTSIDE
+
+
+@functools.cache
+def file_of_ours(path: str) -> str | None:
+    """The path below the root of the repository; None of other code, this recorder's included."""
+    full = Path(path)
+    if not full.is_relative_to(ROOT) or "site-packages" in path:
+        return None
+    relative = full.relative_to(ROOT).as_posix()
+    return None if relative.startswith(OWN_FILES) else relative
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts: Sequence[Any] = ()
+    if isinstance(value, (list, tuple)):
+        parts = value
+    elif isinstance(value, dict):
+        parts = tuple(value.values())
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+# ---- bytes of an operation ---------------------------------------------------------------------------------
+
+
+def operation_bytes(
+    function: Any, name: str, args: tuple, kwargs: dict, outputs: list[Tensor]
+) -> tuple[int, int]:
+    """Returns (bytes read, bytes written): each input once, each result once.
+
+    A result that is also an input, as in an operation in place, is read too, unless it is only overwritten.
+    """
+    reads, writes = [], []
+    schema = function._schema.arguments
+    values = {argument.name: value for argument, value in zip(schema, args)} | kwargs
+    for argument in schema:
+        tensors = tensors_in(values.get(argument.name))
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        if is_written:
+            writes += tensors
+        if name.startswith(FACTORIES):
+            continue
+        is_target_only = is_written and (argument.kwarg_only or name in WRITE_ALL)
+        if not is_target_only:
+            reads += tensors
+
+    fresh = [x for x in outputs if all(x is not written for written in writes)]
+    num_written = sum(Meta.of(x).nbytes for x in (*writes, *fresh))
+    if name in GATHERS:
+        indices = sum(Meta.of(x).nbytes for x in reads[1:])
+        return num_written + indices, num_written
+    if name in SCATTERS:
+        return scatter_bytes(name, reads)
+    return sum(Meta.of(x).nbytes for x in distinct(reads)), num_written
+
+
+def scatter_bytes(name: str, reads: list[Tensor]) -> tuple[int, int]:
+    """Of what is written to places of the first tensor: the places alone are touched."""
+    sources = [Meta.of(x).nbytes for x in reads[1:]]
+    largest = max(sources, default=0)
+    touched = min(largest, Meta.of(reads[0]).nbytes)
+    adds = name in ("aten.index_add_", "aten.scatter_add_")
+    return sum(sources) + (touched if adds else 0), touched
+
+
+def distinct(tensors: list[Tensor]) -> list[Tensor]:
+    """Each tensor object once: x * x reads x once."""
+    found: dict[int, Tensor] = {}
+    for x in tensors:
+        found.setdefault(id(x), x)
+    return list(found.values())

@@ -1,0 +1,591 @@
+"""The time of a training step on one GPU, known before it is paid for: a model, with its parts.
+
+    python -m scripts.bench model                       every scenario
+    python -m scripts.bench model dense moe             two of them
+    python -m scripts.bench model --page docs/step-model.md --before docs/step-model-before.json
+                                                        writes the tables into the page
+
+Nothing is timed. The launches are those of the real train_step (benchmarks/launches.py). What each is for, and
+its FLOPs, come from benchmarks/work.py. A launch takes
+
+    max(bytes / bandwidth, FLOPs / rate, launches * shortest)
+
+with the rates of RATES, which are assumed: low, middle, high. Launches follow each other without a gap, so the
+GPU's time is the sum; the host's time to start them stands beside it, and the larger of both is the step.
+What the model does not know: how a kernel's rate depends on its shape, what stays in the L2 cache between
+launches, and the GPU's clock under load.
+"""
+
+import runtime  # noqa: F401  before torch: OpenMP and malloc settings
+import triton  # noqa: F401  before the kernels: it is what makes them import it
+
+import argparse
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+import config
+from benchmarks.card import fit_layers
+from benchmarks.launches import CHIPS, META, Chip, Launch, Recorder, claimed_gpu, without_initial_weights
+from benchmarks.shape import Shape
+from benchmarks.work import PARTS, Facts, Work, judge
+from build import TrainingRun, build_run
+from config import Config, ConfigError
+from parallel.cost import Workload
+from parallel.microbatch import Microbatch
+from parallel.topology.mesh import Mesh
+from plan.count import flops_per_token, parameters
+from runtime.guard import NonFiniteGuard
+from runtime.setup import peak_flops_of_gpu
+from train import train_step
+
+TERA, GIGA = 1e12, 1e9
+
+
+# ---- assumed rates -----------------------------------------------------------------------------------------
+
+
+class Rate(NamedTuple):
+    """low, middle, high: what is expected; perfect: the best that anybody has reported. From: why."""
+
+    low: float
+    middle: float
+    high: float
+    perfect: float
+    source: str
+
+
+LEVELS = ("low", "middle", "high")
+OWN = "expected from its instructions (tests/kernels/aot.txt); never run"
+
+# TFLOP/s of products, on Hopper with 132 processors.
+RATES = {
+    "library": Rate(640, 690, 720, 788, "cuBLAS bf16, large shapes, at the clock that 700 W allow"),
+    "own": Rate(500, 570, 620, 788, "weight gradients of kernels/linear.py: " + OWN),
+    "own grouped": Rate(480, 560, 620, 788, "kernels/grouped_gemm.py, two programs a processor: " + OWN),
+    "library grouped": Rate(520, 600, 660, 788, "torch._grouped_mm (CUTLASS)"),
+    "library fp8": Rate(1200, 1350, 1450, 1576, "torch._scaled_mm with fast sums"),
+    "library fp8, exact sums": Rate(950, 1060, 1150, 1576, "torch._scaled_mm without fast sums"),
+    "own fp8": Rate(800, 865, 920, 1576, "kernels/fp8_gemm.py: " + OWN),
+    "fp32": Rate(20, 30, 40, 788, "fp32 on CUDA cores, narrow outputs; perfect: in bf16"),
+    "cudnn": Rate(500, 560, 600, 600, "cuDNN's attention, causal, head dim 128"),
+    "cudnn backward": Rate(400, 450, 490, 520, "cuDNN's, five products counted"),
+    "flash 2": Rate(330, 350, 380, 600, "FlashAttention 2 in torch, written for sm_80"),
+    "flash 2 backward": Rate(210, 230, 260, 520, "the same, five products counted"),
+    "own attention": Rate(330, 370, 400, 600, "kernels/partial_attention.py: " + OWN),
+    "own attention backward": Rate(230, 265, 300, 520, "the same, seven products counted: " + OWN),
+}
+BANDWIDTH = Rate(3.3, 3.65, 3.95, 4.3, "TB/s of a kernel that only moves; the data sheet says 4.8")
+SHORTEST = Rate(3.0, 2.5, 2.0, 0.0, "microseconds from one launch to the next on the GPU")
+HOST = {  # microseconds of the host
+    "triton": Rate(25, 18, 12, 0, "a Triton kernel, with the Python around it"),
+    "operation": Rate(12, 9, 6, 0, "an operation of torch that starts a kernel, autograd included"),
+    "view": Rate(2, 1.5, 1, 0, "one that starts none"),
+}
+
+
+# ---- scenarios ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A model of benchmarks/shape.py and keys beside its own. documents: tokens of each in a sequence."""
+
+    shape: str
+    model: Mapping[str, object] = field(default_factory=dict)
+    train: Mapping[str, object] = field(default_factory=dict)
+    documents: int | None = None
+
+
+def fp8(recipe: str) -> dict[str, object]:
+    return {"dtype": "fp8", "fp8": recipe}
+
+
+LATENT = {"kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128, "kv_heads": None}
+SCENARIOS = {
+    "dense": Scenario("dense"),
+    "dense-128k": Scenario("dense-128k"),
+    "8b": Scenario("8b"),
+    "moe": Scenario("moe"),
+    "dense+documents": Scenario("dense", documents=4),
+    "dense+qk_norm": Scenario("dense", {"qk_norm": True}),
+    "dense+mla": Scenario("dense", LATENT),
+    "dense+tensorwise": Scenario("dense", train=fp8("tensorwise")),
+    "dense+rowwise": Scenario("dense", train=fp8("rowwise")),
+    "dense+blockwise": Scenario("dense", train=fp8("blockwise")),
+    "moe+tensorwise": Scenario("moe", train=fp8("tensorwise")),
+}
+
+
+def shape_of(scenario: Scenario, chip: Chip, tiny: bool) -> Shape:
+    """The model's shape; of the 8B model the layers that fit the memory."""
+    shape = Shape.gpu_models(tiny)[scenario.shape]
+    is_too_large = scenario.shape == "8b" and not tiny
+    return fit_layers(shape, chip.memory_bytes) if is_too_large else shape
+
+
+def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Config:
+    """The config that a user of the GPU would write. layers: another number of them."""
+    model = {**shape.model_keys(), **scenario.model}
+    if layers is not None:
+        model["layers"] = layers
+    train = {
+        "seq_len": shape.seq,
+        "micro_batch": shape.batch,
+        "global_batch": shape.batch,
+        "dtype": "bf16",
+        "steps": 1000,
+        "device": "cuda",
+        **scenario.train,
+    }
+    tree = {
+        "model": model,
+        "train": train,
+        "data": {"doc_mask": scenario.documents is not None},
+        "optim": {"lr": 3e-4, "warmup": 0, "decay": "constant"},
+    }
+    return config.build_tree(Config, tree)
+
+
+def document_lengths(scenario: Scenario, shape: Shape) -> tuple[int, ...]:
+    """Of each sequence: equal ones; () where attention sees the whole sequence."""
+    count = scenario.documents
+    return () if count is None else (shape.seq // count,) * count
+
+
+def microbatch(cfg: Config, device: torch.device, step: int) -> Microbatch:
+    """A microbatch without values, as the loader gives it to the step."""
+    b, s = cfg.train.micro_batch, cfg.train.seq_len
+    tokens = torch.zeros(b, s, dtype=torch.int64, device=device)
+    positions = torch.arange(s, device=device).expand(b, -1).contiguous()
+    documents = torch.zeros(b, s, dtype=torch.int32, device=device) if cfg.data.doc_mask else None
+    return Microbatch(tokens, tokens.clone(), positions, documents, torch.arange(b, device=device), step)
+
+
+# ---- recording ---------------------------------------------------------------------------------------------
+
+
+def record(cfg: Config, chip: Chip) -> Recorder:
+    """The launches of the second step: what is done once is done in the first."""
+    recorder = Recorder()
+    with claimed_gpu(chip, recorder) as device, without_initial_weights():
+        with META:
+            run = build_run(cfg, Mesh.single(), device, None, 1000)
+        record_step(run, recorder, device)
+    return recorder
+
+
+def record_step(run: TrainingRun, recorder: Recorder, device: torch.device) -> None:
+    """Runs two steps, and leaves the launches of the second in the recorder."""
+    guard = NonFiniteGuard()
+    for step in (1, 2):
+        batch = microbatch(run.cfg, device, step - 1)
+        recorder.clear()
+        with recorder.recording():
+            train_step(run, step, [batch], guard, grads_ready=recorder.begin_optimizer)
+
+
+# ---- times -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Group:
+    """Launches of one kernel for one part, from one function."""
+
+    part: str
+    kernel: str
+    place: str
+    launches: int
+    nbytes: float
+    flops: float
+    ms: tuple[float, float, float]
+    perfect_ms: float
+
+    @property
+    def lost_ms(self) -> float:
+        return self.ms[1] - self.perfect_ms
+
+
+@dataclass(frozen=True)
+class Step:
+    """A modelled step. ms: of the GPU; host_ms: of the host; each low, middle, high rates."""
+
+    name: str
+    parameters: int
+    layers: int
+    tokens: int
+    model_flops: float
+    peak_flops: float
+    layer_launches: tuple[int, int, int]  # forward, backward, optimizer, of one more layer
+    host_reads: tuple[str, ...]
+    host_ms: tuple[float, float, float]
+    groups: tuple[Group, ...]
+
+    @cached_property
+    def ms(self) -> tuple[float, float, float]:
+        return add_levels(group.ms for group in self.groups)
+
+    @cached_property
+    def step_ms(self) -> tuple[float, ...]:
+        return tuple(max(gpu, host) for gpu, host in zip(self.ms, self.host_ms))
+
+    @property
+    def mfu(self) -> tuple[float, ...]:
+        return tuple(100 * self.model_flops / (1e-3 * ms) / self.peak_flops for ms in self.step_ms)
+
+    @property
+    def launches(self) -> int:
+        return sum(group.launches for group in self.groups)
+
+    @property
+    def nbytes(self) -> float:
+        return sum(group.nbytes for group in self.groups)
+
+    @property
+    def flops(self) -> float:
+        return sum(group.flops for group in self.groups)
+
+    @property
+    def perfect_ms(self) -> float:
+        return sum(group.perfect_ms for group in self.groups)
+
+    def of_part(self, part: str) -> list[Group]:
+        return [group for group in self.groups if group.part == part]
+
+
+def add_levels(times: Iterable[Sequence[float]]) -> tuple[float, float, float]:
+    low, middle, high = (sum(column) for column in zip(*times, (0.0, 0.0, 0.0)))
+    return low, middle, high
+
+
+def seconds(work: Work, level: str) -> float:
+    """On the GPU, with the rates of a level."""
+    shortest = 1e-6 * getattr(SHORTEST, level) * work.launch.launches
+    moving = work.nbytes / (TERA * getattr(BANDWIDTH, level))
+    rate = getattr(RATES[work.rate], level) if work.rate else None
+    computing = work.flops / (TERA * rate) if rate else 0.0
+    return max(shortest, moving, computing)
+
+
+def perfect_seconds(work: Work) -> float:
+    """In a step that starts only what cannot be a part of another kernel, at the best rates."""
+    return seconds(work, "perfect") if work.is_needed else 0.0
+
+
+def host_seconds(launches: Iterable[Launch], level: str) -> float:
+    total = 0.0
+    for launch in launches:
+        kind = "triton" if launch.is_triton else "operation" if launch.launches else "view"
+        total += 1e-6 * getattr(HOST[kind], level)
+    return total
+
+
+def grouped(works: Iterable[Work]) -> tuple[Group, ...]:
+    members: dict[tuple[str, str, str], list[Work]] = defaultdict(list)
+    for work in works:
+        if work.launch.launches:
+            members[work.part, work.launch.kernel, f"{work.launch.file}: {work.launch.function}"].append(work)
+    groups = []
+    for (part, kernel, place), some in members.items():
+        low, middle, high = (1e3 * sum(seconds(work, level) for work in some) for level in LEVELS)
+        groups.append(
+            Group(
+                part,
+                kernel,
+                place,
+                launches=sum(work.launch.launches for work in some),
+                nbytes=sum(work.nbytes for work in some),
+                flops=sum(work.flops for work in some),
+                ms=(low, middle, high),
+                perfect_ms=1e3 * sum(perfect_seconds(work) for work in some),
+            )
+        )
+    return tuple(groups)
+
+
+def model_step(name: str, chip: Chip, tiny: bool = False) -> Step:
+    """Records and times a scenario."""
+    scenario = SCENARIOS[name]
+    shape = shape_of(scenario, chip, tiny)
+    cfg = config_of(scenario, shape)
+    documents = document_lengths(scenario, shape)
+    workload = Workload(shape.batch, shape.seq, documents=documents)
+    facts = Facts(workload.keys_seen(cfg.model.window))
+
+    recorder = record(cfg, chip)
+    per_token = flops_per_token(cfg.model, shape.seq, documents)
+    peak = peak_flops_of_gpu(chip.name, "bf16")
+    assert peak is not None, f"{chip.name} is in configs/clusters.yaml"
+    low, middle, high = (1e3 * host_seconds(recorder.launches, level) for level in LEVELS)
+    return Step(
+        name=name,
+        parameters=parameters(cfg.model)["total"],
+        layers=shape.layers,
+        tokens=shape.tokens,
+        model_flops=per_token * shape.tokens,
+        peak_flops=peak,
+        layer_launches=launches_of_a_layer(scenario, shape, chip),
+        host_reads=tuple(f"{file}: {function}" for file, function in recorder.host_reads),
+        host_ms=(low, middle, high),
+        groups=grouped(judge(launch, facts) for launch in recorder.launches),
+    )
+
+
+def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[int, int, int]:
+    """(forward, backward, optimizer): what a model of five layers starts more than one of four."""
+    counts = []
+    for layers in (4, 5):
+        recorder = record(config_of(scenario, shape, layers), chip)
+        counted = dict.fromkeys(("forward", "backward", "optimizer"), 0)
+        for launch in recorder.launches:
+            counted[launch.phase] += launch.launches
+        counts.append(counted)
+    fewer, more = counts
+    forward, backward, optimizer = (more[phase] - fewer[phase] for phase in fewer)
+    return forward, backward, optimizer
+
+
+# ---- results as data ---------------------------------------------------------------------------------------
+
+
+def summary(step: Step) -> dict:
+    """What a later table compares: `--json` prints it, `--before` reads it."""
+    parts = {}
+    for part in PARTS:
+        groups = step.of_part(part)
+        if groups:
+            parts[part] = {
+                "launches": sum(group.launches for group in groups),
+                "gigabytes": round(sum(group.nbytes for group in groups) / GIGA, 2),
+                "teraflops": round(sum(group.flops for group in groups) / TERA, 2),
+                "ms": [round(ms, 2) for ms in add_levels(group.ms for group in groups)],
+            }
+    return {
+        "layers": step.layers,
+        "tokens": step.tokens,
+        "launches": step.launches,
+        "layer_launches": list(step.layer_launches),
+        "ms": [round(ms, 1) for ms in step.step_ms],
+        "mfu": [round(percent, 1) for percent in step.mfu],
+        "host_ms": [round(ms, 1) for ms in step.host_ms],
+        "perfect_ms": round(step.perfect_ms, 1),
+        "parts": parts,
+    }
+
+
+def commit_id() -> str:
+    """Of the checkout; with a plus where Python files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "*.py")
+        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.CalledProcessError):  # not a checkout
+        return "unknown"
+
+
+# ---- tables ------------------------------------------------------------------------------------------------
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    lines = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def three(values: Iterable[float], digits: int = 0) -> str:
+    """low / **middle** / high."""
+    low, middle, high = (f"{value:.{digits}f}" for value in values)
+    return f"{low} / **{middle}** / {high}"
+
+
+def steps_table(steps: Sequence[Step]) -> str:
+    header = (
+        "scenario", "layers", "parameters, B", "model TFLOP", "run TFLOP", "GB moved", "launches",
+        "a layer: forward, backward, optimizer", "ms", "host ms", "perfect ms", "MFU, %",
+    )  # fmt: skip
+    rows = []
+    for step in steps:
+        forward, backward, optimizer = step.layer_launches
+        rows.append((
+            step.name,
+            step.layers,
+            f"{step.parameters / 1e9:.2f}",
+            f"{step.model_flops / TERA:.1f}",
+            f"{step.flops / TERA:.1f}",
+            f"{step.nbytes / GIGA:.0f}",
+            step.launches,
+            f"{forward}, {backward}, {optimizer}",
+            three(step.step_ms),
+            three(step.host_ms),
+            f"{step.perfect_ms:.0f}",
+            three(step.mfu, 1),
+        ))  # fmt: skip
+    return markdown(header, rows)
+
+
+def parts_table(steps: Sequence[Step]) -> str:
+    """Milliseconds at the middle rates: a row for each part, a column for each scenario."""
+    rows = []
+    for part in PARTS:
+        times = [sum(group.ms[1] for group in step.of_part(part)) for step in steps]
+        if any(times):
+            rows.append((part, *(f"{ms:.1f}" if ms else "" for ms in times)))
+    rows.append(("**together**", *(f"**{step.ms[1]:.0f}**" for step in steps)))
+    return markdown(("part", *(step.name for step in steps)), rows)
+
+
+def part_of_step_table(step: Step, before: Mapping | None) -> str:
+    """One scenario, part by part. before: its summary at another commit."""
+    header = ["part", "launches", "GB", "TFLOP", "ms"]
+    if before is not None:
+        header += ["launches before", "GB before", "ms before"]
+    now = summary(step)["parts"]
+    parts_before = before["parts"] if before is not None else {}
+    rows = []
+    for part in PARTS:
+        if part not in now and part not in parts_before:
+            continue
+        row = part_cells(now.get(part))
+        cells = [part, row["launches"], row["gigabytes"], row["teraflops"], row["ms"]]
+        if before is not None:
+            old = part_cells(parts_before.get(part))
+            cells += [old["launches"], old["gigabytes"], old["ms"]]
+        rows.append(cells)
+    total = ["**together**", step.launches, f"{step.nbytes / GIGA:.0f}", f"{step.flops / TERA:.1f}"]
+    total += [three(step.ms)]
+    if before is not None:
+        moved = sum(one["gigabytes"] for one in parts_before.values())
+        times = add_levels(one["ms"] for one in parts_before.values())
+        total += [before["launches"], f"{moved:.0f}", three(times)]
+    return markdown(header, [*rows, total])
+
+
+def part_cells(part: Mapping | None) -> dict[str, str]:
+    if part is None:
+        return dict.fromkeys(("launches", "gigabytes", "teraflops", "ms"), "")
+    return {
+        "launches": str(part["launches"]),
+        "gigabytes": f"{part['gigabytes']:.1f}",
+        "teraflops": f"{part['teraflops']:.1f}" if part["teraflops"] else "",
+        "ms": three(part["ms"], 1),
+    }
+
+
+def losses_table(step: Step, count: int = 10) -> str:
+    """What costs most against the perfect step."""
+    largest = sorted(step.groups, key=lambda group: -group.lost_ms)[:count]
+    rows = [
+        (
+            group.kernel,
+            group.place,
+            group.part,
+            group.launches,
+            f"{group.ms[1]:.1f}",
+            f"{group.perfect_ms:.1f}",
+            f"{group.lost_ms:.1f}",
+        )
+        for group in largest
+    ]
+    header = ("kernel", "started by", "part", "launches", "ms", "perfect ms", "lost ms")
+    return markdown(header, rows)
+
+
+def rates_table() -> str:
+    header = ("what", "unit", *LEVELS, "perfect", "from")
+    rows = [(name, "TFLOP/s", *rate) for name, rate in RATES.items()]
+    rows.append(("memory", "TB/s", *BANDWIDTH))
+    rows.append(("shortest kernel", "us", *SHORTEST))
+    rows += [(f"host: {name}", "us", *rate[:3], "", rate.source) for name, rate in HOST.items()]
+    return markdown(header, rows)
+
+
+def unknown_lines(steps: Iterable[Step]) -> list[str]:
+    """What no table of benchmarks/work.py knows."""
+    lines = []
+    for step in steps:
+        for group in step.of_part("unknown"):
+            lines.append(f"{step.name}: {group.kernel} ({group.place}) has no row in benchmarks/work.py")
+    return lines
+
+
+def host_read_lines(steps: Iterable[Step]) -> list[str]:
+    lines = []
+    for step in steps:
+        for place in sorted(set(step.host_reads)):
+            lines.append(f"{step.name}: the host waits for the GPU {step.host_reads.count(place)} times ({place})")
+    return lines
+
+
+# ---- the page and the command ------------------------------------------------------------------------------
+
+BEGIN, END = "<!-- written by: ", "<!-- end of what is written -->"
+
+
+def page_text(steps: Sequence[Step], command: str, before: Mapping | None) -> str:
+    """All tables, as they stand in docs/step-model.md."""
+    parts = [f"{BEGIN}{command} -->", f"Commit {commit_id()}; torch {torch.__version__}."]
+    parts += ["### Steps", steps_table(steps)]
+    parts += ["### Where the time goes: ms at the middle rates", parts_table(steps)]
+    notes = [*unknown_lines(steps), *host_read_lines(steps)]
+    parts += ["\n".join(f"- {line}" for line in notes)] if notes else []
+    if before is not None:
+        for step in steps:
+            if step.name in before["steps"]:
+                parts.append(f"### {step.name}: now, and before, at commit {before['commit']}")
+                parts.append(part_of_step_table(step, before["steps"][step.name]))
+    for step in steps:
+        parts += [f"### {step.name}: the ten largest losses against the perfect step", losses_table(step)]
+    parts += ["### The rates that are assumed", rates_table(), END]
+    return "\n\n".join(parts) + "\n"
+
+
+def write_page(page: Path, text: str) -> None:
+    """Replaces what an earlier command wrote between the two marks. Raises ConfigError without marks."""
+    old = page.read_text()
+    start, end = old.find(BEGIN), old.find(END)
+    if start < 0 or end < start:
+        raise ConfigError(f"--page {page}: has no lines '{BEGIN}... -->' and '{END}' to write between")
+    page.write_text(old[:start] + text.rstrip("\n") + old[end + len(END) :])
+
+
+def main(argv: list[str]) -> int:
+    """Returns the exit code. argv: after the word `model`."""
+    from benchmarks.command import make_parser
+
+    args = make_parser().parse_args(["model", *argv])
+    names = args.scenarios or list(SCENARIOS)
+    for name in names:
+        if name not in SCENARIOS:
+            raise ConfigError(f"{name}: no such scenario; there are {', '.join(SCENARIOS)}")
+    before = json.loads(Path(args.before).read_text()) if args.before else None
+
+    steps = []
+    for name in names:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        steps.append(model_step(name, CHIPS[args.gpu], args.tiny))
+    if args.json:
+        print(json.dumps({"commit": commit_id(), "steps": {step.name: summary(step) for step in steps}}))
+        return 0
+    text = page_text(steps, " ".join(["python -m scripts.bench model", *argv]), before)
+    if args.page:
+        write_page(Path(args.page), text)
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    from runtime.failure import fail_cleanly
+
+    sys.exit(fail_cleanly(main, sys.argv[1:]))

@@ -1,0 +1,311 @@
+"""What a launch is for, how many FLOPs it computes, and which rate bounds it: tables with a row for each kernel.
+
+A new Triton kernel needs a row in KERNELS; tests/benchmarks/test_step_model.py fails until it has one. An
+operation of torch is a product (OPERATIONS), small, or belongs to the part of the file that called it (FILES).
+What no table knows is in the part `unknown`, under its name.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.launches import OUTSIDE, Launch, Meta
+
+# Parts of a step, in the order of the tables.
+PARTS = (
+    "products",  # of forwards and input gradients, in the compute dtype or fp8
+    "weight gradients",
+    "attention forward",
+    "attention backward",
+    "elementwise forward",
+    "elementwise backward",
+    "cross entropy",
+    "embedding",
+    "router",
+    "permute",
+    "quantization",
+    "optimizer",
+    "gradients",  # zeroed, added, their norm
+    "copies",
+    "small",  # operations on few numbers, which take the time of a launch
+    "rest",
+    "unknown",
+)
+SMALL_BYTES = 1 << 16
+HALF = (torch.bfloat16, torch.float16)
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a launch does not say. keys_seen: mean number of keys that a query attends to."""
+
+    keys_seen: float
+
+
+Flops = Callable[[Launch, Facts], float]
+
+
+@dataclass(frozen=True)
+class Row:
+    """part: one of PARTS; "elementwise" stands for both of its phases.
+
+    rate: of RATES in benchmarks/step_model.py, for the FLOPs. nbytes: where it is not each tensor once.
+    is_needed: False of what a perfect step would not start at all, because a neighbour could do it on the way.
+    """
+
+    part: str
+    rate: str | None = None
+    flops: Flops | None = None
+    nbytes: Callable[[Launch], float] | None = None
+    is_needed: bool = True
+
+
+@dataclass(frozen=True)
+class Work:
+    """A launch, judged."""
+
+    launch: Launch
+    part: str
+    rate: str | None
+    flops: float
+    nbytes: float
+    is_needed: bool
+
+
+# ---- FLOPs -------------------------------------------------------------------------------------------------
+
+
+def of_sizes(*names: str) -> Flops:
+    """2 m n k from three arguments of the kernel."""
+    return lambda launch, facts: 2.0 * math.prod(launch.arguments[name] for name in names)
+
+
+def of_rows(rows: str, *names: str) -> Flops:
+    """2 m n k, where m is the number of rows of a tensor."""
+    return lambda launch, facts: 2.0 * launch.arguments[rows].shape[0] * math.prod(
+        launch.arguments[name] for name in names
+    )
+
+
+def of_pair(first: str, second: str) -> Flops:
+    """A product over the rows of two tensors: [t, m] and [t, n]."""
+
+    def flops(launch: Launch, facts: Facts) -> float:
+        rows, m = launch.arguments[first].shape
+        n = launch.arguments[second].shape[-1]
+        return 2.0 * rows * m * n
+
+    return flops
+
+
+def of_attention(head_dims: int, value_dims: int) -> Flops:
+    """So many products over the channels of a query head, and of a value head.
+
+    The forward has one of each; the backward's five are three and two, and kernels that compute the
+    probabilities twice have seven.
+    """
+
+    def flops(launch: Launch, facts: Facts) -> float:
+        if launch.is_triton:
+            q, v = (launch.arguments[name].shape for name in ("Q", "V"))
+            queries = math.prod(q[:3])  # [b, s, h, d]
+        else:
+            q, v = query_and_value(launch)
+            queries = math.prod(q[:-1])  # [b, h, s, d]
+        return 2.0 * queries * facts.keys_seen * (head_dims * q[-1] + value_dims * v[-1])
+
+    return flops
+
+
+def query_and_value(launch: Launch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of the queries and values of an operation: its backward has the gradient of the output first."""
+    tensors = launch.arguments["in"]
+    first = 1 if "backward" in launch.kernel else 0
+    return tensors[first].shape, tensors[first + 2].shape
+
+
+def of_operands(first: int) -> Flops:
+    """2 times the elements of the result times the summed dim. first: the index of the first operand."""
+
+    def flops(launch: Launch, facts: Facts) -> float:
+        a = launch.arguments["in"][first].shape
+        out = launch.arguments["out"][0].shape
+        is_grouped_over_rows = len(a) == 2 and len(out) == 3  # [m, t] [t, n] -> [e, m, n]: t is divided
+        elements = math.prod(out[1:]) if is_grouped_over_rows else math.prod(out)
+        return 2.0 * elements * a[-1]
+
+    return flops
+
+
+# ---- bytes where a kernel touches some rows of a tensor ----------------------------------------------------
+
+
+def gathered_bytes(launch: Launch) -> float:
+    """permute.sum_kernel: as many rows are read as there are slots."""
+    rows, slots = launch.arguments["ROWS"], launch.arguments["SLOTS"]
+    return launch.nbytes - rows.nbytes + math.prod(slots.shape) * row_bytes(rows)
+
+
+def added_rows_bytes(launch: Launch) -> float:
+    """embedding.add_rows_kernel: of the gradient, the rows of the ids at most, read and written."""
+    into, ids = launch.arguments["INTO"], launch.arguments["IDS"]
+    touched = min(into.shape[0], math.prod(ids.shape))
+    return launch.nbytes - 2 * into.nbytes + 2 * touched * row_bytes(into)
+
+
+def row_bytes(matrix: Meta) -> float:
+    """Of one row of a matrix [rows, columns]."""
+    return matrix.nbytes / matrix.shape[0]
+
+
+# ---- Triton's kernels --------------------------------------------------------------------------------------
+
+KERNELS = {
+    # products
+    "linear.wgrad_kernel": Row("weight gradients", "own", of_sizes("t", "m", "n")),
+    "grouped_gemm.grouped_kernel": Row("products", "own grouped", of_rows("X", "inner", "outer")),
+    "grouped_gemm.grouped_wgrad_kernel": Row("weight gradients", "own grouped", of_pair("DY", "X")),
+    "fp8_gemm.scaled_kernel": Row("products", "own fp8", of_sizes("m", "n", "k")),
+    "fp8_grouped.scaled_grouped_kernel": Row("products", "own fp8", of_rows("A", "inner", "outer")),
+    "newton_schulz.symmetric_kernel": Row("optimizer", "own", of_sizes("m", "m", "n")),
+    # attention
+    "partial_attention.forward_kernel": Row("attention forward", "own attention", of_attention(1, 1)),
+    "partial_attention.delta_kernel": Row("attention backward"),
+    "partial_attention.dq_kernel": Row("attention backward", "own attention backward", of_attention(2, 1)),
+    "partial_attention.dkv_kernel": Row("attention backward", "own attention backward", of_attention(2, 2)),
+    # what memory bounds
+    "norm.forward_kernel": Row("elementwise"),
+    "norm.backward_kernel": Row("elementwise"),
+    "rope.rope_kernel": Row("elementwise"),
+    "swiglu.swiglu_kernel": Row("elementwise"),
+    "swiglu.swiglu_backward_kernel": Row("elementwise"),
+    "swiglu.weighted_backward_kernel": Row("elementwise"),
+    "swiglu.gelu_kernel": Row("elementwise"),
+    "swiglu.gelu_backward_kernel": Row("elementwise"),
+    "cross_entropy.softmax_kernel": Row("cross entropy"),
+    "embedding.add_rows_kernel": Row("embedding", nbytes=added_rows_bytes),
+    "permute.sum_kernel": Row("permute", nbytes=gathered_bytes),
+    "fp8.cast_kernel": Row("quantization", is_needed=False),
+    "fp8.largest_kernel": Row("quantization", is_needed=False),
+    "adam.adamw_kernel": Row("optimizer"),
+}
+
+
+# ---- operations of torch -----------------------------------------------------------------------------------
+
+FORWARD = "attention forward"
+BACKWARD = "attention backward"
+OPERATIONS = {
+    "aten.mm": Row("products", "library", of_operands(0)),
+    "aten.addmm": Row("products", "library", of_operands(1)),
+    "aten.addmm_": Row("products", "library", of_operands(1)),
+    "aten.bmm": Row("products", "library", of_operands(0)),
+    "aten.baddbmm": Row("products", "library", of_operands(1)),
+    "aten._scaled_mm": Row("products", "library fp8", of_operands(0)),
+    "aten._grouped_mm": Row("products", "library grouped", of_operands(0)),
+    "aten._scaled_grouped_mm": Row("products", "library fp8", of_operands(0)),
+    "aten._scaled_dot_product_cudnn_attention": Row(FORWARD, "cudnn", of_attention(1, 1)),
+    "aten._scaled_dot_product_cudnn_attention_backward": Row(BACKWARD, "cudnn backward", of_attention(3, 2)),
+    "aten._scaled_dot_product_flash_attention": Row(FORWARD, "flash 2", of_attention(1, 1)),
+    "aten._scaled_dot_product_flash_attention_backward": Row(
+        BACKWARD, "flash 2 backward", of_attention(3, 2)
+    ),
+    "aten._scaled_dot_product_efficient_attention": Row(FORWARD, "flash 2", of_attention(1, 1)),
+    "aten._scaled_dot_product_efficient_attention_backward": Row(
+        BACKWARD, "flash 2 backward", of_attention(3, 2)
+    ),
+}
+COPIES = ("aten.copy_", "aten._to_copy", "aten.clone", "aten.cat", "aten.constant_pad_nd")
+
+# The part of an operation that the code of a file asks for; the longest beginning of its path counts.
+FILES = {
+    "kernels/": "elementwise",
+    "kernels/attention": "elementwise",
+    "kernels/cross_entropy.py": "cross entropy",
+    "kernels/embedding.py": "embedding",
+    "kernels/fp8": "quantization",
+    "kernels/grad.py": "gradients",
+    "kernels/grouped_gemm.py": "permute",
+    "kernels/permute.py": "permute",
+    "kernels/linear.py": "gradients",  # what is no product: a gradient that is added
+    "kernels/adam.py": "optimizer",
+    "kernels/rounding.py": "optimizer",
+    "kernels/newton_schulz.py": "optimizer",
+    "model/": "elementwise",
+    "model/router": "router",
+    "model/moe.py": "router",
+    "parallel/expert/": "permute",
+    "parallel/sharding/": "gradients",
+    "parallel/tensor/": "elementwise",
+    "parallel/pipeline/": "rest",
+    "parallel/": "rest",
+    "optim/": "optimizer",
+    "optim/clip.py": "gradients",
+    "optim/noise.py": "gradients",
+    "runtime/": "rest",
+    "train.py": "rest",
+    OUTSIDE[0]: "elementwise",  # autograd adds the gradients of what is used twice
+}
+NOT_NEEDED = ("gradients", "copies", "small", "rest", "quantization", "unknown")  # by a perfect step
+
+
+def judge(launch: Launch, facts: Facts) -> Work:
+    """Returns what the launch is for and costs, by the tables above."""
+    row = KERNELS.get(launch.kernel) if launch.is_triton else OPERATIONS.get(launch.kernel)
+    nbytes = launch.nbytes
+    if row is None:
+        part = "unknown" if launch.is_triton else part_of_operation(launch)
+        is_needed = part not in NOT_NEEDED and not is_simple(launch)
+        return Work(launch, with_phase(part, launch.phase), None, 0.0, nbytes, is_needed)
+
+    if row.nbytes is not None:
+        nbytes = row.nbytes(launch)
+    flops = row.flops(launch, facts) if row.flops else 0.0
+    part, rate = row.part, row.rate
+    if part == "products":
+        part, rate = part_of_product(launch, rate)
+    return Work(launch, with_phase(part, launch.phase), rate, flops, nbytes, row.is_needed)
+
+
+def with_phase(part: str, phase: str) -> str:
+    if part != "elementwise":
+        return part
+    return "elementwise backward" if phase == "backward" else "elementwise forward"
+
+
+def part_of_operation(launch: Launch) -> str:
+    if launch.nbytes <= SMALL_BYTES:
+        return "small"
+    matching = [start for start in FILES if launch.file.startswith(start)]
+    if not matching:
+        return "unknown"
+    part = FILES[max(matching, key=len)]
+    is_copy = launch.kernel in COPIES and part == "elementwise"
+    return "copies" if is_copy else part
+
+
+def is_simple(launch: Launch) -> bool:
+    """Whether an operation of torch could be a part of the kernel before or after it."""
+    return launch.kernel not in ("aten.index", "aten.embedding", "aten.linalg_vector_norm")
+
+
+def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
+    """A product that adds to fp32, or makes fp32 of fewer bits, is a weight gradient. Returns (part, rate)."""
+    arguments = launch.arguments
+    if launch.is_triton:
+        is_weight_gradient = bool(arguments.get("ADD"))
+        return ("weight gradients" if is_weight_gradient else "products"), rate
+
+    first = 1 if "addmm" in launch.kernel or launch.kernel == "aten.baddbmm" else 0
+    dtype = arguments["in"][first].dtype
+    out = arguments["out"][0].dtype
+    if dtype not in (*HALF, *FP8):
+        part = "router" if launch.file.startswith(("model/router", "kernels/linear")) else "products"
+        return part, "fp32"
+    if dtype in FP8:
+        has_fast_sum = bool(arguments["numbers"].get("use_fast_accum"))
+        rate = "library fp8" if has_fast_sum else "library fp8, exact sums"
+    return ("weight gradients" if out == torch.float32 else "products"), rate
