@@ -124,6 +124,11 @@ class Walk:
             self.block(node.body)
 
     def assign(self, target: ast.expr, value: ast.expr) -> None:
+        both_are_tuples = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+        if both_are_tuples and len(target.elts) == len(value.elts):
+            for one_target, one_value in zip(target.elts, value.elts):
+                self.assign(one_target, one_value)
+            return
         origins = self.expression(value)
         number = self.value(value)
         for part in ast.walk(target):

@@ -66,7 +66,8 @@ class Launch:
     kernel: "norm.forward_kernel", or "aten.mm" for an operation. phase: forward, backward or optimizer.
     file, function: of ours, that asked for it; of the backward of a torch operation, those of the forward.
     arguments: of a Triton kernel, with a Meta in the place of a tensor; of an operation, its tensors under
-    "in" and "out". launches: kernels that start; 0: a view, which costs the host alone.
+    "in" and "out". launches: kernels that start; 0: a view, which costs the host alone. updated: bytes of
+    tensors that are both read and written.
     """
 
     kernel: str
@@ -75,6 +76,7 @@ class Launch:
     function: str
     read: int
     written: int
+    updated: int
     launches: int
     arguments: dict[str, Any] = field(repr=False)
 
@@ -370,6 +372,7 @@ class Recorder:
                 function=name,
                 read=sum(bound[name].nbytes for name in use.read),
                 written=sum(bound[name].nbytes for name in use.written),
+                updated=sum(bound[name].nbytes for name in use.read & use.written),
                 launches=1,
                 arguments=bound | {key: value for key, value in kwargs.items() if key not in bound},
             )
@@ -383,8 +386,10 @@ class Recorder:
             return
         file, caller = self.origin()
         is_view = function.is_view or name in NOTHING_STARTS or not any(x.numel() for x in outputs)
-        is_on_host = all(x.device.type == "cpu" for x in (*inputs, *outputs)) and not self.executes
-        read, written = (0, 0) if is_view else operation_bytes(function, name, args, kwargs, outputs)
+        # not x.device, which tells here what it tells to the code
+        is_on_host = not self.executes and not any(x.is_meta for x in (*inputs, *outputs))
+        moved = (0, 0, 0) if is_view else operation_bytes(function, name, args, kwargs, outputs)
+        read, written, updated = moved
         if is_on_host:
             return
         self.launches.append(
@@ -395,6 +400,7 @@ class Recorder:
                 function=caller,
                 read=read,
                 written=written,
+                updated=updated,
                 launches=0 if is_view else KERNELS_OF.get(name, 1),
                 arguments={
                     "in": [Meta.of(x) for x in inputs],
@@ -492,8 +498,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 def operation_bytes(
     function: Any, name: str, args: tuple, kwargs: dict, outputs: list[Tensor]
-) -> tuple[int, int]:
-    """Returns (bytes read, bytes written): each input once, each result once.
+) -> tuple[int, int, int]:
+    """Returns (bytes read, bytes written, bytes of what is both): each input once, each result once.
 
     A result that is also an input, as in an operation in place, is read too, unless it is only overwritten.
     """
@@ -512,22 +518,26 @@ def operation_bytes(
             reads += tensors
 
     fresh = [x for x in outputs if all(x is not written for written in writes)]
-    num_written = sum(Meta.of(x).nbytes for x in (*writes, *fresh))
+    num_written = bytes_of(writes + fresh)
     if name in GATHERS:
-        indices = sum(Meta.of(x).nbytes for x in reads[1:])
-        return num_written + indices, num_written
+        return num_written + bytes_of(reads[1:]), num_written, 0
     if name in SCATTERS:
         return scatter_bytes(name, reads)
-    return sum(Meta.of(x).nbytes for x in distinct(reads)), num_written
+    updated = [x for x in writes if any(x is read for read in reads)]
+    return bytes_of(distinct(reads)), num_written, bytes_of(updated)
 
 
-def scatter_bytes(name: str, reads: list[Tensor]) -> tuple[int, int]:
+def bytes_of(tensors: list[Tensor]) -> int:
+    return sum(Meta.of(x).nbytes for x in tensors)
+
+
+def scatter_bytes(name: str, reads: list[Tensor]) -> tuple[int, int, int]:
     """Of what is written to places of the first tensor: the places alone are touched."""
     sources = [Meta.of(x).nbytes for x in reads[1:]]
     largest = max(sources, default=0)
     touched = min(largest, Meta.of(reads[0]).nbytes)
     adds = name in ("aten.index_add_", "aten.scatter_add_")
-    return sum(sources) + (touched if adds else 0), touched
+    return sum(sources) + (touched if adds else 0), touched, touched if adds else 0
 
 
 def distinct(tensors: list[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ its FLOPs, come from benchmarks/work.py. A launch takes
 
     max(bytes / bandwidth, FLOPs / rate, launches * shortest)
 
-with the rates of RATES, which are assumed: low, middle, high. Launches follow each other without a gap, so the
+(a weight gradient: its FLOPs, and then the bytes of its fp32 result), with the rates of RATES, which are assumed: low, middle, high. Launches follow each other without a gap, so the
 GPU's time is the sum; the host's time to start them stands beside it, and the larger of both is the step.
 What the model does not know: how a kernel's rate depends on its shape, what stays in the L2 cache between
 launches, and the GPU's clock under load.
@@ -21,6 +21,7 @@ import triton  # noqa: F401  before the kernels: it is what makes them import it
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 from collections import defaultdict
@@ -48,6 +49,7 @@ from runtime.setup import peak_flops_of_gpu
 from train import train_step
 
 TERA, GIGA = 1e12, 1e9
+SIDE = 128  # of a block of blockwise scales (train.fp8_block)
 
 
 # ---- assumed rates -----------------------------------------------------------------------------------------
@@ -71,6 +73,7 @@ RATES = {
     "library": Rate(640, 690, 720, 788, "cuBLAS bf16, large shapes, at the clock that 700 W allow"),
     "own": Rate(500, 570, 620, 788, "weight gradients of kernels/linear.py: " + OWN),
     "own grouped": Rate(480, 560, 620, 788, "kernels/grouped_gemm.py, two programs a processor: " + OWN),
+    "own grouped, weights": Rate(440, 490, 540, 788, "its weight gradients, one program a processor: " + OWN),
     "library grouped": Rate(520, 600, 660, 788, "torch._grouped_mm (CUTLASS)"),
     "library fp8": Rate(1200, 1350, 1450, 1576, "torch._scaled_mm with fast sums"),
     "library fp8, exact sums": Rate(950, 1060, 1150, 1576, "torch._scaled_mm without fast sums"),
@@ -85,6 +88,7 @@ RATES = {
 }
 BANDWIDTH = Rate(3.3, 3.65, 3.95, 4.3, "TB/s of a kernel that only moves; the data sheet says 4.8")
 SHORTEST = Rate(3.0, 2.5, 2.0, 0.0, "microseconds from one launch to the next on the GPU")
+HOST_READ = Rate(250, 150, 80, 0, "microseconds that the GPU idles when the host waits for a value of it")
 HOST = {  # microseconds of the host
     "triton": Rate(25, 18, 12, 0, "a Triton kernel, with the Python around it"),
     "operation": Rate(12, 9, 6, 0, "an operation of torch that starts a kernel, autograd included"),
@@ -146,6 +150,8 @@ def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Co
         "device": "cuda",
         **scenario.train,
     }
+    if shape.hidden % SIDE:  # a tiny model
+        train["fp8_block"] = 32
     tree = {
         "model": model,
         "train": train,
@@ -216,7 +222,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Step:
-    """A modelled step. ms: of the GPU; host_ms: of the host; each low, middle, high rates."""
+    """A modelled step. ms: of the GPU, with its waits for the host; host_ms: of the host; each low, middle, high rates."""
 
     name: str
     parameters: int
@@ -225,13 +231,18 @@ class Step:
     model_flops: float
     peak_flops: float
     layer_launches: tuple[int, int, int]  # forward, backward, optimizer, of one more layer
-    host_reads: tuple[str, ...]
+    host_reads: tuple[str, ...]  # who waited for a value of the GPU
     host_ms: tuple[float, float, float]
     groups: tuple[Group, ...]
 
     @cached_property
     def ms(self) -> tuple[float, float, float]:
-        return add_levels(group.ms for group in self.groups)
+        return add_levels([*(group.ms for group in self.groups), self.waiting_ms])
+
+    @property
+    def waiting_ms(self) -> tuple[float, float, float]:
+        low, middle, high = (1e-3 * len(self.host_reads) * getattr(HOST_READ, level) for level in LEVELS)
+        return low, middle, high
 
     @cached_property
     def step_ms(self) -> tuple[float, ...]:
@@ -272,12 +283,22 @@ def seconds(work: Work, level: str) -> float:
     moving = work.nbytes / (TERA * getattr(BANDWIDTH, level))
     rate = getattr(RATES[work.rate], level) if work.rate else None
     computing = work.flops / (TERA * rate) if rate else 0.0
+    if work.part == "weight gradients":  # the end of each tile, which hides behind nothing
+        computing += ends_of_tiles(work.launch) / (TERA * getattr(BANDWIDTH, level))
     return max(shortest, moving, computing)
+
+
+def ends_of_tiles(launch: Launch) -> int:
+    """Bytes that a weight gradient reads of its fp32 result, and writes."""
+    return launch.updated + launch.written
 
 
 def perfect_seconds(work: Work) -> float:
     """In a step that starts only what cannot be a part of another kernel, at the best rates."""
-    return seconds(work, "perfect") if work.is_needed else 0.0
+    if not work.is_needed:
+        return 0.0
+    rate = RATES[work.rate].perfect if work.rate else math.inf
+    return max(work.nbytes / (TERA * BANDWIDTH.perfect), work.flops / (TERA * rate))
 
 
 def host_seconds(launches: Iterable[Launch], level: str) -> float:
@@ -441,6 +462,8 @@ def parts_table(steps: Sequence[Step]) -> str:
         times = [sum(group.ms[1] for group in step.of_part(part)) for step in steps]
         if any(times):
             rows.append((part, *(f"{ms:.1f}" if ms else "" for ms in times)))
+    if any(step.host_reads for step in steps):
+        rows.append(("waiting for the host", *(f"{step.waiting_ms[1]:.1f}" for step in steps)))
     rows.append(("**together**", *(f"**{step.ms[1]:.0f}**" for step in steps)))
     return markdown(("part", *(step.name for step in steps)), rows)
 
@@ -506,6 +529,7 @@ def rates_table() -> str:
     rows = [(name, "TFLOP/s", *rate) for name, rate in RATES.items()]
     rows.append(("memory", "TB/s", *BANDWIDTH))
     rows.append(("shortest kernel", "us", *SHORTEST))
+    rows.append(("host reads a value", "us", *HOST_READ))
     rows += [(f"host: {name}", "us", *rate[:3], "", rate.source) for name, rate in HOST.items()]
     return markdown(header, rows)
 

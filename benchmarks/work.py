@@ -167,7 +167,9 @@ KERNELS = {
     # products
     "linear.wgrad_kernel": Row("weight gradients", "own", of_sizes("t", "m", "n")),
     "grouped_gemm.grouped_kernel": Row("products", "own grouped", of_rows("X", "inner", "outer")),
-    "grouped_gemm.grouped_wgrad_kernel": Row("weight gradients", "own grouped", of_pair("DY", "X")),
+    "grouped_gemm.grouped_wgrad_kernel": Row(
+        "weight gradients", "own grouped, weights", of_pair("DY", "X")
+    ),
     "fp8_gemm.scaled_kernel": Row("products", "own fp8", of_sizes("m", "n", "k")),
     "fp8_grouped.scaled_grouped_kernel": Row("products", "own fp8", of_rows("A", "inner", "outer")),
     "newton_schulz.symmetric_kernel": Row("optimizer", "own", of_sizes("m", "m", "n")),

@@ -1,0 +1,434 @@
+"""The modelled step: what it records is what runs, and what it counts is what formulas and the interpreter count.
+
+No time is tested: the rates are assumptions.
+"""
+
+import importlib
+import json
+import math
+import pkgutil
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton", reason="no Triton for this platform")
+
+import torch
+from triton.runtime import interpreter
+from triton.runtime.jit import KernelInterface
+
+import config
+import kernels
+from benchmarks import command, step_model
+from benchmarks.kernel_source import plain_function
+from benchmarks.launches import CHIPS, META, Recorder, claimed_cpu, claimed_gpu, without_initial_weights
+from benchmarks.shape import Shape
+from benchmarks.step_model import SCENARIOS, config_of, document_lengths, microbatch, record, record_step
+from benchmarks.work import KERNELS, PARTS, Facts, judge
+from build import build_run
+from config import Config, ConfigError
+from kernels import adam, attention, cross_entropy, embedding, linear, norm, permute, rope, swiglu, triton_
+from model.describe import describe_model
+from parallel.cost import Workload
+from parallel.topology.mesh import Mesh
+from runtime.failure import fail_cleanly
+from train import train_step
+
+H200 = CHIPS["h200"]
+ON_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+
+
+def tiny(name: str) -> Config:
+    scenario = SCENARIOS[name]
+    return config_of(scenario, Shape.gpu_models(True)[scenario.shape])
+
+
+# ---- the tables know every kernel --------------------------------------------------------------------------
+
+
+def kernels_of_ours() -> set[str]:
+    """module.name of every kernel that is launched: of the functions under triton.jit, those named *_kernel."""
+    names = set()
+    for module in pkgutil.iter_modules(kernels.__path__):
+        for name, value in vars(importlib.import_module(f"kernels.{module.name}")).items():
+            is_own = isinstance(value, KernelInterface) and name.endswith("_kernel")
+            if is_own and plain_function(value).__module__ == f"kernels.{module.name}":
+                names.add(f"{module.name}.{name}")
+    return names
+
+
+def test_every_kernel_has_a_row():
+    ours = kernels_of_ours()
+    assert len(ours) > 15
+    for name in sorted(ours - set(KERNELS)):
+        file, kernel = name.split(".")
+        pytest.fail(
+            f"kernels/{file}.py: {kernel} has no row: add one to KERNELS in benchmarks/work.py "
+            "(its part of the step, its rate and its FLOPs), and a rate to RATES in benchmarks/step_model.py "
+            "if it has one of its own"
+        )
+    gone = sorted(set(KERNELS) - ours)
+    assert not gone, f"KERNELS in benchmarks/work.py has rows of kernels that are gone: {', '.join(gone)}"
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_launch_has_a_part_and_the_host_never_waits(name):
+    step = step_model.model_step(name, H200, tiny=True)
+    assert step_model.unknown_lines([step]) == []
+    assert step.host_reads == ()
+    assert {group.part for group in step.groups} <= set(PARTS)
+    assert step.launches > 100 and step.ms[0] > step.ms[1] > step.ms[2] > 0
+
+
+def test_a_kernel_without_a_row_is_shown(monkeypatch):
+    monkeypatch.delitem(KERNELS, "swiglu.swiglu_kernel")
+    step = step_model.model_step("dense", H200, tiny=True)
+    (line,) = step_model.unknown_lines([step])
+    assert "swiglu.swiglu_kernel" in line and "benchmarks/work.py" in line
+    layers = Shape.gpu_models(True)["dense"].layers
+    assert step.of_part("unknown")[0].launches == layers, "it still counts"
+
+
+# ---- the paths are those of the GPU ------------------------------------------------------------------------
+
+
+def test_the_step_takes_the_paths_of_an_h200():
+    counts = Counter(launch.kernel for launch in record(tiny("dense"), H200).launches)
+    layers = Shape.gpu_models(True)["dense"].layers
+    assert counts["aten._scaled_dot_product_cudnn_attention"] == layers
+    assert counts["aten.addmm"] == 4 * layers + 1  # weight gradients through the library, the head's too
+    assert counts["swiglu.swiglu_kernel"] == counts["swiglu.swiglu_backward_kernel"] == layers
+    assert counts["norm.forward_kernel"] == counts["norm.backward_kernel"] == 2 * layers + 1
+    assert not any("attention_for_cpu" in kernel or "safe_softmax" in kernel for kernel in counts)
+
+
+def test_documents_take_another_attention():
+    counts = Counter(launch.kernel for launch in record(tiny("dense+documents"), H200).launches)
+    assert not counts["aten._scaled_dot_product_cudnn_attention"]
+
+
+def test_exact_results_refuse_cudnn():
+    torch.set_deterministic_debug_mode("error")
+    try:
+        counts = Counter(launch.kernel for launch in record(tiny("dense"), H200).launches)
+    finally:
+        torch.set_deterministic_debug_mode("default")
+    assert counts["aten._scaled_dot_product_flash_attention"]
+    assert not counts["aten._scaled_dot_product_cudnn_attention"]
+
+
+def test_a_value_that_the_host_asks_for_is_seen():
+    recorder = Recorder()
+    with claimed_gpu(H200, recorder) as device, recorder.recording():
+        x = torch.ones(3, device=device)
+        assert x.is_cuda and x.device == device and torch.cuda.get_device_capability() == (9, 0)
+        assert bool(x.sum() > 0)
+    assert len(recorder.host_reads) == 1 and x.device.type == "meta"
+
+
+# ---- recorded on meta = recorded in a real run -------------------------------------------------------------
+
+
+def signature(recorder: Recorder) -> list[tuple]:
+    """Every launch in its order, views left out: a meta tensor has some others."""
+    return [
+        (launch.kernel, launch.phase, launch.file, launch.function, launch.read, launch.written)
+        for launch in recorder.launches
+        if launch.launches
+    ]
+
+
+def real_run(cfg: Config) -> list[tuple]:
+    """Records a step that computes."""
+    recorder = Recorder(executes=True)
+    device = torch.device("cpu")
+    run = build_run(cfg, Mesh.single(), device, None, 1000)
+    record_step(run, recorder, device)
+    return signature(recorder)
+
+
+def first_difference(real: list[tuple], on_meta: list[tuple]) -> str:
+    for index, (a, b) in enumerate(zip(real, on_meta)):
+        if a != b:
+            return f"launch {index}: {a} for real, {b} on meta"
+    return f"{len(real)} launches for real, {len(on_meta)} on meta"
+
+
+@pytest.mark.parametrize("name", ["dense", "dense+documents", "dense+qk_norm", "dense+mla"])
+def test_the_cpu_path_is_the_same_on_meta(name):
+    """The torch references: the same operations, run for real and on tensors without storage.
+
+    A mixture is missing: on a CPU it reads how many rows each expert has, and meta tensors have no values.
+    """
+    cfg = replace(tiny(name), train=replace(tiny(name).train, device="cpu"))
+    real = real_run(cfg)
+
+    recorder = Recorder()
+    with claimed_cpu(recorder) as device, without_initial_weights():
+        with META:
+            run = build_run(cfg, Mesh.single(), device, None, 1000)
+        record_step(run, recorder, device)
+    on_meta = signature(recorder)
+    assert len(real) > 200
+    assert real == on_meta, first_difference(real, on_meta)
+
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("name", ["dense", "moe", "dense+documents", "dense+qk_norm"])
+def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
+    """Triton's kernels: launched through the interpreter in a step that computes, and only recorded on meta.
+
+    The library's products into fp32 and its attention are for CUDA alone, so both runs are without them.
+    """
+    cfg = replace(tiny(name), model=replace(tiny(name).model, layers=1))
+    monkeypatch.setattr(attention, "choose_kind", lambda *_: "triton")
+    monkeypatch.setattr(linear, "library_adds_in_fp32", lambda *_: False)
+    monkeypatch.setattr(triton_, "DEVICES", ("cpu", "cuda"))
+    on_meta = signature(record(cfg, replace(H200, processors=3)))
+    real = real_run(replace(cfg, train=replace(cfg.train, device="cpu")))
+    if name == "moe":  # on a CPU the rows of each expert are numbers of the host, and come from there
+        real, on_meta = ([one for one in launches if one[3] != "offsets_of"] for launches in (real, on_meta))
+    assert real == on_meta, first_difference(real, on_meta)
+    assert sum("_kernel" in one[0] for one in real) > 15
+
+
+# ---- FLOPs: those that the modules say they cost -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("size", ["tiny", "full"])
+def test_the_flops_are_those_of_the_modules(name, size):
+    """Products: of the forward, twice again in the backward. Attention: two products, then five, or seven."""
+    scenario = SCENARIOS[name]
+    shape = Shape.gpu_models(size == "tiny")[scenario.shape]
+    shape = replace(shape, layers=3)
+    cfg = config_of(scenario, shape)
+    work = Workload(shape.batch, shape.seq, documents=document_lengths(scenario, shape))
+    cost = describe_model(cfg.model).cost(work)
+    facts = Facts(work.keys_seen(None))
+
+    found: Counter[str] = Counter()
+    for launch in record(cfg, H200).launches:
+        done = judge(launch, facts)
+        found[done.part] += done.flops
+    products = found["products"] + found["weight gradients"] + found["router"]
+    assert products == pytest.approx(3 * sum(one.flops for one in cost.products), rel=1e-9)
+    assert found["attention forward"] == pytest.approx(cost.attention_flops, rel=1e-9)
+    ratio = found["attention backward"] / cost.attention_flops
+    latent = {"kv_rank"} <= set(scenario.model)
+    assert latent or ratio in (pytest.approx(2.5), pytest.approx(3.5))
+    assert not latent or 2.5 < ratio < 4
+
+
+# ---- bytes: by hand, and as the interpreter counts them ----------------------------------------------------
+
+
+def bytes_of_launch(call) -> tuple[int, int]:
+    """(read, written) of the one Triton kernel that `call` starts."""
+    recorder = Recorder()
+    with claimed_gpu(H200, recorder), recorder.recording():
+        call()
+    (launch,) = [launch for launch in recorder.launches if launch.is_triton]
+    return launch.read, launch.written
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows, width", [(24, 64), (7, 160)])
+def test_bytes_of_elementwise_kernels(rows, width, dtype):
+    size = dtype.itemsize
+    n = rows * width * size  # bytes of one activation
+    scales = 4 * rows  # fp32, one a row
+
+    def new(*shape, dtype=dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    x, residual, dy, weight = new(rows, width), new(rows, width), new(rows, width), new(width)
+    gate_up = new(rows, 2 * width)
+
+    # RMSNorm reads x and the weight, writes y and a scale a row; with a residual it reads that, writes the sum
+    plain = bytes_of_launch(lambda: norm.launch_forward(x, None, weight, None, 1e-5))
+    assert plain == (n + width * size, n + scales)
+    added = bytes_of_launch(lambda: norm.launch_forward(x, residual, weight, None, 1e-5))
+    assert added == (2 * n + width * size, 2 * n + scales)
+
+    # its backward reads dy, x (and the residual's gradient), writes dx and a row of the weight's a program
+    scale = new(rows, dtype=torch.float32)
+    read, written = bytes_of_launch(lambda: norm.launch_backward(dy, None, x, weight, scale, None))
+    programs = (written - n) // (4 * width)
+    assert read == 2 * n + width * size + scales and 1 <= programs <= rows
+    assert written == n + programs * 4 * width
+    read, _ = bytes_of_launch(lambda: norm.launch_backward(dy, residual, x, weight, scale, None))
+    assert read == 3 * n + width * size + scales
+
+    # SwiGLU: 2 f in, f out; back: 2 f and f in, 2 f out. A weight a row where it is weighted
+    assert bytes_of_launch(lambda: swiglu.launch_swiglu(gate_up)) == (2 * n, n)
+    assert bytes_of_launch(lambda: swiglu.launch_swiglu_backward(dy, gate_up)) == (3 * n, 2 * n)
+    factors = new(rows, dtype=torch.float32)
+    assert bytes_of_launch(lambda: swiglu.launch_swiglu(gate_up, factors)) == (2 * n + scales, n)
+
+    # cross entropy: the logits in and out in place, a target of 8 bytes and two numbers a row, the scale
+    targets = new(rows, dtype=torch.int64)
+    one = torch.empty((), device="meta")
+    read, written = bytes_of_launch(lambda: cross_entropy.launch_softmax(x, targets, one, width, 0, None))
+    assert (read, written) == (n + 8 * rows + 4, n + 2 * scales)
+
+
+@pytest.mark.parametrize("b, s, heads, d", [(2, 16, 4, 32), (1, 9, 3, 64)])
+def test_bytes_of_rope(b, s, heads, d):
+    qkv = torch.empty(b, s, heads + 2, d, dtype=torch.bfloat16, device="meta")
+    turned = qkv[:, :, : heads + 1]  # a view: values are not touched
+    tables = [torch.empty(b, s, 1, d // 2, device="meta") for _ in range(2)]
+    n = 2 * b * s * (heads + 1) * d
+    used = bytes_of_launch(lambda: rope.launch_rope(turned, turned, *tables, heads + 1))
+    assert used == (n + 2 * 4 * b * s * d // 2, n)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_bytes_of_adamw(copy):
+    """30 bytes a parameter with the copy in bf16: four fp32 tensors in, three and the copy out."""
+    n = 1000
+    state = [torch.empty(n, device="meta") for _ in range(4)]
+    weight = torch.empty(n, dtype=torch.bfloat16, device="meta") if copy else None
+    numbers = adam.AdamWStep(
+        lr=1e-3,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=0.1,
+        step=3,
+        grad_scale=torch.empty((), device="meta"),
+        is_good=torch.empty((), dtype=torch.bool, device="meta"),
+    )
+    read, written = bytes_of_launch(lambda: adam.launch_adamw(*state, numbers, weight))
+    assert (read, written) == (16 * n + 4 + 1, 12 * n + (2 * n if copy else 0))
+
+
+def touched_bytes(monkeypatch, call) -> tuple[int, int]:
+    """(read, written) of a launch on real tensors: each address once, as the interpreter meets them."""
+    loads: dict[int, int] = {}
+    stores: dict[int, int] = {}
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def note(found, pointers, mask):
+        size = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+        for address in pointers.data[mask.data.astype(bool)].ravel().tolist():
+            found[address] = size
+
+    def noting_load(self, pointers, mask, *rest, **words):
+        note(loads, pointers, mask)
+        return load(self, pointers, mask, *rest, **words)
+
+    def noting_store(self, pointers, value, mask, *rest):
+        note(stores, pointers, mask)
+        return store(self, pointers, value, mask, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(builder, "create_masked_load", noting_load)
+        patched.setattr(builder, "create_masked_store", noting_store)
+        call()
+    return sum(loads.values()), sum(stores.values())
+
+
+def interpreted_launches(dtype: torch.dtype) -> dict:
+    """{kernel: a call that starts it alone}, on the CPU."""
+    x, residual, dy = (torch.randn(6, 48).to(dtype) for _ in range(3))
+    weight, bias = torch.randn(48).to(dtype), torch.randn(48).to(dtype)
+    scale, mean = torch.rand(6), torch.rand(6)
+    gate_up, factors = torch.randn(6, 96).to(dtype), torch.rand(6)
+    targets = torch.randint(48, (6,))
+    state = [torch.rand(50) for _ in range(4)]
+    weight_copy = torch.rand(50).to(dtype)
+    numbers = adam.AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 3, torch.ones(()), torch.tensor(True))
+    qkv = torch.randn(2, 5, 4, 16).to(dtype)
+    tables = torch.rand(2, 5, 1, 8), torch.rand(2, 5, 1, 8)
+    slots = torch.randperm(6).view(3, 2)
+    into, ids = torch.zeros(6, 48), torch.arange(6)
+    return {
+        "norm.forward_kernel": lambda: norm.launch_forward(x, None, weight, None, 1e-5),
+        "norm.forward_kernel, residual": lambda: norm.launch_forward(x, residual, weight, None, 1e-5),
+        "norm.forward_kernel, layer": lambda: norm.launch_forward(x, residual, weight, bias, 1e-5),
+        "norm.backward_kernel": lambda: norm.launch_backward(dy, None, x, weight, scale, None),
+        "norm.backward_kernel, layer": lambda: norm.launch_backward(dy, residual, x, weight, scale, mean),
+        "swiglu.swiglu_kernel": lambda: swiglu.launch_swiglu(gate_up),
+        "swiglu.swiglu_kernel, weighted": lambda: swiglu.launch_swiglu(gate_up, factors),
+        "swiglu.swiglu_backward_kernel": lambda: swiglu.launch_swiglu_backward(dy, gate_up),
+        "swiglu.weighted_backward_kernel": lambda: swiglu.launch_weighted_backward(dy, gate_up, factors),
+        "swiglu.gelu_backward_kernel": lambda: swiglu.launch_gelu_backward(dy, x),
+        "cross_entropy.softmax_kernel": lambda: cross_entropy.launch_softmax(
+            x.clone(), targets, torch.ones(()), 48, 0, None
+        ),
+        "adam.adamw_kernel": lambda: adam.launch_adamw(*state, numbers, None),
+        "adam.adamw_kernel, copy": lambda: adam.launch_adamw(*state, numbers, weight_copy),
+        "rope.rope_kernel": lambda: rope.launch_rope(qkv[:, :, :3], qkv[:, :, :3], *tables, 3),
+        "permute.sum_kernel": lambda: permute.launch_sum_rows(x, slots, True),
+        "embedding.add_rows_kernel": lambda: embedding.launch_add_rows(into, ids, dy),
+    }
+
+
+@ON_A_GPU
+@pytest.mark.parametrize("kernel", interpreted_launches(torch.bfloat16))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bytes_are_those_that_the_interpreter_touches(kernel, dtype, monkeypatch):
+    """What the kernel's source says that it reads and writes, against each address that it meets."""
+    torch.manual_seed(0)
+    call = interpreted_launches(dtype)[kernel]
+    recorder = Recorder(executes=True)
+    with recorder.recording():
+        touched = touched_bytes(monkeypatch, call)
+    (launch,) = [launch for launch in recorder.launches if launch.is_triton]
+    assert launch.kernel == kernel.split(",")[0]
+    assert (launch.read, launch.written) == touched
+    assert judge(launch, Facts(1)).nbytes == sum(touched)
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+def test_the_page_is_written_between_its_marks(tmp_path, capsys):
+    page, before = tmp_path / "page.md", tmp_path / "before.json"
+    page.write_text("first\n<!-- written by: nothing -->\nold\n<!-- end of what is written -->\nlast\n")
+    assert step_model.main(["dense", "--tiny", "--json"]) == 0
+    before.write_text(capsys.readouterr().out)
+
+    assert step_model.main(["dense", "moe", "--tiny", "--page", str(page), "--before", str(before)]) == 0
+    text = page.read_text()
+    assert text.startswith("first\n") and text.endswith("\nlast\n") and "old" not in text
+    assert "dense: now, and before" in text and "| weight gradients |" in text
+    assert f"python -m scripts.bench model dense moe --tiny --page {page}" in text
+
+    page.write_text("no marks")
+    with pytest.raises(ConfigError, match="has no lines"):
+        step_model.main(["dense", "--tiny", "--page", str(page)])
+
+
+def test_times_follow_from_the_rates(monkeypatch):
+    """Twice the bandwidth: what memory bounds takes half, and products take as long as before."""
+    slow = step_model.model_step("dense", H200)
+    faster = step_model.BANDWIDTH._replace(middle=2 * step_model.BANDWIDTH.middle)
+    monkeypatch.setattr(step_model, "BANDWIDTH", faster)
+    fast = step_model.model_step("dense", H200)
+
+    def ms(step, part):
+        return sum(group.ms[1] for group in step.of_part(part))
+
+    assert ms(fast, "products") == pytest.approx(ms(slow, "products"))
+    assert ms(fast, "elementwise forward") == pytest.approx(ms(slow, "elementwise forward") / 2, rel=0.01)
+    assert ms(slow, "optimizer") == pytest.approx(1e3 * 30 * slow.parameters / 3.65e12, rel=0.01)
+    seconds = 1e-3 * slow.step_ms[1]
+    assert slow.mfu[1] == pytest.approx(100 * slow.model_flops / seconds / 989e12)
+
+
+def test_an_unknown_scenario_is_one_line(capsys):
+    with pytest.raises(SystemExit) as stop:
+        raise SystemExit(fail_cleanly(step_model.main, ["nosuch"]))
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_the_command_runs_in_a_process_of_its_own(capfd):
+    assert command.main(["model", "8b", "--tiny", "--json"]) == 0
+    result = json.loads(capfd.readouterr().out)
+    assert set(result["steps"]) == {"8b"} and math.isfinite(result["steps"]["8b"]["ms"][0])
