@@ -25,22 +25,22 @@ NONE: Names = frozenset()
 
 
 @dataclass
-class Use:
+class TensorUse:
     """Parameters of a kernel whose tensors it loads from, and those that it stores to."""
 
     read: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
 
 
-def tensors_used(kernel: Any, numbers: Mapping[str, Any], pointers: Iterable[str]) -> Use:
+def tensors_used(kernel: Any, numbers: Mapping[str, Any], pointers: Iterable[str]) -> TensorUse:
     """Returns what a launch reads and writes.
 
     numbers: what is compiled into it (fixed_numbers). pointers: parameters that are tensors, or descriptors
     of tensors.
     """
-    use = Use()
+    use = TensorUse()
     origins = {name: frozenset([name]) for name in pointers}
-    Walk(plain_function(kernel), origins, dict(numbers), use).run()
+    KernelWalk(plain_function(kernel), origins, dict(numbers), use).run()
     return use
 
 
@@ -75,11 +75,11 @@ def assigned_names(nodes: Iterable[ast.AST]) -> set[str]:
     return names
 
 
-class Walk:
+class KernelWalk:
     """One function with the pointers that each name may come from, and the numbers that are known."""
 
     def __init__(
-        self, function: FunctionType, origins: dict[str, Names], numbers: dict[str, Any], use: Use
+        self, function: FunctionType, origins: dict[str, Names], numbers: dict[str, Any], use: TensorUse
     ) -> None:
         self.tree = syntax_of(function)
         self.globals = function.__globals__
@@ -215,7 +215,7 @@ class Walk:
             number = self.value(argument)
             if number is not UNKNOWN:
                 numbers[name] = number
-        return Walk(function, given, numbers, self.use).run()
+        return KernelWalk(function, given, numbers, self.use).run()
 
     # ---- numbers that the launch fixes
 

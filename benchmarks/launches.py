@@ -1,13 +1,13 @@
 """Every launch of a GPU's step, recorded without a GPU.
 
-The real train_step runs on tensors without storage (torch's meta device) that say to Python code that they are
-on a GPU: `claimed_gpu` answers for it what a Chip is asked. So the code takes the paths that it takes there.
-A `Recorder` keeps each Triton kernel and each operation of torch that would start: what it reads, writes and
-multiplies. Nothing is computed. A value that the host asks for cannot be known: it is made up (True), and the
-recorder counts the question as a wait of the host.
+The real train_step runs on tensors without storage (torch's meta device). Inside `claimed_gpu` they tell
+Python code that they are on a GPU, and torch.cuda answers for a Chip. So the code takes the paths that it
+takes there. A `Recorder` keeps each Triton kernel and each operation of torch that would start, with what it
+reads and writes. Nothing is computed. A value that the host asks for cannot be known: it is made up (True),
+and the recorder keeps who asked, because on a GPU the host would wait.
 
-The same Recorder records a run on real tensors, which is how tests/benchmarks/test_step_model.py shows that
-both do the same.
+The same Recorder records a run on real tensors. tests/benchmarks/test_step_model.py compares both, launch by
+launch.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
 import kernels
-from benchmarks.kernel_source import Use, bind_arguments, fixed_numbers, plain_function, tensors_used
+from benchmarks.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
 from parallel.sharding import spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,9 +65,9 @@ class Launch:
 
     kernel: "norm.forward_kernel", or "aten.mm" for an operation. phase: forward, backward or optimizer.
     file, function: of ours, that asked for it; of the backward of a torch operation, those of the forward.
-    arguments: of a Triton kernel, with a Meta in the place of a tensor; of an operation, its tensors under
-    "in" and "out". launches: kernels that start; 0: a view, which costs the host alone. updated: bytes of
-    tensors that are both read and written.
+    read, written, updated: bytes; updated: of tensors that are both read and written. launches: kernels that
+    start; 0: a view, which costs the host alone. arguments: of a Triton kernel, with a RecordedTensor in the
+    place of a tensor; of an operation, its tensors under "in" and "out".
     """
 
     kernel: str
@@ -78,19 +78,16 @@ class Launch:
     written: int
     updated: int
     launches: int
+    is_triton: bool
     arguments: dict[str, Any] = field(repr=False)
 
     @property
     def nbytes(self) -> int:
         return self.read + self.written
 
-    @property
-    def is_triton(self) -> bool:
-        return not self.kernel.startswith("aten.") and "::" not in self.kernel
-
 
 @dataclass(frozen=True)
-class Meta:
+class RecordedTensor:
     """A tensor of a launch."""
 
     shape: tuple[int, ...]
@@ -98,24 +95,24 @@ class Meta:
     nbytes: int  # of its elements; one that is expanded counts once
 
     @staticmethod
-    def of(x: Tensor) -> "Meta":
+    def of(x: Tensor) -> "RecordedTensor":
         elements = 1
         for size, stride in zip(x.shape, x.stride()):
             elements *= size if stride else min(size, 1)
-        return Meta(tuple(x.shape), x.dtype, elements * x.itemsize)
+        return RecordedTensor(tuple(x.shape), x.dtype, elements * x.itemsize)
 
 
 def as_meta(value: Any) -> Any:
-    """A Meta in the place of a tensor, or of the tensor of a descriptor."""
+    """A RecordedTensor in the place of a tensor, or of the tensor of a descriptor."""
     base = getattr(value, "base", None) if type(value).__name__ == "TensorDescriptor" else value
-    return Meta.of(base) if isinstance(base, Tensor) else value
+    return RecordedTensor.of(base) if isinstance(base, Tensor) else value
 
 
 # ---- what the code asks of the GPU -------------------------------------------------------------------------
 
 
 class ClaimedDevice(TorchFunctionMode):
-    """Meta tensors say that they are on `device`, and what is made there is made on meta."""
+    """RecordedTensor tensors say that they are on `device`, and what is made there is made on meta."""
 
     def __init__(self, device: torch.device, recorder: "Recorder") -> None:
         super().__init__()
@@ -156,7 +153,7 @@ class ClaimedDevice(TorchFunctionMode):
 
 @contextlib.contextmanager
 def claimed_gpu(chip: Chip, recorder: "Recorder") -> Iterator[torch.device]:
-    """Inside, torch answers as on a machine with the chip, and Triton's kernels are recorded, not launched."""
+    """Inside, torch answers as on a machine with the chip. Its value: the device that tensors claim."""
     properties = SimpleNamespace(
         name=chip.name,
         major=chip.capability[0],
@@ -274,13 +271,11 @@ def library_backend(query: Tensor, mask: Tensor | None) -> SDPBackend:
 
 # ---- the recorder ------------------------------------------------------------------------------------------
 
-# Operations that start more than one kernel on a GPU: as many as CUB or ATen start at these sizes. Others one.
+# Operations that start several kernels on a GPU, about as many as CUB, ATen and cuDNN do; others start one.
 KERNELS_OF = {
     "aten.sort": 4,
     "aten.topk": 2,
     "aten.cumsum": 2,
-    "aten.searchsorted": 1,
-    "aten.index_put_": 1,
     "aten.bincount": 3,
     "aten.nonzero": 3,
     "aten._scaled_dot_product_cudnn_attention_backward": 3,
@@ -316,7 +311,7 @@ class Recorder:
 
     def __init__(self, executes: bool = False) -> None:
         self.executes = executes
-        self.uses: dict[tuple, Use] = {}
+        self.uses: dict[tuple, TensorUse] = {}
         self.clear()
 
     def clear(self) -> None:
@@ -356,7 +351,7 @@ class Recorder:
     def add_kernel(self, kernel: Any, args: tuple, kwargs: dict) -> None:
         function = plain_function(kernel)
         bound = {name: as_meta(value) for name, value in bind_arguments(kernel, args, kwargs).items()}
-        pointers = tuple(name for name, value in bound.items() if isinstance(value, Meta))
+        pointers = tuple(name for name, value in bound.items() if isinstance(value, RecordedTensor))
         fixed = fixed_numbers(kernel, bound)
 
         key = (function, pointers, tuple(fixed.items()))
@@ -374,6 +369,7 @@ class Recorder:
                 written=sum(bound[name].nbytes for name in use.written),
                 updated=sum(bound[name].nbytes for name in use.read & use.written),
                 launches=1,
+                is_triton=True,
                 arguments=bound | {key: value for key, value in kwargs.items() if key not in bound},
             )
         )
@@ -402,9 +398,10 @@ class Recorder:
                 written=written,
                 updated=updated,
                 launches=0 if is_view else KERNELS_OF.get(name, 1),
+                is_triton=False,
                 arguments={
-                    "in": [Meta.of(x) for x in inputs],
-                    "out": [Meta.of(x) for x in outputs],
+                    "in": [RecordedTensor.of(x) for x in inputs],
+                    "out": [RecordedTensor.of(x) for x in outputs],
                     "numbers": {key: value for key, value in kwargs.items() if not isinstance(value, Tensor)},
                     "overload": str(function),
                 },
@@ -528,14 +525,14 @@ def operation_bytes(
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
-    return sum(Meta.of(x).nbytes for x in tensors)
+    return sum(RecordedTensor.of(x).nbytes for x in tensors)
 
 
 def scatter_bytes(name: str, reads: list[Tensor]) -> tuple[int, int, int]:
     """Of what is written to places of the first tensor: the places alone are touched."""
-    sources = [Meta.of(x).nbytes for x in reads[1:]]
+    sources = [RecordedTensor.of(x).nbytes for x in reads[1:]]
     largest = max(sources, default=0)
-    touched = min(largest, Meta.of(reads[0]).nbytes)
+    touched = min(largest, RecordedTensor.of(reads[0]).nbytes)
     adds = name in ("aten.index_add_", "aten.scatter_add_")
     return sum(sources) + (touched if adds else 0), touched, touched if adds else 0
 

@@ -2,16 +2,19 @@
 
     python -m scripts.bench model                       every scenario
     python -m scripts.bench model dense moe             two of them
-    python -m scripts.bench model --page docs/step-model.md --before docs/step-model-before.json
+    python -m scripts.bench model --json > FILE         what another table can stand beside
+    python -m scripts.bench model --page docs/step-model.md --before FILE
                                                         writes the tables into the page
 
-Nothing is timed. The launches are those of the real train_step (benchmarks/launches.py). What each is for, and
-its FLOPs, come from benchmarks/work.py. A launch takes
+Nothing is timed. The launches are those of the real train_step (benchmarks/launches.py). What each is for,
+and its FLOPs, come from benchmarks/work.py. A launch takes
 
     max(bytes / bandwidth, FLOPs / rate, launches * shortest)
 
-(a weight gradient: its FLOPs, and then the bytes of its fp32 result), with the rates of RATES, which are assumed: low, middle, high. Launches follow each other without a gap, so the
-GPU's time is the sum; the host's time to start them stands beside it, and the larger of both is the step.
+(a weight gradient: its FLOPs, and then the bytes of its fp32 result), with rates that are assumed: low,
+middle and high ones (RATES). Launches follow each other without a gap, so the GPU's time is the sum. The
+host's time to start them stands beside it, and the larger of both is the step.
+
 What the model does not know: how a kernel's rate depends on its shape, what stays in the L2 cache between
 launches, and the GPU's clock under load.
 """
@@ -19,7 +22,6 @@ launches, and the GPU's clock under load.
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import triton  # noqa: F401  before the kernels: it is what makes them import it
 
-import argparse
 import json
 import math
 import subprocess
@@ -37,7 +39,7 @@ import config
 from benchmarks.card import fit_layers
 from benchmarks.launches import CHIPS, META, Chip, Launch, Recorder, claimed_gpu, without_initial_weights
 from benchmarks.shape import Shape
-from benchmarks.work import PARTS, Facts, Work, judge
+from benchmarks.work import PARTS, Facts, JudgedLaunch, judge
 from build import TrainingRun, build_run
 from config import Config, ConfigError
 from parallel.cost import Workload
@@ -203,7 +205,7 @@ def record_step(run: TrainingRun, recorder: Recorder, device: torch.device) -> N
 
 
 @dataclass(frozen=True)
-class Group:
+class LaunchGroup:
     """Launches of one kernel for one part, from one function."""
 
     part: str
@@ -221,8 +223,12 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A modelled step. ms: of the GPU, with its waits for the host; host_ms: of the host; each low, middle, high rates."""
+class ModelledStep:
+    """A modelled step. Times at low, middle and high rates: ms of the GPU, host_ms of the host.
+
+    layer_launches: (forward, backward, optimizer) of one more layer. host_reads: who waited for a value of
+    the GPU; the GPU idles then, which is a part of ms.
+    """
 
     name: str
     parameters: int
@@ -230,10 +236,10 @@ class Step:
     tokens: int
     model_flops: float
     peak_flops: float
-    layer_launches: tuple[int, int, int]  # forward, backward, optimizer, of one more layer
-    host_reads: tuple[str, ...]  # who waited for a value of the GPU
+    layer_launches: tuple[int, int, int]
+    host_reads: tuple[str, ...]
     host_ms: tuple[float, float, float]
-    groups: tuple[Group, ...]
+    groups: tuple[LaunchGroup, ...]
 
     @cached_property
     def ms(self) -> tuple[float, float, float]:
@@ -268,7 +274,7 @@ class Step:
     def perfect_ms(self) -> float:
         return sum(group.perfect_ms for group in self.groups)
 
-    def of_part(self, part: str) -> list[Group]:
+    def of_part(self, part: str) -> list[LaunchGroup]:
         return [group for group in self.groups if group.part == part]
 
 
@@ -277,7 +283,7 @@ def add_levels(times: Iterable[Sequence[float]]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def seconds(work: Work, level: str) -> float:
+def seconds(work: JudgedLaunch, level: str) -> float:
     """On the GPU, with the rates of a level."""
     shortest = 1e-6 * getattr(SHORTEST, level) * work.launch.launches
     moving = work.nbytes / (TERA * getattr(BANDWIDTH, level))
@@ -293,7 +299,7 @@ def ends_of_tiles(launch: Launch) -> int:
     return launch.updated + launch.written
 
 
-def perfect_seconds(work: Work) -> float:
+def perfect_seconds(work: JudgedLaunch) -> float:
     """In a step that starts only what cannot be a part of another kernel, at the best rates."""
     if not work.is_needed:
         return 0.0
@@ -309,8 +315,8 @@ def host_seconds(launches: Iterable[Launch], level: str) -> float:
     return total
 
 
-def grouped(works: Iterable[Work]) -> tuple[Group, ...]:
-    members: dict[tuple[str, str, str], list[Work]] = defaultdict(list)
+def grouped(works: Iterable[JudgedLaunch]) -> tuple[LaunchGroup, ...]:
+    members: dict[tuple[str, str, str], list[JudgedLaunch]] = defaultdict(list)
     for work in works:
         if work.launch.launches:
             members[work.part, work.launch.kernel, f"{work.launch.file}: {work.launch.function}"].append(work)
@@ -318,7 +324,7 @@ def grouped(works: Iterable[Work]) -> tuple[Group, ...]:
     for (part, kernel, place), some in members.items():
         low, middle, high = (1e3 * sum(seconds(work, level) for work in some) for level in LEVELS)
         groups.append(
-            Group(
+            LaunchGroup(
                 part,
                 kernel,
                 place,
@@ -332,7 +338,7 @@ def grouped(works: Iterable[Work]) -> tuple[Group, ...]:
     return tuple(groups)
 
 
-def model_step(name: str, chip: Chip, tiny: bool = False) -> Step:
+def model_step(name: str, chip: Chip, tiny: bool = False) -> ModelledStep:
     """Records and times a scenario."""
     scenario = SCENARIOS[name]
     shape = shape_of(scenario, chip, tiny)
@@ -346,7 +352,7 @@ def model_step(name: str, chip: Chip, tiny: bool = False) -> Step:
     peak = peak_flops_of_gpu(chip.name, "bf16")
     assert peak is not None, f"{chip.name} is in configs/clusters.yaml"
     low, middle, high = (1e3 * host_seconds(recorder.launches, level) for level in LEVELS)
-    return Step(
+    return ModelledStep(
         name=name,
         parameters=parameters(cfg.model)["total"],
         layers=shape.layers,
@@ -377,7 +383,7 @@ def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[i
 # ---- results as data ---------------------------------------------------------------------------------------
 
 
-def summary(step: Step) -> dict:
+def summary(step: ModelledStep) -> dict:
     """What a later table compares: `--json` prints it, `--before` reads it."""
     parts = {}
     for part in PARTS:
@@ -430,7 +436,7 @@ def three(values: Iterable[float], digits: int = 0) -> str:
     return f"{low} / **{middle}** / {high}"
 
 
-def steps_table(steps: Sequence[Step]) -> str:
+def steps_table(steps: Sequence[ModelledStep]) -> str:
     header = (
         "scenario", "layers", "parameters, B", "model TFLOP", "run TFLOP", "GB moved", "launches",
         "a layer: forward, backward, optimizer", "ms", "host ms", "perfect ms", "MFU, %",
@@ -455,7 +461,7 @@ def steps_table(steps: Sequence[Step]) -> str:
     return markdown(header, rows)
 
 
-def parts_table(steps: Sequence[Step]) -> str:
+def parts_table(steps: Sequence[ModelledStep]) -> str:
     """Milliseconds at the middle rates: a row for each part, a column for each scenario."""
     rows = []
     for part in PARTS:
@@ -468,44 +474,36 @@ def parts_table(steps: Sequence[Step]) -> str:
     return markdown(("part", *(step.name for step in steps)), rows)
 
 
-def part_of_step_table(step: Step, before: Mapping | None) -> str:
-    """One scenario, part by part. before: its summary at another commit."""
-    header = ["part", "launches", "GB", "TFLOP", "ms"]
-    if before is not None:
-        header += ["launches before", "GB before", "ms before"]
-    now = summary(step)["parts"]
-    parts_before = before["parts"] if before is not None else {}
+def part_of_step_table(step: ModelledStep, others: Mapping[str, Mapping]) -> str:
+    """One scenario, part by part. others: {commit: its summary there}."""
+    summaries = {**others, "now": summary(step)}
+    header = ["part"]
+    for commit in summaries:
+        header += [f"launches, {commit}", f"GB, {commit}", f"ms, {commit}"]
     rows = []
     for part in PARTS:
-        if part not in now and part not in parts_before:
-            continue
-        row = part_cells(now.get(part))
-        cells = [part, row["launches"], row["gigabytes"], row["teraflops"], row["ms"]]
-        if before is not None:
-            old = part_cells(parts_before.get(part))
-            cells += [old["launches"], old["gigabytes"], old["ms"]]
-        rows.append(cells)
-    total = ["**together**", step.launches, f"{step.nbytes / GIGA:.0f}", f"{step.flops / TERA:.1f}"]
-    total += [three(step.ms)]
-    if before is not None:
-        moved = sum(one["gigabytes"] for one in parts_before.values())
-        times = add_levels(one["ms"] for one in parts_before.values())
-        total += [before["launches"], f"{moved:.0f}", three(times)]
-    return markdown(header, [*rows, total])
+        if any(part in one["parts"] for one in summaries.values()):
+            rows.append([part])
+            for one in summaries.values():
+                rows[-1] += part_cells(one["parts"].get(part))
+
+    together = ["**together**"]
+    for one in summaries.values():
+        moved = sum(part["gigabytes"] for part in one["parts"].values())
+        together += [str(one["launches"]), f"{moved:.0f}", three(one["ms"])]
+    used = ["MFU, %"]
+    for one in summaries.values():
+        used += ["", "", three(one["mfu"], 1)]
+    return markdown(header, [*rows, together, used])
 
 
-def part_cells(part: Mapping | None) -> dict[str, str]:
+def part_cells(part: Mapping | None) -> list[str]:
     if part is None:
-        return dict.fromkeys(("launches", "gigabytes", "teraflops", "ms"), "")
-    return {
-        "launches": str(part["launches"]),
-        "gigabytes": f"{part['gigabytes']:.1f}",
-        "teraflops": f"{part['teraflops']:.1f}" if part["teraflops"] else "",
-        "ms": three(part["ms"], 1),
-    }
+        return ["", "", ""]
+    return [str(part["launches"]), f"{part['gigabytes']:.1f}", three(part["ms"], 1)]
 
 
-def losses_table(step: Step, count: int = 10) -> str:
+def losses_table(step: ModelledStep, count: int = 10) -> str:
     """What costs most against the perfect step."""
     largest = sorted(step.groups, key=lambda group: -group.lost_ms)[:count]
     rows = [
@@ -534,7 +532,7 @@ def rates_table() -> str:
     return markdown(header, rows)
 
 
-def unknown_lines(steps: Iterable[Step]) -> list[str]:
+def unknown_lines(steps: Iterable[ModelledStep]) -> list[str]:
     """What no table of benchmarks/work.py knows."""
     lines = []
     for step in steps:
@@ -543,11 +541,12 @@ def unknown_lines(steps: Iterable[Step]) -> list[str]:
     return lines
 
 
-def host_read_lines(steps: Iterable[Step]) -> list[str]:
+def host_read_lines(steps: Iterable[ModelledStep]) -> list[str]:
     lines = []
     for step in steps:
         for place in sorted(set(step.host_reads)):
-            lines.append(f"{step.name}: the host waits for the GPU {step.host_reads.count(place)} times ({place})")
+            times = step.host_reads.count(place)
+            lines.append(f"{step.name}: the host waits for the GPU {times} times ({place})")
     return lines
 
 
@@ -556,18 +555,18 @@ def host_read_lines(steps: Iterable[Step]) -> list[str]:
 BEGIN, END = "<!-- written by: ", "<!-- end of what is written -->"
 
 
-def page_text(steps: Sequence[Step], command: str, before: Mapping | None) -> str:
+def page_text(steps: Sequence[ModelledStep], command: str, before: Sequence[Mapping]) -> str:
     """All tables, as they stand in docs/step-model.md."""
     parts = [f"{BEGIN}{command} -->", f"Commit {commit_id()}; torch {torch.__version__}."]
     parts += ["### Steps", steps_table(steps)]
     parts += ["### Where the time goes: ms at the middle rates", parts_table(steps)]
     notes = [*unknown_lines(steps), *host_read_lines(steps)]
     parts += ["\n".join(f"- {line}" for line in notes)] if notes else []
-    if before is not None:
-        for step in steps:
-            if step.name in before["steps"]:
-                parts.append(f"### {step.name}: now, and before, at commit {before['commit']}")
-                parts.append(part_of_step_table(step, before["steps"][step.name]))
+    for step in steps:
+        others = {one["commit"]: one["steps"][step.name] for one in before if step.name in one["steps"]}
+        if others:
+            parts.append(f"### {step.name}: before, and now")
+            parts.append(part_of_step_table(step, others))
     for step in steps:
         parts += [f"### {step.name}: the ten largest losses against the perfect step", losses_table(step)]
     parts += ["### The rates that are assumed", rates_table(), END]
@@ -592,7 +591,7 @@ def main(argv: list[str]) -> int:
     for name in names:
         if name not in SCENARIOS:
             raise ConfigError(f"{name}: no such scenario; there are {', '.join(SCENARIOS)}")
-    before = json.loads(Path(args.before).read_text()) if args.before else None
+    before = [json.loads(Path(file).read_text()) for file in args.before]
 
     steps = []
     for name in names:

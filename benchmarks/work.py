@@ -1,8 +1,8 @@
-"""What a launch is for, how many FLOPs it computes, and which rate bounds it: tables with a row for each kernel.
+"""What a launch is for, how many FLOPs it computes, and which rate bounds it: a row for each kernel.
 
 A new Triton kernel needs a row in KERNELS; tests/benchmarks/test_step_model.py fails until it has one. An
-operation of torch is a product (OPERATIONS), small, or belongs to the part of the file that called it (FILES).
-What no table knows is in the part `unknown`, under its name.
+operation of torch has a row in OPERATIONS, or is small, or belongs to the part of the file that asked for it
+(FILES). What no table knows is in the part `unknown`, under its name.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.launches import OUTSIDE, Launch, Meta
+from benchmarks.launches import OUTSIDE, Launch, RecordedTensor
 
 # Parts of a step, in the order of the tables.
 PARTS = (
@@ -33,6 +33,7 @@ PARTS = (
     "rest",
     "unknown",
 )
+FORWARD, BACKWARD = "attention forward", "attention backward"
 SMALL_BYTES = 1 << 16
 HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -49,11 +50,11 @@ Flops = Callable[[Launch, Facts], float]
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRow:
     """part: one of PARTS; "elementwise" stands for both of its phases.
 
     rate: of RATES in benchmarks/step_model.py, for the FLOPs. nbytes: where it is not each tensor once.
-    is_needed: False of what a perfect step would not start at all, because a neighbour could do it on the way.
+    is_needed: False of what a perfect step would not start, because a neighbour could do it on the way.
     """
 
     part: str
@@ -64,7 +65,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Work:
+class JudgedLaunch:
     """A launch, judged."""
 
     launch: Launch
@@ -156,7 +157,7 @@ def added_rows_bytes(launch: Launch) -> float:
     return launch.nbytes - 2 * into.nbytes + 2 * touched * row_bytes(into)
 
 
-def row_bytes(matrix: Meta) -> float:
+def row_bytes(matrix: RecordedTensor) -> float:
     """Of one row of a matrix [rows, columns]."""
     return matrix.nbytes / matrix.shape[0]
 
@@ -165,60 +166,62 @@ def row_bytes(matrix: Meta) -> float:
 
 KERNELS = {
     # products
-    "linear.wgrad_kernel": Row("weight gradients", "own", of_sizes("t", "m", "n")),
-    "grouped_gemm.grouped_kernel": Row("products", "own grouped", of_rows("X", "inner", "outer")),
-    "grouped_gemm.grouped_wgrad_kernel": Row(
+    "linear.wgrad_kernel": KernelRow("weight gradients", "own", of_sizes("t", "m", "n")),
+    "grouped_gemm.grouped_kernel": KernelRow("products", "own grouped", of_rows("X", "inner", "outer")),
+    "grouped_gemm.grouped_wgrad_kernel": KernelRow(
         "weight gradients", "own grouped, weights", of_pair("DY", "X")
     ),
-    "fp8_gemm.scaled_kernel": Row("products", "own fp8", of_sizes("m", "n", "k")),
-    "fp8_grouped.scaled_grouped_kernel": Row("products", "own fp8", of_rows("A", "inner", "outer")),
-    "newton_schulz.symmetric_kernel": Row("optimizer", "own", of_sizes("m", "m", "n")),
+    "fp8_gemm.scaled_kernel": KernelRow("products", "own fp8", of_sizes("m", "n", "k")),
+    "fp8_grouped.scaled_grouped_kernel": KernelRow("products", "own fp8", of_rows("A", "inner", "outer")),
+    "newton_schulz.symmetric_kernel": KernelRow("optimizer", "own", of_sizes("m", "m", "n")),
     # attention
-    "partial_attention.forward_kernel": Row("attention forward", "own attention", of_attention(1, 1)),
-    "partial_attention.delta_kernel": Row("attention backward"),
-    "partial_attention.dq_kernel": Row("attention backward", "own attention backward", of_attention(2, 1)),
-    "partial_attention.dkv_kernel": Row("attention backward", "own attention backward", of_attention(2, 2)),
+    "partial_attention.forward_kernel": KernelRow(FORWARD, "own attention", of_attention(1, 1)),
+    "partial_attention.delta_kernel": KernelRow(BACKWARD),
+    "partial_attention.dq_kernel": KernelRow(BACKWARD, "own attention backward", of_attention(2, 1)),
+    "partial_attention.dkv_kernel": KernelRow(BACKWARD, "own attention backward", of_attention(2, 2)),
     # what memory bounds
-    "norm.forward_kernel": Row("elementwise"),
-    "norm.backward_kernel": Row("elementwise"),
-    "rope.rope_kernel": Row("elementwise"),
-    "swiglu.swiglu_kernel": Row("elementwise"),
-    "swiglu.swiglu_backward_kernel": Row("elementwise"),
-    "swiglu.weighted_backward_kernel": Row("elementwise"),
-    "swiglu.gelu_kernel": Row("elementwise"),
-    "swiglu.gelu_backward_kernel": Row("elementwise"),
-    "cross_entropy.softmax_kernel": Row("cross entropy"),
-    "embedding.add_rows_kernel": Row("embedding", nbytes=added_rows_bytes),
-    "permute.sum_kernel": Row("permute", nbytes=gathered_bytes),
-    "fp8.cast_kernel": Row("quantization", is_needed=False),
-    "fp8.largest_kernel": Row("quantization", is_needed=False),
-    "adam.adamw_kernel": Row("optimizer"),
+    "norm.forward_kernel": KernelRow("elementwise"),
+    "norm.backward_kernel": KernelRow("elementwise"),
+    "rope.rope_kernel": KernelRow("elementwise"),
+    "swiglu.swiglu_kernel": KernelRow("elementwise"),
+    "swiglu.swiglu_backward_kernel": KernelRow("elementwise"),
+    "swiglu.weighted_backward_kernel": KernelRow("elementwise"),
+    "swiglu.gelu_kernel": KernelRow("elementwise"),
+    "swiglu.gelu_backward_kernel": KernelRow("elementwise"),
+    "cross_entropy.softmax_kernel": KernelRow("cross entropy"),
+    "embedding.add_rows_kernel": KernelRow("embedding", nbytes=added_rows_bytes),
+    "permute.sum_kernel": KernelRow("permute", nbytes=gathered_bytes),
+    "fp8.cast_kernel": KernelRow("quantization", is_needed=False),
+    "fp8.largest_kernel": KernelRow("quantization", is_needed=False),
+    "adam.adamw_kernel": KernelRow("optimizer"),
 }
 
 
 # ---- operations of torch -----------------------------------------------------------------------------------
 
-FORWARD = "attention forward"
-BACKWARD = "attention backward"
 OPERATIONS = {
-    "aten.mm": Row("products", "library", of_operands(0)),
-    "aten.addmm": Row("products", "library", of_operands(1)),
-    "aten.addmm_": Row("products", "library", of_operands(1)),
-    "aten.bmm": Row("products", "library", of_operands(0)),
-    "aten.baddbmm": Row("products", "library", of_operands(1)),
-    "aten._scaled_mm": Row("products", "library fp8", of_operands(0)),
-    "aten._grouped_mm": Row("products", "library grouped", of_operands(0)),
-    "aten._scaled_grouped_mm": Row("products", "library fp8", of_operands(0)),
-    "aten._scaled_dot_product_cudnn_attention": Row(FORWARD, "cudnn", of_attention(1, 1)),
-    "aten._scaled_dot_product_cudnn_attention_backward": Row(BACKWARD, "cudnn backward", of_attention(3, 2)),
-    "aten._scaled_dot_product_flash_attention": Row(FORWARD, "flash 2", of_attention(1, 1)),
-    "aten._scaled_dot_product_flash_attention_backward": Row(
+    "aten.mm": KernelRow("products", "library", of_operands(0)),
+    "aten.addmm": KernelRow("products", "library", of_operands(1)),
+    "aten.addmm_": KernelRow("products", "library", of_operands(1)),
+    "aten.bmm": KernelRow("products", "library", of_operands(0)),
+    "aten.baddbmm": KernelRow("products", "library", of_operands(1)),
+    "aten._scaled_mm": KernelRow("products", "library fp8", of_operands(0)),
+    "aten._grouped_mm": KernelRow("products", "library grouped", of_operands(0)),
+    "aten._scaled_grouped_mm": KernelRow("products", "library fp8", of_operands(0)),
+    "aten._scaled_dot_product_cudnn_attention": KernelRow(FORWARD, "cudnn", of_attention(1, 1)),
+    "aten._scaled_dot_product_cudnn_attention_backward": KernelRow(
+        BACKWARD, "cudnn backward", of_attention(3, 2)
+    ),
+    "aten._scaled_dot_product_flash_attention": KernelRow(FORWARD, "flash 2", of_attention(1, 1)),
+    "aten._scaled_dot_product_flash_attention_backward": KernelRow(
         BACKWARD, "flash 2 backward", of_attention(3, 2)
     ),
-    "aten._scaled_dot_product_efficient_attention": Row(FORWARD, "flash 2", of_attention(1, 1)),
-    "aten._scaled_dot_product_efficient_attention_backward": Row(
+    "aten._scaled_dot_product_efficient_attention": KernelRow(FORWARD, "flash 2", of_attention(1, 1)),
+    "aten._scaled_dot_product_efficient_attention_backward": KernelRow(
         BACKWARD, "flash 2 backward", of_attention(3, 2)
     ),
+    "aten._flash_attention_forward": KernelRow(FORWARD, "flash 2", of_attention(1, 1)),
+    "aten._flash_attention_backward": KernelRow(BACKWARD, "flash 2 backward", of_attention(3, 2)),
 }
 COPIES = ("aten.copy_", "aten._to_copy", "aten.clone", "aten.cat", "aten.constant_pad_nd")
 
@@ -254,14 +257,14 @@ FILES = {
 NOT_NEEDED = ("gradients", "copies", "small", "rest", "quantization", "unknown")  # by a perfect step
 
 
-def judge(launch: Launch, facts: Facts) -> Work:
+def judge(launch: Launch, facts: Facts) -> JudgedLaunch:
     """Returns what the launch is for and costs, by the tables above."""
     row = KERNELS.get(launch.kernel) if launch.is_triton else OPERATIONS.get(launch.kernel)
     nbytes = launch.nbytes
     if row is None:
         part = "unknown" if launch.is_triton else part_of_operation(launch)
         is_needed = part not in NOT_NEEDED and not is_simple(launch)
-        return Work(launch, with_phase(part, launch.phase), None, 0.0, nbytes, is_needed)
+        return JudgedLaunch(launch, with_phase(part, launch.phase), None, 0.0, nbytes, is_needed)
 
     if row.nbytes is not None:
         nbytes = row.nbytes(launch)
@@ -269,7 +272,7 @@ def judge(launch: Launch, facts: Facts) -> Work:
     part, rate = row.part, row.rate
     if part == "products":
         part, rate = part_of_product(launch, rate)
-    return Work(launch, with_phase(part, launch.phase), rate, flops, nbytes, row.is_needed)
+    return JudgedLaunch(launch, with_phase(part, launch.phase), rate, flops, nbytes, row.is_needed)
 
 
 def with_phase(part: str, phase: str) -> str:
@@ -281,6 +284,8 @@ def with_phase(part: str, phase: str) -> str:
 def part_of_operation(launch: Launch) -> str:
     if launch.nbytes <= SMALL_BYTES:
         return "small"
+    if not launch.kernel.startswith("aten."):  # of another library: only a row can say what it computes
+        return "unknown"
     matching = [start for start in FILES if launch.file.startswith(start)]
     if not matching:
         return "unknown"
@@ -295,7 +300,7 @@ def is_simple(launch: Launch) -> bool:
 
 
 def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
-    """A product that adds to fp32, or makes fp32 of fewer bits, is a weight gradient. Returns (part, rate)."""
+    """Returns (part, rate): a product of few bits that adds to fp32, or makes fp32, is a weight gradient."""
     arguments = launch.arguments
     if launch.is_triton:
         is_weight_gradient = bool(arguments.get("ADD"))

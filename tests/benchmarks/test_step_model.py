@@ -1,4 +1,4 @@
-"""The modelled step: what it records is what runs, and what it counts is what formulas and the interpreter count.
+"""The modelled step: it records what runs, and counts what formulas, modules and the interpreter count.
 
 No time is tested: the rates are assumptions.
 """
@@ -18,13 +18,12 @@ import torch
 from triton.runtime import interpreter
 from triton.runtime.jit import KernelInterface
 
-import config
 import kernels
 from benchmarks import command, step_model
 from benchmarks.kernel_source import plain_function
 from benchmarks.launches import CHIPS, META, Recorder, claimed_cpu, claimed_gpu, without_initial_weights
 from benchmarks.shape import Shape
-from benchmarks.step_model import SCENARIOS, config_of, document_lengths, microbatch, record, record_step
+from benchmarks.step_model import SCENARIOS, config_of, document_lengths, record, record_step
 from benchmarks.work import KERNELS, PARTS, Facts, judge
 from build import build_run
 from config import Config, ConfigError
@@ -33,10 +32,11 @@ from model.describe import describe_model
 from parallel.cost import Workload
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
-from train import train_step
 
 H200 = CHIPS["h200"]
-ON_A_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU")
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton's interpreter runs where there is no GPU"
+)
 
 
 def tiny(name: str) -> Config:
@@ -48,7 +48,7 @@ def tiny(name: str) -> Config:
 
 
 def kernels_of_ours() -> set[str]:
-    """module.name of every kernel that is launched: of the functions under triton.jit, those named *_kernel."""
+    """module.name of every kernel: of the functions under triton.jit, those that are named *_kernel."""
     names = set()
     for module in pkgutil.iter_modules(kernels.__path__):
         for name, value in vars(importlib.import_module(f"kernels.{module.name}")).items():
@@ -175,7 +175,7 @@ def test_the_cpu_path_is_the_same_on_meta(name):
 
 
 
-@ON_A_GPU
+@INTERPRETED
 @pytest.mark.parametrize("name", ["dense", "moe", "dense+documents", "dense+qk_norm"])
 def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
     """Triton's kernels: launched through the interpreter in a step that computes, and only recorded on meta.
@@ -247,7 +247,7 @@ def test_bytes_of_elementwise_kernels(rows, width, dtype):
     x, residual, dy, weight = new(rows, width), new(rows, width), new(rows, width), new(width)
     gate_up = new(rows, 2 * width)
 
-    # RMSNorm reads x and the weight, writes y and a scale a row; with a residual it reads that, writes the sum
+    # RMSNorm reads x and the weight, writes y and a scale a row; with a residual, reads it and writes the sum
     plain = bytes_of_launch(lambda: norm.launch_forward(x, None, weight, None, 1e-5))
     assert plain == (n + width * size, n + scales)
     added = bytes_of_launch(lambda: norm.launch_forward(x, residual, weight, None, 1e-5))
@@ -368,7 +368,7 @@ def interpreted_launches(dtype: torch.dtype) -> dict:
     }
 
 
-@ON_A_GPU
+@INTERPRETED
 @pytest.mark.parametrize("kernel", interpreted_launches(torch.bfloat16))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bytes_are_those_that_the_interpreter_touches(kernel, dtype, monkeypatch):
@@ -396,7 +396,7 @@ def test_the_page_is_written_between_its_marks(tmp_path, capsys):
     assert step_model.main(["dense", "moe", "--tiny", "--page", str(page), "--before", str(before)]) == 0
     text = page.read_text()
     assert text.startswith("first\n") and text.endswith("\nlast\n") and "old" not in text
-    assert "dense: now, and before" in text and "| weight gradients |" in text
+    assert "dense: before, and now" in text and "| weight gradients |" in text
     assert f"python -m scripts.bench model dense moe --tiny --page {page}" in text
 
     page.write_text("no marks")
