@@ -301,10 +301,8 @@ def ends_of_tiles(launch: Launch) -> int:
 
 def perfect_seconds(work: JudgedLaunch) -> float:
     """In a step that starts only what cannot be a part of another kernel, at the best rates."""
-    if not work.is_needed:
-        return 0.0
     rate = RATES[work.rate].perfect if work.rate else math.inf
-    return max(work.nbytes / (TERA * BANDWIDTH.perfect), work.flops / (TERA * rate))
+    return work.needed * max(work.nbytes / (TERA * BANDWIDTH.perfect), work.flops / (TERA * rate))
 
 
 def host_seconds(launches: Iterable[Launch], level: str) -> float:

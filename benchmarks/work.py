@@ -34,6 +34,7 @@ PARTS = (
     "unknown",
 )
 FORWARD, BACKWARD = "attention forward", "attention backward"
+FIVE_OF_SEVEN = 5 / 7  # products of attention's backward, where the probabilities are computed once
 SMALL_BYTES = 1 << 16
 HALF = (torch.bfloat16, torch.float16)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -54,14 +55,14 @@ class KernelRow:
     """part: one of PARTS; "elementwise" stands for both of its phases.
 
     rate: of RATES in benchmarks/step_model.py, for the FLOPs. nbytes: where it is not each tensor once.
-    is_needed: False of what a perfect step would not start, because a neighbour could do it on the way.
+    needed: the share of it that a perfect step has; 0 of what a neighbour could do on the way.
     """
 
     part: str
     rate: str | None = None
     flops: Flops | None = None
     nbytes: Callable[[Launch], float] | None = None
-    is_needed: bool = True
+    needed: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class JudgedLaunch:
     rate: str | None
     flops: float
     nbytes: float
-    is_needed: bool
+    needed: float
 
 
 # ---- FLOPs -------------------------------------------------------------------------------------------------
@@ -177,8 +178,12 @@ KERNELS = {
     # attention
     "partial_attention.forward_kernel": KernelRow(FORWARD, "own attention", of_attention(1, 1)),
     "partial_attention.delta_kernel": KernelRow(BACKWARD),
-    "partial_attention.dq_kernel": KernelRow(BACKWARD, "own attention backward", of_attention(2, 1)),
-    "partial_attention.dkv_kernel": KernelRow(BACKWARD, "own attention backward", of_attention(2, 2)),
+    "partial_attention.dq_kernel": KernelRow(
+        BACKWARD, "own attention backward", of_attention(2, 1), needed=FIVE_OF_SEVEN
+    ),
+    "partial_attention.dkv_kernel": KernelRow(
+        BACKWARD, "own attention backward", of_attention(2, 2), needed=FIVE_OF_SEVEN
+    ),
     # what memory bounds
     "norm.forward_kernel": KernelRow("elementwise"),
     "norm.backward_kernel": KernelRow("elementwise"),
@@ -191,8 +196,8 @@ KERNELS = {
     "cross_entropy.softmax_kernel": KernelRow("cross entropy"),
     "embedding.add_rows_kernel": KernelRow("embedding", nbytes=added_rows_bytes),
     "permute.sum_kernel": KernelRow("permute", nbytes=gathered_bytes),
-    "fp8.cast_kernel": KernelRow("quantization", is_needed=False),
-    "fp8.largest_kernel": KernelRow("quantization", is_needed=False),
+    "fp8.cast_kernel": KernelRow("quantization", needed=0.0),
+    "fp8.largest_kernel": KernelRow("quantization", needed=0.0),
     "adam.adamw_kernel": KernelRow("optimizer"),
 }
 
@@ -254,6 +259,8 @@ FILES = {
     "train.py": "rest",
     OUTSIDE[0]: "elementwise",  # autograd adds the gradients of what is used twice
 }
+ROUTER_FILES = ("model/router.py", "kernels/router.py")
+LOOKUPS = ("aten.index", "aten.embedding")  # every other operation could be a part of a kernel beside it
 NOT_NEEDED = ("gradients", "copies", "small", "rest", "quantization", "unknown")  # by a perfect step
 
 
@@ -263,8 +270,8 @@ def judge(launch: Launch, facts: Facts) -> JudgedLaunch:
     nbytes = launch.nbytes
     if row is None:
         part = "unknown" if launch.is_triton else part_of_operation(launch)
-        is_needed = part not in NOT_NEEDED and not is_simple(launch)
-        return JudgedLaunch(launch, with_phase(part, launch.phase), None, 0.0, nbytes, is_needed)
+        needed = 1.0 if launch.kernel in LOOKUPS and part not in NOT_NEEDED else 0.0
+        return JudgedLaunch(launch, with_phase(part, launch.phase), None, 0.0, nbytes, needed)
 
     if row.nbytes is not None:
         nbytes = row.nbytes(launch)
@@ -272,7 +279,7 @@ def judge(launch: Launch, facts: Facts) -> JudgedLaunch:
     part, rate = row.part, row.rate
     if part == "products":
         part, rate = part_of_product(launch, rate)
-    return JudgedLaunch(launch, with_phase(part, launch.phase), rate, flops, nbytes, row.is_needed)
+    return JudgedLaunch(launch, with_phase(part, launch.phase), rate, flops, nbytes, row.needed)
 
 
 def with_phase(part: str, phase: str) -> str:
@@ -294,11 +301,6 @@ def part_of_operation(launch: Launch) -> str:
     return "copies" if is_copy else part
 
 
-def is_simple(launch: Launch) -> bool:
-    """Whether an operation of torch could be a part of the kernel before or after it."""
-    return launch.kernel not in ("aten.index", "aten.embedding", "aten.linalg_vector_norm")
-
-
 def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
     """Returns (part, rate): a product of few bits that adds to fp32, or makes fp32, is a weight gradient."""
     arguments = launch.arguments
@@ -309,9 +311,10 @@ def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
     first = 1 if "addmm" in launch.kernel or launch.kernel == "aten.baddbmm" else 0
     dtype = arguments["in"][first].dtype
     out = arguments["out"][0].dtype
-    if dtype not in (*HALF, *FP8):
-        part = "router" if launch.file.startswith(("model/router", "kernels/linear")) else "products"
-        return part, "fp32"
+    if dtype not in (*HALF, *FP8):  # of all products, a router's alone are in fp32
+        return "router", "fp32"
+    if launch.file in ROUTER_FILES:
+        return "router", rate
     if dtype in FP8:
         has_fast_sum = bool(arguments["numbers"].get("use_fast_accum"))
         rate = "library fp8" if has_fast_sum else "library fp8, exact sums"
