@@ -320,7 +320,11 @@ def largest_kernel(X, LARGEST, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def maxima_kernel(X, OF_ROWS, OF_COLUMNS, m, n, x_matrix, x_row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def maxima_kernel(
+    X, OF_ROWS, OF_COLUMNS, m, n, x_matrix, x_row,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """max |x| of each row of one matrix X [m, n], OF_ROWS [m], and of each column in one strip of ROWS rows,
     OF_COLUMNS [strips, n]. Programs: strips, matrices."""
     strip = tl.program_id(0).to(tl.int64)
@@ -350,7 +354,10 @@ def triton_fits(x: Tensor, kind: str, side: int) -> bool:
 
 
 def absolute_maximum_in_parts(x: Tensor) -> Tensor:
-    """max |x| of the parts of x that each program reads; elsewhere that of x, [1, 1]. x: dense, in any order."""
+    """max |x| of the parts of x that each program reads; elsewhere that of x, [1, 1].
+
+    x: dense, in any order.
+    """
     if not triton_fits(x, "tensor", BLOCK_SIDE):
         return absolute_maximum(x, "tensor")
     flat = x if x.is_contiguous() else x.t().contiguous()  # no copy of a transposed view

@@ -120,7 +120,7 @@ def passing_bytes(job: Job) -> int:
 
 
 def quantized_weight_bytes(job: Job) -> int:
-    """Weights in 8 bits (kernels/fp8_weight.py): of all parts; under ZeRO-3 of as many as have full weights."""
+    """Weights in 8 bits (kernels/fp8_weight.py): of all parts; under ZeRO-3 of those with full weights."""
     work = workload(job.cfg)
     of_stages: list[list[int]] = []
     for number in job.stages():

@@ -67,7 +67,7 @@ def check_bits(got, want):
 @pytest.mark.parametrize("shape", [(150, 300), (129, 127), (1, 300), (150, 1), (256, 128)])
 def test_one_read_gives_the_bits_of_both_directions(interpreted, kind, dtype, source, shape):
     x = draw(256).clamp(-6e4, 6e4).to(source).to(interpreted)[: shape[0], : shape[1]].contiguous()
-    wide = draw(256, 400).to(source).to(interpreted)[: shape[0], 8 : 8 + shape[1]]  # rows with a gap between them
+    wide = draw(256, 400).to(source).to(interpreted)[: shape[0], 8 : 8 + shape[1]]  # a gap between rows
     for part in (x, wide.clamp(-6e4, 6e4)):
         ahead, back = quantize_pair(part, kind, dtype)
         check_bits(ahead, fp8.quantize_reference(part, kind, dtype))
@@ -78,7 +78,8 @@ def test_one_read_gives_the_bits_of_both_directions(interpreted, kind, dtype, so
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_several_matrices_are_apart(interpreted, kind, dtype):
     """Experts: each matrix has its own scales, and its transpose its own rows."""
-    x = (draw(3 * 64, 96).view(3, 64, 96) * torch.logspace(-2, 2, 3)[:, None, None]).bfloat16().to(interpreted)
+    size = torch.logspace(-2, 2, 3)[:, None, None]
+    x = (draw(3 * 64, 96).view(3, 64, 96) * size).bfloat16().to(interpreted)
     both = quantize_pair(x, kind, dtype, 32)
     for matrices, (q, scale) in zip((x, x.transpose(1, 2)), both):
         of_each = zip(matrices, q.chunk(3), scale.chunk(3))

@@ -1,5 +1,5 @@
-"""A weight in 8 bits: quantized once while its owner says that it stays, and never used after that; and what a
-layer launches and reads.
+"""A weight in 8 bits: quantized once while its owner says that it stays, and never used after that; and what
+a layer launches.
 """
 
 from collections import Counter
@@ -76,8 +76,8 @@ LAUNCHES = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_launches(interpreted, monkeypatch, given, recipe):
-    """Each of x and dy: one pass that finds what its scales need, if they are not its tiles' own, and one that
-    writes it in both directions. A weight the same, once.
+    """Each of x and dy: one pass that finds what its scales need, if they are not its tiles' own, and one
+    that writes it in both directions. A weight the same, once.
     """
     launched = count_launches(monkeypatch)
     x, weight, dy = (t.to(interpreted) for t in drawn())

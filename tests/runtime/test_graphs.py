@@ -122,8 +122,8 @@ def test_a_recorded_step_is_the_step(device, args):
 
 
 def test_a_recording_quantizes_its_weights_itself(monkeypatch):
-    """It repeats what ran when it was made. An evaluation before that step leaves its weights in 8 bits, which
-    later steps must not find in the recording.
+    """It repeats what ran when it was made. An evaluation before that step leaves its weights in 8 bits,
+    which later steps must not find in the recording.
     """
     cfg = config.resolve("llama3-tiny", None, [*ARGS, "--train.dtype", "fp8", "--model.layers", "3"])
     device = torch.device("cpu")
