@@ -293,7 +293,9 @@ def cast_kernel(
                 largest_back = tl.load(MAXIMA_BACK + first_column + columns, columns < n, 0.0)
             else:
                 largest_back = tl.max(tl.abs(x), 0)
-            back, scale_back = scale_and_cast(x, largest_back[None, :], FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE)
+            back, scale_back = scale_and_cast(
+                x, largest_back[None, :], FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE
+            )
             is_stored_back = (columns < n) & ((down == 0) | (KIND == "group"))
             scale_back_pointers = SCALE_BACK + down * n + first_column + columns
             tl.store(scale_back_pointers[None, :], scale_back, is_stored_back[None, :])
