@@ -124,7 +124,8 @@ def grouped_cases(inputs: Inputs) -> dict[str, Case]:
     def quantized_case(recipe: str) -> Case:
         x_kind, weight_kind, _ = fp8_grouped.RECIPES[recipe]
         a = quantize_operand(x, x_kind, fp8.E4M3, fp8.BLOCK_SIDE)
-        b = fp8_grouped.quantized_experts(weight.flatten(0, 1), size.experts, weight_kind, fp8.BLOCK_SIDE).ahead
+        stacked = weight.flatten(0, 1)
+        b = fp8_grouped.quantized_experts(stacked, size.experts, weight_kind, fp8.BLOCK_SIDE).ahead
         return Case(
             work=flops,
             ours=lambda: fp8_grouped.launch_grouped_product(a, b, offsets, size.experts, inputs.dtype),
