@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_case import Case, Function, Inputs, Size
 from kernels import attention, fp8, fp8_grouped, grouped_gemm, linear, newton_schulz
+from kernels.attention_libraries import choose_library, library_attention
 from kernels.attention_mask import AttentionMask, make_attention_mask
 from kernels.fp8_gemm import quantize_operand
 
@@ -202,6 +203,8 @@ def attention_libraries(
         libraries["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
         libraries["flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
     flash_mask = None if mask.is_causal else mask
-    if attention.flash_supports(q, k, v, flash_mask):
-        libraries["flash-attn"] = lambda: attention.flash_attention(q, k, v, flash_mask)
+    choice = choose_library(q, k, v, flash_mask)
+    if choice is not None:
+        name = "flash-attn" if choice.library.module.startswith("flash_attn") else "torch varlen"
+        libraries[name] = lambda: library_attention(choice, q, k, v, flash_mask)
     return libraries

@@ -9,6 +9,7 @@ boundary (Microbatch.documents), and the target that would cross it is IGNORE_IN
 import numpy as np
 import torch
 
+from kernels.attention_mask import DocumentCounts
 from parallel.microbatch import IGNORE_INDEX, Microbatch
 
 
@@ -34,4 +35,6 @@ def pack_windows(windows: list[np.ndarray], starts: list[np.ndarray] | None) -> 
     begins = begins[:, :-1]  # [b, s]
     document_start = torch.where(begins, index, 0).cummax(1).values  # of the document that holds each token
     documents = begins.cumsum(1, dtype=torch.int32)
-    return Microbatch(tokens, targets, index - document_start, documents)
+    positions = index - document_start
+    counts = DocumentCounts(number=int((positions == 0).sum()), longest=int(positions.max()) + 1)
+    return Microbatch(tokens, targets, positions, documents, document_counts=counts)

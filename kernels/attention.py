@@ -3,10 +3,21 @@
 `attention` is the one public function. It picks an implementation, or takes the one that is named. On a CPU
 it picks `blocks`, or SDPA where there are more keys than queries. On a GPU it picks the first of these that
 supports the call:
-1. flash-attn (arXiv 2205.14135, 2307.08691, 2407.08608), where it is installed;
+1. a library, where one is installed: flash-attn, and for documents and windows torch's copy of it
+   (kernels/attention_libraries.py);
 2. SDPA's cuDNN and flash kernels, for plain causal attention;
 3. the Triton kernels of kernels/partial_attention.py;
 4. SDPA with a dense mask.
+
+| | plain | window | documents | head dims of keys and values differ | fp32 | deterministic |
+|---|---|---|---|---|---|---|
+| flash-attn 3, 4 | yes | yes | yes, if the host can count them | 192 and 128 | no | yes |
+| flash-attn 2 | yes | yes | yes, if the host can count them | no | no | yes |
+| torch, variable length | no | yes | yes, if the host can count them | no | no | yes |
+| SDPA, cuDNN | yes | no | no | where torch says so | no | no |
+| SDPA, flash | yes | no | no | no | no | yes |
+| Triton kernels | yes | yes | yes | yes | yes | yes |
+| SDPA, dense mask | yes | yes | yes | yes | yes | without its memory-efficient kernel |
 
 Why `blocks`: SDPA's CPU kernel reaches a third of what the machine's GEMMs do, because its inner products
 are small and the softmax between them is scalar code. Here one batched GEMM multiplies a block of queries
@@ -16,8 +27,6 @@ small beside the other activations of the block. Otherwise the backward recomput
 bit for bit.
 """
 import contextlib
-import functools
-import importlib
 import math
 from collections.abc import Callable
 
@@ -27,18 +36,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import triton_
+from kernels.attention_launch import output_dot_grad, triton_supports_part
+from kernels.attention_libraries import Choice, choose_library, library_attention
 from kernels.attention_mask import AttentionMask, MaskLike, make_attention_mask
 from kernels.cpu_products import operands_are_bf16
 from kernels.grad import accumulation_dtype
-from kernels.partial_attention import attention_part, output_dot_grad, partial_backward, triton_supports_part
+from kernels.partial_attention import attention_part, partial_backward
 
-# Packages with a flash_attn_func, the preferred one first (versions 3, 4 and 2): {package: major compute
-# capabilities that it supports}
-FLASH_MODULES = {
-    "flash_attn_interface": (9,),
-    "flash_attn.cute": (9, 10),
-    "flash_attn": (8, 9, 10, 12),
-}
+# What SDPA's own flash kernel takes
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_MAX_HEAD_DIM = 256
 
@@ -72,16 +77,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, kind: str = "auto
     if isinstance(mask, AttentionMask) and mask.is_causal:
         mask = None
 
-    supports = {"flash": flash_supports, "triton": triton_supports}.get(kind)
-    if supports and not supports(q, k, v, mask):
+    library = choose_library(q, k, v, mask) if kind in ("auto", "flash") else None
+    supported = {"flash": library is not None, "triton": kind == "triton" and triton_supports(q, k, v, mask)}
+    if not supported.get(kind, True):
         report_unsupported(q, v, mask, kind)
         kind = "auto"
     if kind == "auto":
-        kind = choose_kind(q, k, v, mask)
+        kind = choose_kind(q, k, v, mask, library)
 
     if kind == "flash":
-        assert not isinstance(mask, Tensor)  # flash_supports refuses a dense mask
-        return flash_attention(q, k, v, mask)
+        assert library is not None and not isinstance(mask, Tensor)  # no library takes a dense mask
+        return library_attention(library, q, k, v, mask)
     if kind == "triton":
         return _TritonAttention.apply(q, k, v, mask)
 
@@ -101,19 +107,43 @@ def report_unsupported(q: Tensor, v: Tensor, mask: MaskLike, kind: str) -> None:
         f"{v.shape[-1]}{with_mask}, as installed here; auto picks")
 
 
-def choose_kind(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> str:
-    """The `kind` that auto stands for in this call."""
+def choose_kind(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike, library: Choice | None) -> str:
+    """The `kind` that auto stands for in this call. library: choose_library's choice."""
     runs_on_cpu = q.device.type == "cpu" and "cpu" not in triton_.DEVICES
-    if runs_on_cpu:
+    if runs_on_cpu and library is None:
         return "blocks" if q.shape[1] == k.shape[1] else "sdpa"
-    if flash_supports(q, k, v, mask):
+    if library is not None:
         return "flash"
-
-    same_head_dims = q.shape[-1] == v.shape[-1]
-    sdpa_is_fast = mask is None and same_head_dims and q.dtype != torch.float32
-    if not sdpa_is_fast and triton_supports(q, k, v, mask):
+    if mask is None and q.dtype in FLASH_DTYPES and sdpa_is_fused(q, k, v):
+        return "sdpa"
+    if triton_supports(q, k, v, mask):
+        if q.dtype in FLASH_DTYPES:
+            report_slower(q, v, mask)
         return "triton"
     return "sdpa"
+
+
+def sdpa_is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether SDPA has a kernel without a matrix of scores for plain causal attention in 16 bits, as far as
+    head dims decide: asked of torch where those of keys and values differ."""
+    if q.shape[-1] == v.shape[-1]:
+        return True
+    if not q.is_cuda:
+        return False
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    has_groups = q.shape[1] != k.shape[1]
+    call = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, True, has_groups)
+    return FUSED_KERNELS[SDPBackend.CUDNN_ATTENTION](call)
+
+
+def report_slower(q: Tensor, v: Tensor, mask: MaskLike) -> None:
+    """Says once that a library would be faster than the Triton kernels, and which one."""
+    what = f"head dims {q.shape[-1]} and {v.shape[-1]}"
+    if isinstance(mask, AttentionMask) and mask.first_key is not None:
+        what = "documents" if mask.window is None else "a window"
+    triton_.print_once(
+        f"attention: no installed library takes {what} in this call; Triton kernels run, which are slower "
+        "than flash-attn 3 (Hopper) or 2")
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -156,46 +186,6 @@ def report_missing_kernel(
         "SDPA's own arithmetic runs: much slower, and its scores and probabilities take "
         f"{gigabytes:.2g} GB a layer"
     )
-
-
-# ---- flash-attn --------------------------------------------------------------------------------------------
-
-@functools.cache
-def flash_function(capability: tuple[int, int]) -> Callable[..., Tensor | tuple[Tensor, ...]] | None:
-    """flash_attn_func of the preferred installed package that supports this chip. None: there is none."""
-    for name, capabilities in FLASH_MODULES.items():
-        if capability[0] in capabilities:
-            try:
-                return importlib.import_module(name).flash_attn_func
-            except (ImportError, AttributeError):
-                continue
-    return None
-
-
-def flash_supports(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> bool:
-    """Whether flash-attn supports the call: plain causal attention, or a window without documents."""
-    if q.device.type != "cuda" or q.dtype not in FLASH_DTYPES:
-        return False
-    head_dim = q.shape[-1]
-    if head_dim > FLASH_MAX_HEAD_DIM or head_dim % 8 or head_dim != v.shape[-1]:
-        return False
-    if isinstance(mask, Tensor) or (mask is not None and mask.window is None):
-        return False
-    return flash_function(torch.cuda.get_device_capability(q.device)) is not None
-
-
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
-    """flash-attn, where flash_supports is true. All versions align the last query with the last key."""
-    options = {}
-    if mask is not None:
-        assert mask.window is not None  # flash_supports takes no other mask
-        options["window_size"] = (mask.window - 1, 0)
-    function = flash_function(torch.cuda.get_device_capability(q.device))
-    assert function is not None  # flash_supports found it
-
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    out = function(q, k, v, causal=True, deterministic=deterministic, **options)
-    return out[0] if isinstance(out, tuple) else out  # versions differ in what they return besides
 
 
 # ---- the definition ----------------------------------------------------------------------------------------

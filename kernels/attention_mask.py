@@ -7,11 +7,31 @@ tell whether the block is empty, full or partly masked. Kernels that skip blocks
 """
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NO_LIMIT = 2**31 - 1  # in int32: a position after every token
+
+
+class DocumentCounts(NamedTuple):
+    """What the host knows of the documents of a microbatch: their number in all sequences together, and the
+    tokens of the longest. A document that goes on in the next sequence counts in both."""
+    number: int
+    longest: int
+
+
+class PackedDocuments(NamedTuple):
+    """The documents of all sequences, one after the other, as functions of variable length take them.
+
+    ends int32 [number + 1]: 0, and the token after each document, counted over all sequences (`cu_seqlens` of
+    flash-attn). longest: tokens of the longest, or more. window: as in AttentionMask, but beside documents.
+    """
+    ends: Tensor
+    number: int
+    longest: int
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,7 @@ class AttentionMask:
     first_key: Tensor | None  # [b or 1, s_q]: the first key that a query sees
     query_end: Tensor | None  # [b or 1, s_k]: the position after the last query that sees a key
     device: torch.device
+    packed: PackedDocuments | None = None  # the same, if full sequences see themselves and the host can count
 
     @property
     def is_causal(self) -> bool:
@@ -46,16 +67,35 @@ class AttentionMask:
         return mask & (keys >= self.first_key[:, None, :, None])
 
 
+    def part(self, query_start: int, s_q: int, key_start: int, s_k: int) -> "AttentionMask":
+        """The mask of some of its queries over some of its keys, both by their positions. Runs no kernel."""
+        first_key = query_end = None
+        if self.first_key is not None and self.query_end is not None:
+            queries = query_start - self.query_start
+            keys = key_start - self.key_start
+            first_key = self.first_key[:, queries:queries + s_q]
+            query_end = self.query_end[:, keys:keys + s_k]
+        is_last = query_start + s_q == key_start + s_k
+        return AttentionMask(
+            query_start, key_start, s_q, s_k,
+            window=self.window if is_last else None,
+            first_key=first_key,
+            query_end=query_end,
+            device=self.device,
+        )
+
+
 MaskLike = AttentionMask | Tensor | None  # a Tensor: as dense_mask
 
 
 def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, window: int | None,
-                        docs: Tensor | None, device: torch.device) -> AttentionMask:
+                        docs: Tensor | None, device: torch.device,
+                        counts: DocumentCounts | None = None) -> AttentionMask:
     """The mask of s_q queries from position query_start over s_k keys from position key_start.
 
     window: how many tokens a query sees, itself included; None: all before it.
     docs [b, s]: the document of each token of the whole sequence; the tokens of a document are contiguous.
-    None: one document.
+    None: one document. counts: of docs; None: the host does not know, so libraries cannot take the documents.
     """
     end_of_queries = query_start + s_q
     end_of_keys = key_start + s_k
@@ -73,13 +113,30 @@ def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, wi
         first_key = torch.maximum(first_key, positions - window + 1)
         query_end = torch.minimum(query_end, positions + window)
 
+    packed = None
+    covers_documents = docs is not None and docs.shape[1] == s_q == s_k
+    if counts is not None and covers_documents:
+        narrow = window is not None and window < counts.longest
+        ends = document_ends(docs, counts.number)
+        packed = PackedDocuments(ends, *counts, window=window if narrow else None)
+
     return AttentionMask(
         query_start, key_start, s_q, s_k,
         window=window if docs is None and end_of_queries == end_of_keys else None,
         first_key=first_key[:, query_start:end_of_queries].contiguous(),
         query_end=query_end[:, key_start:end_of_keys].contiguous(),
         device=device,
+        packed=packed,
     )
+
+
+def document_ends(docs: Tensor, number: int) -> Tensor:
+    """docs [b, s] with `number` documents in all -> int32 [number + 1]: see PackedDocuments. No host sync."""
+    begins = torch.ones_like(docs, dtype=torch.bool)
+    begins[:, 1:] = docs[:, 1:] != docs[:, :-1]
+    index = begins.flatten().cumsum(0, dtype=torch.int32) - 1  # of each token's document: 0 .. number - 1
+    documents = torch.arange(number + 1, dtype=torch.int32, device=docs.device)
+    return torch.searchsorted(index, documents, out_int32=True)  # the first token of each
 
 
 def document_limits(docs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -242,7 +242,13 @@ class AttentionCore:
         """q [b, s/cp, h, d], k [b, s/cp, g, d], v [b, s/cp, g, dv] -> [b, s/cp, h, dv]."""
         if context.sequence_is_sharded and self.cp_kind == "ring":
             # it saves no probabilities, so there is nothing to recompute
-            return ring_attention(q, k, v, documents=context.documents, window=self.window, group=self.cp)
+            return ring_attention(
+                q, k, v,
+                documents=context.documents,
+                window=self.window,
+                mask=context.mask,
+                group=self.cp,
+            )
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             if self.recompute and torch.is_grad_enabled():

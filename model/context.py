@@ -6,7 +6,7 @@ from torch import Tensor
 
 from config import Config, ModelConfig, head_dim
 from kernels import rope
-from kernels.attention_mask import AttentionMask, make_attention_mask
+from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from model.router import RouterInputs
 from parallel.cost import Cost, SavedTensor, Workload
 from parallel.microbatch import Microbatch
@@ -41,7 +41,8 @@ class KeyValueCache:
 class ForwardContext:
     """cos, sin [b, s, 1, rope_dim / 2]: rotary tables; None with learned positions.
 
-    mask: which query sees which key; None: ring attention computes it chunk by chunk. dropout_rng: None in
+    mask: which query sees which key, of full sequences; None: ring attention on a CPU, which computes it
+    chunk by chunk. dropout_rng: None in
     evaluation. cache: None outside of generation. sequence_is_sharded: the tokens are this rank's part of
     sequences that are sharded over cp. documents [b, s]: of the full sequence; None: no document mask.
     router_inputs: None outside of training.
@@ -74,14 +75,17 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
                     dropout_rng: DropoutRng | None = None,
                     cache: KeyValueCache | None = None,
                     sequence_is_sharded: bool = False,
+                    document_counts: DocumentCounts | None = None,
                     router_inputs: RouterInputs | None = None) -> ForwardContext:
-    """positions [b, s] (sharded: [b, s/cp]); they restart where a document does."""
+    """positions [b, s] (sharded: [b, s/cp]); they restart where a document does. document_counts: of
+    documents; None: the host does not know."""
     cos = sin = None
     if cfg.model.positions == "rope":
         cos, sin = rope_tables(cfg, positions)
 
     mask = None
-    if not (sequence_is_sharded and cfg.parallel.cp_kind == "ring"):
+    is_ring = sequence_is_sharded and cfg.parallel.cp_kind == "ring"
+    if not is_ring or positions.device.type == "cuda":
         past = cache.length if cache else 0
         s = positions.shape[1] * (cfg.parallel.cp if sequence_is_sharded else 1)
         window = cfg.model.window
@@ -93,6 +97,7 @@ def forward_context(cfg: Config, positions: Tensor, documents: Tensor | None, *,
             window=window,
             docs=documents,
             device=positions.device,
+            counts=None if is_ring else document_counts,
         )
     return ForwardContext(
         cos,

@@ -102,6 +102,7 @@ class PipelineStage(nn.Module):
                 self.cfg,
                 microbatch.positions,
                 microbatch.documents,
+                document_counts=microbatch.document_counts,
                 sequence_is_sharded=microbatch.sequence_positions is not None,
             )
         x, residual = self.run_blocks(x, microbatch.positions, context)
@@ -121,6 +122,7 @@ class PipelineStage(nn.Module):
             cfg,
             microbatch.positions,
             microbatch.documents,
+            document_counts=microbatch.document_counts,
             dropout_rng=rng,
             router_inputs=router_inputs,
             sequence_is_sharded=microbatch.sequence_positions is not None,

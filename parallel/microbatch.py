@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn.functional import pad
 
+from kernels.attention_mask import DocumentCounts
 from kernels.cross_entropy import IGNORE_INDEX
 
 
@@ -27,6 +28,8 @@ class Microbatch:
     step: int | torch.Tensor = 0  # from 0; in a recorded step (runtime/graphs.py) an int64 scalar tensor
     sequence_positions: torch.Tensor | None = None  # int64 [s/cp]: index of each token in its whole sequence;
     #   none: the sequences are not sharded
+
+    document_counts: DocumentCounts | None = None  # of documents, where the host has counted them
 
     # for multi-token prediction, set by with_tokens_ahead
     tokens_ahead: torch.Tensor | None = None  # int64 [mtp, b, s]: the tokens 1, 2, ... positions further on

@@ -81,7 +81,8 @@ class RecordedPipeline:
         self.batches = []
         for batch, step_number in zip(microbatches, self.step_numbers):
             copies = {name: tensor.clone() for name, tensor in batch.tensors().items()}
-            self.batches.append(replace(batch, step=step_number, **copies))
+            # a recording holds for any number of documents
+            self.batches.append(replace(batch, step=step_number, document_counts=None, **copies))
 
     def copy_inputs(self, microbatches: Sequence[Microbatch], scale: Tensor) -> None:
         """Copies this step's values into the inputs. Raises ValueError if a shape differs from theirs."""

@@ -34,14 +34,16 @@ def ring_attention(
     documents: Tensor | None,
     window: int | None,
     group: Group,
+    mask: AttentionMask | None = None,
 ) -> Tensor:
     """Causal attention of this rank's queries over the keys of all ranks.
 
     q [b, s/n, h, d], k [b, s/n, g, d], v [b, s/n, g, dv], sharded by zigzag.py -> [b, s/n, h, dv].
     documents [b, s]: the document of each token of the full sequence; None: there is one. window: in tokens;
-    None: a query sees all keys before it.
+    None: a query sees all keys before it. mask: of full sequences, made of both; None: each step makes its
+    own, on a CPU.
     """
-    return _RingAttention.apply(q, k, v, documents, window, group)
+    return _RingAttention.apply(q, k, v, documents, window, mask, group)
 
 
 def send_to_next_rank(x: Tensor, group: Group) -> Passing:
@@ -71,6 +73,7 @@ def visible_slices(
     q: Tensor,
     documents: Tensor | None,
     window: int | None,
+    full_mask: AttentionMask | None,
     group: Group,
     step: int,
 ) -> Iterator[VisibleSlices]:
@@ -81,7 +84,13 @@ def visible_slices(
     for pair in visible_chunk_pairs(group.index, source, group.size, chunk_size=chunk_size, window=window):
         queries = halves[pair.query_half]
         keys = halves[pair.key_half]
-        mask = chunk_mask(pair, chunk_size, window=window, documents=documents, device=q.device)
+        mask = chunk_mask(
+            pair, chunk_size,
+            window=window,
+            documents=documents,
+            device=q.device,
+            mask=full_mask,
+        )
         yield queries, keys, mask
 
 
@@ -94,6 +103,7 @@ class _RingAttention(torch.autograd.Function):
         v: Tensor,
         documents: Tensor | None,
         window: int | None,
+        mask: AttentionMask | None,
         group: Group,
     ) -> Tensor:
         # what the queries have seen so far, and the log of the sum of its exponentials
@@ -108,8 +118,8 @@ class _RingAttention(torch.autograd.Function):
             is_last = step == group.size - 1
             passing = None if is_last else send_to_next_rank(kv, group)
             step_k, step_v = kv.split(widths, -1)
-            for queries, keys, mask in visible_slices(q, documents, window, group, step):
-                part_out, part_lse = attention_part(q[:, queries], step_k[:, keys], step_v[:, keys], mask)
+            for queries, keys, part in visible_slices(q, documents, window, mask, group, step):
+                part_out, part_lse = attention_part(q[:, queries], step_k[:, keys], step_v[:, keys], part)
                 merge_partial(out[:, queries], lse[:, queries], part_out, part_lse)
             if passing is not None:
                 kv = wait_received(passing)
@@ -117,6 +127,7 @@ class _RingAttention(torch.autograd.Function):
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, documents, out, lse)
         ctx.window = window
+        ctx.mask = mask
         ctx.group = group
         return out
 
@@ -140,13 +151,13 @@ class _RingAttention(torch.autograd.Function):
             dkv = own_dkv if step == 0 else torch.zeros_like(own_dkv)
             step_k, step_v = kv.split(widths, -1)
             step_dk, step_dv = dkv.split(widths, -1)
-            for queries, keys, mask in visible_slices(q, documents, ctx.window, group, step):
+            for queries, keys, part in visible_slices(q, documents, ctx.window, ctx.mask, group, step):
                 dq_part, dk_part, dv_part = partial_backward(
                     dout=dout[:, queries],
                     q=q[:, queries],
                     k=step_k[:, keys],
                     v=step_v[:, keys],
-                    mask=mask,
+                    mask=part,
                     lse=lse[:, queries],
                     delta=delta[:, queries],
                 )
@@ -164,4 +175,4 @@ class _RingAttention(torch.autograd.Function):
 
         dkv = own_dkv + wait_received(dkv_passing)
         dk, dv = dkv.to(k.dtype).split(widths, -1)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, None, None, None, None

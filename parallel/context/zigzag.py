@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.attention_mask import AttentionMask, make_attention_mask
+from kernels.attention_mask import AttentionMask
 from parallel.microbatch import Microbatch
 from parallel.wire.comm import Group
 
@@ -124,42 +124,35 @@ def chunk_mask(
     window: int | None,
     documents: Tensor | None,
     device: torch.device,
+    mask: AttentionMask | None = None,
 ) -> Tensor | AttentionMask | None:
     """Which queries of the pair see which keys: bool [b or 1, 1, chunk, chunk]. None: each sees all.
 
-    documents [b, s]: the document of each token of the full sequence. On a GPU the mask is an AttentionMask,
-    whose kernels skip blocks.
+    documents [b, s]: the document of each token of the full sequence. mask: of the full sequence, from window
+    and documents, of which a part is returned; the kernels of a GPU skip its empty blocks.
     """
     query_start = pair.query_chunk * chunk_size
     key_start = pair.key_chunk * chunk_size
-    if device.type == "cuda":
-        return make_attention_mask(
-            query_start=query_start,
-            s_q=chunk_size,
-            key_start=key_start,
-            s_k=chunk_size,
-            window=window,
-            docs=documents,
-            device=device,
-        )
+    if mask is not None:
+        return mask.part(query_start, chunk_size, key_start, chunk_size)
 
     # by position: a chunk with itself is causal, and the window may end inside the pair
     inside = torch.arange(chunk_size, device=device)
     tokens_back = pair.distance * chunk_size + inside[:, None] - inside  # [chunk, chunk]: from query to key
-    mask: Tensor | None = None
+    visible: Tensor | None = None
     if pair.distance == 0:
-        mask = (tokens_back >= 0)[None, None]
+        visible = (tokens_back >= 0)[None, None]
     farthest = (pair.distance + 1) * chunk_size  # more than the tokens between any query and key
     if window is not None and farthest > window:
-        mask = intersect(mask, (tokens_back < window)[None, None])
+        visible = intersect(visible, (tokens_back < window)[None, None])
 
     # by document
     if documents is not None:
         of_queries = documents[:, query_start:query_start + chunk_size]
         of_keys = documents[:, key_start:key_start + chunk_size]
         is_same = of_queries[:, None, :, None] == of_keys[:, None, None, :]
-        mask = intersect(mask, is_same)
-    return mask
+        visible = intersect(visible, is_same)
+    return visible
 
 
 def intersect(mask: Tensor | None, other: Tensor) -> Tensor:

@@ -29,6 +29,10 @@ from triton.compiler import ASTSource
 
 from kernels import (
     adam,
+    attention_backward,
+    attention_blocks,
+    attention_forward,
+    attention_launch,
     cross_entropy,
     embedding,
     fp8,
@@ -38,7 +42,6 @@ from kernels import (
     linear,
     newton_schulz,
     norm,
-    partial_attention,
     permute,
     rope,
     router,
@@ -74,6 +77,7 @@ class Case:
     kind: str = "memory"  # memory: 128-bit loads must be there; gemm: tensor cores
     chips: tuple = CHIPS
     of_chip: dict = field(default_factory=lambda: {8: {}, 9: {}, 10: {}})  # meta that depends on the chip
+    types_of_chip: dict = field(default_factory=dict)  # types that depend on it
 
 
 STATISTICS = {"SCALE": "*fp32", "MEAN": "*fp32", "DWEIGHT": "*fp32", "DBIAS": "*fp32", "eps": "fp32"}
@@ -87,19 +91,42 @@ ROPE = {
     "y_strides": STRIDES,
 }
 FLASH = {
-    **{f"{n}_strides": STRIDES for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")},
-    "scale": "fp32",
-    **{n: "*fp32" for n in ("LSE", "DELTA")},
+    **{f"{n}_strides": STRIDES for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "delta")},
+    **{n: "fp32" for n in ("scale", "factor", "root")},
+    **{n: "*fp32" for n in ("LSE", "DELTA", "STARTS", "SCORE_START", "DPROB_START", "PARTS")},
     **{n: "*i32" for n in ("FIRST_KEY", "QUERY_END")},
 }
+# what the copy engine reads and writes: (in blocks of queries or of keys, of as many channels as)
+FLASH_BLOCKS = {
+    "Q": ("BLOCK_M", "HEAD_DIM"),
+    "K": ("BLOCK_N", "HEAD_DIM"),
+    "V": ("BLOCK_N", "VALUE_DIM"),
+    "DOUT": ("BLOCK_M", "VALUE_DIM"),
+}
+FLASH_GRADIENTS = {"DK": ("BLOCK_N", "HEAD_DIM"), "DV": ("BLOCK_N", "VALUE_DIM")}
 
 
-def flash(kernel, table: dict, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS) -> Case:
-    largest = partial_attention.padded(max(d, e))
-    blocks = {
-        chip: dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes[largest]))
-        for chip, sizes in table.items()
-    }
+def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS) -> Case:
+    """As kernels/attention_launch.py launches it: by the copy engine where the chip has one."""
+    kernel, table = ATTENTION[name]
+    largest = attention_blocks.padded(max(d, e))
+    described = dict(FLASH_BLOCKS)
+    types = dict(FLASH)
+    if name == "attention_five":
+        described |= FLASH_GRADIENTS
+        types["DQ"] = "*fp32"
+    of_chip, types_of_chip = {}, {}
+    for chip, sizes in table.items():
+        if largest not in sizes:
+            continue
+        tma = chip > 8
+        meta = {"TMA": tma, **dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes[largest]))}
+        of_chip[chip] = meta
+        dims = meta | {"HEAD_DIM": d, "VALUE_DIM": e}
+        types_of_chip[chip] = {
+            n: f"tensordesc<bf16[1,1,{dims[rows]},{attention_blocks.padded(dims[dim])}]>"
+            for n, (rows, dim) in (described.items() if tma else ())
+        }
     return Case(
         kernel,
         {
@@ -108,17 +135,19 @@ def flash(kernel, table: dict, d: int, e: int, bounded: bool = False, chips: tup
             "HEAD_DIM": d,
             "VALUE_DIM": e,
         },
-        FLASH,
+        types,
         "gemm",
-        chips,
-        blocks,
+        tuple(chip for chip in chips if chip // 10 in of_chip),
+        of_chip,
+        types_of_chip,
     )
 
 
 ATTENTION = {
-    "attention": (partial_attention.forward_kernel, partial_attention.FORWARD_BLOCKS),
-    "attention_dq": (partial_attention.dq_kernel, partial_attention.DQ_BLOCKS),
-    "attention_dkv": (partial_attention.dkv_kernel, partial_attention.DKV_BLOCKS),
+    "attention": (attention_forward.forward_kernel, attention_launch.FORWARD_BLOCKS),
+    "attention_five": (attention_backward.backward_kernel, attention_launch.BACKWARD_BLOCKS),
+    "attention_dq": (attention_backward.dq_kernel, attention_launch.DQ_BLOCKS),
+    "attention_dkv": (attention_backward.dkv_kernel, attention_launch.DKV_BLOCKS),
 }
 ADAM = (
     {n: "*fp32" for n in ("PARAM", "GRAD", "EXP_AVG", "EXP_AVG_SQ", "GRAD_SCALE")}
@@ -344,8 +373,13 @@ CASES = {
     "gelu": Case(swiglu.gelu_kernel, GELU),
     "gelu_backward": Case(swiglu.gelu_backward_kernel, GELU),
     "attention_delta": Case(
-        partial_attention.delta_kernel,
-        {"BLOCK_M": partial_attention.DELTA_ROWS, "VALUE_DIM": 128, "num_warps": 4},
+        attention_backward.delta_kernel,
+        {"BLOCK_M": attention_launch.DELTA_ROWS, "VALUE_DIM": 128, "num_warps": 4},
+        FLASH,
+    ),
+    "attention_add_parts": Case(
+        attention_backward.add_parts_kernel,
+        {"BLOCK_M": 32, "HEAD_DIM": 64, "num_warps": 4},
         FLASH,
     ),
     "cross_entropy": Case(
@@ -417,13 +451,15 @@ CASES = {
     "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD, True),
     "grouped_wgrad_first": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD, False),
     **{
-        f"{name}_{d}_{e}{'_window' * bounded}": flash(*how, d, e, bounded, chips)
-        for name, how in ATTENTION.items()
+        f"{name}_{d}_{e}{'_window' * bounded}": flash(name, d, e, bounded, chips)
+        for name in ATTENTION
         for d, e, bounded, chips in (
-            (64, 64, False, (90,)),
+            (64, 64, False, CHIPS),
+            (64, 64, True, (90, 100)),
             (128, 128, False, CHIPS),
-            (128, 128, True, (90,)),
+            (128, 128, True, CHIPS),
             (192, 128, False, (90,)),
+            (192, 128, True, (90,)),
             (256, 256, False, CHIPS),
         )
     },
@@ -438,8 +474,9 @@ def compiled(case: Case, chip: int) -> dict:
     meta = case.meta | case.of_chip[chip // 10]
     options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
     constants = {k: v for k, v in meta.items() if k not in options}
+    case_types = case.types | case.types_of_chip.get(chip // 10, {})
     types = {
-        n: "constexpr" if n in constants else case.types.get(n, "*bf16" if n.isupper() else "i32")
+        n: "constexpr" if n in constants else case_types.get(n, "*bf16" if n.isupper() else "i32")
         for n in names
     }
     aligned = {

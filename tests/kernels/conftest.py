@@ -38,3 +38,23 @@ def interpreted(monkeypatch):
         return torch.device("cuda")
     monkeypatch.setattr(triton_, "DEVICES", ("cpu",))
     return torch.device("cpu")
+
+
+WAYS = ("five products", "seven products")
+
+
+@pytest.fixture(params=WAYS)
+def small(interpreted, monkeypatch, request):
+    """Attention by both ways of its backward, without a GPU in blocks of 16 and 32. Its value: the device."""
+    from kernels import attention_launch as launch
+
+    if interpreted.type == "cpu":
+        blocks = {9: {dim: (16, 32, 4, 1) for dim in (64, 128)}}
+        for table in ("FORWARD_BLOCKS", "BACKWARD_BLOCKS", "DQ_BLOCKS", "DKV_BLOCKS"):
+            monkeypatch.setattr(launch, table, blocks.copy())
+        monkeypatch.setattr(launch, "FP32_BLOCKS", (32, 16, 4, 1))
+        monkeypatch.setattr(launch, "DELTA_ROWS", 16)
+        monkeypatch.setattr(launch, "STARTS_ROWS", 32)
+    if request.param == "seven products":
+        monkeypatch.setattr(launch, "BACKWARD_BLOCKS", {8: {}, 9: {}, 10: {}})
+    return interpreted

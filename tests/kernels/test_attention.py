@@ -3,8 +3,6 @@ backward.
 """
 
 import functools
-import sys
-import types
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from dense_mask import visible_keys
 from torch.nn.attention import SDPBackend
 
 from kernels import attention as kernel
-from kernels import partial_attention as parts
+from kernels import attention_launch as launch
 from kernels.attention import BLOCK, attention
 from kernels.attention_mask import make_attention_mask
 
@@ -147,8 +145,9 @@ def test_the_interval_form_gives_the_same(monkeypatch):
 @pytest.mark.parametrize("e", [16, 8])
 def test_triton(interpreted, monkeypatch, window, dtype, bound, e):
     """The whole function, with the gradients of q, k, v side by side where their head dims are equal."""
-    for table in ("FORWARD_BLOCKS", "DQ_BLOCKS", "DKV_BLOCKS") if interpreted.type == "cpu" else ():
-        monkeypatch.setattr(parts, table, {9: {64: (16, 32, 4, 1)}})
+    tables = ("FORWARD_BLOCKS", "BACKWARD_BLOCKS", "DQ_BLOCKS", "DKV_BLOCKS")
+    for table in tables if interpreted.type == "cpu" else ():
+        monkeypatch.setattr(launch, table, {9: {64: (16, 32, 4, 1)}})
     q, k, v = (
         torch.randn(2, 41, n, d, device=interpreted).to(dtype).requires_grad_()
         for n, d in ((4, 16), (2, 16), (2, e))
@@ -171,25 +170,6 @@ def test_a_kind_that_cannot_says_so_and_auto_picks(capfd):
         f"model.attention={kind}: not for float32 on cpu, head dims 4 and 4, as installed here; auto picks"
         for kind in ("triton", "flash")
     ]
-
-
-def test_the_best_installed_flash_attention_is_found(monkeypatch):
-    def module(name):
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(flash_attn_func=name))
-
-    kernel.flash_function.cache_clear()
-    for name in kernel.FLASH_MODULES:
-        monkeypatch.setitem(sys.modules, name, None)  # not installed
-    assert kernel.flash_function((9, 0)) is None
-    module("flash_attn")
-    assert kernel.flash_function((8, 0)) == "flash_attn" and kernel.flash_function((7, 5)) is None
-    module("flash_attn_interface")
-    kernel.flash_function.cache_clear()
-    assert (
-        kernel.flash_function((9, 0)) == "flash_attn_interface"
-        and kernel.flash_function((8, 0)) == "flash_attn"
-    )
-    kernel.flash_function.cache_clear()
 
 
 FUSED = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")

@@ -48,3 +48,18 @@ def test_the_mask_of_bits_says_the_same():
     assert torch.equal(
         make_attention_mask(0, 30, 0, 30, 7, docs, CPU).dense_mask, visible_keys(place, place, 7, docs, docs)
     )
+
+
+@pytest.mark.parametrize("window", [None, 4, 9, 40])
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_part_of_a_mask_is_that_part(window, documents):
+    """As ring attention takes the chunks of a rank from the mask of the full sequence."""
+    docs = (torch.rand(2, 32) < 0.2).cumsum(1) if documents else None
+    whole = make_attention_mask(0, 32, 0, 32, window, docs, CPU)
+    for query, key in ((0, 0), (24, 0), (24, 16), (8, 8), (16, 8)):
+        part = whole.part(query, 8, key, 8)
+        want = whole.dense_mask[:, :, query : query + 8, key : key + 8]
+        assert torch.equal(part.dense_mask, want)
+        alone = make_attention_mask(query, 8, key, 8, window, docs, CPU)
+        assert torch.equal(*torch.broadcast_tensors(part.dense_mask, alone.dense_mask))
+        assert part.window is None or query == key

@@ -10,6 +10,7 @@ from dense_mask import visible_keys
 
 from build import build_run
 from kernels.attention import attention, attention_reference
+from kernels.attention_mask import make_attention_mask
 from model.generate import generate
 from model.sharding import parallel_dims
 from parallel.context.ring import ring_attention
@@ -68,6 +69,9 @@ def compare(
     part = [x[:, mine].requires_grad_() for x in (q, k, v)]
     if kind == "ring":
         y = ring_attention(*part, docs, window, group)
+    elif kind == "ring, one mask":  # as on a GPU
+        mask = make_attention_mask(0, s, 0, s, window, docs, torch.device("cpu"))
+        y = ring_attention(*part, docs, window, group, mask)
     else:
         y = ulysses_attention(lambda q, k, v: attention(q, k, v, see), *part, group)
     assert y.dtype == dtype
@@ -78,7 +82,7 @@ def compare(
     )
 
 
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("kind", ["ring", "ring, one mask", "ulysses"])
 @pytest.mark.parametrize(
     "c,window,packed", [(3, None, False), (3, None, True), (4, 6, False), (1, 2, True), (4, 9, True)]
 )

@@ -1,0 +1,475 @@
+"""The Triton kernels of attention's backward (FlashAttention, arXiv 2307.08691). Their arguments are
+explained in kernels/attention_blocks.py. With scores S, probabilities P = exp(S - lse) and
+delta = <dout, out>:
+
+    dV = P^T dout       dP = dout V^T       dS = P (dP - delta)       dQ = dS K       dK = dS^T Q
+
+Two ways, both without atomics, so that gradients are the same bits every time:
+
+    backward_kernel           five products for each pair of blocks: S, dP, dV, dK, dQ. A program keeps dk and
+                              dv of a block of keys, and adds its share of dq to a buffer in memory that is
+                              its own
+    dq_kernel, dkv_kernel     seven products, since each computes S and dP. A program keeps what it sums, and
+                              memory sees each gradient once
+"""
+from kernels.attention_blocks import (
+    LOG2E,
+    block_start,
+    blocks_to_visit,
+    head_of,
+    key_range,
+    load_block,
+    load_first_keys,
+    load_query_ends,
+    load_rows,
+    padded,
+    query_range,
+    seen_by_queries,
+    sees_keys,
+    sequence_and_head,
+    store_block,
+    store_rows,
+)
+from kernels.tiles import block_range
+from kernels.triton_ import tl, triton
+
+
+@triton.jit
+def delta_kernel(
+    OUT, DOUT, DELTA, out_strides, dout_strides, s_q, heads,
+    BLOCK_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """delta = <dout, out> of one block of queries of one head."""
+    batch, head = sequence_and_head(heads)
+    rows = block_range(tl.program_id(0), BLOCK_M)
+    OUT = head_of(OUT, out_strides, batch, head)
+    out = load_rows(OUT, rows, out_strides[1], s_q, EDGE=True, DIM=VALUE_DIM)
+    out = out.to(tl.float32)
+    DOUT = head_of(DOUT, dout_strides, batch, head)
+    dout = load_rows(DOUT, rows, dout_strides[1], s_q, EDGE=True, DIM=VALUE_DIM)
+    dout = dout.to(tl.float32)
+    DELTA = DELTA + tl.program_id(1).to(tl.int64) * s_q
+    tl.store(DELTA + rows, tl.sum(out * dout, 1), rows < s_q)
+
+
+@triton.jit
+def starts_kernel(
+    LSE, DELTA, STARTS, lse_strides, delta_strides, s_q, padded_s_q, heads, numbers, root,
+    BLOCK_M: tl.constexpr,
+):
+    """What the sums of Q K^T and of dout V^T start from, of one block of queries of one head, so that nothing
+    is subtracted later: STARTS [2, b, h, padded_s_q].
+
+    [0] is -lse sqrt(d), and -inf, which makes every probability 0, of queries that see no key or do not
+    exist; [1] is -delta. root: sqrt(d). numbers: elements of STARTS[0]. padded_s_q is a multiple of BLOCK_M.
+    """
+    batch, head = sequence_and_head(heads)
+    rows = block_range(tl.program_id(0), BLOCK_M)
+    lse = tl.load(head_of(LSE, lse_strides, batch, head) + rows * lse_strides[1], rows < s_q, -float("inf"))
+    delta = tl.load(head_of(DELTA, delta_strides, batch, head) + rows * delta_strides[1], rows < s_q, 0.0)
+    STARTS += tl.program_id(1).to(tl.int64) * padded_s_q
+    tl.store(STARTS + rows, tl.where(lse == -float("inf"), lse, -lse * root))
+    tl.store(STARTS + numbers + rows, -delta)
+
+
+@triton.jit
+def transposed_scores(
+    k, q, v, dout, SCORE_START, DPROB_START, rows, columns, query_end, s_k, offset, scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+):
+    """P^T and (dP - delta)^T of a block of keys and a block of queries, both [keys, queries] in fp32."""
+    start = tl.broadcast_to(tl.load(SCORE_START + rows)[None, :], (k.shape[0], q.shape[0]))
+    scores = tl.dot(k, tl.trans(q), start, input_precision="ieee")
+    probs = tl.exp2(scores * scale)
+    if MASKED:
+        mask = seen_by_queries(rows, columns, query_end, s_k, offset, CAUSAL=CAUSAL, BOUNDED=BOUNDED)
+        probs = tl.where(mask, probs, 0.0)
+    start = tl.broadcast_to(tl.load(DPROB_START + rows)[None, :], (k.shape[0], q.shape[0]))
+    dprobs = tl.dot(v, tl.trans(dout), start, input_precision="ieee")
+    return probs, dprobs
+
+
+# ---- five products -----------------------------------------------------------------------------------------
+
+@triton.jit
+def accumulate_gradients(
+    dk, dv, k, v, Q, DOUT, SCORE_START, DPROB_START, DQ, q_strides, dout_strides,
+    batch, head, columns, query_end, begin, full_begin, full_end, end,
+    s_q, s_k, offset, scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Adds what the edges of a range of queries of one head (MASKED), or its middle, contribute to dk and dv
+    of a block of keys, and what these keys contribute to dq."""
+    channels = tl.arange(0, padded(HEAD_DIM))
+    tile_offsets = channels[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_M)
+    for i in range(0, number):
+        start = block_start(i, first, before, gap, MASKED, BLOCK_M)
+        rows = start + tl.arange(0, BLOCK_M)
+        q = load_block(
+            Q, q_strides, batch, head, start, s_q,
+            EDGE=True,
+            TMA=TMA,
+            BLOCK=BLOCK_M,
+            DIM=HEAD_DIM,
+        )
+        dout = load_block(
+            DOUT, dout_strides, batch, head, start, s_q,
+            EDGE=True,
+            TMA=TMA,
+            BLOCK=BLOCK_M,
+            DIM=VALUE_DIM,
+        )
+
+        # gradients of keys and values, which are rows here
+        probs, dprobs = transposed_scores(
+            k, q, v, dout, SCORE_START, DPROB_START, rows, columns, query_end, s_k, offset, scale,
+            MASKED=MASKED,
+            CAUSAL=CAUSAL,
+            BOUNDED=BOUNDED,
+        )
+        dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision="ieee")
+        dscores = (probs * dprobs).to(q.dtype)
+        dk = tl.dot(dscores, q, dk, input_precision="ieee")
+
+        # dq, in memory, transposed: its rows are channels
+        pointers = DQ + start * padded(HEAD_DIM) + tile_offsets
+        dq = tl.dot(tl.trans(k), dscores, tl.load(pointers), input_precision="ieee")  # [channels, BLOCK_M]
+        tl.store(pointers, dq)
+    return dk, dv
+
+
+@triton.jit
+def backward_kernel(
+    Q, K, V, QUERY_END, DOUT, SCORE_START, DPROB_START, DQ, DK, DV,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    query_end_stride,
+    s_q, s_k, padded_s_q, groups, heads_per_group, query_start, offset, scale,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """dk and dv of every n-th block of keys of one key head, from all query heads that share it, and what
+    these keys add to dq of those heads, without its scale, in part number p of DQ. Program p of n.
+
+    DQ: as PARTS of add_parts_kernel, 0 before.
+    """
+    part = tl.program_id(0)
+    parts = tl.num_programs(0)
+    group = tl.program_id(1)
+    batch = tl.program_id(2)
+    QUERY_END += batch.to(tl.int64) * query_end_stride
+    heads = groups * heads_per_group
+    head_elements = tl.cdiv(s_q, BLOCK_M) * BLOCK_M * padded(HEAD_DIM)
+
+    for column in range(part * BLOCK_N, s_k, parts * BLOCK_N):
+        # the keys, and which queries see them
+        columns = column + tl.arange(0, BLOCK_N)
+        k = load_block(
+            K, k_strides, batch, group, column, s_k,
+            EDGE=True,
+            TMA=TMA,
+            BLOCK=BLOCK_N,
+            DIM=HEAD_DIM,
+        )
+        v = load_block(
+            V, v_strides, batch, group, column, s_k,
+            EDGE=True,
+            TMA=TMA,
+            BLOCK=BLOCK_N,
+            DIM=VALUE_DIM,
+        )
+        query_end = load_query_ends(QUERY_END, columns, s_k, query_start, BOUNDED)
+        begin, full_begin, full_end, end = query_range(
+            QUERY_END, column, s_q, s_k, offset, query_start,
+            CAUSAL=CAUSAL,
+            BOUNDED=BOUNDED,
+            BLOCK_M=BLOCK_M,
+            BLOCK_N=BLOCK_N,
+        )
+
+        # of each query head: first the queries that need a mask, then those that see all these keys
+        dk = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
+        dv = tl.zeros((BLOCK_N, padded(VALUE_DIM)), tl.float32)
+        for i in range(0, heads_per_group):
+            head = group * heads_per_group + i
+            row_index = (batch * heads + head).to(tl.int64) * padded_s_q
+            dq_index = ((part * tl.num_programs(2) + batch) * heads + head).to(tl.int64) * head_elements
+            for MASKED in tl.static_range(1, -1, -1):
+                tl.debug_barrier()  # other threads may have added to the same rows of dq before
+                dk, dv = accumulate_gradients(
+                    dk, dv, k, v, Q, DOUT, SCORE_START + row_index, DPROB_START + row_index, DQ + dq_index,
+                    q_strides, dout_strides, batch, head, columns, query_end,
+                    begin, full_begin, full_end, end,
+                    s_q=s_q,
+                    s_k=s_k,
+                    offset=offset,
+                    scale=scale,
+                    MASKED=MASKED,
+                    CAUSAL=CAUSAL,
+                    BOUNDED=BOUNDED,
+                    TMA=TMA,
+                    BLOCK_M=BLOCK_M,
+                    HEAD_DIM=HEAD_DIM,
+                    VALUE_DIM=VALUE_DIM,
+                )
+
+        store_block(DK, dk * (scale / LOG2E), dk_strides, batch, group, column, s_k, TMA=TMA, DIM=HEAD_DIM)
+        store_block(DV, dv, dv_strides, batch, group, column, s_k, TMA=TMA, DIM=VALUE_DIM)
+
+
+@triton.jit
+def add_parts_kernel(
+    PARTS, DQ, dq_strides, parts, part_elements, s_q, heads, factor,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """dq of one block of queries of one head: the sum of its parts, in their order, times factor.
+
+    PARTS [parts, b, h, blocks of queries, padded(HEAD_DIM), BLOCK_M].
+    """
+    batch, head = sequence_and_head(heads)
+    block = tl.program_id(0)
+    tile = (tl.program_id(1) * tl.num_programs(0) + block).to(tl.int64) * (padded(HEAD_DIM) * BLOCK_M)
+    channels = tl.arange(0, padded(HEAD_DIM))
+    PARTS += tile + channels[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
+    total = tl.zeros((padded(HEAD_DIM), BLOCK_M), tl.float32)
+    for _ in range(0, parts):
+        total += tl.load(PARTS)
+        PARTS += part_elements
+    rows = block_range(block, BLOCK_M)
+    DQ = head_of(DQ, dq_strides, batch, head)
+    store_rows(DQ, tl.trans(total) * factor, rows, dq_strides[1], s_q, DIM=HEAD_DIM)
+
+
+# ---- seven products ----------------------------------------------------------------------------------------
+
+@triton.jit
+def accumulate_dq(
+    dq, q, dout, score_start, dprob_start, K, V, k_strides, v_strides, batch, group, rows, first_key,
+    begin, full_begin, full_end, end, s_k, offset, scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Adds what the edges of a range of keys (MASKED), or its middle, contribute to dq of a block of queries.
+    """
+    first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_N)
+    for i in range(0, number):
+        start = block_start(i, first, before, gap, MASKED, BLOCK_N)
+        k = load_block(
+            K, k_strides, batch, group, start, s_k,
+            EDGE=MASKED,
+            TMA=TMA,
+            BLOCK=BLOCK_N,
+            DIM=HEAD_DIM,
+        )
+        v = load_block(
+            V, v_strides, batch, group, start, s_k,
+            EDGE=MASKED,
+            TMA=TMA,
+            BLOCK=BLOCK_N,
+            DIM=VALUE_DIM,
+        )
+
+        # probabilities of the forward
+        start_scores = tl.broadcast_to(score_start[:, None], (q.shape[0], BLOCK_N))
+        scores = tl.dot(q, tl.trans(k), start_scores, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        probs = tl.exp2(scores * scale)
+        if MASKED:
+            columns = start + tl.arange(0, BLOCK_N)
+            mask = sees_keys(rows, columns, first_key, s_k, offset, CAUSAL=CAUSAL, BOUNDED=BOUNDED)
+            probs = tl.where(mask, probs, 0.0)
+
+        # gradients
+        start_dprobs = tl.broadcast_to(dprob_start[:, None], (q.shape[0], BLOCK_N))
+        dscores = probs * tl.dot(dout, tl.trans(v), start_dprobs, input_precision="ieee")
+        dq = tl.dot(dscores.to(k.dtype), k, dq, input_precision="ieee")
+    return dq
+
+
+@triton.jit
+def dq_kernel(
+    Q, K, V, FIRST_KEY, DOUT, SCORE_START, DPROB_START, DQ,
+    q_strides, k_strides, v_strides, dout_strides, dq_strides, first_key_stride,
+    s_q, s_k, padded_s_q, heads, heads_per_group, key_start, offset, scale,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """dq of one block of queries of one head."""
+    # the queries, and what starts_kernel has made of them
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
+    batch, head = sequence_and_head(heads)
+    group = head // heads_per_group
+    rows = row + tl.arange(0, BLOCK_M)
+    FIRST_KEY += batch.to(tl.int64) * first_key_stride
+    q = load_block(Q, q_strides, batch, head, row, s_q, EDGE=True, TMA=TMA, BLOCK=BLOCK_M, DIM=HEAD_DIM)
+    dout = load_block(
+        DOUT, dout_strides, batch, head, row, s_q,
+        EDGE=True,
+        TMA=TMA,
+        BLOCK=BLOCK_M,
+        DIM=VALUE_DIM,
+    )
+    row_index = tl.program_id(1).to(tl.int64) * padded_s_q
+    score_start = tl.load(SCORE_START + row_index + rows)
+    dprob_start = tl.load(DPROB_START + row_index + rows)
+
+    # which keys they see
+    first_key = load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED)
+    begin, full_begin, full_end, end = key_range(
+        FIRST_KEY, row, s_q, s_k, offset, key_start,
+        CAUSAL=CAUSAL,
+        BOUNDED=BOUNDED,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )
+
+    # first the blocks that all these queries see in full, then the others
+    dq = tl.zeros((BLOCK_M, padded(HEAD_DIM)), tl.float32)
+    for MASKED in tl.static_range(2):
+        dq = accumulate_dq(
+            dq, q, dout, score_start, dprob_start, K, V, k_strides, v_strides, batch, group, rows, first_key,
+            begin, full_begin, full_end, end,
+            s_k=s_k,
+            offset=offset,
+            scale=scale,
+            MASKED=MASKED,
+            CAUSAL=CAUSAL,
+            BOUNDED=BOUNDED,
+            TMA=TMA,
+            BLOCK_N=BLOCK_N,
+            HEAD_DIM=HEAD_DIM,
+            VALUE_DIM=VALUE_DIM,
+        )
+    DQ = head_of(DQ, dq_strides, batch, head)
+    store_rows(DQ, dq * (scale / LOG2E), rows, dq_strides[1], s_q, DIM=HEAD_DIM)
+
+
+@triton.jit
+def accumulate_dkv(
+    dk, dv, k, v, Q, DOUT, SCORE_START, DPROB_START, q_strides, dout_strides, batch, head, columns, query_end,
+    begin, full_begin, full_end, end, s_q, s_k, offset, scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Adds what the edges of a range of queries of one head (MASKED), or its middle, contribute to dk and dv
+    of a block of keys."""
+    first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_M)
+    for i in range(0, number):
+        start = block_start(i, first, before, gap, MASKED, BLOCK_M)
+        rows = start + tl.arange(0, BLOCK_M)
+        q = load_block(
+            Q, q_strides, batch, head, start, s_q,
+            EDGE=True,
+            TMA=TMA,
+            BLOCK=BLOCK_M,
+            DIM=HEAD_DIM,
+        )
+        dout = load_block(
+            DOUT, dout_strides, batch, head, start, s_q,
+            EDGE=True,
+            TMA=TMA,
+            BLOCK=BLOCK_M,
+            DIM=VALUE_DIM,
+        )
+
+        # keys are rows here
+        probs, dprobs = transposed_scores(
+            k, q, v, dout, SCORE_START, DPROB_START, rows, columns, query_end, s_k, offset, scale,
+            MASKED=MASKED,
+            CAUSAL=CAUSAL,
+            BOUNDED=BOUNDED,
+        )
+        dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision="ieee")
+        dscores = probs * dprobs
+        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
+    return dk, dv
+
+
+@triton.jit
+def dkv_kernel(
+    Q, K, V, QUERY_END, DOUT, SCORE_START, DPROB_START, DK, DV,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    query_end_stride,
+    s_q, s_k, padded_s_q, groups, heads_per_group, query_start, offset, scale,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """dk and dv of one block of keys of one key head, from all query heads that share it."""
+    # the keys, and which queries see them
+    column = tl.program_id(0) * BLOCK_N
+    columns = column + tl.arange(0, BLOCK_N)
+    batch = tl.program_id(2)
+    group = tl.program_id(1)
+    k = load_block(K, k_strides, batch, group, column, s_k, EDGE=True, TMA=TMA, BLOCK=BLOCK_N, DIM=HEAD_DIM)
+    v = load_block(V, v_strides, batch, group, column, s_k, EDGE=True, TMA=TMA, BLOCK=BLOCK_N, DIM=VALUE_DIM)
+    QUERY_END += batch.to(tl.int64) * query_end_stride
+    query_end = load_query_ends(QUERY_END, columns, s_k, query_start, BOUNDED)
+    begin, full_begin, full_end, end = query_range(
+        QUERY_END, column, s_q, s_k, offset, query_start,
+        CAUSAL=CAUSAL,
+        BOUNDED=BOUNDED,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )
+
+    # of each query head: first the queries that need a mask, then those that see all these keys
+    dk = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
+    dv = tl.zeros((BLOCK_N, padded(VALUE_DIM)), tl.float32)
+    for i in range(0, heads_per_group):
+        head = group * heads_per_group + i
+        row_index = (batch * groups * heads_per_group + head).to(tl.int64) * padded_s_q
+        for MASKED in tl.static_range(1, -1, -1):
+            dk, dv = accumulate_dkv(
+                dk, dv, k, v, Q, DOUT, SCORE_START + row_index, DPROB_START + row_index,
+                q_strides, dout_strides, batch, head, columns, query_end, begin, full_begin, full_end, end,
+                s_q=s_q,
+                s_k=s_k,
+                offset=offset,
+                scale=scale,
+                MASKED=MASKED,
+                CAUSAL=CAUSAL,
+                BOUNDED=BOUNDED,
+                TMA=TMA,
+                BLOCK_M=BLOCK_M,
+                HEAD_DIM=HEAD_DIM,
+                VALUE_DIM=VALUE_DIM,
+            )
+
+    DK = head_of(DK, dk_strides, batch, group)
+    store_rows(DK, dk * (scale / LOG2E), columns, dk_strides[1], s_k, DIM=HEAD_DIM)
+    DV = head_of(DV, dv_strides, batch, group)
+    store_rows(DV, dv, columns, dv_strides[1], s_k, DIM=VALUE_DIM)

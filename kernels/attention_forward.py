@@ -1,0 +1,162 @@
+"""The Triton kernels of attention's forward (FlashAttention, arXiv 2307.08691), and of the merge of two
+parts. Their arguments are explained in kernels/attention_blocks.py."""
+from kernels.attention_blocks import (
+    LOG2E,
+    block_start,
+    blocks_to_visit,
+    head_of,
+    key_range,
+    load_block,
+    load_first_keys,
+    load_rows,
+    padded,
+    sees_keys,
+    sequence_and_head,
+    store_rows,
+)
+from kernels.tiles import block_range
+from kernels.triton_ import tl, triton
+
+
+@triton.jit
+def accumulate_output(
+    out, denominator, row_max, q, K, V, k_strides, v_strides, batch, group, rows, first_key,
+    begin, full_begin, full_end, end, s_k, offset, scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """Adds the edges of a range of keys (MASKED), or its middle, to the online softmax of a block of queries.
+    """
+    first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_N)
+    for i in range(0, number):
+        # scores
+        start = block_start(i, first, before, gap, MASKED, BLOCK_N)
+        k = load_block(
+            K, k_strides, batch, group, start, s_k,
+            EDGE=MASKED,
+            TMA=TMA,
+            BLOCK=BLOCK_N,
+            DIM=HEAD_DIM,
+        )
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            columns = start + tl.arange(0, BLOCK_N)
+            mask = sees_keys(rows, columns, first_key, s_k, offset, CAUSAL=CAUSAL, BOUNDED=BOUNDED)
+            scores = tl.where(mask, scores, -float("inf"))
+
+        # probabilities, relative to the largest score so far
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        base = new_max
+        if MASKED:  # a query without a key so far: exp2(-inf - 0), not exp2(-inf + inf)
+            base = tl.where(new_max == -float("inf"), 0.0, new_max)
+        probs = tl.exp2(scores - base[:, None])
+        shrink = tl.exp2(row_max - base)
+        denominator = denominator * shrink + tl.sum(probs, 1)
+
+        # their values
+        v = load_block(
+            V, v_strides, batch, group, start, s_k,
+            EDGE=MASKED,
+            TMA=TMA,
+            BLOCK=BLOCK_N,
+            DIM=VALUE_DIM,
+        )
+        out = tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+        row_max = new_max
+    return out, denominator, row_max
+
+
+@triton.jit
+def forward_kernel(
+    Q, K, V, FIRST_KEY, OUT, LSE,
+    q_strides, k_strides, v_strides, out_strides, first_key_stride,
+    s_q, s_k, heads, heads_per_group, key_start, offset, scale,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """One block of queries of one head: its output and logsumexp."""
+    # the queries, and which keys they see
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
+    batch, head = sequence_and_head(heads)
+    group = head // heads_per_group
+    rows = row + tl.arange(0, BLOCK_M)
+    FIRST_KEY += batch.to(tl.int64) * first_key_stride
+    q = load_block(Q, q_strides, batch, head, row, s_q, EDGE=True, TMA=TMA, BLOCK=BLOCK_M, DIM=HEAD_DIM)
+
+    first_key = load_first_keys(FIRST_KEY, rows, s_q, key_start, BOUNDED)
+    begin, full_begin, full_end, end = key_range(
+        FIRST_KEY, row, s_q, s_k, offset, key_start,
+        CAUSAL=CAUSAL,
+        BOUNDED=BOUNDED,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )
+
+    # online softmax: first over the blocks that all these queries see in full, then over the others
+    out = tl.zeros((BLOCK_M, padded(VALUE_DIM)), tl.float32)
+    denominator = tl.zeros((BLOCK_M,), tl.float32)
+    row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    for MASKED in tl.static_range(2):
+        out, denominator, row_max = accumulate_output(
+            out, denominator, row_max, q, K, V, k_strides, v_strides, batch, group, rows, first_key,
+            begin, full_begin, full_end, end,
+            s_k=s_k,
+            offset=offset,
+            scale=scale,
+            MASKED=MASKED,
+            CAUSAL=CAUSAL,
+            BOUNDED=BOUNDED,
+            TMA=TMA,
+            BLOCK_N=BLOCK_N,
+            HEAD_DIM=HEAD_DIM,
+            VALUE_DIM=VALUE_DIM,
+        )
+
+    # output and logsumexp: 0 and -inf of a query that sees no key
+    sees_a_key = denominator > 0.0
+    denominator = tl.where(sees_a_key, denominator, 1.0)
+    OUT = head_of(OUT, out_strides, batch, head)
+    store_rows(OUT, out / denominator[:, None], rows, out_strides[1], s_q, DIM=VALUE_DIM)
+    lse = (row_max + tl.log2(denominator)) / LOG2E
+    lse = tl.where(sees_a_key, lse, -float("inf"))
+    LSE = LSE + tl.program_id(1).to(tl.int64) * s_q
+    tl.store(LSE + rows, lse, rows < s_q)
+
+
+@triton.jit
+def merge_kernel(
+    OUT, LSE, OTHER, OTHER_LSE, out_strides, lse_strides, other_strides, other_lse_strides, s_q, heads,
+    BLOCK_M: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """merge_partial (kernels/partial_attention.py) of one block of queries of one head."""
+    batch, head = sequence_and_head(heads)
+    rows = block_range(tl.program_id(0), BLOCK_M)
+    inside = rows < s_q
+    LSE = head_of(LSE, lse_strides, batch, head) + rows * lse_strides[1]
+    lse = tl.load(LSE, inside, 0.0) * LOG2E
+    OTHER_LSE = head_of(OTHER_LSE, other_lse_strides, batch, head) + rows * other_lse_strides[1]
+    other_lse = tl.load(OTHER_LSE, inside, 0.0) * LOG2E
+
+    # both sums of exponentials, relative to the larger one
+    largest = tl.maximum(lse, other_lse)
+    share = tl.exp2(lse - largest)
+    other_share = tl.exp2(other_lse - largest)
+    total = share + other_share
+    tl.store(LSE, (largest + tl.log2(total)) / LOG2E, inside)
+
+    OUT = head_of(OUT, out_strides, batch, head)
+    OTHER = head_of(OTHER, other_strides, batch, head)
+    out = load_rows(OUT, rows, out_strides[1], s_q, EDGE=True, DIM=VALUE_DIM) * (share / total)[:, None]
+    other = load_rows(OTHER, rows, other_strides[1], s_q, EDGE=True, DIM=VALUE_DIM)
+    store_rows(OUT, out + other * (other_share / total)[:, None], rows, out_strides[1], s_q, DIM=VALUE_DIM)

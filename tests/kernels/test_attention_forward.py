@@ -1,0 +1,31 @@
+"""Attention's forward where there is no mask, and the merge of two of its parts."""
+
+import torch
+
+from kernels import partial_attention as kernel
+from kernels.partial_attention import attention_part, merge_partial, partial_backward
+
+
+def test_triton_where_everyone_sees_all(small):
+    q, dy = (torch.randn(2, 37, 6, 8, device=small) for _ in "qd")
+    k, v = (torch.randn(2, 37, 3, 8, device=small) for _ in "kv")
+    out, lse = attention_part(q, k, v, None)
+    want = kernel.partial_reference(q, k, v, None)
+    torch.testing.assert_close((out, lse), want)
+    delta = (out * dy).sum(-1)
+    torch.testing.assert_close(
+        partial_backward(dy, q, k, v, None, lse, delta),
+        kernel.partial_backward_reference(dy, q, k, v, None, lse, delta),
+    )
+
+
+def test_triton_merges_parts(small):
+    """Into slices of a longer tensor, as a ring does; where a part shows a query nothing."""
+    out, other = (torch.randn(2, 50, 3, 24, device=small) for _ in range(2))
+    lse, other_lse = (3 * torch.randn(2, 50, 3, device=small) for _ in range(2))
+    other_lse[0, 30:] = -torch.inf
+    whole, whole_lse = out.double(), lse.double()
+    rows = slice(10, 45)
+    merge_partial(whole[:, rows], whole_lse[:, rows], other[:, rows].double(), other_lse[:, rows].double())
+    merge_partial(out[:, rows], lse[:, rows], other[:, rows], other_lse[:, rows])
+    torch.testing.assert_close((out.double(), lse.double()), (whole, whole_lse), rtol=1e-5, atol=1e-5)
