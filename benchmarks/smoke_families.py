@@ -387,16 +387,24 @@ def linears(inputs: Inputs) -> Checks:
     )
     yield "linear", check
 
+    def definition() -> Results:
+        return {"dweight": dy.float().t() @ x.float()}
+
     ways = {} if linear.skewed(dy, x) else {"weight gradient, own kernel": linear.launch_wgrad}
     if inputs.device.type == "cuda":
-        ways["weight gradient, NVIDIA's library"] = linear.add_by_library
-    for name, add in ways.items():
+        ways["weight gradient, NVIDIA's library"] = linear.write_by_library
+    for name, write in ways.items():
 
-        def added(add=add) -> Results:
+        def added(write=write) -> Results:
             into = torch.full((size.ffn, size.hidden), START, device=inputs.device)
-            return {"dweight": add(into, dy, x) - START}
+            return {"dweight": write(into, dy, x, add=True) - START}
 
-        yield name, Check(added, lambda: {"dweight": dy.float().t() @ x.float()}, {"dweight": summed})
+        def written(write=write) -> Results:
+            into = torch.full((size.ffn, size.hidden), float("nan"), device=inputs.device)
+            return {"dweight": write(into, dy, x, add=False)}
+
+        for which, ours in (("", added), (", the first of a step", written)):
+            yield name + which, Check(ours, definition, {"dweight": summed})
 
 
 def symmetric_products(inputs: Inputs) -> Checks:
@@ -517,7 +525,7 @@ def fp8_products(inputs: Inputs) -> Checks:
 
             def added(a=a, b=b) -> Results:
                 into = torch.full((size.tokens, size.ffn), START, device=inputs.device)
-                return {"y": fp8_gemm.add_scaled_product(into, a, b, BF16) - START}
+                return {"y": fp8_gemm.write_scaled_product(into, a, b, BF16, add=True) - START}
 
             check = Check(
                 lambda a=a, b=b: {"y": fp8_gemm.scaled_product(a, b, BF16)},
@@ -540,13 +548,15 @@ def fp8_grouped_products(inputs: Inputs) -> Checks:
     weight = inputs.randn(size.experts, 2 * size.expert_ffn, size.hidden)
     for recipe, (kind, weight_kind, _) in fp8_grouped.RECIPES.items():
         a = fp8_gemm.quantize_operand(x, kind, fp8.E4M3, fp8.BLOCK_SIDE)
-        b = fp8_grouped.quantized_experts(weight, weight_kind, fp8.BLOCK_SIDE)
+        stacked = weight.flatten(0, 1)
+        b = fp8_grouped.quantized_experts(stacked, size.experts, weight_kind, fp8.BLOCK_SIDE).ahead
 
         def ours(a=a, b=b) -> Results:
             return {"y": fp8_grouped.grouped_product(a, b, offsets, size.experts, BF16)}
 
         def definition(a=a, b=b) -> Results:
-            return {"y": expert_products(a.dequantized(), b.dequantized(), counts)}
+            by_expert = b.dequantized().view(size.experts, -1, size.hidden)
+            return {"y": expert_products(a.dequantized(), by_expert, counts)}
 
         bounds = {"y": fp8_bound(size.hidden, fp8_grouped.STEP)}
         yield f"fp8 grouped product, {recipe}", Check(ours, definition, bounds)

@@ -75,7 +75,7 @@ RATES = {
     "library": Rate(640, 690, 720, 788, "cuBLAS bf16, large shapes, at the clock that 700 W allow"),
     "own": Rate(500, 570, 620, 788, "weight gradients of kernels/linear.py: " + OWN),
     "own grouped": Rate(480, 560, 620, 788, "kernels/grouped_gemm.py, two programs a processor: " + OWN),
-    "own grouped, weights": Rate(440, 490, 540, 788, "its weight gradients, one program a processor: " + OWN),
+    "own grouped, weights": Rate(440, 490, 540, 788, "its weight gradients, priced as one program a processor: " + OWN),
     "library grouped": Rate(520, 600, 660, 788, "torch._grouped_mm (CUTLASS)"),
     "library fp8": Rate(1200, 1350, 1450, 1576, "torch._scaled_mm with fast sums"),
     "library fp8, exact sums": Rate(950, 1060, 1150, 1576, "torch._scaled_mm without fast sums"),
@@ -85,8 +85,8 @@ RATES = {
     "cudnn backward": Rate(400, 450, 490, 520, "cuDNN's, five products counted"),
     "flash 2": Rate(330, 350, 380, 600, "FlashAttention 2 in torch, written for sm_80"),
     "flash 2 backward": Rate(210, 230, 260, 520, "the same, five products counted"),
-    "own attention": Rate(330, 370, 400, 600, "kernels/partial_attention.py: " + OWN),
-    "own attention backward": Rate(230, 265, 300, 520, "the same, seven products counted: " + OWN),
+    "own attention": Rate(330, 370, 400, 600, "kernels/attention_forward.py: " + OWN),
+    "own attention backward": Rate(230, 265, 300, 520, "kernels/attention_backward.py: " + OWN),
 }
 BANDWIDTH = Rate(3.3, 3.65, 3.95, 4.3, "TB/s of a kernel that only moves; the data sheet says 4.8")
 SHORTEST = Rate(3.0, 2.5, 2.0, 0.0, "microseconds from one launch to the next on the GPU")

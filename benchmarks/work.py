@@ -176,14 +176,25 @@ KERNELS = {
     "fp8_grouped.scaled_grouped_kernel": KernelRow("products", "own fp8", of_rows("A", "inner", "outer")),
     "newton_schulz.symmetric_kernel": KernelRow("optimizer", "own", of_sizes("m", "m", "n")),
     # attention
-    "partial_attention.forward_kernel": KernelRow(FORWARD, "own attention", of_attention(1, 1)),
-    "partial_attention.delta_kernel": KernelRow(BACKWARD),
-    "partial_attention.dq_kernel": KernelRow(
+    "attention_forward.forward_kernel": KernelRow(FORWARD, "own attention", of_attention(1, 1)),
+    "attention_forward.merge_kernel": KernelRow(FORWARD),
+    "attention_backward.delta_kernel": KernelRow(BACKWARD),
+    "attention_backward.starts_kernel": KernelRow(BACKWARD),
+    "attention_backward.backward_kernel": KernelRow(
+        BACKWARD, "own attention backward", of_attention(3, 2)
+    ),
+    "attention_backward.add_parts_kernel": KernelRow(BACKWARD),
+    "attention_backward.dq_kernel": KernelRow(
         BACKWARD, "own attention backward", of_attention(2, 1), needed=FIVE_OF_SEVEN
     ),
-    "partial_attention.dkv_kernel": KernelRow(
+    "attention_backward.dkv_kernel": KernelRow(
         BACKWARD, "own attention backward", of_attention(2, 2), needed=FIVE_OF_SEVEN
     ),
+    # mixtures
+    "router.router_kernel": KernelRow("router"),
+    "router.statistics_kernel": KernelRow("router"),
+    "router.router_backward_kernel": KernelRow("router"),
+    "grouped_gemm.row_tiles_kernel": KernelRow("router"),
     # what memory bounds
     "norm.forward_kernel": KernelRow("elementwise"),
     "norm.backward_kernel": KernelRow("elementwise"),
@@ -198,6 +209,7 @@ KERNELS = {
     "permute.sum_kernel": KernelRow("permute", nbytes=gathered_bytes),
     "fp8.cast_kernel": KernelRow("quantization", needed=0.0),
     "fp8.largest_kernel": KernelRow("quantization", needed=0.0),
+    "fp8.maxima_kernel": KernelRow("quantization", needed=0.0),
     "adam.adamw_kernel": KernelRow("optimizer"),
 }
 

@@ -19,13 +19,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.grad import accumulate_grad, accumulation_dtype
+from kernels.grad import accumulate_grad, accumulation_dtype, write_or_add
 from kernels.linear import (
     RecomputeFunction,
-    add_wgrad,
     library_adds_in_fp32,
     recompute_input,
     source_of,
+    write_wgrad,
 )
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, kernel_is_available, num_processors, power_of_2, tl, triton
@@ -728,20 +728,23 @@ class _RoutedWeights(torch.autograd.Function):
         flat_dlogits = dlogits.flatten(0, -2)  # [t, E], in two [t, 2E]
         if in_two:
             dx = flat_dlogits @ weight.repeat(2, 1)
-            dw = accumulate_grad(ctx.weight, lambda into: add_wgrad_in_two(into, flat_dlogits, flat_x))
+            dw = accumulate_grad(
+                ctx.weight, lambda into, add: write_wgrad_in_two(into, flat_dlogits, flat_x, add))
         else:
             dx = flat_dlogits @ weight.to(logits.dtype)
             dw = accumulate_grad(
-                ctx.weight, lambda into: add_wgrad(into, flat_dlogits, flat_x.to(logits.dtype)))
+                ctx.weight,
+                lambda into, add: write_wgrad(into, flat_dlogits, flat_x.to(logits.dtype), add),
+            )
         return dx.to(x.dtype).view(x.shape), dw, *[None] * (5 + len(inputs) * (ctx.function is not None))
 
 
-def add_wgrad_in_two(into: Tensor | None, dlogits: Tensor, x: Tensor) -> Tensor:
-    """into [E, d] += dy^T x, where dlogits [t, 2E] is dy rounded, and what the rounding left. x [t, d].
+def write_wgrad_in_two(into: Tensor | None, dlogits: Tensor, x: Tensor, add: bool) -> Tensor:
+    """into [E, d] = (or, add: +=) dy^T x, where dlogits [t, 2E] is dy rounded, and what the rounding left.
 
-    One product for both, so that x is read once. If into is None: returns dy^T x.
+    x [t, d]. One product for both, so that x is read once. If into is None: returns dy^T x.
     """
     rounded, left = multiply_into_fp32(dlogits.t(), x).chunk(2)
     if into is None:
         return rounded + left
-    return into.add_(rounded).add_(left)
+    return write_or_add(into, rounded, add).add_(left)

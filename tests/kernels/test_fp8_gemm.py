@@ -146,12 +146,12 @@ def test_where_it_returns_fp32_it_is_added_to_the_weight_gradient(monkeypatch):
     for kind, count in (("tensor", 1), ("row", 0), ("group", 0)):
         _, (a, b) = operands(48, 32, 64, (kind, kind), E5M2)
         into = torch.ones(48, 32)
-        assert add_scaled_product(into, a, b, torch.bfloat16) is into
+        assert write_scaled_product(into, a, b, torch.bfloat16, add=True) is into
         torch.testing.assert_close(into, 1 + a.dequantized() @ b.dequantized().t())
         assert len(calls) == count, kind
         calls.clear()
     _, (a, b) = operands(48, 32, 64, ("tensor", "tensor"), E5M2)
-    add_scaled_product(torch.ones(48, 32, dtype=torch.float64), a, b, torch.float64)  # not into fp32
+    write_scaled_product(torch.ones(48, 32, dtype=torch.float64), a, b, torch.float64, add=True)  # not fp32
     assert not calls
 
 

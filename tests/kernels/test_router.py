@@ -73,6 +73,7 @@ def run(x, weight, bias, counted, scale, rule, aux_loss, z_loss, dweights, rows)
     losses = RouterLosses(counted, scale.to(logits.dtype), load, aux_loss, z_loss)
     x, weight = (t.detach().requires_grad_() for t in (x, weight))
     weight.main_grad = torch.full(weight.shape, 2.0, dtype=logits.dtype, device=x.device)
+    weight.grad_is_written = True
     weights = routed_weights(x, weight, logits, choice, rule, losses)
     weights.backward(dweights)
     assert weight.grad is None
