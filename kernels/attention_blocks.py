@@ -146,7 +146,7 @@ def query_range(
     BOUNDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-):
+) -> "tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]":
     """Which queries see the keys column .. column + BLOCK_N - 1: (begin, full_begin, full_end, end).
 
     All but the end are multiples of BLOCK_M. Queries from s_q on do not count: they are loaded so that their

@@ -274,7 +274,10 @@ def launch_backward(
     """partial_backward (kernels/partial_attention.py) as Triton kernels."""
     dout, q, k, v = (by_channel(x) for x in (dout.to(q.dtype), q, k, v))
     starts = launch_starts(lse, delta, root=math.sqrt(q.shape[-1]))
-    grads = into or tuple(x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+    grads = into
+    if grads is None:
+        dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
+        grads = dq, dk, dv
     if blocks_of(BACKWARD_BLOCKS, q, v) is not None and copy_engine_reads(q, k, v, dout, *grads[1:]):
         launch_five_products(dout, q, k, v, mask, starts, grads)
     else:

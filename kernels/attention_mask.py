@@ -114,8 +114,7 @@ def make_attention_mask(query_start: int, s_q: int, key_start: int, s_k: int, wi
         query_end = torch.minimum(query_end, positions + window)
 
     packed = None
-    covers_documents = docs is not None and docs.shape[1] == s_q == s_k
-    if counts is not None and covers_documents:
+    if counts is not None and docs is not None and docs.shape[1] == s_q == s_k:
         narrow = window is not None and window < counts.longest
         ends = document_ends(docs, counts.number)
         packed = PackedDocuments(ends, *counts, window=window if narrow else None)

@@ -162,12 +162,10 @@ def obstacle_to_fp32(device: torch.device, kind: str, dtype: torch.dtype) -> str
     for count in (rows, columns):
         powers = torch.arange(count if kind == "row" else 1, device=device) % 3 - 1
         scales.append(2.0**powers[:, None])
-    operands = [
-        QuantizedMatrix(a.to(dtype), scales[0], kind, fp8.BLOCK_SIDE),
-        QuantizedMatrix(b.to(fp8.E4M3), scales[1], kind, fp8.BLOCK_SIDE),
-    ]
+    quantized_a = QuantizedMatrix(a.to(dtype), scales[0], kind, fp8.BLOCK_SIDE)
+    quantized_b = QuantizedMatrix(b.to(fp8.E4M3), scales[1], kind, fp8.BLOCK_SIDE)
     try:
-        result = multiply_by_library(*operands, torch.float32)
+        result = multiply_by_library(quantized_a, quantized_b, torch.float32)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
     want = 385.0 * scales[0] * scales[1].t()

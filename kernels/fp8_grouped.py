@@ -69,7 +69,7 @@ def quantized_experts(weight: Tensor, experts: int, kind: str, side: int) -> Qua
         if kind != "matrix":
             return quantize_operand_pair(matrices, kind, E4M3, side)
         ahead, back = quantize_pair(matrices, "tensor", E4M3)
-        _, rows, columns = matrices.shape
+        rows, columns = matrices.shape[1:]
         return QuantizedPair(
             QuantizedMatrix(*ahead, kind, side=rows), QuantizedMatrix(*back, kind, side=columns)
         )

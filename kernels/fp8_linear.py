@@ -124,9 +124,9 @@ def shared_maxima(
             for share in spanned:
                 share(largest)
             return Maxima(largest, largest)
-    if kind == "row" and columns is not None:
+    if kind == "row" and columns is not None and maxima.rows is not None:
         columns(maxima.rows)
-    if kind == "row" and both and rows is not None:
+    if kind == "row" and both and rows is not None and maxima.columns is not None:
         rows(maxima.columns)
     return maxima
 

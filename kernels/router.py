@@ -292,7 +292,7 @@ def load_logits(LOGITS, tokens, num_tokens, experts, exists, num_experts):
 
 
 @triton.jit
-def softmax_of(logits):
+def softmax_of(logits) -> "tuple[tl.tensor, tl.tensor]":
     """(softmax, logsumexp) over the last dim of [M, N]."""
     largest = tl.max(logits, 1)
     exponentials = tl.exp(logits - largest[:, None])

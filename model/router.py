@@ -191,15 +191,19 @@ class Router(nn.Module):
         if not isinstance(scale, Tensor):  # filled on the device: a copy would stop the host
             scale = sums.shares.new_full((), scale)
 
-        has_load = model.aux_loss > 0 and self.load is not None
-        has_counts = model.aux_loss > 0 and self.load is None
+        load: Tensor | None = None
+        counts: Tensor | None = None
+        if model.aux_loss and self.load is not None:
+            load = self.load.to(sums.shares.dtype)[None]
+        elif model.aux_loss:
+            counts = self.balanced_counts(sums.counts)
         stats, load = router_statistics(
             sums,
             scale,
             aux_loss=model.aux_loss,
             z_loss=model.z_loss,
-            load=self.load.to(sums.shares.dtype)[None] if has_load else None,
-            counts=self.balanced_counts(sums.counts) if has_counts else None,
+            load=load,
+            counts=counts,
         )
         losses = RouterLosses(
             router_inputs.counted, scale, load, aux_loss=model.aux_loss, z_loss=model.z_loss)

@@ -84,7 +84,7 @@ def count_launches(monkeypatch, *args: str) -> tuple[Counter, Counter]:
     with META:
         run = build_run(cfg, Mesh.single(), META, None, 10)
         for bucket in run.buckets:
-            bucket.grads.zero_grad()
+            bucket.grads.start_step()
         mixture = run.stages[0].blocks[0].mlp
         x = torch.empty(2, 32, 64, dtype=torch.bfloat16, requires_grad=True)
         learn = RouterInputs(torch.empty(2, 32, dtype=torch.bool), torch.empty(()), None)
