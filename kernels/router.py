@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.grad import accumulate_grad, accumulation_dtype, write_or_add
+from kernels.grad import accumulate_grad, accumulation_dtype
 from kernels.linear import (
     RecomputeFunction,
     library_adds_in_fp32,
@@ -747,4 +747,6 @@ def write_wgrad_in_two(into: Tensor | None, dlogits: Tensor, x: Tensor, add: boo
     rounded, left = multiply_into_fp32(dlogits.t(), x).chunk(2)
     if into is None:
         return rounded + left
-    return write_or_add(into, rounded, add).add_(left)
+    if not add:
+        return torch.add(rounded, left, out=into)
+    return into.add_(rounded).add_(left)
