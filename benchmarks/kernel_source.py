@@ -249,8 +249,6 @@ def bind_arguments(kernel: Any, args: tuple, kwargs: Mapping[str, Any]) -> dict[
     return {name: plain_value(value) for name, value in bound.arguments.items()}
 
 
-
-
 def fixed_numbers(kernel: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments that are compiled into the kernel: its tl.constexpr, and None for a tensor."""
     fixed = {}

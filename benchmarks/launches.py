@@ -13,7 +13,6 @@ launch.
 import contextlib
 import functools
 import importlib
-import math
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +31,7 @@ from triton.runtime.jit import KernelInterface
 
 import kernels
 from benchmarks.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
+from kernels import attention, attention_libraries
 from parallel.sharding import spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -175,10 +175,29 @@ def claimed_gpu(chip: Chip, recorder: "Recorder") -> Iterator[torch.device]:
         stack.enter_context(fresh_caches())
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
-        fused = importlib.import_module("kernels.attention").FUSED_KERNELS
-        stack.enter_context(mock.patch.dict(fused, {kind: lambda call: True for kind in fused}))
+        stack.enter_context(claimed_libraries())
         stack.enter_context(ClaimedDevice(device, recorder))
         yield device
+
+
+@contextlib.contextmanager
+def claimed_libraries() -> Iterator[None]:
+    """Inside, the attention of torch is installed and flash-attn is not, and what is tried works.
+
+    A trial compares values, which meta tensors have not.
+    """
+    real_function = attention_libraries.installed_function
+
+    def installed_function(module: str, name: str) -> Callable[..., Any] | None:
+        return real_function(module, name) if module.startswith("torch.") else None
+
+    fused = dict.fromkeys(attention.FUSED_KERNELS, lambda call: True)
+    with (
+        mock.patch.dict(attention.FUSED_KERNELS, fused),
+        mock.patch.object(attention_libraries, "installed_function", installed_function),
+        mock.patch.object(attention_libraries, "passes_trial", lambda *_: True),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -215,11 +234,12 @@ def without_initial_weights() -> Iterator[None]:
 
 # ---- attention of the library ------------------------------------------------------------------------------
 
-# The largest head dim that each kernel of torch takes on Hopper; all want 16-bit operands and multiples of 8.
-LIBRARY_HEAD_DIMS = {
-    SDPBackend.CUDNN_ATTENTION: 128,
-    SDPBackend.FLASH_ATTENTION: 256,
-    SDPBackend.EFFICIENT_ATTENTION: math.inf,
+# Which head dims (of keys: d, of values: e) each kernel of torch takes on Hopper; all want 16-bit operands
+# and multiples of 8. Those of latent attention need cuDNN 9.11.
+LIBRARY_HEAD_DIMS: dict[SDPBackend, Callable[[int, int], bool]] = {
+    SDPBackend.CUDNN_ATTENTION: lambda d, e: max(d, e) <= 128 or (d, e) == (192, 128),
+    SDPBackend.FLASH_ATTENTION: lambda d, e: d == e <= 256,
+    SDPBackend.EFFICIENT_ATTENTION: lambda d, e: True,
 }
 
 
@@ -237,7 +257,7 @@ def library_attention(
     the call (torch's sdp_utils.cpp). q, k, v [b, h or g, s, d].
     """
     aten = torch.ops.aten
-    backend = library_backend(query, attn_mask)
+    backend = library_backend(query, value, attn_mask)
     options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale}
     if backend == SDPBackend.CUDNN_ATTENTION:
         return aten._scaled_dot_product_cudnn_attention(query, key, value, attn_mask, True, **options)[0]
@@ -251,7 +271,7 @@ def library_attention(
     return aten._scaled_dot_product_attention_math(query, key, value, attn_mask, **options)[0]
 
 
-def library_backend(query: Tensor, mask: Tensor | None) -> SDPBackend:
+def library_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> SDPBackend:
     """The first kernel in torch's order that is enabled and takes the call."""
     flags = torch.backends.cuda
     is_enabled = {
@@ -261,10 +281,10 @@ def library_backend(query: Tensor, mask: Tensor | None) -> SDPBackend:
         SDPBackend.FLASH_ATTENTION: flags.flash_sdp_enabled() and mask is None,
         SDPBackend.EFFICIENT_ATTENTION: flags.mem_efficient_sdp_enabled(),
     }
-    head_dim = query.shape[-1]
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    for backend, largest in LIBRARY_HEAD_DIMS.items():
-        if is_enabled[backend] and is_half and head_dim <= largest and head_dim % 8 == 0:
+    d, e = query.shape[-1], value.shape[-1]
+    is_supported = query.dtype in (torch.bfloat16, torch.float16) and d % 8 == e % 8 == 0
+    for backend, takes in LIBRARY_HEAD_DIMS.items():
+        if is_enabled[backend] and is_supported and takes(d, e):
             return backend
     return SDPBackend.MATH
 
@@ -280,6 +300,8 @@ KERNELS_OF = {
     "aten.nonzero": 3,
     "aten._scaled_dot_product_cudnn_attention_backward": 3,
     "aten._scaled_dot_product_flash_attention_backward": 3,
+    "torch_attn._varlen_attn": 2,
+    "torch_attn._varlen_attn_backward": 6,  # with sums over the query heads of a group
 }
 # Operations that start none, beside views and those of no tensor.
 NOTHING_STARTS = {

@@ -42,6 +42,7 @@ from benchmarks.shape import Shape
 from benchmarks.work import PARTS, Facts, JudgedLaunch, judge
 from build import TrainingRun, build_run
 from config import Config, ConfigError
+from kernels.attention_mask import DocumentCounts
 from parallel.cost import Workload
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
@@ -75,7 +76,7 @@ RATES = {
     "library": Rate(640, 690, 720, 788, "cuBLAS bf16, large shapes, at the clock that 700 W allow"),
     "own": Rate(500, 570, 620, 788, "weight gradients of kernels/linear.py: " + OWN),
     "own grouped": Rate(480, 560, 620, 788, "kernels/grouped_gemm.py, two programs a processor: " + OWN),
-    "own grouped, weights": Rate(440, 490, 540, 788, "its weight gradients, priced as one program a processor: " + OWN),
+    "own grouped, weights": Rate(440, 490, 540, 788, "its weight gradients: " + OWN),
     "library grouped": Rate(520, 600, 660, 788, "torch._grouped_mm (CUTLASS)"),
     "library fp8": Rate(1200, 1350, 1450, 1576, "torch._scaled_mm with fast sums"),
     "library fp8, exact sums": Rate(950, 1060, 1150, 1576, "torch._scaled_mm without fast sums"),
@@ -103,7 +104,10 @@ HOST = {  # microseconds of the host
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model of benchmarks/shape.py and keys beside its own. documents: tokens of each in a sequence."""
+    """A model of benchmarks/shape.py and keys beside its own.
+
+    documents: so many equal ones in each sequence; None: those of the shape, or one.
+    """
 
     shape: str
     model: Mapping[str, object] = field(default_factory=dict)
@@ -121,6 +125,8 @@ SCENARIOS = {
     "dense-128k": Scenario("dense-128k"),
     "8b": Scenario("8b"),
     "moe": Scenario("moe"),
+    "packed": Scenario("packed"),
+    "packed-uneven": Scenario("packed-uneven"),
     "dense+documents": Scenario("dense", documents=4),
     "dense+qk_norm": Scenario("dense", {"qk_norm": True}),
     "dense+mla": Scenario("dense", LATENT),
@@ -157,45 +163,55 @@ def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Co
     tree = {
         "model": model,
         "train": train,
-        "data": {"doc_mask": scenario.documents is not None},
+        "data": {"doc_mask": bool(document_lengths(scenario, shape))},
         "optim": {"lr": 3e-4, "warmup": 0, "decay": "constant"},
     }
     return config.build_tree(Config, tree)
 
 
 def document_lengths(scenario: Scenario, shape: Shape) -> tuple[int, ...]:
-    """Of each sequence: equal ones; () where attention sees the whole sequence."""
+    """Tokens of each document of a sequence; () where attention sees the whole sequence."""
     count = scenario.documents
-    return () if count is None else (shape.seq // count,) * count
+    return shape.documents if count is None else (shape.seq // count,) * count
 
 
-def microbatch(cfg: Config, device: torch.device, step: int) -> Microbatch:
-    """A microbatch without values, as the loader gives it to the step."""
+def microbatch(cfg: Config, device: torch.device, step: int, lengths: Sequence[int]) -> Microbatch:
+    """A microbatch without values, as the loader gives it to the step.
+
+    lengths: tokens of each document of a sequence, which the host knows; () without data.doc_mask.
+    """
     b, s = cfg.train.micro_batch, cfg.train.seq_len
     tokens = torch.zeros(b, s, dtype=torch.int64, device=device)
     positions = torch.arange(s, device=device).expand(b, -1).contiguous()
-    documents = torch.zeros(b, s, dtype=torch.int32, device=device) if cfg.data.doc_mask else None
-    return Microbatch(tokens, tokens.clone(), positions, documents, torch.arange(b, device=device), step)
+    documents = counts = None
+    if lengths:
+        documents = torch.zeros(b, s, dtype=torch.int32, device=device)
+        counts = DocumentCounts(b * len(lengths), max(lengths))
+    sequence_ids = torch.arange(b, device=device)
+    targets = tokens.clone()
+    return Microbatch(tokens, targets, positions, documents, sequence_ids, step, document_counts=counts)
 
 
 # ---- recording ---------------------------------------------------------------------------------------------
 
 
-def record(cfg: Config, chip: Chip) -> Recorder:
-    """The launches of the second step: what is done once is done in the first."""
+def record(cfg: Config, chip: Chip, lengths: Sequence[int] = ()) -> Recorder:
+    """The launches of the second step: what is done once is done in the first. lengths: see microbatch."""
     recorder = Recorder()
     with claimed_gpu(chip, recorder) as device, without_initial_weights():
         with META:
             run = build_run(cfg, Mesh.single(), device, None, 1000)
-        record_step(run, recorder, device)
+        record_step(run, recorder, device, lengths)
     return recorder
 
 
-def record_step(run: TrainingRun, recorder: Recorder, device: torch.device) -> None:
+def record_step(
+    run: TrainingRun, recorder: Recorder, device: torch.device, lengths: Sequence[int] = ()
+) -> None:
     """Runs two steps, and leaves the launches of the second in the recorder."""
     guard = NonFiniteGuard()
     for step in (1, 2):
-        batch = microbatch(run.cfg, device, step - 1)
+        batch = microbatch(run.cfg, device, step - 1, lengths)
         recorder.clear()
         with recorder.recording():
             train_step(run, step, [batch], guard, grads_ready=recorder.begin_optimizer)
@@ -345,7 +361,7 @@ def model_step(name: str, chip: Chip, tiny: bool = False) -> ModelledStep:
     workload = Workload(shape.batch, shape.seq, documents=documents)
     facts = Facts(workload.keys_seen(cfg.model.window))
 
-    recorder = record(cfg, chip)
+    recorder = record(cfg, chip, documents)
     per_token = flops_per_token(cfg.model, shape.seq, documents)
     peak = peak_flops_of_gpu(chip.name, "bf16")
     assert peak is not None, f"{chip.name} is in configs/clusters.yaml"
@@ -366,9 +382,10 @@ def model_step(name: str, chip: Chip, tiny: bool = False) -> ModelledStep:
 
 def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[int, int, int]:
     """(forward, backward, optimizer): what a model of five layers starts more than one of four."""
+    documents = document_lengths(scenario, shape)
     counts = []
     for layers in (4, 5):
-        recorder = record(config_of(scenario, shape, layers), chip)
+        recorder = record(config_of(scenario, shape, layers), chip, documents)
         counted = dict.fromkeys(("forward", "backward", "optimizer"), 0)
         for launch in recorder.launches:
             counted[launch.phase] += launch.launches

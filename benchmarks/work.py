@@ -116,7 +116,7 @@ def of_attention(head_dims: int, value_dims: int) -> Flops:
             queries = math.prod(q[:3])  # [b, s, h, d]
         else:
             q, v = query_and_value(launch)
-            queries = math.prod(q[:-1])  # [b, h, s, d]
+            queries = math.prod(q[:-1])  # [b, h, s, d] or [b s, h, d]
         return 2.0 * queries * facts.keys_seen * (head_dims * q[-1] + value_dims * v[-1])
 
     return flops
@@ -237,8 +237,8 @@ OPERATIONS = {
     "aten._scaled_dot_product_efficient_attention_backward": KernelRow(
         BACKWARD, "flash 2 backward", of_attention(3, 2)
     ),
-    "aten._flash_attention_forward": KernelRow(FORWARD, "flash 2", of_attention(1, 1)),
-    "aten._flash_attention_backward": KernelRow(BACKWARD, "flash 2 backward", of_attention(3, 2)),
+    "torch_attn._varlen_attn": KernelRow(FORWARD, "flash 2", of_attention(1, 1)),
+    "torch_attn._varlen_attn_backward": KernelRow(BACKWARD, "flash 2 backward", of_attention(3, 2)),
 }
 COPIES = ("aten.copy_", "aten._to_copy", "aten.clone", "aten.cat", "aten.constant_pad_nd")
 
@@ -252,6 +252,7 @@ FILES = {
     "kernels/grad.py": "gradients",
     "kernels/grouped_gemm.py": "permute",
     "kernels/permute.py": "permute",
+    "kernels/router.py": "router",
     "kernels/linear.py": "gradients",  # what is no product: a gradient that is added
     "kernels/adam.py": "optimizer",
     "kernels/rounding.py": "optimizer",
@@ -314,11 +315,10 @@ def part_of_operation(launch: Launch) -> str:
 
 
 def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
-    """Returns (part, rate): a product of few bits that adds to fp32, or makes fp32, is a weight gradient."""
+    """Returns (part, rate): a product of few bits with a result in fp32 is a weight gradient."""
     arguments = launch.arguments
     if launch.is_triton:
-        is_weight_gradient = bool(arguments.get("ADD"))
-        return ("weight gradients" if is_weight_gradient else "products"), rate
+        return ("weight gradients" if arguments["Y"].dtype == torch.float32 else "products"), rate
 
     first = 1 if "addmm" in launch.kernel or launch.kernel == "aten.baddbmm" else 0
     dtype = arguments["in"][first].dtype

@@ -7,8 +7,10 @@ import importlib
 import json
 import math
 import pkgutil
+import sys
 from collections import Counter
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
@@ -27,7 +29,19 @@ from benchmarks.step_model import SCENARIOS, config_of, document_lengths, record
 from benchmarks.work import KERNELS, PARTS, Facts, judge
 from build import build_run
 from config import Config, ConfigError
-from kernels import adam, attention, cross_entropy, embedding, linear, norm, permute, rope, swiglu, triton_
+from kernels import (
+    adam,
+    attention,
+    cross_entropy,
+    embedding,
+    linear,
+    norm,
+    permute,
+    rope,
+    router,
+    swiglu,
+    triton_,
+)
 from model.describe import describe_model
 from parallel.cost import Workload
 from parallel.topology.mesh import Mesh
@@ -42,6 +56,11 @@ INTERPRETED = pytest.mark.skipif(
 def tiny(name: str) -> Config:
     scenario = SCENARIOS[name]
     return config_of(scenario, Shape.gpu_models(True)[scenario.shape])
+
+
+def tiny_documents(name: str) -> tuple[int, ...]:
+    scenario = SCENARIOS[name]
+    return document_lengths(scenario, Shape.gpu_models(True)[scenario.shape])
 
 
 # ---- the tables know every kernel --------------------------------------------------------------------------
@@ -97,15 +116,52 @@ def test_the_step_takes_the_paths_of_an_h200():
     counts = Counter(launch.kernel for launch in record(tiny("dense"), H200).launches)
     layers = Shape.gpu_models(True)["dense"].layers
     assert counts["aten._scaled_dot_product_cudnn_attention"] == layers
-    assert counts["aten.addmm"] == 4 * layers + 1  # weight gradients through the library, the head's too
+    assert counts["aten.mm"] == 3 * (4 * layers + 1)  # weight gradients through the library, the head's too
+    assert not counts["aten.addmm"] and not counts["linear.wgrad_kernel"]  # the first microbatch writes
     assert counts["swiglu.swiglu_kernel"] == counts["swiglu.swiglu_backward_kernel"] == layers
     assert counts["norm.forward_kernel"] == counts["norm.backward_kernel"] == 2 * layers + 1
     assert not any("attention_for_cpu" in kernel or "safe_softmax" in kernel for kernel in counts)
 
 
-def test_documents_take_another_attention():
-    counts = Counter(launch.kernel for launch in record(tiny("dense+documents"), H200).launches)
-    assert not counts["aten._scaled_dot_product_cudnn_attention"]
+ATTENTION = {
+    "dense": "aten._scaled_dot_product_cudnn_attention",
+    "dense+mla": "aten._scaled_dot_product_cudnn_attention",
+    "packed": "torch_attn._varlen_attn",
+    "packed-uneven": "torch_attn._varlen_attn",
+    "dense+documents": "torch_attn._varlen_attn",
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_attention_of_full_size_takes_its_library(name):
+    """As without flash-attn. Tiny documents are too short for a library."""
+    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no attention of variable length")
+    scenario = SCENARIOS[name]
+    shape = replace(Shape.gpu_models(False)[scenario.shape], layers=2)
+    recorder = record(config_of(scenario, shape), H200, document_lengths(scenario, shape))
+    counts = Counter(launch.kernel for launch in recorder.launches)
+    kernel = ATTENTION[name]
+    attention_launches = {name: n for name, n in counts.items() if "attn" in name or "attention" in name}
+    assert attention_launches == {kernel: 2, f"{kernel}_backward": 2}
+    assert not recorder.host_reads
+
+
+def test_flash_attn_of_this_machine_is_not_asked(monkeypatch):
+    """The page says what runs without it, on every machine that writes the page."""
+    pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no attention of variable length")
+    installed = ModuleType("flash_attn_interface")
+    installed.flash_attn_varlen_func = lambda *_, **__: pytest.fail("flash-attn was called")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", installed)
+    shape = replace(Shape.gpu_models(False)["packed"], layers=1)
+    recorder = record(config_of(SCENARIOS["packed"], shape), H200, shape.documents)
+    assert any(launch.kernel == "torch_attn._varlen_attn" for launch in recorder.launches)
+
+
+def test_tiny_documents_take_the_kernels_of_triton():
+    name = "dense+documents"
+    counts = Counter(launch.kernel for launch in record(tiny(name), H200, tiny_documents(name)).launches)
+    assert counts["attention_forward.forward_kernel"] == Shape.gpu_models(True)["dense"].layers
+    assert not counts["torch_attn._varlen_attn"]
 
 
 def test_exact_results_refuse_cudnn():
@@ -139,12 +195,12 @@ def signature(recorder: Recorder) -> list[tuple]:
     ]
 
 
-def real_run(cfg: Config) -> list[tuple]:
+def real_run(cfg: Config, documents: tuple[int, ...]) -> list[tuple]:
     """Records a step that computes."""
     recorder = Recorder(executes=True)
     device = torch.device("cpu")
     run = build_run(cfg, Mesh.single(), device, None, 1000)
-    record_step(run, recorder, device)
+    record_step(run, recorder, device, documents)
     return signature(recorder)
 
 
@@ -162,17 +218,22 @@ def test_the_cpu_path_is_the_same_on_meta(name):
     A mixture is missing: on a CPU it reads how many rows each expert has, and meta tensors have no values.
     """
     cfg = replace(tiny(name), train=replace(tiny(name).train, device="cpu"))
-    real = real_run(cfg)
+    documents = tiny_documents(name)
+    real = real_run(cfg, documents)
 
     recorder = Recorder()
     with claimed_cpu(recorder) as device, without_initial_weights():
         with META:
             run = build_run(cfg, Mesh.single(), device, None, 1000)
-        record_step(run, recorder, device)
+        record_step(run, recorder, device, documents)
     on_meta = signature(recorder)
     assert len(real) > 200
     assert real == on_meta, first_difference(real, on_meta)
 
+
+def without_bytes_of_counts(launches: list[tuple]) -> list[tuple]:
+    """What row_tiles_kernel reads, the rows of each expert, is left out."""
+    return [(*one[:4], 0, one[5]) if "row_tiles_kernel" in one[0] else one for one in launches]
 
 
 @INTERPRETED
@@ -184,12 +245,14 @@ def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
     """
     cfg = replace(tiny(name), model=replace(tiny(name).model, layers=1))
     monkeypatch.setattr(attention, "choose_kind", lambda *_: "triton")
-    monkeypatch.setattr(linear, "library_adds_in_fp32", lambda *_: False)
+    for module in (linear, router):
+        monkeypatch.setattr(module, "library_adds_in_fp32", lambda *_: False)
     monkeypatch.setattr(triton_, "DEVICES", ("cpu", "cuda"))
-    on_meta = signature(record(cfg, replace(H200, processors=3)))
-    real = real_run(replace(cfg, train=replace(cfg.train, device="cpu")))
-    if name == "moe":  # on a CPU the rows of each expert are numbers of the host, and come from there
-        real, on_meta = ([one for one in launches if one[3] != "offsets_of"] for launches in (real, on_meta))
+    documents = tiny_documents(name)
+    on_meta = signature(record(cfg, replace(H200, processors=3), documents))
+    real = real_run(replace(cfg, train=replace(cfg.train, device="cpu")), documents)
+    if name == "moe":  # on a CPU the rows of each expert are numbers of the host: int32, not int64
+        real, on_meta = (without_bytes_of_counts(launches) for launches in (real, on_meta))
     assert real == on_meta, first_difference(real, on_meta)
     assert sum("_kernel" in one[0] for one in real) > 15
 
@@ -202,7 +265,11 @@ def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
     [*((name, "tiny") for name in SCENARIOS), ("dense", "full"), ("moe", "full"), ("dense+mla", "full")],
 )
 def test_the_flops_are_those_of_the_modules(name, size):
-    """Products: of the forward, twice again in the backward. Attention: two products, then five, or seven."""
+    """Products: of the forward, twice again in the backward. Attention: two products, then five, or seven.
+
+    The router's backward runs what its cost does not say: it has the gradient of the logits in two halves of
+    16 bits, so both of its products there are twice as large.
+    """
     scenario = SCENARIOS[name]
     shape = Shape.gpu_models(size == "tiny")[scenario.shape]
     shape = replace(shape, layers=3)
@@ -212,11 +279,14 @@ def test_the_flops_are_those_of_the_modules(name, size):
     facts = Facts(work.keys_seen(None))
 
     found: Counter[str] = Counter()
-    for launch in record(cfg, H200).launches:
+    for launch in record(cfg, H200, document_lengths(scenario, shape)).launches:
         done = judge(launch, facts)
         found[done.part] += done.flops
-    products = found["products"] + found["weight gradients"] + found["router"]
-    assert products == pytest.approx(3 * sum(one.flops for one in cost.products), rel=1e-9)
+    of_router = 2.0 * shape.tokens * shape.hidden * (shape.experts or 0) * shape.layers
+    of_others = sum(one.flops for one in cost.products) - of_router
+    assert found["products"] == pytest.approx(2 * of_others, rel=1e-9)
+    assert found["weight gradients"] == pytest.approx(of_others, rel=1e-9)
+    assert found["router"] == pytest.approx((1 + 2 * 2) * of_router, rel=1e-9)
     assert found["attention forward"] == pytest.approx(cost.attention_flops, rel=1e-9)
     ratio = found["attention backward"] / cost.attention_flops
     latent = {"kv_rank"} <= set(scenario.model)
