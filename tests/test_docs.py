@@ -28,6 +28,8 @@ import config
 import proof.mutate.command
 import proof.mutate.table
 import proof.verify.command
+import scaling.command
+import scripts.compare
 import scripts.convert
 import scripts.evaluate
 import scripts.generate
@@ -286,12 +288,14 @@ def name_problems(page: Page) -> list[str]:
 PROGRAMS = ("python", "torchrun", "bash", "sbatch")
 PARSERS: dict[str, Callable] = {
     "scripts.bench": lambda words: benchmarks.command.make_parser().parse_known_args(words),
+    "scripts.compare": lambda words: scripts.compare.arguments().parse_known_args(words),
     "scripts.convert": lambda words: scripts.convert.arguments().parse_known_args(words),
     "scripts.evaluate": lambda words: scripts.evaluate.arguments().parse_known_args(words),
     "scripts.generate": lambda words: scripts.generate.arguments().parse_known_args(words),
     "scripts.mutate": lambda words: proof.mutate.command.make_parser().parse_known_args(words),
     "scripts.plan": lambda words: scripts.plan.arguments().parse_known_args(words),
     "scripts.prepare_data": lambda words: scripts.prepare_data.arguments().parse_known_args(words),
+    "scripts.scaling": lambda words: scaling.command.arguments().parse_known_args(words),
     "scripts.schedule": lambda words: scripts.schedule.arguments().parse_known_args(words),
 }
 
@@ -397,7 +401,8 @@ def parse_recipe_or_words(words: list[str], world: int) -> None:
 
 
 def parse_script(module: str, words: list[str]) -> None:
-    assert f"{module.replace('.', '/')}.py" in files(), f"there is no {module}"
+    place = module.replace(".", "/")
+    assert f"{place}.py" in files() or f"{place}/__main__.py" in files(), f"there is no {module}"
     if not words:  # the program as such is meant
         return
     if module == "scripts.verify":
@@ -425,6 +430,9 @@ NOT_RUN = {  # start of a command, or a word in it: why
         "installs packages; the run and the sample that it makes are the first ones here"
     ),
     "bash scripts/test.sh": "installs packages and runs all tests",
+    "bash scripts/scaling/": "installs packages and trains for minutes; tests/scaling/ runs its parts",
+    "python -m scripts.scaling fit": "needs a ladder; tests/scaling/ fits",
+    "python -m scripts.scaling next": "needs a ladder, and trains for minutes",
     "bash scripts/recipes/": "starts a torchrun on the GPUs of a node",
     "sbatch ": "needs SLURM; tests/test_slurm.py runs the script with stand-ins",
     "python -m pytest": "runs tests, which are run anyway",
