@@ -78,12 +78,14 @@ def bound(dtype: torch.dtype, roundings: int, terms: int = 0) -> float:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Within it torch.empty and its kin are filled with NaN (integers: with the largest)."""
-    assert deterministic.fill_uninitialized_memory
+    fills = deterministic.fill_uninitialized_memory
+    deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(False)
+        deterministic.fill_uninitialized_memory = fills
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -715,7 +715,7 @@ MISTAKES = {
     "`parallel/wire/com.py` is the mouth": path_problems,
     "see parallel/wires/ for it": path_problems,
     "the file `schemas.py` has them": path_problems,
-    "```text\nmodels/  the decoder\n```": path_problems,
+    "```text\nmodells/  the decoder\n```": path_problems,
     "`optim.learning_rate` is the peak": key_problems,
     "`--parallel.zero 4`": key_problems,
     "`train.dtype bf61`": key_problems,

@@ -24,6 +24,7 @@ from kernels import (
     partial_attention,
     permute,
     rope,
+    router,
     swiglu,
     triton_,
 )
@@ -56,6 +57,17 @@ def call_permute():
 def call_rope():
     table = filled(1, 4, 1, 4)
     rope.apply_rope(filled(1, 4, 2, 8), table, table)
+
+
+def call_merge():
+    out, other = (filled(1, 4, 2, 8, dtype=torch.float32) for _ in range(2))
+    partial_attention.merge_partial(out, filled(1, 4, 2), other, filled(1, 4, 2))
+
+
+def call_router():
+    counted = torch.ones(1, 4, dtype=torch.bool)
+    choice = router.choose_experts(filled(1, 4, 8), router.RoutingRule(top_k=2), counted=counted)
+    router.router_statistics(choice.sums, torch.ones(()), aux_loss=0.0, z_loss=0.0)
 
 
 def call_fp8_gemm():
@@ -94,8 +106,12 @@ CASES = {  # what the line begins with: (a call that the kernel does not take, t
         "rows that are not aligned to 16 bytes",
     ),
     "weight gradient": (
-        lambda: linear.add_wgrad(
-            filled(3, 8, dtype=torch.float32), filled(4, 3, dtype=BF16), filled(4, 8, dtype=BF16)),
+        lambda: linear.write_wgrad(
+            filled(3, 8, dtype=torch.float32),
+            filled(4, 3, dtype=BF16),
+            filled(4, 8, dtype=BF16),
+            add=True,
+        ),
         "rows that are not aligned to 16 bytes",
     ),
     "grouped GEMM": (
@@ -105,6 +121,9 @@ CASES = {  # what the line begins with: (a call that the kernel does not take, t
             filled(1, 4, 2, 8), filled(1, 4, 2, 8), filled(1, 4, 2, 8), None),
         "no kernel for float64",
     ),
+    "merge of attention": (call_merge, "no kernel for float64"),
+    "router": (call_router, "no kernel for float64"),
+    "router statistics": (call_router, "no kernel for float64"),
     "fp8 quantization": (
         lambda: fp8.quantize(filled(16, 16), "tensor", fp8.E4M3, 16),
         "no kernel for float64",

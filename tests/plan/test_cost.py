@@ -177,7 +177,7 @@ def test_chunks_hide_behind_the_experts_products(num_chunks, links):
         ends = 2 * travels / num_chunks
         hidden = products if num_chunks > 1 else 0.0
         exposed += ends + max(0.0, 2 * travels - ends - hidden) + probs
-    _, waits = cost.stage_times(job, 0, c, FREE)
+    _, waits = cost.stage_times(job, 0, 1, c, FREE)
     assert waits["ep_etp"] == pytest.approx(model.layers * (exposed + counts), rel=1e-9)
 
 
