@@ -1645,8 +1645,8 @@ TABLE = (
     Mutation(
         what="an expert that lies in two chunks keeps the weight gradient of one",
         file="kernels/grouped_gemm.py",
-        old="add_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x))",
-        new="add_wgrad(expert_into.zero_(), round_up_rows(expert_dy), round_up_rows(expert_x))",
+        old="write_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x), add)",
+        new="write_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x), False)",
         model="mixtral-tiny",
         world=2,
         layout="dp2 ep2 ep-chunks3 zero0 mb2",
