@@ -35,7 +35,7 @@ from scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametr
 from scaling.points import Points, check_enough, read_points, write_points
 from scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
 
-# What a laptop trains in some twenty minutes: bytes of the source of Python's standard library.
+# For a laptop: bytes of the source of Python's standard library.
 LAPTOP_SETTINGS = {
     "data.tokenizer": "bytes",
     "model.vocab": "257",

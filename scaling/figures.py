@@ -14,6 +14,7 @@ INK, GRID, BEST = "#333333", "#e6e6e6", "#b3362b"
 FIGURE_SIZE = (7.2, 4.8)  # inches
 DPI = 140
 CURVE_POINTS = 200
+MOST_NAMED = 10  # sizes in a legend; of more, the smallest and the largest
 MOST_DRAWN = 1500  # points of a training curve
 
 
@@ -109,6 +110,7 @@ def draw_fit(points: Points, fit: Fit, path: Path) -> None:
         sizes = points.sizes
         for size, colour in zip(sizes, shades(len(sizes))):
             own = points.parameters == size
-            label = f"{size:,.0f} parameters"
+            is_named = len(sizes) <= MOST_NAMED or size in (sizes[0], sizes[-1])
+            label = f"{size:,.0f} parameters" if is_named else None
             axes.plot(predicted[own], points.loss[own], "o", color=colour, ms=5, label=label)
         axes.legend(frameon=False, fontsize=9)

@@ -42,7 +42,7 @@ def law_lines(fit: Fit, points: Points) -> list[str]:
 def optimum_lines(optima: list[Optimum], budgets: list[float]) -> list[str]:
     """Best sizes and tokens of each approach, for some budgets of FLOPs."""
     lines = [f"{'approach':<12}{'N ~ C^a':>9}{'95 %':>16}"
-             + "".join(f"{f'{flops:.2g} FLOPs':>26}" for flops in budgets)]
+             + "".join(f"  {f'{flops:.2g} FLOPs':>30}" for flops in budgets)]
     for optimum in optima:
         interval = ""
         if optimum.exponent_interval is not None:
@@ -50,7 +50,7 @@ def optimum_lines(optima: list[Optimum], budgets: list[float]) -> list[str]:
         line = f"{optimum.approach:<12}{optimum.parameters.exponent:>9.3f}{interval:>16}"
         for flops in budgets:
             size, tokens = optimum.parameters(flops), optimum.tokens(flops)
-            line += f"{f'{size:,.3g} par., {tokens:.3g} tok.':>26}"
+            line += f"  {f'{size:.3g} par., {tokens:.3g} tok.':>30}"
         lines.append(line)
     return lines
 

@@ -1,6 +1,7 @@
 """A ladder's sizes, budgets and branches; one of its sizes is trained."""
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,7 @@ from scaling.ladder import (
     write_ladder,
 )
 
+PUBLISHED = Path(__file__).parent / "data" / "chinchilla_figure_4.csv"
 SETTINGS = (
     ("data.tokenizer", "bytes"),
     ("model.vocab", "257"),
@@ -161,3 +163,10 @@ def test_a_fit_of_a_table_writes_what_it_says(tmp_path, capsys):
         assert (out / name).stat().st_size > 100
     with pytest.raises(ConfigError, match="needs the folder of a ladder, or --points CSV"):
         main(["fit"])
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_a_table_of_many_sizes_is_drawn(tmp_path, capsys):
+    """62 sizes do not fit a legend: matplotlib warned, and the picture had no axes."""
+    assert main(["fit", "--points", str(PUBLISHED), "--out", str(tmp_path), "--bootstraps", "5"]) == 0
+    assert "240 runs of 62 sizes" in capsys.readouterr().out

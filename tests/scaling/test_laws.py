@@ -1,5 +1,4 @@
 """Laws are found again where they are known: in made-up losses, and in published ones."""
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +14,9 @@ from scaling.optimum import (
 )
 from scaling.points import Points, check_enough, make_points, read_points, write_points
 
-# Points of figure 4 of arXiv 2203.15556, as arXiv 2404.10102 read them off: parameters, FLOPs, loss
+# Points of figure 4 of arXiv 2203.15556, as arXiv 2404.10102 read them off, without the five largest losses,
+# which it leaves out; tokens are FLOPs / (6 parameters)
 PUBLISHED = Path(__file__).parent / "data" / "chinchilla_figure_4.csv"
-OUTLIERS = 5  # the largest losses, which arXiv 2404.10102 leaves out
 # its table 1: (estimate, standard error)
 REPLICATED = {
     "A": (482.01, 124.58),
@@ -29,13 +28,7 @@ REPLICATED = {
 
 
 def published_points() -> Points:
-    with open(PUBLISHED, newline="") as file:
-        rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
-    rows.sort(key=lambda row: row["loss"])
-    rows = rows[: len(rows) - OUTLIERS]
-    for number, row in enumerate(rows):
-        row |= {"run": str(number), "tokens": row["flops"] / (6 * row["parameters"])}
-    return make_points(rows, str(PUBLISHED))
+    return read_points(PUBLISHED)
 
 
 SIZES = (1e6, 3e6, 1e7, 3e7, 1e8)
