@@ -205,6 +205,5 @@ def attention_libraries(
     flash_mask = None if mask.is_causal else mask
     choice = choose_library(q, k, v, flash_mask)
     if choice is not None:
-        name = "flash-attn" if choice.library.module.startswith("flash_attn") else "torch varlen"
-        libraries[name] = lambda: library_attention(choice, q, k, v, flash_mask)
+        libraries[choice.library.name] = lambda: library_attention(choice, q, k, v, flash_mask)
     return libraries

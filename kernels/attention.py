@@ -3,8 +3,8 @@
 `attention` is the one public function. It picks an implementation, or takes the one that is named. On a CPU
 it picks `blocks`, or SDPA where there are more keys than queries. On a GPU it picks the first of these that
 supports the call:
-1. a library, where one is installed: flash-attn, and for documents and windows torch's copy of it
-   (kernels/attention_libraries.py);
+1. a library, where one is installed: flash-attn, for documents cuDNN, and for documents and windows torch's
+   copy of flash-attn (kernels/attention_libraries.py);
 2. SDPA's cuDNN and flash kernels, for plain causal attention;
 3. the Triton kernels of kernels/partial_attention.py;
 4. SDPA with a dense mask.
@@ -12,6 +12,7 @@ supports the call:
 | | plain | window | documents | head dims of keys and values differ | fp32 | deterministic |
 |---|---|---|---|---|---|---|
 | flash-attn 3, 4 | yes | yes | yes, if the host can count them | 192 and 128 | no | yes |
+| cuDNN, variable length | no | no | yes, if the host can count them | up to 128 | no | no |
 | flash-attn 2 | yes | yes | yes, if the host can count them | no | no | yes |
 | torch, variable length | no | yes | yes, if the host can count them | no | no | yes |
 | SDPA, cuDNN | yes | no | no | where torch says so | no | no |

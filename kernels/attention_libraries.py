@@ -1,5 +1,5 @@
-"""Attention by libraries: flash-attn (arXiv 2205.14135, 2307.08691, 2407.08608) and torch's copy of its
-version 2.
+"""Attention by libraries: flash-attn (arXiv 2205.14135, 2307.08691, 2407.08608), cuDNN for packed documents
+(kernels/attention_cudnn.py), and torch's copy of version 2 of flash-attn.
 
 One table says what each library supports. Before a library is used for a kind of call, one small call of
 that kind, forward and backward, is compared with the definition: versions differ in what they accept. The
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import attention_cudnn
 from kernels.attention_mask import AttentionMask, MaskLike, PackedDocuments
 from kernels.triton_ import print_once
 
@@ -50,16 +51,23 @@ def torch_head_dims(d: int, e: int) -> bool:
 class Library:
     """What a library supports: DTYPES, grouped queries, causal attention over sequences of equal lengths.
 
-    chips: major compute capabilities. head_dims: which of keys and values. function: of whole sequences,
-    with or without a window; None: it has none. packed_function: of packed documents, with or without a
-    window. All are deterministic on request.
+    name: for people. chips: major compute capabilities. head_dims: which of keys and values. function: of
+    whole sequences, with or without a window; None: it has none. packed_function: of packed documents, with
+    or without a window. windows: whether it has them. deterministic: whether on request it gives the same
+    bits every time. fits: whether it takes documents like these, of so many tokens together. why_not: why
+    the installed version cannot be used, whatever the call; None: it can.
     """
+    name: str
     module: str
     chips: tuple[int, ...]
     head_dims: Callable[[int, int], bool]
     function: str | None
     packed_function: str
     call: Callable[[Function, Tensor, Tensor, Tensor, PackedDocuments | None, int | None], Tensor]
+    windows: bool = True
+    deterministic: bool = True
+    fits: Callable[[PackedDocuments, int], bool] = lambda packed, tokens: True
+    why_not: Callable[[], str | None] = lambda: None
 
 
 def call_flash_attn(
@@ -94,9 +102,38 @@ def call_torch(
     return out
 
 
-# The preferred one first: versions 3, 4 and 2 of flash-attn, then torch's own
+def call_cudnn_frontend(
+    function: Function, q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments | None, window: int | None
+) -> Tensor:
+    """As call_flash_attn, always packed and without a window."""
+    assert packed is not None and window is None  # as the table says
+    packed = attention_cudnn.for_few_plans(packed)
+    out = function(
+        q, k, v,
+        is_causal=True,
+        cu_seqlens_q=packed.ends,
+        cu_seqlens_kv=packed.ends,
+        max_seqlen_q=packed.longest,
+        max_seqlen_kv=packed.longest,
+        return_lse=True,  # its backward needs it
+    )
+    return out[0]
+
+
+def call_cudnn_in_torch(
+    function: Function, q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments | None, window: int | None
+) -> Tensor:
+    """As call_flash_attn, always packed and without a window."""
+    assert packed is not None and window is None  # as the table says
+    out = function(q, k, v, packed)
+    assert isinstance(out, Tensor)
+    return out
+
+
+# The preferred one first: versions 3 and 4 of flash-attn, cuDNN, version 2 of flash-attn, torch's copy of it
 LIBRARIES = (
     Library(
+        name="flash_attn_interface",
         module="flash_attn_interface",
         chips=(9,),
         head_dims=multiple_of_8_or_latent,
@@ -105,6 +142,7 @@ LIBRARIES = (
         call=call_flash_attn,
     ),
     Library(
+        name="flash_attn.cute",
         module="flash_attn.cute",
         chips=(9, 10),
         head_dims=multiple_of_8_or_latent,
@@ -113,6 +151,31 @@ LIBRARIES = (
         call=call_flash_attn,
     ),
     Library(
+        name="cuDNN (nvidia-cudnn-frontend)",
+        module="cudnn",
+        chips=(9, 10),
+        head_dims=attention_cudnn.head_dims,
+        function=None,  # SDPA has it
+        packed_function="sdpa_torch",
+        call=call_cudnn_frontend,
+        windows=False,
+        deterministic=False,
+    ),
+    Library(
+        name="cuDNN (torch)",
+        module="kernels.attention_cudnn",
+        chips=(9, 10),
+        head_dims=attention_cudnn.head_dims,
+        function=None,  # SDPA has it
+        packed_function="torch_attention",
+        call=call_cudnn_in_torch,
+        windows=False,
+        deterministic=False,
+        fits=attention_cudnn.padding_fits_torch,
+        why_not=attention_cudnn.why_not_in_torch,
+    ),
+    Library(
+        name="flash_attn",
         module="flash_attn",
         chips=(8, 9, 10, 12),
         head_dims=multiple_of_8,
@@ -121,6 +184,7 @@ LIBRARIES = (
         call=call_flash_attn,
     ),
     Library(
+        name="torch.nn.attention.varlen",
         module="torch.nn.attention.varlen",
         chips=(8, 9, 10, 12),
         head_dims=torch_head_dims,
@@ -164,7 +228,11 @@ def choose_library(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Choice | 
     for library in LIBRARIES:
         if compute_capability(q.device) not in library.chips or not library.head_dims(*head_dims):
             continue
-        is_packed = kind.documents or (library.function is None and kind.window)
+        if (kind.window and not library.windows) or (deterministic and not library.deterministic):
+            continue
+        if kind.packed is not None and not library.fits(kind.packed, q.shape[0] * q.shape[1]):
+            continue
+        is_packed = kind.packed is not None or (library.function is None and kind.window)
         name = library.packed_function if is_packed else library.function
         function = None if name is None else installed_function(library.module, name)
         if function is None:
@@ -177,23 +245,23 @@ def choose_library(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Choice | 
 
 @dataclass(frozen=True)
 class CallKind:
-    documents: bool
+    packed: PackedDocuments | None  # None: whole sequences
     window: bool
 
 
 def kind_of_call(q: Tensor, k: Tensor, mask: MaskLike) -> CallKind | None:
     """What a mask asks of a library. None: no library takes it."""
     if mask is None:
-        return CallKind(documents=False, window=False) if q.shape[1] == k.shape[1] else None
+        return CallKind(packed=None, window=False) if q.shape[1] == k.shape[1] else None
     if isinstance(mask, Tensor):
         return None
     if mask.packed is not None:
         mean_document = q.shape[0] * q.shape[1] / mask.packed.number
         has_window = mask.packed.window is not None
-        return CallKind(documents=True, window=has_window) if mean_document >= MIN_MEAN_DOCUMENT else None
+        return CallKind(mask.packed, has_window) if mean_document >= MIN_MEAN_DOCUMENT else None
     if mask.window is None:
         return None
-    return CallKind(documents=False, window=True)
+    return CallKind(packed=None, window=True)
 
 
 def library_attention(choice: Choice, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
@@ -239,7 +307,7 @@ def passes_trial(
     if why is not None:
         with_documents = ", documents" if choice.is_packed else ""
         with_window = ", a window" if window else ""
-        print_once(f"attention: {choice.library.module} is installed but not used for head dims "
+        print_once(f"attention: {choice.library.name} is installed but not used for head dims "
                    f"{head_dims[0]} and {head_dims[1]}{with_documents}{with_window}: {why}")
     return why is None
 
@@ -253,6 +321,9 @@ def obstacle(
     window: int | None,
 ) -> str | None:
     """Why the library cannot be used; None if it can."""
+    why = choice.library.why_not()
+    if why is not None:
+        return why
     d, e = head_dims
     tokens = sum(TRIAL_LENGTHS)
     lengths = TRIAL_LENGTHS if choice.is_packed else (tokens,)
@@ -264,10 +335,14 @@ def obstacle(
     inputs = [x.to(device, dtype) for x in inputs]
 
     def run(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> list[Tensor]:
-        leaves = [x.clone().requires_grad_() for x in inputs]
         with torch.enable_grad():
-            out = attend(*leaves)
-            return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+            if d == e:  # beside each other in memory, as the merged projection leaves them
+                merged = torch.cat(inputs, 1).requires_grad_()
+                parts = merged.split([x.shape[1] for x in inputs], 1)
+            else:
+                parts = tuple(x.clone().requires_grad_() for x in inputs)
+            out = attend(*parts)
+            return [out.detach(), *torch.autograd.grad(out, parts, grad.to(out.dtype))]
 
     def attend_by_library(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not choice.is_packed:
@@ -282,7 +357,7 @@ def obstacle(
 
     try:
         found = run(attend_by_library)
-    except (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError) as error:
+    except Exception as error:  # libraries have classes of their own
         return (str(error) or type(error).__name__).splitlines()[0]
     for got, want in zip(found, run(attend_by_definition)):
         error = (got.float() - want.float()).norm() / want.float().norm()

@@ -7,6 +7,7 @@ import inspect
 import math
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from dense_mask import visible_keys
 
 from data.pack import pack_windows
 from kernels import attention as kernel
+from kernels import attention_cudnn
 from kernels import attention_libraries as libraries
 from kernels.attention import attention, attention_reference
-from kernels.attention_mask import DocumentCounts, document_ends, make_attention_mask
+from kernels.attention_mask import DocumentCounts, PackedDocuments, document_ends, make_attention_mask
 
 CPU = torch.device("cpu")
 
@@ -28,15 +30,17 @@ def by_definition(q, k, v, q_ends, k_ends, left, right, scale=None):
     assert q_ends.dtype == k_ends.dtype == torch.int32 and q_ends[0] == 0 and q_ends[-1] == len(q) == len(k)
     scale = scale or 1 / math.sqrt(q.shape[-1])
     group = q.shape[1] // k.shape[1]
+    dtype = q.dtype
+    q, k, v = (x.float() for x in (q, k, v))
     rows = []
-    for start, end in zip(q_ends.tolist(), q_ends.tolist()[1:]):
+    for start, end in zip(q_ends.tolist(), q_ends.tolist()[1:]):  # empty ones have no query
         for i in range(start, end):
             low = start if left < 0 else max(start, i - left)
             high = end if right < 0 else min(end, i + right + 1)
             for head in range(q.shape[1]):
-                scores = k[low:high, head // group].float() @ q[i, head].float() * scale
-                rows.append(scores.softmax(0) @ v[low:high, head // group].float())
-    return torch.stack(rows).view(len(q), q.shape[1], -1).to(q.dtype)
+                scores = k[low:high, head // group] @ q[i, head] * scale
+                rows.append(scores.softmax(0) @ v[low:high, head // group])
+    return torch.stack(rows).view(len(q), q.shape[1], -1).to(dtype)
 
 
 class Calls(list):
@@ -81,6 +85,131 @@ def torch_stand_in(calls):
         return by_definition(query, key, value, cu_seq_q, cu_seq_k, *window_size, scale)
 
     return types.SimpleNamespace(varlen_attn=varlen_attn)
+
+
+class CudnnOperation:
+    """torch's two operations of cuDNN on a CPU, by the conventions of torch 2.14 (cudnn/MHA.cpp): tokens one
+    after the other, logsumexp [h, tokens], the first query of a document aligned with its first key.
+
+    What is wrong with it is in `faults`.
+    """
+
+    def __init__(self, calls, faults=()):
+        self.calls, self.faults = calls, faults
+        self.library = torch.library.Library("aten", "IMPL")
+        self.library.impl("_cudnn_attention_forward", self.forward, "CPU")
+        self.library.impl("_cudnn_attention_backward", self.backward, "CPU")
+
+    def check(self, q, k, v, q_ends, k_ends, max_q, max_k, is_causal):
+        assert q_ends.dtype == k_ends.dtype == torch.int32
+        assert q_ends[0] == 0 and q_ends[-1] == len(q) == len(k)
+        assert is_causal and max_q == max_k > 128 and int(q_ends.diff().max()) <= max_q
+        assert torch.equal(q_ends, k_ends)
+        for x in (q, k, v):
+            offsets = [x.data_ptr(), *(n * x.element_size() for n in x.stride()[:2])]
+            assert x.dim() == 3 and x.stride(-1) == 1 and not any(offset % 16 for offset in offsets)
+
+    def documents(self, q, k, ends):
+        """(its tokens, scores [h, t, t] in fp64 with -inf for keys that a query does not see)."""
+        group = q.shape[1] // k.shape[1]
+        for start, end in zip(ends.tolist(), ends.tolist()[1:]):
+            here = slice(start, end)
+            keys = k[here].double().repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,khd->hqk", q[here].double(), keys) / math.sqrt(q.shape[-1])
+            hidden = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+            if "sees all" in self.faults:
+                hidden &= False
+            yield here, scores.masked_fill(hidden, -math.inf)
+
+    def forward(
+        self, query, key, value, attn_bias, cum_seq_q, cum_seq_k, max_q, max_k, compute_log_sumexp,
+        dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None,
+    ):  # fmt: skip
+        assert attn_bias is None and dropout_p == 0 and scale is None and compute_log_sumexp
+        self.check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal)
+        self.calls.append(("cudnn", query.shape, cum_seq_q.numel(), max_q, None, None))
+        if "wrong strides" in self.faults:  # as if each lay alone in memory
+            query = query.as_strided(query.shape, (query.shape[1] * query.shape[2], query.shape[2], 1))
+        group = query.shape[1] // key.shape[1]
+        out = query.new_full((*query.shape[:2], value.shape[-1]), math.nan)
+        lse = torch.full((query.shape[1], len(query)), math.nan)
+        for here, scores in self.documents(query, key, cum_seq_q):
+            values = value[here].double().repeat_interleave(group, 1)
+            out[here] = torch.einsum("hqk,khe->qhe", scores.softmax(-1), values).to(out.dtype)
+            lse[:, here] = scores.logsumexp(-1).float()
+        if "mixed logsumexp" in self.faults:  # written by token, read by head
+            lse = lse.T.reshape(lse.shape).contiguous()
+        none = torch.empty(0)
+        return out, lse, cum_seq_q, cum_seq_k, max_q, max_k, none, none, none
+
+    def backward(
+        self, grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, attn_bias,
+        cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, *, scale=None,
+    ):  # fmt: skip
+        self.check(query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, is_causal)
+        assert logsumexp.shape == (query.shape[1], len(query)) and logsumexp.dtype == torch.float32
+        assert grad_out.stride(-1) == 1 and grad_out.dtype == out.dtype == query.dtype
+        g = key.shape[1]
+        group = query.shape[1] // g
+        grads = [x.new_full(x.shape, math.nan) for x in (query, key, value)]
+        for here, scores in self.documents(query, key, cum_seq_q):
+            keys, values = (x[here].double().repeat_interleave(group, 1) for x in (key, value))
+            dy = grad_out[here].double()
+            probs = torch.exp(scores - logsumexp[:, here, None])
+            dprobs = torch.einsum("qhe,khe->hqk", dy, values)
+            delta = (dy * out[here].double()).sum(-1).T[..., None]
+            dscores = probs * (dprobs - delta) / math.sqrt(query.shape[-1])
+            dk = torch.einsum("hqk,qhd->khd", dscores, query[here].double())
+            dv = torch.einsum("hqk,qhe->khe", probs, dy)
+            grads[0][here] = torch.einsum("hqk,khd->qhd", dscores, keys).to(query.dtype)
+            for grad, x in zip(grads[1:], (dk, dv)):
+                x = x.unflatten(1, (g, group))
+                grad[here] = (x[:, :, 0] if "one query head" in self.faults else x.sum(2)).to(grad.dtype)
+        return tuple(grads)
+
+
+def frontend_stand_in(calls):
+    """cudnn.sdpa_torch of nvidia-cudnn-frontend 1.32, whose backward needs the logsumexp to be asked for."""
+
+    def sdpa_torch(
+        query, key, value, *, scale=None, is_causal=False, causal_bottom_right=False, window_left=-1,
+        window_right=-1, sinks=None, seq_len_q=None, seq_len_kv=None, cu_seqlens_q=None, cu_seqlens_kv=None,
+        max_seqlen_q=0, max_seqlen_kv=0, return_lse=False,
+    ):  # fmt: skip
+        assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q == max_seqlen_kv
+        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        calls.append(("frontend", query.shape, cu_seqlens_q.numel(), max_seqlen_q, None, None))
+        if not return_lse and torch.is_grad_enabled():
+            raise RuntimeError("autograd requires return_lse=True")
+        right = 0 if is_causal else window_right
+        out = by_definition(query, key, value, cu_seqlens_q, cu_seqlens_kv, window_left, right, scale)
+        return (out, None) if return_lse else out
+
+    return types.SimpleNamespace(sdpa_torch=sdpa_torch)
+
+
+@pytest.fixture
+def cudnn_operation(monkeypatch, calls):
+    """Installs torch's operation as torch 2.14 has it, with faults."""
+    installed = []
+
+    def install_operation(*faults):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 92600)
+        libraries.installed_function.cache_clear()
+        libraries.passes_trial.cache_clear()
+        monkeypatch.setitem(sys.modules, "kernels.attention_cudnn", attention_cudnn)
+        table = tuple(
+            replace(library, why_not=lambda: None) if library.name == "cuDNN (torch)" else library
+            for library in libraries.LIBRARIES
+        )
+        monkeypatch.setattr(libraries, "LIBRARIES", table)
+        while installed:
+            installed.pop().library._destroy()
+        installed.append(CudnnOperation(calls, faults))
+
+    yield install_operation
+    while installed:
+        installed.pop().library._destroy()
 
 
 @pytest.fixture
@@ -179,6 +308,119 @@ def test_latent_attention_goes_to_version_3(monkeypatch, calls):
         assert not libraries.multiple_of_8_or_latent(d, e)
 
 
+# ---- cuDNN -------------------------------------------------------------------------------------------------
+
+LENGTHS = {
+    "equal": [[160, 160], [320]],
+    "uneven": [[3, 250, 67], [1, 319]],
+    "many": [[64, 200, 30, 26], [80, 80, 160]],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["torch", "frontend"])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("h, g, d, e", [(2, 2, 32, 32), (4, 2, 32, 32), (4, 1, 64, 64), (4, 2, 40, 24)])
+def test_cudnn_of_packed_documents(monkeypatch, calls, cudnn_operation, name, lengths, h, g, d, e, dtype):
+    """Values and all three gradients, in memory as a merged projection leaves q, k and v."""
+    monkeypatch.setattr(libraries, "MIN_MEAN_DOCUMENT", 16)
+    cudnn_operation()
+    if name == "frontend":
+        install(monkeypatch, "cudnn", frontend_stand_in(calls))
+    lengths = LENGTHS[lengths]
+    docs = numbers(lengths)
+    b, s = docs.shape
+    merged = torch.randn(b, s, h * d + g * d + g * e).to(dtype).requires_grad_()
+    exact = merged.detach().double().requires_grad_()
+
+    def parts(x):
+        q, k, v = x.split((h * d, g * d, g * e), -1)
+        return q.unflatten(-1, (h, d)), k.unflatten(-1, (g, d)), v.unflatten(-1, (g, e))
+
+    number, longest = counts(lengths)
+    mask = make_attention_mask(0, s, 0, s, None, docs, CPU, counts(lengths))
+    place = torch.arange(s)
+    want = attention_reference(*parts(exact), visible_keys(place, place, None, docs, docs))
+    out = attention(*parts(merged), mask)
+
+    # a bound and a number that other documents share: 512 tokens, and 4 or 8 documents
+    planned = 2 ** math.ceil(math.log2(number))
+    call = calls[-1]
+    assert call[0] == {"torch": "cudnn"}.get(name, name)
+    assert call[1:4] == ((b * s, h, d), planned + 1, 512 if longest > 256 else 256)
+    assert out.shape == want.shape and out.dtype == dtype
+    dy = torch.randn(b, h, s, e).transpose(1, 2)  # of other strides than the output
+    (grad,) = torch.autograd.grad(out, merged, dy.to(dtype))
+    (grad_want,) = torch.autograd.grad(want, exact, dy.to(dtype).double())
+    for got, true in zip((out, *parts(grad)), (want, *parts(grad_want))):
+        assert (got.double() - true).norm() <= 0.01 * true.norm()
+
+
+@pytest.mark.parametrize("fault", ["sees all", "wrong strides", "mixed logsumexp", "one query head"])
+def test_a_cudnn_that_is_wrong_is_not_used(calls, cudnn_operation, capsys, fault):
+    """Faults that torch's releases had, or could have: the trial sees each."""
+    q, k = (torch.randn(1, 320, heads, 32).bfloat16() for heads in (4, 2))
+    mask = make_attention_mask(0, 320, 0, 320, None, numbers([[150, 170]]), CPU, DocumentCounts(2, 170))
+    cudnn_operation()
+    assert libraries.choose_library(q, k, k, mask).library.name == "cuDNN (torch)"
+    cudnn_operation(fault)
+    assert libraries.choose_library(q, k, k, mask) is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("attention: cuDNN (torch) is installed but not used for head dims 32 and 32, doc")
+    assert "a wrong result" in line
+
+
+def test_a_torch_that_keeps_no_plan_is_not_even_tried(monkeypatch, calls, capsys):
+    """Its backward may lose the process its GPU. Today's torch is one, and says so itself."""
+    signature = torch.ops.aten._cudnn_attention_forward.default._schema
+    version = tuple(int(x) for x in torch.__version__.split(".")[:2])
+    assert ("block_table" in str(signature)) == (version >= (2, 14)), "the sign of a torch that can be used"
+    monkeypatch.setitem(sys.modules, "kernels.attention_cudnn", attention_cudnn)
+    monkeypatch.setattr(attention_cudnn, "torch_attention", lambda *_: pytest.fail("it was called"))
+    q = torch.randn(1, 320, 2, 32).bfloat16()
+    mask = make_attention_mask(0, 320, 0, 320, None, numbers([[150, 170]]), CPU, DocumentCounts(2, 170))
+    assert libraries.choose_library(q, q, q, mask) is None
+    line = capsys.readouterr().err
+    assert "cuDNN (torch) is installed but not used" in line and len(line.splitlines()) == 1
+    assert ("nvidia-cudnn-frontend" in line) == (version < (2, 14))
+
+
+def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation):
+    cudnn_operation()
+
+    def chosen(lengths=((150, 170),), window=None, d=32, e=32, dtype=torch.bfloat16):
+        s = sum(lengths[0])
+        q, k, v = (torch.empty(len(lengths), s, 2, dim, dtype=dtype) for dim in (d, d, e))
+        lengths = [list(row) for row in lengths]
+        mask = make_attention_mask(0, s, 0, s, window, numbers(lengths), CPU, counts(lengths))
+        choice = libraries.choose_library(q, k, v, mask)
+        return choice and choice.library.name
+
+    assert chosen() == chosen(dtype=torch.float16) == chosen(d=64, e=128) == "cuDNN (torch)"
+    assert chosen(window=40) is None
+    assert chosen(d=192, e=128) is None and chosen(d=256, e=256) is None and chosen(d=36, e=36) is None
+    assert chosen(dtype=torch.float32) is None
+    uneven = [[2048] + [128] * 16]
+    assert chosen(uneven) is None, "32 times 2048 for 4096 tokens: torch's dq would be too large"
+    install(monkeypatch, "cudnn", frontend_stand_in(calls))
+    libraries.installed_function.cache_clear()
+    assert chosen(uneven) == "cuDNN (nvidia-cudnn-frontend)", "its dq is counted in tokens"
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert chosen() is None, "nobody can ask torch's cuDNN for the same bits every time"
+    monkeypatch.undo()
+
+
+def test_empty_documents_only_for_a_cudnn_that_takes_them(monkeypatch):
+    ends = torch.tensor([0, 5, 300, 301], dtype=torch.int32)
+    packed = PackedDocuments(ends, number=3, longest=295, window=None)
+    for version, want in ((92500, [0, 5, 300, 301, 301]), (92400, ends.tolist()), (None, ends.tolist())):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        planned = attention_cudnn.for_few_plans(packed)
+        assert planned.ends.tolist() == want and planned.ends.dtype == torch.int32
+        assert planned.number == len(want) - 1 and planned.longest == 512
+    assert attention_cudnn.for_few_plans(packed._replace(longest=100)).longest == 256
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_determinism_is_asked_for(monkeypatch, calls, deterministic):
     install(monkeypatch, "flash_attn", flash_stand_in(calls))
@@ -254,8 +496,13 @@ def test_the_best_library_that_is_installed_is_found(monkeypatch, calls):
     assert chosen() == chosen(window) == "flash_attn"
     install(monkeypatch, "flash_attn_interface", flash_stand_in(calls))
     assert chosen() == "flash_attn_interface"
+    documents = make_attention_mask(0, 140, 0, 140, None, numbers([[140]]), CPU, DocumentCounts(1, 140))
+    install(monkeypatch, "cudnn", frontend_stand_in(calls))
+    assert chosen(documents) == "flash_attn_interface" and chosen(window) == "flash_attn_interface"
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    assert chosen(documents) == "cudnn" and chosen(window) == chosen() == "flash_attn"
     monkeypatch.setattr(libraries, "compute_capability", lambda device: 8)
-    assert chosen() == "flash_attn"
+    assert chosen() == chosen(documents) == "flash_attn"
     monkeypatch.setattr(libraries, "compute_capability", lambda device: 7)
     assert chosen() is None
 

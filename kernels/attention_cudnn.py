@@ -1,0 +1,88 @@
+"""cuDNN's attention of packed documents: NVIDIA's package nvidia-cudnn-frontend, or torch's own call of it.
+
+cuDNN takes all tokens one after the other with the ends of the documents, grouped queries, and q, k and v
+that lie beside each other in memory. It takes no window here, and is not asked for equal bits: torch cannot
+ask it, and on Hopper cuDNN before 9.25 needs memory that grows with the square of all tokens for them
+(github.com/NVIDIA/cudnn-frontend/pull/398).
+
+A plan belongs to numbers, not to values: how many documents there are, a bound on the longest, the shape and
+strides of q, k and v. It is made at the first call, in some tens to hundreds of milliseconds, and kept. So
+the bound is rounded up to a power of two, and so is the number, by empty documents. cuDNN before 9.25 gives
+NaN for these (github.com/NVIDIA/cudnn-frontend/issues/943): there each number has its own plan.
+
+torch has the operation, too. Before torch 2.14 it does not keep the plan, so that every call costs as much
+as the first (github.com/pytorch/pytorch/pull/191576). Its backward took the head dim for the bound, and wrote
+past a buffer (github.com/pytorch/pytorch/pull/186142): an illegal access, after which the process has lost
+its GPU. No trial survives that, so versions without the first mend, the later of the two, are recognized by
+the operation's signature and not tried.
+"""
+import torch
+from torch import Tensor
+
+from kernels.attention_mask import PackedDocuments
+
+OLDEST_CUDNN = 91800  # torch's own choice of cuDNN for documents asks for it
+CUDNN_WITH_EMPTY_DOCUMENTS = 92500
+SHORTEST_BOUND = 256  # tokens: torch refuses bounds up to 128
+MAX_HEAD_DIM = 128  # above it, cuDNN has backwards for some chips and head dims only
+MOST_PADDING = 8  # through torch, the backward keeps dq in fp32 for so many times the tokens
+
+
+def head_dims(d: int, e: int) -> bool:
+    """Whether head dims (of keys: d, of values: e) are what cuDNN takes on Hopper and Blackwell."""
+    return d % 8 == e % 8 == 0 and max(d, e) <= MAX_HEAD_DIM
+
+
+def power_of_two(n: int) -> int:
+    """The smallest one that is n or more."""
+    return 1 << (n - 1).bit_length()
+
+
+def for_few_plans(packed: PackedDocuments) -> PackedDocuments:
+    """The same documents, with a number and a bound that many sets of documents share."""
+    ends, number = packed.ends, packed.number
+    takes_empty_documents = (torch.backends.cudnn.version() or 0) >= CUDNN_WITH_EMPTY_DOCUMENTS
+    if takes_empty_documents and number < power_of_two(number):
+        number = power_of_two(number)
+        ends = torch.cat((ends, ends[-1:].expand(number - packed.number)))
+    longest = max(power_of_two(packed.longest), SHORTEST_BOUND)
+    return PackedDocuments(ends, number, longest, packed.window)
+
+
+def padding_fits_torch(packed: PackedDocuments, tokens: int) -> bool:
+    """Whether what torch's backward keeps of dq is small enough. tokens: of all documents."""
+    planned = power_of_two(packed.number) * max(power_of_two(packed.longest), SHORTEST_BOUND)
+    return planned <= MOST_PADDING * tokens
+
+
+def why_not_in_torch() -> str | None:
+    """Why torch's operation cannot be used, whatever the call; None if it can."""
+    signature = torch.ops.aten._cudnn_attention_forward.default._schema
+    if "block_table" not in {argument.name for argument in signature.arguments}:  # it came with kept plans
+        return (f"torch {torch.__version__} makes a new plan at every call, and its backward writes past a "
+                "buffer; torch 2.14 and the package nvidia-cudnn-frontend do not")
+    version = torch.backends.cudnn.version() or 0
+    if version < OLDEST_CUDNN:
+        return f"it needs cuDNN {OLDEST_CUDNN}, and this is {version}"
+    return None
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments) -> Tensor:
+    """Causal attention within documents, by torch's operation.
+
+    q [tokens, h, d], k [tokens, g, d], v [tokens, g, e] -> [tokens, h, e].
+    The queries and keys of a document are equal in number, so it does not matter that this operation aligns
+    the first query with the first key.
+    """
+    packed = for_few_plans(packed)
+    results = torch.ops.aten._cudnn_attention_forward(
+        q, k, v,
+        attn_bias=None,
+        cum_seq_q=packed.ends,
+        cum_seq_k=packed.ends,
+        max_q=packed.longest,
+        max_k=packed.longest,
+        compute_log_sumexp=True,
+        is_causal=True,
+    )
+    return results[0]
