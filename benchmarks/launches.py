@@ -31,7 +31,7 @@ from triton.runtime.jit import KernelInterface
 
 import kernels
 from benchmarks.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
-from kernels import attention, attention_libraries
+from kernels import attention, attention_cudnn, attention_libraries
 from parallel.sharding import spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,8 +152,11 @@ class ClaimedDevice(TorchFunctionMode):
 
 
 @contextlib.contextmanager
-def claimed_gpu(chip: Chip, recorder: "Recorder") -> Iterator[torch.device]:
-    """Inside, torch answers as on a machine with the chip. Its value: the device that tensors claim."""
+def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterator[torch.device]:
+    """Inside, torch answers as on a machine with the chip. Its value: the device that tensors claim.
+
+    cudnn: whether cuDNN takes packed documents there (kernels/attention_cudnn.py).
+    """
     properties = SimpleNamespace(
         name=chip.name,
         major=chip.capability[0],
@@ -176,6 +179,8 @@ def claimed_gpu(chip: Chip, recorder: "Recorder") -> Iterator[torch.device]:
         for name, answer in answers.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, answer))
         stack.enter_context(claimed_libraries())
+        if cudnn:
+            stack.enter_context(claimed_cudnn())
         stack.enter_context(ClaimedDevice(device, recorder))
         yield device
 
@@ -198,6 +203,49 @@ def claimed_libraries() -> Iterator[None]:
         mock.patch.object(attention_libraries, "passes_trial", lambda *_: True),
     ):
         yield
+
+
+@contextlib.contextmanager
+def claimed_cudnn() -> Iterator[None]:
+    """Inside, packed documents go to torch's operation of cuDNN, as from torch 2.14 on, with cuDNN 9.25.
+
+    Until then torch knows it for tensors with storage alone.
+    """
+    known_function = attention_libraries.installed_function
+
+    def installed_function(module: str, name: str) -> Callable[..., Any] | None:
+        is_cudnn = module == attention_cudnn.__name__
+        return getattr(attention_cudnn, name) if is_cudnn else known_function(module, name)
+
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, attn_bias: None, cum_seq_q: Tensor, cum_seq_k: Tensor,
+        max_q: int, max_k: int, *options: object, **more_options: object,
+    ) -> tuple[object, ...]:  # fmt: skip
+        tokens, heads, _ = query.shape
+        out = query.new_empty(tokens, heads, value.shape[-1])
+        lse = query.new_empty(heads, tokens, dtype=torch.float32)
+        none = query.new_empty(0)
+        return out, lse, cum_seq_q, cum_seq_k, max_q, max_k, none, none, none
+
+    def backward(
+        grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: object, **options: object
+    ) -> tuple[Tensor, ...]:
+        return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+    library = torch.library.Library("aten", "IMPL")
+    for name, function in (("forward", forward), ("backward", backward)):
+        operation = f"_cudnn_attention_{name}"
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{operation}", "Meta"):
+            library.impl(operation, function, "Meta")
+    version = attention_cudnn.CUDNN_WITH_EMPTY_DOCUMENTS
+    try:
+        with (
+            mock.patch.object(attention_libraries, "installed_function", installed_function),
+            mock.patch.object(torch.backends.cudnn, "version", lambda: version),
+        ):
+            yield
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager
@@ -300,6 +348,9 @@ KERNELS_OF = {
     "aten.nonzero": 3,
     "aten._scaled_dot_product_cudnn_attention_backward": 3,
     "aten._scaled_dot_product_flash_attention_backward": 3,
+    # with the lengths and offsets of documents: pytorch pull request 191576 counts them
+    "aten._cudnn_attention_forward": 8,
+    "aten._cudnn_attention_backward": 13,
     "torch_attn._varlen_attn": 2,
     "torch_attn._varlen_attn_backward": 6,  # with sums over the query heads of a group
 }

@@ -82,7 +82,7 @@ RATES = {
     "library fp8, exact sums": Rate(950, 1060, 1150, 1576, "torch._scaled_mm without fast sums"),
     "own fp8": Rate(800, 865, 920, 1576, "kernels/fp8_gemm.py: " + OWN),
     "fp32": Rate(20, 30, 40, 788, "fp32 on CUDA cores, narrow outputs; perfect: in bf16"),
-    "cudnn": Rate(500, 560, 600, 600, "cuDNN's attention, causal, head dim 128"),
+    "cudnn": Rate(500, 560, 600, 600, "cuDNN's attention, causal, head dim 128; of documents too"),
     "cudnn backward": Rate(400, 450, 490, 520, "cuDNN's, five products counted"),
     "flash 2": Rate(330, 350, 380, 600, "FlashAttention 2 in torch, written for sm_80"),
     "flash 2 backward": Rate(210, 230, 260, 520, "the same, five products counted"),
@@ -106,13 +106,15 @@ HOST = {  # microseconds of the host
 class Scenario:
     """A model of benchmarks/shape.py and keys beside its own.
 
-    documents: so many equal ones in each sequence; None: those of the shape, or one.
+    documents: so many equal ones in each sequence; None: those of the shape, or one. cudnn: cuDNN takes them
+    (torch 2.14, or nvidia-cudnn-frontend).
     """
 
     shape: str
     model: Mapping[str, object] = field(default_factory=dict)
     train: Mapping[str, object] = field(default_factory=dict)
     documents: int | None = None
+    cudnn: bool = False
 
 
 def fp8(recipe: str) -> dict[str, object]:
@@ -127,6 +129,8 @@ SCENARIOS = {
     "moe": Scenario("moe"),
     "packed": Scenario("packed"),
     "packed-uneven": Scenario("packed-uneven"),
+    "packed+cudnn": Scenario("packed", cudnn=True),
+    "packed-uneven+cudnn": Scenario("packed-uneven", cudnn=True),
     "dense+documents": Scenario("dense", documents=4),
     "dense+qk_norm": Scenario("dense", {"qk_norm": True}),
     "dense+mla": Scenario("dense", LATENT),
@@ -195,10 +199,11 @@ def microbatch(cfg: Config, device: torch.device, step: int, lengths: Sequence[i
 # ---- recording ---------------------------------------------------------------------------------------------
 
 
-def record(cfg: Config, chip: Chip, lengths: Sequence[int] = ()) -> Recorder:
-    """The launches of the second step: what is done once is done in the first. lengths: see microbatch."""
+def record(cfg: Config, chip: Chip, lengths: Sequence[int] = (), cudnn: bool = False) -> Recorder:
+    """The launches of the second step: what is done once is done in the first. lengths: see microbatch.
+    cudnn: see Scenario."""
     recorder = Recorder()
-    with claimed_gpu(chip, recorder) as device, without_initial_weights():
+    with claimed_gpu(chip, recorder, cudnn) as device, without_initial_weights():
         with META:
             run = build_run(cfg, Mesh.single(), device, None, 1000)
         record_step(run, recorder, device, lengths)
@@ -361,7 +366,7 @@ def model_step(name: str, chip: Chip, tiny: bool = False) -> ModelledStep:
     workload = Workload(shape.batch, shape.seq, documents=documents)
     facts = Facts(workload.keys_seen(cfg.model.window))
 
-    recorder = record(cfg, chip, documents)
+    recorder = record(cfg, chip, documents, scenario.cudnn)
     per_token = flops_per_token(cfg.model, shape.seq, documents)
     peak = peak_flops_of_gpu(chip.name, "bf16")
     assert peak is not None, f"{chip.name} is in configs/clusters.yaml"
@@ -385,7 +390,7 @@ def launches_of_a_layer(scenario: Scenario, shape: Shape, chip: Chip) -> tuple[i
     documents = document_lengths(scenario, shape)
     counts = []
     for layers in (4, 5):
-        recorder = record(config_of(scenario, shape, layers), chip, documents)
+        recorder = record(config_of(scenario, shape, layers), chip, documents, scenario.cudnn)
         counted = dict.fromkeys(("forward", "backward", "optimizer"), 0)
         for launch in recorder.launches:
             counted[launch.phase] += launch.launches

@@ -229,6 +229,8 @@ OPERATIONS = {
     "aten._scaled_dot_product_cudnn_attention_backward": KernelRow(
         BACKWARD, "cudnn backward", of_attention(3, 2)
     ),
+    "aten._cudnn_attention_forward": KernelRow(FORWARD, "cudnn", of_attention(1, 1)),
+    "aten._cudnn_attention_backward": KernelRow(BACKWARD, "cudnn backward", of_attention(3, 2)),
     "aten._scaled_dot_product_flash_attention": KernelRow(FORWARD, "flash 2", of_attention(1, 1)),
     "aten._scaled_dot_product_flash_attention_backward": KernelRow(
         BACKWARD, "flash 2 backward", of_attention(3, 2)

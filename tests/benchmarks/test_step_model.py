@@ -128,6 +128,8 @@ ATTENTION = {
     "dense+mla": "aten._scaled_dot_product_cudnn_attention",
     "packed": "torch_attn._varlen_attn",
     "packed-uneven": "torch_attn._varlen_attn",
+    "packed+cudnn": "aten._cudnn_attention",
+    "packed-uneven+cudnn": "aten._cudnn_attention",
     "dense+documents": "torch_attn._varlen_attn",
 }
 
@@ -138,8 +140,8 @@ def test_attention_of_full_size_takes_its_library(name):
     pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no attention of variable length")
     scenario = SCENARIOS[name]
     shape = replace(Shape.gpu_models(False)[scenario.shape], layers=2)
-    recorder = record(config_of(scenario, shape), H200, document_lengths(scenario, shape))
-    counts = Counter(launch.kernel for launch in recorder.launches)
+    recorder = record(config_of(scenario, shape), H200, document_lengths(scenario, shape), scenario.cudnn)
+    counts = Counter(launch.kernel.removesuffix("_forward") for launch in recorder.launches)
     kernel = ATTENTION[name]
     attention_launches = {name: n for name, n in counts.items() if "attn" in name or "attention" in name}
     assert attention_launches == {kernel: 2, f"{kernel}_backward": 2}
@@ -155,6 +157,15 @@ def test_flash_attn_of_this_machine_is_not_asked(monkeypatch):
     shape = replace(Shape.gpu_models(False)["packed"], layers=1)
     recorder = record(config_of(SCENARIOS["packed"], shape), H200, shape.documents)
     assert any(launch.kernel == "torch_attn._varlen_attn" for launch in recorder.launches)
+
+
+def test_the_library_of_the_model_is_taken_back():
+    """What the model says of cuDNN on a torch without storage does not stay in this process."""
+    operation = "aten::_cudnn_attention_forward"
+    was_known = torch._C._dispatch_has_kernel_for_dispatch_key(operation, "Meta")
+    record(tiny("packed+cudnn"), H200, tiny_documents("packed+cudnn"), cudnn=True)
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(operation, "Meta") == was_known
+    assert torch.backends.cudnn.version.__module__ == "torch.backends.cudnn"
 
 
 def test_tiny_documents_take_the_kernels_of_triton():
@@ -262,7 +273,10 @@ def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, size",
-    [*((name, "tiny") for name in SCENARIOS), ("dense", "full"), ("moe", "full"), ("dense+mla", "full")],
+    [
+        *((name, "tiny") for name in SCENARIOS),
+        *((name, "full") for name in ("dense", "moe", "dense+mla", "packed-uneven+cudnn")),
+    ],
 )
 def test_the_flops_are_those_of_the_modules(name, size):
     """Products: of the forward, twice again in the backward. Attention: two products, then five, or seven.
@@ -279,7 +293,7 @@ def test_the_flops_are_those_of_the_modules(name, size):
     facts = Facts(work.keys_seen(None))
 
     found: Counter[str] = Counter()
-    for launch in record(cfg, H200, document_lengths(scenario, shape)).launches:
+    for launch in record(cfg, H200, document_lengths(scenario, shape), scenario.cudnn).launches:
         done = judge(launch, facts)
         found[done.part] += done.flops
     of_router = 2.0 * shape.tokens * shape.hidden * (shape.experts or 0) * shape.layers
