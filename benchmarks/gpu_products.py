@@ -1,6 +1,7 @@
 """The cases of benchmarks/gpu.py whose time is that of their products, beside NVIDIA's libraries."""
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_case import Case, Function, Inputs, Size
 from kernels import attention, fp8, fp8_grouped, grouped_gemm, linear, newton_schulz
-from kernels.attention_libraries import choose_library, library_attention
-from kernels.attention_mask import AttentionMask, make_attention_mask
+from kernels.attention_libraries import library_attention, usable_libraries
+from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from kernels.fp8_gemm import quantize_operand
 
 
@@ -30,6 +31,9 @@ def product_cases(size: Size, device: torch.device, dtype: torch.dtype) -> dict[
         "attention": AttentionSize(size.heads, head_dim, head_dim),
         "attention_gqa": AttentionSize(size.kv, head_dim, head_dim),
         "attention_window": AttentionSize(size.kv, head_dim, head_dim, window=size.seq // 4),
+        "attention_documents": AttentionSize(
+            size.kv, head_dim, head_dim, documents=uneven_documents(size.seq)
+        ),
         "attention_mla": AttentionSize(size.heads, head_dim + head_dim // 2, head_dim),
     }
     for name, shape in attention_sizes.items():
@@ -143,12 +147,20 @@ def grouped_cases(inputs: Inputs) -> dict[str, Case]:
 
 @dataclass(frozen=True)
 class AttentionSize:
-    """window: None for plain causal attention."""
+    """window: None for plain causal attention. documents: tokens of those in each sequence; (): there is one.
+    """
 
     kv_heads: int
     qk_dim: int
     value_dim: int
     window: int | None = None
+    documents: tuple[int, ...] = ()
+
+
+def uneven_documents(seq: int) -> tuple[int, int, int]:
+    """Tokens of three documents: about 3, 25 and 72 percent of a sequence."""
+    short, middle = max(1, seq // 30), seq // 4
+    return short, middle, seq - short - middle
 
 
 def attention_cases(name: str, inputs: Inputs, shape: AttentionSize) -> dict[str, Case]:
@@ -162,10 +174,16 @@ def attention_cases(name: str, inputs: Inputs, shape: AttentionSize) -> dict[str
     v = inputs.randn(size.batch, size.seq, shape.kv_heads, shape.value_dim).requires_grad_()
     dy = inputs.randn(size.batch, size.seq, size.heads, shape.value_dim)
 
-    mask = make_attention_mask(0, size.seq, 0, size.seq, shape.window, None, inputs.device)
+    docs, counts = None, None
+    if shape.documents:
+        lengths = torch.tensor(shape.documents, device=inputs.device)
+        docs = torch.arange(len(lengths), device=inputs.device).repeat_interleave(lengths)
+        docs = docs.expand(size.batch, -1).contiguous()
+        counts = DocumentCounts(size.batch * len(lengths), max(shape.documents))
+    mask = make_attention_mask(0, size.seq, 0, size.seq, shape.window, docs, inputs.device, counts)
     functions = {
         "ours": lambda: attention._TritonAttention.apply(q, k, v, mask),
-        **attention_libraries(q, k, v, mask, shape.window),
+        **attention_libraries(q, k, v, mask),
     }
 
     def both(function: Function) -> Function:
@@ -174,8 +192,10 @@ def attention_cases(name: str, inputs: Inputs, shape: AttentionSize) -> dict[str
     forward = {key: torch.no_grad()(function) for key, function in functions.items()}
     forward_backward = {key: both(function) for key, function in functions.items()}
 
-    reach = min(shape.window or size.seq, size.seq)
-    pairs = size.batch * size.heads * (reach * size.seq - reach * (reach - 1) / 2)
+    pairs = 0.0
+    for length in shape.documents or (size.seq,):
+        reach = min(shape.window or length, length)
+        pairs += size.batch * size.heads * (reach * length - reach * (reach - 1) / 2)
     flops = 2 * pairs * (shape.qk_dim + shape.value_dim)
     return {
         name: Case(flops, forward.pop("ours"), forward),
@@ -183,10 +203,8 @@ def attention_cases(name: str, inputs: Inputs, shape: AttentionSize) -> dict[str
     }
 
 
-def attention_libraries(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, window: int | None
-) -> dict[str, Function]:
-    """Returns the libraries that can compute this attention: SDPA's kernels, flash-attn."""
+def attention_libraries(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> dict[str, Function]:
+    """Returns what can compute this attention: SDPA's kernels, and the libraries that the model may use."""
     is_grouped = k.shape[2] != q.shape[2]
 
     def sdpa(backend: SDPBackend) -> Function:
@@ -199,11 +217,10 @@ def attention_libraries(
         return run
 
     libraries: dict[str, Function] = {}
-    if window is None:
+    if mask.is_causal:
         libraries["cudnn"] = sdpa(SDPBackend.CUDNN_ATTENTION)
         libraries["flash"] = sdpa(SDPBackend.FLASH_ATTENTION)
     flash_mask = None if mask.is_causal else mask
-    choice = choose_library(q, k, v, flash_mask)
-    if choice is not None:
-        libraries[choice.library.name] = lambda: library_attention(choice, q, k, v, flash_mask)
+    for choice in usable_libraries(q, k, v, flash_mask):
+        libraries[choice.library.name] = partial(library_attention, choice, q, k, v, flash_mask)
     return libraries

@@ -31,7 +31,8 @@ from kernels import (
     rope,
     swiglu,
 )
-from kernels.attention_mask import make_attention_mask
+from kernels.attention_libraries import library_attention, usable_libraries
+from kernels.attention_mask import DocumentCounts, make_attention_mask
 from kernels.rounding import ElementIndex
 
 Checks = Iterator[tuple[str, Check]]
@@ -598,7 +599,8 @@ def attention_checks(
         starts = torch.rand(b, s, device=device) < 8 / s  # of about eight documents, which begin anywhere
         docs = starts.cumsum(1).to(torch.int32)
         sees &= docs[:, :, None] == docs[:, None]
-    mask = make_attention_mask(0, s, 0, s, window, docs, device)
+    counts = None if docs is None else count_documents(docs)
+    mask = make_attention_mask(0, s, 0, s, window, docs, device, counts)
 
     def definition() -> Results:
         """Sequence by sequence: all scores at once would not fit."""
@@ -628,6 +630,25 @@ def attention_checks(
             is_ours=kind == "triton",
         )
         yield f"attention, {name}, {kind}", check
+
+    # of several libraries for packed documents, auto would take the first alone
+    if documents:
+        for choice in usable_libraries(q, k, v, mask):
+            check = Check(
+                ours=lambda choice=choice: results_of(
+                    lambda q, k, v: library_attention(choice, q, k, v, mask), {"q": q, "k": k, "v": v}, (dy,)
+                ),
+                definition=definition,
+                bounds=bounds,
+                is_ours=False,
+            )
+            yield f"attention, {name}, {choice.library.name}", check
+
+
+def count_documents(docs: Tensor) -> DocumentCounts:
+    """docs [b, s]: the document of each token."""
+    lengths = [row.unique_consecutive(return_counts=True)[1] for row in docs]
+    return DocumentCounts(sum(map(len, lengths)), int(torch.cat(lengths).max()))
 
 
 def plain_attention(inputs: Inputs) -> Checks:

@@ -55,16 +55,21 @@ def padding_fits_torch(packed: PackedDocuments, tokens: int) -> bool:
     return planned <= MOST_PADDING * tokens
 
 
+def has_kept_plans() -> bool:
+    """Whether torch's operation keeps its plans: it takes `block_table` since then."""
+    signature = torch.ops.aten._cudnn_attention_forward.default._schema
+    return "block_table" in {argument.name for argument in signature.arguments}
+
+
 def why_not_in_torch() -> str | None:
     """Why torch's operation cannot be used, whatever the call; None if it can."""
-    signature = torch.ops.aten._cudnn_attention_forward.default._schema
-    if "block_table" not in {argument.name for argument in signature.arguments}:  # it came with kept plans
-        return (f"torch {torch.__version__} makes a new plan at every call, and its backward writes past a "
-                "buffer; torch 2.14 and the package nvidia-cudnn-frontend do not")
+    if torch.version.hip:
+        return "ROCm has no cuDNN"
+    if not has_kept_plans():
+        return (f"torch {torch.__version__} makes a plan at every call, and its backward may write past "
+                "a buffer; torch 2.14 and the package nvidia-cudnn-frontend do not")
     version = torch.backends.cudnn.version() or 0
-    if version < OLDEST_CUDNN:
-        return f"it needs cuDNN {OLDEST_CUDNN}, and this is {version}"
-    return None
+    return f"it needs cuDNN {OLDEST_CUDNN}, and this is {version}" if version < OLDEST_CUDNN else None
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, packed: PackedDocuments) -> Tensor:

@@ -12,7 +12,7 @@ follow each other, and `ends` says where each document ends.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -219,9 +219,14 @@ class Choice:
 def choose_library(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Choice | None:
     """The preferred library that supports the call and is installed. None: there is none. As for `attention`.
     """
+    return next(usable_libraries(q, k, v, mask), None)
+
+
+def usable_libraries(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Iterator[Choice]:
+    """All such libraries, the preferred one first. Each is tried when it is asked for."""
     kind = kind_of_call(q, k, mask)
     if kind is None or q.device.type not in DEVICES or q.dtype not in DTYPES:
-        return None
+        return
     head_dims = q.shape[-1], v.shape[-1]
     groups = k.shape[2] < q.shape[2]
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -239,8 +244,7 @@ def choose_library(q: Tensor, k: Tensor, v: Tensor, mask: MaskLike) -> Choice | 
             continue
         choice = Choice(library, function, is_packed)
         if passes_trial(choice, q.device, q.dtype, head_dims, groups, kind.window, deterministic):
-            return choice
-    return None
+            yield choice
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,10 @@ import pytest
 import torch
 from dense_mask import visible_keys
 
+from benchmarks.gpu_case import Inputs
+from benchmarks.gpu_products import AttentionSize, attention_cases, uneven_documents
+from benchmarks.smoke_families import attention_checks
+from benchmarks.smoke_kernels import TINY, run_check
 from data.pack import pack_windows
 from kernels import attention as kernel
 from kernels import attention_cudnn
@@ -385,6 +389,15 @@ def test_a_torch_that_keeps_no_plan_is_not_even_tried(monkeypatch, calls, capsys
     assert ("nvidia-cudnn-frontend" in line) == (version < (2, 14))
 
 
+def test_rocm_and_an_old_cudnn_are_refused(monkeypatch):
+    monkeypatch.setattr(attention_cudnn, "has_kept_plans", lambda: True)
+    for version, hip, want in ((92600, None, None), (91700, None, "cuDNN 91800"), (300500, "7.1", "ROCm")):
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda version=version: version)
+        monkeypatch.setattr(torch.version, "hip", hip)
+        why = attention_cudnn.why_not_in_torch()
+        assert why is None if want is None else want in why
+
+
 def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation):
     cudnn_operation()
 
@@ -408,6 +421,34 @@ def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation):
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert chosen() is None, "nobody can ask torch's cuDNN for the same bits every time"
     monkeypatch.undo()
+
+
+def test_the_runs_on_a_card_take_every_library(monkeypatch, calls, cudnn_operation):
+    """The smoke run compares each with its own definition, and the table of kernels times each."""
+    monkeypatch.setattr(libraries, "MIN_MEAN_DOCUMENT", 1)
+    monkeypatch.setattr(attention_cudnn, "MOST_PADDING", 64)
+    cudnn_operation()
+    install(monkeypatch, "cudnn", frontend_stand_in(calls))
+    install(monkeypatch, "flash_attn", flash_stand_in(calls))
+    names = ["cuDNN (nvidia-cudnn-frontend)", "cuDNN (torch)", "flash_attn"]
+    inputs = Inputs(replace(TINY, seq=256, heads=2, kv=1), CPU, torch.bfloat16)
+
+    torch.manual_seed(1)
+    checks = dict(attention_checks(inputs, "documents", kv=1, qk_dim=32, value_dim=32, documents=True))
+    assert list(checks)[1:] == [f"attention, documents, {name}" for name in names]
+    for name in list(checks)[1:]:
+        calls.clear()
+        row = run_check(checks[name])
+        assert row["ok"] and len(calls) == 1, (name, row)
+
+    sizes = AttentionSize(1, 32, 32, documents=uneven_documents(256))
+    cases = attention_cases("attention_documents", inputs, sizes)
+    seen = sum(n * (n + 1) / 2 for n in (8, 64, 184))
+    assert cases["attention_documents"].work == 2 * inputs.size.batch * 2 * seen * 64
+    assert list(cases["attention_documents_both"].others) == names
+    for name, run in cases["attention_documents_both"].others.items():
+        calls.clear()
+        assert [x.shape[2] for x in run()] == [2, 1, 1] and len(calls) == 1, name
 
 
 def test_empty_documents_only_for_a_cudnn_that_takes_them(monkeypatch):
