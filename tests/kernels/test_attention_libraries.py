@@ -398,7 +398,7 @@ def test_rocm_and_an_old_cudnn_are_refused(monkeypatch):
         assert why is None if want is None else want in why
 
 
-def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation):
+def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation, capsys):
     cudnn_operation()
 
     def chosen(lengths=((150, 170),), window=None, d=32, e=32, dtype=torch.bfloat16):
@@ -415,6 +415,7 @@ def test_what_is_not_given_to_cudnn(monkeypatch, calls, cudnn_operation):
     assert chosen(dtype=torch.float32) is None
     uneven = [[2048] + [128] * 16]
     assert chosen(uneven) is None, "32 times 2048 for 4096 tokens: torch's dq would be too large"
+    assert not capsys.readouterr().err, "the table says so: nothing is tried, and nothing is said"
     install(monkeypatch, "cudnn", frontend_stand_in(calls))
     libraries.installed_function.cache_clear()
     assert chosen(uneven) == "cuDNN (nvidia-cudnn-frontend)", "its dq is counted in tokens"
