@@ -66,15 +66,14 @@ def norm_cases(inputs: Inputs, x: Tensor) -> dict[str, Case]:
 def rope_case(inputs: Inputs) -> Case:
     """Queries and keys of one fused projection, rotated in place."""
     size = inputs.size
-    num_rotated = size.heads + size.kv
     qkv = inputs.randn(size.batch, size.seq, size.heads + 2 * size.kv, size.head_dim)
-    rotated = qkv[:, :, :num_rotated]
+    rotated = qkv[:, :, :size.heads + size.kv]
     positions = torch.arange(size.seq, device=inputs.device).expand(size.batch, -1)
     frequencies = rope.frequencies(size.head_dim, ROPE_THETA).to(inputs.device)
     cos, sin = rope.cos_sin_tables(positions, frequencies, inputs.dtype)
     return Case(
         work=2 * rotated.numel() * inputs.element_bytes,
-        ours=lambda: rope.launch_rope(rotated, rotated, cos, sin, num_rotated),
+        ours=lambda: rope.launch_rope(rotated, rotated, cos, sin),
         others={"compiled": inputs.compiled(lambda: rope.rotate(rotated, cos, sin))},
     )
 

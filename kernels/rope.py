@@ -5,7 +5,7 @@ llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.2178
 arXiv 2309.00071.
 
 On a GPU the merged q, k, v are rotated in place. So are their gradients, where the backward of attention
-wrote them side by side.
+wrote them side by side; elsewhere one kernel reads them where they lie, and writes the merged gradient.
 """
 import math
 
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
-from kernels.tiles import inside_matrix, load_fp32
+from kernels.tiles import inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import kernel_is_available, power_of_2, tl, triton
 
 WITHOUT_FP64 = ("mps",)  # devices: Apple's GPUs compute in fp32 at most
@@ -147,64 +147,149 @@ def split_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor)
 # ---- Triton ------------------------------------------------------------------------------------------------
 
 @triton.jit
-def rope_kernel(
-    X, Y, COS, SIN, s, heads, rotated, table_strides, x_strides, y_strides,
+def load_angles(COS, SIN, pairs, HALF: tl.constexpr):
+    """cos and sin [1, BLOCK] of a token's pairs of channels; COS and SIN point to its rows of the tables."""
+    cos = tl.load(COS + pairs, pairs < HALF, 0.0)
+    sin = tl.load(SIN + pairs, pairs < HALF, 0.0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def turn(left, right, cos, sin):
+    """Both channels of some pairs, turned by their angles: all four in fp32."""
+    return left * cos - right * sin, right * cos + left * sin
+
+
+@triton.jit
+def turn_back(left, right, cos, sin):
+    """The transpose of a rotation is the rotation by the negative angle."""
+    return left * cos + right * sin, right * cos - left * sin
+
+
+@triton.jit
+def turn_heads(
+    X, Y, cos, sin, heads, x_stride, y_stride,
     HALF: tl.constexpr,
     INVERSE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token: rotates the first `rotated` heads of X into Y, and copies the others. HEADS at a time.
-
-    table_strides: of COS and SIN over sequences and tokens; x_strides, y_strides: and over heads.
-    """
-    # the token, and the angles of its pairs of channels
-    token = tl.program_id(0).to(tl.int64)
-    batch = token // s
-    position = token % s
+    """The heads of one token of X, `x_stride` apart, are rotated into Y. HEADS at a time."""
     pairs = tl.arange(0, BLOCK)
-    table_offset = batch * table_strides[0] + position * table_strides[1]
-    cos = tl.load(COS + table_offset + pairs, pairs < HALF, 0.0)[None, :]
-    sin = tl.load(SIN + table_offset + pairs, pairs < HALF, 0.0)[None, :]
-    if INVERSE:
-        sin = -sin  # the transpose of a rotation is the rotation by the negative angle
-    X += batch * x_strides[0] + position * x_strides[1]
-    Y += batch * y_strides[0] + position * y_strides[1]
-
     for first in range(0, heads, HEADS):
         head = first + tl.arange(0, HEADS)
         inside = inside_matrix(head, pairs, heads, HALF)
-        is_rotated = (head < rotated)[:, None]
-        source = X + head[:, None] * x_strides[2] + pairs[None, :]
-        target = Y + head[:, None] * y_strides[2] + pairs[None, :]
+        source = X + tile_offsets(head, pairs, x_stride)
+        target = Y + tile_offsets(head, pairs, y_stride)
         left = load_fp32(source, inside)  # [HEADS, BLOCK]
         right = load_fp32(source + HALF, inside)
 
-        new_left = tl.where(is_rotated, left * cos - right * sin, left)
+        if INVERSE:
+            new_left, new_right = turn_back(left, right, cos, sin)
+        else:
+            new_left, new_right = turn(left, right, cos, sin)
         tl.store(target, new_left, inside)
-        new_right = tl.where(is_rotated, right * cos + left * sin, right)
         tl.store(target + HALF, new_right, inside)
 
 
-def launch_rope(
-    x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, rotated: int, inverse: bool = False
-) -> Tensor:
-    """Writes x to y with its first `rotated` heads rotated, and returns y, which may be x.
+@triton.jit
+def copy_heads(
+    X, Y, heads, x_stride, y_stride,
+    WIDTH: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The first WIDTH channels of the heads of one token of X are written to Y. HEADS at a time."""
+    channels = tl.arange(0, BLOCK)
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)
+        inside = inside_matrix(head, channels, heads, WIDTH)
+        values = tl.load(X + tile_offsets(head, channels, x_stride), inside)
+        tl.store(Y + tile_offsets(head, channels, y_stride), values, inside)
+
+
+@triton.jit
+def rope_kernel(
+    X, Y, COS, SIN, s, heads, table_strides, x_strides, y_strides,
+    HALF: tl.constexpr,
+    INVERSE: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token: rotates the heads of X into Y.
+
+    table_strides: of COS and SIN over sequences and tokens; x_strides, y_strides: and over heads.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // s
+    position = token % s
+    table_offset = batch * table_strides[0] + position * table_strides[1]
+    cos, sin = load_angles(COS + table_offset, SIN + table_offset, tl.arange(0, BLOCK), HALF=HALF)
+    X += batch * x_strides[0] + position * x_strides[1]
+    Y += batch * y_strides[0] + position * y_strides[1]
+    turn_heads(
+        X, Y, cos, sin, heads, x_strides[2], y_strides[2],
+        HALF=HALF, INVERSE=INVERSE, HEADS=HEADS, BLOCK=BLOCK,
+    )
+
+
+@triton.jit
+def merge_gradients_kernel(
+    DQ, DK, DV, DQKV, COS, SIN, s, heads, kv,
+    table_strides, dq_strides, dk_strides, dv_strides, dqkv_strides,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token: writes the gradient of the merged projection, from those of q and k, turned back, and of v.
+
+    heads: of q; kv: of k and of v. HEADS and KV_HEADS of them at a time. Strides as in rope_kernel.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    batch = token // s
+    position = token % s
+    table_offset = batch * table_strides[0] + position * table_strides[1]
+    cos, sin = load_angles(COS + table_offset, SIN + table_offset, tl.arange(0, BLOCK), HALF=HALF)
+    DQ += batch * dq_strides[0] + position * dq_strides[1]
+    DK += batch * dk_strides[0] + position * dk_strides[1]
+    DV += batch * dv_strides[0] + position * dv_strides[1]
+    DQKV += batch * dqkv_strides[0] + position * dqkv_strides[1]
+    stride = dqkv_strides[2]
+    turn_heads(
+        DQ, DQKV, cos, sin, heads, dq_strides[2], stride,
+        HALF=HALF, INVERSE=True, HEADS=HEADS, BLOCK=BLOCK,
+    )
+    turn_heads(
+        DK, DQKV + heads * stride, cos, sin, kv, dk_strides[2], stride,
+        HALF=HALF, INVERSE=True, HEADS=KV_HEADS, BLOCK=BLOCK,
+    )
+    copy_heads(
+        DV, DQKV + (heads + kv) * stride, kv, dv_strides[2], stride,
+        WIDTH=2 * HALF, HEADS=KV_HEADS, BLOCK=2 * BLOCK,
+    )
+
+
+def heads_of_tile(heads: int, block: int) -> int:
+    """How many heads, of `block` pairs of channels each, a program has at a time."""
+    return max(1, min(TILE // block, power_of_2(heads)))
+
+
+def launch_rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
+    """Writes x with its heads rotated to y, and returns y, which may be x.
 
     x and y [b, s, h, d] with adjacent channels; cos and sin [b or 1, s, 1, d/2].
     """
     b, s, h, d = x.shape
     cos = per_sequence(cos, b)
     sin = per_sequence(sin, b)
-    half = d // 2
-    block = power_of_2(half)
-    heads = max(1, min(TILE // block, power_of_2(h)))
+    block = power_of_2(d // 2)
     if x.numel():
         rope_kernel[(b * s,)](
-            x, y, cos, sin, s, h, rotated, cos.stride()[:2], x.stride()[:3], y.stride()[:3],
-            HALF=half,
+            x, y, cos, sin, s, h, cos.stride()[:2], x.stride()[:3], y.stride()[:3],
+            HALF=d // 2,
             INVERSE=inverse,
-            HEADS=heads,
+            HEADS=heads_of_tile(h, block),
             BLOCK=block,
             num_warps=4,
         )
@@ -225,20 +310,31 @@ def by_channel(x: Tensor) -> Tensor:
 
 
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """split_backward in Triton: in place where dq, dk and dv lie side by side in memory, else in one pass."""
-    heads = [x.shape[2] for x in (dq, dk, dv)]
+    """split_backward in Triton: in place where dq, dk and dv lie side by side in memory, else they are read
+    where they lie, in one pass."""
+    b, s, heads, d = dq.shape
+    kv = dk.shape[2]
     dqkv = side_by_side(dq, dk, dv)
     if dqkv is not None:
-        rotated = dqkv[:, :, :heads[0] + heads[1]]
-        launch_rope(rotated, rotated, cos, sin, heads[0] + heads[1], inverse=True)
+        rotated = dqkv[:, :, :heads + kv]
+        launch_rope(rotated, rotated, cos, sin, inverse=True)
         return dqkv
 
-    b, s, _, d = dq.shape
-    dqkv = dq.new_empty(b, s, sum(heads), d)
-    into_q, into_k, into_v = dqkv.split(heads, 2)
-    launch_rope(by_channel(dq), into_q, cos, sin, heads[0], inverse=True)
-    launch_rope(by_channel(dk), into_k, cos, sin, heads[1], inverse=True)
-    launch_rope(by_channel(dv), into_v, cos, sin, 0, inverse=True)
+    dqkv = dq.new_empty(b, s, heads + 2 * kv, d)
+    dq, dk, dv = by_channel(dq), by_channel(dk), by_channel(dv)
+    cos = per_sequence(cos, b)
+    sin = per_sequence(sin, b)
+    block = power_of_2(d // 2)
+    if dqkv.numel():
+        merge_gradients_kernel[(b * s,)](
+            dq, dk, dv, dqkv, cos, sin, s, heads, kv,
+            cos.stride()[:2], dq.stride()[:3], dk.stride()[:3], dv.stride()[:3], dqkv.stride()[:3],
+            HALF=d // 2,
+            HEADS=heads_of_tile(heads, block),
+            KV_HEADS=heads_of_tile(kv, block),
+            BLOCK=block,
+            num_warps=4,
+        )
     return dqkv
 
 
@@ -269,7 +365,7 @@ class _Rope(torch.autograd.Function):
         ctx.triton = kernel_is_available("rope", x, cos)
         if ctx.triton:
             x = by_channel(x)
-            return launch_rope(x, torch.empty_like(x), cos, sin, x.shape[2])
+            return launch_rope(x, torch.empty_like(x), cos, sin)
         return jit(rotate, compiled)(x, cos, sin)
 
     @staticmethod
@@ -277,7 +373,7 @@ class _Rope(torch.autograd.Function):
         cos, sin = ctx.saved_tensors
         if ctx.triton:
             dy = by_channel(dy)
-            dx = launch_rope(dy, torch.empty_like(dy), cos, sin, dy.shape[2], inverse=True)
+            dx = launch_rope(dy, torch.empty_like(dy), cos, sin, inverse=True)
         else:
             dx = jit(rotate, ctx.compiled)(dy, cos, -sin)
         return dx, None, None, None
@@ -300,7 +396,7 @@ class _SplitRope(torch.autograd.Function):
             qkv = qkv.clone(memory_format=torch.contiguous_format)
         torch.autograd.graph.increment_version(qkv)
         q_and_k = qkv.detach()[:, :, :rotated]
-        launch_rope(q_and_k, q_and_k, cos, sin, rotated)
+        launch_rope(q_and_k, q_and_k, cos, sin)
         return qkv.detach().split((heads, kv, kv), 2)
 
     @staticmethod

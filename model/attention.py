@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from config import Config, head_dim, kv_heads, mup_score_scale, recomputes
 from kernels import rope
 from kernels.attention import BLOCK, KEEP_PROBABILITIES, attention
+from kernels.head_norm import split_normalize_and_rotate
 from kernels.norm import rms_norm
 from model.context import ForwardContext
 from model.init import residual_std
@@ -95,10 +96,18 @@ class Attention(nn.Module):
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """qkv [b, s/cp, (h + 2g)/tp, d] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
         rotated."""
-        if self.has_rope and not self.has_qk_norm:
+        if self.has_rope and not self.qk_norm_over_heads:
             cos, sin = context.rotation()
-            return rope.split_heads_and_apply_rope(
-                qkv, cos, sin, self.heads, self.kv_heads, compiled=self.compiled)
+            if not self.has_qk_norm:
+                return rope.split_heads_and_apply_rope(
+                    qkv, cos, sin, self.heads, self.kv_heads, compiled=self.compiled)
+            return split_normalize_and_rotate(
+                qkv, self.q_norm, self.k_norm, cos, sin,
+                heads=self.heads,
+                kv=self.kv_heads,
+                eps=self.eps,
+                compiled=self.compiled,
+            )
 
         heads = (self.heads, self.kv_heads, self.kv_heads)
         q, k, v = qkv.split(heads, dim=2)
@@ -137,16 +146,18 @@ class Attention(nn.Module):
 
     def head_norms_cost(self, work: Workload) -> Cost:
         """Of the norms of queries and keys: they keep the projection's output, and per token a scale of each
-        head, or of all together.
+        head, or of all together. On a GPU the scales of heads are computed again.
         """
         if not self.has_qk_norm:
             return Cost()
         heads = self.heads + self.kv_heads
         features = (heads + self.kv_heads) * self.head_dim
-        values_are_a_view = work.micro_batch == 1 and not self.core.is_ulysses
+        values_are_a_view = (work.micro_batch == 1 or work.flash) and not self.core.is_ulysses
         if values_are_a_view:  # the core's, of the same output
             features -= self.kv_heads * self.head_dim
         scales = 2 if self.qk_norm_over_heads else heads
+        if work.flash and self.has_rope and not self.qk_norm_over_heads:
+            scales = 0
         nbytes = work.tokens * (features * work.compute_bytes + scales * work.accumulation_bytes)
         saved = Cost(saved=(SavedTensor(nbytes),))
         if not self.qk_norm_over_heads:

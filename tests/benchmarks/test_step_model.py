@@ -34,6 +34,7 @@ from kernels import (
     attention,
     cross_entropy,
     embedding,
+    head_norm,
     linear,
     norm,
     permute,
@@ -367,8 +368,14 @@ def test_bytes_of_rope(b, s, heads, d):
     turned = qkv[:, :, : heads + 1]  # a view: values are not touched
     tables = [torch.empty(b, s, 1, d // 2, device="meta") for _ in range(2)]
     n = 2 * b * s * (heads + 1) * d
-    used = bytes_of_launch(lambda: rope.launch_rope(turned, turned, *tables, heads + 1))
-    assert used == (n + 2 * 4 * b * s * d // 2, n)
+    angles = 2 * 4 * b * s * d // 2
+    used = bytes_of_launch(lambda: rope.launch_rope(turned, turned, *tables))
+    assert used == (n + angles, n)
+
+    # the way back from gradients that lie apart: all heads in, all heads out
+    dq, dk, dv = (part.clone() for part in qkv.split((heads, 1, 1), 2))
+    used = bytes_of_launch(lambda: rope.rope_backward(dq, dk, dv, *tables))
+    assert used == (2 * qkv.numel() + angles, 2 * qkv.numel())
 
 
 @pytest.mark.parametrize("copy", [False, True])
@@ -430,6 +437,8 @@ def interpreted_launches(dtype: torch.dtype) -> dict:
     numbers = adam.AdamWStep(1e-3, 0.9, 0.95, 1e-8, 0.1, 3, torch.ones(()), torch.tensor(True))
     qkv = torch.randn(2, 5, 4, 16).to(dtype)
     tables = torch.rand(2, 5, 1, 8), torch.rand(2, 5, 1, 8)
+    dq, dk, dv = torch.randn(2, 5, 2, 16).to(dtype), torch.randn(2, 5, 1, 16).to(dtype), qkv[:, :, 3:]
+    head_weights = torch.randn(16).to(dtype), torch.randn(16).to(dtype)
     slots = torch.randperm(6).view(3, 2)
     into, ids = torch.zeros(6, 48), torch.arange(6)
     return {
@@ -448,7 +457,14 @@ def interpreted_launches(dtype: torch.dtype) -> dict:
         ),
         "adam.adamw_kernel": lambda: adam.launch_adamw(*state, numbers, None),
         "adam.adamw_kernel, copy": lambda: adam.launch_adamw(*state, numbers, weight_copy),
-        "rope.rope_kernel": lambda: rope.launch_rope(qkv[:, :, :3], qkv[:, :, :3], *tables, 3),
+        "rope.rope_kernel": lambda: rope.launch_rope(qkv[:, :, :3], qkv[:, :, :3], *tables),
+        "rope.merge_gradients_kernel": lambda: rope.rope_backward(dq, dk, dv, *tables),
+        "head_norm.head_norm_kernel": lambda: head_norm.launch_head_norm(
+            qkv, *head_weights, *tables, heads=2, kv=1, eps=1e-5
+        ),
+        "head_norm.head_norm_backward_kernel": lambda: head_norm.launch_head_norm_backward(
+            dq, dk, dv, qkv, *head_weights, *tables, 1e-5
+        ),
         "permute.sum_kernel": lambda: permute.launch_sum_rows(x, slots, True),
         "embedding.add_rows_kernel": lambda: embedding.launch_add_rows(into, ids, dy),
     }

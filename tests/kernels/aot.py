@@ -39,6 +39,7 @@ from kernels import (
     fp8_gemm,
     fp8_grouped,
     grouped_gemm,
+    head_norm,
     linear,
     newton_schulz,
     norm,
@@ -89,6 +90,12 @@ ROPE = {
     "table_strides": STRIDES[:2],
     "x_strides": STRIDES,
     "y_strides": STRIDES,
+}
+HEADS = {
+    **{n: "*fp32" for n in ("COS", "SIN", "DWEIGHTS")},
+    "eps": "fp32",
+    "table_strides": STRIDES[:2],
+    **{f"{n}_strides": STRIDES for n in ("x", "y", "dq", "dk", "dv", "dqkv")},
 }
 FLASH = {
     **{f"{n}_strides": STRIDES for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "delta")},
@@ -357,6 +364,20 @@ CASES = {
     "rope": Case(
         rope.rope_kernel, {"HALF": 64, "INVERSE": False, "HEADS": 32, "BLOCK": 64, "num_warps": 4}, ROPE
     ),
+    "rope_merge": Case(
+        rope.merge_gradients_kernel,
+        {"HALF": 64, "HEADS": 32, "KV_HEADS": 8, "BLOCK": 64, "num_warps": 4},
+        HEADS,
+    ),
+    "head_norm": Case(head_norm.head_norm_kernel, head_norm.launch_meta(32, 8, 128), HEADS),
+    **{
+        f"head_norm_backward{name}": Case(
+            head_norm.head_norm_backward_kernel,
+            {"IN_PLACE": in_place, **head_norm.launch_meta(32, 8, 128)},
+            HEADS,
+        )
+        for name, in_place in (("", False), ("_in_place", True))
+    },
     "swiglu": Case(
         swiglu.swiglu_kernel,
         {"WEIGHTED": True, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS},

@@ -18,6 +18,7 @@ from kernels import (
     fp8,
     fp8_gemm,
     grouped_gemm,
+    head_norm,
     linear,
     newton_schulz,
     norm,
@@ -59,6 +60,12 @@ def call_rope():
     rope.apply_rope(filled(1, 4, 2, 8), table, table)
 
 
+def call_head_norm():
+    table = filled(1, 4, 1, 4)
+    head_norm.split_normalize_and_rotate(
+        filled(1, 4, 4, 8), filled(8), filled(8), table, table, heads=2, kv=1, eps=1e-5)
+
+
 def call_merge():
     out, other = (filled(1, 4, 2, 8, dtype=torch.float32) for _ in range(2))
     partial_attention.merge_partial(out, filled(1, 4, 2), other, filled(1, 4, 2))
@@ -87,6 +94,7 @@ CASES = {  # what the line begins with: (a call that the kernel does not take, t
     "cross entropy": (call_cross_entropy, "no kernel for float64"),
     "AdamW": (call_adam, "no kernel for float64"),
     "rope": (call_rope, "no kernel for float64"),
+    "head norm": (call_head_norm, "no kernel for float64"),
     "swiglu": (lambda: swiglu.swiglu(filled(2, 8)), "no kernel for float64"),
     "swiglu ": (lambda: swiglu.weighted_swiglu(filled(2, 8), filled(2)), "no kernel for float64"),
     "gelu": (lambda: swiglu.gelu(filled(2, 8)), "no kernel for float64"),

@@ -22,6 +22,7 @@ CASES = (
     ("llama3-tiny", "fp32", 1e-4),
     ("mistral-tiny", "fp32", 1e-4),
     ("deepseek-v3-tiny", "fp32", 1e-3),
+    ("qwen3-tiny", "fp32", 1e-4),
     ("gpt2-tiny", "fp32", 1e-4),
     ("llama3-tiny", "bf16", 0.05),
     ("mixtral-tiny", "bf16", 0.1),

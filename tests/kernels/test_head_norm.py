@@ -1,0 +1,148 @@
+"""RMSNorm of the heads of queries and keys with rotary positions: both ways, against formulas in fp64."""
+
+import pytest
+import torch
+
+from kernels import rope
+from kernels.head_norm import split_normalize_and_rotate
+from kernels.norm import rms_norm
+
+EPS = 1e-3  # large enough to matter
+POSITIONS = torch.tensor([[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]])  # the second sequence has two documents
+YARN = (4.0, 1.0, 32.0, 64, "yarn")
+
+
+def definition(qkv, q_weight, k_weight, heads, kv, theta, scaling=()):
+    """Complex numbers, one for each pair of channels, and a norm written out."""
+    d = qkv.shape[-1]
+    angles = POSITIONS[:, : qkv.shape[1], None, None] * rope.frequencies(d, theta, *scaling)
+    turns = torch.polar(torch.full_like(angles, scale_of(scaling)), angles).to(qkv.device)
+
+    def one(x, weight):
+        normalized = x / (x.pow(2).sum(-1, keepdim=True) / d + EPS).sqrt() * weight
+        left, right = normalized[..., : d // 2], normalized[..., d // 2 :]
+        turned = torch.complex(left, right) * turns
+        return torch.cat((turned.real, turned.imag), -1)
+
+    q, k, v = qkv.split((heads, kv, kv), 2)
+    return one(q, q_weight), one(k, k_weight), v
+
+
+def scale_of(scaling):
+    return rope.yarn_mscale(scaling[0], 1.0) if scaling else 1.0
+
+
+def tables(s, d, dtype, device, theta=100.0, scaling=()):
+    frequencies = rope.frequencies(d, theta, *scaling)
+    found = rope.cos_sin_tables(POSITIONS[:, :s], frequencies, dtype, scale_of(scaling))
+    return [table.to(device) for table in found]
+
+
+def inputs(heads, kv, d, s, dtype, device):
+    """The projection, which is 0 in one head, and both weights."""
+    qkv = torch.randn(2, s, heads + 2 * kv, d, device=device)
+    qkv[1, 0, 0] = 0
+    weights = [1 + 0.5 * torch.randn(d, device=device) for _ in "qk"]
+    return [x.to(dtype).requires_grad_() for x in (qkv, *weights)]
+
+
+def gradients_of(memory, dy, heads):
+    """The gradients of q, k and v as some attention leaves them in memory."""
+    parts = dy.clone().split(heads, 2)
+    if memory == "apart":
+        return [x.clone() for x in parts]
+    if memory == "head by head":
+        return [x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts]
+    if memory == "transposed":
+        return [x.transpose(1, 3).contiguous().transpose(1, 3) for x in parts]
+    return parts
+
+
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 2e-6), (torch.bfloat16, 6e-3), (torch.float16, 8e-4)]
+)
+@pytest.mark.parametrize("memory", ["side by side", "apart", "head by head", "transposed"])
+@pytest.mark.parametrize(
+    "heads, kv, d, s, scaling",
+    [(3, 1, 6, 5, ()), (4, 4, 16, 5, YARN), (24, 8, 128, 2, ()), (1, 1, 2, 1, ())],
+)
+def test_against_the_formula(interpreted, dtype, bound, memory, heads, kv, d, s, scaling):
+    qkv, q_weight, k_weight = leaves = inputs(heads, kv, d, s, dtype, interpreted)
+    cos, sin = tables(s, d, dtype, interpreted, scaling=scaling)
+    got = split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=heads, kv=kv, eps=EPS)
+    assert "SplitNormRope" in type(got[0].grad_fn).__name__ and got[2].data_ptr() == qkv[0, 0, -kv].data_ptr()
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    want = definition(*exact, heads, kv, 100.0, scaling)
+
+    dy = torch.randn(qkv.shape, device=interpreted).to(dtype)
+    sizes = (heads, kv, kv)
+    should = torch.autograd.grad(want, exact, [x.double() for x in dy.split(sizes, 2)])
+    grads = torch.autograd.grad(got, leaves, gradients_of(memory, dy, sizes))
+    for a, b in zip((*got, *grads), (*want, *should)):
+        assert a.dtype == dtype and a.shape == b.shape
+        assert (a.double() - b).norm() <= bound * b.norm().clamp_min(1e-3)
+
+
+def test_without_a_kernel_it_is_a_norm_and_a_rotation():
+    """Bit for bit, and for every dtype of a CPU."""
+    for dtype in (torch.float64, torch.bfloat16):
+        qkv, q_weight, k_weight = leaves = inputs(3, 2, 8, 5, dtype, torch.device("cpu"))
+        cos, sin = tables(5, 8, dtype, torch.device("cpu"))
+        got = split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=3, kv=2, eps=EPS)
+        q, k, v = qkv.split((3, 2, 2), 2)
+        q, k = rms_norm(q, q_weight, EPS), rms_norm(k, k_weight, EPS)
+        want = rope.apply_rope(q, cos, sin), rope.apply_rope(k, cos, sin), v
+        dy = [torch.randn_like(x) for x in want]
+        for a, b in zip(
+            (*got, *torch.autograd.grad(got, leaves, dy)), (*want, *torch.autograd.grad(want, leaves, dy))
+        ):
+            assert torch.equal(a, b)
+        if dtype == torch.float64:
+            exact = definition(*leaves, 3, 2, 100.0)
+            torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+
+
+def test_a_projection_with_channels_apart_is_copied(interpreted):
+    qkv, q_weight, k_weight = inputs(2, 1, 4, 5, torch.float32, interpreted)
+    strided = qkv.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    cos, sin = tables(5, 4, torch.float32, interpreted)
+    settings = {"heads": 2, "kv": 1, "eps": EPS}
+    results = []
+    for x in (qkv, strided):
+        out = split_normalize_and_rotate(x, q_weight, k_weight, cos, sin, **settings)
+        results.append((*out, *torch.autograd.grad(sum(y.square().sum() for y in out), x)))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_weight_gradients_go_to_the_buffers_and_are_the_same_every_time(interpreted, given):
+    qkv, q_weight, k_weight = inputs(3, 1, 8, 5, torch.bfloat16, interpreted)
+    cos, sin = tables(5, 8, torch.bfloat16, interpreted)
+    settings = {"heads": 3, "kv": 1, "eps": EPS}
+
+    def loss(*weights):
+        out = split_normalize_and_rotate(qkv, *weights, cos, sin, **settings)
+        return sum((y.float() * (i + 1)).square().sum() for i, y in enumerate(out))
+
+    plain = torch.autograd.grad(loss(q_weight, k_weight), (q_weight, k_weight))
+    buffers = []
+    for _ in range(2):
+        weights = given(q_weight, 1.0), given(k_weight, 2.0, is_written=False)
+        loss(*weights).backward()
+        assert all(w.grad is None and w.grad_is_written for w in weights)
+        buffers.append([w.main_grad for w in weights])
+    torch.testing.assert_close(buffers[0][0], 1 + plain[0].float(), rtol=0.01, atol=0.01)
+    torch.testing.assert_close(buffers[0][1], plain[1].float(), rtol=0.01, atol=0.01)
+    for a, b in zip(*buffers):
+        assert torch.equal(a, b)
+
+
+def test_the_projection_may_not_change_before_the_backward(interpreted):
+    leaf, q_weight, k_weight = inputs(2, 1, 4, 5, torch.float32, interpreted)
+    qkv = leaf * 1
+    cos, sin = tables(5, 4, torch.float32, interpreted)
+    q, k, v = split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=2, kv=1, eps=EPS)
+    with torch.no_grad():
+        qkv.mul_(2)
+    with pytest.raises(RuntimeError, match="inplace"):
+        (q.sum() + k.sum() + v.sum()).backward()
