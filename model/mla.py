@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from config import Config, ConfigError, ModelConfig, mup_score_scale
 from kernels import rope
 from kernels.attention import attention
+from kernels.latent_heads import keys_and_values, rotate_heads
 from kernels.linear import linear
 from kernels.norm import rms_norm
 from model.attention import AttentionCore, rope_cost
@@ -105,10 +106,15 @@ class MultiLatentAttention(nn.Module):
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
         q, latent, rope_key = self.project(x)
         s = q.shape[1]
-        q = self.rotate_queries(q.unflatten(-1, (self.heads, -1)), context)  # [b, s, h/tp, nope + rope]
-        rope_key = self.apply_rope(rope_key[:, :, None], context)[:, :, 0]  # [b, s, rope]
+        cos, sin = context.rotation()
+        rotation = {"pairs": self.rope_in_pairs, "compiled": self.compiled}
+        q = q.unflatten(-1, (self.heads, -1))  # [b, s, h/tp, nope + rope]
+        q = rotate_heads(q, cos, sin, nope_dim=self.nope_dim, scale=self.score_scale, **rotation)
 
+        angles = cos, sin
         if context.cache is not None:
+            rope_key = rotate_heads(rope_key[:, :, None], cos, sin, nope_dim=0, **rotation)[:, :, 0]
+            angles = None
             latent, rope_key = context.cache.extend(self.layer, latent, rope_key)
             if s == 1:
                 out = self.absorbed_attention(q, latent, rope_key, context)
@@ -116,9 +122,7 @@ class MultiLatentAttention(nn.Module):
 
         # keys and values of each head
         kv = linear(latent, self.kv_up).unflatten(-1, (self.heads, -1))
-        k_nope, v = kv.split((self.nope_dim, self.value_dim), -1)
-        k_rope = rope_key[:, :, None].expand(-1, -1, self.heads, -1)
-        k = torch.cat((k_nope, k_rope), -1)  # [b, s, h/tp, nope + rope]
+        k, v = keys_and_values(kv, rope_key, angles, nope_dim=self.nope_dim, **rotation)
         out = self.core(q, k, v, context)
         return self.out(out.flatten(2))
 
@@ -142,23 +146,6 @@ class MultiLatentAttention(nn.Module):
         latent, rope_key, q_latent = entered.split(widths, -1)
         q = linear(q_latent, self.q_up) if self.q_rank else self.q(x)
         return q, latent, rope_key
-
-    def rotate_queries(self, q: Tensor, context: ForwardContext) -> Tensor:
-        """q [b, s, h/tp, nope + rope] with its rope channels rotated, times the scale of the softmax."""
-        q_nope, q_rope = q.split((self.nope_dim, self.rope_dim), -1)
-        if self.score_scale != 1:
-            q_nope = q_nope * self.score_scale
-        q_rope = self.apply_rope(q_rope, context, self.score_scale)
-        return torch.cat((q_nope, q_rope), -1)
-
-    def apply_rope(self, x: Tensor, context: ForwardContext, scale: float = 1.0) -> Tensor:
-        """x [b, s, h, rope] in the order of the weights -> rotated, in rotate-half order, times scale."""
-        cos, sin = context.rotation()
-        if scale != 1:
-            cos, sin = cos * scale, sin * scale
-        if self.rope_in_pairs:
-            x = rope.pairs_to_halves(x)
-        return rope.apply_rope(x, cos, sin, self.compiled)
 
     def absorbed_attention(self, q: Tensor, latent: Tensor, rope_key: Tensor,
                            context: ForwardContext) -> Tensor:
@@ -235,7 +222,7 @@ class MultiLatentAttention(nn.Module):
         if values_are_a_view:  # of the projection's output
             nope_features = self.heads * self.nope_dim
             saved.append(SavedTensor(work.tokens * nope_features * work.compute_bytes))
-        if self.score_scale != 1:  # rotary tables of the queries
+        if self.score_scale != 1 and not work.flash:  # rotary tables of the queries
             saved.append(SavedTensor(work.tokens * self.rope_dim * work.accumulation_bytes))
         keys_values = up_product(self.kv_up, work)
         if self.q_rank:

@@ -544,10 +544,10 @@ TABLE = (
     Mutation(
         what="the shared rotary key's gradient counts once a group of heads",
         file="model/mla.py",
-        old="rope_key = self.apply_rope(rope_key[:, :, None], context)[:, :, 0]",
+        old="cos, sin = context.rotation()\n",
         new=(
-            "rope_key = self.apply_rope(rope_key[:, :, None], context)[:, :, 0]\n"
-            "        rope_key = rope_key * self.tp.size - rope_key.detach() * (self.tp.size - 1)"
+            "cos, sin = context.rotation()\n"
+            "        rope_key = rope_key * self.tp.size - rope_key.detach() * (self.tp.size - 1)\n"
         ),
         model="deepseek-v2-lite-tiny",
         world=2,
@@ -556,14 +556,11 @@ TABLE = (
     Mutation(
         what="keys and values of all heads lie one after the other on each tp rank",
         file="model/mla.py",
-        old=(
-            "kv = linear(latent, self.kv_up).unflatten(-1, (self.heads, -1))\n"
-            "        k_nope, v = kv.split((self.nope_dim, self.value_dim), -1)"
-        ),
+        old="kv = linear(latent, self.kv_up).unflatten(-1, (self.heads, -1))\n",
         new=(
             "kv = linear(latent, self.kv_up)\n"
             "        parts = kv.split((self.heads * self.nope_dim, self.heads * self.value_dim), -1)\n"
-            "        k_nope, v = (part.unflatten(-1, (self.heads, -1)) for part in parts)"
+            "        kv = torch.cat([part.unflatten(-1, (self.heads, -1)) for part in parts], -1)\n"
         ),
         model="deepseek-v3-tiny",
         world=2,

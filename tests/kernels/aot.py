@@ -40,6 +40,7 @@ from kernels import (
     fp8_grouped,
     grouped_gemm,
     head_norm,
+    latent_heads,
     linear,
     newton_schulz,
     norm,
@@ -97,6 +98,14 @@ HEADS = {
     "table_strides": STRIDES[:2],
     **{f"{n}_strides": STRIDES for n in ("x", "y", "dq", "dk", "dv", "dqkv")},
 }
+LATENT = {
+    **HEADS,
+    "scale": "fp32",
+    **{f"{n}_strides": STRIDES for n in ("nope", "k", "dkv")},
+    "key_strides": STRIDES[:2],
+}
+LATENT_META = latent_heads.launch_meta(16, 128, 64, pairs=True)
+VALUES = {"VALUE": 128, "VALUE_BLOCK": 128}
 FLASH = {
     **{f"{n}_strides": STRIDES for n in ("q", "k", "v", "out", "dout", "dq", "dk", "dv", "lse", "delta")},
     **{n: "fp32" for n in ("scale", "factor", "root")},
@@ -378,6 +387,18 @@ CASES = {
         )
         for name, in_place in (("", False), ("_in_place", True))
     },
+    "latent_queries": Case(
+        latent_heads.rotate_heads_kernel,
+        {"ALL": False, "INVERSE": False, **latent_heads.launch_meta(16, 0, 64, pairs=True)},
+        LATENT,
+    ),
+    "latent_queries_backward": Case(
+        latent_heads.rotate_heads_kernel, {"ALL": True, "INVERSE": True, **LATENT_META}, LATENT
+    ),
+    "latent_keys": Case(latent_heads.latent_keys_kernel, {"TURN": True, **LATENT_META}, LATENT),
+    "latent_keys_backward": Case(
+        latent_heads.latent_keys_backward_kernel, {"TURN": True, **VALUES, **LATENT_META}, LATENT
+    ),
     "swiglu": Case(
         swiglu.swiglu_kernel,
         {"WEIGHTED": True, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS},

@@ -19,6 +19,7 @@ from kernels import (
     fp8_gemm,
     grouped_gemm,
     head_norm,
+    latent_heads,
     linear,
     newton_schulz,
     norm,
@@ -66,6 +67,13 @@ def call_head_norm():
         filled(1, 4, 4, 8), filled(8), filled(8), table, table, heads=2, kv=1, eps=1e-5)
 
 
+def call_latent_heads():
+    table = filled(1, 4, 1, 2)
+    latent_heads.rotate_heads(filled(1, 4, 2, 12), table, table, nope_dim=8, pairs=True)
+    latent_heads.keys_and_values(
+        filled(1, 4, 2, 14), filled(1, 4, 4), (table, table), nope_dim=8, pairs=True)
+
+
 def call_merge():
     out, other = (filled(1, 4, 2, 8, dtype=torch.float32) for _ in range(2))
     partial_attention.merge_partial(out, filled(1, 4, 2), other, filled(1, 4, 2))
@@ -95,6 +103,7 @@ CASES = {  # what the line begins with: (a call that the kernel does not take, t
     "AdamW": (call_adam, "no kernel for float64"),
     "rope": (call_rope, "no kernel for float64"),
     "head norm": (call_head_norm, "no kernel for float64"),
+    "latent heads": (call_latent_heads, "no kernel for float64"),
     "swiglu": (lambda: swiglu.swiglu(filled(2, 8)), "no kernel for float64"),
     "swiglu ": (lambda: swiglu.weighted_swiglu(filled(2, 8), filled(2)), "no kernel for float64"),
     "gelu": (lambda: swiglu.gelu(filled(2, 8)), "no kernel for float64"),
