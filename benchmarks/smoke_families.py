@@ -23,6 +23,8 @@ from kernels import (
     fp8_gemm,
     fp8_grouped,
     grouped_gemm,
+    head_norm,
+    latent_heads,
     linear,
     newton_schulz,
     norm,
@@ -207,6 +209,93 @@ def ropes(inputs: Inputs) -> Checks:
         lambda x: rope.apply_rope(x, cos, sin), rotated, {"x": dq}, (dq,), {"y": one, "dx": one}
     )
     yield "rope of heads", check
+
+    def normalized(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = qkv.split((size.heads, size.kv, size.kv), 2)
+        width = (size.head_dim,)
+        q = F.rms_norm(q, width, q_weight, EPS)
+        k = F.rms_norm(k, width, k_weight, EPS)
+        return rotated(q), rotated(k), v
+
+    def normalized_by_us(qkv: Tensor, q_weight: Tensor, k_weight: Tensor) -> tuple[Tensor, ...]:
+        return head_norm.split_normalize_and_rotate(
+            qkv, q_weight, k_weight, cos, sin, heads=size.heads, kv=size.kv, eps=EPS
+        )
+
+    weights = {name: 1 + 0.1 * inputs.randn(size.head_dim) for name in ("q_weight", "k_weight")}
+    terms = size.tokens * size.heads
+    summed = {f"d{name}": bound(BF16, 0, terms) for name in weights}
+    apart = dq, dk, dv
+    together = inputs.randn(size.batch, size.seq, sum(heads), size.head_dim).split(heads, 2)
+    for where, dys in (("apart", apart), ("side by side", together)):
+        wide_dys = tuple(dy.float() for dy in dys)
+        check = Check(
+            ours=lambda dys=dys: results_of(
+                normalized_by_us,
+                {"qkv": qkv, **weights},
+                side_by_side_copies(dys),
+                ("q_weight", "k_weight"),
+            ),
+            definition=lambda dys=wide_dys: results_of(normalized, wide({"qkv": qkv, **weights}), dys),
+            bounds={"y": one, "y1": one, "y2": 0.0, "dqkv": one, **summed},
+        )
+        yield f"head norm and rope, gradients {where}", check
+
+
+def side_by_side_copies(parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copies, which a kernel may write over; parts of one tensor stay that."""
+    if rope.side_by_side(*parts) is None:
+        return tuple(part.clone() for part in parts)
+    return torch.cat(parts, 2).split([part.shape[2] for part in parts], 2)
+
+
+def latent_heads_of(inputs: Inputs) -> Checks:
+    """Queries and keys of latent attention, in the sizes of DeepSeek; channels 2i and 2i + 1 are a pair."""
+    size = inputs.size
+    nope, turned, value, scale = size.head_dim, size.head_dim // 2, size.head_dim, 1.3
+    positions = torch.arange(size.seq, device=inputs.device).expand(size.batch, -1)
+    frequencies = rope.frequencies(turned, 1e4).to(inputs.device)
+    cos, sin = rope.cos_sin_tables(positions, frequencies, BF16)
+    angles = positions[0][:, None, None] * frequencies  # [s, 1, rope/2]
+    turns = torch.polar(torch.ones_like(angles), angles)
+    one = bound(BF16, 1)
+
+    def rotated(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * turns).flatten(-2).float()
+
+    def queries(q: Tensor) -> Tensor:
+        own, rest = q.split((nope, turned), -1)
+        return torch.cat((own, rotated(rest)), -1)
+
+    shape = size.batch, size.seq, size.heads
+    for name, factor in (("", 1.0), (", scaled", scale)):
+        check = check_of(
+            lambda q, factor=factor: latent_heads.rotate_heads(
+                q, cos, sin, nope_dim=nope, pairs=True, scale=factor
+            ),
+            lambda q, factor=factor: queries(q) * factor,
+            {"q": inputs.randn(*shape, nope + turned)},
+            (inputs.randn(*shape, nope + turned),),
+            {"y": one, "dq": one},
+        )
+        yield f"latent queries{name}", check
+
+    def keys(kv: Tensor, rope_key: Tensor) -> tuple[Tensor, Tensor]:
+        own, values = kv.split((nope, value), -1)
+        shared = rotated(rope_key[:, :, None]).expand(-1, -1, size.heads, -1)
+        return torch.cat((own, shared), -1), values
+
+    check = check_of(
+        lambda kv, rope_key: latent_heads.keys_and_values(
+            kv, rope_key, (cos, sin), nope_dim=nope, pairs=True
+        ),
+        keys,
+        {"kv": inputs.randn(*shape, nope + value), "rope_key": inputs.randn(*shape[:2], turned)},
+        (inputs.randn(*shape, nope + turned), inputs.randn(*shape, value)),
+        {"y": one, "y1": 0.0, "dkv": one, "drope_key": one},
+    )
+    yield "latent keys", check
 
 
 def activations(inputs: Inputs) -> Checks:
@@ -724,6 +813,7 @@ FAMILIES: dict[str, Callable[[Inputs], Checks]] = {
     "cross-entropy": cross_entropies,
     "norm": norms,
     "rope": ropes,
+    "latent-heads": latent_heads_of,
     "activation": activations,
     "adamw": optimizers,
     "embedding": embeddings,

@@ -186,7 +186,8 @@ def head_norm_backward_kernel(
     KV_HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every num_programs-th token: DQKV, from queries and keys in X, and one program's share of DWEIGHTS [2, programs, d], of q and of k.
+    """Every num_programs-th token: DQKV, from queries and keys in X, and one program's share of DWEIGHTS [2,
+    programs, d], of q and of k.
 
     IN_PLACE: DQ, DK and DV are the parts of DQKV. Strides as in head_norm_kernel.
     """

@@ -86,7 +86,7 @@ def rotate_channels(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool, compiled: 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
 # A head is NOPE channels and then 2 HALF rotated ones, of which BLOCK >= HALF pairs are loaded. PAIRS:
-# channels 2i and 2i + 1 are a pair, else i and i + HALF. A program has one token, HEADS of its heads at a time.
+# channels 2i and 2i + 1 are a pair, else i and i + HALF. A program has one token, HEADS heads at a time.
 
 @triton.jit
 def load_pairs(
