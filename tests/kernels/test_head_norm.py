@@ -146,3 +146,32 @@ def test_the_projection_may_not_change_before_the_backward(interpreted):
         qkv.mul_(2)
     with pytest.raises(RuntimeError, match="inplace"):
         (q.sum() + k.sum() + v.sum()).backward()
+
+
+def test_it_is_that_of_transformers(interpreted):
+    """Qwen3's own norm and rotation of heads, and their gradients by autograd."""
+    theirs = pytest.importorskip(
+        "transformers.models.qwen3.modeling_qwen3", reason="transformers has no Qwen3 to compare with"
+    )
+    heads, kv, d, s = 4, 2, 32, 5
+    qkv, q_weight, k_weight = leaves = inputs(heads, kv, d, s, torch.float32, interpreted)
+    cos, sin = tables(s, d, torch.float32, interpreted)
+    got = split_normalize_and_rotate(qkv, q_weight, k_weight, cos, sin, heads=heads, kv=kv, eps=EPS)
+
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wide_cos, wide_sin = (torch.cat((x, x), -1).squeeze(2).double() for x in (cos, sin))
+    q, k, v = exact[0].split((heads, kv, kv), 2)
+    norms = []
+    for weight in exact[1:]:
+        norm = theirs.Qwen3RMSNorm(d, EPS).to(interpreted)
+        del norm.weight
+        norm.weight = weight
+        norms.append(norm)
+    q, k = norms[0](q).transpose(1, 2), norms[1](k).transpose(1, 2)
+    q, k = (x.transpose(1, 2) for x in theirs.apply_rotary_pos_emb(q, k, wide_cos, wide_sin))
+    want = q, k, v
+
+    dy = [torch.randn_like(x) for x in got]
+    should = torch.autograd.grad(want, exact, [x.double() for x in dy])
+    for a, b in zip((*got, *torch.autograd.grad(got, leaves, dy)), (*want, *should)):
+        assert (a.double() - b).norm() <= 5e-6 * b.norm()
