@@ -37,6 +37,7 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
 from plan.advice import memory_advice
+from plan.communicators import Gpu
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, lines, setup
 from runtime.console import parameter_count
@@ -411,9 +412,14 @@ def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
         if not failure.is_out_of_memory(error):
             raise
         is_on_gpu = world.device.type == "cuda"
-        capacity = torch.cuda.get_device_properties(world.device).total_memory if is_on_gpu else None
+        capacity = None
+        gpu = Gpu()
+        if is_on_gpu:
+            properties = torch.cuda.get_device_properties(world.device)
+            capacity = properties.total_memory
+            gpu = Gpu(properties.name.lower())
         try:
-            advice = memory_advice(cfg, world.size, capacity)
+            advice = memory_advice(cfg, world.size, capacity, gpu)
         except ConfigError as refusal:  # the planner takes fewer jobs than train.py
             advice = f"the planner has no advice ({refusal})"
         cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack

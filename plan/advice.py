@@ -2,17 +2,20 @@
 
 All by the planner's own count (plan/memory.py), of the rank that holds most.
 """
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from config import Config, ConfigError
 from config.values import Values
+from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
-from plan.search import RESERVED_BYTES, TRANSIENT_BYTES, job_of, set_keys
+from plan.search import TRANSIENT_BYTES, job_of, set_keys
 
 MIB = 2**20
 GIB = 2**30
 NUM_ADVISED = 3  # settings that a message names
+COMMUNICATORS = "buffers of NCCL's communicators"  # plan/communicators.py
 LEAST_SAVING = 0.02  # of what is held: a setting that saves less is not named
 
 
@@ -41,14 +44,19 @@ def size_text(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.1f} GiB"
 
 
-def holdings(cfg: Config, world: int) -> Holdings:
-    """What the fullest of `world` ranks holds. Raises ConfigError if train.py refuses the job."""
+def holdings(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
+    """What the fullest of `world` ranks holds. gpu: None: the job runs on CPUs.
+
+    Raises ConfigError if train.py refuses the job.
+    """
     job, _ = job_of(cfg, world)
+    communicators = 0 if gpu is None else communicator_bytes(job, gpu)
     ranks: list[Holdings] = []
     for here in job.of_pipeline_ranks():
         parts = state_bytes(here)
         parts["full weights and gradients of the moment"] = passing_bytes(here)
         parts["activations"] = peak_activation_bytes(here, flash=True)
+        parts[COMMUNICATORS] = communicators
         ordered = sorted(parts.items(), key=lambda part: -part[1])
         ranks.append(Holdings(dict(ordered)))
     return max(ranks, key=lambda rank: rank.total)
@@ -78,13 +86,13 @@ def cheaper_settings(cfg: Config, is_on_gpu: bool) -> Iterator[Values]:
         yield {"parallel.offload": "both"}
 
 
-def find_savings(cfg: Config, world: int, is_on_gpu: bool = True) -> list[Saving]:
+def find_savings(cfg: Config, world: int, gpu: Gpu | None) -> list[Saving]:
     """The settings that save memory, in the order of cheaper_settings; without what train.py would refuse."""
-    now = holdings(cfg, world).total
+    now = holdings(cfg, world, gpu).total
     savings: list[Saving] = []
-    for values in cheaper_settings(cfg, is_on_gpu):
+    for values in cheaper_settings(cfg, is_on_gpu=gpu is not None):
         try:
-            total = holdings(set_keys(cfg, values), world).total
+            total = holdings(set_keys(cfg, values), world, gpu).total
         except ConfigError:
             continue
         if total < (1 - LEAST_SAVING) * now:
@@ -92,27 +100,26 @@ def find_savings(cfg: Config, world: int, is_on_gpu: bool = True) -> list[Saving
     return savings
 
 
-def choose_savings(cfg: Config, world: int, usable: float | None) -> list[Saving]:
-    """At most NUM_ADVISED: the cheapest settings that fit into `usable` bytes.
+def choose_savings(cfg: Config, world: int, gpu: Gpu | None, usable: float) -> list[Saving]:
+    """At most NUM_ADVISED: the cheapest settings that fit into `usable` bytes of a GPU.
 
-    If none fits alone: several that fit together, then those that save most. usable: of a GPU; None: the job
-    runs on a CPU.
+    If none fits alone: several that fit together, then those that save most.
     """
-    savings = find_savings(cfg, world, is_on_gpu=usable is not None)
+    savings = find_savings(cfg, world, gpu)
     most = sorted(savings, key=lambda saving: saving.total)
-    if usable is None:
+    if gpu is None:
         return most[:NUM_ADVISED]
     fitting = [saving for saving in savings if saving.total <= usable]
     if not fitting:
-        fitting = settings_together(cfg, world, usable) + most
+        fitting = settings_together(cfg, world, gpu, usable) + most
     return fitting[:NUM_ADVISED]
 
 
-def settings_together(cfg: Config, world: int, usable: float) -> list[Saving]:
+def settings_together(cfg: Config, world: int, gpu: Gpu, usable: float) -> list[Saving]:
     """[settings that fit together]: always the one that saves most is added. Empty if that does not end."""
     together: Values = {}
     while True:
-        savings = find_savings(set_keys(cfg, together), world)
+        savings = find_savings(set_keys(cfg, together), world, gpu)
         if not savings:
             return []
         best = min(savings, key=lambda saving: saving.total)
@@ -121,22 +128,26 @@ def settings_together(cfg: Config, world: int, usable: float) -> list[Saving]:
             return [Saving(together, best.total)]
 
 
-def memory_advice(cfg: Config, world: int, capacity: float | None) -> str:
+def memory_advice(cfg: Config, world: int, capacity: float | None, gpu: Gpu = Gpu()) -> str:
     """One line: what the fullest rank holds, and settings under which it would hold less.
 
-    capacity: bytes of a GPU; None: the job runs on a CPU. Raises ConfigError if train.py refuses the job.
+    capacity: bytes of a GPU; None: the job runs on CPUs. Raises ConfigError if train.py refuses the job.
     """
-    held = holdings(cfg, world)
+    on_gpu = None if capacity is None else gpu
+    held = holdings(cfg, world, on_gpu)
     largest = ", ".join(f"{what} {size_text(nbytes)}" for what, nbytes in list(held.parts.items())[:3])
+    communicators = held.parts[COMMUNICATORS]
+    if communicators and COMMUNICATORS not in largest:
+        largest += f", {COMMUNICATORS} {size_text(communicators)}"
     of_capacity = "" if capacity is None else f" of {size_text(capacity)}"
     text = f"by the planner the fullest rank holds {size_text(held.total)}{of_capacity}: {largest}"
-    usable = None if capacity is None else capacity - RESERVED_BYTES - TRANSIENT_BYTES
-    if usable is not None and held.total <= usable:
+    usable = math.inf if capacity is None else capacity - reserved_bytes(gpu) - TRANSIENT_BYTES
+    if capacity is not None and held.total <= usable:
         text += ", which fits: does another process use this GPU"
-    savings = choose_savings(cfg, world, usable)
+    savings = choose_savings(cfg, world, on_gpu, usable)
     if not savings:
         return f"{text}; no single setting would make it less: more ranks would, or a smaller model"
-    fitting = [str(saving) for saving in savings if usable is not None and saving.total <= usable]
+    fitting = [str(saving) for saving in savings if capacity is not None and saving.total <= usable]
     others = [str(saving) for saving in savings if str(saving) not in fitting]
     for lead, settings in (("it would fit with", fitting), ("less with", others)):
         if settings:

@@ -48,7 +48,8 @@ QUANTIZED_TRAFFIC = 1.8
 @dataclass(frozen=True)
 class Cluster:
     """flops: {train.dtype: FLOP/s}. memory: bytes of a GPU. hbm, inside, between: bytes/s of a GPU's memory,
-    and of its links in a node of `node` GPUs and to other nodes, one way."""
+    and of its links in a node of `node` GPUs and to other nodes, one way. gpu: its name in
+    configs/clusters.yaml."""
     name: str
     flops: dict[str, float] = field(hash=False)
     memory: float
@@ -56,6 +57,7 @@ class Cluster:
     node: int
     inside: float
     between: float
+    gpu: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ def cluster(name: str) -> Cluster:
         node=row["node"],
         inside=row["inside"] * 1e9,
         between=row["between"] * 1e9,
+        gpu=row["gpu"],
     )
 
 

@@ -29,7 +29,7 @@ from plan.memory import (
     peak_of_ops,
     state_bytes,
 )
-from plan.search import RESERVED_BYTES, TRANSIENT_BYTES
+from plan.search import TRANSIENT_BYTES
 
 MASTER_BYTES = 12  # master and two moments of AdamW, in fp32
 HALF = 2  # bytes of fp16 and bf16
@@ -52,6 +52,8 @@ class Framework:
 
 
 MEGATRON = Framework()
+# Of a GPU, beside tensors: its context, communicators (whose groups we do not know), the allocator's gaps.
+RESERVED_BYTES = 3e9
 MEGATRON_DEEPSPEED = Framework(grad_bytes=(("fp16", HALF), ("bf16", HALF + 4)), keeps_outputs=True)
 DEEPSPEED_ZERO3 = Framework(shards_16_bytes=True, live_weights=10**9, live_grads=5 * 10**8)
 FSDP = Framework(shards_16_bytes=True)

@@ -13,6 +13,7 @@ from config.values import Values, combinations
 from model.describe import StageDescription, describe_stage, workload
 from model.precision import accumulation_bytes, compute_bytes
 from parallel.pipeline.schedule import SCHEDULES
+from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.cost import STEADY, Cluster, Efficiency, Forecast, forecast, stage_times
 from plan.count import parameters
 from plan.job import Job, job_of_rank
@@ -21,20 +22,21 @@ from plan.simulate import closed_form
 
 Axes = dict[str, tuple]  # {section.key: values}
 
-RESERVED_BYTES = 3e9  # of a GPU: its context, NCCL's buffers, and what the allocator cannot use
 TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
 EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
 TOKENS_OF_CP_RANK = 2048  # at least; fewer are not worth a context-parallel rank
 
 
 class Held(NamedTuple):
-    """Bytes of the fullest rank."""
+    """Bytes of the fullest rank. communicators, reserved: plan/communicators.py."""
     state: int
     activations: int
+    communicators: int
+    reserved: int
 
     @property
-    def total(self) -> float:
-        return self.state + self.activations + TRANSIENT_BYTES + RESERVED_BYTES
+    def total(self) -> int:
+        return sum(self) + TRANSIENT_BYTES
 
 
 class Found(NamedTuple):
@@ -56,6 +58,10 @@ class Target(NamedTuple):
     world: int
     cluster: Cluster
     efficiency: Efficiency
+
+    @property
+    def gpu(self) -> Gpu:
+        return Gpu(self.cluster.gpu, self.cluster.node)
 
 
 # ---- what is searched --------------------------------------------------------------------------------------
@@ -125,15 +131,17 @@ def job_of(cfg: Config, world: int) -> tuple[Job, int]:
     return job_of_rank(shorter, world, rank=0, advise=False), microbatches
 
 
-def held_bytes(job: Job) -> Held:
-    """Of the fullest pipeline rank, on a GPU. The stages of a rank decide its state."""
+def held_bytes(job: Job, gpu: Gpu) -> Held:
+    """Of the fullest pipeline rank. The stages of a rank decide its state; its communicators are taken to be
+    those of the first rank, which is in every group that any rank is in."""
+    beside = communicator_bytes(job, gpu), reserved_bytes(gpu)
     state_of_stages: dict[tuple[StageDescription, ...], int] = {}
     ranks: list[Held] = []
     for here in job.of_pipeline_ranks():
         stages = tuple(here.stage(number) for number in here.stages())
         if stages not in state_of_stages:
             state_of_stages[stages] = sum(state_bytes(here).values()) + passing_bytes(here)
-        ranks.append(Held(state_of_stages[stages], peak_activation_bytes(here, flash=True)))
+        ranks.append(Held(state_of_stages[stages], peak_activation_bytes(here, flash=True), *beside))
     return max(ranks, key=sum)
 
 
@@ -144,7 +152,7 @@ def price(cfg: Config, target: Target, counts: dict[str, int]) -> Found | None:
     except ConfigError:
         counts["refused"] += 1
         return None
-    held = held_bytes(job)
+    held = held_bytes(job, target.gpu)
     if held.total > target.cluster.memory:
         counts["too large"] += 1
         return None
@@ -227,7 +235,7 @@ def step_with_bubble(bound: Bound, layout: Values, num_layers: int) -> float:
     return bound.step + (known[1] if known else 0.0)
 
 
-def least_bytes(cfg: Config, world: int, bound: Bound) -> float:
+def least_bytes(cfg: Config, target: Target, bound: Bound) -> float:
     """What a rank holds at least. It is cheaper than held_bytes, and enough to refuse most layouts."""
     parallel, counted = cfg.parallel, parameters(cfg.model)
     total = counted["total"] + counted["ahead"]
@@ -237,7 +245,8 @@ def least_bytes(cfg: Config, world: int, bound: Bound) -> float:
     of_element = compute_bytes(cfg.train.dtype) if parallel.zero < 3 else 0
     of_element += grad_bytes if parallel.zero < 2 else 0
     activations = bound.kept * min(1.0, bound.microbatches)
-    return own / parallel.pp * of_element + total * grad_bytes / world + activations + RESERVED_BYTES
+    state = own / parallel.pp * of_element + total * grad_bytes / target.world
+    return state + activations + reserved_bytes(target.gpu)
 
 
 # ---- the search --------------------------------------------------------------------------------------------
@@ -262,7 +271,7 @@ def search(cfg: Config, target: Target, fixed: Values, top: int) -> SearchResult
                 values["parallel.dp_rep"] = replicas
 
             candidate = set_keys(cfg, values)
-            if least_bytes(candidate, target.world, bound) > target.cluster.memory:
+            if least_bytes(candidate, target, bound) > target.cluster.memory:
                 result.counts["too large"] += 1
                 continue
             priced = price(candidate, target, result.counts)

@@ -21,7 +21,7 @@ from config import Config, ConfigError
 from plan import published
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
-from plan.search import Found, Target, compute_axes, layout_axes, search
+from plan.search import TRANSIENT_BYTES, Found, Target, compute_axes, layout_axes, search
 from runtime.failure import fail_cleanly
 
 GIB = 2**30
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> int:
         return 0
     print(headline(cfg, args))
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
-    print("\n".join(table(reports)))
+    print("\n".join([*table(reports), "", *memory_lines(reports[0])]))
     print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
     return 0
 
@@ -179,6 +179,8 @@ def report(layout: Found, world: int, peak_flops: float) -> dict:
         "memory": layout.held.total,
         "state": layout.held.state,
         "activations": layout.held.activations,
+        "communicators": layout.held.communicators,
+        "reserved": layout.held.reserved,
         "sent_inside": forecast.sent[0],
         "sent_between": forecast.sent[1],
         "microbatches": layout.microbatches,
@@ -211,6 +213,22 @@ def table(reports: list[dict]) -> list[str]:
         to_left = name in TEXT_COLUMNS
         aligned.append([cell.ljust(width) if to_left else cell.rjust(width) for cell in cells])
     return ["  ".join(cells).rstrip() for cells in zip(*aligned)]
+
+
+def memory_lines(numbers: dict) -> list[str]:
+    """What the fullest rank of one layout holds, part by part."""
+    parts = {
+        "weights, gradients, optimizer": numbers["state"],
+        "activations": numbers["activations"],
+        "communicators of NCCL": numbers["communicators"],
+        "CUDA and its libraries": numbers["reserved"],
+        "tensors of the moment": TRANSIENT_BYTES,
+    }
+    lines: list[str] = []
+    for what, nbytes in parts.items():
+        title = "" if lines else "memory of the best, GiB"
+        lines.append(f"{title:<25}{what:<30}{nbytes / GIB:>6.1f}")
+    return lines
 
 
 def table_row(numbers: dict) -> dict[str, str]:

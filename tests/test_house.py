@@ -70,6 +70,7 @@ PLANNABLE = {
 }
 PURE = {
     "parallel/cost.py",
+    "parallel/wire/connection.py",
     "parallel/topology/dims.py",
     "parallel/pipeline/schedule.py",
     "parallel/sharding/boxes.py",

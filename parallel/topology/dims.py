@@ -3,6 +3,9 @@
 The axes of the mesh run outermost first, so that tp neighbours are on one node.
 """
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from parallel.wire.connection import Connection, connection_of
 
 # attention, norms, dense MLPs, embeddings, routers
 DENSE_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -27,6 +30,29 @@ GROUP_AXES: dict[str, tuple[str, ...]] = {
     "expert_dp": ("dp_replicate", "expert_dp_shard"),
     "expert_model_parallel": ("pp", "ep", "etp"),
 }
+
+
+class GroupRequest(NamedTuple):
+    """A Group of Mesh: its name in the ledger, the axes that it spans, and its channel: groups of the same
+    ranks share a process group, unless they are of different channels (parallel/wire/world.py).
+
+    meets_neighbours: in every layout its ranks send to their neighbours. NCCL connects these at the start,
+    in buffers of their own, which cost too much in groups that never send.
+    """
+    name: str
+    axes: tuple[str, ...]
+    channel: str = ""
+    meets_neighbours: bool = False
+
+
+def requested_groups() -> dict[str, GroupRequest]:
+    """{field of Mesh: what it asks for}, in the order in which all ranks connect. embedding_ends comes last.
+    """
+    requests: dict[str, GroupRequest] = {}
+    for name, axes in GROUP_AXES.items():
+        requests[name] = GroupRequest(name, axes, meets_neighbours=name in ("cp", "pp"))
+    requests["pp_backward"] = GroupRequest("pp", ("pp",), channel="backward", meets_neighbours=True)
+    return requests
 
 
 @dataclass(frozen=True)
@@ -103,7 +129,17 @@ class ParallelDims:
 
     def pipeline_ends(self) -> list[list[int]]:
         """The first and last rank of each pipeline (one rank without a pipeline): both hold a tied table."""
-        return [sorted({ranks[0], ranks[-1]}) for ranks in self.groups("pp")]
+        return [ends_of(ranks) for ranks in self.groups("pp")]
+
+    def ends_with(self, rank: int) -> list[int] | None:
+        """The ends of a rank's pipeline, if it is one of them."""
+        ends = ends_of(self.group(rank, "pp"))
+        return ends if rank in ends else None
+
+
+def ends_of(pipeline: list[int]) -> list[int]:
+    """Its first and last rank; one without a pipeline."""
+    return sorted({pipeline[0], pipeline[-1]})
 
 
 def factorization_of(axes: tuple[str, ...]) -> tuple[str, ...]:
@@ -112,3 +148,18 @@ def factorization_of(axes: tuple[str, ...]) -> tuple[str, ...]:
         if set(axes) <= set(factorization):
             return factorization
     raise ValueError(f"{axes} do not lie in one factorization: {DENSE_AXES} or {EXPERT_AXES}")
+
+
+def connections_of_rank(dims: ParallelDims, rank: int) -> dict[Connection, list[str]]:
+    """The process groups that Mesh.bind and join_job make for a rank: {what identifies one: the names of the
+    groups that it carries}. On GPUs each has a communicator of its own."""
+    everyone = connection_of(range(dims.world))
+    found: dict[Connection, list[str]] = {} if everyone is None else {everyone: []}
+    for request in requested_groups().values():
+        connection = connection_of(dims.group(rank, *request.axes), request.channel)
+        if connection is not None:
+            found.setdefault(connection, []).append(request.name)
+    ends = connection_of(dims.ends_with(rank) or ())
+    if ends is not None:
+        found.setdefault(ends, []).append("embedding_ends")
+    return found

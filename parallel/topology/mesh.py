@@ -2,7 +2,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from parallel.topology.dims import GROUP_AXES, ParallelDims
+from parallel.topology.dims import ParallelDims, requested_groups
 from parallel.wire.comm import Group, Ledger
 from parallel.wire.world import World
 
@@ -45,21 +45,27 @@ class Mesh:
         """Connects the groups. Collective: every rank of the world calls it with the same dims."""
         ledger: Ledger = Counter()  # one for all groups
         groups: dict[str, Group] = {}
-        for name, axes in GROUP_AXES.items():
-            groups[name] = world.group_of_rank(name, dims.groups(*axes), ledger, " x ".join(axes))
-        pp_backward = world.group_of_rank("pp", dims.groups("pp"), ledger, "pp", channel="backward")
+        for field, request in requested_groups().items():
+            groups[field] = world.group_of_rank(
+                request.name,
+                dims.groups(*request.axes),
+                ledger,
+                axes=" x ".join(request.axes),
+                channel=request.channel,
+                meets_neighbours=request.meets_neighbours,
+            )
         ends = world.find_group("embedding_ends", dims.pipeline_ends(), ledger)
-        return Mesh(dims, world.rank, **groups, pp_backward=pp_backward, embedding_ends=ends)
+        return Mesh(dims, world.rank, **groups, embedding_ends=ends)
 
     @staticmethod
     def without_processes(dims: ParallelDims, rank: int) -> "Mesh":
         """The groups of a rank, to describe what it has: nothing can be exchanged in them."""
         groups: dict[str, Group] = {}
-        for name, axes in GROUP_AXES.items():
-            groups[name] = made_up_group(name, dims.group(rank, *axes), rank)
-        ends = next((ranks for ranks in dims.pipeline_ends() if rank in ranks), None)
+        for field, request in requested_groups().items():
+            groups[field] = made_up_group(request.name, dims.group(rank, *request.axes), rank)
+        ends = dims.ends_with(rank)
         ends_group = None if ends is None else made_up_group("embedding_ends", ends, rank)
-        return Mesh(dims, rank, **groups, pp_backward=groups["pp"], embedding_ends=ends_group)
+        return Mesh(dims, rank, **groups, embedding_ends=ends_group)
 
     @property
     def ledger(self) -> Ledger:

@@ -1,5 +1,6 @@
 """The wire: everything that ranks send each other.
 
+    connection.py     what identifies a process group
     world.py          joining and leaving a job, process groups
     comm.py           groups of ranks, collectives and transfers; with world.py the only file that calls
                       torch.distributed

@@ -5,7 +5,10 @@ On GPUs, tensors on the device travel over NCCL and those on the host over gloo:
 - One process group spans the whole job and has both. Every other group has NCCL alone: gloo would connect
   each pair of its ranks with a socket.
 - A group's communicator is made when the group is, and carries a first exchange at once. So no step pays for
-  it, and a group that cannot connect is named at the start.
+  it, and a group that cannot connect is named at the start. Where ranks send to their neighbours in every
+  layout (the pipeline, the ring of context parallelism), these connect at the start as well; elsewhere NCCL
+  connects two ranks when they first send. Such connections have buffers of their own: 384 MiB a neighbour in
+  a node of H100s (plan/communicators.py).
 - NCCL gets a longer timeout than gloo: its watchdog ends the process with SIGABRT and no exit code. A hang is
   named before that, by runtime/peers.py.
 """
@@ -22,6 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from parallel.wire import comm
 from parallel.wire.comm import Activity, Group, Ledger
+from parallel.wire.connection import Connection, connection_of
 
 NCCL_MARGIN_S = 120.0  # that NCCL's watchdog waits longer than ours
 CPU = torch.device("cpu")
@@ -37,22 +41,30 @@ class World:
     rank: int = 0
     size: int = 1
     device: torch.device = CPU  # of this rank's tensors
-    handles: dict[tuple[str, tuple[int, ...]], ProcessGroup | None] = field(default_factory=dict)
+    handles: dict[Connection, ProcessGroup | None] = field(default_factory=dict)
     separate_handles: list[ProcessGroup] = field(default_factory=list)  # of separate_group
     activity: Activity = field(default_factory=Activity, compare=False, repr=False)
 
     def group_of_rank(
-        self, name: str, groups: list[list[int]], ledger: Ledger, axes: str = "", channel: str = ""
+        self,
+        name: str,
+        groups: list[list[int]],
+        ledger: Ledger,
+        axes: str = "",
+        channel: str = "",
+        meets_neighbours: bool = False,
     ) -> Group:
         """The group among `groups` that holds this rank. Raises ValueError if none does.
 
         Groups of the same ranks share a process group, and their exchanges wait for each other on a GPU,
-        unless they are of different channels. Collective: all ranks call it with the same lists, in the same
-        order.
+        unless they are of different channels. meets_neighbours: on GPUs, neighbours connect now. Collective:
+        all ranks call it with the same lists, in the same order.
         """
         found = self.find_group(name, groups, ledger, axes, channel)
         if found is None:
             raise ValueError(f"group {name}: rank {self.rank} is in none of {groups}")
+        if meets_neighbours and self.device.type == "cuda":
+            exchange_with_neighbours(found, self.device)
         return found
 
     def find_group(
@@ -60,17 +72,17 @@ class World:
     ) -> Group | None:
         """As group_of_rank, but returns None if no group holds this rank."""
         found = None
+        joined = connection_of(range(self.size))
         for ranks in map(tuple, groups):
-            is_whole_job = len(ranks) == self.size and not channel  # joined already
-            key = (channel, ranks)
-            if len(ranks) > 1 and not is_whole_job and key not in self.handles:
-                self.handles[key] = self.connect(name, ranks, axes)
+            connection = connection_of(ranks, channel)
+            if connection is not None and connection != joined and connection not in self.handles:
+                self.handles[connection] = self.connect(name, ranks, axes)
             if self.rank in ranks:
                 found = Group(
                     name,
                     ranks,
                     index=ranks.index(self.rank),
-                    handle=self.handles.get(key),
+                    handle=None if connection is None else self.handles.get(connection),
                     ledger=ledger,
                     axes=axes,
                     activity=self.activity,
@@ -199,14 +211,18 @@ def set_nccl_timeout(handle: ProcessGroup, timeout_s: float) -> None:
 
 
 def make_first_exchange(group: Group, device: torch.device) -> None:
-    """A sum of one number, and one number to each neighbour in the ring of the group's ranks and back.
+    """A sum of one number. Collective. Counts nothing in the ledger."""
+    comm.all_reduce_sum(torch.zeros(1, device=device), dataclasses.replace(group, ledger=Counter()))
 
-    NCCL connects two ranks at their first exchange. Collective. Counts nothing in the ledger.
+
+def exchange_with_neighbours(group: Group, device: torch.device) -> None:
+    """One number to each neighbour in the ring of the group's ranks and back.
+
+    NCCL connects two ranks when they first send. Collective. Counts nothing in the ledger.
     """
     group = dataclasses.replace(group, ledger=Counter())
     if group.size == 1:
         return
-    comm.all_reduce_sum(torch.zeros(1, device=device), group)
     for distance in (1, -1):
         target = (group.index + distance) % group.size
         source = (group.index - distance) % group.size

@@ -15,7 +15,11 @@ import train
 from model.schedules import plan_pipeline
 from plan import advice
 from plan.advice import GIB, find_savings, holdings, memory_advice
-from plan.search import RESERVED_BYTES, TRANSIENT_BYTES, held_bytes, job_of
+from plan.communicators import Gpu, communicator_bytes, reserved_bytes
+from plan.search import TRANSIENT_BYTES, held_bytes, job_of
+
+GPU = Gpu("h100")
+BESIDE = reserved_bytes(GPU) + TRANSIENT_BYTES
 
 JOBS = [
     ("llama3-8b", 8, 80),
@@ -43,31 +47,31 @@ def named_settings(text: str) -> list[tuple[list[str], float]]:
 @pytest.mark.parametrize("name, world, gib", JOBS)
 def test_a_setting_that_is_named_fits_when_it_is_typed(name, world, gib):
     cfg = resolve(name)
-    text = memory_advice(cfg, world, gib * GIB)
+    text = memory_advice(cfg, world, gib * GIB, GPU)
     assert "\n" not in text
     named = named_settings(text)
     assert named, text
-    usable = gib * GIB - RESERVED_BYTES - TRANSIENT_BYTES
+    usable = gib * GIB - BESIDE
     fitting, _, others = text.partition("; less with ")
     assert len(named_settings(fitting)) + len(named_settings(others)) == len(named)
     for words, stated in named:
         changed = resolve(name, *words)
         plan_pipeline(changed, world)  # train.py takes it
-        total = holdings(changed, world).total
+        total = holdings(changed, world, GPU).total
         assert total / GIB == pytest.approx(stated, abs=0.051)
-        assert total < holdings(cfg, world).total
+        assert total < holdings(cfg, world, GPU).total
         assert (total <= usable) == ((words, stated) in named_settings(fitting))
 
         # scripts.plan counts the same, and takes it for a GPU of that size
-        held = held_bytes(job_of(changed, world)[0])
-        assert held.state + held.activations == total
+        held = held_bytes(job_of(changed, world)[0], GPU)
+        assert held.state + held.activations + held.communicators == total
         assert (held.total <= gib * GIB) == (total <= usable)
-    first_total = holdings(resolve(name, *named[0][0]), world).total
-    assert first_total + RESERVED_BYTES + TRANSIENT_BYTES <= gib * GIB
+    first_total = holdings(resolve(name, *named[0][0]), world, GPU).total
+    assert first_total + BESIDE <= gib * GIB
 
 
 def test_the_largest_holding_comes_first():
-    held = holdings(resolve("llama3-8b", "--train.micro_batch", "4"), 8)
+    held = holdings(resolve("llama3-8b", "--train.micro_batch", "4"), 8, GPU)
     sizes = list(held.parts.values())
     assert sizes == sorted(sizes, reverse=True) and held.total == sum(sizes)
     assert memory_advice(resolve("llama3-8b"), 8, None).split(": ")[1].startswith("optimizer ")
@@ -77,7 +81,7 @@ def test_what_train_refuses_is_not_named():
     """Three heads are not divided by two, one layer not by two stages, and a dense model has no experts."""
     shape = ["--model.heads", "3", "--model.kv_heads", "3", "--model.hidden", "48", "--model.vocab", "500"]
     cfg = resolve("llama3-tiny", *shape, "--model.layers", "1")
-    keys = {key for saving in find_savings(cfg, 2) for key in saving.values}
+    keys = {key for saving in find_savings(cfg, 2, None) for key in saving.values}
     assert keys and not keys & {"parallel.tp", "parallel.pp", "parallel.ep"}
 
 
@@ -88,17 +92,28 @@ def test_a_job_that_no_setting_makes_smaller_is_told_so(monkeypatch):
 
 def test_memory_of_the_host_is_no_way_out_on_a_cpu():
     cfg = resolve("llama3-8b")
-    keys = {key for saving in find_savings(cfg, 1, is_on_gpu=False) for key in saving.values}
+    keys = {key for saving in find_savings(cfg, 1, None) for key in saving.values}
     assert keys and "parallel.offload" not in keys
-    assert "parallel.offload" in {key for saving in find_savings(cfg, 1) for key in saving.values}
+    assert "parallel.offload" in {key for saving in find_savings(cfg, 1, GPU) for key in saving.values}
 
 
 def test_what_the_system_takes_of_a_gpu_counts():
     """A setting whose tensors alone would fit is not said to fit."""
     cfg = resolve("llama3-8b")
-    least = min(find_savings(cfg, 8), key=lambda saving: saving.total)
-    text = memory_advice(cfg, 8, least.total + (RESERVED_BYTES + TRANSIENT_BYTES) / 2)
+    least = min(find_savings(cfg, 8, GPU), key=lambda saving: saving.total)
+    text = memory_advice(cfg, 8, least.total + BESIDE / 2, GPU)
     assert str(least) in text.partition("; less with ")[2]
+
+
+def test_communicators_are_named_on_gpus_alone():
+    """Of eight ranks that exchange rows of experts, they are larger than most else."""
+    cfg = resolve("qwen3-30b-a3b", "--parallel.ep", "8", "--parallel.zero", "1")
+    job, _ = job_of(cfg, 8)
+    nbytes = communicator_bytes(job, GPU)
+    assert nbytes > 2.5 * GIB
+    assert f"buffers of NCCL's communicators {nbytes / GIB:.1f} GiB" in memory_advice(cfg, 8, 80 * GIB, GPU)
+    assert "NCCL" not in memory_advice(cfg, 8, None)
+    assert holdings(cfg, 8, GPU).total == holdings(cfg, 8, None).total + nbytes
 
 
 def test_a_job_that_fits_is_not_told_that_it_does_not():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import config
+from plan.communicators import Gpu
 from plan.cost import cluster
 from plan.frameworks import FRAMEWORKS, MEGATRON, framework_activation_bytes
 from plan.published import config_of, memory_of_runs, read_rows
@@ -89,4 +90,4 @@ def test_recipes_fit_their_gpus(recipe):
     ).stdout.splitlines()
     cfg = config.resolve(words[0], None, words[1:])
     job, _ = job_of(cfg, world)
-    assert held_bytes(job).total <= cluster("h100-ib").memory
+    assert held_bytes(job, Gpu("h100")).total <= cluster("h100-ib").memory

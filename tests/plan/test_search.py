@@ -10,9 +10,9 @@ import pytest
 import config
 from config.values import combinations
 from model.schedules import plan_pipeline
+from plan.communicators import Gpu
 from plan.cost import Efficiency, cluster
 from plan.search import (
-    RESERVED_BYTES,
     Target,
     bound_of,
     compute_axes,
@@ -114,7 +114,8 @@ def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
         "train.micro_batch": 1,
         "parallel.recompute": "none",
     } | keys
-    bound = bound_of(cfg, values, target(16, c))
+    here = target(16, c)
+    bound = bound_of(cfg, values, here)
     for more in (
         {"parallel.pp": 1},
         {"parallel.pp": 4},
@@ -124,8 +125,8 @@ def test_no_layout_that_fits_is_turned_down_unseen(name, keys):
     ):
         one = set_keys(cfg, values | {"parallel.sp": values["parallel.tp"] > 1, "parallel.zero": 1} | more)
         assert (
-            least_bytes(one, 16, bound)
-            <= sum(held_bytes(job_of(one, 16)[0])) + RESERVED_BYTES
+            least_bytes(one, here, bound)
+            <= sum(held_bytes(job_of(one, 16)[0], here.gpu))
         ), more
 
 
@@ -136,6 +137,6 @@ def test_gpipe_holds_all_microbatches_and_other_schedules_need_only_a_few_to_sho
     held = {}
     for kind in ("gpipe", "1f1b"):
         job, microbatches = job_of(set_keys(cfg, {"parallel.schedule": kind}), 4)
-        held[kind] = held_bytes(job)
+        held[kind] = held_bytes(job, Gpu())
         assert microbatches == 64 // cfg.train.micro_batch
     assert held["gpipe"].activations == pytest.approx(microbatches / 4 * held["1f1b"].activations, rel=0.3)

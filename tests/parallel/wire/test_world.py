@@ -16,7 +16,7 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import world as module
 from parallel.wire.comm import Activity, Group
 from parallel.wire.device_waits import DeviceWaits
-from parallel.wire.world import NCCL_MARGIN_S, World, make_first_exchange
+from parallel.wire.world import NCCL_MARGIN_S, World, exchange_with_neighbours, make_first_exchange
 
 TIMEOUT_S = 30.0
 GPU = torch.device("cuda", 0)
@@ -33,8 +33,15 @@ def made_groups(
 
     groups = mock.patch.object(dist, "new_group", side_effect=new_group)
     exchanges = mock.patch.object(module, "make_first_exchange")
-    with groups as calls, exchanges as first_exchange:
-        return Mesh.bind(dims, world), calls, first_exchange
+    neighbours = mock.patch.object(module, "exchange_with_neighbours")
+    with groups as calls, exchanges as first_exchange, neighbours as meeting:
+        mesh = Mesh.bind(dims, world)
+    met = [call.args[0] for call in meeting.call_args_list]
+    expected = [mesh.cp, mesh.pp, mesh.pp_backward] if device.type == "cuda" else []
+    assert [(group.ranks, group.handle) for group in met] == [
+        (group.ranks, group.handle) for group in expected
+    ]
+    return mesh, calls, first_exchange
 
 
 @pytest.mark.parametrize("rank", [0, 5])
@@ -93,7 +100,9 @@ def exchanged(world: World) -> dict:
     ledger = Counter()
     cases = {"all": [[0, 1, 2, 3]], "pairs": [[0, 2], [1, 3]], "alone": [[0], [1], [2], [3]]}
     for name, groups in cases.items():
-        make_first_exchange(world.group_of_rank(name, groups, ledger), torch.device("cpu"))
+        group = world.group_of_rank(name, groups, ledger)
+        make_first_exchange(group, torch.device("cpu"))
+        exchange_with_neighbours(group, torch.device("cpu"))
     return dict(ledger)
 
 
