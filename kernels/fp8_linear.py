@@ -36,7 +36,7 @@ from kernels.fp8_gemm import (
     scaled_product,
     write_scaled_product,
 )
-from kernels.fp8_weight import quantize_once
+from kernels.fp8_weight import WeightsTogether, quantize_once
 from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
 from kernels.linear import LinearRegion, RecomputeFunction, recompute_input, source_of, start_reduce_grads
 
@@ -55,12 +55,14 @@ class Fp8Scaling:
 
     recipe: one of RECIPES. side: of a block.
     outs, ins, tokens: set where ranks shard the outputs of the weight, its inputs, the microbatch's tokens.
+    together: with which other weights the ranks exchange the maxima of this one; None: alone.
     """
     recipe: str
     side: int
     outs: Share | None = None
     ins: Share | None = None
     tokens: Share | None = None
+    together: WeightsTogether | None = None
 
     @property
     def activation_kind(self) -> str:
@@ -99,11 +101,26 @@ class Fp8Scaling:
     def weight(self, w: Tensor) -> QuantizedPair:
         """w [m, n], for y, and its transpose, for dx; quantized once until its values change."""
         kind = RECIPES[self.recipe].weight_kind
+        if self.together is not None:
+            self.together.exchange()
         return quantize_once(
             w,
             lambda: shared_maxima(w, kind, rows=self.outs, columns=self.ins, both=True),
             lambda maxima: quantize_operand_pair(w, kind, E4M3, self.side, maxima),
         )
+
+
+def own_maxima(w: Tensor, kind: str, divides_outputs: bool) -> tuple[Maxima, Tensor]:
+    """(shared_maxima of a weight [m, n] before the exchange, those numbers of them that are exchanged).
+
+    kind: tensor or row. divides_outputs: ranks shard the outputs, else the inputs.
+    """
+    maxima = find_maxima(w, kind, both=True)
+    assert maxima.rows is not None and maxima.columns is not None, "blocks share no scales"
+    if kind == "tensor":
+        largest = maxima.rows.amax().view(1, 1)
+        return Maxima(largest, largest), largest
+    return maxima, maxima.columns if divides_outputs else maxima.rows
 
 
 def shared_maxima(

@@ -3,9 +3,13 @@
 The owner of the values (parallel/sharding/weights.py) gives a parameter its QuantizedWeight, and says when
 what that keeps is no longer true: drop() where the values change, free() where they leave the device for a
 while (ZeRO-3). A plain tensor has no such owner: it is quantized for every product, so a kernel works alone.
+
+Where ranks hold parts of a weight and share its scales, they exchange its largest elements once, too: those
+of all weights of a block in one message (WeightsTogether).
 """
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from kernels.fp8 import Maxima
@@ -44,3 +48,35 @@ def quantize_once(
     if kept.pair is None:
         kept.pair = quantize(kept.maxima)
     return kept.pair
+
+
+class WeightsTogether:
+    """Weights whose largest elements the ranks exchange in one message, when the first of them is needed.
+
+    They are on the device at the same time, and their values change together.
+    """
+
+    def __init__(self, share: Callable[[Tensor], object]) -> None:
+        """share: replaces numbers in place by their maxima over the ranks."""
+        self.share = share
+        self.members: list[tuple[Tensor, Callable[[], tuple[Maxima, Tensor]]]] = []
+
+    def add(self, weight: Tensor, find_own: Callable[[], tuple[Maxima, Tensor]]) -> None:
+        """find_own: the maxima of this rank's part, and those numbers of them that other ranks share."""
+        self.members.append((weight, find_own))
+
+    def exchange(self) -> None:
+        """Finds the maxima of all weights of which none are kept. Collective, if there are any."""
+        messages: list[Tensor] = []
+        for weight, find_own in self.members:
+            kept: QuantizedWeight | None = getattr(weight, "quantized", None)
+            if kept is not None and kept.maxima is None:
+                kept.maxima, message = find_own()
+                messages.append(message)
+        if not messages:
+            return
+        joined = torch.cat([message.flatten() for message in messages])
+        self.share(joined)
+        sizes = [message.numel() for message in messages]
+        for message, shared in zip(messages, joined.split(sizes)):
+            message.copy_(shared.view_as(message))

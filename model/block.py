@@ -18,6 +18,7 @@ from model.norm import Norm, add_residual
 from model.recompute import checkpoint_activations
 from parallel.cost import RECOMPUTABLE_PARTS, Cost, MemoryTraffic, Part, SavedTensor, Workload, total
 from parallel.rng import dropout
+from parallel.tensor.layers import exchange_weight_maxima_together
 from parallel.tensor.regions import outside_region
 from parallel.topology.mesh import Mesh
 
@@ -59,6 +60,7 @@ class TransformerBlock(nn.Module):
         self.attn = attention(cfg, mesh, layer)
         self.mlp_norm = Norm(cfg, mesh, f"{key}.mlp_norm")
         self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
+        exchange_weight_maxima_together(self, mesh.tp)
 
     def forward(self, x: Tensor, residual: Tensor | None, context: ForwardContext) -> BlockOutput:
         if self.recompute and torch.is_grad_enabled():
@@ -106,13 +108,14 @@ class TransformerBlock(nn.Module):
 
     def cost_without_recompute(self, work: Workload) -> Cost:
         mlp = self.mlp.cost(work)
-        return total((
+        parts = total((
             self.attn_norm.cost(work),
             self.attn.cost(work).as_inner(),  # the residual is kept by the second norm
             self.mlp_norm.cost(work),
             mlp.as_inner() if self.dropout else mlp,  # dropout keeps a mask
             self.residuals_cost(work),
         ))
+        return parts.join_step_exchanges()
 
     def residuals_cost(self, work: Workload) -> Cost:
         """Of the two additions, in the norms: each reads one tensor more and writes one. Dropout keeps a mask

@@ -200,6 +200,19 @@ class Cost:
         counted = parts or (*RECOMPUTABLE_PARTS, "rest")
         return sum(tensor.nbytes for tensor in self.saved if tensor.part in counted)
 
+    # ---- exchanges of weights
+
+    def join_step_exchanges(self) -> "Cost":
+        """The cost where the exchanges of weights, once a step, are one for each group and verb."""
+        others = tuple(one for one in self.exchanges if one.phase != "step")
+        joined: dict[tuple[str, str], int] = {}
+        for one in self.exchanges:
+            if one.phase == "step":
+                key = one.group, one.verb
+                joined[key] = joined.get(key, 0) + one.calls * one.nbytes
+        of_step = tuple(Exchange(*key, nbytes, phase="step") for key, nbytes in joined.items())
+        return replace(self, exchanges=others + of_step)
+
     # ---- recomputation
 
     def as_inner(self) -> "Cost":

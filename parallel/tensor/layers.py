@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from kernels.cross_entropy import Merge
 from kernels.embedding import embedding
-from kernels.fp8_linear import Fp8Scaling, scaled_linear
+from kernels.fp8_linear import RECIPES, Fp8Scaling, own_maxima, scaled_linear
+from kernels.fp8_weight import WeightsTogether
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
 from kernels.linear import linear, linear_of_several, linear_out_of_region
 from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, Part, SavedTensor, Workload
@@ -79,13 +80,33 @@ def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> 
     return Fp8Scaling(*recipe, outs=None, ins=over_tp, tokens=over_cp)
 
 
+def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
+    """The layers within a module exchange the largest elements of all their weights over tp in one message.
+
+    group: tp. Their cost says one each: Cost.join_step_exchanges adds them up.
+    """
+    if group.size == 1:
+        return
+    together = WeightsTogether(partial(comm.all_reduce_max_float, group=group))
+    for layer in module.modules():
+        if not isinstance(layer, (ColumnLinear, RowLinear)):
+            continue
+        if layer.scaling is None or layer.scaling.recipe == "blockwise":
+            continue
+        kind = RECIPES[layer.scaling.recipe].weight_kind
+        divides_outputs = isinstance(layer, ColumnLinear)
+        together.add(layer.weight, partial(own_maxima, layer.weight, kind, divides_outputs))
+        layer.scaling = replace(layer.scaling, together=together)
+
+
 def scale_exchanges(
     scaling: Fp8Scaling | None, shape: tuple[int, ...], work: Workload, divides_outputs: bool
 ) -> tuple[Exchange, ...]:
     """What the scales of a layer exchange over tp and cp. shape: of the weight on this rank [m, n].
 
     A tensorwise scale is one number; a rowwise one is a number for each token, or for each feature. A block
-    never spans ranks. Those of weights are exchanged once a step (kernels/fp8_weight.py).
+    never spans ranks. Those of weights are exchanged once a step, with all of their block
+    (kernels/fp8_weight.py).
     """
     if scaling is None or scaling.recipe == "blockwise":
         return ()

@@ -677,8 +677,8 @@ TABLE = (
     Mutation(
         what="fp8: the transposed weight's rows are taken for whole",
         file="kernels/fp8_linear.py",
-        old="        rows(maxima.columns)",
-        new="        pass",
+        old="    return maxima, maxima.columns if divides_outputs else maxima.rows\n",
+        new="    return maxima, maxima.columns.clone() if divides_outputs else maxima.rows\n",
         model="gpt2-tiny",
         world=2,
         layout="tp2 zero0 mb1 rowwise",
@@ -686,8 +686,8 @@ TABLE = (
     Mutation(
         what="fp8: the weight's shards are taken for those of its other dim",
         file="kernels/fp8_linear.py",
-        old="lambda: shared_maxima(w, kind, rows=self.outs, columns=self.ins, both=True)",
-        new="lambda: shared_maxima(w, kind, rows=self.ins, columns=self.outs, both=True)",
+        old="    return maxima, maxima.columns if divides_outputs else maxima.rows\n",
+        new="    return maxima, maxima.rows if divides_outputs else maxima.columns\n",
         model="gpt2-tiny",
         world=2,
         layout="tp2 zero0 mb1 rowwise",

@@ -10,7 +10,7 @@ import torch
 import config
 from build import build_run
 from kernels import cross_entropy
-from model import head
+from model import block, head
 from model.sharding import parallel_dims
 from parallel.cost import Workload
 from parallel.topology.mesh import Mesh
@@ -336,6 +336,36 @@ EIGHT_BITS = [
 @pytest.mark.parametrize("parallel", EIGHT_BITS, ids=str)
 def test_scales_in_fp8(ranks, recipe, parallel):
     compare(ranks(4), "llama3-tiny", parallel, fp8=recipe)
+
+
+def trained(world, cfg, is_together):
+    """-> (this rank's weights after two steps, all-reduces over tp of the second and their bytes)."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_together:
+            patch.setattr(block, "exchange_weight_maxima_together", lambda *_: None)
+        run, data = start(world, cfg)
+    for step in (1, 2):
+        run.mesh.ledger.clear()
+        train_step(run, step, data.microbatches(step - 1), NonFiniteGuard())
+    exchanges = counted_exchanges(run.mesh)["tp", "all_reduce"]
+    for b in run.buckets:
+        b.weights.wait_unshard()
+    return [b.weights.full.clone() for b in run.buckets], exchanges
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("parallel", [dict(tp=2), dict(tp=2, sp=True, zero=1), dict(tp=2, zero=3)], ids=str)
+def test_maxima_of_a_block_travel_together(ranks, recipe, parallel):
+    """One exchange a block and step for its four weights: the same bytes, and the same bits in the end."""
+    cfg = laid("llama3-tiny", parallel, fp8=recipe)
+    in_fp8 = sum(config.layer_in_fp8(cfg, layer) for layer in range(cfg.model.layers))
+    assert in_fp8 > 1
+    together = ranks(2).run(trained, cfg, True)
+    alone = ranks(2).run(trained, cfg, False)
+    for (weights, (calls, nbytes)), (weights_alone, (calls_alone, nbytes_alone)) in zip(together, alone):
+        assert all(map(torch.equal, weights, weights_alone))
+        assert calls_alone - calls == 3 * in_fp8
+        assert nbytes == nbytes_alone
 
 
 @pytest.mark.parametrize("name, recipe", [("gpt2-tiny", "rowwise"), ("gpt2-tiny", "tensorwise")])
