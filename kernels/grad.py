@@ -3,8 +3,9 @@
 A kernel's backward does not return the gradient of a weight to autograd, which would keep it in the compute
 dtype and deliver it only after the whole backward of a layer. It calls accumulate_grad, which puts the
 gradient in place into the weight's flat fp32 buffer (`main_grad`, a view that parallel/sharding/gradients.py
-makes), or defers it, when a pipeline schedule splits the backward into input gradients (I) and weight
-gradients (W) (arXiv 2401.10241).
+makes), or defers it: when a pipeline schedule splits the backward into input gradients (I) and weight
+gradients (W) (arXiv 2401.10241), or until a layer has started an exchange that it computes beside
+(LateWeightGrads).
 
 The first gradient of a step overwrites what the buffer holds, and each later one is added. So no buffer is
 zeroed before a step. `grad_is_written` beside the buffer says which it is; only write_grad sets it, and
@@ -24,15 +25,16 @@ Compute = Callable[[Tensor | None, bool], Tensor | None]
 
 
 class DeferredWeightGrads(Protocol):
-    """The deferred weight gradients of a pipeline stage (parallel/pipeline/executor.py)."""
+    """Weight gradients that are computed later: those of a pipeline stage (parallel/pipeline/executor.py), or
+    of a layer (LateWeightGrads)."""
 
     @property
     def deferring(self) -> bool:
-        """Whether gradients are deferred now, because the stage runs an I."""
+        """Whether gradients are deferred now, because the stage runs an I, or an exchange comes first."""
         ...
 
     def put(self, weight: "AccumulatingWeight", compute: Compute) -> None:
-        """Keeps `compute` until the microbatch's W, which gives it to write_grad."""
+        """Keeps `compute` until the microbatch's W, or the end of the exchange's start; then write_grad."""
         ...
 
 
@@ -56,6 +58,36 @@ class AccumulatingWeight(Protocol):
         """Where the gradient may be deferred to. None, or no such attribute: it is never deferred."""
         ...
 
+    @property
+    def late_grads(self) -> "LateWeightGrads | None":
+        """The same, within the backward of a layer."""
+        ...
+
+
+class LateWeightGrads:
+    """Weight gradients of a layer that wait until its backward has started an exchange, and run beside it.
+
+    The backward calls begin() before the products, and finish() after the start. Until then their operands
+    are kept.
+    """
+
+    def __init__(self) -> None:
+        self.deferring = False
+        self.waiting: list[tuple[AccumulatingWeight, Compute]] = []
+
+    def put(self, weight: AccumulatingWeight, compute: Compute) -> None:
+        self.waiting.append((weight, compute))
+
+    def begin(self) -> None:
+        self.deferring = True
+
+    def finish(self) -> None:
+        """Computes what waits, in the order in which it came."""
+        self.deferring = False
+        waiting, self.waiting = self.waiting, []
+        for weight, compute in waiting:
+            write_grad(weight, compute)
+
 
 def accumulates(weight: object) -> TypeGuard[AccumulatingWeight]:
     """Whether the weight has a buffer for its gradient. A plain tensor has none."""
@@ -63,7 +95,8 @@ def accumulates(weight: object) -> TypeGuard[AccumulatingWeight]:
 
 
 def accumulate_grad(weight: Tensor, compute: Compute) -> Tensor | None:
-    """Puts what `compute` computes into weight.main_grad, now or in the W of a pipeline schedule.
+    """Puts what `compute` computes into weight.main_grad, now, in the W of a pipeline schedule, or after the
+    start of an exchange.
 
     compute: compute(buffer, add) writes all elements of the fp32 buffer [weight.shape], whatever they are, or
     (add) adds to them. compute(None, False) returns the gradient.
@@ -74,8 +107,11 @@ def accumulate_grad(weight: Tensor, compute: Compute) -> Tensor | None:
     if not accumulates(weight):
         return compute(None, False)
     store: DeferredWeightGrads | None = getattr(weight, "weight_grad_store", None)
-    if store is not None and store.deferring:
+    late: LateWeightGrads | None = getattr(weight, "late_grads", None)
+    if store is not None and store.deferring:  # until the W, whatever the layer would wait for
         store.put(weight, compute)
+    elif late is not None and late.deferring:
+        late.put(weight, compute)
     else:
         write_grad(weight, compute)
     return None

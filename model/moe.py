@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from config import Config, expert_ffn_size
 from kernels.fp8_grouped import scaled_grouped_linear
-from kernels.grad import accumulation_dtype
+from kernels.grad import LateWeightGrads, accumulation_dtype
 from kernels.grouped_gemm import grouped_linear
 from kernels.linear import linear
 from kernels.swiglu import weighted_swiglu
@@ -58,13 +58,13 @@ class MoE(nn.Module):
         # dispatch, with all but the last product of the shared experts during the exchange
         probs = probs.flatten(0, 1)  # [t, k]
         plan = self.plan_dispatch(index, router_inputs is not None)
-        dispatch = Dispatch(routed.flatten(0, 1), probs, plan)
+        dispatch = Dispatch(routed.flatten(0, 1), probs, plan, self.experts.late_grads)
         shared_activation = None
         if self.shared_experts is not None:
             shared_activation = self.shared_experts.hidden_activation(x)
 
         # experts: while they compute a chunk, the next ones arrive and the last ones go back
-        combine = Combine(plan)
+        combine = Combine(plan, dispatch.late_grads)
         for chunk, (rows, row_probs) in zip(plan.chunks, dispatch.chunks()):
             combine.send(self.experts(rows, row_probs, chunk.rows_per_expert))
 
@@ -128,8 +128,11 @@ class MoE(nn.Module):
         )
 
     def experts_cost(self, work: Workload, tokens: int) -> Cost:
-        """With chunks, their products run during the exchanges of others. tokens: that this rank routes."""
+        """With chunks, their products run during the exchanges of others; the weight gradients of the last
+        chunk of a backward, during its last exchange. tokens: that this rank routes."""
         cost = self.experts.cost(work, rows=tokens * self.top_k * self.etp, num_chunks=self.num_chunks)
+        if self.shared_experts is None:
+            return cost.beside(self.ep_etp.name, late_share=1 / self.num_chunks)
         return cost.beside(self.ep_etp.name) if self.num_chunks > 1 else cost
 
     def shared_experts_cost(self, work: Workload) -> Cost:
@@ -217,6 +220,9 @@ class Experts(nn.Module):
         self.num_local = len(down)
         self.gate_up = expert_matrices(gate_up, cfg.model.init_std)
         self.down = expert_matrices(down, residual_std(cfg.model))
+
+        # in the backward they are computed beside the exchange of the rows' gradients (parallel/expert)
+        self.late_grads = self.gate_up.late_grads = self.down.late_grads = LateWeightGrads()
 
         self.fp8 = fp8 = fp8_of_layer(cfg, layer)
         self.grouped_linear = grouped_linear

@@ -23,6 +23,9 @@ RECOMPUTABLE_PARTS: tuple[Part, ...] = ("core", "norm", "act")
 #   step       in the first forward of a step alone: it is of weights, which all its microbatches share
 Phase = Literal["forward", "output", "backward", "regather", "step"]
 
+# What runs beside an exchange: all products that hide its group's, late weight gradients alone, or nothing.
+Beside = Literal["products", "late weight gradients", "nothing"]
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -71,7 +74,8 @@ class MatrixProduct:
     scales: of each feature of an operand that is kept in 8 bits along the tokens. kept_weight_bytes: of all
     weights and their transposes in 8 bits, kept from the first forward of a step to its end.
     grads_in_forward: the forward computes both gradients too. hides: the group whose exchange is under way at
-    the same time.
+    the same time. late_share: the share of the weight gradients that runs beside the exchanges of that group
+    that nothing else runs beside (Exchange.beside), and not beside its others.
     """
     rows: int
     inner: int
@@ -82,6 +86,7 @@ class MatrixProduct:
     kept_weight_bytes: int = 0
     grads_in_forward: bool = False
     hides: str | None = None
+    late_share: float = 0.0
 
     @property
     def flops(self) -> int:
@@ -130,8 +135,8 @@ class Exchange:
     """`calls` exchanges of `nbytes` bytes each, as the ledger counts them (parallel/wire/comm.py: the larger
     side).
 
-    group: of the mesh; in a group of one rank nothing is exchanged. part: see Phase. is_exposed: no product
-    runs beside it, though some do beside other exchanges of its group.
+    group: of the mesh; in a group of one rank nothing is exchanged. part: see Phase. beside: which of the
+    products that hide the group's exchanges run beside this one.
     """
     group: str
     verb: str
@@ -139,7 +144,7 @@ class Exchange:
     calls: int = 1
     phase: Phase = "forward"
     part: Part = "rest"
-    is_exposed: bool = False
+    beside: Beside = "products"
 
 
 # ---- a cost ------------------------------------------------------------------------------------------------
@@ -222,9 +227,10 @@ class Cost:
             exchanges.append(replace(one, phase="forward") if one.phase == "output" else one)
         return replace(self, exchanges=tuple(exchanges))
 
-    def beside(self, group: str) -> "Cost":
-        """The cost of products that run while the group's exchange is under way."""
-        products = [replace(one, hides=group) for one in self.products]
+    def beside(self, group: str, late_share: float = 0.0) -> "Cost":
+        """The cost of products that run while the group's exchange is under way. late_share: see
+        MatrixProduct."""
+        products = [replace(one, hides=group, late_share=late_share) for one in self.products]
         return replace(self, products=tuple(products))
 
     def recompute_all(self, kept: SavedTensor) -> "Cost":

@@ -12,7 +12,8 @@ exchanges (plan/bytes.py) by its links, and the very schedule that would run, si
 What hides behind what is what our code starts early: gradients of tp's inputs behind the weights' gradients
 (async tensor parallelism: all that its layers exchange, behind their products),
 keys and values of the ring behind attention, dispatch and combine behind shared experts, in chunks all but
-the first dispatch and the last combine behind the experts, ZeRO's gathers and sums behind the whole stage's
+the first dispatch and the last combine behind the experts, the last exchange of their backward behind their
+weight gradients, ZeRO's gathers and sums behind the whole stage's
 compute, or behind that of one microbatch where a step has one such exchange.
 `Efficiency` is fitted to what others have published (plan/published.py). Not in it: experts of unequal load,
 other jobs on the links, stragglers.
@@ -26,7 +27,7 @@ from typing import NamedTuple
 from config import CONFIG_FOLDER, OPTIMIZERS, Config, ConfigError, read_yaml
 from model.describe import PartDescription, workload
 from model.precision import accumulation_bytes, compute_bytes
-from parallel.cost import Cost, MatrixProduct, Workload
+from parallel.cost import Beside, Cost, MatrixProduct, Workload
 from parallel.pipeline.schedule import make_schedule
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from plan.buckets import PlannedBucket, buckets, unique_buckets
@@ -109,30 +110,34 @@ class Seconds(NamedTuple):
         return Seconds(forward, backward)
 
 
-class SecondsOfGroups(dict[str, Seconds]):
-    """By group of the mesh; no seconds for others."""
+Pool = tuple[str, Beside]  # exchanges of a group that the same products run beside
 
-    def __missing__(self, group: str) -> Seconds:
+
+class SecondsOfPools(dict[Pool, Seconds]):
+    """No seconds for others."""
+
+    def __missing__(self, pool: Pool) -> Seconds:
         return Seconds()
 
-    def add(self, group: str, seconds: Seconds, repeats: int = 1) -> None:
-        self[group] = self[group].plus(seconds, repeats)
+    def add(self, pool: Pool, seconds: Seconds, repeats: int = 1) -> None:
+        self[pool] = self[pool].plus(seconds, repeats)
 
 
 @dataclass(frozen=True)
 class Times:
     """Seconds of one microbatch. f: forward; i: gradients of inputs, with what is computed again; w:
-    gradients of weights. hides: compute during which the exchanges of a group are under way."""
+    gradients of weights. hides: compute during which the exchanges of a group are under way, by what runs
+    beside them."""
     f: float = 0.0
     i: float = 0.0
     w: float = 0.0
-    hides: SecondsOfGroups = field(default_factory=SecondsOfGroups)
+    hides: SecondsOfPools = field(default_factory=SecondsOfPools)
 
     def plus(self, part: "Times", repeats: int) -> "Times":
         """With a part that is there `repeats` times."""
-        hides = SecondsOfGroups(self.hides)
-        for group, seconds in part.hides.items():
-            hides.add(group, seconds, repeats)
+        hides = SecondsOfPools(self.hides)
+        for pool, seconds in part.hides.items():
+            hides.add(pool, seconds, repeats)
         f = self.f + repeats * part.f
         i = self.i + repeats * part.i
         w = self.w + repeats * part.w
@@ -204,20 +209,22 @@ def part_times(part: PartDescription, work: Workload, roofline: Roofline) -> Tim
     return Times(forward, backward, later, hidden_seconds(cost, roofline))
 
 
-def hidden_seconds(cost: Cost, roofline: Roofline) -> SecondsOfGroups:
+def hidden_seconds(cost: Cost, roofline: Roofline) -> SecondsOfPools:
     """What each group's exchanges can hide behind."""
-    hides = SecondsOfGroups()
+    hides = SecondsOfPools()
     for product in cost.products:
         seconds = roofline.product_seconds(product)
         if product.hides is not None:
-            hides.add(product.hides, Seconds(seconds, 2 * seconds))
+            late = seconds * product.late_share
+            hides.add((product.hides, "products"), Seconds(seconds, 2 * seconds - late))
+            hides.add((product.hides, "late weight gradients"), Seconds(backward=late))
         # gradients of tp's inputs are under way during those of weights
         if not product.grads_in_forward and product.hides != "tp":
-            hides.add("tp", Seconds(backward=seconds))
+            hides.add(("tp", "products"), Seconds(backward=seconds))
     for attention in cost.attention:
         seconds = roofline.attention_seconds(attention.flops)
         if attention.hides is not None:
-            hides.add(attention.hides, Seconds(seconds, ATTENTION_BACKWARD * seconds))
+            hides.add((attention.hides, "products"), Seconds(seconds, ATTENTION_BACKWARD * seconds))
     return hides
 
 
@@ -268,23 +275,17 @@ def exchange_seconds(links: Links, group: str, verb: str, *, calls: int, nbytes:
     return hops * efficiency.hop + max(inside, between)
 
 
-def module_exchanges(
-    cost: Cost, links: Links, microbatches: int, *, is_exposed: bool
-) -> SecondsOfGroups:
-    """Of the exchanges of one microbatch's modules: those that nothing runs beside, or all others.
-
-    microbatches: that share those of a step.
-    """
-    found = SecondsOfGroups()
+def module_exchanges(cost: Cost, links: Links, microbatches: int) -> SecondsOfPools:
+    """Of the exchanges of one microbatch's modules. microbatches: that share those of a step."""
+    found = SecondsOfPools()
     for one in cost.exchanges:
-        if one.is_exposed != is_exposed:
-            continue
         nbytes = one.calls * one.nbytes
         seconds = exchange_seconds(links, one.group, one.verb, calls=one.calls, nbytes=nbytes)
         if one.phase == "step":
             seconds /= microbatches
         is_backward = one.phase == "backward"
-        found.add(one.group, Seconds(backward=seconds) if is_backward else Seconds(forward=seconds))
+        of_phase = Seconds(backward=seconds) if is_backward else Seconds(forward=seconds)
+        found.add((one.group, one.beside), of_phase)
     return found
 
 
@@ -319,12 +320,13 @@ def stage_times(job: Job, stage: int, microbatches: int, cluster: Cluster,
     forward, backward = computes.f, computes.i
     links = Links(job.layout, cluster, efficiency)
     cost = described.cost(work)
-    exposed = module_exchanges(cost, links, microbatches, is_exposed=True)
-    for group, exchanged in module_exchanges(cost, links, microbatches, is_exposed=False).items():
-        hidden = computes.hides[group]
-        forward_wait = exposed[group].forward + max(0.0, exchanged.forward - hidden.forward)
-        backward_wait = exposed[group].backward + max(0.0, exchanged.backward - hidden.backward)
-        waits[group] = forward_wait + backward_wait
+    for (group, beside), exchanged in module_exchanges(cost, links, microbatches).items():
+        hidden = computes.hides[group, beside]
+        if beside == "late weight gradients" and job.schedule.splits_backward:
+            hidden = Seconds()  # an I computes none
+        forward_wait = max(0.0, exchanged.forward - hidden.forward)
+        backward_wait = max(0.0, exchanged.backward - hidden.backward)
+        waits[group] = waits.get(group, 0.0) + forward_wait + backward_wait
         forward += forward_wait
         backward += backward_wait
     return replace(computes, f=forward, i=backward), waits

@@ -23,6 +23,10 @@ bytes of the compute dtype, of fp32 or better):
 They are counted on the rank that has the token (what it sends, and what comes back), so the count does not
 depend on the routing. Of the shared experts, all but the last product runs during the exchange to the experts
 and the last during the exchange back, and their gradients likewise (model/moe.py).
+
+In the backward of a chunk, the gradients of its rows go home before the experts' weight gradients are
+computed (LateWeightGrads): so the last exchange of the backward, which has no other chunk beside it, travels
+during these. Their operands, rows of the output's gradient and of the activation, live that much longer.
 """
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,8 +36,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.grad import LateWeightGrads
 from kernels.permute import permute, unpermute
-from parallel.cost import Cost, Exchange, MemoryTraffic, Phase, SavedTensor, Workload
+from parallel.cost import Beside, Cost, Exchange, MemoryTraffic, Phase, SavedTensor, Workload
 from parallel.wire import comm
 from parallel.wire.comm import Group, PendingExchange
 
@@ -384,9 +389,15 @@ def sorting_order(keys: Tensor, counts: Tensor, num_rows: int) -> tuple[Tensor, 
 
 class Dispatch:
     """Tokens under way to the experts: all sent when it is made, received by chunks(). An all-to-all for each
-    chunk, and one of the probabilities."""
+    chunk, and one of the probabilities.
 
-    def __init__(self, x: Tensor, probs: Tensor, plan: DispatchPlan) -> None:
+    late_grads: weight gradients of the experts, which a backward computes beside the exchanges that take the
+    gradients of rows home. None: there is no such exchange, or each is computed at once.
+    """
+
+    def __init__(
+        self, x: Tensor, probs: Tensor, plan: DispatchPlan, late_grads: LateWeightGrads | None = None
+    ) -> None:
         """x [t, d]; probs [t, k], the weights of the choices, in fp32 or better."""
         self.plan = plan
         probs = probs.reshape(-1, 1)
@@ -402,19 +413,21 @@ class Dispatch:
         self.row_exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
         x_rows = permute(x, plan.source_token, plan.rows_of_token, plan.nothing_dropped)
         self.x_rows = _Leave.apply(x_rows, self.row_exchange)
+        goes_home = plan.group.size > 1 and x_rows.requires_grad
+        self.late_grads = late_grads if goes_home else None
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each chunk, once it has arrived: rows [r, d] in the order of experts, their probabilities [r].
         """
         plan = self.plan
-        probs = _Arrive.apply(self.probs, self.prob_exchange, 0)
+        probs = _Arrive.apply(self.probs, self.prob_exchange, 0, None)
         if plan.prob_order is not None and plan.prob_arrival is not None:
             probs = permute(probs, plan.prob_order, plan.prob_arrival[:, None])
         num_rows = [sum(chunk.counts.received) for chunk in plan.chunks]
         probs_of_chunks = probs[:, 0].split(num_rows)
 
         for number, (chunk, x, chunk_probs) in enumerate(zip(plan.chunks, self.x_rows, probs_of_chunks)):
-            x = _Arrive.apply(x, self.row_exchange, number)
+            x = _Arrive.apply(x, self.row_exchange, number, self.late_grads)
             if chunk.expert_order is not None and chunk.arrival_order is not None:
                 x = permute(x, chunk.expert_order, chunk.arrival_order[:, None])
             yield x, chunk_probs
@@ -422,10 +435,11 @@ class Dispatch:
 
 class Combine:
     """Rows under way back to their tokens: sent chunk by chunk, received by tokens(). An all-to-all for each
-    chunk."""
+    chunk. late_grads: those of the Dispatch."""
 
-    def __init__(self, plan: DispatchPlan) -> None:
+    def __init__(self, plan: DispatchPlan, late_grads: LateWeightGrads | None = None) -> None:
         self.plan = plan
+        self.late_grads = late_grads
         self.exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
         self.sent: list[Tensor] = []  # under way
 
@@ -435,7 +449,7 @@ class Combine:
         chunk = self.plan.chunks[number]
         if chunk.expert_order is not None and chunk.arrival_order is not None:
             rows = permute(rows, chunk.arrival_order, chunk.expert_order[:, None])
-        self.sent.append(_Return.apply(rows, self.exchange, number))
+        self.sent.append(_Return.apply(rows, self.exchange, number, self.late_grads))
 
     def tokens(self) -> Tensor:
         """The sum [t, d] of each token's rows, once all chunks have arrived."""
@@ -477,22 +491,26 @@ def dispatch_cost(
     if group.size > 1 and num_chunks > 1:
         numbers_of_row += 1
 
-    def all_to_all(nbytes: int, phase: Phase, is_exposed: bool) -> Exchange:
-        return Exchange("ep_etp", "all_to_all", nbytes, phase=phase, is_exposed=is_exposed)
+    def all_to_all(nbytes: int, phase: Phase, beside: Beside) -> Exchange:
+        return Exchange("ep_etp", "all_to_all", nbytes, phase=phase, beside=beside)
 
-    # with chunks, the exchanges before the first product and after the last have nothing beside them
-    ends_are_exposed = num_chunks > 1 and not beside_shared
+    # the exchanges before the first product and after the last have nothing beside them, but for the last of
+    # the backward: weight gradients
+    at_ends: Beside = "products" if beside_shared else "nothing"
+    last: Beside = "products" if beside_shared else "late weight gradients"
     exchanges = [
-        all_to_all(etp * num_experts * INDEX_BYTES, "forward", ends_are_exposed),  # counts
-        all_to_all(prob_bytes, "forward", ends_are_exposed),
-        all_to_all(prob_bytes, "backward", ends_are_exposed),
+        all_to_all(etp * num_experts * INDEX_BYTES, "forward", at_ends),  # counts
+        all_to_all(prob_bytes, "forward", at_ends),
+        all_to_all(prob_bytes, "backward", at_ends),
     ]
     # rows: to the experts and back; unpermute keeps something after it, so full recompute repeats both
-    phases: tuple[Phase, ...] = ("forward", "forward", "backward", "backward")
-    for phase in phases:
+    ends: tuple[tuple[Phase, Beside], ...] = (
+        ("forward", at_ends), ("forward", at_ends), ("backward", at_ends), ("backward", last)
+    )
+    for phase, of_end in ends:
         for chunk in range(num_chunks):
             nbytes = row_bytes * (chunk + 1) // num_chunks - row_bytes * chunk // num_chunks
-            exchanges.append(all_to_all(nbytes, phase, ends_are_exposed and chunk == 0))
+            exchanges.append(all_to_all(nbytes, phase, of_end if chunk == 0 else "products"))
 
     return Cost(
         traffic=(MemoryTraffic(4 * row_bytes),),  # rows in the order of experts, and back
@@ -578,32 +596,49 @@ class _Leave(torch.autograd.Function):
 
 
 class _Arrive(torch.autograd.Function):
+    """A chunk arrives at the experts. In the backward its gradients start home, and the weight gradients that
+    waited for that are computed beside them."""
+
     @staticmethod
-    def forward(ctx, x: Tensor, exchange: RowExchange, chunk: int) -> Tensor:
+    def forward(
+        ctx, x: Tensor, exchange: RowExchange, chunk: int, late_grads: LateWeightGrads | None
+    ) -> Tensor:
         ctx.exchange = exchange
         ctx.chunk = chunk
+        ctx.late_grads = late_grads
         exchange.arrive(chunk)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
         ctx.exchange.send_back(dy, ctx.chunk)
-        return dy, None, None  # only its shape is read; _Leave returns what arrives
+        if ctx.late_grads is not None:
+            ctx.late_grads.finish()
+        return dy, None, None, None  # only its shape is read; _Leave returns what arrives
 
 
 class _Return(torch.autograd.Function):
-    """A chunk starts back from the experts. What runs between it and _ComeHome overlaps with it."""
+    """A chunk starts back from the experts. What runs between it and _ComeHome overlaps with it.
+
+    Its backward begins that of the experts: their weight gradients wait from then on.
+    """
 
     @staticmethod
-    def forward(ctx, rows: Tensor, exchange: RowExchange, chunk: int) -> Tensor:
+    def forward(
+        ctx, rows: Tensor, exchange: RowExchange, chunk: int, late_grads: LateWeightGrads | None
+    ) -> Tensor:
         ctx.exchange = exchange
         ctx.chunk = chunk
+        ctx.late_grads = late_grads
         result = exchange.send_back(rows, chunk)
         return result.view(result.shape)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.arrive(ctx.chunk), None, None
+    def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        arrived = ctx.exchange.arrive(ctx.chunk)
+        if ctx.late_grads is not None:
+            ctx.late_grads.begin()
+        return arrived, None, None, None
 
 
 class _ComeHome(torch.autograd.Function):

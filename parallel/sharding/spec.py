@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.fp8_weight import QuantizedWeight
-from kernels.grad import DeferredWeightGrads
+from kernels.grad import DeferredWeightGrads, LateWeightGrads
 from parallel.sharding.boxes import Box
 
 # Elements of a tensor that are drawn together. The initial weights depend on it.
@@ -120,6 +120,9 @@ class ShardedParameter(nn.Parameter):
     # Takes the weight gradients that a pipeline schedule computes later (parallel/pipeline/executor.py).
     # Set by build.py; None: each is computed at once.
     weight_grad_store: DeferredWeightGrads | None = None
+
+    # Takes those that a layer computes beside an exchange of its backward. Set by the layer (model/moe.py).
+    late_grads: LateWeightGrads | None = None
 
     # What is kept of it in 8 bits. Made by its bucket, which drops that when the values change (weights.py).
     quantized: QuantizedWeight

@@ -1675,7 +1675,30 @@ TABLE = (
         world=2,
         layout="dp2 ep2 ep-chunks3 zero0 mb1",
     ),
+    Mutation(
+        what="experts' weight gradients that waited for an exchange are dropped",
+        file="parallel/expert/dispatch.py",
+        old="            ctx.late_grads.finish()\n",
+        new="            ctx.late_grads.waiting.clear()\n            ctx.late_grads.finish()\n",
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 zero0 mb1",
+    ),
     # ---- what gloo forgives and NCCL does not: for verify --strict
+    Mutation(
+        what="the gradients of dispatched rows are read before they are home",
+        file="parallel/expert/dispatch.py",
+        old="        return ctx.exchange.come_home(), None\n",
+        new=(
+            "        early = ctx.exchange.under_way[0].result.clone()\n"
+            "        ctx.exchange.come_home()\n"
+            "        return early, None\n"
+        ),
+        model="mixtral-tiny",
+        world=2,
+        layout="dp2 ep2 zero0 mb1",
+        is_strict=True,
+    ),
     Mutation(
         what="gathered weights are used one part early: their all-gather is not awaited",
         file="parallel/sharding/weights.py",

@@ -198,3 +198,32 @@ def test_a_job_keeps_enough_microbatches_to_be_steady():
     whole = replace(job, schedule=plan_pipeline(cfg, 4), cfg=cfg)
     few, all_of_them = (cost.forecast(j, n, IDEAL, FREE).step for j in (job, whole))
     assert isinstance(whole, Job) and few == pytest.approx(all_of_them, rel=0.01)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_the_last_exchange_of_experts_hides_behind_their_weight_gradients(chunks):
+    """By hand, for one layer of experts on an ideal GPU with slow links: the last chunk's gradients of rows
+    travel beside its weight gradients, and nothing runs beside the first."""
+    cfg = config_of("qwen3-30b-a3b", train__dtype="bf16", parallel__ep=8, parallel__ep_chunks=chunks)
+    job, _ = job_of(cfg, 8)
+    links = cost.Links(job.layout, replace(IDEAL, inside=1e10, between=1e10), FREE)
+    layer = job.stage(0).parts[1].cost(workload(cfg))
+    roofline = cost.Roofline(links.cluster, FREE, "bf16")
+    exchanged = cost.module_exchanges(layer, links, 1)
+    hidden = cost.hidden_seconds(layer, roofline)
+
+    model, tokens = cfg.model, 2 * 256
+    rows = tokens * model.top_k
+    one_way = rows * model.hidden * 2 * 7 / 8 / 1e10  # to 7 of 8 ranks
+    probs = rows * 4 * 7 / 8 / 1e10
+    counts = model.experts * 8 * 7 / 8 / 1e10  # 8 bytes each
+    products = 2 * rows * model.hidden * 3 * config.expert_ffn_size(model) / 1e15  # gate, up, down
+    late = exchanged["ep_etp", "late weight gradients"]
+    alone = exchanged["ep_etp", "nothing"]
+    assert late.forward == 0 and late.backward == pytest.approx(one_way / chunks)
+    assert alone.forward == pytest.approx(2 * one_way / chunks + probs + counts)
+    assert alone.backward == pytest.approx(one_way / chunks + probs)
+    assert exchanged["ep_etp", "products"].backward == pytest.approx(2 * one_way * (1 - 1 / chunks))
+    assert hidden["ep_etp", "late weight gradients"].backward == pytest.approx(products / chunks)
+    assert hidden["ep_etp", "products"].backward == pytest.approx(products * (2 - 1 / chunks))
+    assert hidden["ep_etp", "nothing"] == cost.Seconds()

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from build import build_run
+from kernels import grad
 from parallel.expert.dispatch import rows_of_chunks
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from proof.verify.tiny_config import tiny_config
 
+CPU = torch.device("cpu")
 LINK = 12.0  # of all rows of a layer, one way
 FORWARD = 12.0  # of all experts of a layer
 BACKWARD = 2 * FORWARD
@@ -107,6 +109,43 @@ def test_other_chunks_are_under_way_while_experts_compute(ranks, chunks):
         assert forward == backward == order(chunks)
         assert took == pytest.approx(seconds(chunks, FORWARD))
         assert took_back == pytest.approx(seconds(chunks, BACKWARD))
+
+
+def with_weight_gradients(world, name, chunks, recompute):
+    """What the backward of a mixture does, in order, and how many weight gradients still wait."""
+    cfg = tiny_config(name, world.size)
+    cfg = replace(cfg, parallel=replace(cfg.parallel, ep=world.size, ep_chunks=chunks, recompute=recompute))
+    run = build_run(cfg, Mesh.bind(ParallelDims(world.size, ep=world.size), world), CPU, None, 1)
+    block = next(block for block in run.stages[0].blocks if block.has_experts)
+    experts = block.mlp.experts
+    job = SlowJob(cfg.model.hidden, chunks)
+    g = torch.Generator().manual_seed(world.rank)
+    x = torch.randn(2, 6, cfg.model.hidden, generator=g, dtype=torch.float64, requires_grad=True)
+
+    def write(inner, weight, compute):
+        if weight is experts.gate_up or weight is experts.down:
+            job.done.append("weight")
+        inner(weight, compute)
+
+    y, _ = block.mlp(x, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comm, "start_all_to_all", functools.partial(job.start, comm.start_all_to_all))
+        inner = comm.PendingExchange.wait
+        patch.setattr(comm.PendingExchange, "wait", lambda work: job.wait(inner, work))
+        patch.setattr(grad, "write_grad", functools.partial(write, grad.write_grad))
+        y.sum().backward()
+    return job.done, len(experts.late_grads.waiting), experts.late_grads.deferring
+
+
+@pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2-moe-tiny"])
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_gradients_of_rows_are_on_their_way_before_those_of_weights(ranks, name, chunks):
+    """The last exchange of the backward travels during the two weight gradients of its chunk."""
+    of_chunk = ["wait", "start", "weight", "weight"]
+    expected = ["start"] * chunks + of_chunk * chunks + ["wait"] * chunks
+    for done, waiting, deferring in ranks(2).run(with_weight_gradients, name, chunks, "none"):
+        assert done == expected
+        assert waiting == 0 and not deferring
 
 
 @pytest.mark.parametrize("name", ["mixtral-tiny", "qwen2-moe-tiny"])
