@@ -113,6 +113,7 @@ class Scenario:
     shape: str
     model: Mapping[str, object] = field(default_factory=dict)
     train: Mapping[str, object] = field(default_factory=dict)
+    optim: Mapping[str, object] = field(default_factory=dict)
     documents: int | None = None
     cudnn: bool = False
 
@@ -121,12 +122,15 @@ def fp8(recipe: str) -> dict[str, object]:
     return {"dtype": "fp8", "fp8": recipe}
 
 
+BF16_STATES = {"states": "bf16"}
 LATENT = {"kv_rank": 512, "nope_dim": 128, "rope_dim": 64, "v_dim": 128, "kv_heads": None}
 SCENARIOS = {
     "dense": Scenario("dense"),
     "dense-128k": Scenario("dense-128k"),
     "8b": Scenario("8b"),
+    "8b+states": Scenario("8b", optim=BF16_STATES),
     "moe": Scenario("moe"),
+    "moe+states": Scenario("moe", optim=BF16_STATES),
     "packed": Scenario("packed"),
     "packed-uneven": Scenario("packed-uneven"),
     "packed+cudnn": Scenario("packed", cudnn=True),
@@ -168,7 +172,7 @@ def config_of(scenario: Scenario, shape: Shape, layers: int | None = None) -> Co
         "model": model,
         "train": train,
         "data": {"doc_mask": bool(document_lengths(scenario, shape))},
-        "optim": {"lr": 3e-4, "warmup": 0, "decay": "constant"},
+        "optim": {"lr": 3e-4, "warmup": 0, "decay": "constant", **scenario.optim},
     }
     return config.build_tree(Config, tree)
 

@@ -46,6 +46,7 @@ from kernels import (
 from model.describe import describe_model
 from parallel.cost import Workload
 from parallel.topology.mesh import Mesh
+from plan.count import parameters
 from runtime.failure import fail_cleanly
 
 H200 = CHIPS["h200"]
@@ -184,6 +185,19 @@ def test_exact_results_refuse_cudnn():
         torch.set_deterministic_debug_mode("default")
     assert counts["aten._scaled_dot_product_flash_attention"]
     assert not counts["aten._scaled_dot_product_cudnn_attention"]
+
+
+@pytest.mark.parametrize("name", ["8b", "moe"])
+def test_states_in_bf16_move_16_bytes_a_parameter_in_place_of_30(name):
+    """By hand: three states read and written, in 2 bytes or in 4; the gradient in 4; the weights, which are
+    their own masters in bf16, or once more."""
+    total = parameters(tiny(name).model)["total"]
+    for scenario, of_parameter in ((name, 3 * 8 + 4 + 2), (f"{name}+states", 3 * 4 + 4)):
+        moved = 0.0
+        for launch in record(tiny(scenario), H200).launches:
+            if launch.kernel == "adam.adamw_kernel":
+                moved += judge(launch, Facts(1.0)).nbytes
+        assert moved == pytest.approx(of_parameter * total, rel=0.01)
 
 
 def test_a_value_that_the_host_asks_for_is_seen():
