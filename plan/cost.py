@@ -37,6 +37,7 @@ from plan.simulate import simulate
 
 # Groups over which gradients are summed and weights gathered.
 DATA_GROUPS = ("fsdp", "dp_cp", "dp_replicate", "expert_fsdp", "expert_dp")
+BESIDE: tuple[Beside, ...] = ("nothing", "products", "late weight gradients")
 # Times the pipeline's ranks: microbatches that are simulated. Each further one takes what the busiest rank
 # computes.
 STEADY = 2
@@ -320,13 +321,20 @@ def stage_times(job: Job, stage: int, microbatches: int, cluster: Cluster,
     forward, backward = computes.f, computes.i
     links = Links(job.layout, cluster, efficiency)
     cost = described.cost(work)
-    for (group, beside), exchanged in module_exchanges(cost, links, microbatches).items():
-        hidden = computes.hides[group, beside]
-        if beside == "late weight gradients" and job.schedule.splits_backward:
-            hidden = Seconds()  # an I computes none
-        forward_wait = max(0.0, exchanged.forward - hidden.forward)
-        backward_wait = max(0.0, exchanged.backward - hidden.backward)
-        waits[group] = waits.get(group, 0.0) + forward_wait + backward_wait
+    exchanged = module_exchanges(cost, links, microbatches)
+    hides = computes.hides
+    for group in dict.fromkeys(group for group, _ in exchanged):
+        alone, during, late = (exchanged[group, beside] for beside in BESIDE)
+        hidden = hides[group, "products"]
+        hidden_late = hides[group, "late weight gradients"].backward
+        if job.schedule.splits_backward:
+            hidden_late = 0.0  # an I computes none
+
+        # late weight gradients run last; until then the link may be busy with what came before
+        left = max(0.0, during.backward - hidden.backward)
+        forward_wait = alone.forward + max(0.0, during.forward - hidden.forward)
+        backward_wait = alone.backward + max(0.0, left + late.backward - hidden_late)
+        waits[group] = forward_wait + backward_wait
         forward += forward_wait
         backward += backward_wait
     return replace(computes, f=forward, i=backward), waits

@@ -1690,8 +1690,10 @@ TABLE = (
         file="parallel/expert/dispatch.py",
         old="        return ctx.exchange.come_home(), None\n",
         new=(
-            "        early = ctx.exchange.under_way[0].result.clone()\n"
-            "        ctx.exchange.come_home()\n"
+            "        exchange = ctx.exchange\n"
+            "        home = exchange.under_way[0].result if exchange.home is None else exchange.home\n"
+            "        early = home.clone()\n"
+            "        exchange.come_home()\n"
             "        return early, None\n"
         ),
         model="mixtral-tiny",
