@@ -55,6 +55,7 @@ class Fp8Scaling:
 
     recipe: one of RECIPES. side: of a block.
     outs, ins, tokens: set where ranks shard the outputs of the weight, its inputs, the microbatch's tokens.
+    both: over the ranks of `tokens` and those of the features at once, where there are both.
     together: with which other weights the ranks exchange the maxima of this one; None: alone.
     """
     recipe: str
@@ -62,6 +63,7 @@ class Fp8Scaling:
     outs: Share | None = None
     ins: Share | None = None
     tokens: Share | None = None
+    both: Share | None = None
     together: WeightsTogether | None = None
 
     @property
@@ -75,11 +77,15 @@ class Fp8Scaling:
 
     def input_maxima(self, x: Tensor, *, both: bool) -> Maxima:
         """Of x [t, n]. both: along the tokens, too."""
-        return shared_maxima(x, self.activation_kind, rows=self.tokens, columns=self.ins, both=both)
+        return shared_maxima(
+            x, self.activation_kind, rows=self.tokens, columns=self.ins, all_parts=self.both, both=both
+        )
 
     def gradient_maxima(self, dy: Tensor) -> Maxima:
         """Of dy [t, m]."""
-        return shared_maxima(dy, self.activation_kind, rows=self.tokens, columns=self.outs, both=True)
+        return shared_maxima(
+            dy, self.activation_kind, rows=self.tokens, columns=self.outs, all_parts=self.both, both=True
+        )
 
     def inputs(self, x: Tensor, maxima: Maxima) -> QuantizedMatrix:
         """x [t, n], for y alone."""
@@ -124,18 +130,27 @@ def own_maxima(w: Tensor, kind: str, divides_outputs: bool) -> tuple[Maxima, Ten
 
 
 def shared_maxima(
-    x: Tensor, kind: str, *, rows: Share | None, columns: Share | None, both: bool
+    x: Tensor,
+    kind: str,
+    *,
+    rows: Share | None,
+    columns: Share | None,
+    all_parts: Share | None = None,
+    both: bool,
 ) -> Maxima:
     """fp8.find_maxima of x [m, n] over all ranks that hold parts of it.
 
     rows, columns: set where other ranks hold other rows, or other columns. A row spans those with other
-    columns, and the other way round. both: of the transpose as well.
+    columns, and the other way round. all_parts: over both kinds of ranks in one exchange. both: of the
+    transpose as well.
     """
     if kind == "row" and not both and columns is None:
         return Maxima()  # the cast reads whole rows and finds theirs itself
     maxima = find_maxima(x, kind, both=both)
     if kind == "tensor" and maxima.rows is not None:
         spanned = [share for share in (rows, columns) if share is not None]
+        if len(spanned) == 2 and all_parts is not None:
+            spanned = [all_parts]
         if spanned:
             largest = maxima.rows.amax().view(1, 1)
             for share in spanned:

@@ -75,9 +75,12 @@ def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> 
         return None
     over_tp = partial(comm.all_reduce_max_float, group=mesh.tp) if mesh.tp.size > 1 else None
     over_cp = partial(comm.all_reduce_max_float, group=mesh.cp) if mesh.cp.size > 1 else None
+    both = None
+    if over_tp is not None and over_cp is not None:
+        both = partial(comm.all_reduce_max_float, group=mesh.tp_cp)
     if divides_outputs:
-        return Fp8Scaling(*recipe, outs=over_tp, ins=None, tokens=over_cp)
-    return Fp8Scaling(*recipe, outs=None, ins=over_tp, tokens=over_cp)
+        return Fp8Scaling(*recipe, outs=over_tp, ins=None, tokens=over_cp, both=both)
+    return Fp8Scaling(*recipe, outs=None, ins=over_tp, tokens=over_cp, both=both)
 
 
 def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
@@ -118,14 +121,16 @@ def scale_exchanges(
         nbytes = numbers * work.accumulation_bytes
         return Exchange(group, "all_reduce", nbytes, phase=phase)
 
+    # of the weight, or its transpose, whose rows tp divides; and of what tp divides of x and dy
+    weight = exchange("tp", inputs if divides_outputs else outputs, "step")
     of_input = exchange("cp", inputs, "forward")
     of_output_grad = exchange("cp", outputs, "backward")
-    over_cp = (of_input, of_output_grad)
-    if divides_outputs:
-        weight = exchange("tp", inputs, "step")  # of the transpose, whose rows tp divides
-        return (*over_cp, weight, exchange("tp", tokens, "backward"))  # and dy
-    weight = exchange("tp", outputs, "step")
-    return (*over_cp, weight, exchange("tp", tokens, "forward"))  # and x
+    if tensorwise and scaling.both is not None:  # one number of all ranks
+        if divides_outputs:
+            return weight, of_input, exchange("tp_cp", 1, "backward")
+        return weight, exchange("tp_cp", 1, "forward"), of_output_grad
+    divided = exchange("tp", tokens, "backward" if divides_outputs else "forward")
+    return weight, of_input, of_output_grad, divided
 
 
 def saved_input(

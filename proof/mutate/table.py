@@ -675,6 +675,15 @@ TABLE = (
         layout="cp2 zero0 mb1 rowwise",
     ),
     Mutation(
+        what="fp8: a tensor that tp and cp cut has a scale for each rank of cp",
+        file="parallel/tensor/layers.py",
+        old="both = partial(comm.all_reduce_max_float, group=mesh.tp_cp)",
+        new="both = partial(comm.all_reduce_max_float, group=mesh.tp)",
+        model="llama3-tiny",
+        world=4,
+        layout="tp2 cp2 zero0 mb1 tensorwise",
+    ),
+    Mutation(
         what="fp8: the transposed weight's rows are taken for whole",
         file="kernels/fp8_linear.py",
         old="    return maxima, maxima.columns if divides_outputs else maxima.rows\n",

@@ -368,6 +368,17 @@ def test_maxima_of_a_block_travel_together(ranks, recipe, parallel):
         assert nbytes == nbytes_alone
 
 
+def test_a_number_of_all_ranks_is_exchanged_once(ranks):
+    """By hand: of a column layer dy is divided over tp and cp, of a row layer x, and x, or dy, over cp."""
+    cfg = laid("llama3-tiny", dict(tp=2, cp=2), fp8="tensorwise")
+    in_fp8 = sum(config.layer_in_fp8(cfg, layer) for layer in range(cfg.model.layers))
+    microbatches = cfg.train.global_batch // cfg.train.micro_batch
+    for ledger, _ in ranks(4).run(counted, cfg):
+        calls, nbytes = ledger["tp_cp", "all_reduce"]
+        assert calls == 4 * in_fp8 * microbatches
+        assert nbytes == 8 * calls  # fp64
+
+
 @pytest.mark.parametrize("name, recipe", [("gpt2-tiny", "rowwise"), ("gpt2-tiny", "tensorwise")])
 def test_scales_beside_biases(ranks, name, recipe):
     compare(ranks(4), name, dict(tp=2, cp=2), fp8=recipe)
