@@ -13,6 +13,8 @@
         each kernel beside the plain torch operations
     python -m scripts.bench model [SCENARIO ...] [--gpu h200] [--page FILE]
         the time of a large model's step on a GPU, modelled launch by launch; needs no GPU
+    torchrun --standalone --nproc-per-node 2 -m scripts.bench machine [--out FILE]
+        products, memory and links of this machine, for the planner's forecast
     python -m scripts.bench data
         the loader, opening 1e9 tokens, tokenizing
 
@@ -34,9 +36,15 @@ import sys
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
-from benchmarks import card, data, kernels, race, shape, smoke
+from benchmarks import card, data, kernels, machine, race, shape, smoke
 
-COMMANDS = {"step": race.main, "kernels": kernels.main, "data": data.main, "smoke": smoke.main}
+COMMANDS = {
+    "step": race.main,
+    "kernels": kernels.main,
+    "data": data.main,
+    "machine": machine.main,
+    "smoke": smoke.main,
+}
 
 
 def main(argv: list[str]) -> int:
@@ -85,6 +93,11 @@ def make_parser() -> argparse.ArgumentParser:
         "model", help="the modelled time of a step on a GPU, part by part, from the launches of the real step"
     )
     add_model_options(model)
+
+    ranks = commands.add_parser("machine", help="what this machine can do; started on all its ranks")
+    ranks.add_argument("--out", default="runs/machine.json")
+    ranks.add_argument("--dtype", choices=machine.DTYPES, default="bf16")
+    ranks.add_argument("--threads", type=int, default=1, help="of a rank")
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 

@@ -42,17 +42,27 @@ def run_ladder(
     return 0
 
 
-def run_training(argv: list[str], ranks: int, output: Path) -> int:
+def run_training(argv: list[str], ranks: int, output: Path, launcher: list[str] | None = None) -> int:
     """Runs train.py; returns its exit code. A signal that asks to stop is passed on: the run saves, and ends
-    with code 75."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        launcher += ["--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    with code 75.
+
+    launcher: the words that start its processes; None: as many as `ranks` on this node.
+    """
+    return run_program([*(launcher or launcher_of(ranks)), str(TRAIN_FILE), *argv], output)
+
+
+def launcher_of(ranks: int) -> list[str]:
+    """The words that start this many processes of a program on this node."""
+    if ranks == 1:
+        return [sys.executable]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*torchrun, "--nproc-per-node", str(ranks), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+
+
+def run_program(words: list[str], output: Path) -> int:
+    """Runs a command, appends what it prints to a file, and returns its exit code."""
     with open(output, "a") as file:
-        process = subprocess.Popen(
-            [*launcher, str(TRAIN_FILE), *argv], stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         try:
             for number in STOP_SIGNALS:

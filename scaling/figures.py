@@ -9,6 +9,8 @@ import numpy as np
 from scaling.laws import Fit
 from scaling.optimum import Optimum, Parabola, envelope, smoothed
 from scaling.points import Array, Points
+from scaling.sweep import CriticalBatch, SweepCurve
+from scaling.systems import MODES, MeasuredCell, efficiencies
 
 INK, GRID, BEST = "#333333", "#e6e6e6", "#b3362b"
 FIGURE_SIZE = (7.2, 4.8)  # inches
@@ -21,20 +23,30 @@ MOST_DRAWN = 1500  # points of a training curve
 @contextmanager
 def figure(path: Path, title: str, x_label: str, y_label: str) -> Iterator[Any]:
     """The axes of a figure that is written to `path` at the end."""
+    with panels(path, [title], x_label, y_label) as every:
+        yield every[0]
+
+
+@contextmanager
+def panels(path: Path, titles: list[str], x_label: str, y_label: str) -> Iterator[list[Any]]:
+    """The axes of a figure with a panel a title, side by side. It is written to `path` at the end."""
     # not pyplot: it has global state and looks for a display
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    drawing = Figure(figsize=FIGURE_SIZE, dpi=DPI, facecolor="white", layout="constrained")
+    width, height = FIGURE_SIZE
+    size = (width * (1 + 0.7 * (len(titles) - 1)), height)
+    drawing = Figure(figsize=size, dpi=DPI, facecolor="white", layout="constrained")
     FigureCanvasAgg(drawing)
-    axes = drawing.subplots()
-    axes.set_title(title, loc="left", fontsize=11, color=INK)
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color=GRID, lw=0.6)
-    axes.set_axisbelow(True)
-    yield axes
+    every = list(drawing.subplots(1, len(titles), squeeze=False, sharey=True)[0])
+    for axes, title in zip(every, titles):
+        axes.set_title(title, loc="left", fontsize=11, color=INK)
+        axes.set_xlabel(x_label)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color=GRID, lw=0.6)
+        axes.set_axisbelow(True)
+    every[0].set_ylabel(y_label)
+    yield every
     drawing.savefig(path, format=path.suffix[1:])
 
 
@@ -101,7 +113,7 @@ def draw_contours(points: Points, fit: Fit, optimum: Optimum, path: Path) -> Non
 
 
 def draw_fit(points: Points, fit: Fit, path: Path) -> None:
-    """Measured losses beside the law's."""
+    """MeasuredCell losses beside the law's."""
     title = "measured loss beside that of the law"
     with figure(path, title, "loss of the law", "measured loss (nats per token)") as axes:
         predicted = np.exp(fit.law.log_loss(fit.theta, np.log(points.parameters), np.log(points.tokens)))
@@ -114,3 +126,69 @@ def draw_fit(points: Points, fit: Fit, path: Path) -> None:
             label = f"{size:,.0f} parameters" if is_named else None
             axes.plot(predicted[own], points.loss[own], "o", color=colour, ms=5, label=label)
         axes.legend(frameon=False, fontsize=9)
+
+
+def draw_rates(curves: list[SweepCurve], path: Path) -> None:
+    """Losses at the end over learning rates, a line a batch, the least of each marked."""
+    title = "loss over the learning rate, at equal tokens"
+    with figure(path, title, "learning rate", "validation loss (nats per token)") as axes:
+        axes.set_xscale("log")
+        batches = sorted({curve.run.batch_tokens for curve in curves})
+        for batch, colour in zip(batches, shades(len(batches))):
+            own = [curve for curve in curves if curve.run.batch_tokens == batch]
+            own = sorted((curve for curve in own if np.isfinite(curve.final_loss)), key=lambda c: c.run.rate)
+            if not own:
+                continue
+            rates, losses = [curve.run.rate for curve in own], [curve.final_loss for curve in own]
+            axes.plot(rates, losses, "o-", color=colour, lw=1.2, ms=5, label=f"batch of {batch:,} tokens")
+            least = int(np.argmin(losses))
+            axes.plot(rates[least], losses[least], "*", color=BEST, ms=11, mec="white", zorder=3)
+        axes.legend(frameon=False, fontsize=9)
+
+
+def draw_critical_batch(critical: CriticalBatch, path: Path) -> None:
+    """Steps to the target over the batch, the law through them, the critical batch, the noise scale."""
+    title = f"steps to a training loss of {critical.target:.3f}"
+    with figure(path, title, "tokens of a batch", "steps") as axes:
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        ends = critical.batches.min() / 1.5, critical.batches.max() * 1.5
+        batches = np.geomspace(*ends, CURVE_POINTS)
+        axes.plot(batches, critical(batches), color=INK, lw=1.2, label="least steps + least tokens / batch")
+        axes.plot(critical.batches, critical.steps, "o", color=INK, ms=5,
+                  label="runs, best rate of each batch")
+        axes.axvline(critical.tokens, color=BEST, lw=1.5,
+                     label=f"critical batch {critical.tokens:,.0f} tokens")
+        measured = critical.noise_scales[np.isfinite(critical.noise_scales)]
+        if len(measured):
+            middle = float(np.median(measured))
+            axes.axvline(middle, color=BEST, lw=1.5, ls=":",
+                         label=f"noise scale {middle:,.0f} tokens (median)")
+        axes.legend(frameon=False, fontsize=9)
+
+
+def draw_systems(measured: list[MeasuredCell], path: Path) -> None:
+    """Efficiency over ranks, a panel a mode, a colour a layout: measured, and the planner's (dashed)."""
+    modes = [mode for mode in MODES if any(each.cell.mode == mode for each in measured)]
+    layouts = sorted({each.cell.layout for each in measured})
+    colour_of = dict(zip(layouts, shades(len(layouts))))
+    share_of = efficiencies(measured)
+    with panels(path, [f"{mode} scaling" for mode in modes], "ranks", "efficiency") as every:
+        for axes, mode in zip(every, modes):
+            axes.set_xscale("log", base=2)
+            for layout in layouts:
+                of_mode = [each.cell for each in measured if each.cell.mode == mode]
+                own = [cell for cell in of_mode if cell.layout == layout]
+                if not own:
+                    continue
+                ranks = [cell.ranks for cell in own]
+                axes.plot(ranks, [share_of[cell.name][0] for cell in own], "o-", color=colour_of[layout],
+                          lw=1.4, ms=5, label=layout)
+                planned = [(cell.ranks, share_of[cell.name][1]) for cell in own if share_of[cell.name][1]]
+                if planned:
+                    axes.plot(*zip(*planned), "--", color=colour_of[layout], lw=1.2)
+            counts = sorted({each.cell.ranks for each in measured})
+            axes.set_xticks(counts, [str(count) for count in counts])
+            axes.set_ylim(bottom=0)
+        every[0].plot([], [], "--", color=INK, lw=1.2, label="the planner's")
+        every[0].legend(frameon=False, fontsize=9)

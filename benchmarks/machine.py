@@ -1,0 +1,99 @@
+"""What the ranks of this machine can do, measured while all of them work.
+
+    torchrun --standalone --nproc-per-node 2 -m scripts.bench machine --out machine.json
+
+Each rank times a matrix product, attention, a copy through memory, many small operations, and sums with the
+other ranks. Rank 0 writes the means as JSON (plan/machine.py), for the planner's forecast.
+"""
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from parallel.wire import comm
+from parallel.wire.world import join_job
+from plan.machine import Machine
+from runtime import setup
+
+SECONDS = 0.4  # that each thing is repeated
+TIMEOUT_S = 120.0
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16}
+PRODUCT_SIZE = 768
+ATTENTION_SHAPE = (2, 8, 512, 64)  # [b, heads, s, head dim]
+COPY_ELEMENTS = 1 << 25  # of one byte: larger than a cache
+SUM_ELEMENTS = 1 << 21
+
+
+def main(args: argparse.Namespace) -> int:
+    measure_machine(Path(args.out), args.dtype, args.threads)
+    return 0
+
+
+def measure_machine(out: Path, dtype_name: str, threads: int) -> None:
+    """Collective: every rank measures at the same time; rank 0 writes."""
+    rank, size, *_ = setup.rank_and_world()
+    torch.set_num_threads(threads)
+    group = join_job(torch.device("cpu"), rank, size, TIMEOUT_S).all_ranks()
+    dtype = DTYPES[dtype_name]
+
+    # what a rank computes
+    a = torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype)
+    product_s = seconds_of(lambda: a @ a)
+    q = torch.randn(ATTENTION_SHAPE).to(dtype)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    attention_s = seconds_of(lambda: attend(q, q, q, is_causal=True))
+    source = torch.zeros(COPY_ELEMENTS, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    copy_s = seconds_of(lambda: target.copy_(source))
+    scalar = torch.zeros(16)
+    operation_s = seconds_of(lambda: scalar.add_(1.0))
+    rates = torch.tensor([product_s, attention_s, copy_s, operation_s], dtype=torch.float64)
+    product_s, attention_s, copy_s, operation_s = (comm.all_reduce_sum(rates, group) / size).tolist()
+
+    # what it exchanges: all ranks make the same number of calls
+    link, hop = math.inf, 0.0
+    if size > 1:
+        large, small = torch.zeros(SUM_ELEMENTS), torch.zeros(1)
+        large_s, small_s = exchange_seconds(large, group, 20), exchange_seconds(small, group, 200)
+        sent = 2 * large.numel() * large.element_size() * (size - 1) / size
+        hop = small_s / math.log2(size)
+        link = sent / max(large_s - small_s, 1e-9)
+
+    if rank == 0:
+        batch, heads, seq_len, width = ATTENTION_SHAPE
+        causal_flops = 4 * batch * heads * width * seq_len * seq_len / 2
+        machine = Machine(
+            ranks=size,
+            dtype=dtype_name,
+            flops=2 * PRODUCT_SIZE**3 / product_s,
+            attention_flops=causal_flops / attention_s,
+            stream=2 * source.nbytes / copy_s,
+            link=min(link, 1e15),
+            hop=hop,
+            operation=operation_s,
+        )
+        out.write_text(json.dumps(asdict(machine), indent=1) + "\n")
+
+
+def seconds_of(call: Callable[[], object]) -> float:
+    """Of one call, on average over SECONDS."""
+    call()  # warm
+    calls, started = 0, time.perf_counter()
+    while time.perf_counter() - started < SECONDS:
+        call()
+        calls += 1
+    return (time.perf_counter() - started) / calls
+
+
+def exchange_seconds(x: torch.Tensor, group: comm.Group, calls: int) -> float:
+    """Of one sum over all ranks."""
+    comm.all_reduce_sum(x, group)
+    started = time.perf_counter()
+    for _ in range(calls):
+        comm.all_reduce_sum(x, group)
+    return (time.perf_counter() - started) / calls

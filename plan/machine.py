@@ -1,0 +1,54 @@
+"""A machine that was measured (benchmarks/machine.py), as a cluster: for forecasts where
+configs/clusters.yaml has no row, as for a laptop."""
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from plan.cost import Cluster, Efficiency
+
+OPERATIONS_OF_BLOCK = 40  # of torch, in the forward of a block
+UNBOUNDED_MEMORY = 2.0**60  # bytes: a forecast of time asks for no room
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Of a rank, while all work. flops, attention_flops: FLOP/s; stream, link: bytes/s; hop, operation: s."""
+    ranks: int
+    dtype: str
+    flops: float
+    attention_flops: float
+    stream: float
+    link: float
+    hop: float
+    operation: float
+
+    def as_cluster(self) -> Cluster:
+        """All ranks on one node."""
+        return Cluster(
+            "this machine",
+            flops={self.dtype: self.flops},
+            memory=UNBOUNDED_MEMORY,
+            hbm=self.stream,
+            node=1 << 30,
+            inside=self.link,
+            between=self.link,
+        )
+
+    def as_efficiency(self) -> Efficiency:
+        """The rates are measured: all of each is had."""
+        host = OPERATIONS_OF_BLOCK * self.operation
+        return Efficiency(
+            gemm=1.0,
+            gemm8=1.0,
+            core=self.attention_flops / self.flops,
+            stream=1.0,
+            inside=1.0,
+            between=1.0,
+            hop=self.hop,
+            op=host,
+            route=host,
+        )
+
+
+def read_machine(path: Path) -> Machine:
+    return Machine(**json.loads(path.read_text()))

@@ -1,0 +1,154 @@
+"""The commands of a ladder: `ladder` trains it, `fit` gives its laws, `next` tests them on another size."""
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+
+from config import ConfigError
+from scaling import figures
+from scaling.experiment import final_loss, ladder_points, run_ladder, training_curves
+from scaling.ladder import Ladder, check_ladder, describe_ladder, read_ladder, runs_of, write_ladder
+from scaling.laws import CHINCHILLA, KAPLAN, Fit, fit_law
+from scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
+from scaling.points import Points, check_enough, read_points, write_points
+from scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
+from scaling.settings import parse_settings, say
+
+# ---- ladder ------------------------------------------------------------------------------------------------
+
+
+def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
+    ladder = Ladder(
+        recipe=args.recipe,
+        depths=parse_depths(args.depths),
+        flops=args.flops,
+        budgets=args.budgets,
+        ratio=args.ratio,
+        aspect=args.aspect,
+        head_dim=args.head_dim,
+        settings=parse_settings(args.recipe, rest),
+    )
+    check_ladder(ladder)
+    if args.rung is not None and not 0 <= args.rung < len(ladder.depths):
+        raise ConfigError(f"--rung: {args.rung}, and the places of --depths {args.depths} are 0 to "
+                          f"{len(ladder.depths) - 1}")
+    if args.ranks < 1:
+        raise ConfigError(f"--ranks: {args.ranks}; at least 1")
+    say(describe_ladder(ladder))
+    if args.show:
+        return 0
+    write_ladder(ladder, args.out)
+    depth = None if args.rung is None else ladder.depths[args.rung]
+    code = run_ladder(ladder, runs_of(ladder, depth), args.out, ranks=args.ranks, report=say)
+    if code == 0 and args.rung is None:
+        say(f"next     python -m scripts.scaling fit {args.out}")
+    return code
+
+
+def parse_depths(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"--depths: {text!r} is no list of whole numbers, as 2,3,4,5,6") from error
+
+
+# ---- fit ---------------------------------------------------------------------------------------------------
+
+
+def fit_command(args: argparse.Namespace) -> int:
+    if (args.folder is None) == (args.points is None):
+        raise ConfigError("fit: needs the folder of a ladder, or --points CSV")
+    if args.bootstraps < 0:
+        raise ConfigError(f"--bootstraps: {args.bootstraps}; at least 0")
+    if args.points is not None:
+        points, ladder = read_points(args.points), None
+        out = args.out or args.points.with_suffix("")
+    else:
+        ladder = read_ladder(args.folder)
+        points, out = ladder_points(ladder, args.folder), args.out or args.folder / "fit"
+    check_enough(points)
+
+    fits = [fit_law(law, points, args.bootstraps) for law in (CHINCHILLA, KAPLAN)]
+    out.mkdir(parents=True, exist_ok=True)
+    write_points(points, out / "points.csv")
+    budgets = np.geomspace(points.flops.min(), points.flops.max(), 4)
+    if ladder is not None:
+        budgets = np.array(ladder.all_flops())
+    optima = [parametric_optimum(fits[0], points.flops_factor, budgets)]
+    if ladder is not None:
+        optima = ladder_optima(ladder, args.folder, points, out) + optima
+    figures.draw_contours(points, fits[0], optima[-1], out / "contours.png")
+    figures.draw_fit(points, fits[0], out / "fit.png")
+
+    tree = as_tree(fits, optima)
+    (out / "fit.json").write_text(json.dumps(tree, indent=1) + "\n")
+    if args.json:
+        say(json.dumps(tree))
+        return 0
+    for fit in fits:
+        say("\n".join(law_lines(fit, points)) + "\n")
+    shown = [float(budgets[0]), float(budgets[-1]), 10 * float(budgets[-1])]
+    say("\n".join(optimum_lines(optima, shown)))
+    say(f"\nfigures, points.csv and fit.json in {out}")
+    if ladder is not None:
+        say(f"next     python -m scripts.scaling next {args.folder}")
+    return 0
+
+
+def ladder_optima(ladder: Ladder, folder: Path, points: Points, out: Path) -> list[Optimum]:
+    """The two approaches that need a ladder, with their figures."""
+    sizes = {run.depth: float(run.parameters) for run in runs_of(ladder)}
+    curves = {sizes[depth]: curve for depth, curve in training_curves(ladder, folder).items()}
+    along_curves = envelope_optimum(curves, points.flops_factor)
+    figures.draw_envelope(curves, out / "envelope.png")
+
+    budget_of = {run.name: run.budget for run in runs_of(ladder)}
+    at_equal_flops, parabolas = isoflop_optimum(points, budget_of)
+    figures.draw_isoflop(points, parabolas, out / "isoflop.png")
+    return [along_curves, at_equal_flops]
+
+
+# ---- next --------------------------------------------------------------------------------------------------
+
+
+def next_command(args: argparse.Namespace) -> int:
+    ladder = read_ladder(args.folder)
+    points = ladder_points(ladder, args.folder)
+    check_enough(points)
+    depth = args.depth or max(ladder.depths) + 1
+    if depth in ladder.depths:
+        raise ConfigError(f"--depth: {depth} is in the ladder; the next size is one that is not")
+
+    # foretold and written down before it is run
+    fit = fit_law(CHINCHILLA, points, args.bootstraps)
+    runs = runs_of(ladder, depth)
+    for run in runs:
+        say(forecast_line(forecast(fit, run.name, run.parameters, run.tokens)))
+    if args.predict:
+        return 0
+    code = run_ladder(ladder, runs, args.folder, ranks=args.ranks, report=say)
+    if code:
+        return code
+
+    told = []
+    for run in runs:
+        measured = final_loss(args.folder / run.name, run.steps)
+        told.append(forecast(fit, run.name, run.parameters, run.tokens, measured))
+        say(forecast_line(told[-1]))
+    report = [{**forecast.__dict__, "miss": forecast.miss} for forecast in told]
+    (args.folder / f"next-{depth}.json").write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def forecast(
+    fit: Fit, name: str, parameters: int, tokens: int, measured: float | None = None
+) -> LossForecast:
+    return LossForecast(
+        name,
+        parameters,
+        tokens,
+        fit.loss(parameters, tokens),
+        fit.loss_interval(parameters, tokens),
+        measured,
+    )

@@ -1,0 +1,46 @@
+"""The keys of train.py that a scaling experiment sets, and what the words of its command line say."""
+from config import ConfigError, dotted_overrides
+
+# For a laptop: bytes of the source of Python's standard library.
+LAPTOP_SETTINGS = {
+    "data.tokenizer": "bytes",
+    "model.vocab": "257",
+    "train.seq_len": "128",
+    "train.micro_batch": "16",
+    "train.global_batch": "16",
+    "train.max_minutes": "none",
+    "optim.lr": "6e-3",
+    "optim.warmup": "20",
+    "eval.batches": "64",
+}
+# Of the model that sweep and systems train on a laptop.
+LAPTOP_MODEL = {
+    "model.layers": "4",
+    "model.hidden": "64",
+    "model.heads": "4",
+    "model.kv_heads": "4",
+    "model.head_dim": "16",
+    "model.ffn": "176",
+}
+
+
+def parse_settings(
+    recipe: str, rest: list[str], laptop: dict[str, str] = LAPTOP_SETTINGS
+) -> tuple[tuple[str, str], ...]:
+    """The --section.key VALUE of a command line, over the laptop's where the recipe is the laptop's."""
+    settings = dict(laptop) if recipe == "quickstart" else {}
+    for section, values in dotted_overrides(rest).items():
+        for key, value in values.items():
+            settings[f"{section}.{key}"] = value
+    return tuple(settings.items())
+
+
+def parse_numbers(option: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(word) for word in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{option}: {text!r} is no list of numbers, as 1,2,4") from error
+
+
+def say(text: str) -> None:
+    print(text, flush=True)

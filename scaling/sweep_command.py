@@ -1,0 +1,169 @@
+"""The commands `sweep` (learning rates, batch sizes) and `systems` (ranks, layouts)."""
+import argparse
+import itertools
+import math
+import os
+import shlex
+from pathlib import Path
+
+from config import ConfigError
+from plan.cost import Efficiency, cluster
+from plan.machine import read_machine
+from runtime.guard import NonFiniteLoss
+from runtime.setup import pick_device
+from scaling import figures
+from scaling.experiment import launcher_of, run_program, run_training
+from scaling.settings import LAPTOP_MODEL, LAPTOP_SETTINGS, parse_numbers, parse_settings, say
+from scaling.sweep import (
+    Sweep,
+    SweepCurve,
+    SweepRun,
+    check_sweep,
+    critical_batch,
+    read_curve,
+    runs_of_sweep,
+    sweep_arguments,
+    sweep_lines,
+    write_sweep,
+)
+from scaling.systems import (
+    MODES,
+    Hardware,
+    Layout,
+    ScalingCell,
+    Systems,
+    cell_arguments,
+    cell_name,
+    check_systems,
+    config_of_recipe,
+    make_cell,
+    parse_layout,
+    read_cells,
+    table_lines,
+    write_cell,
+    write_table,
+)
+
+# ---- sweep -------------------------------------------------------------------------------------------------
+
+
+def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
+    sweep = Sweep(
+        recipe=args.recipe,
+        rates=parse_numbers("--rates", args.rates),
+        batches=tuple(round(number) for number in parse_numbers("--batches", args.batches)),
+        tokens=round(args.tokens),
+        settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_MODEL),
+    )
+    check_sweep(sweep, args.out, args.ranks)
+    runs = runs_of_sweep(sweep)
+    if args.only is not None:
+        if not 0 <= args.only < len(runs):
+            raise ConfigError(f"--only: {args.only}, and the runs are 0 to {len(runs) - 1}")
+        runs = [runs[args.only]]
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    # a run that diverges is a result: the others go on
+    curves: list[SweepCurve] = []
+    for run in runs:
+        curve = read_curve(run, args.out)
+        if curve is None:
+            code = run_sweep_run(sweep, run, args.out, args.ranks)
+            if code not in (0, NonFiniteLoss.exit_code):
+                say(f"{run.name}: ended with code {code}; {args.out / run.name}.log says why")
+                return code
+            curve = read_curve(run, args.out)
+        if curve is None:
+            say(f"{run.name}: diverged")
+            continue
+        curves.append(curve)
+        say(f"{run.name}: {run.steps} steps, validation loss {curve.final_loss:.4f}")
+    if args.only is not None:
+        return 0
+    if not any(math.isfinite(curve.final_loss) for curve in curves):
+        raise ConfigError("--rates: every run diverged; give lower ones")
+
+    critical = critical_batch(curves, args.target)
+    say("\n" + "\n".join(sweep_lines(curves, critical)))
+    write_sweep(curves, critical, args.out / "sweep.csv")
+    figures.draw_rates(curves, args.out / "rates.png")
+    if critical is not None:
+        figures.draw_critical_batch(critical, args.out / "critical_batch.png")
+    say(f"\nfigures and sweep.csv in {args.out}")
+    return 0
+
+
+def run_sweep_run(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> int:
+    return run_training(sweep_arguments(sweep, run, folder, ranks), ranks, folder / f"{run.name}.log")
+
+
+# ---- systems -----------------------------------------------------------------------------------------------
+
+
+def systems_command(args: argparse.Namespace, rest: list[str]) -> int:
+    systems = Systems(
+        recipe=args.recipe,
+        modes=MODES if args.mode == "both" else (args.mode,),
+        layouts=tuple(parse_layout(text) for text in args.layout or ("", "zero 1")),
+        ranks=tuple(round(number) for number in parse_numbers("--ranks", args.ranks)),
+        steps=args.steps,
+        settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_MODEL | {"train.threads": "1"}),
+    )
+    check_systems(systems)
+    if args.only is not None and args.only not in systems.ranks:
+        raise ConfigError(f"--only: {args.only} is none of --ranks {args.ranks}")
+    args.out.mkdir(parents=True, exist_ok=True)
+
+    failed = 0
+    for ranks in systems.ranks if args.only is None else (args.only,):
+        hardware = hardware_of(systems, args, ranks)
+        for mode, layout in itertools.product(systems.modes, systems.layouts):
+            try:
+                cell = make_cell(systems, mode, layout, ranks, hardware)
+            except ConfigError as error:
+                say(f"{cell_name(mode, layout, ranks)}: not possible: {error}")
+                continue
+            code = run_cell(systems, cell, layout, args)
+            failed = failed or code
+
+    measured = read_cells(args.out)
+    if measured:
+        say("\n" + "\n".join(table_lines(measured)))
+        write_table(measured, args.out / "systems.csv")
+        figures.draw_systems(measured, args.out / "systems.png")
+        say(f"\nsystems.png and systems.csv in {args.out}")
+    return failed
+
+
+def run_cell(systems: Systems, cell: ScalingCell, layout: Layout, args: argparse.Namespace) -> int:
+    """Runs a cell and says how it ended; returns train.py's exit code."""
+    write_cell(cell, args.out)
+    launcher = shlex.split(args.launcher.format(ranks=cell.ranks)) if args.launcher else None
+    output = args.out / f"{cell.name}.log"
+    code = run_training(cell_arguments(systems, cell, layout, args.out), cell.ranks, output, launcher)
+    say(f"{cell.name}: ended with code {code}; {output} says why" if code
+        else f"{cell.name}: {systems.steps} steps")
+    return code
+
+
+def hardware_of(systems: Systems, args: argparse.Namespace, ranks: int) -> Hardware | None:
+    """What the forecast for so many ranks rests on; None on a GPU without --cluster."""
+    cfg = config_of_recipe(systems)
+    if args.cluster:
+        hardware = Hardware(cluster(args.cluster), Efficiency())
+        if cfg.train.dtype not in hardware.cluster.flops:
+            raise ConfigError(f"train.dtype: configs/clusters.yaml has no {cfg.train.dtype} for "
+                              f"{args.cluster}; it has {', '.join(hardware.cluster.flops)}")
+        return hardware
+    if args.launcher or pick_device(cfg.train.device, local_rank=0).type != "cpu":
+        say("no forecast: --cluster names the row of configs/clusters.yaml that these GPUs are")
+        return None
+    file = args.out / f"machine-{ranks}.json"
+    threads = cfg.train.threads or max(1, (os.cpu_count() or 1) // ranks)
+    words = [*launcher_of(ranks), "-m", "scripts.bench", "machine", "--out", str(file)]
+    words += ["--dtype", cfg.train.dtype, "--threads", str(threads)]
+    if run_program(words, args.out / "machine.log"):
+        raise ConfigError(f"--cluster: this machine could not be measured; {args.out}/machine.log says why; "
+                          "name a row of configs/clusters.yaml")
+    machine = read_machine(file)
+    return Hardware(machine.as_cluster(), machine.as_efficiency())

@@ -1,0 +1,105 @@
+"""The scripts for SLURM beside train.sbatch, with stand-ins for srun and scontrol: what a job runs, that a
+signal reaches the run, and that an unfinished one goes back into the queue."""
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "scripts" / "scaling"
+SRUN = '#!/bin/bash\nshift\nSLURM_NODEID=0 exec "$@"\n'
+SCONTROL = '#!/bin/bash\necho "scontrol $*" >> "$CALLS"\n[ "$1" = show ] && echo 127.0.0.1 || true\n'
+# In the place of python: notes its words; ends with $CODE, at once or when USR1 comes.
+PYTHON = """#!/bin/bash
+echo "python $*" >> "$CALLS"
+[ -z "$WAIT" ] || { trap 'echo caught >> "$CALLS"; exit "$CODE"' USR1; while :; do sleep 0.02; done; }
+exit "$CODE"
+"""
+SMALL = [
+    "--data.tokenizer", "bytes", "--model.vocab", "257", "--model.layers", "1", "--model.hidden", "32",
+    "--model.heads", "2", "--model.kv_heads", "2", "--model.head_dim", "16", "--model.ffn", "64",
+    "--train.seq_len", "32", "--train.micro_batch", "1", "--train.global_batch", "4",
+]
+
+
+def submit(tmp_path, script, *args, python=None, code=0, wait=False):
+    """-> exit code, calls, output."""
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    calls = tmp_path / "calls"
+    calls.write_text("")
+    env = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": python or str(tmp_path / "python"),
+        "CALLS": str(calls),
+        "CODE": str(code),
+        "WAIT": "1" if wait else "",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NODELIST": "node7",
+        "SLURM_JOB_ID": "40321",
+        "SLURM_ARRAY_TASK_ID": "2",
+        "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "2",
+    }
+    job = subprocess.Popen(
+        ["bash", str(SCRIPTS / script), *args],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    if wait:
+        deadline = time.monotonic() + 60
+        while "python" not in calls.read_text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.2)  # until its trap is set
+        job.send_signal(signal.SIGUSR1)
+    out, _ = job.communicate(timeout=120)
+    return job.returncode, calls.read_text(), out
+
+
+@pytest.mark.parametrize("script,command,place", [
+    ("ladder.sbatch", "ladder", "--rung 2"),
+    ("sweep.sbatch", "sweep", "--only 2"),
+])
+def test_a_job_of_an_array_runs_its_own_part(tmp_path, script, command, place):
+    rc, calls, _ = submit(tmp_path, script, "runs/x", "llama3-8b", "--train.seq_len", "64")
+    assert rc == 0
+    assert calls == (f"python -m scripts.scaling {command} --out runs/x --recipe llama3-8b {place} --ranks 2 "
+                     "--train.seq_len 64\n")
+
+
+@pytest.mark.parametrize("script", ["ladder.sbatch", "sweep.sbatch"])
+@pytest.mark.parametrize("code", [75, 2])
+def test_the_signal_reaches_the_run_and_an_unfinished_one_is_requeued(tmp_path, script, code):
+    rc, calls, _ = submit(tmp_path, script, "runs/x", "quickstart", code=code, wait=True)
+    assert rc == code and "caught" in calls
+    assert ("scontrol requeue 40321" in calls) == (code == 75), "a mistake of the user's stays down"
+
+
+@pytest.mark.parametrize("script", ["ladder.sbatch", "sweep.sbatch", "systems.sbatch"])
+def test_what_comes_first_is_named(tmp_path, script):
+    rc, calls, out = submit(tmp_path, script)
+    assert rc != 0 and "the folder of the runs comes first" in out and "python" not in calls
+
+
+def test_systems_starts_its_ranks_through_srun(tmp_path):
+    """With the real program: two ranks, started as on a node of a cluster, and its forecast."""
+    folder = tmp_path / "runs"
+    rc, calls, out = submit(
+        tmp_path, "systems.sbatch", str(folder), "quickstart", "h100-ib", "2,4", "--layout", "",
+        "--mode", "weak", "--steps", "5", *SMALL, python=sys.executable,
+    )
+    assert rc == 0, out
+    assert "scontrol show hostnames node7" in calls
+    with open(folder / "systems.csv", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert row["ranks"] == "2" and row["global_batch"] == "4" and float(row["forecast_ms"]) > 0
+    assert (folder / "weak-dp-2" / "summary.json").exists()
