@@ -156,16 +156,20 @@ def runs_of_sweep(sweep: Sweep) -> list[SweepRun]:
 def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> list[str]:
     """The arguments of train.py for a run of the sweep in this folder.
 
-    The noise scale is measured where a rank has two micro-batches or there are several ranks.
+    The noise scale is measured (unless log.noise_scale is set to false) where the batch has two parts: on one
+    rank two micro-batches.
     """
-    micro_batch = config_of_sweep(sweep).train.micro_batch
-    settings = dict(sweep.settings) | {
+    given = dict(sweep.settings)
+    largest = run.batch // (ranks if ranks > 1 else 2)
+    micro_batch = micro_batch_of(run.batch // ranks, min(config_of_sweep(sweep).train.micro_batch, largest))
+    is_split = run.batch > micro_batch
+    settings = given | {
         "log.dir": str(folder),
         "log.name": run.name,
-        "log.noise_scale": "true" if run.batch > micro_batch else "false",
+        "log.noise_scale": given.get("log.noise_scale", "true") if is_split else "false",
         "train.steps": str(run.steps),
         "train.global_batch": str(run.batch),
-        "train.micro_batch": str(min(micro_batch, max(1, run.batch // ranks))),
+        "train.micro_batch": str(micro_batch),
         "optim.lr": repr(run.rate),
         "optim.decay": "constant",
         "eval.every": "none",  # at the end alone
@@ -175,6 +179,11 @@ def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> li
     for key, value in settings.items():
         arguments += [f"--{key}", value]
     return arguments
+
+
+def micro_batch_of(sequences: int, most: int) -> int:
+    """The largest divisor of a rank's sequences that is not above `most`; 1 at least."""
+    return max(divisor for divisor in config.divisors(sequences) if divisor <= max(1, most))
 
 
 # ---- what they say -----------------------------------------------------------------------------------------

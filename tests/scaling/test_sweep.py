@@ -109,7 +109,22 @@ def test_each_run_has_its_rate_its_batch_and_the_same_tokens(tmp_path):
         cfg = config.resolve(name, None, argv)
         assert (cfg.optim.lr, cfg.train.global_batch) == (run.rate, run.batch)
         assert 0 <= SWEEP.tokens - cfg.train.steps * run.batch * 16 < run.batch * 16
-        assert cfg.optim.decay == "constant" and cfg.log.noise_scale == (run.batch > 2)
+        assert cfg.optim.decay == "constant" and cfg.log.noise_scale
+        assert cfg.train.micro_batch == run.batch // 2, "two parts, for the noise between them"
+
+
+def test_the_noise_scale_is_measured_where_it_can_be(tmp_path):
+    """A batch of one has no parts; two ranks are two parts; who says false is heard."""
+    def settings(batch, ranks, *more):
+        run = SweepRun("r", 1e-3, batch, 16 * batch, 50)
+        name, *argv = sweep_arguments(replace(SWEEP, settings=(*SETTINGS, *more)), run, tmp_path, ranks)
+        cfg = config.resolve(name, None, argv)
+        return cfg.train.micro_batch, cfg.log.noise_scale
+
+    assert settings(1, 1) == (1, False)
+    assert settings(2, 2) == (1, True)
+    assert settings(6, 1) == (2, True), "not more than train.micro_batch"
+    assert settings(8, 1, ("log.noise_scale", "false")) == (2, False)
 
 
 def test_a_real_sweep(tmp_path, capsys):
@@ -124,7 +139,7 @@ def test_a_real_sweep(tmp_path, capsys):
         f"batch{batch}-lr{rate}" for batch in (8, 2) for rate in ("0.002", "0.01")
     ]
     assert len({row["loss"] for row in rows}) == 4, "four different runs"
-    assert rows[0]["noise_scale"] and not rows[-1]["noise_scale"], "one micro-batch shows no noise"
+    assert rows[0]["noise_scale"]
     assert (tmp_path / "rates.png").stat().st_size > 1000
     assert f"{float(rows[0]['loss']):.4f}" in shown
 
