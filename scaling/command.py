@@ -46,10 +46,12 @@ def arguments() -> argparse.ArgumentParser:
     ladder.add_argument("--flops", type=float, default=1e12, help="the first budget, FLOPs of a run")
     ladder.add_argument("--budgets", type=int, default=4)
     ladder.add_argument("--ratio", type=int, default=2, help="between one budget and the next")
-    ladder.add_argument("--aspect", type=int, default=16, help="width for each layer")
-    ladder.add_argument("--head-dim", type=int, default=16, help="channels of a head")
+    ladder.add_argument("--aspect", type=int, default=8, help="width for each layer")
+    ladder.add_argument("--head-dim", type=int, default=8, help="channels of a head")
     ladder.add_argument("--rung", type=int, help="run one size alone: its place in --depths, from 0")
     ladder.add_argument("--ranks", type=int, default=1, help="processes of a run, on this node")
+    ladder.add_argument("--jobs", type=int, help="sizes that are trained at a time (default: for the "
+                        "quickstart one a core, else 1)")
     ladder.add_argument("--show", action="store_true", help="print the sizes and budgets, and train nothing")
 
     fit = commands.add_parser("fit", help="fit the laws to finished runs")
@@ -75,6 +77,7 @@ def arguments() -> argparse.ArgumentParser:
     sweep.add_argument("--target", type=float, help="training loss to which steps are counted (default: one "
                        "that every batch reaches)")
     sweep.add_argument("--ranks", type=int, default=1, help="processes of a run, on this node")
+    sweep.add_argument("--jobs", type=int, help="runs at a time (default: as of a ladder)")
     sweep.add_argument("--only", type=int, help="one run alone, by its place from 0, as an array job does")
 
     systems = commands.add_parser("systems", help="strong and weak scaling over ranks and layouts")

@@ -1,4 +1,4 @@
-"""Runs a ladder, one process of train.py after another, and reads what came out.
+"""Runs a ladder, each run by a process of train.py, and reads what came out.
 
 A run that is done is skipped, one that was stopped goes on where it was. So the same command again finishes a
 ladder that was killed, and an array job may run each size on a machine of its own.
@@ -7,7 +7,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,38 +20,56 @@ from scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
 from scaling.points import Array, Points, make_points
 
 TRAIN_FILE = Path(__file__).parent.parent / "train.py"
+STOPPED_EARLY = 75  # exit code of train.py
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 Report = Callable[[str], None]
 
 
-def run_ladder(
-    ladder: Ladder, runs: Iterable[LadderRun], folder: Path, *, ranks: int, report: Report
-) -> int:
-    """Runs what is not done yet; returns the exit code of train.py: 0, or of the first run that failed.
+class Programs:
+    """Runs programs, several at a time where threads ask for it.
 
-    ranks: processes of each run, on this node.
+    A signal that asks to stop is passed on to all that run: train.py then saves, and ends with code 75; no
+    further one starts.
+
+    Use it as a context, from the main thread.
     """
-    for run in runs:
-        loss = final_loss(folder / run.name, run.steps)
-        if loss is None:
-            report(f"{run.name}: {run.parameters:,} parameters, {run.tokens:,} tokens, {run.flops:.3g} FLOPs")
-            output = folder / f"{run.name}.log"
-            code = run_training(train_arguments(ladder, run, folder), ranks, output)
-            if code:
-                report(f"{run.name}: ended with code {code}; {output} says why")
-                return code
-            loss = final_loss(folder / run.name, run.steps)
-        report(f"{run.name}: validation loss {loss}")
-    return 0
 
+    def __init__(self) -> None:
+        self.running: set[subprocess.Popen[bytes]] = set()
+        self.is_stopped = False
+        self.previous: dict[signal.Signals, Any] = {}
 
-def run_training(argv: list[str], ranks: int, output: Path, launcher: list[str] | None = None) -> int:
-    """Runs train.py; returns its exit code. A signal that asks to stop is passed on: the run saves, and ends
-    with code 75.
+    def __enter__(self) -> "Programs":
+        for number in STOP_SIGNALS:
+            self.previous[number] = signal.signal(number, self.pass_on)
+        return self
 
-    launcher: the words that start its processes; None: as many as `ranks` on this node.
-    """
-    return run_program([*(launcher or launcher_of(ranks)), str(TRAIN_FILE), *argv], output)
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, handler)
+
+    def pass_on(self, number: int, frame: object) -> None:
+        self.is_stopped = True
+        for process in tuple(self.running):
+            process.send_signal(number)
+
+    def run(self, words: list[str], output: Path) -> int:
+        """Runs a command, appends what it prints to a file, and returns its exit code."""
+        if self.is_stopped:
+            return STOPPED_EARLY
+        with open(output, "a") as file:
+            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            self.running.add(process)
+            if self.is_stopped:  # the signal came while it was started
+                process.send_signal(signal.SIGTERM)
+            try:
+                return process.wait()
+            finally:
+                self.running.discard(process)
+
+    def train(self, argv: list[str], ranks: int, output: Path, launcher: list[str] | None = None) -> int:
+        """Runs train.py. launcher: the words that start its processes; None: `ranks` on this node."""
+        return self.run([*(launcher or launcher_of(ranks)), str(TRAIN_FILE), *argv], output)
 
 
 def launcher_of(ranks: int) -> list[str]:
@@ -59,18 +80,58 @@ def launcher_of(ranks: int) -> list[str]:
     return [*torchrun, "--nproc-per-node", str(ranks), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
 
 
-def run_program(words: list[str], output: Path) -> int:
-    """Runs a command, appends what it prints to a file, and returns its exit code."""
-    with open(output, "a") as file:
-        process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
-        previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        try:
-            for number in STOP_SIGNALS:
-                signal.signal(number, lambda caught, _: process.send_signal(caught))
-            return process.wait()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+def run_all(chains: Iterable[Callable[[], int]], jobs: int) -> int:
+    """Calls all chains, `jobs` at a time. Returns the first exit code that is not 0: after it none begins."""
+    failed: list[int] = []
+
+    def run_one(chain: Callable[[], int]) -> None:
+        code = 0 if failed else chain()
+        if code:
+            failed.append(code)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run_one, chains))
+    return failed[0] if failed else 0
+
+
+def run_ladder(
+    ladder: Ladder, runs: list[LadderRun], folder: Path, *, ranks: int, jobs: int, report: Report
+) -> int:
+    """Runs what is not done yet; returns the exit code of train.py: 0, or of the first run that failed.
+
+    ranks: processes of each run, on this node. jobs: sizes that are trained at a time.
+    """
+    with Programs() as programs:
+        def chain(depth: int) -> int:
+            own = [run for run in runs if run.depth == depth]
+            return run_size(ladder, own, folder, ranks=ranks, programs=programs, report=report)
+
+        depths = dict.fromkeys(run.depth for run in runs)  # in their order
+        return run_all([partial(chain, depth) for depth in depths], jobs)
+
+
+def run_size(
+    ladder: Ladder,
+    runs: list[LadderRun],
+    folder: Path,
+    *,
+    ranks: int,
+    programs: Programs,
+    report: Report,
+) -> int:
+    """The runs of one size, in their order: the later ones branch from the first."""
+    for run in runs:
+        loss = final_loss(folder / run.name, run.steps)
+        if loss is None:
+            report(f"{run.name}: {run.parameters:,} parameters, {run.tokens:,} tokens, {run.flops:.3g} FLOPs")
+            output = folder / f"{run.name}.log"
+            code = programs.train(train_arguments(ladder, run, folder), ranks, output)
+            if code:
+                report(f"{run.name}: ended with code {code}; {output} says why")
+                return code
+            loss = final_loss(folder / run.name, run.steps)
+        report(f"{run.name}: validation loss {loss}")
+    return 0
 
 
 def final_loss(folder: Path, steps: int) -> float | None:

@@ -13,7 +13,7 @@ from scaling.laws import CHINCHILLA, KAPLAN, Fit, fit_law
 from scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
 from scaling.points import Points, check_enough, read_points, write_points
 from scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
-from scaling.settings import parse_settings, say
+from scaling.settings import jobs_of, parse_settings, say
 
 # ---- ladder ------------------------------------------------------------------------------------------------
 
@@ -33,14 +33,13 @@ def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
     if args.rung is not None and not 0 <= args.rung < len(ladder.depths):
         raise ConfigError(f"--rung: {args.rung}, and the places of --depths {args.depths} are 0 to "
                           f"{len(ladder.depths) - 1}")
-    if args.ranks < 1:
-        raise ConfigError(f"--ranks: {args.ranks}; at least 1")
+    jobs = jobs_of(args)
     say(describe_ladder(ladder))
     if args.show:
         return 0
     write_ladder(ladder, args.out)
     depth = None if args.rung is None else ladder.depths[args.rung]
-    code = run_ladder(ladder, runs_of(ladder, depth), args.out, ranks=args.ranks, report=say)
+    code = run_ladder(ladder, runs_of(ladder, depth), args.out, ranks=args.ranks, jobs=jobs, report=say)
     if code == 0 and args.rung is None:
         say(f"next     python -m scripts.scaling fit {args.out}")
     return code
@@ -127,7 +126,7 @@ def next_command(args: argparse.Namespace) -> int:
         say(forecast_line(forecast(fit, run.name, run.parameters, run.tokens)))
     if args.predict:
         return 0
-    code = run_ladder(ladder, runs, args.folder, ranks=args.ranks, report=say)
+    code = run_ladder(ladder, runs, args.folder, ranks=args.ranks, jobs=1, report=say)
     if code:
         return code
 

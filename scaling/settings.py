@@ -1,5 +1,7 @@
 """The keys of train.py that a scaling experiment sets, and what the words of its command line say."""
-from config import ConfigError, dotted_overrides
+import argparse
+
+from config import ConfigError, dotted_overrides, usable_cores
 
 # For a laptop: bytes of the source of Python's standard library.
 LAPTOP_SETTINGS = {
@@ -12,6 +14,7 @@ LAPTOP_SETTINGS = {
     "optim.lr": "6e-3",
     "optim.warmup": "20",
     "eval.batches": "64",
+    "train.threads": "1",  # of a process: --jobs uses the other cores
 }
 # Of the model that sweep and systems train on a laptop.
 LAPTOP_MODEL = {
@@ -40,6 +43,18 @@ def parse_numbers(option: str, text: str) -> tuple[float, ...]:
         return tuple(float(word) for word in text.split(","))
     except ValueError as error:
         raise ConfigError(f"{option}: {text!r} is no list of numbers, as 1,2,4") from error
+
+
+def jobs_of(args: argparse.Namespace) -> int:
+    """Runs at a time: --jobs, or for the quickstart one a core. Raises ConfigError for a number below 1."""
+    if args.jobs is None:
+        jobs = usable_cores() if args.recipe == "quickstart" else 1
+    else:
+        jobs = args.jobs
+    for name, count in (("ranks", args.ranks), ("jobs", jobs)):
+        if count < 1:
+            raise ConfigError(f"--{name}: {count}; at least 1")
+    return jobs
 
 
 def say(text: str) -> None:

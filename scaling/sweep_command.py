@@ -4,7 +4,7 @@ import itertools
 import math
 import os
 import shlex
-from pathlib import Path
+from functools import partial
 
 from config import ConfigError
 from plan.cost import Efficiency, cluster
@@ -12,11 +12,17 @@ from plan.machine import read_machine
 from runtime.guard import NonFiniteLoss
 from runtime.setup import pick_device
 from scaling import figures
-from scaling.experiment import launcher_of, run_program, run_training
-from scaling.settings import LAPTOP_MODEL, LAPTOP_SETTINGS, parse_numbers, parse_settings, say
+from scaling.experiment import Programs, launcher_of, run_all
+from scaling.settings import (
+    LAPTOP_MODEL,
+    LAPTOP_SETTINGS,
+    jobs_of,
+    parse_numbers,
+    parse_settings,
+    say,
+)
 from scaling.sweep import (
     Sweep,
-    SweepCurve,
     SweepRun,
     check_sweep,
     critical_batch,
@@ -55,6 +61,7 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
         tokens=round(args.tokens),
         settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_MODEL),
     )
+    jobs = jobs_of(args)
     check_sweep(sweep, args.out, args.ranks)
     runs = runs_of_sweep(sweep)
     if args.only is not None:
@@ -63,23 +70,12 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
         runs = [runs[args.only]]
     args.out.mkdir(parents=True, exist_ok=True)
 
-    # a run that diverges is a result: the others go on
-    curves: list[SweepCurve] = []
-    for run in runs:
-        curve = read_curve(run, args.out)
-        if curve is None:
-            code = run_sweep_run(sweep, run, args.out, args.ranks)
-            if code not in (0, NonFiniteLoss.exit_code):
-                say(f"{run.name}: ended with code {code}; {args.out / run.name}.log says why")
-                return code
-            curve = read_curve(run, args.out)
-        if curve is None:
-            say(f"{run.name}: diverged")
-            continue
-        curves.append(curve)
-        say(f"{run.name}: {run.steps} steps, validation loss {curve.final_loss:.4f}")
-    if args.only is not None:
-        return 0
+    with Programs() as programs:
+        chains = [partial(run_of_sweep, sweep, run, args, programs) for run in runs]
+        code = run_all(chains, jobs)
+    if code or args.only is not None:
+        return code
+    curves = [curve for curve in (read_curve(run, args.out) for run in runs) if curve is not None]
     if not any(math.isfinite(curve.final_loss) for curve in curves):
         raise ConfigError("--rates: every run diverged; give lower ones")
 
@@ -93,8 +89,18 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
-def run_sweep_run(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> int:
-    return run_training(sweep_arguments(sweep, run, folder, ranks), ranks, folder / f"{run.name}.log")
+def run_of_sweep(sweep: Sweep, run: SweepRun, args: argparse.Namespace, programs: Programs) -> int:
+    """Runs what is not done yet. A run that diverges is a result: the others go on."""
+    output = args.out / f"{run.name}.log"
+    if read_curve(run, args.out) is None:
+        code = programs.train(sweep_arguments(sweep, run, args.out, args.ranks), args.ranks, output)
+        if code not in (0, NonFiniteLoss.exit_code):
+            say(f"{run.name}: ended with code {code}; {output} says why")
+            return code
+    curve = read_curve(run, args.out)
+    say(f"{run.name}: diverged" if curve is None
+        else f"{run.name}: {run.steps} steps, validation loss {curve.final_loss:.4f}")
+    return 0
 
 
 # ---- systems -----------------------------------------------------------------------------------------------
@@ -107,25 +113,15 @@ def systems_command(args: argparse.Namespace, rest: list[str]) -> int:
         layouts=tuple(parse_layout(text) for text in args.layout or ("", "zero 1")),
         ranks=tuple(round(number) for number in parse_numbers("--ranks", args.ranks)),
         steps=args.steps,
-        settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_MODEL | {"train.threads": "1"}),
+        settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_MODEL),
     )
     check_systems(systems)
     if args.only is not None and args.only not in systems.ranks:
         raise ConfigError(f"--only: {args.only} is none of --ranks {args.ranks}")
     args.out.mkdir(parents=True, exist_ok=True)
 
-    failed = 0
-    for ranks in systems.ranks if args.only is None else (args.only,):
-        hardware = hardware_of(systems, args, ranks)
-        for mode, layout in itertools.product(systems.modes, systems.layouts):
-            try:
-                cell = make_cell(systems, mode, layout, ranks, hardware)
-            except ConfigError as error:
-                say(f"{cell_name(mode, layout, ranks)}: not possible: {error}")
-                continue
-            code = run_cell(systems, cell, layout, args)
-            failed = failed or code
-
+    with Programs() as programs:
+        failed = run_cells(systems, args, programs)
     measured = read_cells(args.out)
     if measured:
         say("\n" + "\n".join(table_lines(measured)))
@@ -135,18 +131,38 @@ def systems_command(args: argparse.Namespace, rest: list[str]) -> int:
     return failed
 
 
-def run_cell(systems: Systems, cell: ScalingCell, layout: Layout, args: argparse.Namespace) -> int:
+def run_cells(systems: Systems, args: argparse.Namespace, programs: Programs) -> int:
+    """Runs all cells, one after another; returns the first exit code that is not 0."""
+    failed = 0
+    for ranks in systems.ranks if args.only is None else (args.only,):
+        hardware = hardware_of(systems, args, ranks, programs)
+        for mode, layout in itertools.product(systems.modes, systems.layouts):
+            try:
+                cell = make_cell(systems, mode, layout, ranks, hardware)
+            except ConfigError as error:
+                say(f"{cell_name(mode, layout, ranks)}: not possible: {error}")
+                continue
+            code = run_cell(systems, cell, layout, args, programs)
+            failed = failed or code
+    return failed
+
+
+def run_cell(
+    systems: Systems, cell: ScalingCell, layout: Layout, args: argparse.Namespace, programs: Programs
+) -> int:
     """Runs a cell and says how it ended; returns train.py's exit code."""
     write_cell(cell, args.out)
     launcher = shlex.split(args.launcher.format(ranks=cell.ranks)) if args.launcher else None
     output = args.out / f"{cell.name}.log"
-    code = run_training(cell_arguments(systems, cell, layout, args.out), cell.ranks, output, launcher)
+    code = programs.train(cell_arguments(systems, cell, layout, args.out), cell.ranks, output, launcher)
     say(f"{cell.name}: ended with code {code}; {output} says why" if code
         else f"{cell.name}: {systems.steps} steps")
     return code
 
 
-def hardware_of(systems: Systems, args: argparse.Namespace, ranks: int) -> Hardware | None:
+def hardware_of(
+    systems: Systems, args: argparse.Namespace, ranks: int, programs: Programs
+) -> Hardware | None:
     """What the forecast for so many ranks rests on; None on a GPU without --cluster."""
     cfg = config_of_recipe(systems)
     if args.cluster:
@@ -162,7 +178,7 @@ def hardware_of(systems: Systems, args: argparse.Namespace, ranks: int) -> Hardw
     threads = cfg.train.threads or max(1, (os.cpu_count() or 1) // ranks)
     words = [*launcher_of(ranks), "-m", "scripts.bench", "machine", "--out", str(file)]
     words += ["--dtype", cfg.train.dtype, "--threads", str(threads)]
-    if run_program(words, args.out / "machine.log"):
+    if programs.run(words, args.out / "machine.log"):
         raise ConfigError(f"--cluster: this machine could not be measured; {args.out}/machine.log says why; "
                           "name a row of configs/clusters.yaml")
     machine = read_machine(file)

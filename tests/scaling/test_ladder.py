@@ -1,6 +1,12 @@
 """A ladder's sizes, budgets and branches; one of its sizes is trained."""
 import dataclasses
 import json
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +18,7 @@ from optim.lr import learning_rate
 from plan.count import flops_per_token, parameters
 from runtime.lines import read_metrics
 from scaling.command import main
+from scaling.experiment import Programs, run_all
 from scaling.ladder import (
     Ladder,
     check_ladder,
@@ -111,6 +118,43 @@ def test_a_folder_holds_one_ladder(tmp_path):
         write_ladder(dataclasses.replace(LADDER, flops=1e10), tmp_path)
     with pytest.raises(ConfigError, match="no ladder was started here"):
         read_ladder(tmp_path / "elsewhere")
+
+
+def test_two_sizes_at_a_time_and_a_signal_that_stops_both(tmp_path):
+    """Each process gets the signal and ends as train.py does; none is begun after it."""
+    program = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    begun = []
+
+    with Programs() as programs:
+        def chain(name):
+            begun.append(name)
+            return programs.run([sys.executable, "-c", program], tmp_path / name)
+
+        def stop():
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                outputs = [path.read_text() for path in tmp_path.iterdir()]
+                if len(outputs) == 2 and all("ready" in text for text in outputs):
+                    break
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=stop).start()
+        began = time.monotonic()
+        assert run_all([partial(chain, name) for name in ("a", "b", "c")], jobs=2) == 75
+        assert time.monotonic() - began < 50
+    assert sorted(begun) == ["a", "b"]
+    assert signal.getsignal(signal.SIGTERM) is not programs.pass_on, "the handlers are given back"
+
+
+def test_the_first_failure_ends_the_ladder():
+    assert run_all([lambda: 0, lambda: 77, lambda: 0], jobs=1) == 77
+    assert run_all([lambda: 0, lambda: 0], jobs=4) == 0
 
 
 def test_one_size_trains_and_branches(tmp_path, capsys):
