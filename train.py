@@ -355,9 +355,12 @@ def close_run(session: Session, end: LoopEnd) -> None:
     reason = end.reason if end.step < session.run.steps else None
     if session.is_first_rank:
         try:
-            loss_png(folder, parameter_count(parameters(session.cfg.model)["total"]))
+            if log.picture:
+                log.picture.stop()
+            size = parameter_count(parameters(session.cfg.model)["total"])
+            log.send_picture("loss", loss_png(folder, size))
             if log.experts:
-                log.experts.draw(session.cfg.log.name or folder.name)
+                log.send_picture("experts", log.experts.draw(session.cfg.log.name or folder.name))
             summarize_run(session, reason)
         except Exception as error:  # a picture is not worth a finished run
             log.log_line(f"warning: a picture or the summary is missing: {error}")

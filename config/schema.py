@@ -269,6 +269,7 @@ class LogConfig:
     noise_scale: bool = False  # measure the gradient noise scale (arXiv 1812.06162); reads the gradients of
     #   matrices two more times in each step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
+    tensorboard: bool = False  # write TensorBoard's event files into the run folder
     project: str = "bevatron"  # W&B project
 
 

@@ -43,12 +43,16 @@ from runtime.console import (
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 from runtime.failure import code_of
 from runtime.lines import MetricsFile, read_metrics
+from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
+from runtime.sinks import Sink
+from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
 
 DeviceEvent = torch.cuda.Event | torch.mps.Event
 
 NOISE_DECAY = 0.95  # of the running means behind the noise scale
+ESCAPE_LENGTH = 10  # of a character that is shown as an escape, at most
 ETA_WINDOW = 64  # steps whose median time gives the ETA
 ALL_STEPS = 1 << 40  # more rows than any run has: read_metrics then skips none
 
@@ -164,7 +168,11 @@ class MetricsLogger:
         if not is_writer:
             settings = dataclasses.replace(settings, mode="off")
         name = cfg.log.name or self.run_dir.name
-        self.sink = WandbSink(settings, self.run_dir, name, dataclasses.asdict(cfg))
+        tree = dataclasses.asdict(cfg)
+        self.sinks: list[Sink] = [WandbSink(settings, self.run_dir, name, tree)]
+        if is_writer and cfg.log.tensorboard:
+            self.sinks.append(TensorboardSink(self.run_dir, tree, self.start_step))
+        self.picture: LivePicture | None = None
 
         self.experts: ExpertLoadMap | None = None
         if is_writer and cfg.model.experts:
@@ -283,9 +291,16 @@ class MetricsLogger:
             self.recent_ms.append(row["step_ms"])
             self.seconds_in_steps += row["step_ms"] / 1000
             values = {f"train/{name}": value for name, value in flatten_row(row).items()}
-            self.sink.put(row["step"], values)
+            self.put(row["step"], values)
         self.rows_since_shown += rows
         self.write(rows)
+
+    def put(self, step: int, values: dict[str, Any]) -> None:
+        """Sends values to the sinks, with the tokens and FLOPs up to this step: axes to compare runs at."""
+        tokens = sequences_seen(self.cfg.train, step) * self.cfg.train.seq_len
+        axes = {"tokens": tokens, "flops": tokens * self.flops_per_token}
+        for sink in self.sinks:
+            sink.put(step, values | axes)
 
     def make_row(self, pending: PendingStep, scalars: list[float], memory_gib: float) -> dict[str, Any]:
         """The line of one step in metrics.jsonl, its fields in their order."""
@@ -341,7 +356,7 @@ class MetricsLogger:
         if not self.file:
             return
         self.file.add(rows)
-        for warning in (self.file.warning(), self.sink.warning()):
+        for warning in (self.file.warning(), *(sink.warning() for sink in self.sinks)):
             if warning:
                 self.log_line(f"warning: {warning}")
 
@@ -361,10 +376,35 @@ class MetricsLogger:
         console.label("data", data)
         if self.env.device.type == "cuda":
             console.label("kernels", determinism_text(self.env.deterministic))
-        console.label("log", f"{self.run_dir}/metrics.jsonl · {wandb_text(self.env.wandb)}")
+        places = [f"{self.run_dir}/metrics.jsonl", wandb_text(self.env.wandb)]
+        if self.cfg.log.tensorboard:
+            places.append(f"tensorboard --logdir {self.cfg.log.dir}")
+        console.label("log", " · ".join(places))
         for note in notes:
             console.write(note)
         console.columns(self.steps)
+        if self.file:
+            self.picture = LivePicture(self.run_dir, parameter_count(parameters[0]))
+        self.describe_to_sinks(parameters, data)
+
+    def describe_to_sinks(self, parameters: tuple[int, int], data: str) -> None:
+        """What config.yaml does not say: sizes, ranks, device, FLOPs."""
+        total, without_embeddings = parameters
+        facts = {
+            "parameters": total,
+            "parameters_without_embeddings": without_embeddings,
+            "flops_per_token": self.flops_per_token,
+            "steps": self.steps,
+            "tokens": sequences_seen(self.cfg.train, self.steps) * self.cfg.train.seq_len,
+            "world": self.env.world,
+            "dp": data_parallel_size(self.cfg, self.env.world),
+            "layout": layout_text(self.cfg, self.env.world),
+            "device": str(self.env),
+            "host": self.env.host,
+            "data": data,
+        }
+        for sink in self.sinks:
+            sink.describe(facts)
 
     def length_text(self, parameters: int) -> str:
         """600 steps = 1.23M tokens (1.4 tok/param)"""
@@ -416,7 +456,14 @@ class MetricsLogger:
         self.read_pending()
         values = {"val_loss": float(val_loss), "val_ppl": float(val_ppl), "val_bpb": float(val_bpb)}
         self.write([{"step": step} | values])
-        self.sink.put(step, {name.replace("_", "/", 1): value for name, value in values.items()})
+        self.put(step, {name.replace("_", "/", 1): value for name, value in values.items()})
+        if sample:
+            # as it stands, without what could steer a terminal
+            text = "\n".join(visible(line, len(line) * ESCAPE_LENGTH) for line in sample.split("\n"))
+            for sink in self.sinks:
+                sink.text(step, "sample", text)
+        if self.picture:
+            self.picture.draw_soon()
         self.last_sample = sample or self.last_sample
         self.console.show_evaluation(
             step,
@@ -447,13 +494,29 @@ class MetricsLogger:
         if self.closed:
             return
         self.closed = True
-        parts = (self.write_final_rows, lambda: self.sink.close(code), lambda: self.summary(reason, hints))
+        parts = (
+            self.write_final_rows,
+            lambda: self.close_sinks(code, reason),
+            lambda: self.summary(reason, hints),
+        )
         for part in parts:
             try:
                 part()
             except Exception as error:
                 cause = f"{type(error).__name__}: {error}"
                 self.console.write(f"warning: the end of the run was not reported in full: {cause}")
+
+    def send_picture(self, name: str, path: Path | None) -> None:
+        """Sends a picture to the sinks; None: there is none."""
+        for sink in self.sinks if path else ():
+            sink.picture(self.steps, name, path)
+
+    def close_sinks(self, code: int, reason: str | None) -> None:
+        if self.picture:
+            self.picture.stop()
+        elapsed = duration(time.perf_counter() - self.created)
+        for sink in self.sinks:
+            sink.close(code, f"{elapsed}: {reason or f'{self.steps:,} steps'}")
 
     def write_final_rows(self) -> None:
         self.read_pending()

@@ -1,6 +1,12 @@
-"""loss.png: a run in one picture, drawn from metrics.jsonl. Imports matplotlib only when it draws."""
+"""loss.png: a run in one picture, drawn from metrics.jsonl. Imports matplotlib only when it draws.
+
+    python -m runtime.plot RUN [PARAMETERS]     draws it for a run that goes on
+"""
 import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,45 @@ from runtime.lines import Rows, read_metrics
 
 RAW, SMOOTH, VALID, RATE, INK = "#b9c7e0", "#2a5caa", "#d9822b", "#4f8f63", "#333333"  # colours
 MAX_POINTS = 2000  # more than a picture of this size can show
+PICTURE_SECONDS = 60.0  # between two pictures of a run that goes on
+ROOT = Path(__file__).parent.parent
+
+
+class LivePicture:
+    """Draws loss.png while the run goes on: in a process of its own, which no step waits for.
+
+    params: the number of parameters as text. seconds: at least, between two pictures, and before the first.
+    """
+
+    def __init__(self, run_dir: Path, params: str, seconds: float = PICTURE_SECONDS) -> None:
+        self.words = [sys.executable, "-m", "runtime.plot", str(Path(run_dir).resolve()), params]
+        self.seconds = seconds
+        self.last_start = time.monotonic()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def draw_soon(self) -> None:
+        """Starts a drawing, if the last one is done and long enough ago. A failed one is tried again then."""
+        now = time.monotonic()
+        is_drawing = self.process is not None and self.process.poll() is None
+        if is_drawing or now - self.last_start < self.seconds:
+            return
+        self.last_start = now
+        try:
+            self.process = subprocess.Popen(
+                self.words,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        except OSError:  # no process or memory is left: the picture at the end says more
+            self.process = None
+
+    def stop(self) -> None:
+        """Ends a drawing that goes on. Afterwards loss.png is whole, or as it was."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
 
 def loss_png(run_dir: Path, params: str = "") -> Path | None:
@@ -119,3 +164,13 @@ def plot_window(loss: np.ndarray, smooth: np.ndarray, valid: list[float]) -> tup
     lower = min([smooth.min(), np.quantile(loss, 0.002), *valid])
     margin = 0.05 * (upper - lower) or 0.1
     return lower - margin, upper + margin
+
+
+def main(argv: list[str]) -> None:
+    """Draws with little: the training comes first."""
+    os.nice(10)
+    loss_png(Path(argv[0]), argv[1] if len(argv) > 1 else "")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -25,6 +25,7 @@ import torch
 import config
 from config import Config, ConfigError, usable_cores
 from runtime.faults import FaultInjector, parse
+from runtime.tensorboard_sink import check_tensorboard
 
 # in the names of environment variables whose values are never written
 SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIAL")
@@ -104,6 +105,8 @@ def read_environment(cfg: Config) -> LaunchEnv:
     set_determinism(deterministic, cfg.train.compile)
     if cfg.train.cuda_graphs and device.type != "cuda":
         raise ConfigError("train.cuda_graphs: needs a GPU, and torch finds none here; leave it out")
+    if cfg.log.tensorboard:
+        check_tensorboard()
     needs_hopper = cfg.train.cuda_graphs and cfg.model.experts is not None
     if needs_hopper and torch.cuda.get_device_capability(device)[0] < 9:
         raise ConfigError("train.cuda_graphs: with model.experts it needs Hopper or later, whose kernels "

@@ -1,16 +1,23 @@
 """The process that talks to W&B: wandb_sink.py starts it and sends JSON lines to its stdin.
 
-It imports nothing of Bevatron. The first line holds the arguments of wandb.init; then {"step": n, "values":
-{...}} for each record; the last is {"finish": exit code}. If the pipe ends without it, the run has died. An
-error is written to stdout as one line.
+It imports nothing of Bevatron. The first line holds the arguments of wandb.init. The lines after it:
+
+    {"config": {...}}                               more of what the run is
+    {"step": n, "values": {...}}                    numbers of a step; "tokens" is the axis of all others
+    {"step": n, "name": ..., "text": ...}           a text that the model wrote
+    {"step": n, "name": ..., "picture": PATH}       a PNG file
+    {"finish": exit code, "title": ..., "text": ...}    the last one: an alert, and the end
+
+If the pipe ends without the last, the run has died. An error is written to stdout as one line.
 """
+import html
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 GRACE_SECONDS = 3.0  # to finish in, after the trainer has died
 POLL_SECONDS = 0.5
@@ -40,14 +47,30 @@ def run_wandb(trainer_pid: int) -> None:
     # not ours
     settings = wandb.Settings(console="off", silent=True, save_code=False, x_stats_pid=trainer_pid)
     run = wandb.init(**init_arguments, settings=settings)
+    for names in ("train/*", "val/*"):
+        run.define_metric(names, step_metric="tokens")
     exit_code = 1
     for line in sys.stdin:
         message = json.loads(line)
         if "finish" in message:
             exit_code = message["finish"]
+            level = {0: "INFO", 75: "WARN"}.get(exit_code, "ERROR")
+            run.alert(title=f"{run.name}: {message['title']}", text=message["text"] or "-", level=level)
             break
-        run.log(message["values"], step=message["step"])
+        if "config" in message:
+            run.config.update(message["config"], allow_val_change=True)
+        else:
+            run.log(logged_values(wandb, message), step=message["step"])
     run.finish(exit_code=exit_code)
+
+
+def logged_values(wandb: Any, message: dict[str, Any]) -> dict[str, Any]:
+    """What run.log takes of a message."""
+    if "text" in message:
+        return {message["name"]: wandb.Html(f"<pre>{html.escape(message['text'])}</pre>")}
+    if "picture" in message:
+        return {message["name"]: wandb.Image(message["picture"])}
+    return message["values"]
 
 
 def write_error(out: TextIO, error: BaseException) -> None:

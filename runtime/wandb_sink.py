@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from runtime.setup import WandbSettings, redact
+from runtime.sinks import ending
 
 CLOSE_SECONDS = 5.0  # how long close() waits for W&B
 BUFFER_BYTES = 4 * 2**20  # that may wait for the pipe: about 10,000 records
@@ -79,8 +80,23 @@ class WandbSink:
         os.set_blocking(self.child.stdin.fileno(), False)
         self.send(init_arguments)
 
+    def describe(self, facts: dict[str, Any]) -> None:
+        """Adds facts of the run to its config in W&B, under "run"."""
+        self.offer({"config": {"run": facts}})
+
     def put(self, step: int, values: dict[str, Any]) -> None:
         """Sends one record, values by their W&B names. Never waits."""
+        self.offer({"step": step, "values": values})
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self.offer({"step": step, "name": name, "text": text})
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """Sends where the picture lies: the child reads it."""
+        self.offer({"step": step, "name": name, "picture": str(path.resolve())})
+
+    def offer(self, message: dict[str, Any]) -> None:
+        """Sends a message, or counts it as dropped. Never waits."""
         if self.trouble:
             self.dropped += 1
         elif self.child is None:
@@ -88,7 +104,7 @@ class WandbSink:
         elif len(self.buffer) > self.max_buffered:
             self.dropped += 1
         else:
-            self.send({"step": step, "values": values})
+            self.send(message)
 
     def send(self, message: dict[str, Any]) -> None:
         self.buffer += json.dumps(message).encode() + b"\n"
@@ -115,12 +131,12 @@ class WandbSink:
         cause = self.trouble or "does not keep up"
         return f"W&B: {cause}; training goes on without it, metrics.jsonl has everything"
 
-    def close(self, code: int = 0, wait: float = CLOSE_SECONDS) -> None:
-        """Sends what is left and the run's exit code, and waits at most `wait` seconds for the child."""
+    def close(self, code: int = 0, closing_line: str = "", wait: float = CLOSE_SECONDS) -> None:
+        """Sends what is left, an alert and the exit code, and waits at most `wait` seconds for the child."""
         child = self.child
         if child is None or self.trouble:
             return
-        self.send({"finish": code})
+        self.send({"finish": code, "title": ending(code), "text": closing_line})
         deadline = time.monotonic() + wait
         while child.poll() is None and not self.trouble and time.monotonic() < deadline:
             self.write_buffer()

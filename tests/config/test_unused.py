@@ -95,7 +95,7 @@ READ = {
     "data": "path tokenizer split doc_mask prefetch",
     "eval": "every batches sample",
     "checkpoint": "every keep resume init_from async_save timeout_s",
-    "log": "dir name every wandb",
+    "log": "dir name every wandb tensorboard",
     "profile": "steps",
 }
 # of the keys that config/rules.py or build.py refuses where they do nothing, for any world size and in every

@@ -350,7 +350,7 @@ def test_closing_never_raises(metrics, feed, monkeypatch, capsys):
     m = metrics()
     feed(m, 1, 2)
     monkeypatch.setattr(m, "read_pending", lambda: 1 / 0)
-    monkeypatch.setattr(m.sink, "close", lambda code: 1 / 0)
+    monkeypatch.setattr(m.sinks[0], "close", lambda code, line: 1 / 0)
     m.close("told to stop")
     out = capsys.readouterr().out
     assert (

@@ -1,5 +1,6 @@
 """W&B as it behaves on bad days, played by a wandb.py that the child process finds first."""
 
+import base64
 import json
 import os
 import signal
@@ -13,6 +14,10 @@ import pytest
 from runtime.setup import WandbSettings
 from runtime.wandb_sink import WandbSink, stable_id
 
+# A PNG of one white pixel.
+DOT = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP6DwABBQECz6AuzQAAAABJRU5ErkJggg=="
+)
 FAKE = """
 import json, os, sys, time
 out = open({out!r}, "a")
@@ -20,13 +25,25 @@ def tell(*words):
     out.write(json.dumps(words) + "\\n"); out.flush()
 class Settings:
     def __init__(self, **k): tell("settings", k)
+class Config:
+    def update(self, values, allow_val_change):
+        tell("config", values)
 class Run:
+    name, config = "name", Config()
+    def define_metric(self, names, step_metric):
+        tell("axis", names, step_metric)
+    def alert(self, title, text, level):
+        tell("alert", title, text, level)
     def log(self, values, step):
         {log}
         tell("log", step, values)
     def finish(self, exit_code):
         {finish}
         tell("finish", exit_code)
+def Html(text):
+    return ["html", text]
+def Image(path):
+    return ["image", path]
 def init(**k):
     print("noise"); print("noise", file=sys.stderr)
     {init}
@@ -93,8 +110,11 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
     told, s = fake(), sink()
     for step in range(500):
         s.put(step, {"train/loss": 1 / (step + 1)})
-    s.close(code=75)
-    settings, start, *logs, last = told()
+    s.close(code=75, closing_line="3 s: another rank was told to stop")
+    settings, start, *axes, alert, last = told()
+    axes, logs = axes[:2], axes[2:]
+    assert axes == [["axis", "train/*", "tokens"], ["axis", "val/*", "tokens"]]
+    assert alert == ["alert", "name: stopped early", "3 s: another rank was told to stop", "WARN"]
     assert settings[1] == {"console": "off", "silent": True, "save_code": False, "x_stats_pid": os.getpid()}
     assert start[1] == {
         "project": "proj",
@@ -108,6 +128,23 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
     }
     assert logs == [["log", i, {"train/loss": 1 / (i + 1)}] for i in range(500)] and last == ["finish", 75]
     assert s.warning() is None and capfd.readouterr() == ("", "")
+
+
+def test_facts_texts_and_pictures(fake, sink, tmp_path):
+    """As W&B takes them: text is escaped, a picture is named by its path."""
+    told, s = fake(), sink()
+    s.describe({"parameters": 5, "dp": 2})
+    s.text(3, "sample", "def <b>f</b>():\n  pass")
+    s.picture(4, "loss", tmp_path / "loss.png")
+    s.close(code=77, closing_line="")
+    said = told()[4:]
+    assert said == [
+        ["config", {"run": {"parameters": 5, "dp": 2}}],
+        ["log", 3, {"sample": ["html", "<pre>def &lt;b&gt;f&lt;/b&gt;():\n  pass</pre>"]}],
+        ["log", 4, {"loss": ["image", str(tmp_path / "loss.png")]}],
+        ["alert", "name: failed with code 77", "-", "ERROR"],
+        ["finish", 77],
+    ]
 
 
 def test_a_resumed_run_keeps_its_id(tmp_path):
@@ -192,14 +229,19 @@ def test_a_killed_run_is_told_as_failed(fake, sink):
     told, s = fake(), sink()
     s.put(1, {"a": 1})
     s.child.stdin.close()  # what the kernel does for a killed trainer
-    assert s.child.wait(10) == 0 and told()[-2:] == [["log", 1, {"a": 1}], ["finish", 1]]
+    assert s.child.wait(10) == 0 and told()[-2:] == [["log", 1, {"a": 1}], ["finish", 1]]  # and no alert
 
 
 def test_real_wandb_offline(sink, tmp_path):
     pytest.importorskip("wandb")
     s = sink()
+    s.describe({"parameters": 31})
     for step in range(1, 4):
-        s.put(step, {"train/loss": 3.0 / step})
+        s.put(step, {"train/loss": 3.0 / step, "tokens": 100 * step})
+    s.text(3, "sample", "def f(x):")
+    picture = tmp_path / "dot.png"
+    picture.write_bytes(DOT)
+    s.picture(3, "dot", picture)
     s.close(wait=60)
     assert s.warning() is None
     (file,) = (tmp_path / "run").glob(f"wandb/offline-run-*/run-{stable_id(tmp_path / 'run')}.wandb")

@@ -1,0 +1,37 @@
+"""Where a run's numbers go beside metrics.jsonl and the console: Weights & Biases, TensorBoard.
+
+Every sink takes the same four things, and none of them stops training: a sink that fails says so once, and
+metrics.jsonl has everything.
+"""
+from pathlib import Path
+from typing import Any, Protocol
+
+Values = dict[str, Any]
+RUN_OVER = {0: "finished", 75: "stopped early"}  # exit code: how a run ended; any other is a failure
+
+
+class Sink(Protocol):
+    """A place that keeps what a run reports. No method waits long, and none raises."""
+
+    def describe(self, facts: Values) -> None:
+        """What the run is: sizes, layout, FLOPs a token."""
+
+    def put(self, step: int, values: Values) -> None:
+        """Numbers of one step, by their names in the sink ("train/loss")."""
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """A text that the model wrote."""
+
+    def picture(self, step: int, name: str, path: Path) -> None:
+        """A PNG file."""
+
+    def warning(self) -> str | None:
+        """What went wrong: the first call says it, later ones return None."""
+
+    def close(self, code: int, closing_line: str) -> None:
+        """The run is over: its exit code, and how it says so."""
+
+
+def ending(code: int) -> str:
+    """"finished", "stopped early" or "failed with code 77"."""
+    return RUN_OVER.get(code, f"failed with code {code}")
