@@ -13,6 +13,7 @@ On GPUs, tensors on the device travel over NCCL and those on the host over gloo:
   named before that, by runtime/peers.py.
 """
 import dataclasses
+import socket
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -28,6 +29,7 @@ from parallel.wire.comm import Activity, Group, Ledger
 from parallel.wire.connection import Connection, connection_of
 
 NCCL_MARGIN_S = 120.0  # that NCCL's watchdog waits longer than ours
+LAUNCHER_SECONDS = 10.0  # in which a launcher reaches the store of another node, at the end of its ranks
 CPU = torch.device("cpu")
 
 
@@ -161,6 +163,20 @@ def open_store(
         return store
     job = Group("job", tuple(range(size)), rank)
     return PrefixStore(f"attempt_{restart_count}", job.run_exchange("meeting", None, None, meet))
+
+
+def launcher_store(host: str, port: int, listener: socket.socket | None = None) -> Store:
+    """The store that a launcher keeps for its ranks (scripts/launch.py), at host and port.
+
+    listener: the socket that listens there, which the store takes; None: of a launcher on another node, which
+    reaches the store. Raises RuntimeError if that one is gone.
+    """
+    if listener is None:
+        timeout = timedelta(seconds=LAUNCHER_SECONDS)
+        return dist.TCPStore(host, port, wait_for_workers=False, timeout=timeout)
+    return dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def join_job(

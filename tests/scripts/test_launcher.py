@@ -1,0 +1,316 @@
+"""scripts/launch.py: ranks that end as a stand-in is told to, and real ones of train.py; what the launcher
+prints, its exit code, and who is left.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from ranks import MODEL, corpus
+
+from scripts import launch
+from scripts.launch import Node, RankEnd
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+# ranks that take a moment, and end with the code at their place, or by the signal where it is negative
+RANK = """
+import os, signal, sys, time
+codes = [int(code) for code in sys.argv[1].split(",")]
+rank = int(os.environ["RANK"])
+time.sleep(0.3 * rank)
+code = codes[rank]
+if code < 0:
+    os.kill(os.getpid(), -code)
+print(f"rank {rank} of {os.environ['WORLD_SIZE']} says {code}", flush=True)
+sys.exit(code)
+"""
+
+
+def run_stand_ins(codes, program=RANK, **node):
+    """The ends of ranks on this node, without a store: stand-ins need none."""
+    node = Node(**{"nproc": len(codes), "nnodes": 1, "node_rank": 0, "host": "127.0.0.1", "port": 1, **node})
+    return launch.run_ranks(node, None, [sys.executable, "-c", program, ",".join(map(str, codes))])
+
+
+# ---- the pairs of a line and a code ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "codes, code, words",
+    [
+        ([0, 0], 0, "2 ranks ended with code 0 after 0s: finished"),
+        ([1, 1], 1, "code 1 after 0s: an error, or a lost rank"),
+        ([2, 2], 2, "code 2 after 0s: a mistake, named above"),
+        ([75, 75], 75, "code 75 after 0s: stopped early, everything is saved; the same command goes on"),
+        ([76, 76], 76, "code 76 after 0s: a hang"),
+        ([77, 77], 77, "code 77 after 0s: loss or gradient stayed non-finite"),
+        ([79, 79], 79, "code 79 after 0s: a file is damaged"),
+        ([80, 80], 80, "code 80 after 0s: replicas differ"),
+        ([81, 81], 81, "code 81 after 0s: out of memory"),
+        ([82, 82], 82, "code 82 after 0s: the storage fails"),
+        ([-9, 1], 1, "begins with error: has it; rank 0 was ended by SIGKILL"),
+        ([-9, 76, 76], 76, "that were waited for are named above; rank 0 was ended by SIGKILL"),
+        ([-9], 137, "1 rank ended with code 137 after 0s; rank 0 was ended by SIGKILL"),
+        ([-15, -15], 143, "rank 0 was ended by SIGTERM; rank 1 was ended by SIGTERM"),
+        ([75, 0], 75, "stopped early"),
+        ([75, 82], 82, "the storage fails"),  # who has saved is stopped early, who has not decides
+        ([0, -11], 139, "rank 1 was ended by SIGSEGV"),
+        ([99], 99, "1 rank ended with code 99 after 0s"),
+    ],
+    ids=str,
+)
+def test_the_code_and_its_line(codes, code, words):
+    ends = [RankEnd(rank, code) for rank, code in enumerate(codes)]
+    assert launch.exit_code(ends) == code
+    line = launch.closing_line(ends, 0.2)
+    assert words in line and line.startswith("launch: ") and "\n" not in line, line
+
+
+def test_every_code_of_the_pages_has_a_meaning():
+    text = (ROOT / "docs" / "training.md").read_text()
+    table = text.split("| code | meaning |")[1].split("\n\n")[0]
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.M)} == set(launch.MEANINGS)
+
+
+def test_durations():
+    assert "after 3m20s:" in launch.closing_line([RankEnd(0, 0)], 200.4)
+    assert "after 59s:" in launch.closing_line([RankEnd(0, 0)], 59.2)
+
+
+# ---- processes ---------------------------------------------------------------------------------------------
+
+
+def test_the_ends_come_in_their_order_and_all_are_heard(capfd):
+    assert run_stand_ins([3, 0, 75]) == [RankEnd(0, 3), RankEnd(1, 0), RankEnd(2, 75)]
+    out = capfd.readouterr().out
+    assert [line for line in out.splitlines()] == [
+        "rank 0 of 3 says 3",
+        "rank 1 of 3 says 0",
+        "rank 2 of 3 says 75",
+    ]
+
+
+def test_what_does_not_end_after_a_failure_is_killed_with_its_children(monkeypatch, tmp_path):
+    """And not before its time is over."""
+    monkeypatch.setattr(launch, "FAILURE_SECONDS", 1.5)
+    program = f"""
+import os, signal, subprocess, sys, time
+if os.environ["RANK"] == "0":
+    sys.exit(82)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen(["sleep", "60"])
+open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+time.sleep(60)
+"""
+    began = time.monotonic()
+    ends = run_stand_ins([0, 0], program)
+    assert ends == [RankEnd(0, 82), RankEnd(1, -signal.SIGKILL)] and launch.exit_code(ends) == 82
+    assert 1.5 <= time.monotonic() - began < 30
+    assert is_gone(int((tmp_path / "child").read_text()))
+
+
+def test_who_has_stopped_early_has_the_others_killed_never(monkeypatch):
+    """They may write for longer than a failed job has time."""
+    monkeypatch.setattr(launch, "FAILURE_SECONDS", 0.0)
+    assert run_stand_ins([75, 0, 0]) == [RankEnd(0, 75), RankEnd(1, 0), RankEnd(2, 0)]
+
+
+@pytest.mark.parametrize("number", launch.SIGNALS, ids=lambda number: number.name)
+def test_signals_are_passed_on_to_every_rank(number, tmp_path):
+    program = f"""
+import os, pathlib, signal, sys, time
+signal.signal({int(number)}, lambda *_: sys.exit(75))
+pathlib.Path({str(tmp_path)!r}, os.environ["RANK"]).touch()
+time.sleep(60)
+"""
+    before = signal.getsignal(number)
+    sender = subprocess.Popen(
+        ["bash", "-c", f"until [ -e {tmp_path}/0 ] && [ -e {tmp_path}/1 ]; do sleep 0.05; done; "
+         f"kill -{int(number)} {os.getpid()}"]
+    )
+    ends = run_stand_ins([0, 0], program)
+    sender.wait()
+    assert {end.code for end in ends} == {75} and len(ends) == 2
+    assert signal.getsignal(number) is before
+
+
+def is_gone(pid):
+    """Whether a process ends within a while; one that nobody waits for any more is gone too."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            state = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+# ---- train.py ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    home = tmp_path_factory.mktemp("launcher")
+    return ["llama3-tiny", *MODEL, "--data.path", corpus(home)]
+
+
+def start(folder, options, words, fault=""):
+    """The launcher in this folder, which is not the checkout."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "scripts.launch", *options, "--", *words, "--log.name", "r", "--log.dir", "."],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "FAULT": fault},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finished(launcher):
+    """(exit code, what was printed, lines on stderr)"""
+    try:
+        out, err = launcher.communicate(timeout=240)
+    finally:
+        launcher.kill()
+    return launcher.returncode, out, [line for line in err.splitlines() if not line.startswith("fault ")]
+
+
+def wait_for_step(folder, launcher, step=2):
+    rows, deadline = folder / "r" / "metrics.jsonl", time.monotonic() + 200
+    while not (rows.exists() and f'"step": {step},' in rows.read_text()):
+        assert time.monotonic() < deadline and launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+
+
+def ranks_of(launcher):
+    text = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def listening(pid):
+    """Addresses at which a process listens, as /proc/net/tcp and tcp6 have them."""
+    inodes = set()
+    for file in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in pathlib.Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+def test_two_ranks_train_and_nothing_listens_to_the_network_and_a_signal_saves(tmp_path, words):
+    launcher = start(tmp_path, ["--nproc", "2"], [*words, "--parallel.tp", "2", "--train.steps", "100000"])
+    wait_for_step(tmp_path, launcher)
+    heard = [listening(pid) for pid in (launcher.pid, *ranks_of(launcher))]
+    launcher.send_signal(signal.SIGTERM)
+    code, out, errors = finished(launcher)
+    assert code == 75 and "stopped" in out, (out, errors)
+    assert len(heard) == 3 and heard[0] and set().union(*heard) <= {"0100007F"}, heard  # 127.0.0.1
+    assert len(errors) == 1
+    assert re.fullmatch(r"launch: 2 ranks ended with code 75 after .*: stopped early, .*", errors[0])
+
+    launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "3"])  # fewer: other settings
+    code, out, errors = finished(launcher)
+    assert code == 2 and len(errors) == 2 and errors[0].startswith("error: "), errors
+    assert re.fullmatch(r"launch: 2 ranks ended with code 2 after .*: a mistake, named above", errors[1])
+
+
+def test_a_job_that_finishes_and_a_mistake_that_only_ranks_can_see(tmp_path, words):
+    code, out, errors = finished(start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "2"]))
+    assert code == 0 and "done" in out and len(errors) == 1 and "code 0" in errors[0], (out, errors)
+    code, out, errors = finished(start(tmp_path, ["--nproc", "2"], [*words, "--parallel.tp", "4"]))
+    assert code == 2 and len(errors) == 2 and "parallel.tp" in errors[0] and "code 2" in errors[1], errors
+
+
+@pytest.mark.parametrize(
+    "fault, code, line",
+    [
+        ("step.begin:rank=1:step=2:act=SIGKILL", 1, "lost the connection"),
+        ("step.begin:rank=1:step=2:act=SIGSTOP", 76, "no sign of life"),
+        ("step.begin:rank=1:step=2:act=ENOSPC", 82, "ENOSPC|No space left"),
+    ],
+)
+def test_a_failure_is_told_once_by_its_rank_and_by_the_code(tmp_path, words, fault, code, line):
+    seconds = str(5 + 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
+    arguments = [*words, "--parallel.tp", "2", "--train.steps", "6", "--parallel.timeout_s", seconds]
+    ended, _, errors = finished(start(tmp_path, ["--nproc", "2"], arguments, fault))
+    assert ended == code, errors
+    assert re.search(line, errors[0]) and errors[0].startswith("error: rank "), errors
+    assert f"code {code} after" in errors[-1] and "Traceback" not in "\n".join(errors)
+    assert len(errors) <= 3  # a line of each rank, and that of the launcher
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(tmp_path, words):
+    launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "100000"])
+    wait_for_step(tmp_path, launcher)
+    ranks = ranks_of(launcher)
+    launcher.kill()
+    assert len(ranks) == 2 and all(is_gone(pid) for pid in ranks)
+    finished(launcher)
+
+
+def test_two_nodes_meet_at_an_address_of_the_first(tmp_path, words):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    arguments = [*words, "--train.steps", "2", "--parallel.zero", "1"]
+    options = ["--nproc", "1", "--nnodes", "2", "--rdzv", address, "--node-rank"]
+    nodes = [start(tmp_path, [*options, str(rank)], arguments) for rank in (1, 0)]
+    for launcher in nodes:
+        code, out, errors = finished(launcher)
+        assert code == 0 and "launch: 1 rank ended with code 0" in errors[-1], (out, errors)
+
+
+# ---- mistakes that need no rank ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options, words, line",
+    [
+        ([], ["llama3-tiny", "--parallel.tpp", "2"], "parallel.tpp: no such key; did you mean parallel.tp?"),
+        ([], ["lama3-tiny"], "lama3-tiny: no such recipe"),
+        (["--nnodes", "2"], ["llama3-tiny"], "--rdzv: jobs of several nodes need a host and a free port"),
+        (["--nnodes", "2", "--rdzv", "node0"], ["llama3-tiny"], "--rdzv: jobs of several nodes need a host"),
+        (["--nnodes", "2", "--rdzv", "a:1", "--node-rank", "2"], ["llama3-tiny"], "--node-rank: 2 is not one"),
+        (["--nnodes", "2", "--rdzv", "192.0.2.1:29500"], ["llama3-tiny"], "cannot listen at 192.0.2.1:29500"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_and_no_rank_starts(options, words, line, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "run_ranks", None)
+    assert launch.main(["--nproc", "2", *options, "--", *words]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and line in err and err.count("\n") == 1 and not out
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "run_ranks", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert launch.main(["--nproc", "1", "--nnodes", "2", "--rdzv", address, "--", "llama3-tiny"]) == 2
+    assert f"cannot listen at {address} (Address already in use)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("nproc", ["0", "-1", "many"])
+def test_a_number_of_ranks_that_is_none(nproc, capsys):
+    with pytest.raises(SystemExit) as end:
+        launch.main(["--nproc", nproc, "--", "llama3-tiny"])
+    assert end.value.code == 2 and "--nproc" in capsys.readouterr().err
+
+
+def test_the_launcher_starts_without_torch():
+    """Ranks import it meanwhile: the store comes after them."""
+    code = "import sys, scripts.launch; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
