@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from config import Config, ModelConfig, global_batch_at, sequences_seen
+from config.version import VERSION
 from parallel.wire import clock
 from runtime.console import (
     SAMPLE_WIDTH,
@@ -368,7 +369,7 @@ class MetricsLogger:
         parameters: (all, without embeddings). notes: one line each, such as the resume.
         """
         console = self.console
-        console.write(f"Bevatron 0.1 · {self.env} · run {self.run_dir}")
+        console.write(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
         console.label("model", model_text(self.cfg.model, parameters))
         console.label("layout", layout_text(self.cfg, self.env.world))
         batch = batch_text(self.cfg, self.env.world)

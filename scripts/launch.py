@@ -116,12 +116,20 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
 def create_listener(host: str, port: int) -> socket.socket:
     """Listens at an address; behind a name at all addresses of this host, since names may mean loopback."""
     for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            socket.inet_pton(family, host)
+        if is_address(family, host):
             return socket.create_server((host, port), family=family, backlog=4096)
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=4096)
     return socket.create_server(("", port), backlog=4096)
+
+
+def is_address(family: socket.AddressFamily, text: str) -> bool:
+    """Whether the text is an address in numbers, not a name."""
+    try:
+        socket.inet_pton(family, text)
+    except OSError:
+        return False
+    return True
 
 
 # ---- the ranks ---------------------------------------------------------------------------------------------
