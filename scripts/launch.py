@@ -280,7 +280,8 @@ def main(argv: list[str]) -> int:
 
     started = time.monotonic()
     ends = run_ranks(node, listener, command)
-    print(closing_line(ends, time.monotonic() - started), file=sys.stderr, flush=True)
+    if node.node_rank == 0 or any(end.code < 0 for end in ends):  # once, and where a rank was lost
+        print(closing_line(ends, time.monotonic() - started), file=sys.stderr, flush=True)
     return exit_code(ends)
 
 

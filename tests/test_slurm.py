@@ -1,5 +1,5 @@
-"""scripts/slurm/train.sbatch with stand-ins for srun, scontrol and torchrun: what is requeued and what stays
-down; and every recipe of scripts/recipes against the rules at its own world size.
+"""The scripts of scripts/slurm/ with stand-ins for srun, scontrol and the launcher: what is requeued and what
+stays down; and every recipe of scripts/recipes against the rules at its own world size.
 """
 
 import json
@@ -19,21 +19,26 @@ from model.schedules import plan_pipeline
 ROOT = pathlib.Path(__file__).parent.parent
 SCRIPT = ROOT / "scripts" / "slurm" / "train.sbatch"
 RECIPES = sorted((ROOT / "scripts" / "recipes").glob("*.sh"))
-SRUN = '#!/bin/bash\necho "srun $1" >> "$CALLS"\nshift\nSLURM_NODEID=1 exec "$@"\n'
+SRUN = """#!/bin/bash
+options=()
+while [[ $1 = -* ]]; do options+=("$1"); shift; done
+echo "srun ${options[*]}" >> "$CALLS"
+SLURM_NODEID=1 exec "$@"
+"""
 SCONTROL = (
     '#!/bin/bash\necho "scontrol $*" >> "$CALLS"\n[ "$1" = show ] && printf "node7\\nnode8\\n" || true\n'
 )
-# stands in for torchrun alone: waits for a STOP file where told to, leaves a checkpoint and an exit reason,
-# exits 1 as torchrun does
+# stands in for the launcher alone: waits for a STOP file where told to, leaves a checkpoint and an exit
+# reason
 PYTHON = """#!/bin/bash
-case "$*" in *torch.distributed.run*) ;; *) exec "$REAL" "$@" ;; esac
-echo "torchrun $*" >> "$CALLS"
+case "$*" in *scripts.launch*) ;; *) exec "$REAL" "$@" ;; esac
+echo "launch $*" >> "$CALLS"
 while [ -n "$WAIT" ] && [ ! -e "$RUN/STOP" ]; do sleep 0.02; done
 [ -z "$WAIT" ] || echo "STOP says $(cat "$RUN/STOP")" >> "$CALLS"
 rm -f "$RUN/STOP"
 [ -z "$STEP" ] || mkdir -p "$RUN/checkpoints/step_$STEP"
 [ -z "$CODE" ] || echo "{\\"code\\": $CODE$AGAIN}" > "$RUN/exit_reason$OF.json"
-[ "$CODE" = 0 ] || exit 1
+[ "$CODE" = 0 ] || exit 1  # what srun makes of many codes is not relied upon
 """
 
 
@@ -46,9 +51,11 @@ def submit(
     usr1=False,
     again=None,
     of="",
+    script=SCRIPT,
+    **more,
 ):
     """-> exit code, the calls that were made. code, again: what exit_reason.json says; of: .rankN where it is
-    not rank 0's."""
+    not rank 0's. more: of the environment."""
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("python", PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -71,9 +78,10 @@ def submit(
         "SLURM_JOB_ID": "40123",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "4",
+        **more,
     }
     job = subprocess.Popen(
-        ["bash", str(SCRIPT), *args, "--log.dir", str(tmp_path)],
+        ["bash", str(script), *args, "--log.dir", str(tmp_path)],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -81,7 +89,7 @@ def submit(
     )
     if usr1:
         deadline = time.monotonic() + 60
-        while "torchrun" not in calls.read_text() and time.monotonic() < deadline:
+        while "launch" not in calls.read_text() and time.monotonic() < deadline:
             time.sleep(0.02)
         for _ in range(2):  # SLURM may send it twice
             job.send_signal(signal.SIGUSR1)
@@ -93,18 +101,9 @@ def test_the_time_limit_stops_saves_and_requeues(tmp_path):
     rc, calls, out = submit(tmp_path, code="75", step="00000005", wait="1", usr1=True)
     assert rc == 0 and "scontrol requeue 40123" in calls, out
     assert "STOP says requeue\n" in calls
-    assert "srun --kill-on-bad-exit=1" in calls
-    for word in (
-        "--nnodes=2",
-        "--node-rank=1",
-        "--nproc-per-node=4",
-        "--master-addr=node7",
-        "--master-port=20123",
-        "--max-restarts=0",
-        "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1",
-        "train.py llama3-tiny --log.name r",
-    ):
-        assert word in calls, word
+    assert "srun --ntasks-per-node=1 --kill-on-bad-exit=1\n" in calls
+    words = "--nproc 4 --nnodes 2 --node-rank 1 --rdzv node7:20123 -- llama3-tiny --log.name r"
+    assert f"launch -m scripts.launch {words} " in calls
     assert (tmp_path / "r" / "REQUEUE").exists() and not (tmp_path / "r" / "STOP").exists()
 
 
@@ -163,7 +162,7 @@ def test_a_recipe_with_more_arguments(tmp_path):
     _, calls, _ = submit(
         tmp_path, code="0", args=("scripts/recipes/llama3-8b.sh", "--log.name", "r", "--data.path", "a b")
     )
-    assert "train.py llama3-8b " in calls and "--data.path a b" in calls and "--words" not in calls
+    assert "-- llama3-8b " in calls and "--data.path a b" in calls and "--words" not in calls
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda f: f.stem)
@@ -176,6 +175,61 @@ def test_a_recipe_is_legal_at_its_size(file):
     assert "arXiv" in text or "our choice" in text
 
 
+def test_what_the_cluster_needs_comes_from_one_file(tmp_path):
+    """Variables of NCCL, another Python, and a container with its folders."""
+    (tmp_path / "cluster.sh").write_text(
+        f"export PYTHON={tmp_path}/python CONTAINER=/images/b.sqsh CONTAINER_MOUNTS=/data\n"
+        'echo "modules loaded" >> "$CALLS"\n'
+    )
+    environment = str(tmp_path / "cluster.sh")
+    rc, calls, out = submit(tmp_path, code="0", step="00000005", ENVIRONMENT=environment, PYTHON="none")
+    assert rc == 0 and calls.startswith("modules loaded\n"), out
+    options = f"--container-workdir={ROOT} --container-mounts={ROOT},/data"
+    assert f"--container-image=/images/b.sqsh {options}" in calls
+    rc, calls, out = submit(tmp_path, ENVIRONMENT=str(tmp_path / "none.sh"))
+    assert rc == 1 and not calls and "none.sh" in out
+
+
+def test_the_file_of_the_cluster_changes_nothing_as_it_comes():
+    lines = (SCRIPT.parent / "environment.sh").read_text().splitlines()
+    assert all(line.startswith("#") or not line for line in lines)
+
+
+def test_a_sweep_takes_the_line_of_its_task(tmp_path):
+    lines = ("--log.name a --optim.lr 1e-3", "--log.name r --optim.lr 2e-3", "--optim.lr 3")
+    (tmp_path / "sweep.txt").write_text("\n".join(lines) + "\n")
+    args = (str(tmp_path / "sweep.txt"), "llama3-tiny")
+    sweep = {"script": SCRIPT.parent / "sweep.sbatch", "args": args}
+    rc, calls, out = submit(
+        tmp_path, code="75", step="00000005", wait="1", usr1=True, SLURM_ARRAY_TASK_ID="1", **sweep
+    )
+    assert rc == 0 and "scontrol requeue 40123" in calls and "STOP says requeue" in calls, out
+    assert "-- llama3-tiny --log.dir" in calls and "--log.name r --optim.lr 2e-3\n" in calls
+    for task in ("2", "3"):  # a line without a name, and none
+        rc, calls, out = submit(tmp_path, SLURM_ARRAY_TASK_ID=task, **sweep)
+        assert rc == 2 and not calls and f"line {task} of " in out and "has no --log.name" in out
+
+
+def test_an_interactive_start_ends_as_the_ranks_do(tmp_path):
+    script = SCRIPT.parent / "interactive.sh"
+    rc, calls, _ = submit(tmp_path, code="2", script=script)
+    assert rc == 1 and "launch -m scripts.launch --nproc 4 --nnodes 2" in calls  # the stand-in's code
+    assert "requeue" not in calls
+    rc, calls, out = submit(tmp_path, script=script, SLURM_JOB_ID="")
+    assert rc != 0 and not calls and "salloc" in out
+
+
+def test_a_recipe_on_one_node_takes_the_launcher(tmp_path):
+    (tmp_path / "python").write_text('#!/bin/bash\necho "$*"\n')
+    (tmp_path / "python").chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(tmp_path / "python"), "GPUS": "4"}
+    command = ["bash", "scripts/recipes/llama3-8b.sh", "--data.path", "a b"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("-m scripts.launch --nproc 4 -- llama3-8b ")
+    assert done.stdout.endswith("--data.path a b\n") and "made for 512 GPUs" in done.stderr
+
+
 def test_shell_is_sound():
-    for file in (SCRIPT, *RECIPES):
+    scripts = [*SCRIPT.parent.iterdir(), *RECIPES, *(ROOT / "scripts").glob("*.sh")]
+    for file in scripts:
         subprocess.run(["bash", "-n", str(file)], check=True)

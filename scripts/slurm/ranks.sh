@@ -1,0 +1,32 @@
+# Sourced by train.sbatch and interactive.sh, in the folder of the checkout: how the ranks of a job are started.
+# shellcheck source=scripts/slurm/environment.sh
+source "${ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1
+export PYTHON=${PYTHON:-python}
+
+IMAGE=()
+if [ -n "${CONTAINER:-}" ]; then
+    IMAGE=(--container-image="$CONTAINER" --container-workdir="$PWD"
+        --container-mounts="$PWD${CONTAINER_MOUNTS:+,$CONTAINER_MOUNTS}")
+fi
+
+read_words() { # sets WORDS, those of train.py. A recipe prints its own with --words.
+    # shellcheck disable=SC2034
+    case ${1:-} in
+        *.sh) mapfile -t WORDS < <(bash "$@" --words) ;;
+        *) WORDS=("$@") ;;
+    esac
+}
+
+start_ranks() { # one launcher a node
+    # Static rendezvous: ranks follow the nodes, and the head is a node of this job, not the host that sbatch
+    # was typed on.
+    HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+    PORT=$((20000 + SLURM_JOB_ID % 20000))
+    GPUS=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-1}}}
+    export HEAD PORT GPUS
+    # The variables of a task are known inside srun alone; hence the quotes.
+    # shellcheck disable=SC2016
+    srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${IMAGE[@]}" bash -c 'exec "$PYTHON" -m scripts.launch \
+        --nproc "$GPUS" --nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --rdzv "$HEAD:$PORT" -- "$@"' \
+        train "$@"
+}
