@@ -1,7 +1,7 @@
 """Train a language model: one step, and the loop around it.
 
     python train.py [NAME] [--config FILE] [--section.field VALUE ...]   NAME: a recipe; without: quickstart
-    torchrun --standalone --nproc-per-node 8 train.py NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
+    python -m scripts.launch --nproc 8 -- NAME --parallel.tp 2 --parallel.pp 2 --parallel.zero 1
     python train.py --list                                               every recipe with its size and shape
     python train.py NAME --help [SECTION | WORD]                         every key: type, meaning, default
 """

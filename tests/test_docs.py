@@ -1,6 +1,6 @@
-"""The pages for people (README, CONTRIBUTING, docs/): links, paths, keys and names in them exist, and every
-command in them runs, at a tiny size; what cannot run here is parsed by its own program, and is listed with
-its reason.
+"""The pages for people (README, CONTRIBUTING, CHANGELOG, docs/): links, paths, keys and names in them exist,
+and every command in them runs, at a tiny size; what cannot run here is parsed by its own program, and is
+listed with its reason.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from ranks import job
 from test_house import MAY
 
 import benchmarks.command
+import bevatron.__main__
 import config
 import proof.mutate.command
 import proof.mutate.table
@@ -33,6 +34,7 @@ import scripts.compare
 import scripts.convert
 import scripts.evaluate
 import scripts.generate
+import scripts.launch
 import scripts.plan
 import scripts.prepare_data
 import scripts.schedule
@@ -43,7 +45,10 @@ from proof.verify.overrides import check_free, read_overrides, split_overrides
 from proof.verify.tiny_config import tiny_config
 
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 LANGUAGES = ("bash", "text", "python", "diff", "mermaid")
 README_WORDS = 1500
 
@@ -182,7 +187,7 @@ def path_problems(page: Page) -> list[str]:
     ]
     problems = []
     for word in re.findall(r"[\w./*{}~-]+", re.sub(r"https?://\S+", "", "\n".join(texts))):
-        word = word.strip(".").removeprefix("./")
+        word = word.rstrip(".").removeprefix("./")
         word = re.sub(r"^(\.\./)+", "", word)
         if not is_path(word) or PLACEHOLDER.search(word) or word.startswith(USERS):
             continue
@@ -285,7 +290,7 @@ def name_problems(page: Page) -> list[str]:
 
 # ---- commands ----------------------------------------------------------------------------------------------
 
-PROGRAMS = ("python", "torchrun", "bash", "sbatch")
+PROGRAMS = ("python", "torchrun", "bash", "sbatch", "pip", "bevatron")
 PARSERS: dict[str, Callable] = {
     "scripts.bench": lambda words: benchmarks.command.make_parser().parse_known_args(words),
     "scripts.compare": lambda words: scripts.compare.arguments().parse_known_args(words),
@@ -355,12 +360,21 @@ def parse(words: list[str]) -> None:
     if program == "torchrun":
         options = torch.distributed.run.get_args_parser().parse_args(rest)
         parse_train(options.training_script, options.training_script_args, int(options.nproc_per_node))
+    elif program == "pip":
+        assert rest[0] == "install", rest
+        for word in rest[1:]:
+            assert word.startswith("-") or (ROOT / word).exists(), f"{word} does not exist"
+    elif program == "bevatron":
+        module = bevatron.__main__.COMMANDS[rest[0]][0]
+        parse(["python", *(["train.py"] if module == "train" else ["-m", module]), *rest[1:]])
     elif program == "sbatch":
         script = next(i for i, word in enumerate(rest) if word.endswith((".sh", ".sbatch")))
         options = dict(zip(rest[:script:2], rest[1:script:2]))
-        assert set(options) <= {"--nodes", "--gpus-per-node"} and (ROOT / rest[script]).exists(), rest
+        assert set(options) <= {"--nodes", "--gpus-per-node", "--array"}, rest
+        assert (ROOT / rest[script]).exists(), rest
         world = int(options["--nodes"]) * int(options["--gpus-per-node"])
-        parse_recipe_or_words(rest[script + 1 :], world)
+        is_sweep = rest[script].endswith("sweep.sbatch")  # its file comes first
+        parse_recipe_or_words(rest[script + 1 + is_sweep :], world)
     elif program == "bash":
         assert (ROOT / rest[0]).exists(), f"{rest[0]} does not exist"
         subprocess.run(["bash", "-n", str(ROOT / rest[0])], check=True)
@@ -411,6 +425,10 @@ def parse_script(module: str, words: list[str]) -> None:
         check_free(read_overrides(settings))
         tiny_config(options.name, options.world, read_overrides(settings))
         return
+    if module == "scripts.launch":
+        options = scripts.launch.arguments().parse_args(words)
+        parse_train("train.py", options.words, options.nproc * options.nnodes)
+        return
     options, rest = PARSERS[module](words)
     if module == "scripts.plan" and options.name:
         config.resolve(options.name, None, rest)
@@ -433,7 +451,10 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "bash scripts/scaling/": "installs packages and trains for minutes; tests/scaling/ runs its parts",
     "python -m scripts.scaling fit": "needs a ladder; tests/scaling/ fits",
     "python -m scripts.scaling next": "needs a ladder, and trains for minutes",
-    "bash scripts/recipes/": "starts a torchrun on the GPUs of a node",
+    "bash scripts/recipes/": "starts ranks on the GPUs of a node",
+    "--nnodes": "needs two machines; tests/scripts/test_launcher.py has two nodes on one",
+    "pip install": "installs; tests/test_install.py does, into a folder",
+    "bevatron ": "needs an installation; tests/test_install.py runs the command",
     "sbatch ": "needs SLURM; tests/test_slurm.py runs the script with stand-ins",
     "python -m pytest": "runs tests, which are run anyway",
     "python -m scripts.bench": "a race of minutes; tests/benchmarks/ runs its parts",
@@ -457,7 +478,7 @@ TRAIN = {
 }
 SMALLER = {  # words in a command: what is changed, so that it takes a moment
     "python train.py": TRAIN,
-    "torchrun": TRAIN,
+    "scripts.launch": TRAIN,
     "--train.ramp": {"--train.steps": "2", "--train.ramp": "16,16,64"},
     "--checkpoint.every": {"--checkpoint.every": "1"},
     "--train.steps 400": {"--train.steps": "3"},
@@ -525,13 +546,13 @@ def prepare(folder: pathlib.Path) -> pathlib.Path:
 def run(command: Command, folder: pathlib.Path) -> tuple[int, str]:
     """(exit code, output) of a command in this folder."""
     words = made_smaller(command)
-    if words[0] == "torchrun":
-        options = torch.distributed.run.get_args_parser().parse_args(words[1:])
+    if words[1:3] == ["-m", "scripts.launch"]:
+        options = scripts.launch.arguments().parse_args(words[3:])
         end = job(
             folder,
-            int(options.nproc_per_node),
+            options.nproc,
             [
-                *options.training_script_args,
+                *options.words,
                 "--log.dir",
                 str(folder / "runs"),
                 "--data.path",
@@ -728,6 +749,12 @@ WRONG_COMMANDS = (
     "python train.py llama3-tiny --train.step 5",
     "python train.py llama3-tiny --help recomputation-of-parts",
     "python trains.py",
+    "python -m scripts.launch --nprocs 4 -- llama3-tiny",
+    "python -m scripts.launch --nproc 4 -- llama3-tiny --parallel.tp 3",
+    "python -m scripts.launch --nproc 4 -- lama3-tiny",
+    "bevatron trian llama3-tiny",
+    "bevatron train lama3-tiny",
+    "pip install -r requirement.txt",
     "torchrun --nproc-per-nodes 4 train.py llama3-tiny",
     "torchrun --nproc-per-node 4 train.py llama3-tiny --parallel.tp 3",
     "python -m scripts.plan llama3-8b --gpu-count 64 --cluster h100-ib",

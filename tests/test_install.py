@@ -2,6 +2,7 @@
 the names of ours alone.
 """
 
+import json
 import os
 import pathlib
 import shutil
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import zipfile
 
+import numpy as np
 import pytest
 
 import config.version
@@ -19,7 +21,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 TINY = (
     "--model.layers 1 --model.hidden 32 --model.heads 4 --model.kv_heads 2 --model.ffn 48 --train.steps 2 "
     "--train.seq_len 16 --train.micro_batch 1 --train.global_batch 4 --train.threads 1 --eval.batches 1 "
-    "--eval.sample 0 --data.tokenizer bytes --log.name tiny"
+    "--eval.every none --eval.sample 0 --data.path corpus --log.name tiny"
 ).split()
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
@@ -56,6 +58,9 @@ def elsewhere(tmp_path):
     for name in ("data", "config"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise ImportError('this is not of Bevatron')\n")
+    letters = np.random.default_rng(0).integers(97, 123, (60, 40))
+    documents = [json.dumps({"text": "".join(map(chr, row))}) for row in letters]
+    (tmp_path / "text.jsonl").write_text("\n".join(documents) + "\n")
     return tmp_path
 
 
@@ -99,15 +104,23 @@ def test_the_requirements_of_the_wheel_are_those_of_the_files(wheel):
 
 
 def test_it_trains_in_a_folder_with_packages_of_our_names(place, elsewhere):
-    out, _ = run(place, elsewhere, "-m", "bevatron", "train", "quickstart", *TINY)
+    prepare_data(place, elsewhere)
+    out, _ = run(place, elsewhere, "-m", "bevatron", "train", "llama3-tiny", *TINY)
     assert out.startswith(f"Bevatron {config.version.VERSION} · torch ") and "2/2" in out
     assert (elsewhere / "runs" / "tiny" / "summary.json").exists()
     out, _ = run(place, elsewhere, "-m", "bevatron", "evaluate", "runs/tiny")
     assert "loss" in out
 
 
+def prepare_data(place, folder):
+    """Its workers are new interpreters."""
+    words = "prepare_data --input text.jsonl --tokenizer bytes --out corpus --workers 2".split()
+    run(place, folder, "-m", "bevatron", *words)
+
+
 def test_ranks_and_workers_find_it_too(place, elsewhere):
-    _, err = run(place, elsewhere, "-m", "bevatron", "launch", "--nproc", "2", "--", "quickstart", *TINY)
+    prepare_data(place, elsewhere)
+    _, err = run(place, elsewhere, "-m", "bevatron", "launch", "--nproc", "2", "--", "llama3-tiny", *TINY)
     assert "launch: 2 ranks ended with code 0" in err
     if sys.version_info >= (3, 11):  # 3.10 has no PYTHONSAFEPATH: bevatron/__main__.py says what follows
         words = "verify llama3-tiny --world 2 --layouts 1".split()
