@@ -3,6 +3,7 @@
 A run that is done is skipped, one that was stopped goes on where it was. So the same command again finishes a
 ladder that was killed, and an array job may run each size on a machine of its own.
 """
+import os
 import signal
 import subprocess
 import sys
@@ -57,8 +58,15 @@ class Programs:
         """Runs a command, appends what it prints to a file, and returns its exit code."""
         if self.is_stopped:
             return STOPPED_EARLY
+        path = os.pathsep.join([str(TRAIN_FILE.parent), os.environ.get("PYTHONPATH", "")])  # -m, in any folder
         with open(output, "a") as file:
-            process = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+            process = subprocess.Popen(
+                words,
+                env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             self.running.add(process)
             if self.is_stopped:  # the signal came while it was started
                 process.send_signal(signal.SIGTERM)
@@ -69,15 +77,19 @@ class Programs:
 
     def train(self, argv: list[str], ranks: int, output: Path, launcher: list[str] | None = None) -> int:
         """Runs train.py. launcher: the words that start its processes; None: `ranks` on this node."""
-        return self.run([*(launcher or launcher_of(ranks)), str(TRAIN_FILE), *argv], output)
+        if launcher:
+            return self.run([*launcher, str(TRAIN_FILE), *argv], output)
+        if ranks == 1:
+            return self.run([sys.executable, str(TRAIN_FILE), *argv], output)
+        launch = [sys.executable, "-m", "scripts.launch", "--nproc", str(ranks), "--"]
+        return self.run([*launch, *argv], output)
 
 
-def launcher_of(ranks: int) -> list[str]:
-    """The words that start this many processes of a program on this node."""
+def torchrun_words(ranks: int) -> list[str]:
+    """The words that start this many processes of another program on this node."""
     if ranks == 1:
         return [sys.executable]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    return [*torchrun, "--nproc-per-node", str(ranks), "--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
 
 
 def run_all(chains: Iterable[Callable[[], int]], jobs: int) -> int:

@@ -12,7 +12,7 @@ from plan.machine import read_machine
 from runtime.guard import NonFiniteLoss
 from runtime.setup import pick_device
 from scaling import figures
-from scaling.experiment import Programs, launcher_of, run_all
+from scaling.experiment import Programs, torchrun_words, run_all
 from scaling.settings import (
     LAPTOP_MODEL,
     LAPTOP_SETTINGS,
@@ -176,7 +176,7 @@ def hardware_of(
         return None
     file = args.out / f"machine-{ranks}.json"
     threads = cfg.train.threads or max(1, (os.cpu_count() or 1) // ranks)
-    words = [*launcher_of(ranks), "-m", "scripts.bench", "machine", "--out", str(file)]
+    words = [*torchrun_words(ranks), "-m", "scripts.bench", "machine", "--out", str(file)]
     words += ["--dtype", cfg.train.dtype, "--threads", str(threads)]
     if programs.run(words, args.out / "machine.log"):
         raise ConfigError(f"--cluster: this machine could not be measured; {args.out}/machine.log says why; "
