@@ -1,8 +1,8 @@
 """Start-up of one process: its rank, device, threads and seeds. The only reader of environment variables.
 
-Rank and world size come from torchrun's variables, else from those of a bare `srun`, else this is the only
-process. The environment is never written to a file or a log, and `redact` removes secrets from text that is
-about to be written.
+Rank and world size come from torchrun's variables, which scripts/launch.py sets too, else from those of a
+bare `srun`, else this is the only process. The environment is never written to a file or a log, and `redact`
+removes secrets from text that is about to be written.
 """
 import contextlib
 import ctypes

@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]  public all the same
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroup, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -173,8 +174,8 @@ def launcher_store(host: str, port: int, listener: socket.socket | None = None) 
     """
     if listener is None:
         timeout = timedelta(seconds=LAUNCHER_SECONDS)
-        return dist.TCPStore(host, port, wait_for_workers=False, timeout=timeout)
-    return dist.TCPStore(
+        return TCPStore(host, port, wait_for_workers=False, timeout=timeout)
+    return TCPStore(
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
     )
 
