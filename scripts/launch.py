@@ -109,7 +109,8 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
     try:
         return node, create_listener(node.host, node.port)
     except OSError as error:
-        raise ConfigError(f"--rdzv: cannot listen at {options.rdzv} ({error.strerror}); it must be an "
+        reason = os.strerror(error.errno or 0)  # error.strerror repeats the address
+        raise ConfigError(f"--rdzv: cannot listen at {options.rdzv} ({reason}); it must be an "
                           "address of node 0 with a port that nothing uses") from None
 
 
