@@ -58,7 +58,8 @@ class Programs:
         """Runs a command, appends what it prints to a file, and returns its exit code."""
         if self.is_stopped:
             return STOPPED_EARLY
-        path = os.pathsep.join([str(TRAIN_FILE.parent), os.environ.get("PYTHONPATH", "")])  # -m, in any folder
+        # our modules are found in whatever folder this was started
+        path = os.pathsep.join([str(TRAIN_FILE.parent), os.environ.get("PYTHONPATH", "")])
         with open(output, "a") as file:
             process = subprocess.Popen(
                 words,

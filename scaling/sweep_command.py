@@ -12,7 +12,7 @@ from plan.machine import read_machine
 from runtime.guard import NonFiniteLoss
 from runtime.setup import pick_device
 from scaling import figures
-from scaling.experiment import Programs, torchrun_words, run_all
+from scaling.experiment import Programs, run_all, torchrun_words
 from scaling.settings import (
     LAPTOP_MODEL,
     LAPTOP_SETTINGS,
