@@ -133,7 +133,7 @@ def grouped_cases(inputs: Inputs) -> dict[str, Case]:
         b = fp8_grouped.quantized_experts(stacked, size.experts, weight_kind, fp8.BLOCK_SIDE).ahead
         return Case(
             work=flops,
-            ours=lambda: fp8_grouped.launch_grouped_product(a, b, offsets, size.experts, inputs.dtype),
+            ours=lambda: fp8_grouped.launch_grouped_product(a, b, rows, size.experts, inputs.dtype),
             others={"in bf16": lambda: torch._grouped_mm(x, weight.mT, offs=ends)},
         )
 

@@ -639,7 +639,7 @@ def fp8_products(inputs: Inputs) -> Checks:
 def fp8_grouped_products(inputs: Inputs) -> Checks:
     size = inputs.size
     counts = expert_counts(inputs)
-    offsets = grouped_gemm.offsets_of(counts, inputs.device)
+    rows = grouped_gemm.row_tiles(counts, sum(counts), inputs.device)
     x = inputs.randn(sum(counts), size.hidden)
     weight = inputs.randn(size.experts, 2 * size.expert_ffn, size.hidden)
     for recipe, (kind, weight_kind, _) in fp8_grouped.RECIPES.items():
@@ -648,7 +648,7 @@ def fp8_grouped_products(inputs: Inputs) -> Checks:
         b = fp8_grouped.quantized_experts(stacked, size.experts, weight_kind, fp8.BLOCK_SIDE).ahead
 
         def ours(a=a, b=b) -> Results:
-            return {"y": fp8_grouped.grouped_product(a, b, offsets, size.experts, BF16)}
+            return {"y": fp8_grouped.grouped_product(a, b, rows, size.experts, BF16)}
 
         def definition(a=a, b=b) -> Results:
             by_expert = b.dequantized().view(size.experts, -1, size.hidden)

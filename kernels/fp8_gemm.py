@@ -21,7 +21,6 @@ from torch import Tensor
 
 from kernels import fp8
 from kernels.fp8 import Maxima
-from kernels.grad import write_or_add
 from kernels.linear import skewed
 from kernels.tiles import tile_of_program, write_tile
 from kernels.triton_ import (
@@ -105,7 +104,7 @@ def write_scaled_product(
         return scaled_product(a, b, dtype)
     if into.dtype == torch.float32 and library_multiplies(a):
         if library_returns_fp32(a.q.device, a.kind, a.q.dtype):
-            return write_or_add(into, multiply_by_library(a, b, torch.float32), add)
+            return write_by_library(into, a, b, add)
     if into.dtype in DTYPES and into.is_contiguous() and triton_fits(a, b):
         return launch_scaled_product(a, b, into, add)
     left = a.dequantized().to(into.dtype)
@@ -126,8 +125,10 @@ def library_multiplies(a: QuantizedMatrix) -> bool:
     return has_scales and a.q.device.type == "cuda" and a.q.shape[1] % UNIT == 0
 
 
-def multiply_by_library(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
-    """As scaled_product, of operands with a scale a tensor or a row."""
+def multiply_by_library(
+    a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
+    """As scaled_product, of operands with a scale a tensor or a row. out: the result is written there."""
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
         a.q,
         b.q.t(),
@@ -135,13 +136,21 @@ def multiply_by_library(a: QuantizedMatrix, b: QuantizedMatrix, dtype: torch.dty
         scale_b=b.scale.t(),
         out_dtype=dtype,
         use_fast_accum=takes_fast_accumulation(a),
+        out=out,
     )
+
+
+def write_by_library(into: Tensor, a: QuantizedMatrix, b: QuantizedMatrix, add: bool) -> Tensor:
+    """into = a b^T, in fp32 and without a copy, or (add) into += a b^T. The library cannot add itself."""
+    if add:
+        return into.add_(multiply_by_library(a, b, torch.float32))
+    return multiply_by_library(a, b, torch.float32, out=into)
 
 
 @cache
 def library_returns_fp32(device: torch.device, kind: str, dtype: torch.dtype) -> bool:
-    """Whether multiply_by_library returns products in fp32 on this device: tried once, on a small one whose
-    result is known. Where it does not, a line says so.
+    """Whether multiply_by_library returns and writes products in fp32 on this device: tried once, on a small
+    one whose result is known. Where it does not, a line says so.
 
     kind: of the scales. dtype: of a; b is E4M3.
     """
@@ -164,13 +173,17 @@ def obstacle_to_fp32(device: torch.device, kind: str, dtype: torch.dtype) -> str
         scales.append(2.0**powers[:, None])
     quantized_a = QuantizedMatrix(a.to(dtype), scales[0], kind, fp8.BLOCK_SIDE)
     quantized_b = QuantizedMatrix(b.to(fp8.E4M3), scales[1], kind, fp8.BLOCK_SIDE)
+    want = 385.0 * scales[0] * scales[1].t()
+    written = torch.full((rows, columns), float("nan"), device=device)
+    address = written.data_ptr()
     try:
         result = multiply_by_library(quantized_a, quantized_b, torch.float32)
+        write_by_library(written, quantized_a, quantized_b, add=False)
     except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
-    want = 385.0 * scales[0] * scales[1].t()
-    is_exact = result.dtype == torch.float32 and bool((result == want).all())
-    return None if is_exact else "a wrong result"
+    is_in_place = written.data_ptr() == address
+    is_exact = result.dtype == torch.float32 and bool((result == want).all() and (written == want).all())
+    return None if is_in_place and is_exact else "a wrong result"
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------

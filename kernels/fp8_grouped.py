@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kernels import grouped_gemm
 from kernels.fp8 import E4M3, E5M2, Maxima, quantize_pair
 from kernels.fp8_gemm import (
     QuantizedMatrix,
@@ -29,21 +30,23 @@ from kernels.fp8_gemm import (
 from kernels.fp8_gemm import triton_fits as fp8_gemm_fits
 from kernels.fp8_weight import quantize_once
 from kernels.grouped_gemm import (
+    PROGRAMS,
+    RowTiles,
     accumulate_wgrad,
-    expert_of_tile,
     grouped_forward,
+    row_tiles,
     triton_fits,
-    wgrad_in_triton,
 )
 from kernels.tiles import inside_matrix, tile_offsets
-from kernels.triton_ import TensorDescriptor, ceil_div, power_of_2, tl, triton
+from kernels.triton_ import TensorDescriptor, ceil_div, num_processors, tl, triton
 
 RECIPES = {
     "tensorwise": Recipe("row", "matrix", E5M2),
     "rowwise": Recipe("row", "row", E5M2),
     "blockwise": Recipe("group", "block", E4M3),
 }
-# two programs fit a processor: one begins or ends a tile, whose products are few, while the other multiplies
+# M: as in grouped_gemm.TILE, whose row_tiles divide the rows. Two programs fit a processor: one begins or ends
+# a tile, whose products are few, while the other multiplies
 TILE = {"M": 128, "N": 128, "num_warps": 8, "num_stages": 3}
 EXACT = {**TILE, "num_stages": 4}  # if part of the sum is added to fp32 on the way: registers for one program
 EACH = {**EXACT, "N": 64}  # if scales change along the summed dim, and each row of W has its own
@@ -80,43 +83,45 @@ def quantized_experts(weight: Tensor, experts: int, kind: str, side: int) -> Qua
 def grouped_product(
     a: QuantizedMatrix,
     b: QuantizedMatrix,
-    counts: list[int] | Tensor,
+    rows: list[int] | RowTiles,
     experts: int,
     dtype: torch.dtype,
 ) -> Tensor:
     """a [m, k], b [experts * o, k] -> [m, o] in dtype.
 
-    counts: number of rows of each expert; for Triton, the offsets on the device (grouped_gemm.offsets_of).
+    rows: how many each expert has; for Triton, their tiles on the device (grouped_gemm.row_tiles).
     """
-    if isinstance(counts, Tensor):
-        return launch_grouped_product(a, b, counts, experts, dtype)
+    if isinstance(rows, RowTiles):
+        return launch_grouped_product(a, b, rows, experts, dtype)
     weight = b.dequantized().view(experts, -1, b.q.shape[1])
-    return grouped_forward(a.dequantized(), weight, counts).to(dtype)
+    return grouped_forward(a.dequantized(), weight, rows).to(dtype)
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
 def scaled_grouped_kernel(
-    A, B, Y, A_SCALE, B_SCALE, OFFSETS, experts, inner, outer, a_row, a_step, b_row, b_step,
+    A, B, Y, A_SCALE, B_SCALE, TILES, inner, outer, a_row, a_step, b_row, b_step,
     BY_STEP: tl.constexpr,
     SHARED: tl.constexpr,
     EXACT: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
-    EXPERTS: tl.constexpr,
 ):
-    """One tile [M, N] of Y [m, outer] = A [m, inner] times the rows of B of its expert.
+    """Every num_programs-th tile [M, N] of Y [m, outer] = A [m, inner] times the rows of B of its expert.
 
-    B [experts * outer, inner] has [outer, inner] of each expert. The other arguments are those of scaled_tile
-    in kernels/fp8_gemm.py.
+    B [experts * outer, inner] has [outer, inner] of each expert. TILES: those of a RowTiles. The other
+    arguments are those of scaled_tile in kernels/fp8_gemm.py.
     """
     tiles_across = tl.cdiv(outer, N)
-    tile = tl.program_id(0) // tiles_across
-    column = tl.program_id(0) % tiles_across * N
-    exists, expert, row, end = expert_of_tile(OFFSETS, experts, tile, M=M, EXPERTS=EXPERTS)
-    if exists:
+    num_tiles = tl.load(TILES) * tiles_across
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        entry = TILES + (1 + tile // tiles_across) * 4
+        expert = tl.load(entry)
+        row = tl.load(entry + 1)
+        end = tl.load(entry + 2)
+        column = tile % tiles_across * N
         first = expert * outer  # of the expert's rows of B
         total = scaled_tile(
             A, B, A_SCALE, B_SCALE, row, end, first + column, first + outer, inner,
@@ -144,7 +149,7 @@ def tile_of(steps: Steps) -> dict[str, int]:
 def launch_grouped_product(
     a: QuantizedMatrix,
     b: QuantizedMatrix,
-    offsets: Tensor,
+    rows: RowTiles,
     experts: int,
     dtype: torch.dtype,
 ) -> Tensor:
@@ -153,15 +158,14 @@ def launch_grouped_product(
     outer = b.q.shape[0] // experts
     steps = steps_of(a, b)
     tile = tile_of(steps)
-    tiles_m = ceil_div(m, tile["M"]) + experts  # an expert has at most one tile that is not full
-    tiles_n = ceil_div(outer, tile["N"])
+    assert tile["M"] == grouped_gemm.TILE["M"], "row_tiles divide the rows for both kinds of products"
+    most_tiles = (len(rows.tiles) - 1) * ceil_div(outer, tile["N"])
     y = torch.empty(m, outer, dtype=dtype, device=a.q.device)
-    scaled_grouped_kernel[(tiles_m * tiles_n,)](
+    scaled_grouped_kernel[(min(most_tiles, PROGRAMS * num_processors(a.q.device)),)](
         TensorDescriptor.from_tensor(a.q, [tile["M"], steps.K]),
         TensorDescriptor.from_tensor(b.q, [tile["N"], steps.K]),
-        y, a.scale, b.scale, offsets, experts, k, outer,
+        y, a.scale, b.scale, rows.tiles, k, outer,
         **steps._asdict(),
-        EXPERTS=power_of_2(experts),
         **tile,
     )
     return y
@@ -181,10 +185,15 @@ class _ScaledGrouped(torch.autograd.Function):
         ctx.weight = weight  # the Parameter itself, which has main_grad
         ctx.experts = len(counts)
         ctx.triton = triton_fits(x, by_expert) and fp8_gemm_fits(a, b)
-        ctx.counts = wgrad_in_triton(counts, ctx.triton, x.device)
+        if ctx.triton:
+            ctx.rows = row_tiles(counts, len(x), x.device)
+            ctx.counts = ctx.rows.offsets
+        else:
+            ctx.rows = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+            ctx.counts = ctx.rows
         ctx.recipe = RECIPES[recipe]
         ctx.side = side
-        return grouped_product(a, b, ctx.counts, ctx.experts, x.dtype)
+        return grouped_product(a, b, ctx.rows, ctx.experts, x.dtype)
 
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
@@ -195,5 +204,5 @@ class _ScaledGrouped(torch.autograd.Function):
             kind, weight_kind, dtype = ctx.recipe
             transposed = quantized_experts(ctx.weight, ctx.experts, weight_kind, ctx.side).back
             quantized_dy = quantize_operand(dy, kind, dtype, ctx.side)
-            dx = grouped_product(quantized_dy, transposed, ctx.counts, ctx.experts, dy.dtype)
+            dx = grouped_product(quantized_dy, transposed, ctx.rows, ctx.experts, dy.dtype)
         return dx, accumulate_wgrad(ctx, dy, x), None, None, None

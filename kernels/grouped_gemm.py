@@ -92,30 +92,6 @@ def grouped_wgrad(into: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int], ad
 # ---- Triton ----------------------------------------------------------------------------------------------
 
 @triton.jit
-def expert_of_tile(OFFSETS, experts, tile, M: tl.constexpr, EXPERTS: tl.constexpr):
-    """The rows of tile number `tile`, if each expert in turn takes as many tiles of M rows as it needs.
-
-    Returns (whether there is such a tile, its expert, its first row, the end of its expert's rows).
-    EXPERTS: the number of experts, rounded up to a power of two.
-    """
-    # of each expert: its rows, its tiles, and whether this tile is one of them
-    experts_range = tl.arange(0, EXPERTS)
-    starts = tl.load(OFFSETS + experts_range, experts_range < experts, 0)
-    ends = tl.load(OFFSETS + experts_range + 1, experts_range < experts, 0)
-    tiles = tl.cdiv(ends - starts, M)
-    tiles_before = tl.cumsum(tiles, 0) - tiles  # of the experts before this one
-    is_mine = (tile >= tiles_before) & (tile < tiles_before + tiles)
-    first_rows = starts + (tile - tiles_before) * M
-
-    # one expert is left at most, so a sum selects it
-    exists = tl.sum(is_mine.to(tl.int32), 0) > 0
-    expert = tl.sum(tl.where(is_mine, experts_range, 0), 0)
-    row = tl.sum(tl.where(is_mine, first_rows, 0), 0)
-    end = tl.sum(tl.where(is_mine, ends, 0), 0)
-    return exists, expert, row, end
-
-
-@triton.jit
 def row_tiles_kernel(COUNTS, OFFSETS, TILES, experts, M: tl.constexpr, EXPERTS: tl.constexpr):
     """One program an expert: its place in OFFSETS [experts + 1], and its tiles of M rows in TILES.
 
@@ -323,16 +299,6 @@ def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, add: bool
         **WGRAD,
     )
     return into
-
-
-def wgrad_in_triton(counts: Sequence[int] | Tensor, triton: bool, device: torch.device) -> list[int] | Tensor:
-    """The rows of each expert in the form that the products take.
-
-    The kernels take offsets on the device (offsets_of), the loops take numbers on the host.
-    """
-    if triton:
-        return offsets_of(counts, device)
-    return counts.tolist() if isinstance(counts, Tensor) else list(counts)
 
 
 def accumulate_wgrad(ctx, dy: Tensor, x: Tensor) -> Tensor | None:

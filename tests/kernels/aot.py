@@ -272,8 +272,8 @@ def scaled_grouped(a: str, b: str, gradient: bool) -> Case:
     meta, types = eight_bits(a, b, gradient=gradient, grouped=True)
     return Case(
         fp8_grouped.scaled_grouped_kernel,
-        {**meta, "EXPERTS": 64},
-        {**types, "OFFSETS": "*i32"},
+        meta,
+        {**types, "TILES": "*i32"},
         "gemm",
         TMA,
     )

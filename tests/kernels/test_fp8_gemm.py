@@ -96,24 +96,36 @@ def test_the_library_takes_what_it_is_given(kinds):
 # ---- the library's weight gradient -------------------------------------------------------------------------
 
 
-def in_fp32(a, b, dtype):
+def in_fp32(a, b, dtype, out=None):
     """What the library does where it is able to."""
-    return (a.dequantized() @ b.dequantized().t()).to(dtype)
+    product = (a.dequantized() @ b.dequantized().t()).to(dtype)
+    return product if out is None else out.copy_(product)
 
 
-def rounds(a, b, dtype):
+def rounds(a, b, dtype, out=None):
     return in_fp32(a, b, torch.bfloat16).float()
 
 
-def in_16_bits(a, b, dtype):
+def in_16_bits(a, b, dtype, out=None):
     return in_fp32(a, b, torch.bfloat16)
 
 
-def forgets_scales(a, b, dtype):
+def forgets_scales(a, b, dtype, out=None):
     return a.q.float() @ b.q.float().t()
 
 
-def refuses(a, b, dtype):
+def forgets_where(a, b, dtype, out=None):
+    return in_fp32(a, b, dtype)
+
+
+def writes_elsewhere(a, b, dtype, out=None):
+    product = in_fp32(a, b, dtype)
+    if out is not None:
+        out.set_(product)
+    return product
+
+
+def refuses(a, b, dtype, out=None):
     raise RuntimeError("Only bf16 high precision output types are supported for row-wise scaling.\nmore")
 
 
@@ -124,6 +136,8 @@ def refuses(a, b, dtype):
     (rounds, "a wrong result"),
     (in_16_bits, "a wrong result"),
     (forgets_scales, "a wrong result"),
+    (forgets_where, "a wrong result"),
+    (writes_elsewhere, "a wrong result"),
     (refuses, "Only bf16 high precision output types are supported for row-wise scaling."),
 ])
 def test_the_library_is_tried_before_it_is_used(monkeypatch, library, obstacle, kind, dtype):
@@ -142,13 +156,22 @@ def test_where_it_returns_fp32_it_is_added_to_the_weight_gradient(monkeypatch):
     calls = []
     monkeypatch.setattr(fp8_gemm, "library_multiplies", lambda a: a.kind in ("tensor", "row"))
     monkeypatch.setattr(fp8_gemm, "library_returns_fp32", lambda device, kind, dtype: kind == "tensor")
-    monkeypatch.setattr(fp8_gemm, "multiply_by_library", lambda *args: calls.append(args) or in_fp32(*args))
+
+    def library(a, b, dtype, out=None):
+        calls.append(out)
+        return in_fp32(a, b, dtype, out)
+
+    monkeypatch.setattr(fp8_gemm, "multiply_by_library", library)
     for kind, count in (("tensor", 1), ("row", 0), ("group", 0)):
         _, (a, b) = operands(48, 32, 64, (kind, kind), E5M2)
         into = torch.ones(48, 32)
         assert write_scaled_product(into, a, b, torch.bfloat16, add=True) is into
         torch.testing.assert_close(into, 1 + a.dequantized() @ b.dequantized().t())
-        assert len(calls) == count, kind
+        assert calls == [None] * count, kind
+        unwritten = torch.full_like(into, float("nan"))
+        write_scaled_product(unwritten, a, b, torch.bfloat16, add=False)
+        torch.testing.assert_close(unwritten, a.dequantized() @ b.dequantized().t())
+        assert len(calls) == 2 * count and all(one is unwritten for one in calls[count:])
         calls.clear()
     _, (a, b) = operands(48, 32, 64, ("tensor", "tensor"), E5M2)
     write_scaled_product(torch.ones(48, 32, dtype=torch.float64), a, b, torch.float64, add=True)  # not fp32

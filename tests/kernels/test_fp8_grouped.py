@@ -14,7 +14,7 @@ from kernels.fp8_grouped import (
     scaled_grouped_linear,
 )
 from kernels.fp8_linear import Fp8Scaling, scaled_linear
-from kernels.grouped_gemm import offsets_of
+from kernels.grouped_gemm import row_tiles
 
 SHARES = {"uneven": (5, 0, 17, 16, 1), "all to one": (0, 0, 39), "even": (16, 16), "nothing": (0, 0)}
 SIDE = 32
@@ -104,6 +104,7 @@ def test_triton(interpreted, monkeypatch, given, name, recipe, side):
         monkeypatch.setattr(fp8_grouped, "EACH", {**small, "N": 16})
         monkeypatch.setattr(fp8_gemm, "STEP", 32)
         monkeypatch.setattr(fp8_gemm, "EXACT", 64)
+        monkeypatch.setattr(grouped_gemm, "TILE", grouped_gemm.TILE | {"M": small["M"]})
         monkeypatch.setattr(grouped_gemm, "WGRAD", {"M": 16, "N": 32, "K": 16})
     counts = SHARES[name]
     x, weight, dy = case(counts, 64, 128, device=interpreted)
@@ -113,7 +114,7 @@ def test_triton(interpreted, monkeypatch, given, name, recipe, side):
         quantized_experts(weight, len(counts), of_weight, side).ahead,
     )
     want = grouped_product(a, b, list(counts), len(counts), torch.float32)
-    got = grouped_product(a, b, offsets_of(counts, interpreted), len(counts), torch.float32)
+    got = grouped_product(a, b, row_tiles(counts, len(x), interpreted), len(counts), torch.float32)
     assert (got - want).norm() <= 1e-6 * want.norm()
     kept, leaf = given(weight, 1.0), x.detach().requires_grad_()
     y = scaled_grouped_linear(leaf, kept, torch.tensor(counts, device=interpreted), recipe, side)
