@@ -222,39 +222,30 @@ def scale_and_cast(
 
 
 @triton.jit
-def cast_kernel(
-    X, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK, m, n, parts, x_matrix, x_row, x_column,
+def cast_tile(
+    x, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
+    rows, columns, m, n, column_end, matrix, parts, down, across, tiles_down, tiles_across,
     KIND: tl.constexpr,
     GIVEN: tl.constexpr,
     AHEAD: tl.constexpr,
     BACK: tl.constexpr,
     FLOOR: tl.constexpr,
     LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """Casts one tile [ROWS, COLUMNS] of one matrix X [m, n], read once, into Q (AHEAD) and its transpose
-    Q_BACK [n, m] (BACK).
+    """Casts one tile x [ROWS, COLUMNS] of one matrix [m, n] into Q (AHEAD) and its transpose Q_BACK [n, m]
+    (BACK).
 
-    Programs: tiles down, tiles across, matrices, which lie below each other in Q, Q_BACK and the scales.
+    rows, columns: of the tile; column_end: columns from there on are not its own. It is number `down` of
+    tiles_down, and `across` of tiles_across. The matrices lie below each other in Q, Q_BACK and the scales.
     KIND: tensor and (GIVEN) row take the largest elements from MAXIMA and MAXIMA_BACK: [parts] a matrix,
     [m] and [n] numbers. Else the tile finds its own: one a row and one a column (row, group), or one for all
     (block).
     SCALE: one number a matrix (tensor), [m] (row), [tiles across, m] (group), [tiles down, tiles across]
-    (block); SCALE_BACK: the same of the transpose. x_matrix, x_row, x_column: strides of X.
+    (block); SCALE_BACK: the same of the transpose.
     """
-    down = tl.program_id(0)
-    across = tl.program_id(1)
-    tiles_down = tl.num_programs(0)
-    tiles_across = tl.num_programs(1)
-    matrix = tl.program_id(2).to(tl.int64)
-    rows = block_range(down.to(tl.int64), ROWS)
-    columns = block_range(across, COLUMNS)
     first_row = matrix * m  # in Q; the first column is in Q_BACK
     first_column = matrix * n
-    pointers = X + matrix * x_matrix + rows[:, None] * x_row + columns[None, :] * x_column
-    x = load_fp32(pointers, inside_matrix(rows, columns, m, n))  # [ROWS, COLUMNS]
     DTYPE: tl.constexpr = Q.dtype.element_ty
 
     # one scale: both directions have the same numbers
@@ -290,23 +281,60 @@ def cast_kernel(
             tl.store(scale_pointers[:, None], scale, is_stored[:, None])
         if BACK:
             if GIVEN:
-                largest_back = tl.load(MAXIMA_BACK + first_column + columns, columns < n, 0.0)
+                largest_back = tl.load(MAXIMA_BACK + first_column + columns, columns < column_end, 0.0)
             else:
                 largest_back = tl.max(tl.abs(x), 0)
             back, scale_back = scale_and_cast(
                 x, largest_back[None, :], FLOOR=FLOOR, LARGEST=LARGEST, DTYPE=DTYPE
             )
-            is_stored_back = (columns < n) & ((down == 0) | (KIND == "group"))
+            is_stored_back = (columns < column_end) & ((down == 0) | (KIND == "group"))
             scale_back_pointers = SCALE_BACK + down * n + first_column + columns
             tl.store(scale_back_pointers[None, :], scale_back, is_stored_back[None, :])
 
     # the elements
     if AHEAD:
         q_pointers = Q + tile_offsets(first_row + rows, columns, n)
-        tl.store(q_pointers, ahead, inside_matrix(rows, columns, m, n))
+        tl.store(q_pointers, ahead, inside_matrix(rows, columns, m, column_end))
     if BACK:
         back_pointers = Q_BACK + tile_offsets(first_column + columns, rows, m)
-        tl.store(back_pointers, tl.trans(back), inside_matrix(columns, rows, n, m))
+        tl.store(back_pointers, tl.trans(back), inside_matrix(columns, rows, column_end, m))
+
+
+@triton.jit
+def cast_kernel(
+    X, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK, m, n, parts, x_matrix, x_row, x_column,
+    KIND: tl.constexpr,
+    GIVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BACK: tl.constexpr,
+    FLOOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """cast_tile of one tile [ROWS, COLUMNS] of one matrix X [m, n], read once.
+
+    Programs: tiles down, tiles across, matrices. x_matrix, x_row, x_column: strides of X.
+    """
+    down = tl.program_id(0)
+    across = tl.program_id(1)
+    matrix = tl.program_id(2).to(tl.int64)
+    rows = block_range(down.to(tl.int64), ROWS)
+    columns = block_range(across, COLUMNS)
+    pointers = X + matrix * x_matrix + rows[:, None] * x_row + columns[None, :] * x_column
+    x = load_fp32(pointers, inside_matrix(rows, columns, m, n))  # [ROWS, COLUMNS]
+    cast_tile(
+        x, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
+        rows, columns, m, n, n, matrix, parts, down, across, tl.num_programs(0), tl.num_programs(1),
+        KIND=KIND,
+        GIVEN=GIVEN,
+        AHEAD=AHEAD,
+        BACK=BACK,
+        FLOOR=FLOOR,
+        LARGEST=LARGEST,
+        PARTS=PARTS,
+    )
 
 
 @triton.jit
@@ -454,13 +482,11 @@ def launch_cast(
     parts = 1
     if kind == "tensor":
         assert given is not None, "the largest element of a tensor is found before its cast"
-        given = given.view(count, -1)
-        if given.shape[1] > MAX_PARTS:
-            given = given.amax(1, keepdim=True)
+        given = in_few_parts(given, count)
         parts = given.shape[1]
         maxima = Maxima(given, given)
-    quantized = empty_result(x, kind, dtype, side, is_written=ahead)
-    transposed = empty_result(x.transpose(1, 2), kind, dtype, side, is_written=back)
+    quantized = empty_result(x, (count, m, n), kind, dtype, side, is_written=ahead)
+    transposed = empty_result(x, (count, n, m), kind, dtype, side, is_written=back)
     cast_kernel[grid](
         x, *quantized, or_else(maxima.rows, x), *transposed, or_else(maxima.columns, x), m, n, parts,
         x.stride(0), x.stride(1), x.stride(2),
@@ -475,9 +501,19 @@ def launch_cast(
         PARTS=power_of_2(parts),
         num_warps=cast_warps(rows, columns),
     )
-    if kind == "group":  # stored column by column
-        return (quantized[0], quantized[1].t()), (transposed[0], transposed[1].t())
-    return quantized, transposed
+    return as_stored(quantized, kind), as_stored(transposed, kind)
+
+
+def in_few_parts(largest: Tensor, matrices: int) -> Tensor:
+    """max |x| of each matrix in any number of parts -> [matrices, parts], as many as a cast reads itself."""
+    parts = largest.view(matrices, -1)
+    return parts.amax(1, keepdim=True) if parts.shape[1] > MAX_PARTS else parts
+
+
+def as_stored(quantized: Quantized, kind: str) -> Quantized:
+    """The result of a cast in the shape that quantize returns: scales of groups lie column by column."""
+    q, scale = quantized
+    return q, scale.t() if kind == "group" else scale
 
 
 def cast_warps(rows: int, columns: int) -> int:
@@ -485,9 +521,12 @@ def cast_warps(rows: int, columns: int) -> int:
     return 16 if rows * columns > 8192 else 8
 
 
-def empty_result(x: Tensor, kind: str, dtype: torch.dtype, side: int, is_written: bool) -> Quantized:
-    """Tensors for what cast_kernel writes of x [e, m, n]; of no size if it writes nothing."""
-    count, m, n = x.shape
+def empty_result(
+    x: Tensor, shape: tuple[int, int, int], kind: str, dtype: torch.dtype, side: int, is_written: bool
+) -> Quantized:
+    """Tensors for what a cast writes of matrices [e, m, n], on the device of x; of no size if it writes
+    nothing."""
+    count, m, n = shape
     if not is_written:
         return x.new_empty(0, dtype=dtype), x.new_empty((0, 0), dtype=torch.float32)
     shapes = {

@@ -27,15 +27,22 @@ import torch
 from torch import Tensor
 
 from kernels.fp8 import E4M3, E5M2, Maxima, find_maxima
+from kernels.fp8_formula import (
+    maxima_of,
+    quantize_origin,
+    quantize_origin_pair,
+    quantize_transposed_origin,
+    written,
+)
 from kernels.fp8_gemm import (
     QuantizedMatrix,
     QuantizedPair,
     Recipe,
-    quantize_operand,
     quantize_operand_pair,
     scaled_product,
     write_scaled_product,
 )
+from kernels.fp8_origin import Origin, Reader, origin_of
 from kernels.fp8_weight import WeightsTogether, quantize_once
 from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
 from kernels.linear import LinearRegion, RecomputeFunction, recompute_input, source_of, start_reduce_grads
@@ -75,34 +82,39 @@ class Fp8Scaling:
     def gradient_dtype(self) -> torch.dtype:
         return RECIPES[self.recipe].gradient_dtype
 
-    def input_maxima(self, x: Tensor, *, both: bool) -> Maxima:
+    @property
+    def reader(self) -> Reader:
+        """For the producers of x and dy."""
+        return Reader(self.activation_kind, self.side)
+
+    def input_maxima(self, x: Origin, *, both: bool) -> Maxima:
         """Of x [t, n]. both: along the tokens, too."""
         return shared_maxima(
             x, self.activation_kind, rows=self.tokens, columns=self.ins, all_parts=self.both, both=both
         )
 
-    def gradient_maxima(self, dy: Tensor) -> Maxima:
+    def gradient_maxima(self, dy: Origin) -> Maxima:
         """Of dy [t, m]."""
         return shared_maxima(
             dy, self.activation_kind, rows=self.tokens, columns=self.outs, all_parts=self.both, both=True
         )
 
-    def inputs(self, x: Tensor, maxima: Maxima) -> QuantizedMatrix:
+    def inputs(self, x: Origin, maxima: Maxima) -> QuantizedMatrix:
         """x [t, n], for y alone."""
-        return quantize_operand(x, self.activation_kind, E4M3, self.side, maxima.rows)
+        return quantize_origin(x, self.activation_kind, E4M3, self.side, maxima.rows)
 
-    def inputs_by_token(self, x: Tensor, maxima: Maxima) -> QuantizedMatrix:
+    def inputs_by_token(self, x: Origin, maxima: Maxima) -> QuantizedMatrix:
         """x [t, n] -> its transpose [n, t], for dW alone."""
-        return quantize_operand(x.t(), self.activation_kind, E4M3, self.side, maxima.columns)
+        return quantize_transposed_origin(x, self.activation_kind, E4M3, self.side, maxima.columns)
 
-    def inputs_in_both(self, x: Tensor, maxima: Maxima) -> QuantizedPair:
+    def inputs_in_both(self, x: Origin, maxima: Maxima) -> QuantizedPair:
         """x [t, n], for y, and its transpose, for dW."""
-        return quantize_operand_pair(x, self.activation_kind, E4M3, self.side, maxima)
+        return quantize_origin_pair(x, self.activation_kind, E4M3, self.side, maxima)
 
-    def gradient_in_both(self, dy: Tensor) -> QuantizedPair:
+    def gradient_in_both(self, dy: Origin) -> QuantizedPair:
         """dy [t, m], for dx, and its transpose, for dW."""
         maxima = self.gradient_maxima(dy)
-        return quantize_operand_pair(dy, self.activation_kind, self.gradient_dtype, self.side, maxima)
+        return quantize_origin_pair(dy, self.activation_kind, self.gradient_dtype, self.side, maxima)
 
     def weight(self, w: Tensor) -> QuantizedPair:
         """w [m, n], for y, and its transpose, for dx; quantized once until its values change."""
@@ -111,7 +123,7 @@ class Fp8Scaling:
             self.together.exchange()
         return quantize_once(
             w,
-            lambda: shared_maxima(w, kind, rows=self.outs, columns=self.ins, both=True),
+            lambda: shared_maxima(origin_of(w), kind, rows=self.outs, columns=self.ins, both=True),
             lambda maxima: quantize_operand_pair(w, kind, E4M3, self.side, maxima),
         )
 
@@ -130,7 +142,7 @@ def own_maxima(w: Tensor, kind: str, divides_outputs: bool) -> tuple[Maxima, Ten
 
 
 def shared_maxima(
-    x: Tensor,
+    x: Origin,
     kind: str,
     *,
     rows: Share | None,
@@ -138,15 +150,15 @@ def shared_maxima(
     all_parts: Share | None = None,
     both: bool,
 ) -> Maxima:
-    """fp8.find_maxima of x [m, n] over all ranks that hold parts of it.
+    """maxima_of x [m, n] over all ranks that hold parts of it.
 
     rows, columns: set where other ranks hold other rows, or other columns. A row spans those with other
     columns, and the other way round. all_parts: over both kinds of ranks in one exchange. both: of the
     transpose as well.
     """
-    if kind == "row" and not both and columns is None:
+    if x.is_written and kind == "row" and not both and columns is None:
         return Maxima()  # the cast reads whole rows and finds theirs itself
-    maxima = find_maxima(x, kind, both=both)
+    maxima = maxima_of(x, kind, both=both)
     if kind == "tensor" and maxima.rows is not None:
         spanned = [share for share in (rows, columns) if share is not None]
         if len(spanned) == 2 and all_parts is not None:
@@ -189,13 +201,13 @@ class _ScaledLinear(torch.autograd.Function):
         *args: Tensor,
     ) -> Tensor:
         gathered = x if region is None else region.enter(x)
-        flat_x = gathered.flatten(0, -2)  # [t, n]
-        maxima = scaling.input_maxima(flat_x, both=grad_enabled)
+        origin = origin_of(gathered)  # of [t, n]
+        maxima = scaling.input_maxima(origin, both=grad_enabled)
         if grad_enabled and function is None:
-            quantized_x, by_token = scaling.inputs_in_both(flat_x, maxima)
+            quantized_x, by_token = scaling.inputs_in_both(origin, maxima)
             ctx.save_for_backward(by_token.q, by_token.scale)
         else:
-            quantized_x = scaling.inputs(flat_x, maxima)
+            quantized_x = scaling.inputs(origin, maxima)
             ctx.save_for_backward(maxima.columns, *args)
         quantized_weight = scaling.weight(weight)
         y = scaled_product(quantized_x, quantized_weight.ahead, x.dtype).view(*gathered.shape[:-1], -1)
@@ -209,13 +221,13 @@ class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
         scaling = ctx.scaling
-        flat_dy = dy.flatten(0, -2)  # [t, m]
+        origin = origin_of(dy)  # of [t, m]
 
         # the exchanges with other ranks run beside the products
         wait_x: Callable[[], Tensor] | None = None
         if ctx.function is not None:
             wait_x = recompute_input(ctx.function, ctx.region, *ctx.saved_tensors[1:])
-        quantized_dy, dy_by_token = scaling.gradient_in_both(flat_dy)
+        quantized_dy, dy_by_token = scaling.gradient_in_both(origin)
         dx = None
         if ctx.needs_input_grad[0]:
             transposed_weight = scaling.weight(ctx.weight).back
@@ -224,7 +236,7 @@ class _ScaledLinear(torch.autograd.Function):
 
         if wait_x is not None:
             maxima = Maxima(columns=ctx.saved_tensors[0])
-            x_by_token = scaling.inputs_by_token(wait_x().flatten(0, -2), maxima)
+            x_by_token = scaling.inputs_by_token(origin_of(wait_x()), maxima)
         else:
             q, scale = ctx.saved_tensors
             x_by_token = QuantizedMatrix(q, scale, scaling.activation_kind, scaling.side)
@@ -236,5 +248,6 @@ class _ScaledLinear(torch.autograd.Function):
         dw = accumulate_grad(ctx.weight, write_wgrad)
         db = None
         if ctx.bias is not None:
+            flat_dy = written(origin)  # [t, m]
             db = accumulate_summed_grad(ctx.bias, flat_dy.sum(0, dtype=accumulation_dtype(dy.dtype)))
         return wait_dx(), dw, db, *[None] * (len(ctx.needs_input_grad) - 3)

@@ -6,9 +6,13 @@ so the sum is read once; in the backward the gradient of the sum is added in the
 Statistics are in fp32 or better. On a GPU each direction is one pass over memory: each program sums the
 weight's gradient over its rows, and a second sum over the programs has a fixed order.
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from kernels.fp8 import Maxima
+from kernels.fp8_origin import Origin, Reader, unwritten, with_maxima
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
 from kernels.jit import jit
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
@@ -21,34 +25,64 @@ MAX_ROW = 1 << 15  # a row is in the registers of one program
 PROGRAMS = 4  # programs of the backward on each multiprocessor: enough loads in flight, few partial sums
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, compiled: bool = False) -> Tensor:
+class Fp8Readers(NamedTuple):
+    """The fp8 linears beside a norm. of_result: the one that alone reads its result, which is left to that
+    linear (kernels/fp8_origin.py). of_gradient: one that reads the gradient of its input."""
+    of_result: Reader | None = None
+    of_gradient: Reader | None = None
+
+
+NO_READERS = Fp8Readers()
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, compiled: bool = False, readers: Fp8Readers = NO_READERS
+) -> Tensor:
     """x [..., d], weight [d] -> [..., d]."""
-    return _Norm.apply(x, None, weight, None, eps, compiled)[0]
+    return _Norm.apply(x, None, weight, None, eps, compiled, readers)[0]
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, compiled: bool = False
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    compiled: bool = False,
+    readers: Fp8Readers = NO_READERS,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual). x and residual [..., d], weight [d].
 
     Without a residual (rms_norm(x), x).
     """
-    return _Norm.apply(x, residual, weight, None, eps, compiled)
+    return _Norm.apply(x, residual, weight, None, eps, compiled, readers)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, compiled: bool = False) -> Tensor:
+def layer_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    compiled: bool = False,
+    readers: Fp8Readers = NO_READERS,
+) -> Tensor:
     """x [..., d], weight and bias [d] -> [..., d]."""
-    return _Norm.apply(x, None, weight, bias, eps, compiled)[0]
+    return _Norm.apply(x, None, weight, bias, eps, compiled, readers)[0]
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, compiled: bool = False
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    compiled: bool = False,
+    readers: Fp8Readers = NO_READERS,
 ) -> tuple[Tensor, Tensor]:
     """(layer_norm(x + residual), x + residual). x and residual [..., d], weight and bias [d].
 
     Without a residual (layer_norm(x), x).
     """
-    return _Norm.apply(x, residual, weight, bias, eps, compiled)
+    return _Norm.apply(x, residual, weight, bias, eps, compiled, readers)
 
 
 # ---- the definition ----------------------------------------------------------------------------------------
@@ -112,6 +146,40 @@ def norm_backward(
 # there is a residual, or its gradient. LAYER: LayerNorm, else RMSNorm.
 
 @triton.jit
+def row_statistics(x, inside, d, eps, LAYER: tl.constexpr) -> "tuple[tl.tensor, tl.tensor]":
+    """(mean, 1 / deviation) [ROWS] of rows x [ROWS, BLOCK] of d elements; RMSNorm's mean is 0."""
+    mean = tl.zeros((x.shape[0],), tl.float32)
+    if LAYER:
+        mean = tl.sum(x, 1) / d
+        x = tl.where(inside, x - mean[:, None], 0.0)
+    mean_square = tl.sum(x * x, 1) / d
+    return mean, tl.rsqrt(mean_square + eps)
+
+
+@triton.jit
+def normalized(x, mean, scale, WEIGHT, BIAS, columns, d, LAYER: tl.constexpr):
+    """The result of the norm for the elements x [ROWS, COLUMNS] in `columns` of rows with these statistics."""
+    if LAYER:
+        x -= mean[:, None]
+    y = x * scale[:, None] * load_fp32(WEIGHT + columns, columns < d)[None, :]
+    if LAYER:
+        y += load_fp32(BIAS + columns, columns < d)[None, :]
+    return y
+
+
+@triton.jit
+def add_rows(X, RESIDUAL, TOTAL, offsets, inside, HAS_RESIDUAL: tl.constexpr):
+    """Some rows of X + RESIDUAL in fp32, rounded as the backward reads them from TOTAL."""
+    x = load_fp32(X + offsets, inside)
+    if HAS_RESIDUAL:
+        residual = load_fp32(RESIDUAL + offsets, inside)
+        total = (x + residual).to(X.dtype.element_ty)
+        tl.store(TOTAL + offsets, total, inside)
+        x = total.to(tl.float32)
+    return x
+
+
+@triton.jit
 def forward_kernel(
     X, RESIDUAL, WEIGHT, BIAS, Y, TOTAL, SCALE, MEAN, n, d, eps,
     HAS_RESIDUAL: tl.constexpr,
@@ -125,31 +193,64 @@ def forward_kernel(
     inside = inside_matrix(rows, columns, n, d)
     offsets = tile_offsets(rows, columns, d)
 
-    # the rows, with the residual
-    x = load_fp32(X + offsets, inside)  # [ROWS, BLOCK]
-    if HAS_RESIDUAL:
-        residual = load_fp32(RESIDUAL + offsets, inside)
-        total = (x + residual).to(X.dtype.element_ty)
-        tl.store(TOTAL + offsets, total, inside)
-        x = total.to(tl.float32)  # rounded, as the backward reads it
-
-    # their statistics
-    if LAYER:
-        mean = tl.sum(x, 1) / d  # [ROWS]
-        x = tl.where(inside, x - mean[:, None], 0.0)
-        tl.store(MEAN + rows, mean, rows < n)
-    mean_square = tl.sum(x * x, 1) / d
-    scale = tl.rsqrt(mean_square + eps)  # [ROWS]
+    x = add_rows(X, RESIDUAL, TOTAL, offsets, inside, HAS_RESIDUAL=HAS_RESIDUAL)  # [ROWS, BLOCK]
+    mean, scale = row_statistics(x, inside, d, eps, LAYER=LAYER)
     tl.store(SCALE + rows, scale, rows < n)
-
-    # the result
-    y = x * scale[:, None]
-    weight = load_fp32(WEIGHT + columns, columns < d)
-    y = y * weight[None, :]
     if LAYER:
-        bias = load_fp32(BIAS + columns, columns < d)
-        y += bias[None, :]
+        tl.store(MEAN + rows, mean, rows < n)
+    y = normalized(x, mean, scale, WEIGHT, BIAS, columns, d, LAYER=LAYER)
     tl.store(Y + offsets, y, inside)
+
+
+@triton.jit
+def unwritten_kernel(
+    X, RESIDUAL, WEIGHT, BIAS, TOTAL, SCALE, MEAN, OF_ROWS, OF_COLUMNS, n, d, eps,
+    KIND: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    LAYER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """forward_kernel for every num_programs-th tile of ROWS rows, which writes max |Y| instead of Y.
+
+    KIND: of the scales of Y, see store_maxima; a group's maxima are found by those who cast it.
+    """
+    columns = tl.arange(0, BLOCK)
+    largest = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        inside = inside_matrix(rows, columns, n, d)
+        offsets = tile_offsets(rows, columns, d)
+
+        x = add_rows(X, RESIDUAL, TOTAL, offsets, inside, HAS_RESIDUAL=HAS_RESIDUAL)  # [ROWS, BLOCK]
+        mean, scale = row_statistics(x, inside, d, eps, LAYER=LAYER)
+        tl.store(SCALE + rows, scale, rows < n)
+        if LAYER:
+            tl.store(MEAN + rows, mean, rows < n)
+        if KIND != "group":
+            y = normalized(x, mean, scale, WEIGHT, BIAS, columns, d, LAYER=LAYER)
+            largest = add_maxima(largest, y.to(X.dtype.element_ty), OF_ROWS, rows, inside, n, KIND=KIND)
+    store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND=KIND)
+
+
+@triton.jit
+def add_maxima(largest, y, OF_ROWS, rows, inside, n, KIND: tl.constexpr):
+    """`largest` with rows y [ROWS, BLOCK], as memory would hold them, whose own maxima go to OF_ROWS (row)."""
+    size = tl.where(inside, tl.abs(y.to(tl.float32)), 0.0)
+    if KIND == "row":
+        tl.store(OF_ROWS + rows, tl.max(size, 1), rows < n)
+    return tl.maximum(largest, size)
+
+
+@triton.jit
+def store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND: tl.constexpr):
+    """What a program found: one number in OF_ROWS [programs] (tensor), or one a column in OF_COLUMNS
+    [programs, d] (row)."""
+    program = tl.program_id(0).to(tl.int64)
+    if KIND == "tensor":
+        tl.store(OF_ROWS + program, tl.max(tl.max(largest, 1), 0))
+    if KIND == "row":
+        tl.store(OF_COLUMNS + program * d + columns, tl.max(largest, 0), columns < d)
 
 
 @triton.jit
@@ -168,19 +269,21 @@ def input_gradient(dx_hat, x_hat, scale, d, LAYER: tl.constexpr):
 
 @triton.jit
 def backward_kernel(
-    DY, DRESIDUAL, X, WEIGHT, SCALE, MEAN, DX, DWEIGHT, DBIAS, n, d,
+    DY, DRESIDUAL, X, WEIGHT, SCALE, MEAN, DX, DWEIGHT, DBIAS, OF_ROWS, OF_COLUMNS, n, d,
+    KIND: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     LAYER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Every num_programs-th tile of ROWS rows: DX, and one program's share of DWEIGHT and DBIAS [programs,
-    d]."""
+    d]. KIND: max |DX| as in store_maxima; None: it is not found."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     weight = load_fp32(WEIGHT + columns, columns < d)[None, :]
     dweight = tl.zeros((ROWS, BLOCK), tl.float32)
     dbias = tl.zeros((ROWS, BLOCK), tl.float32)
+    largest = tl.zeros((ROWS, BLOCK), tl.float32)
 
     for first in range(program * ROWS, n, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)
@@ -203,13 +306,18 @@ def backward_kernel(
         dx = input_gradient(dx_hat, x_hat, scale, d, LAYER=LAYER)
         if HAS_RESIDUAL:
             dx += load_fp32(DRESIDUAL + offsets, inside)
+        dx = dx.to(DX.dtype.element_ty)
         tl.store(DX + offsets, dx, inside)
+        if KIND is not None:
+            largest = add_maxima(largest, dx, OF_ROWS, rows, inside, n, KIND=KIND)
 
     # this program's row of the partial sums
     offsets = program.to(tl.int64) * d + columns
     tl.store(DWEIGHT + offsets, tl.sum(dweight, 0), columns < d)
     if LAYER:
         tl.store(DBIAS + offsets, tl.sum(dbias, 0), columns < d)
+    if KIND is not None:
+        store_maxima(largest, OF_ROWS, OF_COLUMNS, columns, d, KIND=KIND)
 
 
 def launch_meta(d: int, per_warp: int) -> dict[str, int]:
@@ -246,10 +354,72 @@ def launch_forward(
     return y.view(shape), total, scale, mean
 
 
+def launch_unwritten(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    kind: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """launch_forward with a y that is left to the fp8 linear that reads it. kind: of the linear's scales."""
+    shape = x.shape
+    d = shape[-1]
+    n = x.numel() // d
+    x = x.contiguous()
+    total = x
+    if residual is not None:
+        residual = residual.contiguous()
+        total = torch.empty_like(x)
+    scale = x.new_empty(n, dtype=torch.float32)
+    mean = None if bias is None else torch.empty_like(scale)
+
+    meta = launch_meta(d, FORWARD_PER_WARP)
+    programs = min(PROGRAMS * num_processors(x.device), ceil_div(n, meta["ROWS"]))
+    of_rows, of_columns = empty_maxima(x, kind, programs)
+    unwritten_kernel[(programs,)](
+        x, residual, weight, bias, total, scale, mean, of_rows, of_columns, n, d, eps,
+        KIND=kind,
+        HAS_RESIDUAL=residual is not None,
+        LAYER=bias is not None,
+        **meta,
+    )
+    maxima = maxima_of_programs(of_rows, of_columns)
+    origin = Origin("norm", (n, d), (total, weight, bias, scale, mean), kind, maxima)
+    return unwritten(origin, shape, like=x), total, scale, mean
+
+
+def empty_maxima(x: Tensor, kind: str | None, programs: int) -> tuple[Tensor | None, Tensor | None]:
+    """What store_maxima and add_maxima write about matrices like x [..., d]: of rows, and of columns."""
+    d = x.shape[-1]
+    if kind == "tensor":
+        return x.new_empty(programs, dtype=torch.float32), None
+    if kind == "row":
+        rows = x.new_empty(x.numel() // d, 1, dtype=torch.float32)
+        return rows, x.new_empty(programs, d, dtype=torch.float32)
+    return None, None
+
+
+def maxima_of_programs(of_rows: Tensor | None, of_columns: Tensor | None) -> Maxima:
+    """What store_maxima and add_maxima have written, for a quantizer."""
+    if of_columns is None:
+        return Maxima(of_rows, of_rows)
+    return Maxima(of_rows, of_columns.amax(0)[:, None])
+
+
 def launch_backward(
-    dy: Tensor, dresidual: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, mean: Tensor | None
+    dy: Tensor,
+    dresidual: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    mean: Tensor | None,
+    kind: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """norm_backward as one kernel, and the sums over its programs."""
+    """norm_backward as one kernel, and the sums over its programs.
+
+    kind: of the scales of an fp8 linear that may read dx; dx has its maxima then.
+    """
     d = x.shape[-1]
     n = x.numel() // d
     dy = dy.contiguous()
@@ -261,12 +431,16 @@ def launch_backward(
     dx = torch.empty_like(x)
     dweight = scale.new_empty(programs, d)
     dbias = None if mean is None else torch.empty_like(dweight)
+    of_rows, of_columns = empty_maxima(x, kind, programs)
     backward_kernel[(programs,)](
-        dy, dresidual, x, weight, scale, mean, dx, dweight, dbias, n, d,
+        dy, dresidual, x, weight, scale, mean, dx, dweight, dbias, of_rows, of_columns, n, d,
+        KIND=None if of_rows is None else kind,
         HAS_RESIDUAL=dresidual is not None,
         LAYER=mean is not None,
         **meta,
     )
+    if kind is not None and of_rows is not None:
+        dx = with_maxima(dx, kind, maxima_of_programs(of_rows, of_columns))
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
 
 
@@ -291,10 +465,15 @@ class _Norm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         compiled: bool,
+        readers: Fp8Readers,
     ) -> tuple[Tensor, Tensor]:
         ctx.triton = triton_supports(x, residual, weight, bias)
-        forward = launch_forward if ctx.triton else jit(norm_forward, compiled)
-        y, total, scale, mean = forward(x, residual, weight, bias, eps)
+        reader, ctx.gradient_reader = readers
+        if ctx.triton and reader is not None and reader.takes(x, weight, bias):
+            y, total, scale, mean = launch_unwritten(x, residual, weight, bias, eps, reader.kind)
+        else:
+            forward = launch_forward if ctx.triton else jit(norm_forward, compiled)
+            y, total, scale, mean = forward(x, residual, weight, bias, eps)
 
         ctx.save_for_backward(total, scale, mean)
         ctx.weight = weight
@@ -308,11 +487,15 @@ class _Norm(torch.autograd.Function):
     def backward(ctx, dy: Tensor | None, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
         x, scale, mean = ctx.saved_tensors
         if dy is None:  # y is not used
-            return dresidual, dresidual if ctx.has_residual else None, None, None, None, None
+            return dresidual, dresidual if ctx.has_residual else None, None, None, None, None, None
 
-        backward = launch_backward if ctx.triton else jit(norm_backward, ctx.compiled)
-        dx, dweight, dbias = backward(dy, dresidual, x, ctx.weight, scale, mean)
+        if ctx.triton:
+            kind = None if ctx.gradient_reader is None else ctx.gradient_reader.kind
+            dx, dweight, dbias = launch_backward(dy, dresidual, x, ctx.weight, scale, mean, kind)
+        else:
+            backward = jit(norm_backward, ctx.compiled)
+            dx, dweight, dbias = backward(dy, dresidual, x, ctx.weight, scale, mean)
         dweight = accumulate_summed_grad(ctx.weight, dweight)
         if dbias is not None:
             dbias = accumulate_summed_grad(ctx.bias, dbias)
-        return dx, dx if ctx.has_residual else None, dweight, dbias, None, None
+        return dx, dx if ctx.has_residual else None, dweight, dbias, None, None, None

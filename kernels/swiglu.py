@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.fp8_origin import Origin, Reader, unwritten
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
 from kernels.tiles import block_range, load_fp32
@@ -20,9 +21,15 @@ CUBIC = 0.044715  # of the tanh form of GELU
 SLOPE = math.sqrt(2 / math.pi)  # of the tanh form of GELU
 
 
-def swiglu(gate_up: Tensor, compiled: bool = False) -> Tensor:
-    """silu(gate) * up. gate_up [..., 2f], of which the first half is gate -> [..., f]."""
+def swiglu(gate_up: Tensor, compiled: bool = False, reader: Reader | None = None) -> Tensor:
+    """silu(gate) * up. gate_up [..., 2f], of which the first half is gate -> [..., f].
+
+    reader: the fp8 linear that alone reads the result, where one like it made gate_up and alone reads its
+    gradient. Both are left to them then (kernels/fp8_origin.py).
+    """
     if kernel_is_available("swiglu", gate_up):
+        if reader is not None and reader.takes(gate_up) and halves_are_apart(gate_up, reader):
+            return _UnwrittenSwiGLU.apply(gate_up)
         return _Activation.apply(gate_up, launch_swiglu, launch_swiglu_backward)
     return _Activation.apply(gate_up, jit(swiglu_forward, compiled), jit(swiglu_backward, compiled))
 
@@ -125,6 +132,20 @@ def weighted_backward(dy: Tensor, gate_up: Tensor, weight: Tensor) -> tuple[Tens
 # ---- Triton ------------------------------------------------------------------------------------------------
 
 @triton.jit
+def silu_times(gate, up):
+    return gate * tl.sigmoid(gate) * up
+
+
+@triton.jit
+def swiglu_gradients(dy, gate, up) -> "tuple[tl.tensor, tl.tensor]":
+    """The gradients of gate and up."""
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+    return dgate, dy * silu
+
+
+@triton.jit
 def swiglu_kernel(GATE_UP, WEIGHT, Y, f, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK channels of one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -135,7 +156,7 @@ def swiglu_kernel(GATE_UP, WEIGHT, Y, f, WEIGHTED: tl.constexpr, BLOCK: tl.const
     UP = GATE_UP + row * 2 * f + f
     up = load_fp32(UP + columns, inside, other=None)
 
-    y = gate * tl.sigmoid(gate) * up
+    y = silu_times(gate, up)
     if WEIGHTED:
         y *= tl.load(WEIGHT + row).to(tl.float32)
     tl.store(Y + row * f + columns, y, inside)
@@ -152,11 +173,8 @@ def swiglu_backward_kernel(DY, GATE_UP, DGATE_UP, f, BLOCK: tl.constexpr):
     up = load_fp32(GATE_UP + f + offsets, inside, other=None)
     dy = load_fp32(DY + row * f + columns, inside, other=None)
 
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    dgate = dy * up * (sigmoid + silu * (1 - sigmoid))
+    dgate, dup = swiglu_gradients(dy, gate, up)
     tl.store(DGATE_UP + offsets, dgate, inside)
-    dup = dy * silu
     tl.store(DGATE_UP + f + offsets, dup, inside)
 
 
@@ -317,6 +335,31 @@ class _Activation(torch.autograd.Function):
     def backward(ctx, dy: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
         return ctx.input_grad(dy, x), None, None
+
+
+def halves_are_apart(gate_up: Tensor, reader: Reader) -> bool:
+    """Whether no group of columns that share a scale has elements of gate and of up."""
+    return reader.kind != "group" or gate_up.shape[-1] // 2 % reader.side == 0
+
+
+class _UnwrittenSwiGLU(torch.autograd.Function):
+    """_Activation whose result and gradient are computed by the fp8 linears that read them."""
+
+    @staticmethod
+    def forward(ctx, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        ctx.save_for_backward(gate_up)
+        f = gate_up.shape[-1] // 2
+        origin = Origin("swiglu", (gate_up.numel() // (2 * f), f), (gate_up,))
+        return unwritten(origin, (*gate_up.shape[:-1], f), like=gate_up)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> Tensor:
+        (gate_up,) = ctx.saved_tensors
+        width = gate_up.shape[-1]
+        operands = gate_up, dy.contiguous()
+        origin = Origin("swiglu_backward", (gate_up.numel() // width, width), operands)
+        return unwritten(origin, gate_up.shape, like=gate_up)
 
 
 class _WeightedSwiGLU(torch.autograd.Function):

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from config import Config, has_experts, layer_in_fp8, recomputes
+from kernels.norm import Fp8Readers
 from model.attention import Attention
 from model.context import ForwardContext
 from model.mla import MultiLatentAttention
 from model.mlp import MLP
 from model.moe import MoE
 from model.norm import Norm, add_residual
+from model.precision import fp8_reader_of_layer
 from model.recompute import checkpoint_activations
 from parallel.cost import RECOMPUTABLE_PARTS, Cost, MemoryTraffic, Part, SavedTensor, Workload, total
 from parallel.rng import dropout
@@ -29,6 +31,24 @@ class BlockKind(NamedTuple):
     """Blocks of the same kind differ in nothing but the names of their parameters."""
     has_experts: bool
     in_fp8: bool
+
+
+def attention_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
+    """Of the norm before attention. Latent attention reads its result in 16 bits, too. The gradient of its
+    input goes to the MLP of the block before."""
+    reads_alone = mesh.tp.size == 1 and not cfg.model.kv_rank
+    return Fp8Readers(
+        of_result=fp8_reader_of_layer(cfg, layer) if reads_alone else None,
+        of_gradient=fp8_reader_of_layer(cfg, layer - 1) if layer > 0 else None,
+    )
+
+
+def mlp_readers(cfg: Config, mesh: Mesh, layer: int) -> Fp8Readers:
+    """Of the norm before the MLP. A router reads its result in 16 bits, too. The gradient of its input goes
+    to attention's last projection."""
+    reads_alone = mesh.tp.size == 1 and not has_experts(cfg.model, layer)
+    reader = fp8_reader_of_layer(cfg, layer)
+    return Fp8Readers(of_result=reader if reads_alone else None, of_gradient=reader)
 
 
 class TransformerBlock(nn.Module):
@@ -55,10 +75,10 @@ class TransformerBlock(nn.Module):
         parts: list[Part] = [part for part in RECOMPUTABLE_PARTS if recomputes(cfg, part)]
         self.recomputed_parts = frozenset(parts)
 
-        self.attn_norm = Norm(cfg, mesh, f"{key}.attn_norm")
+        self.attn_norm = Norm(cfg, mesh, f"{key}.attn_norm", attention_readers(cfg, mesh, layer))
         attention = MultiLatentAttention if cfg.model.kv_rank else Attention
         self.attn = attention(cfg, mesh, layer)
-        self.mlp_norm = Norm(cfg, mesh, f"{key}.mlp_norm")
+        self.mlp_norm = Norm(cfg, mesh, f"{key}.mlp_norm", mlp_readers(cfg, mesh, layer))
         self.mlp = MoE(cfg, mesh, layer) if self.has_experts else MLP(cfg, mesh, layer)
         exchange_weight_maxima_together(self, mesh.tp)
 

@@ -7,7 +7,7 @@ from config import Config, recomputes
 from kernels.linear import recompute_output
 from kernels.swiglu import ACTIVATIONS
 from model.init import residual_std
-from model.precision import fp8_of_layer
+from model.precision import fp8_of_layer, fp8_reader_of_layer
 from parallel.cost import Cost, MemoryTraffic, SavedTensor, Workload
 from parallel.tensor.layers import ColumnLinear, RowLinear
 from parallel.topology.mesh import Mesh
@@ -27,6 +27,8 @@ class MLP(nn.Module):
         width = width or model.ffn
         activation, is_gated = ACTIVATIONS[model.activation]
         self.activation = partial(activation, compiled=cfg.train.compile)
+        if model.activation == "swiglu" and not model.bias:  # a bias sums gate_up's gradient
+            self.activation = partial(self.activation, reader=fp8_reader_of_layer(cfg, layer))
         self.recompute_activation = recomputes(cfg, "act")
 
         names = ("gate", "up") if is_gated else ("up",)

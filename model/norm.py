@@ -11,9 +11,11 @@ from parallel.topology.mesh import Mesh
 
 
 class Norm(nn.Module):
-    """A norm over the last dim [d]."""
+    """A norm over the last dim [d]. readers: fp8 linears beside it, to which it hands what they need."""
 
-    def __init__(self, cfg: Config, mesh: Mesh, key: str) -> None:
+    def __init__(
+        self, cfg: Config, mesh: Mesh, key: str, readers: norm.Fp8Readers = norm.NO_READERS
+    ) -> None:
         super().__init__()
         hidden = cfg.model.hidden
         sp = cfg.parallel.sp
@@ -21,6 +23,7 @@ class Norm(nn.Module):
         self.sp = sp
         self.eps = cfg.model.norm_eps
         self.compiled = cfg.train.compile
+        self.readers = readers
         self.recompute = recomputes(cfg, "norm")
         self.weight = replicated_vector(f"{key}.weight", hidden, "norm", is_partial=sp)
         self.bias = None
@@ -32,14 +35,14 @@ class Norm(nn.Module):
         return recompute_output(y, self.normalize, x) if self.recompute else y
 
     def normalize(self, x: Tensor) -> Tensor:
-        settings = (self.eps, self.compiled)
+        settings = (self.eps, self.compiled, self.readers)
         if self.bias is None:
             return norm.rms_norm(x, self.weight, *settings)
         return norm.layer_norm(x, self.weight, self.bias, *settings)
 
     def add_and_norm(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual); without a residual (norm(x), x). One pass, either way."""
-        settings = (self.eps, self.compiled)
+        settings = (self.eps, self.compiled, self.readers)
         if self.bias is None:
             y, total = norm.add_rms_norm(x, residual, self.weight, *settings)
         else:

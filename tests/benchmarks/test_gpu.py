@@ -32,8 +32,9 @@ def test_every_case_runs(monkeypatch):
     for module, names in ((linear, ("TILE",)), (grouped_gemm, ("TILE", "WGRAD"))):
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name) | {"M": 16, "N": 16, "K": 16})
+    for name in ("TILE", "EXACT", "EACH"):
+        monkeypatch.setattr(fp8_grouped, name, getattr(fp8_grouped, name) | {"M": 16, "N": 16})
     monkeypatch.setattr(newton_schulz, "TILE", newton_schulz.TILE | {"M": 32, "K": 16})
-    monkeypatch.setattr(fp8_grouped, "EACH", fp8_grouped.EACH | {"M": 16, "N": 16})
     cpu = torch.device("cpu")
     cases = memory_cases(TINY, cpu, torch.bfloat16) | product_cases(TINY, cpu, torch.bfloat16)
     assert len(cases) > 20

@@ -36,6 +36,7 @@ from kernels import (
     cross_entropy,
     embedding,
     fp8,
+    fp8_formula,
     fp8_gemm,
     fp8_grouped,
     grouped_gemm,
@@ -82,7 +83,10 @@ class Case:
     types_of_chip: dict = field(default_factory=dict)  # types that depend on it
 
 
-STATISTICS = {"SCALE": "*fp32", "MEAN": "*fp32", "DWEIGHT": "*fp32", "DBIAS": "*fp32", "eps": "fp32"}
+STATISTICS = {
+    **{n: "*fp32" for n in ("SCALE", "MEAN", "DWEIGHT", "DBIAS", "OF_ROWS", "OF_COLUMNS")},
+    "eps": "fp32",
+}
 GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
 STRIDES = ("i32", "i32", "i32")
 ROPE = {
@@ -300,6 +304,49 @@ def cast(kind: str, rows: int, columns: int, *, ahead: bool = True, back: bool =
     )
 
 
+def of_formula(kernel, formula: str, kind: str, **constants) -> Case:
+    """A kernel of kernels/fp8_formula.py. Arguments that the formula has not are None."""
+    norms = ("WEIGHT", "BIAS", "INVERSE", "MEAN")
+    absent = {"swiglu": ("DY", *norms), "swiglu_backward": norms, "norm": ("DY", "BIAS", "MEAN")}[formula]
+    outputs = ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK", "OF_ROWS", "OF_COLUMNS", "INVERSE")
+    return Case(
+        kernel,
+        {**dict.fromkeys(absent), "FORMULA": formula, "KIND": kind, **constants},
+        {**{name: "*fp32" for name in outputs}, "Q": "*fp8e4nv", "Q_BACK": "*fp8e4nv"},
+        chips=TMA,
+    )
+
+
+def formula_cast(formula: str, kind: str) -> Case:
+    rows, columns = (fp8.BLOCK_SIDE, fp8.BLOCK_SIDE) if kind == "group" else fp8.PAIR
+    return of_formula(
+        fp8_formula.formula_cast_kernel,
+        formula,
+        kind,
+        AHEAD=True,
+        BACK=True,
+        FLOOR=fp8.MIN_ABSOLUTE_MAXIMUM,
+        LARGEST=448.0,
+        ROWS=rows,
+        COLUMNS=columns,
+        PARTS=1024 if kind == "tensor" else 1,
+        num_warps=fp8.cast_warps(rows, columns),
+    )
+
+
+def formula_maxima(formula: str, kind: str) -> Case:
+    kernel = fp8_formula.formula_maxima_kernel
+    return of_formula(kernel, formula, kind, ROWS=fp8.STRIP, COLUMNS=fp8.BLOCK_SIDE, num_warps=8)
+
+
+def norm_for_fp8(kind: str, backward: bool) -> Case:
+    """A norm beside fp8 linears, with a residual."""
+    kernel = norm.backward_kernel if backward else norm.unwritten_kernel
+    per_warp = norm.BACKWARD_PER_WARP if backward else norm.FORWARD_PER_WARP
+    meta = {"KIND": kind, "HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, per_warp)}
+    return Case(kernel, meta, STATISTICS)
+
+
 ROUTER = {
     **{n: "*fp32" for n in ("LOGITS", "WEIGHTS", "DWEIGHTS", "PARTIALS", "SCALE", "LOAD")},
     **{n: "fp32" for n in ("scale", "aux_loss", "z_loss")},
@@ -352,12 +399,12 @@ CASES = {
     ),
     "rms_norm_backward": Case(
         norm.backward_kernel,
-        {"HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)},
+        {"KIND": None, "HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)},
         STATISTICS,
     ),
     "rms_norm_backward_heads": Case(
         norm.backward_kernel,
-        {"HAS_RESIDUAL": False, "LAYER": False, **norm.launch_meta(128, norm.BACKWARD_PER_WARP)},
+        {"KIND": None, "HAS_RESIDUAL": False, "LAYER": False, **norm.launch_meta(128, norm.BACKWARD_PER_WARP)},
         STATISTICS,
     ),
     "layer_norm": Case(
@@ -367,7 +414,7 @@ CASES = {
     ),
     "layer_norm_backward": Case(
         norm.backward_kernel,
-        {"HAS_RESIDUAL": True, "LAYER": True, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)},
+        {"KIND": None, "HAS_RESIDUAL": True, "LAYER": True, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)},
         STATISTICS,
     ),
     "rope": Case(
@@ -452,6 +499,22 @@ CASES = {
         {"ROWS": 8, "BLOCK": 1024, "num_warps": 8},
         {"IDS": "*i64", "ORDER": "*i64", "ENDS": "*i64", "INTO": "*fp32"},
     ),
+    **{
+        f"rms_norm{'_backward' * backward}_fp8_{kind}": norm_for_fp8(kind, backward)
+        for backward in (False, True)
+        for kind in ("tensor", "row", "group")
+        if not (backward and kind == "group")
+    },
+    **{
+        f"fp8_{formula}_{kind}": formula_cast(formula, kind)
+        for formula in fp8_formula.FORMULAS
+        for kind in ("tensor", "row", "group")
+    },
+    **{
+        f"fp8_{formula}_maxima_{kind}": formula_maxima(formula, kind)
+        for formula in ("swiglu", "swiglu_backward")
+        for kind in ("tensor", "row")
+    },
     "fp8_tensor": cast("tensor", 1, 4096),
     "fp8_tensor_pair": cast("tensor", *fp8.PAIR, back=True),
     "fp8_tensor_back": cast("tensor", *fp8.PAIR, ahead=False, back=True),

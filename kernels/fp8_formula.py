@@ -1,0 +1,297 @@
+"""Quantizes a matrix by its origin: from memory, or from the formula of one that is unwritten.
+
+    formula            result [m, n]                  operands
+    norm               LayerNorm or RMSNorm           x [m, n], weight, bias [n], 1 / deviation, mean [m]
+    swiglu             silu(gate) * up                gate_up [m, 2n]
+    swiglu_backward    the gradient of gate_up        gate_up [m, n], dy [m, n/2]
+
+A formula gives each element from operands that are in memory anyway, with the arithmetic of the kernel that
+would have written it, rounded as that would have. So the 8 bits and the scales are those of the result in
+memory, bit for bit, and the result itself is neither written nor read. A scale that spans more than a tile
+needs its maximum first: a norm's producer gives it, and those of SwiGLU are found by another pass over the
+operands.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import fp8
+from kernels.fp8 import (
+    BLOCK_SIDE,
+    PAIR,
+    STRIP,
+    Maxima,
+    Quantized,
+    as_stored,
+    cast_tile,
+    cast_warps,
+    empty_result,
+    find_maxima,
+    in_few_parts,
+)
+from kernels.fp8_gemm import (
+    QuantizedMatrix,
+    QuantizedPair,
+    quantize_operand,
+    quantize_operand_pair,
+)
+from kernels.fp8_origin import Origin
+from kernels.norm import normalized
+from kernels.swiglu import silu_times, swiglu_gradients
+from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
+from kernels.triton_ import ceil_div, power_of_2, tl, triton
+
+FORMULAS = ("norm", "swiglu", "swiglu_backward")
+
+
+def maxima_of(x: Origin, kind: str, *, both: bool) -> Maxima:
+    """fp8.find_maxima of a matrix by its origin; those that its producer has found are taken."""
+    if x.kind == kind and x.maxima.rows is not None:
+        return x.maxima
+    if x.is_written:
+        return find_maxima(written(x), kind, both=both)
+    return launch_formula_maxima(x, kind) if kind in ("tensor", "row") else Maxima()
+
+
+def quantize_origin(
+    x: Origin, kind: str, dtype: torch.dtype, side: int, largest: Tensor | None
+) -> QuantizedMatrix:
+    """fp8.quantize of a matrix by its origin."""
+    if x.is_written:
+        return quantize_operand(written(x), kind, dtype, side, largest)
+    ahead, _ = launch_formula_cast(x, kind, dtype, side, Maxima(rows=largest), back=False)
+    return QuantizedMatrix(*ahead, kind, side)
+
+
+def quantize_transposed_origin(
+    x: Origin, kind: str, dtype: torch.dtype, side: int, largest: Tensor | None
+) -> QuantizedMatrix:
+    """fp8.quantize of its transpose. largest: of the transpose's rows."""
+    if x.is_written:
+        return quantize_operand(written(x).t(), kind, dtype, side, largest)
+    _, back = launch_formula_cast(x, kind, dtype, side, Maxima(columns=largest), ahead=False)
+    return QuantizedMatrix(*back, kind, side)
+
+
+def quantize_origin_pair(
+    x: Origin, kind: str, dtype: torch.dtype, side: int, maxima: Maxima
+) -> QuantizedPair:
+    """fp8.quantize_pair of a matrix by its origin."""
+    if x.is_written:
+        return quantize_operand_pair(written(x), kind, dtype, side, maxima)
+    ahead, back = launch_formula_cast(x, kind, dtype, side, maxima)
+    return QuantizedPair(QuantizedMatrix(*ahead, kind, side), QuantizedMatrix(*back, kind, side))
+
+
+def written(x: Origin) -> Tensor:
+    """The matrix [m, n] itself."""
+    assert x.is_written and x.operands[0] is not None, f"the result of {x.formula} is not written"
+    return x.operands[0]
+
+
+# ---- Triton ------------------------------------------------------------------------------------------------
+# The operands of the formulas: X is the norm's x, or gate_up; DY the gradient of SwiGLU's result; the others
+# are the norm's. n: columns of the result, or of one half of it (swiglu_backward). Tiles are [ROWS, COLUMNS].
+
+class Operands(NamedTuple):
+    """The first arguments of the kernels, in their order; None: the formula has none."""
+    x: Tensor
+    dy: Tensor | None = None
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    inverse: Tensor | None = None
+    mean: Tensor | None = None
+
+
+@triton.jit
+def compute_tile(
+    X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n,
+    FORMULA: tl.constexpr,
+) -> "tuple[tl.tensor, tl.tensor]":
+    """A tile of the result, and the same tile of its second half (swiglu_backward), rounded as X is.
+
+    0 beyond the matrix.
+    """
+    inside = inside_matrix(rows, columns, m, n)
+    if FORMULA == "norm":
+        x = load_fp32(X + tile_offsets(rows, columns, n), inside)
+        inverse = tl.load(INVERSE + rows, rows < m, 0.0)
+        LAYER: tl.constexpr = MEAN is not None
+        mean = inverse
+        if LAYER:
+            mean = tl.load(MEAN + rows, rows < m, 0.0)
+        result = normalized(x, mean, inverse, WEIGHT, BIAS, columns, n, LAYER=LAYER)
+        second = result
+    else:
+        offsets = tile_offsets(rows, columns, 2 * n)  # of the gate; `up` is n elements later
+        gate = load_fp32(X + offsets, inside)
+        up = load_fp32(X + n + offsets, inside)
+        if FORMULA == "swiglu":
+            result = silu_times(gate, up)
+            second = result
+        else:
+            dy = load_fp32(DY + tile_offsets(rows, columns, n), inside)
+            result, second = swiglu_gradients(dy, gate, up)
+    DTYPE: tl.constexpr = X.dtype.element_ty
+    result = tl.where(inside, result.to(DTYPE).to(tl.float32), 0.0)
+    return result, tl.where(inside, second.to(DTYPE).to(tl.float32), 0.0)
+
+
+@triton.jit
+def formula_maxima_kernel(
+    X, DY, WEIGHT, BIAS, INVERSE, MEAN, OF_ROWS, OF_COLUMNS, m, n,
+    FORMULA: tl.constexpr,
+    KIND: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """The maxima of one strip of ROWS rows: one number in OF_ROWS [strips] (tensor), or of each row in
+    OF_ROWS [m], and of each column of the result in OF_COLUMNS [strips, columns] (row)."""
+    strip = tl.program_id(0).to(tl.int64)
+    rows = block_range(strip, ROWS)
+    HALVES: tl.constexpr = 2 if FORMULA == "swiglu_backward" else 1
+    largest = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, n, COLUMNS):
+        columns = first + tl.arange(0, COLUMNS)
+        result, second = compute_tile(
+            X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA
+        )
+        largest = tl.maximum(largest, tl.max(tl.abs(result), 1))
+        if HALVES == 2:
+            largest = tl.maximum(largest, tl.max(tl.abs(second), 1))
+        if KIND == "row":
+            of_columns = OF_COLUMNS + strip * HALVES * n + columns
+            tl.store(of_columns, tl.max(tl.abs(result), 0), columns < n)
+            if HALVES == 2:
+                tl.store(of_columns + n, tl.max(tl.abs(second), 0), columns < n)
+    if KIND == "row":
+        tl.store(OF_ROWS + rows, largest, rows < m)
+    else:
+        tl.store(OF_ROWS + strip, tl.max(largest, 0))
+
+
+@triton.jit
+def formula_cast_kernel(
+    X, DY, WEIGHT, BIAS, INVERSE, MEAN, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK, m, n, parts,
+    FORMULA: tl.constexpr,
+    KIND: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BACK: tl.constexpr,
+    FLOOR: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """fp8.cast_tile of one tile of the result, and of that of its second half. Programs: tiles down, tiles
+    across (of one half)."""
+    down = tl.program_id(0)
+    across = tl.program_id(1)
+    tiles_across = tl.num_programs(1)
+    rows = block_range(down.to(tl.int64), ROWS)
+    columns = block_range(across, COLUMNS)
+    HALVES: tl.constexpr = 2 if FORMULA == "swiglu_backward" else 1
+    result, second = compute_tile(
+        X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA
+    )
+    matrix = tl.program_id(2).to(tl.int64)  # there is one
+    cast_tile(
+        result, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
+        rows, columns, m, HALVES * n, n, matrix, parts,
+        down, across, tl.num_programs(0), HALVES * tiles_across,
+        KIND=KIND,
+        GIVEN=KIND != "group",
+        AHEAD=AHEAD,
+        BACK=BACK,
+        FLOOR=FLOOR,
+        LARGEST=LARGEST,
+        PARTS=PARTS,
+    )
+    if HALVES == 2:
+        cast_tile(
+            second, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
+            rows, n + columns, m, HALVES * n, HALVES * n, matrix, parts,
+            down, tiles_across + across, tl.num_programs(0), HALVES * tiles_across,
+            KIND=KIND,
+            GIVEN=KIND != "group",
+            AHEAD=AHEAD,
+            BACK=BACK,
+            FLOOR=FLOOR,
+            LARGEST=LARGEST,
+            PARTS=PARTS,
+        )
+
+
+def operands_of(x: Origin) -> Operands:
+    """The arguments of the kernels."""
+    if x.formula == "norm":
+        total, weight, bias, inverse, mean = x.operands
+        return Operands(total, None, weight, bias, inverse, mean)
+    return Operands(*x.operands)
+
+
+def width_of_tiles(x: Origin) -> int:
+    """Columns of the result, or of one of its halves."""
+    return x.shape[1] // 2 if x.formula == "swiglu_backward" else x.shape[1]
+
+
+def launch_formula_maxima(x: Origin, kind: str) -> Maxima:
+    """The maxima of a result for scales of kind tensor or row."""
+    m, n = x.shape
+    operands = operands_of(x)
+    strips = ceil_div(m, STRIP)
+    new = operands.x.new_empty
+    of_rows = new(strips if kind == "tensor" else (m, 1), dtype=torch.float32)
+    of_columns = new(strips, n, dtype=torch.float32) if kind == "row" else None
+    formula_maxima_kernel[(strips,)](
+        *operands, of_rows, of_columns, m, width_of_tiles(x),
+        FORMULA=x.formula,
+        KIND=kind,
+        ROWS=STRIP,
+        COLUMNS=BLOCK_SIDE,
+        num_warps=8,
+    )
+    if of_columns is None:
+        return Maxima(of_rows, of_rows)
+    return Maxima(of_rows, of_columns.amax(0)[:, None])
+
+
+def launch_formula_cast(
+    x: Origin,
+    kind: str,
+    dtype: torch.dtype,
+    side: int,
+    maxima: Maxima,
+    *,
+    ahead: bool = True,
+    back: bool = True,
+) -> tuple[Quantized, Quantized]:
+    """fp8.launch_cast of a result."""
+    m, n = x.shape
+    operands = operands_of(x)
+    rows, columns = (side, side) if kind == "group" else PAIR
+    parts = 1
+    if kind == "tensor":
+        given = maxima.rows if ahead else maxima.columns
+        assert given is not None, "the largest element of a tensor is found before its cast"
+        given = in_few_parts(given, 1)
+        parts = given.shape[1]
+        maxima = Maxima(given, given)
+    quantized = empty_result(operands.x, (1, m, n), kind, dtype, side, is_written=ahead)
+    transposed = empty_result(operands.x, (1, n, m), kind, dtype, side, is_written=back)
+    width = width_of_tiles(x)
+    formula_cast_kernel[(ceil_div(m, rows), ceil_div(width, columns), 1)](
+        *operands, *quantized, maxima.rows, *transposed, maxima.columns, m, width, parts,
+        FORMULA=x.formula,
+        KIND=kind,
+        AHEAD=ahead,
+        BACK=back,
+        FLOOR=fp8.MIN_ABSOLUTE_MAXIMUM,
+        LARGEST=fp8.MAX_VALUE[dtype],
+        ROWS=rows,
+        COLUMNS=columns,
+        PARTS=power_of_2(parts),
+        num_warps=cast_warps(rows, columns),
+    )
+    return as_stored(quantized, kind), as_stored(transposed, kind)
