@@ -131,6 +131,8 @@ class ClaimedDevice(TorchFunctionMode):
             return True
         if function is torch.nn.functional.scaled_dot_product_attention and self.device.type == "cuda":
             return library_attention(*args, **(kwargs or {}))
+        if is_meta and function is torch._scaled_mm and kwargs and kwargs.get("out") is not None:
+            return scaled_product_into(*args, **kwargs)
         args = tuple(self.real(value) for value in args)
         kwargs = {key: self.real(value) for key, value in (kwargs or {}).items()}
         return function(*args, **kwargs)
@@ -335,6 +337,16 @@ def library_backend(query: Tensor, value: Tensor, mask: Tensor | None) -> SDPBac
         if is_enabled[backend] and is_supported and takes(d, e):
             return backend
     return SDPBackend.MATH
+
+
+def scaled_product_into(*args: Tensor, out: Tensor, **kwargs: Any) -> Tensor:
+    """torch._scaled_mm(..., out=out): without `out` it reads and writes as much, and meta tensors have only
+    that. Raises RuntimeError for another dtype or shape of `out`, as on a GPU.
+    """
+    product = torch._scaled_mm(*args, **kwargs)
+    if (product.dtype, product.shape) != (out.dtype, out.shape):
+        raise RuntimeError(f"{product.dtype} {product.shape} does not fit {out.dtype} {out.shape}")
+    return out
 
 
 # ---- the recorder ------------------------------------------------------------------------------------------

@@ -197,6 +197,7 @@ KERNELS = {
     "grouped_gemm.row_tiles_kernel": KernelRow("router"),
     # what memory bounds
     "norm.forward_kernel": KernelRow("elementwise"),
+    "norm.unwritten_kernel": KernelRow("elementwise"),
     "norm.backward_kernel": KernelRow("elementwise"),
     "rope.rope_kernel": KernelRow("elementwise"),
     "rope.merge_gradients_kernel": KernelRow("elementwise"),
@@ -216,6 +217,8 @@ KERNELS = {
     "fp8.cast_kernel": KernelRow("quantization", needed=0.0),
     "fp8.largest_kernel": KernelRow("quantization", needed=0.0),
     "fp8.maxima_kernel": KernelRow("quantization", needed=0.0),
+    "fp8_formula.formula_cast_kernel": KernelRow("quantization"),  # needed: it is the activation, too
+    "fp8_formula.formula_maxima_kernel": KernelRow("quantization", needed=0.0),
     "adam.adamw_kernel": KernelRow("optimizer"),
 }
 

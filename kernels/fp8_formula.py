@@ -92,7 +92,8 @@ def written(x: Origin) -> Tensor:
 
 # ---- Triton ------------------------------------------------------------------------------------------------
 # The operands of the formulas: X is the norm's x, or gate_up; DY the gradient of SwiGLU's result; the others
-# are the norm's. n: columns of the result, or of one half of it (swiglu_backward). Tiles are [ROWS, COLUMNS].
+# are the norm's. HALVES: of the columns, which have the same operands: 2 of swiglu_backward, else 1. n: columns
+# of one half. Tiles are [ROWS, COLUMNS].
 
 class Operands(NamedTuple):
     """The first arguments of the kernels, in their order; None: the formula has none."""
@@ -108,11 +109,9 @@ class Operands(NamedTuple):
 def compute_tile(
     X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n,
     FORMULA: tl.constexpr,
-) -> "tuple[tl.tensor, tl.tensor]":
-    """A tile of the result, and the same tile of its second half (swiglu_backward), rounded as X is.
-
-    0 beyond the matrix.
-    """
+    HALF: tl.constexpr,
+):
+    """A tile of the result, in its half number HALF, rounded as X is; 0 beyond the matrix."""
     inside = inside_matrix(rows, columns, m, n)
     if FORMULA == "norm":
         x = load_fp32(X + tile_offsets(rows, columns, n), inside)
@@ -122,26 +121,24 @@ def compute_tile(
         if LAYER:
             mean = tl.load(MEAN + rows, rows < m, 0.0)
         result = normalized(x, mean, inverse, WEIGHT, BIAS, columns, n, LAYER=LAYER)
-        second = result
     else:
         offsets = tile_offsets(rows, columns, 2 * n)  # of the gate; `up` is n elements later
         gate = load_fp32(X + offsets, inside)
         up = load_fp32(X + n + offsets, inside)
         if FORMULA == "swiglu":
             result = silu_times(gate, up)
-            second = result
         else:
             dy = load_fp32(DY + tile_offsets(rows, columns, n), inside)
-            result, second = swiglu_gradients(dy, gate, up)
-    DTYPE: tl.constexpr = X.dtype.element_ty
-    result = tl.where(inside, result.to(DTYPE).to(tl.float32), 0.0)
-    return result, tl.where(inside, second.to(DTYPE).to(tl.float32), 0.0)
+            dgate, dup = swiglu_gradients(dy, gate, up)
+            result = dup if HALF else dgate
+    return tl.where(inside, result.to(X.dtype.element_ty).to(tl.float32), 0.0)
 
 
 @triton.jit
 def formula_maxima_kernel(
     X, DY, WEIGHT, BIAS, INVERSE, MEAN, OF_ROWS, OF_COLUMNS, m, n,
     FORMULA: tl.constexpr,
+    HALVES: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -150,21 +147,17 @@ def formula_maxima_kernel(
     OF_ROWS [m], and of each column of the result in OF_COLUMNS [strips, columns] (row)."""
     strip = tl.program_id(0).to(tl.int64)
     rows = block_range(strip, ROWS)
-    HALVES: tl.constexpr = 2 if FORMULA == "swiglu_backward" else 1
     largest = tl.zeros((ROWS,), tl.float32)
     for first in range(0, n, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        result, second = compute_tile(
-            X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA
-        )
-        largest = tl.maximum(largest, tl.max(tl.abs(result), 1))
-        if HALVES == 2:
-            largest = tl.maximum(largest, tl.max(tl.abs(second), 1))
-        if KIND == "row":
-            of_columns = OF_COLUMNS + strip * HALVES * n + columns
-            tl.store(of_columns, tl.max(tl.abs(result), 0), columns < n)
-            if HALVES == 2:
-                tl.store(of_columns + n, tl.max(tl.abs(second), 0), columns < n)
+        for half in tl.static_range(HALVES):  # the second finds the operands in the cache
+            result = compute_tile(
+                X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA, HALF=half
+            )
+            largest = tl.maximum(largest, tl.max(tl.abs(result), 1))
+            if KIND == "row":
+                of_columns = OF_COLUMNS + (strip * HALVES + half) * n + columns
+                tl.store(of_columns, tl.max(tl.abs(result), 0), columns < n)
     if KIND == "row":
         tl.store(OF_ROWS + rows, largest, rows < m)
     else:
@@ -175,6 +168,7 @@ def formula_maxima_kernel(
 def formula_cast_kernel(
     X, DY, WEIGHT, BIAS, INVERSE, MEAN, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK, m, n, parts,
     FORMULA: tl.constexpr,
+    HALVES: tl.constexpr,
     KIND: tl.constexpr,
     AHEAD: tl.constexpr,
     BACK: tl.constexpr,
@@ -184,35 +178,22 @@ def formula_cast_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """fp8.cast_tile of one tile of the result, and of that of its second half. Programs: tiles down, tiles
-    across (of one half)."""
+    """fp8.cast_tile of one tile of each half of the result. Programs: tiles down, tiles across (of a half), 1.
+    """
     down = tl.program_id(0)
     across = tl.program_id(1)
     tiles_across = tl.num_programs(1)
+    matrix = tl.program_id(2).to(tl.int64)  # there is one
     rows = block_range(down.to(tl.int64), ROWS)
     columns = block_range(across, COLUMNS)
-    HALVES: tl.constexpr = 2 if FORMULA == "swiglu_backward" else 1
-    result, second = compute_tile(
-        X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA
-    )
-    matrix = tl.program_id(2).to(tl.int64)  # there is one
-    cast_tile(
-        result, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
-        rows, columns, m, HALVES * n, n, matrix, parts,
-        down, across, tl.num_programs(0), HALVES * tiles_across,
-        KIND=KIND,
-        GIVEN=KIND != "group",
-        AHEAD=AHEAD,
-        BACK=BACK,
-        FLOOR=FLOOR,
-        LARGEST=LARGEST,
-        PARTS=PARTS,
-    )
-    if HALVES == 2:
+    for half in tl.static_range(HALVES):  # the second finds the operands in the cache
+        result = compute_tile(
+            X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA, HALF=half
+        )
         cast_tile(
-            second, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
-            rows, n + columns, m, HALVES * n, HALVES * n, matrix, parts,
-            down, tiles_across + across, tl.num_programs(0), HALVES * tiles_across,
+            result, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
+            rows, half * n + columns, m, HALVES * n, (half + 1) * n, matrix, parts,
+            down, half * tiles_across + across, tl.num_programs(0), HALVES * tiles_across,
             KIND=KIND,
             GIVEN=KIND != "group",
             AHEAD=AHEAD,
@@ -231,9 +212,9 @@ def operands_of(x: Origin) -> Operands:
     return Operands(*x.operands)
 
 
-def width_of_tiles(x: Origin) -> int:
-    """Columns of the result, or of one of its halves."""
-    return x.shape[1] // 2 if x.formula == "swiglu_backward" else x.shape[1]
+def halves_of(x: Origin) -> int:
+    """Into how many parts its columns are divided, which have the same operands."""
+    return 2 if x.formula == "swiglu_backward" else 1
 
 
 def launch_formula_maxima(x: Origin, kind: str) -> Maxima:
@@ -245,8 +226,9 @@ def launch_formula_maxima(x: Origin, kind: str) -> Maxima:
     of_rows = new(strips if kind == "tensor" else (m, 1), dtype=torch.float32)
     of_columns = new(strips, n, dtype=torch.float32) if kind == "row" else None
     formula_maxima_kernel[(strips,)](
-        *operands, of_rows, of_columns, m, width_of_tiles(x),
+        *operands, of_rows, of_columns, m, n // halves_of(x),
         FORMULA=x.formula,
+        HALVES=halves_of(x),
         KIND=kind,
         ROWS=STRIP,
         COLUMNS=BLOCK_SIDE,
@@ -280,10 +262,11 @@ def launch_formula_cast(
         maxima = Maxima(given, given)
     quantized = empty_result(operands.x, (1, m, n), kind, dtype, side, is_written=ahead)
     transposed = empty_result(operands.x, (1, n, m), kind, dtype, side, is_written=back)
-    width = width_of_tiles(x)
+    width = n // halves_of(x)
     formula_cast_kernel[(ceil_div(m, rows), ceil_div(width, columns), 1)](
         *operands, *quantized, maxima.rows, *transposed, maxima.columns, m, width, parts,
         FORMULA=x.formula,
+        HALVES=halves_of(x),
         KIND=kind,
         AHEAD=ahead,
         BACK=back,

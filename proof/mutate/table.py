@@ -714,12 +714,13 @@ TABLE = (
         what="fp8: blocks along the tokens start anew at half of a block",
         file="kernels/fp8_linear.py",
         old=(
-            "        return quantize_operand_pair(x, self.activation_kind, E4M3, self.side, maxima)"
+            "        return quantize_origin_pair(x, self.activation_kind, E4M3, self.side, maxima)"
         ),
         new=(
-            "        pair = quantize_operand_pair(x, self.activation_kind, E4M3, self.side, maxima)\n"
+            "        pair = quantize_origin_pair(x, self.activation_kind, E4M3, self.side, maxima)\n"
             "        if self.tokens is not None:\n"
-            "            half = quantize_operand(x.t(), self.activation_kind, E4M3, self.side // 2)\n"
+            "            args = x, self.activation_kind, E4M3, self.side // 2, None\n"
+            "            half = quantize_transposed_origin(*args)\n"
             "            back = QuantizedMatrix(half.q, half.scale, half.kind, self.side // 2)\n"
             "            pair = QuantizedPair(pair.ahead, back)\n"
             "        return pair"

@@ -308,10 +308,11 @@ def of_formula(kernel, formula: str, kind: str, **constants) -> Case:
     """A kernel of kernels/fp8_formula.py. Arguments that the formula has not are None."""
     norms = ("WEIGHT", "BIAS", "INVERSE", "MEAN")
     absent = {"swiglu": ("DY", *norms), "swiglu_backward": norms, "norm": ("DY", "BIAS", "MEAN")}[formula]
+    halves = 2 if formula == "swiglu_backward" else 1
     outputs = ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK", "OF_ROWS", "OF_COLUMNS", "INVERSE")
     return Case(
         kernel,
-        {**dict.fromkeys(absent), "FORMULA": formula, "KIND": kind, **constants},
+        {**dict.fromkeys(absent), "FORMULA": formula, "HALVES": halves, "KIND": kind, **constants},
         {**{name: "*fp32" for name in outputs}, "Q": "*fp8e4nv", "Q_BACK": "*fp8e4nv"},
         chips=TMA,
     )
