@@ -92,8 +92,8 @@ def written(x: Origin) -> Tensor:
 
 # ---- Triton ------------------------------------------------------------------------------------------------
 # The operands of the formulas: X is the norm's x, or gate_up; DY the gradient of SwiGLU's result; the others
-# are the norm's. HALVES: of the columns, which have the same operands: 2 of swiglu_backward, else 1. n: columns
-# of one half. Tiles are [ROWS, COLUMNS].
+# are the norm's. HALVES of the columns have the same operands: 2 of swiglu_backward, else 1. n: columns of a
+# half. Tiles are [ROWS, COLUMNS].
 
 class Operands(NamedTuple):
     """The first arguments of the kernels, in their order; None: the formula has none."""
@@ -178,8 +178,7 @@ def formula_cast_kernel(
     COLUMNS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """fp8.cast_tile of one tile of each half of the result. Programs: tiles down, tiles across (of a half), 1.
-    """
+    """fp8.cast_tile of one tile of each half. Programs: tiles down, tiles across (of a half), 1."""
     down = tl.program_id(0)
     across = tl.program_id(1)
     tiles_across = tl.num_programs(1)

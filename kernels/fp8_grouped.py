@@ -30,7 +30,6 @@ from kernels.fp8_gemm import (
 from kernels.fp8_gemm import triton_fits as fp8_gemm_fits
 from kernels.fp8_weight import quantize_once
 from kernels.grouped_gemm import (
-    PROGRAMS,
     RowTiles,
     accumulate_wgrad,
     grouped_forward,
@@ -38,15 +37,15 @@ from kernels.grouped_gemm import (
     triton_fits,
 )
 from kernels.tiles import inside_matrix, tile_offsets
-from kernels.triton_ import TensorDescriptor, ceil_div, num_processors, tl, triton
+from kernels.triton_ import TensorDescriptor, ceil_div, tl, triton
 
 RECIPES = {
     "tensorwise": Recipe("row", "matrix", E5M2),
     "rowwise": Recipe("row", "row", E5M2),
     "blockwise": Recipe("group", "block", E4M3),
 }
-# M: as in grouped_gemm.TILE, whose row_tiles divide the rows. Two programs fit a processor: one begins or ends
-# a tile, whose products are few, while the other multiplies
+# M: as in grouped_gemm.TILE, by which row_tiles divides the rows. Two programs fit a processor: one begins or
+# ends a tile, whose products are few, while the other multiplies
 TILE = {"M": 128, "N": 128, "num_warps": 8, "num_stages": 3}
 EXACT = {**TILE, "num_stages": 4}  # if part of the sum is added to fp32 on the way: registers for one program
 EACH = {**EXACT, "N": 64}  # if scales change along the summed dim, and each row of W has its own
@@ -109,19 +108,20 @@ def scaled_grouped_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
 ):
-    """Every num_programs-th tile [M, N] of Y [m, outer] = A [m, inner] times the rows of B of its expert.
+    """One tile [M, N] of Y [m, outer] = A [m, inner] times the rows of B of its expert.
 
     B [experts * outer, inner] has [outer, inner] of each expert. TILES: those of a RowTiles. The other
-    arguments are those of scaled_tile in kernels/fp8_gemm.py.
+    arguments are those of scaled_tile in kernels/fp8_gemm.py. A loop over tiles, as in 16 bits, would take
+    the registers of the second program that fits a processor.
     """
     tiles_across = tl.cdiv(outer, N)
-    num_tiles = tl.load(TILES) * tiles_across
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        entry = TILES + (1 + tile // tiles_across) * 4
+    tile = tl.program_id(0) // tiles_across
+    column = tl.program_id(0) % tiles_across * N
+    if tile < tl.load(TILES):
+        entry = TILES + (1 + tile) * 4
         expert = tl.load(entry)
         row = tl.load(entry + 1)
         end = tl.load(entry + 2)
-        column = tile % tiles_across * N
         first = expert * outer  # of the expert's rows of B
         total = scaled_tile(
             A, B, A_SCALE, B_SCALE, row, end, first + column, first + outer, inner,
@@ -161,7 +161,7 @@ def launch_grouped_product(
     assert tile["M"] == grouped_gemm.TILE["M"], "row_tiles divide the rows for both kinds of products"
     most_tiles = (len(rows.tiles) - 1) * ceil_div(outer, tile["N"])
     y = torch.empty(m, outer, dtype=dtype, device=a.q.device)
-    scaled_grouped_kernel[(min(most_tiles, PROGRAMS * num_processors(a.q.device)),)](
+    scaled_grouped_kernel[(most_tiles,)](
         TensorDescriptor.from_tensor(a.q, [tile["M"], steps.K]),
         TensorDescriptor.from_tensor(b.q, [tile["N"], steps.K]),
         y, a.scale, b.scale, rows.tiles, k, outer,

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, cast
 
-import torch
 from torch import Tensor
 
 from kernels.fp8 import Maxima, triton_fits

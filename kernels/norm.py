@@ -158,7 +158,7 @@ def row_statistics(x, inside, d, eps, LAYER: tl.constexpr) -> "tuple[tl.tensor, 
 
 @triton.jit
 def normalized(x, mean, scale, WEIGHT, BIAS, columns, d, LAYER: tl.constexpr):
-    """The result of the norm for the elements x [ROWS, COLUMNS] in `columns` of rows with these statistics."""
+    """The norm of x [ROWS, COLUMNS]: the elements in `columns` of rows that have these statistics."""
     if LAYER:
         x -= mean[:, None]
     y = x * scale[:, None] * load_fp32(WEIGHT + columns, columns < d)[None, :]
@@ -235,7 +235,7 @@ def unwritten_kernel(
 
 @triton.jit
 def add_maxima(largest, y, OF_ROWS, rows, inside, n, KIND: tl.constexpr):
-    """`largest` with rows y [ROWS, BLOCK], as memory would hold them, whose own maxima go to OF_ROWS (row)."""
+    """`largest` and the rows y [ROWS, BLOCK], as memory holds them. Their maxima go to OF_ROWS (row)."""
     size = tl.where(inside, tl.abs(y.to(tl.float32)), 0.0)
     if KIND == "row":
         tl.store(OF_ROWS + rows, tl.max(size, 1), rows < n)

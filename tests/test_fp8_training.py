@@ -233,7 +233,8 @@ def test_gradients_are_near_those_of_fp32(recipe):
 
 # ---- results that are left to the casts of their readers (kernels/fp8_origin.py) ---------------------------
 
-TWO_BLOCKS = [*SMALL, *"--model.layers 2 --train.fp8_keep 0 --train.micro_batch 1 --train.global_batch 2".split()]
+TWO_MICROBATCHES = ["--train.micro_batch", "1", "--train.global_batch", "2"]
+TWO_BLOCKS = [*SMALL, *TWO_MICROBATCHES, "--model.layers", "2", "--train.fp8_keep", "0"]
 FORMULAS_OF_A_BLOCK = {  # of one pass forward and back
     "dense": {"norm": 2, "swiglu": 1, "swiglu_backward": 1},
     "mixture": {"norm": 1, "swiglu": 1, "swiglu_backward": 1},  # its router reads the second norm's result

@@ -87,6 +87,7 @@ STATISTICS = {
     **{n: "*fp32" for n in ("SCALE", "MEAN", "DWEIGHT", "DBIAS", "OF_ROWS", "OF_COLUMNS")},
     "eps": "fp32",
 }
+NORM_BACKWARD = {"KIND": None, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)}
 GELU = {"CUBIC": swiglu.CUBIC, "SLOPE": swiglu.SLOPE, "BLOCK": swiglu.BLOCK, "num_warps": swiglu.WARPS}
 STRIDES = ("i32", "i32", "i32")
 ROPE = {
@@ -400,12 +401,17 @@ CASES = {
     ),
     "rms_norm_backward": Case(
         norm.backward_kernel,
-        {"KIND": None, "HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)},
+        {"HAS_RESIDUAL": True, "LAYER": False, **NORM_BACKWARD},
         STATISTICS,
     ),
     "rms_norm_backward_heads": Case(
         norm.backward_kernel,
-        {"KIND": None, "HAS_RESIDUAL": False, "LAYER": False, **norm.launch_meta(128, norm.BACKWARD_PER_WARP)},
+        {
+            "KIND": None,
+            "HAS_RESIDUAL": False,
+            "LAYER": False,
+            **norm.launch_meta(128, norm.BACKWARD_PER_WARP),
+        },
         STATISTICS,
     ),
     "layer_norm": Case(
@@ -415,7 +421,7 @@ CASES = {
     ),
     "layer_norm_backward": Case(
         norm.backward_kernel,
-        {"KIND": None, "HAS_RESIDUAL": True, "LAYER": True, **norm.launch_meta(4096, norm.BACKWARD_PER_WARP)},
+        {"HAS_RESIDUAL": True, "LAYER": True, **NORM_BACKWARD},
         STATISTICS,
     ),
     "rope": Case(
@@ -507,12 +513,12 @@ CASES = {
         if not (backward and kind == "group")
     },
     **{
-        f"fp8_{formula}_{kind}": formula_cast(formula, kind)
+        f"fp8_{formula.replace('backward', 'back')}_{kind}": formula_cast(formula, kind)
         for formula in fp8_formula.FORMULAS
         for kind in ("tensor", "row", "group")
     },
     **{
-        f"fp8_{formula}_maxima_{kind}": formula_maxima(formula, kind)
+        f"fp8_{formula.replace('backward', 'back')}_maxima_{kind}": formula_maxima(formula, kind)
         for formula in ("swiglu", "swiglu_backward")
         for kind in ("tensor", "row")
     },

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import fp8, fp8_linear, norm, swiglu
+from kernels import fp8, norm, swiglu
 from kernels.fp8 import E4M3, E5M2, Maxima
 from kernels.fp8_formula import (
     maxima_of,
@@ -12,7 +12,7 @@ from kernels.fp8_formula import (
     quantize_transposed_origin,
 )
 from kernels.fp8_linear import RECIPES, Fp8Scaling, scaled_linear
-from kernels.fp8_origin import Reader, origin_of, unwritten, with_maxima
+from kernels.fp8_origin import Reader, origin_of, with_maxima
 from kernels.linear import recompute_output
 
 KINDS = ("tensor", "row", "group")
