@@ -116,11 +116,10 @@ def compute_tile(
     if FORMULA == "norm":
         x = load_fp32(X + tile_offsets(rows, columns, n), inside)
         inverse = tl.load(INVERSE + rows, rows < m, 0.0)
-        LAYER: tl.constexpr = MEAN is not None
-        mean = inverse
-        if LAYER:
+        mean = inverse  # RMSNorm has none
+        if MEAN is not None:
             mean = tl.load(MEAN + rows, rows < m, 0.0)
-        result = normalized(x, mean, inverse, WEIGHT, BIAS, columns, n, LAYER=LAYER)
+        result = normalized(x, mean, inverse, WEIGHT, BIAS, columns, n, LAYER=MEAN is not None)
     else:
         offsets = tile_offsets(rows, columns, 2 * n)  # of the gate; `up` is n elements later
         gate = load_fp32(X + offsets, inside)
@@ -185,7 +184,8 @@ def formula_cast_kernel(
     matrix = tl.program_id(2).to(tl.int64)  # there is one
     rows = block_range(down.to(tl.int64), ROWS)
     columns = block_range(across, COLUMNS)
-    for half in tl.static_range(HALVES):  # the second finds the operands in the cache
+    # the second half finds the operands in the cache
+    for half in tl.static_range(HALVES):  # pyright: ignore[reportGeneralTypeIssues]
         result = compute_tile(
             X, DY, WEIGHT, BIAS, INVERSE, MEAN, rows, columns, m, n, FORMULA=FORMULA, HALF=half
         )
@@ -205,10 +205,9 @@ def formula_cast_kernel(
 
 def operands_of(x: Origin) -> Operands:
     """The arguments of the kernels."""
-    if x.formula == "norm":
-        total, weight, bias, inverse, mean = x.operands
-        return Operands(total, None, weight, bias, inverse, mean)
-    return Operands(*x.operands)
+    first, *others = x.operands
+    assert first is not None
+    return Operands(first, None, *others) if x.formula == "norm" else Operands(first, *others)
 
 
 def halves_of(x: Origin) -> int:

@@ -15,7 +15,9 @@ PARTS = 4  # of the kernels, each of which is one test: tests/draw.py takes some
 SPILLS = {
     ("attention_dkv_64_64_window", "sm_100"): 2,
     ("attention_dkv_256_256", "sm_100"): 26,
-}  # instructions, of triton 3.7.1 alone: around the loop over query heads. Nothing else may.
+    ("fp8_swiglu_back_row", "sm_100"): 2,
+    ("fp8_swiglu_back_group", "sm_100"): 4,
+}  # instructions, of triton 3.7.1 alone: around the loop over query heads, once a tile. Nothing else may.
 # of a processor, at least: of a short product, another program hides where one begins and ends
 PROGRAMS = {
     "grouped": 2,
@@ -25,6 +27,8 @@ PROGRAMS = {
     "scaled_grouped_matrix": 2,
     "fp8_tensor_pair": 4,
     "fp8_row_pair": 2,
+    "fp8_swiglu_tensor": 4,
+    "fp8_swiglu_back_tensor": 2,
 }
 # that multiply while the next operands arrive
 IN_FLIGHT = (
