@@ -487,7 +487,7 @@ class Recorder:
                 arguments={
                     "in": [RecordedTensor.of(x) for x in inputs],
                     "out": [RecordedTensor.of(x) for x in outputs],
-                    "numbers": {key: value for key, value in kwargs.items() if not isinstance(value, Tensor)},
+                    "numbers": named_numbers(function, args, kwargs),
                     "overload": str(function),
                 },
             )
@@ -506,6 +506,14 @@ class Recorder:
             node = torch._C._current_autograd_node()
             caller = self.callers.get(node._sequence_nr(), caller) if node is not None else caller
         return caller
+
+
+def named_numbers(function: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of an operation that are no tensors, by the names of its schema: torch hands most of them
+    on without one."""
+    names = [argument.name for argument in function._schema.arguments]
+    given = {**dict(zip(names, args)), **kwargs}
+    return {name: value for name, value in given.items() if not isinstance(value, Tensor)}
 
 
 class Operations(TorchDispatchMode):

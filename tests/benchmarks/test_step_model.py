@@ -125,6 +125,22 @@ def test_the_step_takes_the_paths_of_an_h200():
     assert not any("attention_for_cpu" in kernel or "safe_softmax" in kernel for kernel in counts)
 
 
+@pytest.mark.parametrize("name", ["dense+tensorwise", "dense+rowwise"])
+def test_only_the_forwards_products_have_fast_sums(name):
+    rates: Counter[tuple[str, str | None]] = Counter()
+    for launch in record(tiny(name), H200).launches:
+        if launch.kernel == "aten._scaled_mm":
+            done = judge(launch, Facts(1.0))
+            rates[f"{launch.phase}, {done.part}", done.rate] += 1
+    count = rates["forward, products", "library fp8"]
+    assert count > 0
+    assert rates == {
+        ("forward, products", "library fp8"): count,
+        ("backward, products", "library fp8, exact sums"): count,
+        ("backward, weight gradients", "library fp8, exact sums"): count,
+    }
+
+
 ATTENTION = {
     "dense": "aten._scaled_dot_product_cudnn_attention",
     "dense+mla": "aten._scaled_dot_product_cudnn_attention",
