@@ -261,7 +261,7 @@ def step_of_kernels(world: World, cfg: config.Config, handed_over: bool) -> tupl
         run = build_run(cfg, mesh, torch.device("cpu"), None, STEPS)
         data = Counting(cfg, mesh.dp.index, mesh.dp.size)
         results = train_step(run, 1, data.microbatches(0), NonFiniteGuard())
-    weights = [p.detach().float().clone() for stage in run.stages for p in stage.parameters()]
+    weights = [p.detach().float().clone() for stage in run.stages.values() for p in stage.parameters()]
     return [float(results[0]), *weights], counts
 
 
