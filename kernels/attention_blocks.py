@@ -204,6 +204,21 @@ def block_start(i, first, before, gap, MASKED: tl.constexpr, BLOCK: tl.constexpr
     return start
 
 
+@triton.jit
+def first_edge(begin, full_begin, full_end):
+    """Where the edges of a range begin."""
+    return tl.where(begin < full_begin, begin, full_end)
+
+
+@triton.jit
+def last_block(begin, full_begin, full_end, end, BLOCK: tl.constexpr):
+    """Where the last block of a range begins, if its middle is visited before its edges; of an empty range,
+    where it begins."""
+    last = begin + (tl.maximum(end - begin, 1) - 1) // BLOCK * BLOCK
+    # no edge after the middle: the last one before it, if there is one
+    return tl.where((full_end >= end) & (begin < full_begin), full_begin - BLOCK, last)
+
+
 # ---- which pairs see each other ----------------------------------------------------------------------------
 
 @triton.jit

@@ -4,8 +4,10 @@ from kernels.attention_blocks import (
     LOG2E,
     block_start,
     blocks_to_visit,
+    first_edge,
     head_of,
     key_range,
+    last_block,
     load_block,
     load_first_keys,
     load_rows,
@@ -19,10 +21,75 @@ from kernels.triton_ import tl, triton
 
 
 @triton.jit
+def block_scores(
+    q, K, k_strides, batch, group, start, s_k,
+    EDGE: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Q K^T of a block of queries and the keys from `start` on, without its scale: fp32 [BLOCK_M, BLOCK_N]."""
+    k = load_block(
+        K, k_strides, batch, group, start, s_k,
+        EDGE=EDGE,
+        TMA=TMA,
+        BLOCK=BLOCK_N,
+        DIM=HEAD_DIM,
+    )
+    return tl.dot(q, tl.trans(k), input_precision="ieee")
+
+
+@triton.jit
+def online_softmax(
+    scores, denominator, row_max, rows, start, first_key, s_k, offset, scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Probabilities of one block relative to the largest score so far, and what the sums before it shrink by:
+    (probs, shrink, denominator, row_max)."""
+    scores = scores * scale
+    if MASKED:
+        columns = start + tl.arange(0, BLOCK_N)
+        mask = sees_keys(rows, columns, first_key, s_k, offset, CAUSAL=CAUSAL, BOUNDED=BOUNDED)
+        scores = tl.where(mask, scores, -float("inf"))
+
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = new_max
+    if MASKED:  # a query without a key so far: exp2(-inf - 0), not exp2(-inf + inf)
+        base = tl.where(new_max == -float("inf"), 0.0, new_max)
+    probs = tl.exp2(scores - base[:, None])
+    shrink = tl.exp2(row_max - base)
+    denominator = denominator * shrink + tl.sum(probs, 1)
+    return probs, shrink, denominator, new_max
+
+
+@triton.jit
+def add_values(
+    out, probs, shrink, V, v_strides, batch, group, start, s_k,
+    EDGE: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """out, shrunk, plus the values from `start` on, weighted by their probabilities."""
+    v = load_block(
+        V, v_strides, batch, group, start, s_k,
+        EDGE=EDGE,
+        TMA=TMA,
+        BLOCK=BLOCK_N,
+        DIM=VALUE_DIM,
+    )
+    return tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
+
+
+@triton.jit
 def accumulate_output(
-    out, denominator, row_max, q, K, V, k_strides, v_strides, batch, group, rows, first_key,
+    out, denominator, row_max, next_scores, q, K, V, k_strides, v_strides, batch, group, rows, first_key,
     begin, full_begin, full_end, end, s_k, offset, scale,
     MASKED: tl.constexpr,
+    AHEAD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
     TMA: tl.constexpr,
@@ -31,44 +98,56 @@ def accumulate_output(
     VALUE_DIM: tl.constexpr,
 ):
     """Adds the edges of a range of keys (MASKED), or its middle, to the online softmax of a block of queries.
+
+    AHEAD: next_scores are those of the first of these blocks, and become those of the block after them. So a
+    softmax does not wait for its scores, and runs while the values of the block before are multiplied
+    (FlashAttention-3, arXiv 2407.08608, section 3.2). The last block of all is left out.
     """
     first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_N)
-    for i in range(0, number):
-        # scores
+    edge = first_edge(begin, full_begin, full_end)  # the block after the middle
+    turns = number
+    if AHEAD and MASKED:
+        turns = number - 1
+    elif AHEAD:
+        turns = tl.where(end - begin > gap, number, number - 1)
+    for i in range(0, turns):
         start = block_start(i, first, before, gap, MASKED, BLOCK_N)
-        k = load_block(
-            K, k_strides, batch, group, start, s_k,
+        if AHEAD:
+            scores = next_scores
+        else:
+            scores = block_scores(
+                q, K, k_strides, batch, group, start, s_k,
+                EDGE=MASKED,
+                TMA=TMA,
+                BLOCK_N=BLOCK_N,
+                HEAD_DIM=HEAD_DIM,
+            )
+        probs, shrink, denominator, row_max = online_softmax(
+            scores, denominator, row_max, rows, start, first_key, s_k, offset, scale,
+            MASKED=MASKED,
+            CAUSAL=CAUSAL,
+            BOUNDED=BOUNDED,
+            BLOCK_N=BLOCK_N,
+        )
+        if AHEAD:
+            next_start = block_start(i + 1, first, before, gap, MASKED, BLOCK_N)
+            if not MASKED:
+                next_start = tl.where(i + 1 < number, next_start, edge)
+            next_scores = block_scores(
+                q, K, k_strides, batch, group, next_start, s_k,
+                EDGE=True,
+                TMA=TMA,
+                BLOCK_N=BLOCK_N,
+                HEAD_DIM=HEAD_DIM,
+            )
+        out = add_values(
+            out, probs, shrink, V, v_strides, batch, group, start, s_k,
             EDGE=MASKED,
             TMA=TMA,
-            BLOCK=BLOCK_N,
-            DIM=HEAD_DIM,
+            BLOCK_N=BLOCK_N,
+            VALUE_DIM=VALUE_DIM,
         )
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            columns = start + tl.arange(0, BLOCK_N)
-            mask = sees_keys(rows, columns, first_key, s_k, offset, CAUSAL=CAUSAL, BOUNDED=BOUNDED)
-            scores = tl.where(mask, scores, -float("inf"))
-
-        # probabilities, relative to the largest score so far
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
-        base = new_max
-        if MASKED:  # a query without a key so far: exp2(-inf - 0), not exp2(-inf + inf)
-            base = tl.where(new_max == -float("inf"), 0.0, new_max)
-        probs = tl.exp2(scores - base[:, None])
-        shrink = tl.exp2(row_max - base)
-        denominator = denominator * shrink + tl.sum(probs, 1)
-
-        # their values
-        v = load_block(
-            V, v_strides, batch, group, start, s_k,
-            EDGE=MASKED,
-            TMA=TMA,
-            BLOCK=BLOCK_N,
-            DIM=VALUE_DIM,
-        )
-        out = tl.dot(probs.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
-        row_max = new_max
-    return out, denominator, row_max
+    return out, denominator, row_max, next_scores
 
 
 @triton.jit
@@ -76,6 +155,7 @@ def forward_kernel(
     Q, K, V, FIRST_KEY, OUT, LSE,
     q_strides, k_strides, v_strides, out_strides, first_key_stride,
     s_q, s_k, heads, heads_per_group, key_start, offset, scale,
+    AHEAD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
     TMA: tl.constexpr,
@@ -84,7 +164,7 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """One block of queries of one head: its output and logsumexp."""
+    """One block of queries of one head: its output and logsumexp. AHEAD: see accumulate_output."""
     # the queries, and which keys they see
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
     batch, head = sequence_and_head(heads)
@@ -106,19 +186,47 @@ def forward_kernel(
     out = tl.zeros((BLOCK_M, padded(VALUE_DIM)), tl.float32)
     denominator = tl.zeros((BLOCK_M,), tl.float32)
     row_max = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if AHEAD:
+        edge = first_edge(begin, full_begin, full_end)
+        start = tl.where(full_begin < full_end, full_begin, edge)
+        scores = block_scores(
+            q, K, k_strides, batch, group, start, s_k,
+            EDGE=True,
+            TMA=TMA,
+            BLOCK_N=BLOCK_N,
+            HEAD_DIM=HEAD_DIM,
+        )
     for MASKED in tl.static_range(2):
-        out, denominator, row_max = accumulate_output(
-            out, denominator, row_max, q, K, V, k_strides, v_strides, batch, group, rows, first_key,
+        out, denominator, row_max, scores = accumulate_output(
+            out, denominator, row_max, scores, q, K, V, k_strides, v_strides, batch, group, rows, first_key,
             begin, full_begin, full_end, end,
             s_k=s_k,
             offset=offset,
             scale=scale,
             MASKED=MASKED,
+            AHEAD=AHEAD,
             CAUSAL=CAUSAL,
             BOUNDED=BOUNDED,
             TMA=TMA,
             BLOCK_N=BLOCK_N,
             HEAD_DIM=HEAD_DIM,
+            VALUE_DIM=VALUE_DIM,
+        )
+    if AHEAD:
+        start = last_block(begin, full_begin, full_end, end, BLOCK_N)
+        probs, shrink, denominator, row_max = online_softmax(
+            scores, denominator, row_max, rows, start, first_key, s_k, offset, scale,
+            MASKED=True,
+            CAUSAL=CAUSAL,
+            BOUNDED=BOUNDED,
+            BLOCK_N=BLOCK_N,
+        )
+        out = add_values(
+            out, probs, shrink, V, v_strides, batch, group, start, s_k,
+            EDGE=True,
+            TMA=TMA,
+            BLOCK_N=BLOCK_N,
             VALUE_DIM=VALUE_DIM,
         )
 

@@ -36,6 +36,9 @@ FORWARD_BLOCKS: BlockTable = {
     9: {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
     10: {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
 }
+# Chips whose forward computes scores one block ahead, where the copy engine reads. Products run beside other
+# instructions there, and registers hold two blocks of scores.
+SCORES_AHEAD = (9,)
 # Five products where this table has an entry, seven elsewhere. They read and write 8 bytes of dq for each
 # channel, query and block of keys, so they need blocks of 128 keys: half as many would move more than the
 # memory can while the tensor cores multiply. Such blocks fit the registers of chips 9 and 10 up to head dim
@@ -214,6 +217,7 @@ def launch_forward(
         *inputs, bounds.first_key, out, lse, *strides_of(q, k, v, out), bounds.first_key_stride,
         heads=h,
         key_start=bounds.key_start,
+        AHEAD=tma and chip_name(q.device) in SCORES_AHEAD,
         **call_numbers(q, k, bounds),
         **launch_meta(blocks, q, v, mask, tma),
     )

@@ -141,7 +141,8 @@ def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS
         if largest not in sizes:
             continue
         tma = chip > 8
-        meta = {"TMA": tma, **dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes[largest]))}
+        ahead = {"AHEAD": chip in attention_launch.SCORES_AHEAD} if name == "attention" else {}
+        meta = {"TMA": tma, **ahead, **dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes[largest]))}
         of_chip[chip] = meta
         dims = meta | {"HEAD_DIM": d, "VALUE_DIM": e}
         types_of_chip[chip] = {

@@ -2,6 +2,9 @@
 
 import torch
 
+from test_attention_blocks import draw_mask
+
+from kernels import attention_launch as launch
 from kernels import partial_attention as kernel
 from kernels.partial_attention import attention_part, merge_partial, partial_backward
 
@@ -29,3 +32,20 @@ def test_triton_merges_parts(small):
     merge_partial(whole[:, rows], whole_lse[:, rows], other[:, rows].double(), other_lse[:, rows].double())
     merge_partial(out[:, rows], lse[:, rows], other[:, rows], other_lse[:, rows])
     torch.testing.assert_close((out.double(), lse.double()), (whole, whole_lse), rtol=1e-5, atol=1e-5)
+
+
+def test_scores_one_block_ahead_are_the_same_bits(small, monkeypatch):
+    """Ranges of all kinds: without a middle, without edges, empty, with a window or documents."""
+    for number in range(24):
+        mask = draw_mask(number, small)
+        q = torch.randn(1, mask.s_q, 2, 16, device=small).bfloat16()
+        k, v = (torch.randn(1, mask.s_k, 1, 16, device=small).bfloat16() for _ in "kv")
+        results = []
+        for ahead in ((9, 10), ()):
+            monkeypatch.setattr(launch, "SCORES_AHEAD", ahead)
+            results.append(attention_part(q, k, v, mask))
+        for a, c in zip(*results):
+            assert torch.equal(a, c), number
+        want = kernel.partial_reference(q.double(), k.double(), v.double(), mask.dense_mask)
+        for a, c in zip(results[0], want):
+            torch.testing.assert_close(a.double(), c, rtol=0.02, atol=0.02)
