@@ -1,4 +1,4 @@
-"""The Triton kernels of attention's backward (FlashAttention, arXiv 2307.08691). Their arguments are
+"""The Triton kernels of attention's backward (FlashAttention-2, arXiv 2307.08691). Their arguments are
 explained in kernels/attention_blocks.py. With scores S, probabilities P = exp(S - lse) and
 delta = <dout, out>:
 
@@ -92,7 +92,7 @@ def transposed_scores(
     return probs, dprobs
 
 
-# ---- five products -----------------------------------------------------------------------------------------
+# ---- a block of keys ---------------------------------------------------------------------------------------
 
 @triton.jit
 def accumulate_gradients(
@@ -100,6 +100,7 @@ def accumulate_gradients(
     batch, head, columns, query_end, begin, full_begin, full_end, end,
     s_q, s_k, offset, scale,
     MASKED: tl.constexpr,
+    HAS_DQ: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
     TMA: tl.constexpr,
@@ -108,7 +109,7 @@ def accumulate_gradients(
     VALUE_DIM: tl.constexpr,
 ):
     """Adds what the edges of a range of queries of one head (MASKED), or its middle, contribute to dk and dv
-    of a block of keys, and what these keys contribute to dq."""
+    of a block of keys; HAS_DQ: and what these keys contribute to dq of that head, in memory."""
     channels = tl.arange(0, padded(HEAD_DIM))
     tile_offsets = channels[:, None] * BLOCK_M + tl.arange(0, BLOCK_M)[None, :]
     first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_M)
@@ -142,18 +143,21 @@ def accumulate_gradients(
         dk = tl.dot(dscores, q, dk, input_precision="ieee")
 
         # dq, in memory, transposed: its rows are channels
-        pointers = DQ + start * padded(HEAD_DIM) + tile_offsets
-        dq = tl.dot(tl.trans(k), dscores, tl.load(pointers), input_precision="ieee")  # [channels, BLOCK_M]
-        tl.store(pointers, dq)
+        if HAS_DQ:
+            pointers = DQ + start * padded(HEAD_DIM) + tile_offsets
+            dq = tl.load(pointers)  # [channels, BLOCK_M]
+            tl.store(pointers, tl.dot(tl.trans(k), dscores, dq, input_precision="ieee"))
     return dk, dv
 
 
 @triton.jit
-def backward_kernel(
+def key_block_gradients(
     Q, K, V, QUERY_END, DOUT, SCORE_START, DPROB_START, DQ, DK, DV,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    query_end_stride,
+    query_end_stride, column, batch, group,
     s_q, s_k, padded_s_q, groups, heads_per_group, query_start, offset, scale,
+    HAS_DQ: tl.constexpr,
+    ADD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
     TMA: tl.constexpr,
@@ -162,8 +166,81 @@ def backward_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """dk and dv of every n-th block of keys of one key head, from all query heads that share it, and what
-    these keys add to dq of those heads, without its scale, in part number p of DQ. Program p of n.
+    """dk and dv of the keys column .. column + BLOCK_N - 1 of one key head, from all query heads that share
+    it; HAS_DQ: and what these keys add to dq of those heads, without its scale.
+
+    DQ: of this program and sequence, [h, blocks of queries, padded(HEAD_DIM), BLOCK_M]. DK and DV are
+    descriptors where HAS_DQ. ADD: as for store_block.
+    """
+    # the keys, and which queries see them
+    columns = column + tl.arange(0, BLOCK_N)
+    k = load_block(K, k_strides, batch, group, column, s_k, EDGE=True, TMA=TMA, BLOCK=BLOCK_N, DIM=HEAD_DIM)
+    v = load_block(V, v_strides, batch, group, column, s_k, EDGE=True, TMA=TMA, BLOCK=BLOCK_N, DIM=VALUE_DIM)
+    QUERY_END += batch.to(tl.int64) * query_end_stride
+    query_end = load_query_ends(QUERY_END, columns, s_k, query_start, BOUNDED)
+    begin, full_begin, full_end, end = query_range(
+        QUERY_END, column, s_q, s_k, offset, query_start,
+        CAUSAL=CAUSAL,
+        BOUNDED=BOUNDED,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+    )
+
+    # of each query head: first the queries that need a mask, then those that see all these keys
+    dk = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
+    dv = tl.zeros((BLOCK_N, padded(VALUE_DIM)), tl.float32)
+    head_elements = tl.cdiv(s_q, BLOCK_M) * BLOCK_M * padded(HEAD_DIM)
+    for i in range(0, heads_per_group):
+        head = group * heads_per_group + i
+        row_index = (batch * groups * heads_per_group + head).to(tl.int64) * padded_s_q
+        HEAD_DQ = DQ
+        if HAS_DQ:
+            HEAD_DQ += head.to(tl.int64) * head_elements
+        for MASKED in tl.static_range(1, -1, -1):
+            if HAS_DQ:
+                tl.debug_barrier()  # other threads may have added to the same rows of dq before
+            dk, dv = accumulate_gradients(
+                dk, dv, k, v, Q, DOUT, SCORE_START + row_index, DPROB_START + row_index, HEAD_DQ,
+                q_strides, dout_strides, batch, head, columns, query_end,
+                begin, full_begin, full_end, end,
+                s_q=s_q,
+                s_k=s_k,
+                offset=offset,
+                scale=scale,
+                MASKED=MASKED,
+                HAS_DQ=HAS_DQ,
+                CAUSAL=CAUSAL,
+                BOUNDED=BOUNDED,
+                TMA=TMA,
+                BLOCK_M=BLOCK_M,
+                HEAD_DIM=HEAD_DIM,
+                VALUE_DIM=VALUE_DIM,
+            )
+
+    dk = dk * (scale / LOG2E)
+    store_block(DK, dk, dk_strides, batch, group, column, s_k, ADD=ADD, TMA=HAS_DQ, DIM=HEAD_DIM)
+    store_block(DV, dv, dv_strides, batch, group, column, s_k, ADD=ADD, TMA=HAS_DQ, DIM=VALUE_DIM)
+
+
+# ---- five products -----------------------------------------------------------------------------------------
+
+@triton.jit
+def backward_kernel(
+    Q, K, V, QUERY_END, DOUT, SCORE_START, DPROB_START, DQ, DK, DV,
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    query_end_stride,
+    s_q, s_k, padded_s_q, groups, heads_per_group, query_start, offset, scale,
+    ADD: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+):
+    """key_block_gradients of every n-th block of keys of one key head. Program p of n, whose part of DQ has
+    number p.
 
     DQ: as PARTS of add_parts_kernel, 0 before.
     """
@@ -171,73 +248,36 @@ def backward_kernel(
     parts = tl.num_programs(0)
     group = tl.program_id(1)
     batch = tl.program_id(2)
-    QUERY_END += batch.to(tl.int64) * query_end_stride
-    heads = groups * heads_per_group
     head_elements = tl.cdiv(s_q, BLOCK_M) * BLOCK_M * padded(HEAD_DIM)
-
+    first_head = (part * tl.num_programs(2) + batch) * (groups * heads_per_group)
+    DQ += first_head.to(tl.int64) * head_elements
     for column in range(part * BLOCK_N, s_k, parts * BLOCK_N):
-        # the keys, and which queries see them
-        columns = column + tl.arange(0, BLOCK_N)
-        k = load_block(
-            K, k_strides, batch, group, column, s_k,
-            EDGE=True,
-            TMA=TMA,
-            BLOCK=BLOCK_N,
-            DIM=HEAD_DIM,
-        )
-        v = load_block(
-            V, v_strides, batch, group, column, s_k,
-            EDGE=True,
-            TMA=TMA,
-            BLOCK=BLOCK_N,
-            DIM=VALUE_DIM,
-        )
-        query_end = load_query_ends(QUERY_END, columns, s_k, query_start, BOUNDED)
-        begin, full_begin, full_end, end = query_range(
-            QUERY_END, column, s_q, s_k, offset, query_start,
+        key_block_gradients(
+            Q, K, V, QUERY_END, DOUT, SCORE_START, DPROB_START, DQ, DK, DV,
+            q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+            query_end_stride, column, batch, group,
+            s_q, s_k, padded_s_q, groups, heads_per_group, query_start, offset, scale,
+            HAS_DQ=True,
+            ADD=ADD,
             CAUSAL=CAUSAL,
             BOUNDED=BOUNDED,
+            TMA=TMA,
             BLOCK_M=BLOCK_M,
             BLOCK_N=BLOCK_N,
+            HEAD_DIM=HEAD_DIM,
+            VALUE_DIM=VALUE_DIM,
         )
-
-        # of each query head: first the queries that need a mask, then those that see all these keys
-        dk = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
-        dv = tl.zeros((BLOCK_N, padded(VALUE_DIM)), tl.float32)
-        for i in range(0, heads_per_group):
-            head = group * heads_per_group + i
-            row_index = (batch * heads + head).to(tl.int64) * padded_s_q
-            dq_index = ((part * tl.num_programs(2) + batch) * heads + head).to(tl.int64) * head_elements
-            for MASKED in tl.static_range(1, -1, -1):
-                tl.debug_barrier()  # other threads may have added to the same rows of dq before
-                dk, dv = accumulate_gradients(
-                    dk, dv, k, v, Q, DOUT, SCORE_START + row_index, DPROB_START + row_index, DQ + dq_index,
-                    q_strides, dout_strides, batch, head, columns, query_end,
-                    begin, full_begin, full_end, end,
-                    s_q=s_q,
-                    s_k=s_k,
-                    offset=offset,
-                    scale=scale,
-                    MASKED=MASKED,
-                    CAUSAL=CAUSAL,
-                    BOUNDED=BOUNDED,
-                    TMA=TMA,
-                    BLOCK_M=BLOCK_M,
-                    HEAD_DIM=HEAD_DIM,
-                    VALUE_DIM=VALUE_DIM,
-                )
-
-        store_block(DK, dk * (scale / LOG2E), dk_strides, batch, group, column, s_k, TMA=TMA, DIM=HEAD_DIM)
-        store_block(DV, dv, dv_strides, batch, group, column, s_k, TMA=TMA, DIM=VALUE_DIM)
 
 
 @triton.jit
 def add_parts_kernel(
     PARTS, DQ, dq_strides, parts, part_elements, s_q, heads, factor,
+    ADD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
     """dq of one block of queries of one head: the sum of its parts, in their order, times factor.
+    ADD: as for store_block.
 
     PARTS [parts, b, h, blocks of queries, padded(HEAD_DIM), BLOCK_M].
     """
@@ -252,7 +292,7 @@ def add_parts_kernel(
         PARTS += part_elements
     rows = block_range(block, BLOCK_M)
     DQ = head_of(DQ, dq_strides, batch, head)
-    store_rows(DQ, tl.trans(total) * factor, rows, dq_strides[1], s_q, DIM=HEAD_DIM)
+    store_rows(DQ, tl.trans(total) * factor, rows, dq_strides[1], s_q, ADD=ADD, DIM=HEAD_DIM)
 
 
 # ---- seven products ----------------------------------------------------------------------------------------
@@ -310,6 +350,7 @@ def dq_kernel(
     Q, K, V, FIRST_KEY, DOUT, SCORE_START, DPROB_START, DQ,
     q_strides, k_strides, v_strides, dout_strides, dq_strides, first_key_stride,
     s_q, s_k, padded_s_q, heads, heads_per_group, key_start, offset, scale,
+    ADD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
     TMA: tl.constexpr,
@@ -318,7 +359,7 @@ def dq_kernel(
     HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
 ):
-    """dq of one block of queries of one head."""
+    """dq of one block of queries of one head. ADD: as for store_block."""
     # the queries, and what starts_kernel has made of them
     row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the blocks with most keys first
     batch, head = sequence_and_head(heads)
@@ -365,53 +406,7 @@ def dq_kernel(
             VALUE_DIM=VALUE_DIM,
         )
     DQ = head_of(DQ, dq_strides, batch, head)
-    store_rows(DQ, dq * (scale / LOG2E), rows, dq_strides[1], s_q, DIM=HEAD_DIM)
-
-
-@triton.jit
-def accumulate_dkv(
-    dk, dv, k, v, Q, DOUT, SCORE_START, DPROB_START, q_strides, dout_strides, batch, head, columns, query_end,
-    begin, full_begin, full_end, end, s_q, s_k, offset, scale,
-    MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    BOUNDED: tl.constexpr,
-    TMA: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-):
-    """Adds what the edges of a range of queries of one head (MASKED), or its middle, contribute to dk and dv
-    of a block of keys."""
-    first, number, before, gap = blocks_to_visit(begin, full_begin, full_end, end, MASKED, BLOCK_M)
-    for i in range(0, number):
-        start = block_start(i, first, before, gap, MASKED, BLOCK_M)
-        rows = start + tl.arange(0, BLOCK_M)
-        q = load_block(
-            Q, q_strides, batch, head, start, s_q,
-            EDGE=True,
-            TMA=TMA,
-            BLOCK=BLOCK_M,
-            DIM=HEAD_DIM,
-        )
-        dout = load_block(
-            DOUT, dout_strides, batch, head, start, s_q,
-            EDGE=True,
-            TMA=TMA,
-            BLOCK=BLOCK_M,
-            DIM=VALUE_DIM,
-        )
-
-        # keys are rows here
-        probs, dprobs = transposed_scores(
-            k, q, v, dout, SCORE_START, DPROB_START, rows, columns, query_end, s_k, offset, scale,
-            MASKED=MASKED,
-            CAUSAL=CAUSAL,
-            BOUNDED=BOUNDED,
-        )
-        dv = tl.dot(probs.to(dout.dtype), dout, dv, input_precision="ieee")
-        dscores = probs * dprobs
-        dk = tl.dot(dscores.to(q.dtype), q, dk, input_precision="ieee")
-    return dk, dv
+    store_rows(DQ, dq * (scale / LOG2E), rows, dq_strides[1], s_q, ADD=ADD, DIM=HEAD_DIM)
 
 
 @triton.jit
@@ -420,6 +415,7 @@ def dkv_kernel(
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
     query_end_stride,
     s_q, s_k, padded_s_q, groups, heads_per_group, query_start, offset, scale,
+    ADD: tl.constexpr,
     CAUSAL: tl.constexpr,
     BOUNDED: tl.constexpr,
     TMA: tl.constexpr,
@@ -429,47 +425,18 @@ def dkv_kernel(
     VALUE_DIM: tl.constexpr,
 ):
     """dk and dv of one block of keys of one key head, from all query heads that share it."""
-    # the keys, and which queries see them
-    column = tl.program_id(0) * BLOCK_N
-    columns = column + tl.arange(0, BLOCK_N)
-    batch = tl.program_id(2)
-    group = tl.program_id(1)
-    k = load_block(K, k_strides, batch, group, column, s_k, EDGE=True, TMA=TMA, BLOCK=BLOCK_N, DIM=HEAD_DIM)
-    v = load_block(V, v_strides, batch, group, column, s_k, EDGE=True, TMA=TMA, BLOCK=BLOCK_N, DIM=VALUE_DIM)
-    QUERY_END += batch.to(tl.int64) * query_end_stride
-    query_end = load_query_ends(QUERY_END, columns, s_k, query_start, BOUNDED)
-    begin, full_begin, full_end, end = query_range(
-        QUERY_END, column, s_q, s_k, offset, query_start,
+    key_block_gradients(
+        Q, K, V, QUERY_END, DOUT, SCORE_START, DPROB_START, None, DK, DV,
+        q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+        query_end_stride, tl.program_id(0) * BLOCK_N, tl.program_id(2), tl.program_id(1),
+        s_q, s_k, padded_s_q, groups, heads_per_group, query_start, offset, scale,
+        HAS_DQ=False,
+        ADD=ADD,
         CAUSAL=CAUSAL,
         BOUNDED=BOUNDED,
+        TMA=TMA,
         BLOCK_M=BLOCK_M,
         BLOCK_N=BLOCK_N,
+        HEAD_DIM=HEAD_DIM,
+        VALUE_DIM=VALUE_DIM,
     )
-
-    # of each query head: first the queries that need a mask, then those that see all these keys
-    dk = tl.zeros((BLOCK_N, padded(HEAD_DIM)), tl.float32)
-    dv = tl.zeros((BLOCK_N, padded(VALUE_DIM)), tl.float32)
-    for i in range(0, heads_per_group):
-        head = group * heads_per_group + i
-        row_index = (batch * groups * heads_per_group + head).to(tl.int64) * padded_s_q
-        for MASKED in tl.static_range(1, -1, -1):
-            dk, dv = accumulate_dkv(
-                dk, dv, k, v, Q, DOUT, SCORE_START + row_index, DPROB_START + row_index,
-                q_strides, dout_strides, batch, head, columns, query_end, begin, full_begin, full_end, end,
-                s_q=s_q,
-                s_k=s_k,
-                offset=offset,
-                scale=scale,
-                MASKED=MASKED,
-                CAUSAL=CAUSAL,
-                BOUNDED=BOUNDED,
-                TMA=TMA,
-                BLOCK_M=BLOCK_M,
-                HEAD_DIM=HEAD_DIM,
-                VALUE_DIM=VALUE_DIM,
-            )
-
-    DK = head_of(DK, dk_strides, batch, group)
-    store_rows(DK, dk * (scale / LOG2E), columns, dk_strides[1], s_k, DIM=HEAD_DIM)
-    DV = head_of(DV, dv_strides, batch, group)
-    store_rows(DV, dv, columns, dv_strides[1], s_k, DIM=VALUE_DIM)

@@ -86,22 +86,32 @@ def load_block(
 
 
 @triton.jit
-def store_rows(X, x, rows, stride, n, DIM: tl.constexpr):
-    """The inverse of load_rows, cast to the dtype of X."""
+def store_rows(X, x, rows, stride, n, ADD: tl.constexpr, DIM: tl.constexpr):
+    """The inverse of load_rows, cast to the dtype of X. ADD: as for store_block."""
     channels = tl.arange(0, padded(DIM))
     inside = n - rows > 0  # not rows < n: the loads' predicates would stay in registers until here
     pointers = X + rows[:, None] * stride + channels[None, :]
-    tl.store(pointers, x, inside[:, None] & (channels < DIM)[None, :])
+    mask = inside[:, None] & (channels < DIM)[None, :]
+    if ADD:
+        x += tl.load(pointers, mask, 0.0)
+    tl.store(pointers, x, mask)
 
 
 @triton.jit
-def store_block(X, x, strides, batch, head, row, n, TMA: tl.constexpr, DIM: tl.constexpr):
-    """The inverse of load_block, cast to the dtype of X."""
+def store_block(
+    X, x, strides, batch, head, row, n,
+    ADD: tl.constexpr,
+    TMA: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """The inverse of load_block, cast to the dtype of X. ADD: x is added to what X holds, in fp32."""
     if TMA:
+        if ADD:
+            x += X.load([batch, head, row, 0]).reshape(x.shape[0], x.shape[1])
         X.store([batch, head, row, 0], x.to(X.dtype).reshape(1, 1, x.shape[0], x.shape[1]))
     else:
         rows = row + tl.arange(0, x.shape[0])
-        store_rows(head_of(X, strides, batch, head), x, rows, strides[1], n, DIM=DIM)
+        store_rows(head_of(X, strides, batch, head), x, rows, strides[1], n, ADD=ADD, DIM=DIM)
 
 
 # ---- which blocks meet -------------------------------------------------------------------------------------

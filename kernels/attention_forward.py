@@ -1,4 +1,4 @@
-"""The Triton kernels of attention's forward (FlashAttention, arXiv 2307.08691), and of the merge of two
+"""The Triton kernels of attention's forward (FlashAttention-2, arXiv 2307.08691), and of the merge of two
 parts. Their arguments are explained in kernels/attention_blocks.py."""
 from kernels.attention_blocks import (
     LOG2E,
@@ -234,7 +234,7 @@ def forward_kernel(
     sees_a_key = denominator > 0.0
     denominator = tl.where(sees_a_key, denominator, 1.0)
     OUT = head_of(OUT, out_strides, batch, head)
-    store_rows(OUT, out / denominator[:, None], rows, out_strides[1], s_q, DIM=VALUE_DIM)
+    store_rows(OUT, out / denominator[:, None], rows, out_strides[1], s_q, ADD=False, DIM=VALUE_DIM)
     lse = (row_max + tl.log2(denominator)) / LOG2E
     lse = tl.where(sees_a_key, lse, -float("inf"))
     LSE = LSE + tl.program_id(1).to(tl.int64) * s_q
@@ -267,4 +267,5 @@ def merge_kernel(
     OTHER = head_of(OTHER, other_strides, batch, head)
     out = load_rows(OUT, rows, out_strides[1], s_q, EDGE=True, DIM=VALUE_DIM) * (share / total)[:, None]
     other = load_rows(OTHER, rows, other_strides[1], s_q, EDGE=True, DIM=VALUE_DIM)
-    store_rows(OUT, out + other * (other_share / total)[:, None], rows, out_strides[1], s_q, DIM=VALUE_DIM)
+    out += other * (other_share / total)[:, None]
+    store_rows(OUT, out, rows, out_strides[1], s_q, ADD=False, DIM=VALUE_DIM)

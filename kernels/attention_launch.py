@@ -18,7 +18,14 @@ from kernels.attention_blocks import padded
 from kernels.attention_forward import forward_kernel, merge_kernel
 from kernels.attention_mask import AttentionMask, MaskLike
 from kernels.linear import ALIGNED
-from kernels.triton_ import TensorDescriptor, ceil_div, chip_name, kernel_is_available, num_processors
+from kernels.triton_ import (
+    TensorDescriptor,
+    ceil_div,
+    chip_name,
+    kernel_is_available,
+    num_processors,
+    shared_bytes,
+)
 
 MAX_HEAD_DIM = 256
 MAX_OFFSET = 2**31  # elements: the kernels count tokens times strides in int32
@@ -30,7 +37,11 @@ WORTH_A_PART = 0.9  # more parts of dq must shorten the backward to this, at lea
 # {chip (kernels/triton_.py): {padded head dim: (BLOCK_M queries, BLOCK_N keys, warps, pipeline stages)}}
 # The largest that tests/kernels/aot.py compiles without a spill, where the copy engine reads (chips 9 and 10)
 # or does not. Blackwell keeps accumulators in memory of their own, and wants one stage.
+# SMALL: instead of the entries of chip 8, where a program can have less than ENOUGH_SHARED bytes of shared
+# memory (99 KiB on sm_86, 89 and 120; 163 KiB on sm_80 and 87).
 BlockTable = dict[int, dict[int, tuple[int, int, int, int]]]
+SMALL = 86
+ENOUGH_SHARED = 160 << 10
 FORWARD_BLOCKS: BlockTable = {
     8: {64: (128, 128, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 8, 2)},
     9: {64: (128, 128, 8, 3), 128: (128, 128, 8, 2), 256: (128, 32, 8, 2)},
@@ -50,6 +61,7 @@ BACKWARD_BLOCKS: BlockTable = {
 }
 DQ_BLOCKS: BlockTable = {
     8: {64: (128, 64, 8, 3), 128: (128, 32, 8, 3), 256: (64, 32, 8, 2)},
+    SMALL: {256: (64, 32, 8, 1)},
     9: {64: (128, 128, 8, 2), 128: (128, 64, 8, 3), 256: (64, 64, 8, 2)},
     10: {64: (128, 64, 8, 3), 128: (128, 64, 8, 2), 256: (64, 32, 8, 2)},
 }
@@ -91,8 +103,15 @@ def blocks_of(table: BlockTable, q: Tensor, v: Tensor) -> Blocks | None:
     if q.dtype == torch.float32:
         return None if table is BACKWARD_BLOCKS else Blocks(*FP32_BLOCKS)
     largest_dim = padded(max(64, q.shape[-1], v.shape[-1]))
-    entry = table[chip_name(q.device)].get(largest_dim)
+    entry = entries_of(table, chip_name(q.device), shared_bytes(q.device)).get(largest_dim)
     return None if entry is None else Blocks(*entry)
+
+
+def entries_of(table: BlockTable, chip: int, shared: int) -> dict[int, tuple[int, int, int, int]]:
+    """{padded head dim: entry} of a chip whose programs can have `shared` bytes of shared memory."""
+    if shared < ENOUGH_SHARED:
+        return table[chip] | table.get(SMALL, {})
+    return table[chip]
 
 
 def launch_meta(blocks: Blocks, q: Tensor, v: Tensor, mask: AttentionMask | None,
@@ -274,6 +293,7 @@ def launch_backward(
     lse: Tensor,
     delta: Tensor,
     into: tuple[Tensor, Tensor, Tensor] | None,
+    add: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """partial_backward (kernels/partial_attention.py) as Triton kernels."""
     dout, q, k, v = (by_channel(x) for x in (dout.to(q.dtype), q, k, v))
@@ -283,9 +303,9 @@ def launch_backward(
         dq, dk, dv = (x.new_empty(x.shape, dtype=torch.float32) for x in (q, k, v))
         grads = dq, dk, dv
     if blocks_of(BACKWARD_BLOCKS, q, v) is not None and copy_engine_reads(q, k, v, dout, *grads[1:]):
-        launch_five_products(dout, q, k, v, mask, starts, grads)
+        launch_five_products(dout, q, k, v, mask, starts, grads, add)
     else:
-        launch_seven_products(dout, q, k, v, mask, starts, grads)
+        launch_seven_products(dout, q, k, v, mask, starts, grads, add)
     return grads
 
 
@@ -297,8 +317,9 @@ def launch_five_products(
     mask: AttentionMask | None,
     starts: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
+    add: bool,
 ) -> None:
-    """Writes dq, dk, dv. starts: of launch_starts."""
+    """Writes dq, dk and dv, or adds to what they hold. starts: of launch_starts."""
     b, s_q, h, d = q.shape
     _, s_k, g, _ = k.shape
     dq, dk, dv = grads
@@ -322,6 +343,7 @@ def launch_five_products(
         padded_s_q=starts.shape[-1],
         groups=g,
         query_start=bounds.query_start,
+        ADD=add,
         **numbers,
         **launch_meta(blocks, q, v, mask, tma=True),
     )
@@ -330,6 +352,7 @@ def launch_five_products(
     add_parts_kernel[query_blocks, b * h](
         dq_parts, dq, dq.stride()[:3], parts, dq_parts[0].numel(), s_q, h,
         factor=1 / math.sqrt(d),
+        ADD=add,
         BLOCK_M=blocks.queries,
         HEAD_DIM=d,
         num_warps=4,
@@ -361,8 +384,9 @@ def launch_seven_products(
     mask: AttentionMask | None,
     starts: Tensor,
     grads: tuple[Tensor, Tensor, Tensor],
+    add: bool,
 ) -> None:
-    """Writes dq, dk, dv. starts: of launch_starts."""
+    """Writes dq, dk and dv, or adds to what they hold. starts: of launch_starts."""
     b, s_q, h, _ = q.shape
     _, s_k, g, _ = k.shape
     dq, dk, dv = grads
@@ -380,6 +404,7 @@ def launch_seven_products(
         *strides, dq.stride()[:3], bounds.first_key_stride,
         heads=h,
         key_start=bounds.key_start,
+        ADD=add,
         **numbers,
         **launch_meta(blocks, q, v, mask, tma),
     )
@@ -394,6 +419,7 @@ def launch_seven_products(
         bounds.query_end_stride,
         groups=g,
         query_start=bounds.query_start,
+        ADD=add,
         **numbers,
         **launch_meta(blocks, q, v, mask, tma),
     )

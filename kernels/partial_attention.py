@@ -69,19 +69,26 @@ def partial_backward(
     lse: Tensor,
     delta: Tensor,
     into: tuple[Tensor, Tensor, Tensor] | None = None,
+    add: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """This part's share of dq, and dk and dv of its keys: in fp32 or better, or written to `into`.
 
-    dout [b, s_q, h, e]; lse and delta [b, s_q, h], merged over all parts. The rest: as for attention_part.
+    dout [b, s_q, h, e]; lse and delta [b, s_q, h], merged over all parts. add: what `into` holds, in fp32 or
+    better, is added to. The rest: as for attention_part. Raises ValueError if there is nothing to add to.
     """
+    if add and into is None:
+        raise ValueError("partial_backward: add needs `into`, the tensors to add to")
     if triton_supports_part(q, k, v, mask):
         assert not isinstance(mask, Tensor)  # triton_supports_part refuses a dense mask
-        return launch_backward(dout, q, k, v, mask, lse, delta, into)
+        return launch_backward(dout, q, k, v, mask, lse, delta, into, add)
     grads = partial_backward_reference(dout, q, k, v, dense(mask), lse, delta)
     if into is None:
         return grads
     for out, grad in zip(into, grads):
-        out.copy_(grad)
+        if add:
+            out += grad
+        else:
+            out.copy_(grad)
     return into
 
 

@@ -125,6 +125,16 @@ def chip_name(device: torch.device) -> int:
     return major if major in (9, 10) else 8
 
 
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """The most shared memory that a program can have: all of a multiprocessor, but 1 KiB that the driver
+    keeps for each program. The interpreter has as much as Hopper."""
+    of_processor = 228 << 10
+    if device.type == "cuda":
+        of_processor = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return of_processor - (1 << 10)
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 

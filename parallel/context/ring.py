@@ -152,7 +152,7 @@ class _RingAttention(torch.autograd.Function):
             step_k, step_v = kv.split(widths, -1)
             step_dk, step_dv = dkv.split(widths, -1)
             for queries, keys, part in visible_slices(q, documents, ctx.window, ctx.mask, group, step):
-                dq_part, dk_part, dv_part = partial_backward(
+                partial_backward(
                     dout=dout[:, queries],
                     q=q[:, queries],
                     k=step_k[:, keys],
@@ -160,10 +160,9 @@ class _RingAttention(torch.autograd.Function):
                     mask=part,
                     lse=lse[:, queries],
                     delta=delta[:, queries],
+                    into=(dq[:, queries], step_dk[:, keys], step_dv[:, keys]),
+                    add=True,
                 )
-                dq[:, queries] += dq_part
-                step_dk[:, keys] += dk_part
-                step_dv[:, keys] += dv_part
 
             # from step 1 on they are another rank's: they follow its keys
             if step == 1:

@@ -323,6 +323,15 @@ TABLE = (
         layout="cp2 zero0 mb1 cp-ring",
     ),
     Mutation(
+        what="a step of the ring overwrites the gradients of the step before",
+        file="parallel/context/ring.py",
+        old="                    add=True,\n",
+        new="                    add=False,\n",
+        model="llama3-tiny",
+        world=2,
+        layout="cp2 zero0 mb1 cp-ring",
+    ),
+    Mutation(
         what="ring attention ignores document boundaries (axolotl 4002)",
         file="parallel/context/zigzag.py",
         old="if documents is not None:",

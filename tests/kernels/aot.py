@@ -5,7 +5,7 @@ instructions that count.
     in flight   the most products of tensor cores that the kernel leaves under way when it waits for an
                 earlier one (Hopper's wgmma.wait_group): 0, and loads of operands hide behind nothing
 
-python tests/kernels/aot.py [80 90 100] [--only NAME] > tests/kernels/aot.txt     the committed table
+python tests/kernels/aot.py [80 86 90 100] [--only NAME] > tests/kernels/aot.txt     the committed table
 
 ptxas and nvdisasm come with Triton's wheel, so this needs no GPU; it must not run under TRITON_INTERPRET. The
 shapes are those of training (head dim 128, rows of 4096, everything a multiple of 16), the launch parameters
@@ -53,6 +53,7 @@ from kernels import (
 
 BIN = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 CHIPS = (80, 90, 100)
+SMALL = (80, 86, 90, 100)  # attention's largest head dim: what fits a chip with less shared memory
 TMA = (90, 100)  # kernels that read through the copy engine; an older chip takes the library's GEMMs
 MMA = (
     r"\b(HGMMA|UTC[A-Z]*MMA|HMMA|QGMMA|QMMA)\b"  # tensor cores: Hopper's, Blackwell's, Ampere's; the fp8 ones
@@ -62,9 +63,9 @@ MMA = (
 # Of a processor (CUDA C++ programming guide, technical specifications by compute capability).
 REGISTERS = 1 << 16
 REGISTER_UNIT = 256  # a warp gets registers in multiples of this
-MOST_WARPS = 64
-MOST_PROGRAMS = 32
-SHARED_BYTES = {80: 164 << 10, 90: 228 << 10, 100: 228 << 10}
+MOST_WARPS = {80: 64, 86: 48, 90: 64, 100: 64}
+MOST_PROGRAMS = {80: 32, 86: 16, 90: 32, 100: 32}
+SHARED_BYTES = {80: 164 << 10, 86: 100 << 10, 90: 228 << 10, 100: 228 << 10}
 RESERVED_BYTES = 1 << 10  # of shared memory, for each program
 
 
@@ -79,7 +80,7 @@ class Case:
     types: dict = field(default_factory=dict)
     kind: str = "memory"  # memory: 128-bit loads must be there; gemm: tensor cores
     chips: tuple = CHIPS
-    of_chip: dict = field(default_factory=lambda: {8: {}, 9: {}, 10: {}})  # meta that depends on the chip
+    of_chip: dict = field(default_factory=dict)  # meta that depends on the chip
     types_of_chip: dict = field(default_factory=dict)  # types that depend on it
 
 
@@ -137,12 +138,16 @@ def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS
         described |= FLASH_GRADIENTS
         types["DQ"] = "*fp32"
     of_chip, types_of_chip = {}, {}
-    for chip, sizes in table.items():
-        if largest not in sizes:
+    for chip in chips:
+        shared = SHARED_BYTES[chip] - RESERVED_BYTES
+        size = attention_launch.entries_of(table, chip // 10, shared).get(largest)
+        if size is None:
             continue
-        tma = chip > 8
-        ahead = {"AHEAD": chip in attention_launch.SCORES_AHEAD} if name == "attention" else {}
-        meta = {"TMA": tma, **ahead, **dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), sizes[largest]))}
+        tma = chip in TMA
+        way = {"ADD": False}
+        if name == "attention":
+            way = {"AHEAD": chip // 10 in attention_launch.SCORES_AHEAD}
+        meta = {"TMA": tma, **way, **dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), size))}
         of_chip[chip] = meta
         dims = meta | {"HEAD_DIM": d, "VALUE_DIM": e}
         types_of_chip[chip] = {
@@ -159,7 +164,7 @@ def flash(name: str, d: int, e: int, bounded: bool = False, chips: tuple = CHIPS
         },
         types,
         "gemm",
-        tuple(chip for chip in chips if chip // 10 in of_chip),
+        tuple(of_chip),
         of_chip,
         types_of_chip,
     )
@@ -476,7 +481,7 @@ CASES = {
     ),
     "attention_add_parts": Case(
         attention_backward.add_parts_kernel,
-        {"BLOCK_M": 32, "HEAD_DIM": 64, "num_warps": 4},
+        {"ADD": False, "BLOCK_M": 32, "HEAD_DIM": 64, "num_warps": 4},
         FLASH,
     ),
     "cross_entropy": Case(
@@ -573,7 +578,7 @@ CASES = {
             (128, 128, True, CHIPS),
             (192, 128, False, (90,)),
             (192, 128, True, (90,)),
-            (256, 256, False, CHIPS),
+            (256, 256, False, SMALL),
         )
     },
 }
@@ -584,10 +589,10 @@ def compiled(case: Case, chip: int) -> dict:
     chip.
     """
     names = case.kernel.arg_names
-    meta = case.meta | case.of_chip[chip // 10]
+    meta = case.meta | case.of_chip.get(chip, {})
     options = {k: meta[k] for k in ("num_warps", "num_stages") if k in meta}
     constants = {k: v for k, v in meta.items() if k not in options}
-    case_types = case.types | case.types_of_chip.get(chip // 10, {})
+    case_types = case.types | case.types_of_chip.get(chip, {})
     types = {
         n: "constexpr" if n in constants else case_types.get(n, "*bf16" if n.isupper() else "i32")
         for n in names
@@ -633,14 +638,14 @@ def programs_of_processor(registers: int, shared: int, warps: int, chip: int) ->
     return min(
         REGISTERS // of_warp // warps,
         SHARED_BYTES[chip] // (shared + RESERVED_BYTES),
-        MOST_WARPS // warps,
-        MOST_PROGRAMS,
+        MOST_WARPS[chip] // warps,
+        MOST_PROGRAMS[chip],
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("chips", nargs="*", type=int, default=CHIPS)
+    parser.add_argument("chips", nargs="*", type=int, default=SMALL)
     parser.add_argument("--only", default="", help="part of a kernel's name")
     parser.add_argument(
         "--part", type=int, nargs=2, default=(1, 1), metavar=("K", "M"), help="every M-th kernel"

@@ -42,6 +42,7 @@ IN_FLIGHT = (
 )
 LARGEST = {
     "sm_80": 163 << 10,
+    "sm_86": 99 << 10,
     "sm_90": 227 << 10,
     "sm_100": 227 << 10,
 }  # bytes of shared memory a block can have
@@ -79,6 +80,7 @@ def check_promises(text: str) -> None:
         if name.startswith(gemm) and name not in ("attention_delta", "attention_add_parts"):
             tensor_core = {
                 "sm_80": "HMMA",
+                "sm_86": "HMMA",
                 "sm_90": "QGMMA" if name.startswith("scaled") else "HGMMA",
                 "sm_100": "UTC",
             }[chip]  # Q: of fp8
@@ -94,6 +96,7 @@ def check_promises(text: str) -> None:
     (32, 32, 8, 90, 8),  # warps
     (16, 0, 1, 80, 32),  # programs
     (128, 80 << 10, 8, 80, 2),
+    (32, 32, 4, 86, 12),  # warps, 48 of them
 ])
 def test_programs_of_a_processor(registers, shared, warps, chip, programs):
     assert aot_module().programs_of_processor(registers, shared, warps, chip) == programs

@@ -68,3 +68,13 @@ def test_what_sums_start_from(small):
     want = torch.where(lse == -torch.inf, lse, -4 * lse).transpose(1, 2)
     assert torch.equal(scores[..., :37], want) and torch.equal(dprobs[..., :37], -delta.transpose(1, 2))
     assert torch.isneginf(scores[..., 37:]).all() and (dprobs[..., 37:] == 0).all()
+
+
+@pytest.mark.parametrize("shared, stages", [(163 << 10, 2), (99 << 10, 1)])  # sm_80; sm_86, 89 and 120
+def test_blocks_follow_the_shared_memory_of_a_chip(monkeypatch, shared, stages):
+    """tests/kernels/aot.txt says that they fit."""
+    monkeypatch.setattr(launch, "chip_name", lambda device: 8)
+    monkeypatch.setattr(launch, "shared_bytes", lambda device: shared)
+    x = torch.empty(1, 1, 1, 256, dtype=torch.bfloat16)
+    assert launch.blocks_of(launch.DQ_BLOCKS, x, x) == launch.Blocks(64, 32, 8, stages)
+    assert launch.blocks_of(launch.DKV_BLOCKS, x, x) == launch.Blocks(*launch.DKV_BLOCKS[8][256])

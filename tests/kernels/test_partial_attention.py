@@ -121,3 +121,23 @@ def test_what_triton_refuses(small, capfd):
         f"attention: {why}; the slower torch reference runs instead"
         for why in ("a dense mask", "head dim 300 is above 256")
     ]
+
+
+@pytest.mark.parametrize("dtype, e", [(torch.float32, 16), (torch.bfloat16, 24), (torch.bfloat16, 16)])
+def test_triton_adds_to_what_is_there(small, dtype, e):
+    """Into slices of longer tensors, as a ring does: what lies outside of them stays as it is."""
+    b, s, h, g, d = 2, 45, 4, 2, 16
+    q, dy = (torch.randn(b, s, h, n, device=small).to(dtype) for n in (d, e))
+    k, v = (torch.randn(b, s, g, n, device=small).to(dtype) for n in (d, e))
+    mask = make_attention_mask(0, s, 0, s, 30, None, small)
+    out, lse = attention_part(q, k, v, mask)
+    delta = (dy.float() * out).sum(-1)
+    share = partial_backward(dy, q, k, v, mask, lse, delta)
+    longer = [torch.randn(b, s + 7, x.shape[2], x.shape[3], device=small) for x in share]
+    want = [x.clone() for x in longer]
+    for total, part in zip(want, share):
+        total[:, 3 : 3 + s] += part
+    partial_backward(dy, q, k, v, mask, lse, delta, tuple(x[:, 3 : 3 + s] for x in longer), add=True)
+    torch.testing.assert_close(longer, want, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="add needs `into`"):
+        partial_backward(dy, q, k, v, mask, lse, delta, add=True)
