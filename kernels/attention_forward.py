@@ -28,7 +28,7 @@ def block_scores(
     BLOCK_N: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Q K^T of a block of queries and the keys from `start` on, without its scale: fp32 [BLOCK_M, BLOCK_N]."""
+    """Q K^T of a block of queries and the keys from `start` on, not scaled: fp32 [BLOCK_M, BLOCK_N]."""
     k = load_block(
         K, k_strides, batch, group, start, s_k,
         EDGE=EDGE,
