@@ -77,6 +77,8 @@ RATES = {
     "own": Rate(500, 570, 620, 788, "weight gradients of kernels/linear.py: " + OWN),
     "own grouped": Rate(480, 560, 620, 788, "kernels/grouped_gemm.py, two programs a processor: " + OWN),
     "own grouped, weights": Rate(440, 490, 540, 788, "its weight gradients: " + OWN),
+    "own gathered": Rate(450, 525, 580, 788, "the same, where threads copy single rows instead of TMA"),
+    "own gathered, weights": Rate(410, 460, 505, 788, "its weight gradients, likewise"),
     "library grouped": Rate(520, 600, 660, 788, "torch._grouped_mm (CUTLASS)"),
     "library fp8": Rate(1200, 1350, 1450, 1576, "torch._scaled_mm with fast sums"),
     "library fp8, exact sums": Rate(950, 1060, 1150, 1576, "torch._scaled_mm without fast sums"),

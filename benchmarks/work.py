@@ -151,6 +151,21 @@ def gathered_bytes(launch: Launch) -> float:
     return launch.nbytes - rows.nbytes + math.prod(slots.shape) * row_bytes(rows)
 
 
+def product_bytes(launch: Launch) -> float:
+    """grouped_gemm.grouped_kernel: each row of the product reads one of X, which may be that of several."""
+    x, y = launch.arguments["X"], launch.arguments["Y"]
+    if not launch.arguments["GATHER"]:
+        return launch.nbytes
+    return launch.nbytes - x.nbytes + y.shape[0] * row_bytes(x)
+
+
+def gathered_wgrad_bytes(launch: Launch) -> float:
+    """grouped_gemm.gathered_wgrad_kernel: the same, of X or of DY."""
+    gathered = launch.arguments["DY" if launch.arguments["GATHER_DY"] else "X"]
+    num_rows = launch.arguments["SOURCE"].shape[0]
+    return launch.nbytes - gathered.nbytes + num_rows * row_bytes(gathered)
+
+
 def added_rows_bytes(launch: Launch) -> float:
     """embedding.add_rows_kernel: of the gradient, the rows of the ids at most, read and written."""
     into, ids = launch.arguments["INTO"], launch.arguments["IDS"]
@@ -168,9 +183,14 @@ def row_bytes(matrix: RecordedTensor) -> float:
 KERNELS = {
     # products
     "linear.wgrad_kernel": KernelRow("weight gradients", "own", of_sizes("t", "m", "n")),
-    "grouped_gemm.grouped_kernel": KernelRow("products", "own grouped", of_rows("X", "inner", "outer")),
+    "grouped_gemm.grouped_kernel": KernelRow(
+        "products", "own grouped", of_rows("Y", "inner", "outer"), nbytes=product_bytes
+    ),
     "grouped_gemm.grouped_wgrad_kernel": KernelRow(
         "weight gradients", "own grouped, weights", of_pair("DY", "X")
+    ),
+    "grouped_gemm.gathered_wgrad_kernel": KernelRow(
+        "weight gradients", "own gathered, weights", of_rows("SOURCE", "o", "n"), nbytes=gathered_wgrad_bytes
     ),
     "fp8_gemm.scaled_kernel": KernelRow("products", "own fp8", of_sizes("m", "n", "k")),
     "fp8_grouped.scaled_grouped_kernel": KernelRow("products", "own fp8", of_rows("A", "inner", "outer")),
@@ -194,6 +214,8 @@ KERNELS = {
     "router.router_kernel": KernelRow("router"),
     "router.statistics_kernel": KernelRow("router"),
     "router.router_backward_kernel": KernelRow("router"),
+    "expert_order.count_kernel": KernelRow("router"),
+    "expert_order.place_kernel": KernelRow("router"),
     "grouped_gemm.row_tiles_kernel": KernelRow("router"),
     # what memory bounds
     "norm.forward_kernel": KernelRow("elementwise"),
@@ -328,6 +350,8 @@ def part_of_operation(launch: Launch) -> str:
 def part_of_product(launch: Launch, rate: str | None) -> tuple[str, str | None]:
     """Returns (part, rate): a product of few bits with a result in fp32 is a weight gradient."""
     arguments = launch.arguments
+    if launch.is_triton and arguments.get("GATHER"):
+        return "products", "own gathered"
     if launch.is_triton:
         return ("weight gradients" if arguments["Y"].dtype == torch.float32 else "products"), rate
 

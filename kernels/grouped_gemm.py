@@ -8,6 +8,11 @@ later.
 A launch has as many programs as run at the same time. They take tiles in turn from a table on the device
 (row_tiles): if `counts` is a tensor there, the host never learns how the rows are divided (after MegaBlocks,
 arXiv 2211.15841).
+
+Rows need not be in the order of the experts. The products read those of tokens where they are, and write to
+where they belong (after ScatterMoE, arXiv 2403.08245): a copy in the order of experts is neither written nor
+kept for the backward. What is read in order comes through the copy engine (TMA), single rows by asynchronous
+copies of 16 bytes.
 """
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,6 +23,7 @@ from torch import Tensor
 
 from kernels.grad import accumulate_grad
 from kernels.linear import ALIGNED, skewed, write_wgrad
+from kernels.permute import RowOrder, sum_rows
 from kernels.tiles import inside_matrix, tile_offsets, write_tile
 from kernels.triton_ import (
     TensorDescriptor,
@@ -36,12 +42,22 @@ PROGRAMS = 2  # a processor, each with every so-and-so-many-th tile
 WGRAD = {"M": 128, "N": 128, "K": 64, "num_warps": 8, "num_stages": 3}  # M: outputs, N: inputs, K: rows
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Sequence[int] | Tensor,
+    gather: RowOrder | None = None,
+    combine: RowOrder | None = None,
+) -> Tensor:
     """x [m, n] -> [m, o]. weight [experts * o, n]: o rows of each expert.
 
-    counts: number of rows of x of each expert. The rows of x are in the order of the experts.
+    counts: number of rows of each expert. The rows of x are in the order of the experts, or `gather` says
+    which rows of x [t, n] they are. combine: the result is the sum [t, o] of each token's rows.
+    Raises ValueError if both are given.
     """
-    return _GroupedLinear.apply(x, weight, counts)
+    if gather is not None and combine is not None:
+        raise ValueError("a grouped product gathers rows or combines them, not both")
+    return _GroupedLinear.apply(x, weight, counts, gather, combine)
 
 
 def pad_to_step(x: Tensor, n: int) -> int:
@@ -59,9 +75,14 @@ def round_up_rows(rows: Tensor) -> Tensor:
     return F.pad(rows, (0, 0, 0, zeros)) if zeros else rows
 
 
-def grouped_forward(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """x [m, n], weight [e, o, n], or a transposed view of this shape -> [m, o]."""
-    m = x.shape[0]
+def grouped_forward(
+    x: Tensor, weight: Tensor, counts: Sequence[int], source: Tensor | None = None
+) -> Tensor:
+    """x [m, n], weight [e, o, n], or a transposed view of this shape -> [m, o].
+
+    source [m]: the row of x [t, n] that each row is.
+    """
+    m = x.shape[0] if source is None else len(source)
     y = x.new_empty(m, weight.shape[1])
     start = 0
     for expert_weight, count in zip(weight, counts):
@@ -69,23 +90,42 @@ def grouped_forward(x: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
             # may include rows of the next experts, which are written again later
             end = start + count + pad_to_step(x, count)
             rows = slice(start, min(end, m))
-            torch.mm(x[rows], expert_weight.t(), out=y[rows])
+            expert_x = x[rows] if source is None else x.index_select(0, source[rows])
+            torch.mm(expert_x, expert_weight.t(), out=y[rows])
         start += count
     return y
 
 
-def grouped_dgrad(dy: Tensor, weight: Tensor, counts: Sequence[int]) -> Tensor:
-    """dy [m, o], weight [e, o, n] -> dx [m, n]."""
-    return grouped_forward(dy, weight.transpose(1, 2), counts)
+def grouped_dgrad(
+    dy: Tensor, weight: Tensor, counts: Sequence[int], source: Tensor | None = None
+) -> Tensor:
+    """dy [m, o], weight [e, o, n] -> dx [m, n]. source [m]: the row of dy [t, o] that each row is."""
+    return grouped_forward(dy, weight.transpose(1, 2), counts, source)
 
 
-def grouped_wgrad(into: Tensor, dy: Tensor, x: Tensor, counts: Sequence[int], add: bool) -> Tensor:
-    """into [e, o, n] = (or, add: +=) dy_i^T x_i, in the dtype of `into`. dy [m, o], x [m, n]."""
-    for expert_into, expert_dy, expert_x, n in zip(into, dy.split(counts), x.split(counts), counts):
+def grouped_wgrad(
+    into: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    counts: Sequence[int],
+    add: bool,
+    dy_source: Tensor | None = None,
+    x_source: Tensor | None = None,
+) -> Tensor:
+    """into [e, o, n] = (or, add: +=) dy_i^T x_i, in the dtype of `into`. dy [m, o], x [m, n].
+
+    dy_source, x_source [m]: the row of dy [t, o], or of x [t, n], that each row is.
+    """
+    start = 0
+    for expert_into, n in zip(into, counts):
         if n:
+            rows = slice(start, start + n)
+            expert_dy = dy[rows] if dy_source is None else dy.index_select(0, dy_source[rows])
+            expert_x = x[rows] if x_source is None else x.index_select(0, x_source[rows])
             write_wgrad(expert_into, round_up_rows(expert_dy), round_up_rows(expert_x), add)
         elif not add:
             expert_into.zero_()
+        start += n
     return into
 
 
@@ -119,8 +159,10 @@ def row_tiles_kernel(COUNTS, OFFSETS, TILES, experts, M: tl.constexpr, EXPERTS: 
 
 @triton.jit
 def grouped_kernel(
-    X, WEIGHT, Y, TILES, inner, outer, height,
+    X, WEIGHT, Y, TILES, SOURCE, inner, outer, height,
     BACK: tl.constexpr,
+    GATHER: tl.constexpr,
+    SCATTER: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -130,6 +172,7 @@ def grouped_kernel(
     X, WEIGHT: descriptors. WEIGHT is [experts * height, ...], in blocks of [N, K], and in the backward (BACK)
     of [K, N]. A tile may read rows of the next expert, but it does not write them. Programs that run side by
     side have tiles side by side: all columns of some rows.
+    GATHER: row j of the product is row SOURCE[j] of X, a pointer then. SCATTER: it becomes row SOURCE[j] of Y.
     """
     tiles_across = tl.cdiv(outer, N)
     num_tiles = tl.load(TILES) * tiles_across
@@ -140,19 +183,33 @@ def grouped_kernel(
         end = tl.load(entry + 2)
         column = tile % tiles_across * N
 
+        rows = row + tl.arange(0, M)
+        places = rows  # where they are read or written
+        if GATHER or SCATTER:
+            places = tl.load(SOURCE + rows, rows < end, 0)
+        inner_range = tl.arange(0, K)
+        if GATHER:
+            x_pointers = X + tile_offsets(places, inner_range, inner)
+
         first = expert * height  # row of the expert in WEIGHT
         total = tl.zeros((M, N), tl.float32)
         for k in range(0, inner, K):
-            x = X.load([row, k])  # 0 beyond `inner`, so what the weight's block has there does not count
+            # 0 beyond `inner`, so what the weight's block has there does not count
+            if GATHER:
+                x = tl.load(x_pointers + k, (k + inner_range < inner)[None, :], 0.0)
+            else:
+                x = X.load([row, k])
             if BACK:
                 weight = WEIGHT.load([first + k, column])
             else:
                 weight = WEIGHT.load([first + column, k]).T
             total = tl.dot(x, weight, total)  # [M, K] times [K, N]
 
-        rows = row + tl.arange(0, M)
         columns = column + tl.arange(0, N)
-        pointers = Y + tile_offsets(rows, columns, outer)
+        if SCATTER:
+            pointers = Y + tile_offsets(places, columns, outer)
+        else:
+            pointers = Y + tile_offsets(rows, columns, outer)
         tl.store(pointers, total, inside_matrix(rows, columns, end, outer))
 
 
@@ -216,6 +273,53 @@ def grouped_wgrad_kernel(
             write_tile_in_parts(into, total, row, column, o, n, ADD=ADD, PARTS=4)
 
 
+@triton.jit
+def gathered_wgrad_kernel(
+    DY, X, SOURCE, INTO, OFFSETS, experts, o, n,
+    GATHER_DY: tl.constexpr,
+    ADD: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+):
+    """As grouped_wgrad_kernel, but row j of X is its row SOURCE[j], or (GATHER_DY) that of DY.
+
+    The one is a pointer to [t, n] or [t, o], the other a descriptor. The numbers of the next K rows are read
+    before the product of these: else it would wait for them.
+    """
+    tiles_across = tl.cdiv(n, N)
+    tiles = tl.cdiv(o, M) * tiles_across  # of an expert
+    steps = tl.arange(0, K)
+    for tile in range(tl.program_id(0), tiles * experts, tl.num_programs(0)):
+        expert = tile // tiles
+        row = tile % tiles // tiles_across * M
+        column = tile % tiles_across * N  # `tiles` is a multiple of tiles_across
+        outputs = row + tl.arange(0, M)
+        inputs = column + tl.arange(0, N)
+        start = tl.load(OFFSETS + expert)
+        end = tl.load(OFFSETS + expert + 1)
+        if end > start or not ADD:
+            total = tl.zeros((M, N), tl.float32)
+            source = tl.load(SOURCE + start + steps, start + steps < end, 0)
+            for k in range(start, end, K):
+                # what is gathered is 0 beyond `end`, where the other has rows of the next expert (a number
+                # there that is not finite spoils the step anyway)
+                inside = k + steps < end
+                if GATHER_DY:
+                    pointers = DY + tile_offsets(source, outputs, o)
+                    dy = tl.load(pointers, inside[:, None] & (outputs < o)[None, :], 0.0)  # [K, M]
+                    x = X.load([k, column])  # [K, N]
+                else:
+                    pointers = X + tile_offsets(source, inputs, n)
+                    x = tl.load(pointers, inside[:, None] & (inputs < n)[None, :], 0.0)
+                    dy = DY.load([k, row])
+                source = tl.load(SOURCE + k + K + steps, k + K + steps < end, 0)
+                total = tl.dot(dy.T, x, total)
+
+            into = INTO + expert.to(tl.int64) * o * n
+            write_tile_in_parts(into, total, row, column, o, n, ADD=ADD, PARTS=4)
+
+
 def triton_fits(x: Tensor, weight: Tensor) -> bool:
     """Whether the kernels multiply x [m, n] and weight [e, o, n].
 
@@ -266,43 +370,92 @@ def row_tiles(counts: Sequence[int] | Tensor, rows: int, device: torch.device) -
     return RowTiles(offsets, tiles)
 
 
-def launch_grouped(x: Tensor, weight: Tensor, rows: RowTiles, back: bool = False) -> Tensor:
-    """As grouped_forward: x [m, n], weight [e, o, n] -> [m, o]. back: as grouped_dgrad, [m, o] -> [m, n]."""
-    m, inner = x.shape
+def launch_grouped(
+    x: Tensor,
+    weight: Tensor,
+    rows: RowTiles,
+    back: bool = False,
+    gather: Tensor | None = None,
+    scatter: Tensor | None = None,
+) -> Tensor:
+    """As grouped_forward: x [m, n], weight [e, o, n] -> [m, o]. back: as grouped_dgrad, [m, o] -> [m, n].
+
+    gather [m]: the row of x [t, ...] that each row is. scatter [m]: the row of the result that it becomes, a
+    permutation.
+    """
+    source = scatter if gather is None else gather
+    m = len(x) if source is None else len(source)
     experts, o, n = weight.shape
-    outer = n if back else o
+    inner, outer = (o, n) if back else (n, o)
     y = x.new_empty(m, outer)
     most_tiles = (len(rows.tiles) - 1) * ceil_div(outer, TILE["N"])
     weight_block = [TILE["K"], TILE["N"]] if back else [TILE["N"], TILE["K"]]
     grouped_kernel[(min(most_tiles, PROGRAMS * num_processors(x.device)),)](
-        TensorDescriptor.from_tensor(x, [TILE["M"], TILE["K"]]),
+        x if gather is not None else TensorDescriptor.from_tensor(x, [TILE["M"], TILE["K"]]),
         TensorDescriptor.from_tensor(weight.view(experts * o, n), weight_block),
         y, rows.tiles,
+        rows.tiles if source is None else source,  # not read without an order
         inner=inner,
         outer=outer,
         height=o,
         BACK=back,
+        GATHER=gather is not None,
+        SCATTER=scatter is not None,
         **TILE,
     )
     return y
 
 
-def launch_wgrad(into: Tensor, dy: Tensor, x: Tensor, offsets: Tensor, add: bool) -> Tensor:
-    """As grouped_wgrad: into [e, o, n] = (or, add: +=) dy_i^T x_i. dy [m, o], x [m, n]."""
+def launch_wgrad(
+    into: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    offsets: Tensor,
+    add: bool,
+    dy_source: Tensor | None = None,
+    x_source: Tensor | None = None,
+) -> Tensor:
+    """As grouped_wgrad: into [e, o, n] = (or, add: +=) dy_i^T x_i. dy [m, o], x [m, n].
+
+    dy_source, x_source [m]: the row of dy or x that each row is; one of them at most.
+    """
     experts, o, n = into.shape
     tiles = experts * ceil_div(o, WGRAD["M"]) * ceil_div(n, WGRAD["N"])
-    grouped_wgrad_kernel[(min(tiles, PROGRAMS * num_processors(dy.device)),)](
-        TensorDescriptor.from_tensor(dy, [WGRAD["K"], WGRAD["M"]]),
-        TensorDescriptor.from_tensor(x, [WGRAD["K"], WGRAD["N"]]),
-        into, offsets, experts, o, n,
-        ADD=add,
-        **WGRAD,
-    )
+    grid = (min(tiles, PROGRAMS * num_processors(dy.device)),)
+    if dy_source is None:
+        dy_or_descriptor = TensorDescriptor.from_tensor(dy, [WGRAD["K"], WGRAD["M"]])
+    else:
+        dy_or_descriptor = dy
+    if x_source is None:
+        x_or_descriptor = TensorDescriptor.from_tensor(x, [WGRAD["K"], WGRAD["N"]])
+    else:
+        x_or_descriptor = x
+
+    source = x_source if dy_source is None else dy_source
+    if source is None:
+        grouped_wgrad_kernel[grid](
+            dy_or_descriptor, x_or_descriptor, into, offsets, experts, o, n,
+            ADD=add,
+            **WGRAD,
+        )
+    else:
+        gathered_wgrad_kernel[grid](
+            dy_or_descriptor, x_or_descriptor, source, into, offsets, experts, o, n,
+            GATHER_DY=dy_source is not None,
+            ADD=add,
+            **WGRAD,
+        )
     return into
 
 
-def accumulate_wgrad(ctx, dy: Tensor, x: Tensor) -> Tensor | None:
-    """Accumulates dW of all experts (kernels/grad.py). dy [m, o], x [m, n].
+def accumulate_wgrad(
+    ctx,
+    dy: Tensor,
+    x: Tensor,
+    dy_source: Tensor | None = None,
+    x_source: Tensor | None = None,
+) -> Tensor | None:
+    """Accumulates dW of all experts (kernels/grad.py). dy [m, o], x [m, n]; the sources as for grouped_wgrad.
 
     ctx: that of the forward, with weight, experts, counts and triton.
     """
@@ -311,36 +464,95 @@ def accumulate_wgrad(ctx, dy: Tensor, x: Tensor) -> Tensor | None:
 
     def compute(into: Tensor | None, add: bool) -> Tensor:
         by_expert = dy.new_empty(shape) if into is None else into.view(shape)
-        return write_products(by_expert, dy, x, ctx.counts, add).view(-1, x.shape[1])
+        write_products(by_expert, dy, x, ctx.counts, add, dy_source, x_source)
+        return by_expert.view(-1, x.shape[1])
     return accumulate_grad(ctx.weight, compute)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------
 
+def multiply_rows(
+    ctx,
+    x: Tensor,
+    weight: Tensor,
+    back: bool = False,
+    gather: Tensor | None = None,
+    scatter: Tensor | None = None,
+    slots: Tensor | None = None,
+) -> Tensor:
+    """As launch_grouped, by the loop or by the kernel. slots: the result is the sum of each token's rows.
+
+    ctx: that of the forward, with counts, triton, rows and every_slot_filled.
+    """
+    if ctx.triton:
+        y = launch_grouped(x, weight, ctx.rows, back, gather, scatter)
+    else:
+        product = grouped_dgrad if back else grouped_forward
+        y = product(x, weight, ctx.counts, gather)
+        if scatter is not None:
+            y = torch.empty_like(y).index_copy_(0, scatter, y)
+    return y if slots is None else sum_rows(y, slots, ctx.every_slot_filled)
+
+
 class _GroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
-        by_expert = weight.view(len(counts), -1, x.shape[1])
-        ctx.save_for_backward(x)
-        ctx.weight = weight  # the Parameter itself, which has main_grad
-        ctx.experts = len(counts)
-        ctx.triton = triton_fits(x, by_expert)
-        if ctx.triton:
-            ctx.rows = row_tiles(counts, len(x), x.device)
-            ctx.counts = ctx.rows.offsets
-            return launch_grouped(x, by_expert, ctx.rows)
-        ctx.counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
-        return grouped_forward(x, by_expert, ctx.counts)
+    """Its backward combines what the forward gathered, and gathers what that combined.
+
+    To combine is to scatter where each token has one row: that needs no inverse of the order.
+    """
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        (x,) = ctx.saved_tensors
+    def forward(
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        counts: Sequence[int] | Tensor,
+        gather: RowOrder | None,
+        combine: RowOrder | None,
+    ) -> Tensor:
+        # how rows lie
+        order = combine if gather is None else gather
+        num_rows = len(x) if order is None else len(order.source)
+        source = slots = None
+        if order is not None:
+            x = x.contiguous()
+            source = order.source
+            slots = None if order.is_permutation else order.slots
+            ctx.every_slot_filled = order.every_slot_filled
+        ctx.gathers = gather is not None
+        ctx.combines = combine is not None
+
+        # which way they are multiplied
+        by_expert = weight.view(len(counts), -1, x.shape[1])
+        ctx.weight = weight  # the Parameter itself, which has main_grad
+        ctx.experts = len(counts)
+        ctx.triton = num_rows > 0 and triton_fits(x, by_expert)
+        if ctx.triton:
+            ctx.rows = row_tiles(counts, num_rows, x.device)
+            ctx.counts = ctx.rows.offsets
+        else:
+            ctx.counts = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+
+        if not ctx.combines:
+            ctx.save_for_backward(x, source, slots)
+            return multiply_rows(ctx, x, by_expert, gather=source)
+        ctx.save_for_backward(x, source, None)
+        scatter = source if slots is None else None
+        return multiply_rows(ctx, x, by_expert, scatter=scatter, slots=slots)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, source, slots = ctx.saved_tensors
         dy = dy.contiguous()
         dx = None
         if ctx.needs_input_grad[0]:
             by_expert = ctx.weight.view(ctx.experts, -1, x.shape[1])
-            if ctx.triton:
-                dx = launch_grouped(dy, by_expert, ctx.rows, back=True)
-            else:
-                dx = grouped_dgrad(dy, by_expert, ctx.counts)
-        return dx, accumulate_wgrad(ctx, dy, x), None
+            gather = source if ctx.combines else None
+            scatter = source if ctx.gathers and slots is None else None
+            dx = multiply_rows(
+                ctx, dy, by_expert, back=True, gather=gather, scatter=scatter, slots=slots)
+        dw = accumulate_wgrad(
+            ctx, dy, x,
+            dy_source=source if ctx.combines else None,
+            x_source=source if ctx.gathers else None,
+        )
+        return dx, dw, None, None, None

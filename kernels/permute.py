@@ -3,8 +3,11 @@
     rows[j] = x[source[j]]                      permute
     x[i]    = sum over k of rows[slots[i, k]]   unpermute
 
-Sums are in fp32 or better and in the order of k: no atomics, and the same bits every time.
+Sums are in fp32 or better and in the order of k: no atomics, and the same bits every time. Grouped products
+read and write rows in such an order without these copies (kernels/grouped_gemm.py).
 """
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,22 @@ from kernels.triton_ import ceil_div, kernel_is_available, power_of_2, tl, trito
 
 TILE = 2048  # elements that a program moves
 MAX_WIDTH = 2048  # channels of a row that one program moves
+
+
+class RowOrder(NamedTuple):
+    """Which of t rows, those of tokens, each of m rows is, those of experts: the arguments of permute.
+
+    source [m] in [0, t). slots [t, k] in [0, m): the inverse; -1 where there is none, if not
+    every_slot_filled.
+    """
+    source: Tensor
+    slots: Tensor
+    every_slot_filled: bool = True
+
+    @property
+    def is_permutation(self) -> bool:
+        """Whether each of the t rows is one of the m."""
+        return self.every_slot_filled and self.slots.shape[1] == 1
 
 
 def permute(x: Tensor, source: Tensor, slots: Tensor, every_slot_filled: bool = True) -> Tensor:

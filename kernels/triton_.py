@@ -70,12 +70,7 @@ def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: s
     why: the kernel's own reason not to run, or None. On a device that has kernels, a reason (this one, a
     dtype without a kernel, or no Triton) is printed once.
     """
-    if first.device.type not in DEVICES:
-        return False
-    obstacle = why_no_kernels(first.device)
-    if obstacle:
-        print_once(f"kernels: {obstacle}; torch's own operations run instead of ours: slower, and they hold "
-                   "more memory for a moment")
+    if not kernels_run_on(first.device):
         return False
     dtypes = [tensor.dtype for tensor in (first, *others) if tensor is not None]
     for dtype in dtypes:
@@ -85,6 +80,17 @@ def kernel_is_available(name: str, first: Tensor, *others: Tensor | None, why: s
     if why:
         print_once(f"{name}: {why}; the slower torch reference runs instead")
     return not why
+
+
+def kernels_run_on(device: torch.device) -> bool:
+    """Whether any kernel runs on a device. One that should have them and has none is named once."""
+    if device.type not in DEVICES:
+        return False
+    obstacle = why_no_kernels(device)
+    if obstacle:
+        print_once(f"kernels: {obstacle}; torch's own operations run instead of ours: slower, and they hold "
+                   "more memory for a moment")
+    return obstacle is None
 
 
 @functools.cache

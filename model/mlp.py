@@ -8,7 +8,7 @@ from kernels.linear import recompute_output
 from kernels.swiglu import ACTIVATIONS
 from model.init import residual_std
 from model.precision import fp8_of_layer, fp8_reader_of_layer
-from parallel.cost import Cost, MemoryTraffic, SavedTensor, Workload
+from parallel.cost import Cost, MemoryTraffic, Part, SavedTensor, Workload
 from parallel.tensor.layers import ColumnLinear, RowLinear
 from parallel.topology.mesh import Mesh
 
@@ -67,8 +67,8 @@ class MLP(nn.Module):
             return recompute_output(activated, self.activation, gate_up)
         return activated
 
-    def cost(self, work: Workload) -> Cost:
-        """The activation keeps its input."""
+    def cost(self, work: Workload, input_part: Part = "norm") -> Cost:
+        """The activation keeps its input. input_part: not kept where that part is recomputed."""
         features_in = self.gate_up.weight.spec.shape[0]
         features_out = self.down.weight.spec.shape[1]
         read = work.tokens * features_in * work.compute_bytes
@@ -78,4 +78,4 @@ class MLP(nn.Module):
             saved=(SavedTensor(read),),
         )
         down = self.down.cost(work, input_part="act")
-        return self.gate_up.cost(work, input_part="norm") + activation + down
+        return self.gate_up.cost(work, input_part=input_part) + activation + down

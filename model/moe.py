@@ -10,13 +10,21 @@ from kernels.fp8_grouped import scaled_grouped_linear
 from kernels.grad import LateWeightGrads, accumulation_dtype
 from kernels.grouped_gemm import grouped_linear
 from kernels.linear import linear
+from kernels.permute import permute, unpermute
 from kernels.swiglu import weighted_swiglu
 from model.init import residual_std
 from model.mlp import MLP
 from model.precision import fp8_of_layer
 from model.router import Router, RouterInputs, expert_count
-from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, SavedTensor, Workload, total
-from parallel.expert.dispatch import Combine, Dispatch, DispatchPlan, dispatch_cost, plan_dispatch
+from parallel.cost import Cost, Exchange, MatrixProduct, MemoryTraffic, Part, SavedTensor, Workload, total
+from parallel.expert.dispatch import (
+    Combine,
+    Dispatch,
+    DispatchPlan,
+    ExpertRows,
+    dispatch_cost,
+    plan_dispatch,
+)
 from parallel.sharding.boxes import Box
 from parallel.sharding.spec import ParameterSpec, ShardedParameter, parameter
 from parallel.tensor.layers import kept_weight_bytes, partial_over_tp
@@ -65,8 +73,8 @@ class MoE(nn.Module):
 
         # experts: while they compute a chunk, the next ones arrive and the last ones go back
         combine = Combine(plan, dispatch.late_grads)
-        for chunk, (rows, row_probs) in zip(plan.chunks, dispatch.chunks()):
-            combine.send(self.experts(rows, row_probs, chunk.rows_per_expert))
+        for chunk, rows in zip(plan.chunks, dispatch.chunks()):
+            combine.send(self.experts(rows, chunk.rows_per_expert))
 
         # combine, with the last product of the shared experts during the exchange
         shared_output = None
@@ -125,26 +133,39 @@ class MoE(nn.Module):
             etp=self.etp,
             num_chunks=self.num_chunks,
             beside_shared=self.shared_experts is not None,
+            reads_in_order=self.experts.reads_in_order,
         )
 
     def experts_cost(self, work: Workload, tokens: int) -> Cost:
         """With chunks, their products run during the exchanges of others; the weight gradients of the last
         chunk of a backward, during its last exchange. tokens: that this rank routes."""
-        cost = self.experts.cost(work, rows=tokens * self.top_k * self.etp, num_chunks=self.num_chunks)
+        cost = self.experts.cost(
+            work,
+            rows=tokens * self.top_k * self.etp,
+            num_chunks=self.num_chunks,
+            reads_tokens=self.experts_read_tokens,
+        )
         if self.shared_experts is None:
             return cost.beside(self.ep_etp.name, late_share=1 / self.num_chunks)
         return cost.beside(self.ep_etp.name) if self.num_chunks > 1 else cost
 
+    @property
+    def experts_read_tokens(self) -> bool:
+        """Whether the routed experts keep the input itself, instead of copies of its rows."""
+        return self.ep_etp.size == 1 and not self.experts.reads_in_order
+
     def shared_experts_cost(self, work: Workload) -> Cost:
         """Their products run during the exchanges of rows. Without them, the input is kept for the router
-        alone: all of it, of which a rank may route a part."""
+        and the routed experts: all of it, of which a rank may route a part."""
+        input_part: Part = "rest" if self.experts_read_tokens else "norm"
         if self.shared_experts is None:
-            if self.router.model.jitter:  # it keeps the product
+            if self.router.model.jitter and not self.experts_read_tokens:  # the router keeps the product
                 return Cost()
+            if self.tp.size > 1 and not self.sp:  # a part, from which the norm is not recomputed
+                input_part = "rest"
             input_bytes = outside_region(self.hidden_bytes(work), self.tp, self.sp)
-            is_scattered = self.tp.size > 1 and not self.sp
-            return Cost(saved=(SavedTensor(input_bytes, part="rest" if is_scattered else "norm"),))
-        return self.shared_experts.cost(work).as_inner().beside(self.ep_etp.name)
+            return Cost(saved=(SavedTensor(input_bytes, part=input_part),))
+        return self.shared_experts.cost(work, input_part).as_inner().beside(self.ep_etp.name)
 
     def hidden_bytes(self, work: Workload) -> int:
         """Of the hidden states of this rank's tokens."""
@@ -224,21 +245,33 @@ class Experts(nn.Module):
         # in the backward they are computed beside the exchange of the rows' gradients (parallel/expert)
         self.late_grads = self.gate_up.late_grads = self.down.late_grads = LateWeightGrads()
 
-        self.fp8 = fp8 = fp8_of_layer(cfg, layer)
-        self.grouped_linear = grouped_linear
-        if fp8 is not None:
-            recipe, side = fp8
-            self.grouped_linear = partial(scaled_grouped_linear, recipe=recipe, side=side)
+        self.fp8 = fp8_of_layer(cfg, layer)
+        self.reads_in_order = self.fp8 is not None  # the products read copies of rows in the experts' order
 
-    def forward(self, rows: Tensor, row_probs: Tensor, rows_per_expert: list[int] | Tensor) -> Tensor:
-        """rows [r, d], by expert; row_probs [r]: what their outputs are multiplied by -> [r, d]."""
-        gate_up = self.grouped_linear(rows, self.gate_up, rows_per_expert)  # [r, 2f/etp]
-        activated = weighted_swiglu(gate_up, row_probs)  # [r, f/etp]
-        return self.grouped_linear(activated, self.down, rows_per_expert)
+    def forward(self, rows: ExpertRows, rows_per_expert: list[int] | Tensor) -> Tensor:
+        """Returns rows like rows.x: of each, the sum of what its experts give, times their probabilities."""
+        if self.fp8 is not None:
+            return self.forward_in_fp8(rows, rows_per_expert, *self.fp8)
+        x, order, probs = rows
+        gate_up = grouped_linear(x, self.gate_up, rows_per_expert, gather=order)  # [r, 2f/etp]
+        activated = weighted_swiglu(gate_up, probs)  # [r, f/etp]
+        return grouped_linear(activated, self.down, rows_per_expert, combine=order)
 
-    def cost(self, work: Workload, rows: int, num_chunks: int) -> Cost:
+    def forward_in_fp8(
+        self, rows: ExpertRows, rows_per_expert: list[int] | Tensor, recipe: str, side: int
+    ) -> Tensor:
+        """The same, by products that read rows in the order of experts: they are copied into it, and back."""
+        product = partial(scaled_grouped_linear, counts=rows_per_expert, recipe=recipe, side=side)
+        x, order, probs = rows
+        if order is not None:
+            x = permute(x, *order)
+        gate_up = product(x, self.gate_up)
+        y = product(weighted_swiglu(gate_up, probs), self.down)
+        return y if order is None else unpermute(y, *order)
+
+    def cost(self, work: Workload, rows: int, num_chunks: int, reads_tokens: bool) -> Cost:
         """rows: that the experts of this rank get. It keeps them, gate and up, the activation's output, and
-        the probabilities.
+        the probabilities. reads_tokens: it gets them as tokens, which are kept anyway, and copies none.
         """
         # an expert that lies in several chunks is multiplied in each
         num_products = self.num_local + num_chunks - math.gcd(self.num_local, num_chunks)
@@ -246,7 +279,9 @@ class Experts(nn.Module):
         gate_up_width //= self.num_local
         width = self.down.spec.shape[1]
         activation_bytes = rows * (gate_up_width + width) * work.compute_bytes
-        row_bytes = rows * hidden * work.compute_bytes
+        row_bytes = 0
+        if not reads_tokens:
+            row_bytes = rows * hidden * work.compute_bytes
         probability_bytes = rows * work.accumulation_bytes
         return Cost(
             products=(

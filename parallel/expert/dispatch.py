@@ -21,23 +21,26 @@ bytes of the compute dtype, of fp32 or better):
                         probabilities  1 each           t k etp g
 
 They are counted on the rank that has the token (what it sends, and what comes back), so the count does not
-depend on the routing. Of the shared experts, all but the last product runs during the exchange to the experts
-and the last during the exchange back, and their gradients likewise (model/moe.py).
+depend on the routing. What arrives is not brought into the order of experts: their products read it where it
+lies, and write to where it returns from (kernels/grouped_gemm.py). If one rank has all experts, nothing is
+sent, and they read the tokens themselves. Of the shared experts, all but the last product runs during the
+exchange to the experts and the last during the exchange back, and their gradients likewise (model/moe.py).
 
 In the backward of a chunk, the gradients of its rows go home before the experts' weight gradients are
 computed (LateWeightGrads): so the last exchange of the backward, which has no other chunk beside it, travels
 during these. Their operands, rows of the output's gradient and of the activation, live that much longer.
 """
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.expert_order import order_by_expert
 from kernels.grad import LateWeightGrads
-from kernels.permute import permute, unpermute
+from kernels.permute import RowOrder, permute, unpermute
 from parallel.cost import Beside, Cost, Exchange, MemoryTraffic, Phase, SavedTensor, Workload
 from parallel.wire import comm
 from parallel.wire.comm import Group, PendingExchange
@@ -58,14 +61,14 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """One chunk of the rows: r of them arrive.
+    """One chunk of the rows: the experts of this rank have r of them.
 
-    expert_order, arrival_order: from the order of arrival to that of experts, and back. None: they are equal.
+    order: which of the rows that arrive each of them is; on one rank, which of the tokens. None: they arrive
+    in the order of experts.
     """
     counts: RowCounts
     rows_per_expert: list[int] | Tensor  # of each expert of this rank; a tensor [experts]: on the device
-    expert_order: Tensor | None = None  # [r]
-    arrival_order: Tensor | None = None  # [r]
+    order: RowOrder | None = None
 
 
 @dataclass(frozen=True)
@@ -73,20 +76,16 @@ class DispatchPlan:
     """Where rows go: m rows are sent, by chunk, then by rank, then by expert; r rows arrive.
 
     Their probabilities make one exchange for all chunks: they are sent by rank, then by expert, which is by
-    chunk, too. prob_order, prob_arrival: from their order of arrival to that of chunks and experts, and back.
-    None: they are equal.
+    chunk, too. arrived_probs: which of those that arrive is that of each row, by chunk, then by expert. None:
+    they arrive in this order.
     """
     group: Group
-    source_token: Tensor  # [m]: the token of each sent row
-    rows_of_token: Tensor  # [t, k etp]: the rows of each token; -1: dropped
-    token_choice: Tensor  # [m]: the (token, choice) of each sent probability, as token * k + choice
-    probs_of_choice: Tensor  # [t k, etp]: the sent probabilities of each choice; -1: dropped
-    nothing_dropped: bool  # there is no -1
+    sent_rows: RowOrder  # which token each sent row is: m of t, each in k etp places
+    sent_probs: RowOrder  # which choice each sent probability is: m of t k (token * k + choice), in etp places
     padded: bool  # some rows have no token; they are of a token number t, of zeros
     chunks: list[ChunkPlan]
     prob_counts: RowCounts
-    prob_order: Tensor | None  # [r]
-    prob_arrival: Tensor | None  # [r]
+    arrived_probs: RowOrder | None
 
 
 @torch.no_grad()
@@ -106,6 +105,8 @@ def plan_dispatch(
     index [t, k]: the experts of each token; -1: dropped, only if may_drop. capacity: rows that each rank
     sends to every expert, at least as many as index has; then nothing is exchanged or read.
     """
+    if group.size == 1 and capacity is None and not may_drop:
+        return plan_on_one_rank(index, num_experts, group)
     num_tokens, top_k = index.shape
     choices = index.flatten()  # [t k]: the expert of each (token, choice)
     if capacity is not None:
@@ -113,7 +114,7 @@ def plan_dispatch(
 
     # how many rows go where
     if group.size == 1:
-        counted = count_on_one_rank(choices, num_experts, may_drop, capacity)
+        counted = count_on_one_rank(choices, num_experts, capacity)
     elif capacity is not None:
         counted = count_of_capacity(
             choices, num_experts, group, etp=etp, capacity=capacity, num_chunks=num_chunks)
@@ -136,26 +137,41 @@ def plan_dispatch(
         rows = with_empty_token(rows, index.numel())
 
     # from the order of arrival to that of experts
-    prob_order: Tensor | None = None
-    prob_arrival: Tensor | None = None
+    arrived_probs: RowOrder | None = None
     if arrivals is not None:
-        chunks, prob_order, prob_arrival = with_orders_of_arrival(chunks, arrivals)
+        chunks, arrived_probs = with_orders_of_arrival(chunks, arrivals)
 
     rows_of_token = rows.sent_of_choice[:index.numel()].view(num_tokens, top_k * etp)
     if capacity is not None:
         rows_of_token = pad(rows_of_token, (0, 0, 0, 1), value=-1)
+    nothing_dropped = not may_drop and capacity is None
+    sent_rows = RowOrder(rows.token_choice // top_k, rows_of_token, nothing_dropped)
+    if group.size == 1:
+        chunks = [replace(chunks[0], order=sent_rows)]
     return DispatchPlan(
         group,
-        source_token=rows.token_choice // top_k,
-        rows_of_token=rows_of_token,
-        token_choice=probs.token_choice,
-        probs_of_choice=probs.sent_of_choice,
-        nothing_dropped=not may_drop and capacity is None,
+        sent_rows=sent_rows,
+        sent_probs=RowOrder(probs.token_choice, probs.sent_of_choice, nothing_dropped),
         padded=capacity is not None,
         chunks=chunks,
         prob_counts=all_chunks,
-        prob_order=prob_order,
-        prob_arrival=prob_arrival,
+        arrived_probs=arrived_probs,
+    )
+
+
+def plan_on_one_rank(index: Tensor, num_experts: int, group: Group) -> DispatchPlan:
+    """Where this rank has all experts, and none of them turns a token away. index [t, k]."""
+    rows, choices, per_expert = order_by_expert(index, num_experts)
+    counts = RowCounts([index.numel()], [index.numel()])
+    rows_per_expert = per_expert if stays_on_device(index) else per_expert.tolist()
+    return DispatchPlan(
+        group,
+        sent_rows=rows,
+        sent_probs=choices,
+        padded=False,
+        chunks=[ChunkPlan(counts, rows_per_expert, order=rows)],
+        prob_counts=counts,
+        arrived_probs=None,
     )
 
 
@@ -243,23 +259,17 @@ class Counted(NamedTuple):
     arrivals: Tensor | None
 
 
-def count_on_one_rank(
-    choices: Tensor, num_experts: int, may_drop: bool, capacity: int | None
-) -> Counted:
-    """Where this rank has all experts. choices [t k]: experts; -1: dropped, only if may_drop.
+def count_on_one_rank(choices: Tensor, num_experts: int, capacity: int | None) -> Counted:
+    """Where this rank has all experts, and drops choices or fills up. choices [t k]: experts; -1: dropped.
 
-    Reads the counts on the host where it has to know how many are dropped, and on a CPU.
+    Reads the counts on the host where it has to know how many are dropped.
     """
     rows_per_expert: list[int] | Tensor
-    is_on_gpu = stays_on_device(choices)
     if capacity is not None:
         num_dropped = len(choices) - num_experts * capacity
         rows_per_expert = [capacity] * num_experts
-        if is_on_gpu:
+        if stays_on_device(choices):
             rows_per_expert = choices.new_full((num_experts,), capacity)
-    elif is_on_gpu and not may_drop:
-        num_dropped = 0
-        rows_per_expert = count_choices(choices, num_experts)[1:]
     else:
         counts = count_choices(choices, num_experts)
         num_dropped, *rows_per_expert = counts.tolist()
@@ -342,8 +352,8 @@ def total_counts(counts: list[RowCounts]) -> RowCounts:
 
 def with_orders_of_arrival(
     chunks: list[ChunkPlan], arrivals: Tensor
-) -> tuple[list[ChunkPlan], Tensor | None, Tensor | None]:
-    """(the chunks with their orders, prob_order, prob_arrival: see DispatchPlan).
+) -> tuple[list[ChunkPlan], RowOrder | None]:
+    """(the chunks with their orders, arrived_probs: see DispatchPlan).
 
     arrivals [chunks, ranks, local experts]: how many rows come from each rank for each expert.
     """
@@ -354,42 +364,51 @@ def with_orders_of_arrival(
 
     # rows arrive by chunk, then by rank; if a chunk is of one expert, that is its order
     if num_chunks % num_local:
-        expert_order, arrival_order = sorting_order(products, arrivals, sum(num_rows))
+        orders = sorting_order(products, arrivals, sum(num_rows))
         ordered: list[ChunkPlan] = []
         start = 0
         for chunk, n in zip(chunks, num_rows):
             of_chunk = slice(start, start + n)
-            orders = expert_order[of_chunk] - start, arrival_order[of_chunk] - start
-            ordered.append(ChunkPlan(chunk.counts, chunk.rows_per_expert, *orders))
+            order = RowOrder(orders.source[of_chunk] - start, orders.slots[of_chunk] - start)
+            ordered.append(replace(chunk, order=order))
             start += n
         chunks = ordered
     if num_chunks * num_local == 1:
-        return chunks, None, None
+        return chunks, None
     if num_chunks == 1:
-        return chunks, chunks[0].expert_order, chunks[0].arrival_order
+        return chunks, chunks[0].order
 
     # probabilities arrive by rank
     by_rank = products.transpose(0, 1), arrivals.transpose(0, 1)
-    return chunks, *sorting_order(*by_rank, sum(num_rows))
+    return chunks, sorting_order(*by_rank, sum(num_rows))
 
 
-def sorting_order(keys: Tensor, counts: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The order that sorts rows by key, stable, and its inverse, [num_rows] both.
+def sorting_order(keys: Tensor, counts: Tensor, num_rows: int) -> RowOrder:
+    """The order that sorts rows by key, stable: a permutation.
 
     keys, counts: of the same shape: so many rows in turn have each key.
     """
     key_of_row = keys.flatten().repeat_interleave(counts.flatten(), output_size=num_rows)
     order = key_of_row.argsort(stable=True)
     rows = torch.arange(num_rows, device=order.device)
-    return order, torch.empty_like(order).scatter_(0, order, rows)
+    inverse = torch.empty_like(order).scatter_(0, order, rows)
+    return RowOrder(order, inverse[:, None])
 
 
 # ---- tokens to experts and back ----------------------------------------------------------------------------
 
 
+class ExpertRows(NamedTuple):
+    """What the experts of this rank work on: row j in the order of experts is x[order.source[j]], or x[j] if
+    there is no order. Their results return as rows of x do, each the sum of its own (kernels/permute.py)."""
+    x: Tensor  # [r, d]; on one rank: [t, d], the tokens
+    order: RowOrder | None
+    probs: Tensor  # [r], in the order of experts: what the results are multiplied by
+
+
 class Dispatch:
     """Tokens under way to the experts: all sent when it is made, received by chunks(). An all-to-all for each
-    chunk, and one of the probabilities.
+    chunk, and one of the probabilities. On one rank nothing moves but the probabilities.
 
     late_grads: weight gradients of the experts, which a backward computes beside the exchanges that take the
     gradients of rows home. None: there is no such exchange, or each is computed at once.
@@ -406,36 +425,39 @@ class Dispatch:
             probs = pad(probs, (0, 0, 0, 1))
 
         # probabilities apart, once for all chunks: at the end of their rows, they would cost copies of these
-        self.prob_exchange = RowExchange(plan.group, [plan.prob_counts])
-        prob_rows = permute(probs, plan.token_choice, plan.probs_of_choice, plan.nothing_dropped)
-        (self.probs,) = _Leave.apply(prob_rows, self.prob_exchange)
+        prob_rows = permute(probs, *plan.sent_probs)
+        self.probs = prob_rows
+        self.x_rows: tuple[Tensor, ...] = (x,)
+        self.late_grads: LateWeightGrads | None = None
+        if plan.group.size > 1:
+            self.prob_exchange = RowExchange(plan.group, [plan.prob_counts])
+            (self.probs,) = _Leave.apply(prob_rows, self.prob_exchange)
+            self.row_exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
+            x_rows = permute(x, *plan.sent_rows)
+            self.x_rows = _Leave.apply(x_rows, self.row_exchange)
 
-        self.row_exchange = RowExchange(plan.group, [chunk.counts for chunk in plan.chunks])
-        x_rows = permute(x, plan.source_token, plan.rows_of_token, plan.nothing_dropped)
-        self.x_rows = _Leave.apply(x_rows, self.row_exchange)
-        goes_home = plan.group.size > 1 and x_rows.requires_grad
-        self.late_grads = late_grads if goes_home else None
+            self.late_grads = late_grads if x_rows.requires_grad else None
 
-    def chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Of each chunk, once it has arrived: rows [r, d] in the order of experts, their probabilities [r].
-        """
+    def chunks(self) -> Iterator[ExpertRows]:
+        """What the experts work on, chunk by chunk, once it has arrived."""
         plan = self.plan
-        probs = _Arrive.apply(self.probs, self.prob_exchange, 0, None)
-        if plan.prob_order is not None and plan.prob_arrival is not None:
-            probs = permute(probs, plan.prob_order, plan.prob_arrival[:, None])
+        probs = self.probs
+        if plan.group.size > 1:
+            probs = _Arrive.apply(probs, self.prob_exchange, 0, None)
+        if plan.arrived_probs is not None:
+            probs = permute(probs, *plan.arrived_probs)
         num_rows = [sum(chunk.counts.received) for chunk in plan.chunks]
         probs_of_chunks = probs[:, 0].split(num_rows)
 
         for number, (chunk, x, chunk_probs) in enumerate(zip(plan.chunks, self.x_rows, probs_of_chunks)):
-            x = _Arrive.apply(x, self.row_exchange, number, self.late_grads)
-            if chunk.expert_order is not None and chunk.arrival_order is not None:
-                x = permute(x, chunk.expert_order, chunk.arrival_order[:, None])
-            yield x, chunk_probs
+            if plan.group.size > 1:
+                x = _Arrive.apply(x, self.row_exchange, number, self.late_grads)
+            yield ExpertRows(x, chunk.order, chunk_probs)
 
 
 class Combine:
     """Rows under way back to their tokens: sent chunk by chunk, received by tokens(). An all-to-all for each
-    chunk. late_grads: those of the Dispatch."""
+    chunk; none on one rank, whose experts give the sums of the tokens. late_grads: those of the Dispatch."""
 
     def __init__(self, plan: DispatchPlan, late_grads: LateWeightGrads | None = None) -> None:
         self.plan = plan
@@ -444,18 +466,20 @@ class Combine:
         self.sent: list[Tensor] = []  # under way
 
     def send(self, rows: Tensor) -> None:
-        """Sends the next chunk. rows [r, d] in the order of experts, each times its probability."""
+        """Sends the next chunk. rows: as those of ExpertRows.x, each times its probability."""
         number = len(self.sent)
-        chunk = self.plan.chunks[number]
-        if chunk.expert_order is not None and chunk.arrival_order is not None:
-            rows = permute(rows, chunk.arrival_order, chunk.expert_order[:, None])
-        self.sent.append(_Return.apply(rows, self.exchange, number, self.late_grads))
+        if self.plan.group.size > 1:
+            rows = _Return.apply(rows, self.exchange, number, self.late_grads)
+        self.sent.append(rows)
 
     def tokens(self) -> Tensor:
         """The sum [t, d] of each token's rows, once all chunks have arrived."""
         plan = self.plan
-        rows = _ComeHome.apply(self.exchange, *self.sent)
-        out = unpermute(rows, plan.source_token, plan.rows_of_token, plan.nothing_dropped)
+        if plan.group.size == 1:
+            (out,) = self.sent
+        else:
+            rows = _ComeHome.apply(self.exchange, *self.sent)
+            out = unpermute(rows, *plan.sent_rows)
         return out[:-1] if plan.padded else out
 
 
@@ -470,24 +494,34 @@ def dispatch_cost(
     etp: int,
     num_chunks: int = 1,
     beside_shared: bool = False,
+    reads_in_order: bool = False,
 ) -> Cost:
     """Of plan_dispatch, Dispatch and Combine, without a capacity: every choice is sent.
 
     tokens: that this rank routes. beside_shared: shared experts run during the first exchange of rows and the
-    last. Where nothing is exchanged, the orders of arrival are not needed.
+    last. reads_in_order: the experts' products read copies of rows in their order. Where nothing is
+    exchanged, the orders of arrival are not needed.
     """
     rows = tokens * top_k * etp
     row_bytes = rows * hidden * work.compute_bytes
     prob_bytes = rows * work.accumulation_bytes
     num_local = num_experts * etp // group.size
 
+    # copies of rows: their sum, the order in which they leave, that of experts and back
+    is_reordered = group.size > 1 and num_chunks % num_local > 0
+    copies = 1
+    if group.size > 1 or reads_in_order:
+        copies += 1
+    if is_reordered and reads_in_order:
+        copies += 2
+
     # kept: the rows of each token and the token of each row, of rows and of probabilities where they differ;
-    # orders of arrival of rows, and of probabilities
+    # orders of arrival of rows (and their inverse, for copies), and of probabilities
     numbers_of_row = 3
     if num_chunks > 1:
         numbers_of_row += 1
-    if group.size > 1 and num_chunks % num_local:
-        numbers_of_row += 2
+    if is_reordered:
+        numbers_of_row += 2 if reads_in_order or num_chunks == 1 else 1
     if group.size > 1 and num_chunks > 1:
         numbers_of_row += 1
 
@@ -513,7 +547,7 @@ def dispatch_cost(
             exchanges.append(all_to_all(nbytes, phase, of_end if chunk == 0 else "products"))
 
     return Cost(
-        traffic=(MemoryTraffic(4 * row_bytes),),  # rows in the order of experts, and back
+        traffic=(MemoryTraffic(copies * 2 * row_bytes),),
         saved=(SavedTensor(INDEX_BYTES * (rows * numbers_of_row + tokens * top_k)),),
         exchanges=tuple(exchanges),
         launches=num_chunks - 1,

@@ -35,6 +35,7 @@ from kernels import (
     attention_launch,
     cross_entropy,
     embedding,
+    expert_order,
     fp8,
     fp8_formula,
     fp8_gemm,
@@ -202,16 +203,39 @@ CE_META = {
 }
 
 
+EXPERT_ORDER = {
+    "CHUNK": expert_order.CHUNK,
+    "ROWS": expert_order.TILE // 64,
+    "EXPERTS": 64,
+    "num_warps": expert_order.WARPS,
+}
+
+
 def descriptors(**blocks) -> dict:
     return {name: f"tensordesc<bf16[{a},{b}]>" for name, (a, b) in blocks.items()}
 
 
-def grouped(back: bool) -> Case:
+def grouped(back: bool, gather: bool = False, scatter: bool = False) -> Case:
     m, n, k = (grouped_gemm.TILE[x] for x in "MNK")
+    blocks = {"WEIGHT": (k, n) if back else (n, k)}
+    if not gather:
+        blocks["X"] = m, k
     return Case(
         grouped_gemm.grouped_kernel,
-        {**grouped_gemm.TILE, "BACK": back},
-        {"TILES": "*i32", **descriptors(X=(m, k), WEIGHT=(k, n) if back else (n, k))},
+        {**grouped_gemm.TILE, "BACK": back, "GATHER": gather, "SCATTER": scatter},
+        {"TILES": "*i32", "SOURCE": "*i64", **descriptors(**blocks)},
+        "gemm",
+        TMA,
+    )
+
+
+def gathered_wgrad(gather_dy: bool, add: bool) -> Case:
+    tile = grouped_gemm.WGRAD
+    blocks = {"X": (tile["K"], tile["N"])} if gather_dy else {"DY": (tile["K"], tile["M"])}
+    return Case(
+        grouped_gemm.gathered_wgrad_kernel,
+        {**tile, "GATHER_DY": gather_dy, "ADD": add},
+        {"OFFSETS": "*i32", "SOURCE": "*i64", "INTO": "*fp32", **descriptors(**blocks)},
         "gemm",
         TMA,
     )
@@ -507,6 +531,12 @@ CASES = {
         {"HAS_EMPTY": True, "SLOTS_PER_TOKEN": 8, "TOKENS": 1, "BLOCK": 2048, "num_warps": 4},
         {"SLOTS": "*i64"},
     ),
+    "expert_order_count": Case(expert_order.count_kernel, EXPERT_ORDER, {"INDEX": "*i64", "COUNTS": "*i32"}),
+    "expert_order_place": Case(
+        expert_order.place_kernel,
+        EXPERT_ORDER,
+        {"COUNTS": "*i32", **{name: "*i64" for name in ("INDEX", "TOKENS", "CHOICES", "PLACES", "TOTALS")}},
+    ),
     "embedding_gradient": Case(
         embedding.add_rows_kernel,
         {"ROWS": 8, "BLOCK": 1024, "num_warps": 8},
@@ -566,8 +596,16 @@ CASES = {
     "weight_gradient_first": wgrad(linear.wgrad_kernel, linear.TILE, False),
     "grouped": grouped(False),
     "grouped_dgrad": grouped(True),
+    "grouped_gather": grouped(False, gather=True),
+    "grouped_gather_dgrad": grouped(True, gather=True),
+    "grouped_scatter": grouped(False, scatter=True),
+    "grouped_scatter_dgrad": grouped(True, scatter=True),
     "grouped_wgrad": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD, True),
     "grouped_wgrad_first": wgrad(grouped_gemm.grouped_wgrad_kernel, grouped_gemm.WGRAD, False),
+    "grouped_wgrad_gather": gathered_wgrad(False, True),
+    "grouped_wgrad_gather_first": gathered_wgrad(False, False),
+    "grouped_wgrad_gather_dy": gathered_wgrad(True, True),
+    "grouped_wgrad_gather_dy_first": gathered_wgrad(True, False),
     **{
         f"{name}_{d}_{e}{'_window' * bounded}": flash(name, d, e, bounded, chips)
         for name in ATTENTION

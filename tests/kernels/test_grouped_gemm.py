@@ -5,6 +5,7 @@ import torch
 
 from kernels import grouped_gemm as kernel
 from kernels.grouped_gemm import grouped_dgrad, grouped_forward, grouped_linear, grouped_wgrad
+from kernels.permute import RowOrder
 from parallel.pipeline.executor import WeightGradStore
 
 COUNTS = [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0], [0, 0, 0, 0], [2, 2, 2, 3], [40, 5, 0, 33, 50, 1]]
@@ -179,3 +180,121 @@ def test_rows_that_the_copy_engine_cannot_read_take_the_loop(interpreted, capfd)
         grouped_linear(x, weight, (3, 4)), definition(x, weight, (3, 4)), rtol=0.02, atol=0.02
     )
     assert "not aligned to 16 bytes" in capfd.readouterr().err
+
+
+# ---- rows that are read where tokens are, and written to where they belong ----
+
+ORDERS = {  # tokens, rows of a token, whether some are dropped
+    "top 3": (13, 3, False),
+    "some dropped": (20, 3, True),
+    "one each": (39, 1, False),
+    "one each, some dropped": (60, 1, True),
+}
+
+
+def order_of(name, m, device):
+    """A RowOrder of m rows; where none is dropped, as many as the tokens have."""
+    t, k, drops = ORDERS[name]
+    places = torch.randperm(t * k)
+    assert drops and len(places) > m or len(places) == m
+    slots = torch.full((t * k,), -1)
+    slots[places[:m]] = torch.arange(m)
+    source = places[:m] // k
+    return RowOrder(source.to(device), slots.view(t, k).to(device), not drops), t
+
+
+def ordered_case(name, shares, o, n, dtype, device):
+    m = sum(shares)
+    order, t = order_of(name, m, device)
+    x, rows = torch.randn(t, n).to(device, dtype), torch.randn(m, n).to(device, dtype)
+    weight = torch.randn(len(shares) * o, n).to(device, dtype)
+    return order, x, rows, weight
+
+
+@pytest.mark.parametrize("counts", [(5, 0, 17, 16, 1), (0, 0, 39)], ids=str)
+@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize("way, dtype, bound", [
+    ("torch", torch.float64, 1e-12),
+    ("torch", torch.bfloat16, 6e-3),
+    ("triton", torch.bfloat16, 6e-3),
+    ("triton", torch.float16, 8e-4),
+])
+@pytest.mark.parametrize("o, n", [(40, 24), (16, 72)])
+def test_rows_of_tokens(request, monkeypatch, given, counts, name, way, dtype, bound, o, n):
+    """Gathered and combined, forward and backward, beside matrices of 0 and 1 in fp64."""
+    device = torch.device("cpu")
+    if way == "triton":
+        device = request.getfixturevalue("interpreted")
+        if device.type == "cpu":
+            for table in ("TILE", "WGRAD"):
+                monkeypatch.setattr(kernel, table, {"M": 16, "N": 32, "K": 16})
+    order, x, rows, weight = ordered_case(name, counts, o, n, dtype, device)
+    t, m = len(x), len(rows)
+    is_row_of = torch.zeros(m, t, dtype=torch.float64, device=device)  # [m, t]
+    is_row_of[torch.arange(m), order.source] = 1
+
+    for gathers in (True, False):
+        leaf = (x if gathers else rows).clone().requires_grad_()
+        kept = given(weight, 1.0)
+        how = {"gather": order} if gathers else {"combine": order}
+        got = grouped_linear(leaf, kept, counts, **how)
+        assert way == "torch" or got.grad_fn.triton
+
+        exact, exact_weight = (z.detach().double().requires_grad_() for z in (leaf, weight))
+        product = definition(is_row_of @ exact if gathers else exact, exact_weight, counts)
+        want = product if gathers else is_row_of.t() @ product
+        dy = torch.randn(want.shape, device=device).to(dtype)
+        got.backward(dy)
+        want.backward(dy.double())
+        assert (got.double() - want).norm() <= bound * want.norm()
+        assert (leaf.grad.double() - exact.grad).norm() <= bound * exact.grad.norm()
+        gradient_bound = 1e-6 if dtype != torch.float64 else bound
+        if way == "torch":
+            gradient_bound = max(gradient_bound, bound)
+        difference = kept.main_grad.double() - 1 - exact_weight.grad
+        assert difference.norm() <= gradient_bound * exact_weight.grad.norm()
+        for i, count in enumerate(counts):
+            assert count or (kept.main_grad.view(len(counts), o, n)[i] == 1).all()
+
+        first = given(weight, float("nan"), is_written=False)  # of a step: it overwrites
+        grouped_linear(leaf, first, counts, **how).backward(dy)
+        assert (first.main_grad + 1 - kept.main_grad).norm() <= 1e-6 * kept.main_grad.norm()
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_gradcheck_of_orders(name):
+    counts = (2, 0, 37)
+    order, x, rows, weight = ordered_case(name, counts, 2, 3, torch.float64, torch.device("cpu"))
+    for leaf, how in ((x, {"gather": order}), (rows, {"combine": order})):
+        leaves = leaf[:, :3].requires_grad_(), weight.clone().requires_grad_()
+        assert torch.autograd.gradcheck(
+            lambda x, weight, how=how: grouped_linear(x, weight, counts, **how), leaves)
+
+
+def test_only_tokens_are_kept_for_the_backward():
+    """Not the rows of experts, of which there are three times as many."""
+    order, x, _, weight = ordered_case("top 3", (5, 34), 8, 16, torch.float64, torch.device("cpu"))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda z: z):
+        grouped_linear(x.requires_grad_(), weight, (5, 34), gather=order)
+    assert sum(z.numel() for z in kept if z.is_floating_point()) == x.numel()
+
+
+def test_rows_that_are_gathered_are_not_combined():
+    order, x, _, weight = ordered_case("one each", (39,), 24, 24, torch.float64, torch.device("cpu"))
+    with pytest.raises(ValueError, match="not both"):
+        grouped_linear(x, weight, (39,), gather=order, combine=order)
+
+
+def test_no_rows_of_tokens():
+    """Every choice is dropped: the output is zero, and so are the gradients."""
+    none = RowOrder(torch.empty(0, dtype=torch.long), torch.full((5, 2), -1), False)
+    x = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    gathered = grouped_linear(x, weight, (0, 0), gather=none)
+    assert gathered.shape == (0, 4)
+    down = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    y = grouped_linear(gathered, down, (0, 0), combine=none)
+    assert torch.equal(y, torch.zeros(5, 3, dtype=torch.float64))
+    for gradient in torch.autograd.grad(y.sum(), (x, weight, down)):
+        assert not gradient.any()

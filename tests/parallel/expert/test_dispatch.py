@@ -39,12 +39,15 @@ def routed(rank, kind):
     )
 
 
-def experts(rows, weight, counts, first, part, parts):
+def experts(given, counts, first, part, parts):
     """Expert e multiplies by e + 1; the j-th part of it gives a share of that."""
+    x, order, weight = given
+    source = torch.arange(len(x)) if order is None else order.source
     out = [
-        r * (first + i + 1) * (part + 1) / sum(range(1, parts + 1)) for i, r in enumerate(rows.split(counts))
+        r * (first + i + 1) * (part + 1) / sum(range(1, parts + 1))
+        for i, r in enumerate(x[source].split(counts))
     ]
-    return torch.cat(out) * weight[:, None]
+    return torch.zeros_like(x).index_add(0, source, torch.cat(out) * weight[:, None])
 
 
 def trip(world, kind, etp, chunks):
@@ -64,8 +67,8 @@ def trip(world, kind, etp, chunks):
     )
     here = E * etp // world.size
     back, first = Combine(p), group.index // etp * here
-    for chunk, (rows, weight) in zip(p.chunks, Dispatch(x, probs, p).chunks()):
-        back.send(experts(rows, weight, chunk.rows_per_expert, first, group.index % etp, etp))
+    for chunk, rows in zip(p.chunks, Dispatch(x, probs, p).chunks()):
+        back.send(experts(rows, chunk.rows_per_expert, first, group.index % etp, etp))
     y = back.tokens()
     kept = index >= 0
     want = x * (probs * (index + 1) * kept).sum(1, keepdim=True)

@@ -1,0 +1,134 @@
+"""The choices of a router in the order of experts: a stable counting sort, in two launches.
+
+The first counts how many choices of each chunk fall on each expert. In the second each chunk knows from these
+counts where its first choice of every expert goes, and places its own in turn. No atomics: the same order as
+a stable sort, every time.
+"""
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.permute import RowOrder
+from kernels.triton_ import ceil_div, kernels_run_on, power_of_2, tl, triton
+
+CHUNK = 1024  # choices of a program
+TILE = 4096  # choices times experts that a program compares at a time
+WARPS = 4
+
+
+class ExpertOrder(NamedTuple):
+    """Of t tokens with k choices each, all in the order of their experts.
+
+    rows: which token each of the t k rows is. choices: which choice (token * k + choice). rows_per_expert
+    int64 [experts].
+    """
+    rows: RowOrder
+    choices: RowOrder
+    rows_per_expert: Tensor
+
+
+def order_by_expert(index: Tensor, num_experts: int) -> ExpertOrder:
+    """index int64 [t, k]: the experts of each token, in [0, num_experts). Stable; no host sync."""
+    t, k = index.shape
+    if index.numel() and kernels_run_on(index.device):
+        tokens, choices, places, counts = launch_order(index, num_experts)
+    else:
+        chosen = index.flatten()
+        choices = chosen.to(torch.int16).argsort(stable=True)  # 16 bits sort in 2 passes
+        tokens = choices // k
+        places = torch.empty_like(choices)
+        places[choices] = torch.arange(t * k, device=index.device)
+        # torch.bincount gives the same, but the host waits for a GPU in it
+        counts = chosen.new_zeros(num_experts).index_add_(0, chosen, torch.ones_like(chosen))
+    return ExpertOrder(
+        rows=RowOrder(tokens, places.view(t, k)),
+        choices=RowOrder(choices, places[:, None]),
+        rows_per_expert=counts,
+    )
+
+
+# ---- Triton ------------------------------------------------------------------------------------------------
+
+@triton.jit
+def falls_on(INDEX, first, n, experts, ROWS: tl.constexpr):
+    """Whether choices [first, first + ROWS) of n fall on each expert: int32 [ROWS, EXPERTS]."""
+    numbers = first + tl.arange(0, ROWS)
+    chosen = tl.load(INDEX + numbers, numbers < n, -1)
+    return (chosen[:, None] == experts[None, :]).to(tl.int32)
+
+
+@triton.jit
+def count_kernel(
+    INDEX, COUNTS, n,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """COUNTS int32 [chunks, EXPERTS]: how many of a chunk's choices fall on each expert."""
+    chunk = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, CHUNK, ROWS):
+        counts += tl.sum(falls_on(INDEX, chunk * CHUNK + start, n, experts, ROWS=ROWS), 0)
+    tl.store(COUNTS + chunk * EXPERTS + experts, counts)
+
+
+@triton.jit
+def place_kernel(
+    INDEX, COUNTS, TOKENS, CHOICES, PLACES, TOTALS, n, k, experts, chunks,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """The place of each choice of a chunk, and the inverse: which token and choice is at that place.
+
+    TOTALS int64 [experts]: how many choices fall on each. EXPERTS: their number, or a larger power of two.
+    """
+    chunk = tl.program_id(0)
+    expert_range = tl.arange(0, EXPERTS)
+
+    # where the first of this chunk's choices of each expert goes
+    totals = tl.zeros((EXPERTS,), tl.int32)
+    before = tl.zeros((EXPERTS,), tl.int32)
+    for start in range(0, chunks, ROWS):
+        others = start + tl.arange(0, ROWS)
+        pointers = COUNTS + others[:, None] * EXPERTS + expert_range[None, :]
+        counts = tl.load(pointers, (others < chunks)[:, None], 0)
+        totals += tl.sum(counts, 0)
+        before += tl.sum(tl.where((others < chunk)[:, None], counts, 0), 0)
+    place = tl.cumsum(totals, 0) - totals + before
+    if chunk == 0:
+        tl.store(TOTALS + expert_range, totals.to(tl.int64), expert_range < experts)
+
+    for start in range(0, CHUNK, ROWS):
+        first = chunk * CHUNK + start
+        is_chosen = falls_on(INDEX, first, n, expert_range, ROWS=ROWS)
+        earlier = tl.cumsum(is_chosen, 0) - is_chosen  # in this block, on the same expert
+        places = tl.sum(is_chosen * (place[None, :] + earlier), 1).to(tl.int64)
+        place += tl.sum(is_chosen, 0)
+
+        numbers = first + tl.arange(0, ROWS)
+        inside = numbers < n
+        tl.store(PLACES + numbers, places, inside)
+        tl.store(CHOICES + places, numbers.to(tl.int64), inside)
+        tl.store(TOKENS + places, (numbers // k).to(tl.int64), inside)
+
+
+def launch_order(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The token of each row, its choice, the row of each choice (all [t k]), and the rows of each expert."""
+    index = index.contiguous()
+    n = index.numel()
+    slots = power_of_2(num_experts)
+    blocks = {"CHUNK": CHUNK, "ROWS": min(CHUNK, max(16, TILE // slots)), "EXPERTS": slots, "num_warps": WARPS}
+    chunks = ceil_div(n, CHUNK)
+    counts = torch.empty(chunks, slots, dtype=torch.int32, device=index.device)
+    count_kernel[(chunks,)](index, counts, n, **blocks)
+
+    tokens, choices, places = (index.new_empty(n) for _ in range(3))
+    totals = index.new_empty(num_experts)
+    place_kernel[(chunks,)](
+        index, counts, tokens, choices, places, totals, n, index.shape[1], num_experts, chunks,
+        **blocks,
+    )
+    return tokens, choices, places, totals
