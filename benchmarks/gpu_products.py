@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.gpu_case import Case, Function, Inputs, Size
-from kernels import attention, fp8, fp8_grouped, grouped_gemm, linear, newton_schulz
+from kernels import attention, fp8, fp8_grouped, grouped_gemm, linear, newton_schulz, permute
 from kernels.attention_libraries import library_attention, usable_libraries
 from kernels.attention_mask import AttentionMask, DocumentCounts, make_attention_mask
 from kernels.fp8_gemm import quantize_operand
@@ -125,6 +125,24 @@ def grouped_cases(inputs: Inputs) -> dict[str, Case]:
             others={"torch._grouped_mm": lambda: torch._grouped_mm(dy.mT, x, offs=ends)},
         ),
     }
+
+    # of the tokens, where they lie: beside a copy in the order of experts and the library
+    tokens = inputs.randn(size.tokens, size.hidden)
+    source = torch.randperm(num_rows, device=device) // size.top_k  # [m]: the token of each row
+    cases["grouped_gather"] = Case(
+        work=flops,
+        ours=lambda: grouped_gemm.launch_grouped(tokens, weight, rows, gather=source),
+        others={
+            "permute and torch._grouped_mm": lambda: torch._grouped_mm(
+                permute.gather_rows(tokens, source), weight.mT, offs=ends
+            )
+        },
+    )
+    cases["grouped_wgrad_gather"] = Case(
+        work=flops,
+        ours=lambda: grouped_gemm.launch_wgrad(into, dy, tokens, offsets, True, x_source=source),
+        others={"rows in order": lambda: grouped_gemm.launch_wgrad(into, dy, x, offsets, True)},
+    )
 
     def quantized_case(recipe: str) -> Case:
         x_kind, weight_kind, _ = fp8_grouped.RECIPES[recipe]

@@ -31,7 +31,7 @@ from triton.runtime.jit import KernelInterface
 
 import kernels
 from benchmarks.kernel_source import TensorUse, bind_arguments, fixed_numbers, plain_function, tensors_used
-from kernels import attention, attention_cudnn, attention_libraries
+from kernels import attention, attention_cudnn, attention_libraries, grouped_library
 from parallel.sharding import spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,7 +189,7 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
 
 @contextlib.contextmanager
 def claimed_libraries() -> Iterator[None]:
-    """Inside, the attention of torch is installed and flash-attn is not, and what is tried works.
+    """Inside, the libraries of torch are installed and flash-attn is not, and what is tried works.
 
     A trial compares values, which meta tensors have not.
     """
@@ -203,6 +203,7 @@ def claimed_libraries() -> Iterator[None]:
         mock.patch.dict(attention.FUSED_KERNELS, fused),
         mock.patch.object(attention_libraries, "installed_function", installed_function),
         mock.patch.object(attention_libraries, "passes_trial", lambda *_: True),
+        mock.patch.object(grouped_library, "obstacle_to_library", lambda *_: None),
     ):
         yield
 

@@ -563,6 +563,30 @@ def grouped_products(inputs: Inputs) -> Checks:
         )
         yield f"grouped products, {name}", check
 
+    # rows of tokens, read where they lie and summed where they belong
+    slots = torch.randperm(sum(counts), device=inputs.device).view(size.tokens, size.top_k)
+    source = torch.empty(sum(counts), dtype=torch.int64, device=inputs.device)
+    source[slots] = torch.arange(size.tokens, device=inputs.device)[:, None]
+    order = permute.RowOrder(source, slots)
+    check = check_of(
+        lambda x, weight: grouped_gemm.grouped_linear(x, weight, on_device, gather=order),
+        lambda x, weight: expert_products(x[source], weight, counts),
+        tensors | {"x": inputs.randn(size.tokens, size.hidden)},
+        (dy,),
+        bounds | {"dx": bound(BF16, 2, gate_up)},
+        ("weight",),
+    )
+    yield "grouped products, gathered rows", check
+    check = check_of(
+        lambda x, weight: grouped_gemm.grouped_linear(x, weight, on_device, combine=order),
+        lambda x, weight: expert_products(x, weight, counts)[slots].sum(1),
+        tensors,
+        (inputs.randn(size.tokens, gate_up),),
+        bounds | {"y": bound(BF16, 2, size.hidden)},
+        ("weight",),
+    )
+    yield "grouped products, combined rows", check
+
 
 # ---- fp8 ---------------------------------------------------------------------------------------------------
 # u: 2^-4 of e4m3, 2^-3 of e5m2. Sums of products of 8-bit numbers keep 14 bits on Hopper (arXiv 2412.19437,

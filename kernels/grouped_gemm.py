@@ -1,6 +1,6 @@
 """y_i = x_i W_i^T for each of several experts, whose rows follow each other.
 
-On a CPU it is a loop of GEMMs, on a GPU one launch. The rows may be divided among the experts in any way. An
+On a CPU it is a loop of GEMMs, on a GPU one launch, of torch's library where that is faster. The rows may be divided among the experts in any way. An
 expert without rows costs nothing, but for the zeros of its gradient if it is the step's first. The weight
 gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute them
 later.
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.grad import accumulate_grad
+from kernels.grouped_library import library_multiplies, multiply_by_library
 from kernels.linear import ALIGNED, skewed, write_wgrad
 from kernels.permute import RowOrder, sum_rows
 from kernels.tiles import inside_matrix, tile_offsets, write_tile
@@ -480,11 +481,15 @@ def multiply_rows(
     scatter: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
-    """As launch_grouped, by the loop or by the kernel. slots: the result is the sum of each token's rows.
+    """As launch_grouped, by the loop, the kernel or the library. slots: the result is the sum of each token's
+    rows.
 
     ctx: that of the forward, with counts, triton, rows and every_slot_filled.
     """
-    if ctx.triton:
+    lies_in_order = gather is None and scatter is None
+    if ctx.triton and lies_in_order and library_multiplies(x.device, x.dtype):
+        y = multiply_by_library(x, weight, ctx.rows.offsets, back)
+    elif ctx.triton:
         y = launch_grouped(x, weight, ctx.rows, back, gather, scatter)
     else:
         product = grouped_dgrad if back else grouped_forward

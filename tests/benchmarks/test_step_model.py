@@ -34,6 +34,7 @@ from kernels import (
     attention,
     cross_entropy,
     embedding,
+    grouped_gemm,
     head_norm,
     linear,
     norm,
@@ -289,6 +290,7 @@ def test_the_kernels_path_is_the_same_on_meta(name, monkeypatch):
     monkeypatch.setattr(attention, "choose_kind", lambda *_: "triton")
     for module in (linear, router):
         monkeypatch.setattr(module, "library_adds_in_fp32", lambda *_: False)
+    monkeypatch.setattr(grouped_gemm, "library_multiplies", lambda *_: False)
     monkeypatch.setattr(triton_, "DEVICES", ("cpu", "cuda"))
     documents = tiny_documents(name)
     on_meta = signature(record(cfg, replace(H200, processors=3), documents))

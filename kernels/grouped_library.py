@@ -1,0 +1,66 @@
+"""Products of several experts by torch._grouped_mm (CUTLASS), where it passes a trial.
+
+It multiplies rows that are in the order of experts, forward and for the input gradient. It gathers no rows, and
+a weight gradient would come in 16 bits: those are kernels/grouped_gemm.py's own. On Hopper alone: on Blackwell,
+experts without rows have been reported to spoil gradients (pytorch issues 172439 and 193633).
+"""
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kernels.triton_ import chip_name, print_once
+
+DEVICES = ("cuda",)  # where it is tried; the tests add "cpu"
+CHIPS = (9,)
+DTYPES = (torch.bfloat16,)
+TRIAL_ROWS = (3, 0, 17, 0, 130)  # of each expert
+TRIAL_INPUTS, TRIAL_OUTPUTS = 64, 48
+
+
+def multiply_by_library(x: Tensor, weight: Tensor, offsets: Tensor, back: bool = False) -> Tensor:
+    """x [m, n], weight [e, o, n] -> [m, o]. back: [m, o] -> [m, n].
+
+    offsets int32 [e + 1], on the device: where the rows of each expert start, and where the last ones end.
+    """
+    matrices = weight if back else weight.transpose(1, 2)
+    return torch._grouped_mm(x, matrices, offs=offsets[1:])
+
+
+@cache
+def library_multiplies(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether multiply_by_library works on this device: tried once, on products whose results are known.
+
+    Where it does not, a line says so.
+    """
+    if device.type not in DEVICES or chip_name(device) not in CHIPS or dtype not in DTYPES:
+        return False
+    why = obstacle_to_library(device, dtype)
+    if why is not None:
+        print_once(f"grouped products in {dtype}: torch._grouped_mm does not work here ({why}); a kernel of "
+                   "our own runs instead, which may be slower")
+    return why is None
+
+
+def obstacle_to_library(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why multiply_by_library cannot be used; None if it can. The products are of -1, 0 and 1, so exact."""
+    counts = torch.tensor(TRIAL_ROWS)
+    owner = torch.arange(len(counts)).repeat_interleave(counts)
+    weight = small_numbers(len(counts), TRIAL_OUTPUTS, TRIAL_INPUTS)
+    offsets = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(device, torch.int32)
+    for back in (False, True):
+        x = small_numbers(len(owner), TRIAL_OUTPUTS if back else TRIAL_INPUTS)
+        want = torch.einsum("mo,mon->mn" if back else "mn,mon->mo", x, weight[owner])
+        try:
+            got = multiply_by_library(x.to(device, dtype), weight.to(device, dtype), offsets, back)
+        except (AttributeError, RuntimeError, TypeError) as error:
+            return str(error).splitlines()[0]
+        if got.dtype != dtype or not torch.equal(got.float().cpu(), want):
+            return "a wrong result"
+    return None
+
+
+def small_numbers(*shape: int) -> Tensor:
+    """-1, 0 and 1, on the CPU, without a random number."""
+    numbers = torch.arange(torch.Size(shape).numel())
+    return ((numbers * numbers // 7) % 3 - 1).float().view(shape)
