@@ -120,7 +120,8 @@ def launch_order(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tenso
     index = index.contiguous()
     n = index.numel()
     slots = power_of_2(num_experts)
-    blocks = {"CHUNK": CHUNK, "ROWS": min(CHUNK, max(16, TILE // slots)), "EXPERTS": slots, "num_warps": WARPS}
+    rows = min(CHUNK, max(16, TILE // slots))
+    blocks = {"CHUNK": CHUNK, "ROWS": rows, "EXPERTS": slots, "num_warps": WARPS}
     chunks = ceil_div(n, CHUNK)
     counts = torch.empty(chunks, slots, dtype=torch.int32, device=index.device)
     count_kernel[(chunks,)](index, counts, n, **blocks)

@@ -1,8 +1,9 @@
 """y_i = x_i W_i^T for each of several experts, whose rows follow each other.
 
-On a CPU it is a loop of GEMMs, on a GPU one launch, of torch's library where that is faster. The rows may be divided among the experts in any way. An
-expert without rows costs nothing, but for the zeros of its gradient if it is the step's first. The weight
-gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute them
+On a CPU it is a loop of GEMMs, on a GPU one launch: of a kernel here, or of torch's library, which is expected
+to be faster where rows lie in order (kernels/grouped_library.py). The rows may be divided among the experts in
+any way. An expert without rows costs nothing, but for the zeros of its gradient if it is the step's first. The
+weight gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute them
 later.
 
 A launch has as many programs as run at the same time. They take tiles in turn from a table on the device
@@ -173,7 +174,7 @@ def grouped_kernel(
     X, WEIGHT: descriptors. WEIGHT is [experts * height, ...], in blocks of [N, K], and in the backward (BACK)
     of [K, N]. A tile may read rows of the next expert, but it does not write them. Programs that run side by
     side have tiles side by side: all columns of some rows.
-    GATHER: row j of the product is row SOURCE[j] of X, a pointer then. SCATTER: it becomes row SOURCE[j] of Y.
+    GATHER: row j of the product is row SOURCE[j] of X, a pointer then. SCATTER: it becomes that row of Y.
     """
     tiles_across = tl.cdiv(outer, N)
     num_tiles = tl.load(TILES) * tiles_across

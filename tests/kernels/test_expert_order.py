@@ -8,7 +8,9 @@ from kernels.expert_order import order_by_expert
 
 
 @pytest.mark.parametrize("way", ["torch", "triton"])
-@pytest.mark.parametrize("t, k, experts", [(1, 1, 1), (7, 2, 3), (50, 4, 8), (33, 8, 48), (40, 3, 130), (0, 2, 4)])
+@pytest.mark.parametrize(
+    "t, k, experts", [(1, 1, 1), (7, 2, 3), (50, 4, 8), (33, 8, 48), (40, 3, 130), (0, 2, 4)]
+)
 @pytest.mark.parametrize("kind", ["any", "one", "last"])
 def test_beside_a_stable_sort(request, monkeypatch, way, t, k, experts, kind):
     """Chunks of 64 choices in blocks of 16 and 32: some full, one not, an expert in many of them."""
