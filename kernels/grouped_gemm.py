@@ -1,10 +1,10 @@
 """y_i = x_i W_i^T for each of several experts, whose rows follow each other.
 
-On a CPU it is a loop of GEMMs, on a GPU one launch: of a kernel here, or of torch's library, which is expected
-to be faster where rows lie in order (kernels/grouped_library.py). The rows may be divided among the experts in
-any way. An expert without rows costs nothing, but for the zeros of its gradient if it is the step's first. The
-weight gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute them
-later.
+On a CPU it is a loop of GEMMs, on a GPU one launch: of a kernel here, or of torch's library, which is
+expected to be faster where rows lie in order (kernels/grouped_library.py). The rows may be divided among the
+experts in any way. An expert without rows costs nothing, but for the zeros of its gradient if it is the
+step's first. The weight gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline
+schedule may compute them later.
 
 A launch has as many programs as run at the same time. They take tiles in turn from a table on the device
 (row_tiles): if `counts` is a tensor there, the host never learns how the rows are divided (after MegaBlocks,

@@ -81,7 +81,7 @@ class DispatchPlan:
     """
     group: Group
     sent_rows: RowOrder  # which token each sent row is: m of t, each in k etp places
-    sent_probs: RowOrder  # which choice (token * k + choice) each sent probability is: m of t k, in etp places
+    sent_probs: RowOrder  # which choice (token * k + choice) each sent probability is: m of t k, etp places
     padded: bool  # some rows have no token; they are of a token number t, of zeros
     chunks: list[ChunkPlan]
     prob_counts: RowCounts
