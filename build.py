@@ -4,7 +4,6 @@ Used by train.py, and by scripts that evaluate, generate and convert.
 """
 import pkgutil
 from dataclasses import dataclass, replace
-from math import ceil
 from pathlib import Path
 
 import torch
@@ -17,8 +16,10 @@ from config import (
     Config,
     ConfigError,
     ParallelConfig,
+    Phase,
+    Phases,
     config_of_stage,
-    steps_to_see,
+    phases_of,
 )
 from data import tokenizer
 from data.loader import BatchLoader
@@ -32,7 +33,7 @@ from model.sharding import scale_for_mup, sharding_config
 from model.split import layers_of_stages
 from model.transformer import PipelineStage
 from optim.base import Optimizer
-from optim.lr import learning_rate
+from optim.lr import learning_rate_of_run, schedules_of
 from optim.noise import GradientNoiseScale
 from optim.scaler import LossScaler
 from parallel.offload import ActivationOffload, copy_stream
@@ -48,8 +49,13 @@ from runtime.graphs import RecordedPipeline
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """All that a step needs."""
+    """All that a step needs.
+
+    phases: of the whole run. phase: the present one, and cfg is its config.
+    """
     cfg: Config
+    phases: Phases
+    phase: Phase
     mesh: Mesh
     device: torch.device
     loader: BatchLoader | None  # the train split; None: the caller has microbatches of its own
@@ -71,9 +77,14 @@ class TrainingRun:
             raise ValueError("the run was built without data")
         return self.loader
 
+    @property
+    def last_step(self) -> int:
+        """The last step of this phase."""
+        return self.phases.last_step(self.phase, self.steps)
+
     def learning_rate(self, step: int) -> float:
         """Of step number `step` (from 1), before the factors of single parameters."""
-        return learning_rate(self.cfg.optim, step, self.steps)
+        return learning_rate_of_run(schedules_of(self.phases, self.steps), step)
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
         """Logits [vocab] of the token at `position` of tokens [1, s], on every rank."""
@@ -115,7 +126,7 @@ def total_steps(cfg: Config, flops_per_token: float) -> int:
         if not train.flops:
             raise ConfigError("train.steps: give exactly one of train.steps, train.tokens, train.flops")
         tokens = train.flops / flops_per_token
-    return steps_to_see(train, ceil(tokens / train.seq_len))
+    return phases_of(cfg).steps_to_see(tokens)
 
 
 # ---- stages and buckets ------------------------------------------------------------------------------------
@@ -204,12 +215,17 @@ def build_run(
     device: torch.device,
     data: BatchLoader | None,
     steps: int,
+    phase: int = 1,
 ) -> TrainingRun:
     """The run of a config on this rank, with initial weights. data: the train split, if the run reads one.
+
+    phase: the number of the phase of train.phases whose steps it makes; each has a run of its own.
 
     Raises ConfigError before anything is allocated. Collective with Muon, LAMB and LARS: ranks tell each
     other what they hold. With other optimizers it sends nothing.
     """
+    phases = phases_of(cfg)
+    cfg = phases.all[phase - 1].cfg
     check_device(cfg, device)
     schedules = make_schedules(cfg, mesh.world.size)
     schedule = schedules[-1]
@@ -239,6 +255,8 @@ def build_run(
 
     return TrainingRun(
         cfg=cfg,
+        phases=phases,
+        phase=phases.all[phase - 1],
         mesh=mesh,
         device=device,
         loader=data,
@@ -320,7 +338,7 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
     """
     path = state.find_checkpoint(where, [])
     meta = store.read_meta(path)
-    cfg = config.build_tree(Config, meta["config"])
+    cfg = phases_of(config.build_tree(Config, meta["config"])).of_step(meta["step"]).cfg
     if dtype is None:
         dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # the weights of fp8 are bf16
     train = replace(cfg.train, dtype=dtype, fp8=None)

@@ -6,23 +6,25 @@
     python train.py NAME --help [SECTION | WORD]                         every key: type, meaning, default
 """
 import contextlib
+import gc
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import runtime  # before torch (see there)
 import config
 import torch
 from build import TrainingRun, build_run, total_steps, with_vocab
-from checkpoint import state, store
+from checkpoint import branch, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
-from config import Config, ConfigError, unused, usage
+from config import CheckpointConfig, Config, ConfigError, is_permanent_step, phases_of, unused, usage
+from config.phases import change_text, named
 from data.blend import parse_blend
 from data.loader import BatchLoader, open_loader
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -157,15 +159,18 @@ FailureScope = Callable[[], AbstractContextManager[object]]
 ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether another start is wanted)
 
 
+OF_A_PHASE = ("cfg", "run", "start_step", "train_data", "valid_data", "valid_batches")  # of a Session
+
+
 @dataclass(frozen=True)
 class Session:
-    """What the loop works with."""
+    """What the loop works with, in one phase of the run. cfg: that of the phase."""
     cfg: Config
     env: setup.LaunchEnv
     world: World
     folder: Path
     run: TrainingRun
-    start_step: int  # steps that are done before the loop: 0, or those of the checkpoint
+    start_step: int  # steps that are done before the loop: 0, or those of the checkpoint or the phase before
     train_data: BatchLoader
     valid_data: BatchLoader
     valid_batches: list[Microbatch]
@@ -180,6 +185,11 @@ class Session:
     @property
     def is_first_rank(self) -> bool:
         return self.env.rank == 0
+
+    def kept(self) -> dict[str, Any]:
+        """What outlives a phase, by the names of the fields."""
+        names = [field.name for field in fields(self) if field.name not in OF_A_PHASE]
+        return {name: getattr(self, name) for name in names}
 
 
 class LoopEnd(NamedTuple):
@@ -209,21 +219,15 @@ def train(
     does; so proof/verify proves this loop. report_exit: called at the end.
     """
     observe = observe or setup.fault_injector(env, FAULT_POINTS)
-    setup.seed_everything(cfg)
-    mesh = connect(cfg, world)
 
     # data, model, and the checkpoint to continue from
-    train_data, valid_data = open_data(cfg, mesh, env.device)
-    cfg = with_vocab(cfg, train_data.required_tokenizer.vocab)
-    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
-    with advised_on_memory(cfg, world):
-        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps)
-        start_step, notes = state.resume(run, folder / "checkpoints")
-    observe("run.built", start_step, run=run, data=train_data, valid=valid_data)
+    cfg = check_data(cfg, world)
+    run, valid_data, start_step, notes = start_run(cfg, env, world, folder)
+    observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
     owes_evaluation = is_evaluation_missing(run, start_step, folder)
     if start_step == run.steps and not owes_evaluation:
-        train_data.close()
+        run.data.close()
         return report_nothing_to_do(run, env, folder, report_exit)
 
     session = make_session(
@@ -235,25 +239,32 @@ def train(
         valid_data=valid_data,
         observe=observe,
     )
+    del run  # the session has it, for the length of a phase
     advised = advised_on_memory(cfg, world)
     with session.log, failure_scope(), contextlib.closing(session.trace), advised:
         counts = parameters(cfg.model)
         without_embedding = counts["total"] - counts["embedding"]
-        session.log.header((counts["total"], without_embedding), train_data.describe(), notes)
+        session.log.header((counts["total"], without_embedding), session.train_data.describe(), notes)
         if start_step == 0 or owes_evaluation:
             evaluate(session, start_step)
         with collected_between_steps():
             end = train_loop(session)
-        train_data.close()
+            while end.reason is None and end.step < session.run.steps:  # a phase is over, and saved
+                whole, kept = session.run.phases.whole, session.kept()
+                session.train_data.close()
+                del session  # its memory is free before the next phase takes its own
+                session = begin_phase(whole, end.step, **kept)
+                end = train_loop(session)
+        session.train_data.close()
         close_run(session, end)
-    return report_end(end, run, report_exit)
+    return report_end(end, session.run, report_exit)
 
 
 def train_loop(session: Session) -> LoopEnd:
-    """Runs the steps up to the horizon, or until a rank is asked to stop."""
+    """Runs the steps of a phase, up to the horizon after the last, or until a rank is asked to stop."""
     cfg, run = session.cfg, session.run
     end = LoopEnd(session.start_step, reason=None, restart=False)
-    for step in range(session.start_step + 1, run.steps + 1):
+    for step in range(session.start_step + 1, run.last_step + 1):
         session.world.activity.step = step
         session.observe("step.begin", step)
         run_one_step(session, step)
@@ -267,10 +278,11 @@ def train_loop(session: Session) -> LoopEnd:
         is_evaluated = reason is None and (is_last or is_due(cfg.eval.every, step))
         if is_evaluated:
             evaluate(session, step)
-        if is_last or reason or is_due(cfg.checkpoint.every, step):
+        ends_phase = step == run.last_step
+        if ends_phase or reason or is_save_due(cfg.checkpoint, step):
             # a run that must end for its skipped steps ends here, before it is saved
             session.guard.count_skipped(session.log.flush())
-            save_checkpoint(session, step, is_final=bool(is_last or reason))
+            save_checkpoint(session, step, is_final=bool(ends_phase or reason))
         if is_last and not is_evaluated:
             evaluate(session, step)
         if reason:  # there may be no time left to evaluate: the next start does it
@@ -299,7 +311,7 @@ def run_one_step(session: Session, step: int) -> None:
     with session.trace.around(step):
         loss, norm, is_good = train_step(run, step, microbatches, session.guard, grads_ready=grads_ready)
     if step == session.start_step + 1 and session.is_first_rank:
-        write_config(session.cfg, session.folder)  # it says what was trained: not before a step was
+        write_config(run.phases.whole, session.folder)  # it says what was trained: not before a step was
     observe("step.end", step, loss=loss, norm=norm, ok=is_good)
 
     # log
@@ -382,12 +394,13 @@ def summarize_run(session: Session, reason: str | None) -> None:
     write_summary(
         session.folder,
         name=session.cfg.log.name,
+        branch=session.cfg.checkpoint.branch,
         finished=reason is None,
         reason=reason,
         parameters=counts["total"],
         active_parameters=counts["active"],
         world=session.world.size,
-        flops=summary["tokens"] * log.flops_per_token,
+        flops=flops_so_far(session.run, summary["step"]),
         **summary,
     )
 
@@ -434,15 +447,114 @@ def connect(cfg: Config, world: World) -> Mesh:
     return Mesh.bind(parallel_dims(cfg, world.size), world)
 
 
-def open_data(cfg: Config, mesh: Mesh, device: torch.device) -> tuple[BatchLoader, BatchLoader]:
-    """This rank's part of the train and the valid split. What is made at the first opening, rank 0 makes."""
-    def open_once() -> None:
-        open_loader(cfg, "train", 0, 1).close()
+def check_data(cfg: Config, world: World) -> Config:
+    """The config with the vocabulary of the data. Opens that of every phase once, on rank 0, which also makes
+    what is made at the first opening. Collective.
 
-    state.first_rank_does(open_once, mesh.world, cfg.checkpoint.timeout_s)
-    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device)
-    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device)
+    Raises ConfigError if the data of a phase cannot be read, or has another tokenizer.
+    """
+    def open_once() -> int:
+        tokenizer = None
+        for phase in phases_of(cfg).all:
+            with named(phase):
+                data = open_loader(cfg, "train", 0, 1, phase=phase.number)
+                data.close()
+                tokenizer = tokenizer or data.required_tokenizer
+                if data.required_tokenizer.fingerprint != tokenizer.fingerprint:
+                    raise ConfigError(
+                        f"data.path: {phase.cfg.data.path} was made with another tokenizer than the data of "
+                        "the first phase; prepare it with the same one"
+                    )
+                if phase.number > 1:
+                    open_loader(cfg, "valid", 0, 1, phase=phase.number).close()
+        assert tokenizer is not None  # there is a phase
+        return tokenizer.vocab
+
+    return with_vocab(cfg, state.first_rank_does(open_once, world.all_ranks(), cfg.checkpoint.timeout_s))
+
+
+def open_data(cfg: Config, mesh: Mesh, device: torch.device, phase: int) -> tuple[BatchLoader, BatchLoader]:
+    """This rank's part of the train and the valid split of a phase."""
+    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
+    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
     return train_data, valid_data
+
+
+def build_phase(
+    cfg: Config, env: setup.LaunchEnv, world: World, number: int
+) -> tuple[TrainingRun, BatchLoader]:
+    """The run of a phase with initial weights, and its valid split. Collective."""
+    setup.seed_everything(cfg)
+    phase = phases_of(cfg).all[number - 1]
+    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
+    mesh = connect(phase.cfg, world)
+    train_data, valid_data = open_data(cfg, mesh, env.device, number)
+    with advised_on_memory(phase.cfg, world):
+        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
+    return run, valid_data
+
+
+def start_run(
+    cfg: Config, env: setup.LaunchEnv, world: World, folder: Path
+) -> tuple[TrainingRun, BatchLoader, int, list[str]]:
+    """The run of the phase that comes next, with what it continues.
+
+    Returns (run, its valid split, steps done, notes for the log). Collective.
+    """
+    root = folder / "checkpoints"
+    phases = phases_of(cfg)
+    step = 0 if len(phases.all) == 1 else state.newest_step(cfg, root, world.all_ranks())
+    while True:
+        number = phases.of_step(step + 1).number
+        run, valid_data = build_phase(cfg, env, world, number)
+        step, notes = state.resume(run, root)
+        if phases.of_step(step + 1).number == number:
+            return run, valid_data, step, notes
+        run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
+
+
+def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
+    """The session of the phase after `step`, which is saved. Collective.
+
+    cfg: of the whole run. kept: see Session.kept.
+    """
+    gc.collect()  # hooks and buckets refer to each other
+    env, world, folder, log = (kept[name] for name in ("env", "world", "folder", "log"))
+    phases = phases_of(cfg)
+    before, phase = phases.of_step(step), phases.of_step(step + 1)
+    run, valid_data = build_phase(cfg, env, world, phase.number)
+    state.resume_after(run, folder / "checkpoints", step)
+    kept["observe"]("run.built", step, run=run, data=run.data, valid=valid_data)
+    log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
+    return Session(
+        cfg=run.cfg,
+        run=run,
+        start_step=step,
+        train_data=run.data,
+        valid_data=valid_data,
+        valid_batches=read_valid_batches(run.cfg, valid_data, run.mesh),
+        **kept,
+    )
+
+
+def trained_flops_per_token(run: TrainingRun) -> float:
+    """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
+    lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
+    return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)
+
+
+def flops_so_far(run: TrainingRun, steps: int) -> float:
+    """Model FLOPs of the first steps of a run; of earlier phases, with attention over whole sequences."""
+    total = 0.0
+    for phase in run.phases.all:
+        last = run.phases.last_step(phase, steps)
+        if last <= phase.steps_before:
+            continue
+        tokens = phase.tokens_seen(last) - phase.tokens_before
+        is_present = phase == run.phase
+        of_token = flops_per_token(phase.cfg.model, phase.cfg.train.seq_len)
+        total += tokens * (trained_flops_per_token(run) if is_present else of_token)
+    return total
 
 
 def make_session(
@@ -466,10 +578,9 @@ def make_session(
     saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group)
     valid_batches = read_valid_batches(cfg, valid_data, run.mesh)
 
-    # attention within documents alone is cheaper
-    lengths = tuple(train_data.document_lengths) if cfg.data.doc_mask else ()
-    flops = flops_per_token(cfg.model, cfg.train.seq_len, lengths)
-    log = MetricsLogger(folder, cfg, env, steps=run.steps, flops_per_token=flops, start_step=start_step)
+    flops = trained_flops_per_token(run)
+    whole = run.phases.whole
+    log = MetricsLogger(folder, whole, env, steps=run.steps, flops_per_token=flops, start_step=start_step)
 
     return Session(
         cfg=cfg,
@@ -550,9 +661,9 @@ def tokenizer_places(cfg: Config) -> list[Path]:
     for path in parse_blend(cfg.data.path)[1]:
         prefix = path.removesuffix(".bin").removesuffix(".idx")
         places.append(Path(f"{prefix}.tokenizer"))
-    for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from):
+    for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
         if source not in (None, "auto", "none"):
-            checkpoint = Path(source)
+            checkpoint = Path(source.rpartition("@")[0] or source)
             for folder in (checkpoint, *list(checkpoint.parents)[:2]):
                 places.append(folder / "tokenizer")
     return places
@@ -570,6 +681,10 @@ def write_config(cfg: Config, folder: Path) -> None:
 
 def is_due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
+
+
+def is_save_due(checkpoint: CheckpointConfig, step: int) -> bool:
+    return is_due(checkpoint.every, step) or is_permanent_step(checkpoint, step)
 
 
 # What ranks tell each other; the largest counts.
@@ -667,7 +782,7 @@ def main(argv: list[str]) -> int:
 
     with PeerWatch(*setup.rank_and_world()[:2], setup.restart_count()) as peers:
         # refuse what cannot run, before anything starts
-        cfg = config.resolve(name, file, argv)
+        cfg = branch.resolve(name, file, argv)
         env = setup.read_environment(cfg)
         plan_pipeline(cfg, env.world)
         unused_keys = unused.check_unused(cfg, env.world)

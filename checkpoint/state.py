@@ -16,7 +16,18 @@ from torch import Tensor
 
 from checkpoint import store, together
 from checkpoint.saver import CheckpointSaver
-from config import Config, ConfigError, Tree, sequences_seen
+from config import (
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    Phase,
+    Phases,
+    Tree,
+    build_tree,
+    is_permanent_step,
+    phases_of,
+)
+from config.phases import check_same_past
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
@@ -56,6 +67,9 @@ IDLE = (
     "profile.",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.keep_every",
+    "checkpoint.keep_at",
+    "checkpoint.keep_minutes",
     "checkpoint.resume",
     "checkpoint.async_save",
     "checkpoint.timeout_s",
@@ -68,6 +82,7 @@ IDLE = (
     "data.prefetch",
 )
 HORIZON_KEYS = ("steps", "tokens", "flops")  # of train.*; exactly one of them is set
+BY_TIME = "keep_minutes"  # the mark of a checkpoint that is permanent by its time
 FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
 BoxedTensors = list[tuple[Box, Tensor]]
@@ -111,6 +126,10 @@ class RunState(Protocol):
     """What a checkpoint reads and fills of a build.Run."""
     @property
     def cfg(self) -> Config: ...
+    @property
+    def phases(self) -> Phases: ...
+    @property
+    def phase(self) -> Phase: ...
     @property
     def mesh(self) -> Mesh: ...
     @property
@@ -174,12 +193,11 @@ def fingerprints(data: TrainingData) -> dict[str, str]:
 
 
 def describe_run(run: RunState, step: int) -> Tree:
-    """The content of meta.json: how far the run is, and which settings it has."""
-    train = run.cfg.train
+    """The content of meta.json: how far the run is, and which settings it has (those of all phases)."""
     return {
         "step": step,
-        "tokens": sequences_seen(train, step) * train.seq_len,
-        "config": dataclasses.asdict(run.cfg),
+        "tokens": run.phases.tokens_seen(step),
+        "config": dataclasses.asdict(run.phases.whole),
         **fingerprints(run.data),
         "torch": torch.__version__,
         "layout": dataclasses.asdict(run.mesh.dims),
@@ -203,7 +221,10 @@ def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
     Raises ConfigError for a setting that must not change, and for other data or another tokenizer.
     """
     old = flatten_tree(meta["config"])
-    new = flatten_tree(dataclasses.asdict(run.cfg))
+    new = flatten_tree(dataclasses.asdict(run.phases.whole))
+    before = phases_of(build_tree(Config, meta["config"]))
+    phase_notes = check_same_past(before, run.phases, meta["step"], where)
+    old["train.phases"] = new["train.phases"]  # compared phase by phase
     changed = [key for key in new if old.get(key) != new[key] and not key.startswith(UNREPORTED)]
 
     # What must not change.
@@ -214,7 +235,8 @@ def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
                 f"or start anew with --log.name OTHER (and --checkpoint.init_from to keep the weights)"
             )
     for name, current in fingerprints(run.data).items():
-        if meta[name] != current:
+        is_of_phase = run.phases.of_step(meta["step"]) == run.phase  # each phase has data of its own
+        if meta[name] != current and (is_of_phase or name != "data"):
             stored = meta[name][:FINGERPRINT_DIGITS]
             found = current[:FINGERPRINT_DIGITS]
             raise ConfigError(
@@ -226,7 +248,7 @@ def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
     warnings = [f"resumed with another {key} ({old.get(key)} -> {new[key]})" for key in changed]
     if meta["torch"] != torch.__version__:
         warnings.append(f"resumed with another torch {meta['torch']} -> {torch.__version__}")
-    return warnings
+    return warnings + phase_notes
 
 
 def must_match(key: str) -> bool:
@@ -258,7 +280,7 @@ def check_horizon(meta: Tree, run: RunState, where: pathlib.Path, own_folder: bo
         raise ConfigError(f"train.{key}: {where} is {finished}: nothing is left to train; {advice}")
 
     old = flatten_tree(meta["config"])
-    new = flatten_tree(dataclasses.asdict(run.cfg))
+    new = flatten_tree(dataclasses.asdict(run.phases.whole))
     for key, value in new.items():
         if key in old and old[key] != value and not key.startswith(IDLE):
             name = run.cfg.log.name
@@ -396,12 +418,23 @@ def save_run(
         pieces,
         describe_run(run, step),
         keep=checkpoint.keep,
+        mark=permanent_mark(checkpoint, root, step) if world.index == 0 else "",
         fault_point=fault_point,
         rank=world.index,
         world_size=world.size,
         gather=lambda mine: comm.all_gather_objects(mine, world),
         timeout_s=checkpoint.timeout_s if world.size > 1 else None,
     )
+
+
+def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) -> str:
+    """Why the checkpoint of this step is permanent; "" if it is not."""
+    if is_permanent_step(checkpoint, step):
+        return "keep_every or keep_at"
+    minutes = checkpoint.keep_minutes
+    if minutes is not None and store.seconds_since_mark(root, BY_TIME) >= 60 * minutes:
+        return BY_TIME
+    return ""
 
 
 # ---- resume ------------------------------------------------------------------------------------------------
@@ -438,6 +471,26 @@ def resume(run: RunState, root: pathlib.Path) -> tuple[int, list[str]]:
             if damaged is None:
                 raise
             bad[damaged] = str(error)
+
+
+def newest_step(cfg: Config, root: pathlib.Path, world: comm.Group) -> int:
+    """The step of the checkpoint that resume() will try first; 0 for a new run. Collective."""
+    def look() -> int:
+        return choose_start(cfg, root, {}).meta.get("step", 0)
+
+    return first_rank_does(look, world, cfg.checkpoint.timeout_s)
+
+
+def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
+    """Loads the checkpoint of this step, which the run has just saved. Collective.
+
+    Raises IntegrityError, on all ranks, if it is damaged.
+    """
+    def look() -> StartingPoint:
+        path = root / f"step_{step:08d}"
+        return StartingPoint(path, None, store.read_meta(path), [])
+
+    load_start(run, root, first_rank_does(look, run.mesh.world, run.cfg.checkpoint.timeout_s))
 
 
 def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple[int, list[str]]:
@@ -485,6 +538,10 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
     resumed = store.newest_checkpoint(root, notes, bad, store.quick_check) if root.is_dir() else None
     if resumed is None and checkpoint.resume not in ("auto", "none"):
         resumed = find_checkpoint(checkpoint.resume, notes, bad, store.quick_check)
+    if resumed is None and checkpoint.branch:
+        run, _, step = checkpoint.branch.rpartition("@")
+        path = pathlib.Path(run) / "checkpoints" / f"step_{int(step):08d}"
+        resumed = find_checkpoint(str(path), notes, bad, store.quick_check)
     weights = None
     if resumed is None and checkpoint.init_from:
         weights = find_checkpoint(checkpoint.init_from, notes, bad, store.quick_check)

@@ -3,6 +3,7 @@
 Each piece is stored with its global coordinates, so a checkpoint does not depend on the layout that saved it.
 
     root/step_00001000/     a committed checkpoint; checkpoint/folder.py describes what it holds
+    root/step_00001000.keep a mark, by the run or by hand: this checkpoint is permanent, and never purged
     root/latest             the name of the newest one: a hint for people, never trusted
     root/*.tmp-*, .trash-*  what a writer that died left behind; removed at the next start or save
 
@@ -27,6 +28,7 @@ import mmap
 import os
 import re
 import shutil
+import time
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,7 +76,7 @@ from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxe
 __all__ = [
     "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StorageError",
     "committed_checkpoints", "load", "newest_checkpoint", "quick_check", "read_index", "read_meta",
-    "remove_leftovers", "run_lock", "save", "verify",
+    "remove_leftovers", "run_lock", "save", "seconds_since_mark", "verify",
 ]
 
 # Where a writer can die and leave a different folder behind. The crash tests kill it at each of these points.
@@ -151,18 +153,22 @@ def save(
     meta: Tree,
     *,
     keep: int,
+    mark: str = "",
     fault_point: FaultPoint = no_fault,
     rank: int = 0,
     world_size: int = 1,
     gather: Gather = gather_alone,
     timeout_s: float | None = None,
 ) -> Path:
-    """Writes and commits root/step_<step>, then purges all but the `keep` newest checkpoints. Collective.
+    """Writes and commits root/step_<step>, then purges all but the `keep` newest checkpoints and permanent ones.
+
+    Collective.
 
     pieces: this rank's (Box, tensor of box.size). Over all ranks they cover every element of every key
     exactly once.
-    meta: JSON data. fault_point: called with each name of FAULT_POINTS when it is reached. gather, timeout_s:
-    see together.agree_on_outcome.
+    meta: JSON data. mark: why it is permanent; "": it is not. Rank 0's counts.
+    fault_point: called with each name of FAULT_POINTS when it is reached. gather, timeout_s: see
+    together.agree_on_outcome.
 
     Returns the committed folder. A step that is committed already and verifies is left as it is: the same run
     saved it before it was resumed.
@@ -186,7 +192,7 @@ def save(
     checked = all_ranks_do(lambda: check_tensors(pieces))
     boxes = [box for rank_boxes, _ in checked for box in rank_boxes]
     total_bytes = sum(rank_bytes for _, rank_bytes in checked)
-    save_id = first_rank_does(lambda: begin_save(final, boxes, meta, total_bytes))
+    save_id = first_rank_does(lambda: begin_save(final, boxes, meta, total_bytes, mark))
 
     # Write the shards of all ranks into a temporary folder, then rename it.
     if save_id is not None:
@@ -216,8 +222,8 @@ def check_tensors(pieces: list[Piece]) -> tuple[list[Box], int]:
     return boxes, sum(num_bytes(tensor) for _, tensor in pieces)
 
 
-def begin_save(final: Path, boxes: list[Box], meta: Tree, total_bytes: int) -> str | None:
-    """Rank 0: prepares the root.
+def begin_save(final: Path, boxes: list[Box], meta: Tree, total_bytes: int, mark: str) -> str | None:
+    """Rank 0: prepares the root, and marks the checkpoint before it is there: no kill can come between.
 
     Returns the id of the new save; None if this step is committed already and verifies.
     Raises ValueError if the boxes leave a hole or overlap; TypeError if meta is not JSON; StorageError.
@@ -228,6 +234,8 @@ def begin_save(final: Path, boxes: list[Box], meta: Tree, total_bytes: int) -> s
         os.makedirs(final.parent, exist_ok=True)
         sync_dir(final.parent.parent)  # else a power cut could take the whole folder of checkpoints
         remove_leftovers(final.parent)
+        if mark and not mark_of(final).exists():
+            write_file(mark_of(final), f"{mark}\n".encode())
         if os.path.lexists(final):
             try:
                 verify(final)
@@ -382,7 +390,7 @@ def write_latest(final: Path, fault_point: FaultPoint) -> None:
 
 
 def purge_older(root: Path, step: int, keep: int, fault_point: FaultPoint) -> None:
-    """Purges all but the `keep` newest checkpoints up to `step`, oldest first.
+    """Purges all but the `keep` newest checkpoints up to `step` and permanent ones, oldest first.
 
     A checkpoint that is being read is not purged. A folder of a later step is left alone: it is bad and will
     be replaced once the run gets there, or it is not this run's to delete. One of a newer format is left
@@ -391,12 +399,29 @@ def purge_older(root: Path, step: int, keep: int, fault_point: FaultPoint) -> No
     fault_point("ckpt.pre_purge")
     earlier = [path for other_step, path in committed_checkpoints(root) if other_step < step]
     too_many = earlier[max(keep, 1) - 1:]
-    for path in reversed(too_many):
+    for path in reversed([path for path in too_many if not mark_of(path).exists()]):
         with folder_lock(path, fcntl.LOCK_EX) as nobody_reads:
             if nobody_reads and not is_newer_format(path):
                 move_to_trash(path)
                 fault_point("ckpt.mid_purge")
     remove_leftovers(root)
+
+
+def mark_of(checkpoint: Path) -> Path:
+    """The file beside a checkpoint that makes it permanent."""
+    return checkpoint.with_name(f"{checkpoint.name}.keep")
+
+
+def seconds_since_mark(root: Path, mark: str) -> float:
+    """The age of the newest checkpoint of the root that is permanent with this mark; infinite without one."""
+    times = [0.0]
+    for _, path in committed_checkpoints(root):
+        try:
+            if mark_of(path).read_text().strip() == mark:
+                times.append(path.stat().st_mtime)
+        except OSError:  # not permanent, or purged meanwhile
+            continue
+    return time.time() - max(times) if max(times) else float("inf")
 
 
 def move_to_trash(path: Path) -> None:

@@ -4,6 +4,7 @@ schema.py    every key with its type, default and meaning, and what follows from
 loading.py   recipes, files and the command line -> Config; Config -> YAML
 optimizers.py  what each optimizer reads, keeps and supports
 machine.py   whether this system will do, and how many cores it has
+phases.py    from which step on which keys have other values
 strict.py    YAML without its surprises; ConfigError
 rules.py     which values go together: validate, and suggestions near what was asked for
 unused.py    keys that are set but have no effect
@@ -23,6 +24,7 @@ from config.loading import (
     dump,
     from_tree,
     merge,
+    parse_phase_key,
     parse_value,
     presets,
     recipe,
@@ -33,6 +35,7 @@ from config.loading import (
 )
 from config.machine import usable_cores
 from config.optimizers import OPTIMIZERS, OptimizerSpec
+from config.phases import Phase, Phases, phases_of, span_of
 from config.schema import (
     MAX_LOSS_SCALE,
     CheckpointConfig,
@@ -55,6 +58,7 @@ from config.schema import (
     global_batch_sizes,
     has_experts,
     head_dim,
+    is_permanent_step,
     kv_heads,
     layer_in_fp8,
     mup_score_scale,

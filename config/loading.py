@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import json
 import math
 import pathlib
 import pickle
@@ -19,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
+from config.phases import phases_of, phases_text, where_stated
 from config.schema import Config, ModelConfig
 from config.strict import ConfigError, Tree, read_yaml
 
@@ -322,9 +324,34 @@ def from_tree(tree: Tree, name: str | None = None) -> Config:
     preset_model = {key: value for key, value in known[preset].items() if key != "recipe"}
     tree = merge({"model": preset_model}, tree)
     tree = merge({"log": {"name": name or preset}}, tree)
-    return build_tree(Config, tree)
+
+    train = tree.get("train")
+    if not isinstance(train, dict) or train.get("phases") is None:
+        return build_tree(Config, tree)
+    given = train["phases"]
+    text = phases_text(given, parse_phase_key)
+    cfg = build_tree(Config, {**tree, "train": {**train, "phases": text}})
+    phases_of(cfg, where_stated(given))  # raises if they are not in order
+    return cfg
+
+
+def parse_phase_key(path: str, value: Any, name: str) -> Any:
+    """The typed value of a key that a phase states, as section.key. name: its name in messages.
+
+    Raises ConfigError if there is no such key, or the value has the wrong type.
+    """
+    section, _, key = path.partition(".")
+    section_type = sections().get(section)
+    hints = typing.get_type_hints(section_type) if section_type else {}
+    if section_type is None or key not in hints:
+        missing = nearest_key(section_type or Config, f"{section}." if section_type else "", key or path)
+        raise ConfigError(f"{name}: no such key{missing}")
+    return parse_value(hints[key], value, name)
 
 
 def dump(cfg: Config) -> str:
     """The config as YAML; reading it back gives the same config."""
-    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, default_flow_style=False, width=120)
+    tree = dataclasses.asdict(cfg)
+    if cfg.train.phases is not None:
+        tree["train"]["phases"] = json.loads(cfg.train.phases)  # a list is easier to read
+    return yaml.safe_dump(tree, sort_keys=False, default_flow_style=False, width=120)

@@ -19,6 +19,7 @@ from config import (
     has_experts,
     head_dim,
     kv_heads,
+    phases_of,
     positive_integers,
     profiled_steps,
     value_dim,
@@ -292,6 +293,25 @@ def run_length_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"train.{key}: give exactly one of train.steps, train.tokens, train.flops; "
         f"got {' and '.join(given) or 'none'}")
     profiled_steps(cfg.profile.steps)
+
+
+def phase_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """train.phases: the run reaches every phase, and its length does not depend on them."""
+    train = cfg.train
+    if train.phases is None:
+        return
+    yield Rule(
+        train.flops is None,
+        "train.flops: the FLOPs of a token differ from phase to phase (train.phases); give train.steps or "
+        "train.tokens")
+    last = phases_of(cfg).all[-1]
+    key, end, start = "steps", train.steps, last.steps_before
+    if train.tokens is not None:
+        key, end, start = "tokens", train.tokens, last.tokens_before
+    yield Rule(
+        end is None or end > start,
+        f"train.{key}: the run ends after {end:,.0f} {key}, and phase {last.number} of train.phases begins "
+        f"after {start:,}; raise train.{key}, or leave the phase out")
 
 
 def layout_rules(cfg: Config, world: int) -> Iterator[Rule]:
@@ -658,6 +678,19 @@ def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
         ramp_unit=unit)
 
 
+def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """One beginning of a run; checkpoint.keep_at is a list of steps, or log2."""
+    checkpoint = cfg.checkpoint
+    yield Rule(
+        checkpoint.branch is None or (checkpoint.resume == "auto" and checkpoint.init_from is None),
+        "checkpoint.branch: says what the run begins with, and so do checkpoint.resume and init_from; "
+        "set one of them")
+    keep_at = checkpoint.keep_at
+    yield Rule(
+        keep_at in (None, "log2") or positive_integers(keep_at),
+        f"checkpoint.keep_at: {keep_at!r} is neither log2 nor a list of steps; write it as 100,200,1000")
+
+
 def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """The name of the run folder."""
     name = cfg.log.name
@@ -672,6 +705,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     latent_attention_rules,
     other_model_rules,
     run_length_rules,
+    phase_rules,
     layout_rules,
     sequence_sharding_rules,
     async_tensor_rules,
@@ -684,5 +718,6 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     batch_rules,
     noise_scale_rules,
     ramp_rules,
+    checkpoint_rules,
     name_rules,
 )

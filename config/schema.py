@@ -137,6 +137,8 @@ class TrainConfig:
     ramp: str | None = None  # START,INCREMENT,SAMPLES: the first steps take START sequences, and the number
     #   grows by INCREMENT until it is global_batch, evenly over the first SAMPLES sequences (Megatron-LM's
     #   --rampup-batch-size); none: every step takes global_batch sequences
+    phases: str | None = None  # YAML file (or the list itself): from which step or token on which keys have
+    #   other values (docs/phases.md); none: the same values from the first step to the last
     seed: int = 1234  # of weights, sample order and dropout
     dtype: Literal["fp64", "fp32", "bf16", "fp16", "fp8"] = "fp32"  # compute dtype; all below fp32 keep fp32
     #   master weights and gradients; fp16 scales the loss; fp8 is bf16 with most linear layers in fp8
@@ -234,6 +236,8 @@ class DataConfig:
     split: str = "95,5"  # train,valid[,test]: shares of the documents
     doc_mask: bool = False  # attention and positions restart at document boundaries; MFU counts attention
     #   within documents, with the document lengths of the first million tokens of the run
+    span: int | None = None  # consecutive tokens that stay together when samples are shuffled, so that a
+    #   later phase can read longer sequences of what is unread; none: the longest train.seq_len of all phases
     cache: str = "runs/data"  # folder for data that is made when the run starts
     prefetch: int = 2  # steps that the loader thread reads ahead; 0: each step is read when needed
 
@@ -252,10 +256,17 @@ class EvalConfig:
 class CheckpointConfig:
     """Saving and resuming."""
     every: int | None = 100  # steps between saves; none: only at the end
-    keep: int = 2  # number of newest checkpoints that are kept
+    keep: int = 2  # number of newest checkpoints that are kept; beside them, permanent ones are never removed
+    keep_every: int | None = None  # save a permanent checkpoint after every so many steps
+    keep_at: str | None = None  # save permanent checkpoints after these steps: a list, e.g. 100,200,1000, or
+    #   log2: 1, 2, 4, 8, ...
+    keep_minutes: float | None = None  # of the checkpoints that are saved, one in so many minutes is made
+    #   permanent
     resume: str = "auto"  # auto: the newest good checkpoint of this run | none | a checkpoint or run folder
     init_from: str | None = None  # checkpoint or run folder that gives the initial weights (no optimizer
     #   state, step 0)
+    branch: str | None = None  # RUN or RUN@STEP: begin at that checkpoint of another run, with its weights,
+    #   optimizer state, step, settings and position in the data; what else is set begins there
     async_save: bool = False  # write checkpoints in a background thread while training continues
     timeout_s: float = 3600.0  # seconds that a rank may take for its part of a save or a resume
 
@@ -311,8 +322,9 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
              "loss_scale_window",
     "optim": "lr eps clip",
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
+    "data": "span",
     "eval": "every batches",
-    "checkpoint": "every keep timeout_s",
+    "checkpoint": "every keep keep_every keep_minutes timeout_s",
     "log": "every",
 })
 NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0, {
@@ -500,6 +512,15 @@ def global_batch_sizes(train: TrainConfig) -> list[int]:
     """Every batch size that some step has, in ascending order."""
     first_steps = [phase.first_step for phase in batch_size_phases(train)]
     return sorted({global_batch_at(train, step) for step in first_steps})
+
+
+def is_permanent_step(checkpoint: CheckpointConfig, step: int) -> bool:
+    """Whether checkpoint.keep_every or keep_at asks for a permanent checkpoint after this step."""
+    if checkpoint.keep_every and step % checkpoint.keep_every == 0:
+        return True
+    if checkpoint.keep_at == "log2":
+        return step > 0 and step & (step - 1) == 0
+    return step in positive_integers(checkpoint.keep_at)
 
 
 def profiled_steps(text: str | None) -> range:

@@ -65,7 +65,15 @@ StrictYamlLoader.add_implicit_resolver("tag:yaml.org,2002:bool", BOOLEAN, list("
 
 
 def read_yaml(path: Path | str) -> Tree:
-    """The file's keys and values; {} if it is empty.
+    """The file's keys and values; {} if it is empty. Raises ConfigError as read_yaml_value does."""
+    tree = read_yaml_value(path)
+    if tree is None or isinstance(tree, dict):
+        return tree or {}
+    raise ConfigError(f"{path}: expected keys and values, got {type(tree).__name__}")
+
+
+def read_yaml_value(path: Path | str) -> Any:
+    """What the file says: keys and values, a list, or a single value; None if it is empty.
 
     Raises ConfigError, which names file and line, if the file cannot be read or is not such YAML.
     """
@@ -73,7 +81,7 @@ def read_yaml(path: Path | str) -> Tree:
         with open(path, encoding="utf-8") as file:
             loader = StrictYamlLoader(file)
             loader.name = str(path)
-            tree = loader.get_single_data()
+            return loader.get_single_data()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -82,7 +90,3 @@ def read_yaml(path: Path | str) -> Tree:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from None
-
-    if tree is None or isinstance(tree, dict):
-        return tree or {}
-    raise ConfigError(f"{path}: expected keys and values, got {type(tree).__name__}")

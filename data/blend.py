@@ -45,6 +45,13 @@ class Blend:
         samples = np.array([sample for _, _, sample in picked], np.int64)
         return datasets, samples
 
+    def drawn(self, total: int) -> list[int]:
+        """How many of the first `total` samples come from each dataset."""
+        counts = self._samples_due(total - len(self.weights))
+        before = sum(counts)
+        datasets, _ = self.pick(before, total - before)
+        return [count + int((datasets == dataset).sum()) for dataset, count in enumerate(counts)]
+
     def _due_time(self, dataset: int, sample: int) -> int:
         return ((2 * sample + 1) << TIME_BITS) // self.weights[dataset]
 

@@ -4,6 +4,7 @@ The global batch of a step is a range of global sample numbers (config.sequences
 also under train.ramp). Each global sample number passes through these files:
 
     blend.py     global sample number -> dataset, and sample number in that dataset
+    sources.py   that number -> sample number in the stretch of the run that reads sequences of this length
     sampler.py   sample number -> first token of its window in the dataset's split
     indexed.py   window -> seq_len + 1 token ids, from a memory-mapped file (raw.py: files without an index)
     pack.py      windows -> Microbatch
@@ -27,13 +28,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from config import Config, ConfigError, global_batch_at, sequences_seen
-from data import blend, prepare, tokenizer
+from config import Config, ConfigError, global_batch_at, phases_of, sequences_seen
+from data import prepare, tokenizer
 from data.indexed import IndexedDataset
 from data.lengths import token_byte_lengths
 from data.pack import pack_windows
 from data.raw import RawShards
-from data.sampler import WindowSampler, derive_seed
+from data.sampler import SpanSampler, derive_seed
+from data.sources import PhaseReading, SourceStart, read_phases
 from data.tokenizer import Tokenizer
 from parallel.microbatch import IGNORE_INDEX, Microbatch
 from parallel.offload import CopyStream, Event
@@ -71,6 +73,7 @@ class StepRead(NamedTuple):
 class BatchLoader:
     """The microbatches that one of `world` data-parallel ranks reads of one split. open_loader makes it.
 
+    cfg: that of a phase. reading: what the phase reads, and where its sources stand.
     tokens, samples: size of the split in tokens, and in samples an epoch.
     tokenizer: that of the data; None if the files do not name theirs and data.tokenizer is not set.
     Raises ConfigError if the split of a dataset is shorter than one sample.
@@ -83,7 +86,7 @@ class BatchLoader:
         split: str,
         rank: int,
         world: int,
-        mix: blend.Blend,
+        reading: PhaseReading,
         datasets: list[BlendedDataset],
         device: torch.device = CPU,
     ) -> None:
@@ -93,17 +96,18 @@ class BatchLoader:
         self.datasets = datasets
         self.device = device
         self._cfg = cfg
-        self._mix = mix
+        self._mix = reading.mix
+        self._reading = reading
 
         # validation reads the same samples whatever train.seed and train.ramp are
         is_train = split == "train"
         self._train = cfg.train if is_train else replace(cfg.train, ramp=None)
         seed = derive_seed(cfg.train.seed) if is_train else 0
 
-        self._windows: list[WindowSampler] = []
-        for number, dataset in enumerate(datasets):
-            self._windows.append(self._sampler_of(dataset, derive_seed(seed, number)))
-        self.tokens = sum(windows.last - windows.first for windows in self._windows)
+        self._windows: list[SpanSampler] = []
+        for dataset, start in zip(datasets, reading.starts):
+            self._windows.append(self._sampler_of(dataset, start, derive_seed(seed, start.number)))
+        self.tokens = sum(windows.spans.last - windows.spans.first for windows in self._windows)
         self.samples = sum(windows.count for windows in self._windows)
         self.tokenizer = next((dataset.tokenizer for dataset in datasets if dataset.tokenizer), None)
 
@@ -112,16 +116,17 @@ class BatchLoader:
         self._prefetched: dict[int, Future[StepRead]] = {}  # by step
         self._copies = CopyStream(device)
 
-    def _sampler_of(self, dataset: BlendedDataset, seed: int) -> WindowSampler:
+    def _sampler_of(self, dataset: BlendedDataset, start: SourceStart, seed: int) -> SpanSampler:
         part = SPLITS.index(self.split)
         first, last = dataset.split_points[part:part + 2]
-        windows = WindowSampler(first, last, self._cfg.train.seq_len, seed)
-        if windows.count < 1:
+        span = start.longest_span
+        if last - first <= span:
+            what = "a sample" if span == self._cfg.train.seq_len else "the longest sample of the run"
             size = f"{last - first} tokens of {dataset.name} ({dataset.index.documents} documents)"
             raise ConfigError(f"data.split: {self._cfg.data.split} leaves {self.split} {size}, "
-                              f"a sample is {windows.seq_len + 1}; "
+                              f"{what} is {span + 1}; "
                               "raise its share, shorten train.seq_len, or give more documents")
-        return windows
+        return start.sampler(first, last, seed)
 
     # ---- reading -------------------------------------------------------------------------------------------
 
@@ -136,7 +141,7 @@ class BatchLoader:
         if self._thread is None:
             return self._for_compute(self._read_and_copy(step))
 
-        wanted = range(step, step + 1 + self._cfg.data.prefetch)
+        wanted = self._reading.steps_from(step, 1 + self._cfg.data.prefetch)
         outdated = [other for other in self._prefetched if other not in wanted]
         for other in outdated:
             self._prefetched.pop(other).cancel()
@@ -146,11 +151,19 @@ class BatchLoader:
         return self._for_compute(self._prefetched.pop(step).result())
 
     def sample_ids(self, step: int) -> list[int]:
-        """An id for each sample of the global batch of a step, in order; no two samples of a run have the
+        """An id for each sample of the global batch of a step, in order; no two samples of a phase have the
         same id."""
-        first = sequences_seen(self._train, step)
-        locations = self._locate_samples(first, global_batch_at(self._train, step))
+        locations = self._locate_samples(self._first_sequence(step), self._global_batch(step))
         return [location.sample_id * len(self.datasets) + location.dataset for location in locations]
+
+    def _global_batch(self, step: int) -> int:
+        """Number of sequences in a step."""
+        return global_batch_at(self._train, step - self._reading.phase.steps_before)
+
+    def _first_sequence(self, step: int) -> int:
+        """The global sample number of the first sequence of a step."""
+        before = self._reading.sequences_before
+        return before + sequences_seen(self._train, step - self._reading.phase.steps_before)
 
     def _locate_samples(self, first: int, count: int) -> list[SampleLocation]:
         """The locations of the global samples first .. first + count - 1."""
@@ -159,7 +172,8 @@ class BatchLoader:
         first_tokens = np.empty(count, np.int64)
         for dataset, windows in enumerate(self._windows):
             chosen = datasets == dataset
-            sample_ids[chosen], first_tokens[chosen] = windows.locate(samples[chosen])
+            numbers = samples[chosen] + self._reading.starts[dataset].offset
+            sample_ids[chosen], first_tokens[chosen] = windows.locate(numbers)
         return list(map(SampleLocation, datasets.tolist(), sample_ids.tolist(), first_tokens.tolist()))
 
     def _read_and_copy(self, step: int) -> StepRead:
@@ -184,13 +198,13 @@ class BatchLoader:
         doc_mask = self._cfg.data.doc_mask
         micro_batch = self._train.micro_batch
         window_size = self._train.seq_len + 1
-        share = global_batch_at(self._train, step) // self.world  # sequences that this rank reads
+        share = self._global_batch(step) // self.world  # sequences that this rank reads
         offset = self.rank * share  # of this rank's sequences in the global batch
 
         # read this rank's windows
         tokens: list[np.ndarray] = []
         starts: list[np.ndarray] = []  # where documents begin in each window; empty without data.doc_mask
-        for location in self._locate_samples(sequences_seen(self._train, step) + offset, share):
+        for location in self._locate_samples(self._first_sequence(step) + offset, share):
             index = self.datasets[location.dataset].index
             first = location.first_token
             tokens.append(index.read(first, first + window_size))
@@ -243,12 +257,12 @@ class BatchLoader:
         the parts of documents in them. Of the run's first PROBE_TOKENS tokens; at least one sample, at most
         an epoch."""
         seq_len = self._cfg.train.seq_len
-        count = min(self.samples, max(1, PROBE_TOKENS // seq_len))
+        count = self._reading.sequences_left(min(self.samples, max(1, PROBE_TOKENS // seq_len)))
         if not self._cfg.data.doc_mask:
             return [seq_len] * count
 
         lengths: list[int] = []
-        for location in self._locate_samples(0, count):
+        for location in self._locate_samples(self._reading.sequences_before, count):
             first = location.first_token
             starts = self.datasets[location.dataset].index.document_starts(first, first + seq_len) - first
             lengths += np.diff(starts, prepend=0, append=seq_len).tolist()
@@ -294,26 +308,32 @@ class BatchLoader:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 def open_loader(
-    cfg: Config, split: str, rank: int, world: int, *, device: torch.device = CPU
+    cfg: Config, split: str, rank: int, world: int, *, device: torch.device = CPU, phase: int = 1
 ) -> BatchLoader:
     """Opens data.path for rank `rank` of `world` data-parallel ranks. Makes the stdlib corpus first if
     data.path asks for it.
 
-    device: where the microbatches are wanted.
+    device: where the microbatches are wanted. phase: the number of the phase of train.phases that reads;
+    each has a loader of its own.
 
     Raises ConfigError (one line: the key or the file, and a fix), ChecksumError, and OSError if data.cache
     cannot be written.
     """
-    mix, paths = blend.parse_blend(cfg.data.path)
+    phases = phases_of(cfg)
+    cfg = phases.all[phase - 1].cfg
+    if split == "train":
+        reading = read_phases(phases)[phase - 1]
+    else:  # the same samples in every evaluation of a phase, whatever was read before
+        reading = read_phases(phases_of(replace(cfg, data=replace(cfg.data, span=None))))[0]
     shares = split_shares(cfg.data.split, split)
-    datasets = [open_dataset(cfg, path, shares) for path in paths]
+    datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
     check_same_tokenizer(datasets)
     return BatchLoader(
         cfg,
         split=split,
         rank=rank,
         world=world,
-        mix=mix,
+        reading=reading,
         datasets=datasets,
         device=device,
     )

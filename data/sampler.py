@@ -3,6 +3,9 @@
 A sample is seq_len + 1 consecutive tokens of the split's stream. Neighbouring windows share one token, so
 that an epoch predicts every token but the first exactly once.
 
+A run whose phases have sequences of several lengths (train.phases) shuffles spans, each of which holds one
+or more windows of every length. A phase takes the next unread spans and shuffles the windows in them.
+
 Each epoch visits its windows in the order of a keyed permutation: a Feistel network (Luby and Rackoff 1988)
 with cycle walking (Black and Rogaway 2002). The tokens that do not fill a window are left over; each epoch
 shifts all windows by a keyed share of them. This costs no memory, and microseconds in each step, for any
@@ -44,6 +47,58 @@ class WindowSampler:
             ids[in_epoch] = epoch * self.count + windows
             first_tokens[in_epoch] = self.first + shift + windows * self.seq_len
         return ids, first_tokens
+
+
+@dataclass(frozen=True)
+class SpanSampler:
+    """The samples of seq_len tokens in consecutive spans of the order of another sampler.
+
+    spans: the sampler of whole spans, whose seq_len is the span's. first, last: of the spans, counted over
+    all epochs; last: None: all from the first on.
+    """
+    spans: WindowSampler
+    seq_len: int
+    first: int = 0
+    last: int | None = None
+
+    @property
+    def in_span(self) -> int:
+        """Number of samples in a span."""
+        return self.spans.seq_len // self.seq_len
+
+    @property
+    def count(self) -> int:
+        """Number of samples of an epoch."""
+        return self.spans.count * self.in_span
+
+    def locate(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # int64 [n] -> 2 x int64 [n]
+        """Sample numbers, from 0 at the first span -> ids and the first token of each window.
+
+        The windows of an epoch's spans are shuffled together, so that neighbouring samples come from
+        different spans.
+        """
+        places = self.first * self.in_span + np.asarray(samples, np.int64)  # windows, counted over all epochs
+        if self.in_span > 1:
+            places = self._shuffled(places)
+        span_ids, first_tokens = self.spans.locate(places // self.in_span)
+        parts = places % self.in_span
+        return span_ids * self.in_span + parts, first_tokens + parts * self.seq_len
+
+    def _shuffled(self, places: np.ndarray) -> np.ndarray:  # int64 [n] -> int64 [n]
+        """Permutes the windows [first span .. last span) of each epoch among themselves."""
+        shuffled = np.empty_like(places)
+        epochs = places // self.count
+        for epoch in np.unique(epochs).tolist():
+            in_epoch = epochs == epoch
+            begin = max(epoch * self.count, self.first * self.in_span)
+            end = (epoch + 1) * self.count
+            if self.last is not None:
+                end = min(end, self.last * self.in_span)
+            if (places[in_epoch] >= end).any():
+                raise ValueError(f"samples beyond span {self.last}, the last of these spans")
+            seed = derive_seed(self.spans.seed, epoch, begin, 2)
+            shuffled[in_epoch] = begin + permute(places[in_epoch] - begin, end - begin, seed)
+        return shuffled
 
 
 def derive_seed(*parts: int) -> int:

@@ -10,8 +10,10 @@ from config import (
     comma_separated,
     divisors,
     global_batch_sizes,
+    phases_of,
     positive_integers,
 )
+from config.phases import named
 from config.rules import Rule, validate
 from config.suggestions import suggestion
 from model.split import split_by_cost
@@ -19,12 +21,16 @@ from parallel.pipeline.schedule import Schedule, check_schedule, make_schedule
 
 
 def plan_pipeline(cfg: Config, world: int, advise: bool = True) -> Schedule:
-    """The schedule of a step with the full train.global_batch.
+    """The schedule of a step with the full train.global_batch; of a run with phases, in the first.
 
-    It is checked with those of a ramp's smaller batches. Raises ConfigError for every setting that cannot run
-    on `world` ranks. advise: the error names values that can.
+    It is checked with those of a ramp's smaller batches, and of every phase. Raises ConfigError for every
+    setting that cannot run on `world` ranks. advise: the error names values that can.
     """
-    return make_schedules(cfg, world, advise)[-1]
+    schedule = make_schedules(cfg, world, advise)[-1]
+    for phase in phases_of(cfg).all[1:]:
+        with named(phase):
+            make_schedules(phase.cfg, world, advise)
+    return schedule
 
 
 def make_schedules(cfg: Config, world: int, advise: bool = True) -> list[Schedule]:

@@ -1,18 +1,56 @@
 """Learning-rate schedules: a pure function of the step."""
 import math
+from dataclasses import dataclass
 
-from config import OptimConfig
+from config import OptimConfig, Phases
 
 
-def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate from one step of the run to another.
+
+    cfg: its peak and shape. first, last: steps of the run, before the first update and of the last one.
+    """
+    cfg: OptimConfig
+    first: int
+    last: int
+
+
+def schedules_of(phases: Phases, steps: int) -> list[Schedule]:
+    """The schedules of a run of `steps` steps, in order.
+
+    One reaches from the phase that states a key of it to the next phase that does, or to the end of the run.
+    """
+    beginning = [phase for phase in phases.all if phase.begins_schedule]
+    ends = [phase.steps_before for phase in beginning[1:]] + [steps]
+    return [Schedule(phase.cfg.optim, phase.steps_before, end) for phase, end in zip(beginning, ends)]
+
+
+def learning_rate_of_run(schedules: list[Schedule], step: int) -> float:
+    """The learning rate of update `step` (from 1) of a run.
+
+    The warmup of a later schedule begins at the rate with which the schedule before it has ended.
+    """
+    rate = 0.0
+    for schedule in schedules:
+        length = schedule.last - schedule.first
+        here = min(step, schedule.last) - schedule.first
+        rate = learning_rate(schedule.cfg, here, length, rate)
+        if step <= schedule.last:
+            break
+    return rate
+
+
+def learning_rate(cfg: OptimConfig, step: int, steps: int, rate_before: float = 0.0) -> float:
     """The learning rate of update `step` (from 1) of `steps`.
 
-    After a linear warmup, cfg.decay gives the shape: cosine, wsd (arXiv 2404.06395), linear or constant.
+    After a linear warmup from rate_before, cfg.decay gives the shape: cosine, wsd (arXiv 2404.06395), linear
+    or constant.
     """
     # at most a tenth of the run is warmup
     warmup = min(cfg.warmup, steps // 10)
     if step <= warmup:
-        return cfg.lr * step / warmup
+        return rate_before + (cfg.lr - rate_before) * step / warmup
     if cfg.decay == "constant":
         return cfg.lr
 

@@ -28,7 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import Config, ModelConfig, global_batch_at, sequences_seen
+from config import Config, ModelConfig, Phase, phases_of
+from config.phases import change_lines
 from config.version import VERSION
 from parallel.wire import clock
 from runtime.console import (
@@ -127,14 +128,17 @@ class MetricsLogger:
 
     log_evaluation(), log_save() and log_line() report what happens between two steps.
 
-    steps: the last step of the run. flops_per_token: model FLOPs, forward and backward. start_step: the step
-    of the checkpoint that the run resumes from.
+    cfg: of the whole run, with its phases. steps: the last step of the run. flops_per_token: model FLOPs,
+    forward and backward, in the phase that comes next. start_step: the step of the checkpoint that the run
+    resumes from.
     """
 
     def __init__(self, run_dir: Path, cfg: Config, env: LaunchEnv, *, steps: int, flops_per_token: float,
                  start_step: int = 0) -> None:
         self.run_dir = Path(run_dir)
         self.cfg = cfg
+        self.phases = phases_of(cfg)
+        self.phase = self.phases.of_step(min(start_step + 1, steps))
         self.env = env
         self.steps = steps
         self.start_step = start_step
@@ -297,21 +301,24 @@ class MetricsLogger:
         self.write(rows)
 
     def put(self, step: int, values: dict[str, Any]) -> None:
-        """Sends values to the sinks, with the tokens and FLOPs up to this step: axes to compare runs at."""
-        tokens = sequences_seen(self.cfg.train, step) * self.cfg.train.seq_len
-        axes = {"tokens": tokens, "flops": tokens * self.flops_per_token}
+        """Sends values to the sinks, with the tokens up to this step, and the FLOPs where all tokens take as
+        many: axes to compare runs at."""
+        tokens = self.phases.tokens_seen(step)
+        axes: dict[str, float] = {"tokens": tokens}
+        if len(self.phases.all) == 1:
+            axes["flops"] = tokens * self.flops_per_token
         for sink in self.sinks:
             sink.put(step, values | axes)
 
     def make_row(self, pending: PendingStep, scalars: list[float], memory_gib: float) -> dict[str, Any]:
         """The line of one step in metrics.jsonl, its fields in their order."""
         loss, grad_norm, is_good, *noise_scale_parts = scalars
-        train = self.cfg.train
         step = pending.step
         step_ms = pending.step_ms()
         exposed_ms, hidden_ms = pending.comm.read() if pending.comm else (0.0, 0.0)
 
-        tokens = global_batch_at(train, step - 1) * train.seq_len
+        phase = self.phases.of_step(step)
+        tokens = phase.tokens_seen(step) - phase.tokens_seen(step - 1)
         tokens_per_s = 1000 * tokens / max(step_ms, 1e-6)
         tokens_per_s_per_gpu = tokens_per_s / self.env.world
         flops = tokens_per_s_per_gpu * self.flops_per_token
@@ -320,7 +327,7 @@ class MetricsLogger:
             "loss": loss,
             "grad_norm": grad_norm,
             "lr": pending.learning_rate,
-            "tokens": sequences_seen(train, step) * train.seq_len,
+            "tokens": phase.tokens_seen(step),
             "step_ms": step_ms,
             "data_ms": pending.data_ms,
             "comm_exposed_ms": exposed_ms,
@@ -332,6 +339,8 @@ class MetricsLogger:
             "mem_gib": memory_gib,
             "skipped": int(not is_good),
         }
+        if len(self.phases.all) > 1:
+            row["phase"] = phase.number
         if self.cfg.log.noise_scale:
             row |= self.smoothed_noise.update(noise_scale_parts, bool(is_good))
         if self.experts and pending.router_stats is not None:
@@ -371,12 +380,14 @@ class MetricsLogger:
         console = self.console
         console.write(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
         console.label("model", model_text(self.cfg.model, parameters))
-        console.label("layout", layout_text(self.cfg, self.env.world))
-        batch = batch_text(self.cfg, self.env.world)
+        console.label("layout", layout_text(self.phase.cfg, self.env.world))
+        batch = batch_text(self.phase.cfg, self.env.world)
         console.label("batch", f"{batch}{'':10}{self.length_text(parameters[0])}")
         console.label("data", data)
         if self.env.device.type == "cuda":
             console.label("kernels", determinism_text(self.env.deterministic))
+        for text in change_lines(self.phases):
+            console.label("then", text)
         places = [f"{self.run_dir}/metrics.jsonl", wandb_text(self.env.wandb)]
         if self.cfg.log.tensorboard:
             places.append(f"tensorboard --logdir {self.cfg.log.dir}")
@@ -396,7 +407,7 @@ class MetricsLogger:
             "parameters_without_embeddings": without_embeddings,
             "flops_per_token": self.flops_per_token,
             "steps": self.steps,
-            "tokens": sequences_seen(self.cfg.train, self.steps) * self.cfg.train.seq_len,
+            "tokens": self.phases.tokens_seen(self.steps),
             "world": self.env.world,
             "dp": data_parallel_size(self.cfg, self.env.world),
             "layout": layout_text(self.cfg, self.env.world),
@@ -409,7 +420,7 @@ class MetricsLogger:
 
     def length_text(self, parameters: int) -> str:
         """600 steps = 1.23M tokens (1.4 tok/param)"""
-        tokens = sequences_seen(self.cfg.train, self.steps) * self.cfg.train.seq_len
+        tokens = self.phases.tokens_seen(self.steps)
         ratio = tokens / max(parameters, 1)
         return f"{self.steps:,} steps = {short_number(tokens)} tokens ({ratio:.1f} tok/param)"
 
@@ -418,9 +429,8 @@ class MetricsLogger:
         rows = self.rows_since_shown
         first, last = rows[0], rows[-1]
         seconds = max(sum(row["step_ms"] for row in rows) / 1000, 1e-9)
-        train = self.cfg.train
-        sequences = sequences_seen(train, last["step"]) - sequences_seen(train, first["step"] - 1)
-        tokens_per_s = sequences * train.seq_len / seconds
+        tokens = self.phases.tokens_seen(last["step"]) - self.phases.tokens_seen(first["step"] - 1)
+        tokens_per_s = tokens / seconds
         flops = tokens_per_s / self.env.world * self.flops_per_token
         rates = {
             "tokens_per_s": tokens_per_s,
@@ -474,6 +484,14 @@ class MetricsLogger:
             sample=sample,
         )
         self.last_event = self.record_event()  # the next step starts here
+
+    def begin_phase(self, phase: Phase, flops_per_token: float, text: str) -> None:
+        """Reports that a phase begins. text: its line on the console. The ETA counts its steps alone."""
+        self.write_final_rows()
+        self.phase = phase
+        self.flops_per_token = flops_per_token
+        self.recent_ms.clear()
+        self.log_line(text)
 
     def log_save(self, path: Path, size_bytes: int, seconds: float) -> None:
         self.log_line(f"saved {path} ({byte_count(size_bytes)}, {seconds:.1f} s)")

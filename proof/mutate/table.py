@@ -1253,8 +1253,8 @@ TABLE = (
     Mutation(
         what="a rank reads its neighbour's share of the batch",
         file="data/loader.py",
-        old="sequences_seen(self._train, step) + offset",
-        new="sequences_seen(self._train, step) + (self.rank + 1) % self.world * share",
+        old="self._first_sequence(step) + offset",
+        new="self._first_sequence(step) + (self.rank + 1) % self.world * share",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",

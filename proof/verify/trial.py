@@ -487,6 +487,17 @@ def single_process(cfg: Config) -> Config:
     return replace(
         cfg,
         parallel=config.ParallelConfig(),
-        train=replace(cfg.train, micro_batch=micro_batch),
+        train=replace(cfg.train, micro_batch=micro_batch, phases=phases_without_layout(cfg)),
         checkpoint=replace(cfg.checkpoint, async_save=False),
     )
+
+
+def phases_without_layout(cfg: Config) -> str | None:
+    """train.phases without the keys that only divide the work; a microbatch is a whole batch."""
+    if cfg.train.phases is None:
+        return None
+    rows: list[dict[str, Any]] = []
+    for row, phase in zip(json.loads(cfg.train.phases), config.phases_of(cfg).all[1:]):
+        kept = {key: value for key, value in row.items() if not key.startswith("parallel.")}
+        rows.append({**kept, "train.micro_batch": config.global_batch_at(phase.cfg.train, 0)})
+    return json.dumps(rows)

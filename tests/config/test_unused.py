@@ -88,13 +88,13 @@ CASES = (
 READ = {
     "model": "preset layers hidden heads kv_heads head_dim ffn vocab vocab_multiple norm norm_eps "
     "activation positions tied bias qk_norm kv_rank mtp window dropout init_std mup_base experts",
-    "train": "steps tokens flops seq_len micro_batch global_batch ramp seed dtype max_minutes deterministic "
-    "compile cuda_graphs device threads",
+    "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype max_minutes "
+    "deterministic compile cuda_graphs device threads",
     "optim": "name lr warmup decay weight_decay clip",
     "parallel": "tp pp cp bucket_mb offload recompute_stages",
-    "data": "path tokenizer split doc_mask prefetch",
+    "data": "path tokenizer split doc_mask span prefetch",
     "eval": "every batches sample",
-    "checkpoint": "every keep resume init_from async_save timeout_s",
+    "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch async_save timeout_s",
     "log": "dir name every wandb tensorboard",
     "profile": "steps",
 }

@@ -1,0 +1,100 @@
+"""A run that begins at a checkpoint of another run: checkpoint.branch RUN[@STEP].
+
+The branch has the source's settings, its weights, optimizer state, step and position in each source. What the
+command line states otherwise is a phase that begins there (train.phases): so the same rules decide what may
+change, and the same arithmetic where each source goes on.
+"""
+import dataclasses
+import json
+from pathlib import Path
+
+import config
+from checkpoint import state, store
+from config import Config, ConfigError, Tree, phases_of, span_of
+from config.phases import CHANGEABLE, differing_keys, phases_text, value_of
+
+NOT_INHERITED = {  # section: keys that a branch does not have from its source
+    "log": ("name",),
+    "checkpoint": ("resume", "init_from", "branch"),
+}
+
+
+def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
+    """config.resolve; if argv states checkpoint.branch, the config of the branch. Raises ConfigError."""
+    overrides = config.dotted_overrides(argv)
+    where = overrides.get("checkpoint", {}).get("branch")
+    if where in (None, "none"):
+        return config.resolve(name, file, argv)
+    if name:
+        raise ConfigError(
+            f"{name}: a branch has the settings of {where}; leave the recipe out, and give --log.name"
+        )
+    layers = [config.read_yaml(file)] if file else []
+    return branch_config(str(where), [*layers, overrides])
+
+
+def branch_config(where: str, layers: list[Tree]) -> Config:
+    """The config of a branch of `where` (RUN or RUN@STEP). layers: what it states, the strongest last."""
+    path = find_source(where)
+    meta = store.read_meta(path)
+    step = meta["step"]
+    before = phases_of(config.build_tree(Config, meta["config"]))
+    here = before.of_step(step)
+
+    # the settings at that step, and what the branch states
+    tree = dataclasses.asdict(here.cfg)
+    for section, keys in NOT_INHERITED.items():
+        for key in keys:
+            del tree[section][key]
+    tree["data"]["span"] = span_of(before, before.all[0])  # the past keeps its order of samples
+    later: list[Tree] = []
+    for layer in layers:
+        layer = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in layer.items()}
+        given = layer.get("train", {}).pop("phases", None) if isinstance(layer.get("train"), dict) else None
+        text = phases_text(given, config.parse_phase_key)
+        later = json.loads(text) if text else later
+        tree = config.merge(tree, layer)
+    stated = config.build_tree(Config, tree)
+
+    # what may change in a phase begins here; the rest is compared at the resume (state.check_same_run)
+    differing = differing_keys(here.cfg, stated)
+    changes = {key: value for key, value in differing.items() if key in changeable_keys()}
+    rows = json.loads(before.whole.train.phases or "[]")[:here.number - 1]
+    rows += [{"after_steps": step, **changes}] if changes else []
+    phases = json.dumps([*rows, *later]) if rows or later else None
+    cfg = with_values(stated, {key: value_of(before.whole, key) for key in changeable_keys()})
+    branch = f"{path.parent.parent}@{step}"
+    cfg = with_values(cfg, {"train.phases": phases, "checkpoint.branch": branch})
+    phases_of(cfg)  # raises if they are not in order
+    return cfg
+
+
+def find_source(where: str) -> Path:
+    """The checkpoint that RUN, RUN@STEP or a checkpoint folder names. Raises ConfigError."""
+    run, at, step = where.rpartition("@")
+    if not at:
+        return state.find_checkpoint(where, [], check=store.quick_check)
+    if not step.isdigit():
+        raise ConfigError(f"checkpoint.branch: {where!r} is not RUN or RUN@STEP, such as runs/first@1000")
+    path = Path(run) / "checkpoints" / f"step_{int(step):08d}"
+    if not (path / "index.json").exists():
+        saved = [str(number) for number, _ in reversed(store.committed_checkpoints(path.parent))]
+        raise ConfigError(
+            f"checkpoint.branch: {run} has no checkpoint of step {step}; it has {', '.join(saved) or 'none'}"
+        )
+    store.quick_check(path)
+    return path
+
+
+def changeable_keys() -> list[str]:
+    """Every section.key that a phase may change."""
+    return [f"{section}.{key}" for section, keys in CHANGEABLE.items() for key in keys.split()]
+
+
+def with_values(cfg: Config, values: Tree) -> Config:
+    """The config with other values of some keys (section.key)."""
+    for path, value in values.items():
+        section, _, key = path.partition(".")
+        changed = dataclasses.replace(getattr(cfg, section), **{key: value})
+        cfg = dataclasses.replace(cfg, **{section: changed})
+    return cfg

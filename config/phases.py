@@ -1,0 +1,343 @@
+"""The phases of a run: from which step on which keys have other values (train.phases).
+
+A phase keeps the weights, the optimizer's state and the position in each source (data/sources.py), and
+changes some keys: the blend, the length of sequences and RoPE's base, the batch, the learning rate, the
+layout. Keys that it does not state keep the values that they had before.
+
+    - after_tokens: 2e9
+      train.seq_len: 8192
+      model.rope_theta: 500000
+    - after_steps: 3000
+      data.path: 0.5 data/web 0.5 data/math
+      optim.decay: linear
+
+A run without train.phases is a run of one phase.
+"""
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from config.schema import Config, TrainConfig, sequences_seen, steps_to_see
+from config.strict import ConfigError, Tree, read_yaml_value
+
+STARTS = ("after_steps", "after_tokens")  # of the run: exactly one of them is in each phase
+
+# {section: its keys that a phase may change}. None of them changes what a checkpoint holds.
+CHANGEABLE = {
+    "model": "context rope_theta rope_factor rope_kind rope_low_freq rope_high_freq rope_original "
+             "rope_mscale rope_mscale_all window dropout attention mtp_weight aux_loss z_loss jitter capacity "
+             "drop pad router_bias_rate",
+    "train": "seq_len micro_batch global_batch ramp",
+    "optim": "lr min_lr warmup decay decay_fraction beta1 beta2 momentum weight_decay clip",
+    "parallel": "tp sp async_tp pp vpp schedule stages cp cp_kind ep etp ep_chunks dp_rep zero recompute "
+                "recompute_parts recompute_stages offload",
+    "data": "path doc_mask",
+}
+SCHEDULE_KEYS = ("lr", "min_lr", "warmup", "decay", "decay_fraction")  # of optim.*: one begins a new schedule
+
+ParseKey = Callable[[str, Any, str], Any]  # (section.key, value, its name in messages) -> the typed value
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Consecutive steps with the same values.
+
+    number: from 1. steps_before, tokens_before: of the run, when it begins. cfg: the values, without phases.
+    changes: the keys (section.key) that it states.
+    """
+    number: int
+    steps_before: int
+    tokens_before: int
+    cfg: Config
+    changes: tuple[str, ...] = ()
+
+    @property
+    def begins_schedule(self) -> bool:
+        """Whether the schedule of the learning rate begins anew."""
+        return self.number == 1 or any(f"optim.{key}" in self.changes for key in SCHEDULE_KEYS)
+
+    def tokens_seen(self, steps: int) -> int:
+        """Tokens of the run after `steps` of its steps, the last of which is in this phase."""
+        train = self.cfg.train
+        return self.tokens_before + sequences_seen(train, steps - self.steps_before) * train.seq_len
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The phases of a run, in order. whole: the config that states them."""
+    whole: Config
+    all: tuple[Phase, ...]
+
+    def of_step(self, step: int) -> Phase:
+        """The phase of step number `step` (from 1)."""
+        return next(phase for phase in reversed(self.all) if phase.steps_before < max(step, 1))
+
+    def after(self, phase: Phase) -> Phase | None:
+        """The next phase; None after the last."""
+        return self.all[phase.number] if phase.number < len(self.all) else None
+
+    def last_step(self, phase: Phase, steps: int) -> int:
+        """The last step of a phase, in a run of `steps` steps."""
+        following = self.after(phase)
+        return steps if following is None else min(steps, following.steps_before)
+
+    def tokens_seen(self, steps: int) -> int:
+        """Tokens in the first `steps` steps of the run."""
+        return self.of_step(steps).tokens_seen(steps)
+
+    def steps_to_see(self, tokens: float) -> int:
+        """The smallest number of steps that reads at least this many tokens."""
+        phase = next(phase for phase in reversed(self.all) if phase.tokens_before < max(tokens, 1))
+        return phase.steps_before + steps_to_see_tokens(phase.cfg.train, tokens - phase.tokens_before)
+
+
+def steps_to_see_tokens(train: TrainConfig, tokens: float) -> int:
+    return steps_to_see(train, math.ceil(tokens / train.seq_len))
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+def phases_text(value: object, parse_key: ParseKey) -> str | None:
+    """train.phases as the config keeps it: one line of JSON. value: the path of a file, that line, or a list.
+
+    parse_key: gives the typed value of a key, or raises ConfigError. Raises ConfigError, which names file and
+    key.
+    """
+    if value in (None, "none", "None"):
+        return None
+    where = where_stated(value)
+    if isinstance(value, str):
+        value = list_of_text(value) if is_list_text(value) else read_yaml_value(value)
+    if not isinstance(value, (list, tuple)) or not value:
+        raise ConfigError(
+            f"{where}: expected a list of phases, each with after_steps or after_tokens and keys"
+        )
+    rows = [parse_phase(row, f"{where}: phase {number}", parse_key) for number, row in enumerate(value, 2)]
+    return json.dumps(rows)
+
+
+def where_stated(value: object) -> str:
+    """What states the phases, for messages: their file, or the key."""
+    return value if isinstance(value, str) and not is_list_text(value) else "train.phases"
+
+
+def is_list_text(value: str) -> bool:
+    return value.lstrip().startswith("[")
+
+
+def list_of_text(text: str) -> list[Any]:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"train.phases: not a list in JSON: {error}; give a YAML file") from None
+
+
+def parse_phase(row: object, where: str, parse_key: ParseKey) -> Tree:
+    """One phase with typed values. Raises ConfigError, which begins with `where`."""
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where}: expected keys and values, got {row!r}")
+    starts = [key for key in STARTS if key in row]
+    if len(starts) != 1:
+        raise ConfigError(f"{where}: give exactly one of after_steps and after_tokens; "
+                          f"got {' and '.join(starts) or 'none'}")
+    parsed: Tree = {}
+    for key, value in row.items():
+        name = f"{where}: {key}"
+        if key in STARTS:
+            parsed[key] = parse_start(value, name)
+            continue
+        parsed[key] = parse_key(str(key), value, name)
+        check_changeable(str(key), name)
+    if len(parsed) == 1:
+        raise ConfigError(f"{where}: changes nothing; state a key, or leave the phase out")
+    return parsed
+
+
+def parse_start(value: object, name: str) -> int:
+    try:
+        number = float(value)  # pyright: ignore[reportArgumentType]  YAML reads 2e9 as text
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not number >= 1 or math.isinf(number) or number != int(number):
+        raise ConfigError(f"{name}: {value!r} must be a whole number above 0")
+    return int(number)
+
+
+def check_changeable(path: str, name: str) -> None:
+    """Raises ConfigError if a phase cannot change this key."""
+    section, _, key = path.partition(".")
+    allowed = CHANGEABLE.get(section, "").split()
+    if key in allowed:
+        return
+    may = f"of {section}.* it may change {', '.join(allowed)}" if allowed else \
+        f"it may change keys of {', '.join(CHANGEABLE)}"
+    raise ConfigError(f"{name}: cannot change in a phase; {may}")
+
+
+# ---- what follows ------------------------------------------------------------------------------------------
+
+def phases_of(cfg: Config, where: str = "train.phases") -> Phases:
+    """The phases of a run. where: what states them, for messages.
+
+    Raises ConfigError if one does not begin after the one before it, or reads sequences of a length that does
+    not fit the others.
+    """
+    first = replace(cfg, train=replace(cfg.train, phases=None))
+    found = [Phase(1, 0, 0, first)]
+    for row in json.loads(cfg.train.phases or "[]"):
+        found.append(next_phase(found[-1], row, where))
+    phases = Phases(cfg, tuple(found))
+    for phase in phases.all:
+        with named(phase, where):
+            check_span(phases, phase)
+    return phases
+
+
+def next_phase(before: Phase, row: Tree, where: str) -> Phase:
+    """The phase that a row of train.phases describes. Raises ConfigError if it does not begin later."""
+    number = before.number + 1
+    start = next(key for key in STARTS if key in row)
+    train = before.cfg.train
+    if start == "after_steps":
+        steps = row[start]
+    else:  # rounded up to whole steps
+        steps = before.steps_before + steps_to_see_tokens(train, row[start] - before.tokens_before) \
+            if row[start] > before.tokens_before else 0
+    if steps <= before.steps_before:
+        raise ConfigError(
+            f"{where}: phase {number}: {start}: {row[start]:,} is not after the beginning of phase "
+            f"{before.number} (step {before.steps_before:,}, {before.tokens_before:,} tokens); list the "
+            "phases in their order"
+        )
+    changes = tuple(key for key in row if key not in STARTS)
+    cfg = with_changes(before.cfg, {key: row[key] for key in changes})
+    return Phase(number, steps, before.tokens_seen(steps), cfg, changes)
+
+
+def with_changes(cfg: Config, changes: Tree) -> Config:
+    """The config with other values of some keys. A ramp (train.ramp) ends with its phase."""
+    changes = {"train.ramp": None, **changes}
+    sections: dict[str, Any] = {}
+    for path, value in changes.items():
+        section, _, key = path.partition(".")
+        sections[section] = replace(sections.get(section, getattr(cfg, section)), **{key: value})
+    return replace(cfg, **sections)
+
+
+def span_of(phases: Phases, phase: Phase) -> int:
+    """Tokens that stay together when the samples of a phase are shuffled (data.span)."""
+    longest = max(each.cfg.train.seq_len for each in phases.all)
+    return max(phases.whole.data.span or longest, phase.cfg.train.seq_len)
+
+
+def check_span(phases: Phases, phase: Phase) -> None:
+    """Raises ConfigError if the sequences of a phase do not fill its span evenly."""
+    seq_len, span = phase.cfg.train.seq_len, span_of(phases, phase)
+    if span % seq_len:
+        raise ConfigError(
+            f"train.seq_len: {seq_len} does not divide {span}, the tokens that stay together when samples "
+            "are shuffled (data.span, or the longest train.seq_len of all phases); take a divisor, or another "
+            "data.span"
+        )
+
+
+@contextlib.contextmanager
+def named(phase: Phase, where: str = "train.phases") -> Iterator[None]:
+    """Adds the phase to the message of a ConfigError; of the first phase, nothing."""
+    try:
+        yield
+    except ConfigError as error:
+        if phase.number == 1:
+            raise
+        raise ConfigError(f"{where}: phase {phase.number}: {error}") from None
+
+
+def change_text(before: Phase, phase: Phase) -> str:
+    """phase 2 after step 1,000 (2,048,000 tokens): train.seq_len 256 -> 512, optim.lr 0.001 -> 0.0003"""
+    parts: list[str] = []
+    for path in phase.changes:
+        parts.append(f"{path} {value_of(before.cfg, path)} -> {value_of(phase.cfg, path)}")
+    start = f"phase {phase.number} after step {phase.steps_before:,} ({phase.tokens_before:,} tokens)"
+    return f"{start}: {', '.join(parts)}"
+
+
+def change_lines(phases: Phases) -> list[str]:
+    """change_text of every phase after the first."""
+    return [change_text(*pair) for pair in itertools.pairwise(phases.all)]
+
+
+def differing_keys(old: Config, new: Config) -> Tree:
+    """{section.key: the new value} of the keys that differ."""
+    found: Tree = {}
+    for section in dataclasses.fields(Config):
+        left, right = getattr(old, section.name), getattr(new, section.name)
+        for field in dataclasses.fields(left):
+            value = getattr(right, field.name)
+            if getattr(left, field.name) != value:
+                found[f"{section.name}.{field.name}"] = value
+    return found
+
+
+# ---- a run that goes on ------------------------------------------------------------------------------------
+
+FREE_IN_PAST = ("parallel.", "train.micro_batch")  # what a phase that has begun may have otherwise
+
+
+def past_of(phases: Phases, step: int) -> Tree:
+    """{what: value} that decides which samples the first `step` steps read, and how they train.
+
+    Two configs that agree in it can continue the same checkpoint of that step.
+    """
+    found: Tree = {}
+    is_shuffled_with_later = False
+    for phase in phases.all:
+        if phase.number > 1 and phase.steps_before >= step:
+            break
+        span = span_of(phases, phase)
+        found[f"phase {phase.number}: after_steps"] = phase.steps_before
+        found[f"phase {phase.number}: data.span"] = span
+        is_shuffled_with_later |= span > phase.cfg.train.seq_len
+        for path in phase.changes:
+            if not path.startswith(FREE_IN_PAST):
+                found[f"phase {phase.number}: {path}"] = value_of(phase.cfg, path)
+
+    if is_shuffled_with_later:  # sequences shorter than their span: how many are read decides the order
+        for phase in phases.all:
+            for path in ("train.seq_len", "train.global_batch", "train.ramp", "data.path"):
+                found.setdefault(f"phase {phase.number}: {path}", value_of(phase.cfg, path))
+            found[f"phase {phase.number}: after_steps"] = phase.steps_before
+    return found
+
+
+def value_of(cfg: Config, path: str) -> Any:
+    """The value of section.key."""
+    section, _, key = path.partition(".")
+    return getattr(getattr(cfg, section), key)
+
+
+def check_same_past(old: Phases, new: Phases, step: int, where: str) -> list[str]:
+    """Compares the phases of a checkpoint (`where`, of this step) with those of the run that continues it.
+
+    Returns a note for each phase after the step that is new or other than it was. Raises ConfigError if what
+    the checkpoint went through is not the same.
+    """
+    left, right = past_of(old, step), past_of(new, step)
+    for what in (*left, *right):
+        if left.get(what) == right.get(what):
+            continue
+        remedy = "set it back; phases after that step may change"
+        if what.endswith("data.span") and (left.get(what) or 0) < (right.get(what) or 0):
+            remedy = (f"set --data.span {left[what]}: sources that go on with longer sequences then begin a "
+                      "new epoch")
+        raise ConfigError(
+            f"train.phases: {where} is at step {step:,}, with {what} {left.get(what)}, "
+            f"not {right.get(what)}; {remedy}"
+        )
+    known = change_lines(old)
+    later = zip(change_lines(new), new.all[1:])
+    return [f"new: {text}" for text, phase in later if phase.steps_before >= step and text not in known]

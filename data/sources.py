@@ -1,0 +1,166 @@
+"""Where each source stands when a phase of the run begins: arithmetic on train.phases, without a table.
+
+A source is a path of data.path (if a blend names it twice, the first and the second are two sources). It
+keeps its order of samples from phase to phase, under whatever weights and beside whatever other sources:
+
+- A phase with sequences of the same length goes on with the next sample. None is lost, none comes twice.
+- A phase with another length, of the same span (data.span), goes on with the next span of which nothing was
+  read. Nothing comes twice before the epoch ends. Of the span that was being read, what is left is left out
+  for this epoch: less than one span for each source and change of length.
+- A phase with another span begins the source's next epoch.
+
+A source that comes back after phases without it stands where it was.
+"""
+from dataclasses import dataclass
+
+from config import Phase, Phases, sequences_seen, span_of
+from data import blend
+from data.sampler import SpanSampler, WindowSampler
+
+Source = tuple[str, int]  # a path of data.path, and how often the blend has named it before
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """What consecutive phases read of one source in sequences of one length.
+
+    span: tokens that stay together. samples: how many are read; None: the source is read so to the end.
+    """
+    span: int
+    seq_len: int
+    samples: int | None
+
+    @property
+    def in_span(self) -> int:
+        return self.span // self.seq_len
+
+
+@dataclass(frozen=True)
+class SourceStart:
+    """Where a source stands when a phase begins.
+
+    number: of the source in the run, in the order in which phases name them; its order of samples depends on
+    it. before: what was read of it. now: what is read in this phase, and others like it. offset: a sample's
+    number in the blend + offset is its number in `now`.
+    """
+    number: int
+    before: tuple[Stretch, ...]
+    now: Stretch
+    offset: int
+
+    @property
+    def longest_span(self) -> int:
+        return max(stretch.span for stretch in (*self.before, self.now))
+
+    def sampler(self, first: int, last: int, seed: int) -> SpanSampler:
+        """The sampler of this stretch of the tokens [first, last). seed: of the source's order."""
+        next_span = 0  # to read, counted over all epochs
+        span = (self.before or (self.now,))[0].span
+        for stretch in (*self.before, self.now):
+            if stretch.span != span:  # another order: the next epoch begins
+                epochs = -(-next_span // WindowSampler(first, last, span, seed).count)
+                span = stretch.span
+                next_span = epochs * WindowSampler(first, last, span, seed).count
+            begin = next_span
+            if stretch.samples is not None:
+                next_span += -(-stretch.samples // stretch.in_span)
+        end = None if self.now.samples is None else next_span
+        return SpanSampler(WindowSampler(first, last, span, seed), self.now.seq_len, begin, end)
+
+
+@dataclass(frozen=True)
+class PhaseReading:
+    """What a phase reads.
+
+    sequences_before: of this blend, in the phases right before with the same data.path. last_step: of the
+    phase; None: it is the last.
+    """
+    phase: Phase
+    mix: blend.Blend
+    paths: tuple[str, ...]
+    starts: tuple[SourceStart, ...]  # of each path
+    sequences_before: int
+    last_step: int | None
+
+    def steps_from(self, step: int, count: int) -> range:
+        """At most `count` steps of the phase from `step` (from 0) on."""
+        return range(step, step + count if self.last_step is None else min(step + count, self.last_step))
+
+    def sequences_left(self, count: int) -> int:
+        """`count`, or what the phase reads if that is less."""
+        if self.last_step is None:
+            return count
+        return min(count, sequences_seen(self.phase.cfg.train, self.last_step - self.phase.steps_before))
+
+
+def read_phases(phases: Phases) -> list[PhaseReading]:
+    """What each phase of a run reads. Raises ConfigError if a data.path is no blend."""
+    blends = [blend.parse_blend(phase.cfg.data.path) for phase in phases.all]
+    sources_of = [named_sources(paths) for _, paths in blends]
+    numbers: dict[Source, int] = {}
+    for sources in sources_of:
+        for source in sources:
+            numbers.setdefault(source, len(numbers))
+
+    before = sequences_before_phases(phases)
+    stretches: dict[Source, list[Stretch]] = {source: [] for source in numbers}
+    places: list[dict[Source, tuple[int, int]]] = []  # of each phase: {source: (stretch, samples before)}
+    for phase, (mix, _), sources in zip(phases.all, blends, sources_of):
+        places.append({})
+        first = before[phase.number - 1]
+        following = phases.after(phase)
+        counts = [None] * len(sources)
+        if following is not None:
+            steps = following.steps_before - phase.steps_before
+            end = first + sequences_seen(phase.cfg.train, steps)
+            counts = [late - early for early, late in zip(mix.drawn(first), mix.drawn(end))]
+        for source, count in zip(sources, counts):
+            places[-1][source] = extend(stretches[source], span_of(phases, phase), phase, count)
+
+    readings: list[PhaseReading] = []
+    for phase, (mix, paths), sources in zip(phases.all, blends, sources_of):
+        first = before[phase.number - 1]
+        starts: list[SourceStart] = []
+        for source, drawn in zip(sources, mix.drawn(first)):
+            index, samples = places[phase.number - 1][source]
+            known = stretches[source]
+            starts.append(SourceStart(numbers[source], tuple(known[:index]), known[index], samples - drawn))
+        following = phases.after(phase)
+        readings.append(PhaseReading(
+            phase,
+            mix,
+            paths=tuple(paths),
+            starts=tuple(starts),
+            sequences_before=first,
+            last_step=None if following is None else following.steps_before,
+        ))
+    return readings
+
+
+def named_sources(paths: list[str]) -> list[Source]:
+    return [(path, paths[:index].count(path)) for index, path in enumerate(paths)]
+
+
+def extend(stretches: list[Stretch], span: int, phase: Phase, count: int | None) -> tuple[int, int]:
+    """Adds what a phase reads to the stretches of a source.
+
+    Returns (the index of the stretch, the samples in it before the phase).
+    """
+    seq_len = phase.cfg.train.seq_len
+    last = stretches[-1] if stretches else None
+    if last is None or (last.span, last.seq_len) != (span, seq_len):
+        stretches.append(Stretch(span, seq_len, count))
+        return len(stretches) - 1, 0
+    assert last.samples is not None  # the phase before it has ended
+    stretches[-1] = Stretch(span, seq_len, None if count is None else last.samples + count)
+    return len(stretches) - 1, last.samples
+
+
+def sequences_before_phases(phases: Phases) -> list[int]:
+    """Of each phase: the sequences of its blend in the phases right before it with the same data.path."""
+    found = [0]
+    for phase, following in zip(phases.all, phases.all[1:]):
+        steps = following.steps_before - phase.steps_before
+        is_same = phase.cfg.data.path == following.cfg.data.path
+        found.append(found[-1] + sequences_seen(phase.cfg.train, steps) if is_same else 0)
+    return found

@@ -1,0 +1,90 @@
+"""Permanent checkpoints: the rotation removes all but them and the newest; a kill cannot take the mark."""
+
+import os
+import time
+
+import pytest
+from sample import state as tensors
+from sample import whole
+
+from checkpoint import state, store
+from config import CheckpointConfig, is_permanent_step
+from config.rules import checkpoint_rules
+from config.schema import Config
+
+
+def steps(root) -> list[int]:
+    return sorted(step for step, _ in store.committed_checkpoints(root))
+
+
+def save(root, step: int, mark: str = "", **more):
+    return store.save(root, step, whole(tensors(step)), {}, keep=2, mark=mark, **more)
+
+
+@pytest.mark.parametrize(
+    "keys, permanent",
+    [
+        ({"keep_every": 5}, [5, 10, 15, 20]),
+        ({"keep_at": "log2"}, [1, 2, 4, 8, 16]),
+        ({"keep_at": "3, 7,19"}, [3, 7, 19]),
+        ({"keep_every": 9, "keep_at": "log2"}, [1, 2, 4, 8, 9, 16, 18]),
+        ({}, []),
+    ],
+)
+def test_which_steps(tmp_path, keys, permanent):
+    checkpoint = CheckpointConfig(**keys)
+    assert [step for step in range(21) if is_permanent_step(checkpoint, step)] == permanent
+    for step in range(1, 21):
+        save(tmp_path, step, state.permanent_mark(checkpoint, tmp_path, step))
+    assert steps(tmp_path) == sorted({*permanent, 19, 20})
+    assert store.verify(tmp_path / "step_00000020")["step"] == 20
+
+
+def test_one_by_hand_and_its_release(tmp_path):
+    for step in range(1, 7):
+        save(tmp_path, step)
+        if step == 2:
+            (tmp_path / "step_00000002.keep").touch()
+    assert steps(tmp_path) == [2, 5, 6]
+    (tmp_path / "step_00000002.keep").unlink()
+    save(tmp_path, 7)
+    assert steps(tmp_path) == [6, 7]
+
+
+def test_by_the_minutes(tmp_path):
+    """The clock is that of the newest permanent checkpoint: a new start of the run does not begin anew."""
+    checkpoint = CheckpointConfig(keep_minutes=10)
+    assert state.permanent_mark(checkpoint, tmp_path, 1)
+    (save(tmp_path, 1, state.BY_TIME), save(tmp_path, 2), save(tmp_path, 3), save(tmp_path, 4))
+    assert steps(tmp_path) == [1, 3, 4] and not state.permanent_mark(checkpoint, tmp_path, 5)
+    long_ago = time.time() - 601
+    os.utime(tmp_path / "step_00000001", (long_ago, long_ago))
+    assert state.permanent_mark(checkpoint, tmp_path, 5) == state.BY_TIME
+
+
+@pytest.mark.parametrize("point", store.FAULT_POINTS)
+def test_a_kill_at_any_point_leaves_it_marked(tmp_path, point):
+    class Killed(BaseException):
+        pass
+
+    def fault(reached: str) -> None:
+        if reached == point:
+            raise Killed
+
+    (save(tmp_path, 1), save(tmp_path, 2))
+    try:
+        save(tmp_path, 3, "keep_every", fault_point=fault)
+    except Killed:
+        pass
+    is_committed = 3 in steps(tmp_path)
+    (save(tmp_path, 4), save(tmp_path, 5), save(tmp_path, 6))
+    assert (3 in steps(tmp_path)) == is_committed
+    if point in ("ckpt.post_rename", "ckpt.pre_latest", "ckpt.pre_purge"):
+        assert is_committed
+
+
+def test_what_is_refused():
+    for text in ("log", "1,x", "0", ""):
+        cfg = Config(checkpoint=CheckpointConfig(keep_at=text))
+        broken = [rule.message for rule in checkpoint_rules(cfg, 1) if not rule.holds]
+        assert broken and broken[0].startswith("checkpoint.keep_at: ")

@@ -1,0 +1,93 @@
+"""A branch of a run: what it has of its source, what it records, and what is refused."""
+
+import json
+
+import pytest
+from ranks import corpus
+from test_resume import run, story, weights
+
+import config
+from checkpoint import branch, store
+from config import ConfigError, phases_of
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("branch")
+    (home / "a").mkdir(), (home / "b").mkdir()
+    a, corpus_b = corpus(home / "a"), corpus(home / "b")
+    assert corpus_b
+    extra = ("--data.path", a, "--data.tokenizer", "bytes", "--checkpoint.keep_every", "3")
+    assert run(home, "source", extra=extra) == 0, (home / "source.log").read_text()
+    return home
+
+
+def branched(home, name: str, monkeypatch, *argv: str, at: str = "@6", fault: str = "") -> int:
+    """train.py --checkpoint.branch: no other word of the command line is the source's."""
+    monkeypatch.setattr("test_resume.ARGS", [])
+    return run(home, name, fault, ("--checkpoint.branch", f"{home / 'source'}{at}", *argv))
+
+
+def steps(folder) -> list[dict]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "loss" in row]
+
+
+def test_a_branch_that_changes_nothing_is_its_source(home, monkeypatch):
+    assert branched(home, "same", monkeypatch) == 0, (home / "same.log").read_text()
+    source = [dict(row) for row in story(home / "source") if "loss" in dict(row)]
+    found = steps(home / "same")
+    assert [row["step"] for row in found] == [7, 8, 9]
+    for row, expected in zip(found, source[6:]):
+        for key in ("loss", "grad_norm", "lr", "tokens"):
+            assert row[key] == expected[key]
+    assert weights(home / "same") == weights(home / "source")
+    summary = json.loads((home / "same" / "summary.json").read_text())
+    assert summary["branch"] == f"{home / 'source'}@6"
+    meta = store.read_meta(store.newest_checkpoint(home / "same" / "checkpoints", []))
+    assert meta["config"]["checkpoint"]["branch"] == f"{home / 'source'}@6"
+
+
+def test_a_branch_with_other_data_and_rates_is_killed_and_goes_on(home, monkeypatch):
+    b = str(home / "b" / "text")
+    data = ("--data.path", f"0.5 {b} 0.5 {home / 'a' / 'text'}", "--train.seq_len", "32")
+    words = (*data, "--optim.decay", "linear", "--optim.lr", "1e-4", "--train.steps", "12")
+    assert branched(home, "whole", monkeypatch, *words) == 0, (home / "whole.log").read_text()
+    assert branched(home, "killed", monkeypatch, *words, fault="step.end:step=10:act=SIGKILL") == -9
+    assert branched(home, "killed", monkeypatch, *words) == 0, (home / "killed.log").read_text()
+    whole, killed = steps(home / "whole"), steps(home / "killed")
+    assert [row["step"] for row in whole] == list(range(7, 13))
+    assert [row["loss"] for row in whole] == [row["loss"] for row in killed]
+    assert [row["tokens"] for row in whole] == [6 * 64 + 128 * n for n in range(1, 7)]
+    assert [row["lr"] for row in whole] == pytest.approx([1e-5 + 9e-5 * (6 - n) / 6 for n in range(1, 7)])
+    cfg = config.from_tree(config.read_yaml(home / "whole" / "config.yaml"))
+    assert [phase.steps_before for phase in phases_of(cfg).all] == [0, 6]
+    again = run(home, "whole", extra=("--config", str(home / "whole" / "config.yaml")))
+    assert again == 0 and "already at step 12 of 12" in (home / "whole.log").read_text()
+
+
+@pytest.mark.parametrize(
+    "words, at, line",
+    [
+        (("--model.hidden", "64"), "@6", "model.hidden: "),
+        (("--train.seed", "5"), "@6", "train.seed: "),
+        (("--optim.name", "lion"), "@6", "optim.name: "),
+        ((), "@7", "has no checkpoint of step 7; it has 3, 6, 9"),
+        ((), "@x", "is not RUN or RUN@STEP"),
+        ((), "", "already at step 9 of 9"),
+        (("--checkpoint.init_from", "x"), "@6", "checkpoint.branch: says what the run begins with"),
+        (("--train.seq_len", "24"), "@6", ""),
+    ],
+)
+def test_what_is_refused(home, monkeypatch, words, at, line):
+    code = branched(home, "refused", monkeypatch, *words, at=at)
+    told = (home / "refused.log").read_text().splitlines()[-1]
+    if not line:  # a longer length that is no multiple begins a new epoch
+        assert code == 0, told
+        return
+    assert code == 2 and told.startswith("error: ") and line in told, told
+
+
+def test_a_recipe_beside_it(home):
+    with pytest.raises(ConfigError, match="leave the recipe out"):
+        branch.resolve("llama3-tiny", None, ["--checkpoint.branch", str(home / "source")])

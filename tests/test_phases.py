@@ -1,0 +1,345 @@
+"""Phases of a run: the same losses bit for bit whatever kills it at a boundary, no sample twice, the rates by
+hand, the same training under every layout, and what is refused.
+"""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+from program import settings
+from ranks import corpus
+from test_resume import STEPS, run, same_as_clean, story
+
+import config
+from build import build_run, total_steps
+from checkpoint import store
+from config import ConfigError, phases_of
+from data import tokenizer
+from data.indexed import IndexedDatasetWriter
+from data.loader import open_loader
+from model.schedules import plan_pipeline
+from parallel.topology.mesh import Mesh
+from proof.verify.tiny_config import tiny_config
+from proof.verify.trial import prove
+
+ENDS = (3, 6)  # the last steps of the first two phases
+
+
+def write_phases(folder, text: str):
+    path = folder / "phases.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+# ---- killed and started again ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """In `clean` the run of three phases that was never killed: another length, blend and RoPE, then another
+    batch and learning rate.
+    """
+    home = tmp_path_factory.mktemp("phases")
+    (home / "a").mkdir(), (home / "b").mkdir()
+    a, b = corpus(home / "a"), corpus(home / "b")
+    # 3 steps of 4 x 16 tokens, then 3 of 4 x 32
+    text = f"""
+- after_steps: 3
+  train.seq_len: 32
+  train.micro_batch: 1
+  model.rope_theta: 2e5
+  data.path: 0.4 {b} 0.6 {a}
+- after_tokens: {3 * 4 * 16 + 3 * 4 * 32}
+  train.global_batch: 8
+  optim.lr: 5e-4
+  optim.decay: linear
+  optim.warmup: 1
+"""
+    extra = ("--data.path", a, "--data.tokenizer", "bytes", "--train.phases", write_phases(home, text))
+    home = Home(home, extra)
+    assert home.run("clean") == 0, (home.folder / "clean.log").read_text()
+    return home
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    folder: object
+    extra: tuple
+
+    def run(self, name: str, fault: str = "", more: tuple = ()) -> int:
+        return run(self.folder, name, fault, (*self.extra, *more))
+
+
+def test_what_the_run_says(home):
+    rows = [dict(row) for row in story(home.folder / "clean")]
+    steps = [row for row in rows if "loss" in row]
+    assert [row["phase"] for row in steps] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
+    sizes = [4 * 16] * 3 + [4 * 32] * 3 + [8 * 32] * 3
+    assert [row["tokens"] for row in steps] == np.cumsum(sizes).tolist()
+    log = (home.folder / "clean.log").read_text()
+    assert log.count("phase 2 after step 3 (192 tokens): train.seq_len 16 -> 32") == 2  # header, and then
+    assert log.count("phase 3 after step 6 (576 tokens): train.global_batch 4 -> 8") == 2
+    kept = store.read_meta(home.folder / "clean" / "checkpoints" / "step_00000009")
+    assert kept["tokens"] == sum(sizes)
+    again = config.read_yaml(home.folder / "clean" / "config.yaml")
+    assert [row["train.seq_len"] for row in again["train"]["phases"][:1]] == [32]
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "point, later",
+    [
+        ("step.end", 0),
+        ("ckpt.pre_rename", 0),
+        ("ckpt.post_rename", 0),
+        ("run.built", 0),
+        ("step.begin", 1),
+        ("step.end", 1),
+    ],
+)
+def test_killed_around_a_boundary(home, point, later, end):
+    name = f"{point}-{later}-{end}"
+    assert home.run(name, f"{point}:step={end + later}:act=SIGKILL") == -9
+    assert home.run(name) == 0, (home.folder / f"{name}.log").read_text()
+    same_as_clean(home.folder, name)
+
+
+def test_a_signal_in_the_last_step_of_a_phase(home):
+    assert home.run("signal", "step.begin:step=3:act=SIGTERM") == 75
+    assert home.run("signal") == 0
+    same_as_clean(home.folder, "signal")
+
+
+def test_a_damaged_checkpoint_of_a_boundary_leads_back_to_the_phase_before(home):
+    assert home.run("back", "step.begin:step=4:act=SIGKILL", ("--checkpoint.every", "2")) == -9
+    bad = home.folder / "back" / "checkpoints" / "step_00000003"
+    shard = next(bad.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert home.run("back", more=("--checkpoint.every", "2")) == 0
+    assert "step_00000003 is rejected" in (home.folder / "back.log").read_text()
+    assert story(home.folder / "back") == story(home.folder / "clean")
+
+
+# ---- samples -----------------------------------------------------------------------------------------------
+
+
+def write_tokens(folder, name: str, count: int) -> str:
+    tok = tokenizer.load_tokenizer("bytes")
+    with IndexedDatasetWriter(folder / name, tok.vocab) as writer:
+        ids = np.random.default_rng(1).integers(97, 123, count - 1)
+        writer.add([*ids, tok.eod])
+        writer.add([tok.eod] * 600)  # for the valid split
+        writer.finish(tok, 1)
+    return str(folder / name)
+
+
+def windows_read(cfg) -> dict[tuple[int, str], list[tuple[int, int]]]:
+    """{(phase, path): [(first token, length)] of every sample in the order of the steps}."""
+    phases, found = phases_of(cfg), {}
+    steps = total_steps(cfg, 1.0)
+    for phase in phases.all:
+        data = open_loader(cfg, "train", 0, 1, phase=phase.number)
+        for step in range(phase.steps_before, phases.last_step(phase, steps)):
+            count, seq_len = phase.cfg.train.global_batch, phase.cfg.train.seq_len
+            located = data._locate_samples(data._first_sequence(step), count)
+            read = [row for batch in data.microbatches(step) for row in batch.tokens.tolist()]
+            for place, tokens in zip(located, read):
+                dataset = data.datasets[place.dataset]
+                want = dataset.index.read(place.first_token, place.first_token + seq_len)
+                assert tokens == want.tolist()
+                found.setdefault((phase.number, dataset.name), []).append((place.first_token, seq_len))
+        data.close()
+    return found
+
+
+def times_read(windows, size: int) -> np.ndarray:
+    counts = np.zeros(size, int)
+    for first, length in windows:
+        counts[first:first + length] += 1
+    return counts
+
+
+@pytest.fixture
+def sources(tmp_path):
+    return write_tokens(tmp_path, "a", 4097), write_tokens(tmp_path, "b", 4097)
+
+
+def phased(path: str, rows: list[dict], **train):
+    cfg = settings(path, data={"split": "50,50"}, train={"steps": 20, "seq_len": 16, **train})
+    return dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=json.dumps(rows)))
+
+
+@pytest.mark.parametrize("lengths", [(16, 32, 64), (16, 64, 32), (64, 16, 32), (32, 32, 16)])
+def test_a_change_of_length_repeats_nothing_and_leaves_out_less_than_a_span(sources, lengths):
+    a, b = sources
+    first, second, third = lengths
+    rows = [
+        {"after_steps": 7, "train.seq_len": second, "data.path": f"0.5 {b} 0.5 {a}"},
+        {"after_steps": 12, "train.seq_len": third, "data.path": a},
+    ]
+    cfg = phased(f"0.7 {a} 0.3 {b}", rows, seq_len=first, global_batch=3, micro_batch=3, steps=15)
+    read = windows_read(cfg)
+    span = max(lengths)
+    for path in sources:
+        of_phases = [windows for (_, name), windows in sorted(read.items()) if name == path]
+        everything = times_read(sum(of_phases, []), 5000)
+        assert everything.max() == 1  # this is less than an epoch
+        # spans that were touched and are not full: at most one for each phase
+        shift = min(first for windows in of_phases for first, _ in windows) % span
+        full = everything[shift:shift + (5000 - shift) // span * span].reshape(-1, span).sum(1)
+        assert ((full > 0) & (full < span)).sum() <= len(of_phases)
+
+
+def test_without_a_change_of_length_the_samples_are_those_of_a_plain_run(sources):
+    """A phase of another rate and batch, and one that brings a source in, do not move a source's order."""
+    a, b = sources
+    plain = windows_read(phased(a, [{"after_steps": 99, "optim.lr": 1e-4}], global_batch=2, micro_batch=1))
+    rows = [
+        {"after_steps": 5, "optim.lr": 1e-4, "train.global_batch": 4},
+        {"after_steps": 8, "data.path": f"0.5 {b} 0.5 {a}"},
+    ]
+    read = windows_read(phased(a, rows, global_batch=2, micro_batch=1, steps=12))
+    got = [window for (_, name), windows in sorted(read.items()) if name == a for window in windows]
+    assert len(got) == 5 * 2 + 3 * 4 + 4 * 4 // 2
+    assert got == plain[1, a][:len(got)]
+
+
+def test_neighbours_in_a_batch_come_from_different_spans(sources):
+    a, _ = sources
+    cfg = phased(a, [{"after_steps": 15, "train.seq_len": 128}], global_batch=4, micro_batch=4, steps=16)
+    windows = windows_read(cfg)[1, a]
+    adjacent = sum(abs(left - right) == 16 for (left, _), (right, _) in zip(windows, windows[1:]))
+    assert adjacent <= 6  # of 59 pairs; 52 if a span were read in its order
+
+
+def test_another_span_begins_a_new_epoch(sources):
+    a, _ = sources
+    cfg = phased(a, [{"after_steps": 10, "train.seq_len": 64}], global_batch=4, micro_batch=4, steps=12)
+    late = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, span=16))
+    plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=None))
+    assert windows_read(late)[1, a] == windows_read(plain)[1, a][:40]  # the past is that of a run without it
+    assert times_read(windows_read(late)[2, a], 5000).max() == 1
+
+
+# ---- the learning rate -------------------------------------------------------------------------------------
+
+
+def test_the_rates_by_hand(tmp_path):
+    rows = [
+        {"after_steps": 40, "train.global_batch": 4},  # the schedule goes on
+        {"after_steps": 100, "optim.lr": 2e-3, "optim.warmup": 5, "optim.decay": "linear", "optim.min_lr": 0},
+    ]
+    cfg = tiny_config("llama3-tiny")
+    train = dataclasses.replace(cfg.train, steps=160, phases=json.dumps(rows))
+    optim = dataclasses.replace(cfg.optim, lr=1e-2, warmup=10, decay="cosine", min_lr=1e-3)
+    cfg = dataclasses.replace(cfg, train=train, optim=optim)
+    run = build_run(cfg, Mesh.single(), torch.device("cpu"), None, 160)
+
+    def by_hand(step: int) -> float:
+        if step <= 10:
+            return 1e-2 * step / 10
+        if step <= 100:
+            return 1e-3 + 9e-3 * 0.5 * (1 + np.cos(np.pi * (step - 10) / 90))
+        if step <= 105:
+            return 1e-3 + 1e-3 * (step - 100) / 5
+        return 2e-3 * (160 - step) / 55
+
+    found = [run.learning_rate(step) for step in range(1, 161)]
+    np.testing.assert_allclose(found, [by_hand(step) for step in range(1, 161)], rtol=1e-12, atol=1e-18)
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, parallel, changed",
+    [
+        ("llama3-tiny", {"zero": 1}, {}),
+        ("llama3-tiny", {"tp": 2}, {"parallel.tp": 1, "parallel.cp": 2, "parallel.recompute": "full"}),
+        ("llama3-tiny", {"pp": 2}, {"parallel.pp": 1, "parallel.zero": 3}),
+        ("mixtral-tiny", {"ep": 2}, {"model.aux_loss": 0.0, "parallel.ep": 1}),
+    ],
+    ids=["zero1", "tp2-cp2", "pp2-zero3", "moe"],
+)
+def test_every_layout_runs_the_same_phases(ranks, tmp_path, name, parallel, changed):
+    """Step 2 is the skipped one, and after step 3 the run is stopped and started again."""
+    cfg = tiny_config(name, 2)
+    rows = [
+        {"after_steps": 1, "train.seq_len": 16, "optim.lr": 2e-3, "optim.decay": "linear", **changed},
+        {"after_steps": 3, "train.seq_len": 32, "train.global_batch": 4, "model.rope_theta": 3e4},
+    ]
+    cfg = dataclasses.replace(
+        cfg,
+        train=dataclasses.replace(cfg.train, phases=json.dumps(rows)),
+        parallel=dataclasses.replace(cfg.parallel, **parallel),
+    )
+    first, _ = prove(ranks(2), cfg, tmp_path)
+    assert not first.is_wrong, first
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("- {after_steps: 3, model.hidden: 64}", "{file}: phase 2: model.hidden: cannot change in a phase"),
+        ("- {after_steps: 3, optim.name: lion}", "{file}: phase 2: optim.name: cannot change in a phase"),
+        ("- {after_steps: 3, train.seqlen: 64}", "{file}: phase 2: train.seqlen: no such key; did you mean"),
+        ("- {after_steps: 3, train.seq_len: x}", "{file}: phase 2: train.seq_len: expected a whole number"),
+        ("- {train.seq_len: 64}", "{file}: phase 2: give exactly one of after_steps and after_tokens"),
+        ("- {after_steps: 3, after_tokens: 3, optim.lr: 1}", "{file}: phase 2: give exactly one of"),
+        ("- {after_steps: 3}", "{file}: phase 2: changes nothing"),
+        ("- {after_steps: 0, optim.lr: 1}", "{file}: phase 2: after_steps: 0 must be a whole number above 0"),
+        ("after_steps: 3", "{file}: expected a list of phases"),
+        ("- {after_steps: 5, optim.lr: 1}\n- {after_steps: 4, optim.lr: 2}", "{file}: phase 3: after_steps"),
+        ("- {after_steps: 5, optim.lr: 1}\n- {after_tokens: 9, optim.lr: 2}", "{file}: phase 3: after_tok"),
+        ("- {after_steps: 5, train.seq_len: 24}", "{file}: train.seq_len: 16 does not divide 24"),
+        ("- {after_steps: 2, optim.lr: 1e-3}", "train.steps: the run ends after 2 steps, and phase 2"),
+        ("- {after_steps: 1, train.global_batch: 3, train.micro_batch: 2}", "train.phases: phase 2: train"),
+        ("- {after_steps: 1, optim.min_lr: 9}", "train.phases: phase 2: optim.min_lr: 9"),
+    ],
+)
+def test_what_is_refused(tmp_path, text, words):
+    file = write_phases(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        argv = ["--train.phases", file, "--train.steps", "2", "--train.seq_len", "16"]
+        cfg = config.resolve("llama3-tiny", None, argv)
+        plan_pipeline(cfg, 1)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(words.format(file=file))
+
+
+def test_what_is_refused_of_data_and_past(home):
+    """Before any step: exit code 2 and one line."""
+    text = "- {after_steps: 4, optim.lr: 1e-3}\n- {after_steps: 5, data.path: %s}"
+    short = write_tokens(home.folder, "short", 3)
+    for path, what in (("nowhere", "nowhere"), (short, "data.split")):
+        file = write_phases(home.folder, text % path)
+        assert home.run("data", more=("--train.phases", file)) == 2
+        line = (home.folder / "data.log").read_text().splitlines()[-1]
+        assert line.startswith(f"error: train.phases: phase 3: {what}"), line
+
+    assert home.run("past", "step.begin:step=5:act=SIGKILL") == -9
+    file = write_phases(home.folder, "- {after_steps: 3, train.seq_len: 32, optim.lr: 1e-4}")
+    assert home.run("past", more=("--train.phases", file)) == 2
+    line = (home.folder / "past.log").read_text().splitlines()[-1]
+    assert "error: train.phases: " in line and "is at step 3, with phase 2: " in line, line
+    assert STEPS == 9
+
+
+def test_a_phase_that_is_added_to_a_run_that_had_none(home):
+    """With data.span as the run had it, a later phase may read longer sequences."""
+    plain = ("--data.path", str(home.folder / "a" / "text"), "--data.tokenizer", "bytes")
+    assert run(home.folder, "added", "step.begin:step=5:act=SIGKILL", plain) == -9
+    file = write_phases(home.folder, "- {after_steps: 5, train.seq_len: 32, optim.lr: 1e-4}")
+    more = (*plain, "--train.phases", file)
+    assert run(home.folder, "added", extra=more) == 2
+    line = (home.folder / "added.log").read_text().splitlines()[-1]
+    assert "set --data.span 16" in line, line
+    assert run(home.folder, "added", extra=(*more, "--data.span", "16")) == 0
+    steps = [dict(row) for row in story(home.folder / "added") if "loss" in dict(row)]
+    assert [row["phase"] for row in steps[3:]] == [1, 1, 2, 2, 2, 2]
+    assert "new: phase 2 after step 5" in (home.folder / "added.log").read_text()
