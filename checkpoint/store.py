@@ -160,7 +160,7 @@ def save(
     gather: Gather = gather_alone,
     timeout_s: float | None = None,
 ) -> Path:
-    """Writes and commits root/step_<step>, then purges all but the `keep` newest checkpoints and permanent ones.
+    """Writes and commits root/step_<step>, then purges all but permanent and the `keep` newest checkpoints.
 
     Collective.
 

@@ -84,6 +84,8 @@ def loss_png(run_dir: Path, params: str = "") -> Path | None:
     draw_losses(loss_axes, train, valid, shown)
     loss_axes.set_title(title(run_dir, params, train[-1]), loc="left", fontsize=11, color=INK)
     draw_rate(rate_axes, steps[shown], column(train, "lr")[shown])
+    for axes in (loss_axes, rate_axes):
+        draw_phases(axes, train)
     rate_axes.set_xlim(0, max(steps[-1], 1))
     for axes in (loss_axes, rate_axes):
         axes.spines[["top", "right"]].set_visible(False)
@@ -126,6 +128,16 @@ def draw_rate(axes: Any, steps: np.ndarray, rates: np.ndarray) -> None:
     axes.set_ylim(0)
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     axes.set_xlabel("step")
+
+
+def draw_phases(axes: Any, train: Rows) -> None:
+    """A line where a phase begins (train.phases), with its number."""
+    for before, row in zip(train, train[1:]):
+        if row.get("phase") == before.get("phase"):
+            continue
+        axes.axvline(row["step"], color=INK, lw=0.8, ls=":")
+        axes.annotate(f" phase {row['phase']}", (row["step"], 1), xycoords=("data", "axes fraction"), va="top",
+                      fontsize=8, color=INK)
 
 
 def title(run_dir: Path, params: str, last: dict[str, Any]) -> str:

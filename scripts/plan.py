@@ -17,7 +17,7 @@ import sys
 import time
 
 import config
-from config import Config, ConfigError
+from config import Config, ConfigError, phases_of
 from plan import published
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     if args.gpus < 1 or args.top < 1:
         raise ConfigError(f"--{'gpus' if args.gpus < 1 else 'top'}: must be at least 1")
 
-    cfg = config.resolve(args.name, None, rest)
+    cfg, phase_note = longest_phase(config.resolve(args.name, None, rest))
     hardware = cluster(args.cluster)
     check_plannable(cfg, hardware)
 
@@ -77,6 +77,8 @@ def main(argv: list[str]) -> int:
         print("\n".join(map(json.dumps, reports)))
         return 0
     print(headline(cfg, args))
+    if phase_note:
+        print(phase_note)
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
     print("\n".join([*table(reports), "", *memory_lines(reports[0])]))
     print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
@@ -109,6 +111,19 @@ def check_plannable(cfg: Config, hardware: Cluster) -> None:
     if dtype not in hardware.flops:
         raise ConfigError(f"train.dtype: configs/clusters.yaml has no {dtype} for {hardware.name}; "
                           f"it has {', '.join(hardware.flops)}")
+
+
+def longest_phase(cfg: Config) -> tuple[Config, str]:
+    """Of a run with train.phases: the config of the phase with the longest sequences, and a line that says so.
+
+    A layout that fits it fits the others, if they have at most its tokens in a microbatch.
+    """
+    phases = phases_of(cfg)
+    longest = max(phases.all, key=lambda phase: phase.cfg.train.seq_len)
+    if len(phases.all) == 1:
+        return longest.cfg, ""
+    return longest.cfg, (f"phase {longest.number} of {len(phases.all)}, which has the longest sequences "
+                         f"({longest.cfg.train.seq_len:,} tokens); after step {longest.steps_before:,}")
 
 
 def fixed_values(cfg: Config, world: int, hardware: Cluster, overrides: list[str]) -> dict[str, object]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 import config
 from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree, unused
+from config.phases import phases_text
 
 # {key that the cells vary: the words of --only that choose its values}
 CELL_WORDS = {
@@ -96,6 +97,8 @@ class Overrides:
         changed: Tree = {}
         for path, value in self.settings:
             section, _, key = path.partition(".")
+            if path == "train.phases":
+                value = phases_text(value, config.parse_phase_key)
             changed.setdefault(section, {})[key] = value
         return config.build_tree(Config, config.merge(asdict(cfg), changed))
 
