@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import config
 from checkpoint import state, store
 from config import (
     OPTIMIZERS,
@@ -338,7 +337,7 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
     """
     path = state.find_checkpoint(where, [])
     meta = store.read_meta(path)
-    cfg = phases_of(config.build_tree(Config, meta["config"])).of_step(meta["step"]).cfg
+    cfg = state.config_of(meta)
     if dtype is None:
         dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # the weights of fp8 are bf16
     train = replace(cfg.train, dtype=dtype, fp8=None)

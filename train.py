@@ -7,12 +7,13 @@
 """
 import contextlib
 import gc
+import shlex
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
 from config import CheckpointConfig, Config, ConfigError, is_permanent_step, phases_of, unused, usage
 from config.phases import change_text, named
-from data.blend import parse_blend
+from data.blend import parse_blend, source_names
 from data.loader import BatchLoader, open_loader
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
@@ -159,7 +160,9 @@ FailureScope = Callable[[], AbstractContextManager[object]]
 ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether another start is wanted)
 
 
-OF_A_PHASE = ("cfg", "run", "start_step", "train_data", "valid_data", "valid_batches")  # of a Session
+OF_A_PHASE = (  # fields of a Session
+    "cfg", "run", "start_step", "train_data", "valid_data", "valid_batches", "source_batches",
+)
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,7 @@ class Session:
     train_data: BatchLoader
     valid_data: BatchLoader
     valid_batches: list[Microbatch]
+    source_batches: dict[str, list[Microbatch]]  # of each source of a blend
     tokenizer: Tokenizer
     log: MetricsLogger
     trace: ProfilerTrace
@@ -332,18 +336,24 @@ def run_one_step(session: Session, step: int) -> None:
 
 
 def evaluate(session: Session, step: int) -> None:
-    """Writes the validation loss and a sample of text into the log."""
+    """Writes the validation loss, that of each source, and a sample of text into the log."""
     run = session.run
     tokenizer = session.tokenizer
-    loss, bytes_per_token = mean_loss(
-        session.valid_batches,
-        summed_loss=run.pipeline.evaluate,
-        text_bytes=session.valid_data.text_bytes,
-        group=run.mesh.dp_cp,
-    )
+
+    def mean_loss_of(batches: list[Microbatch]) -> tuple[float, float]:
+        return mean_loss(
+            batches,
+            summed_loss=run.pipeline.evaluate,
+            text_bytes=session.valid_data.text_bytes,
+            group=run.mesh.dp_cp,
+        )
+
+    loss, bytes_per_token = mean_loss_of(session.valid_batches)
+    source_losses = {name: mean_loss_of(batches)[0] for name, batches in session.source_batches.items()}
     ids = sample(run, tokenizer)
     text = session.cfg.eval.prompt + tokenizer.decode(ids) if ids else ""
-    session.log.log_evaluation(step, **loss_report(loss, bytes_per_token), sample=text)
+    report = loss_report(loss, bytes_per_token)
+    session.log.log_evaluation(step, **report, source_losses=source_losses, sample=text)
     session.observe("eval.end", step, loss=loss, ids=ids)
 
 
@@ -532,7 +542,8 @@ def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
         start_step=step,
         train_data=run.data,
         valid_data=valid_data,
-        valid_batches=read_valid_batches(run.cfg, valid_data, run.mesh),
+        valid_batches=read_valid_batches(run.cfg.eval.batches, valid_data, run.mesh),
+        source_batches=read_source_batches(run.cfg, run.mesh, env.device),
         **kept,
     )
 
@@ -576,7 +587,7 @@ def make_session(
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
     saver_group = world.separate_group("saver") if cfg.checkpoint.async_save else None
     saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group)
-    valid_batches = read_valid_batches(cfg, valid_data, run.mesh)
+    valid_batches = read_valid_batches(cfg.eval.batches, valid_data, run.mesh)
 
     flops = trained_flops_per_token(run)
     whole = run.phases.whole
@@ -592,6 +603,7 @@ def make_session(
         train_data=train_data,
         valid_data=valid_data,
         valid_batches=valid_batches,
+        source_batches=read_source_batches(cfg, run.mesh, env.device),
         tokenizer=tokenizer,
         log=log,
         trace=ProfilerTrace(cfg.profile.steps, folder, env.rank),
@@ -602,10 +614,24 @@ def make_session(
     )
 
 
-def read_valid_batches(cfg: Config, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
+def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
+    """{name of a source: its microbatches of every evaluation}; empty where data.path is no blend."""
+    paths = parse_blend(cfg.data.path)[1]
+    batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
+    if len(paths) == 1 or batches == 0:
+        return {}
+    found: dict[str, list[Microbatch]] = {}
+    for name, path in zip(source_names(paths), paths):
+        alone = replace(cfg, data=replace(cfg.data, path=f"1 {shlex.quote(path)}"))
+        data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
+        found[name] = read_valid_batches(batches, data, mesh)
+    return found
+
+
+def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
     """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
     found: list[Microbatch] = []
-    for index in range(cfg.eval.batches):
+    for index in range(batches):
         for batch in valid_data.microbatches(index):
             found.append(shard_batch(batch, mesh.cp))
     return found

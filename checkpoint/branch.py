@@ -69,18 +69,21 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
     return cfg
 
 
-def find_source(where: str) -> Path:
-    """The checkpoint that RUN, RUN@STEP or a checkpoint folder names. Raises ConfigError."""
+def find_source(where: str, asker: str = "checkpoint.branch") -> Path:
+    """The checkpoint that RUN, RUN@STEP or a checkpoint folder names.
+
+    asker: for messages. Raises ConfigError.
+    """
     run, at, step = where.rpartition("@")
     if not at:
         return state.find_checkpoint(where, [], check=store.quick_check)
     if not step.isdigit():
-        raise ConfigError(f"checkpoint.branch: {where!r} is not RUN or RUN@STEP, such as runs/first@1000")
+        raise ConfigError(f"{asker}: {where!r} is not RUN or RUN@STEP, such as runs/first@1000")
     path = Path(run) / "checkpoints" / f"step_{int(step):08d}"
     if not (path / "index.json").exists():
         saved = [str(number) for number, _ in reversed(store.committed_checkpoints(path.parent))]
         raise ConfigError(
-            f"checkpoint.branch: {run} has no checkpoint of step {step}; it has {', '.join(saved) or 'none'}"
+            f"{asker}: {run} has no checkpoint of step {step}; it has {', '.join(saved) or 'none'}"
         )
     store.quick_check(path)
     return path

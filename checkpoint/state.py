@@ -205,6 +205,11 @@ def describe_run(run: RunState, step: int) -> Tree:
     }
 
 
+def config_of(meta: Tree) -> Config:
+    """The config with which the last step before a save was made: of a run with phases, that of the phase."""
+    return phases_of(build_tree(Config, meta["config"])).of_step(meta["step"]).cfg
+
+
 def flatten_tree(tree: Tree) -> Tree:
     """{section: {key: value}} -> {section.key: value}"""
     flat: Tree = {}
@@ -222,8 +227,10 @@ def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
     """
     old = flatten_tree(meta["config"])
     new = flatten_tree(dataclasses.asdict(run.phases.whole))
-    before = phases_of(build_tree(Config, meta["config"]))
-    phase_notes = check_same_past(before, run.phases, meta["step"], where)
+    phase_notes: list[str] = []
+    if any(settings.get(key) for settings in (old, new) for key in ("train.phases", "data.span")):
+        before = phases_of(build_tree(Config, meta["config"]))
+        phase_notes = check_same_past(before, run.phases, meta["step"], where)
     old["train.phases"] = new["train.phases"]  # compared phase by phase
     changed = [key for key in new if old.get(key) != new[key] and not key.startswith(UNREPORTED)]
 

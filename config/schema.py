@@ -247,6 +247,8 @@ class EvalConfig:
     """Validation during training."""
     every: int | None = 100  # steps between validations; none: only at the end
     batches: int = 8  # number of global batches of a validation, the same ones every time
+    source_batches: int | None = None  # of a blend: number of global batches with which each source is
+    #   validated apart; none: as many as eval.batches; 0: no source is
     sample: int = 48  # number of tokens of text that each validation samples; 0: no text
     prompt: str = "def "  # start of the sampled text
     temperature: float = 0.8  # sampling temperature
@@ -333,7 +335,7 @@ NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0, {
     "train": "seed fp8_keep",
     "optim": "min_lr weight_decay warmup",
     "data": "prefetch",
-    "eval": "sample temperature",
+    "eval": "source_batches sample temperature",
 })
 BELOW_ONE = Range("must lie in [0, 1)", lambda value: 0 <= value < 1, {
     "model": "dropout jitter",

@@ -22,6 +22,7 @@ from config import (
     comma_separated,
     compression_block,
     fp8_recipe,
+    phases_of,
     presets,
 )
 from config.optimizers import in_words, optimizers_that
@@ -66,6 +67,12 @@ def no_shared_parameters(cfg: Config, world: int) -> bool:
 def sequences_exceed_context(cfg: Config) -> bool:
     """Whether sequences are longer than model.context, with positions that allow it."""
     return cfg.model.positions == "rope" and cfg.model.context < cfg.train.seq_len
+
+
+def has_sources(path: str) -> bool:
+    """Whether data.path is a blend of several sources: a weight comes first (data/blend.py)."""
+    words = path.split()
+    return len(words) > 2 and words[0].replace(".", "", 1).isdigit()
 
 
 def unused_in(row: UnusedModelKeys, why: str, remedy: str) -> UnusedKeys:
@@ -298,6 +305,14 @@ TABLE = (
     ),
     UnusedKeys(
         section="eval",
+        keys="source_batches",
+        when=lambda cfg, _: not has_sources(cfg.data.path),
+        why="validates the sources of a blend, and data.path is a single source",
+        remedy="leave it out",
+        note="one script, blends and single sources",
+    ),
+    UnusedKeys(
+        section="eval",
         keys="prompt temperature",
         when=lambda cfg, _: cfg.eval.sample == 0,
         why="belongs to the sampled text, and eval.sample is 0",
@@ -335,12 +350,16 @@ def check_unused(cfg: Config, world: int = 1) -> str:
 
 
 def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]]:
-    """(section.key, its value as text, the first row that explains it) of every set key without effect."""
+    """(section.key, its value as text, the first row that explains it) of every set key without effect.
+
+    Of a run with phases: of keys that have no effect in any of them.
+    """
+    cfgs = [phase.cfg for phase in phases_of(cfg).all]
     preset = presets().get(cfg.model.preset, {})
     preset_model = build_tree(ModelConfig, {key: value for key, value in preset.items() if key != "recipe"})
     seen: set[str] = set()
     for row in TABLE:
-        if not row.when(cfg, world):
+        if not all(row.when(each, world) for each in cfgs):
             continue
         for key in row.keys.split():
             path = f"{row.section}.{key}"

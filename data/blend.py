@@ -93,6 +93,12 @@ def parse_blend(text: str) -> tuple[Blend, list[str]]:
     return Blend(tuple(int(weight * scale) for weight in weights)), paths
 
 
+def source_names(paths: list[str]) -> list[str]:
+    """A short name of each path: its last part, or all of it where two end alike."""
+    short = [path.rstrip("/").rpartition("/")[2].removesuffix(".bin").removesuffix(".idx") for path in paths]
+    return [name if short.count(name) == 1 else path for name, path in zip(short, paths)]
+
+
 def as_number(word: str) -> Fraction | None:
     """The number that `word` spells exactly, or None."""
     try:

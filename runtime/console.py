@@ -217,3 +217,8 @@ class Console:
         if sample:
             line += f"   {self.dim('|')} {visible(sample, SAMPLE_WIDTH)}"
         self.write(line)
+
+    def show_sources(self, step: int, losses: dict[str, float]) -> None:
+        """Writes the validation loss of each source of a blend."""
+        parts = [f"{name} {self.paint(decimals(loss, 3), GREEN)}" for name, loss in losses.items()]
+        self.write(f"{self.dim(' eval')} {step}  {self.dim('of sources')}  {'  '.join(parts)}")

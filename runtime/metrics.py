@@ -461,13 +461,25 @@ class MetricsLogger:
         return min(left, max(0.0, 60 * limit - (now - self.created)))
 
     def log_evaluation(
-        self, step: int, *, val_loss: float, val_ppl: float, val_bpb: float, sample: str = ""
+        self,
+        step: int,
+        *,
+        val_loss: float,
+        val_ppl: float,
+        val_bpb: float,
+        source_losses: dict[str, float] | None = None,
+        sample: str = "",
     ) -> None:
-        """Records a validation: loss in nats a token, perplexity, bits a byte, and a sample of the model."""
+        """Records a validation: loss in nats a token, perplexity, bits a byte, and a sample of the model.
+
+        source_losses: of each source of a blend, by its name: val/NAME/loss.
+        """
         self.read_pending()
         values = {"val_loss": float(val_loss), "val_ppl": float(val_ppl), "val_bpb": float(val_bpb)}
-        self.write([{"step": step} | values])
-        self.put(step, {name.replace("_", "/", 1): value for name, value in values.items()})
+        of_sources = {f"val/{name}/loss": float(loss) for name, loss in (source_losses or {}).items()}
+        self.write([{"step": step} | values | of_sources])
+        shown = {name.replace("_", "/", 1): value for name, value in values.items()}
+        self.put(step, shown | of_sources)
         if sample:
             # as it stands, without what could steer a terminal
             text = "\n".join(visible(line, len(line) * ESCAPE_LENGTH) for line in sample.split("\n"))
@@ -483,6 +495,8 @@ class MetricsLogger:
             bits_per_byte=values["val_bpb"],
             sample=sample,
         )
+        if source_losses:
+            self.console.show_sources(step, source_losses)
         self.last_event = self.record_event()  # the next step starts here
 
     def begin_phase(self, phase: Phase, flops_per_token: float, text: str) -> None:

@@ -196,7 +196,7 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
     notes: list[str] = []
     path = state.find_checkpoint(run, notes)
     meta = store.read_meta(path)
-    cfg = config.build_tree(Config, meta["config"])
+    cfg = state.config_of(meta)
     model = cfg.model
     family = hf_config.family_of(model)
 

@@ -4,6 +4,7 @@ they count, and is right: with all of them set a run writes the same bytes.
 
 import dataclasses
 import json
+import shlex
 import typing
 
 import pytest
@@ -79,6 +80,7 @@ CASES = (
     ({"compress_block": 128}, "--parallel.compress powersgd", "--parallel.compress_weights fp8", 2),
     ({"powersgd_rank": 2}, "--parallel.compress int8", "--parallel.compress powersgd", 2),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
+    ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
     ({"project": "mine"}, "", "--log.wandb offline", 1),
     ({"noise_scale": "true"}, "--train.global_batch 8", "--train.global_batch 16", 1),
@@ -116,7 +118,7 @@ RULED = {
 
 def resolved(words: str, section: str = "", **keys) -> Config:
     argv = [f"--{section}.{key}={value}" for key, value in keys.items()]
-    return config.resolve("llama2-tiny", None, [*words.split(), *argv])
+    return config.resolve("llama2-tiny", None, [*shlex.split(words), *argv])
 
 
 def test_every_key_has_a_row_or_is_always_read():

@@ -1,0 +1,113 @@
+"""The mean of the weights of several checkpoints: a model soup (arXiv 2203.05482), LAWA (arXiv 2306.03241).
+
+    python -m scripts.average RUN@STEP RUN@STEP ... OUT       these checkpoints
+    python -m scripts.average RUN --last N OUT                the N newest of a run
+
+OUT becomes a run folder with the mean of the master weights, in fp32, and without optimizer state:
+scripts.evaluate, scripts.generate and scripts.convert take it, and checkpoint.init_from. meta.json lists what
+was averaged. Each weight is summed in fp64.
+"""
+import argparse
+import dataclasses
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+import config
+from build import weights_only
+from checkpoint import state, store
+from checkpoint.branch import find_source
+from checkpoint.files import remove
+from config import Config, ConfigError, Tree
+from parallel.topology.mesh import Mesh
+from runtime.failure import fail_cleanly
+
+CPU = torch.device("cpu")
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.average",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("sources", nargs="+", metavar="RUN[@STEP]", help="then OUT, a folder that is not there")
+    parser.add_argument("--last", type=int, help="of a single RUN: average its newest N checkpoints")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = arguments().parse_args(argv)
+    *sources, out = args.sources
+    paths = find_checkpoints(sources, args.last)
+    folder = Path(out)
+    if folder.exists():
+        raise ConfigError(f"{folder}: exists already; give a folder that does not")
+    average(paths, folder)
+    print(f"{folder}: the mean of {len(paths)} checkpoints: {', '.join(map(str, paths))}")
+    return 0
+
+
+def find_checkpoints(sources: list[str], last: int | None) -> list[Path]:
+    """The folders to average. Raises ConfigError."""
+    if last is None:
+        if len(sources) < 2:
+            raise ConfigError("average: needs at least two checkpoints and OUT, or RUN --last N OUT")
+        return [find_source(source, "average") for source in sources]
+    if len(sources) != 1 or last < 2:
+        raise ConfigError("average: --last takes one RUN, and at least 2 of its checkpoints")
+    saved = store.committed_checkpoints(Path(sources[0]) / "checkpoints")
+    if len(saved) < last:
+        raise ConfigError(f"average: {sources[0]} has {len(saved)} checkpoints, fewer than --last {last}")
+    return [path for _, path in reversed(saved[:last])]
+
+
+def average(paths: list[Path], folder: Path) -> None:
+    """Writes the run folder with the mean of the checkpoints. Raises ConfigError if they do not match."""
+    metas = [store.read_meta(path) for path in paths]
+    cfgs = [state.config_of(meta) for meta in metas]
+    for path, meta, cfg in zip(paths[1:], metas[1:], cfgs[1:]):
+        check_same_model(paths[0], path, cfgs[0], cfg)
+        if meta["tokenizer"] != metas[0]["tokenizer"]:
+            raise ConfigError(f"{path}: has another tokenizer than {paths[0]}; their weights mean other things")
+
+    _, boxes = weights_only(cfgs[-1], CPU, "fp32")
+    sums = [torch.zeros(tensor.shape, dtype=torch.float64) for _, tensor in boxes]
+    for path in paths:
+        store.load(path, boxes, strict=False, allow_cast=True)
+        for total, (_, tensor) in zip(sums, boxes):
+            total += tensor
+    for total, (_, tensor) in zip(sums, boxes):
+        tensor.copy_(total / len(paths))
+
+    meta: Tree = {
+        **metas[-1],
+        "config": dataclasses.asdict(cfgs[-1]),
+        "averaged": [str(path) for path in paths],
+        "layout": dataclasses.asdict(Mesh.single().dims),
+    }
+    try:
+        store.save(folder / "checkpoints", meta["step"], boxes, meta, keep=1)
+        (folder / "config.yaml").write_text(config.dump(cfgs[-1]))
+        tokenizer = paths[-1].parent.parent / "tokenizer"
+        if tokenizer.is_dir():
+            shutil.copytree(tokenizer, folder / "tokenizer")
+    except BaseException:
+        remove(folder)
+        raise
+
+
+def check_same_model(first_path: Path, path: Path, first: Config, other: Config) -> None:
+    """Raises ConfigError if a key of the model differs that gives other weights."""
+    for field in dataclasses.fields(first.model):
+        key = f"model.{field.name}"
+        left, right = getattr(first.model, field.name), getattr(other.model, field.name)
+        if left != right and state.must_match(key):
+            raise ConfigError(f"{key}: {path} has {right}, and {first_path} has {left}; average models of one "
+                              "shape")
+
+
+if __name__ == "__main__":
+    sys.exit(fail_cleanly(main, sys.argv[1:]))
