@@ -229,7 +229,8 @@ def train(
     run, valid_data, start_step, notes = start_run(cfg, env, world, folder)
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
-    owes_evaluation = is_evaluation_missing(run, start_step, folder)
+    is_end = start_step == run.steps
+    owes_evaluation = is_evaluation_missing(cfg, start_step, folder, world.all_ranks(), is_end=is_end)
     if start_step == run.steps and not owes_evaluation:
         run.data.close()
         return report_nothing_to_do(run, env, folder, report_exit)
@@ -513,12 +514,18 @@ def start_run(
     """
     root = folder / "checkpoints"
     phases = phases_of(cfg)
-    step = 0 if len(phases.all) == 1 else state.newest_step(cfg, root, world.all_ranks())
+    everyone = world.all_ranks()
+
+    def phase_after(step: int) -> int:
+        """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
+        return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
+
+    step = 0 if len(phases.all) == 1 else state.newest_step(cfg, root, everyone)
     while True:
-        number = phases.of_step(step + 1).number
+        number = phase_after(step) if len(phases.all) > 1 else 1
         run, valid_data = build_phase(cfg, env, world, number)
         step, notes = state.resume(run, root)
-        if phases.of_step(step + 1).number == number:
+        if len(phases.all) == 1 or phase_after(step) == number:
             return run, valid_data, step, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 
@@ -637,15 +644,17 @@ def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> lis
     return found
 
 
-def is_evaluation_missing(run: TrainingRun, step: int, folder: Path) -> bool:
+def is_evaluation_missing(
+    cfg: Config, step: int, folder: Path, everyone: comm.Group, is_end: bool = False
+) -> bool:
     """Whether an evaluation was due after this step, and left out because the run was asked to stop.
 
-    Collective.
+    is_end: the run ends with this step. Collective.
     """
-    was_due = step == run.steps or is_due(run.cfg.eval.every, step)
+    was_due = is_end or is_due(cfg.eval.every, step)
     if step == 0 or not was_due:
         return False
-    return state.first_rank_does(lambda: step not in evaluated_steps(folder), run.mesh.world)
+    return state.first_rank_does(lambda: step not in evaluated_steps(folder), everyone)
 
 
 def evaluated_steps(folder: Path) -> set[int]:

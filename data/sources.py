@@ -5,8 +5,8 @@ keeps its order of samples from phase to phase, under whatever weights and besid
 
 - A phase with sequences of the same length goes on with the next sample. None is lost, none comes twice.
 - A phase with another length, of the same span (data.span), goes on with the next span of which nothing was
-  read. Nothing comes twice before the epoch ends. Of the span that was being read, what is left is left out
-  for this epoch: less than one span for each source and change of length.
+  read. Nothing comes twice before the epoch ends. What the last phase has not read of its spans is left out
+  of this epoch: less than one span in all, for each source and change of length.
 - A phase with another span begins the source's next epoch.
 
 A source that comes back after phases without it stands where it was.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from config import Config, ConfigError
+from config import Config, ConfigError, phases_of
 from config.values import Values
 from plan.communicators import Gpu, communicator_bytes, reserved_bytes
 from plan.memory import passing_bytes, peak_activation_bytes, state_bytes
@@ -45,10 +45,16 @@ def size_text(num_bytes: float) -> str:
 
 
 def holdings(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
-    """What the fullest of `world` ranks holds. gpu: None: the job runs on CPUs.
+    """What the fullest of `world` ranks holds, in the phase (train.phases) in which it holds most.
 
-    Raises ConfigError if train.py refuses the job.
+    gpu: None: the job runs on CPUs. Raises ConfigError if train.py refuses the job.
     """
+    of_phases = [holdings_of_phase(phase.cfg, world, gpu) for phase in phases_of(cfg).all]
+    return max(of_phases, key=lambda held: held.total)
+
+
+def holdings_of_phase(cfg: Config, world: int, gpu: Gpu | None) -> Holdings:
+    """What the fullest rank holds in one phase."""
     job, _ = job_of(cfg, world)
     communicators = 0 if gpu is None else communicator_bytes(job, gpu)
     ranks: list[Holdings] = []

@@ -30,6 +30,7 @@ import proof.mutate.command
 import proof.mutate.table
 import proof.verify.command
 import scaling.command
+import scripts.average
 import scripts.compare
 import scripts.convert
 import scripts.evaluate
@@ -293,6 +294,7 @@ def name_problems(page: Page) -> list[str]:
 PROGRAMS = ("python", "torchrun", "bash", "sbatch", "pip", "bevatron")
 PARSERS: dict[str, Callable] = {
     "scripts.bench": lambda words: benchmarks.command.make_parser().parse_known_args(words),
+    "scripts.average": lambda words: scripts.average.arguments().parse_known_args(words),
     "scripts.compare": lambda words: scripts.compare.arguments().parse_known_args(words),
     "scripts.convert": lambda words: scripts.convert.arguments().parse_known_args(words),
     "scripts.evaluate": lambda words: scripts.evaluate.arguments().parse_known_args(words),

@@ -21,8 +21,10 @@ from data.indexed import IndexedDatasetWriter
 from data.loader import open_loader
 from model.schedules import plan_pipeline
 from parallel.topology.mesh import Mesh
+from plan.advice import holdings
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
+from scripts.plan import longest_phase
 
 ENDS = (3, 6)  # the last steps of the first two phases
 
@@ -112,6 +114,14 @@ def test_a_signal_in_the_last_step_of_a_phase(home):
     same_as_clean(home.folder, "signal")
 
 
+def test_an_evaluation_that_a_stop_at_a_boundary_left_out_is_of_the_phase_before(home):
+    more = ("--eval.every", "3")
+    assert home.run("evals", more=more) == 0
+    assert home.run("owed", "step.begin:step=3:act=SIGTERM", more) == 75
+    assert home.run("owed", more=more) == 0
+    assert story(home.folder / "owed") == story(home.folder / "evals")
+
+
 def test_a_damaged_checkpoint_of_a_boundary_leads_back_to_the_phase_before(home):
     assert home.run("back", "step.begin:step=4:act=SIGKILL", ("--checkpoint.every", "2")) == -9
     bad = home.folder / "back" / "checkpoints" / "step_00000003"
@@ -185,12 +195,12 @@ def test_a_change_of_length_repeats_nothing_and_leaves_out_less_than_a_span(sour
     for path in sources:
         of_phases = {phase: windows for (phase, name), windows in read.items() if name == path}
         assert times_read(sum(of_phases.values(), []), 5000).max() == 1  # this is less than an epoch
-        # spans that were touched by a phase that is over, and are not full: at most one for each
+        # of the spans that phases took which are over: fewer tokens than a span are left out for each
         ended = [windows for phase, windows in of_phases.items() if phase < 3]
         shift = min(first for windows in of_phases.values() for first, _ in windows) % span
         counts = times_read(sum(ended, []), 5000)
         full = counts[shift:shift + (5000 - shift) // span * span].reshape(-1, span).sum(1)
-        assert ((full > 0) & (full < span)).sum() <= len(ended)
+        assert span * (full > 0).sum() - full.sum() < span * max(1, len(ended))
 
 
 def test_without_a_change_of_length_the_samples_are_those_of_a_plain_run(sources):
@@ -278,6 +288,20 @@ def test_every_layout_runs_the_same_phases(ranks, tmp_path, name, parallel, chan
     )
     first, _ = prove(ranks(2), cfg, tmp_path)
     assert not first.is_wrong, first
+
+
+# ---- the planner -------------------------------------------------------------------------------------------
+
+
+def test_the_planner_plans_the_phase_that_needs_most():
+    rows = [{"after_steps": 2, "train.seq_len": 64}, {"after_steps": 9, "train.seq_len": 32}]
+    cfg = tiny_config("llama3-tiny")
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=json.dumps(rows)))
+    plain = [phase.cfg for phase in phases_of(cfg).all]
+    assert holdings(cfg, 1) == holdings(plain[1], 1) != holdings(plain[0], 1)
+    longest, line = longest_phase(cfg)
+    assert longest == plain[1] and line.startswith("phase 2 of 3") and "64 tokens" in line
+    assert longest_phase(plain[0]) == (plain[0], "")
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------
