@@ -294,23 +294,23 @@ def past_of(phases: Phases, step: int) -> Tree:
     Two configs that agree in it can continue the same checkpoint of that step.
     """
     found: Tree = {}
-    is_shuffled_with_later = False
-    for phase in phases.all:
-        if phase.number > 1 and phase.steps_before >= step:
-            break
-        span = span_of(phases, phase)
+    here = phases.of_step(step)
+    for phase in phases.all[:here.number]:
         found[f"phase {phase.number}: after_steps"] = phase.steps_before
-        found[f"phase {phase.number}: data.span"] = span
-        is_shuffled_with_later |= span > phase.cfg.train.seq_len
+        found[f"phase {phase.number}: data.span"] = span_of(phases, phase)
         for path in phase.changes:
             if not path.startswith(FREE_IN_PAST):
                 found[f"phase {phase.number}: {path}"] = value_of(phase.cfg, path)
 
-    if is_shuffled_with_later:  # sequences shorter than their span: how many are read decides the order
-        for phase in phases.all:
-            for path in ("train.seq_len", "train.global_batch", "train.ramp", "data.path"):
-                found.setdefault(f"phase {phase.number}: {path}", value_of(phase.cfg, path))
-            found[f"phase {phase.number}: after_steps"] = phase.steps_before
+    # sequences shorter than their span: how many are read until the length changes decides their order
+    seq_len = here.cfg.train.seq_len
+    is_order_open = span_of(phases, here) > seq_len
+    for phase in phases.all[here.number:] if is_order_open else ():
+        found[f"phase {phase.number}: after_steps"] = phase.steps_before
+        if phase.cfg.train.seq_len != seq_len:
+            break
+        for path in ("train.global_batch", "train.ramp", "data.path"):
+            found[f"phase {phase.number}: {path}"] = value_of(phase.cfg, path)
     return found
 
 

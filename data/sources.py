@@ -11,7 +11,7 @@ keeps its order of samples from phase to phase, under whatever weights and besid
 
 A source that comes back after phases without it stands where it was.
 """
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from config import Phase, Phases, sequences_seen, span_of
 from data import blend
@@ -24,8 +24,9 @@ Source = tuple[str, int]  # a path of data.path, and how often the blend has nam
 class Stretch:
     """What consecutive phases read of one source in sequences of one length.
 
-    span: tokens that stay together. samples: how many are read; None: the source is read so to the end.
+    segment: the number of these phases' turn. span: tokens that stay together. samples: how many are read; None: the source is read so to the end.
     """
+    segment: int
     span: int
     seq_len: int
     samples: int | None
@@ -103,6 +104,7 @@ def read_phases(phases: Phases) -> list[PhaseReading]:
             numbers.setdefault(source, len(numbers))
 
     before = sequences_before_phases(phases)
+    segments = segments_of(phases)
     stretches: dict[Source, list[Stretch]] = {source: [] for source in numbers}
     places: list[dict[Source, tuple[int, int]]] = []  # of each phase: {source: (stretch, samples before)}
     for phase, (mix, _), sources in zip(phases.all, blends, sources_of):
@@ -115,7 +117,8 @@ def read_phases(phases: Phases) -> list[PhaseReading]:
             end = first + sequences_seen(phase.cfg.train, steps)
             counts = [late - early for early, late in zip(mix.drawn(first), mix.drawn(end))]
         for source, count in zip(sources, counts):
-            places[-1][source] = extend(stretches[source], span_of(phases, phase), phase, count)
+            here = Stretch(segments[phase.number - 1], span_of(phases, phase), phase.cfg.train.seq_len, count)
+            places[-1][source] = extend(stretches[source], here)
 
     readings: list[PhaseReading] = []
     for phase, (mix, paths), sources in zip(phases.all, blends, sources_of):
@@ -141,19 +144,27 @@ def named_sources(paths: list[str]) -> list[Source]:
     return [(path, paths[:index].count(path)) for index, path in enumerate(paths)]
 
 
-def extend(stretches: list[Stretch], span: int, phase: Phase, count: int | None) -> tuple[int, int]:
+def extend(stretches: list[Stretch], here: Stretch) -> tuple[int, int]:
     """Adds what a phase reads to the stretches of a source.
 
     Returns (the index of the stretch, the samples in it before the phase).
     """
-    seq_len = phase.cfg.train.seq_len
     last = stretches[-1] if stretches else None
-    if last is None or (last.span, last.seq_len) != (span, seq_len):
-        stretches.append(Stretch(span, seq_len, count))
+    if last is None or last.segment != here.segment:
+        stretches.append(here)
         return len(stretches) - 1, 0
     assert last.samples is not None  # the phase before it has ended
-    stretches[-1] = Stretch(span, seq_len, None if count is None else last.samples + count)
+    stretches[-1] = replace(here, samples=None if here.samples is None else last.samples + here.samples)
     return len(stretches) - 1, last.samples
+
+
+def segments_of(phases: Phases) -> list[int]:
+    """Of each phase: a number that consecutive phases with sequences of one length have in common."""
+    found = [0]
+    for phase, following in zip(phases.all, phases.all[1:]):
+        is_same = phase.cfg.train.seq_len == following.cfg.train.seq_len
+        found.append(found[-1] + (not is_same))
+    return found
 
 
 def sequences_before_phases(phases: Phases) -> list[int]:
