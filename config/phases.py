@@ -30,8 +30,8 @@ STARTS = ("after_steps", "after_tokens")  # of the run: exactly one of them is i
 # {section: its keys that a phase may change}. None of them changes what a checkpoint holds.
 CHANGEABLE = {
     "model": "context rope_theta rope_factor rope_kind rope_low_freq rope_high_freq rope_original "
-             "rope_mscale rope_mscale_all window dropout attention mtp_weight aux_loss z_loss jitter capacity "
-             "drop pad router_bias_rate",
+             "rope_mscale rope_mscale_all window dropout attention mtp_weight aux_loss z_loss jitter "
+             "capacity drop pad router_bias_rate",
     "train": "seq_len micro_batch global_batch ramp",
     "optim": "lr min_lr warmup decay decay_fraction beta1 beta2 momentum weight_decay clip",
     "parallel": "tp sp async_tp pp vpp schedule stages cp cp_kind ep etp ep_chunks dp_rep zero recompute "
@@ -193,8 +193,11 @@ def phases_of(cfg: Config, where: str = "train.phases") -> Phases:
         found.append(next_phase(found[-1], row, where))
     phases = Phases(cfg, tuple(found))
     for phase in phases.all:
-        with named(phase, where):
+        try:
             check_span(phases, phase)
+        except ConfigError as error:
+            stated = f"{where}: phase {phase.number}: " if len(found) > 1 else ""
+            raise ConfigError(f"{stated}{error}") from None
     return phases
 
 
@@ -241,20 +244,20 @@ def check_span(phases: Phases, phase: Phase) -> None:
     if span % seq_len:
         raise ConfigError(
             f"train.seq_len: {seq_len} does not divide {span}, the tokens that stay together when samples "
-            "are shuffled (data.span, or the longest train.seq_len of all phases); take a divisor, or another "
-            "data.span"
+            "are shuffled (data.span, or the longest train.seq_len of all phases); take a divisor, or "
+            "another data.span"
         )
 
 
 @contextlib.contextmanager
-def named(phase: Phase, where: str = "train.phases") -> Iterator[None]:
+def named(phase: Phase) -> Iterator[None]:
     """Adds the phase to the message of a ConfigError; of the first phase, nothing."""
     try:
         yield
     except ConfigError as error:
         if phase.number == 1:
             raise
-        raise ConfigError(f"{where}: phase {phase.number}: {error}") from None
+        raise ConfigError(f"train.phases: phase {phase.number}: {error}") from None
 
 
 def change_text(before: Phase, phase: Phase) -> str:

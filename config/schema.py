@@ -518,10 +518,12 @@ def global_batch_sizes(train: TrainConfig) -> list[int]:
 
 def is_permanent_step(checkpoint: CheckpointConfig, step: int) -> bool:
     """Whether checkpoint.keep_every or keep_at asks for a permanent checkpoint after this step."""
+    if step == 0:
+        return False
     if checkpoint.keep_every and step % checkpoint.keep_every == 0:
         return True
     if checkpoint.keep_at == "log2":
-        return step > 0 and step & (step - 1) == 0
+        return step & (step - 1) == 0
     return step in positive_integers(checkpoint.keep_at)
 
 

@@ -24,7 +24,8 @@ Source = tuple[str, int]  # a path of data.path, and how often the blend has nam
 class Stretch:
     """What consecutive phases read of one source in sequences of one length.
 
-    segment: the number of these phases' turn. span: tokens that stay together. samples: how many are read; None: the source is read so to the end.
+    segment: the number of these phases' turn. span: tokens that stay together. samples: how many are read;
+    None: the source is read so to the end.
     """
     segment: int
     span: int

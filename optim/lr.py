@@ -6,7 +6,7 @@ from config import OptimConfig, Phases
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RateSchedule:
     """The learning rate from one step of the run to another.
 
     cfg: its peak and shape. first, last: steps of the run, before the first update and of the last one.
@@ -16,17 +16,17 @@ class Schedule:
     last: int
 
 
-def schedules_of(phases: Phases, steps: int) -> list[Schedule]:
+def schedules_of(phases: Phases, steps: int) -> list[RateSchedule]:
     """The schedules of a run of `steps` steps, in order.
 
     One reaches from the phase that states a key of it to the next phase that does, or to the end of the run.
     """
     beginning = [phase for phase in phases.all if phase.begins_schedule]
     ends = [phase.steps_before for phase in beginning[1:]] + [steps]
-    return [Schedule(phase.cfg.optim, phase.steps_before, end) for phase, end in zip(beginning, ends)]
+    return [RateSchedule(phase.cfg.optim, phase.steps_before, end) for phase, end in zip(beginning, ends)]
 
 
-def learning_rate_of_run(schedules: list[Schedule], step: int) -> float:
+def learning_rate_of_run(schedules: list[RateSchedule], step: int) -> float:
     """The learning rate of update `step` (from 1) of a run.
 
     The warmup of a later schedule begins at the rate with which the schedule before it has ended.

@@ -136,8 +136,8 @@ def draw_phases(axes: Any, train: Rows) -> None:
         if row.get("phase") == before.get("phase"):
             continue
         axes.axvline(row["step"], color=INK, lw=0.8, ls=":")
-        axes.annotate(f" phase {row['phase']}", (row["step"], 1), xycoords=("data", "axes fraction"), va="top",
-                      fontsize=8, color=INK)
+        place = {"xy": (row["step"], 1), "xycoords": ("data", "axes fraction"), "va": "top"}
+        axes.annotate(f" phase {row['phase']}", **place, fontsize=8, color=INK)
 
 
 def title(run_dir: Path, params: str, last: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """The mean of the weights of several checkpoints: a model soup (arXiv 2203.05482), LAWA (arXiv 2306.03241).
 
     python -m scripts.average RUN@STEP RUN@STEP ... OUT       these checkpoints
-    python -m scripts.average RUN --last N OUT                the N newest of a run
+    python -m scripts.average RUN OUT --last N                the N newest of a run
 
 OUT becomes a run folder with the mean of the master weights, in fp32, and without optimizer state:
 scripts.evaluate, scripts.generate and scripts.convert take it, and checkpoint.init_from. meta.json lists what
@@ -33,13 +33,13 @@ def arguments() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("sources", nargs="+", metavar="RUN[@STEP]", help="then OUT, a folder that is not there")
+    parser.add_argument("sources", nargs="+", metavar="RUN[@STEP]", help="and OUT, a new folder")
     parser.add_argument("--last", type=int, help="of a single RUN: average its newest N checkpoints")
     return parser
 
 
 def main(argv: list[str]) -> int:
-    args = arguments().parse_args(argv)
+    args = arguments().parse_intermixed_args(argv)
     *sources, out = args.sources
     paths = find_checkpoints(sources, args.last)
     folder = Path(out)
@@ -54,7 +54,7 @@ def find_checkpoints(sources: list[str], last: int | None) -> list[Path]:
     """The folders to average. Raises ConfigError."""
     if last is None:
         if len(sources) < 2:
-            raise ConfigError("average: needs at least two checkpoints and OUT, or RUN --last N OUT")
+            raise ConfigError("average: needs at least two checkpoints and OUT, or RUN OUT --last N")
         return [find_source(source, "average") for source in sources]
     if len(sources) != 1 or last < 2:
         raise ConfigError("average: --last takes one RUN, and at least 2 of its checkpoints")
@@ -71,7 +71,7 @@ def average(paths: list[Path], folder: Path) -> None:
     for path, meta, cfg in zip(paths[1:], metas[1:], cfgs[1:]):
         check_same_model(paths[0], path, cfgs[0], cfg)
         if meta["tokenizer"] != metas[0]["tokenizer"]:
-            raise ConfigError(f"{path}: has another tokenizer than {paths[0]}; their weights mean other things")
+            raise ConfigError(f"{path}: has another tokenizer than {paths[0]}; average runs of one tokenizer")
 
     _, boxes = weights_only(cfgs[-1], CPU, "fp32")
     sums = [torch.zeros(tensor.shape, dtype=torch.float64) for _, tensor in boxes]
@@ -105,8 +105,9 @@ def check_same_model(first_path: Path, path: Path, first: Config, other: Config)
         key = f"model.{field.name}"
         left, right = getattr(first.model, field.name), getattr(other.model, field.name)
         if left != right and state.must_match(key):
-            raise ConfigError(f"{key}: {path} has {right}, and {first_path} has {left}; average models of one "
-                              "shape")
+            raise ConfigError(
+                f"{key}: {path} has {right}, and {first_path} has {left}; average models of one shape"
+            )
 
 
 if __name__ == "__main__":

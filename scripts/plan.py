@@ -114,7 +114,7 @@ def check_plannable(cfg: Config, hardware: Cluster) -> None:
 
 
 def longest_phase(cfg: Config) -> tuple[Config, str]:
-    """Of a run with train.phases: the config of the phase with the longest sequences, and a line that says so.
+    """Of a run with train.phases: the config of the phase with the longest sequences, and a line about it.
 
     A layout that fits it fits the others, if they have at most its tokens in a microbatch.
     """
