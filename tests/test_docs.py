@@ -467,6 +467,7 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "--world 4": "4 ranks on two cores; tests/proof/test_verify.py proves mixtures",
     "--world 8": "8 ranks on two cores",
     "--tasks": "needs the package lm-eval",
+    "runs/tuned runs/soup": "needs longer runs; tests/scripts/test_average.py averages",
     "python train.py --help": "prints all keys; the narrower forms are run",
 }
 TRAIN = {
@@ -484,6 +485,10 @@ SMALLER = {  # words in a command: what is changed, so that it takes a moment
     "--train.ramp": {"--train.steps": "2", "--train.ramp": "16,16,64"},
     "--checkpoint.every": {"--checkpoint.every": "1"},
     "--train.steps 400": {"--train.steps": "3"},
+    "--train.phases": {"--train.phases": '[{"after_steps": 1, "train.seq_len": 16, "optim.decay": "linear"}]'},
+    "--checkpoint.keep_every": {"--checkpoint.keep_every": "1"},
+    "--checkpoint.branch": {"--checkpoint.branch": "runs/trunk@1"},
+    "scripts.average": {"--last": "2"},
     "0.7 runs": {"--data.path": "0.7 runs/data/corpus 0.3 runs/data/corpus", "--data.split": "60,30,10"},
     "--model.vocab 1024": {"--model.vocab": "257"},
     "prepare_data": {"--tokenizer": "bytes", "--workers": "1"},

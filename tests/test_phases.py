@@ -352,11 +352,11 @@ def test_what_is_refused_of_data_and_past(home):
         line = (home.folder / "data.log").read_text().splitlines()[-1]
         assert line.startswith(f"error: train.phases: phase 3: {what}"), line
 
-    assert home.run("past", "step.begin:step=5:act=SIGKILL") == -9
+    assert home.run("past", "step.begin:step=8:act=SIGKILL") == -9
     file = write_phases(home.folder, "- {after_steps: 3, train.seq_len: 32, optim.lr: 1e-4}")
     assert home.run("past", more=("--train.phases", file)) == 2
     line = (home.folder / "past.log").read_text().splitlines()[-1]
-    assert "error: train.phases: " in line and "is at step 3, with phase 2: " in line, line
+    assert "error: train.phases: " in line and "is at step 6, with phase 2: " in line, line
     assert STEPS == 9
 
 
