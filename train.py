@@ -484,7 +484,9 @@ def check_data(cfg: Config, world: World) -> Config:
     return with_vocab(cfg, state.first_rank_does(open_once, world.all_ranks(), cfg.checkpoint.timeout_s))
 
 
-def open_data(cfg: Config, mesh: Mesh, device: torch.device, phase: int) -> tuple[BatchLoader, BatchLoader]:
+def open_data(
+    cfg: Config, mesh: Mesh, device: torch.device, phase: int = 1
+) -> tuple[BatchLoader, BatchLoader]:
     """This rank's part of the train and the valid split of a phase."""
     train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
     valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
