@@ -485,7 +485,7 @@ SMALLER = {  # words in a command: what is changed, so that it takes a moment
     "--train.ramp": {"--train.steps": "2", "--train.ramp": "16,16,64"},
     "--checkpoint.every": {"--checkpoint.every": "1"},
     "--train.steps 400": {"--train.steps": "3"},
-    "--train.phases": {"--train.phases": '[{"after_steps": 1, "train.seq_len": 16, "optim.decay": "linear"}]'},
+    "--train.phases": {"--train.phases": '[{"after_steps": 1, "train.seq_len": 16, "optim.lr": 1e-4}]'},
     "--checkpoint.keep_every": {"--checkpoint.keep_every": "1"},
     "--checkpoint.branch": {"--checkpoint.branch": "runs/trunk@1"},
     "scripts.average": {"--last": "2"},
