@@ -122,7 +122,7 @@ def accumulate_output(
                 BLOCK_N=BLOCK_N,
                 HEAD_DIM=HEAD_DIM,
             )
-        probs, shrink, denominator, row_max = online_softmax(
+        probs, shrink, denominator, row_max = online_softmax(  # pyright: ignore[reportGeneralTypeIssues]
             scores, denominator, row_max, rows, start, first_key, s_k, offset, scale,
             MASKED=MASKED,
             CAUSAL=CAUSAL,
@@ -215,7 +215,7 @@ def forward_kernel(
         )
     if AHEAD:
         start = last_block(begin, full_begin, full_end, end, BLOCK_N)
-        probs, shrink, denominator, row_max = online_softmax(
+        probs, shrink, denominator, row_max = online_softmax(  # pyright: ignore[reportGeneralTypeIssues]
             scores, denominator, row_max, rows, start, first_key, s_k, offset, scale,
             MASKED=True,
             CAUSAL=CAUSAL,

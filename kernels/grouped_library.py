@@ -24,7 +24,9 @@ def multiply_by_library(x: Tensor, weight: Tensor, offsets: Tensor, back: bool =
     offsets int32 [e + 1], on the device: where the rows of each expert start, and where the last ones end.
     """
     matrices = weight if back else weight.transpose(1, 2)
-    return torch._grouped_mm(x, matrices, offs=offsets[1:])
+    return torch._grouped_mm(  # pyright: ignore[reportPrivateImportUsage]  # missing in torch's stubs
+        x, matrices, offs=offsets[1:]
+    )
 
 
 @cache

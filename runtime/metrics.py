@@ -541,7 +541,9 @@ class MetricsLogger:
 
     def send_picture(self, name: str, path: Path | None) -> None:
         """Sends a picture to the sinks; None: there is none."""
-        for sink in self.sinks if path else ():
+        if path is None:
+            return
+        for sink in self.sinks:
             sink.picture(self.steps, name, path)
 
     def close_sinks(self, code: int, reason: str | None) -> None:
