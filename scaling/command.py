@@ -3,7 +3,7 @@
     python -m scripts.scaling ladder [--out FOLDER] [--depths 2,3,4,5,6] [--flops 1e12] [--budgets 4]
     python -m scripts.scaling fit FOLDER
     python -m scripts.scaling next FOLDER --depth 7
-    python -m scripts.scaling sweep --rates 4e-3,8e-3,1.6e-2 --batches 8,16,32 --tokens 1e6
+    python -m scripts.scaling sweep --rates 2e-3,4e-3,8e-3 --batches 8,16,32 --tokens 1e6
     python -m scripts.scaling systems --ranks 1,2 --layout "" --layout "tp 2"
 
 `ladder` trains models of one family (scaling/ladder.py) for the same budgets of FLOPs. What is done is
@@ -71,7 +71,7 @@ def arguments() -> argparse.ArgumentParser:
     sweep = commands.add_parser("sweep", help="learning rates and batch sizes, and the critical batch")
     sweep.add_argument("--out", type=Path, default=Path("runs/sweep"), help="folder of the runs")
     sweep.add_argument("--recipe", default="quickstart", help="of train.py")
-    sweep.add_argument("--rates", default="2e-3,4e-3,8e-3,1.6e-2", help="of optim.lr")
+    sweep.add_argument("--rates", default="1e-3,2e-3,4e-3,8e-3", help="of optim.lr")
     sweep.add_argument("--batches", default="4,8,16,32,64", help="sequences of a step")
     sweep.add_argument("--tokens", type=float, default=1e6, help="of each run")
     sweep.add_argument("--target", type=float, help="training loss to which steps are counted (default: one "
