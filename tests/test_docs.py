@@ -453,6 +453,8 @@ NOT_RUN = {  # start of a command, or a word in it: why
     "bash scripts/scaling/": "installs packages and trains for minutes; tests/scaling/ runs its parts",
     "python -m scripts.scaling fit": "needs a ladder; tests/scaling/ fits",
     "python -m scripts.scaling next": "needs a ladder, and trains for minutes",
+    "python -m scripts.scaling sweep": "trains for minutes; tests/scaling/test_sweep.py sweeps",
+    "python -m scripts.scaling systems": "trains for minutes; tests/scaling/test_systems.py measures",
     "bash scripts/recipes/": "starts ranks on the GPUs of a node",
     "--nnodes": "needs two machines; tests/scripts/test_launcher.py has two nodes on one",
     "pip install": "installs; tests/test_install.py does, into a folder",
