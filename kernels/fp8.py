@@ -478,15 +478,9 @@ def launch_cast(
         rows = max(1, TILE // columns)
     grid = ceil_div(m, rows), ceil_div(n, columns), count
 
-    # the results, and a tensor's largest element in few enough parts
-    parts = 1
-    if kind == "tensor":
-        assert given is not None, "the largest element of a tensor is found before its cast"
-        given = in_few_parts(given, count)
-        parts = given.shape[1]
-        maxima = Maxima(given, given)
-    quantized = empty_result(x, (count, m, n), kind, dtype, side, is_written=ahead)
-    transposed = empty_result(x, (count, n, m), kind, dtype, side, is_written=back)
+    quantized, transposed, maxima, parts = before_cast(
+        x, (count, m, n), kind, dtype, side, maxima, ahead=ahead, back=back
+    )
     cast_kernel[grid](
         x, *quantized, or_else(maxima.rows, x), *transposed, or_else(maxima.columns, x), m, n, parts,
         x.stride(0), x.stride(1), x.stride(2),
@@ -502,6 +496,32 @@ def launch_cast(
         num_warps=cast_warps(rows, columns),
     )
     return as_stored(quantized, kind), as_stored(transposed, kind)
+
+
+def before_cast(
+    x: Tensor,
+    shape: tuple[int, int, int],
+    kind: str,
+    dtype: torch.dtype,
+    side: int,
+    maxima: Maxima,
+    *,
+    ahead: bool,
+    back: bool,
+) -> tuple[Quantized, Quantized, Maxima, int]:
+    """What a cast of matrices [e, m, n] writes, ahead and back, on the device of x; the maxima that it reads,
+    and in how many parts those of a tensor are."""
+    count, m, n = shape
+    parts = 1
+    if kind == "tensor":
+        given = maxima.rows if ahead else maxima.columns
+        assert given is not None, "the largest element of a tensor is found before its cast"
+        given = in_few_parts(given, count)
+        parts = given.shape[1]
+        maxima = Maxima(given, given)
+    quantized = empty_result(x, (count, m, n), kind, dtype, side, is_written=ahead)
+    transposed = empty_result(x, (count, n, m), kind, dtype, side, is_written=back)
+    return quantized, transposed, maxima, parts
 
 
 def in_few_parts(largest: Tensor, matrices: int) -> Tensor:

@@ -4,13 +4,15 @@
     norm               LayerNorm or RMSNorm           x [m, n], weight, bias [n], 1 / deviation, mean [m]
     swiglu             silu(gate) * up                gate_up [m, 2n]
     swiglu_backward    the gradient of gate_up        gate_up [m, n], dy [m, n/2]
+    rope_backward      the gradient of merged q, k, v dq, dk, dv, cos, sin (kernels/fp8_rope.py)
 
 A formula gives each element from operands that are in memory anyway, with the arithmetic of the kernel that
 would have written it, rounded as that would have. So the 8 bits and the scales are those of the result in
 memory, bit for bit, and the result itself is neither written nor read. A scale that spans more than a tile
-needs its maximum first: a norm's producer gives it, and those of SwiGLU are found by another pass over the
-operands.
+needs its maximum first: a norm's producer gives it, and those of the others are found by another pass over
+the operands.
 """
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,11 +26,10 @@ from kernels.fp8 import (
     Maxima,
     Quantized,
     as_stored,
+    before_cast,
     cast_tile,
     cast_warps,
-    empty_result,
     find_maxima,
-    in_few_parts,
 )
 from kernels.fp8_gemm import (
     QuantizedMatrix,
@@ -37,12 +38,13 @@ from kernels.fp8_gemm import (
     quantize_operand_pair,
 )
 from kernels.fp8_origin import Origin
+from kernels.fp8_rope import launch_rope_cast, launch_rope_maxima
 from kernels.norm import normalized
 from kernels.swiglu import silu_times, swiglu_gradients
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, power_of_2, tl, triton
 
-FORMULAS = ("norm", "swiglu", "swiglu_backward")
+FORMULAS = ("norm", "swiglu", "swiglu_backward", "rope_backward")
 
 
 def maxima_of(x: Origin, kind: str, *, both: bool) -> Maxima:
@@ -51,7 +53,8 @@ def maxima_of(x: Origin, kind: str, *, both: bool) -> Maxima:
         return x.maxima
     if x.is_written:
         return find_maxima(written(x), kind, both=both)
-    return launch_formula_maxima(x, kind) if kind in ("tensor", "row") else Maxima()
+    launch = launch_rope_maxima if x.formula == "rope_backward" else launch_formula_maxima
+    return launch(x, kind) if kind in ("tensor", "row") else Maxima()
 
 
 def quantize_origin(
@@ -60,7 +63,7 @@ def quantize_origin(
     """fp8.quantize of a matrix by its origin."""
     if x.is_written:
         return quantize_operand(written(x), kind, dtype, side, largest)
-    ahead, _ = launch_formula_cast(x, kind, dtype, side, Maxima(rows=largest), back=False)
+    ahead, _ = cast_of(x)(x, kind, dtype, side, Maxima(rows=largest), back=False)
     return QuantizedMatrix(*ahead, kind, side)
 
 
@@ -70,7 +73,7 @@ def quantize_transposed_origin(
     """fp8.quantize of its transpose. largest: of the transpose's rows."""
     if x.is_written:
         return quantize_operand(written(x).t(), kind, dtype, side, largest)
-    _, back = launch_formula_cast(x, kind, dtype, side, Maxima(columns=largest), ahead=False)
+    _, back = cast_of(x)(x, kind, dtype, side, Maxima(columns=largest), ahead=False)
     return QuantizedMatrix(*back, kind, side)
 
 
@@ -80,8 +83,13 @@ def quantize_origin_pair(
     """fp8.quantize_pair of a matrix by its origin."""
     if x.is_written:
         return quantize_operand_pair(written(x), kind, dtype, side, maxima)
-    ahead, back = launch_formula_cast(x, kind, dtype, side, maxima)
+    ahead, back = cast_of(x)(x, kind, dtype, side, maxima)
     return QuantizedPair(QuantizedMatrix(*ahead, kind, side), QuantizedMatrix(*back, kind, side))
+
+
+def cast_of(x: Origin) -> Callable[..., tuple[Quantized, Quantized]]:
+    """What launches the cast of a result that is unwritten."""
+    return launch_rope_cast if x.formula == "rope_backward" else launch_formula_cast
 
 
 def written(x: Origin) -> Tensor:
@@ -251,15 +259,9 @@ def launch_formula_cast(
     m, n = x.shape
     operands = operands_of(x)
     rows, columns = (side, side) if kind == "group" else PAIR
-    parts = 1
-    if kind == "tensor":
-        given = maxima.rows if ahead else maxima.columns
-        assert given is not None, "the largest element of a tensor is found before its cast"
-        given = in_few_parts(given, 1)
-        parts = given.shape[1]
-        maxima = Maxima(given, given)
-    quantized = empty_result(operands.x, (1, m, n), kind, dtype, side, is_written=ahead)
-    transposed = empty_result(operands.x, (1, n, m), kind, dtype, side, is_written=back)
+    quantized, transposed, maxima, parts = before_cast(
+        operands.x, (1, m, n), kind, dtype, side, maxima, ahead=ahead, back=back
+    )
     width = n // halves_of(x)
     formula_cast_kernel[(ceil_div(m, rows), ceil_div(width, columns), 1)](
         *operands, *quantized, maxima.rows, *transposed, maxima.columns, m, width, parts,

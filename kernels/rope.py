@@ -5,13 +5,16 @@ llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.2178
 arXiv 2309.00071.
 
 On a GPU the merged q, k, v are rotated in place. So are their gradients, where the backward of attention
-wrote them side by side; elsewhere one kernel reads them where they lie, and writes the merged gradient.
+wrote them side by side; elsewhere one kernel reads them where they lie, and writes the merged gradient. An fp8
+linear that made q, k, v computes that gradient itself (kernels/fp8_rope.py).
 """
 import math
 
 import torch
 from torch import Tensor
 
+from kernels.fp8 import BLOCK_SIDE
+from kernels.fp8_origin import Origin, Reader, unwritten
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
@@ -19,6 +22,7 @@ from kernels.triton_ import kernel_is_available, power_of_2, tl, triton
 
 WITHOUT_FP64 = ("mps",)  # devices: Apple's GPUs compute in fp32 at most
 TILE = 2048  # pairs of channels that a program rotates at a time
+MIN_COLUMNS = 16  # of a tile of the gradient, if an fp8 linear computes it
 
 
 def angle_dtype(device: torch.device | None) -> torch.dtype:
@@ -101,18 +105,26 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, compiled: bool = False) -> T
 
 
 def split_heads_and_apply_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int, compiled: bool = False
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int,
+    kv: int,
+    compiled: bool = False,
+    reader: Reader | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Splits a merged projection into q, k and v, and rotates q and k.
 
-    qkv [b, s, heads + 2 kv, d], with the heads of q, k and v in this order; cos and sin [b, s, 1, d/2] ->
-    q [b, s, heads, d], k and v [b, s, kv, d].
+    qkv [b, s, heads + 2 kv, d] or [b, s, (heads + 2 kv) d], with the heads of q, k and v in this order; cos
+    and sin [b, s, 1, d/2] -> q [b, s, heads, d], k and v [b, s, kv, d].
+    reader: the fp8 linear that made qkv and alone reads its gradient, which is left to it then
+    (kernels/fp8_origin.py).
 
     On a CPU, memory holds the results head by head, as batched GEMMs prefer them: split, rotation and
     transposition are one pass, and so is their backward. On a GPU the results are views of qkv, which is
     rotated in place: another operation that needs the old qkv in its backward gets autograd's error.
     """
-    return _SplitRope.apply(qkv, cos, sin, heads, kv, compiled)
+    return _SplitRope.apply(qkv, cos, sin, heads, kv, compiled, reader)
 
 
 # ---- the definition ----------------------------------------------------------------------------------------
@@ -355,6 +367,34 @@ def side_by_side(*parts: Tensor) -> Tensor | None:
     return first.as_strided((b, s, total, d), strides)
 
 
+# ---- the gradient that an fp8 linear computes (kernels/fp8_rope.py) ----------------------------------------
+
+def computes_gradient(reader: Reader, dq: Tensor, dk: Tensor, dv: Tensor) -> bool:
+    """Whether the casts of a linear compute the gradient of its result from these [b, s, heads, d]."""
+    widths = [x.shape[2] * x.shape[3] for x in (dq, dk)]
+    columns = columns_of_tile(dq, dk, reader.kind, reader.side)
+    parts_are_apart = columns >= MIN_COLUMNS and all(width % columns == 0 for width in widths)
+    are_alike = all(x.stride(-1) == 1 and x.dtype == dq.dtype for x in (dq, dk, dv))
+    return parts_are_apart and are_alike and reader.takes(dq, dk, dv)
+
+
+def columns_of_tile(dq: Tensor, dk: Tensor, kind: str, side: int) -> int:
+    """Those of a group, whose scale its cast finds; else as many as divide the channels of q and of k."""
+    if kind == "group":
+        return side
+    return math.gcd(BLOCK_SIDE, dq.shape[2] * dq.shape[3], dk.shape[2] * dk.shape[3])
+
+
+def unwritten_gradient(
+    dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor, shape: tuple[int, ...]
+) -> Tensor:
+    """split_backward of this shape, left to the linear that reads it."""
+    b, s, heads, d = dq.shape
+    matrix = b * s, (heads + 2 * dk.shape[2]) * d
+    tables = per_sequence(cos, b), per_sequence(sin, b)
+    return unwritten(Origin("rope_backward", matrix, (dq, dk, dv, *tables)), shape, like=dq)
+
+
 # ---- autograd ----------------------------------------------------------------------------------------------
 
 class _Rope(torch.autograd.Function):
@@ -382,25 +422,40 @@ class _Rope(torch.autograd.Function):
 class _SplitRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, qkv: Tensor, cos: Tensor, sin: Tensor, heads: int, kv: int, compiled: bool
+        ctx,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        heads: int,
+        kv: int,
+        compiled: bool,
+        reader: Reader | None,
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(cos, sin)
         ctx.compiled = compiled
         ctx.triton = kernel_is_available("rope", qkv, cos)
+        ctx.reader = reader
+        ctx.shape = qkv.shape
         rotated = heads + kv
         if not ctx.triton:
-            out = jit(split_forward, compiled)(qkv, cos, sin, rotated)  # [b, h, s, d]
+            by_head = qkv.flatten(2).unflatten(2, (heads + 2 * kv, -1))  # [b, s, h, d]
+            out = jit(split_forward, compiled)(by_head, cos, sin, rotated)  # [b, h, s, d]
             return out.transpose(1, 2).split((heads, kv, kv), 2)
 
         if qkv.is_leaf or qkv.stride(-1) != 1:  # a leaf belongs to the caller, and must not change
             qkv = qkv.clone(memory_format=torch.contiguous_format)
         torch.autograd.graph.increment_version(qkv)
-        q_and_k = qkv.detach()[:, :, :rotated]
+        by_head = qkv.detach().flatten(2).unflatten(2, (heads + 2 * kv, -1))
+        q_and_k = by_head[:, :, :rotated]
         launch_rope(q_and_k, q_and_k, cos, sin)
-        return qkv.detach().split((heads, kv, kv), 2)
+        return by_head.split((heads, kv, kv), 2)
 
     @staticmethod
     def backward(ctx, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        backward = rope_backward if ctx.triton else jit(split_backward, ctx.compiled)
-        return backward(dq, dk, dv, cos, sin), None, None, None, None, None
+        if ctx.triton and ctx.reader is not None and computes_gradient(ctx.reader, dq, dk, dv):
+            dqkv = unwritten_gradient(dq, dk, dv, cos, sin, ctx.shape)
+        else:
+            backward = rope_backward if ctx.triton else jit(split_backward, ctx.compiled)
+            dqkv = backward(dq, dk, dv, cos, sin).view(ctx.shape)
+        return dqkv, None, None, None, None, None, None

@@ -15,7 +15,7 @@ from kernels.head_norm import split_normalize_and_rotate
 from kernels.norm import rms_norm
 from model.context import ForwardContext
 from model.init import residual_std
-from model.precision import fp8_of_layer
+from model.precision import fp8_of_layer, fp8_reader_of_layer
 from model.recompute import checkpoint_activations
 from parallel.context.ring import ring_attention
 from parallel.context.ulysses import ulysses_attention
@@ -53,6 +53,8 @@ class Attention(nn.Module):
 
         # projections
         self.qkv = qkv_projection(cfg, mesh, layer)
+        has_bias = model.bias or model.qkv_bias  # it sums the gradient of what the projection made
+        self.gradient_reader = None if has_bias else fp8_reader_of_layer(cfg, layer)
         self.out = RowLinear(
             mesh,
             f"{key}.o",
@@ -81,9 +83,7 @@ class Attention(nn.Module):
             self.k_norm = replicated_vector(f"{key}.k_norm.weight", self.head_dim, "norm", is_partial=True)
 
     def forward(self, x: Tensor, context: ForwardContext) -> Tensor:
-        qkv = self.qkv(x)  # under sp it gathers the sequence
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [b, s/cp, (h + 2g)/tp, d]
-
+        qkv = self.qkv(x)  # [b, s/cp, (h + 2g) d / tp]; under sp it gathers the sequence
         q, k, v = self.split_heads(qkv, context)
         if self.score_scale != 1:
             q = q * self.score_scale
@@ -94,13 +94,19 @@ class Attention(nn.Module):
         return self.out(out.flatten(2))
 
     def split_heads(self, qkv: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [b, s/cp, (h + 2g)/tp, d] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
+        """qkv [b, s/cp, (h + 2g) d / tp] -> q [b, s/cp, h/tp, d], k and v [b, s/cp, g/tp, d], normalized and
         rotated."""
+        if self.has_rope and not self.has_qk_norm:
+            cos, sin = context.rotation()
+            return rope.split_heads_and_apply_rope(
+                qkv, cos, sin, self.heads, self.kv_heads,
+                compiled=self.compiled,
+                reader=self.gradient_reader,
+            )
+
+        qkv = qkv.unflatten(-1, (-1, self.head_dim))  # [b, s/cp, (h + 2g)/tp, d]
         if self.has_rope and not self.qk_norm_over_heads:
             cos, sin = context.rotation()
-            if not self.has_qk_norm:
-                return rope.split_heads_and_apply_rope(
-                    qkv, cos, sin, self.heads, self.kv_heads, compiled=self.compiled)
             return split_normalize_and_rotate(
                 qkv, self.q_norm, self.k_norm, cos, sin,
                 heads=self.heads,

@@ -1,0 +1,127 @@
+"""The gradient of a merged projection, from those of q, k and v: the same 8 bits and scales as of the gradient
+in memory."""
+
+import pytest
+import torch
+
+from kernels import fp8, fp8_rope, rope
+from kernels.fp8 import E4M3, E5M2
+from kernels.fp8_formula import (
+    maxima_of,
+    quantize_origin,
+    quantize_origin_pair,
+    quantize_transposed_origin,
+)
+from kernels.fp8_linear import RECIPES, Fp8Scaling, scaled_linear
+from kernels.fp8_origin import Reader, origin_of
+from test_fp8_formula import check_bits
+
+SIDE = 32
+# b, s, heads, kv, d: tails of strips; several heads a tile, and several tiles a head; more tiles than a
+# program has
+SHAPES = [(2, 37, 4, 2, 16), (1, 70, 2, 1, 64), (1, 5, 1, 1, 256), (2, 33, 10, 2, 32), (3, 1, 6, 6, 16)]
+LAYOUTS = ("apart", "side by side", "head by head", "expanded tokens")
+
+
+def draw(b, s, heads, kv, d, layout, device, dtype):
+    """dq, dk, dv [b, s, heads, d]: tokens and channels of very different size; the largest element is the
+    last."""
+    h = heads + 2 * kv
+    x = torch.randn(b, s, h, d) * torch.logspace(-2, 1, s)[:, None, None] * torch.logspace(-1, 1, d)
+    x[-1, -1, -1, -1] = 60.0
+    parts = x.to(device, dtype).split((heads, kv, kv), 2)
+    if layout == "apart":
+        return [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    if layout == "head by head":
+        return [part.transpose(1, 2).contiguous().transpose(1, 2) for part in parts]
+    if layout == "expanded tokens":  # no stride from a token to the next
+        return [*parts[:2], parts[2][:, :1].expand_as(parts[2])]
+    return list(parts)
+
+
+def angles(b, s, d, device, one_table=False):
+    positions = torch.arange(s).expand(1 if one_table else b, -1) % 29
+    return [t.to(device) for t in rope.cos_sin_tables(positions, rope.frequencies(d, 100.0), torch.bfloat16)]
+
+
+@pytest.mark.parametrize("kind", ("tensor", "row", "group"))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype, bits", [(torch.bfloat16, E5M2), (torch.float16, E4M3)], ids=str)
+def test_the_bits_of_the_gradient_in_memory(interpreted, monkeypatch, kind, shape, layout, dtype, bits):
+    monkeypatch.setattr(fp8_rope, "TILES", 3)
+    b, s, heads, kv, d = shape
+    side = min(SIDE, kv * d)
+    gradients = draw(*shape, layout, interpreted, dtype)
+    cos, sin = angles(b, s, d, interpreted, one_table=layout == "apart")
+    assert rope.computes_gradient(Reader(kind, side), *gradients)
+    want = rope.rope_backward(*(x.clone() for x in gradients), cos, sin).flatten(0, 1).flatten(1)  # [t, n]
+    before = [x.clone() for x in gradients]
+    origin = origin_of(rope.unwritten_gradient(*gradients, cos, sin, (b, s, want.shape[1])))
+    assert not origin.is_written and origin.shape == tuple(want.shape)
+
+    maxima = maxima_of(origin, kind, both=True)
+    want_maxima = fp8.find_maxima(want, kind, both=True)
+    if kind == "tensor":
+        assert maxima.rows.amax() == want.abs().amax()
+    if kind == "row":
+        assert torch.equal(maxima.rows, want_maxima.rows)
+        assert torch.equal(maxima.columns, want_maxima.columns)
+    ahead, back = (fp8.quantize_reference(x, kind, bits, side) for x in (want, want.t()))
+    pair = quantize_origin_pair(origin, kind, bits, side, maxima)
+    check_bits(pair.ahead[:2], ahead)
+    check_bits(pair.back[:2], back)
+    check_bits(quantize_origin(origin, kind, bits, side, maxima.rows)[:2], ahead)
+    check_bits(quantize_transposed_origin(origin, kind, bits, side, maxima.columns)[:2], back)
+    assert all(torch.equal(one, other) for one, other in zip(before, gradients))
+
+
+def projection(x, weight, cos, sin, heads, kv, dys, recipe, reader):
+    """q, k and v of x, and the gradients of x and weight."""
+    leaves = [t.detach().requires_grad_() for t in (x, weight)]
+    qkv = scaled_linear(*leaves, None, None, Fp8Scaling(recipe, SIDE))
+    results = rope.split_heads_and_apply_rope(qkv, cos, sin, heads, kv, reader=reader)
+    grads = torch.autograd.grad(results, leaves, [dy.clone() for dy in dys])
+    return *(y.detach() for y in results), *grads
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("layout", LAYOUTS[:3])
+@pytest.mark.parametrize("b, s, heads, kv, d", [(2, 16, 4, 2, 16), (1, 40, 2, 2, 32)])
+def test_a_projection_trains_with_the_same_bits(interpreted, monkeypatch, recipe, layout, b, s, heads, kv, d):
+    x = torch.randn(b, s, 64, device=interpreted).bfloat16()
+    weight = torch.randn((heads + 2 * kv) * d, 64, device=interpreted).bfloat16()
+    dys = draw(b, s, heads, kv, d, layout, interpreted, torch.bfloat16)
+    args = x, weight, *angles(b, s, d, interpreted), heads, kv, dys, recipe
+    want = projection(*args, None)
+
+    def written(*_):
+        raise AssertionError("the gradient is written")
+
+    monkeypatch.setattr(rope, "rope_backward", written)
+    got = projection(*args, Fp8Scaling(recipe, SIDE).reader)
+    for one, other in zip(got, want):
+        assert one.isfinite().all() and torch.equal(one, other)
+
+
+def test_what_no_tile_fits_is_written(interpreted):
+    """Parts that no tile divides, groups across two of them, and channels that lie apart."""
+    def gradients(heads, kv, d):
+        return draw(1, 4, heads, kv, d, "apart", interpreted, torch.bfloat16)
+
+    assert rope.computes_gradient(Reader("tensor", 32), *gradients(2, 1, 16))
+    assert not rope.computes_gradient(Reader("tensor", 32), *gradients(2, 1, 8))
+    assert rope.computes_gradient(Reader("group", 32), *gradients(4, 2, 16))
+    assert not rope.computes_gradient(Reader("group", 32), *gradients(4, 1, 16))
+    dq, dk, dv = gradients(4, 2, 16)
+    assert not rope.computes_gradient(Reader("row", 32), dq.transpose(1, 3).contiguous().transpose(1, 3), dk, dv)
+    assert not rope.computes_gradient(Reader("row", 32), dq, dk, dv.float())
+
+
+def test_without_kernels_all_is_written():
+    qkv = torch.randn(1, 4, 128, requires_grad=True)
+    q, k, v = rope.split_heads_and_apply_rope(
+        qkv, *angles(1, 4, 16, qkv.device), 4, 2, reader=Reader("tensor", 32)
+    )
+    (grad,) = torch.autograd.grad(q.sum() + k.sum() + v.sum(), qkv)
+    assert grad.isfinite().all() and origin_of(grad).is_written
