@@ -241,6 +241,8 @@ KERNELS = {
     "fp8.maxima_kernel": KernelRow("quantization", needed=0.0),
     "fp8_formula.formula_cast_kernel": KernelRow("quantization"),  # needed: it is the activation, too
     "fp8_formula.formula_maxima_kernel": KernelRow("quantization", needed=0.0),
+    "fp8_rope.rope_cast_kernel": KernelRow("quantization"),  # needed: it turns the gradients back, too
+    "fp8_rope.rope_maxima_kernel": KernelRow("quantization", needed=0.0),
     "adam.adamw_kernel": KernelRow("optimizer"),
 }
 

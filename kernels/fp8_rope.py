@@ -4,15 +4,15 @@ The projection's result is split into heads and rotated (kernels/rope.py). Its g
 that of q and of k, turned back, beside that of v. An fp8 linear alone reads it: so it is computed from where
 attention wrote the three, tile by tile, with the bits of rope.merge_gradients_kernel, and never written.
 
-A tile has channels of q, of k or of v alone. A program has several tiles of the same tokens: the angles of
-these come from memory once.
+Its tiles are halves of heads, left and right: each pair of channels is turned once, and a program, which has
+several heads of the same tokens, loads their angles once. A scale of a group would need both halves before
+they are cast: for blockwise scales the gradient is written.
 """
 import torch
 from torch import Tensor
 
 from kernels import fp8
 from kernels.fp8 import (
-    BLOCK_SIDE,
     PAIR,
     STRIP,
     Maxima,
@@ -20,97 +20,93 @@ from kernels.fp8 import (
     as_stored,
     before_cast,
     cast_tile,
-    cast_warps,
 )
 from kernels.fp8_origin import Origin
-from kernels.rope import columns_of_tile, turn_back
+from kernels.rope import turn_back
 from kernels.tiles import block_range, inside_matrix, load_fp32
 from kernels.triton_ import ceil_div, power_of_2, tl, triton
 
-TILES = 8  # of a program of the cast
+HEADS = 8  # of a program of the cast
+CAST_WARPS = 16  # both halves of a head, their angles and their casts fit the registers of the threads
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------
-# sizes: tokens of a sequence, channels of q, channels of k. Strides of COS and SIN over sequences and tokens;
-# those of DQ, DK and DV over heads as well. HALF: half of the channels of a head.
+# s: tokens of a sequence; heads: of q; kv: of k and of v. Strides of COS and SIN over sequences and tokens;
+# those of DQ, DK and DV over heads as well. HALF: half of the channels of a head, in tiles [ROWS, BLOCK].
 
 @triton.jit
-def head_offsets(batch, position, columns, strides, HALF: tl.constexpr):
-    """Where the left channel of the pair of each element is: int64 [ROWS, COLUMNS]. columns: of all heads."""
-    head = columns // (2 * HALF)
-    pair = columns % HALF
-    of_token = batch.to(tl.int64) * strides[0] + position.to(tl.int64) * strides[1]
-    return of_token[:, None] + (head.to(tl.int64) * strides[2] + pair)[None, :]
-
-
-@triton.jit
-def turned_back(X, COS, SIN, batch, position, columns, inside, table_strides, strides, HALF: tl.constexpr):
-    """Some columns of the heads of X for some tokens, turned back, in fp32."""
-    offsets = head_offsets(batch, position, columns, strides, HALF=HALF)
-    left = load_fp32(X + offsets, inside)
-    right = load_fp32(X + HALF + offsets, inside)
-    of_token = batch.to(tl.int64) * table_strides[0] + position.to(tl.int64) * table_strides[1]
-    angles = of_token[:, None] + (columns % HALF)[None, :]
-    cos = tl.load(COS + angles, inside, 0.0)
-    sin = tl.load(SIN + angles, inside, 0.0)
-    new_left, new_right = turn_back(left, right, cos, sin)
-    is_left = columns % (2 * HALF) < HALF
-    return tl.where(is_left[None, :], new_left, new_right)
+def load_halves(X, batch, position, head, strides, inside, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """The left and right channels of one head of X for some tokens, in fp32: two of [ROWS, BLOCK]."""
+    of_token = batch * strides[0] + position * strides[1] + head * strides[2]
+    pointers = X + of_token[:, None] + tl.arange(0, BLOCK)[None, :]
+    return load_fp32(pointers, inside), load_fp32(pointers + HALF, inside)
 
 
 @triton.jit
-def merged_tile(
-    DQ, DK, DV, COS, SIN, rows, first, m, n,
-    sizes, table_strides, dq_strides, dk_strides, dv_strides,
+def load_tables(
+    COS, SIN, batch, position, strides, inside, BLOCK: tl.constexpr
+) -> "tuple[tl.tensor, tl.tensor]":
+    """cos and sin [ROWS, BLOCK] of some tokens."""
+    offsets = (batch * strides[0] + position * strides[1])[:, None] + tl.arange(0, BLOCK)[None, :]
+    return tl.load(COS + offsets, inside, 0.0), tl.load(SIN + offsets, inside, 0.0)
+
+
+@triton.jit
+def head_gradient(
+    DQ, DK, DV, cos, sin, batch, position, head, heads, kv, dq_strides, dk_strides, dv_strides, inside,
     HALF: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """A tile [ROWS, COLUMNS] of the gradient, from column `first` on, rounded as DQ is; 0 beyond row m."""
-    columns = first + tl.arange(0, COLUMNS)
-    inside = inside_matrix(rows, columns, m, n)
-    token = rows.to(tl.int32)
-    batch = token // sizes[0]
-    position = token % sizes[0]
-    first_of_v = sizes[1] + sizes[2]
-    if first < sizes[1]:
-        result = turned_back(
-            DQ, COS, SIN, batch, position, columns, inside, table_strides, dq_strides, HALF=HALF
+    BLOCK: tl.constexpr,
+) -> "tuple[tl.tensor, tl.tensor]":
+    """Both halves of one head of the merged gradient, rounded as DQ is; 0 outside."""
+    if head < heads:
+        left, right = load_halves(DQ, batch, position, head, dq_strides, inside, HALF=HALF, BLOCK=BLOCK)
+        left, right = turn_back(left, right, cos, sin)
+    elif head < heads + kv:
+        left, right = load_halves(
+            DK, batch, position, head - heads, dk_strides, inside, HALF=HALF, BLOCK=BLOCK
         )
-    elif first < first_of_v:
-        result = turned_back(
-            DK, COS, SIN, batch, position, columns - sizes[1], inside, table_strides, dk_strides, HALF=HALF
-        )
+        left, right = turn_back(left, right, cos, sin)
     else:
-        channels = columns - first_of_v
-        offsets = head_offsets(batch, position, channels, dv_strides, HALF=HALF)
-        is_right = channels % (2 * HALF) >= HALF
-        result = load_fp32(DV + offsets + tl.where(is_right, HALF, 0)[None, :], inside)
-    return tl.where(inside, result.to(DQ.dtype.element_ty).to(tl.float32), 0.0)
+        left, right = load_halves(
+            DV, batch, position, head - heads - kv, dv_strides, inside, HALF=HALF, BLOCK=BLOCK
+        )
+    DTYPE: tl.constexpr = DQ.dtype.element_ty
+    return left.to(DTYPE).to(tl.float32), right.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def rope_maxima_kernel(
-    DQ, DK, DV, COS, SIN, OF_ROWS, OF_COLUMNS, m, n,
-    sizes, table_strides, dq_strides, dk_strides, dv_strides,
+    DQ, DK, DV, COS, SIN, OF_ROWS, OF_COLUMNS, m, s, heads, kv,
+    table_strides, dq_strides, dk_strides, dv_strides,
     HALF: tl.constexpr,
     KIND: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """fp8_formula.formula_maxima_kernel of this formula: the maxima of one strip of ROWS rows."""
     strip = tl.program_id(0).to(tl.int64)
     rows = block_range(strip, ROWS)
+    pairs = tl.arange(0, BLOCK)
+    inside = inside_matrix(rows, pairs, m, HALF)
+    batch = rows // s
+    position = rows % s
+    cos, sin = load_tables(COS, SIN, batch, position, table_strides, inside, BLOCK=BLOCK)
+
+    all_heads = heads + 2 * kv
     largest = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, n, COLUMNS):
-        result = merged_tile(
-            DQ, DK, DV, COS, SIN, rows, first, m, n,
-            sizes, table_strides, dq_strides, dk_strides, dv_strides,
-            HALF=HALF, COLUMNS=COLUMNS,
+    for head in range(0, all_heads):
+        left, right = head_gradient(
+            DQ, DK, DV, cos, sin, batch, position, head, heads, kv,
+            dq_strides, dk_strides, dv_strides, inside,
+            HALF=HALF, BLOCK=BLOCK,
         )
-        largest = tl.maximum(largest, tl.max(tl.abs(result), 1))
+        left = tl.abs(left)
+        right = tl.abs(right)
+        largest = tl.maximum(largest, tl.max(tl.maximum(left, right), 1))
         if KIND == "row":
-            of_columns = OF_COLUMNS + strip * n + first + tl.arange(0, COLUMNS)
-            tl.store(of_columns, tl.max(tl.abs(result), 0))
+            of_columns = OF_COLUMNS + (strip * all_heads + head) * (2 * HALF) + pairs
+            tl.store(of_columns, tl.max(left, 0), pairs < HALF)
+            tl.store(of_columns + HALF, tl.max(right, 0), pairs < HALF)
     if KIND == "row":
         tl.store(OF_ROWS + rows, largest, rows < m)
     else:
@@ -119,8 +115,8 @@ def rope_maxima_kernel(
 
 @triton.jit
 def rope_cast_kernel(
-    DQ, DK, DV, COS, SIN, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK, m, n, parts,
-    sizes, table_strides, dq_strides, dk_strides, dv_strides,
+    DQ, DK, DV, COS, SIN, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK, m, s, heads, kv, parts,
+    table_strides, dq_strides, dk_strides, dv_strides,
     HALF: tl.constexpr,
     KIND: tl.constexpr,
     AHEAD: tl.constexpr,
@@ -128,46 +124,57 @@ def rope_cast_kernel(
     FLOOR: tl.constexpr,
     LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """fp8.cast_tile of TILES tiles beside each other. Programs: tiles down, TILES of them across."""
+    """fp8.cast_tile of both halves of HEADS heads. Programs: tiles down, HEADS across."""
     down = tl.program_id(0)
     rows = block_range(down.to(tl.int64), ROWS)
-    tiles_across = n // COLUMNS
-    first_tile = tl.program_id(1) * TILES
-    for across in range(first_tile, tl.minimum(first_tile + TILES, tiles_across)):
-        result = merged_tile(
-            DQ, DK, DV, COS, SIN, rows, across * COLUMNS, m, n,
-            sizes, table_strides, dq_strides, dk_strides, dv_strides,
-            HALF=HALF, COLUMNS=COLUMNS,
+    pairs = tl.arange(0, BLOCK)
+    inside = inside_matrix(rows, pairs, m, HALF)
+    batch = rows // s
+    position = rows % s
+    cos, sin = load_tables(COS, SIN, batch, position, table_strides, inside, BLOCK=BLOCK)
+
+    all_heads = heads + 2 * kv
+    first_head = tl.program_id(1) * HEADS
+    for head in range(first_head, tl.minimum(first_head + HEADS, all_heads)):
+        left, right = head_gradient(
+            DQ, DK, DV, cos, sin, batch, position, head, heads, kv,
+            dq_strides, dk_strides, dv_strides, inside,
+            HALF=HALF, BLOCK=BLOCK,
         )
-        cast_tile(
-            result, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
-            rows, block_range(across, COLUMNS), m, n, n, 0, parts,
-            down, across, tl.num_programs(0), tiles_across,
-            KIND=KIND,
-            GIVEN=KIND != "group",
-            AHEAD=AHEAD,
-            BACK=BACK,
-            FLOOR=FLOOR,
-            LARGEST=LARGEST,
-            PARTS=PARTS,
-        )
+        for half in tl.static_range(2):  # pyright: ignore[reportGeneralTypeIssues]
+            tile = 2 * head + half
+            cast_tile(
+                right if half else left, Q, SCALE, MAXIMA, Q_BACK, SCALE_BACK, MAXIMA_BACK,
+                rows, tile * HALF + pairs, m, all_heads * (2 * HALF), (tile + 1) * HALF, 0, parts,
+                down, tile, tl.num_programs(0), 2 * all_heads,
+                KIND=KIND,
+                GIVEN=True,
+                AHEAD=AHEAD,
+                BACK=BACK,
+                FLOOR=FLOOR,
+                LARGEST=LARGEST,
+                PARTS=PARTS,
+            )
 
 
-def places(x: Origin) -> dict[str, int | tuple[int, ...]]:
-    """The arguments of the kernels that say where the elements of the operands are."""
+def places(x: Origin) -> dict[str, object]:
+    """The keyword arguments of the kernels that say where the operands' elements are."""
     dq, dk, dv, cos, _ = operands(x)
-    d = dq.shape[3]
+    half = dq.shape[3] // 2
     return {
-        "sizes": (dq.shape[1], dq.shape[2] * d, dk.shape[2] * d),
+        "s": dq.shape[1],
+        "heads": dq.shape[2],
+        "kv": dk.shape[2],
         "table_strides": cos.stride()[:2],
         "dq_strides": dq.stride()[:3],
         "dk_strides": dk.stride()[:3],
         "dv_strides": dv.stride()[:3],
-        "HALF": d // 2,
+        "HALF": half,
+        "BLOCK": power_of_2(half),
     }
 
 
@@ -179,16 +186,15 @@ def operands(x: Origin) -> list[Tensor]:
 def launch_rope_maxima(x: Origin, kind: str) -> Maxima:
     """The maxima of the gradient for scales of kind tensor or row."""
     m, n = x.shape
-    dq, dk, *_ = operands(x)
+    dq = operands(x)[0]
     strips = ceil_div(m, STRIP)
     of_rows = dq.new_empty(strips if kind == "tensor" else (m, 1), dtype=torch.float32)
     of_columns = dq.new_empty(strips, n, dtype=torch.float32) if kind == "row" else None
     rope_maxima_kernel[(strips,)](
-        *operands(x), of_rows, of_columns, m, n,
+        *operands(x), of_rows, of_columns, m,
         **places(x),
         KIND=kind,
         ROWS=STRIP,
-        COLUMNS=columns_of_tile(dq, dk, kind, BLOCK_SIDE),
         num_warps=8,
     )
     if of_columns is None:
@@ -207,25 +213,26 @@ def launch_rope_cast(
     back: bool = True,
 ) -> tuple[Quantized, Quantized]:
     """fp8.launch_cast of the gradient."""
+    assert kind in ("tensor", "row"), "the gradient is written for other scales"
     m, n = x.shape
     dq, dk, *_ = operands(x)
-    columns = columns_of_tile(dq, dk, kind, side)
-    rows = side if kind == "group" else PAIR[0]
+    rows = PAIR[0]
+    across = ceil_div(dq.shape[2] + 2 * dk.shape[2], HEADS)
     quantized, transposed, maxima, parts = before_cast(
         dq, (1, m, n), kind, dtype, side, maxima, ahead=ahead, back=back
     )
-    rope_cast_kernel[(ceil_div(m, rows), ceil_div(n // columns, TILES))](
-        *operands(x), *quantized, maxima.rows, *transposed, maxima.columns, m, n, parts,
+    rope_cast_kernel[(ceil_div(m, rows), across)](
+        *operands(x), *quantized, maxima.rows, *transposed, maxima.columns, m,
         **places(x),
+        parts=parts,
         KIND=kind,
         AHEAD=ahead,
         BACK=back,
         FLOOR=fp8.MIN_ABSOLUTE_MAXIMUM,
         LARGEST=fp8.MAX_VALUE[dtype],
         ROWS=rows,
-        COLUMNS=columns,
-        TILES=TILES,
+        HEADS=HEADS,
         PARTS=power_of_2(parts),
-        num_warps=cast_warps(rows, columns),
+        num_warps=CAST_WARPS,
     )
     return as_stored(quantized, kind), as_stored(transposed, kind)

@@ -13,7 +13,6 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.fp8 import BLOCK_SIDE
 from kernels.fp8_origin import Origin, Reader, unwritten
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
@@ -22,7 +21,6 @@ from kernels.triton_ import kernel_is_available, power_of_2, tl, triton
 
 WITHOUT_FP64 = ("mps",)  # devices: Apple's GPUs compute in fp32 at most
 TILE = 2048  # pairs of channels that a program rotates at a time
-MIN_COLUMNS = 16  # of a tile of the gradient, if an fp8 linear computes it
 
 
 def angle_dtype(device: torch.device | None) -> torch.dtype:
@@ -117,8 +115,8 @@ def split_heads_and_apply_rope(
 
     qkv [b, s, heads + 2 kv, d] or [b, s, (heads + 2 kv) d], with the heads of q, k and v in this order; cos
     and sin [b, s, 1, d/2] -> q [b, s, heads, d], k and v [b, s, kv, d].
-    reader: the fp8 linear that made qkv and alone reads its gradient, which is left to it then
-    (kernels/fp8_origin.py).
+    reader: the fp8 linear that made qkv and alone reads its gradient. That is left to it, unless it has
+    blockwise scales (kernels/fp8_origin.py).
 
     On a CPU, memory holds the results head by head, as batched GEMMs prefer them: split, rotation and
     transposition are one pass, and so is their backward. On a GPU the results are views of qkv, which is
@@ -371,18 +369,8 @@ def side_by_side(*parts: Tensor) -> Tensor | None:
 
 def computes_gradient(reader: Reader, dq: Tensor, dk: Tensor, dv: Tensor) -> bool:
     """Whether the casts of a linear compute the gradient of its result from these [b, s, heads, d]."""
-    widths = [x.shape[2] * x.shape[3] for x in (dq, dk)]
-    columns = columns_of_tile(dq, dk, reader.kind, reader.side)
-    parts_are_apart = columns >= MIN_COLUMNS and all(width % columns == 0 for width in widths)
     are_alike = all(x.stride(-1) == 1 and x.dtype == dq.dtype for x in (dq, dk, dv))
-    return parts_are_apart and are_alike and reader.takes(dq, dk, dv)
-
-
-def columns_of_tile(dq: Tensor, dk: Tensor, kind: str, side: int) -> int:
-    """Those of a group, whose scale its cast finds; else as many as divide the channels of q and of k."""
-    if kind == "group":
-        return side
-    return math.gcd(BLOCK_SIDE, dq.shape[2] * dq.shape[3], dk.shape[2] * dk.shape[3])
+    return reader.kind in ("tensor", "row") and are_alike and reader.takes(dq, dk, dv)
 
 
 def unwritten_gradient(

@@ -40,6 +40,7 @@ from kernels import (
     fp8_formula,
     fp8_gemm,
     fp8_grouped,
+    fp8_rope,
     grouped_gemm,
     head_norm,
     latent_heads,
@@ -371,6 +372,31 @@ def formula_maxima(formula: str, kind: str) -> Case:
     return of_formula(kernel, formula, kind, ROWS=fp8.STRIP, COLUMNS=fp8.BLOCK_SIDE, num_warps=8)
 
 
+def rope_gradient(kernel, kind: str, **constants) -> Case:
+    """A kernel of kernels/fp8_rope.py, for heads of 128 channels."""
+    outputs = ("SCALE", "MAXIMA", "SCALE_BACK", "MAXIMA_BACK", "OF_ROWS", "OF_COLUMNS")
+    return Case(
+        kernel,
+        {"HALF": 64, "BLOCK": 64, "KIND": kind, "ROWS": fp8.PAIR[0], **constants},
+        {**{name: "*fp32" for name in outputs}, "Q": "*fp8e4nv", "Q_BACK": "*fp8e4nv", **HEADS},
+        chips=TMA,
+    )
+
+
+def rope_gradient_cast(kind: str) -> Case:
+    return rope_gradient(
+        fp8_rope.rope_cast_kernel,
+        kind,
+        AHEAD=True,
+        BACK=True,
+        FLOOR=fp8.MIN_ABSOLUTE_MAXIMUM,
+        LARGEST=448.0,
+        HEADS=fp8_rope.HEADS,
+        PARTS=1024 if kind == "tensor" else 1,
+        num_warps=fp8_rope.CAST_WARPS,
+    )
+
+
 def norm_for_fp8(kind: str, backward: bool) -> Case:
     """A norm beside fp8 linears, with a residual."""
     kernel = norm.backward_kernel if backward else norm.unwritten_kernel
@@ -550,12 +576,17 @@ CASES = {
     },
     **{
         f"fp8_{formula.replace('backward', 'back')}_{kind}": formula_cast(formula, kind)
-        for formula in fp8_formula.FORMULAS
+        for formula in ("norm", "swiglu", "swiglu_backward")
         for kind in ("tensor", "row", "group")
     },
     **{
         f"fp8_{formula.replace('backward', 'back')}_maxima_{kind}": formula_maxima(formula, kind)
         for formula in ("swiglu", "swiglu_backward")
+        for kind in ("tensor", "row")
+    },
+    **{f"fp8_rope_back_{kind}": rope_gradient_cast(kind) for kind in ("tensor", "row")},
+    **{
+        f"fp8_rope_back_maxima_{kind}": rope_gradient(fp8_rope.rope_maxima_kernel, kind, num_warps=8)
         for kind in ("tensor", "row")
     },
     "fp8_tensor": cast("tensor", 1, 4096),
