@@ -5,8 +5,8 @@ llama3 scaling of the wavelengths follows the Llama 3.1 release (arXiv 2407.2178
 arXiv 2309.00071.
 
 On a GPU the merged q, k, v are rotated in place. So are their gradients, where the backward of attention
-wrote them side by side; elsewhere one kernel reads them where they lie, and writes the merged gradient. An fp8
-linear that made q, k, v computes that gradient itself (kernels/fp8_rope.py).
+wrote them side by side; elsewhere one kernel reads them where they lie, and writes the merged gradient. An
+fp8 linear that made q, k, v computes that gradient itself (kernels/fp8_rope.py).
 """
 import math
 

@@ -235,6 +235,7 @@ def test_gradients_are_near_those_of_fp32(recipe):
 
 TWO_MICROBATCHES = ["--train.micro_batch", "1", "--train.global_batch", "2"]
 TWO_BLOCKS = [*SMALL, *TWO_MICROBATCHES, "--model.layers", "2", "--train.fp8_keep", "0"]
+RECOMPUTED = ("--parallel.recompute", "selective", "--parallel.recompute_parts", "norm,act")
 FORMULAS_OF_A_BLOCK = {  # of one pass forward and back
     "dense": {"norm": 2, "swiglu": 1, "swiglu_backward": 1, "rope_backward": 1},
     # its router reads the second norm's result
@@ -269,7 +270,7 @@ def step_of_kernels(world: World, cfg: config.Config, handed_over: bool) -> tupl
 @pytest.mark.skipif(not triton_.TRITON_AVAILABLE, reason="no Triton for this platform")
 @pytest.mark.parametrize("kind", FORMULAS_OF_A_BLOCK)
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("more", [(), ("--parallel.recompute", "selective")], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("more", [(), RECOMPUTED], ids=["kept", "recomputed"])
 def test_unwritten_results_train_with_the_same_bits(kind, recipe, more):
     keys = [*TWO_BLOCKS, *(MIXTURE if kind == "mixture" else ()), *more]
     cfg = config.resolve("llama3-tiny", None, [*keys, "--train.dtype", "fp8", "--train.fp8", recipe])

@@ -85,7 +85,7 @@ def table() -> str:
 def check_promises(text: str) -> None:
     gemm = ("attention", "grouped", "weight_gradient", "scaled", "symmetric")
     found = rows(text)
-    assert {chip for _, chip in found} == set(LARGEST)
+    assert {chip for _, chip in found} <= set(LARGEST)
     for (name, chip), row in found.items():
         assert int(row["spills"]) <= SPILLS.get((name, chip), 0), (name, chip)
         assert int(row["shared"]) <= LARGEST[chip] and int(row["atomics"]) == 0, (name, chip)
@@ -127,6 +127,7 @@ def aot_module():
 
 
 def test_the_table_holds_what_it_promises(table):
+    assert {chip for _, chip in rows(table)} == set(LARGEST)
     check_promises(table)
 
 

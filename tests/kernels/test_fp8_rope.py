@@ -1,4 +1,4 @@
-"""The gradient of a merged projection, from those of q, k and v: the 8 bits and scales of the one in memory."""
+"""The gradient of merged q, k, v, from those of its parts: the 8 bits and scales of the one in memory."""
 
 import pytest
 import torch
