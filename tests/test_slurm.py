@@ -25,9 +25,13 @@ while [[ $1 = -* ]]; do options+=("$1"); shift; done
 echo "srun ${options[*]}" >> "$CALLS"
 SLURM_NODEID=1 exec "$@"
 """
-SCONTROL = (
-    '#!/bin/bash\necho "scontrol $*" >> "$CALLS"\n[ "$1" = show ] && printf "node7\\nnode8\\n" || true\n'
-)
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> "$CALLS"
+case "$1 $2" in
+    "show hostnames") printf "node7\\nnode8\\n" ;;
+    "show node") printf "NodeName=%s Arch=x86_64\\n   NodeAddr=10.1.2.3 NodeHostName=host3\\n" "$3" ;;
+esac
+"""
 # stands in for the launcher alone: waits for a STOP file where told to, leaves a checkpoint and an exit
 # reason
 PYTHON = """#!/bin/bash
@@ -102,7 +106,8 @@ def test_the_time_limit_stops_saves_and_requeues(tmp_path):
     assert rc == 0 and "scontrol requeue 40123" in calls, out
     assert "STOP says requeue\n" in calls
     assert "srun --ntasks-per-node=1 --kill-on-bad-exit=1\n" in calls
-    words = "--nproc 4 --nnodes 2 --node-rank 1 --rdzv node7:20123 -- llama3-tiny --log.name r"
+    # node7 is no name of a host
+    words = "--nproc 4 --nnodes 2 --node-rank 1 --rdzv 10.1.2.3:10123 -- llama3-tiny --log.name r"
     assert f"launch -m scripts.launch {words} " in calls
     assert (tmp_path / "r" / "REQUEUE").exists() and not (tmp_path / "r" / "STOP").exists()
 

@@ -19,9 +19,12 @@ read_words() { # sets WORDS, those of train.py. A recipe prints its own with --w
 
 start_ranks() { # one launcher a node
     # Static rendezvous: ranks follow the nodes, and the head is a node of this job, not the host that sbatch
-    # was typed on.
-    HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    PORT=$((20000 + SLURM_JOB_ID % 20000))
+    # was typed on. A node's name in SLURM need not be that of its host: then its address counts. The port is
+    # below those that Linux gives to clients (from 32768 on). MASTER_ADDR and MASTER_PORT choose others.
+    HEAD=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+    getent hosts "$HEAD" > /dev/null ||
+        HEAD=$(scontrol show node "$HEAD" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
+    PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     GPUS=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-1}}}
     export HEAD PORT GPUS
     # The variables of a task are known inside srun alone; hence the quotes.

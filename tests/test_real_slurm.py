@@ -1,0 +1,176 @@
+"""scripts/slurm/train.sbatch and scripts/scaling/ladder.sbatch under a real SLURM: two nodes on this machine
+(slurm_cluster.py), a tiny model, gloo. However a job is interrupted, what it has trained in the end is bit
+for bit what an uninterrupted job trains.
+
+Skipped where SLURM is not installed. Debian: apt-get install slurmctld slurmd slurm-client munge
+"""
+
+import json
+import pathlib
+import sys
+
+import pytest
+import slurm_cluster
+from ranks import MODEL, corpus
+
+from checkpoint import store
+
+ROOT = pathlib.Path(__file__).parent.parent
+MISSING = slurm_cluster.missing_programs()
+pytestmark = pytest.mark.skipif(
+    bool(MISSING),
+    reason=f"no real SLURM here: {', '.join(MISSING)} not found "
+    "(Debian: apt-get install slurmctld slurmd slurm-client munge)",
+)
+
+STEPS = 80
+# the first start of a job that is to be interrupted: half a second a step; the next starts run freely
+PYTHON = f"""#!/bin/bash
+[ -z "$SLOW" ] || [ "${{SLURM_RESTART_COUNT:-0}}" != 0 ] || export FAULT="step.end:act=sleep=0.5"
+exec {sys.executable} "$@"
+"""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
+
+
+class Jobs:
+    """Submits train.sbatch to the cluster and follows the jobs. home: of the runs and of what the jobs print."""
+
+    def __init__(self, cluster: slurm_cluster.Cluster, home: pathlib.Path) -> None:
+        self.cluster = cluster
+        self.home = home
+        self.python = home / "python"
+        self.python.write_text(PYTHON)
+        self.python.chmod(0o755)
+        self.data = corpus(home)
+
+    def submit(self, name: str, *options: str, slow: bool = False) -> str:
+        """-> the number of the job. slow: it is to be interrupted."""
+        settings = [*MODEL, "--data.path", self.data, "--train.steps", str(STEPS), "--checkpoint.every", "40"]
+        folders = ["--log.dir", str(self.home), "--log.name", name]
+        return self.sbatch(
+            "--partition=low",
+            "--nodes=2",
+            f"--output={self.home}/{name}.out",
+            *options,
+            "scripts/slurm/train.sbatch",
+            "llama3-tiny",
+            *settings,
+            *folders,
+            SLOW="1" if slow else "",
+        )
+
+    def sbatch(self, *words: str, **variables: str) -> str:
+        told = self.cluster.run(
+            "sbatch", "--parsable", f"--chdir={ROOT}", *words, PYTHON=str(self.python), **variables
+        )
+        return told.strip()
+
+    def wait_step(self, name: str, step: int, job: str) -> None:
+        self.cluster.wait_for(f"step {step} of {name}", lambda: self.last_step(name) >= step or self.ended(job))
+        assert self.last_step(name) >= step, self.printed(name)
+
+    def wait_end(self, job: str, seconds: float = 120) -> str:
+        """-> its state and exit code, as "COMPLETED 0:0"."""
+        self.cluster.wait_for(f"end of job {job}", lambda: self.ended(job), seconds)
+        shown = self.cluster.job(job)
+        return f"{shown['JobState']} {shown['ExitCode']}"
+
+    def wait_restart(self, job: str) -> None:
+        self.cluster.wait_for(f"restart of job {job}", lambda: self.restarts(job) > 0 or self.ended(job))
+        assert self.restarts(job) > 0, self.cluster.job(job)
+
+    def ended(self, job: str) -> bool:
+        return self.cluster.job(job)["JobState"] in ENDED
+
+    def restarts(self, job: str) -> int:
+        return int(self.cluster.job(job)["Restarts"])
+
+    def rows(self, name: str) -> list[dict]:
+        file = self.home / name / "metrics.jsonl"
+        lines = file.read_text().split("\n")[:-1] if file.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def last_step(self, name: str) -> int:
+        return max((row["step"] for row in self.rows(name)), default=-1)
+
+    def printed(self, name: str) -> str:
+        return (self.home / f"{name}.out").read_text()
+
+    def result(self, name: str) -> tuple[list[tuple], dict[str, str]]:
+        """Each step with its loss and gradient norm, and {key: sha256} of weights and moments."""
+        story = [(row["step"], row["loss"], row["grad_norm"]) for row in self.rows(name) if "loss" in row]
+        path = store.newest_checkpoint(self.home / name / "checkpoints", [])
+        index = store.read_index(path)
+        assert index["step"] == STEPS
+        return story, {piece["key"]: piece["sha256"] for piece in index["pieces"]}
+
+    def reason(self, name: str) -> dict:
+        return json.loads((self.home / name / "exit_reason.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    home = tmp_path_factory.mktemp("slurm")
+    (home / "cluster").mkdir()
+    with slurm_cluster.started(home / "cluster") as cluster:
+        yield Jobs(cluster, home)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(jobs):
+    """The result of a job that nobody disturbs."""
+    job = jobs.submit("whole")
+    assert jobs.wait_end(job) == "COMPLETED 0:0", jobs.printed("whole")
+    return jobs.result("whole")
+
+
+def finishes_as(uninterrupted, jobs, name, job):
+    """The job was started again, and ends as if nothing had happened."""
+    assert jobs.wait_end(job) == "COMPLETED 0:0", jobs.printed(name)
+    assert jobs.restarts(job) == 1
+    assert jobs.result(name) == uninterrupted
+
+
+def test_a_job_on_two_nodes_trains_to_the_end(jobs, uninterrupted):
+    story, _ = uninterrupted
+    assert [step for step, *_ in story] == list(range(1, STEPS + 1))
+    printed = jobs.printed("whole")
+    assert "world 2" in printed, printed
+    assert f"ended with code 0 at step {STEPS} (step -1 when it started, restart 0)" in printed
+    assert jobs.reason("whole")["code"] == 0
+
+
+def test_before_its_time_limit_a_job_is_saved_and_requeued(jobs, uninterrupted):
+    job = jobs.submit("limit", "--time=2", "--signal=B:USR1@85", slow=True)
+    jobs.wait_restart(job)
+    printed = jobs.printed("limit")
+    assert "STOP found" in printed and "ended with code 75 at step " in printed, printed
+    finishes_as(uninterrupted, jobs, "limit", job)
+
+
+def test_a_preempted_job_is_saved_and_requeued(jobs, uninterrupted):
+    job = jobs.submit("preempted", slow=True)
+    jobs.wait_step("preempted", 2, job)
+    urgent = jobs.sbatch("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=true")
+    assert jobs.wait_end(urgent) == "COMPLETED 0:0"
+    assert "ended with code 75 at step " in jobs.printed("preempted")
+    finishes_as(uninterrupted, jobs, "preempted", job)
+
+
+def test_an_empty_stop_file_ends_a_job_for_good(jobs):
+    job = jobs.submit("stopped", slow=True)
+    jobs.wait_step("stopped", 2, job)
+    (jobs.home / "stopped" / "STOP").touch()
+    assert jobs.wait_end(job) == "FAILED 75:0"
+    assert jobs.restarts(job) == 0
+    printed = jobs.printed("stopped")
+    assert "stopped for good by a STOP file: not requeued" in printed, printed
+    assert jobs.reason("stopped")["code"] == 75 and jobs.reason("stopped")["requeue"] is False
+
+
+def test_a_stop_file_that_says_requeue_starts_it_again(jobs, uninterrupted):
+    job = jobs.submit("again", slow=True)
+    jobs.wait_step("again", 2, job)
+    (jobs.home / "again" / "STOP").write_text("requeue\n")
+    jobs.wait_restart(job)
+    finishes_as(uninterrupted, jobs, "again", job)
