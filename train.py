@@ -26,6 +26,7 @@ from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
 from config import CheckpointConfig, Config, ConfigError, is_permanent_step, phases_of, unused, usage
 from config.phases import change_text, named
+from config.run_name import with_own_folder
 from data.blend import parse_blend, source_names
 from data.loader import BatchLoader, open_loader
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -820,11 +821,16 @@ def main(argv: list[str]) -> int:
     with PeerWatch(*setup.rank_and_world()[:2], setup.restart_count()) as peers:
         # refuse what cannot run, before anything starts
         cfg = branch.resolve(name, file, argv)
+        usual_name = cfg.log.name
+        cfg = with_own_folder(cfg, file, argv)
         env = setup.read_environment(cfg)
         plan_pipeline(cfg, env.world)
         unused_keys = unused.check_unused(cfg, env.world)
         if unused_keys and env.rank == 0:
             print(unused_keys, flush=True)
+        if cfg.log.name != usual_name and env.rank == 0:
+            print(f"{usual_name} is finished, with other settings: this run is {cfg.log.name} "
+                  "(--log.name chooses another)", flush=True)
 
         # one run at a time in the folder; rank 0 holds its lock
         folder = run_folder(cfg)

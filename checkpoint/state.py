@@ -28,6 +28,7 @@ from config import (
     phases_of,
 )
 from config.phases import check_same_past
+from config.run_name import HORIZON_KEYS, IDLE
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
@@ -61,27 +62,6 @@ MAY_DIFFER = (
 )
 # A change of these needs no warning.
 UNREPORTED = ("log.", "eval.", "checkpoint.", "profile.")
-# These may differ when a finished run is started again: none of them changes its result.
-IDLE = (
-    "log.",
-    "profile.",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "checkpoint.keep_every",
-    "checkpoint.keep_at",
-    "checkpoint.keep_minutes",
-    "checkpoint.resume",
-    "checkpoint.async_save",
-    "checkpoint.timeout_s",
-    "train.max_minutes",
-    "train.threads",
-    "parallel.timeout_s",
-    "data.path",
-    "data.tokenizer",
-    "data.cache",
-    "data.prefetch",
-)
-HORIZON_KEYS = ("steps", "tokens", "flops")  # of train.*; exactly one of them is set
 BY_TIME = "keep_minutes"  # the mark of a checkpoint that is permanent by its time
 FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 

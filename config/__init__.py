@@ -8,6 +8,7 @@ phases.py    from which step on which keys have other values
 strict.py    YAML without its surprises; ConfigError
 rules.py     which values go together: validate, and suggestions near what was asked for
 unused.py    keys that are set but have no effect
+run_name.py  the run folder of a command that names none
 usage.py     the text of --help
 values.py    combinations of values, for searches and proofs
 

@@ -81,6 +81,7 @@ PURE = {
     "config/loading.py",
     "config/optimizers.py",
     "config/rules.py",
+    "config/run_name.py",
     "config/suggestions.py",
     "config/unused.py",
     "config/usage.py",

@@ -43,10 +43,8 @@ class Jobs:
         self.python.chmod(0o755)
         self.data = corpus(home)
 
-    def submit(self, name: str, *options: str, slow: bool = False) -> str:
-        """-> the number of the job. slow: it is to be interrupted."""
-        settings = [*MODEL, "--data.path", self.data, "--train.steps", str(STEPS), "--checkpoint.every", "40"]
-        folders = ["--log.dir", str(self.home), "--log.name", name]
+    def submit(self, name: str, *options: str, slow: bool = False, settings: tuple[str, ...] = ()) -> str:
+        """-> the number of the job. options: of sbatch; slow: it is to be interrupted; settings: of train.py."""
         return self.sbatch(
             "--partition=low",
             "--nodes=2",
@@ -54,8 +52,10 @@ class Jobs:
             *options,
             "scripts/slurm/train.sbatch",
             "llama3-tiny",
+            *MODEL,
+            *("--data.path", self.data, "--train.steps", str(STEPS)),
+            *("--log.dir", str(self.home), "--log.name", name),
             *settings,
-            *folders,
             SLOW="1" if slow else "",
         )
 
@@ -174,3 +174,47 @@ def test_a_stop_file_that_says_requeue_starts_it_again(jobs, uninterrupted):
     (jobs.home / "again" / "STOP").write_text("requeue\n")
     jobs.wait_restart(job)
     finishes_as(uninterrupted, jobs, "again", job)
+
+
+def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(jobs, uninterrupted):
+    """The node's slurmd and its ranks are killed. The ranks that are left end the job; it waits for a node."""
+    job = jobs.submit("lost", slow=True, settings=("--checkpoint.every", "2"))
+    jobs.wait_step("lost", 5, job)
+    jobs.cluster.kill_node("n2")
+    jobs.cluster.run("scontrol", "update", "nodename=n2", "state=down", "reason=lost")
+    jobs.wait_restart(job)
+    assert jobs.last_step("lost") < STEPS
+    jobs.cluster.start_node("n2")
+    finishes_as(uninterrupted, jobs, "lost", job)
+
+
+def test_an_array_of_jobs_runs_the_rungs_of_a_ladder(jobs):
+    folder = jobs.home / "ladder"
+    ladder = ["--depths", "2,3,4", "--flops", "6e9", "--budgets", "1", "--aspect", "16", "--head-dim", "8"]
+    settings = [
+        f"--{key}={value}"
+        for key, value in {
+            "data.path": jobs.data,
+            "model.vocab": 257,
+            "train.seq_len": 16,
+            "train.global_batch": 4,
+            "train.micro_batch": 4,
+            "train.threads": 1,
+            "eval.batches": 1,
+            "eval.sample": 0,
+        }.items()
+    ]
+    array = jobs.sbatch(
+        "--partition=low",
+        "--array=1-2",
+        f"--output={jobs.home}/rung%a.out",
+        "scripts/scaling/ladder.sbatch",
+        str(folder),
+        "llama3-tiny",
+        *ladder,
+        *settings,
+    )
+    for rung in ("1", "2"):
+        assert jobs.wait_end(f"{array}_{rung}") == "COMPLETED 0:0", jobs.printed(f"rung{rung}")
+    summaries = {file.parent.name: json.loads(file.read_text()) for file in folder.glob("*/summary.json")}
+    assert len(summaries) == 2 and all(summary["finished"] for summary in summaries.values()), summaries

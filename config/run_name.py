@@ -1,0 +1,99 @@
+"""The run folder of a command that names none: the recipe's; beside a finished run, one that tells the two apart.
+
+So a loop over a setting makes a run of each value:
+
+    for lr in 2e-3 1e-3 5e-3; do python train.py llama2-tiny --train.steps 50 --optim.lr $lr; done
+
+The first run is `llama2-tiny`, the second `llama2-tiny+optim.lr=0.001`. The name follows from the settings and
+the finished run alone, so the same command finds its run again. A run that is not finished, or is asked for
+another horizon, keeps its folder, for it is continued there; so does every run with a --log.name.
+"""
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+from config.loading import dotted_overrides, from_tree
+from config.schema import Config
+from config.strict import ConfigError, read_yaml
+
+HORIZON_KEYS = ("steps", "tokens", "flops")  # of train.*; exactly one of them is set
+# These may differ when a finished run is started again: none of them changes its result.
+IDLE = (
+    "log.",
+    "profile.",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "checkpoint.keep_every",
+    "checkpoint.keep_at",
+    "checkpoint.keep_minutes",
+    "checkpoint.resume",
+    "checkpoint.async_save",
+    "checkpoint.timeout_s",
+    "train.max_minutes",
+    "train.threads",
+    "parallel.timeout_s",
+    "data.path",
+    "data.tokenizer",
+    "data.cache",
+    "data.prefetch",
+)
+MAX_NAME = 200  # characters; file systems take 255
+
+
+def is_name_given(file: str | None, argv: list[str]) -> bool:
+    """Whether the command line or the config file names the run folder. Raises ConfigError."""
+    trees = [dotted_overrides(argv), read_yaml(file) if file else {}]
+    return any("name" in (tree.get("log") or {}) for tree in trees)
+
+
+def with_own_folder(cfg: Config, file: str | None, argv: list[str]) -> Config:
+    """The config; with a log.name that tells it from a finished run of other settings in its default folder.
+
+    argv: without the recipe and --config, as split_argv returns it. Reads two small files of the folder.
+    """
+    if cfg.log.name is None or is_name_given(file, argv):
+        return cfg
+    finished = finished_config(Path(cfg.log.dir) / cfg.log.name)
+    if finished is None:
+        return cfg
+    old, new = finished.train, cfg.train
+    if any(getattr(old, key) != getattr(new, key) for key in HORIZON_KEYS):
+        return cfg
+    changed = settings_that_differ(finished, cfg)
+    suffix = "".join(f"+{key}={plain(value)}" for key, value in changed.items())
+    name = cfg.log.name + suffix
+    if not changed or len(name) > MAX_NAME:  # too long: train.py asks for a --log.name
+        return cfg
+    return dataclasses.replace(cfg, log=dataclasses.replace(cfg.log, name=name))
+
+
+def finished_config(folder: Path) -> Config | None:
+    """What a finished run was trained with; None if there is no run, or it is not finished."""
+    try:
+        if json.loads((folder / "summary.json").read_text())["finished"] is not True:
+            return None
+        return from_tree(read_yaml(folder / "config.yaml"))
+    except (OSError, ValueError, KeyError, TypeError, ConfigError):  # of another version, or damaged
+        return None
+
+
+def settings_that_differ(old: Config, new: Config) -> dict[str, object]:
+    """{key: value of new}, without keys that change no result. A vocabulary that the data decides is no
+    difference."""
+    found: dict[str, object] = {}
+    for section in dataclasses.fields(Config):
+        before, after = getattr(old, section.name), getattr(new, section.name)
+        for field in dataclasses.fields(after):
+            key = f"{section.name}.{field.name}"
+            value = getattr(after, field.name)
+            is_open = key == "model.vocab" and value is None
+            if value != getattr(before, field.name) and not is_open and not key.startswith(IDLE):
+                found[key] = value
+    return found
+
+
+def plain(value: object) -> str:
+    """A value as a part of a folder's name."""
+    text = str(value).lower() if value is None or isinstance(value, bool) else str(value)
+    return re.sub(r"[^\w.,-]+", "_", text)

@@ -1,0 +1,84 @@
+"""Runs that differ in a setting get folders that differ, though nobody names them; a run that can go on, and
+one that is asked for again, keep their own.
+"""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from ranks import MODEL, corpus
+
+import config
+from config.run_name import with_own_folder
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_a_sweep_by_a_plain_shell_loop_makes_three_runs(tmp_path):
+    settings = [*MODEL, "--data.path", corpus(tmp_path), "--train.steps", "2", "--log.dir", str(tmp_path / "runs")]
+    loop = f'for lr in 2e-3 1e-3 5e-3 1e-3; do {sys.executable} train.py llama2-tiny "$@" --optim.lr $lr || exit; done'
+    done = subprocess.run(["bash", "-c", loop, "loop", *settings], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\ndone in ") == 3
+    assert "llama2-tiny+optim.lr=0.001: already at step 2 of 2" in done.stdout  # the fourth is the second again
+
+    expected = {"llama2-tiny": 2e-3, "llama2-tiny+optim.lr=0.001": 1e-3, "llama2-tiny+optim.lr=0.005": 5e-3}
+    losses = set()
+    assert {path.name for path in (tmp_path / "runs").iterdir()} == {*expected}
+    for name, rate in expected.items():
+        folder = tmp_path / "runs" / name
+        cfg = config.resolve(None, str(folder / "config.yaml"), [])
+        assert (cfg.optim.lr, cfg.log.name) == (rate, name)
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        losses.add([row["loss"] for row in rows if "loss" in row][-1])
+    assert len(losses) == 3
+
+
+@pytest.fixture
+def name_of(tmp_path):
+    """name_of(words): the run folder that a command gets beside a run of llama2-tiny with 9 steps."""
+    folder = tmp_path / "llama2-tiny"
+    folder.mkdir()
+    base = ["llama2-tiny", "--train.steps", "9", "--log.dir", str(tmp_path)]
+    trained = config.resolve(*config.split_argv([*base, "--model.vocab", "257"]))  # the data decided it
+    (folder / "config.yaml").write_text(config.dump(trained))
+
+    def of(*words, finished=True):
+        (folder / "summary.json").write_text(json.dumps({"finished": finished}))
+        name, file, argv = config.split_argv([*base, *words])
+        return with_own_folder(config.resolve(name, file, argv), file, argv).log.name
+
+    of.config_file = str(folder / "config.yaml")
+    return of
+
+
+@pytest.mark.parametrize(
+    "words, suffix",
+    [
+        ((), ""),
+        (("--optim.lr", "5e-3"), "+optim.lr=0.005"),
+        (("--train.seed", "7", "--model.dropout", "0.1"), "+model.dropout=0.1+train.seed=7"),
+        (("--checkpoint.init_from", "a b/c"), "+checkpoint.init_from=a_b_c"),
+        (("--log.every", "1", "--train.max_minutes", "3", "--checkpoint.every", "4"), ""),  # no result changes
+        (("--train.steps", "12", "--optim.lr", "5e-3"), ""),  # it is continued
+        (("--train.steps", "8"), ""),  # train.py refuses it by name
+    ],
+)
+def test_the_name_follows_from_the_settings(name_of, words, suffix):
+    assert name_of(*words) == f"llama2-tiny{suffix}"
+
+
+def test_a_run_that_is_not_finished_goes_on_and_a_given_name_counts(name_of):
+    changed = ("--optim.lr", "5e-3")
+    assert name_of(*changed, finished=False) == "llama2-tiny"
+    assert name_of(*changed, "--log.name", "llama2-tiny") == "llama2-tiny"
+    assert name_of(*changed, "--config", name_of.config_file) == "llama2-tiny"
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"finished": 1}'])
+def test_a_folder_that_cannot_be_read_is_left_to_train(name_of, tmp_path, text):
+    name_of()
+    (tmp_path / "llama2-tiny" / "config.yaml").write_text(text)
+    assert name_of("--optim.lr", "5e-3") == "llama2-tiny"
