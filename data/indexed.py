@@ -72,7 +72,8 @@ class IndexedDataset:
             try:
                 open(path, "rb").close()
             except OSError as error:
-                message = f"{path}: {error.strerror}; data.path is the name without .bin and .idx"
+                message = (f"{path}: {error.strerror}; data.path is the name without .bin and .idx of what "
+                           "python -m scripts.prepare_data made")
                 raise ConfigError(message) from None
         self._stamps = {path: file_stamp(path) for path in (self.idx, self.bin)}
 
