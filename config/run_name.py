@@ -1,11 +1,11 @@
-"""The run folder of a command that names none: the recipe's; beside a finished run, one that tells the two apart.
+"""The run folder of a command that names none: the recipe's, or one of its own beside a finished run.
 
 So a loop over a setting makes a run of each value:
 
     for lr in 2e-3 1e-3 5e-3; do python train.py llama2-tiny --train.steps 50 --optim.lr $lr; done
 
-The first run is `llama2-tiny`, the second `llama2-tiny+optim.lr=0.001`. The name follows from the settings and
-the finished run alone, so the same command finds its run again. A run that is not finished, or is asked for
+The first run is `llama2-tiny`, the second `llama2-tiny+optim.lr=0.001`. The name follows from the settings
+and the finished run alone, so the same command finds its run again. A run that is not finished, or asked for
 another horizon, keeps its folder, for it is continued there; so does every run with a --log.name.
 """
 import dataclasses

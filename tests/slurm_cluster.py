@@ -234,7 +234,8 @@ class Cluster:
     def last_lines(self) -> str:
         text = ""
         for log in sorted([*self.folder.glob("*.log"), *self.folder.glob("*.out")]):
-            text += f"---- {log.name}\n" + "\n".join(log.read_text(errors="replace").splitlines()[-20:]) + "\n"
+            lines = log.read_text(errors="replace").splitlines()[-20:]
+            text += "\n".join([f"---- {log.name}", *lines, ""])
         return text
 
 

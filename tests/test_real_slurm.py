@@ -33,7 +33,7 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"
 
 
 class Jobs:
-    """Submits train.sbatch to the cluster and follows the jobs. home: of the runs and of what the jobs print."""
+    """Submits train.sbatch to the cluster and follows the jobs. home: of the runs and the jobs' output."""
 
     def __init__(self, cluster: slurm_cluster.Cluster, home: pathlib.Path) -> None:
         self.cluster = cluster
@@ -44,7 +44,7 @@ class Jobs:
         self.data = corpus(home)
 
     def submit(self, name: str, *options: str, slow: bool = False, settings: tuple[str, ...] = ()) -> str:
-        """-> the number of the job. options: of sbatch; slow: it is to be interrupted; settings: of train.py."""
+        """-> the number of the job. options: of sbatch; slow: to be interrupted; settings: of train.py."""
         return self.sbatch(
             "--partition=low",
             "--nodes=2",
@@ -66,7 +66,9 @@ class Jobs:
         return told.strip()
 
     def wait_step(self, name: str, step: int, job: str) -> None:
-        self.cluster.wait_for(f"step {step} of {name}", lambda: self.last_step(name) >= step or self.ended(job))
+        self.cluster.wait_for(
+            f"step {step} of {name}", lambda: self.last_step(name) >= step or self.ended(job)
+        )
         assert self.last_step(name) >= step, self.printed(name)
 
     def wait_end(self, job: str, seconds: float = 120) -> str:
@@ -177,7 +179,7 @@ def test_a_stop_file_that_says_requeue_starts_it_again(jobs, uninterrupted):
 
 
 def test_a_job_that_loses_a_node_goes_on_from_its_last_checkpoint(jobs, uninterrupted):
-    """The node's slurmd and its ranks are killed. The ranks that are left end the job; it waits for a node."""
+    """The node's slurmd and its ranks are killed. The ranks that are left end the job, which waits."""
     job = jobs.submit("lost", slow=True, settings=("--checkpoint.every", "2"))
     jobs.wait_step("lost", 5, job)
     jobs.cluster.kill_node("n2")

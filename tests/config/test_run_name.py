@@ -17,14 +17,19 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_a_sweep_by_a_plain_shell_loop_makes_three_runs(tmp_path):
-    settings = [*MODEL, "--data.path", corpus(tmp_path), "--train.steps", "2", "--log.dir", str(tmp_path / "runs")]
-    loop = f'for lr in 2e-3 1e-3 5e-3 1e-3; do {sys.executable} train.py llama2-tiny "$@" --optim.lr $lr || exit; done'
-    done = subprocess.run(["bash", "-c", loop, "loop", *settings], cwd=ROOT, capture_output=True, text=True)
+    settings = [*MODEL, "--data.path", corpus(tmp_path), "--train.steps", "2"]
+    settings += ["--log.dir", str(tmp_path / "runs")]
+    train = f'{sys.executable} train.py llama2-tiny "$@"'
+    loop = f"for lr in 2e-3 1e-3 5e-3 1e-3; do {train} --optim.lr $lr || exit; done"
+    done = subprocess.run(
+        ["bash", "-c", loop, "loop", *settings], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\ndone in ") == 3
-    assert "llama2-tiny+optim.lr=0.001: already at step 2 of 2" in done.stdout  # the fourth is the second again
+    assert "llama2-tiny+optim.lr=0.001: already at step 2 of 2" in done.stdout  # the fourth
 
-    expected = {"llama2-tiny": 2e-3, "llama2-tiny+optim.lr=0.001": 1e-3, "llama2-tiny+optim.lr=0.005": 5e-3}
+    rates = {"": 2e-3, "+optim.lr=0.001": 1e-3, "+optim.lr=0.005": 5e-3}
+    expected = {f"llama2-tiny{suffix}": rate for suffix, rate in rates.items()}
     losses = set()
     assert {path.name for path in (tmp_path / "runs").iterdir()} == {*expected}
     for name, rate in expected.items():
@@ -61,8 +66,8 @@ def name_of(tmp_path):
         (("--optim.lr", "5e-3"), "+optim.lr=0.005"),
         (("--train.seed", "7", "--model.dropout", "0.1"), "+model.dropout=0.1+train.seed=7"),
         (("--checkpoint.init_from", "a b/c"), "+checkpoint.init_from=a_b_c"),
-        (("--log.every", "1", "--train.max_minutes", "3", "--checkpoint.every", "4"), ""),  # no result changes
-        (("--train.steps", "12", "--optim.lr", "5e-3"), ""),  # it is continued
+        (("--log.every", "1", "--train.max_minutes", "3", "--data.prefetch", "4"), ""),  # idle
+        (("--train.steps", "12", "--optim.lr", "5e-3"), ""),  # continued
         (("--train.steps", "8"), ""),  # train.py refuses it by name
     ],
 )
