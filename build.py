@@ -3,6 +3,7 @@
 Used by train.py, and by scripts that evaluate, generate and convert.
 """
 import pkgutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from config import (
 )
 from data import tokenizer
 from data.loader import BatchLoader
+from data.task_scores import Row, Score, score_rows
 from data.tokenizer import Tokenizer
 from model.context import KeyValueCache
 from model.generate import pipeline_logits
 from model.precision import DTYPES
 from model.router_states import RouterStates
 from model.schedules import make_schedules
+from model.score import pipeline_scores, score_positions
 from model.sharding import scale_for_mup, sharding_config
 from model.split import layers_of_stages
 from model.transformer import PipelineStage
@@ -94,6 +97,22 @@ class TrainingRun:
             positions,
             cache=cache,
             position=position,
+        )
+
+    def score(self, rows: Sequence[Row]) -> list[Score]:
+        """The scores of texts, the same on every rank. Ranks of dp and cp divide them. Collective."""
+        def forward(tokens: Tensor, targets: Tensor) -> Tensor | None:
+            return pipeline_scores(self.pipeline, self.stages, tokens, targets)
+
+        train = self.cfg.train
+        return score_rows(
+            rows,
+            forward,
+            batch_tokens=train.micro_batch * train.seq_len,
+            device=self.device,
+            multiple=self.pipeline.hidden_shape.sequence_shards,
+            replicas=self.mesh.dp_cp,
+            stages=self.mesh.pp,
         )
 
 
@@ -308,6 +327,21 @@ class TrainedModel:
         if cache is not None:
             cache.length += tokens.shape[1]
         return out
+
+    def score(self, rows: Sequence[Row]) -> list[Score]:
+        """The scores of texts."""
+        stage = self.stage
+        if stage.head is None:
+            raise ValueError("the model has no head")
+        head = stage.head
+
+        def forward(tokens: Tensor, targets: Tensor) -> Tensor:
+            x = stage.hidden_states(tokens, score_positions(tokens, self.cfg.model.context))
+            return head(x, targets=targets)
+
+        train = self.cfg.train
+        device = next(stage.parameters()).device
+        return score_rows(rows, forward, batch_tokens=train.micro_batch * train.seq_len, device=device)
 
 
 @torch.no_grad()

@@ -29,6 +29,8 @@ from config.phases import change_text, named
 from config.run_name import with_own_folder
 from data.blend import parse_blend, source_names
 from data.loader import BatchLoader, open_loader
+from data.task_files import Task, read_tasks
+from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
 from model.schedules import plan_pipeline
@@ -180,6 +182,7 @@ class Session:
     valid_batches: list[Microbatch]
     source_batches: dict[str, list[Microbatch]]  # of each source of a blend
     tokenizer: Tokenizer
+    tasks: EncodedTasks | None
     log: MetricsLogger
     trace: ProfilerTrace
     saver: CheckpointSaver
@@ -224,6 +227,7 @@ def train(
     does; so proof/verify proves this loop. report_exit: called at the end.
     """
     observe = observe or setup.fault_injector(env, FAULT_POINTS)
+    tasks = open_tasks(cfg)
 
     # data, model, and the checkpoint to continue from
     cfg = check_data(cfg, world)
@@ -243,9 +247,12 @@ def train(
         folder,
         start_step=start_step,
         valid_data=valid_data,
+        tasks=tasks,
         observe=observe,
     )
     del run  # the session has it, for the length of a phase
+    if session.tasks:
+        notes = [*notes, f"{'tasks':<9}{session.tasks.describe()}"]
     advised = advised_on_memory(cfg, world)
     with session.log, failure_scope(), contextlib.closing(session.trace), advised:
         counts = parameters(cfg.model)
@@ -354,9 +361,24 @@ def evaluate(session: Session, step: int) -> None:
     source_losses = {name: mean_loss_of(batches)[0] for name, batches in session.source_batches.items()}
     ids = sample(run, tokenizer)
     text = session.cfg.eval.prompt + tokenizer.decode(ids) if ids else ""
-    report = loss_report(loss, bytes_per_token)
-    session.log.log_evaluation(step, **report, source_losses=source_losses, sample=text)
+    report = evaluate_tasks(session, step)
+    session.log.log_evaluation(
+        step,
+        **loss_report(loss, bytes_per_token),
+        source_losses=source_losses,
+        sample=text,
+        tasks=report.flat() if report else None,
+        task_lines=report.lines() if report else (),
+    )
     session.observe("eval.end", step, loss=loss, ids=ids)
+
+
+def evaluate_tasks(session: Session, step: int) -> TaskReport | None:
+    """The scores of eval.tasks; None where none are due. At the end they are."""
+    every = session.cfg.eval.tasks_every or 1
+    if not session.tasks or (step % every and step != session.run.steps):
+        return None
+    return score_tasks(session.tasks, session.run.score)
 
 
 def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
@@ -586,12 +608,14 @@ def make_session(
     *,
     start_step: int,
     valid_data: BatchLoader,
+    tasks: list[Task],
     observe: FaultHook,
 ) -> Session:
     """What the loop works with, beside the run. Collective under checkpoint.async_save."""
     cfg = run.cfg
     train_data = run.data
     tokenizer = train_data.required_tokenizer
+    encoded = encode_tasks("eval.tasks", tasks, tokenizer, cfg.model.context) if tasks else None
     if env.rank == 0:
         keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
@@ -615,6 +639,7 @@ def make_session(
         valid_batches=valid_batches,
         source_batches=read_source_batches(cfg, run.mesh, env.device),
         tokenizer=tokenizer,
+        tasks=encoded,
         log=log,
         trace=ProfilerTrace(cfg.profile.steps, folder, env.rank),
         saver=saver,
@@ -636,6 +661,13 @@ def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[s
         data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
         found[name] = read_valid_batches(batches, data, mesh)
     return found
+
+
+def open_tasks(cfg: Config) -> list[Task]:
+    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
+    if cfg.eval.tasks is None:
+        return []
+    return read_tasks("eval.tasks", cfg.eval.tasks, cfg.eval.tasks_limit)
 
 
 def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
@@ -825,6 +857,7 @@ def main(argv: list[str]) -> int:
         cfg = with_own_folder(cfg, file, argv)
         env = setup.read_environment(cfg)
         plan_pipeline(cfg, env.world)
+        open_tasks(cfg)
         unused_keys = unused.check_unused(cfg, env.world)
         if unused_keys and env.rank == 0:
             print(unused_keys, flush=True)

@@ -691,6 +691,22 @@ def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
         f"checkpoint.keep_at: {keep_at!r} is neither log2 nor a list of steps; write it as 100,200,1000")
 
 
+def task_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """Tasks are scored in a validation."""
+    every, tasks_every = cfg.eval.every, cfg.eval.tasks_every
+    if cfg.eval.tasks is None:
+        return
+    yield Rule(
+        tasks_every is None or every is not None,
+        f"eval.tasks_every: {tasks_every}, and eval.every none validates only at the end; set eval.every, or "
+        "leave it out")
+    unit = every or 1
+    yield Rule(
+        tasks_every is None or tasks_every % unit == 0,
+        f"eval.tasks_every: {tasks_every} is not a multiple of eval.every={every}",
+        "eval.tasks_every", nearby_multiples(tasks_every or unit, unit))
+
+
 def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """The name of the run folder."""
     name = cfg.log.name
@@ -719,5 +735,6 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     noise_scale_rules,
     ramp_rules,
     checkpoint_rules,
+    task_rules,
     name_rules,
 )

@@ -252,6 +252,11 @@ class EvalConfig:
     sample: int = 48  # number of tokens of text that each validation samples; 0: no text
     prompt: str = "def "  # start of the sampled text
     temperature: float = 0.8  # sampling temperature
+    tasks: str | None = None  # PATH[,PATH...]: files and folders of tasks with known answers, in the form of
+    #   CORE (arXiv 2406.11794) or in JSONL (docs/training.md); none: no tasks
+    tasks_every: int | None = None  # steps between scores of the tasks, a multiple of every; none: with each
+    #   validation
+    tasks_limit: int | None = 500  # examples of each task, the same ones every time; none: all
 
 
 @dataclass(frozen=True)
@@ -325,7 +330,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
     "optim": "lr eps clip",
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
     "data": "span",
-    "eval": "every batches",
+    "eval": "every batches tasks_every tasks_limit",
     "checkpoint": "every keep keep_every keep_minutes timeout_s",
     "log": "every",
 })

@@ -319,6 +319,13 @@ TABLE = (
         remedy="set eval.sample, or leave it out",
     ),
     UnusedKeys(
+        section="eval",
+        keys="tasks_every tasks_limit",
+        when=lambda cfg, _: cfg.eval.tasks is None,
+        why="belongs to the tasks of a validation, and eval.tasks is none",
+        remedy="set eval.tasks, or leave it out",
+    ),
+    UnusedKeys(
         section="log",
         keys="project",
         when=lambda cfg, _: cfg.log.wandb == "off",

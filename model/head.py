@@ -3,7 +3,7 @@ import torch
 from torch import Tensor, nn
 
 from config import Config, mup_width_ratio, vocab_size
-from kernels.cross_entropy import CHUNK_BYTES, SOFTMAX_ELEMENTS, linear_cross_entropy
+from kernels.cross_entropy import CHUNK_BYTES, IGNORE_INDEX, SOFTMAX_ELEMENTS, linear_cross_entropy
 from kernels.linear import linear
 from model.context import LossInputs
 from model.embedding import embedding_table, vocab_table
@@ -41,14 +41,17 @@ class OutputHead(nn.Module):
                 table = self.weight if cfg.model.tied else embedding_table(cfg, mesh, ends_are_apart)
             self.mtp = MultiTokenPrediction(cfg, mesh, table)
 
-    def forward(self, x: Tensor, loss_inputs: LossInputs | None = None, *,
-                residual: Tensor | None = None, position: int | None = None) -> Tensor:
-        """With loss_inputs what `loss` gives, with a position what `logits_at` gives, else `logits`.
+    def forward(self, x: Tensor, loss_inputs: LossInputs | None = None, *, residual: Tensor | None = None,
+                position: int | None = None, targets: Tensor | None = None) -> Tensor:
+        """With loss_inputs what `loss` gives, with a position what `logits_at` gives, with targets what
+        `token_scores` gives, else `logits`.
 
-        The way to all three where hooks are set on the module: they see a call of the module alone.
+        The way to all four where hooks are set on the module: they see a call of the module alone.
         """
         if loss_inputs is not None:
             return self.loss(x, residual, loss_inputs)
+        if targets is not None:
+            return self.token_scores(x, targets)
         if position is not None:
             return self.logits_at(x, position)
         return self.logits(x)
@@ -83,6 +86,41 @@ class OutputHead(nn.Module):
         if self.sp:  # the ranks have different positions, and gather them first
             return self.logits(x)[0, position]
         return self.logits(x[:, position:position + 1])[0, 0]
+
+    def token_scores(self, x: Tensor, targets: Tensor) -> Tensor:
+        """x as for `logits`, targets [b, s] -> [2, n] in fp32 or better, of the n counted targets, row by row:
+        the log-probability in nats, and 1 where no token is likelier, else 0.
+
+        Logits exist for the counted targets alone, and for a chunk of them at a time. Under tp one all-gather
+        of three numbers a target for each chunk.
+        """
+        h = self.projection_input(self.norm(x))  # [b, s, d]
+        is_counted = targets != IGNORE_INDEX
+        h = h[is_counted]  # [n, d]
+        ids = targets[is_counted]
+        columns = self.weight.shape[0]  # of this rank
+        chunk = max(1, CHUNK_BYTES // (columns * h.element_size()))
+        parts = [self.chunk_scores(*pair) for pair in zip(h.split(chunk), ids.split(chunk))]
+        return torch.cat(parts, 1)
+
+    def chunk_scores(self, h: Tensor, ids: Tensor) -> Tensor:
+        """h [n, d], ids [n] -> [2, n]; see token_scores."""
+        columns = self.weight.shape[0]
+        first = self.tp.index * columns  # of the vocabulary, on this rank
+        logits = linear(h, self.weight)  # [n, padded vocab / tp]
+        logits = logits.to(torch.promote_types(h.dtype, torch.float32))
+        logits[:, max(0, self.vocab - first):] = float("-inf")  # padding
+
+        # what each rank has of its columns, and the same of all columns
+        local_ids = ids - first
+        is_local = (local_ids >= 0) & (local_ids < columns)
+        picked = logits.gather(1, local_ids.clamp(0, columns - 1)[:, None])[:, 0]
+        own = torch.stack((logits.logsumexp(1), picked.masked_fill(~is_local, float("-inf")), logits.amax(1)))
+        lse, picked, largest = comm.all_gather(own[None], self.tp).unbind(1)  # each [tp, n]
+        lse = lse.logsumexp(0)
+        picked = picked.amax(0)
+        is_likeliest = picked >= largest.amax(0)
+        return torch.stack((picked - lse, is_likeliest.to(lse.dtype)))
 
     def cross_entropy(self, h: Tensor, targets: Tensor, scale: Tensor | float) -> Tensor:
         """h [b, s/cp, d] (sp: [b, s/cp/tp, d]) after the norm, targets [b, s/cp] -> scale * the sum of the

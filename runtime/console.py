@@ -203,6 +203,10 @@ class Console:
             line += self.paint(f"  {rates['skipped']} skipped", RED)
         self.write(line)
 
+    def show_task(self, step: int, text: str) -> None:
+        """Writes a line of the scores of tasks."""
+        self.write(f"{self.dim(' task')} {step}  {text}")
+
     def show_evaluation(
         self, step: int, loss: float, perplexity: float, bits_per_byte: float, sample: str = ""
     ) -> None:

@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -469,17 +469,21 @@ class MetricsLogger:
         val_bpb: float,
         source_losses: dict[str, float] | None = None,
         sample: str = "",
+        tasks: Mapping[str, float] | None = None,
+        task_lines: Sequence[str] = (),
     ) -> None:
         """Records a validation: loss in nats a token, perplexity, bits a byte, and a sample of the model.
 
         source_losses: of each source of a blend, by its name: val/NAME/loss.
+        tasks: metrics of tasks, by their names in the file and in W&B; task_lines: the same for the console.
         """
         self.read_pending()
         values = {"val_loss": float(val_loss), "val_ppl": float(val_ppl), "val_bpb": float(val_bpb)}
-        of_sources = {f"val/{name}/loss": float(loss) for name, loss in (source_losses or {}).items()}
-        self.write([{"step": step} | values | of_sources])
+        more = {f"val/{name}/loss": float(loss) for name, loss in (source_losses or {}).items()}
+        more |= tasks or {}
+        self.write([{"step": step} | values | more])
         shown = {name.replace("_", "/", 1): value for name, value in values.items()}
-        self.put(step, shown | of_sources)
+        self.put(step, shown | more)
         if sample:
             # as it stands, without what could steer a terminal
             text = "\n".join(visible(line, len(line) * ESCAPE_LENGTH) for line in sample.split("\n"))
@@ -497,6 +501,8 @@ class MetricsLogger:
         )
         if source_losses:
             self.console.show_sources(step, source_losses)
+        for line in task_lines:
+            self.console.show_task(step, line)
         self.last_event = self.record_event()  # the next step starts here
 
     def begin_phase(self, phase: Phase, flops_per_token: float, text: str) -> None:

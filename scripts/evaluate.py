@@ -1,10 +1,11 @@
 """Loss, perplexity and bits per byte of a run.
 
-    python -m scripts.evaluate RUN [--data PREFIX] [--tasks arc_easy ...]
+    python -m scripts.evaluate RUN [--data PREFIX] [--tasks PATH | arc_easy ...]
 
 Without --data: the validation split of the run, each sample once. With it: all of PREFIX.bin, whose tokens
 must come from the tokenizer of the run (python -m scripts.prepare_data --tokenizer RUN/tokenizer makes such
-data). With --tasks: tasks of lm-evaluation-harness instead (pip install lm-eval).
+data). With --tasks instead: files and folders as eval.tasks takes them, with the numbers of the training
+loop; and by their names, tasks of lm-evaluation-harness (pip install lm-eval).
 """
 import argparse
 import itertools
@@ -14,12 +15,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from build import TrainedModel, load_run
 from config import Config, ConfigError
 from data.loader import BatchLoader, open_loader
+from data.task_files import Task, read_tasks
+from data.task_scores import encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
 from model.generate import generate
 from parallel.microbatch import Microbatch
@@ -41,9 +45,9 @@ def arguments() -> argparse.ArgumentParser:
     add("--seq-len", type=int, help="tokens in a sequence; none: as in training")
     add("--micro-batch", type=int, help="sequences in a forward pass; none: as in training")
     add("--dtype", choices=("fp64", "fp32", "bf16"), help="none: as in training")
-    add("--tasks", nargs="+", help="tasks of lm-eval, e.g. arc_easy hellaswag")
+    add("--tasks", nargs="+", help="files and folders (eval.tasks), or tasks of lm-eval, e.g. arc_easy")
     add("--shots", type=int, help="--tasks: examples in a prompt; none: the default of the task")
-    add("--limit", type=int, help="--tasks: documents of each task; none: all")
+    add("--limit", type=int, help="--tasks: examples of each task; none: all")
     add("--task-folder", help="--tasks: a folder with your own task files")
     add("--json", action="store_true", help="print one JSON object")
     return parser
@@ -51,10 +55,11 @@ def arguments() -> argparse.ArgumentParser:
 
 def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
+    tasks = file_tasks(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     run = load_run(args.run, device, args.dtype)
     if args.tasks:
-        evaluate_tasks(run, args, device)
+        evaluate_tasks(run, args, tasks, device)
     else:
         evaluate_loss(run, args, device)
     return 0
@@ -136,20 +141,53 @@ def check_tokenizer(of_data: Tokenizer | None, run: TrainedModel, args: argparse
                       f"python -m scripts.prepare_data --tokenizer {tokenizer_folder}")
 
 
-# ---- tasks of lm-eval ------------------------------------------------------------------------------------
+# ---- tasks -----------------------------------------------------------------------------------------------
 
-def evaluate_tasks(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> None:
-    """Prints the metrics of the tasks, with their standard errors."""
-    model = evaluation_model(run, args, device)
-    results = run_tasks(
-        args.tasks, model, shots=args.shots, limit=args.limit, folder=args.task_folder
-    )
+def is_path(task: str) -> bool:
+    """Whether a word of --tasks is a file or folder, and no task of lm-eval."""
+    return "/" in task or task.endswith(".jsonl") or Path(task).exists()
+
+
+def file_tasks(args: argparse.Namespace) -> list[Task]:
+    """The tasks of the files and folders of --tasks. Raises ConfigError."""
+    if args.limit is not None and args.limit < 1:
+        raise ConfigError(f"--limit: {args.limit} must be above 0")
+    if args.shots is not None and args.shots < 0:
+        raise ConfigError(f"--shots: {args.shots} must not be negative")
+    paths = [task for task in args.tasks or [] if is_path(task)]
+    return read_tasks("--tasks", ",".join(paths), args.limit, args.shots) if paths else []
+
+
+def evaluate_tasks(
+    run: TrainedModel, args: argparse.Namespace, tasks: list[Task], device: torch.device
+) -> None:
+    """Prints the metrics of the tasks; those of lm-eval with their standard errors.
+
+    tasks: of files and folders.
+    """
+    results: dict[str, dict[str, float]] = {}
+    core = None
+    if args.micro_batch:
+        train = replace(run.cfg.train, micro_batch=args.micro_batch)
+        run = replace(run, cfg=replace(run.cfg, train=train))
+    if tasks:
+        encoded = encode_tasks("--tasks", tasks, run.tokenizer, run.cfg.model.context)
+        report = score_tasks(encoded, run.score)
+        results, core = report.metrics, report.core
+    names = [task for task in args.tasks if not is_path(task)]
+    if names:
+        model = evaluation_model(run, args, device)
+        results |= run_tasks(names, model, shots=args.shots, limit=args.limit, folder=args.task_folder)
+
     if args.json:
-        print(json.dumps({"run": str(run.path), "step": run.step, "tasks": results}))
+        of_core = {} if core is None else {"core": core}
+        print(json.dumps({"run": str(run.path), "step": run.step, "tasks": results, **of_core}))
         return
     for task, metrics in results.items():
         values = "   ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         print(f"{task:<24} {values}")
+    if core is not None:
+        print(f"{'CORE':<24} {core:.4f}")
 
 
 def evaluation_model(run: TrainedModel, args: argparse.Namespace, device: torch.device) -> EvaluationModel:

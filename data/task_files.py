@@ -1,0 +1,414 @@
+"""Files of tasks, which score a model by how likely it finds given answers (eval.tasks, scripts.evaluate).
+
+    file.jsonl    one example a line, in any layout of LAYOUTS
+    folder        all its .jsonl files; with a core.yaml, the tasks that this lists (the form of CORE)
+
+A task of choices asks which of several answers the model finds the likeliest. A task of continuations asks
+whether the answer is what the model would write.
+
+CORE (arXiv 2406.11794, section 3.5) is a set of such tasks. Its folder has core.yaml (icl_tasks: label,
+dataset_uri, num_fewshot, icl_task_type, continuation_delimiter), the files in eval_data/, and
+eval_meta_data.csv with the accuracy of guessing in percent. The order of the examples, and those that a
+prompt shows, are drawn with nanochat's seeds.
+"""
+import csv
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from config import ConfigError, read_yaml
+
+ORDER_SEED = 1337  # of the order of a task's examples
+SHOTS_SEED = 1234  # + index of the example: of the examples that its prompt shows
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+CHOICE_TYPES = ("multiple_choice", "schema")  # of CORE
+TEXT_TYPE = "language_modeling"
+
+
+class Option(NamedTuple):
+    """A text in two parts, of which the second is scored."""
+    context: str
+    continuation: str
+
+
+@dataclass(frozen=True)
+class Example:
+    """options[answer] is right; a single one is a text that the model should write."""
+    options: tuple[Option, ...]
+    answer: int
+    place: str  # file:line
+    delimiter: str | None = None  # between context and continuation; None: the task's
+
+
+@dataclass(frozen=True)
+class Task:
+    """Examples of one kind.
+
+    delimiter: between context and continuation; None: a space, where neither has one.
+    shots: examples that each prompt shows. baseline: the accuracy of guessing.
+    in_core: whether its centered accuracy is a part of CORE.
+    """
+    name: str
+    examples: tuple[Example, ...]
+    shots: int
+    delimiter: str | None
+    baseline: float
+    in_core: bool
+
+    @property
+    def has_choices(self) -> bool:
+        return len(self.examples[0].options) > 1
+
+    def prompt(self, index: int) -> str:
+        """What stands before the context of an example: `shots` others of the task, with their answers."""
+        if not self.shots:
+            return ""
+        others = [other for other in range(len(self.examples)) if other != index]
+        shown = random.Random(SHOTS_SEED + index).sample(others, self.shots)
+        texts: list[str] = []
+        for other in shown:
+            example = self.examples[other]
+            option = example.options[example.answer]
+            texts.append(self.before(example, option) + option.continuation)
+        return "".join(f"{text}\n\n" for text in texts)
+
+    def before(self, example: Example, option: Option) -> str:
+        """The context of an option and the delimiter."""
+        delimiter = self.delimiter if example.delimiter is None else example.delimiter
+        if delimiter is not None:
+            return option.context + delimiter
+        meets_space = option.context[-1:].isspace() or option.continuation[:1].isspace()
+        return option.context + (" " if option.context and not meets_space else "")
+
+
+# ---- layouts of a line -------------------------------------------------------------------------------------
+# Each function reads an item whose keys are there. ValueError: what is wrong, after "FILE:LINE: ".
+
+Item = dict[str, Any]
+
+
+class Content(NamedTuple):
+    """Of an example."""
+    options: list[Option]
+    answer: int
+
+
+def text_of(item: Item, key: str) -> str:
+    if not isinstance(item[key], str):
+        raise ValueError(f"{key} must be a text, and is {type(item[key]).__name__}")
+    return item[key]
+
+
+def texts_of(item: Item, key: str) -> list[str]:
+    """At least two texts."""
+    value = item[key]
+    if not isinstance(value, list) or len(value) < 2 or not all(isinstance(text, str) for text in value):
+        raise ValueError(f"{key} must be a list of two texts or more")
+    return value
+
+
+def index_of(item: Item, key: str, count: int) -> int:
+    """An index into `count` choices, as a number or its digits."""
+    value = item[key]
+    if isinstance(value, str) and value.isdecimal():
+        value = int(value)
+    if type(value) is not int or not 0 <= value < count:
+        raise ValueError(f"{key} must be a number from 0 to {count - 1}, and is {value!r}")
+    return value
+
+
+def choices(context: str, continuations: list[str], answer: int) -> Content:
+    return Content([Option(context, continuation) for continuation in continuations], answer)
+
+
+def read_choices(item: Item) -> Content:
+    endings = texts_of(item, "choices")
+    return choices(text_of(item, "context"), endings, index_of(item, "answer", len(endings)))
+
+
+def read_core_choices(item: Item) -> Content:
+    endings = texts_of(item, "choices")
+    return choices(text_of(item, "query"), endings, index_of(item, "gold", len(endings)))
+
+
+def read_schema(item: Item) -> Content:
+    contexts = texts_of(item, "context_options")
+    ending = text_of(item, "continuation")
+    answer = index_of(item, "gold", len(contexts))
+    return Content([Option(context, ending) for context in contexts], answer)
+
+
+def read_continuation(item: Item) -> Content:
+    return Content([Option(text_of(item, "context").strip(), text_of(item, "continuation"))], 0)
+
+
+def read_hellaswag(item: Item) -> Content:
+    endings = [plain_wikihow(text) for text in texts_of(item, "endings")]
+    context = text_of(item, "ctx")
+    if "activity_label" in item:
+        context = f"{text_of(item, 'activity_label')}: {context}"
+    return choices(plain_wikihow(context), endings, index_of(item, "label", len(endings)))
+
+
+def plain_wikihow(text: str) -> str:
+    """Without the marks that HellaSwag keeps of the pages of WikiHow."""
+    text = text.strip().replace(" [title]", ". ")
+    return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
+
+
+def read_piqa(item: Item) -> Content:
+    endings = [text_of(item, "sol1"), text_of(item, "sol2")]
+    return choices(question(text_of(item, "goal")), endings, index_of(item, "label", 2))
+
+
+def read_winogrande(item: Item) -> Content:
+    """Partial evaluation (arXiv 1806.02847): what follows the gap is scored after each name in the gap."""
+    start, gap, end = text_of(item, "sentence").partition("_")
+    if not gap:
+        raise ValueError("sentence has no _ for the option")
+    if item["answer"] not in ("1", "2", 1, 2):
+        raise ValueError(f"answer must be 1 or 2, and is {item['answer']!r}")
+    names = [text_of(item, "option1"), text_of(item, "option2")]
+    return Content([Option(start + name, end) for name in names], int(item["answer"]) - 1)
+
+
+def read_boolq(item: Item) -> Content:
+    if not isinstance(item["answer"], bool):
+        raise ValueError(f"answer must be true or false, and is {item['answer']!r}")
+    asked = text_of(item, "question").removesuffix("?")
+    context = f"{text_of(item, 'passage')}\n{question(f'{asked}?')}"
+    return choices(context, ["no", "yes"], int(item["answer"]))
+
+
+def read_arc(item: Item) -> Content:
+    """ARC and OpenBookQA: as published, or as exported by the package datasets."""
+    found, asked = item.get("choices"), item["question"]
+    if isinstance(asked, dict):
+        found, asked = asked.get("choices"), asked.get("stem")
+    if isinstance(found, list):
+        found = {key: [one.get(key) for one in found if isinstance(one, dict)] for key in ("text", "label")}
+    if not isinstance(asked, str) or not isinstance(found, dict):
+        raise ValueError("question and choices are not as in ARC")
+    endings, labels = texts_of(found, "text"), texts_of(found, "label")
+    if item["answerKey"] not in labels or len(labels) != len(endings):
+        raise ValueError(f"answerKey {item['answerKey']!r} is none of the labels {', '.join(labels)}")
+    return choices(question(asked), endings, labels.index(item["answerKey"]))
+
+
+def read_mmlu(item: Item) -> Content:
+    """The answers stand in the prompt, and their letters are scored."""
+    endings = texts_of(item, "choices")
+    letters = list(LETTERS[:len(endings)])
+    answer = letters.index(item["answer"]) if item["answer"] in letters else None
+    if answer is None:
+        answer = index_of(item, "answer", len(endings))
+    listed = "".join(f"\n{letter}. {ending}" for letter, ending in zip(letters, endings))
+    return choices(f"{text_of(item, 'question').strip()}{listed}\nAnswer:", letters, answer)
+
+
+def read_lambada(item: Item) -> Content:
+    """The last word is to be written (arXiv 1606.06031)."""
+    start, _, word = text_of(item, "text").strip().rpartition(" ")
+    if not start:
+        raise ValueError("text has one word, and nothing before it")
+    return Content([Option(start, word)], 0)
+
+
+def question(text: str) -> str:
+    return f"Question: {text}\nAnswer:"
+
+
+class Layout(NamedTuple):
+    """keys: an item that has all of them is read with `read`."""
+    keys: str
+    read: Callable[[Item], Content]
+
+
+LAYOUTS = (  # the first that fits
+    Layout("context choices answer", read_choices),
+    Layout("query choices gold", read_core_choices),
+    Layout("context_options continuation gold", read_schema),
+    Layout("context continuation", read_continuation),
+    Layout("ctx endings label", read_hellaswag),
+    Layout("goal sol1 sol2 label", read_piqa),
+    Layout("sentence option1 option2 answer", read_winogrande),
+    Layout("question passage answer", read_boolq),
+    Layout("question answerKey", read_arc),
+    Layout("question choices answer", read_mmlu),
+    Layout("text", read_lambada),
+)
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def read_tasks(key: str, paths: str, limit: int | None = None, shots: int | None = None) -> list[Task]:
+    """The tasks of files and folders, PATH[,PATH...].
+
+    key: what the user set, for messages. limit: examples of a task; None: all. shots: examples that a prompt
+    shows; None: as core.yaml says, and none elsewhere.
+    Raises ConfigError, which names the file and the line.
+    """
+    tasks: list[Task] = []
+    for word in paths.split(","):
+        path = Path(word.strip())
+        try:
+            tasks += read_path(path, limit, shots)
+        except ConfigError as error:
+            raise ConfigError(f"{key}: {error}") from None
+        except OSError as error:
+            raise ConfigError(f"{key}: {error.filename or path}: {error.strerror}") from None
+    names = [task.name for task in tasks]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"{key}: two tasks are called {twice[0]}; rename a file, or leave one out")
+    return tasks
+
+
+def read_path(path: Path, limit: int | None, shots: int | None) -> Iterator[Task]:
+    if not path.is_dir():
+        yield read_file(path, limit, shots)
+        return
+    if (path / "core.yaml").is_file():
+        yield from read_core(path, limit, shots)
+        return
+    files = sorted(path.glob("*.jsonl"))
+    if not files:
+        raise ConfigError(f"{path}: a folder without .jsonl files and without core.yaml")
+    for file in files:
+        yield read_file(file, limit, shots)
+
+
+def read_file(path: Path, limit: int | None, shots: int | None) -> Task:
+    """A task of the file's name. Guessing is right as often as one of equal choices is."""
+    examples = read_examples(path)
+    counts = [len(example.options) for example in examples]
+    guessed = sum(1 / count for count in counts) / len(counts) if counts[0] > 1 else 0.0
+    return make_task(path.stem, examples, limit=limit, shots=shots or 0, baseline=guessed)
+
+
+def make_task(
+    name: str,
+    examples: list[Example],
+    *,
+    limit: int | None,
+    shots: int,
+    baseline: float,
+    delimiter: str | None = None,
+    in_core: bool = False,
+) -> Task:
+    """The task with at most `limit` of the examples, in an order that depends on their number alone."""
+    random.Random(ORDER_SEED).shuffle(examples)
+    kept = examples[:limit]
+    if shots >= len(kept):
+        raise ConfigError(f"{name}: a prompt shows {shots} other examples, and there are {len(kept)} with "
+                          "this limit; raise the limit")
+    return Task(name, tuple(kept), shots, delimiter, baseline, in_core)
+
+
+def read_examples(path: Path) -> list[Example]:
+    """The examples of a file, in their order: all with choices, or all without.
+
+    Raises ConfigError, OSError.
+    """
+    examples: list[Example] = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                example = read_example(line, place)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{place}: {error}") from None
+            has_choices = len(example.options) > 1
+            if examples and has_choices != (len(examples[0].options) > 1):
+                raise ConfigError(f"{place}: choices and continuations in one file; divide it")
+            examples.append(example)
+    if not examples:
+        raise ConfigError(f"{path}: has no examples")
+    return examples
+
+
+def read_example(line: bytes, place: str) -> Example:
+    """Raises ValueError."""
+    try:
+        item = json.loads(line)
+    except UnicodeDecodeError:
+        raise ValueError("not UTF-8 text") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg}, column {error.colno}") from None
+    if not isinstance(item, dict):
+        raise ValueError(f"expected an object of JSON, got {type(item).__name__}")
+
+    layout = next((one for one in LAYOUTS if all(key in item for key in one.keys.split())), None)
+    if layout is None:
+        has = ", ".join(sorted(item)) or "none"
+        raise ValueError(f"no known layout has the keys {has}; write context, choices and answer")
+    content = layout.read(item)
+    if any(not option.continuation.strip() for option in content.options):
+        raise ValueError("an answer without text")
+    try:
+        "".join(text for option in content.options for text in option).encode()
+    except UnicodeEncodeError:
+        raise ValueError("half a character (a lone surrogate)") from None
+    delimiter = text_of(item, "delimiter") if "delimiter" in item else None
+    return Example(tuple(content.options), content.answer, place, delimiter)
+
+
+# ---- CORE --------------------------------------------------------------------------------------------------
+
+
+def read_core(folder: Path, limit: int | None, shots: int | None) -> Iterator[Task]:
+    """The tasks of a folder in CORE's form."""
+    listing = folder / "core.yaml"
+    entries = read_yaml(listing).get("icl_tasks")
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{listing}: icl_tasks must be a list of tasks")
+    baselines = read_baselines(folder / "eval_meta_data.csv")
+    for entry in entries:
+        try:
+            label, file, kind = entry["label"], entry["dataset_uri"], entry["icl_task_type"]
+            own_shots = int(entry["num_fewshot"][0])
+            delimiter = str(entry.get("continuation_delimiter", " "))
+        except (KeyError, TypeError, IndexError, ValueError):
+            raise ConfigError(f"{listing}: a task needs label, dataset_uri, icl_task_type and num_fewshot "
+                              f"[N], and there is {entry!r}") from None
+        if label not in baselines:
+            raise ConfigError(f"{folder / 'eval_meta_data.csv'}: has no Random baseline of {label}")
+
+        path = folder / "eval_data" / file
+        examples = read_examples(path)
+        has_choices = len(examples[0].options) > 1
+        if kind not in (CHOICE_TYPES if has_choices else (TEXT_TYPE,)):
+            raise ConfigError(f"{listing}: {label} is of the type {kind}, and {path} is not")
+        yield make_task(
+            label,
+            examples,
+            limit=limit,
+            shots=own_shots if shots is None else shots,
+            baseline=baselines[label],
+            delimiter=delimiter,
+            in_core=True,
+        )
+
+
+def read_baselines(path: Path) -> dict[str, float]:
+    """{task: the accuracy of guessing, from 0 to 1}; the file has percent."""
+    baselines: dict[str, float] = {}
+    with open(path, encoding="utf-8", newline="") as file:
+        rows = csv.DictReader(file)
+        for row in rows:
+            try:
+                share = float(row["Random baseline"]) / 100
+                baselines[row["Eval Task"]] = share
+            except (KeyError, TypeError, ValueError):
+                raise ConfigError(f"{path}:{rows.line_num}: needs the columns Eval Task and Random baseline "
+                                  "(percent)") from None
+            if not 0 <= share < 1:
+                raise ConfigError(f"{path}:{rows.line_num}: a Random baseline of {100 * share:g} percent")
+    return baselines

@@ -1,0 +1,260 @@
+"""Scores of tasks: texts -> rows of tokens -> log-probabilities of the answers -> accuracy and bits per byte.
+
+The tokens of an answer. Context and answer are encoded as one text, as training saw text. Scored is what
+follows the tokens that the context alone begins with, less the space at its end: so a space between context
+and answer belongs to the answer, and a token that both share is scored whole. This is how lm-eval scores, too,
+but for shared tokens, where it takes the last ones. An empty context is the start of a document: the token
+that ends one. Tokens beyond the model's context are dropped from the left.
+
+The metrics of a task of choices:
+
+    acc         the right answer has the largest log-probability; of equal ones, the first counts
+    acc_norm    the same, per byte of the answer (lm-eval divides by characters)
+    acc_token   the same, per token (CORE)
+    bpb         -log2 p(right answer) per byte of it, the mean over examples: smooth where accuracy is not
+    centered    (accuracy - baseline) / (1 - baseline), with acc_token
+
+Of continuations: acc (each token is the likeliest), bpb and centered (of acc). CORE is the mean of `centered`
+over its tasks (arXiv 2406.11794). The bytes are those of the answer in UTF-8, without space before it.
+"""
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from config import ConfigError
+from data.task_files import Task
+from data.tokenizer import Tokenizer
+from kernels.cross_entropy import IGNORE_INDEX
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+LENGTH_UNIT = 16  # tokens: rows are padded to a multiple of it (fp8 needs it; fewer shapes to compile for)
+
+# (tokens [b, s], targets [b, s]) -> [2, n] of the n counted targets, row by row: log-probability in nats, and
+# 1 where it is the likeliest, else 0. None on ranks that do not have the last layers.
+Forward = Callable[[Tensor, Tensor], Tensor | None]
+
+
+class Row(NamedTuple):
+    """A text: its ids [n], of which the last are scored."""
+    ids: Tensor
+    num_scored: int
+
+
+class Score(NamedTuple):
+    """Of the scored ids of a row: the sum of their log-probabilities (nats), whether each is the likeliest."""
+    log_prob: float
+    is_likeliest: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """What all ranks compute at the same time, in batches of the same shape."""
+    indices: list[int]  # of rows; rank r of n has every n-th from the r-th on
+    rows: int  # of a rank; those that are left over are empty
+    length: int  # tokens of a row
+
+
+@dataclass(frozen=True)
+class EncodedTasks:
+    """Tasks as rows of tokens: those of a task follow each other, and so do those of an example."""
+    tasks: list[Task]
+    rows: list[Row]
+
+    @property
+    def num_examples(self) -> int:
+        return sum(len(task.examples) for task in self.tasks)
+
+    def describe(self) -> str:
+        names = ", ".join(task.name for task in self.tasks[:4])
+        more = f" and {len(self.tasks) - 4} more" if len(self.tasks) > 4 else ""
+        tokens = sum(len(row.ids) for row in self.rows)
+        return (f"{names}{more}: {self.num_examples:,} examples, {len(self.rows):,} texts, "
+                f"{tokens:,} tokens")
+
+
+# ---- texts -> rows -----------------------------------------------------------------------------------------
+
+
+def encode_tasks(key: str, tasks: list[Task], tokenizer: Tokenizer, context: int) -> EncodedTasks:
+    """context: tokens that the model sees at most. key: what the user set, for messages.
+
+    Raises ConfigError, which names file and line, for an answer that has more tokens than that, or none.
+    """
+    rows: list[Row] = []
+    for task in tasks:
+        for index, example in enumerate(task.examples):
+            prompt = task.prompt(index)
+            for option in example.options:
+                before = prompt + task.before(example, option)
+                row = encode(before, option.continuation, tokenizer)
+                if not 0 < row.num_scored <= context:
+                    raise ConfigError(f"{key}: {example.place}: an answer of {row.num_scored} tokens; the "
+                                      f"model takes 1 to {context} (model.context)")
+                rows.append(Row(row.ids[-(context + 1):], row.num_scored))
+    return EncodedTasks(tasks, rows)
+
+
+def encode(before: str, continuation: str, tokenizer: Tokenizer) -> Row:
+    """A text whose end, from `before` on, is scored."""
+    whole = tokenizer.encode(before + continuation)
+    known = tokenizer.encode(before.rstrip()) if before.strip() else []
+    shared = 0
+    while shared < min(len(known), len(whole)) and known[shared] == whole[shared]:
+        shared += 1
+    start = [] if shared else [tokenizer.eod]
+    ids = torch.tensor([*start, *whole], dtype=torch.int32)
+    return Row(ids, len(whole) - shared)
+
+
+# ---- rows -> scores ----------------------------------------------------------------------------------------
+
+
+def divide_rows(rows: Sequence[Row], ranks: int, batch_tokens: int, multiple: int) -> list[Round]:
+    """Rounds of rows of similar length, the longest first.
+
+    batch_tokens: of one rank, with padding; a single row may have more. multiple: a length is one of it.
+    """
+    unit = math.lcm(LENGTH_UNIT, multiple)
+    order = sorted(range(len(rows)), key=lambda index: -len(rows[index].ids))
+    rounds: list[Round] = []
+    start = 0
+    while start < len(order):
+        longest = len(rows[order[start]].ids) - 1
+        length = -(-longest // unit) * unit
+        most = max(1, batch_tokens // length)
+        indices = order[start:start + most * ranks]
+        rounds.append(Round(indices, -(-len(indices) // ranks), length))
+        start += len(indices)
+    return rounds
+
+
+@torch.no_grad()
+def score_rows(
+    rows: Sequence[Row],
+    forward: Forward,
+    *,
+    batch_tokens: int,
+    device: torch.device,
+    multiple: int = 1,
+    replicas: Group | None = None,
+    stages: Group | None = None,
+) -> list[Score]:
+    """The score of each row, the same on every rank.
+
+    replicas: ranks that divide the rows among them; stages: ranks that divide the layers; None: one rank.
+    multiple: of which the length of a row must be one. Collective: one all-reduce of two numbers a row over
+    each of the groups, beside what `forward` exchanges.
+    """
+    rank, ranks = (replicas.index, replicas.size) if replicas else (0, 1)
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    results = torch.zeros(len(rows), 2, dtype=dtype, device=device)
+    for round_ in divide_rows(rows, ranks, batch_tokens, multiple):
+        own = round_.indices[rank::ranks]
+        tokens = torch.zeros(round_.rows, round_.length, dtype=torch.int64)
+        targets = torch.full_like(tokens, IGNORE_INDEX)
+        for place, index in enumerate(own):
+            ids, num_scored = rows[index]
+            end = len(ids) - 1
+            tokens[place, :end] = ids[:-1]
+            targets[place, end - num_scored:end] = ids[-num_scored:]  # padding comes after what is scored
+        found = forward(tokens.to(device), targets.to(device))
+        if found is None:
+            continue
+        counts = [rows[index].num_scored for index in own]
+        for index, part in zip(own, found.to(dtype).split(counts, 1)):
+            results[index, 0] = part[0].sum()
+            results[index, 1] = part[1].min()
+
+    for group in (replicas, stages):
+        if group is not None:
+            results = comm.all_reduce_sum(results, group)
+    return [Score(log_prob, likeliest > 0.5) for log_prob, likeliest in results.tolist()]
+
+
+# ---- scores -> metrics -------------------------------------------------------------------------------------
+
+
+class TaskReport(NamedTuple):
+    """metrics: {task: {metric: value}}; core: the mean of CORE's tasks, None without one; seconds: of it
+    all."""
+    metrics: dict[str, dict[str, float]]
+    core: float | None
+    examples: int
+    seconds: float
+
+    def flat(self) -> dict[str, float]:
+        """{tasks/NAME/METRIC: value}, and tasks/core, for metrics.jsonl and W&B."""
+        values = {
+            f"tasks/{name}/{metric}": value
+            for name, found in self.metrics.items()
+            for metric, value in found.items()
+        }
+        return values if self.core is None else values | {"tasks/core": self.core}
+
+    def lines(self) -> list[str]:
+        """For a person: a line for each task, and one for all."""
+        width = max(len(name) for name in self.metrics)
+        lines = [f"{name:<{width}}  {metrics_text(found)}" for name, found in self.metrics.items()]
+        core = "" if self.core is None else f"CORE {self.core:.4f} over its tasks, "
+        return [*lines, f"{core}{self.examples:,} examples in {self.seconds:.1f} s"]
+
+
+def metrics_text(metrics: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
+
+
+def score_tasks(encoded: EncodedTasks, score: Callable[[Sequence[Row]], list[Score]]) -> TaskReport:
+    """The metrics of all tasks. score: rows -> their scores."""
+    started = time.perf_counter()
+    scores = score(encoded.rows)
+    metrics: dict[str, dict[str, float]] = {}
+    start = 0
+    for task in encoded.tasks:
+        end = start + sum(len(example.options) for example in task.examples)
+        metrics[task.name] = task_metrics(task, encoded.rows[start:end], scores[start:end])
+        start = end
+    centered = [metrics[task.name]["centered"] for task in encoded.tasks if task.in_core]
+    core = sum(centered) / len(centered) if centered else None
+    return TaskReport(metrics, core, encoded.num_examples, time.perf_counter() - started)
+
+
+def task_metrics(task: Task, rows: Sequence[Row], scores: Sequence[Score]) -> dict[str, float]:
+    """The means over the examples of a task; rows and scores are those of its options."""
+    sums = dict.fromkeys(("acc", "acc_norm", "acc_token", "bpb") if task.has_choices else ("acc", "bpb"), 0.0)
+    start = 0
+    for example in task.examples:
+        end = start + len(example.options)
+        log_probs = [score.log_prob for score in scores[start:end]]
+        nbytes = [num_bytes(option.continuation) for option in example.options]
+        sums["bpb"] -= log_probs[example.answer] / math.log(2) / nbytes[example.answer]
+        if task.has_choices:
+            tokens = [row.num_scored for row in rows[start:end]]
+            sums["acc"] += likeliest(log_probs) == example.answer
+            sums["acc_norm"] += likeliest(divided(log_probs, nbytes)) == example.answer
+            sums["acc_token"] += likeliest(divided(log_probs, tokens)) == example.answer
+        else:
+            sums["acc"] += scores[start].is_likeliest
+        start = end
+    means = {name: value / len(task.examples) for name, value in sums.items()}
+    accuracy = means["acc_token" if task.has_choices else "acc"]
+    return means | {"centered": (accuracy - task.baseline) / (1 - task.baseline)}
+
+
+def num_bytes(continuation: str) -> int:
+    """Of the answer, without space before it."""
+    return len(continuation.lstrip().encode())
+
+
+def divided(values: Sequence[float], counts: Sequence[int]) -> list[float]:
+    return [value / count for value, count in zip(values, counts)]
+
+
+def likeliest(log_probs: Sequence[float]) -> int:
+    """The index of the largest; of equal ones the first."""
+    return max(range(len(log_probs)), key=log_probs.__getitem__)
