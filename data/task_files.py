@@ -6,7 +6,7 @@
 A task of choices asks which of several answers the model finds the likeliest. A task of continuations asks
 whether the answer is what the model would write.
 
-CORE (arXiv 2406.11794, section 3.5) is a set of such tasks. Its folder has core.yaml (icl_tasks: label,
+CORE (arXiv 2406.11794) is a set of such tasks. Its folder has core.yaml (icl_tasks: label,
 dataset_uri, num_fewshot, icl_task_type, continuation_delimiter), the files in eval_data/, and
 eval_meta_data.csv with the accuracy of guessing in percent. The order of the examples, and those that a
 prompt shows, are drawn with nanochat's seeds.

@@ -2,9 +2,9 @@
 
 The tokens of an answer. Context and answer are encoded as one text, as training saw text. Scored is what
 follows the tokens that the context alone begins with, less the space at its end: so a space between context
-and answer belongs to the answer, and a token that both share is scored whole. This is how lm-eval scores, too,
-but for shared tokens, where it takes the last ones. An empty context is the start of a document: the token
-that ends one. Tokens beyond the model's context are dropped from the left.
+and answer belongs to the answer, and a token that both share is scored whole. lm-eval does the same, but for
+shared tokens: there it scores the last ones of the text. An empty context is the start of a document: the
+token that ends one. Tokens beyond the model's context are dropped from the left.
 
 The metrics of a task of choices:
 
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 
 class Score(NamedTuple):
-    """Of the scored ids of a row: the sum of their log-probabilities (nats), whether each is the likeliest."""
+    """Of the scored ids of a row: the sum of log-probabilities (nats), and whether each is the likeliest."""
     log_prob: float
     is_likeliest: bool
 

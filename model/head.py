@@ -88,8 +88,9 @@ class OutputHead(nn.Module):
         return self.logits(x[:, position:position + 1])[0, 0]
 
     def token_scores(self, x: Tensor, targets: Tensor) -> Tensor:
-        """x as for `logits`, targets [b, s] -> [2, n] in fp32 or better, of the n counted targets, row by row:
-        the log-probability in nats, and 1 where no token is likelier, else 0.
+        """x as for `logits`, targets [b, s] -> [2, n] in fp32 or better, of the n counted targets.
+
+        They come row by row: the log-probability in nats, and 1 where no token is likelier, else 0.
 
         Logits exist for the counted targets alone, and for a chunk of them at a time. Under tp one all-gather
         of three numbers a target for each chunk.

@@ -9,7 +9,7 @@ from parallel.pipeline.executor import Pipeline
 
 
 def score_positions(tokens: Tensor, context: int) -> Tensor:
-    """[b, s] -> [b, s]: 0, 1, ... for the tokens of a text. Padding beyond the model's context has its last."""
+    """[b, s] -> [b, s]: 0, 1, ... for the tokens of a text. Padding beyond the context has the last one."""
     positions = torch.arange(tokens.shape[1], device=tokens.device)
     return positions.clamp(max=context - 1).expand_as(tokens)
 

@@ -1,0 +1,192 @@
+"""Scores of tasks: which tokens are scored, metrics by hand on log-probabilities that are given, and rows
+divided over ranks.
+"""
+
+import math
+
+import pytest
+import sentencepiece
+import torch
+
+from config import ConfigError
+from data import tokenizer
+from data.task_files import Example, Option, Task
+from data.task_scores import (
+    Row,
+    Score,
+    divide_rows,
+    encode,
+    encode_tasks,
+    score_rows,
+    score_tasks,
+)
+from kernels.cross_entropy import IGNORE_INDEX
+
+BYTES = tokenizer.load_tokenizer("bytes")
+
+
+def scored(before, continuation, tok=BYTES):
+    row = encode(before, continuation, tok)
+    ids = row.ids.tolist()
+    return ids[: -row.num_scored], ids[-row.num_scored :]
+
+
+def test_the_bytes_that_are_scored():
+    assert scored("ab", " c") == (list(b"ab"), list(b" c"))
+    assert scored("ab ", "c") == (list(b"ab"), list(b" c"))  # the space belongs to the answer, either way
+    assert scored("ab\n", "c") == (list(b"ab"), list(b"\nc"))
+    assert scored("", "c") == ([BYTES.eod], list(b"c"))  # the start of a document
+    assert scored("a", "é") == (list(b"a"), list("é".encode()))
+
+
+class Pairs:
+    """A tokenizer of two letters a token: a context of odd length shares its last token with the answer."""
+
+    eod = 0
+
+    def encode(self, text):
+        return [1 + int.from_bytes(text[start : start + 2].encode(), "big") for start in range(0, len(text), 2)]
+
+
+def test_a_token_of_context_and_answer_is_scored_whole():
+    tok = Pairs()
+    assert scored("abc", "de", tok) == (tok.encode("ab"), tok.encode("cde"))
+    assert scored("abcd", "ef", tok) == (tok.encode("abcd"), tok.encode("ef"))
+    assert scored("a", "bc", tok) == ([0], tok.encode("abc"))  # nothing of the context is left: a document
+
+
+def test_pieces_of_a_trained_tokenizer(tmp_path):
+    """The scored pieces, decoded, are the answer with the space before it."""
+    (tmp_path / "text").write_text("the cat sat on the mat\nthe dog sat on the log\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"),
+        model_prefix=str(tmp_path / "pieces"),
+        vocab_size=60,
+        model_type="bpe",
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
+    tok = tokenizer.load_tokenizer(tmp_path / "pieces.model")
+    for before, continuation in (("the cat sat on", " the mat"), ("the cat sat on ", "the mat")):
+        known, answer = scored(before, continuation, tok)
+        assert tok.decode(known) == "the cat sat on" and tok.decode(answer).strip() == "the mat"
+        assert known + answer == tok.encode("the cat sat on the mat")
+
+
+def task(examples, shots=0, baseline=0.25, in_core=False, name="t"):
+    return Task(name, tuple(examples), shots, "", baseline, in_core)
+
+
+def given(log_probs):
+    """A model whose rows have these scores."""
+    return lambda rows: [value if isinstance(value, Score) else Score(value, False) for value in log_probs]
+
+
+def test_metrics_by_hand():
+    """Three ways to choose, three answers: by sums the first, per byte the second, per token the third."""
+    endings = ["a", "bbbbbbbb", "  cé"]  # 1, 8 and 3 bytes
+    example = Example(tuple(Option("x", ending) for ending in endings), 0, "f:1")
+    nats = [-2.0, -4.0, -6.0]
+    rows = [Row(torch.zeros(9, dtype=torch.int32), count) for count in (1, 2, 6)]
+
+    for right in range(3):
+        one = Example(example.options, right, "f:1")
+        encoded = encode_tasks("k", [task([one])], BYTES, 100)
+        encoded = type(encoded)(encoded.tasks, rows)
+        report = score_tasks(encoded, given(nats))
+        found = report.metrics["t"]
+        assert found["acc"] == (right == 0)  # -2 is the largest
+        assert found["acc_norm"] == (right == 1)  # -2, -0.5, -2
+        assert found["acc_token"] == (right == 2)  # -2, -2, -1
+        assert found["bpb"] == pytest.approx(-nats[right] / math.log(2) / (1, 8, 3)[right], rel=1e-12)
+        assert found["centered"] == pytest.approx(((right == 2) - 0.25) / 0.75, rel=1e-12)
+        assert report.core is None and set(report.flat()) == {f"tasks/t/{name}" for name in found}
+
+
+def test_of_equal_answers_the_first_counts():
+    examples = [Example((Option("x", "a"), Option("x", "b")), answer, "f:1") for answer in (0, 1)]
+    encoded = encode_tasks("k", [task(examples)], BYTES, 100)
+    found = score_tasks(encoded, given([-1.0] * 4)).metrics["t"]
+    assert found["acc"] == found["acc_norm"] == found["acc_token"] == 0.5
+
+
+def test_continuations_and_core():
+    texts = [Example((Option("x", ending),), 0, "f:1") for ending in ("ab", "abcd")]
+    chosen = [Example((Option("x", "a"), Option("x", "b")), 0, "f:1")]
+    tasks = [
+        task(texts, baseline=0.0, in_core=True, name="texts"),
+        task(chosen, baseline=0.5, in_core=True, name="chosen"),
+        task(chosen, baseline=0.5, name="apart"),
+    ]
+    encoded = encode_tasks("k", tasks, BYTES, 100)
+    ends = [Score(-math.log(2), True), Score(-math.log(16), False), -1.0, -2.0, -2.0, -1.0]
+    report = score_tasks(encoded, given(ends))
+    assert report.metrics["texts"] == pytest.approx({"acc": 0.5, "bpb": (1 / 2 + 4 / 4) / 2, "centered": 0.5})
+    assert report.metrics["chosen"]["centered"] == 1 and report.metrics["apart"]["centered"] == -1
+    assert report.core == 0.75 and report.flat()["tasks/core"] == 0.75
+    assert report.lines()[-1].startswith("CORE 0.7500 over its tasks, 4 examples in ")
+
+
+def test_an_answer_longer_than_the_context_is_refused_with_its_place():
+    example = Example((Option("x", "a" * 9),), 0, "tasks.jsonl:7")
+    with pytest.raises(ConfigError, match=r"^eval.tasks: tasks.jsonl:7: an answer of 9 tokens; .* 1 to 8"):
+        encode_tasks("eval.tasks", [task([example])], BYTES, 8)
+    (row,) = encode_tasks("eval.tasks", [task([example])], BYTES, 9).rows
+    assert len(row.ids) == 10
+
+
+def test_a_long_context_is_dropped_from_the_left():
+    example = Example((Option("abcdefgh", "xy"),), 0, "f:1")
+    (row,) = encode_tasks("k", [task([example])], BYTES, 5).rows
+    assert bytes(row.ids.tolist()) == b"efghxy" and row.num_scored == 2
+
+
+def random_rows(count, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, 90, (count,), generator=rng).tolist()
+    return [
+        Row(torch.randint(0, 50, (n,), generator=rng, dtype=torch.int32), 1 + index % (n - 1))
+        for index, n in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("multiple", [1, 6])
+def test_rounds_have_every_row_once_and_one_shape(ranks, multiple):
+    rows = random_rows(41)
+    rounds = divide_rows(rows, ranks, 128, multiple)
+    assert sorted(index for one in rounds for index in one.indices) == list(range(41))
+    for one in rounds:
+        assert one.length % multiple == 0 and one.length % 16 == 0
+        assert one.rows * one.length <= 128 or one.rows == 1
+        for rank in range(ranks):
+            assert len(one.indices[rank::ranks]) <= one.rows
+        assert all(len(rows[index].ids) - 1 <= one.length for index in one.indices)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 200, 10_000])
+def test_scores_of_rows_by_hand(batch_tokens):
+    """A model of bigrams: the log-probability of a token depends on the one before it."""
+    rng = torch.Generator().manual_seed(1)
+    table = torch.randn(50, 50, generator=rng, dtype=torch.float64).log_softmax(-1)
+
+    def forward(tokens, targets):
+        assert tokens.shape == targets.shape
+        counted = targets != IGNORE_INDEX
+        chosen = table[tokens[counted]]
+        ids = targets[counted]
+        log_probs = chosen.gather(1, ids[:, None])[:, 0]
+        return torch.stack((log_probs, (chosen.argmax(1) == ids).double()))
+
+    rows = random_rows(30)
+    liked = [3]
+    for _ in range(5):
+        liked.append(int(table[liked[-1]].argmax()))
+    rows.append(Row(torch.tensor(liked, dtype=torch.int32), 5))
+    found = score_rows(rows, forward, batch_tokens=batch_tokens, device=torch.device("cpu"))
+    for row, score in zip(rows, found):
+        ids = row.ids.tolist()
+        pairs = list(zip(ids, ids[1:]))[-row.num_scored :]
+        assert score.log_prob == pytest.approx(sum(float(table[a, b]) for a, b in pairs), abs=1e-12)
+        assert score.is_likeliest == all(int(table[a].argmax()) == b for a, b in pairs)
+    assert found[-1].is_likeliest and not all(score.is_likeliest for score in found)
