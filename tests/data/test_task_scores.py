@@ -45,7 +45,8 @@ class Pairs:
     eod = 0
 
     def encode(self, text):
-        return [1 + int.from_bytes(text[start : start + 2].encode(), "big") for start in range(0, len(text), 2)]
+        pairs = [text[start : start + 2] for start in range(0, len(text), 2)]
+        return [1 + int.from_bytes(pair.encode(), "big") for pair in pairs]
 
 
 def test_a_token_of_context_and_answer_is_scored_whole():
