@@ -20,8 +20,10 @@ from kernels import (
     cross_entropy,
     embedding,
     fp8,
+    fp8_formula,
     fp8_gemm,
     fp8_grouped,
+    fp8_origin,
     grouped_gemm,
     head_norm,
     latent_heads,
@@ -617,6 +619,65 @@ def fp8_casts(inputs: Inputs) -> Checks:
                 yield f"fp8 {name}, a scale a {kind}{view}", Check(ours, definition, bounds)
 
 
+def fp8_formulas(inputs: Inputs) -> Checks:
+    """What an fp8 linear computes instead of reading it, with the bits of the result in memory: q and scales
+    of both directions."""
+    size = inputs.size
+    gate_up, dy = inputs.randn(size.tokens, 2 * size.ffn), inputs.randn(size.tokens, size.ffn)
+    x, weight = inputs.randn(size.tokens, size.hidden), 1 + 0.1 * inputs.randn(size.hidden)
+    heads = (size.heads, size.kv, size.kv)
+    parts = [inputs.randn(size.batch, size.seq, count, size.head_dim) for count in heads]
+    positions = torch.arange(size.seq, device=inputs.device).expand(size.batch, -1)
+    angles = rope.cos_sin_tables(positions, rope.frequencies(size.head_dim, 5e5).to(inputs.device), BF16)
+    width = sum(heads) * size.head_dim
+    shape = size.batch, size.seq, width
+
+    cases: dict[str, tuple[Callable[[str], Tensor], Callable[[], Tensor]]] = {
+        "norm": (
+            lambda kind: norm.launch_unwritten(x, None, weight, None, EPS, kind)[0],
+            lambda: norm.launch_forward(x, None, weight, None, EPS)[0],
+        ),
+        "swiglu": (
+            lambda kind: unwritten_of("swiglu", (size.tokens, size.ffn), gate_up),
+            lambda: swiglu.launch_swiglu(gate_up),
+        ),
+        "swiglu_backward": (
+            lambda kind: unwritten_of("swiglu_backward", (size.tokens, 2 * size.ffn), gate_up, dy),
+            lambda: swiglu.launch_swiglu_backward(dy, gate_up),
+        ),
+        "rope_backward": (
+            lambda kind: rope.unwritten_gradient(*parts, *angles, shape),
+            lambda: rope.rope_backward(*parts, *angles).view(shape),
+        ),
+    }
+    for formula, (unwritten, written) in cases.items():
+        for kind in ("tensor", "row"):
+
+            def both_ways(result: Callable[[], Tensor], kind: str = kind) -> Results:
+                origin = fp8_origin.origin_of(result())
+                maxima = fp8_formula.maxima_of(origin, kind, both=True)
+                pair = fp8_formula.quantize_origin_pair(origin, kind, fp8.E4M3, fp8.BLOCK_SIDE, maxima)
+                return {
+                    "q": pair.ahead.q.view(torch.uint8),
+                    "scale": pair.ahead.scale,
+                    "q_back": pair.back.q.view(torch.uint8),
+                    "scale_back": pair.back.scale,
+                }
+
+            check = Check(
+                ours=lambda f=unwritten, k=kind, both=both_ways: both(lambda: f(k)),
+                definition=lambda f=written, both=both_ways: both(f),
+                bounds=dict.fromkeys(("q", "scale", "q_back", "scale_back"), 0.0),
+            )
+            yield f"fp8 {formula}, a scale a {kind}", check
+
+
+def unwritten_of(formula: str, shape: tuple[int, int], *operands: Tensor) -> Tensor:
+    """The result of a formula, left to its reader."""
+    origin = fp8_origin.Origin(formula, shape, operands)
+    return fp8_origin.unwritten(origin, shape, like=operands[0])
+
+
 def fp8_bound(columns: int, step: int) -> float:
     """Of a product with an output in bf16, whose tensor cores sum `step` columns before fp32 does."""
     return bound(BF16, 1, columns) + min(columns, step) / SUM_COLUMNS * SUM_BITS
@@ -845,5 +906,6 @@ FAMILIES: dict[str, Callable[[Inputs], Checks]] = {
     "fp8-product": fp8_products,
     "fp8-grouped": fp8_grouped_products,
     "fp8-cast": fp8_casts,
+    "fp8-formula": fp8_formulas,
     "symmetric": symmetric_products,
 }

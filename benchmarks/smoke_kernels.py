@@ -35,7 +35,12 @@ from kernels import triton_
 Results = dict[str, Tensor]
 FUNCTIONS = 2.0**-20
 FP32_TERM = 2.0**-24
-CAPABILITY = {"fp8-cast": (8, 9), "fp8-product": (8, 9), "fp8-grouped": (9, 0)}  # {family: the first chip}
+CAPABILITY = {  # {family: the first chip}
+    "fp8-cast": (8, 9),
+    "fp8-formula": (8, 9),
+    "fp8-product": (8, 9),
+    "fp8-grouped": (9, 0),
+}
 SIZE = Size(batch=2, params=1 << 24)  # a part of a step: several families share the GPU's memory
 TINY = Size(
     batch=1,
