@@ -165,6 +165,7 @@ def claimed_gpu(chip: Chip, recorder: "Recorder", cudnn: bool = False) -> Iterat
         minor=chip.capability[1],
         multi_processor_count=chip.processors,
         total_memory=chip.memory_bytes,
+        shared_memory_per_multiprocessor=228 << 10,  # of Hopper
     )
     answers = {
         "get_device_capability": lambda *_: chip.capability,
