@@ -115,10 +115,11 @@ def shard_microbatches(run: TrainingRun, microbatches: list[Microbatch]) -> list
 def count_tokens(microbatches: list[Microbatch], mesh: Mesh) -> Tensor:
     """The counted tokens of the step over all ranks, int64 scalar. One all-reduce of a number over dp_cp.
 
-    Counted before the first forward, so that the mean is exact under document masks and packing.
+    Counted before the first forward, so that the mean is exact under document masks and packing. At least 1:
+    a step in which no token counts has the loss 0 and no gradient.
     """
     num_tokens = torch.stack([batch.num_counted() for batch in microbatches]).sum()
-    return comm.all_reduce_sum(num_tokens, mesh.dp_cp)
+    return comm.all_reduce_sum(num_tokens, mesh.dp_cp).clamp(min=1)
 
 
 def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_scale: Tensor) -> Tensor:

@@ -6,6 +6,7 @@
     PREFIX.json        not Megatron's: counts, tokenizer, sha256 of the .idx and the .crc
     PREFIX.crc         not Megatron's: crc32 (u32) of each block of the .bin
     PREFIX.tokenizer/  not Megatron's: the tokenizer itself
+    PREFIX.mask        not Megatron's: which tokens the loss counts, where not all count (loss_mask.py)
 
 Opening reads the .idx in chunks (structure, then sha256) and nothing of the .bin. The first read of a block
 of the .bin checks it: crc32, and ids below the vocabulary. Files that Megatron-LM made have no sidecar files;
@@ -28,6 +29,8 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from config import ConfigError, Tree
+from data.blocks import AGAIN, BLOCK, BlockChecksums, ChecksumError
+from data.loss_mask import LossMask, LossMaskBits
 from data.tokenizer import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -36,14 +39,7 @@ HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, number of seque
 VERSION_OFFSET, DTYPE_OFFSET, COUNTS_OFFSET = 9, 17, 18  # of the header's fields, in bytes
 DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no token ids
 LENGTH_BYTES, OFFSET_BYTES, BOUND_BYTES = 4, 8, 8  # of one entry of each table of the .idx
-BLOCK = 1 << 18  # bytes that one crc covers; small, because the first read in a block reads all of it
 CHUNK = 1 << 18  # entries of a table of the .idx that are in memory at a time
-AGAIN = "make it again with scripts.prepare_data"
-
-
-class ChecksumError(ConfigError):
-    """The content of a data file is not what was written. One line."""
-    exit_code = 79
 
 
 def dtype_of(vocab: int) -> str:
@@ -60,6 +56,7 @@ class IndexedDataset:
 
     tokens, documents, sequences: counts.
     meta: the content of the .json; {} if there is none.
+    loss_mask: which tokens the loss counts; none: all of them.
     identity: a sha256 that changes with the content.
 
     Raises ConfigError, or ChecksumError if a checksum does not match: one line with file, offset and a fix.
@@ -79,6 +76,7 @@ class IndexedDataset:
 
         self._open_idx()
         self._open_sidecar(sibling_file(prefix, ".json"), sibling_file(prefix, ".crc"))
+        self._open_loss_mask(sibling_file(prefix, ".mask"), sibling_file(prefix, ".mask.crc"))
         self._map_bin(vocab)
         if vocab is not None and self.meta and self.meta["max_id"] >= vocab:
             self._refuse_id(self.meta["max_id_at"], self.meta["max_id"])
@@ -206,6 +204,28 @@ class IndexedDataset:
                                     f"damaged or replaced; {AGAIN}")
         self.identity = text_sha256(f"{idx_digest} {self.meta['crc_sha256']}")
 
+    def _open_loss_mask(self, mask_path: pathlib.Path, crc_path: pathlib.Path) -> None:
+        """Opens the .mask, where there is one. A .json says whether there must be one."""
+        self.loss_mask: LossMask | None = None
+        is_named = "mask_crc_sha256" in self.meta
+        if not is_named and (self.meta or not mask_path.exists()):
+            return
+
+        crc: np.ndarray | None = None
+        if is_named:
+            try:
+                crc = np.fromfile(crc_path, "<u4")
+                digest = file_sha256(crc_path)
+            except OSError as error:
+                raise ConfigError(f"{crc_path}: {error.strerror}; restore it, or {AGAIN} --chat") from None
+            if digest != self.meta["mask_crc_sha256"]:
+                raise ChecksumError(f"{crc_path}: sha256 is not as in the .json beside it: "
+                                    f"damaged or replaced; {AGAIN} --chat")
+        self.loss_mask = LossMask(mask_path, self.tokens, crc)
+        self._stamps[mask_path] = file_stamp(mask_path)
+        mask_digest = self.meta["mask_crc_sha256"] if is_named else file_sha256(mask_path)
+        self.identity = text_sha256(f"{self.identity} {mask_digest}")
+
     def _map_bin(self, vocab: int | None, header_bytes: int = 0) -> None:
         """Maps the .bin without its first `header_bytes`. Plain arrays: a scalar of a np.memmap is slow to
         make."""
@@ -226,6 +246,11 @@ class IndexedDataset:
             if not self._block_is_checked[block]:
                 self._check_block(block)
         return self._token_ids[first:stop]
+
+    def counted(self, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
+        """Does the loss count each of the tokens [first, stop) as a target? None: all of them. Raises
+        ChecksumError naming the block."""
+        return None if self.loss_mask is None else self.loss_mask.read(first, stop)
 
     def check_unchanged(self) -> None:
         """Raises ChecksumError if a file was replaced or written to since it was opened: the tokens read
@@ -358,43 +383,51 @@ class IndexedDatasetWriter:
             writer.add(ids)                          # one document with its end-of-document id
             writer.finish(tokenizer, text_bytes)
 
+    has_mask: `add` and `extend` also take which of the tokens the loss counts, and a .mask is written.
+
     An older PREFIX stays intact until finish. A killed writer leaves PREFIX.*.tmp, which the next one
     overwrites. Raises OSError with the name of the file if the disk fails.
     """
 
-    def __init__(self, prefix: pathlib.Path | str, vocab: int) -> None:
+    def __init__(self, prefix: pathlib.Path | str, vocab: int, has_mask: bool = False) -> None:
         self.prefix = pathlib.Path(prefix)
         self.dtype = np.dtype(dtype_of(vocab))
         self.documents = 0
         self.tokens = 0
         self.max_id = -1
         self.max_id_at = 0  # index of the first token with the largest id
-        self._crc = 0  # of the last block so far
-        self._crcs: list[int] = []  # of the complete blocks
+        self._checksums = BlockChecksums()
+        self._mask = LossMaskBits() if has_mask else None
         self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        for end in (".mask", ".mask.crc"):  # of a killed writer
+            self._temporary(end).unlink(missing_ok=True)
         self._bin_file = open(self._temporary(".bin"), "wb")
         self._lengths_file = open(self._temporary(".len"), "wb+")
+        self._mask_file = open(self._temporary(".mask"), "wb") if has_mask else None
 
     def __enter__(self) -> "IndexedDatasetWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        for file in (self._bin_file, self._lengths_file):
-            with naming_errors(file.name):
-                file.close()
+        for file in (self._bin_file, self._lengths_file, self._mask_file):
+            if file is not None:
+                with naming_errors(file.name):
+                    file.close()
 
     def _temporary(self, end: str) -> pathlib.Path:
         return sibling_file(self.prefix, f"{end}.tmp")
 
-    def add(self, ids: np.ndarray | Sequence[int]) -> None:
+    def add(self, ids: np.ndarray | Sequence[int], counted: Sequence[bool] | None = None) -> None:
         """Writes one document."""
-        self.extend(np.asarray(ids), [len(ids)])
+        self.extend(np.asarray(ids), [len(ids)], None if counted is None else np.asarray(counted, bool))
 
-    def extend(self, ids: np.ndarray, lengths: np.ndarray | Sequence[int]) -> None:
+    def extend(self, ids: np.ndarray, lengths: np.ndarray | Sequence[int],
+               counted: np.ndarray | None = None) -> None:
         """Writes some tokens, and the lengths of some documents. Calls may give the two separately: finish
-        compares their totals."""
+        compares their totals. counted: bool, as long as ids; none: the loss counts all of them."""
         if len(ids):
             self._write_tokens(ids)
+            self._write_mask(np.ones(len(ids), bool) if counted is None else counted)
         with naming_errors(self._lengths_file.name):
             self._lengths_file.write(np.asarray(lengths, "<i4").tobytes())
         self.documents += len(lengths)
@@ -407,17 +440,16 @@ class IndexedDatasetWriter:
         raw = np.ascontiguousarray(ids, self.dtype).data.cast("B")
         with naming_errors(self._bin_file.name):
             self._bin_file.write(raw)
-
-        offset = self.tokens * self.dtype.itemsize
+        self._checksums.update(raw)
         self.tokens += len(ids)
-        while raw:
-            part = raw[:BLOCK - offset % BLOCK]  # up to the end of its block
-            raw = raw[len(part):]
-            offset += len(part)
-            self._crc = zlib.crc32(part, self._crc)
-            if offset % BLOCK == 0:
-                self._crcs.append(self._crc)
-                self._crc = 0
+
+    def _write_mask(self, counted: np.ndarray) -> None:
+        if self._mask is None or self._mask_file is None:
+            if not counted.all():
+                raise ValueError(f"{self.prefix}: tokens that do not count need has_mask")
+            return
+        with naming_errors(self._mask_file.name):
+            self._mask_file.write(self._mask.bytes_of(counted))
 
     def finish(self, tokenizer: Tokenizer | None = None, text_bytes: int | None = None,
                source: str | None = None, fault_point: Callable[[str], object] = lambda name: None) -> None:
@@ -425,9 +457,10 @@ class IndexedDatasetWriter:
 
         text_bytes: UTF-8 bytes of the text. source: what the text is, for people. fault_point: called at each
         of the named crash points (data/prepare.py). Raises ValueError if the lengths do not sum to the
-        tokens.
+        tokens, or if the mask has another length.
         """
         self._write_crc()
+        self._finish_mask()
         self._write_idx()
         self._write_tokenizer(tokenizer)
         self._write_json(tokenizer, text_bytes, source)
@@ -437,9 +470,17 @@ class IndexedDatasetWriter:
         self._publish(fault_point)
 
     def _write_crc(self) -> None:
-        last_is_partial = self.tokens * self.dtype.itemsize % BLOCK != 0
-        crcs = [*self._crcs, self._crc] if last_is_partial else self._crcs
-        self._write(".crc", np.array(crcs, "<u4").tobytes())
+        self._write(".crc", np.array(self._checksums.values(), "<u4").tobytes())
+
+    def _finish_mask(self) -> None:
+        if self._mask is None or self._mask_file is None:
+            return
+        if self._mask.tokens != self.tokens:
+            raise ValueError(f"{self.prefix}: a mask of {self._mask.tokens} tokens for {self.tokens}")
+        with naming_errors(self._mask_file.name):
+            self._mask_file.write(self._mask.last_bytes())
+            sync_file(self._mask_file)
+        self._write(".mask.crc", np.array(self._mask.checksums.values(), "<u4").tobytes())
 
     def _write_idx(self) -> None:
         dtype_code = next(code for code, name in DTYPES.items() if np.dtype(name) == self.dtype)
@@ -493,6 +534,9 @@ class IndexedDatasetWriter:
             "idx_sha256": file_sha256(self._temporary(".idx")),
             "crc_sha256": file_sha256(self._temporary(".crc")),
         }
+        if self._mask is not None:
+            meta["counted"] = self._mask.counted
+            meta["mask_crc_sha256"] = file_sha256(self._temporary(".mask.crc"))
         self._write(".json", sidecar_bytes(meta))
 
     def _write(self, end: str, content: bytes) -> None:
@@ -505,6 +549,10 @@ class IndexedDatasetWriter:
         # without an .idx nothing can be opened: nobody reads a mixture of old and new files
         sibling_file(self.prefix, ".idx").unlink(missing_ok=True)
         shutil.rmtree(sibling_file(self.prefix, ".tokenizer"), ignore_errors=True)
+        for end in (".mask", ".mask.crc"):
+            sibling_file(self.prefix, end).unlink(missing_ok=True)
+            if self._temporary(end).exists():
+                os.replace(self._temporary(end), sibling_file(self.prefix, end))
         for end in (".tokenizer", ".bin", ".crc", ".json", ".idx"):
             if self._temporary(end).exists():
                 os.replace(self._temporary(end), sibling_file(self.prefix, end))

@@ -204,10 +204,12 @@ class BatchLoader:
         # read this rank's windows
         tokens: list[np.ndarray] = []
         starts: list[np.ndarray] = []  # where documents begin in each window; empty without data.doc_mask
+        counted: list[np.ndarray | None] = []  # does the loss count each token of each window? None: all
         for location in self._locate_samples(self._first_sequence(step) + offset, share):
             index = self.datasets[location.dataset].index
             first = location.first_token
             tokens.append(index.read(first, first + window_size))
+            counted.append(index.counted(first, first + window_size))
             if doc_mask:
                 starts.append(index.document_starts(first, first + window_size) - first)
 
@@ -216,7 +218,7 @@ class BatchLoader:
         batches: list[Microbatch] = []
         for begin in range(0, share, micro_batch):
             rows = slice(begin, begin + micro_batch)
-            batch = pack_windows(tokens[rows], starts[rows] if doc_mask else None)
+            batch = pack_windows(tokens[rows], starts[rows] if doc_mask else None, counted[rows])
             batch = replace(batch, step=step, sequence_ids=sequence_ids[rows])
             batches.append(batch)
         return batches

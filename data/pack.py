@@ -5,6 +5,8 @@ the end-of-document token predicts the first token of the next document.
 
 With data.doc_mask the documents of a sequence are independent: positions restart, attention stops at the
 boundary (Microbatch.documents), and the target that would cross it is IGNORE_INDEX.
+
+A data set may name the tokens that the loss counts (loss_mask.py): the other targets are IGNORE_INDEX too.
 """
 import numpy as np
 import torch
@@ -13,9 +15,14 @@ from kernels.attention_mask import DocumentCounts
 from parallel.microbatch import IGNORE_INDEX, Microbatch
 
 
-def pack_windows(windows: list[np.ndarray], starts: list[np.ndarray] | None) -> Microbatch:
+def pack_windows(
+    windows: list[np.ndarray],
+    starts: list[np.ndarray] | None,
+    counted: list[np.ndarray | None] | None = None,
+) -> Microbatch:
     """Packs b windows of s + 1 tokens. starts: for each window the indices (1..s) at which a document begins,
-    none without data.doc_mask."""
+    none without data.doc_mask. counted: for each window bool [s + 1], does the loss count the token as a
+    target? None: all of them."""
     token_ids = torch.from_numpy(np.stack(windows).astype(np.int64))  # [b, s + 1]
     b, s = token_ids.shape[0], token_ids.shape[1] - 1
 
@@ -23,6 +30,9 @@ def pack_windows(windows: list[np.ndarray], starts: list[np.ndarray] | None) -> 
     # IGNORE_INDEX into the targets would change the tokens
     tokens = token_ids[:, :-1].clone()  # [b, s]
     targets = token_ids[:, 1:].clone()  # [b, s]
+    for row, row_counted in zip(targets, counted or ()):
+        if row_counted is not None:
+            row[torch.from_numpy(~row_counted[1:])] = IGNORE_INDEX
     index = torch.arange(s).expand(b, s)
     if starts is None:
         return Microbatch(tokens, targets, index.contiguous())

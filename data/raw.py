@@ -33,6 +33,7 @@ class RawShards(IndexedDataset):
         self.dtype = np.dtype("<u2")
         self.documents = 0
         self.meta = {}
+        self.loss_mask = None
         self._crc = None
         self._stamps = {self.bin: file_stamp(self.bin)}
 

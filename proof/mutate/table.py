@@ -144,7 +144,7 @@ TABLE = (
         file="train.py",
         old=(
             "num_tokens = torch.stack([batch.num_counted() for batch in microbatches]).sum()\n"
-            "    return comm.all_reduce_sum(num_tokens, mesh.dp_cp)"
+            "    return comm.all_reduce_sum(num_tokens, mesh.dp_cp).clamp(min=1)"
         ),
         new="return len(microbatches) * microbatches[0].num_counted().clamp(min=1)",
         model="llama3-tiny",
