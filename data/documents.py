@@ -19,11 +19,12 @@ import os
 import pathlib
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from config import ConfigError
+from data.chat import BadConversation, ChatFormat, parse_messages
 
 if TYPE_CHECKING:  # imported only where an input needs them
     import datasets
@@ -57,6 +58,10 @@ class DocumentRecord(NamedTuple):
     line: int  # from 1: in the file; of jsonl in the piece (see piece_location); of parquet and hf: the row
     error: str  # why it cannot be read; else empty
     bytes_read: int = 0  # of the piece so far, where that is known
+    spans: tuple[tuple[int, int], ...] = ()  # of a conversation: the characters that the loss counts
+
+
+ReadField = Callable[[object, str, int], DocumentRecord]  # (content of the field, its name, line) -> record
 
 
 class BadDocument(ConfigError):
@@ -185,18 +190,24 @@ def open_parquet(path: str) -> "pyarrow.parquet.ParquetFile":
 
 # ---- reading -----------------------------------------------------------------------------------------------
 
-def read_piece(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+def read_piece(
+    piece: DocumentPiece, key: str, chat: ChatFormat | None = None
+) -> Iterator[DocumentRecord]:
     """The documents of a piece in order, and those that cannot be read. key: the field or column of the text.
-    Raises ConfigError naming a file that cannot be read to its end."""
+    chat: how the conversations there are written; none: it holds text. Raises ConfigError naming a file that
+    cannot be read to its end."""
     readers = {"jsonl": read_jsonl, "text": read_text, "parquet": read_parquet, "hf": read_hf}
+    if chat is not None and piece.kind == "text":
+        raise ConfigError(f"{piece.path}: --chat reads conversations from jsonl, parquet or hf:NAME, not text")
+    field = checked_text if chat is None else conversation_reader(chat)
     try:
-        yield from readers[piece.kind](piece, key)
+        yield from readers[piece.kind](piece, key, field)
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{piece.path}: cannot be read to its end: {reason}") from None
 
 
-def read_text(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+def read_text(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[DocumentRecord]:
     _, stream = open_streams(piece.path)
     with stream:
         raw = stream.read().removeprefix(codecs.BOM_UTF8)
@@ -209,7 +220,7 @@ def read_text(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
     yield DocumentRecord(text, 1, "", piece.size)
 
 
-def read_jsonl(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+def read_jsonl(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[DocumentRecord]:
     """Of a plain file: the lines that begin in [start, stop) of the piece. Of a compressed file: all
     lines."""
     disk_file, stream = open_streams(piece.path)
@@ -227,10 +238,10 @@ def read_jsonl(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
                 raw = raw.removeprefix(codecs.BOM_UTF8)
             if raw.strip():
                 position = offset if is_plain else disk_file.tell()
-                yield parse_line(raw, key, line)._replace(bytes_read=position - piece.start)
+                yield parse_line(raw, key, line, field)._replace(bytes_read=position - piece.start)
 
 
-def parse_line(raw: bytes, key: str, line: int) -> DocumentRecord:
+def parse_line(raw: bytes, key: str, line: int, field: ReadField) -> DocumentRecord:
     """The document of one line of jsonl."""
     try:
         record = json.loads(raw.decode("utf-8"))
@@ -240,8 +251,8 @@ def parse_line(raw: bytes, key: str, line: int) -> DocumentRecord:
     except (ValueError, RecursionError) as error:
         return DocumentRecord(None, line, f"broken JSON ({error})")
     if not isinstance(record, dict):
-        return DocumentRecord(None, line, f"not an object with a text under {key!r}")
-    return checked_text(record.get(key), key, line)
+        return DocumentRecord(None, line, f"not an object with {key!r}")
+    return field(record.get(key), key, line)
 
 
 def checked_text(text: object, key: str, line: int) -> DocumentRecord:
@@ -257,6 +268,20 @@ def checked_text(text: object, key: str, line: int) -> DocumentRecord:
     return DocumentRecord(text, line, "")
 
 
+def conversation_reader(chat: ChatFormat) -> ReadField:
+    """Reads the messages under a field as the text that `chat` makes of them."""
+    def read(value: object, key: str, line: int) -> DocumentRecord:
+        if value is None:
+            return DocumentRecord(None, line, f"no messages under {key!r} (see --jsonl-key)")
+        try:
+            text, spans = chat.write(parse_messages(value))
+        except BadConversation as error:
+            return DocumentRecord(None, line, f"{key!r} {error}")
+        return checked_text(text, key, line)._replace(spans=spans)
+
+    return read
+
+
 def seek_line(file: io.BufferedIOBase, start: int) -> int:
     """Moves `file` to the first line that begins at byte `start` or later, and returns where that is."""
     if start == 0:
@@ -265,7 +290,7 @@ def seek_line(file: io.BufferedIOBase, start: int) -> int:
     return start - 1 + len(file.readline())
 
 
-def read_parquet(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+def read_parquet(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[DocumentRecord]:
     table = open_parquet(piece.path)
     columns = table.schema_arrow.names
     if key not in columns:
@@ -277,12 +302,12 @@ def read_parquet(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
         for value in batch.column(0):
             row += 1
             try:
-                yield checked_text(value.as_py(), key, row)
+                yield field(value.as_py(), key, row)
             except UnicodeDecodeError:
                 yield DocumentRecord(None, row, "invalid UTF-8")
 
 
-def read_hf(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
+def read_hf(piece: DocumentPiece, key: str, field: ReadField) -> Iterator[DocumentRecord]:
     shard = hf_dataset(piece.path).shard(piece.stop, piece.start)
     numbered_rows = enumerate(shard, 1)
     while True:
@@ -293,7 +318,7 @@ def read_hf(piece: DocumentPiece, key: str) -> Iterator[DocumentRecord]:
                               "run the same command again to continue") from None
         if row is None:
             return
-        yield checked_text(row.get(key), key, number)
+        yield field(row.get(key), key, number)
 
 
 def piece_location(piece: DocumentPiece, line: int) -> str:

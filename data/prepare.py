@@ -27,15 +27,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import IO
 
 import numpy as np
 
 from config import ConfigError, Tree
 from data import documents
 from data import tokenizer as tokenizers
-from data.documents import BadDocument, DocumentPiece
+from data.chat import ChatFormat, ChatText, chat_format, template_source
+from data.documents import BadDocument, DocumentPiece, DocumentRecord
 from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_of, naming_errors, sync_file
-from data.tokenizer import SentencePieceTokenizer, Tokenizer
+from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
 Unit = list[DocumentPiece]  # the input of one shard
 Pool = dict[Connection, BaseProcess]  # our end of each worker's pipe -> the worker
@@ -59,9 +61,10 @@ FAULT_POINTS = (  # where the tests kill the process
 class TokenizeJob:
     """What decides the bytes of the shards, and where they are written."""
     parts: str  # folder of the shards
-    key: str  # field or column of the text in jsonl, parquet, hf
+    key: str  # field or column of the text, or of the messages, in jsonl, parquet, hf
     append_eod: bool
     skip_bad: bool
+    is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
 
 
 def prepare_corpus(
@@ -73,13 +76,14 @@ def prepare_corpus(
     workers: int = 1,
     append_eod: bool = True,
     skip_bad: bool = False,
+    is_chat: bool = False,
     source: str | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
     progress: Progress = lambda done, whole: None,
     fault_point: FaultPoint = lambda name: None,
 ) -> Tree:
-    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/. Returns the report that scripts.prepare_data
+    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report that scripts.prepare_data
     prints.
 
     Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
@@ -90,7 +94,7 @@ def prepare_corpus(
     units = documents.plan_units(inputs, unit_bytes)
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
-    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad)
+    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat)
     digest = plan_digest(job, inputs, tokenizer, units)
 
     os.makedirs(job.parts, exist_ok=True)
@@ -119,6 +123,7 @@ def prepare_corpus(
     return {
         "out": str(out),
         **counts,
+        "chat": type(chat_format(tok)).__name__ if is_chat else None,
         "tokenizer": tok.name,
         "fingerprint": tok.fingerprint,
         "vocab": tok.vocab,
@@ -168,6 +173,9 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         stamps.append((path, status.st_size, status.st_mtime_ns))
 
     parts = [tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
+    if job.is_chat:
+        known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer)
+        parts.append(template_source(known.files) if isinstance(known, JsonTokenizer) else "plain")
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -209,18 +217,19 @@ def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) ->
 def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) -> SentencePieceTokenizer:
     """Trains a BPE of `pieces` ids on the text of evenly spaced units."""
     started = time.monotonic()
-    tok = tokenizers.train_bpe(training_texts(units, job.key), pieces)
+    chat = chat_format(None) if job.is_chat else None
+    tok = tokenizers.train_bpe(training_texts(units, job.key, chat), pieces)
     say(f"tokenizer {tok.name} (trained, {time.monotonic() - started:.1f} s)")
     return tok
 
 
-def training_texts(units: list[Unit], key: str) -> Iterator[str]:
+def training_texts(units: list[Unit], key: str, chat: ChatFormat | None) -> Iterator[str]:
     """Documents of evenly spaced units, until they have TRAINING_CHARACTERS characters."""
     stride = max(1, sum(map(unit_size, units)) // TRAINING_CHARACTERS)
     characters_left = TRAINING_CHARACTERS
     for unit in units[::stride]:
         for piece in unit:
-            for record in documents.read_piece(piece, key):
+            for record in documents.read_piece(piece, key, chat):
                 if characters_left <= 0:
                     return
                 if record.text:
@@ -236,6 +245,7 @@ class ShardCounts:
     documents: int = 0
     tokens: int = 0
     text_bytes: int = 0
+    counted: int = 0  # tokens that the loss counts
     empty: int = 0  # documents without text, which are left out
     bad: int = 0  # documents that cannot be read, which are left out
     # the first bad ones: piece of the unit, line, error
@@ -244,9 +254,8 @@ class ShardCounts:
 
 
 class ShardWriter:
-    """Writes the tokens and the document lengths of one shard to temporary files; commit renames them into
-    place."""
-    ENDS = (".bin", ".len")
+    """Writes the tokens and the document lengths of one shard to temporary files, and of conversations which
+    tokens the loss counts, a byte for each; commit renames them into place."""
 
     def __init__(self, job: TokenizeJob, number: int, tok: Tokenizer, fault_point: FaultPoint) -> None:
         self.counts = ShardCounts()
@@ -256,49 +265,65 @@ class ShardWriter:
         self._fault_point = fault_point
         self._eod = [np.array([tok.eod])] if job.append_eod else []
         self._dtype = dtype_of(tok.vocab)
-        self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in self.ENDS}
-        with naming_errors(self._temporary[".bin"]):
-            self._tokens_file = open(self._temporary[".bin"], "wb")
-            self._lengths_file = open(self._temporary[".len"], "wb")
+        self._chat = chat_format(tok) if job.is_chat else None
+        ends = (".bin", ".len", ".mask") if job.is_chat else (".bin", ".len")
+        self._temporary = {end: f"{shard_path(job, number, end)}.tmp" for end in ends}
+        self._files: dict[str, IO[bytes]] = {}
+        for end, path in self._temporary.items():
+            with naming_errors(path):
+                self._files[end] = open(path, "wb")
 
     def __enter__(self) -> "ShardWriter":
         return self
 
     def __exit__(self, *_: object) -> None:
-        with naming_errors(self._temporary[".bin"]), self._tokens_file, self._lengths_file:
-            pass  # closes both, even if one of them fails
+        with contextlib.ExitStack() as stack:  # closes all, even if one of them fails
+            for end, file in self._files.items():
+                stack.enter_context(naming_errors(self._temporary[end]))
+                stack.enter_context(file)
 
-    def write(self, texts: list[str]) -> None:
+    def write(self, records: list[DocumentRecord]) -> None:
         """Encodes and writes some documents."""
-        if not texts:
+        if not records:
             return
-        encoded = self._tok.encode_batch(texts)
-        parts: list[np.ndarray] = []
-        for ids in encoded:
-            parts += [ids, *self._eod]
-        tokens = np.concatenate(parts, dtype=self._dtype, casting="unsafe")
-        lengths = np.array([len(ids) + len(self._eod) for ids in encoded], "<i4")
-        with naming_errors(self._temporary[".bin"]):
-            self._tokens_file.write(tokens.data)
-        with naming_errors(self._temporary[".len"]):
-            self._lengths_file.write(lengths.data)
+        texts = [record.text or "" for record in records]
+        if self._chat is None:
+            documents_ids = self._with_eod(self._tok.encode_batch(texts))
+        else:
+            chats = [ChatText(text, record.spans) for text, record in zip(texts, records)]
+            encoded = self._chat.encode_batch(self._tok, chats)
+            documents_ids = [chat.ids for chat in encoded]
+            counted = np.concatenate([chat.counted for chat in encoded])
+            self._append(".mask", counted.astype(np.uint8))
+            self.counts.counted += int(counted.sum())
+
+        tokens = np.concatenate(documents_ids, dtype=self._dtype, casting="unsafe")
+        self._append(".bin", tokens)
+        self._append(".len", np.array([len(ids) for ids in documents_ids], "<i4"))
         self._fault_point("prepare.mid_shard")
 
         self.counts.documents += len(texts)
         self.counts.tokens += len(tokens)
         self.counts.text_bytes += sum(len(text.encode("utf-8")) for text in texts)
 
+    def _with_eod(self, encoded: list[np.ndarray]) -> list[np.ndarray]:
+        return [np.concatenate([ids, *self._eod]) for ids in encoded]
+
+    def _append(self, end: str, array: np.ndarray) -> None:
+        with naming_errors(self._temporary[end]):
+            self._files[end].write(array.data)
+
     def sync(self) -> None:
-        """Waits until both files are stored on the disk."""
-        with naming_errors(self._temporary[".bin"]):
-            sync_file(self._tokens_file)
-            sync_file(self._lengths_file)
-        self.counts.sizes = {".bin": self._tokens_file.tell(), ".len": self._lengths_file.tell()}
+        """Waits until all files are stored on the disk."""
+        for end, file in self._files.items():
+            with naming_errors(self._temporary[end]):
+                sync_file(file)
+        self.counts.sizes = {end: file.tell() for end, file in self._files.items()}
 
     def commit(self) -> None:
         """Renames the files into place, then writes the .json: the shard is finished."""
         self._fault_point("prepare.pre_shard_commit")
-        for end in self.ENDS:
+        for end in self._temporary:
             os.replace(self._temporary[end], shard_path(self._job, self._number, end))
         self._fault_point("prepare.mid_shard_commit")
         content = json.dumps(vars(self.counts)).encode()
@@ -331,12 +356,13 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
                fault_point: FaultPoint = lambda name: None) -> None:
     """Makes shard `number` from its unit. report: receives the bytes of the unit that are done.
     Raises BadDocument at the first one unless job.skip_bad is set."""
+    chat = chat_format(tok) if job.is_chat else None
     with ShardWriter(job, number, tok, fault_point) as writer:
-        texts: list[str] = []
-        characters = 0  # in texts
+        records: list[DocumentRecord] = []
+        characters = 0  # in records
         bytes_before = 0  # of the pieces before this one
         for piece_number, piece in enumerate(unit):
-            for record in documents.read_piece(piece, job.key):
+            for record in documents.read_piece(piece, job.key, chat):
                 if record.text is None:
                     if not job.skip_bad:
                         location = documents.piece_location(piece, record.line)
@@ -348,16 +374,16 @@ def make_shard(job: TokenizeJob, number: int, unit: Unit, tok: Tokenizer, *,
                 elif not record.text:
                     writer.counts.empty += 1
                 else:
-                    texts.append(record.text)
+                    records.append(record)
                     characters += len(record.text)
 
                 if characters >= BATCH_CHARACTERS:
-                    writer.write(texts)
+                    writer.write(records)
                     report(bytes_before + record.bytes_read)
-                    texts = []
+                    records = []
                     characters = 0
             bytes_before += piece.size
-        writer.write(texts)
+        writer.write(records)
         writer.sync()
     writer.commit()
     report(bytes_before)
@@ -503,7 +529,7 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
         raise ConfigError(f"{units[0][0].path}: the input has no documents, but {counts['empty']} empty and "
                           f"{counts['bad']} bad records{first_bad}")
 
-    with IndexedDatasetWriter(out, tok.vocab) as writer:
+    with IndexedDatasetWriter(out, tok.vocab, has_mask=job.is_chat) as writer:
         for number in range(len(units)):
             append_shard(job, number, writer)
             fault_point("prepare.mid_merge")
@@ -513,7 +539,7 @@ def merge_shards(job: TokenizeJob, units: list[Unit], tok: Tokenizer, *, out: pa
 
 def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
     """The counts of all shards; "bad_records" names the first SHOWN bad documents."""
-    total: Tree = {"documents": 0, "tokens": 0, "text_bytes": 0, "empty": 0, "bad": 0}
+    total: Tree = {"documents": 0, "tokens": 0, "text_bytes": 0, "counted": 0, "empty": 0, "bad": 0}
     bad_records: list[str] = []
     for number, unit in enumerate(units):
         counts = shard_counts(job, number)
@@ -527,9 +553,12 @@ def total_counts(job: TokenizeJob, units: list[Unit]) -> Tree:
 
 def append_shard(job: TokenizeJob, number: int, writer: IndexedDatasetWriter) -> None:
     """Copies a shard to the writer: all tokens, then all lengths."""
-    with open(shard_path(job, number, ".bin"), "rb") as tokens_file:
+    with contextlib.ExitStack() as stack:
+        tokens_file = stack.enter_context(open(shard_path(job, number, ".bin"), "rb"))
+        mask_file = stack.enter_context(open(shard_path(job, number, ".mask"), "rb")) if job.is_chat else None
         while len(ids := np.fromfile(tokens_file, writer.dtype, 1 << 20)):
-            writer.extend(ids, [])
+            counted = None if mask_file is None else np.fromfile(mask_file, bool, len(ids))
+            writer.extend(ids, [], counted)
     no_ids = np.empty(0, writer.dtype)
     with open(shard_path(job, number, ".len"), "rb") as lengths_file:
         while len(lengths := np.fromfile(lengths_file, "<i4", 1 << 18)):

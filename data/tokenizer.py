@@ -33,6 +33,7 @@ if TYPE_CHECKING:  # imported only where a tokenizer.json is used
 MAX_LINE_BYTES = 65536  # of sentencepiece's trainer, which drops longer lines silently: see split_long_line
 FILE_NAMES = ("tokenizer.json", "tokenizer.model", "tokenizer.bytes")  # the first that a folder holds is read
 CONFIG_NAMES = ("tokenizer_config.json", "config.json")  # name a tokenizer.json's special ids; the later wins
+CHAT_TEMPLATE = "chat_template.jinja"  # writes conversations (chat.py); kept beside a tokenizer.json
 EOD_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # of a tokenizer.json without such a file
 BYTE_PIECES = 256
 MIN_PIECES = BYTE_PIECES + 5  # of a BPE: the bytes, newline, unk, bos, eos, and one character
@@ -91,7 +92,7 @@ class SentencePieceTokenizer:
 class JsonTokenizer:
     """A tokenizer.json of Hugging Face's tokenizers."""
     name: str
-    files: dict[str, bytes]  # tokenizer.json, and those of CONFIG_NAMES that lie beside it
+    files: dict[str, bytes]  # tokenizer.json, and those of CONFIG_NAMES and CHAT_TEMPLATE beside it
     processor: "tokenizers.Tokenizer"
     vocab: int
     eod: int
@@ -184,7 +185,7 @@ def load_json(path: pathlib.Path, content: bytes) -> JsonTokenizer:
     processor.no_truncation()  # some files of the hub truncate to 512 tokens silently
 
     # special ids
-    config_files = read_config_files(path.parent)
+    config_files = read_files(path.parent, CONFIG_NAMES)
     settings = merged_settings(path.parent, config_files)
     eod = special_id(processor, settings, "eos")
     if eod is None:
@@ -200,7 +201,7 @@ def load_json(path: pathlib.Path, content: bytes) -> JsonTokenizer:
     decides_ids = json.dumps([hashlib.sha256(content).hexdigest(), eod])
     return JsonTokenizer(
         name=f"json-{vocab}",
-        files={"tokenizer.json": content, **config_files},
+        files={"tokenizer.json": content, **config_files, **read_files(path.parent, [CHAT_TEMPLATE])},
         processor=processor,
         vocab=vocab,
         eod=eod,
@@ -209,9 +210,9 @@ def load_json(path: pathlib.Path, content: bytes) -> JsonTokenizer:
     )
 
 
-def read_config_files(folder: pathlib.Path) -> dict[str, bytes]:
-    """The content of those of CONFIG_NAMES that `folder` holds."""
-    paths = [folder / name for name in CONFIG_NAMES]
+def read_files(folder: pathlib.Path, names: Iterable[str]) -> dict[str, bytes]:
+    """The content of those of `names` that `folder` holds."""
+    paths = [folder / name for name in names]
     return {path.name: path.read_bytes() for path in paths if path.exists()}
 
 

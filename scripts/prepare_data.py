@@ -43,8 +43,11 @@ def arguments() -> argparse.ArgumentParser:
         help="bpe-N (trained on the input), bytes, a sentencepiece .model, tokenizer.json, or their folder")
     add("--out", required=True, metavar="PREFIX",
         help="PREFIX.bin and PREFIX.idx are written; unfinished work is kept in PREFIX.parts/")
-    add("--jsonl-key", default="text", metavar="KEY",
-        help="field or column that holds the text (default: text)")
+    add("--chat", action="store_true",
+        help="each record is a conversation (OpenAI's role and content, or ShareGPT's from and value), written "
+             "with the tokenizer's chat template; the loss counts what the assistant says")
+    add("--jsonl-key", metavar="KEY",
+        help="field or column that holds the text (default: text) or the conversation (default: messages)")
     add("--workers", type=int, default=usable_cores(), metavar="N",
         help="processes (default: one for each core); the result does not depend on it")
     add("--append-eod", action=argparse.BooleanOptionalAction, default=True,
@@ -65,10 +68,11 @@ def main(argv: list[str] | None = None) -> int:
             args.input,
             args.tokenizer,
             args.out,
-            key=args.jsonl_key,
+            key=args.jsonl_key or ("messages" if args.chat else "text"),
             workers=args.workers,
             append_eod=args.append_eod,
             skip_bad=args.skip_bad,
+            is_chat=args.chat,
             say=progress.say,
             progress=progress.show,
         )
@@ -99,10 +103,16 @@ def summary(report: dict) -> str:
         if report[key]:
             left_out += f"{', ' if left_out else '; '}{report[key]:,} {name} left out"
     megabytes = text_bytes / 1e6
+    chat: list[str] = []
+    if report["chat"]:
+        style = "the tokenizer's template" if report["chat"] == "TemplateChat" else "the plain format"
+        chat = [f"chat      {style}; the loss counts {report['counted']:,} tokens "
+                f"({100 * report['counted'] / tokens:.1f} %)"]
     return "\n".join([
         f"data      {report['documents']:,} documents, {megabytes:,.1f} MB, {tokens:,} tokens "
         f"({text_bytes / tokens:.2f} bytes per token){left_out}",
         f"tokenizer {report['tokenizer']} ({report['fingerprint'][:12]}), ids in {report['dtype']}",
+        *chat,
         f"speed     {megabytes / report['seconds']:.1f} MB/s, {report['seconds']:.1f} s, "
         f"{report['workers']} workers",
         f"sample    {report['sample']!r}",
