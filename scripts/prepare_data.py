@@ -64,6 +64,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.workers < 1:
             raise ConfigError(f"--workers: {args.workers} must be at least 1")
+        if args.chat and not args.append_eod:
+            raise ConfigError("--no-append-eod: the format of a conversation says how it ends; leave it out")
         report = prepare.prepare_corpus(
             args.input,
             args.tokenizer,

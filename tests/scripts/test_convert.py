@@ -563,11 +563,9 @@ def test_a_chat_template_survives_training(transformers, exported, tmp_path, cap
         for i in range(60):
             w.add([*tok.encode(f"def f{i}(x): return x + {i}"), tok.eod])
         w.finish(tok, 1)
+    (tmp_path / "text.tokenizer" / "chat_template.jinja").unlink()  # only init_from knows of it
     own = tokenizer.load_tokenizer(tmp_path / "text.tokenizer")
-    assert (
-        own.fingerprint == tok.fingerprint
-        and not (tmp_path / "text.tokenizer" / "chat_template.jinja").exists()
-    )
+    assert own.fingerprint == tok.fingerprint
 
     more = (
         [] if data_names_tokenizer else ["--data.tokenizer", "none"]

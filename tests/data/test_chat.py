@@ -1,0 +1,411 @@
+"""data/chat.py and prepare_data --chat: the tokens and the mask of transformers' apply_chat_template; the loss
+of transformers with labels of -100; and every layout trains the same.
+"""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from ranks import MODEL, job
+
+import config
+from data import tokenizer
+from data.chat import BadConversation, PlainChat, chat_format, parse_messages
+from data.indexed import BLOCK, ChecksumError, IndexedDataset, IndexedDatasetWriter
+from data.loader import open_loader
+from data.loss_mask import LossMaskBits
+from scripts import prepare_data
+
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# the same text, with what counts marked by hand, as transformers and TRL want it
+CHATML_MARKED = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Llama 2's: no invitation to speak, and a turn ends with </s>
+BRACKETS = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content | trim }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content | trim }}{{ eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+BRACKETS_MARKED = BRACKETS.replace(
+    " {{ m.content | trim }}{{ eos_token }}",
+    "{% generation %} {{ m.content | trim }}{{ eos_token }}{% endgeneration %}",
+)
+# Qwen3's way: the last answer begins with a block of reasoning, which earlier ones lose
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+THINKING_MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEMPLATES = {
+    "chatml": (CHATML, CHATML_MARKED),
+    "brackets": (BRACKETS, BRACKETS_MARKED),
+    "thinking": (THINKING, THINKING_MARKED),
+}
+
+
+def said(*contents, first="user"):
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+
+
+CHATS = [
+    said("What is 2 + 2?", "4"),
+    said("héllo 日本 🙂", "naïve 漢字 👩‍👩‍👧", "more\n\n lines", "  spaces kept  inside"),
+    said("a", "b", "a", "b", "a", "b"),
+    said("x" * 50, "def f(x):\n    return x\n"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A byte-level BPE, with the special tokens of the templates."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed: no tokenizer.json")
+    home = tmp_path_factory.mktemp("tok")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([m["content"] for chat in CHATS for m in chat] * 9 + ["user assistant"] * 9, trainer)
+    made.save(str(home / "tokenizer.json"))
+    names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (home / "tokenizer_config.json").write_text(json.dumps(names))
+    return home
+
+
+def with_template(folder, home, template, inside=False):
+    """The tokenizer with a template: in a file of its own, or inside tokenizer_config.json."""
+    home.mkdir()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (home / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    if inside:
+        settings["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
+    else:
+        (home / "chat_template.jinja").write_text(template)
+    (home / "tokenizer_config.json").write_text(json.dumps(settings))
+    return home
+
+
+def encoded(home, chats):
+    tok = tokenizer.load_tokenizer(home)
+    form = chat_format(tok)
+    return form.encode_batch(tok, [form.write(parse_messages(chat)) for chat in chats])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tokens_and_mask_are_those_of_transformers(folder, tmp_path, name):
+    """transformers is told by {% generation %} what counts; we find it ourselves, and read the marks too."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    plain, marked = TEMPLATES[name]
+    homes = [with_template(folder, tmp_path / "a", plain), with_template(folder, tmp_path / "b", marked)]
+    homes.append(with_template(folder, tmp_path / "c", plain, inside=True))
+    theirs = transformers.AutoTokenizer.from_pretrained(homes[1])
+    assert theirs.apply_chat_template(CHATS[0], tokenize=False) == chat_format(
+        tokenizer.load_tokenizer(homes[0])
+    ).write(CHATS[0]).text
+    for home in homes:
+        for chat, ours in zip(CHATS, encoded(home, CHATS)):
+            want = theirs.apply_chat_template(
+                chat, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+            )
+            assert ours.ids.tolist() == want["input_ids"]
+            assert ours.counted.astype(int).tolist() == want["assistant_masks"], (home, chat)
+            assert 0 < ours.counted.sum() < len(ours.ids)
+
+
+def test_the_plain_format_by_hand():
+    """What counts is the answer, its newline, and the end of the conversation if the answer is last."""
+    tok = tokenizer.load_tokenizer("bytes")
+    form = chat_format(tok)
+    assert isinstance(form, PlainChat)
+    chats = [form.write(chat) for chat in (said("hi", "yó"), said("hi", "yo", "so"))]
+    first, second = form.encode_batch(tok, chats)
+    text = "user: hi\nassistant: yó\n"
+    assert first.ids.tolist() == [*text.encode(), 256]
+    assert first.counted.tolist() == [False] * 20 + [True] * 5
+    assert second.ids.tolist() == [*b"user: hi\nassistant: yo\nuser: so\n", 256]
+    assert second.counted.tolist() == [False] * 20 + [True] * 3 + [False] * 10
+
+
+@pytest.mark.parametrize("value, reason", [
+    ("text", "no list of messages"),
+    ([], "no list of messages"),
+    (["text"], "message 1 is no object"),
+    ([{"content": "x"}], "message 1 has no role"),
+    ([{"role": "user", "content": 3}], r"message 1 \(user\) has no text"),
+    ([{"role": "assistant", "content": "a\0b"}], "has no text"),
+    (said("only a question"), "no message of the assistant"),
+])
+def test_what_is_no_conversation(value, reason):
+    with pytest.raises(BadConversation, match=reason):
+        parse_messages(value)
+
+
+def test_styles_of_messages():
+    sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, {"role": "assistant", "content": "a"}]
+    assert parse_messages(sharegpt) == parse_messages(parts) == said("q", "a")
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def many(count=40):
+    rng = np.random.default_rng(0)
+    letters = lambda size: "".join(map(chr, rng.integers(97, 123, size)))
+    return [said(letters(rng.integers(1, 30)), letters(rng.integers(1, 30))) for _ in range(count)]
+
+
+def prepare(rows, home, out, *words):
+    source = write_jsonl(out.with_suffix(".jsonl"), rows)
+    return prepare_data.main(["--input", source, "--tokenizer", str(home), "--out", str(out), "--chat", *words])
+
+
+def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
+    """Shards by several workers give the same files; the mask goes through windows, documents and a blend."""
+    home = with_template(folder, tmp_path / "t", CHATML)
+    rows = many()
+    assert prepare([{"messages": m} for m in rows], home, tmp_path / "a", "--workers", "1") == 0
+    assert "the tokenizer's template; the loss counts" in capsys.readouterr().out
+    assert (tmp_path / "a.tokenizer" / "chat_template.jinja").read_text() == CHATML
+    share = [{"conversations": [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
+                                for m in chat]} for chat in rows]
+    assert prepare(share, home, tmp_path / "b", "--jsonl-key", "conversations", "--workers", "2") == 0
+    for end in (".bin", ".idx", ".mask", ".mask.crc", ".json"):
+        assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes(), end
+
+    data = IndexedDataset(tmp_path / "a")
+    want = encoded(home, rows)
+    stream = np.concatenate([chat.ids for chat in want])
+    counted = np.concatenate([chat.counted for chat in want])
+    assert data.read(0, data.tokens).tolist() == stream.tolist()
+    assert data.counted(0, data.tokens).tolist() == counted.tolist()
+    assert data.meta["counted"] == counted.sum()
+
+    with IndexedDatasetWriter(tmp_path / "plain", 400) as writer:
+        for chat in want:
+            writer.add(chat.ids)
+        writer.finish(tokenizer.load_tokenizer(home), 1)
+    for doc_mask in (False, True):
+        cfg = settings(f"0.5 {tmp_path / 'a'} 0.5 {tmp_path / 'plain'}", doc_mask)
+        loader = open_loader(cfg, "train", 0, 1)
+        starts = {data.document_start(number) for number in range(data.documents)}
+        for step in range(3):
+            locations = loader._locate_samples(4 * step, 4)
+            targets = torch.cat([batch.targets for batch in loader.microbatches(step)])
+            for (dataset, _, first), row in zip(locations, targets.tolist()):
+                for place, target in enumerate(row, first + 1):
+                    is_counted = (dataset == 1 or counted[place]) and not (doc_mask and place in starts)
+                    assert target == (stream[place] if is_counted else -100)
+        # two ranks read the same rows
+        halves = [open_loader(cfg, "train", rank, 2).microbatches(2) for rank in (0, 1)]
+        assert torch.cat([batch.targets for half in halves for batch in half]).equal(targets)
+
+
+def settings(path, doc_mask=False):
+    return config.Config(
+        data=config.DataConfig(path=path, doc_mask=doc_mask),
+        train=config.TrainConfig(steps=1, seq_len=24, micro_batch=1, global_batch=4),
+    )
+
+
+@pytest.mark.parametrize("row, words, reason", [
+    ({"text": "x"}, [], "no messages under 'messages'"),
+    ({"messages": said("x <|im_end|> y", "z")}, [], "spells the special token <|im_end|>"),
+    ({"messages": [{"role": "tool", "content": "x"}, *said("a", "b")]}, ["brackets"], "only user and assistant"),
+    ({"messages": said("a", "b")}, ["--no-append-eod"], "--no-append-eod"),
+    ({"messages": said("a", "b")}, ["{% for"], "its chat template is not one"),
+])
+def test_one_line_for_what_is_wrong(folder, tmp_path, capsys, row, words, reason):
+    template = {"brackets": BRACKETS, "{% for": "{% for"}.get("".join(words), CHATML)
+    home = with_template(folder, tmp_path / "t", template)
+    options = [word for word in words if word.startswith("--")]
+    assert prepare([{"messages": said("a", "b")}, row], home, tmp_path / "a", *options) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
+    assert len(lines) == 1 and reason in lines[0]
+    assert not (tmp_path / "a.idx").exists()
+
+
+def test_text_files_are_no_conversations(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("x")
+    words = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "a"), "--chat"]
+    assert prepare_data.main(words) == 2
+    assert "not text" in capsys.readouterr().err
+
+
+# ---- the mask as a file ------------------------------------------------------------------------------------
+
+def test_bits_in_parts_of_any_size():
+    rng = np.random.default_rng(0)
+    for size in (1, 7, 8, 9, 1000):
+        mask = rng.random(size) < 0.5
+        bits, content = LossMaskBits(), b""
+        for part in np.split(mask, np.sort(rng.integers(0, size + 1, 5))):
+            content += bits.bytes_of(part)
+        content += bits.last_bytes()
+        assert np.unpackbits(np.frombuffer(content, np.uint8), bitorder="little")[:size].tolist() == mask.tolist()
+        assert (bits.tokens, bits.counted, len(content)) == (size, mask.sum(), -(-size // 8))
+
+
+def test_a_flipped_bit_a_lost_file_and_a_stale_one(tmp_path):
+    rng = np.random.default_rng(1)
+    ids = rng.integers(0, 256, 8 * BLOCK + 999)  # a block of the mask, and a part of one
+    mask = rng.random(len(ids)) < 0.3
+    with IndexedDatasetWriter(tmp_path / "a", 257, has_mask=True) as writer:
+        writer.add(ids, mask)
+        writer.finish()
+    data = IndexedDataset(tmp_path / "a")
+    for first, stop in ((0, 1), (3, 21), (8 * BLOCK - 5, 8 * BLOCK + 5), (len(ids) - 3, len(ids))):
+        assert data.counted(first, stop).tolist() == mask[first:stop].tolist()
+    identity = data.identity
+
+    path = tmp_path / "a.mask"
+    content = bytearray(path.read_bytes())
+    content[BLOCK + 3] ^= 16
+    path.write_bytes(content)
+    data = IndexedDataset(tmp_path / "a")
+    data.counted(0, 9)
+    with pytest.raises(ChecksumError, match=r"a.mask: block 1 .* fails its crc32"):
+        data.counted(8 * BLOCK, 8 * BLOCK + 1)
+    path.unlink()
+    with pytest.raises(config.ConfigError, match="a.mask: No such file"):
+        IndexedDataset(tmp_path / "a")
+
+    # the same tokens without a mask are other data; the old mask does not stay
+    path.write_bytes(content)
+    with IndexedDatasetWriter(tmp_path / "a", 257) as writer:
+        writer.add(ids)
+        writer.finish()
+    data = IndexedDataset(tmp_path / "a")
+    assert data.counted(0, 9) is None and data.identity != identity and not path.exists()
+
+
+# ---- training ----------------------------------------------------------------------------------------------
+
+def bytes_corpus(home, rows=None):
+    assert prepare([{"messages": chat} for chat in rows or many(60)], "bytes", home / "chat") == 0
+    return str(home / "chat")
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["loss"], row["grad_norm"]) for row in rows if "grad_norm" in row], [
+        row["val_loss"] for row in rows if "val_loss" in row
+    ]
+
+
+LAYOUTS = (
+    "--parallel.zero 1",
+    "--parallel.cp 2",
+    "--parallel.pp 2 --train.micro_batch 2",
+    "--parallel.tp 2",
+)
+
+
+@pytest.mark.parametrize("doc_mask", ["false", "true"])
+def test_every_layout_trains_the_same(tmp_path, doc_mask):
+    """fp64: two ranks like one, in losses, gradient norms and validation; and after a resume."""
+    words = ["llama3-tiny", *MODEL, "--data.path", bytes_corpus(tmp_path), "--data.doc_mask", doc_mask,
+             "--train.dtype", "fp64", "--train.steps", "3", "--data.split", "70,30", "--log.dir", str(tmp_path)]
+    alone = job(tmp_path / "one", 1, [*words, "--log.name", "one"])
+    assert alone.codes == [0], alone.logs
+    want, want_valid = losses(tmp_path / "one")
+    assert len(want) == 3 and len(want_valid) >= 1
+    for number, layout in enumerate(LAYOUTS):
+        name = f"two{number}"
+        end = job(tmp_path / name, 2, [*words, "--log.name", name, *layout.split()])
+        assert end.codes == [0, 0], end.logs
+        found, found_valid = losses(tmp_path / name)
+        np.testing.assert_allclose(found, want, rtol=1e-9, err_msg=layout)
+        np.testing.assert_allclose(found_valid, want_valid, rtol=1e-9, err_msg=layout)
+
+    # the mask counts: the same tokens without one train otherwise
+    for end in (".mask", ".mask.crc", ".json", ".crc"):
+        (tmp_path / f"chat{end}").unlink()
+    assert job(tmp_path / "all", 1, [*words, "--log.name", "all"]).codes == [0]
+    assert abs(losses(tmp_path / "all")[0][0][0] - want[0][0]) > 1e-4
+
+
+def test_a_step_in_which_nothing_counts(tmp_path):
+    """A loss of 0, and no gradient: the run goes on."""
+    rows = [said("q" * 4000, "a")] * 4
+    words = ["llama3-tiny", *MODEL, "--data.path", bytes_corpus(tmp_path, rows), "--train.steps", "6",
+             "--data.split", "75,25", "--log.dir", str(tmp_path), "--log.name", "r"]
+    assert job(tmp_path / "r", 1, words).codes == [0]
+    found, _ = losses(tmp_path / "r")
+    assert len(found) == 6 and (0, 0) in found
+
+
+def test_the_loss_is_that_of_transformers_with_labels(folder, tmp_path):
+    """A Llama of transformers, imported and run by us on what the loader reads; its labels are -100 where the
+    marks of its own template say that a token does not count."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    from build import load_run
+    from scripts import convert
+
+    home = with_template(folder, tmp_path / "t", CHATML)
+    torch.manual_seed(0)
+    shape = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0, eos_token_id=1,
+    )
+    theirs = transformers.LlamaForCausalLM(shape).double().eval()
+    theirs.save_pretrained(tmp_path / "hf")
+    for file in home.iterdir():
+        (tmp_path / "hf" / file.name).write_bytes(file.read_bytes())
+    assert convert.main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    template_kept = (tmp_path / "run" / "tokenizer" / "chat_template.jinja").read_text()
+    assert template_kept == CHATML
+
+    rows = many(20)
+    assert prepare([{"messages": chat} for chat in rows], tmp_path / "run" / "tokenizer", tmp_path / "a") == 0
+    reference = transformers.AutoTokenizer.from_pretrained(home)
+    ids, labels = [], []
+    for chat in rows:
+        told = reference.apply_chat_template(
+            chat, chat_template=CHATML_MARKED, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+        )
+        ids += told["input_ids"]
+        labels += [x if m else -100 for x, m in zip(told["input_ids"], told["assistant_masks"])]
+
+    loader = open_loader(settings(str(tmp_path / "a")), "train", 0, 1)
+    ours = load_run(str(tmp_path / "run"), torch.device("cpu"), "fp64")
+    batches = loader.microbatches(0)
+    places = [first for _, _, first in loader._locate_samples(0, 4)]
+    total = count = 0
+    with torch.no_grad():
+        for batch, first in zip(batches, places):
+            window = slice(first, first + 25)
+            x, y = torch.tensor([ids[window]]), torch.tensor([labels[window]])
+            number = int((y[:, 1:] != -100).sum())
+            if number:
+                total += float(theirs(input_ids=x, labels=y).loss) * number
+            count += number
+    assert count == sum(int(batch.num_counted()) for batch in batches) > 0
+    with torch.no_grad():
+        summed = sum(float(ours.stage(batch.tokens, batch, 1.0)) for batch in batches)
+    # transformers' norms and angles are in fp32, whatever the model's dtype
+    assert summed / count == pytest.approx(total / count, rel=1e-6)
