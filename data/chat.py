@@ -1,8 +1,8 @@
 """Conversations -> text, and the parts of it that the loss counts: what the assistant says.
 
-A conversation is a list of messages, {"role", "content"} (OpenAI) or {"from", "value"} (ShareGPT). A tokenizer
-folder with a chat template (chat_template.jinja, or tokenizer_config.json) writes it as transformers'
-apply_chat_template does, to the token. Every other tokenizer gets a plain format:
+A conversation is a list of messages, {"role", "content"} (OpenAI) or {"from", "value"} (ShareGPT). A
+tokenizer folder with a chat template (chat_template.jinja, or tokenizer_config.json) writes it as
+transformers' apply_chat_template does, to the token. Every other tokenizer gets a plain format:
 
     user: What is 2 + 2?
     assistant: 4

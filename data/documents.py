@@ -198,7 +198,8 @@ def read_piece(
     cannot be read to its end."""
     readers = {"jsonl": read_jsonl, "text": read_text, "parquet": read_parquet, "hf": read_hf}
     if chat is not None and piece.kind == "text":
-        raise ConfigError(f"{piece.path}: --chat reads conversations from jsonl, parquet or hf:NAME, not text")
+        message = f"{piece.path}: --chat reads conversations from jsonl, parquet or hf:NAME, not text"
+        raise ConfigError(message)
     field = checked_text if chat is None else conversation_reader(chat)
     try:
         yield from readers[piece.kind](piece, key, field)

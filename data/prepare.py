@@ -83,8 +83,8 @@ def prepare_corpus(
     progress: Progress = lambda done, whole: None,
     fault_point: FaultPoint = lambda name: None,
 ) -> Tree:
-    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report that scripts.prepare_data
-    prints.
+    """Makes OUT.bin, .idx, .json, .crc and OUT.tokenizer/; of conversations, OUT.mask too. Returns the report
+    that scripts.prepare_data prints.
 
     Raises ConfigError, BadDocument (naming file:line) unless skip_bad is set, and OSError with a file name if
     the disk fails.

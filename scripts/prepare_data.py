@@ -44,8 +44,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--out", required=True, metavar="PREFIX",
         help="PREFIX.bin and PREFIX.idx are written; unfinished work is kept in PREFIX.parts/")
     add("--chat", action="store_true",
-        help="each record is a conversation (OpenAI's role and content, or ShareGPT's from and value), written "
-             "with the tokenizer's chat template; the loss counts what the assistant says")
+        help="each record is a conversation (OpenAI's role and content, or ShareGPT's from and value), "
+             "written with the tokenizer's chat template; the loss counts what the assistant says")
     add("--jsonl-key", metavar="KEY",
         help="field or column that holds the text (default: text) or the conversation (default: messages)")
     add("--workers", type=int, default=usable_cores(), metavar="N",

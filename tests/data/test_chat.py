@@ -1,5 +1,5 @@
-"""data/chat.py and prepare_data --chat: the tokens and the mask of transformers' apply_chat_template; the loss
-of transformers with labels of -100; and every layout trains the same.
+"""data/chat.py and prepare_data --chat: the tokens and the mask of transformers' apply_chat_template; the
+loss of transformers with labels of -100; and every layout trains the same.
 """
 
 import json
@@ -48,7 +48,8 @@ THINKING = (
 THINKING_MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.role == 'assistant' %}{% generation %}{% if loop.last %}<think>\n\n</think>\n\n{% endif %}"
-    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    "{{ '\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TEMPLATES = {
@@ -85,7 +86,8 @@ def folder(tmp_path_factory):
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator([m["content"] for chat in CHATS for m in chat] * 9 + ["user assistant"] * 9, trainer)
+    texts = [m["content"] for chat in CHATS for m in chat] + ["user assistant"]
+    made.train_from_iterator(texts * 9, trainer)
     made.save(str(home / "tokenizer.json"))
     names = {"bos_token": "<s>", "eos_token": "</s>", "tokenizer_class": "PreTrainedTokenizerFast"}
     (home / "tokenizer_config.json").write_text(json.dumps(names))
@@ -98,7 +100,8 @@ def with_template(folder, home, template, inside=False):
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     (home / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     if inside:
-        settings["chat_template"] = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": template}]
+        named = {"tool_use": "no", "default": template}
+        settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     else:
         (home / "chat_template.jinja").write_text(template)
     (home / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -162,7 +165,8 @@ def test_what_is_no_conversation(value, reason):
 
 def test_styles_of_messages():
     sharegpt = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}, {"role": "assistant", "content": "a"}]
+    parts = said("q", "a")
+    parts[0]["content"] = [{"type": "text", "text": "q"}]
     assert parse_messages(sharegpt) == parse_messages(parts) == said("q", "a")
 
 
@@ -181,7 +185,8 @@ def many(count=40):
 
 def prepare(rows, home, out, *words):
     source = write_jsonl(out.with_suffix(".jsonl"), rows)
-    return prepare_data.main(["--input", source, "--tokenizer", str(home), "--out", str(out), "--chat", *words])
+    command = ["--input", source, "--tokenizer", str(home), "--out", str(out), "--chat"]
+    return prepare_data.main([*command, *words])
 
 
 def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
@@ -191,8 +196,10 @@ def test_the_command_writes_what_the_loader_reads(folder, tmp_path, capsys):
     assert prepare([{"messages": m} for m in rows], home, tmp_path / "a", "--workers", "1") == 0
     assert "the tokenizer's template; the loss counts" in capsys.readouterr().out
     assert (tmp_path / "a.tokenizer" / "chat_template.jinja").read_text() == CHATML
-    share = [{"conversations": [{"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]}
-                                for m in chat]} for chat in rows]
+    names = {"user": "human", "assistant": "gpt"}
+    share = []
+    for chat in rows:
+        share.append({"conversations": [{"from": names[m["role"]], "value": m["content"]} for m in chat]})
     assert prepare(share, home, tmp_path / "b", "--jsonl-key", "conversations", "--workers", "2") == 0
     for end in (".bin", ".idx", ".mask", ".mask.crc", ".json"):
         assert (tmp_path / f"a{end}").read_bytes() == (tmp_path / f"b{end}").read_bytes(), end
@@ -235,7 +242,7 @@ def settings(path, doc_mask=False):
 @pytest.mark.parametrize("row, words, reason", [
     ({"text": "x"}, [], "no messages under 'messages'"),
     ({"messages": said("x <|im_end|> y", "z")}, [], "spells the special token <|im_end|>"),
-    ({"messages": [{"role": "tool", "content": "x"}, *said("a", "b")]}, ["brackets"], "only user and assistant"),
+    ({"messages": [{"role": "tool", "content": "x"}, *said("a", "b")]}, ["brackets"], "only user and"),
     ({"messages": said("a", "b")}, ["--no-append-eod"], "--no-append-eod"),
     ({"messages": said("a", "b")}, ["{% for"], "its chat template is not one"),
 ])
@@ -251,8 +258,8 @@ def test_one_line_for_what_is_wrong(folder, tmp_path, capsys, row, words, reason
 
 def test_text_files_are_no_conversations(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("x")
-    words = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "a"), "--chat"]
-    assert prepare_data.main(words) == 2
+    words = ["--input", str(tmp_path / "a.txt"), "--tokenizer", "bytes", "--out", str(tmp_path / "a")]
+    assert prepare_data.main([*words, "--chat"]) == 2
     assert "not text" in capsys.readouterr().err
 
 
@@ -266,7 +273,8 @@ def test_bits_in_parts_of_any_size():
         for part in np.split(mask, np.sort(rng.integers(0, size + 1, 5))):
             content += bits.bytes_of(part)
         content += bits.last_bytes()
-        assert np.unpackbits(np.frombuffer(content, np.uint8), bitorder="little")[:size].tolist() == mask.tolist()
+        found = np.unpackbits(np.frombuffer(content, np.uint8), bitorder="little")[:size]
+        assert found.tolist() == mask.tolist()
         assert (bits.tokens, bits.counted, len(content)) == (size, mask.sum(), -(-size // 8))
 
 
@@ -329,7 +337,8 @@ LAYOUTS = (
 def test_every_layout_trains_the_same(tmp_path, doc_mask):
     """fp64: two ranks like one, in losses, gradient norms and validation; and after a resume."""
     words = ["llama3-tiny", *MODEL, "--data.path", bytes_corpus(tmp_path), "--data.doc_mask", doc_mask,
-             "--train.dtype", "fp64", "--train.steps", "3", "--data.split", "70,30", "--log.dir", str(tmp_path)]
+             "--train.dtype", "fp64", "--train.steps", "3", "--data.split", "70,30",
+             "--log.dir", str(tmp_path)]
     alone = job(tmp_path / "one", 1, [*words, "--log.name", "one"])
     assert alone.codes == [0], alone.logs
     want, want_valid = losses(tmp_path / "one")
@@ -386,7 +395,11 @@ def test_the_loss_is_that_of_transformers_with_labels(folder, tmp_path):
     ids, labels = [], []
     for chat in rows:
         told = reference.apply_chat_template(
-            chat, chat_template=CHATML_MARKED, return_assistant_tokens_mask=True, return_dict=True, tokenize=True
+            chat,
+            chat_template=CHATML_MARKED,
+            return_assistant_tokens_mask=True,
+            return_dict=True,
+            tokenize=True,
         )
         ids += told["input_ids"]
         labels += [x if m else -100 for x, m in zip(told["input_ids"], told["assistant_masks"])]
