@@ -446,7 +446,7 @@ def parse_script(module: str, words: list[str]) -> None:
 # ---- commands that are not run, and those that are run smaller ---------------------------------------------
 
 NOT_RUN = {  # start of a command, or a word in it: why
-    "models/Qwen2.5-0.5B-Instruct": "needs a model of the hub; tests/data/test_chat.py does it with a tiny one",
+    "models/Qwen2.5-0.5B-Instruct": "needs a model of the hub; tests/data/test_chat.py imports a tiny one",
     "--chat": "needs conversations, and the tokenizer of that model; tests/data/test_chat.py has some",
     "qwen-chats": "needs that model",
     "bash scripts/quickstart.sh": (
