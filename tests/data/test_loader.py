@@ -120,8 +120,10 @@ def test_microbatches_for_a_gpu_are_pinned_and_copied_by_the_thread_that_reads_a
         assert len(tensors) == 5 * len(batches)  # tokens, targets, positions, documents, ids of the sequences
         assert {*tensors} <= data._copies.ready and {*tensors} <= data._copies.kept
         assert rows_of(batches) == wanted
+    ahead = [read.result() for read in data._prefetched.values()]  # close() cancels what has not begun
     data.close()
     assert pinned and {name.split("_")[0] for name in pinned} == {"loader"}
+    assert len(ahead) == cfg.data.prefetch
     assert len(data._copies.started) > len(data._copies.kept)  # steps ahead of the last
 
 
