@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import state, store
+from checkpoint.state import TRAINED
 from config import (
     OPTIMIZERS,
     Config,
@@ -35,6 +36,7 @@ from model.sharding import scale_for_mup, sharding_config
 from model.split import layers_of_stages
 from model.transformer import PipelineStage
 from optim.base import Optimizer
+from optim.ema import WeightEMA
 from optim.lr import learning_rate_of_run, schedules_of
 from optim.noise import GradientNoiseScale
 from optim.scaler import LossScaler
@@ -71,6 +73,7 @@ class TrainingRun:
     scaler: LossScaler  # of the loss, in fp16
     noise_scale: GradientNoiseScale
     recording: RecordedPipeline | None = None  # runs in place of the pipeline (train.cuda_graphs)
+    ema: WeightEMA | None = None  # of the master weights (train.ema)
 
     @property
     def data(self) -> BatchLoader:
@@ -288,6 +291,7 @@ def build_run(
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),
         noise_scale=GradientNoiseScale(cfg.log.noise_scale, made.buckets, mesh),
         recording=RecordedPipeline(pipeline, device) if cfg.train.cuda_graphs else None,
+        ema=WeightEMA(cfg.train.ema, made.buckets, mesh) if cfg.train.ema is not None else None,
     )
 
 
@@ -364,8 +368,12 @@ def weights_only(
     return stage, boxes + routers.boxes(weights=True)
 
 
-def load_run(where: str, device: torch.device, dtype: str | None = None) -> TrainedModel:
+def load_run(
+    where: str, device: torch.device, dtype: str | None = None, weights: str = TRAINED
+) -> TrainedModel:
     """The model of a run folder, or of one of its checkpoint folders. dtype: None: the run's own.
+
+    weights: one of checkpoint.state.WEIGHTS.
 
     Raises ConfigError if `where` has no model, and IntegrityError if the checkpoint is damaged.
     """
@@ -382,5 +390,5 @@ def load_run(where: str, device: torch.device, dtype: str | None = None) -> Trai
     if loaded.fingerprint != meta["tokenizer"]:
         raise ConfigError(f"{folder}: is not the tokenizer that {path} was trained with; put that one there")
     stage, boxes = weights_only(cfg, device, cfg.train.dtype)
-    store.load(path, boxes, strict=False, allow_cast=True)
+    store.load(path, state.stored_as(path, boxes, weights), strict=False, allow_cast=True)
     return TrainedModel(cfg, stage, tokenizer=loaded, path=path, step=meta["step"])

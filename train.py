@@ -101,6 +101,8 @@ def train_step(
     run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_tokens, loss_scale)
     grad_scale = clip_factor(norm, run.cfg.optim.clip) / loss_scale
     run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
+    if run.ema is not None:
+        run.ema.update(is_good)
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
     update_scaler_and_routers(run, is_good, loss_scale)
     return StepResult(loss, norm, is_good)
@@ -346,7 +348,8 @@ def run_one_step(session: Session, step: int) -> None:
 
 
 def evaluate(session: Session, step: int) -> None:
-    """Writes the validation loss, that of each source, and a sample of text into the log."""
+    """Writes the validation loss, that of each source and of the average of the weights (train.ema), and a
+    sample of text into the log."""
     run = session.run
     tokenizer = session.tokenizer
 
@@ -362,10 +365,15 @@ def evaluate(session: Session, step: int) -> None:
     source_losses = {name: mean_loss_of(batches)[0] for name, batches in session.source_batches.items()}
     ids = sample(run, tokenizer)
     text = session.cfg.eval.prompt + tokenizer.decode(ids) if ids else ""
+    ema_loss = None
+    if run.ema is not None:
+        with run.ema.as_weights():
+            ema_loss = mean_loss_of(session.valid_batches)[0]
     report = evaluate_tasks(session, step)
     session.log.log_evaluation(
         step,
         **loss_report(loss, bytes_per_token),
+        ema_loss=ema_loss,
         source_losses=source_losses,
         sample=text,
         tasks=report.flat() if report else None,

@@ -1,8 +1,9 @@
 """Moves the state of a run into a checkpoint and back.
 
 A checkpoint holds the master weights under their canonical names, the optimizer's moments under NAME@MOMENT,
-the state of the routers, and the error feedback of PowerSGD (parallel/sharding/powersgd.py). meta.json says
-which settings made it. Some of them must be the same when the run is continued; the others may change.
+the moving average of the weights under NAME@ema (train.ema), the state of the routers, and the error feedback
+of PowerSGD (parallel/sharding/powersgd.py). meta.json says which settings made it. Some of them must be the
+same when the run is continued; the others may change.
 
 `run` is a build.TrainingRun. RunState lists what is used of it here.
 """
@@ -62,6 +63,8 @@ MAY_DIFFER = (
 )
 # A change of these needs no warning.
 UNREPORTED = ("log.", "eval.", "checkpoint.", "profile.")
+EMA_SUFFIX = "@ema"  # of the keys of optim/ema.py
+TRAINED, AVERAGED = WEIGHTS = ("trained", "ema")  # which weights of a checkpoint a script reads
 BY_TIME = "keep_minutes"  # the mark of a checkpoint that is permanent by its time
 FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
@@ -89,6 +92,12 @@ class TrainingData(Protocol):
 class OptimizerMoments(Protocol):
     """optim.base.Optimizer"""
     def state(self) -> Moments: ...
+
+
+class MovingAverage(Protocol):
+    """optim.ema.WeightEMA"""
+    def state(self) -> Moments: ...
+    def start(self) -> None: ...
 
 
 class Routers(Protocol):
@@ -119,6 +128,8 @@ class RunState(Protocol):
     @property
     def optim(self) -> OptimizerMoments: ...
     @property
+    def ema(self) -> MovingAverage | None: ...
+    @property
     def routers(self) -> Routers: ...
     @property
     def scaler(self) -> Scaler: ...
@@ -144,6 +155,35 @@ def state_boxes(buckets: list[Bucket], state: Moments, each_once: bool = False) 
             for box, part in boxes_of(bucket, flat, each_once):
                 found.append((dataclasses.replace(box, key=box.key + suffix), part))
     return found
+
+
+def moments_of(run: RunState) -> Moments:
+    """What is stored beside each master: of the optimizer, and its moving average."""
+    return {**run.optim.state(), **(run.ema.state() if run.ema is not None else {})}
+
+
+def stored_as(path: pathlib.Path, boxes: BoxedTensors, weights: str) -> BoxedTensors:
+    """The boxes of weights under the keys that hold them in the checkpoint: those of `weights` (WEIGHTS).
+
+    What has no average, such as the biases of routers, keeps its key. Raises ConfigError if the checkpoint
+    has no average.
+    """
+    if weights == TRAINED:
+        return boxes
+    averaged = averaged_keys(path)
+    if not averaged:
+        raise ConfigError(f"--weights: {path} holds no moving average (train.ema); leave it out")
+    found: BoxedTensors = []
+    for box, tensor in boxes:
+        suffix = EMA_SUFFIX if box.key in averaged else ""
+        found.append((dataclasses.replace(box, key=box.key + suffix), tensor))
+    return found
+
+
+def averaged_keys(path: pathlib.Path) -> set[str]:
+    """The keys of the weights of which a checkpoint holds the moving average."""
+    keys = {row["key"] for row in store.read_index(path)["pieces"]}
+    return {key.removesuffix(EMA_SUFFIX) for key in keys if key.endswith(EMA_SUFFIX)}
 
 
 def powersgd_of(buckets: list[Bucket]) -> list[PowerSGD]:
@@ -340,8 +380,17 @@ def load(run: RunState, path: pathlib.Path, meta: Tree | None = None) -> list[st
         converted = f"masters and moments of {path} were converted from {stored_states} to {states}"
         warnings.append(f"optim.states: {converted}{rounding}")
 
+    # A run that begins to average, or no longer does.
+    stored_ema = first_rank_does(lambda: bool(averaged_keys(path)), world)
+    if run.ema is not None and not stored_ema:
+        warnings.append(f"train.ema: {path} holds no moving average; it starts at the weights of that step")
+    if run.ema is None and stored_ema:
+        warnings.append(f"train.ema: none; the moving average in {path} is left behind")
+
     # What this rank fills. Of many ranks, each holds a part of the keys.
-    wants = state_boxes(run.buckets, run.optim.state()) + run.routers.boxes()
+    moments = moments_of(run) if stored_ema else run.optim.state()
+    unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
+    wants = state_boxes(run.buckets, moments) + run.routers.boxes()
     powersgd = powersgd_of(run.buckets)
     errors = [torch.zeros_like(reducer.error) for reducer in powersgd]
     wants += stored_error_boxes(run, path, errors)
@@ -352,7 +401,7 @@ def load(run: RunState, path: pathlib.Path, meta: Tree | None = None) -> list[st
         store.load(
             path,
             wants,
-            allow=(f"*{ERROR_SUFFIX}", f"*{BASIS_MARK}*"),
+            allow=(f"*{ERROR_SUFFIX}", f"*{BASIS_MARK}*", *unused),
             others=others,
             allow_cast=stored_states != states,
         )
@@ -361,6 +410,8 @@ def load(run: RunState, path: pathlib.Path, meta: Tree | None = None) -> list[st
     for reducer, error in zip(powersgd, errors):
         reducer.set_summed_error(error)
     load_buckets(run.buckets)
+    if run.ema is not None and not stored_ema:
+        run.ema.start()
     run.scaler.load(meta.get("loss_scale"))
     return warnings
 
@@ -395,7 +446,7 @@ def save_run(
     call.
     """
     world = saver.group or run.mesh.world
-    pieces = state_boxes(run.buckets, run.optim.state(), each_once=True) + run.routers.boxes(each_once=True)
+    pieces = state_boxes(run.buckets, moments_of(run), each_once=True) + run.routers.boxes(each_once=True)
     for reducer in powersgd_of(run.buckets):
         pieces += reducer.boxes_of(reducer.sum_errors(), each_once=True)
     checkpoint = run.cfg.checkpoint
@@ -503,6 +554,8 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
         more=run.routers.boxes(weights=True),
         meet=lambda work: all_ranks_do(work, world, timeout_s),
     )
+    if run.ema is not None:
+        run.ema.start()
     return 0, [*start.notes, f"weights from {start.weights}"]
 
 

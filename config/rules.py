@@ -81,6 +81,9 @@ def range_rules(cfg: Config, world: int) -> Iterator[Rule]:
         0 < optim.decay_fraction <= 1,
         f"optim.decay_fraction: {optim.decay_fraction} must lie in (0, 1]")
     yield Rule(
+        cfg.train.ema is None or 0 < cfg.train.ema < 1,
+        f"train.ema: {cfg.train.ema} must lie in (0, 1), as 0.999: what a step keeps of the average")
+    yield Rule(
         optim.min_lr is None or optim.min_lr <= optim.lr,
         f"optim.min_lr: {optim.min_lr} must lie in [0, optim.lr = {optim.lr}]")
 

@@ -150,6 +150,9 @@ class TrainConfig:
     loss_scale: float = 65536.0  # fp16: initial factor of the loss, a power of two (arXiv 1710.03740)
     loss_scale_window: int = 1000  # fp16: the loss scale doubles after this many good steps in a row; a step
     #   that overflows halves it
+    ema: float | None = None  # decay of an exponential moving average of the master weights, which is
+    #   validated and saved beside them: after a good step, ema x itself + (1 - ema) x the weights. It begins
+    #   at the initial weights, without warmup of the decay (as timm's ModelEmaV3 does); none: no average
     max_minutes: float | None = None  # after this many minutes: save, exit with code 75; none: no limit
     deterministic: bool | None = None  # deterministic kernels only, so that a run repeats bit for bit;
     #   none: on a CPU, where they cost nothing, and not on a GPU, where attention's backward is slower

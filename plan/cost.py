@@ -501,7 +501,8 @@ def exposed_data_seconds(traffic: StepTraffic, *, zero: int, microbatches: int, 
 
 
 def update_seconds(cfg: Config, every: list[PlannedBucket], stream: float) -> float:
-    """Of the optimizer: it reads and writes masters and moments, reads gradients and writes weights."""
+    """Of the optimizer: it reads and writes masters and moments, reads gradients and writes weights. With the
+    moving average of train.ema."""
     optimizer = OPTIMIZERS[cfg.optim.name]
     wide_bytes = accumulation_bytes(cfg.train.dtype)
     nbytes = 0
@@ -509,4 +510,6 @@ def update_seconds(cfg: Config, every: list[PlannedBucket], stream: float) -> fl
         kept = 2 + 2 * optimizer.moments_for(bucket.is_hidden)
         of_element = kept * wide_bytes + wide_bytes + compute_bytes(cfg.train.dtype)
         nbytes += bucket.shard_size * of_element
+        if cfg.train.ema is not None:  # reads the masters, reads and writes the average
+            nbytes += bucket.shard_size * 3 * wide_bytes
     return nbytes / stream

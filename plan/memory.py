@@ -11,8 +11,8 @@ compute dtype and of the accumulation dtype.
 
 Compressed weights (parallel.compress_weights, ZeRO-1 and 2) have masters in every dtype. With optim.states
 bf16, an element of masters and moments has 2 bytes in place of g, and weights in bf16 are their own masters.
-PowerSGD keeps its errors, P g, beside the gradients. config/optimizers.py says how many moments an optimizer
-has.
+PowerSGD keeps its errors, P g, beside the gradients; train.ema an average, of g bytes an element, beside each
+master. config/optimizers.py says how many moments an optimizer has.
 
 The modules say what a forward keeps and what a backward computes again (parallel/cost.py).
 tests/plan/test_memory.py holds all of it against what a rank really holds.
@@ -60,7 +60,7 @@ def state_bytes(job: Job) -> dict[str, int]:
         "weights": weight_bytes * weights,
         "masters": on_device * masters,
         "gradients": grad_bytes * (grads + errors),
-        "optimizer": on_device * moment_elements(job, every),
+        "optimizer": on_device * moment_elements(job, every) + (ema_bytes(job) if on_device else 0),
     }
 
 
@@ -70,12 +70,20 @@ def host_bytes(job: Job) -> int:
         return 0
     every = unique_buckets(buckets(job))
     owned = sum(bucket.shard_size for bucket in every)
-    return master_bytes(job) * (owned + moment_elements(job, every))
+    return master_bytes(job) * (owned + moment_elements(job, every)) + ema_bytes(job)
 
 
 def master_bytes(job: Job) -> int:
     """Bytes of an element of masters and moments."""
     return 2 if job.cfg.optim.states == "bf16" else accumulation_bytes(job.cfg.train.dtype)
+
+
+def ema_bytes(job: Job) -> int:
+    """The moving average of the masters (train.ema), in fp32 whatever optim.states is."""
+    if job.cfg.train.ema is None:
+        return 0
+    owned = sum(bucket.shard_size for bucket in unique_buckets(buckets(job)))
+    return accumulation_bytes(job.cfg.train.dtype) * owned
 
 
 def moment_elements(job: Job, every: Iterable[PlannedBucket]) -> int:

@@ -208,15 +208,23 @@ class Console:
         self.write(f"{self.dim(' task')} {step}  {text}")
 
     def show_evaluation(
-        self, step: int, loss: float, perplexity: float, bits_per_byte: float, sample: str = ""
+        self,
+        step: int,
+        loss: float,
+        perplexity: float,
+        bits_per_byte: float,
+        sample: str = "",
+        ema_loss: float | None = None,
     ) -> None:
-        """Writes the line of a validation. sample: text of the model."""
+        """Writes the line of a validation. sample: text of the model. ema_loss: of averaged weights."""
         parts = [
             f"{self.dim(' eval')} {step}",
             f"{self.dim('val')} {self.paint(decimals(loss, 3), GREEN)}",
             f"{self.dim('ppl')} {decimals(perplexity, 1)}",
             f"{self.dim('bpb')} {decimals(bits_per_byte, 2)}",
         ]
+        if ema_loss is not None:
+            parts.append(f"{self.dim('ema')} {decimals(ema_loss, 3)}")
         line = "  ".join(parts)
         if sample:
             line += f"   {self.dim('|')} {visible(sample, SAMPLE_WIDTH)}"

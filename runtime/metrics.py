@@ -467,6 +467,7 @@ class MetricsLogger:
         val_loss: float,
         val_ppl: float,
         val_bpb: float,
+        ema_loss: float | None = None,
         source_losses: dict[str, float] | None = None,
         sample: str = "",
         tasks: Mapping[str, float] | None = None,
@@ -474,12 +475,15 @@ class MetricsLogger:
     ) -> None:
         """Records a validation: loss in nats a token, perplexity, bits a byte, and a sample of the model.
 
-        source_losses: of each source of a blend, by its name: val/NAME/loss.
+        ema_loss: of the moving average of the weights (train.ema): val/ema/loss. source_losses: of each
+        source of a blend, by its name: val/NAME/loss.
         tasks: metrics of tasks, by their names in the file and in W&B; task_lines: the same for the console.
         """
         self.read_pending()
         values = {"val_loss": float(val_loss), "val_ppl": float(val_ppl), "val_bpb": float(val_bpb)}
         more = {f"val/{name}/loss": float(loss) for name, loss in (source_losses or {}).items()}
+        if ema_loss is not None:
+            more["val/ema/loss"] = float(ema_loss)
         more |= tasks or {}
         self.write([{"step": step} | values | more])
         shown = {name.replace("_", "/", 1): value for name, value in values.items()}
@@ -497,6 +501,7 @@ class MetricsLogger:
             loss=values["val_loss"],
             perplexity=values["val_ppl"],
             bits_per_byte=values["val_bpb"],
+            ema_loss=ema_loss,
             sample=sample,
         )
         if source_losses:

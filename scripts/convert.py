@@ -1,7 +1,7 @@
 """Conversion of Hugging Face folders to run folders and back.
 
     python -m scripts.convert from-hf DIR RUN                      a folder of save_pretrained -> a run folder
-    python -m scripts.convert to-hf RUN DIR [--dtype fp32|bf16]    a run -> a folder for from_pretrained
+    python -m scripts.convert to-hf RUN DIR [--weights ema]        a run -> a folder for from_pretrained
 
 Models: GPT-2, Llama (2, 3, 3.1, 3.2), Mistral, Qwen2 and 2.5, Qwen3, DeepSeek V2 and V3, and the mixtures
 Mixtral, Qwen1.5-, 2- and 3-MoE, OLMoE and dots.llm1.
@@ -187,10 +187,13 @@ def with_all_values(model: ModelConfig) -> ModelConfig:
 
 # ---- export ----------------------------------------------------------------------------------------------
 
-def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) -> dict:
+def to_hf(
+    run: str, folder: Path, dtype: str = "fp32", spec: str | None = None, weights: str = state.TRAINED
+) -> dict:
     """Writes the Hugging Face folder from a run or checkpoint folder; returns the report.
 
-    dtype: of the weights on disk. spec: the tokenizer; None: that of the run, if it has one.
+    dtype: of the weights on disk. spec: the tokenizer; None: that of the run, if it has one. weights: one of
+    state.WEIGHTS.
     Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
     """
     notes: list[str] = []
@@ -211,7 +214,7 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
 
     with new_folder(folder) as temp:
         ours, num_tensors = export_weights(
-            path, cfg, family, target=temp, dtype=DTYPES[dtype]
+            path, cfg, family, target=temp, dtype=DTYPES[dtype], weights=weights
         )
         gc.collect()  # one model in memory at a time
         with storage_errors(temp, 0):
@@ -235,16 +238,16 @@ def to_hf(run: str, folder: Path, dtype: str = "fp32", spec: str | None = None) 
 
 
 def export_weights(
-    path: Path, cfg: Config, family: str, target: Path, dtype: torch.dtype
+    path: Path, cfg: Config, family: str, *, target: Path, dtype: torch.dtype, weights: str
 ) -> tuple[Tensor, int]:
-    """Writes the weights of a checkpoint into `target`, in `dtype`.
+    """Writes the weights of a checkpoint into `target`, in `dtype`. weights: see to_hf.
 
     Returns our logits [2, s, vocab] of the probe with the weights as written, and the number of tensors.
     """
     model = cfg.model
     stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
     tensors = hf.hf_tensors(family, model, pieces)  # refuses a tensor that the family does not have
-    store.load(path, pieces, strict=False)
+    store.load(path, state.stored_as(path, pieces, weights), strict=False)
     hf.fold_mup(model, pieces)
     hf.write_weights(target, family, model, pieces, dtype=dtype)
 
@@ -474,6 +477,8 @@ def arguments() -> argparse.ArgumentParser:
     exporter.add_argument("folder", metavar="DIR", type=Path, help="folder to make")
     exporter.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32",
                           help="dtype of the weights on disk (default fp32: exact)")
+    exporter.add_argument("--weights", choices=state.WEIGHTS, default=state.TRAINED,
+                          help="ema: their moving average (train.ema)")
 
     for command in (importer, exporter):
         command.add_argument("--tokenizer", metavar="SPEC",
@@ -488,7 +493,7 @@ def main(argv: list[str]) -> int:
         if args.command == "from-hf":
             report = from_hf(args.folder, args.run, args.tokenizer)
         else:
-            report = to_hf(args.run, args.folder, args.dtype, args.tokenizer)
+            report = to_hf(args.run, args.folder, args.dtype, args.tokenizer, args.weights)
     except LogitsDiffer as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code

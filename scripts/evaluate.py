@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from build import TrainedModel, load_run
+from checkpoint.state import TRAINED, WEIGHTS
 from config import Config, ConfigError
 from data.loader import BatchLoader, open_loader
 from data.task_files import Task, read_tasks
@@ -40,6 +41,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("run", help="run folder or checkpoint folder")
+    add("--weights", choices=WEIGHTS, default=TRAINED, help="ema: their moving average (train.ema)")
     add("--data", help="prefix of a .bin/.idx pair, or a blend; none: the run's validation split")
     add("--samples", type=int, help="number of sequences; none: all, once")
     add("--seq-len", type=int, help="tokens in a sequence; none: as in training")
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     tasks = file_tasks(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device, args.dtype)
+    run = load_run(args.run, device, args.dtype, args.weights)
     if args.tasks:
         evaluate_tasks(run, args, tasks, device)
     else:

@@ -12,6 +12,7 @@ import time
 import torch
 
 from build import TrainedModel, load_run
+from checkpoint.state import TRAINED, WEIGHTS
 from config import ConfigError
 from model.generate import generate
 from runtime.failure import fail_cleanly
@@ -25,6 +26,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("run", help="run folder or checkpoint folder")
+    add("--weights", choices=WEIGHTS, default=TRAINED, help="ema: their moving average (train.ema)")
     add("--prompt", default="", help="start of the text; empty: a new document")
     add("--max-new-tokens", type=int, default=100)
     add("--temperature", type=float, default=0.8, help="0: always the most likely token")
@@ -54,7 +56,7 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     check_ranges(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device)
+    run = load_run(args.run, device, weights=args.weights)
     prompt = run.tokenizer.encode(args.prompt) or [run.tokenizer.eod]
 
     for sample in range(args.samples):

@@ -48,7 +48,7 @@ def having(**keys):
 
 
 # numbers whose ranges other rules have
-OTHER_RANGES = {"train.loss_scale", "optim.decay_fraction"}
+OTHER_RANGES = {"train.loss_scale", "train.ema", "optim.decay_fraction"}
 NUMBERS = {
     f"{section.name}.{key}"
     for section in dataclasses.fields(config.Config)
@@ -75,6 +75,8 @@ RECORDED_MIXTURE = {**MIXTURE, "train__dtype": "bf16"}
 CASES = [
     (having(train__loss_scale=3000.0), 1, "train.loss_scale", False),
     (having(train__loss_scale=2.0**25), 1, "train.loss_scale", False),
+    (having(train__ema=1.0), 1, "train.ema", False),
+    (having(train__ema=0.0), 1, "train.ema", False),
     (having(train__loss_scale_window=0), 1, "train.loss_scale_window", False),
     (having(model__heads=5), 1, "model.heads", True),
     (having(model__kv_heads=3), 1, "model.kv_heads", True),

@@ -91,7 +91,7 @@ CASES = (
 READ = {
     "model": "preset layers hidden heads kv_heads head_dim ffn vocab vocab_multiple norm norm_eps "
     "activation positions tied bias qk_norm kv_rank mtp window dropout init_std mup_base experts",
-    "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype max_minutes "
+    "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic compile cuda_graphs device threads",
     "optim": "name lr warmup decay weight_decay clip",
     "parallel": "tp pp cp bucket_mb offload recompute_stages",

@@ -1,0 +1,105 @@
+"""The exponential moving average (EMA) of the master weights, for evaluation and export.
+
+    average <- decay * average + (1 - decay) * weights        after every step that was not skipped
+
+It starts at the weights with which the run starts (of timm's ModelEmaV3 without its warmup; in
+torch.optim.swa_utils: an AveragedModel with get_ema_multi_avg_fn, which is given the initial weights first).
+The weights of t steps ago count (1 - decay) decay^t (Polyak and Juditsky 1992; of language models: arXiv
+2306.03241).
+
+Each rank averages the elements that it owns, so the code is the same for every layout and ZeRO stage, and it
+sends nothing. A checkpoint stores the average as KEY@ema, as it stores the moments. The biases of routers are
+not averaged: the average is evaluated with the present ones.
+"""
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.grad import accumulation_dtype
+from optim.base import State
+from parallel.offload import CopyStream, copy_stream, staged_chunks
+from parallel.sharding.bucket import Bucket, wait_param_gathers
+from parallel.topology.mesh import Mesh
+
+EMA = "ema"  # the suffix of its keys in a checkpoint
+
+
+class WeightEMA:
+    """averages: of each bucket, flat [owned elements], in fp32 (fp64 of a run in fp64), beside its master."""
+
+    def __init__(self, decay: float, buckets: list[Bucket], mesh: Mesh) -> None:
+        self.decay = decay
+        self.buckets = buckets
+        self.averages: list[Tensor] = []
+        for bucket in buckets:
+            master = bucket.weights.master
+            dtype = accumulation_dtype(bucket.dtype)
+            self.averages.append(torch.empty_like(master, dtype=dtype, pin_memory=master.is_pinned()))
+        self.start()
+
+        self.copy_stream: CopyStream | None = None  # set where masters and averages are in host memory
+        if buckets and buckets[0].sharding.offload_master:
+            self.copy_stream = copy_stream(buckets[0].weights.local.device, mesh.is_strict)
+
+    def state(self) -> State:
+        """What a checkpoint stores."""
+        return {EMA: self.averages}
+
+    def start(self) -> None:
+        """Starts at the present weights."""
+        for average, bucket in zip(self.averages, self.buckets):
+            average.copy_(bucket.weights.master)
+
+    @torch.no_grad()
+    def update(self, is_good: Tensor) -> None:
+        """Averages the weights of a step. Never waits for the device.
+
+        is_good: a bool scalar. Where it is False the step was skipped, and nothing changes. To be called
+        before updated weights are sent: under ZeRO-1 and 2 a master may be a part of what is received.
+        """
+        if is_good.device.type == "cpu" and not is_good:
+            return
+        masters = [bucket.weights.master for bucket in self.buckets]
+        if self.copy_stream is None:
+            self.average_in(self.averages, masters, is_good)
+            return
+        for average, master in zip(self.averages, masters):
+            for _, (part, new) in staged_chunks([average, master], is_good.device, self.copy_stream):
+                self.average_in([part], [new], is_good)
+
+    def average_in(self, averages: list[Tensor], weights: list[Tensor], is_good: Tensor) -> None:
+        """One multi-tensor operation, in place: it reads both and writes the averages."""
+        if not averages:
+            return
+        share = is_good.to(averages[0].dtype) * (1 - self.decay)  # 0 of a skipped step
+        wide = [weight.to(average.dtype) for weight, average in zip(weights, averages)]  # bf16: optim.states
+        torch._foreach_lerp_(  # pyright: ignore[reportPrivateImportUsage]
+            averages, wide, [share] * len(averages)
+        )
+
+    @contextlib.contextmanager
+    def as_weights(self) -> Iterator[None]:
+        """In it the model computes with the average; after it, bit for bit with its own weights again.
+
+        It keeps a copy of the masters meanwhile. For evaluation: no step may be made in it. Sends what a step
+        sends of updated weights, twice.
+        """
+        masters = [bucket.weights.master for bucket in self.buckets]
+        wait_param_gathers(self.buckets)
+        kept = [master.clone() for master in masters]
+        self.compute_with(self.averages)
+        try:
+            yield
+        finally:
+            wait_param_gathers(self.buckets)
+            self.compute_with(kept)
+
+    @torch.no_grad()
+    def compute_with(self, values: list[Tensor]) -> None:
+        """Copies values [owned elements] of each bucket to its masters, and sends them."""
+        for bucket, value in zip(self.buckets, values):
+            bucket.weights.master.copy_(value)
+            bucket.weights.copy_master_to_local()
+            bucket.weights.start_gather_updated()
