@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from program import settings
+from program import settings, trained
 from ranks import corpus
 from test_resume import STEPS, run, same_as_clean, story
 
@@ -21,6 +21,7 @@ from data.indexed import IndexedDatasetWriter
 from data.loader import open_loader
 from model.schedules import plan_pipeline
 from parallel.topology.mesh import Mesh
+from parallel.wire.world import World
 from plan.advice import holdings
 from proof.verify.tiny_config import tiny_config
 from proof.verify.trial import prove
@@ -130,6 +131,56 @@ def test_a_damaged_checkpoint_of_a_boundary_leads_back_to_the_phase_before(home)
     assert home.run("back", more=("--checkpoint.every", "2")) == 0
     assert "step_00000003 is rejected" in (home.folder / "back.log").read_text()
     assert story(home.folder / "back") == story(home.folder / "clean")
+
+
+# ---- what a phase trains with ------------------------------------------------------------------------------
+
+
+def test_each_phase_trains_with_its_own_values(tmp_path):
+    """Its sequences, its rates, and its model: at its beginning, the logits are those of a model that was
+    built from its values alone, with the weights of the phase before; other values give other logits.
+    """
+    cpu, tokens = torch.device("cpu"), torch.arange(97, 113)[None]
+    positions = torch.arange(16)[None]
+    rows = [
+        {"after_steps": 2, "model.rope_theta": 100.0, "train.global_batch": 8, "train.micro_batch": 2},
+        {"after_steps": 4, "train.seq_len": 32, "optim.lr": 5e-2, "optim.decay": "constant", "optim.warmup": 0},
+    ]
+    cfg = settings(corpus(tmp_path), train={"steps": 6, "phases": json.dumps(rows)})
+    phases = phases_of(cfg).all
+    shapes, rates, compared = [], [], []
+
+    def logits_of(number: int, weights) -> torch.Tensor:
+        alone = build_run(phases[number - 1].cfg, Mesh.single(), cpu, None, 6)
+        for bucket, master in zip(alone.buckets, weights):
+            bucket.weights.master.copy_(master)
+        return alone.logits(tokens, positions, None, 15)
+
+    def watch(point, step=None, **shown):
+        if point == "run.built" and step:
+            made = shown["run"]
+            masters = [bucket.weights.master for bucket in made.buckets]
+            found = made.logits(tokens, positions, None, 15)
+            before, present = (logits_of(number, masters) for number in (made.phase.number - 1,
+                                                                         made.phase.number))
+            assert torch.equal(found, present)
+            compared.append(bool(torch.equal(found, before)))
+            step_of = made.optim.step
+
+            def stepped(step, rate, *rest):
+                rates.append((step, rate))
+                return step_of(step, rate, *rest)
+
+            made.optim.step = stepped
+        if point == "step.read":
+            shapes.append([tuple(batch.tokens.shape) for batch in shown["batches"]])
+        return None
+
+    assert trained(World(), cfg, str(tmp_path / "run"), watch) == 0
+    assert compared == [False, True]  # RoPE's base changes at the first boundary alone
+    assert shapes == [[(1, 16)] * 4] * 2 + [[(2, 16)] * 4] * 2 + [[(2, 32)] * 4] * 2
+    assert [rate for step, rate in rates if step > 4] == [5e-2] * 2
+    assert all(rate < 1e-2 for step, rate in rates if step <= 4)
 
 
 # ---- samples -----------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class Mutation:
     file, old, new: the edit.
     model, world, layout: a recipe, a number of ranks and the words of a layout in which the bug acts.
     is_strict: a hazard that gloo hides, since its exchanges end in wait(): for verify --strict.
+    settings: overrides of verify, without which the bug does not act.
     """
 
     what: str
@@ -47,6 +48,7 @@ class Mutation:
     world: int
     layout: str
     is_strict: bool = False
+    settings: tuple[str, ...] = ()
 
 
 TABLE = (
@@ -2047,6 +2049,43 @@ TABLE = (
         layout="dp2 zero1 mb1",
         is_strict=True,
     ),
+    Mutation(
+        what="a later phase runs the schedule of the first phase's batch",
+        file="build.py",
+        old="schedules = make_schedules(cfg, mesh.world.size)",
+        new="schedules = make_schedules(phases.all[0].cfg, mesh.world.size)",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 mb1 no-wide no-ramp",
+        settings=("--train.phases", "configs/phases/proof.yaml"),
+    ),
+    Mutation(
+        what="the average of the weights begins anew at a resume",
+        file="checkpoint/state.py",
+        old="    if run.ema is not None and not stored_ema:\n        run.ema.start()",
+        new="    if run.ema is not None:\n        run.ema.start()",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+        settings=("--train.ema", "0.9"),
+    ),
+    Mutation(
+        what="weights are averaged after the all-gather that overwrites them has begun",
+        file="train.py",
+        old=(
+            "    if run.ema is not None:\n        run.ema.update(is_good)\n"
+            "    start_param_gathers(run.buckets, is_good)  # the next step waits for them\n"
+        ),
+        new=(
+            "    start_param_gathers(run.buckets, is_good)  # the next step waits for them\n"
+            "    if run.ema is not None:\n        run.ema.update(is_good)\n"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+        is_strict=True,
+        settings=("--train.ema", "0.9"),
+    ),
 )
 
 
@@ -2083,6 +2122,7 @@ def caught(bug: Mutation) -> tuple[bool, str]:
         command += ["--only", *bug.layout.split()]
     if bug.is_strict:
         command.append("--strict")
+    command += bug.settings
     with tempfile.TemporaryDirectory(prefix="bevatron-mutant-") as folder:
         checkout = Path(folder, "checkout")
         checkout.mkdir()

@@ -47,6 +47,7 @@ from proof.verify.overrides import (
     Overrides,
     check_free,
     check_only_model,
+    check_phases,
     check_reached,
     read_overrides,
     split_overrides,
@@ -180,6 +181,7 @@ def prove_layouts(options: Namespace, overrides: Overrides, argv: list[str]) -> 
     """Proves the chosen cells and prints one line for each. Returns 0 if all are proven, else 1."""
     world = options.world
     cfg = tiny_config(options.name, world, overrides)
+    check_phases(cfg, LAST)
     plan_pipeline(single_process(cfg), 1, advise=False)  # says in one line what no layout can run
     found = lattice.find_layouts(
         cfg,

@@ -156,6 +156,17 @@ def check_free(overrides: Overrides) -> None:
             raise ConfigError(f"{path}: {reason}; leave it out")
 
 
+def check_phases(cfg: Config, steps: int) -> None:
+    """Raises ConfigError if a phase of train.phases begins after the `steps` steps of a proof."""
+    for phase in config.phases_of(cfg).all:
+        if phase.steps_before >= steps:
+            raise ConfigError(
+                f"train.phases: the proof makes {steps} steps, and phase {phase.number} begins after "
+                f"{phase.steps_before}; give it phases that begin after step 1 to {steps - 1}, as "
+                "configs/phases/proof.yaml"
+            )
+
+
 def check_only_model(overrides: Overrides, option: str) -> None:
     """Raises ConfigError for the first key outside of `model`: `option` chooses all others itself."""
     for path in overrides.keys():

@@ -46,8 +46,9 @@ def held(world, cfg):
     with saved_by_autograd() as saved:
         train_step(run, 1, microbatches, NonFiniteGuard())
     every = run.buckets
+    averages = [] if run.ema is None else run.ema.averages
     state, offloaded = (
-        [f for flats in run.optim.state().values() for f in flats],
+        [*averages, *(f for flats in run.optim.state().values() for f in flats)],
         every[0].sharding.offload_master,
     )
     host = [b.weights.master for b in every if offloaded] + [t for t in state if offloaded]
@@ -103,6 +104,22 @@ def test_state(ranks, name, parallel):
     cfg = laid(name, parallel)
     for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
         assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
+
+
+@pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3, "pp": 2}, {"zero": 1, "offload": "optimizer"}])
+@pytest.mark.parametrize("states", ["fp32", "bf16"])
+def test_the_average_of_the_weights(ranks, parallel, states):
+    """4 bytes for each master that a rank has, on the device or in host memory, whatever the masters are."""
+    cfg = laid("mixtral-tiny", parallel, ema=0.9)
+    cfg = replace(cfg, optim=replace(cfg.optim, states=states))
+    plain = replace(cfg, train=replace(cfg.train, ema=None))
+    for rank, (state, _) in enumerate(ranks(4).run(held, cfg)):
+        job, without = job_of_rank(cfg, 4, rank), job_of_rank(plain, 4, rank)
+        assert state == memory.state_bytes(job)
+        of_moments = 2 * (2 if states == "bf16" else 4)  # of AdamW, an element
+        where = memory.host_bytes if "offload" in parallel else lambda j: memory.state_bytes(j)["optimizer"]
+        of_masters = (of_moments // 2) if "offload" in parallel else 0  # masters are there, too
+        assert where(job) - where(without) == 4 * where(without) // (of_moments + of_masters)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -217,6 +217,10 @@ def test_one_process_and_layouts_have_their_own_values(monkeypatch, capsys):
         (["--optim.name", "lion"], "optim.name: the cells vary it; choose among them with --only muon"),
         (["--train.dtype", "bf16"], "train.dtype: layouts are proved in fp64; --precision"),
         (["--train.steps", "9"], "train.steps: the proof runs"),
+        (
+            ["--train.phases", "configs/phases/llama3-tiny.yaml"],
+            "train.phases: the proof makes 4 steps, and phase 2 begins after 200; give it phases that begin",
+        ),
         (["--data.path", "x"], "data.path: the proof writes data of its own"),
         (["--log.dir", "x"], "log.dir: the proof makes a run folder of its own"),
         (["--coord", "--model.hidden", "64"], "model.hidden: --coord sets it to 128"),
