@@ -144,7 +144,7 @@ def test_each_phase_trains_with_its_own_values(tmp_path):
     positions = torch.arange(16)[None]
     rows = [
         {"after_steps": 2, "model.rope_theta": 100.0, "train.global_batch": 8, "train.micro_batch": 2},
-        {"after_steps": 4, "train.seq_len": 32, "optim.lr": 5e-2, "optim.decay": "constant", "optim.warmup": 0},
+        {"after_steps": 4, "train.seq_len": 32, "optim.lr": 5e-2, "optim.decay": "constant"},
     ]
     cfg = settings(corpus(tmp_path), train={"steps": 6, "phases": json.dumps(rows)})
     phases = phases_of(cfg).all
@@ -179,7 +179,7 @@ def test_each_phase_trains_with_its_own_values(tmp_path):
     assert trained(World(), cfg, str(tmp_path / "run"), watch) == 0
     assert compared == [False, True]  # RoPE's base changes at the first boundary alone
     assert shapes == [[(1, 16)] * 4] * 2 + [[(2, 16)] * 4] * 2 + [[(2, 32)] * 4] * 2
-    assert [rate for step, rate in rates if step > 4] == [5e-2] * 2
+    assert [rate for step, rate in rates if step > 4] == [5e-2] * 2  # two steps have no warmup
     assert all(rate < 1e-2 for step, rate in rates if step <= 4)
 
 
