@@ -36,6 +36,7 @@ from model.generate import generate
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from optim.clip import clip_factor, grad_norm
+from optim.ema import EMA
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
@@ -664,8 +665,11 @@ def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[s
     batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
     if len(paths) == 1 or batches == 0:
         return {}
+    names = source_names(paths)
+    if cfg.train.ema is not None and EMA in names:
+        raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
     found: dict[str, list[Microbatch]] = {}
-    for name, path in zip(source_names(paths), paths):
+    for name, path in zip(names, paths):
         alone = replace(cfg, data=replace(cfg.data, path=f"1 {shlex.quote(path)}"))
         data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
         found[name] = read_valid_batches(batches, data, mesh)
