@@ -146,7 +146,8 @@ def test_each_phase_trains_with_its_own_values(tmp_path):
         {"after_steps": 2, "model.rope_theta": 100.0, "train.global_batch": 8, "train.micro_batch": 2},
         {"after_steps": 4, "train.seq_len": 32, "optim.lr": 5e-2, "optim.decay": "constant"},
     ]
-    cfg = settings(corpus(tmp_path), train={"steps": 6, "phases": json.dumps(rows)})
+    train = {"steps": 6, "phases": json.dumps(rows)}
+    cfg = settings(corpus(tmp_path), train=train, model={"vocab": 257})
     phases = phases_of(cfg).all
     shapes, rates, compared = [], [], []
 
