@@ -314,9 +314,10 @@ def from_tree(tree: Tree, name: str | None = None) -> Config:
 
     Raises ConfigError if the preset or a key does not exist, or a value has the wrong type.
     """
-    preset = (tree.get("model") or {}).get("preset", ModelConfig.preset)
+    model = tree.get("model")
+    preset = model.get("preset", ModelConfig.preset) if isinstance(model, dict) else ModelConfig.preset
     known = presets()
-    if preset not in known:
+    if not isinstance(preset, str) or preset not in known:
         near = difflib.get_close_matches(str(preset), known, 1)
         hint = f"; did you mean {near[0]}?" if near else "; see --list"
         raise ConfigError(f"model.preset: no such preset {preset!r}{hint}")

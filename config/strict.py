@@ -50,12 +50,29 @@ class StrictYamlLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[object] = set()
-        for key, _ in node.value:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []  # `!!map [1]`: refused below
+        for key, _ in pairs:
+            if not isinstance(key, yaml.ScalarNode):
+                line = key.start_mark.line + 1
+                raise ConfigError(f"{self.name}:{line}: a key must be one word, not a list or keys and values")
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise ConfigError(f"{self.name}:{line}: {key.value} stands twice; keep one")
             seen.add(key.value)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """The value of a node. PyYAML raises what int(), float() and its tables raise of a value like
+        `!!int abc`, or of a number of 5,000 digits.
+        """
+        try:
+            return super().construct_object(node, deep)
+        except (ConfigError, yaml.YAMLError):
+            raise
+        except (ValueError, TypeError, LookupError, AttributeError):
+            line = node.start_mark.line + 1
+            what = node.tag.rsplit(":")[-1]
+            raise ConfigError(f"{self.name}:{line}: this value does not read as {what}; correct it") from None
 
 
 INTEGER = re.compile(r"^[-+]?(0|[1-9][0-9_]*)$")
@@ -90,3 +107,5 @@ def read_yaml_value(path: Path | str) -> Any:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: brackets are nested too deep; no config needs that") from None
