@@ -230,7 +230,9 @@ class IndexedDataset:
         """Maps the .bin without its first `header_bytes`. Plain arrays: a scalar of a np.memmap is slow to
         make."""
         self._vocab = vocab
-        self._raw = np.asarray(np.memmap(self.bin, np.uint8, "r", offset=header_bytes))
+        self._bin_file = open(self.bin, "rb")  # what is mapped, whatever the name means later
+        self._bin_bytes = os.fstat(self._bin_file.fileno()).st_size
+        self._raw = np.asarray(np.memmap(self._bin_file, np.uint8, "r", offset=header_bytes))
         self._token_ids = self._raw.view(self.dtype)
         num_blocks = -(-len(self._raw) // BLOCK)  # rounded up
         self._block_is_checked = np.zeros(num_blocks, bool)
@@ -240,12 +242,20 @@ class IndexedDataset:
     def read(self, first: int, stop: int) -> np.ndarray:  # [stop - first], in the file's dtype
         """The ids of the tokens [first, stop). Raises ChecksumError naming the block, or ConfigError naming
         document, token and id."""
+        self._check_size()
         first_byte = first * self.dtype.itemsize
         stop_byte = stop * self.dtype.itemsize
         for block in range(first_byte // BLOCK, -(-stop_byte // BLOCK)):
             if not self._block_is_checked[block]:
                 self._check_block(block)
         return self._token_ids[first:stop]
+
+    def _check_size(self) -> None:
+        """Raises ChecksumError if the .bin was truncated: to read a page that is gone kills with SIGBUS."""
+        size = os.fstat(self._bin_file.fileno()).st_size
+        if size < self._bin_bytes:
+            raise ChecksumError(f"{self.bin}: truncated from {self._bin_bytes} to {size} bytes while the run "
+                                "read it; restore the original file, and start again from the last checkpoint")
 
     def counted(self, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
         """Does the loss count each of the tokens [first, stop) as a target? None: all of them. Raises
@@ -303,8 +313,8 @@ class IndexedDataset:
             place = f"block {block} (bytes {begin} to {begin + len(raw)})"
             raise ChecksumError(f"{self.bin}: {place} fails its crc32: damaged; restore the file or {AGAIN}")
 
-        # a .json names the largest id, which __init__ has checked
-        if self._vocab is not None and self._crc is None:
+        # also where a .json names the largest id: a kernel would read beyond its table if that were not true
+        if self._vocab is not None:
             token_ids = raw.view(self.dtype)
             worst = int(token_ids.argmax())
             if token_ids[worst] < self._vocab:  # no id is too large; is one below 0?

@@ -312,3 +312,44 @@ def test_a_file_that_changes_after_it_was_opened(tmp_path):
         f.write(b"\x07")
     with pytest.raises(ChecksumError, match="d.bin: written to while"):
         data.check_unchanged()
+
+
+@pytest.mark.parametrize("documents", [DOCS, [[7] * 200_000] * 3])
+def test_a_sidecar_that_lies_about_ids_is_found_at_first_touch(tmp_path, documents):
+    """The sidecar is sealed anew, so its checksum holds; the largest id that it names does not."""
+    last = [5, 60_000, 5]
+    write(tmp_path / "d", [*documents, last])
+    meta = json.loads((tmp_path / "d.json").read_bytes())
+    assert meta["max_id"] == 60_000
+    (tmp_path / "d.json").write_bytes(sidecar_bytes(meta | {"max_id": 255}))
+    data = IndexedDataset(tmp_path / "d", 256 if documents != DOCS else 1000)
+    told = f"document {len(documents)}, token 1: id 60000 is not below the vocabulary"
+    with pytest.raises(ConfigError, match=told):
+        data.document(len(documents))
+
+
+def test_a_bin_that_is_truncated_under_a_run_is_named(tmp_path):
+    """A process of its own, because the alternative is to be killed by SIGBUS."""
+    for name in ("indexed", "raw"):
+        write(tmp_path / name, [[7] * 200_000])
+    (tmp_path / "raw.idx").unlink()
+    script = """
+import os, sys
+from data.indexed import ChecksumError, IndexedDataset
+from data.raw import RawShards
+path = sys.argv[1]
+data = RawShards(path) if path.endswith("raw.bin") else IndexedDataset(path.removesuffix(".bin"))
+first = data.read(0, 10)
+os.truncate(path, 1000)
+for begin in (0, 150_000):
+    try:
+        data.read(begin, begin + 10).sum()
+    except ChecksumError as error:
+        print(error.exit_code, error)
+"""
+    for name in ("indexed", "raw"):
+        path = tmp_path / f"{name}.bin"
+        done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True)
+        assert done.returncode == 0, (done.returncode, done.stderr)
+        told = f"79 {path}: truncated from 400000 to 1000 bytes while the run read it"
+        assert [line.startswith(told) for line in done.stdout.splitlines()] == [True, True]
