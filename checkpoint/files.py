@@ -82,7 +82,7 @@ class StorageError(RuntimeError):
 
     def __str__(self) -> str:
         size = f" {self.needed:,} bytes" if self.needed else ""
-        return f"{self.path}: cannot write{size}: {self.why}"
+        return f"{self.path}: cannot read or write{size}: {self.why}"
 
 
 @contextlib.contextmanager
@@ -102,11 +102,14 @@ def storage_errors(path: Path, needed: int) -> Iterator[None]:
 def reading_errors(path: Path) -> Iterator[None]:
     """Turns every OSError inside into an IntegrityError that names the file.
 
-    The file is missing or unreadable, or it is a symbolic link.
+    The file is missing or unreadable, or it is a symbolic link. Where this process or machine has no file
+    descriptor left, that says nothing of the file: a StorageError.
     """
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StorageError(path, 0, f"{error.strerror}; raise the limit (ulimit -n)") from error
         if error.errno == errno.ELOOP:
             why = "is a symbolic link"
         else:

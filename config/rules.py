@@ -713,7 +713,7 @@ def task_rules(cfg: Config, world: int) -> Iterator[Rule]:
 def name_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """The name of the run folder."""
     name = cfg.log.name
-    is_plain = not name or ("/" not in name and "\0" not in name and name not in (".", ".."))
+    is_plain = name is None or ("/" not in name and "\0" not in name and name not in ("", ".", ".."))
     yield Rule(is_plain, f"log.name: {name!r} must be a plain folder name; put the parent into log.dir")
 
 

@@ -510,7 +510,7 @@ def worker_main(pipe: Connection, job: TokenizeJob) -> None:
                 pipe.send(("done", None))
             except ConnectionError:
                 raise
-            except (ConfigError, OSError) as error:
+            except (ConfigError, OSError, MemoryError) as error:
                 pipe.send(("fault", error))
     except (EOFError, ConnectionError):
         return

@@ -30,7 +30,8 @@ MEMORY_TEXT = re.compile(
     r"DefaultCPUAllocator: (can't|not enough)|MPS backend out of memory|(CUDA|HIP) error: out of memory|"
     r"(CUBLAS|HIPBLAS|CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|(Cuda|HIP) failure \d+ '?out of memory")
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
-STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE,
+                  errno.ENFILE)
 
 
 class OutOfMemory(RuntimeError):

@@ -5,8 +5,8 @@
 Without FAULT the points do nothing. Random kills find little, enumerated points find much: 90 random kills of
 a bad checkpoint writer found no bug, 22 points found 8.
 
-Actions: SIGKILL, SIGSTOP, SIGTERM (sent to this process), raise, ENOSPC (an OSError), sleep=SECONDS, nan and
-bitflip. The last two are only returned: the caller corrupts its own number. A fault without rank or step
+Actions: SIGKILL, SIGSTOP, SIGTERM, SIGHUP (sent to this process), raise, ENOSPC (an OSError), sleep=SECONDS,
+nan and bitflip. The last two are only returned: the caller corrupts its own number. A fault without rank or step
 applies to every rank or step.
 """
 import errno
@@ -20,7 +20,7 @@ from typing import Protocol
 
 from config import ConfigError
 
-ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "ENOSPC", "sleep=SECONDS", "nan", "bitflip")
+ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP", "raise", "ENOSPC", "sleep=SECONDS", "nan", "bitflip")
 ACTION_NAMES = tuple(action.partition("=")[0] for action in ACTIONS)
 KEYS = ("rank", "step", "act")
 
@@ -94,7 +94,7 @@ class FaultInjector:
         self.step: int | None = None
 
     def __call__(self, point: str, step: int | None = None, **seen: object) -> str | None:
-        """Returns None, or the action that happened here (nan, bitflip, sleep, SIGTERM, SIGSTOP).
+        """Returns None, or the action that happened here (nan, bitflip, sleep, SIGTERM, SIGHUP, SIGSTOP).
 
         May raise or never return. seen: for observers (FaultHook); not used here.
         """

@@ -23,7 +23,8 @@ from types import FrameType
 
 WRITE_SECONDS = 0.2  # a shell creates the STOP file before it writes into it: how long to wait for the text
 MAX_WORD_BYTES = 100
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # torchrun forwards all three (--signals-to-handle)
+# torchrun forwards the first three (--signals-to-handle); SIGHUP is that of a terminal or ssh that is gone
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
 class StopRequest:
@@ -45,7 +46,8 @@ class StopRequest:
         self.first_signal: int | None = None
         self.old_handlers = {}
         if threading.current_thread() is threading.main_thread():  # Python allows handlers in no other thread
-            self.old_handlers = {number: signal.signal(number, self.on_signal) for number in SIGNALS}
+            wanted = [number for number in SIGNALS if not is_under_nohup(number)]
+            self.old_handlers = {number: signal.signal(number, self.on_signal) for number in wanted}
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         self.first_signal = self.first_signal or number
@@ -97,3 +99,8 @@ class StopRequest:
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
         self.old_handlers = {}
+
+
+def is_under_nohup(number: int) -> bool:
+    """Whether the signal is SIGHUP and was ignored before: by `nohup`, so that the run outlives its terminal."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

@@ -6,7 +6,8 @@
 It does what torchrun does for this program, and shows what the ranks say and nothing else:
 - A mistake in the config is one line, before a rank is started.
 - The exit code is that of the ranks (docs/training.md has them), where torchrun makes 1 of each.
-- SIGTERM, SIGINT and SIGUSR1 are passed on to the ranks, which save and end with code 75.
+- SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which save and end with code 75. Under
+  `nohup` SIGHUP stays ignored.
 - Ranks that have not ended 30 s after the first failure are killed. All of them die with this process.
 
 The ranks of one node meet at 127.0.0.1, at a free port. Those of several nodes meet at --rdzv, a host and
@@ -29,7 +30,8 @@ import config
 from config import ConfigError
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # those that ask a rank to save and stop
+# those that ask a rank to save and stop
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STOPPED_EARLY = 75
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
 LINGER_SECONDS = 30.0  # how long node 0 keeps the store for the ranks of other nodes, after its own ended
@@ -144,7 +146,9 @@ def run_ranks(node: Node, listener: socket.socket | None, command: list[str]) ->
         for process in processes.values():
             process.send_signal(number)  # does nothing to one that has ended
 
-    previous = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    wanted = [number for number in SIGNALS if not (number == signal.SIGHUP and is_under_nohup)]
+    previous = {number: signal.signal(number, pass_on) for number in wanted}
     try:
         for local_rank in range(node.nproc):
             # a session of its own: Ctrl-C comes once, from here

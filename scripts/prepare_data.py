@@ -18,6 +18,7 @@ from data import prepare
 from data.documents import KINDS
 
 USER_MISTAKE = 2
+OUT_OF_MEMORY = 81
 STORAGE = 82
 INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 TERMINAL_SECONDS = 0.1  # between two redraws of the progress line on a terminal
@@ -86,6 +87,10 @@ def main(argv: list[str] | None = None) -> int:
         progress.say(f"error: {error.filename or args.out}: {error.strerror}; free space or repair the disk, "
                      "then the same command continues")
         return STORAGE
+    except MemoryError:
+        progress.say("error: out of memory: a document, or what one line of a compressed file unpacks to, does "
+                     "not fit; split it, or use fewer --workers")
+        return OUT_OF_MEMORY
     except KeyboardInterrupt:
         progress.say(f"interrupted; the same command continues from {args.out}.parts")
         return INTERRUPTED

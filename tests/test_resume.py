@@ -172,7 +172,7 @@ def test_killed_in_the_first_step_and_twice(home):
     same_as_clean(home, "twice")
 
 
-@pytest.mark.parametrize("act", ["SIGTERM"])
+@pytest.mark.parametrize("act", ["SIGTERM", "SIGHUP"])
 def test_a_signal_stops_at_a_step_boundary_and_saves(home, act):
     folder = home / act
     assert run(home, act, f"step.begin:step=4:act={act}") == 75

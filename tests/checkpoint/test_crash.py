@@ -231,6 +231,23 @@ def test_a_file_size_limit(tmp_path):
     assert recover(tmp_path, 20) is None
 
 
+def test_no_file_descriptor_left_says_nothing_of_the_files(tmp_path):
+    """Neither does a save call the disk a liar, nor a start the newest checkpoint damaged."""
+    prepare(tmp_path, "later")
+
+    def work():
+        for room in (1, 0):
+            taken = os.open(os.devnull, os.O_RDONLY)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken + room, 4096))
+            for attempt in (lambda: save(tmp_path, 30), lambda: store.newest_checkpoint(tmp_path)):
+                with pytest.raises((store.StorageError, OSError), match="EMFILE|Too many open files"):
+                    attempt()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096))
+
+    assert child(work) == 0
+    assert content(store.newest_checkpoint(tmp_path)) == 20
+
+
 def small_disk(path, size):
     """Mounts a tmpfs of `size` bytes at path for this process alone (a mount namespace of its own). Raises
     OSError.

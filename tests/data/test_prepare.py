@@ -534,3 +534,31 @@ def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_p
     assert documents.piece_location(documents.DocumentPiece("jsonl", str(path), 0, 27, 27), 2) == f"{path}:2"
     assert documents.piece_location(documents.DocumentPiece("parquet", str(path), 6, 7, 21), 2) == f"{path}:2"
     assert documents.piece_location(documents.DocumentPiece("hf", str(path), 6, 9, 21), 2) == f"hf:{path}:2"
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_script_says_that_memory_ran_out_in_one_line(tmp_path, workers):
+    """A line of 600 MB that unpacks from 600 KB, in processes that may have 400 MB more than they begin with."""
+    with gzip.open(tmp_path / "bomb.txt.gz", "wb", compresslevel=1) as file:
+        for _ in range(600):
+            file.write(b"a" * 1_000_000)
+    code = f"""
+import resource, sys
+from scripts.prepare_data import main
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + 400_000_000
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+if __name__ == "__main__":
+    sys.exit(main(["--input", "bomb.txt.gz", "--tokenizer", "bytes", "--out", "o", "--workers", "{workers}"]))
+"""
+    (tmp_path / "limited.py").write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "limited.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 81, done
+    assert [line for line in done.stderr.splitlines() if line.startswith("error: ")] == [
+        "error: out of memory: a document, or what one line of a compressed file unpacks to, does not fit; "
+        "split it, or use fewer --workers"
+    ]
+    assert "Traceback" not in done.stderr

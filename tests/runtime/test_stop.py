@@ -21,7 +21,7 @@ def stop(tmp_path):
         s.close()
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"])
 def test_a_signal_only_sets_a_flag(stop, name):
     s = stop()
     assert s.reason_to_stop() is None
@@ -29,6 +29,18 @@ def test_a_signal_only_sets_a_flag(stop, name):
     os.kill(os.getpid(), signal.SIGTERM)  # the second one changes nothing
     assert s.reason_to_stop() == f"{name} received"
     assert s.reason_to_stop() == f"{name} received"
+
+
+def test_under_nohup_the_terminal_may_go(stop):
+    old = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        s = stop()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert s.reason_to_stop() is None
+        s.close()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, old)
 
 
 def test_signals_in_the_middle_of_a_write_leave_it_whole(stop, tmp_path):
