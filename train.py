@@ -47,6 +47,7 @@ from plan.advice import memory_advice
 from plan.communicators import Gpu
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, lines, setup
+from runtime import folder as run_folders
 from runtime.console import parameter_count
 from runtime.evaluate import loss_report, mean_loss
 from runtime.faults import FaultHook
@@ -238,6 +239,7 @@ def train(
     run, valid_data, start_step, notes = start_run(cfg, env, world, folder)
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
+    probe_run_folder(run, folder)
     is_end = start_step == run.steps
     owes_evaluation = is_evaluation_missing(cfg, start_step, folder, world.all_ranks(), is_end=is_end)
     if start_step == run.steps and not owes_evaluation:
@@ -395,6 +397,8 @@ def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
     """Saves a checkpoint, in the background under checkpoint.async_save. Waits for the final one."""
     saver = session.saver
     session.train_data.check_unchanged()
+    if session.is_first_rank:
+        restore_run_folder(session, step)
     started = time.perf_counter()
     wait_param_gathers(session.run.buckets)
     state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
@@ -402,6 +406,21 @@ def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
         path = saver.wait_saved()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         session.log.log_save(path, num_bytes, time.perf_counter() - started)
+
+
+def restore_run_folder(session: Session, step: int) -> None:
+    """Where the run folder was removed meanwhile: warns, and writes again what a checkpoint is read with."""
+    folder = session.folder
+    if (folder / "config.yaml").exists():
+        return
+    session.log.log_line(
+        f"warning: {folder} was removed or emptied before step {step:,}: config.yaml and tokenizer/ are written "
+        "again; the metrics and checkpoints until here are lost, and so is the lock against a second run"
+    )
+    with store.storage_errors(folder, 0):
+        keep_tokenizer(session.cfg, session.tokenizer, folder / "tokenizer")
+        write_config(session.run.phases.whole, folder)
+    session.log.reopen()
 
 
 def close_run(session: Session, end: LoopEnd) -> None:
@@ -692,6 +711,23 @@ def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> lis
     return found
 
 
+def probe_run_folder(run: TrainingRun, folder: Path) -> None:
+    """Finds before the first step what would else end the run at its first save. Collective.
+
+    Raises ConfigError if a rank sees another folder than rank 0; StorageError (82) if rank 0 cannot write
+    there, or a checkpoint does not fit on the disk.
+    """
+    everyone = run.mesh.world
+    with store.storage_errors(folder, 0):
+        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone)
+    try:
+        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone)
+    finally:
+        if everyone.index == 0:
+            run_folders.remove_token(folder, token)
+    state.check_space(run, folder / "checkpoints")
+
+
 def is_evaluation_missing(
     cfg: Config, step: int, folder: Path, everyone: comm.Group, is_end: bool = False
 ) -> bool:
@@ -882,6 +918,7 @@ def main(argv: list[str]) -> int:
         folder = run_folder(cfg)
         with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext():
             if env.rank == 0:
+                run_folders.refuse_links(folder)
                 setup.remove_exit_reasons(folder)
             world = join_job(
                 env.device,

@@ -465,6 +465,17 @@ def save_run(
     )
 
 
+def check_space(run: RunState, root: pathlib.Path) -> None:
+    """Raises StorageError, on all ranks, if the disk has too little free space for one checkpoint. Collective.
+
+    root: the folder of the checkpoints, which need not be there; the one around it is.
+    """
+    pieces = state_boxes(run.buckets, run.optim.state(), each_once=True)
+    own_bytes = sum(part.numel() * part.element_size() for _, part in pieces)
+    total_bytes = sum(comm.all_gather_objects(own_bytes, run.mesh.world))
+    first_rank_does(lambda: store.check_free_space(root, total_bytes), run.mesh.world)
+
+
 def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) -> str:
     """Why the checkpoint of this step is permanent; "" if it is not."""
     if is_permanent_step(checkpoint, step):

@@ -521,6 +521,11 @@ class MetricsLogger:
     def log_save(self, path: Path, size_bytes: int, seconds: float) -> None:
         self.log_line(f"saved {path} ({byte_count(size_bytes)}, {seconds:.1f} s)")
 
+    def reopen(self) -> None:
+        """Writes the next rows into a new metrics.jsonl: the file was removed."""
+        if self.file:
+            self.file.close()
+
     def log_line(self, text: str) -> None:
         """Prints a line of its own. The time until now belongs to no step."""
         self.console.write(text)

@@ -1,0 +1,54 @@
+"""The run folder, looked at before the first step: what would fail at the first save, hours later, fails now.
+
+    refuse_links     no link in it leads a write somewhere else
+    check_shared     every rank sees the folder that rank 0 writes to
+"""
+import contextlib
+import socket
+import uuid
+from pathlib import Path
+
+from config import ConfigError
+
+FOLLOWED = ("STOP",)  # only removed, never written to
+INNER_FOLDERS = ("tokenizer", "checkpoints")  # whose files a run writes by name, too
+
+
+def refuse_links(folder: Path) -> None:
+    """Raises ConfigError if a name that a run writes to is a symbolic link.
+
+    The run folder itself may be one. A folder that came from someone else could so have files of yours
+    overwritten.
+    """
+    places = [folder, *(folder / name for name in INNER_FOLDERS)]
+    for place in places:
+        if place != folder and not place.is_dir():
+            continue
+        for path in sorted(place.iterdir()):
+            if path.is_symlink() and path.name not in FOLLOWED:
+                raise ConfigError(
+                    f"{path}: is a link, and a run writes no file through one; replace it by what it points "
+                    "to, or choose another --log.name (another disk: --log.dir)"
+                )
+
+
+def write_token(folder: Path) -> str:
+    """Rank 0: writes a file that no rank has seen before, and returns its name. Raises OSError."""
+    name = f".probe-{uuid.uuid4().hex}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(name)
+    return name
+
+
+def check_token(folder: Path, name: str) -> None:
+    """Raises ConfigError if this rank does not find the file of write_token."""
+    if not (folder / name).is_file():
+        raise ConfigError(
+            f"log.dir: {folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 writes to; "
+            "every rank writes its part of a checkpoint there: give a folder that all nodes share"
+        )
+
+
+def remove_token(folder: Path, name: str) -> None:
+    with contextlib.suppress(OSError):
+        (folder / name).unlink()

@@ -1,0 +1,95 @@
+"""Faults that were found in runs of train.py, each as it was found."""
+
+import os
+import shutil
+
+import pytest
+from test_resume import run
+
+import train
+from checkpoint import store
+from runtime import folder as run_folders
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    home = tmp_path_factory.mktemp("faults")
+    assert run(home, "clean") == 0
+    return home
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "tokenizer", "metrics.jsonl", "config.yaml.tmp", "summary.json", "checkpoints"]
+)
+def test_no_link_in_a_run_folder_is_written_through(home, name):
+    folder, outside = home / f"link-{name}", home / f"outside-{name}"
+    folder.mkdir()
+    outside.mkdir()
+    target = outside / "mine"
+    if "." in name and name != "metrics.jsonl":
+        target.write_text("mine")
+    elif name != "metrics.jsonl":  # which dangles
+        target.mkdir()
+    before = sorted(outside.rglob("*"))
+    (folder / name).symlink_to(target)
+    assert run(home, folder.name) == 2
+    (line,) = (home / f"{folder.name}.log").read_text().splitlines()
+    assert line.startswith("error: ") and f"{folder.name}/{name}: is a link" in line
+    assert sorted(outside.rglob("*")) == before
+    assert not target.is_file() or target.read_text() == "mine"
+
+
+def test_a_link_in_the_tokenizer_s_folder_is_refused(home):
+    shutil.copytree(home / "clean", home / "inner")
+    file = next((home / "inner" / "tokenizer").iterdir())
+    file.unlink()
+    file.symlink_to(home / "elsewhere")
+    assert run(home, "inner") == 2 and not (home / "elsewhere").exists()
+
+
+def test_the_run_folder_itself_may_be_a_link(home):
+    (home / "other-disk").mkdir()
+    (home / "linked").symlink_to(home / "other-disk")
+    assert run(home, "linked") == 0
+    assert (home / "other-disk" / "config.yaml").is_file()
+
+
+def test_too_small_a_disk_is_found_before_the_first_step(home, monkeypatch):
+    free = shutil.disk_usage(home)._replace(free=1000)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: free)
+    assert run(home, "small") == 82
+    told = (home / "small.log").read_text()
+    assert "1,000 bytes are free" in told and not (home / "small" / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_is_not_shared_is_found_before_the_first_step(home, monkeypatch):
+    """What rank 0 has written is not there for this rank: as on a node with a disk of its own."""
+    monkeypatch.setattr(run_folders, "write_token", lambda folder: ".probe-of-another-disk")
+    assert run(home, "apart") == 2
+    told = (home / "apart.log").read_text()
+    assert "is not the folder that rank 0 writes to" in told
+    assert not (home / "apart" / "metrics.jsonl").exists()
+
+
+def test_nothing_is_left_of_the_probe(home):
+    assert not [path for path in (home / "clean").iterdir() if "probe" in path.name]
+
+
+def test_a_run_folder_that_is_removed_under_the_run(home, monkeypatch):
+    """At step 5: there is a warning, and the checkpoints of steps 6 and 9 are ones that can be read."""
+    step_of = train.train_step
+
+    def removing(run, step, *rest, **more):
+        if step == 5:
+            shutil.rmtree(home / "gone")
+        return step_of(run, step, *rest, **more)
+
+    monkeypatch.setattr(train, "train_step", removing)
+    assert run(home, "gone") == 0
+    told = (home / "gone.log").read_text()
+    assert told.count("was removed or emptied before step 6") == 1
+    assert sorted(os.listdir(home / "gone" / "tokenizer")) == sorted(os.listdir(home / "clean" / "tokenizer"))
+    assert (home / "gone" / "config.yaml").is_file()
+    assert [step for step, _ in store.committed_checkpoints(home / "gone" / "checkpoints")] == [9, 6]
+    steps = [line for line in (home / "gone" / "metrics.jsonl").read_text().splitlines()]
+    assert '"step": 9' in steps[-1]
