@@ -2,6 +2,7 @@
 
 Used by train.py, and by scripts that evaluate, generate and convert.
 """
+import math
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from checkpoint import state, store
+from checkpoint.folder import PieceRow
 from checkpoint.state import TRAINED
 from config import (
     OPTIMIZERS,
     Config,
     ConfigError,
+    ModelConfig,
     ParallelConfig,
     Phase,
     Phases,
@@ -49,6 +52,8 @@ from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.sharding.zero import ZeroScheduler
 from parallel.topology.mesh import Mesh
 from runtime.graphs import RecordedPipeline
+
+SIZE_MARGIN = 2  # a size of a model beyond this times what is stored is refused before anything is made
 
 
 @dataclass(frozen=True)
@@ -368,6 +373,33 @@ def weights_only(
     return stage, boxes + routers.boxes(weights=True)
 
 
+def check_size(model: ModelConfig, pieces: list[PieceRow], where: str) -> None:
+    """check_counts, with what a checkpoint holds: the stored boxes of its weights."""
+    weights = [piece for piece in pieces if "@" not in piece["key"]]
+    num_elements = sum(math.prod(piece["size"]) for piece in weights)
+    check_counts(model, num_tensors=len(weights), num_elements=num_elements, where=where)
+
+
+def check_counts(model: ModelConfig, *, num_tensors: int, num_elements: int, where: str) -> None:
+    """Raises ConfigError if the model is far larger than what is stored of it, before it is allocated.
+
+    The sizes come from a file that anybody may have written. Exact differences are found when it is loaded.
+    """
+    width = model.hidden
+    least = {  # what any model with these sizes has at least
+        "layers": (model.layers, num_tensors),
+        "layers x hidden": (model.layers * width, num_elements),
+        "hidden x vocab": (width * (model.vocab or 1), num_elements),
+        "hidden x heads": (width * model.heads, num_elements),
+        "hidden x ffn": (width * (model.ffn or 1), num_elements),
+        "hidden x experts": (width * (model.experts or 1), num_elements),
+    }
+    for name, (asked, stored) in least.items():
+        if asked > SIZE_MARGIN * stored:
+            raise ConfigError(f"{where}: the config says {name} = {asked:,}, its tensors hold {stored:,}; "
+                              "the two are not of one model")
+
+
 def load_run(
     where: str, device: torch.device, dtype: str | None = None, weights: str = TRAINED
 ) -> TrainedModel:
@@ -385,6 +417,7 @@ def load_run(
     train = replace(cfg.train, dtype=dtype, fp8=None)
     cfg = replace(cfg, train=train, parallel=ParallelConfig())
 
+    check_size(cfg.model, store.read_index(path)["pieces"], str(path))
     folder = path.parent.parent / "tokenizer"
     loaded = tokenizer.load_tokenizer(folder)
     if loaded.fingerprint != meta["tokenizer"]:

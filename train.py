@@ -414,8 +414,8 @@ def restore_run_folder(session: Session, step: int) -> None:
     if (folder / "config.yaml").exists():
         return
     session.log.log_line(
-        f"warning: {folder} was removed or emptied before step {step:,}: config.yaml and tokenizer/ are written "
-        "again; the metrics and checkpoints until here are lost, and so is the lock against a second run"
+        f"warning: {folder} was removed or emptied before step {step:,}: config.yaml and tokenizer/ are "
+        "written again; metrics and checkpoints until here are lost, and so is the lock against a second run"
     )
     with store.storage_errors(folder, 0):
         keep_tokenizer(session.cfg, session.tokenizer, folder / "tokenizer")

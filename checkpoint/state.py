@@ -466,7 +466,7 @@ def save_run(
 
 
 def check_space(run: RunState, root: pathlib.Path) -> None:
-    """Raises StorageError, on all ranks, if the disk has too little free space for one checkpoint. Collective.
+    """Raises StorageError, on all ranks, if the disk has no room for one checkpoint. Collective.
 
     root: the folder of the checkpoints, which need not be there; the one around it is.
     """

@@ -75,8 +75,8 @@ from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxe
 
 __all__ = [
     "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StorageError",
-    "check_free_space", "committed_checkpoints", "load", "newest_checkpoint", "quick_check", "read_index", "read_meta",
-    "remove_leftovers", "run_lock", "save", "seconds_since_mark", "storage_errors", "verify",
+    "check_free_space", "committed_checkpoints", "load", "newest_checkpoint", "quick_check", "read_index",
+    "read_meta", "remove_leftovers", "run_lock", "save", "seconds_since_mark", "storage_errors", "verify",
 ]
 
 # Where a writer can die and leave a different folder behind. The crash tests kill it at each of these points.

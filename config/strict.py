@@ -54,7 +54,7 @@ class StrictYamlLoader(yaml.SafeLoader):
         for key, _ in pairs:
             if not isinstance(key, yaml.ScalarNode):
                 line = key.start_mark.line + 1
-                raise ConfigError(f"{self.name}:{line}: a key must be one word, not a list or keys and values")
+                raise ConfigError(f"{self.name}:{line}: a key must be one word, not a list or a mapping")
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise ConfigError(f"{self.name}:{line}: {key.value} stands twice; keep one")

@@ -255,7 +255,7 @@ class IndexedDataset:
         size = os.fstat(self._bin_file.fileno()).st_size
         if size < self._bin_bytes:
             raise ChecksumError(f"{self.bin}: truncated from {self._bin_bytes} to {size} bytes while the run "
-                                "read it; restore the original file, and start again from the last checkpoint")
+                                "read it; restore the original file, and go on from the last checkpoint")
 
     def counted(self, first: int, stop: int) -> np.ndarray | None:  # bool [stop - first]
         """Does the loss count each of the tokens [first, stop) as a target? None: all of them. Raises

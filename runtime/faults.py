@@ -5,9 +5,9 @@
 Without FAULT the points do nothing. Random kills find little, enumerated points find much: 90 random kills of
 a bad checkpoint writer found no bug, 22 points found 8.
 
-Actions: SIGKILL, SIGSTOP, SIGTERM, SIGHUP (sent to this process), raise, ENOSPC (an OSError), sleep=SECONDS,
-nan and bitflip. The last two are only returned: the caller corrupts its own number. A fault without rank or step
-applies to every rank or step.
+Actions: SIGKILL, SIGSTOP, SIGTERM, SIGHUP (sent to this process), raise, ENOSPC (an OSError),
+sleep=SECONDS, nan and bitflip. The last two are only returned: the caller corrupts its own
+number. A fault without rank or step applies to every rank or step.
 """
 import errno
 import os

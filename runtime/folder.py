@@ -44,7 +44,7 @@ def check_token(folder: Path, name: str) -> None:
     """Raises ConfigError if this rank does not find the file of write_token."""
     if not (folder / name).is_file():
         raise ConfigError(
-            f"log.dir: {folder.absolute()} on {socket.gethostname()} is not the folder that rank 0 writes to; "
+            f"log.dir: {folder.absolute()} on {socket.gethostname()} is not the folder rank 0 writes to; "
             "every rank writes its part of a checkpoint there: give a folder that all nodes share"
         )
 

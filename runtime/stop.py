@@ -102,5 +102,5 @@ class StopRequest:
 
 
 def is_under_nohup(number: int) -> bool:
-    """Whether the signal is SIGHUP and was ignored before: by `nohup`, so that the run outlives its terminal."""
+    """Whether this is SIGHUP and `nohup` has made it ignored: the run shall outlive its terminal."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import config
-from build import weights_only
+from build import check_size, weights_only
 from checkpoint import state, store
 from checkpoint.branch import find_source
 from checkpoint.files import remove
@@ -73,6 +73,7 @@ def average(paths: list[Path], folder: Path) -> None:
         if meta["tokenizer"] != metas[0]["tokenizer"]:
             raise ConfigError(f"{path}: has another tokenizer than {paths[0]}; average runs of one tokenizer")
 
+    check_size(cfgs[-1].model, store.read_index(paths[-1])["pieces"], str(paths[-1]))
     _, boxes = weights_only(cfgs[-1], CPU, "fp32")
     sums = [torch.zeros(tensor.shape, dtype=torch.float64) for _, tensor in boxes]
     for path in paths:

@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import gc
 import json
+import math
 import os
 import sys
 import uuid
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor
 
 import config
-from build import weights_only
+from build import check_counts, check_size, weights_only
 from checkpoint import hf, hf_config, hf_tokenizer, state, store
 from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
@@ -124,6 +125,8 @@ def import_weights(
 ) -> Tensor:
     """Saves the weights `found` in `source` as step 0; returns our logits [2, s, vocab] of the probe."""
     model = cfg.model
+    num_elements = sum(math.prod(tensor.shape) for tensor in found.values())
+    check_counts(model, num_tensors=len(found), num_elements=num_elements, where=str(source))
     stage, pieces = weights_only(cfg, CPU, "fp32")
     hf.read_weights(family, model, found, pieces)
     meta = {
@@ -245,6 +248,7 @@ def export_weights(
     Returns our logits [2, s, vocab] of the probe with the weights as written, and the number of tensors.
     """
     model = cfg.model
+    check_size(model, store.read_index(path)["pieces"], str(path))
     stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
     tensors = hf.hf_tensors(family, model, pieces)  # refuses a tensor that the family does not have
     store.load(path, state.stored_as(path, pieces, weights), strict=False)

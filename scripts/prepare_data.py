@@ -88,8 +88,8 @@ def main(argv: list[str] | None = None) -> int:
                      "then the same command continues")
         return STORAGE
     except MemoryError:
-        progress.say("error: out of memory: a document, or what one line of a compressed file unpacks to, does "
-                     "not fit; split it, or use fewer --workers")
+        progress.say("error: out of memory: a document, or what one line of a compressed file unpacks to, "
+                     "does not fit; split it, or use fewer --workers")
         return OUT_OF_MEMORY
     except KeyboardInterrupt:
         progress.say(f"interrupted; the same command continues from {args.out}.parts")

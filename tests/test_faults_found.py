@@ -1,13 +1,20 @@
 """Faults that were found in runs of train.py, each as it was found."""
 
+import hashlib
+import json
 import os
 import shutil
+import time
 
 import pytest
+import torch
 from test_resume import run
 
+import build
 import train
 from checkpoint import store
+from checkpoint.folder import index_bytes, seal_index
+from config import ConfigError
 from runtime import folder as run_folders
 
 
@@ -67,7 +74,7 @@ def test_a_folder_that_is_not_shared_is_found_before_the_first_step(home, monkey
     monkeypatch.setattr(run_folders, "write_token", lambda folder: ".probe-of-another-disk")
     assert run(home, "apart") == 2
     told = (home / "apart.log").read_text()
-    assert "is not the folder that rank 0 writes to" in told
+    assert "is not the folder rank 0 writes to" in told
     assert not (home / "apart" / "metrics.jsonl").exists()
 
 
@@ -91,5 +98,38 @@ def test_a_run_folder_that_is_removed_under_the_run(home, monkeypatch):
     assert sorted(os.listdir(home / "gone" / "tokenizer")) == sorted(os.listdir(home / "clean" / "tokenizer"))
     assert (home / "gone" / "config.yaml").is_file()
     assert [step for step, _ in store.committed_checkpoints(home / "gone" / "checkpoints")] == [9, 6]
-    steps = [line for line in (home / "gone" / "metrics.jsonl").read_text().splitlines()]
+    steps = (home / "gone" / "metrics.jsonl").read_text().splitlines()
     assert '"step": 9' in steps[-1]
+
+
+def forge(checkpoint, change):
+    """Other sizes of the model in meta.json, sealed anew."""
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    meta["config"]["model"].update(change)
+    text = json.dumps(meta).encode()
+    (checkpoint / "meta.json").write_bytes(text)
+    index = json.loads((checkpoint / "index.json").read_text())
+    index["files"]["meta.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    (checkpoint / "index.json").write_bytes(index_bytes(index))
+    (checkpoint / "index.sha256").write_bytes(seal_index(index_bytes(index)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden": 10**6},
+        {"ffn": 10**9},
+        {"vocab": 10**12},
+        {"layers": 10**6},
+        {"experts": 10**6, "top_k": 2, "moe_ffn": 48},
+    ],
+)
+def test_forged_sizes_are_refused_before_they_are_allocated(home, tmp_path, change):
+    shutil.copytree(home / "clean", tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_00000009"
+    build.load_run(str(checkpoint), torch.device("cpu"))
+    forge(checkpoint, change)
+    begun = time.process_time()
+    with pytest.raises(ConfigError, match="the two are not of one model"):
+        build.load_run(str(checkpoint), torch.device("cpu"))
+    assert time.process_time() - begun < 1

@@ -538,7 +538,7 @@ def test_lines_of_a_piece_are_counted_from_its_file_s_start_in_jsonl_alone(tmp_p
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_script_says_that_memory_ran_out_in_one_line(tmp_path, workers):
-    """A line of 600 MB that unpacks from 600 KB, in processes that may have 400 MB more than they begin with."""
+    """A line of 600 MB that unpacks from 600 KB, in processes that may take 400 MB more."""
     with gzip.open(tmp_path / "bomb.txt.gz", "wb", compresslevel=1) as file:
         for _ in range(600):
             file.write(b"a" * 1_000_000)
