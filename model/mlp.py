@@ -68,7 +68,7 @@ class MLP(nn.Module):
         return activated
 
     def cost(self, work: Workload, input_part: Part = "norm") -> Cost:
-        """The activation keeps its input. input_part: not kept where that part is recomputed."""
+        """The activation keeps its input. input_part: x is not kept where that part is recomputed."""
         features_in = self.gate_up.weight.spec.shape[0]
         features_out = self.down.weight.spec.shape[1]
         read = work.tokens * features_in * work.compute_bytes
@@ -78,4 +78,5 @@ class MLP(nn.Module):
             saved=(SavedTensor(read),),
         )
         down = self.down.cost(work, input_part="act")
-        return self.gate_up.cost(work, input_part=input_part) + activation + down
+        gate_up = self.gate_up.cost(work, input_part="norm", kept_part=input_part)
+        return gate_up + activation + down

@@ -355,7 +355,7 @@ def test_the_planner_plans_the_phase_that_needs_most():
     cfg = tiny_config("llama3-tiny")
     cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, phases=json.dumps(rows)))
     plain = [phase.cfg for phase in phases_of(cfg).all]
-    assert holdings(cfg, 1) == holdings(plain[1], 1) != holdings(plain[0], 1)
+    assert holdings(cfg, 1, None) == holdings(plain[1], 1, None) != holdings(plain[0], 1, None)
     longest, line = longest_phase(cfg)
     assert longest == plain[1] and line.startswith("phase 2 of 3") and "64 tokens" in line
     assert longest_phase(plain[0]) == (plain[0], "")

@@ -235,8 +235,11 @@ class ColumnLinear(nn.Module):
             return scaled_linear(x, self.weight, self.bias, self.region, self.scaling)
         return linear(x, self.weight, self.bias, self.region)
 
-    def cost(self, work: Workload, input_part: Part = "rest") -> Cost:
-        """input_part: the part whose recomputation makes the input again; rest: none does."""
+    def cost(self, work: Workload, input_part: Part = "rest", kept_part: Part | None = None) -> Cost:
+        """input_part: the part whose recomputation makes the input again; rest: none does.
+
+        kept_part: the same of what is kept, where another module keeps the input whatever is recomputed here.
+        """
         outputs, inputs = self.weight.spec.shape
         input_bytes = work.tokens * inputs * work.compute_bytes
         entered = enter_exchanges(
@@ -249,7 +252,7 @@ class ColumnLinear(nn.Module):
         product = layer_product(self.scaling, (outputs, inputs), work)
         return Cost(
             products=(hiding_exchanges(product, self.region),),
-            saved=saved_input(self.scaling, inputs, work, input_part),
+            saved=saved_input(self.scaling, inputs, work, kept_part or input_part),
             exchanges=entered + scales,
         )
 
