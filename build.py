@@ -27,7 +27,7 @@ from config import (
 )
 from data import tokenizer
 from data.loader import BatchLoader
-from data.task_scores import Row, Score, score_rows
+from data.task_scores import Score, TextRow, score_rows
 from data.tokenizer import Tokenizer
 from model.context import KeyValueCache
 from model.generate import pipeline_logits
@@ -107,7 +107,7 @@ class TrainingRun:
             position=position,
         )
 
-    def score(self, rows: Sequence[Row]) -> list[Score]:
+    def score(self, rows: Sequence[TextRow]) -> list[Score]:
         """The scores of texts, the same on every rank. Ranks of dp and cp divide them. Collective."""
         def forward(tokens: Tensor, targets: Tensor) -> Tensor | None:
             return pipeline_scores(self.pipeline, self.stages, tokens, targets)
@@ -337,7 +337,7 @@ class TrainedModel:
             cache.length += tokens.shape[1]
         return out
 
-    def score(self, rows: Sequence[Row]) -> list[Score]:
+    def score(self, rows: Sequence[TextRow]) -> list[Score]:
         """The scores of texts."""
         stage = self.stage
         if stage.head is None:

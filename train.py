@@ -29,7 +29,7 @@ from config.phases import change_text, named
 from config.run_name import with_own_folder
 from data.blend import parse_blend, source_names
 from data.loader import BatchLoader, open_loader
-from data.task_files import Task, read_tasks
+from data.task_files import ScoredTask, read_tasks
 from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
@@ -637,7 +637,7 @@ def make_session(
     *,
     start_step: int,
     valid_data: BatchLoader,
-    tasks: list[Task],
+    tasks: list[ScoredTask],
     observe: FaultHook,
 ) -> Session:
     """What the loop works with, beside the run. Collective under checkpoint.async_save."""
@@ -695,7 +695,7 @@ def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[s
     return found
 
 
-def open_tasks(cfg: Config) -> list[Task]:
+def open_tasks(cfg: Config) -> list[ScoredTask]:
     """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
     if cfg.eval.tasks is None:
         return []

@@ -45,7 +45,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Task:
+class ScoredTask:
     """Examples of one kind.
 
     delimiter: between context and continuation; None: a space, where neither has one.
@@ -246,14 +246,16 @@ LAYOUTS = (  # the first that fits
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def read_tasks(key: str, paths: str, limit: int | None = None, shots: int | None = None) -> list[Task]:
+def read_tasks(
+    key: str, paths: str, limit: int | None = None, shots: int | None = None
+) -> list[ScoredTask]:
     """The tasks of files and folders, PATH[,PATH...].
 
     key: what the user set, for messages. limit: examples of a task; None: all. shots: examples that a prompt
     shows; None: as core.yaml says, and none elsewhere.
     Raises ConfigError, which names the file and the line.
     """
-    tasks: list[Task] = []
+    tasks: list[ScoredTask] = []
     for word in paths.split(","):
         path = Path(word.strip())
         try:
@@ -269,7 +271,7 @@ def read_tasks(key: str, paths: str, limit: int | None = None, shots: int | None
     return tasks
 
 
-def read_path(path: Path, limit: int | None, shots: int | None) -> Iterator[Task]:
+def read_path(path: Path, limit: int | None, shots: int | None) -> Iterator[ScoredTask]:
     if not path.is_dir():
         yield read_file(path, limit, shots)
         return
@@ -283,7 +285,7 @@ def read_path(path: Path, limit: int | None, shots: int | None) -> Iterator[Task
         yield read_file(file, limit, shots)
 
 
-def read_file(path: Path, limit: int | None, shots: int | None) -> Task:
+def read_file(path: Path, limit: int | None, shots: int | None) -> ScoredTask:
     """A task of the file's name. Guessing is right as often as one of equal choices is."""
     examples = read_examples(path)
     counts = [len(example.options) for example in examples]
@@ -300,14 +302,14 @@ def make_task(
     baseline: float,
     delimiter: str | None = None,
     in_core: bool = False,
-) -> Task:
+) -> ScoredTask:
     """The task with at most `limit` of the examples, in an order that depends on their number alone."""
     random.Random(ORDER_SEED).shuffle(examples)
     kept = examples[:limit]
     if shots >= len(kept):
         raise ConfigError(f"{name}: a prompt shows {shots} other examples, and there are {len(kept)} with "
                           "this limit; raise the limit")
-    return Task(name, tuple(kept), shots, delimiter, baseline, in_core)
+    return ScoredTask(name, tuple(kept), shots, delimiter, baseline, in_core)
 
 
 def read_examples(path: Path) -> list[Example]:
@@ -363,7 +365,7 @@ def read_example(line: bytes, place: str) -> Example:
 # ---- CORE --------------------------------------------------------------------------------------------------
 
 
-def read_core(folder: Path, limit: int | None, shots: int | None) -> Iterator[Task]:
+def read_core(folder: Path, limit: int | None, shots: int | None) -> Iterator[ScoredTask]:
     """The tasks of a folder in CORE's form."""
     listing = folder / "core.yaml"
     entries = read_yaml(listing).get("icl_tasks")

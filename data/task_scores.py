@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from config import ConfigError
-from data.task_files import Task
+from data.task_files import ScoredTask
 from data.tokenizer import Tokenizer
 from kernels.cross_entropy import IGNORE_INDEX
 from parallel.wire import comm
@@ -40,7 +40,7 @@ LENGTH_UNIT = 16  # tokens: rows are padded to a multiple of it (fp8 needs it; f
 Forward = Callable[[Tensor, Tensor], Tensor | None]
 
 
-class Row(NamedTuple):
+class TextRow(NamedTuple):
     """A text: its ids [n], of which the last are scored."""
     ids: Tensor
     num_scored: int
@@ -63,8 +63,8 @@ class Round:
 @dataclass(frozen=True)
 class EncodedTasks:
     """Tasks as rows of tokens: those of a task follow each other, and so do those of an example."""
-    tasks: list[Task]
-    rows: list[Row]
+    tasks: list[ScoredTask]
+    rows: list[TextRow]
 
     @property
     def num_examples(self) -> int:
@@ -81,12 +81,12 @@ class EncodedTasks:
 # ---- texts -> rows -----------------------------------------------------------------------------------------
 
 
-def encode_tasks(key: str, tasks: list[Task], tokenizer: Tokenizer, context: int) -> EncodedTasks:
+def encode_tasks(key: str, tasks: list[ScoredTask], tokenizer: Tokenizer, context: int) -> EncodedTasks:
     """context: tokens that the model sees at most. key: what the user set, for messages.
 
     Raises ConfigError, which names file and line, for an answer that has more tokens than that, or none.
     """
-    rows: list[Row] = []
+    rows: list[TextRow] = []
     for task in tasks:
         for index, example in enumerate(task.examples):
             prompt = task.prompt(index)
@@ -96,11 +96,11 @@ def encode_tasks(key: str, tasks: list[Task], tokenizer: Tokenizer, context: int
                 if not 0 < row.num_scored <= context:
                     raise ConfigError(f"{key}: {example.place}: an answer of {row.num_scored} tokens; the "
                                       f"model takes 1 to {context} (model.context)")
-                rows.append(Row(row.ids[-(context + 1):], row.num_scored))
+                rows.append(TextRow(row.ids[-(context + 1):], row.num_scored))
     return EncodedTasks(tasks, rows)
 
 
-def encode(before: str, continuation: str, tokenizer: Tokenizer) -> Row:
+def encode(before: str, continuation: str, tokenizer: Tokenizer) -> TextRow:
     """A text whose end, from `before` on, is scored."""
     whole = tokenizer.encode(before + continuation)
     known = tokenizer.encode(before.rstrip()) if before.strip() else []
@@ -109,13 +109,13 @@ def encode(before: str, continuation: str, tokenizer: Tokenizer) -> Row:
         shared += 1
     start = [] if shared else [tokenizer.eod]
     ids = torch.tensor([*start, *whole], dtype=torch.int32)
-    return Row(ids, len(whole) - shared)
+    return TextRow(ids, len(whole) - shared)
 
 
 # ---- rows -> scores ----------------------------------------------------------------------------------------
 
 
-def divide_rows(rows: Sequence[Row], ranks: int, batch_tokens: int, multiple: int) -> list[Round]:
+def divide_rows(rows: Sequence[TextRow], ranks: int, batch_tokens: int, multiple: int) -> list[Round]:
     """Rounds of rows of similar length, the longest first.
 
     batch_tokens: of one rank, with padding; a single row may have more. multiple: a length is one of it.
@@ -136,7 +136,7 @@ def divide_rows(rows: Sequence[Row], ranks: int, batch_tokens: int, multiple: in
 
 @torch.no_grad()
 def score_rows(
-    rows: Sequence[Row],
+    rows: Sequence[TextRow],
     forward: Forward,
     *,
     batch_tokens: int,
@@ -209,7 +209,7 @@ def metrics_text(metrics: dict[str, float]) -> str:
     return "  ".join(f"{name} {value:.3f}" for name, value in metrics.items())
 
 
-def score_tasks(encoded: EncodedTasks, score: Callable[[Sequence[Row]], list[Score]]) -> TaskReport:
+def score_tasks(encoded: EncodedTasks, score: Callable[[Sequence[TextRow]], list[Score]]) -> TaskReport:
     """The metrics of all tasks. score: rows -> their scores."""
     started = time.perf_counter()
     scores = score(encoded.rows)
@@ -224,7 +224,7 @@ def score_tasks(encoded: EncodedTasks, score: Callable[[Sequence[Row]], list[Sco
     return TaskReport(metrics, core, encoded.num_examples, time.perf_counter() - started)
 
 
-def task_metrics(task: Task, rows: Sequence[Row], scores: Sequence[Score]) -> dict[str, float]:
+def task_metrics(task: ScoredTask, rows: Sequence[TextRow], scores: Sequence[Score]) -> dict[str, float]:
     """The means over the examples of a task; rows and scores are those of its options."""
     sums = dict.fromkeys(("acc", "acc_norm", "acc_token", "bpb") if task.has_choices else ("acc", "bpb"), 0.0)
     start = 0

@@ -23,7 +23,7 @@ from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import Config, ConfigError
 from data.loader import BatchLoader, open_loader
-from data.task_files import Task, read_tasks
+from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
 from data.tokenizer import Tokenizer
 from model.generate import generate
@@ -153,7 +153,7 @@ def is_path(task: str) -> bool:
     return "/" in task or task.endswith(".jsonl") or Path(task).exists()
 
 
-def file_tasks(args: argparse.Namespace) -> list[Task]:
+def file_tasks(args: argparse.Namespace) -> list[ScoredTask]:
     """The tasks of the files and folders of --tasks. Raises ConfigError."""
     if args.limit is not None and args.limit < 1:
         raise ConfigError(f"--limit: {args.limit} must be above 0")
@@ -164,7 +164,7 @@ def file_tasks(args: argparse.Namespace) -> list[Task]:
 
 
 def evaluate_tasks(
-    run: TrainedModel, args: argparse.Namespace, tasks: list[Task], device: torch.device
+    run: TrainedModel, args: argparse.Namespace, tasks: list[ScoredTask], device: torch.device
 ) -> None:
     """Prints the metrics of the tasks; those of lm-eval with their standard errors.
 

@@ -10,9 +10,9 @@ import torch
 
 from config import ConfigError
 from data import tokenizer
-from data.task_files import Example, Option, Task
+from data.task_files import Example, Option, ScoredTask
 from data.task_scores import (
-    Row,
+    TextRow,
     Score,
     divide_rows,
     encode,
@@ -75,7 +75,7 @@ def test_pieces_of_a_trained_tokenizer(tmp_path):
 
 
 def task(examples, shots=0, baseline=0.25, in_core=False, name="t"):
-    return Task(name, tuple(examples), shots, "", baseline, in_core)
+    return ScoredTask(name, tuple(examples), shots, "", baseline, in_core)
 
 
 def given(log_probs):
@@ -88,7 +88,7 @@ def test_metrics_by_hand():
     endings = ["a", "bbbbbbbb", "  cé"]  # 1, 8 and 3 bytes
     example = Example(tuple(Option("x", ending) for ending in endings), 0, "f:1")
     nats = [-2.0, -4.0, -6.0]
-    rows = [Row(torch.zeros(9, dtype=torch.int32), count) for count in (1, 2, 6)]
+    rows = [TextRow(torch.zeros(9, dtype=torch.int32), count) for count in (1, 2, 6)]
 
     for right in range(3):
         one = Example(example.options, right, "f:1")
@@ -146,7 +146,7 @@ def random_rows(count, seed=0):
     rng = torch.Generator().manual_seed(seed)
     lengths = torch.randint(2, 90, (count,), generator=rng).tolist()
     return [
-        Row(torch.randint(0, 50, (n,), generator=rng, dtype=torch.int32), 1 + index % (n - 1))
+        TextRow(torch.randint(0, 50, (n,), generator=rng, dtype=torch.int32), 1 + index % (n - 1))
         for index, n in enumerate(lengths)
     ]
 
@@ -183,7 +183,7 @@ def test_scores_of_rows_by_hand(batch_tokens):
     liked = [3]
     for _ in range(5):
         liked.append(int(table[liked[-1]].argmax()))
-    rows.append(Row(torch.tensor(liked, dtype=torch.int32), 5))
+    rows.append(TextRow(torch.tensor(liked, dtype=torch.int32), 5))
     found = score_rows(rows, forward, batch_tokens=batch_tokens, device=torch.device("cpu"))
     for row, score in zip(rows, found):
         ids = row.ids.tolist()
