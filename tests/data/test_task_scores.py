@@ -12,8 +12,8 @@ from config import ConfigError
 from data import tokenizer
 from data.task_files import Example, Option, ScoredTask
 from data.task_scores import (
-    TextRow,
     Score,
+    TextRow,
     divide_rows,
     encode,
     encode_tasks,
