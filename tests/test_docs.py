@@ -546,6 +546,7 @@ def prepare(folder: pathlib.Path) -> pathlib.Path:
         "".join(json.dumps({"text": text}) + "\n" for text in documents)
     )
     (folder / "runs").mkdir()
+    (folder / "configs").symlink_to(ROOT / "configs")
     for text in (
         "python -m scripts.prepare_data --input corpus/*.jsonl --tokenizer bytes --out runs/data/corpus",
         "python train.py quickstart",
