@@ -315,17 +315,19 @@ def tokenizer_settings(files: dict[str, bytes]) -> Tree:
 def environment() -> "jinja2.Environment":
     """Where a template runs: without access to Python, and with the functions that templates expect."""
     import jinja2
+    from jinja2 import nodes
     from jinja2.ext import Extension, loopcontrols
+    from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """{% generation %} ... {% endgeneration %}, with marks around it."""
         tags = {"generation"}
 
-        def parse(self, parser: "jinja2.parser.Parser") -> list["jinja2.nodes.Node"]:
+        def parse(self, parser: Parser) -> list[nodes.Node]:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            marks = [jinja2.nodes.Output([jinja2.nodes.TemplateData(mark)], lineno=line)
+            marks = [nodes.Output([nodes.TemplateData(mark)], lineno=line)
                      for mark in (GENERATION_START, GENERATION_STOP)]
             return [marks[0], *body, marks[1]]
 
