@@ -187,11 +187,11 @@ def test_what_the_cluster_needs_comes_from_one_file(tmp_path):
         'echo "modules loaded" >> "$CALLS"\n'
     )
     environment = str(tmp_path / "cluster.sh")
-    rc, calls, out = submit(tmp_path, code="0", step="00000005", ENVIRONMENT=environment, PYTHON="none")
+    rc, calls, out = submit(tmp_path, code="0", step="00000005", BEVATRON_ENVIRONMENT=environment, PYTHON="none")
     assert rc == 0 and calls.startswith("modules loaded\n"), out
     options = f"--container-workdir={ROOT} --container-mounts={ROOT},/data"
     assert f"--container-image=/images/b.sqsh {options}" in calls
-    rc, calls, out = submit(tmp_path, ENVIRONMENT=str(tmp_path / "none.sh"))
+    rc, calls, out = submit(tmp_path, BEVATRON_ENVIRONMENT=str(tmp_path / "none.sh"))
     assert rc == 1 and not calls and "none.sh" in out
 
 
@@ -209,7 +209,7 @@ def test_a_sweep_takes_the_line_of_its_task(tmp_path):
         tmp_path, code="75", step="00000005", wait="1", usr1=True, SLURM_ARRAY_TASK_ID="1", **sweep
     )
     assert rc == 0 and "scontrol requeue 40123" in calls and "STOP says requeue" in calls, out
-    assert "-- llama3-tiny --log.dir" in calls and "--log.name r --optim.lr 2e-3\n" in calls
+    assert "-- llama3-tiny --log.dir" in calls and "--log.name r --optim.lr 2e-3 --log.name r\n" in calls
     for task in ("2", "3"):  # a line without a name, and none
         rc, calls, out = submit(tmp_path, SLURM_ARRAY_TASK_ID=task, **sweep)
         assert rc == 2 and not calls and f"line {task} of " in out and "has no --log.name" in out

@@ -1294,13 +1294,13 @@ TABLE = (
         file="checkpoint/state.py",
         old=(
             "    load_buckets(run.buckets)\n"
-            "    run.scaler.load("
+            "    if run.ema is not None and not stored_ema:\n"
         ),
         new=(
             '    for v in run.optim.state()["adam_v"]:\n'
             "        v.zero_()\n"
             "    load_buckets(run.buckets)\n"
-            "    run.scaler.load("
+            "    if run.ema is not None and not stored_ema:\n"
         ),
         model="llama3-tiny",
         world=2,
@@ -1311,9 +1311,9 @@ TABLE = (
         file="checkpoint/state.py",
         old=(
             "    load_buckets(run.buckets)\n"
-            "    run.scaler.load("
+            "    if run.ema is not None and not stored_ema:\n"
         ),
-        new="    run.scaler.load(",
+        new="    if run.ema is not None and not stored_ema:\n",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero1 mb1",

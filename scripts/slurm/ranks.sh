@@ -1,6 +1,6 @@
 # Sourced by train.sbatch and interactive.sh, in the folder of the checkout: how the ranks of a job are started.
 # shellcheck source=scripts/slurm/environment.sh
-source "${ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1
+source "${BEVATRON_ENVIRONMENT:-scripts/slurm/environment.sh}" || exit 1 # SLURM itself sets ENVIRONMENT
 export PYTHON=${PYTHON:-python}
 
 IMAGE=()
