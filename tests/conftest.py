@@ -9,9 +9,13 @@ import functools
 import os
 import pathlib
 import re
+import signal
 
 import pytest
 import torch
+
+# under nohup it is ignored, and every process of a test would inherit that
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 if (
     not torch.cuda.is_available()
