@@ -35,8 +35,8 @@ from scaling.sweep import (
 from scaling.systems import (
     MODES,
     Hardware,
-    Layout,
     ScalingCell,
+    ScalingLayout,
     Systems,
     cell_arguments,
     cell_name,
@@ -148,7 +148,7 @@ def run_cells(systems: Systems, args: argparse.Namespace, programs: Programs) ->
 
 
 def run_cell(
-    systems: Systems, cell: ScalingCell, layout: Layout, args: argparse.Namespace, programs: Programs
+    systems: Systems, cell: ScalingCell, layout: ScalingLayout, args: argparse.Namespace, programs: Programs
 ) -> int:
     """Runs a cell and says how it ended; returns train.py's exit code."""
     write_cell(cell, args.out)

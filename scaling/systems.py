@@ -28,7 +28,7 @@ LEAST_STEPS = 5
 
 
 @dataclass(frozen=True)
-class Layout:
+class ScalingLayout:
     """settings: [key, value] pairs of parallel.* (others work too), whatever the number of ranks."""
     name: str
     settings: tuple[tuple[str, str], ...]
@@ -39,7 +39,7 @@ class Systems:
     """modes: of MODES. ranks: numbers of processes. steps: of each run."""
     recipe: str
     modes: tuple[str, ...]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ScalingLayout, ...]
     ranks: tuple[int, ...]
     steps: int
     settings: tuple[tuple[str, str], ...] = ()
@@ -90,7 +90,7 @@ class MeasuredCell:
 # ---- what is run -------------------------------------------------------------------------------------------
 
 
-def parse_layout(text: str) -> Layout:
+def parse_layout(text: str) -> ScalingLayout:
     """"tp 2, zero 1" or "--parallel.tp 2 --parallel.zero 1"; "" is one of data parallelism alone.
 
     Raises ConfigError.
@@ -102,7 +102,7 @@ def parse_layout(text: str) -> Layout:
     for key, value in zip(words[::2], words[1::2]):
         settings.append((key if "." in key else f"parallel.{key}", value))
     name = "-".join(key.rpartition(".")[2] + value for key, value in settings)
-    return Layout(name or "dp", tuple(settings))
+    return ScalingLayout(name or "dp", tuple(settings))
 
 
 def check_systems(systems: Systems) -> None:
@@ -125,7 +125,7 @@ def config_of_recipe(systems: Systems, more: tuple[tuple[str, str], ...] = ()) -
     return config.resolve(systems.recipe, None, argv)
 
 
-def config_of_cell(systems: Systems, mode: str, layout: Layout, ranks: int) -> Config:
+def config_of_cell(systems: Systems, mode: str, layout: ScalingLayout, ranks: int) -> Config:
     """Raises ConfigError if train.py would refuse it."""
     cfg = config_of_recipe(systems, layout.settings)
     if mode == "weak":
@@ -139,12 +139,12 @@ def config_of_cell(systems: Systems, mode: str, layout: Layout, ranks: int) -> C
     return cfg
 
 
-def cell_name(mode: str, layout: Layout, ranks: int) -> str:
+def cell_name(mode: str, layout: ScalingLayout, ranks: int) -> str:
     return f"{mode}-{layout.name}-{ranks}"
 
 
 def make_cell(
-    systems: Systems, mode: str, layout: Layout, ranks: int, hardware: Hardware | None
+    systems: Systems, mode: str, layout: ScalingLayout, ranks: int, hardware: Hardware | None
 ) -> ScalingCell:
     """Raises ConfigError where there is none: the layout does not fit this number of ranks."""
     cfg = config_of_cell(systems, mode, layout, ranks)
@@ -174,7 +174,7 @@ def peak_of(cfg: Config, hardware: Hardware) -> float:
     return hardware.cluster.flops[dtype]
 
 
-def cell_arguments(systems: Systems, cell: ScalingCell, layout: Layout, folder: Path) -> list[str]:
+def cell_arguments(systems: Systems, cell: ScalingCell, layout: ScalingLayout, folder: Path) -> list[str]:
     """The arguments of train.py for a cell in this folder: no evaluation, no sample, one checkpoint."""
     settings = dict(systems.settings + layout.settings) | {
         "log.dir": str(folder),

@@ -187,7 +187,8 @@ def test_what_the_cluster_needs_comes_from_one_file(tmp_path):
         'echo "modules loaded" >> "$CALLS"\n'
     )
     environment = str(tmp_path / "cluster.sh")
-    rc, calls, out = submit(tmp_path, code="0", step="00000005", BEVATRON_ENVIRONMENT=environment, PYTHON="none")
+    more = {"BEVATRON_ENVIRONMENT": environment, "PYTHON": "none"}
+    rc, calls, out = submit(tmp_path, code="0", step="00000005", **more)
     assert rc == 0 and calls.startswith("modules loaded\n"), out
     options = f"--container-workdir={ROOT} --container-mounts={ROOT},/data"
     assert f"--container-image=/images/b.sqsh {options}" in calls

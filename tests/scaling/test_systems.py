@@ -10,9 +10,9 @@ from plan.machine import Machine, read_machine
 from scaling.command import main
 from scaling.systems import (
     Hardware,
-    Layout,
     MeasuredCell,
     ScalingCell,
+    ScalingLayout,
     Systems,
     efficiencies,
     make_cell,
@@ -20,7 +20,7 @@ from scaling.systems import (
     table_lines,
 )
 
-DP, TP = Layout("dp", ()), Layout("tp2", (("parallel.tp", "2"),))
+DP, TP = ScalingLayout("dp", ()), ScalingLayout("tp2", (("parallel.tp", "2"),))
 SMALL = [
     "--data.tokenizer", "bytes", "--model.vocab", "257", "--model.layers", "1", "--model.hidden", "32",
     "--model.heads", "2", "--model.kv_heads", "2", "--model.head_dim", "16", "--model.ffn", "64",
