@@ -25,6 +25,8 @@ from checkpoint import branch, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
 from config import CheckpointConfig, Config, ConfigError, is_permanent_step, phases_of, unused, usage
+from config.optimizers import EMA
+from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.phases import change_text, named
 from config.run_name import with_own_folder
 from data.blend import parse_blend, source_names
@@ -36,7 +38,6 @@ from model.generate import generate
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from optim.clip import clip_factor, grad_norm
-from optim.ema import EMA
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
@@ -64,7 +65,6 @@ from torch import Tensor
 # Skipped steps in a row that end a run. In fp16 the loss scale must first come down: a halving a step.
 SKIPPED_STEPS = 5
 SKIPPED_STEPS_FP16 = 20
-STOPPED_EARLY = 75  # exit code: the run is not at its horizon, and everything is saved
 
 
 # ---- one step ----------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def close_run(session: Session, end: LoopEnd) -> None:
         f"python -m scripts.evaluate {folder}",
         "python train.py --list",
     ]
-    log.close(reason, code=0 if reason is None else STOPPED_EARLY, hints=hints)
+    log.close(reason, code=FINISHED if reason is None else STOPPED_EARLY, hints=hints)
 
 
 def summarize_run(session: Session, reason: str | None) -> None:

@@ -28,6 +28,7 @@ from config import (
     is_permanent_step,
     phases_of,
 )
+from config.optimizers import EMA
 from config.phases import check_same_past
 from config.run_name import HORIZON_KEYS, IDLE
 from parallel.sharding.boxes import Box
@@ -63,8 +64,8 @@ MAY_DIFFER = (
 )
 # A change of these needs no warning.
 UNREPORTED = ("log.", "eval.", "checkpoint.", "profile.")
-EMA_SUFFIX = "@ema"  # of the keys of optim/ema.py
-TRAINED, AVERAGED = WEIGHTS = ("trained", "ema")  # which weights of a checkpoint a script reads
+EMA_SUFFIX = f"@{EMA}"  # of the keys of optim/ema.py
+TRAINED, AVERAGED = WEIGHTS = ("trained", EMA)  # which weights of a checkpoint a script reads
 BY_TIME = "keep_minutes"  # the mark of a checkpoint that is permanent by its time
 FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 

@@ -8,6 +8,9 @@ tests/optim/test_declarations.py holds each row against what the class really do
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+# The average of the weights (train.ema), by this name in checkpoints, metrics and options.
+EMA = "ema"
+
 
 @dataclass(frozen=True)
 class OptimizerSpec:

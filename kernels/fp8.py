@@ -409,6 +409,24 @@ def launch_maxima(x: Tensor) -> Maxima:
     return Maxima(rows, columns.amax(1).view(count * n, 1))
 
 
+def empty_maxima(like: Tensor, m: int, n: int, kind: str) -> tuple[Tensor, Tensor | None]:
+    """What a kernel with a program a strip of STRIP rows of [m, n] fills with the maxima.
+
+    kind tensor: (of each strip, None). kind row: (of each row, of the columns of each strip).
+    """
+    strips = ceil_div(m, STRIP)
+    of_rows = like.new_empty(strips if kind == "tensor" else (m, 1), dtype=torch.float32)
+    of_columns = like.new_empty(strips, n, dtype=torch.float32) if kind == "row" else None
+    return of_rows, of_columns
+
+
+def maxima_of_strips(of_rows: Tensor, of_columns: Tensor | None) -> Maxima:
+    """Of the tensors of empty_maxima, filled."""
+    if of_columns is None:
+        return Maxima(of_rows, of_rows)
+    return Maxima(of_rows, of_columns.amax(0)[:, None])
+
+
 def launch_quantize(
     x: Tensor,
     kind: str,

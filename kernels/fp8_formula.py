@@ -29,7 +29,9 @@ from kernels.fp8 import (
     before_cast,
     cast_tile,
     cast_warps,
+    empty_maxima,
     find_maxima,
+    maxima_of_strips,
 )
 from kernels.fp8_gemm import (
     QuantizedMatrix,
@@ -227,11 +229,8 @@ def launch_formula_maxima(x: Origin, kind: str) -> Maxima:
     """The maxima of a result for scales of kind tensor or row."""
     m, n = x.shape
     operands = operands_of(x)
-    strips = ceil_div(m, STRIP)
-    new = operands.x.new_empty
-    of_rows = new(strips if kind == "tensor" else (m, 1), dtype=torch.float32)
-    of_columns = new(strips, n, dtype=torch.float32) if kind == "row" else None
-    formula_maxima_kernel[(strips,)](
+    of_rows, of_columns = empty_maxima(operands.x, m, n, kind)
+    formula_maxima_kernel[(ceil_div(m, STRIP),)](
         *operands, of_rows, of_columns, m, n // halves_of(x),
         FORMULA=x.formula,
         HALVES=halves_of(x),
@@ -240,9 +239,7 @@ def launch_formula_maxima(x: Origin, kind: str) -> Maxima:
         COLUMNS=BLOCK_SIDE,
         num_warps=8,
     )
-    if of_columns is None:
-        return Maxima(of_rows, of_rows)
-    return Maxima(of_rows, of_columns.amax(0)[:, None])
+    return maxima_of_strips(of_rows, of_columns)
 
 
 def launch_formula_cast(

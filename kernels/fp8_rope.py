@@ -20,6 +20,8 @@ from kernels.fp8 import (
     as_stored,
     before_cast,
     cast_tile,
+    empty_maxima,
+    maxima_of_strips,
 )
 from kernels.fp8_origin import Origin
 from kernels.rope import turn_back
@@ -186,20 +188,15 @@ def operands(x: Origin) -> list[Tensor]:
 def launch_rope_maxima(x: Origin, kind: str) -> Maxima:
     """The maxima of the gradient for scales of kind tensor or row."""
     m, n = x.shape
-    dq = operands(x)[0]
-    strips = ceil_div(m, STRIP)
-    of_rows = dq.new_empty(strips if kind == "tensor" else (m, 1), dtype=torch.float32)
-    of_columns = dq.new_empty(strips, n, dtype=torch.float32) if kind == "row" else None
-    rope_maxima_kernel[(strips,)](
+    of_rows, of_columns = empty_maxima(operands(x)[0], m, n, kind)
+    rope_maxima_kernel[(ceil_div(m, STRIP),)](
         *operands(x), of_rows, of_columns, m,
         **places(x),
         KIND=kind,
         ROWS=STRIP,
         num_warps=8,
     )
-    if of_columns is None:
-        return Maxima(of_rows, of_rows)
-    return Maxima(of_rows, of_columns.amax(0)[:, None])
+    return maxima_of_strips(of_rows, of_columns)
 
 
 def launch_rope_cast(

@@ -17,13 +17,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from config.optimizers import EMA
 from kernels.grad import accumulation_dtype
 from optim.base import State
 from parallel.offload import CopyStream, copy_stream, staged_chunks
 from parallel.sharding.bucket import Bucket, wait_param_gathers
 from parallel.topology.mesh import Mesh
-
-EMA = "ema"  # the suffix of its keys in a checkpoint
 
 
 class WeightEMA:

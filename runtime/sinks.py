@@ -6,8 +6,12 @@ metrics.jsonl has everything.
 from pathlib import Path
 from typing import Any, Protocol
 
+from config.exit_codes import FINISHED, STOPPED_EARLY
+
 Values = dict[str, Any]
-RUN_OVER = {0: "finished", 75: "stopped early"}  # exit code: how a run ended; any other is a failure
+
+# Exit code: how a run ended, and the level of the alert that says so. Any other is a failure.
+ENDINGS = {FINISHED: ("finished", "INFO"), STOPPED_EARLY: ("stopped early", "WARN")}
 
 
 class Sink(Protocol):
@@ -32,6 +36,6 @@ class Sink(Protocol):
         """The run is over: its exit code, and how it says so."""
 
 
-def ending(code: int) -> str:
-    """"finished", "stopped early" or "failed with code 77"."""
-    return RUN_OVER.get(code, f"failed with code {code}")
+def ending(code: int) -> tuple[str, str]:
+    """("finished", "stopped early" or "failed with code 77"; INFO, WARN or ERROR)."""
+    return ENDINGS.get(code, (f"failed with code {code}", "ERROR"))

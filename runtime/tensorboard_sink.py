@@ -74,7 +74,7 @@ class TensorboardSink:
 
     def close(self, code: int, closing_line: str) -> None:
         def write() -> None:
-            self.writer.add_text("end", f"{ending(code)}: {closing_line}", 0)
+            self.writer.add_text("end", f"{ending(code)[0]}: {closing_line}", 0)
             self.writer.close()
         self.attempt(write)
 

@@ -6,7 +6,7 @@ It imports nothing of Bevatron. The first line holds the arguments of wandb.init
     {"step": n, "values": {...}}                    numbers of a step; "tokens" is the axis of all others
     {"step": n, "name": ..., "text": ...}           a text that the model wrote
     {"step": n, "name": ..., "picture": PATH}       a PNG file
-    {"finish": exit code, "title": ..., "text": ...}    the last one: an alert, and the end
+    {"finish": exit code, "title": ..., "text": ..., "level": ...}    the last one: an alert, and the end
 
 If the pipe ends without the last, the run has died. An error is written to stdout as one line.
 """
@@ -54,8 +54,8 @@ def run_wandb(trainer_pid: int) -> None:
         message = json.loads(line)
         if "finish" in message:
             exit_code = message["finish"]
-            level = {0: "INFO", 75: "WARN"}.get(exit_code, "ERROR")
-            run.alert(title=f"{run.name}: {message['title']}", text=message["text"] or "-", level=level)
+            title = f"{run.name}: {message['title']}"
+            run.alert(title=title, text=message["text"] or "-", level=message["level"])
             break
         if "config" in message:
             run.config.update(message["config"], allow_val_change=True)

@@ -136,7 +136,8 @@ class WandbSink:
         child = self.child
         if child is None or self.trouble:
             return
-        self.send({"finish": code, "title": ending(code), "text": closing_line})
+        title, level = ending(code)
+        self.send({"finish": code, "title": title, "level": level, "text": closing_line})
         deadline = time.monotonic() + wait
         while child.poll() is None and not self.trouble and time.monotonic() < deadline:
             self.write_buffer()

@@ -90,8 +90,8 @@ def arguments() -> argparse.ArgumentParser:
     systems.add_argument("--steps", type=int, default=12, help="of each run")
     systems.add_argument("--cluster", help="of configs/clusters.yaml, for the forecast (default: on a CPU "
                          "this machine is measured)")
-    systems.add_argument("--launcher", help="words that start the processes, with {ranks} (default: torchrun "
-                         "on this node)")
+    systems.add_argument("--launcher", help="a command that starts all ranks of train.py and takes its words "
+                         "(default: they are started on this node)")
     systems.add_argument("--only", type=int, help="run this one of --ranks alone, as a job of a cluster does")
     return parser
 

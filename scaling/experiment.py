@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from config import ConfigError
+from config.exit_codes import STOPPED_EARLY
 from runtime.lines import read_metrics
 from scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
 from scaling.points import Array, Points, make_points
 
 TRAIN_FILE = Path(__file__).parent.parent / "train.py"
-STOPPED_EARLY = 75  # exit code of train.py
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 Report = Callable[[str], None]
 
@@ -77,9 +77,9 @@ class Programs:
                 self.running.discard(process)
 
     def train(self, argv: list[str], ranks: int, output: Path, launcher: list[str] | None = None) -> int:
-        """Runs train.py. launcher: the words that start its processes; None: `ranks` on this node."""
+        """Runs train.py. launcher: a command that starts its ranks and takes its words; None: here."""
         if launcher:
-            return self.run([*launcher, str(TRAIN_FILE), *argv], output)
+            return self.run([*launcher, *argv], output)
         if ranks == 1:
             return self.run([sys.executable, str(TRAIN_FILE), *argv], output)
         launch = [sys.executable, "-m", "scripts.launch", "--nproc", str(ranks), "--"]

@@ -152,7 +152,7 @@ def run_cell(
 ) -> int:
     """Runs a cell and says how it ended; returns train.py's exit code."""
     write_cell(cell, args.out)
-    launcher = shlex.split(args.launcher.format(ranks=cell.ranks)) if args.launcher else None
+    launcher = shlex.split(args.launcher) if args.launcher else None
     output = args.out / f"{cell.name}.log"
     code = programs.train(cell_arguments(systems, cell, layout, args.out), cell.ranks, output, launcher)
     say(f"{cell.name}: ended with code {code}; {output} says why" if code

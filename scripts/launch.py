@@ -28,26 +28,14 @@ from typing import Any
 
 import config
 from config import ConfigError
+from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 # those that ask a rank to save and stop
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-STOPPED_EARLY = 75
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
 LINGER_SECONDS = 30.0  # how long node 0 keeps the store for the ranks of other nodes, after its own ended
 POLL_SECONDS = 0.05
-MEANINGS = {  # of the exit codes of train.py
-    0: "finished",
-    1: "an error, or a lost rank: the first line above that begins with error: has it",
-    2: "a mistake, named above",
-    75: "stopped early, everything is saved; the same command goes on",
-    76: "a hang; the ranks that were waited for are named above",
-    77: "loss or gradient stayed non-finite",
-    79: "a file is damaged, and no good one is left",
-    80: "replicas differ",
-    81: "out of memory",
-    82: "the storage fails",
-}
 
 
 @dataclass(frozen=True)
@@ -183,7 +171,7 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]]) -> list[RankEn
             if rank in ended or code is None:
                 continue
             ends.append(RankEnd(rank, code))
-            if code not in (0, STOPPED_EARLY) and deadline is None:
+            if code not in (FINISHED, STOPPED_EARLY) and deadline is None:
                 deadline = time.monotonic() + FAILURE_SECONDS
         if deadline is not None and time.monotonic() > deadline:
             kill(processes)
@@ -221,7 +209,7 @@ def linger(node: Node, store: Any) -> None:
 
 def exit_code(ends: list[RankEnd]) -> int:
     """Of the job: of the first rank that failed and could say why; else 128 + the signal that ended one."""
-    failures = [end.code for end in ends if end.code not in (0, STOPPED_EARLY)]
+    failures = [end.code for end in ends if end.code not in (FINISHED, STOPPED_EARLY)]
     said = [code for code in failures if code > 0]
     if said:
         return said[0]

@@ -27,6 +27,7 @@ import config
 from build import TrainingRun
 from checkpoint import store
 from config import Config, ConfigError
+from config.exit_codes import STOPPED_EARLY
 from data.loader import BatchLoader
 from kernels import cross_entropy, partial_attention
 from parallel.microbatch import Microbatch
@@ -52,8 +53,6 @@ FP8_BY_MICROBATCH = ("tensorwise", "rowwise")
 
 # Endings of the keys of metrics.jsonl that depend on the machine, not on the training.
 MACHINE_SUFFIXES = ("_ms", "_s", "_gpu", "mem_gib", "mfu")
-
-STOPPED_EARLY = 75  # train.py's exit code for "stopped early, everything is saved"
 
 # Blocks of the loss and of ring attention in a layout: small, so that short sequences have several.
 SMALL_CHUNK_BYTES = 32768

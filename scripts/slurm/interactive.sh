@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The same start in a terminal, inside an allocation: what you see is what the ranks print, Ctrl-C saves and stops.
+# The same start inside an allocation, as in a terminal: what you see is what the ranks print, Ctrl-C saves and stops.
 #
 #     salloc --nodes 2 --gpus-per-node 8 --time 1:00:00
 #     bash scripts/slurm/interactive.sh llama3-8b --train.steps 20 --log.name try

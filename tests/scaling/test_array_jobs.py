@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "scripts" / "scaling"
-SRUN = '#!/bin/bash\nshift\nSLURM_NODEID=0 exec "$@"\n'
+SRUN = '#!/bin/bash\nwhile [[ $1 = -* ]]; do shift; done\nSLURM_NODEID=0 exec "$@"\n'
 SCONTROL = '#!/bin/bash\necho "scontrol $*" >> "$CALLS"\n[ "$1" = show ] && echo 127.0.0.1 || true\n'
 # In the place of python: notes its words; ends with $CODE, at once or when USR1 comes.
 PYTHON = """#!/bin/bash

@@ -1,0 +1,17 @@
+"""The exit codes of train.py. docs/training.md says what to do about each."""
+
+FINISHED = 0
+STOPPED_EARLY = 75  # the run is not at its horizon, and everything is saved
+
+MEANINGS = {
+    FINISHED: "finished",
+    1: "an error, or a lost rank: the first line above that begins with error: has it",
+    2: "a mistake, named above",
+    STOPPED_EARLY: "stopped early, everything is saved; the same command goes on",
+    76: "a hang; the ranks that were waited for are named above",
+    77: "loss or gradient stayed non-finite",
+    79: "a file is damaged, and no good one is left",
+    80: "replicas differ",
+    81: "out of memory",
+    82: "the storage fails",
+}

@@ -1,0 +1,20 @@
+# Sourced by the scripts of array jobs, in the folder of the checkout: runs one part of an experiment, which saves before
+# the time limit, and puts what is not finished back into the queue.
+
+run_part() { # the words of `python -m scripts.scaling`
+    local run code
+    "${PYTHON:-python}" -m scripts.scaling "$@" &
+    run=$!
+    # shellcheck disable=SC2064
+    trap "kill -USR1 $run" USR1
+    wait "$run"
+    code=$?
+    while kill -0 "$run" 2> /dev/null; do # the signal ended the wait, not the run
+        wait "$run"
+        code=$?
+    done
+    if [ "$code" -eq 75 ]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    return "$code"
+}
