@@ -19,6 +19,7 @@ import config
 from config import Config, ConfigError
 from config.suggestions import check_rules
 from plan.count import flops_per_token, parameters
+from scaling.settings import words_of
 
 LADDER_FILE = "ladder.json"  # in the folder of a ladder
 FFN_RATIO = 8 / 3  # inner width of the MLP over the width: three matrices hold what two of 4 would
@@ -116,10 +117,7 @@ def check_ladder(ladder: Ladder) -> None:
 
 def config_of_depth(ladder: Ladder, depth: int) -> Config:
     """The recipe with the ladder's settings and the model of this depth."""
-    argv: list[str] = []
-    for key, value in ladder.settings:
-        argv += [f"--{key}", value]
-    cfg = config.resolve(ladder.recipe, None, argv)
+    cfg = config.resolve(ladder.recipe, None, words_of(ladder.settings))
     return replace(cfg, model=replace(cfg.model, **model_keys(ladder, depth)))
 
 
@@ -205,10 +203,7 @@ def train_arguments(ladder: Ladder, run: LadderRun, folder: Path) -> list[str]:
     if run.trunk is not None:
         branch = folder / run.trunk / "checkpoints" / f"step_{run.branch_step:08d}"
         settings["checkpoint.resume"] = str(branch)
-    arguments = [ladder.recipe]
-    for key, value in settings.items():
-        arguments += [f"--{key}", value]
-    return arguments
+    return [ladder.recipe, *words_of(settings.items())]
 
 
 def describe_ladder(ladder: Ladder) -> str:

@@ -1,5 +1,6 @@
 """The keys of train.py that a scaling experiment sets, and what the words of its command line say."""
 import argparse
+from collections.abc import Iterable
 
 from config import ConfigError, dotted_overrides, usable_cores
 
@@ -36,6 +37,14 @@ def parse_settings(
         for key, value in values.items():
             settings[f"{section}.{key}"] = value
     return tuple(settings.items())
+
+
+def words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
+    """The command line of train.py that says these settings, [key, value] pairs."""
+    words: list[str] = []
+    for key, value in settings:
+        words += [f"--{key}", value]
+    return words
 
 
 def parse_numbers(option: str, text: str) -> tuple[float, ...]:

@@ -22,6 +22,7 @@ from plan.job import job_of_rank
 from runtime.lines import Rows, read_metrics
 from scaling.optimum import SMOOTHING, smoothed
 from scaling.points import Array
+from scaling.settings import words_of
 
 COLUMNS = ("run", "rate", "batch_tokens", "steps", "loss", "train_loss", "steps_to_target", "noise_scale")
 LEAST_STEPS = 20  # of a run: the smoothing needs some
@@ -114,10 +115,7 @@ class CriticalBatch:
 
 def config_of_sweep(sweep: Sweep) -> Config:
     """The recipe with the sweep's settings."""
-    argv: list[str] = []
-    for key, value in sweep.settings:
-        argv += [f"--{key}", value]
-    return config.resolve(sweep.recipe, None, argv)
+    return config.resolve(sweep.recipe, None, words_of(sweep.settings))
 
 
 def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
@@ -175,10 +173,7 @@ def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> li
         "eval.every": "none",  # at the end alone
         "eval.sample": "0",
     }
-    arguments = [sweep.recipe]
-    for key, value in settings.items():
-        arguments += [f"--{key}", value]
-    return arguments
+    return [sweep.recipe, *words_of(settings.items())]
 
 
 def micro_batch_of(sequences: int, most: int) -> int:

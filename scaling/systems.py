@@ -20,6 +20,7 @@ from plan.count import flops_per_token
 from plan.job import job_of_rank
 from plan.search import job_of
 from runtime.lines import read_metrics
+from scaling.settings import words_of
 
 MODES = ("strong", "weak")
 CELL_FILE = "cell.json"  # in the folder of a cell's run
@@ -119,10 +120,7 @@ def check_systems(systems: Systems) -> None:
 
 def config_of_recipe(systems: Systems, more: tuple[tuple[str, str], ...] = ()) -> Config:
     """The recipe with the settings of all cells, and more. Raises ConfigError."""
-    argv: list[str] = []
-    for key, value in systems.settings + more:
-        argv += [f"--{key}", value]
-    return config.resolve(systems.recipe, None, argv)
+    return config.resolve(systems.recipe, None, words_of(systems.settings + more))
 
 
 def config_of_cell(systems: Systems, mode: str, layout: ScalingLayout, ranks: int) -> Config:
@@ -186,10 +184,7 @@ def cell_arguments(systems: Systems, cell: ScalingCell, layout: ScalingLayout, f
         "eval.sample": "0",
         "checkpoint.every": "none",
     }
-    arguments = [systems.recipe]
-    for key, value in settings.items():
-        arguments += [f"--{key}", value]
-    return arguments
+    return [systems.recipe, *words_of(settings.items())]
 
 
 # ---- what came out -----------------------------------------------------------------------------------------
