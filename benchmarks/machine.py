@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from model import precision
 from parallel.wire import comm
 from parallel.wire.world import join_job
 from plan.machine import Machine
@@ -22,7 +23,7 @@ from runtime import setup
 
 SECONDS = 0.4  # that each thing is repeated
 TIMEOUT_S = 120.0
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64, "fp16": torch.float16}
+DTYPES = {name: dtype for name, dtype in precision.DTYPES.items() if name != "fp8"}
 PRODUCT_SIZE = 768
 ATTENTION_SHAPE = (2, 8, 512, 64)  # [b, heads, s, head dim]
 COPY_ELEMENTS = 1 << 25  # of one byte: larger than a cache

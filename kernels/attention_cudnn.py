@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kernels.attention_mask import PackedDocuments
+from kernels.triton_ import power_of_2
 
 OLDEST_CUDNN = 91800  # torch's own choice of cuDNN for documents asks for it
 CUDNN_WITH_EMPTY_DOCUMENTS = 92500
@@ -33,25 +34,20 @@ def head_dims(d: int, e: int) -> bool:
     return d % 8 == e % 8 == 0 and max(d, e) <= MAX_HEAD_DIM
 
 
-def power_of_two(n: int) -> int:
-    """The smallest one that is n or more."""
-    return 1 << (n - 1).bit_length()
-
-
 def for_few_plans(packed: PackedDocuments) -> PackedDocuments:
     """The same documents, with a number and a bound that many sets of documents share."""
     ends, number = packed.ends, packed.number
     takes_empty_documents = (torch.backends.cudnn.version() or 0) >= CUDNN_WITH_EMPTY_DOCUMENTS
-    if takes_empty_documents and number < power_of_two(number):
-        number = power_of_two(number)
+    if takes_empty_documents and number < power_of_2(number):
+        number = power_of_2(number)
         ends = torch.cat((ends, ends[-1:].expand(number - packed.number)))
-    longest = max(power_of_two(packed.longest), SHORTEST_BOUND)
+    longest = max(power_of_2(packed.longest), SHORTEST_BOUND)
     return PackedDocuments(ends, number, longest, packed.window)
 
 
 def padding_fits_torch(packed: PackedDocuments, tokens: int) -> bool:
     """Whether what torch's backward keeps of dq is small enough. tokens: of all documents."""
-    planned = power_of_two(packed.number) * max(power_of_two(packed.longest), SHORTEST_BOUND)
+    planned = power_of_2(packed.number) * max(power_of_2(packed.longest), SHORTEST_BOUND)
     return planned <= MOST_PADDING * tokens
 
 

@@ -20,6 +20,7 @@ from kernels.attention_mask import AttentionMask, MaskLike
 from kernels.linear import ALIGNED
 from kernels.triton_ import (
     TensorDescriptor,
+    by_channel,
     ceil_div,
     chip_name,
     kernel_is_available,
@@ -177,11 +178,6 @@ def call_numbers(q: Tensor, k: Tensor, bounds: MaskBounds) -> dict[str, int | fl
         "offset": bounds.offset,
         "scale": math.log2(math.e) / math.sqrt(q.shape[-1]),  # of scores in base 2
     }
-
-
-def by_channel(x: Tensor) -> Tensor:
-    """x with adjacent channels, a copy where they are not."""
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def strides_of(*tensors: Tensor) -> list[tuple[int, ...]]:

@@ -39,13 +39,21 @@ def order_by_expert(index: Tensor, num_experts: int) -> ExpertOrder:
         tokens = choices // k
         places = torch.empty_like(choices)
         places[choices] = torch.arange(t * k, device=index.device)
-        # torch.bincount gives the same, but the host waits for a GPU in it
-        counts = chosen.new_zeros(num_experts).index_add_(0, chosen, torch.ones_like(chosen))
+        counts = count_choices(chosen, num_experts)[1:]
     return ExpertOrder(
         rows=RowOrder(tokens, places.view(t, k)),
         choices=RowOrder(choices, places[:, None]),
         rows_per_expert=counts,
     )
+
+
+def count_choices(choices: Tensor, num_experts: int) -> Tensor:
+    """choices [t k] -> [1 + experts]: how many are dropped (-1), and how many each expert has.
+
+    torch.bincount gives the same, but the host waits for a GPU in it.
+    """
+    counts = choices.new_zeros(1 + num_experts)
+    return counts.index_add_(0, choices + 1, torch.ones_like(choices))
 
 
 # ---- Triton ------------------------------------------------------------------------------------------------

@@ -420,8 +420,8 @@ def empty_maxima(like: Tensor, m: int, n: int, kind: str) -> tuple[Tensor, Tenso
     return of_rows, of_columns
 
 
-def maxima_of_strips(of_rows: Tensor, of_columns: Tensor | None) -> Maxima:
-    """Of the tensors of empty_maxima, filled."""
+def maxima_of_strips(of_rows: Tensor | None, of_columns: Tensor | None) -> Maxima:
+    """Of what the programs of a kernel have found: of rows, and of columns in the rows of each program."""
     if of_columns is None:
         return Maxima(of_rows, of_rows)
     return Maxima(of_rows, of_columns.amax(0)[:, None])

@@ -46,8 +46,6 @@ from kernels.swiglu import silu_times, swiglu_gradients
 from kernels.tiles import block_range, inside_matrix, load_fp32, tile_offsets
 from kernels.triton_ import ceil_div, power_of_2, tl, triton
 
-FORMULAS = ("norm", "swiglu", "swiglu_backward", "rope_backward")
-
 
 def maxima_of(x: Origin, kind: str, *, both: bool) -> Maxima:
     """fp8.find_maxima of a matrix by its origin; those that its producer has found are taken."""

@@ -11,8 +11,9 @@ The products are y = x W^T, dx = dy W and dW = dy^T x. The rows of the operands 
 a rowwise scale is that of a feature over all tokens of the microbatch, a blockwise one that of a feature over
 128 tokens.
 
-Scales are computed from the tensor itself, just in time. A tensor that is sharded over ranks has the scales
-of the whole tensor: where a scale spans several shards, the ranks exchange their largest elements
+Scales are computed from the tensor itself, just in time. Its producer may have found the maxima, or may
+leave the tensor to be computed by the casts (kernels/fp8_origin.py). A tensor that is sharded over ranks has
+the scales of the whole tensor: where a scale spans several shards, the ranks exchange their largest elements
 (Fp8Scaling). A block never spans shards.
 
 Each of the three matrices is an operand of two products, along its rows of one and along its columns of the
@@ -43,7 +44,7 @@ from kernels.fp8_gemm import (
     write_scaled_product,
 )
 from kernels.fp8_origin import Origin, Reader, origin_of
-from kernels.fp8_weight import WeightsTogether, quantize_once
+from kernels.fp8_weight import WeightsTogether, kept_maxima, quantize_once
 from kernels.grad import accumulate_grad, accumulate_summed_grad, accumulation_dtype
 from kernels.linear import LinearRegion, RecomputeFunction, recompute_input, source_of, start_reduce_grads
 
@@ -62,7 +63,7 @@ class Fp8Scaling:
 
     recipe: one of RECIPES. side: of a block.
     outs, ins, tokens: set where ranks shard the outputs of the weight, its inputs, the microbatch's tokens.
-    both: over the ranks of `tokens` and those of the features at once, where there are both.
+    all_parts: over the ranks of `tokens` and those of the features at once, where there are both.
     together: with which other weights the ranks exchange the maxima of this one; None: alone.
     """
     recipe: str
@@ -70,7 +71,7 @@ class Fp8Scaling:
     outs: Share | None = None
     ins: Share | None = None
     tokens: Share | None = None
-    both: Share | None = None
+    all_parts: Share | None = None
     together: WeightsTogether | None = None
 
     @property
@@ -90,13 +91,13 @@ class Fp8Scaling:
     def input_maxima(self, x: Origin, *, both: bool) -> Maxima:
         """Of x [t, n]. both: along the tokens, too."""
         return shared_maxima(
-            x, self.activation_kind, rows=self.tokens, columns=self.ins, all_parts=self.both, both=both
+            x, self.activation_kind, rows=self.tokens, columns=self.ins, all_parts=self.all_parts, both=both
         )
 
     def gradient_maxima(self, dy: Origin) -> Maxima:
         """Of dy [t, m]."""
         return shared_maxima(
-            dy, self.activation_kind, rows=self.tokens, columns=self.outs, all_parts=self.both, both=True
+            dy, self.activation_kind, rows=self.tokens, columns=self.outs, all_parts=self.all_parts, both=True
         )
 
     def inputs(self, x: Origin, maxima: Maxima) -> QuantizedMatrix:
@@ -119,13 +120,20 @@ class Fp8Scaling:
     def weight(self, w: Tensor) -> QuantizedPair:
         """w [m, n], for y, and its transpose, for dx; quantized once until its values change."""
         kind = RECIPES[self.recipe].weight_kind
-        if self.together is not None:
-            self.together.exchange()
         return quantize_once(
             w,
-            lambda: shared_maxima(origin_of(w), kind, rows=self.outs, columns=self.ins, both=True),
+            lambda: self.weight_maxima(w, kind),
             lambda maxima: quantize_operand_pair(w, kind, E4M3, self.side, maxima),
         )
+
+    def weight_maxima(self, w: Tensor, kind: str) -> Maxima:
+        """Of w, of which none are kept: exchanged with those of the weights that it is together with."""
+        if self.together is not None:
+            self.together.exchange()
+            kept = kept_maxima(w)
+            if kept is not None:
+                return kept
+        return shared_maxima(origin_of(w), kind, rows=self.outs, columns=self.ins, both=True)
 
 
 def own_maxima(w: Tensor, kind: str, divides_outputs: bool) -> tuple[Maxima, Tensor]:

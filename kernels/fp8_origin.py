@@ -34,7 +34,8 @@ class Reader(NamedTuple):
 class Origin:
     """Where the elements of a matrix [m, n] come from.
 
-    formula: WRITTEN, or one of fp8_formula.FORMULAS. operands: of the formula; of what is written, itself.
+    formula: WRITTEN, or one of the table in kernels/fp8_formula.py. operands: of the formula; of what is
+    written, itself.
     kind, maxima: max |x| for scales of this kind, where the producer has found them.
     """
     formula: str

@@ -50,6 +50,12 @@ def quantize_once(
     return kept.pair
 
 
+def kept_maxima(weight: Tensor) -> Maxima | None:
+    """What is kept of the weight's maxima; None: nothing yet, or nobody keeps it."""
+    kept: QuantizedWeight | None = getattr(weight, "quantized", None)
+    return None if kept is None else kept.maxima
+
+
 class WeightsTogether:
     """Weights whose largest elements the ranks exchange in one message, when the first of them is needed.
 

@@ -1,10 +1,11 @@
 """y_i = x_i W_i^T for each of several experts, whose rows follow each other.
 
-On a CPU it is a loop of GEMMs, on a GPU one launch: of a kernel here, or of torch's library, which is
-expected to be faster where rows lie in order (kernels/grouped_library.py). The rows may be divided among the
-experts in any way. An expert without rows costs nothing, but for the zeros of its gradient if it is the
-step's first. The weight gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline
-schedule may compute them later.
+On a CPU it is a loop of GEMMs, on a GPU one launch, after one that makes the table of tiles (row_tiles). The
+kernel is one here, or on Hopper, in bf16 and where rows lie in order, that of torch's library, which is
+expected to be faster there (kernels/grouped_library.py). The rows may be divided among the experts in any
+way. An expert without rows costs nothing, but for the zeros of its gradient if it is the step's first. The
+weight gradients go through accumulate_grad (kernels/grad.py), so the W of a pipeline schedule may compute
+them later.
 
 A launch has as many programs as run at the same time. They take tiles in turn from a table on the device
 (row_tiles): if `counts` is a tensor there, the host never learns how the rows are divided (after MegaBlocks,
@@ -337,14 +338,6 @@ def triton_fits(x: Tensor, weight: Tensor) -> bool:
     return kernel_is_available("grouped GEMM", x, weight, why=why)
 
 
-def offsets_of(counts: Sequence[int] | Tensor, device: torch.device) -> Tensor:
-    """int32 [experts + 1] on the device: where the rows of each expert start. Makes no host sync."""
-    if not isinstance(counts, Tensor):
-        counts = torch.as_tensor(counts, dtype=torch.int32).to(device, non_blocking=True)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    return F.pad(ends, (1, 0))
-
-
 class RowTiles(NamedTuple):
     """How the rows of experts are divided into tiles, on the device.
 
@@ -459,7 +452,8 @@ def accumulate_wgrad(
 ) -> Tensor | None:
     """Accumulates dW of all experts (kernels/grad.py). dy [m, o], x [m, n]; the sources as for grouped_wgrad.
 
-    ctx: that of the forward, with weight, experts, counts and triton.
+    ctx: that of the forward, with weight, experts, triton and counts: the rows of each expert, or under
+    triton the offsets of a RowTiles.
     """
     shape = ctx.experts, dy.shape[1], x.shape[1]
     write_products = launch_wgrad if ctx.triton else grouped_wgrad

@@ -1,7 +1,7 @@
 """Products of several experts by torch._grouped_mm (CUTLASS), where it passes a trial.
 
 It multiplies rows that are in the order of experts, forward and for the input gradient. It gathers no rows,
-and a weight gradient would come in 16 bits: those are kernels/grouped_gemm.py's own. On Hopper alone: on
+and would return a weight gradient in 16 bits: both are left to kernels/grouped_gemm.py. On Hopper alone: on
 Blackwell, experts without rows have been reported to spoil gradients (pytorch issues 172439 and 193633).
 """
 from functools import cache

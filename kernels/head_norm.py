@@ -14,8 +14,8 @@ from kernels.grad import accumulate_summed_grad
 from kernels.norm import rms_norm
 from kernels.rope import (
     apply_rope,
-    by_channel,
     copy_heads,
+    heads_of_tile,
     load_angles,
     per_sequence,
     side_by_side,
@@ -23,7 +23,7 @@ from kernels.rope import (
     turn_back,
 )
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
-from kernels.triton_ import kernel_is_available, num_processors, power_of_2, tl, triton
+from kernels.triton_ import by_channel, kernel_is_available, num_processors, power_of_2, tl, triton
 
 TILE = 1024  # pairs of channels that a program has at a time
 PROGRAMS = 4  # programs of the backward on each multiprocessor, as in kernels/norm.py
@@ -239,11 +239,10 @@ def head_norm_backward_kernel(
 def launch_meta(heads: int, kv: int, d: int) -> dict[str, int]:
     """Launch parameters for heads of d channels."""
     block = power_of_2(d // 2)
-    of_tile = max(1, TILE // block)
     return {
         "HALF": d // 2,
-        "HEADS": min(of_tile, power_of_2(heads)),
-        "KV_HEADS": min(of_tile, power_of_2(kv)),
+        "HEADS": heads_of_tile(heads, block, TILE),
+        "KV_HEADS": heads_of_tile(kv, block, TILE),
         "BLOCK": block,
         "num_warps": 4,
     }

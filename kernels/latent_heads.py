@@ -11,8 +11,8 @@ from torch import Tensor
 
 from kernels.rope import (
     apply_rope,
-    by_channel,
     copy_heads,
+    heads_of_tile,
     load_angles,
     pairs_to_halves,
     per_sequence,
@@ -20,7 +20,7 @@ from kernels.rope import (
     turn_back,
 )
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
-from kernels.triton_ import kernel_is_available, power_of_2, tl, triton
+from kernels.triton_ import by_channel, kernel_is_available, power_of_2, tl, triton
 
 TILE = 2048  # channels that a program has at a time
 
@@ -274,7 +274,7 @@ def launch_meta(heads: int, nope_dim: int, rope_dim: int, pairs: bool) -> dict[s
         "NOPE": nope_dim,
         "HALF": rope_dim // 2,
         "PAIRS": pairs,
-        "HEADS": max(1, min(TILE // max(nope_block, 2 * block), power_of_2(heads))),
+        "HEADS": heads_of_tile(heads, max(nope_block, 2 * block), TILE),
         "NOPE_BLOCK": nope_block,
         "BLOCK": block,
         "num_warps": 4,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.fp8 import Maxima
+from kernels.fp8 import maxima_of_strips
 from kernels.fp8_origin import Origin, Reader, unwritten, with_maxima
 from kernels.grad import accumulate_summed_grad, accumulation_dtype
 from kernels.jit import jit
@@ -376,7 +376,7 @@ def launch_unwritten(
 
     meta = launch_meta(d, FORWARD_PER_WARP)
     programs = min(PROGRAMS * num_processors(x.device), ceil_div(n, meta["ROWS"]))
-    of_rows, of_columns = empty_maxima(x, kind, programs)
+    of_rows, of_columns = empty_maxima_of_programs(x, kind, programs)
     unwritten_kernel[(programs,)](
         x, residual, weight, bias, total, scale, mean, of_rows, of_columns, n, d, eps,
         KIND=kind,
@@ -384,12 +384,14 @@ def launch_unwritten(
         LAYER=bias is not None,
         **meta,
     )
-    maxima = maxima_of_programs(of_rows, of_columns)
+    maxima = maxima_of_strips(of_rows, of_columns)
     origin = Origin("norm", (n, d), (total, weight, bias, scale, mean), kind, maxima)
     return unwritten(origin, shape, like=x), total, scale, mean
 
 
-def empty_maxima(x: Tensor, kind: str | None, programs: int) -> tuple[Tensor | None, Tensor | None]:
+def empty_maxima_of_programs(
+    x: Tensor, kind: str | None, programs: int
+) -> tuple[Tensor | None, Tensor | None]:
     """What store_maxima and add_maxima write about matrices like x [..., d]: of rows, and of columns."""
     d = x.shape[-1]
     if kind == "tensor":
@@ -398,13 +400,6 @@ def empty_maxima(x: Tensor, kind: str | None, programs: int) -> tuple[Tensor | N
         rows = x.new_empty(x.numel() // d, 1, dtype=torch.float32)
         return rows, x.new_empty(programs, d, dtype=torch.float32)
     return None, None
-
-
-def maxima_of_programs(of_rows: Tensor | None, of_columns: Tensor | None) -> Maxima:
-    """What store_maxima and add_maxima have written, for a quantizer."""
-    if of_columns is None:
-        return Maxima(of_rows, of_rows)
-    return Maxima(of_rows, of_columns.amax(0)[:, None])
 
 
 def launch_backward(
@@ -431,7 +426,7 @@ def launch_backward(
     dx = torch.empty_like(x)
     dweight = scale.new_empty(programs, d)
     dbias = None if mean is None else torch.empty_like(dweight)
-    of_rows, of_columns = empty_maxima(x, kind, programs)
+    of_rows, of_columns = empty_maxima_of_programs(x, kind, programs)
     backward_kernel[(programs,)](
         dy, dresidual, x, weight, scale, mean, dx, dweight, dbias, of_rows, of_columns, n, d,
         KIND=None if of_rows is None else kind,
@@ -440,7 +435,7 @@ def launch_backward(
         **meta,
     )
     if kind is not None and of_rows is not None:
-        dx = with_maxima(dx, kind, maxima_of_programs(of_rows, of_columns))
+        dx = with_maxima(dx, kind, maxima_of_strips(of_rows, of_columns))
     return dx, dweight.sum(0), None if dbias is None else dbias.sum(0)
 
 

@@ -20,7 +20,7 @@ MAX_WIDTH = 2048  # channels of a row that one program moves
 
 
 class RowOrder(NamedTuple):
-    """Which of t rows, those of tokens, each of m rows is, those of experts: the arguments of permute.
+    """How m rows in the order of experts are taken from t rows in the order of tokens: what permute takes.
 
     source [m] in [0, t). slots [t, k] in [0, m): the inverse; -1 where there is none, if not
     every_slot_filled.

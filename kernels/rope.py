@@ -17,7 +17,7 @@ from kernels.fp8_origin import Origin, Reader, unwritten
 from kernels.grad import accumulation_dtype
 from kernels.jit import jit
 from kernels.tiles import inside_matrix, load_fp32, tile_offsets
-from kernels.triton_ import kernel_is_available, power_of_2, tl, triton
+from kernels.triton_ import by_channel, kernel_is_available, power_of_2, tl, triton
 
 WITHOUT_FP64 = ("mps",)  # devices: Apple's GPUs compute in fp32 at most
 TILE = 2048  # pairs of channels that a program rotates at a time
@@ -280,9 +280,9 @@ def merge_gradients_kernel(
     )
 
 
-def heads_of_tile(heads: int, block: int) -> int:
-    """How many heads, of `block` pairs of channels each, a program has at a time."""
-    return max(1, min(TILE // block, power_of_2(heads)))
+def heads_of_tile(heads: int, block: int, tile: int = TILE) -> int:
+    """How many heads a program has at a time. block: of `tile`, what one head takes."""
+    return max(1, min(tile // block, power_of_2(heads)))
 
 
 def launch_rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:
@@ -309,14 +309,7 @@ def launch_rope(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, inverse: bool = 
 def per_sequence(table: Tensor, b: int) -> Tensor:
     """cos or sin [b or 1, s, 1, d/2] as the kernel reads it: for each of b sequences, with adjacent
     channels."""
-    if table.stride(-1) != 1:
-        return table.contiguous()
-    return table.expand(b, -1, -1, -1)
-
-
-def by_channel(x: Tensor) -> Tensor:
-    """x with adjacent channels, a copy where they are not."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return by_channel(table).expand(b, -1, -1, -1)
 
 
 def rope_backward(dq: Tensor, dk: Tensor, dv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -148,3 +148,8 @@ def ceil_div(a: int, b: int) -> int:
 def power_of_2(n: int) -> int:
     """The smallest power of two that is not below n."""
     return 1 << (n - 1).bit_length()
+
+
+def by_channel(x: Tensor) -> Tensor:
+    """x with adjacent channels, a copy where they are not."""
+    return x if x.stride(-1) == 1 else x.contiguous()

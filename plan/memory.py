@@ -60,17 +60,17 @@ def state_bytes(job: Job) -> dict[str, int]:
         "weights": weight_bytes * weights,
         "masters": on_device * masters,
         "gradients": grad_bytes * (grads + errors),
-        "optimizer": on_device * moment_elements(job, every) + (ema_bytes(job) if on_device else 0),
+        "optimizer": on_device * moment_elements(job, every) + (ema_bytes(job, every) if on_device else 0),
     }
 
 
 def host_bytes(job: Job) -> int:
-    """Masters and moments in host memory (parallel.offload)."""
+    """Masters, moments and the average of the masters in host memory (parallel.offload)."""
     if job.cfg.parallel.offload not in ("optimizer", "both"):
         return 0
     every = unique_buckets(buckets(job))
     owned = sum(bucket.shard_size for bucket in every)
-    return master_bytes(job) * (owned + moment_elements(job, every)) + ema_bytes(job)
+    return master_bytes(job) * (owned + moment_elements(job, every)) + ema_bytes(job, every)
 
 
 def master_bytes(job: Job) -> int:
@@ -78,11 +78,11 @@ def master_bytes(job: Job) -> int:
     return 2 if job.cfg.optim.states == "bf16" else accumulation_bytes(job.cfg.train.dtype)
 
 
-def ema_bytes(job: Job) -> int:
+def ema_bytes(job: Job, every: Iterable[PlannedBucket]) -> int:
     """The moving average of the masters (train.ema), in fp32 whatever optim.states is."""
     if job.cfg.train.ema is None:
         return 0
-    owned = sum(bucket.shard_size for bucket in unique_buckets(buckets(job)))
+    owned = sum(bucket.shard_size for bucket in every)
     return accumulation_bytes(job.cfg.train.dtype) * owned
 
 

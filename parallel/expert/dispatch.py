@@ -23,8 +23,10 @@ bytes of the compute dtype, of fp32 or better):
 They are counted on the rank that has the token (what it sends, and what comes back), so the count does not
 depend on the routing. What arrives is not brought into the order of experts: their products read it where it
 lies, and write to where it returns from (kernels/grouped_gemm.py). If one rank has all experts, nothing is
-sent, and they read the tokens themselves. Of the shared experts, all but the last product runs during the
-exchange to the experts and the last during the exchange back, and their gradients likewise (model/moe.py).
+sent, and they read the tokens themselves. Products in fp8 read copies in the order of experts (model/moe.py).
+
+Of the shared experts, all but the last product runs during the exchange to the experts and the last during
+the exchange back, and their gradients likewise (model/moe.py).
 
 In the backward of a chunk, the gradients of its rows go home before the experts' weight gradients are
 computed (LateWeightGrads): so the last exchange of the backward, which has no other chunk beside it, travels
@@ -38,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.expert_order import order_by_expert
+from kernels.expert_order import count_choices, order_by_expert
 from kernels.grad import LateWeightGrads
 from kernels.permute import RowOrder, permute, unpermute
 from parallel.cost import Beside, Cost, Exchange, MemoryTraffic, Phase, SavedTensor, Workload
@@ -236,15 +238,6 @@ def fill_up(choices: Tensor, num_experts: int, capacity: int) -> Tensor:
     is_needed = torch.arange(capacity, device=choices.device) < missing  # [experts, capacity]
     added = torch.where(is_needed, experts, -1)
     return torch.cat((choices, added.flatten()))
-
-
-def count_choices(choices: Tensor, num_experts: int) -> Tensor:
-    """choices [t k] -> [1 + experts]: how many are dropped, and how many each expert has.
-
-    torch.bincount gives the same, but the host waits for a GPU in it.
-    """
-    counts = choices.new_zeros(1 + num_experts)
-    return counts.index_add_(0, choices + 1, torch.ones_like(choices))
 
 
 # ---- how many rows go where --------------------------------------------------------------------------------

@@ -75,12 +75,12 @@ def fp8_scaling(recipe: Fp8Recipe | None, mesh: Mesh, divides_outputs: bool) -> 
         return None
     over_tp = partial(comm.all_reduce_max_float, group=mesh.tp) if mesh.tp.size > 1 else None
     over_cp = partial(comm.all_reduce_max_float, group=mesh.cp) if mesh.cp.size > 1 else None
-    both = None
+    all_parts = None
     if over_tp is not None and over_cp is not None:
-        both = partial(comm.all_reduce_max_float, group=mesh.tp_cp)
+        all_parts = partial(comm.all_reduce_max_float, group=mesh.tp_cp)
     if divides_outputs:
-        return Fp8Scaling(*recipe, outs=over_tp, ins=None, tokens=over_cp, both=both)
-    return Fp8Scaling(*recipe, outs=None, ins=over_tp, tokens=over_cp, both=both)
+        return Fp8Scaling(*recipe, outs=over_tp, ins=None, tokens=over_cp, all_parts=all_parts)
+    return Fp8Scaling(*recipe, outs=None, ins=over_tp, tokens=over_cp, all_parts=all_parts)
 
 
 def exchange_weight_maxima_together(module: nn.Module, group: Group) -> None:
@@ -125,7 +125,7 @@ def scale_exchanges(
     weight = exchange("tp", inputs if divides_outputs else outputs, "step")
     of_input = exchange("cp", inputs, "forward")
     of_output_grad = exchange("cp", outputs, "backward")
-    if tensorwise and scaling.both is not None:  # one number of all ranks
+    if tensorwise and scaling.all_parts is not None:  # one number of all ranks
         if divides_outputs:
             return weight, of_input, exchange("tp_cp", 1, "backward")
         return weight, exchange("tp_cp", 1, "forward"), of_output_grad

@@ -173,3 +173,13 @@ def test_triton_leaves_a_leaf_alone_and_says_who_still_needs_qkv(interpreted):
     q, k, v = split_heads_and_apply_rope(kept, cos, sin, 2, 1)
     with pytest.raises(RuntimeError, match="inplace"):
         (q.sum() + k.sum() + v.sum()).backward()
+
+
+def test_one_table_of_any_strides_serves_every_sequence(interpreted):
+    """Of channels that do not lie side by side, the table of the first sequence is that of the others."""
+    x = torch.randn(3, 5, 2, 8, device=interpreted)
+    cos, sin = (t.to(interpreted) for t in table(1, 5, 8, torch.float32))
+    apart = [t.transpose(1, 3).contiguous().transpose(1, 3) for t in (cos, sin)]
+    assert apart[0].stride(-1) != 1
+    want = apply_rope(x, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1))
+    torch.testing.assert_close(apply_rope(x, *apart), want)
