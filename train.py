@@ -168,7 +168,7 @@ FailureScope = Callable[[], AbstractContextManager[object]]
 ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether another start is wanted)
 
 
-OF_A_PHASE = (  # fields of a Session
+OF_A_PHASE = (  # the fields of a Session that each phase makes anew
     "cfg", "run", "start_step", "train_data", "valid_data", "valid_batches", "source_batches",
 )
 
@@ -520,6 +520,7 @@ def check_data(cfg: Config, world: World) -> Config:
         tokenizer = None
         for phase in phases_of(cfg).all:
             with named(phase):
+                check_source_names(phase.cfg)
                 data = open_loader(cfg, "train", 0, 1, phase=phase.number)
                 data.close()
                 tokenizer = tokenizer or data.required_tokenizer
@@ -534,6 +535,14 @@ def check_data(cfg: Config, world: World) -> Config:
         return tokenizer.vocab
 
     return with_vocab(cfg, state.first_rank_does(open_once, world.all_ranks(), cfg.checkpoint.timeout_s))
+
+
+def check_source_names(cfg: Config) -> None:
+    """Raises ConfigError if the losses of a source and of the averaged weights would have one name."""
+    paths = parse_blend(cfg.data.path)[1]
+    is_validated_apart = len(paths) > 1 and cfg.eval.source_batches != 0
+    if is_validated_apart and cfg.train.ema is not None and EMA in source_names(paths):
+        raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
 
 
 def open_data(
@@ -684,11 +693,8 @@ def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[s
     batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
     if len(paths) == 1 or batches == 0:
         return {}
-    names = source_names(paths)
-    if cfg.train.ema is not None and EMA in names:
-        raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
     found: dict[str, list[Microbatch]] = {}
-    for name, path in zip(names, paths):
+    for name, path in zip(source_names(paths), paths):
         alone = replace(cfg, data=replace(cfg.data, path=f"1 {shlex.quote(path)}"))
         data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
         found[name] = read_valid_batches(batches, data, mesh)

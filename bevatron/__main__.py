@@ -7,7 +7,7 @@ import bevatron
 
 COMMANDS = {  # the module that is run, and what it is for
     "train": ("train", "train a model; train --list has the recipes"),
-    "launch": ("scripts.launch", "the same with several ranks of this machine, or of several"),
+    "launch": ("scripts.launch", "train with several ranks, on one machine or on several"),
     "generate": ("scripts.generate", "text from a run"),
     "evaluate": ("scripts.evaluate", "loss, perplexity and bits per byte of a run"),
     "convert": ("scripts.convert", "to and from a Hugging Face folder"),

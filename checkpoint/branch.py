@@ -11,7 +11,7 @@ from pathlib import Path
 import config
 from checkpoint import state, store
 from config import Config, ConfigError, Tree, phases_of, span_of
-from config.phases import CHANGEABLE, differing_keys, phases_text, value_of
+from config.phases import CHANGEABLE, differing_keys, phases_text, value_of, with_values
 
 NOT_INHERITED = {  # section: keys that a branch does not have from its source
     "log": ("name",),
@@ -79,7 +79,7 @@ def find_source(where: str, asker: str = "checkpoint.branch") -> Path:
         return state.find_checkpoint(where, [], check=store.quick_check)
     if not step.isdigit():
         raise ConfigError(f"{asker}: {where!r} is not RUN or RUN@STEP, such as runs/first@1000")
-    path = Path(run) / "checkpoints" / f"step_{int(step):08d}"
+    path = store.checkpoint_folder(Path(run) / "checkpoints", int(step))
     if not (path / "index.json").exists():
         saved = [str(number) for number, _ in reversed(store.committed_checkpoints(path.parent))]
         raise ConfigError(
@@ -92,12 +92,3 @@ def find_source(where: str, asker: str = "checkpoint.branch") -> Path:
 def changeable_keys() -> list[str]:
     """Every section.key that a phase may change."""
     return [f"{section}.{key}" for section, keys in CHANGEABLE.items() for key in keys.split()]
-
-
-def with_values(cfg: Config, values: Tree) -> Config:
-    """The config with other values of some keys (section.key)."""
-    for path, value in values.items():
-        section, _, key = path.partition(".")
-        changed = dataclasses.replace(getattr(cfg, section), **{key: value})
-        cfg = dataclasses.replace(cfg, **{section: changed})
-    return cfg

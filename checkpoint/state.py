@@ -65,7 +65,8 @@ MAY_DIFFER = (
 # A change of these needs no warning.
 UNREPORTED = ("log.", "eval.", "checkpoint.", "profile.")
 EMA_SUFFIX = f"@{EMA}"  # of the keys of optim/ema.py
-TRAINED, AVERAGED = WEIGHTS = ("trained", EMA)  # which weights of a checkpoint a script reads
+TRAINED = "trained"
+WEIGHTS = (TRAINED, EMA)  # which weights of a checkpoint a script reads
 BY_TIME = "keep_minutes"  # the mark of a checkpoint that is permanent by its time
 FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
@@ -447,7 +448,7 @@ def save_run(
     call.
     """
     world = saver.group or run.mesh.world
-    pieces = state_boxes(run.buckets, moments_of(run), each_once=True) + run.routers.boxes(each_once=True)
+    pieces = boxes_to_save(run)
     for reducer in powersgd_of(run.buckets):
         pieces += reducer.boxes_of(reducer.sum_errors(), each_once=True)
     checkpoint = run.cfg.checkpoint
@@ -466,13 +467,17 @@ def save_run(
     )
 
 
+def boxes_to_save(run: RunState) -> BoxedTensors:
+    """What this rank writes of a checkpoint, but for the errors of PowerSGD, which are summed first."""
+    return state_boxes(run.buckets, moments_of(run), each_once=True) + run.routers.boxes(each_once=True)
+
+
 def check_space(run: RunState, root: pathlib.Path) -> None:
     """Raises StorageError, on all ranks, if the disk has no room for one checkpoint. Collective.
 
     root: the folder of the checkpoints, which need not be there; the one around it is.
     """
-    pieces = state_boxes(run.buckets, run.optim.state(), each_once=True)
-    own_bytes = sum(part.numel() * part.element_size() for _, part in pieces)
+    own_bytes = sum(part.numel() * part.element_size() for _, part in boxes_to_save(run))
     total_bytes = sum(comm.all_gather_objects(own_bytes, run.mesh.world))
     first_rank_does(lambda: store.check_free_space(root, total_bytes), run.mesh.world)
 
@@ -537,7 +542,7 @@ def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
     Raises IntegrityError, on all ranks, if it is damaged.
     """
     def look() -> StartingPoint:
-        path = root / f"step_{step:08d}"
+        path = store.checkpoint_folder(root, step)
         return StartingPoint(path, None, store.read_meta(path), [])
 
     load_start(run, root, first_rank_does(look, run.mesh.world, run.cfg.checkpoint.timeout_s))
@@ -592,7 +597,7 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
         resumed = find_checkpoint(checkpoint.resume, notes, bad, store.quick_check)
     if resumed is None and checkpoint.branch:
         run, _, step = checkpoint.branch.rpartition("@")
-        path = pathlib.Path(run) / "checkpoints" / f"step_{int(step):08d}"
+        path = store.checkpoint_folder(pathlib.Path(run) / "checkpoints", int(step))
         resumed = find_checkpoint(str(path), notes, bad, store.quick_check)
     weights = None
     if resumed is None and checkpoint.init_from:

@@ -178,7 +178,7 @@ def save(
     """
     root = Path(root)
     pieces = list(pieces)
-    final = root / f"step_{step:08d}"
+    final = checkpoint_folder(root, step)
 
     def all_ranks_do(work: Callable[[], Result]) -> list[Result]:
         return agree_on_outcome(gather, work, timeout_s)
@@ -433,6 +433,11 @@ def move_to_trash(path: Path) -> None:
 
 
 # ---- find --------------------------------------------------------------------------------------------------
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Where the checkpoint of this step lies."""
+    return root / f"step_{step:08d}"
+
 
 def committed_checkpoints(root: Path | str) -> list[tuple[int, Path]]:
     """[(step, folder)] of every checkpoint that has a final name, newest first.

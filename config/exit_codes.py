@@ -5,7 +5,7 @@ STOPPED_EARLY = 75  # the run is not at its horizon, and everything is saved
 
 MEANINGS = {
     FINISHED: "finished",
-    1: "an error, or a lost rank: the first line above that begins with error: has it",
+    1: "an error, or a lost rank; the first line above that begins with 'error:' says which",
     2: "a mistake, named above",
     STOPPED_EARLY: "stopped early, everything is saved; the same command goes on",
     76: "a hang; the ranks that were waited for are named above",

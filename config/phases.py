@@ -223,10 +223,14 @@ def next_phase(before: Phase, row: Tree, where: str) -> Phase:
 
 
 def with_changes(cfg: Config, changes: Tree) -> Config:
-    """The config with other values of some keys. A ramp (train.ramp) ends with its phase."""
-    changes = {"train.ramp": None, **changes}
+    """The config of a phase with these changes. A ramp (train.ramp) ends with its phase."""
+    return with_values(cfg, {"train.ramp": None, **changes})
+
+
+def with_values(cfg: Config, values: Tree) -> Config:
+    """The config with other values of some keys (section.key)."""
     sections: dict[str, Any] = {}
-    for path, value in changes.items():
+    for path, value in values.items():
         section, _, key = path.partition(".")
         sections[section] = replace(sections.get(section, getattr(cfg, section)), **{key: value})
     return replace(cfg, **sections)

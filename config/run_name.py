@@ -14,6 +14,7 @@ import re
 from pathlib import Path
 
 from config.loading import dotted_overrides, from_tree
+from config.phases import differing_keys
 from config.schema import Config
 from config.strict import ConfigError, read_yaml
 
@@ -82,14 +83,10 @@ def settings_that_differ(old: Config, new: Config) -> dict[str, object]:
     """{key: value of new}, without keys that change no result. A vocabulary that the data decides is no
     difference."""
     found: dict[str, object] = {}
-    for section in dataclasses.fields(Config):
-        before, after = getattr(old, section.name), getattr(new, section.name)
-        for field in dataclasses.fields(after):
-            key = f"{section.name}.{field.name}"
-            value = getattr(after, field.name)
-            is_open = key == "model.vocab" and value is None
-            if value != getattr(before, field.name) and not is_open and not key.startswith(IDLE):
-                found[key] = value
+    for key, value in differing_keys(old, new).items():
+        is_open = key == "model.vocab" and value is None
+        if not is_open and not key.startswith(IDLE):
+            found[key] = value
     return found
 
 

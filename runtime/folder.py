@@ -1,7 +1,7 @@
 """The run folder, looked at before the first step: what would fail at the first save, hours later, fails now.
 
     refuse_links     no link in it leads a write somewhere else
-    check_shared     every rank sees the folder that rank 0 writes to
+    write_token, check_token, remove_token     every rank sees the folder that rank 0 writes to
 """
 import contextlib
 import socket

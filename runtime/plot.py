@@ -179,7 +179,7 @@ def plot_window(loss: np.ndarray, smooth: np.ndarray, valid: list[float]) -> tup
 
 
 def main(argv: list[str]) -> None:
-    """Draws with little: the training comes first."""
+    """Draws at a low priority: the training comes first."""
     os.nice(10)
     loss_png(Path(argv[0]), argv[1] if len(argv) > 1 else "")
 

@@ -18,11 +18,11 @@ import numpy as np
 from config import ConfigError
 from config.exit_codes import STOPPED_EARLY
 from runtime.lines import read_metrics
+from runtime.stop import SIGNALS, is_under_nohup
 from scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
 from scaling.points import Array, Points, make_points
 
 TRAIN_FILE = Path(__file__).parent.parent / "train.py"
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 Report = Callable[[str], None]
 
 
@@ -38,10 +38,12 @@ class Programs:
     def __init__(self) -> None:
         self.running: set[subprocess.Popen[bytes]] = set()
         self.is_stopped = False
-        self.previous: dict[signal.Signals, Any] = {}
+        self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Programs":
-        for number in STOP_SIGNALS:
+        for number in SIGNALS:
+            if is_under_nohup(number):
+                continue
             self.previous[number] = signal.signal(number, self.pass_on)
         return self
 

@@ -113,7 +113,7 @@ def draw_contours(points: Points, fit: Fit, optimum: Optimum, path: Path) -> Non
 
 
 def draw_fit(points: Points, fit: Fit, path: Path) -> None:
-    """MeasuredCell losses beside the law's."""
+    """Measured losses beside the law's."""
     title = "measured loss beside that of the law"
     with figure(path, title, "loss of the law", "measured loss (nats per token)") as axes:
         predicted = np.exp(fit.law.log_loss(fit.theta, np.log(points.parameters), np.log(points.tokens)))

@@ -29,10 +29,9 @@ from typing import Any
 import config
 from config import ConfigError
 from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
+from runtime.stop import SIGNALS, is_under_nohup
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
-# those that ask a rank to save and stop
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
 LINGER_SECONDS = 30.0  # how long node 0 keeps the store for the ranks of other nodes, after its own ended
 POLL_SECONDS = 0.05
@@ -126,6 +125,16 @@ def is_address(family: socket.AddressFamily, text: str) -> bool:
 # ---- the ranks ---------------------------------------------------------------------------------------------
 
 
+def check_words(argv: list[str]) -> None:
+    """Raises ConfigError for a mistake in the words of train.py.
+
+    Those of a branch are left to the ranks: the settings that it goes on with are in a checkpoint.
+    """
+    name, file, overrides = config.split_argv(argv)
+    if config.dotted_overrides(overrides).get("checkpoint", {}).get("branch") in (None, "none"):
+        config.resolve(name, file, overrides)
+
+
 def run_ranks(node: Node, listener: socket.socket | None, command: list[str]) -> list[RankEnd]:
     """Runs the command as every rank of this node. Returns how they ended, in that order."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -134,8 +143,7 @@ def run_ranks(node: Node, listener: socket.socket | None, command: list[str]) ->
         for process in processes.values():
             process.send_signal(number)  # does nothing to one that has ended
 
-    is_under_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    wanted = [number for number in SIGNALS if not (number == signal.SIGHUP and is_under_nohup)]
+    wanted = [number for number in SIGNALS if not is_under_nohup(number)]
     previous = {number: signal.signal(number, pass_on) for number in wanted}
     try:
         for local_rank in range(node.nproc):
@@ -265,7 +273,7 @@ def main(argv: list[str]) -> int:
     if {"--help", "-h", "--list"} & set(options.words):
         return subprocess.call(command)
     try:
-        config.resolve(*config.split_argv([word for word in options.words if word != "--traceback"]))
+        check_words([word for word in options.words if word != "--traceback"])
         node, listener = listen(options)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_resume import run
 
 import build
@@ -67,6 +68,26 @@ def test_too_small_a_disk_is_found_before_the_first_step(home, monkeypatch):
     assert run(home, "small") == 82
     told = (home / "small.log").read_text()
     assert "1,000 bytes are free" in told and not (home / "small" / "metrics.jsonl").exists()
+
+
+def test_the_room_that_is_looked_for_is_that_of_the_checkpoint(home, monkeypatch):
+    """To a byte, with the average of the weights too: each tensor of the first checkpoint is in it."""
+    asked = home / "asked"
+    check = store.check_free_space
+
+    def noting(root, num_bytes):
+        asked.write_text(str(num_bytes))
+        check(root, num_bytes)
+
+    monkeypatch.setattr(store, "check_free_space", noting)
+    assert run(home, "averaged", extra=("--train.ema", "0.9")) == 0
+    saved = sorted((home / "averaged" / "checkpoints").iterdir())[-1]
+    held = sum(
+        tensor.numel() * tensor.element_size()
+        for file in saved.glob("*.safetensors")
+        for tensor in load_file(file).values()
+    )
+    assert int(asked.read_text()) == held > 0
 
 
 def test_a_folder_that_is_not_shared_is_found_before_the_first_step(home, monkeypatch):

@@ -158,6 +158,16 @@ def test_the_end_and_the_unknown(tmp_path):
     assert rc == 0 and "requeue" not in calls
 
 
+def test_a_branch_says_where_its_run_is(tmp_path):
+    """Its folder follows from the source, which the script does not read."""
+    words = ("--log.name", "r", "--checkpoint.branch", "runs/first@100")
+    rc, calls, out = submit(tmp_path, code="0", step="00000105", args=words)
+    assert rc == 0 and "--checkpoint.branch runs/first@100" in calls, out
+    rc, calls, out = submit(tmp_path, args=("--checkpoint.branch", "runs/first@100"))
+    assert rc == 2 and "srun" not in calls
+    assert "error: checkpoint.branch: under sbatch give --log.name and --log.dir too" in out
+
+
 def test_a_mistake_never_starts_the_ranks(tmp_path):
     rc, calls, out = submit(tmp_path, args=("llama3-tiny", "--parallel.tpp", "2"))
     assert rc == 2 and not calls and "did you mean parallel.tp?" in out

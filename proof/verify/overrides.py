@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import config
 from config import OPTIMIZERS, Config, ConfigError, OptimConfig, Tree, unused
-from config.phases import phases_text
+from config.phases import phases_text, value_of
 
 # {key that the cells vary: the words of --only that choose its values}
 CELL_WORDS = {
@@ -101,12 +101,6 @@ class Overrides:
                 value = phases_text(value, config.parse_phase_key)
             changed.setdefault(section, {})[key] = value
         return config.build_tree(Config, config.merge(asdict(cfg), changed))
-
-
-def value_of(cfg: Config, path: str) -> object:
-    """The value of section.key."""
-    section, _, key = path.partition(".")
-    return getattr(getattr(cfg, section), key)
 
 
 # ---- the command line --------------------------------------------------------------------------------------

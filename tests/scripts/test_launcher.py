@@ -55,7 +55,7 @@ def run_stand_ins(codes, program=RANK, **node):
         ([80, 80], 80, "code 80 after 0s: replicas differ"),
         ([81, 81], 81, "code 81 after 0s: out of memory"),
         ([82, 82], 82, "code 82 after 0s: the storage fails"),
-        ([-9, 1], 1, "begins with error: has it; rank 0 was ended by SIGKILL"),
+        ([-9, 1], 1, "begins with 'error:' says which; rank 0 was ended by SIGKILL"),
         ([-9, 76, 76], 76, "that were waited for are named above; rank 0 was ended by SIGKILL"),
         ([-9], 137, "1 rank ended with code 137 after 0s; rank 0 was ended by SIGKILL"),
         ([-15, -15], 143, "rank 0 was ended by SIGTERM; rank 1 was ended by SIGTERM"),
@@ -293,6 +293,23 @@ def test_a_mistake_is_one_line_and_no_rank_starts(options, words, line, monkeypa
     assert launch.main(["--nproc", "2", *options, "--", *words]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("error: ") and line in err and err.count("\n") == 1 and not out
+
+
+def test_a_branch_is_looked_at_by_its_ranks(tmp_path, monkeypatch):
+    """Phases that do not fit the quickstart may fit the run whose settings the branch has."""
+    class Started(Exception):
+        pass
+
+    def start(*_):
+        raise Started
+
+    monkeypatch.setattr(launch, "run_ranks", start)
+    phases = tmp_path / "phases.yaml"
+    phases.write_text("- after_steps: 5\n  train.seq_len: 96\n")
+    words = ["--log.name", "b", "--train.phases", str(phases)]
+    assert launch.main(["--nproc", "2", "--", *words]) == 2, "of the quickstart"
+    with pytest.raises(Started):
+        launch.main(["--nproc", "2", "--", *words, "--checkpoint.branch", "runs/first@100"])
 
 
 def test_a_port_that_is_taken_is_one_line(monkeypatch, capsys):
