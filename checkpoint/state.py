@@ -25,6 +25,7 @@ from config import (
     Phases,
     Tree,
     build_tree,
+    flatten_tree,
     is_permanent_step,
     phases_of,
 )
@@ -230,15 +231,6 @@ def describe_run(run: RunState, step: int) -> Tree:
 def config_of(meta: Tree) -> Config:
     """The config with which the last step before a save was made: of a run with phases, that of the phase."""
     return phases_of(build_tree(Config, meta["config"])).of_step(meta["step"]).cfg
-
-
-def flatten_tree(tree: Tree) -> Tree:
-    """{section: {key: value}} -> {section.key: value}"""
-    flat: Tree = {}
-    for section, keys in tree.items():
-        for key, value in keys.items():
-            flat[f"{section}.{key}"] = value
-    return flat
 
 
 def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:

@@ -23,6 +23,7 @@ from config.loading import (
     code_hash,
     dotted_overrides,
     dump,
+    flatten_tree,
     from_tree,
     merge,
     parse_phase_key,

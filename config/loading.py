@@ -158,6 +158,15 @@ PARSERS: dict[type, Callable[[Any, str], Any]] = {
 }
 
 
+def flatten_tree(tree: Tree) -> Tree:
+    """{section: {key: value}} -> {section.key: value}"""
+    flat: Tree = {}
+    for section, keys in tree.items():
+        for key, value in keys.items():
+            flat[f"{section}.{key}"] = value
+    return flat
+
+
 def merge(base: Tree, over: Tree) -> Tree:
     """Both trees in one; for a key that both have, the value of `over`.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from config import ConfigError
+from config import ConfigError, flatten_tree
 from runtime.sinks import Values, ending
 
 FLUSH_SECONDS = 10  # between writes to the disk
@@ -34,7 +34,7 @@ class TensorboardSink:
     def open(self, folder: Path, tree: Values, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
         self.writer = SummaryWriter(str(folder), purge_step=start_step + 1, flush_secs=FLUSH_SECONDS)
-        self.writer.add_text("config", as_table(flat(tree)), start_step)
+        self.writer.add_text("config", as_table(flatten_tree(tree)), start_step)
 
     def attempt(self, write: Callable[[], None]) -> None:
         """The first thing that goes wrong is kept, and is the last that is tried."""
@@ -77,17 +77,6 @@ class TensorboardSink:
             self.writer.add_text("end", f"{ending(code)[0]}: {closing_line}", 0)
             self.writer.close()
         self.attempt(write)
-
-
-def flat(tree: Values, prefix: str = "") -> Values:
-    """{"train.steps": 5} of {"train": {"steps": 5}}."""
-    found: Values = {}
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def as_table(facts: Values) -> str:

@@ -8,7 +8,7 @@ import base64
 import html
 import io
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -115,13 +115,8 @@ def column(rows: Rows, name: str) -> Array:
 
 def flat_settings(cfg: Config) -> dict[str, Any]:
     """{section.key: value}, without those that say where a run is."""
-    found: dict[str, Any] = {}
-    for section in fields(cfg):
-        for key, value in vars(getattr(cfg, section.name)).items():
-            path = f"{section.name}.{key}"
-            if not path.startswith(PLACES):
-                found[path] = value
-    return found
+    settings = config.flatten_tree(asdict(cfg))
+    return {key: value for key, value in settings.items() if not key.startswith(PLACES)}
 
 
 def different_settings(runs: list[Run]) -> dict[str, list[Any]]:

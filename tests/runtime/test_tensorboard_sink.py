@@ -10,7 +10,7 @@ from config import ConfigError
 from runtime import tensorboard_sink
 from runtime.lines import read_metrics
 from runtime.plot import LivePicture, loss_png
-from runtime.tensorboard_sink import TensorboardSink, check_tensorboard, flat
+from runtime.tensorboard_sink import TensorboardSink, check_tensorboard
 
 SMALL = [
     "--model.preset", "llama-mini", "--model.layers", "1", "--model.hidden", "32", "--model.heads", "2",
@@ -92,10 +92,6 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     sink = TensorboardSink(tmp_path, {}, 0)
     sink.put(1, {"train/loss": 1.0})
     assert "training goes on without it" in sink.warning()
-
-
-def test_flat():
-    assert flat({"a": {"b": 1, "c": {"d": None}}, "e": 2}) == {"a.b": 1, "a.c.d": None, "e": 2}
 
 
 # ---- loss.png while the run goes on ------------------------------------------------------------------------
