@@ -688,8 +688,8 @@ TABLE = (
     Mutation(
         what="fp8: a tensor that tp and cp cut has a scale for each rank of cp",
         file="parallel/tensor/layers.py",
-        old="both = partial(comm.all_reduce_max_float, group=mesh.tp_cp)",
-        new="both = partial(comm.all_reduce_max_float, group=mesh.tp)",
+        old="all_parts = partial(comm.all_reduce_max_float, group=mesh.tp_cp)",
+        new="all_parts = partial(comm.all_reduce_max_float, group=mesh.tp)",
         model="llama3-tiny",
         world=4,
         layout="tp2 cp2 zero0 mb1 tensorwise",
@@ -1369,8 +1369,8 @@ TABLE = (
     Mutation(
         what="every rank validates on the sequences of the first",
         file="train.py",
-        old='open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device)',
-        new='open_loader(cfg, "valid", 0, mesh.dp.size, device=device)',
+        old='open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)',
+        new='open_loader(cfg, "valid", 0, mesh.dp.size, device=device, phase=phase)',
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",
