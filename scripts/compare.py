@@ -75,12 +75,13 @@ def report(runs: list[Run], as_json: bool) -> None:
 
 
 def write(runs: list[Run], path: Path, refresh_s: int | None) -> None:
-    """Replaces the file as a whole, so that a browser never reads half of it."""
+    """Replaces the file as a whole, so that a browser never reads half of it; makes its folder."""
     if path.suffix == ".png":
         content = draw_runs(runs)
     else:
         still_training = any(run.finished is None for run in runs)
         content = page(runs, refresh_s if still_training else None).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f".{path.name}.tmp")
     temp.write_bytes(content)
     temp.replace(path)

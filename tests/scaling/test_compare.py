@@ -62,7 +62,7 @@ def test_a_branch_has_no_loss_before_it_began(tmp_path):
 def test_the_page_needs_no_other_file(tmp_path, capsys):
     first = make_run(tmp_path / "a<b", [5.0, 4.0], optim__lr=1e-3)
     second = make_run(tmp_path / "c", [5.0, 3.0], optim__lr=2e-3, finished=None)
-    out = tmp_path / "report.html"
+    out = tmp_path / "reports" / "report.html"  # in a folder that is not there yet
     assert main([str(first), str(second), "--out", str(out)]) == 0
     text = out.read_text()
     assert "data:image/png;base64," in text and "http" not in text.replace("http-equiv", "")
