@@ -35,6 +35,7 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0
 th, td { text-align: right; padding: 0.25em 0.8em; border-bottom: 1px solid #e6e6e6; white-space: nowrap }
 th:first-child, td:first-child { text-align: left }
 img { max-width: 100% }
+summary { cursor: pointer; font-size: 1.2em; margin: 1.2em 0 }
 """
 SMOOTHING_TEXT = f"mean of the last {SMOOTHING:.0%} of the steps"
 
@@ -142,11 +143,11 @@ def table_rows(runs: list[Run]) -> list[dict[str, str]]:
             "run": run.name,
             "params": short_number(run.parameters),
             "tokens": short_number(run.tokens[-1]),
-            "FLOPs": f"{run.flops[-1]:.3g}",
+            "FLOPs": f"{run.flops[-1]:.2e}",
             "val loss": last_text(run.validation_loss),
             "train loss": loss_text(run.loss_at(run.tokens[-1])),
             f"at {short_number(tokens)} tokens": loss_text(run.loss_at(tokens)),
-            f"at {flops:.2g} FLOPs": loss_text(run.loss_at_flops(flops)),
+            f"at {flops:.2e} FLOPs": loss_text(run.loss_at_flops(flops)),
             "tokens/s": short_number(median(run.tokens_per_s)),
             "MFU": "n/a" if np.isnan(run.mfu).all() else f"{median(run.mfu):.1%}",
             "state": STATES[run.finished],
@@ -240,10 +241,10 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
         rows = [{"key": key} | {run.name: str(value) for run, value in zip(runs, values)}
                 for key, values in differing.items()]
         parts.append(html_table(rows) if rows else "<p>Nothing.</p>")
-    parts.append("<h2>Settings of all</h2>")
     settings = runs[0].settings.items()
     same = [{"key": key, "value": str(value)} for key, value in settings if key not in differing]
-    parts += [html_table(same), "</body></html>\n"]
+    parts.append(f"<details><summary>Settings that all have: {len(same)}</summary>")
+    parts += [html_table(same), "</details></body></html>\n"]
     return "\n".join(part for part in parts if part)
 
 
