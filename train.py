@@ -29,6 +29,7 @@ from config.optimizers import EMA
 from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.phases import change_text, named
 from config.run_name import with_own_folder
+from config.terminal import output_width, wrapped
 from data.blend import parse_blend, source_names
 from data.loader import BatchLoader, open_loader
 from data.task_files import ScoredTask, read_tasks
@@ -897,7 +898,8 @@ def show_help(name: str | None, file: str | None, argv: list[str], option_index:
 
 def main(argv: list[str]) -> int:
     if "--list" in argv:
-        print(table({name: config.from_tree(config.recipe(name), name) for name in config.recipes()}))
+        recipes = {name: config.from_tree(config.recipe(name), name) for name in config.recipes()}
+        print(table(recipes, output_width()))
         return 0
     name, file, argv = config.split_argv(argv)
     for index, word in enumerate(argv):
@@ -915,10 +917,11 @@ def main(argv: list[str]) -> int:
         open_tasks(cfg)
         unused_keys = unused.check_unused(cfg, env.world)
         if unused_keys and env.rank == 0:
-            print(unused_keys, flush=True)
+            print("\n".join(wrapped(unused_keys, output_width())), flush=True)
         if cfg.log.name != usual_name and env.rank == 0:
-            print(f"{usual_name} is finished, with other settings: this run is {cfg.log.name} "
-                  "(--log.name chooses another)", flush=True)
+            note = (f"{usual_name} is finished, with other settings: this run is {cfg.log.name} "
+                    "(--log.name chooses another)")
+            print("\n".join(wrapped(note, output_width())), flush=True)
 
         # one run at a time in the folder; rank 0 holds its lock
         folder = run_folder(cfg)

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from config import Config, ModelConfig, kv_heads
+from config.terminal import table_lines
 from model.describe import describe_model
 from parallel.cost import Workload
 from parallel.sharding.spec import ParameterSpec, ShardedParameter
@@ -70,23 +71,29 @@ def flops_per_token(model: ModelConfig, seq_len: int, documents: tuple[int, ...]
 # ---- train.py --list ---------------------------------------------------------------------------------------
 
 
-def table(configs: Mapping[str, Config]) -> str:
+def table(configs: Mapping[str, Config], width: int | None = None) -> str:
     """What `train.py --list` prints: a line for each recipe. A vocabulary that the tokenizer decides counts
-    as 0 rows here."""
-    lines = [f"{'recipe':<22}{'params':>9}{'active':>9}{'layers':>8}{'width':>7}"
-             f"{'heads/kv':>10}{'experts':>9}{'vocab':>9}{'context':>9}"]
+    as 0 rows here. width: columns of the terminal; None: any."""
+    rows: list[dict[str, str]] = []
     for name, cfg in configs.items():
         model = cfg.model
         counted = parameters(model)
-        heads = f"{model.heads}/{kv_heads(model)}"
-        experts = f"{model.experts}:{model.top_k}" if model.experts else "-"
-        lines.append(
-            f"{name:<22}{size_text(counted['total']):>9}{size_text(counted['active']):>9}"
-            f"{model.layers:>8}{model.hidden:>7}{heads:>10}{experts:>9}"
-            f"{model.vocab or 'data':>9}{model.context:>9}")
-    return "\n".join(lines)
+        rows.append({
+            "recipe": name,
+            "params": size_text(counted["total"]),
+            "active": size_text(counted["active"]),
+            "layers": str(model.layers),
+            "width": str(model.hidden),
+            "heads/kv": f"{model.heads}/{kv_heads(model)}",
+            "experts": f"{model.experts}:{model.top_k}" if model.experts else "-",
+            "vocab": str(model.vocab or "data"),
+            "context": str(model.context),
+        })
+    return "\n".join(table_lines(rows, to_left=["recipe"], first_to_go=["vocab", "context"], width=width))
 
 
 def size_text(count: int) -> str:
-    """1.24B, 124.44M."""
-    return f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+    """1.24B, 12.88B, 124.4M."""
+    unit, divisor = ("B", 1e9) if count >= 1e9 else ("M", 1e6)
+    size = count / divisor
+    return f"{size:.{1 if size >= 100 else 2}f}{unit}"

@@ -1,4 +1,7 @@
-"""What a run looks like in a terminal: numbers in a short form, and lines of constant width.
+"""What a run looks like in a terminal: numbers in a short form, and lines that fit into its width.
+
+In a narrow terminal the least important columns of the step lines are left out (StepColumn.priority), and other
+lines are broken between their parts; a file gets full lines (config/terminal.py).
 
 Guarantees: nothing that happens to stdout (a closed pipe, a full disk, an encoding without block characters)
 reaches the training loop; colours appear only where `color` allows them; text from the model is shown without
@@ -7,30 +10,43 @@ its control characters.
 import math
 import os
 import sys
-from collections.abc import Sequence
-from typing import Any, TextIO
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from config.terminal import columns_of, fitting_columns, hanging_lines, output_width, wrapped
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-SAMPLE_WIDTH = 50  # columns for a sample of the model
+SAMPLE_WIDTH = 50  # columns for a sample of the model, at most
+LEAST_SAMPLE_WIDTH = 12  # in fewer columns a sample is not shown
+LABEL_WIDTH = 9  # of the words on the left of the header
 MINUTES_A_DAY = 24 * 60
 
 # colours of ANSI terminals
 DIM, RED, GREEN, YELLOW, BLUE, MAGENTA, CYAN = 2, 31, 32, 33, 34, 35, 36
 PLAIN = 0
 
-# (label, width with the space before it, colour): the columns of a step line, in their order
-COLUMNS = (
-    ("loss", 9, GREEN),
-    ("gnorm", 9, YELLOW),
-    ("lr", 9, MAGENTA),
-    ("tok/s", 8, CYAN),
-    ("TFLOP/s", 9, CYAN),
-    ("mfu", 7, CYAN),
-    ("mem", 7, BLUE),
-    ("data", 6, BLUE),
-    ("tokens", 9, PLAIN),
-    ("eta", 9, PLAIN),
+
+class StepColumn(NamedTuple):
+    """A column of the step lines."""
+    label: str
+    width: int  # with the space before it
+    color: int
+    priority: int  # in a narrow terminal the columns with the largest numbers are left out
+
+
+COLUMNS = (  # in their order
+    StepColumn("loss", 9, GREEN, priority=1),
+    StepColumn("gnorm", 9, YELLOW, priority=4),
+    StepColumn("lr", 9, MAGENTA, priority=5),
+    StepColumn("tok/s", 8, CYAN, priority=3),
+    StepColumn("TFLOP/s", 9, CYAN, priority=10),  # follows from tok/s
+    StepColumn("mfu", 7, CYAN, priority=6),
+    StepColumn("mem", 7, BLUE, priority=7),
+    StepColumn("data", 6, BLUE, priority=8),
+    StepColumn("tokens", 9, PLAIN, priority=9),  # follows from the step
+    StepColumn("eta", 9, PLAIN, priority=2),
 )
+ALWAYS_SHOWN = 1  # the column with this priority, beside the step
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------
@@ -110,9 +126,12 @@ def visible(text: str, width: int) -> str:
     """The text in one line of at most `width` columns; line ends and control characters as escapes (\\n)."""
     escaped = [char if char.isprintable() else repr(char)[1:-1] for char in text]
     line = "".join(escaped)
-    if len(line) <= width:
+    if columns_of(line) <= width:
         return line
-    return line[:max(0, width - 1)] + "…"
+    line = line[:max(0, width - 1)]
+    while columns_of(line) > max(0, width - 1):  # wide letters
+        line = line[:-1]
+    return line + "…"
 
 
 # ---- lines -------------------------------------------------------------------------------------------------
@@ -122,13 +141,34 @@ def first_column_width(steps: int) -> int:
     return max(9, 2 * len(str(steps)) + 2)
 
 
-class Console:
-    """Writes lines to `out`; to nowhere where it is None, as on every rank but the first."""
+def shown_columns(steps: int, width: int | None) -> list[StepColumn]:
+    """The columns of the step lines that fit into `width`; None: all."""
+    least_first = sorted(COLUMNS, key=lambda column: -column.priority)
+    labels = fitting_columns(
+        {column.label: column.width for column in COLUMNS},
+        first_to_go=[column.label for column in least_first if column.priority > ALWAYS_SHOWN],
+        width=None if width is None else width - first_column_width(steps),
+    )
+    return [column for column in COLUMNS if column.label in labels]
 
-    def __init__(self, out: TextIO | None = None, color: bool = False) -> None:
+
+class Console:
+    """Writes lines to `out`; to nowhere where it is None, as on every rank but the first.
+
+    width: gives the columns of the terminal, None in a file; asked anew for every line.
+    """
+
+    def __init__(
+        self,
+        out: TextIO | None = None,
+        color: bool = False,
+        width: Callable[[], int | None] = output_width,
+    ) -> None:
         self.out = out
         self.color = color
+        self.width = width
         self.lost = 0  # lines that could not be written
+        self.labelled: list[StepColumn] | None = None  # the columns whose labels were written last
 
     def write(self, text: str) -> None:
         """Writes one line. Never raises."""
@@ -165,47 +205,73 @@ class Console:
     def dim(self, text: str) -> str:
         return self.paint(text, DIM)
 
+    def write_wrapped(self, text: str) -> None:
+        """Writes prose, broken between its parts and words where the terminal is narrow."""
+        for line in wrapped(text, self.width()):
+            self.write(line)
+
+    def hanging(self, start: str, text: str) -> None:
+        """Writes `start` and the text; where the terminal is narrow, the text goes on below itself."""
+        for line in hanging_lines(start, text, self.width()):
+            self.write(line)
+
     def label(self, name: str, text: str) -> None:
         """model    llama-tiny …"""
-        self.write(f"{self.dim(f'{name:<9}')}{text}")
+        self.hanging(self.dim(f"{name:<{LABEL_WIDTH}}"), text)
+
+    def hints(self, name: str, commands: Sequence[str]) -> None:
+        """Writes commands to copy, one a line, whatever the width is."""
+        for command in commands:
+            self.write(f"{self.dim(f'{name:<{LABEL_WIDTH}}')}{command}")
+            name = ""
 
     def columns(self, steps: int) -> None:
         """Writes the labels above the step lines. steps: the last step of the run."""
+        self.labelled = shown_columns(steps, self.width())
         first = f"{' step':<{first_column_width(steps)}}"
-        labels = [f"{label:>{width}}" for label, width, _ in COLUMNS]
+        labels = [f"{column.label:>{column.width}}" for column in self.labelled]
         self.write("")
         self.write(self.dim(first + "".join(labels)))
 
     def show_step(
         self, step: int, steps: int, row: dict[str, Any], rates: dict[str, Any], eta: float
     ) -> None:
-        """Writes one step line.
+        """Writes one step line; before it the labels, if the terminal has another width now.
 
         row: as in metrics.jsonl. eta: seconds left.
         rates: since the line before: tokens_per_s, tflops, mfu, data (share of the time), skipped (a count).
         """
-        cells = (
-            decimals(row["loss"], 4),
-            decimals(row["grad_norm"], 3),
-            f"{row['lr']:.1e}",
-            short_number(rates["tokens_per_s"]),
-            decimals(rates["tflops"], 2),
-            "n/a" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
-            f"{row['mem_gib']:.1f}G",
-            f"{rates['data']:.0%}",
-            short_number(row["tokens"]),
-            duration(eta),
-        )
-        line = self.dim(f"{f'{step}/{steps}':>{first_column_width(steps)}}")
-        for cell, (_, width, color) in zip(cells, COLUMNS):
-            line += self.paint(f"{cell:>{width}}", color)
+        cells = {
+            "loss": decimals(row["loss"], 4),
+            "gnorm": decimals(row["grad_norm"], 3),
+            "lr": f"{row['lr']:.1e}",
+            "tok/s": short_number(rates["tokens_per_s"]),
+            "TFLOP/s": decimals(rates["tflops"], 2),
+            "mfu": "n/a" if rates["mfu"] is None else f"{rates['mfu']:.1%}",
+            "mem": f"{row['mem_gib']:.1f}G",
+            "data": f"{rates['data']:.0%}",
+            "tokens": short_number(row["tokens"]),
+            "eta": duration(eta),
+        }
+        width = self.width()
+        columns = shown_columns(steps, width)
+        if self.labelled not in (None, columns):
+            self.columns(steps)
+
+        line_width = first_column_width(steps)
+        line = self.dim(f"{f'{step}/{steps}':>{line_width}}")
+        for column in columns:
+            line += self.paint(f"{cells[column.label]:>{column.width}}", column.color)
+            line_width += column.width
         if rates["skipped"]:
-            line += self.paint(f"  {rates['skipped']} skipped", RED)
+            text = f"  {rates['skipped']} skipped"
+            fits = width is None or line_width + len(text) <= width
+            line += ("" if fits else "\n") + self.paint(text, RED)
         self.write(line)
 
     def show_task(self, step: int, text: str) -> None:
         """Writes a line of the scores of tasks."""
-        self.write(f"{self.dim(' task')} {step}  {text}")
+        self.hanging(f"{self.dim(' task')} {step}  ", text)
 
     def show_evaluation(
         self,
@@ -226,11 +292,28 @@ class Console:
         if ema_loss is not None:
             parts.append(f"{self.dim('ema')} {decimals(ema_loss, 3)}")
         line = "  ".join(parts)
-        if sample:
-            line += f"   {self.dim('|')} {visible(sample, SAMPLE_WIDTH)}"
+        width = self.width()
+        room = SAMPLE_WIDTH if width is None else min(SAMPLE_WIDTH, width - columns_of(line) - len("   | "))
+        if sample and room >= LEAST_SAMPLE_WIDTH:
+            line += f"   {self.dim('|')} {visible(sample, room)}"
         self.write(line)
 
     def show_sources(self, step: int, losses: dict[str, float]) -> None:
         """Writes the validation loss of each source of a blend."""
         parts = [f"{name} {self.paint(decimals(loss, 3), GREEN)}" for name, loss in losses.items()]
-        self.write(f"{self.dim(' eval')} {step}  {self.dim('of sources')}  {'  '.join(parts)}")
+        self.hanging(f"{self.dim(' eval')} {step}  {self.dim('of sources')}  ", "  ".join(parts))
+
+    def show_outcome(self, outcome: str, sample: str) -> None:
+        """Writes how the run ended, and the last sample of the model: below it, where they do not fit."""
+        label = "sample: "
+        width = self.width()
+        room = SAMPLE_WIDTH if width is None else min(SAMPLE_WIDTH, width - len(label))
+        text = label + visible(sample, room)
+        whole = f"{outcome}   {text}"
+        if not sample:
+            self.write_wrapped(outcome)
+        elif width is None or columns_of(whole) <= width:
+            self.write(whole)
+        else:
+            self.write_wrapped(outcome)
+            self.write(text)

@@ -33,7 +33,6 @@ from config.phases import change_lines
 from config.version import VERSION
 from parallel.wire import clock
 from runtime.console import (
-    SAMPLE_WIDTH,
     Console,
     byte_count,
     duration,
@@ -378,7 +377,7 @@ class MetricsLogger:
         parameters: (all, without embeddings). notes: one line each, such as the resume.
         """
         console = self.console
-        console.write(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
+        console.write_wrapped(f"Bevatron {VERSION} · {self.env} · run {self.run_dir}")
         console.label("model", model_text(self.cfg.model, parameters))
         console.label("layout", layout_text(self.phase.cfg, self.env.world))
         batch = batch_text(self.phase.cfg, self.env.world)
@@ -393,7 +392,7 @@ class MetricsLogger:
             places.append(f"tensorboard --logdir {self.cfg.log.dir}")
         console.label("log", " · ".join(places))
         for note in notes:
-            console.write(note)
+            console.write_wrapped(note)
         console.columns(self.steps)
         if self.file:
             self.picture = LivePicture(self.run_dir, parameter_count(parameters[0]))
@@ -528,7 +527,7 @@ class MetricsLogger:
 
     def log_line(self, text: str) -> None:
         """Prints a line of its own. The time until now belongs to no step."""
-        self.console.write(text)
+        self.console.write_wrapped(text)
         self.last_event = self.record_event()
 
     # ---- the end -------------------------------------------------------------------------------------------
@@ -588,11 +587,8 @@ class MetricsLogger:
         losses = self.read_losses()
         if losses:
             outcome += f"   loss {losses[0]:.2f} -> {losses[-1]:.2f}  {sparkline(losses)}"
-        if self.last_sample:
-            outcome += f"   sample: {visible(self.last_sample, SAMPLE_WIDTH)}"
-        self.log_line(outcome)
-        if hints:
-            self.console.label("next", "   ·   ".join(hints))
+        self.console.show_outcome(outcome, self.last_sample)
+        self.console.hints("next", hints)
 
     def read_losses(self) -> list[float]:
         """The finite losses in metrics.jsonl; warns of damaged lines. Empty on ranks other than 0."""

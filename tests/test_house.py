@@ -83,6 +83,7 @@ PURE = {
     "config/rules.py",
     "config/run_name.py",
     "config/suggestions.py",
+    "config/terminal.py",
     "config/unused.py",
     "config/usage.py",
     "config/values.py",

@@ -1,12 +1,18 @@
+import fcntl
 import io
 import math
 import os
+import pathlib
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
+from config.terminal import columns_of
 from runtime.console import (
     Console,
     byte_count,
@@ -17,6 +23,8 @@ from runtime.console import (
     sparkline,
     visible,
 )
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
@@ -71,6 +79,102 @@ def test_sparkline():
 def test_text_from_the_model_cannot_steer_the_terminal():
     assert visible("def f():\n\treturn 'é'\x1b[2J", 99) == "def f():\\n\\treturn 'é'\\x1b[2J"
     assert visible("abcdef", 4) == "abc…"
+
+
+def test_wide_letters_count_twice():
+    assert visible("中文中文", 8) == "中文中文" and visible("中文中文", 7) == "中文中…" and visible("中文", 2) == "…"
+
+
+def in_terminal(columns: int, *argv: str) -> list[str]:
+    """What a command of Python's writes to a terminal of so many columns, without colours."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    child = subprocess.Popen([sys.executable, *argv], cwd=ROOT, stdout=slave, stderr=slave, env=env)
+    os.close(slave)
+    told = b""
+    while True:
+        try:
+            block = os.read(master, 1 << 16)
+        except OSError:  # the other side is closed
+            break
+        told += block
+        if not block:
+            break
+    os.close(master)
+    assert child.wait(60) == 0, told.decode()
+    return re.sub(r"\033\[\d+m", "", told.decode()).replace("\r\n", "\n").splitlines()
+
+
+def test_a_run_fits_into_a_terminal_of_80_columns(tmp_path):
+    """Of train.py itself: header, step lines, validations, the end; the same command in a file says all."""
+    words = [
+        *("train.py", "mixtral-tiny", "--data.tokenizer", "bytes", "--data.cache", str(tmp_path / "cache")),
+        *("--train.steps", "2", "--train.global_batch", "8", "--eval.batches", "1", "--log.every", "1"),
+        *("--log.dir", str(tmp_path / "runs")),
+    ]
+    lines = in_terminal(80, *words)
+    too_long = [line for line in lines if columns_of(line) > 80 and str(tmp_path) not in line]
+    assert not too_long  # a path is not broken
+    head = next(line for line in lines if line.startswith(" step"))
+    assert head.split() == ["step", "loss", "gnorm", "lr", "tok/s", "mfu", "mem", "data", "eta"]
+    steps = [line for line in lines if re.match(r" *\d/2 ", line)]
+    assert [len(line) for line in steps] == [len(head)] * 2
+    assert {"params", "experts,", "vocab", "tok/step", "tokenizer", "val", "done"} <= set(" ".join(lines).split())
+    commands = [line[9:] for line in lines if "python " in line and not line.startswith("data")]
+    assert len(commands) == 3 and commands[2] == "python train.py --list"
+
+
+def test_the_table_of_recipes_fits_into_80_columns_and_keeps_all():
+    """INTERFACE of --list: parameters (total, active), layers, width, heads/kv, experts, vocab, context."""
+    lines = in_terminal(80, "train.py", "--list")
+    assert max(map(len, lines)) <= 80
+    columns = ["recipe", "params", "active", "layers", "width", "heads/kv", "experts", "vocab", "context"]
+    assert lines[0].split() == columns
+    row = next(line for line in lines if line.startswith("qwen3-30b-a3b "))
+    assert row.split() == "qwen3-30b-a3b 30.53B 3.35B 48 2048 32/4 128:8 151936 40960".split()
+
+
+@pytest.mark.parametrize("width", [12, 24, 40, 60, 73, 80, 91, 120, None])
+def test_the_least_important_columns_go_first(width):
+    """Step and loss always stay; what follows from other columns goes before what does not."""
+    out = io.StringIO()
+    console = Console(out, width=lambda: width)
+    console.columns(600)
+    line(console)
+    head, row = out.getvalue().splitlines()[1:]
+    order = ["TFLOP/s", "tokens", "data", "mem", "mfu", "lr", "gnorm", "tok/s", "eta"]
+    gone = [label for label in order if label not in head.split()]
+    assert gone == order[: len(gone)] and head.split()[:2] == ["step", "loss"]
+    assert len(head) == len(row) <= max(width or 91, 18)
+    assert ("eta" in head) == (width is None or width >= 27)
+    if width is None or width >= 91:
+        assert not gone
+
+
+def test_a_terminal_that_changes_gets_new_labels_and_skips_stay_visible():
+    out = io.StringIO()
+    width = 200
+    console = Console(out, width=lambda: width)
+    console.columns(600)
+    line(console)
+    width = 50
+    line(console)
+    line(console, skipped=3)
+    lines = out.getvalue().splitlines()
+    assert len(lines) == 8 and lines[4].split()[0] == "step" and max(map(len, lines[3:])) <= 50
+    assert lines[7] == "  3 skipped"
+
+
+def test_a_sample_takes_what_is_left():
+    out = io.StringIO()
+    for width in (None, 110, 80, 60, 50):
+        Console(out, width=lambda: width).show_evaluation(100, 4.902, 134.6, 2.76, "word " * 30)
+    lines = out.getvalue().splitlines()
+    assert [len(line) for line in lines] == [96, 96, 80, 60, 41]
+    out = io.StringIO()
+    Console(out, width=lambda: 40).show_sources(3, {"a-web": 4.9, "b-code": 3.2, "c-books": 3.4})
+    assert max(map(len, out.getvalue().splitlines())) <= 40 and "c-books 3.400" in out.getvalue()
 
 
 def line(console, step=100, steps=600, skipped=0, **over):

@@ -1,0 +1,106 @@
+"""What fits into the width of the terminal: columns of a table, and lines of words.
+
+Output into a file or a pipe has its full width, as that of ps and systemctl; COLUMNS in the environment sets
+the width there and in a terminal.
+"""
+import re
+import shutil
+import textwrap
+import unicodedata
+from collections.abc import Collection, Mapping, Sequence
+
+GAP = 2  # between two columns of a table
+NARROW_GAP = 1  # where the table does not fit otherwise
+COLOR = re.compile(r"\033\[\d+m")
+SEPARATOR = re.compile(r"( · | {2,})")  # between parts of a line
+
+
+def output_width() -> int | None:
+    """COLUMNS of the environment, else the columns of the terminal that stdout is; None: it is none."""
+    return shutil.get_terminal_size((0, 0)).columns or None
+
+
+def columns_of(text: str) -> int:
+    """How many columns of a terminal the text takes: letters of East Asia take two, marks on a letter and
+    colours none."""
+    text = COLOR.sub("", text)
+    wide = sum(unicodedata.east_asian_width(char) in "WF" for char in text)
+    marks = sum(unicodedata.combining(char) > 0 for char in text)
+    return len(text) + wide - marks
+
+
+def fitting_columns(
+    widths: Mapping[str, int], first_to_go: Sequence[str], width: int | None, gap: int = 0
+) -> list[str]:
+    """The names of the columns that fit into `width` together, in their order.
+
+    widths: of the columns. first_to_go: names in the order in which they are left out; others always stay.
+    gap: between two columns.
+    """
+    kept = dict(widths)
+    for name in first_to_go:
+        if width is None or sum(kept.values()) + gap * (len(kept) - 1) <= width:
+            break
+        kept.pop(name, None)
+    return list(kept)
+
+
+def table_lines(
+    rows: Sequence[Mapping[str, str]],
+    *,
+    to_left: Collection[str] = (),
+    first_to_go: Sequence[str] = (),
+    width: int | None = None,
+) -> list[str]:
+    """Rows {column: text} as lines of aligned columns under their names.
+
+    to_left: the columns that are left-aligned, as text is. width: columns of the terminal; where the table
+    is wider, its columns stand closer, if their names are single words, and then those of first_to_go are
+    left out, one after the other.
+    """
+    cells = {name: [name, *(row[name] for row in rows)] for name in rows[0]}
+    widths = {name: max(map(len, column)) for name, column in cells.items()}
+    whole = sum(widths.values()) + GAP * (len(widths) - 1)
+    can_be_closer = not any(" " in name for name in widths)
+    is_too_wide = width is not None and whole > width
+    gap = NARROW_GAP if is_too_wide and can_be_closer else GAP
+
+    aligned: list[list[str]] = []
+    for name in fitting_columns(widths, first_to_go, width, gap):
+        pad = str.ljust if name in to_left else str.rjust
+        aligned.append([pad(cell, widths[name]) for cell in cells[name]])
+    return [(" " * gap).join(line).rstrip() for line in zip(*aligned)]
+
+
+def wrapped(text: str, width: int | None, indent: int = 0) -> list[str]:
+    """The text in lines of at most `width` columns.
+
+    Broken where parts meet (" · ", or several blanks), then between words; a longer word has its own line.
+    indent: columns that are left free on each line, also on the first.
+    """
+    if width is None:
+        return [text]
+    room = max(1, width - indent)
+    parts = SEPARATOR.split(text)
+
+    # as many parts as fit into a line
+    lines = [parts[0]]
+    for separator, part in zip(parts[1::2], parts[2::2]):
+        longer = lines[-1] + separator + part
+        if columns_of(longer) <= room:
+            lines[-1] = longer
+        else:
+            lines.append(part)
+
+    # words, where a part alone is too long
+    broken: list[str] = []
+    for line in lines:
+        broken += textwrap.wrap(line, room, break_long_words=False, break_on_hyphens=False) or [line]
+    return broken
+
+
+def hanging_lines(start: str, text: str, width: int | None) -> list[str]:
+    """`start` and the text; where they are wider than `width`, the text goes on below itself."""
+    indent = columns_of(start)
+    first, *others = wrapped(text, width, indent)
+    return [start + first, *(" " * indent + line for line in others)]

@@ -1,0 +1,57 @@
+"""What fits into a terminal: the words of a text all stay, and so do the columns that matter."""
+
+import pytest
+
+from config.terminal import columns_of, fitting_columns, hanging_lines, output_width, table_lines, wrapped
+
+ROWS = [{"name": "llama", "size": "8B", "vocab": "128256"}, {"name": "gpt2", "size": "124M", "vocab": "50257"}]
+
+
+@pytest.mark.parametrize("width", [8, 9, 12, 17, 30, 80, None])
+def test_columns_leave_in_their_order_and_the_rest_stays(width):
+    lines = table_lines(ROWS, to_left=["name"], first_to_go=["vocab", "size"], width=width)
+    kept = lines[0].split()
+    fitting = 3 if width is None or width >= 17 else 2 if width >= 10 else 1
+    assert kept == ["name", "size", "vocab"][:fitting]
+    assert [line.split() for line in lines[1:]] == [[row[name] for name in kept] for row in ROWS]
+    assert width is None or max(map(len, lines)) <= width
+    if "vocab" in kept:
+        ends = {line.index(row["vocab"]) + len(row["vocab"]) for line, row in zip(lines[1:], ROWS)}
+        assert ends == {len(lines[0])}
+
+
+def test_columns_without_a_place_in_the_order_always_stay():
+    assert fitting_columns({"a": 5, "b": 5}, ["b"], 1) == ["a"]
+    assert fitting_columns({"a": 5, "b": 5}, ["b"], 10) == ["a", "b"]
+    assert fitting_columns({"a": 5, "b": 5}, ["b"], 10, gap=1) == ["a"]
+
+
+@pytest.mark.parametrize("width", [1, 10, 22, 40, 200])
+def test_no_word_is_lost_and_parts_break_first(width):
+    text = "model llama · 4 layers · d 128   100 steps of-one-run/of/a/path"
+    lines = wrapped(text, width, indent=1)
+    assert " ".join(lines).replace("·", " ").split() == text.replace("·", " ").split()
+    assert all(len(line) <= width - 1 or " " not in line for line in lines)
+    if width == 22:
+        assert lines == ["model llama", "4 layers · d 128", "100 steps", "of-one-run/of/a/path"]
+
+
+def test_wide_letters_marks_and_colours():
+    assert columns_of("中文 ok") == 7
+    assert columns_of("e\N{COMBINING ACUTE ACCENT}") == 1
+    assert columns_of("\033[32mok\033[0m") == 2
+    assert wrapped("中文 · 中文 · 中文", 12) == ["中文 · 中文", "中文"]
+
+
+def test_a_text_goes_on_below_itself():
+    assert hanging_lines("refused 4: ", "this does nothing at cp 1", 24) == [
+        "refused 4: this does",
+        "           nothing at cp",
+        "           1",
+    ]
+    assert hanging_lines("a ", "b · c", None) == ["a b · c"]
+
+
+def test_the_width_is_asked_of_the_environment_first(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "77")
+    assert output_width() == 77
