@@ -31,7 +31,7 @@ from config.phases import change_text, named
 from config.run_name import with_own_folder
 from config.terminal import output_width, wrapped
 from data.blend import parse_blend, source_names
-from data.loader import BatchLoader, open_loader
+from data.loader import BatchLoader, check_paths, open_loader
 from data.task_files import ScoredTask, read_tasks
 from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
@@ -170,7 +170,7 @@ ReportExit = Callable[[int, str, bool], object]  # (exit code, reason, whether a
 
 
 OF_A_PHASE = (  # the fields of a Session that each phase makes anew
-    "cfg", "run", "start_step", "train_data", "valid_data", "valid_batches", "source_batches",
+    "cfg", "run", "start_step", "train_data", "valid_data", "valid_batches", "source_batches", "prompt",
 )
 
 
@@ -187,6 +187,7 @@ class Session:
     valid_data: BatchLoader
     valid_batches: list[Microbatch]
     source_batches: dict[str, list[Microbatch]]  # of each source of a blend
+    prompt: str  # of the texts that the model writes
     tokenizer: Tokenizer
     tasks: EncodedTasks | None
     log: MetricsLogger
@@ -367,8 +368,8 @@ def evaluate(session: Session, step: int) -> None:
 
     loss, bytes_per_token = mean_loss_of(session.valid_batches)
     source_losses = {name: mean_loss_of(batches)[0] for name, batches in session.source_batches.items()}
-    ids = sample(run, tokenizer)
-    text = session.cfg.eval.prompt + tokenizer.decode(ids) if ids else ""
+    ids = sample(run, tokenizer, session.prompt)
+    text = session.prompt + tokenizer.decode(ids) if ids else ""
     ema_loss = None
     if run.ema is not None:
         with run.ema.as_weights():
@@ -441,9 +442,10 @@ def close_run(session: Session, end: LoopEnd) -> None:
         except Exception as error:  # a picture is not worth a finished run
             log.log_line(f"warning: a picture or the summary is missing: {error}")
 
+    run_words = shlex.quote(str(folder))
     hints = [
-        f'python -m scripts.generate {folder} --prompt "class "',
-        f"python -m scripts.evaluate {folder}",
+        f"python -m scripts.generate {run_words} --prompt {shlex.quote(session.prompt)}",
+        f"python -m scripts.evaluate {run_words}",
         "python train.py --list",
     ]
     log.close(reason, code=FINISHED if reason is None else STOPPED_EARLY, hints=hints)
@@ -615,6 +617,7 @@ def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
         valid_data=valid_data,
         valid_batches=read_valid_batches(run.cfg.eval.batches, valid_data, run.mesh),
         source_batches=read_source_batches(run.cfg, run.mesh, env.device),
+        prompt=sample_prompt(run.cfg, valid_data),
         **kept,
     )
 
@@ -677,6 +680,7 @@ def make_session(
         valid_data=valid_data,
         valid_batches=valid_batches,
         source_batches=read_source_batches(cfg, run.mesh, env.device),
+        prompt=sample_prompt(cfg, valid_data),
         tokenizer=tokenizer,
         tasks=encoded,
         log=log,
@@ -700,6 +704,11 @@ def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[s
         data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
         found[name] = read_valid_batches(batches, data, mesh)
     return found
+
+
+def sample_prompt(cfg: Config, valid_data: BatchLoader) -> str:
+    """eval.prompt; without it the first words of the validation data, which suit any corpus."""
+    return valid_data.opening_words() if cfg.eval.prompt is None else cfg.eval.prompt
 
 
 def open_tasks(cfg: Config) -> list[ScoredTask]:
@@ -760,7 +769,7 @@ def report_nothing_to_do(
     """Reports that the run is at its horizon already, and returns the exit code."""
     text = f"already at step {run.steps:,} of {run.steps:,}"
     if env.rank == 0:
-        print(f"{folder}: {text}, nothing was left to do", flush=True)
+        print(f"{folder}: {text}: the run is already finished, nothing was left to do", flush=True)
     report_exit(0, f"finished: {text}", False)
     return 0
 
@@ -838,13 +847,13 @@ def agree_to_stop(stop: StopRequest, saver: CheckpointSaver, mesh: Mesh) -> tupl
     return reason or "another rank was told to stop", answer != STOP_FOR_GOOD
 
 
-def sample(run: TrainingRun, tokenizer: Tokenizer) -> list[int]:
-    """The ids of a text that the model writes now, after eval.prompt; none if eval.sample is 0."""
+def sample(run: TrainingRun, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a text that the model writes now, after the prompt; none if eval.sample is 0."""
     options = run.cfg.eval
     model = run.cfg.model
     ids = generate(
         run.logits,
-        tokenizer.encode(options.prompt) or [tokenizer.eod],
+        tokenizer.encode(prompt) or [tokenizer.eod],
         options.sample,
         temperature=options.temperature,
         eod=tokenizer.eod,
@@ -915,6 +924,9 @@ def main(argv: list[str]) -> int:
         env = setup.read_environment(cfg)
         plan_pipeline(cfg, env.world)
         open_tasks(cfg)
+        for phase in phases_of(cfg).all:
+            with named(phase):
+                check_paths(phase.cfg)
         unused_keys = unused.check_unused(cfg, env.world)
         if unused_keys and env.rank == 0:
             print("\n".join(wrapped(unused_keys, output_width())), flush=True)

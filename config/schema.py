@@ -26,7 +26,8 @@ class ModelConfig:
     """The architecture of the model."""
 
     # ---- sizes
-    preset: str = "llama-mini"  # entry of configs/models.yaml; gives every model key that is not set
+    preset: str | None = "llama-mini"  # entry of configs/models.yaml; gives every model key that is not set;
+    #   none: a model of no entry, as an imported one may be
     layers: int = 4  # number of transformer blocks
     hidden: int = 128  # width of the residual stream
     heads: int = 4  # number of query heads
@@ -253,7 +254,7 @@ class EvalConfig:
     source_batches: int | None = None  # of a blend: number of global batches with which each source is
     #   validated apart; none: as many as eval.batches; 0: no source is
     sample: int = 48  # number of tokens of text that each validation samples; 0: no text
-    prompt: str = "def "  # start of the sampled text
+    prompt: str | None = None  # start of the sampled text; none: the first words of the validation data
     temperature: float = 0.8  # sampling temperature
     tasks: str | None = None  # PATH[,PATH...]: files and folders of tasks with known answers, in the form of
     #   CORE (arXiv 2406.11794) or in JSONL (docs/training.md); none: no tasks

@@ -71,7 +71,8 @@ def parse_blend(text: str) -> tuple[Blend, list[str]]:
     """ "0.7 a 0.3 b" -> the blend, and the path of each dataset; a single path has weight 1.
     Raises ConfigError naming data.path."""
     if not text.strip():
-        raise ConfigError("data.path: empty; give stdlib, a prefix of .bin/.idx, or a blend \"0.7 a 0.3 b\"")
+        raise ConfigError("data.path: empty; name the data: a prefix of .bin/.idx that "
+                          "python -m scripts.prepare_data made, a blend \"0.7 a 0.3 b\", or stdlib")
     if as_number(text.split()[0]) is None:
         return Blend((1,)), [text.strip()]
 

@@ -19,6 +19,8 @@ import json
 import math
 import os
 import pathlib
+import re
+import shlex
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -30,6 +32,7 @@ import torch
 
 from config import Config, ConfigError, global_batch_at, phases_of, sequences_seen
 from data import prepare, tokenizer
+from data.blend import parse_blend
 from data.indexed import IndexedDataset
 from data.lengths import token_byte_lengths
 from data.pack import pack_windows
@@ -44,6 +47,9 @@ SPLITS = ("train", "valid", "test")
 PROBE_TOKENS = 1 << 20  # the first tokens of the run, from whose documents the cost of attention is estimated
 UNKNOWN_BYTES = -1  # of a text whose tokenizer is not known
 DIGEST_SHOWN = 12  # characters of a fingerprint in messages
+OPENING_TOKENS = 64  # of a split, from which its first words are taken
+OPENING_CHARACTERS = 32  # of these words, at most
+FIRST_WORDS = re.compile(r"\s*(\S+(?:[ \t]+\S+){0,2})")  # of a text: up to three of its first line
 CPU = torch.device("cpu")
 
 
@@ -296,6 +302,18 @@ class BatchLoader:
         note = f" ({self.datasets[0].note})" if self.datasets[0].note else ""
         return f"{' + '.join(texts)}   tokenizer {tokenizer_name}{note}"
 
+    def opening_words(self) -> str:
+        """The first words of the split's first document: a prompt that suits the data. Empty if it has none.
+        Raises as microbatches does."""
+        tokenizer = self.required_tokenizer
+        part = SPLITS.index(self.split)
+        first, last = self.datasets[0].split_points[part:part + 2]
+        ids = self.datasets[0].index.read(first, min(last, first + OPENING_TOKENS)).tolist()
+        if tokenizer.eod in ids:
+            ids = ids[:ids.index(tokenizer.eod)]
+        words = FIRST_WORDS.match(tokenizer.decode(ids))
+        return words[1][:OPENING_CHARACTERS] if words else ""
+
     def check_unchanged(self) -> None:
         """Raises ChecksumError if a data file has changed since it was opened."""
         for dataset in self.datasets:
@@ -308,6 +326,33 @@ class BatchLoader:
 
 
 # ---- opening -----------------------------------------------------------------------------------------------
+
+def check_paths(cfg: Config) -> None:
+    """Raises ConfigError if data.path names something that holds no tokens; it says what to do. Opens
+    nothing."""
+    spec = shlex.quote(str(cfg.data.tokenizer or "bpe-32000"))
+    for path in parse_blend(cfg.data.path)[1]:
+        prefix = path.removesuffix(".bin").removesuffix(".idx")
+        is_raw = path.endswith(".bin") and os.path.isfile(path)
+        if path == "stdlib" or is_raw or any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin")):
+            continue
+
+        def command(inputs: str, out: str) -> str:
+            return (f"python -m scripts.prepare_data --input {inputs} --tokenizer {spec} "
+                    f"--out {shlex.quote(out)}")
+
+        if os.path.exists(path):
+            out = f"runs/data/{pathlib.Path(path).name.partition('.')[0]}"
+            raise ConfigError(f"data.path: {path} holds no tokens; make them with "
+                              f"{command(shlex.quote(path), out)}, then --data.path {shlex.quote(out)}")
+        if len(path.split()) > 1:
+            weighted = " ".join(f"1 {word}" for word in path.split())
+            raise ConfigError(f"data.path: {path!r} is no prefix of .bin/.idx; a blend has a weight before "
+                              f"each path: {weighted!r}")
+        raise ConfigError(f"data.path: {prefix}.idx: No such file; make it from your text with "
+                          f"{command('FILES', prefix)}, or give another --data.path: a prefix of .bin/.idx "
+                          "that is there, a blend, or stdlib")
+
 
 def open_loader(
     cfg: Config, split: str, rank: int, world: int, *, device: torch.device = CPU, phase: int = 1
@@ -327,6 +372,7 @@ def open_loader(
         reading = read_phases(phases)[phase - 1]
     else:  # the same samples in every evaluation of a phase, whatever was read before
         reading = read_phases(phases_of(replace(cfg, data=replace(cfg.data, span=None))))[0]
+    check_paths(cfg)
     shares = split_shares(cfg.data.split, split)
     datasets = [open_dataset(cfg, path, shares) for path in reading.paths]
     check_same_tokenizer(datasets)

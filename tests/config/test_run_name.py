@@ -26,7 +26,8 @@ def test_a_sweep_by_a_plain_shell_loop_makes_three_runs(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\ndone in ") == 3
-    assert "llama2-tiny+optim.lr=0.001: already at step 2 of 2" in done.stdout  # the fourth
+    fourth = "llama2-tiny+optim.lr=0.001: already at step 2 of 2: the run is already finished"
+    assert fourth in done.stdout
 
     rates = {"": 2e-3, "+optim.lr=0.001": 1e-3, "+optim.lr=0.005": 5e-3}
     expected = {f"llama2-tiny{suffix}": rate for suffix, rate in rates.items()}

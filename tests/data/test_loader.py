@@ -3,11 +3,14 @@
 import contextlib
 import dataclasses
 import itertools
+import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ import train
 from config import Config, ConfigError
 from data import loader, tokenizer
 from data.indexed import ChecksumError, IndexedDataset, IndexedDatasetWriter
-from data.loader import open_loader, split_shares
+from data.loader import check_paths, open_loader, split_shares
 from parallel.microbatch import Microbatch
 from parallel.topology.mesh import Mesh
 
@@ -386,3 +389,68 @@ def test_stdlib_is_made_once_by_two_that_start_together(tmp_path):
     data, valid = open_loader(cfg, "train", 0, 1), open_loader(cfg, "valid", 0, 1)
     assert data.tokenizer.name == "bytes" and data.fingerprint == out[0][0]
     assert 0.02 < valid.tokens / data.tokens < 0.12
+
+
+def first_line_of_train(tmp_path, *words):
+    """(exit code, the line on stderr) of train.py itself, with runs in tmp_path."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", "llama2-tiny", "--log.dir", "runs", *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr.count("\n") == 1 and done.stdout == "", done.stdout + done.stderr
+    return done.returncode, done.stderr
+
+
+def test_a_path_without_tokens_is_refused_with_the_command_that_makes_them(tmp_path):
+    """By train.py, before anything is made: text, a name of nothing, a blend without weights; the command
+    that it names is one that runs.
+    """
+    (tmp_path / "my corpus.jsonl").write_text('{"text": "abc"}\n' * 9)
+    code, said = first_line_of_train(tmp_path, "--data.path", "my corpus.jsonl")
+    assert code == 2 and said.startswith("error: data.path: my corpus.jsonl holds no tokens; make them with ")
+    command = said.split("make them with ")[1].split(", then ")[0]
+    assert not (tmp_path / "runs").exists()
+    argv = shlex.split(command.replace("bpe-32000", "bytes"))
+    assert argv[:3] == ["python", "-m", "scripts.prepare_data"]
+    done = subprocess.run(
+        [sys.executable, *argv[1:]], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 0 and said.rstrip().endswith("--data.path 'runs/data/my corpus'")
+    assert (tmp_path / "runs" / "data" / "my corpus.idx").exists()
+
+
+@pytest.mark.parametrize(
+    "path, told",
+    [
+        ("data/corpus", "data/corpus.idx: No such file; make it from your text with python -m"),
+        ("a b", "'a b' is no prefix of .bin/.idx; a blend has a weight before each path: '1 a 1 b'"),
+        ("", "empty; name the data"),
+        ("0.5 a 0.5 b", "a.idx: No such file"),
+    ],
+)
+def test_paths_that_are_nowhere(path, told):
+    with pytest.raises(ConfigError) as error:
+        check_paths(settings(path))
+    assert str(error.value).startswith("data.path: ") and told in str(error.value)
+
+
+def test_the_opening_words_are_those_of_the_split(tmp_path):
+    """Whatever the corpus is: words, letters without blanks, a document of line ends, bytes."""
+    tok = tokenizer.load_tokenizer("bytes")
+    for name, opening, told in (
+        ("words", "\n\n  Once upon a time, there was\n", "Once upon a"),
+        ("wide", "日本" * 9, "日本" * 9),
+        ("long", "x" * 90, "x" * 32),
+        ("blank", "\n \n", ""),
+    ):
+        with IndexedDatasetWriter(tmp_path / name, tok.vocab) as out:
+            for number in range(40):
+                text = opening if number == 20 else f"document {number} of the corpus, " * 4
+                out.add([*tok.encode(text), tok.eod])
+            out.finish(tok, 1)
+        cfg = settings(tmp_path / name)
+        cfg = replace(cfg, data=replace(cfg.data, split="50,50"))
+        assert open_loader(cfg, "valid", 0, 1).opening_words() == told
+        assert open_loader(cfg, "train", 0, 1).opening_words() == "document 0 of"
