@@ -3,6 +3,8 @@
 Output into a file or a pipe has its full width, as that of ps and systemctl; COLUMNS in the environment sets
 the width there and in a terminal.
 """
+import argparse
+import itertools
 import re
 import shutil
 import textwrap
@@ -104,3 +106,14 @@ def hanging_lines(start: str, text: str, width: int | None) -> list[str]:
     indent = columns_of(start)
     first, *others = wrapped(text, width, indent)
     return [start + first, *(" " * indent + line for line in others)]
+
+
+class ParagraphHelp(argparse.HelpFormatter):
+    """For argparse: paragraphs of a description fill the terminal's width, indented lines stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines: list[str] = []
+        for is_prose, group in itertools.groupby(text.splitlines(), lambda line: line[:1].strip() != ""):
+            block = list(group)
+            lines += textwrap.wrap(" ".join(block), width, break_on_hyphens=False) if is_prose else block
+        return "\n".join(indent + line for line in lines)

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from build import build_run
 from config import Config, ConfigError
+from config.terminal import hanging_lines, output_width
 from kernels.grad import AccumulatingWeight, Compute
 from model.describe import workload
 from model.schedules import plan_pipeline
@@ -304,7 +305,7 @@ def check(name: str, as_json: bool, overrides: Overrides = Overrides()) -> int:
                 if not parallel:
                     raise
                 if not as_json:
-                    print(f"  refused {title}: {error}")
+                    print("\n".join(hanging_lines(f"  refused {title}: ", str(error), output_width())))
                 continue
             found = compare(title, cfg, pool.run(measure, cfg))
             comparisons.append(found)
@@ -375,6 +376,7 @@ def print_comparison(found: Comparison, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"layout": found.layout, "ok": not found.wrong, "wrong": found.wrong}), flush=True)
         return
-    print(f"{'WRONG' if found.wrong else 'ok':<6} {found.layout:<28} {found.text}", flush=True)
+    start = f"{'WRONG' if found.wrong else 'ok':<6} {found.layout:<28} "
+    print("\n".join(hanging_lines(start, found.text, output_width())), flush=True)
     for line in found.wrong:
         print(f"       {line}", flush=True)

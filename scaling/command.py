@@ -26,6 +26,7 @@ import argparse
 from pathlib import Path
 
 from config import ConfigError
+from config.terminal import ParagraphHelp
 from scaling.ladder_command import fit_command, ladder_command, next_command
 from scaling.sweep_command import sweep_command, systems_command
 from scaling.systems import MODES
@@ -35,7 +36,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.scaling",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     commands = parser.add_subparsers(dest="command", required=True)
 

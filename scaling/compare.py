@@ -17,6 +17,7 @@ import numpy as np
 
 import config
 from config import Config, ConfigError
+from config.terminal import table_lines
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
 from runtime.lines import Rows, read_metrics
@@ -27,6 +28,7 @@ from scaling.points import Array
 # Keys that say where a run is, not what it is.
 PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
 COLOURS = ("#2a5caa", "#d9822b", "#4f8f63", "#b3362b", "#7a5aa6", "#8c6d46", "#3a9fb0", "#c25b93")
+FIRST_TO_GO = ("MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens")  # in a narrow terminal
 MOST_DRAWN = 1500  # points of a curve
 STATES = {True: "finished", False: "stopped", None: "running"}
 STYLE = """
@@ -168,16 +170,9 @@ def median(values: Array) -> float:
     return float(np.nanmedian(values[1:] if len(values) > 1 else values))
 
 
-def text_table(rows: list[dict[str, str]]) -> list[str]:
-    """Lines with aligned columns: the first to the left, numbers to the right."""
-    names = list(rows[0])
-    widths = [max(len(name), *(len(row[name]) for row in rows)) for name in names]
-    lines: list[str] = []
-    for cells in (names, *(list(row.values()) for row in rows)):
-        padded = [cells[0].ljust(widths[0])]
-        padded += [cell.rjust(width) for cell, width in zip(cells[1:], widths[1:])]
-        lines.append("  ".join(padded).rstrip())
-    return lines
+def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str]:
+    """Lines with aligned columns: the first to the left, numbers to the right. width: of the terminal."""
+    return table_lines(rows, to_left=[next(iter(rows[0]))], first_to_go=FIRST_TO_GO, width=width)
 
 
 # ---- as a picture ------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import shlex
 from functools import partial
 
 from config import ConfigError
+from config.terminal import output_width
 from plan.cost import Efficiency, cluster
 from plan.machine import read_machine
 from runtime.guard import NonFiniteLoss
@@ -45,7 +46,7 @@ from scaling.systems import (
     make_cell,
     parse_layout,
     read_cells,
-    table_lines,
+    systems_lines,
     write_cell,
     write_table,
 )
@@ -124,7 +125,7 @@ def systems_command(args: argparse.Namespace, rest: list[str]) -> int:
         failed = run_cells(systems, args, programs)
     measured = read_cells(args.out)
     if measured:
-        say("\n" + "\n".join(table_lines(measured)))
+        say("\n" + "\n".join(systems_lines(measured, output_width())))
         write_table(measured, args.out / "systems.csv")
         figures.draw_systems(measured, args.out / "systems.png")
         say(f"\nsystems.png and systems.csv in {args.out}")

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import config
 from config import Config, ConfigError, unused
+from config.terminal import table_lines
 from plan.cost import Cluster, Efficiency, forecast
 from plan.count import flops_per_token
 from plan.job import job_of_rank
@@ -26,6 +27,8 @@ MODES = ("strong", "weak")
 CELL_FILE = "cell.json"  # in the folder of a cell's run
 WARM_UP = 2  # steps of a run that are not counted: they compile, connect and allocate
 LEAST_STEPS = 5
+TEXT_COLUMNS = ("mode", "layout")  # of the table; the others are numbers
+FIRST_TO_GO = ("its MFU", "MFU", "forecast: ms", "batch", "its efficiency")  # in a narrow terminal
 
 
 @dataclass(frozen=True)
@@ -262,19 +265,28 @@ def table_rows(measured: list[MeasuredCell]) -> list[dict[str, str | int | float
     return rows
 
 
-def table_lines(measured: list[MeasuredCell]) -> list[str]:
-    """For a terminal; "-" where something is not known."""
-    lines = [f"{'mode':<7}{'layout':<16}{'ranks':>5}{'batch':>7}{'step ms':>10}{'tokens/s':>11}"
-             f"{'efficiency':>11}{'MFU':>7}   forecast:{'ms':>8}{'efficiency':>11}{'MFU':>7}"]
+def systems_lines(measured: list[MeasuredCell], width: int | None = None) -> list[str]:
+    """For a terminal of that width; "-" where something is not known."""
+    shown: list[dict[str, str]] = []
     for row in table_rows(measured):
-        lines.append(
-            f"{row['mode']:<7}{row['layout']:<16}{row['ranks']:>5}{row['global_batch']:>7}"
-            f"{row['step_ms']:>10,.1f}{row['tokens_per_s']:>11,.0f}"
-            f"{percent(row['efficiency']):>11}{percent(row['mfu']):>7}"
-            f"{'':>12}{'-' if row['forecast_ms'] is None else format(row['forecast_ms'], ',.1f'):>8}"
-            f"{percent(row['forecast_efficiency']):>11}{percent(row['forecast_mfu']):>7}"
-        )
-    return lines
+        shown.append({
+            "mode": str(row["mode"]),
+            "layout": str(row["layout"]),
+            "ranks": str(row["ranks"]),
+            "batch": str(row["global_batch"]),
+            "step ms": number_text(row["step_ms"], ",.1f"),
+            "tokens/s": number_text(row["tokens_per_s"], ",.0f"),
+            "efficiency": percent(row["efficiency"]),
+            "MFU": percent(row["mfu"]),
+            "forecast: ms": number_text(row["forecast_ms"], ",.1f"),
+            "its efficiency": percent(row["forecast_efficiency"]),
+            "its MFU": percent(row["forecast_mfu"]),
+        })
+    return table_lines(shown, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width)
+
+
+def number_text(value: object, form: str) -> str:
+    return format(value, form) if isinstance(value, (int, float)) else "-"
 
 
 def percent(share: object) -> str:

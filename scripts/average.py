@@ -21,6 +21,7 @@ from checkpoint import state, store
 from checkpoint.branch import find_source
 from checkpoint.files import remove
 from config import Config, ConfigError, Tree
+from config.terminal import ParagraphHelp
 from parallel.topology.mesh import Mesh
 from runtime.failure import fail_cleanly
 
@@ -31,7 +32,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.average",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     parser.add_argument("sources", nargs="+", metavar="RUN[@STEP]", help="and OUT, a new folder")
     parser.add_argument("--last", type=int, help="of a single RUN: average its newest N checkpoints")

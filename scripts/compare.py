@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from config import ConfigError
+from config.terminal import ParagraphHelp, output_width
 from runtime.failure import fail_cleanly
 from scaling.compare import (
     SMOOTHING_TEXT,
@@ -31,7 +32,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.compare",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders")
     parser.add_argument("--out", type=Path, help="a file ending in .html or .png")
@@ -66,12 +67,13 @@ def report(runs: list[Run], as_json: bool) -> None:
     if as_json:
         print(json.dumps({"runs": table_rows(runs), "different": differing}))
         return
-    print("\n".join(text_table(table_rows(runs))))
+    width = output_width()
+    print("\n".join(text_table(table_rows(runs), width)))
     print(f"training losses: {SMOOTHING_TEXT}\n")
     if len(runs) > 1:
         rows = [{"different": key} | {run.name: str(value) for run, value in zip(runs, values)}
                 for key, values in differing.items()]
-        print("\n".join(text_table(rows)) if rows else "no setting differs")
+        print("\n".join(text_table(rows, width)) if rows else "no setting differs")
 
 
 def write(runs: list[Run], path: Path, refresh_s: int | None) -> None:

@@ -28,6 +28,7 @@ from typing import Any
 
 import config
 from config import ConfigError
+from config.terminal import ParagraphHelp
 from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
 from runtime.stop import SIGNALS, is_under_nohup
 
@@ -257,7 +258,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.launch",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     parser.add_argument("--nproc", type=positive, required=True, help="ranks of this node: one a GPU")
     parser.add_argument("--nnodes", type=positive, default=1, help="nodes of the job, all with --nproc ranks")

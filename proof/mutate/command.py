@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from config import ConfigError
+from config.terminal import ParagraphHelp
 from proof.mutate import cover, table
 from proof.mutate.checkout import ROOT, copy_checkout
 from proof.mutate.control import Controls
@@ -40,7 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.mutate",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     parser.add_argument(
         "--only",

@@ -39,6 +39,7 @@ from pathlib import Path
 
 import config
 from config import ConfigError
+from config.terminal import ParagraphHelp, hanging_lines, output_width
 from model.schedules import plan_pipeline
 from proof import lattice, module_costs, mup, precision
 from proof.lattice import Lattice, Values
@@ -95,7 +96,7 @@ def parse_options(argv: list[str]) -> Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.verify",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     add("name", help="recipe whose model is proved (a tiny twin)")
@@ -245,7 +246,7 @@ def print_header(title: str, cells: list[Values], found: Lattice) -> None:
     for _, group in itertools.groupby(sorted(found.refused.items()), key_of):
         reasons = list(group)
         total = sum(count for _, count in reasons)
-        print(f"  refused {total}: {reasons[0][0]}", flush=True)
+        print("\n".join(hanging_lines(f"  refused {total}: ", reasons[0][0], output_width())), flush=True)
 
 
 def print_proof(name: str, first: Deviation, worst: Deviation, as_json: bool) -> None:
@@ -255,9 +256,10 @@ def print_proof(name: str, first: Deviation, worst: Deviation, as_json: bool) ->
         print(json.dumps(row), flush=True)
         return
 
-    line = f"{'WRONG' if first.is_wrong else 'ok':<6} {name:<40} {worst.error:.1e}"
+    start = f"{'WRONG' if first.is_wrong else 'ok':<6} "
+    line = f"{name:<40} {worst.error:.1e}"
     if first.is_wrong and math.isinf(first.error):
         line += f"  {first.what}"
     elif first.is_wrong:
         line += f"  first {first.what} ({first.error:.1e}); worst {worst.what}"
-    print(line, flush=True)
+    print("\n".join(hanging_lines(start, line, output_width())), flush=True)

@@ -1,8 +1,18 @@
 """What fits into a terminal: the words of a text all stay, and so do the columns that matter."""
 
+import argparse
+
 import pytest
 
-from config.terminal import columns_of, fitting_columns, hanging_lines, output_width, table_lines, wrapped
+from config.terminal import (
+    ParagraphHelp,
+    columns_of,
+    fitting_columns,
+    hanging_lines,
+    output_width,
+    table_lines,
+    wrapped,
+)
 
 ROWS = [{"name": "llama", "size": "8B", "vocab": "128256"}, {"name": "gpt2", "size": "124M", "vocab": "50257"}]
 
@@ -50,6 +60,22 @@ def test_a_text_goes_on_below_itself():
         "           1",
     ]
     assert hanging_lines("a ", "b · c", None) == ["a b · c"]
+
+
+def test_help_fills_the_width_and_keeps_indented_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "52")
+    text = "One sentence of many words that goes on\nover lines.\n\n    a command   --with blanks\n\nAnother."
+    parser = argparse.ArgumentParser(prog="p", description=text, formatter_class=ParagraphHelp)
+    said = parser.format_help().split("options:")[0].splitlines()[2:]
+    assert said == [
+        "One sentence of many words that goes on over",
+        "lines.",
+        "",
+        "    a command   --with blanks",
+        "",
+        "Another.",
+        "",
+    ]
 
 
 def test_the_width_is_asked_of_the_environment_first(monkeypatch):

@@ -17,7 +17,7 @@ from scaling.systems import (
     efficiencies,
     make_cell,
     parse_layout,
-    table_lines,
+    systems_lines,
 )
 
 DP, TP = ScalingLayout("dp", ()), ScalingLayout("tp2", (("parallel.tp", "2"),))
@@ -86,8 +86,10 @@ def test_efficiency_by_hand():
     assert share["weak-tp2-2"] == (0.5, None), "beside the fastest with the fewest ranks"
     assert share["weak-tp2-4"] == (0.25, None)
     assert cells[1].mfu == pytest.approx(6e8 / (0.5 * 4 * 1e12))
-    lines = table_lines(cells)
+    lines = systems_lines(cells)
     assert len(lines) == 6 and "50%" in lines[2] and "-" in lines[3]
+    narrow = systems_lines(cells, 80)
+    assert max(map(len, lines)) > 80 >= max(map(len, narrow)) and "efficiency" in narrow[0]
 
 
 @pytest.mark.parametrize(
