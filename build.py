@@ -322,12 +322,23 @@ def check_device(cfg: Config, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The weights of a checkpoint in a stage, with the tokenizer that they were trained with."""
+    """The weights of a checkpoint in a stage, with the tokenizer that they were trained with.
+
+    known_tokenizer: None of weights that were imported without one.
+    """
     cfg: Config
     stage: PipelineStage
-    tokenizer: Tokenizer
+    known_tokenizer: Tokenizer | None
     path: Path
     step: int
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ConfigError if the weights were imported without one."""
+        if self.known_tokenizer is None:
+            raise ConfigError(f"--tokenizer: {self.path.parent.parent} has none, and text needs one; give bytes, "
+                              "a .model, a tokenizer.json, or their folder")
+        return self.known_tokenizer
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, positions: Tensor, cache: KeyValueCache | None, position: int) -> Tensor:
@@ -401,11 +412,15 @@ def check_counts(model: ModelConfig, *, num_tensors: int, num_elements: int, whe
 
 
 def load_run(
-    where: str, device: torch.device, dtype: str | None = None, weights: str = TRAINED
+    where: str,
+    device: torch.device,
+    dtype: str | None = None,
+    weights: str = TRAINED,
+    tokenizer_spec: str | None = None,
 ) -> TrainedModel:
     """The model of a run folder, or of one of its checkpoint folders. dtype: None: the run's own.
 
-    weights: one of checkpoint.state.WEIGHTS.
+    weights: one of checkpoint.state.WEIGHTS. tokenizer_spec: None: that of the run, if it has one.
 
     Raises ConfigError if `where` has no model, and IntegrityError if the checkpoint is damaged.
     """
@@ -418,10 +433,23 @@ def load_run(
     cfg = replace(cfg, train=train, parallel=ParallelConfig())
 
     check_size(cfg.model, store.read_index(path)["pieces"], str(path))
-    folder = path.parent.parent / "tokenizer"
-    loaded = tokenizer.load_tokenizer(folder)
-    if loaded.fingerprint != meta["tokenizer"]:
-        raise ConfigError(f"{folder}: is not the tokenizer that {path} was trained with; put that one there")
+    known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec)
     stage, boxes = weights_only(cfg, device, cfg.train.dtype)
     store.load(path, state.stored_as(path, boxes, weights), strict=False, allow_cast=True)
-    return TrainedModel(cfg, stage, tokenizer=loaded, path=path, step=meta["step"])
+    return TrainedModel(cfg, stage, known_tokenizer, path=path, step=meta["step"])
+
+
+def tokenizer_of_run(path: Path, fingerprint: str, spec: str | None) -> Tokenizer | None:
+    """The tokenizer `spec`, or that of the run folder; None if the weights were imported without one.
+
+    path: the checkpoint. fingerprint: of the tokenizer that it was trained with; "none": of none.
+    Raises ConfigError if it is another one.
+    """
+    folder = path.parent.parent / "tokenizer"
+    if spec is None and fingerprint == "none" and not folder.is_dir():
+        return None
+    found = tokenizer.load_tokenizer(spec or folder)
+    if fingerprint not in (found.fingerprint, "none"):
+        advice = "leave --tokenizer out" if spec else "put that one there"
+        raise ConfigError(f"{spec or folder}: is not the tokenizer that {path} was trained with; {advice}")
+    return found

@@ -362,7 +362,7 @@ def find_unused(cfg: Config, world: int) -> Iterator[tuple[str, str, UnusedKeys]
     Of a run with phases: of keys that have no effect in any of them.
     """
     cfgs = [phase.cfg for phase in phases_of(cfg).all]
-    preset = presets().get(cfg.model.preset, {})
+    preset = presets().get(cfg.model.preset or "", {})
     preset_model = build_tree(ModelConfig, {key: value for key, value in preset.items() if key != "recipe"})
     seen: set[str] = set()
     for row in TABLE:

@@ -615,7 +615,7 @@ def model_text(model: ModelConfig, parameters: tuple[int, int]) -> str:
         heads += f" ({model.kv_heads} kv)"
     size = f"{parameter_count(total)} params ({parameter_count(without_embeddings)} without embeddings)"
     parts = [
-        f"{model.preset}   {size}",
+        f"{model.preset or 'its own shape'}   {size}",
         f"{model.layers} layers",
         f"d {model.hidden}",
         heads,

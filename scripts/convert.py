@@ -10,8 +10,9 @@ The logits of both sides are compared in fp32 before anything is kept: against t
 installed, else (to-hf) against the new folder, read back. After a failure nothing is left behind.
 
 An imported RUN holds weights at step 0 and no optimizer state. scripts.generate and scripts.evaluate accept
-it; training continues from it in a folder of its own: `python train.py --config RUN/config.yaml`. It cannot
-be resumed in place, because it has no data yet.
+it; training continues from it in a folder of its own: `python train.py --config RUN/config.yaml --data.path
+PREFIX`, with the settings of configs/runs/continue.yaml. It cannot be resumed in place, because it has no
+data yet.
 
 DeepSeek's modules of multi-token prediction are read and written under the layer numbers after the last
 block, as published. transformers ignores them when it loads and drops them when it saves, so its logits do
@@ -25,6 +26,7 @@ import gc
 import json
 import math
 import os
+import shlex
 import sys
 import uuid
 from collections.abc import Iterator
@@ -41,6 +43,7 @@ from checkpoint.files import NonFiniteTensor, remove, storage_errors, sync_dir
 from checkpoint.hf_families import FAMILIES
 from config import Config, ConfigError, ModelConfig
 from config.suggestions import check_rules
+from config.terminal import ParagraphHelp, output_width, wrapped
 from data import tokenizer
 from data.tokenizer import Tokenizer
 from model.precision import DTYPES
@@ -89,7 +92,7 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
                 (temp / "tokenizer").mkdir()
                 tok.save(temp / "tokenizer")
                 hf_tokenizer.copy_tokenizer_files(Path(spec or folder), temp / "tokenizer")
-        theirs = their_logits(folder, probe(model), model.tied)
+        theirs = their_logits(folder, probe(model), model)
         match = compare(ours, theirs, "from transformers")
 
     notes: list[str] = []
@@ -110,7 +113,21 @@ def from_hf(folder: Path, run: Path, spec: str | None = None) -> dict:
         "to": str(run),
         "logits": match,
         "notes": notes,
-        "next": f"python train.py --config {run}/config.yaml",
+        **next_steps(run, "T" if tok is None else f"{run}/tokenizer"),
+    }
+
+
+def next_steps(run: Path, spec: str) -> dict[str, str]:
+    """The commands that continue training from an imported run: FILES is the text, as only the user knows.
+
+    spec: the tokenizer; T where the user must name it, too.
+    """
+    prefix = f"runs/data/{run.name}"
+    return {
+        "first": f"python -m scripts.prepare_data --input FILES --tokenizer {shlex.quote(spec)} "
+                 f"--out {shlex.quote(prefix)}",
+        "next": f"python train.py --config {shlex.quote(f'{run}/config.yaml')} "
+                f"--data.path {shlex.quote(prefix)}",
     }
 
 
@@ -147,20 +164,23 @@ def import_weights(
 
 
 def config_of_run(model: ModelConfig, run: Path, has_tokenizer: bool) -> Config:
-    """The content of RUN/config.yaml: training from these weights, in a folder beside this one."""
-    preset = ModelConfig.preset
+    """The content of RUN/config.yaml: continued training from these weights, in a folder beside this one.
+
+    data.path is left open, for the user to name.
+    """
+    preset = None
     for name, entry in config.presets().items():
         if with_all_values(preset_model(entry, model.vocab)) == with_all_values(model):
             preset = name
             break
 
-    recipe = config.read_yaml(config.CONFIG_FOLDER / "runs" / "pretrain.yaml")
+    recipe = config.read_yaml(config.CONFIG_FOLDER / "runs" / "continue.yaml")
     seq_len = min(recipe["train"]["seq_len"], model.context)
     return config.from_tree(config.merge(recipe, {
         "model": {**asdict(model), "preset": preset},
         "train": {"seq_len": seq_len},
         "checkpoint": {"init_from": str(run)},
-        "data": {"path": "stdlib", "tokenizer": str(run / "tokenizer")} if has_tokenizer else {},
+        "data": {"tokenizer": str(run / "tokenizer")} if has_tokenizer else {},
         "log": {"dir": str(run.parent), "name": f"{run.name}-train"},
     }))
 
@@ -225,7 +245,7 @@ def to_hf(
             if tok:
                 notes += export_json(tok, family, temp)
         tokens = probe(model)
-        match = compare(ours, their_logits(temp, tokens, model.tied), "from transformers")
+        match = compare(ours, their_logits(temp, tokens, model), "from transformers")
         if match is None:
             match = compare(ours, read_back(temp, tokens), "read back by ourselves")
     return {
@@ -381,10 +401,10 @@ def our_logits(stage: PipelineStage, tokens: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def their_logits(folder: Path, tokens: Tensor, tied: bool) -> tuple[str, Tensor] | None:
+def their_logits(folder: Path, tokens: Tensor, ours: ModelConfig) -> tuple[str, Tensor] | None:
     """(who computed them, logits) of transformers' model of this folder, in fp32; None without transformers.
 
-    Raises LogitsDiffer if transformers does not load the folder.
+    Raises LogitsDiffer if transformers does not load the folder or does not run its model.
     """
     try:
         import transformers
@@ -395,11 +415,14 @@ def their_logits(folder: Path, tokens: Tensor, tied: bool) -> tuple[str, Tensor]
     who = f"transformers {transformers.__version__}"
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, tie_word_embeddings=tied)
+            folder, dtype=torch.float32, local_files_only=True, tie_word_embeddings=ours.tied)
+        if ours.experts and hasattr(model, "set_experts_implementation"):
+            # experts one by one: transformers' grouped product wants rows of a multiple of 16 bytes
+            model.set_experts_implementation("eager")
         return who, model.eval()(input_ids=tokens, use_cache=False).logits
     except Exception as error:  # whatever transformers does not accept in the folder
         text = " ".join(str(error).split())[:MAX_ERROR_LENGTH]
-        raise LogitsDiffer(f"{folder}: {who} does not load it: {type(error).__name__}: {text}") from error
+        raise LogitsDiffer(f"{folder}: {who} cannot run it: {type(error).__name__}: {text}") from error
 
 
 @torch.no_grad()
@@ -466,7 +489,7 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.convert",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="from-hf | to-hf")
 
@@ -507,15 +530,19 @@ def main(argv: list[str]) -> int:
 
 def report_text(report: dict) -> str:
     """The report as lines of text."""
-    lines = [f"{report['family']}: {report['parameters']:,} parameters in {report['tensors']} tensors, "
-             f"{report['from']} -> {report['to']}"]
+    width = output_width()
+    lines = wrapped(f"{report['family']}: {report['parameters']:,} parameters in {report['tensors']} tensors, "
+                    f"{report['from']} -> {report['to']}", width)
     match = report["logits"]
     if match:
         sequences, length = match["tokens"]
-        lines.append(f"logits: max |difference| {match['max_abs_difference']:.2e} where the largest is "
-                     f"{match['largest']:.3g}, against {match['against']} "
-                     f"on {sequences} x {length} tokens in fp32")
-    lines += [f"note: {note}" for note in report["notes"]]
+        lines += wrapped(f"logits: max |difference| {match['max_abs_difference']:.2e} where the largest is "
+                         f"{match['largest']:.3g}, against {match['against']} "
+                         f"on {sequences} x {length} tokens in fp32", width)
+    for note in report["notes"]:
+        lines += wrapped(f"note: {note}", width)
+    if "first" in report:
+        lines.append(f"first: {report['first']}   (FILES: your text)")
     lines.append(f"next: {report['next']}")
     return "\n".join(lines)
 

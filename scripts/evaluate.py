@@ -4,7 +4,8 @@
 
 Without --data: the validation split of the run, each sample once. With it: all of PREFIX.bin, whose tokens
 must come from the tokenizer of the run (python -m scripts.prepare_data --tokenizer RUN/tokenizer makes such
-data). With --tasks instead: files and folders as eval.tasks takes them, with the numbers of the training
+data). A loss on tokens needs no tokenizer, bits per byte and tasks do: --tokenizer names that of a run
+without, such as an imported one. With --tasks instead: files and folders as eval.tasks takes them, with the numbers of the training
 loop; and by their names, tasks of lm-evaluation-harness (pip install lm-eval).
 """
 import argparse
@@ -22,6 +23,7 @@ import torch
 from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import Config, ConfigError
+from config.terminal import ParagraphHelp
 from data.loader import BatchLoader, open_loader
 from data.task_files import ScoredTask, read_tasks
 from data.task_scores import encode_tasks, score_tasks
@@ -37,12 +39,14 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.evaluate",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     add("run", help="run folder or checkpoint folder")
     add("--weights", choices=WEIGHTS, default=TRAINED, help="ema: their moving average (train.ema)")
     add("--data", help="prefix of a .bin/.idx pair, or a blend; none: the run's validation split")
+    add("--tokenizer", metavar="SPEC",
+        help="bytes, a .model, a tokenizer.json or a folder; none: that of the run, if it has one")
     add("--samples", type=int, help="number of sequences; none: all, once")
     add("--seq-len", type=int, help="tokens in a sequence; none: as in training")
     add("--micro-batch", type=int, help="sequences in a forward pass; none: as in training")
@@ -59,7 +63,7 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     tasks = file_tasks(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device, args.dtype, args.weights)
+    run = load_run(args.run, device, args.dtype, args.weights, args.tokenizer)
     if args.tasks:
         evaluate_tasks(run, args, tasks, device)
     else:
@@ -78,7 +82,10 @@ def evaluate_loss(run: TrainedModel, args: argparse.Namespace, device: torch.dev
     seq_len = args.seq_len or run.cfg.train.seq_len
     cfg = replace(run.cfg, train=replace(run.cfg.train, seq_len=seq_len))
     if args.data:
-        cfg = replace(cfg, data=replace(cfg.data, path=args.data, split="0,1", tokenizer=None))
+        cfg = replace(cfg, data=replace(cfg.data, path=args.data, split="0,1", tokenizer=args.tokenizer))
+    elif not cfg.data.path:
+        raise ConfigError(f"--data: {args.run} was imported and has no data of its own; give a prefix of "
+                          ".bin/.idx")
     batch_size = args.micro_batch or run.cfg.train.micro_batch
     data = open_validation(cfg, batch_size)
     check_tokenizer(data.tokenizer, run, args)
@@ -137,7 +144,7 @@ def remaining_samples(cfg: Config, samples: int, batch_size: int) -> Iterator[Mi
 
 def check_tokenizer(of_data: Tokenizer | None, run: TrainedModel, args: argparse.Namespace) -> None:
     """Raises ConfigError if the data names another tokenizer than that of the run."""
-    if of_data is None or of_data.fingerprint == run.tokenizer.fingerprint:
+    if of_data is None or run.known_tokenizer is None or of_data.fingerprint == run.tokenizer.fingerprint:
         return
     path = args.data or run.cfg.data.path
     tokenizer_folder = f"{run.path.parent.parent}/tokenizer"

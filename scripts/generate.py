@@ -14,6 +14,7 @@ import torch
 from build import TrainedModel, load_run
 from checkpoint.state import TRAINED, WEIGHTS
 from config import ConfigError
+from config.terminal import ParagraphHelp
 from model.generate import generate
 from runtime.failure import fail_cleanly
 
@@ -22,11 +23,13 @@ def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.generate",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     add("run", help="run folder or checkpoint folder")
     add("--weights", choices=WEIGHTS, default=TRAINED, help="ema: their moving average (train.ema)")
+    add("--tokenizer", metavar="SPEC",
+        help="bytes, a .model, a tokenizer.json or a folder; none: that of the run, if it has one")
     add("--prompt", default="", help="start of the text; empty: a new document")
     add("--max-new-tokens", type=int, default=100)
     add("--temperature", type=float, default=0.8, help="0: always the most likely token")
@@ -56,7 +59,7 @@ def main(argv: list[str]) -> int:
     args = arguments().parse_args(argv)
     check_ranges(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    run = load_run(args.run, device, weights=args.weights)
+    run = load_run(args.run, device, weights=args.weights, tokenizer_spec=args.tokenizer)
     prompt = run.tokenizer.encode(args.prompt) or [run.tokenizer.eod]
 
     for sample in range(args.samples):

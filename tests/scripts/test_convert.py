@@ -6,7 +6,9 @@ that are no multiple of anything, positions beyond the original context, windows
 """
 
 import json
+import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -707,6 +709,115 @@ def test_resume_in_place_is_refused_with_the_way_out(alone, exported, tmp_path, 
     fresh = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 1)
     with pytest.raises(config.ConfigError, match="start anew with --log.name OTHER --checkpoint.init_from"):
         state.load(fresh, state.find_checkpoint(str(tmp_path / "back"), []))
+
+
+def test_the_next_steps_of_an_import_run_as_they_are_printed(alone, exported, tmp_path, capsys, monkeypatch):
+    """from-hf prints two commands: FILES is what the user fills in, and the first gives what the second
+    reads. The settings are those of continued training, and the shape has no other model's name.
+    """
+    import train
+    from scripts import prepare_data
+
+    monkeypatch.chdir(tmp_path)
+    text = json.dumps({"text": "the quick brown fox jumps over the lazy dog " * 20}) + "\n"
+    (tmp_path / "my text.jsonl").write_text(text * 60)
+    code, out, err = run(capsys, "from-hf", exported, "runs/little")
+    assert code == 0, err
+    told = dict(line.split(": ", 1) for line in out.splitlines() if line.startswith(("first", "next")))
+    first = shlex.split(told["first"].partition("   (FILES")[0])
+    second = shlex.split(told["next"])
+    assert first[:3] == ["python", "-m", "scripts.prepare_data"] and second[:2] == ["python", "train.py"]
+
+    cfg = config.resolve(*config.split_argv(second[2:]))
+    assert cfg.model.preset is None and cfg.train.tokens is None and cfg.train.steps == 1000
+    assert cfg.optim.lr <= 5e-5 and cfg.train.global_batch <= 64 and cfg.checkpoint.init_from == "runs/little"
+    with pytest.raises(config.ConfigError, match="^data.path: empty; name the data"):
+        train.main(["--config", "runs/little/config.yaml", "--train.dtype", "fp32"])
+    with pytest.raises(config.ConfigError, match="--input FILES --tokenizer runs/little/tokenizer --out runs/"):
+        train.main([*second[2:], "--train.dtype", "fp32"])
+    assert not Path("runs/little-train").exists()
+
+    files = ["my text.jsonl" if word == "FILES" else word for word in first[3:]]
+    assert prepare_data.main(files) == 0
+    short = ["--train.steps", "1", "--train.global_batch", "2", "--train.seq_len", "32", "--eval.batches", "1"]
+    capsys.readouterr()
+    assert train.main([*second[2:], *short, "--train.dtype", "fp32", "--train.threads", "1"]) == 0
+    said = capsys.readouterr().out
+    assert "model    its own shape" in said and "llama-mini" not in said
+    assert '--prompt "the quick brown"' in said.replace("'", '"')
+
+
+def test_an_import_that_is_a_preset_has_its_name(alone, tmp_path, capsys):
+    make_run(tmp_path / "run", "qwen2.5-tiny", layers=4, hidden=128, ffn=384)
+    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
+    assert run(capsys, "from-hf", tmp_path / "hf", tmp_path / "back")[0] == 0
+    assert config.resolve(None, str(tmp_path / "back" / "config.yaml"), []).model.preset == "qwen2.5-tiny"
+
+
+def test_an_import_without_tokenizer_is_evaluated_on_tokens(alone, tmp_path, capsys):
+    """Beside torch's cross entropy over the same windows. Text needs a tokenizer: --tokenizer names one."""
+    from scripts import evaluate, generate
+
+    tok = tokenizer.load_tokenizer("bytes")
+    make_run(tmp_path / "run", "llama3-tiny", tok)
+    assert run(capsys, "to-hf", tmp_path / "run", tmp_path / "hf")[0] == 0
+    for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tokenizer.bytes"):
+        (tmp_path / "hf" / name).unlink(missing_ok=True)
+    code, out, _ = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "bare")
+    assert code == 0 and "--tokenizer T" in out
+
+    ids = torch.randint(97, 123, (7 * 32 + 1,), generator=torch.Generator().manual_seed(3))
+    with IndexedDatasetWriter(tmp_path / "ids", 257) as w:
+        w.add(ids.tolist())
+        w.finish(None, 1)
+    words = [str(tmp_path / "bare"), "--data", str(tmp_path / "ids"), "--seq-len", "32", "--dtype", "fp32"]
+
+    def found(*more):
+        assert evaluate.main([*words, *more, "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    loaded = load_run(str(tmp_path / "bare"), torch.device("cpu"), "fp32")
+    assert loaded.known_tokenizer is None
+    rows = torch.stack([ids[i * 32 : i * 32 + 33] for i in range(7)])
+    with torch.no_grad():
+        logits = loaded.stage.logits(rows[:, :-1], torch.arange(32).expand(7, 32))[..., :257]
+    by_hand = float(cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()))
+    assert found()["val_loss"] == pytest.approx(by_hand, rel=1e-5) and found()["val_bpb"] is None
+    # a byte is a token, and no token is the end of a document
+    bits = by_hand / math.log(2)
+    assert found("--tokenizer", "bytes")["val_bpb"] == pytest.approx(bits, rel=1e-5)
+
+    for command in (
+        lambda: evaluate.main([str(tmp_path / "bare"), "--tasks", str(ROOT / "configs" / "tasks")]),
+        lambda: generate.main([str(tmp_path / "bare"), "--prompt", "a"]),
+    ):
+        with pytest.raises(config.ConfigError, match="^--tokenizer: .*bare has none"):
+            command()
+    with pytest.raises(config.ConfigError, match="^--data: .*no data of its own"):
+        evaluate.main([str(tmp_path / "bare")])
+    assert generate.main([str(tmp_path / "bare"), "--tokenizer", "bytes", "--max-new-tokens", "3"]) == 0
+    with pytest.raises(config.ConfigError, match="is not the tokenizer that .* leave --tokenizer out"):
+        evaluate.main([str(tmp_path / "run"), "--tokenizer", str(make_bpe(tmp_path)), *words[1:]])
+
+
+def make_bpe(folder):
+    (folder / "bpe").mkdir()
+    BPE.save(folder / "bpe")
+    return folder / "bpe"
+
+
+@pytest.mark.parametrize("width", [37, 111])
+def test_a_mixture_with_experts_of_an_odd_width(transformers, tmp_path, capsys, width):
+    """transformers' grouped product refuses rows that are no multiple of 16 bytes; its experts one by one do
+    not, and give the logits that ours are compared with.
+    """
+    settings = {**ROPE, "intermediate_size": width, "num_local_experts": 4, "num_experts_per_tok": 2}
+    their_model(transformers, "Mixtral", settings).save_pretrained(tmp_path / "hf")
+    code, out, err = run(capsys, "from-hf", tmp_path / "hf", tmp_path / "run", "--json")
+    assert code == 0, err
+    match = json.loads(out)["logits"]
+    assert match["against"].startswith("transformers")
+    assert match["max_abs_difference"] < 1e-4 * match["largest"]
 
 
 def test_logits_that_differ_leave_nothing(monkeypatch, tmp_path, capsys):
