@@ -113,6 +113,41 @@ def started_reduce_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Te
     return got, own_part(sum_of(place.messages(dtype, parts)), place)
 
 
+def all_gather_each(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Two messages at once, each gathered by itself: as sequence parallelism gathers a batch."""
+    message, expected = messages_to_gather(place, dtype)
+    return comm.all_gather_each(message, place.group), expected
+
+
+def started_all_gather_each(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    message, expected = messages_to_gather(place, dtype)
+    return comm.start_all_gather_each(message, place.group).wait(), expected
+
+
+def messages_to_gather(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(two messages of this rank [2, ROWS, WIDTH], those of all ranks, side by side along dim 1)."""
+    pairs = [message.view(2, ROWS, WIDTH) for message in place.messages(dtype, parts=2)]
+    return pairs[place.group.index], torch.cat(pairs, 1)
+
+
+def reduce_scatter_each(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    message, expected = messages_to_scatter(place, dtype)
+    return comm.reduce_scatter_each(message, place.group), expected
+
+
+def started_reduce_scatter_each(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    message, expected = messages_to_scatter(place, dtype)
+    return comm.start_reduce_scatter_each(message, place.group).wait(), expected
+
+
+def messages_to_scatter(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(two messages of this rank [2, ranks * ROWS, WIDTH], its part of their sums [2, ROWS, WIDTH])."""
+    messages = place.messages(dtype, parts=2 * place.num_ranks)
+    total = sum_of(messages).view(2, place.num_ranks, ROWS, WIDTH)
+    message = messages[place.group.index].view(2, -1, WIDTH)
+    return message, total[:, place.group.index]
+
+
 def all_to_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     parts = place.num_ranks
     message = place.message(place.group.index, dtype, parts)
@@ -185,6 +220,10 @@ CHECKS: dict[str, tuple[Check, tuple[torch.dtype, ...]]] = {
     "all_gather, started": (started_all_gather, MOVED),
     "reduce_scatter": (reduce_scatter, NUMBERS),
     "reduce_scatter, started in place": (started_reduce_scatter, NUMBERS),
+    "all_gather_each": (all_gather_each, MOVED),
+    "all_gather_each, started": (started_all_gather_each, MOVED),
+    "reduce_scatter_each": (reduce_scatter_each, NUMBERS),
+    "reduce_scatter_each, started": (started_reduce_scatter_each, NUMBERS),
     "all_to_all": (all_to_all, MOVED),
     "all_to_all, started": (started_all_to_all, MOVED),
     "broadcast": (broadcast, MOVED),
