@@ -19,6 +19,7 @@ from kernels import (
     attention,
     cross_entropy,
     embedding,
+    expert_order,
     fp8,
     fp8_formula,
     fp8_gemm,
@@ -33,6 +34,7 @@ from kernels import (
     partial_attention,
     permute,
     rope,
+    router,
     swiglu,
 )
 from kernels.attention_libraries import library_attention, usable_libraries
@@ -590,6 +592,147 @@ def grouped_products(inputs: Inputs) -> Checks:
     yield "grouped products, combined rows", check
 
 
+# ---- the router of a mixture -------------------------------------------------------------------------------
+
+AUX_LOSS, Z_LOSS = 0.3, 0.1  # large: their gradients count as much as those of the weights
+LOSS_SCALE = 0.125
+TWO_HALVES = 2.0**-16  # of a number in fp32 that a product reads as two in bf16
+
+
+def routers(inputs: Inputs) -> Checks:
+    """With the rules of Mixtral and of DeepSeek-V3: the choice and its sums, then the gradients."""
+    experts, top_k = inputs.size.experts, inputs.size.top_k
+    groups = min(8, experts // 2)
+    limited = router.RoutingRule(top_k, sigmoid=True, groups=groups, top_groups=groups // 2, scale=2.5)
+    for name, rule in {"softmax": router.RoutingRule(top_k), "sigmoid, groups": limited}.items():
+        yield f"router, {name}", routing_choice(inputs, rule)
+        yield f"router, {name}: gradients", routing_gradients(inputs, rule)
+
+
+def routing_choice(inputs: Inputs, rule: router.RoutingRule) -> Check:
+    """Which experts a token gets, with which weights; sums over the counted tokens, and the statistics.
+
+    No two logits of a token are near each other, nor are two of its groups: rounding decides nothing.
+    """
+    size, device = inputs.size, inputs.device
+    b, s, experts = size.batch, size.seq, size.experts
+    shape = (b, s, rule.groups, experts // rule.groups)
+    rank_of_group = torch.rand(shape[:3], device=device).argsort(-1)[..., None]
+    rank_in_group = torch.rand(shape, device=device).argsort(-1)
+    logits = (rank_of_group + 0.9 * rank_in_group / shape[-1] - 0.4 * rule.groups).flatten(-2)
+    group = torch.arange(experts, device=device) // shape[-1]
+    bias = 2.0 * (group % 3 == 1).double() if rule.sigmoid else None
+    counted = torch.rand(b, s, device=device) < 0.8
+    scale = torch.tensor(LOSS_SCALE, device=device)
+
+    def ours() -> Results:
+        choice = router.choose_experts(logits, rule, bias, counted)
+        assert choice.sums is not None  # there are counted tokens
+        losses = {"aux_loss": AUX_LOSS, "z_loss": Z_LOSS}
+        stats, load = router.router_statistics(choice.sums, scale, **losses, counts=choice.sums.counts)
+        assert load is not None  # it is taken from the counts
+        results = {"index": choice.index, "weights": choice.weights, "stats": stats, "load": load}
+        return results | choice.sums._asdict()
+
+    def definition() -> Results:
+        scores = logits.sigmoid() if rule.sigmoid else logits.softmax(-1)
+        by_group = (scores if bias is None else scores + bias.float()).view(shape)
+        if rule.groups > 1:
+            score_of_group = by_group.sort(-1, descending=True).values[..., :2].sum(-1)
+            rank = score_of_group.argsort(-1, descending=True).argsort(-1)
+            by_group = by_group.masked_fill((rank >= rule.top_groups)[..., None], -math.inf)
+        index = by_group.flatten(-2).argsort(-1, descending=True)[..., : rule.top_k]
+        chosen = scores.gather(-1, index)
+
+        shares = scores / scores.sum(-1, keepdim=True)
+        hits = F.one_hot(index, experts).sum(2)  # [b, s, experts]
+        sums = {
+            "counts": (hits * counted[..., None]).sum(1).float(),
+            "shares": (shares * counted[..., None]).sum(1),
+            "squares": (logits.logsumexp(-1).square() * counted).sum(1),
+            "entropy": -((shares * shares.log()).sum(-1) * counted).sum(1),
+        }
+        load = experts * sums["counts"] / sums["counts"].sum(-1, keepdim=True)
+        balance = AUX_LOSS * LOSS_SCALE * (sums["shares"] * load).sum()
+        z = Z_LOSS * LOSS_SCALE * sums["squares"].sum()
+        figures = torch.stack((torch.zeros_like(z), sums["entropy"].sum(), balance, z))
+        stats = torch.cat((sums["counts"].sum(0), figures))
+        weights = rule.scale * chosen / chosen.sum(-1, keepdim=True)
+        return {"index": index, "weights": weights, "stats": stats, "load": load} | sums
+
+    few, many = bound(FP32, 8, experts), bound(FP32, 8, experts + b * s)
+    exact = {"index": 0.0, "counts": 0.0}
+    rounded = {"weights": few, "load": few, "stats": many, "shares": many, "squares": many, "entropy": many}
+    return Check(ours, definition, exact | rounded)
+
+
+def routing_gradients(inputs: Inputs, rule: router.RoutingRule) -> Check:
+    """Logits, and the gradients of x and W. The choice is given: rounding of x W^T may not change it."""
+    size, device = inputs.size, inputs.device
+    b, s, experts = size.batch, size.seq, size.experts
+    tensors = {
+        "x": inputs.randn(b, s, size.hidden),
+        "weight": inputs.randn(experts, size.hidden) / math.sqrt(size.hidden),
+    }
+    index = torch.rand(b, s, experts, device=device).argsort(-1)[..., : rule.top_k].contiguous()
+    dweights = torch.randn(b, s, rule.top_k, device=device)
+    load = torch.rand(b, experts, device=device) + 0.5
+    counted = torch.rand(b, s, device=device) < 0.8
+    scale = torch.tensor(LOSS_SCALE, device=device)
+    losses = router.RouterLosses(counted, scale, load, AUX_LOSS, Z_LOSS)
+
+    def ours() -> Results:
+        logits = router.router_logits(**tensors)
+        choice = router.RouterChoice(index, torch.zeros_like(dweights), None)
+
+        def weights_of(x: Tensor, weight: Tensor) -> Tensor:
+            return router.routed_weights(x, weight, logits, choice, rule, losses)
+
+        return {"logits": logits} | results_of(weights_of, tensors, (dweights,), ("weight",))
+
+    def definition() -> Results:
+        x, weight = (tensor.float().requires_grad_() for tensor in tensors.values())
+        logits = x @ weight.t()
+        scores = logits.sigmoid() if rule.sigmoid else logits.softmax(-1)
+        chosen = scores.gather(-1, index)
+        shares = scores / scores.sum(-1, keepdim=True)
+        total = (rule.scale * chosen / chosen.sum(-1, keepdim=True) * dweights).sum()
+        factor = LOSS_SCALE * counted
+        total = total + AUX_LOSS * (factor[..., None] * shares * load[:, None]).sum()
+        total = total + Z_LOSS * (factor * logits.logsumexp(-1).square()).sum()
+        dx, dweight = torch.autograd.grad(total, (x, weight))
+        return {"logits": logits.detach(), "dx": dx, "dweight": dweight}
+
+    bounds = {
+        "logits": bound(FP32, 0, size.hidden),
+        "dx": bound(BF16, 1, 2 * experts) + TWO_HALVES,
+        "dweight": bound(BF16, 0, b * s) + TWO_HALVES,
+    }
+    return Check(ours, definition, bounds)
+
+
+def expert_orders(inputs: Inputs) -> Checks:
+    """Choices in the order of their experts, of which some are chosen more often: a stable sort's."""
+    size, device = inputs.size, inputs.device
+    appeal = torch.linspace(0, 0.5, size.experts, device=device)
+    numbers = torch.rand(size.tokens, size.experts, device=device) + appeal
+    index = numbers.argsort(-1)[:, : size.top_k].contiguous()
+
+    def ours() -> Results:
+        rows, choices, rows_per_expert = expert_order.order_by_expert(index, size.experts)
+        found = {"tokens": rows.source, "slots": rows.slots, "choices": choices.source}
+        return found | {"counts": rows_per_expert}
+
+    def definition() -> Results:
+        choices = index.flatten().sort(stable=True).indices
+        found = {"tokens": choices // size.top_k, "slots": choices.argsort().view(index.shape)}
+        return found | {"choices": choices, "counts": F.one_hot(index, size.experts).sum((0, 1))}
+
+    yield "order of rows by expert", Check(
+        ours, definition, dict.fromkeys(("tokens", "slots", "choices", "counts"), 0.0)
+    )
+
+
 # ---- fp8 ---------------------------------------------------------------------------------------------------
 # u: 2^-4 of e4m3, 2^-3 of e5m2. Sums of products of 8-bit numbers keep 14 bits on Hopper (arXiv 2412.19437,
 # 3.3.2): each step of 32 columns may cut 2^-13.
@@ -894,6 +1037,8 @@ FAMILIES: dict[str, Callable[[Inputs], Checks]] = {
     "attention-latent": latent_attention,
     "attention-parts": parts_of_attention,
     "linear": linears,
+    "router": routers,
+    "expert-order": expert_orders,
     "grouped": grouped_products,
     "cross-entropy": cross_entropies,
     "norm": norms,

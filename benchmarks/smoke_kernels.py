@@ -124,7 +124,7 @@ def distance(error: float, bound: float) -> float:
 
 def bits(x: Tensor) -> Tensor:
     """The bits of x, of which two NaN are equal."""
-    return x.contiguous().reshape(-1).view(torch.uint8)
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 # ---- the process -------------------------------------------------------------------------------------------

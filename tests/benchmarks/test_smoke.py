@@ -2,19 +2,23 @@
 kernel, a crash and a hang are rows of its table.
 """
 
+import importlib
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+import kernels
 from benchmarks import smoke, smoke_exchanges, smoke_kernels, smoke_models, smoke_phases, travel
 from benchmarks.gpu_case import Inputs
 from benchmarks.process import Task
@@ -55,6 +59,42 @@ def bench(folder, *argv, timeout=600):
 
 def rows_in(out):
     return [json.loads(line) for line in (out / "smoke.jsonl").read_text().splitlines()]
+
+
+# ---- what it checks ----------------------------------------------------------------------------------------
+
+
+class Launch:
+    """In the place of a kernel: notes that it was launched, and computes nothing."""
+
+    def __init__(self, name, launched):
+        self.name = name
+        self.launched = launched
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.add(self.name)
+
+
+def test_every_kernel_is_launched_by_a_family(monkeypatch):
+    """With the head dims of the run on a card, which decide what attention launches."""
+    if not triton_.TRITON_AVAILABLE:
+        pytest.skip("no Triton for this platform")
+    monkeypatch.setattr(triton_, "DEVICES", ("cpu",))
+    launched, known = set(), set()
+    for info in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"kernels.{info.name}")
+        for name, kernel in list(vars(module).items()):
+            if name.endswith("_kernel") and hasattr(kernel, "arg_names"):  # what triton.jit has made
+                full_name = f"{kernel.fn.__module__}.{name}"
+                known.add(full_name)
+                monkeypatch.setattr(module, name, Launch(full_name, launched))
+    size = replace(smoke_kernels.TINY, hidden=2 * smoke_kernels.SIZE.head_dim)
+    assert size.head_dim == smoke_kernels.SIZE.head_dim
+    inputs = Inputs(size, torch.device("cpu"), torch.bfloat16)
+    for family in FAMILIES.values():
+        for _, check in family(inputs):
+            check.ours()
+    assert len(known) > 40 and launched == known
 
 
 # ---- the rehearsal -----------------------------------------------------------------------------------------
