@@ -2,10 +2,8 @@
 kernel, a crash and a hang are rows of its table.
 """
 
-import importlib
 import json
 import os
-import pkgutil
 import shutil
 import signal
 import subprocess
@@ -17,8 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton_kernels
 
-import kernels
 from benchmarks import smoke, smoke_exchanges, smoke_kernels, smoke_models, smoke_phases, travel
 from benchmarks.gpu_case import Inputs
 from benchmarks.process import Task
@@ -80,20 +78,17 @@ def test_every_kernel_is_launched_by_a_family(monkeypatch):
     if not triton_.TRITON_AVAILABLE:
         pytest.skip("no Triton for this platform")
     monkeypatch.setattr(triton_, "DEVICES", ("cpu",))
-    launched, known = set(), set()
-    for info in pkgutil.iter_modules(kernels.__path__):
-        module = importlib.import_module(f"kernels.{info.name}")
-        for name, kernel in list(vars(module).items()):
-            if name.endswith("_kernel") and hasattr(kernel, "arg_names"):  # what triton.jit has made
-                full_name = f"{kernel.fn.__module__}.{name}"
-                known.add(full_name)
-                monkeypatch.setattr(module, name, Launch(full_name, launched))
+    launched: set[str] = set()
+    places = triton_kernels.places()
+    for place in places:
+        monkeypatch.setattr(place.module, place.name, Launch(place.full_name, launched))
     size = replace(smoke_kernels.TINY, hidden=2 * smoke_kernels.SIZE.head_dim)
     assert size.head_dim == smoke_kernels.SIZE.head_dim
     inputs = Inputs(size, torch.device("cpu"), torch.bfloat16)
     for family in FAMILIES.values():
         for _, check in family(inputs):
             check.ours()
+    known = {place.full_name for place in places}
     assert len(known) > 40 and launched == known
 
 

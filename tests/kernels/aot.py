@@ -450,6 +450,11 @@ ROUTERS = {
 CASES = {
     **{f"router_{name}": forward for name, (forward, _) in ROUTERS.items()},
     **{f"router_backward_{name}": backward for name, (_, backward) in ROUTERS.items()},
+    "router_statistics": Case(
+        router.statistics_kernel,
+        {"HAS_LOAD": False, "HAS_COUNTS": True, "HAS_Z": True, "BLOCK": 64, "num_warps": 1},
+        {**ROUTER, **{name: "*fp32" for name in ("SUMS", "COUNTS", "NEW_LOAD")}, "STATS": "*fp64"},
+    ),
     "rms_norm": Case(
         norm.forward_kernel,
         {"HAS_RESIDUAL": True, "LAYER": False, **norm.launch_meta(4096, norm.FORWARD_PER_WARP)},
@@ -534,6 +539,20 @@ CASES = {
         {"ADD": False, "BLOCK_M": 32, "HEAD_DIM": 64, "num_warps": 4},
         FLASH,
     ),
+    "attention_starts": Case(
+        attention_backward.starts_kernel,
+        {"BLOCK_M": attention_launch.STARTS_ROWS, "num_warps": 4},
+        FLASH,
+    ),
+    "attention_merge": Case(
+        attention_forward.merge_kernel,
+        {"BLOCK_M": attention_launch.DELTA_ROWS, "VALUE_DIM": 128, "num_warps": 4},
+        {
+            **FLASH,
+            **{name: "*fp32" for name in ("OUT", "OTHER", "OTHER_LSE")},
+            **{f"{name}_strides": STRIDES for name in ("other", "other_lse")},
+        },
+    ),
     "cross_entropy": Case(
         cross_entropy.softmax_kernel, {"STATISTICS": True, "GRADIENT": True, **CE_META}, CE
     ),
@@ -562,6 +581,12 @@ CASES = {
         expert_order.place_kernel,
         EXPERT_ORDER,
         {"COUNTS": "*i32", **{name: "*i64" for name in ("INDEX", "TOKENS", "CHOICES", "PLACES", "TOTALS")}},
+    ),
+    "row_tiles": Case(
+        grouped_gemm.row_tiles_kernel,
+        {"M": grouped_gemm.TILE["M"], "EXPERTS": 64, "num_warps": 1},
+        {"COUNTS": "*i64", "OFFSETS": "*i32", "TILES": "*i32"},
+        chips=TMA,
     ),
     "embedding_gradient": Case(
         embedding.add_rows_kernel,

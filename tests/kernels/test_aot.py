@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import triton_kernels
 
 from kernels import triton_
 
@@ -54,7 +55,10 @@ IN_FLIGHT = (
     "scaled_grouped_row_e5m2",
     "scaled_grouped_matrix",
 )
-NARROW = ("expert_order_count",)  # reads few numbers, each by one thread
+# read few numbers, each by one thread
+NARROW = ("expert_order_count", "router_statistics", "attention_starts")
+# of attention, but without products
+ELEMENTWISE = ("attention_delta", "attention_add_parts", "attention_starts", "attention_merge")
 LARGEST = {
     "sm_80": 163 << 10,
     "sm_86": 99 << 10,
@@ -92,7 +96,7 @@ def check_promises(text: str) -> None:
         assert int(row["programs"]) >= PROGRAMS.get(name, 1), (name, chip)
         if chip == "sm_90" and name in IN_FLIGHT:
             assert int(row["flight"]) > 0, (name, chip)
-        if name.startswith(gemm) and name not in ("attention_delta", "attention_add_parts"):
+        if name.startswith(gemm) and name not in ELEMENTWISE:
             tensor_core = {
                 "sm_80": "HMMA",
                 "sm_86": "HMMA",
@@ -124,6 +128,14 @@ def aot_module():
     sys.modules["aot"] = module  # its dataclasses look for it there
     spec.loader.exec_module(module)
     return module
+
+
+def test_every_kernel_is_in_the_table(table):
+    module = aot_module()
+    compiled = {triton_kernels.full_name(case.kernel) for case in module.CASES.values()}
+    assert compiled == {place.full_name for place in triton_kernels.places()} and len(compiled) > 40
+    wanted = {(name, f"sm_{chip}") for name, case in module.CASES.items() for chip in case.chips}
+    assert set(rows(table)) == wanted
 
 
 def test_the_table_holds_what_it_promises(table):
