@@ -336,8 +336,8 @@ class TrainedModel:
     def tokenizer(self) -> Tokenizer:
         """Raises ConfigError if the weights were imported without one."""
         if self.known_tokenizer is None:
-            raise ConfigError(f"--tokenizer: {self.path.parent.parent} has none, and text needs one; give bytes, "
-                              "a .model, a tokenizer.json, or their folder")
+            raise ConfigError(f"--tokenizer: {self.path.parent.parent} has none, and text needs one; "
+                              "give bytes, a .model, a tokenizer.json, or their folder")
         return self.known_tokenizer
 
     @torch.no_grad()

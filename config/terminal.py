@@ -109,7 +109,7 @@ def hanging_lines(start: str, text: str, width: int | None) -> list[str]:
 
 
 class ParagraphHelp(argparse.HelpFormatter):
-    """For argparse: paragraphs of a description fill the terminal's width, indented lines stay as they are."""
+    """For argparse: paragraphs fill the terminal's width, indented lines stay as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines: list[str] = []

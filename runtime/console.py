@@ -1,7 +1,7 @@
 """What a run looks like in a terminal: numbers in a short form, and lines that fit into its width.
 
-In a narrow terminal the least important columns of the step lines are left out (StepColumn.priority), and other
-lines are broken between their parts; a file gets full lines (config/terminal.py).
+In a narrow terminal the least important columns of the step lines are left out (StepColumn.priority), and
+other lines are broken between their parts; a file gets full lines (config/terminal.py).
 
 Guarantees: nothing that happens to stdout (a closed pipe, a full disk, an encoding without block characters)
 reaches the training loop; colours appear only where `color` allows them; text from the model is shown without

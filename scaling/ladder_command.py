@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from config import ConfigError
+from config.terminal import output_width, wrapped
 from scaling import figures
 from scaling.experiment import final_loss, ladder_points, run_ladder, training_curves
 from scaling.ladder import Ladder, check_ladder, describe_ladder, read_ladder, runs_of, write_ladder
@@ -88,7 +89,7 @@ def fit_command(args: argparse.Namespace) -> int:
     for fit in fits:
         say("\n".join(law_lines(fit, points)) + "\n")
     shown = [float(budgets[0]), float(budgets[-1]), 10 * float(budgets[-1])]
-    say("\n".join(optimum_lines(optima, shown)))
+    say("\n".join(optimum_lines(optima, shown, output_width())))
     say(f"\nfigures, points.csv and fit.json in {out}")
     if ladder is not None:
         say(f"next     python -m scripts.scaling next {args.folder}")
@@ -123,7 +124,8 @@ def next_command(args: argparse.Namespace) -> int:
     fit = fit_law(CHINCHILLA, points, args.bootstraps)
     runs = runs_of(ladder, depth)
     for run in runs:
-        say(forecast_line(forecast(fit, run.name, run.parameters, run.tokens)))
+        line = forecast_line(forecast(fit, run.name, run.parameters, run.tokens))
+        say("\n".join(wrapped(line, output_width())))
     if args.predict:
         return 0
     code = run_ladder(ladder, runs, args.folder, ranks=args.ranks, jobs=1, report=say)
@@ -134,7 +136,7 @@ def next_command(args: argparse.Namespace) -> int:
     for run in runs:
         measured = final_loss(args.folder / run.name, run.steps)
         told.append(forecast(fit, run.name, run.parameters, run.tokens, measured))
-        say(forecast_line(told[-1]))
+        say("\n".join(wrapped(forecast_line(told[-1]), output_width())))
     report = [{**forecast.__dict__, "miss": forecast.miss} for forecast in told]
     (args.folder / f"next-{depth}.json").write_text(json.dumps(report, indent=1) + "\n")
     return 0

@@ -8,6 +8,9 @@ from scaling.laws import Fit, huber_sum
 from scaling.optimum import Optimum
 from scaling.points import Points
 
+LEFT_WIDTH = 12 + 9 + 16  # columns of optimum_lines: an approach, its exponent and interval
+BUDGET_WIDTH = 2 + 30  # of a budget
+
 
 @dataclass(frozen=True)
 class LossForecast:
@@ -39,8 +42,12 @@ def law_lines(fit: Fit, points: Points) -> list[str]:
     return lines
 
 
-def optimum_lines(optima: list[Optimum], budgets: list[float]) -> list[str]:
-    """Best sizes and tokens of each approach, for some budgets of FLOPs."""
+def optimum_lines(optima: list[Optimum], budgets: list[float], width: int | None = None) -> list[str]:
+    """Best sizes and tokens of each approach, for some budgets of FLOPs: in a terminal of that width for as
+    many of the last as fit."""
+    if width is not None:
+        fitting = (width - LEFT_WIDTH) // BUDGET_WIDTH
+        budgets = budgets[-max(1, fitting):]
     lines = [f"{'approach':<12}{'N ~ C^a':>9}{'95 %':>16}"
              + "".join(f"  {f'{flops:.2g} FLOPs':>30}" for flops in budgets)]
     for optimum in optima:

@@ -531,8 +531,8 @@ def main(argv: list[str]) -> int:
 def report_text(report: dict) -> str:
     """The report as lines of text."""
     width = output_width()
-    lines = wrapped(f"{report['family']}: {report['parameters']:,} parameters in {report['tensors']} tensors, "
-                    f"{report['from']} -> {report['to']}", width)
+    size = f"{report['parameters']:,} parameters in {report['tensors']} tensors"
+    lines = wrapped(f"{report['family']}: {size}, {report['from']} -> {report['to']}", width)
     match = report["logits"]
     if match:
         sequences, length = match["tokens"]

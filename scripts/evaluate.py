@@ -4,9 +4,11 @@
 
 Without --data: the validation split of the run, each sample once. With it: all of PREFIX.bin, whose tokens
 must come from the tokenizer of the run (python -m scripts.prepare_data --tokenizer RUN/tokenizer makes such
-data). A loss on tokens needs no tokenizer, bits per byte and tasks do: --tokenizer names that of a run
-without, such as an imported one. With --tasks instead: files and folders as eval.tasks takes them, with the numbers of the training
-loop; and by their names, tasks of lm-evaluation-harness (pip install lm-eval).
+data). A loss on tokens needs no tokenizer; bits per byte and tasks do, and --tokenizer names that of a run
+without, such as an imported one.
+
+With --tasks instead: files and folders as eval.tasks takes them, with the numbers of the training loop; and
+by their names, tasks of lm-evaluation-harness (pip install lm-eval).
 """
 import argparse
 import itertools

@@ -398,7 +398,7 @@ def test_what_is_refused_of_data_and_past(home):
     """Before any step: exit code 2 and one line."""
     text = "- {after_steps: 4, optim.lr: 1e-3}\n- {after_steps: 5, data.path: %s}"
     short = write_tokens(home.folder, "short", 3)
-    for path, what in (("nowhere", "nowhere"), (short, "data.split")):
+    for path, what in (("nowhere", "data.path: nowhere.idx"), (short, "data.split")):
         file = write_phases(home.folder, text % path)
         assert home.run("data", more=("--train.phases", file)) == 2
         line = (home.folder / "data.log").read_text().splitlines()[-1]

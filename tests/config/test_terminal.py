@@ -14,7 +14,10 @@ from config.terminal import (
     wrapped,
 )
 
-ROWS = [{"name": "llama", "size": "8B", "vocab": "128256"}, {"name": "gpt2", "size": "124M", "vocab": "50257"}]
+ROWS = [
+    {"name": "llama", "size": "8B", "vocab": "128256"},
+    {"name": "gpt2", "size": "124M", "vocab": "50257"},
+]
 
 
 @pytest.mark.parametrize("width", [8, 9, 12, 17, 30, 80, None])

@@ -120,7 +120,8 @@ def test_a_run_fits_into_a_terminal_of_80_columns(tmp_path):
     assert head.split() == ["step", "loss", "gnorm", "lr", "tok/s", "mfu", "mem", "data", "eta"]
     steps = [line for line in lines if re.match(r" *\d/2 ", line)]
     assert [len(line) for line in steps] == [len(head)] * 2
-    assert {"params", "experts,", "vocab", "tok/step", "tokenizer", "val", "done"} <= set(" ".join(lines).split())
+    words = set(" ".join(lines).split())
+    assert {"params", "experts,", "vocab", "tok/step", "tokenizer", "val", "done"} <= words
     commands = [line[9:] for line in lines if "python " in line and not line.startswith("data")]
     assert len(commands) == 3 and commands[2] == "python train.py --list"
 

@@ -733,13 +733,14 @@ def test_the_next_steps_of_an_import_run_as_they_are_printed(alone, exported, tm
     assert cfg.optim.lr <= 5e-5 and cfg.train.global_batch <= 64 and cfg.checkpoint.init_from == "runs/little"
     with pytest.raises(config.ConfigError, match="^data.path: empty; name the data"):
         train.main(["--config", "runs/little/config.yaml", "--train.dtype", "fp32"])
-    with pytest.raises(config.ConfigError, match="--input FILES --tokenizer runs/little/tokenizer --out runs/"):
+    with pytest.raises(config.ConfigError, match="--input FILES --tokenizer runs/little/tokenizer --out"):
         train.main([*second[2:], "--train.dtype", "fp32"])
     assert not Path("runs/little-train").exists()
 
     files = ["my text.jsonl" if word == "FILES" else word for word in first[3:]]
     assert prepare_data.main(files) == 0
-    short = ["--train.steps", "1", "--train.global_batch", "2", "--train.seq_len", "32", "--eval.batches", "1"]
+    short = ["--train.steps", "1", "--train.global_batch", "2", "--train.seq_len", "32"]
+    short += ["--eval.batches", "1"]
     capsys.readouterr()
     assert train.main([*second[2:], *short, "--train.dtype", "fp32", "--train.threads", "1"]) == 0
     said = capsys.readouterr().out
