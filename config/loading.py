@@ -318,6 +318,18 @@ def resolve(name: str | None, file: str | None, argv: list[str]) -> Config:
     return from_tree(tree, name)
 
 
+def preset_values(preset: object) -> Tree:
+    """The model keys of an entry of configs/models.yaml; of None, none. Raises ConfigError."""
+    if preset is None:
+        return {}
+    known = presets()
+    if not isinstance(preset, str) or preset not in known:
+        near = difflib.get_close_matches(str(preset), known, 1)
+        hint = f"; did you mean {near[0]}?" if near else "; see --list"
+        raise ConfigError(f"model.preset: no such preset {preset!r}{hint}")
+    return {key: value for key, value in known[preset].items() if key != "recipe"}
+
+
 def from_tree(tree: Tree, name: str | None = None) -> Config:
     """The config of a tree, with the values of its preset below it. name: default of log.name.
 
@@ -325,16 +337,10 @@ def from_tree(tree: Tree, name: str | None = None) -> Config:
     """
     model = tree.get("model")
     preset = model.get("preset", ModelConfig.preset) if isinstance(model, dict) else ModelConfig.preset
-    is_of_none = preset is None or preset == "none"
-    known = presets() | {preset: {}} if is_of_none else presets()
-    if not is_of_none and (not isinstance(preset, str) or preset not in known):
-        near = difflib.get_close_matches(str(preset), known, 1)
-        hint = f"; did you mean {near[0]}?" if near else "; see --list"
-        raise ConfigError(f"model.preset: no such preset {preset!r}{hint}")
-
-    preset_model = {key: value for key, value in known[preset].items() if key != "recipe"}
-    tree = merge({"model": preset_model}, tree)
-    tree = merge({"log": {"name": name or (None if is_of_none else preset)}}, tree)
+    if preset == "none":
+        preset = None
+    tree = merge({"model": preset_values(preset)}, tree)
+    tree = merge({"log": {"name": name or preset}}, tree)
 
     train = tree.get("train")
     if not isinstance(train, dict) or train.get("phases") is None:

@@ -28,8 +28,8 @@ from typing import Any
 
 import config
 from config import ConfigError
-from config.terminal import ParagraphHelp
 from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
+from config.terminal import ParagraphHelp
 from runtime.stop import SIGNALS, is_under_nohup
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"

@@ -82,7 +82,9 @@ def test_text_from_the_model_cannot_steer_the_terminal():
 
 
 def test_wide_letters_count_twice():
-    assert visible("中文中文", 8) == "中文中文" and visible("中文中文", 7) == "中文中…" and visible("中文", 2) == "…"
+    assert visible("中文中文", 8) == "中文中文"
+    assert visible("中文中文", 7) == "中文中…"
+    assert visible("中文", 2) == "…"
 
 
 def in_terminal(columns: int, *argv: str) -> list[str]:
