@@ -18,6 +18,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pathlib
+import re
 import shutil
 import signal
 import sys
@@ -47,6 +48,7 @@ FaultPoint = Callable[[str], object]  # receives the name of each of FAULT_POINT
 
 BATCH_CHARACTERS = 1 << 20  # encoded in one call of the tokenizer
 TRAINING_CHARACTERS = 64 << 20  # of text that a bpe-N is trained on, taken from evenly spaced units
+SHARD_RECORD = re.compile(r"\d{6,}\.json")  # the file that says that a shard is finished
 SHOWN = 5  # bad documents that a shard and the report name
 FAULT_POINTS = (  # where the tests kill the process
     "prepare.planned",
@@ -100,8 +102,10 @@ def prepare_corpus(
     os.makedirs(job.parts, exist_ok=True)
     with locked_folder(job.parts):
         # resume an unfinished run
-        if not same_plan(job, digest):
-            say("inputs or settings differ from the unfinished run's: starting over")
+        num_dropped = drop_other_plan(job, digest)
+        if num_dropped:
+            say(f"starting over: {num_dropped} shards that an unfinished run has made are of other inputs or "
+                "settings")
         tok = ready_tokenizer(job, tokenizer, units, say)
         fault_point("prepare.planned")
         todo = [number for number in range(len(units)) if not shard_is_finished(job, number)]
@@ -110,12 +114,16 @@ def prepare_corpus(
             say(f"resuming: {shards_kept} of {len(units)} shards are finished")
 
         # make the missing shards
+        began_shards = time.monotonic()
         progress(0, sum(unit_size(units[number]) for number in todo))
         num_workers = min(workers, len(todo))
         if num_workers > 1:
             run_in_workers(job, units, todo, workers=num_workers, progress=progress)
         else:
             run_in_process(job, units, todo, tok=tok, progress=progress, fault_point=fault_point)
+
+        shard_seconds = time.monotonic() - began_shards
+        shard_bytes = sum(shard_counts(job, number)["text_bytes"] for number in todo)
 
         counts = merge_shards(job, units, tok, out=out, source=source, fault_point=fault_point)
         shutil.rmtree(job.parts)
@@ -131,6 +139,8 @@ def prepare_corpus(
         "input_bytes": sum(map(unit_size, units)),
         "workers": workers,
         "seconds": time.monotonic() - started,
+        "tokenizing_seconds": shard_seconds,  # without a tokenizer's training, and the merge
+        "tokenized_bytes": shard_bytes,  # of text, in that time
         "shards": len(units),
         "shards_kept": shards_kept,
     }
@@ -179,23 +189,24 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def same_plan(job: TokenizeJob, digest: str) -> bool:
-    """Does the folder hold shards of a run with this digest, or nothing? Deletes the shards of a run with
-    another one, and returns False."""
+def drop_other_plan(job: TokenizeJob, digest: str) -> int:
+    """Empties the folder if it is of a run with another digest. Returns how many finished shards are lost."""
     path = pathlib.Path(job.parts, "plan")
     old_digest = path.read_text() if path.exists() else None
     if old_digest == digest:
-        return True
+        return 0
+    num_finished = 0
     for name in os.listdir(job.parts):
         if name == "lock":
             continue
+        num_finished += SHARD_RECORD.fullmatch(name) is not None
         outdated = os.path.join(job.parts, name)
         if os.path.isdir(outdated):
             shutil.rmtree(outdated)
         else:
             os.unlink(outdated)
     write_atomically(path, digest.encode())
-    return old_digest is None
+    return num_finished
 
 
 def ready_tokenizer(job: TokenizeJob, spec: str, units: list[Unit], say: Say) -> Tokenizer:

@@ -8,12 +8,14 @@ path), 130 interrupted. After any of them, and after a kill, the same command co
 """
 import argparse
 import json
+import shlex
 import shutil
 import sys
 import time
 from typing import TextIO
 
 from config import ConfigError, usable_cores
+from config.terminal import ParagraphHelp, hanging_lines, output_width
 from data import prepare
 from data.documents import KINDS
 
@@ -24,6 +26,7 @@ INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 TERMINAL_SECONDS = 0.1  # between two redraws of the progress line on a terminal
 PLAIN_SECONDS = 10  # between two progress lines elsewhere
 MAX_BAR = 40  # columns
+LABEL_WIDTH = 10  # of the words on the left of the report
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -33,7 +36,7 @@ def arguments() -> argparse.ArgumentParser:
         prog="python -m scripts.prepare_data",
         description=description,
         epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     parser.error = lambda message: parser.exit(USER_MISTAKE, f"error: {message}; see --help\n")  # one line
     add = parser.add_argument
@@ -109,23 +112,35 @@ def summary(report: dict) -> str:
     for key, name in (("bad", "bad records"), ("empty", "empty documents")):
         if report[key]:
             left_out += f"{', ' if left_out else '; '}{report[key]:,} {name} left out"
-    megabytes = text_bytes / 1e6
-    chat: list[str] = []
+    parts = {
+        "data": f"{report['documents']:,} documents, {text_bytes / 1e6:,.1f} MB, {tokens:,} tokens "
+                f"({text_bytes / tokens:.2f} bytes per token){left_out}",
+        "tokenizer": f"{report['tokenizer']} ({report['fingerprint'][:12]}), ids in {report['dtype']}",
+    }
     if report["chat"]:
         style = "the tokenizer's template" if report["chat"] == "TemplateChat" else "the plain format"
-        chat = [f"chat      {style}; the loss counts {report['counted']:,} tokens "
-                f"({100 * report['counted'] / tokens:.1f} %)"]
-    return "\n".join([
-        f"data      {report['documents']:,} documents, {megabytes:,.1f} MB, {tokens:,} tokens "
-        f"({text_bytes / tokens:.2f} bytes per token){left_out}",
-        f"tokenizer {report['tokenizer']} ({report['fingerprint'][:12]}), ids in {report['dtype']}",
-        *chat,
-        f"speed     {megabytes / report['seconds']:.1f} MB/s, {report['seconds']:.1f} s, "
-        f"{report['workers']} workers",
-        f"sample    {report['sample']!r}",
-        f"saved     {report['out']}.bin, .idx",
-        f"next      python train.py --data.path {report['out']}",
-    ])
+        parts["chat"] = (f"{style}; the loss counts {report['counted']:,} tokens "
+                         f"({100 * report['counted'] / tokens:.1f} %)")
+    parts["speed"] = speed_text(report)
+    parts["sample"] = repr(report["sample"])
+    parts["saved"] = f"{report['out']}.bin, .idx"
+
+    width = output_width()
+    lines: list[str] = []
+    for label, text in parts.items():
+        lines += hanging_lines(f"{label:<{LABEL_WIDTH}}", text, width)
+    next_step = f"python train.py --data.path {shlex.quote(report['out'])}"
+    return "\n".join([*lines, f"{'next':<{LABEL_WIDTH}}{next_step}"])
+
+
+def speed_text(report: dict) -> str:
+    """How fast this start tokenized: without a tokenizer's training, and what an earlier start had done."""
+    whole = f"{report['seconds']:.1f} s in all"
+    if not report["tokenized_bytes"]:
+        return f"nothing was left to tokenize; {whole}"
+    seconds = max(report["tokenizing_seconds"], 1e-9)
+    speed = report["tokenized_bytes"] / 1e6 / seconds
+    return f"{speed:.1f} MB/s, {seconds:.1f} s with {report['workers']} workers; {whole}"
 
 
 class Progress:

@@ -30,6 +30,9 @@ if (
 for name in ("CI", "BUILD_NUMBER"):
     os.environ.pop(name, None)
 
+# full lines, whatever the width of the terminal that starts the tests
+os.environ.pop("COLUMNS", None)
+
 import draw
 
 from runtime.pool import WorkerPool

@@ -239,6 +239,56 @@ def test_other_inputs_or_settings_start_over(corpus, model, tmp_path):
     assert report["shards_kept"] == report["shards"] - 1 and read_back(tmp_path / "o") == texts()
 
 
+def test_a_first_try_that_made_nothing_is_not_spoken_of(tmp_path, model):
+    """Its input is mended: nothing is lost, and nothing is said of another run's settings."""
+    path, said = tmp_path / "a.jsonl", []
+    path.write_bytes(jsonl(texts(20)) + b"{broken\n")
+    with pytest.raises(documents.BadDocument):
+        prepare.prepare_corpus([str(path)], model, tmp_path / "o", say=said.append)
+    path.write_bytes(jsonl(texts(20)))
+    report = prepare.prepare_corpus([str(path)], model, tmp_path / "o", say=said.append)
+    assert report["documents"] == 20 and said == []
+
+
+def test_the_speed_is_of_tokenizing_alone(corpus, tmp_path, monkeypatch):
+    """By a clock that this test moves: 100 s for the tokenizer, 2 s for each shard, 7 s for the merge."""
+    now = [0.0]
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def slower(name, seconds):
+        real = getattr(prepare, name)
+
+        def wrapper(*args, **keywords):
+            now[0] += seconds
+            return real(*args, **keywords)
+
+        monkeypatch.setattr(prepare, name, wrapper)
+
+    slower("train_tokenizer", 100)
+    slower("make_shard", 2)
+    slower("merge_shards", 7)
+    report = prepare.prepare_corpus([corpus], "bpe-300", tmp_path / "o", unit_bytes=UNIT)
+    assert report["shards"] > 4 and report["tokenizing_seconds"] == 2 * report["shards"]
+    assert report["seconds"] == 107 + 2 * report["shards"]
+    assert report["tokenized_bytes"] == report["text_bytes"] == sum(len(t.encode()) for t in texts())
+
+    speed = report["text_bytes"] / 1e6 / (2 * report["shards"])
+    lines = prepare_data.summary({**report, "sample": "a b"}).splitlines()
+    said = next(line for line in lines if line.startswith("speed"))
+    assert said.split()[1:3] == [f"{speed:.1f}", "MB/s,"] and f"{report['seconds']:.1f} s in all" in said
+    rest = {**report, "sample": "", "tokenized_bytes": 0, "tokenizing_seconds": 0.0}
+    assert "nothing was left to tokenize" in prepare_data.summary(rest)
+
+
+def test_the_report_fits_into_80_columns(corpus, tmp_path, model, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    report = prepare.prepare_corpus([corpus], model, tmp_path / "o", unit_bytes=UNIT)
+    report |= {"out": "o", "sample": "word " * 40, "chat": "TemplateChat", "counted": report["tokens"]}
+    lines = prepare_data.summary(report).splitlines()
+    assert max(map(len, lines)) <= 80 and lines[-1] == "next      python train.py --data.path o"
+    assert "".join(lines).count("word") == 40
+
+
 def workers_of(pid):
     def line(child):
         try:
