@@ -5,6 +5,7 @@ A later chunk of a rank has a lighter shade in the picture, and lower case in th
 their row.
 """
 import os
+import textwrap
 from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
@@ -14,6 +15,7 @@ from plan.simulate import Span, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Colour = tuple[float, float, float]  # red, green, blue, from 0 to 1
 
@@ -30,6 +32,8 @@ MOST_NUMBERS = 6000  # ops whose microbatch number is drawn; nobody reads more
 LEAST_NUMBER_SIZE = 4  # points; smaller numbers are left out
 DIGIT_WIDTH = 0.62  # of the font size
 POINTS_OF_INCH = 72
+TITLE_PAD = 24  # points above the rows, where the legend stands
+TITLE_LETTERS_OF_INCH = 10  # of a title's line; a title is 1 to 1.5 inches narrower than the picture
 
 
 class Lane(NamedTuple):
@@ -132,12 +136,22 @@ def text_of_op(span: Span, columns: int) -> str:
 # ---- picture -----------------------------------------------------------------------------------------------
 
 
-def draw(timelines: list[tuple[str, Timeline]], out: Path) -> Path:
+def draw(timelines: list[tuple[str, Timeline]], out: Path, unit: str) -> Path:
     """One picture of [(title, timeline)] under one time axis: a row for each rank, and below them the
     activations that are held.
 
-    The format is out's suffix (png, svg, pdf); out is replaced atomically. Raises OSError.
+    unit: of time, for the axis. The format is out's suffix (png, svg, pdf); out is replaced atomically.
+    Raises OSError.
     """
+    figure = make_figure(timelines, unit)
+    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
+    figure.savefig(temporary)
+    os.replace(temporary, out)
+    return out
+
+
+def make_figure(timelines: list[tuple[str, Timeline]], unit: str) -> "Figure":
+    """The picture of `draw`."""
     # no pyplot: it has global state and asks for displays
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -148,14 +162,14 @@ def draw(timelines: list[tuple[str, Timeline]], out: Path) -> Path:
         heights += [min(0.42 * len(timeline.ranks), 24.0), 1.1]
         most_ops = max(most_ops, *map(len, timeline.ranks))
     width = min(max(9.0, 0.24 * most_ops + 2.5), 36.0)
-    size = (width, sum(heights) + 0.75 * len(timelines) + 0.9)
+    size = (width, sum(heights) + 1.1 * len(timelines) + 0.9)
     figure = Figure(figsize=size, dpi=130, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
     axes = grid[:, 0]
 
     for (title, timeline), rows, held in zip(timelines, axes[::2], axes[1::2]):
-        draw_rows(rows, title, timeline)
+        draw_rows(rows, textwrap.fill(title, int(TITLE_LETTERS_OF_INCH * width)), timeline)
         draw_memory(held, timeline)
         rows.spines[:].set_visible(False)
         held.spines[["top", "right", "left"]].set_visible(False)
@@ -163,17 +177,13 @@ def draw(timelines: list[tuple[str, Timeline]], out: Path) -> Path:
         one.tick_params(length=0, labelcolor=INK, labelsize=9)
     span = float(max(timeline.makespan for _, timeline in timelines))
     axes[-1].set_xlim(0, span)
-    axes[-1].set_xlabel("time", color=INK)
+    axes[-1].set_xlabel(f"time in {unit}", color=INK)
 
     figure.canvas.draw()  # computes the layout, which decides what fits into a rectangle
     for (_, timeline), rows in zip(timelines, axes[::2]):
         inches = rows.get_window_extent().width / figure.dpi
         draw_numbers(rows, timeline, inches * POINTS_OF_INCH / span)
-
-    temporary = out.with_name(f".{out.stem}.tmp{out.suffix}")
-    figure.savefig(temporary)
-    os.replace(temporary, out)
-    return out
+    return figure
 
 
 class Rectangle(NamedTuple):
@@ -241,7 +251,7 @@ def draw_rows(axes: "Axes", title: str, timeline: Timeline) -> None:
     ))
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks])
-    axes.set_title(title, loc="left", fontsize=11, color=INK)
+    axes.set_title(title, loc="left", fontsize=11, color=INK, pad=TITLE_PAD)
     draw_legend(axes, timeline)
 
 

@@ -9,7 +9,6 @@ and shows it beside a simulation with the measured times.
 """
 import argparse
 import json
-import shutil
 import sys
 import time
 from collections import defaultdict
@@ -26,6 +25,7 @@ from torch import Tensor
 import config
 from build import TrainingRun, build_run
 from config import Config, ConfigError
+from config.terminal import ParagraphHelp, output_width, wrapped
 from model.schedules import plan_pipeline
 from parallel.microbatch import Microbatch
 from parallel.pipeline import executor as pipeline
@@ -53,6 +53,7 @@ from runtime.pool import WorkerPool
 Result = TypeVar("Result")
 Picture = tuple[str, Timeline]  # (title, timeline)
 
+WIDTH_OF_A_FILE = 120  # columns of a timeline that goes into a file or a pipe
 MAX_RANKS = 16  # processes that --run starts at most
 MAX_PARAMETERS = 50_000_000  # of a recipe that --run accepts
 MAX_PAIRS = 50_000  # (stage, microbatch) pairs of a schedule: about ten seconds
@@ -60,6 +61,7 @@ WARM_UP_STEPS = 2  # before the measured step
 PICTURES = (".png", ".svg", ".pdf")
 REQUIRED_MICROBATCHES = {"interleaved": "a multiple of p"}  # the other schedules: any number
 WITH_OVERLAP = "dualpipe-v"  # the schedule that runs a forward and a backward side by side
+OVERLAPPED = ", overlapped "  # before the second formula of such a schedule
 
 
 # ---- command line ----------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def arguments() -> Parser:
     parser = Parser(
         prog="python -m scripts.schedule",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     positive, not_negative = number(1e-6), number(0)
@@ -150,12 +152,12 @@ def main(argv: list[str]) -> int:
 
     # show
     if args.out:
-        draw_pictures(pictures, args.out)
+        draw_pictures(pictures, args.out, unit="ms" if args.run else "units of --f, --i and --w")
     if args.json:
         order = [[str(op) for op in ops] for ops in schedule.order]
         print(json.dumps(facts | {"order": order}))
         return 0
-    width = args.width or shutil.get_terminal_size((120, 24)).columns
+    width = args.width or output_width() or WIDTH_OF_A_FILE
     print("\n".join(run_lines(pictures, width) if args.run else report_lines(facts, timeline, width)))
     if args.out:
         print(f"drawn: {args.out}")
@@ -167,9 +169,14 @@ def print_schedules(as_json: bool) -> None:
     rows = table()
     if as_json:
         print(json.dumps(rows))
-    else:
-        header, cells = rows[0].keys(), [row.values() for row in rows]
-        print("\n".join(aligned([header, *cells])))
+        return
+    cells: list[list[str]] = []
+    for row in rows:
+        bubble, _, overlapped = row["bubble"].partition(OVERLAPPED)
+        cells.append([str(cell) for cell in (row | {"bubble": bubble}).values()])
+        if overlapped:
+            cells.append(["  overlapped", "", "", overlapped, ""])
+    print("\n".join(aligned([rows[0].keys(), *cells])))
 
 
 def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:
@@ -188,11 +195,11 @@ def checked_schedule(args: argparse.Namespace) -> tuple[Schedule, Order]:
     return schedule, with_transfers
 
 
-def draw_pictures(pictures: list[Picture], path: Path) -> None:
-    """Raises ConfigError if the file cannot be written."""
+def draw_pictures(pictures: list[Picture], path: Path, unit: str) -> None:
+    """unit: of time. Raises ConfigError if the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        draw(pictures, path)
+        draw(pictures, path, unit)
     except OSError as error:
         raise ConfigError(f"--out: {path}: {error.strerror}") from None
 
@@ -373,14 +380,17 @@ def report(schedule: Schedule, with_transfers: Order, timeline: Timeline, args: 
 
 def report_lines(facts: dict, timeline: Timeline, width: int) -> list[str]:
     """The report on a simulation: headline, timeline, ranks, summary."""
-    return [headline(facts), *text(timeline, width), "", *rank_lines(facts), "", *summary(facts)]
+    lines = [*wrapped(headline(facts), width), *text(timeline, width), "", *rank_lines(facts), ""]
+    for line in summary(facts):
+        lines += wrapped(line, width)
+    return lines
 
 
 def run_lines(pictures: list[Picture], width: int) -> list[str]:
     """The titles and timelines of --run, with an empty line between them."""
     lines: list[str] = []
     for title, timeline in pictures:
-        lines += [title, *text(timeline, width), ""]
+        lines += [*wrapped(title, width), *text(timeline, width), ""]
     return lines[:-1]
 
 
@@ -424,7 +434,7 @@ def table() -> list[dict]:
             "kind": kind,
             "chunks": schedule.chunks or "v",
             "microbatches": REQUIRED_MICROBATCHES.get(kind, "any"),
-            "bubble": ", overlapped ".join(bubble_formula(kind, overlap) for overlap in overlaps),
+            "bubble": OVERLAPPED.join(bubble_formula(kind, overlap) for overlap in overlaps),
             "peak": PEAKS[kind],
         })
     return rows

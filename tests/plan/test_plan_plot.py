@@ -5,7 +5,7 @@ alone.
 import pytest
 
 from parallel.pipeline.schedule import SCHEDULES, Op, make_schedule
-from plan.plot import draw, text
+from plan.plot import draw, make_figure, text
 from plan.simulate import Span, Timeline, share, simulate
 
 
@@ -61,6 +61,26 @@ def test_text_of_measured_times():
 def test_draw(tmp_path, name):
     pytest.importorskip("matplotlib")
     two = [("simulated", timeline("dualpipe-v", 2, 4, 0.8)), ("measured", timeline("1f1b", 2, 4))]
-    out = draw(two, tmp_path / name)
+    out = draw(two, tmp_path / name, "ms")
     assert [f.name for f in tmp_path.iterdir()] == [name]
     assert out.read_bytes().startswith({"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[name[-3:]])
+
+
+@pytest.mark.parametrize("kind, p, m", [("1f1b", 2, 4), ("zb-v", 4, 8)])
+@pytest.mark.parametrize("length", [20, 125, 220])
+def test_title_and_legend_stand_apart_inside_the_picture(kind, p, m, length):
+    """As drawn: their boxes do not meet, whatever the title's length and the number of ops; and the axis of
+    time says its unit.
+    """
+    pytest.importorskip("matplotlib")
+    title = " ".join(["simulated with the median time of each op"] * 9)[:length].strip()
+    figure = make_figure([(title, timeline(kind, p, m)), (title, timeline(kind, p, m))], "ms")
+    figure.canvas.draw()
+    for rows in figure.axes[::2]:
+        texts = [label for label in (rows.title, rows._left_title, rows._right_title) if label.get_text()]
+        assert [text.get_text().replace("\n", " ") for text in texts] == [title]
+        box, legend = texts[0].get_window_extent(), rows.get_legend().get_window_extent()
+        assert not box.overlaps(legend) and not legend.overlaps(rows.get_window_extent().padded(-1))
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 and box.y1 <= figure.bbox.y1
+        assert box.y0 > legend.y0
+    assert figure.axes[-1].get_xlabel() == "time in ms"

@@ -73,7 +73,9 @@ def test_list(capsys):
         "zb-h1",
         "zb-v",
         "dualpipe-v",
+        "overlapped",
     ]
+    assert max(map(len, out.splitlines())) <= 80
     assert len(json.loads(run(capsys, "--list --json")[1])) == 6
 
 
