@@ -7,12 +7,15 @@ import pytest
 from config import ConfigError
 from scaling.laws import CHINCHILLA, KAPLAN, fit_law, huber_sum
 from scaling.optimum import (
+    Optimum,
+    PowerLaw,
     envelope_optimum,
     fit_power_law,
     isoflop_optimum,
     parametric_optimum,
 )
 from scaling.points import Points, check_enough, make_points, read_points, write_points
+from scaling.report import optimum_lines
 
 # Points of figure 4 of arXiv 2203.15556, as arXiv 2404.10102 read them off, without the five largest losses,
 # which it leaves out; tokens are FLOPs / (6 parameters)
@@ -185,3 +188,14 @@ def test_too_few_runs_are_named():
     with pytest.raises(ConfigError, match="alpha.*beta.*above 0"):
         rising = made_up(lambda size, tokens: 2 + size**0.1 / 10 + 1 / tokens**0.1)
         parametric_optimum(fit_law(CHINCHILLA, rising, 0), 6.0, rising.flops)
+
+
+def test_the_table_of_optima_fits_into_a_narrow_terminal():
+    """The last budgets stay, which are the ones to be planned for."""
+    law = PowerLaw(0.5, -1.0)
+    optimum = Optimum("curves", law, 6.0, (0.4, 0.6), np.array([]), np.array([]))
+    whole = optimum_lines([optimum], [1e12, 1e15, 1e18])
+    narrow = optimum_lines([optimum], [1e12, 1e15, 1e18], width=80)
+    assert max(map(len, whole)) > 80 >= max(map(len, narrow))
+    assert "1e+18 FLOPs" in narrow[0] and "1e+12 FLOPs" not in narrow[0] and len(narrow) == 2
+    assert "1e+18 FLOPs" in optimum_lines([optimum], [1e12, 1e18], width=20)[0]
