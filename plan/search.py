@@ -23,6 +23,7 @@ from plan.simulate import closed_form
 Axes = dict[str, tuple]  # {section.key: values}
 
 TRANSIENT_BYTES = 2**29  # logits and other tensors of the moment
+RECOMPUTE_MODES = ("none", "selective", "full")  # the simplest first
 EP_CHUNKS = (1, 2, 4)  # numbers of chunks that are tried
 TOKENS_OF_CP_RANK = 2048  # at least; fewer are not worth a context-parallel rank
 
@@ -78,7 +79,7 @@ def compute_axes(cfg: Config, world: int, cluster: Cluster) -> Axes:
         "parallel.cp": tuple(degree for degree in degrees if degree <= most_cp),
         "parallel.ep": tuple(ep),
         "train.micro_batch": (1, 2, 4, 8, 16),
-        "parallel.recompute": ("none", "selective", "full"),
+        "parallel.recompute": RECOMPUTE_MODES,
     }
 
 
@@ -277,9 +278,27 @@ def search(cfg: Config, target: Target, fixed: Values, top: int) -> SearchResult
             priced = price(candidate, target, result.counts)
             if priced is not None:
                 result.found.append(priced)
-                result.found.sort(key=lambda one: (one.forecast.step, one.held.total))
+                result.found.sort(key=lambda one: (one.forecast.step, *simplicity(one)))
                 del result.found[top:]
     return result
+
+
+def simplicity(found: Found) -> tuple[int, ...]:
+    """The smaller, the simpler: fewer kinds of parallelism, less recompute, a lower ZeRO stage, fewer bytes."""
+    parallel = found.cfg.parallel
+    degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.dp_rep, parallel.ep_chunks)
+    return (
+        sum(degree > 1 for degree in degrees),
+        RECOMPUTE_MODES.index(parallel.recompute),
+        parallel.zero,
+        found.held.total,
+    )
+
+
+def simplest_of_equals_first(found: list[Found]) -> list[Found]:
+    """The fastest first; of steps that agree in their first four digits the simplest layout, since the model
+    of the times is no finer."""
+    return sorted(found, key=lambda one: (float(f"{one.forecast.step:.4g}"), *simplicity(one)))
 
 
 def slowest_found(result: SearchResult, top: int) -> float:

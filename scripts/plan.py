@@ -18,22 +18,32 @@ import time
 
 import config
 from config import Config, ConfigError, phases_of
+from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
 from plan import published
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
-from plan.search import TRANSIENT_BYTES, Found, Target, compute_axes, layout_axes, search
+from plan.search import (
+    TRANSIENT_BYTES,
+    Found,
+    Target,
+    compute_axes,
+    layout_axes,
+    search,
+    simplest_of_equals_first,
+)
 from runtime.failure import fail_cleanly
 
 GIB = 2**30
 MIN_SHOWN_SHARE = 0.005  # of a step: shorter waits for an exchange are not listed
 TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, which are right-aligned
+FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.plan",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=ParagraphHelp,
     )
     add = parser.add_argument
     add("name", nargs="?", help="recipe")
@@ -72,15 +82,16 @@ def main(argv: list[str]) -> int:
                           f"{counts['refused']} against the rules); take more, or set fewer keys")
 
     peak_flops = hardware.flops["bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype]
-    reports = [report(layout, args.gpus, peak_flops) for layout in found]
+    reports = [report(layout, args.gpus, peak_flops) for layout in simplest_of_equals_first(found)]
     if args.json:
         print("\n".join(map(json.dumps, reports)))
         return 0
-    print(headline(cfg, args))
-    if phase_note:
-        print(phase_note)
+    width = output_width()
+    for text in (headline(cfg, args), phase_note):
+        if text:
+            print("\n".join(wrapped(text, width)))
     print(f"{counts['priced']:,} layouts priced, {counts['too large']:,} too large ({seconds:.0f} s)\n")
-    print("\n".join([*table(reports), "", *memory_lines(reports[0])]))
+    print("\n".join([*table(reports, width), "", *memory_lines(reports[0])]))
     print(f"\nbest     train.py {args.name} {settings(rest, reports[0]['arguments'].split())}")
     return 0
 
@@ -218,16 +229,14 @@ def headline(cfg: Config, args: argparse.Namespace) -> str:
             f" · {train.dtype} · {args.gpus:,} GPUs of {args.cluster}")
 
 
-def table(reports: list[dict]) -> list[str]:
-    """The reports as lines of aligned columns."""
+def table(reports: list[dict], width: int | None) -> list[str]:
+    """The reports as lines of aligned columns; where they are too wide, a line says which are left out."""
     rows = [table_row(each) for each in reports]
-    columns = {name: [name, *(row[name] for row in rows)] for name in rows[0]}
-    aligned: list[list[str]] = []
-    for name, cells in columns.items():
-        width = max(map(len, cells))
-        to_left = name in TEXT_COLUMNS
-        aligned.append([cell.ljust(width) if to_left else cell.rjust(width) for cell in cells])
-    return ["  ".join(cells).rstrip() for cells in zip(*aligned)]
+    lines = table_lines(rows, to_left=TEXT_COLUMNS, first_to_go=FIRST_TO_GO, width=width)
+    missing = [name for name in FIRST_TO_GO if name not in lines[0]]
+    if missing:
+        lines += wrapped(f"too narrow for: {', '.join(missing)} (--json has all)", width)
+    return lines
 
 
 def memory_lines(numbers: dict) -> list[str]:

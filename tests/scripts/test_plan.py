@@ -52,6 +52,37 @@ def test_each_setting_is_said_once(capsys):
     assert words[words.index("--data.path") + 1] == "0.5 a 0.5 b"
 
 
+def test_of_layouts_that_are_equally_fast_the_simplest_comes_first(capsys):
+    """With every exchange hidden, ZeRO 1, 2 and 3 take the same time: 1 is recommended, though 3 holds less.
+    And what is faster still stands before what is simpler.
+    """
+    argv = ["qwen3-0.6b", "--gpus", "8", "--cluster", "h100-ib", "--parallel.tp", "1", "--parallel.cp", "1"]
+    argv += ["--parallel.pp", "1", "--parallel.dp_rep", "1", "--train.micro_batch", "4"]
+    argv += ["--top", "9", "--json"]
+    assert plan.main(argv) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    equal = [each for each in found if each["step_s"] == pytest.approx(found[0]["step_s"], rel=1e-4)]
+    layouts = [each["layout"] for each in equal]
+    assert layouts[:3] == ["dp8 zero1 mb4", "dp8 zero2 mb4", "dp8 zero3 mb4"]
+    assert equal[0]["memory"] > equal[2]["memory"]
+    assert all(one["step_s"] <= then["step_s"] * 1.0002 for one, then in zip(found, found[1:]))
+
+
+def test_a_table_of_80_columns_says_what_is_left_out(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert plan.main([*SMALL, "--top", "3"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[:-1])) <= 80  # the last line is a command
+    head = next(line for line in lines if line.startswith("layout"))
+    assert {"layout", "step", "MFU", "GiB"} <= set(head.split())
+    note = next(line for line in lines if line.startswith("too narrow for: GB inside"))
+    assert "--json has all" in note
+    monkeypatch.delenv("COLUMNS")
+    assert plan.main([*SMALL, "--top", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "GB between" in out and "too narrow" not in out
+
+
 def test_async_tensor_parallelism_sends_as_much_and_waits_less(capsys):
     """Parts travel beside the products of all linear layers, not of gradients of weights alone."""
     def best(is_async: str) -> dict:
@@ -87,7 +118,7 @@ def test_chunks_of_experts_are_offered_where_they_are_faster(capsys):
 def test_json_has_the_parts_of_a_step(capsys):
     assert plan.main([*SMALL, "--top", "2", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert len(found) == 2 and found[0]["step_s"] <= found[1]["step_s"]
+    assert len(found) == 2 and found[0]["step_s"] <= found[1]["step_s"] * 1.0002
     for x in found:
         assert 0 < x["mfu"] < 1 and x["memory"] < 79.1 * 2**30 and x["sent_inside"] + x["sent_between"] > 0
         whole = x["compute"] + x["bubble"] + x["optimizer"] + sum(x["exposed"].values())
