@@ -331,16 +331,15 @@ def check_paths(cfg: Config) -> None:
     """Raises ConfigError if data.path names something that holds no tokens; it says what to do. Opens
     nothing."""
     spec = shlex.quote(str(cfg.data.tokenizer or "bpe-32000"))
+
+    def command(inputs: str, out: str) -> str:
+        return f"python -m scripts.prepare_data --input {inputs} --tokenizer {spec} --out {shlex.quote(out)}"
+
     for path in parse_blend(cfg.data.path)[1]:
         prefix = path.removesuffix(".bin").removesuffix(".idx")
         is_raw = path.endswith(".bin") and os.path.isfile(path)
         if path == "stdlib" or is_raw or any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin")):
             continue
-
-        def command(inputs: str, out: str) -> str:
-            return (f"python -m scripts.prepare_data --input {inputs} --tokenizer {spec} "
-                    f"--out {shlex.quote(out)}")
-
         if os.path.exists(path):
             out = f"runs/data/{pathlib.Path(path).name.partition('.')[0]}"
             raise ConfigError(f"data.path: {path} holds no tokens; make them with "
