@@ -1,0 +1,33 @@
+"""Nothing is used before it has arrived: layouts that start every kind of exchange, in strict mode.
+
+gloo, over which all other proofs run, forgives what NCCL does not (parallel/wire/strict.py). So these are no
+part of a draw (tests/draw.py): every run of the tests takes all of them.
+"""
+
+import pytest
+from draw import SHARES
+
+from proof import lattice
+from proof.verify.cells import chosen
+from proof.verify.cells import words as words_of
+from proof.verify.tiny_config import tiny_config
+from proof.verify.trial import prove
+
+STRICT = (
+    ("llama3-tiny", 4, "pp2 tp2 sp zero2 zb-v mb2"),
+    ("llama3-tiny", 4, "cp2 tp2 sp zero1 mb1 cp-ring offload"),
+    ("mixtral-tiny", 4, "dp2 tp2 ep4 zero1 mb1"),
+    ("deepseek-v3-tiny", 4, "pp2 tp2 ep2 sp zero3 mb1"),
+)
+
+
+def test_no_case_is_left_out():
+    assert "tests/test_strict_layouts.py" not in SHARES
+
+
+@pytest.mark.parametrize("name,world,words", STRICT)
+def test_nothing_is_used_before_it_has_arrived(ranks, tmp_path, name, world, words):
+    found = lattice.find_layouts(tiny_config(name, world), world)
+    cell = chosen(found, "1", set(words.split()), 0)[0]
+    first, _ = prove(ranks(world), found.config(cell), tmp_path, is_strict=True)
+    assert not first.is_wrong, f"{words_of(cell, world)}: {first}"
