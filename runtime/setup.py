@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +36,12 @@ WANDB_MODE_NAMES = {"disabled": "off", "dryrun": "offline", "run": "online"}  # 
 
 PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
 PARENT_POLL_SECONDS = 0.5  # between two looks at whether the parent lives, where there is no prctl
-# on GPUs, unless the environment has them: read by CUDA and torch when they start
-GPU_ENVIRONMENT = {
+# unless the environment has them. Read when CUDA starts, which may be when GPUs are counted:
+CUDA_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues, enough for the streams of all groups
+}
+# read by torch when it connects ranks, on GPUs:
+GPU_ENVIRONMENT = {
     "TORCH_NCCL_HIGH_PRIORITY": "1",  # else a product that fills the GPU holds up an exchange beside it
     "TORCH_GLOO_LAZY_INIT": "1",  # the host connects to the few ranks that its sums need, not to all
 }
@@ -245,7 +248,10 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
         if not torch.backends.mps.is_available():
             raise ConfigError("train.device: mps, but torch finds no Apple GPU here; use --train.device cpu")
         return torch.device("mps")
-    num_gpus = torch.cuda.device_count() if kind != "cpu" else 0
+    num_gpus = 0
+    if kind != "cpu":
+        set_defaults(CUDA_ENVIRONMENT)
+        num_gpus = torch.cuda.device_count()
     if kind == "cuda" and not num_gpus:
         raise ConfigError("train.device: cuda, but torch finds no GPU here; use --train.device cpu")
     if kind == "cpu" or not num_gpus:
@@ -253,10 +259,15 @@ def pick_device(kind: str, local_rank: int) -> torch.device:
     if local_rank >= num_gpus:
         raise ConfigError(f"train.device: local rank {local_rank} has no GPU, this node has {num_gpus}; "
                           f"start at most {num_gpus} ranks per node")
-    for name, value in GPU_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+    set_defaults(GPU_ENVIRONMENT)
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
+
+
+def set_defaults(variables: Mapping[str, str]) -> None:
+    """Sets variables of the environment that are not set."""
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

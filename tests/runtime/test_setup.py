@@ -90,19 +90,40 @@ def test_start(env, cfg, torch_state):
     assert str(e).endswith("· cpu x1 (1 thread)")
 
 
-def test_cuda_and_nccl_are_prepared_before_the_first_call(monkeypatch):
-    """What the user has set stays."""
-    for name in setup.GPU_ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    seen = {}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: seen.update(os.environ, index=index))
-    assert setup.pick_device("auto", 5) == torch.device("cuda", 5)
-    wanted = {**setup.GPU_ENVIRONMENT, "CUDA_DEVICE_MAX_CONNECTIONS": "1", "index": 5}
-    assert {name: seen[name] for name in wanted} == wanted
-    for name in setup.GPU_ENVIRONMENT:
+VARIABLES = {**setup.CUDA_ENVIRONMENT, **setup.GPU_ENVIRONMENT}
+
+
+@pytest.fixture
+def unset(monkeypatch):
+    """None of the variables that CUDA and torch read on GPUs is set, nor stays set."""
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "")  # so that it is taken back
         monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize("of_user", [{}, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}])
+def test_cuda_and_nccl_are_prepared_before_the_first_call(unset, monkeypatch, of_user):
+    """CUDA may start when GPUs are counted. What the user has set stays."""
+    for name, value in of_user.items():
+        monkeypatch.setenv(name, value)
+    counted, chosen = {}, {}
+
+    def count():
+        counted.update(os.environ)
+        return 8
+
+    monkeypatch.setattr(torch.cuda, "device_count", count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: chosen.update(os.environ, index=index))
+    assert setup.pick_device("auto", 5) == torch.device("cuda", 5)
+    wanted = {**VARIABLES, **of_user}
+    assert {name: counted.get(name) for name in setup.CUDA_ENVIRONMENT}.items() <= wanted.items()
+    assert (wanted | {"index": 5}).items() <= chosen.items()
+
+
+def test_a_cpu_is_not_prepared_for_nccl(unset, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert setup.pick_device("auto", 0) == torch.device("cpu")
+    assert not set(setup.GPU_ENVIRONMENT) & set(os.environ)
 
 
 @pytest.mark.parametrize(
