@@ -75,7 +75,7 @@ class StorageError(RuntimeError):
     exit_code = 82
 
     def __init__(self, path: Path | str, needed: int, why: str) -> None:
-        super().__init__(str(path), needed, why)  # all three, so that pickling between ranks keeps them
+        super().__init__(str(path), needed, why)  # so that the error of another rank is equal
         self.path = Path(path)
         self.needed = needed
         self.why = why

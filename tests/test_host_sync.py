@@ -142,8 +142,9 @@ def exchange_nothing(monkeypatch) -> None:
     def verb(*args, async_op=False, **options):
         return Ended() if async_op else None
 
-    for name in ("all_reduce", "all_to_all_single", "broadcast", "all_gather_object"):
+    for name in ("all_reduce", "all_to_all_single", "broadcast"):
         monkeypatch.setattr(comm.dist, name, verb)
+    monkeypatch.setattr(comm, "all_gather_objects", lambda x, group: [x] * group.size)
     for name in ("all_gather_verb", "reduce_scatter_verb", "gather_each_verb", "scatter_each_verb"):
         monkeypatch.setattr(comm, name, verb)
     monkeypatch.setattr(comm.dist, "P2POp", lambda *args, **options: args)

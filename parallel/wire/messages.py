@@ -1,0 +1,230 @@
+"""Plain data as bytes, for what ranks tell each other at the start and around a checkpoint. No pickle.
+
+A message is JSON. What JSON has no word for is an object of one tag (TAGS): bytes, paths, tuples, sets,
+dicts, frozen dataclasses of this project, and errors. So a message comes back equal, types included.
+
+The reader trusts nothing that it is told. It imports nothing, and runs no code that a message names: a class
+is looked up among those that are loaded already, in a package of this project, and it must be a frozen
+dataclass or an error. Its fields are set without calling it. A message that is not sound is a MessageError of
+one line; how long one may be is checked before memory is taken for it (parallel/wire/comm.py).
+"""
+import base64
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAX_BYTES = 256 << 20  # of one message
+MAX_TOTAL_BYTES = 4 << 30  # of the messages that a rank receives at once
+MAX_SHOWN = 100  # characters of what a peer has sent, in an error message
+PACKAGES = (
+    "build", "checkpoint", "config", "data", "kernels", "model", "optim", "parallel", "runtime", "train"
+)
+BUILTIN_ERRORS = {error.__name__: error for error in (
+    ArithmeticError, AssertionError, AttributeError, BlockingIOError, BrokenPipeError, ConnectionError,
+    EOFError, Exception, FileExistsError, FileNotFoundError, FloatingPointError, ImportError, IndexError,
+    InterruptedError, IsADirectoryError, KeyError, LookupError, MemoryError, ModuleNotFoundError,
+    NotADirectoryError, NotImplementedError, OSError, OverflowError, PermissionError, RecursionError,
+    RuntimeError, TimeoutError, TypeError, ValueError, ZeroDivisionError,
+)}
+TORCH_ERRORS = {"torch:OutOfMemoryError": torch.OutOfMemoryError}
+EXIT_CODES = range(1, 256)  # that an error may carry
+
+
+class MessageError(RuntimeError):
+    """What a peer sent is not a message of ours. Exit code 1."""
+    exit_code = 1
+
+
+# ---- writing -----------------------------------------------------------------------------------------------
+
+def encode(value: object) -> bytes:
+    """The bytes of a value. Raises TypeError for what is not plain data; an error can always be told."""
+    text = json.dumps(to_json(value), ensure_ascii=False, separators=(",", ":"))
+    return text.encode("utf-8", "surrogatepass")
+
+
+def to_json(value: Any) -> Any:
+    """The value in words of JSON. Raises TypeError."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [to_json(item) for item in value]
+    if kind in TAG_OF:
+        tag = TAG_OF[kind]
+        return {tag: TAGS[tag].write(value)}
+    if isinstance(value, Path):
+        return {"path": str(value)}
+    if isinstance(value, Exception):
+        return {"error": error_to_json(value)}
+    if is_plain_class(kind):
+        fields = [to_json(getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return {"class": [name_of(kind), fields]}
+    raise TypeError(f"{kind.__name__} cannot be sent to another rank: it is not plain data")
+
+
+def items_to_json(values: Any) -> list[Any]:
+    return [to_json(value) for value in values]
+
+
+def pairs_to_json(values: dict[Any, Any]) -> list[Any]:
+    return [[to_json(key), to_json(value)] for key, value in values.items()]
+
+
+def bytes_to_json(value: bytes) -> str:
+    return base64.b64encode(value).decode("ascii")
+
+
+def error_to_json(error: Exception) -> list[Any]:
+    """[names of its classes, the nearest first, its text, its arguments, its attributes].
+
+    What is not plain is left out: of the arguments, all but the text.
+    """
+    names = [name_of(kind) for kind in type(error).__mro__ if issubclass(kind, Exception)]
+    arguments: tuple[object, ...] = error.args
+    if isinstance(error, OSError) and error.filename is not None:
+        arguments = (*error.args[:2], error.filename)
+    try:
+        told = items_to_json(arguments)
+    except (TypeError, RecursionError):
+        told = [str(error)]
+    attributes: list[Any] = []
+    for name, value in vars(error).items():
+        try:
+            attributes.append([name, to_json(value)])
+        except (TypeError, RecursionError):
+            continue
+    return [names, str(error), told, attributes]
+
+
+def name_of(kind: type) -> str:
+    """MODULE:CLASS; of a class that Python itself has, its name."""
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}:{kind.__qualname__}"
+
+
+# ---- reading -----------------------------------------------------------------------------------------------
+
+def decode(message: bytes, sender: str = "a peer") -> Any:
+    """The value of a message. sender: for the error message. Raises MessageError."""
+    try:
+        text = message.decode("utf-8", "surrogatepass")
+        return from_json(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as error:
+        why = " ".join(str(error).split())[:MAX_SHOWN]
+        raise MessageError(f"{sender} sent {len(message):,} bytes that are no message: {why}") from None
+
+
+def from_json(value: Any) -> Any:
+    """The value that to_json has written. Raises ValueError, TypeError or KeyError."""
+    if type(value) is list:
+        return [from_json(item) for item in value]
+    if type(value) is not dict:
+        return value
+    (tag, content), = value.items()
+    return TAGS[tag].read(content)
+
+
+def items_of(content: Any) -> list[Any]:
+    if type(content) is not list:
+        raise ValueError("a list was expected")
+    return [from_json(item) for item in content]
+
+
+def dict_of(content: Any) -> dict[Any, Any]:
+    return {from_json(key): from_json(value) for key, value in content}
+
+
+def text_of(content: Any) -> str:
+    if type(content) is not str:
+        raise ValueError("a text was expected")
+    return content
+
+
+def bytes_of(content: Any) -> bytes:
+    return base64.b64decode(text_of(content), validate=True)
+
+
+def instance_of(content: Any) -> Any:
+    """A frozen dataclass with these fields; its constructor is not called."""
+    name, values = content
+    kind = loaded_class(text_of(name))
+    if kind is None or not is_plain_class(kind):
+        raise ValueError(f"{name[:MAX_SHOWN]!r} is no frozen dataclass of this project")
+    fields = dataclasses.fields(kind)
+    values = items_of(values)
+    if len(values) != len(fields):
+        raise ValueError(f"{name[:MAX_SHOWN]!r} has {len(fields)} fields, not {len(values)}")
+    instance = object.__new__(kind)
+    for field, value in zip(fields, values):
+        object.__setattr__(instance, field.name, value)
+    return instance
+
+
+def error_of(content: Any) -> Exception:
+    """The error, as the first of its classes that is known here; no constructor of ours is called."""
+    names, text, arguments, attributes = content
+    kinds = [kind for kind in map(error_class, items_of(names)) if kind is not None]
+    if not kinds:
+        raise ValueError(f"{str(names)[:MAX_SHOWN]} are no errors that are known here")
+    is_same_class = error_class(names[0]) is kinds[0]
+    told = items_of(arguments) if is_same_class else [text_of(text)]
+    error = kinds[0].__new__(kinds[0], *told)
+    for name, value in attributes:
+        value = from_json(value)
+        if hasattr(Exception, text_of(name)) or (name == "exit_code" and value not in EXIT_CODES):
+            raise ValueError(f"an error with {name[:MAX_SHOWN]!r} of {str(value)[:MAX_SHOWN]!r}")
+        vars(error)[name] = value
+    return error
+
+
+def error_class(name: Any) -> type[Exception] | None:
+    """The class of an error that is known here; None: it is not."""
+    known = BUILTIN_ERRORS.get(name) or TORCH_ERRORS.get(name)
+    if known is not None:
+        return known
+    kind = loaded_class(text_of(name))
+    return kind if kind is not None and issubclass(kind, Exception) else None
+
+
+def loaded_class(name: str) -> type | None:
+    """The class MODULE:CLASS of this project, if its module is loaded; None otherwise. Imports nothing."""
+    module_name, _, class_name = name.partition(":")
+    if module_name.partition(".")[0] not in PACKAGES or module_name not in sys.modules:
+        return None
+    kind = vars(sys.modules[module_name]).get(class_name)
+    return kind if isinstance(kind, type) and name_of(kind) == name else None
+
+
+def is_plain_class(kind: type) -> bool:
+    """Whether it is a frozen dataclass of a package of this project, at the top of its module."""
+    is_ours = kind.__module__.partition(".")[0] in PACKAGES and "." not in kind.__qualname__
+    return is_ours and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+
+
+# ---- tags --------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Tag:
+    """How a type is written as JSON, and read."""
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+TAGS = {
+    "bytes": Tag(bytes_to_json, bytes_of),
+    "tuple": Tag(items_to_json, lambda content: tuple(items_of(content))),
+    "set": Tag(items_to_json, lambda content: set(items_of(content))),
+    "frozenset": Tag(items_to_json, lambda content: frozenset(items_of(content))),
+    "dict": Tag(pairs_to_json, dict_of),
+    "path": Tag(str, lambda content: Path(text_of(content))),
+    "class": Tag(to_json, instance_of),
+    "error": Tag(to_json, error_of),
+}
+TAG_OF: dict[type, str] = {
+    bytes: "bytes", tuple: "tuple", set: "set", frozenset: "frozenset", dict: "dict"
+}
