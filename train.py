@@ -59,6 +59,7 @@ from runtime.metrics import MetricsLogger
 from runtime.peers import PeerWatch
 from runtime.plot import loss_png
 from runtime.profile import ProfilerTrace
+from runtime.slow import SlowRanks
 from runtime.stop import StopRequest
 from runtime.summary import summarize_metrics, write_summary
 from torch import Tensor
@@ -158,6 +159,7 @@ FAULT_POINTS = (
     *store.FAULT_POINTS,
     "run.built",
     "step.begin",
+    "step.load",
     "step.read",
     "step.backward",
     "step.end",
@@ -195,6 +197,7 @@ class Session:
     saver: CheckpointSaver
     stop: StopRequest
     guard: NonFiniteGuard
+    slow: SlowRanks
     observe: FaultHook
 
     @property
@@ -262,7 +265,8 @@ def train(
     if session.tasks:
         notes = [*notes, f"{'tasks':<9}{session.tasks.describe()}"]
     advised = advised_on_memory(cfg, world)
-    with session.log, failure_scope(), contextlib.closing(session.trace), advised:
+    closing = (contextlib.closing(session.slow), contextlib.closing(session.trace))
+    with session.log, failure_scope(), closing[0], closing[1], advised:
         counts = parameters(cfg.model)
         without_embedding = counts["total"] - counts["embedding"]
         session.log.header((counts["total"], without_embedding), session.train_data.describe(), notes)
@@ -290,6 +294,7 @@ def train_loop(session: Session) -> LoopEnd:
         session.observe("step.begin", step)
         run_one_step(session, step)
         collect_after_step(step)
+        session.log.log_slow(step, *session.slow.add(session.log.take_shares()))
 
         reason, restart = agree_to_stop(session.stop, session.saver, run.mesh)
         end = LoopEnd(step, reason, restart)
@@ -319,6 +324,7 @@ def run_one_step(session: Session, step: int) -> None:
 
     # read
     started = time.perf_counter()
+    observe("step.load", step)
     microbatches = session.train_data.microbatches(step - 1)
     data_seconds = time.perf_counter() - started
     observe("step.read", step, batches=microbatches)
@@ -608,6 +614,7 @@ def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
     run, valid_data = build_phase(cfg, env, world, phase.number)
     state.resume_after(run, folder / "checkpoints", step)
     kept["observe"]("run.built", step, run=run, data=run.data, valid=valid_data)
+    kept["slow"].begin_phase(run.mesh.dims)
     log.begin_phase(phase, trained_flops_per_token(run), change_text(before, phase))
     return Session(
         cfg=run.cfg,
@@ -688,6 +695,7 @@ def make_session(
         saver=saver,
         stop=stop,
         guard=NonFiniteGuard(SKIPPED_STEPS_FP16 if run.scaler.dynamic else SKIPPED_STEPS),
+        slow=SlowRanks(cfg.log.slow_window, run.mesh.dims, world.all_ranks(), env.host),
         observe=observe,
     )
 

@@ -288,6 +288,8 @@ class LogConfig:
     dir: str = "runs"  # parent of the run folder
     name: str | None = None  # name of the run folder; none: that of the recipe
     every: int = 10  # steps between lines on the console
+    slow_window: int | None = 10  # steps over which the times of ranks are compared, at least, to name a rank
+    #   or a link that is slow (docs/training.md); none: they are not
     noise_scale: bool = False  # measure the gradient noise scale (arXiv 1812.06162); reads the gradients of
     #   matrices two more times in each step
     wandb: Literal["off", "offline", "online"] = "off"  # Weights & Biases
@@ -336,7 +338,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
     "data": "span",
     "eval": "every batches tasks_every tasks_limit",
     "checkpoint": "every keep keep_every keep_minutes timeout_s",
-    "log": "every",
+    "log": "every slow_window",
 })
 NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0, {
     "model": "mtp mtp_weight shared_experts first_dense aux_loss z_loss router_bias_rate rope_mscale "

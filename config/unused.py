@@ -335,6 +335,14 @@ TABLE = (
     ),
     UnusedKeys(
         section="log",
+        keys="slow_window",
+        when=lambda cfg, world: world == 1,
+        why="compares ranks, and there is one",
+        remedy="start more ranks, or leave it out",
+        note=MANY_SIZES,
+    ),
+    UnusedKeys(
+        section="log",
         keys="noise_scale",
         when=lambda cfg, _: cfg.train.global_batch == cfg.train.micro_batch,
         why="compares two batch sizes, and a step is one microbatch",

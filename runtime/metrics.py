@@ -47,6 +47,7 @@ from runtime.lines import MetricsFile, read_metrics
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.sinks import Sink
+from runtime.slow import Slow, StepShares
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
 
@@ -151,6 +152,8 @@ class MetricsLogger:
         self.pending: list[PendingStep] = []
         self.unreturned: list[int] = []
         self.rows_since_shown: list[dict[str, Any]] = []
+        self.shares: list[StepShares] = []  # of steps that were read, and not yet compared with other ranks
+        self.slow: list[Slow] = []  # for the next row
         self.last_sample = ""
         self.closed = False
 
@@ -268,6 +271,21 @@ class MetricsLogger:
         self.unreturned = []
         return flags
 
+    def take_shares(self) -> list[StepShares]:
+        """Where the time of the steps went on this rank that were read since the last call: on all ranks
+        those of the same steps. The first step of a process is left out: it compiles and connects."""
+        shares = [share for share in self.shares if share.step > self.start_step + 1]
+        self.shares = []
+        return shares
+
+    def log_slow(self, step: int, lines: Sequence[str], slow: Sequence[Slow]) -> None:
+        """Reports slow ranks and links: on the console, in the next row and in the sinks."""
+        for line in lines:
+            self.log_line(line)
+        self.slow = [*slow]
+        if slow:
+            self.put(step, {f"train/{name}": value for name, value in slow_fields(slow).items()})
+
     def record_event(self) -> DeviceEvent | None:
         """An event on the device's stream; None on a CPU, where the host's clock is right."""
         if self.env.device.type == "cpu":
@@ -315,6 +333,8 @@ class MetricsLogger:
         step = pending.step
         step_ms = pending.step_ms()
         exposed_ms, hidden_ms = pending.comm.read() if pending.comm else (0.0, 0.0)
+        waits = pending.comm.read_by_group() if pending.comm else {}
+        self.shares.append(StepShares(step, step_ms, pending.data_ms, exposed_ms, waits))
 
         phase = self.phases.of_step(step)
         tokens = phase.tokens_seen(step) - phase.tokens_seen(step - 1)
@@ -338,6 +358,9 @@ class MetricsLogger:
             "mem_gib": memory_gib,
             "skipped": int(not is_good),
         }
+        if self.slow:
+            row |= slow_fields(self.slow)
+            self.slow = []
         if len(self.phases.all) > 1:
             row["phase"] = phase.number
         if self.cfg.log.noise_scale:
@@ -603,6 +626,12 @@ class MetricsLogger:
             path = f"{self.run_dir}/metrics.jsonl"
             self.log_line(f"warning: {path}: {len(damaged)} damaged lines were left out (line {numbers})")
         return [row["loss"] for row in rows if row["loss"] is not None]
+
+
+def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
+    """The fields of metrics.jsonl for what costs most of what is slow: slow_rank, slow_WHY_ms."""
+    worst = max(slow, key=lambda one: one.excess_ms)
+    return {"slow_rank": worst.ranks[0], f"slow_{worst.why}_ms": worst.excess_ms}
 
 
 # ---- the lines of the header -------------------------------------------------------------------------------

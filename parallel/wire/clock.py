@@ -49,6 +49,7 @@ class StepTimes:
     """The spans of one step, not yet read."""
     waits: deque[Span]
     exchanges: deque[Span] | None  # None: on a GPU, where their ends are not known
+    groups: deque[str] = field(default_factory=deque)  # of each wait: the name of the group
 
     def read(self) -> tuple[float, float | None]:
         """(exposed, hidden) in ms; hidden: None where it is not known. On a GPU the step must have ended."""
@@ -61,6 +62,13 @@ class StepTimes:
         exchanges = spans_in_ms(first, self.exchanges)
         return exposed, max(0.0, union_length(waits + exchanges) - exposed)
 
+    def read_by_group(self) -> dict[str, float]:
+        """{name of a group: ms in which this rank waited for its exchanges}. As for read()."""
+        found: dict[str, float] = {}
+        for (start, end), group in zip(self.waits, self.groups):
+            found[group] = found.get(group, 0.0) + elapsed_ms(start, end)
+        return found
+
 
 @dataclass
 class CommunicationClock:
@@ -71,6 +79,7 @@ class CommunicationClock:
     device: torch.device | None = None  # a GPU, whose own time is measured then; None: host time
     waits: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
     exchanges: deque[Span] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))
+    groups: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_SPANS))  # of each wait
 
     def record_event(self) -> Stamp:
         """Now: on the computing stream of the GPU; without a GPU, on the host."""
@@ -108,16 +117,19 @@ class CommunicationClock:
         if end is not None:
             self.exchanges.append((pending.start, end))
 
-    def record_wait(self, start: Stamp) -> Stamp:
-        """Records a wait that began at `start` and ends now. Returns its end."""
+    def record_wait(self, start: Stamp, group: str) -> Stamp:
+        """Records a wait for an exchange of `group`, from `start` until now. Returns its end."""
         end = self.record_event()
         self.waits.append((start, end))
+        self.groups.append(group)
         return end
 
     def collect(self) -> StepTimes:
         """The spans since the last call."""
-        step = StepTimes(self.waits.copy(), self.exchanges.copy() if self.device is None else None)
+        exchanges = self.exchanges.copy() if self.device is None else None
+        step = StepTimes(self.waits.copy(), exchanges, self.groups.copy())
         self.waits.clear()
+        self.groups.clear()
         self.exchanges.clear()
         return step
 

@@ -189,7 +189,7 @@ class Group:
         activity.exchange = None
         activity.since = time.monotonic()
 
-        end = activity.clock.record_wait(start)
+        end = activity.clock.record_wait(start, self.name)
         if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             activity.device_waits.add(exchange, start, end)
         return result

@@ -84,6 +84,7 @@ CASES = (
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
     ({"tasks_every": 100, "tasks_limit": 7}, "", "--eval.tasks configs/tasks", 1),
     ({"project": "mine"}, "", "--log.wandb offline", 1),
+    ({"slow_window": 20}, "", "", 2),
     ({"noise_scale": "true"}, "--train.global_batch 8", "--train.global_batch 16", 1),
 )
 # keys that every run reads, whatever the other keys are (if a mixture has no dense layers, only exports read

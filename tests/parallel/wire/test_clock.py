@@ -47,7 +47,7 @@ def ends_late(self, work):
 
 
 BUGS = {
-    "waiting is not counted": (CommunicationClock, "record_wait", lambda self, start: None),
+    "waiting is not counted": (CommunicationClock, "record_wait", lambda self, start, group: None),
     "what has long arrived counts until it is used": (CommunicationClock, "record_start", ends_late),
     "a started exchange is not counted": (
         CommunicationClock,
