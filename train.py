@@ -264,9 +264,13 @@ def train(
     del run  # the session has it, for the length of a phase
     if session.tasks:
         notes = [*notes, f"{'tasks':<9}{session.tasks.describe()}"]
-    advised = advised_on_memory(cfg, world)
-    closing = (contextlib.closing(session.slow), contextlib.closing(session.trace))
-    with session.log, failure_scope(), closing[0], closing[1], advised:
+    with (
+        session.log,
+        failure_scope(),
+        contextlib.closing(session.slow),
+        contextlib.closing(session.trace),
+        advised_on_memory(cfg, world),
+    ):
         counts = parameters(cfg.model)
         without_embedding = counts["total"] - counts["embedding"]
         session.log.header((counts["total"], without_embedding), session.train_data.describe(), notes)
@@ -881,7 +885,7 @@ def check_same_everywhere(cfg: Config, world: World) -> None:
 
     They would train different models, or wait for each other. Collective: gathers a few KiB from each rank.
     """
-    own = {"torch": torch.__version__, "code": config.code_hash(), "config": config.dump(cfg)}
+    own = {"torch": str(torch.__version__), "code": config.code_hash(), "config": config.dump(cfg)}
     all_ranks: list[dict[str, str]] = comm.all_gather_objects(own, world.all_ranks())
     for what in own:
         count = Counter(theirs[what] for theirs in all_ranks)

@@ -284,7 +284,7 @@ def search(cfg: Config, target: Target, fixed: Values, top: int) -> SearchResult
 
 
 def simplicity(found: Found) -> tuple[int, ...]:
-    """The smaller, the simpler: fewer kinds of parallelism, less recompute, a lower ZeRO stage, fewer bytes."""
+    """The smaller, the simpler: fewer kinds of parallelism, less recompute, lower ZeRO, fewer bytes."""
     parallel = found.cfg.parallel
     degrees = (parallel.tp, parallel.cp, parallel.pp, parallel.ep, parallel.dp_rep, parallel.ep_chunks)
     return (

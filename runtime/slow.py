@@ -61,9 +61,7 @@ class StepShares:
 
 @dataclass(frozen=True)
 class Slow:
-    """What is slow. why: Place = tuple[str, tuple[int, ...]]  # why, or the name of a group; and ranks
-STAGE = "pipeline_stage"
-COMPUTE, DATA, LINK or STOPPED.
+    """What is slow. why: COMPUTE, DATA, LINK or STOPPED.
 
     ranks: the slow one; of a link those of its group, whose name is `group`. ms: a step; of STOPPED in the
     whole window. usual_ms: of the others, or before.

@@ -1,4 +1,4 @@
-"""Who is slow and why: verdicts over tables of times, and real ranks of train.py that sleep, or are stopped."""
+"""Who is slow and why: verdicts over tables of times; real ranks of train.py that sleep or are stopped."""
 
 import json
 import os
