@@ -1,8 +1,8 @@
 """How a process ends: the exit code of each error, and what is printed about it.
 
 A mistake of the user is one line. Every other error begins with the rank and its host. An exception class may
-carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 81 OutOfMemory,
-82 StorageError.
+carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 80 ReplicasDiffer,
+81 OutOfMemory, 82 StorageError.
 """
 import contextlib
 import errno
@@ -70,6 +70,11 @@ def one_line(error: BaseException) -> str:
     if hasattr(error, "exit_code"):
         return text
     return f"{type(error).__name__}: {text}"
+
+
+def printable(text: str) -> str:
+    """`text` with ? for what a terminal would obey, such as escape codes in words of other hosts."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
 def last_line(error: BaseException) -> str:

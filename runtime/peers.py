@@ -9,6 +9,13 @@ blocked in a full launch queue: another thread finds it (watch_device). Then:
 - Every rank writes its exit_reason.rankN.json with the exit code of the cause, and exits. exit_reason.json,
   the job's, comes from rank 0 or from the rank that failed first.
 - A process that is stopped is killed by another rank on its host.
+- After a hang, every rank that still runs writes stacks.rankN.txt: the stacks of its threads and its last
+  exchanges.
+
+The store is kept by the launcher, or by rank 0. If its host is stopped (not dead), an operation on the store
+never returns, and torch has no timeout that ends it. So no rank waits for the store longer than
+STORE_SECONDS: it then ends by itself, with its own error. A word in the store is checked before it is
+believed, since whoever reaches the port can write there: it can end the job, but never with success.
 
 Keys of the store
     first_failure    the first Failure, or {} once a rank has finished without one
@@ -21,6 +28,7 @@ Keys of the store
 """
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import os
 import signal
@@ -28,25 +36,43 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from parallel.wire import comm
 from parallel.wire.world import Store, leave_job, open_store
 from runtime import setup
-from runtime.failure import HANG, USER_MISTAKE, code_of, explain, mark_reported, one_line, should_requeue
+from runtime.failure import (
+    HANG,
+    USER_MISTAKE,
+    code_of,
+    explain,
+    mark_reported,
+    one_line,
+    printable,
+    should_requeue,
+)
 
 ANSWER_SECONDS = 1.5  # in which a running rank writes its state
 EXIT_SECONDS = 3.0  # in which all write their reason; then the main thread has as long again to end by itself
+# in which the whole exchange of words ends, up to the last report; else the store is lost
+STORE_SECONDS = 2 * (ANSWER_SECONDS + EXIT_SECONDS) + 1.0
 POLL_SECONDS = 0.02
 DEVICE_POLL_SECONDS = 0.25  # between two looks at what the GPU waits for
+Result = TypeVar("Result")
+# The store is gone, with the rank or the launcher that kept it; or it holds words that no rank wrote.
+STORE_ERRORS = (RuntimeError, OSError, ValueError, TypeError, KeyError)
 FOREVER = timedelta(days=3650)
 MAX_SILENT = 8  # silent ranks that a message names
 MAX_SUSPECTS = 4  # running ranks that a message names
+
+
+class StoreSilent(RuntimeError):
+    """The job's store gave no answer: the host that keeps it is stopped or cut off."""
 
 
 @dataclass(frozen=True)
@@ -99,15 +125,62 @@ def read_process(store: Store, rank: int) -> Process:
 
 
 def as_failure(text: str | bytes) -> Failure | None:
-    """The value of first_failure; None where a rank had finished before anything failed."""
-    fields = json.loads(text)
-    return Failure(**fields) if fields else None
+    """The value of first_failure; None where a rank had finished before anything failed.
+
+    A word that no rank can have written, as one with code 0, is a failure of code 1: the job must not end
+    with success because of it.
+    """
+    try:
+        fields = json.loads(text)
+        if fields == {}:
+            return None
+        failure = Failure(**fields)
+        is_whole = all(type(fields[field.name]) is field.type for field in dataclasses.fields(Failure))
+        if is_whole and 0 < failure.code < 256:
+            return failure
+    except (ValueError, TypeError, RecursionError):
+        pass
+    line = "the job's store holds a word that no rank writes: another program reaches its port"
+    return Failure(rank=-1, host="an unknown host", code=1, requeue=False, line=line, text=line)
+
+
+def read_verdict(store: Store, first: Failure) -> tuple[str, list[int]]:
+    """(the cause in one line, the ranks that are silent), as the first rank wrote them; else of `first`."""
+    try:
+        if store.check(["verdict"]):
+            fields = read_json(store, "verdict")
+            return str(fields["line"]), [int(rank) for rank in fields["silent"]]
+    except (ValueError, TypeError, KeyError, RecursionError):  # no rank wrote it
+        pass
+    return first.line, []
+
+
+def within(seconds: float, work: Callable[[], Result]) -> Result:
+    """work(), which waits for the store. Raises StoreSilent if it takes longer; its thread is left behind."""
+    results: list[Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="store")
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise StoreSilent(f"the job's store gave no answer for {seconds:g} s")
+    return results[0]
 
 
 def wait_for_key(store: Store, key: str) -> None:
     """Waits until the key is set, or the time for it is over, or the store is gone."""
+    seconds = ANSWER_SECONDS + EXIT_SECONDS
     with contextlib.suppress(RuntimeError, OSError):
-        store.wait([key], timedelta(seconds=ANSWER_SECONDS + EXIT_SECONDS))
+        within(seconds + 1.0, lambda: store.wait([key], timedelta(seconds=seconds)))
 
 
 def main_frame() -> FrameType:
@@ -156,8 +229,9 @@ class PeerWatch:
                 # without leave_job, which can abort where ranks are gone: exit_process ends this process
                 return
         elif self.store is not None:
-            with contextlib.suppress(Exception):  # the rank that keeps the store may have exited
-                self.store.compare_set("first_failure", "", "{}")
+            store = self.store
+            with contextlib.suppress(Exception):  # the rank that keeps the store may have exited, or hang
+                within(EXIT_SECONDS, lambda: store.compare_set("first_failure", "", "{}"))
                 self.watcher.join(EXIT_SECONDS)
         leave_job()
 
@@ -189,11 +263,37 @@ class PeerWatch:
                 self.report_exit(self.code, explain(error, self.rank), should_requeue(error))
             return
         if self.code is None:
-            try:
-                self.fail_with_peers(self.store, error)
-            except (RuntimeError, OSError):  # the store is gone, with the rank or the launcher that kept it
-                self.end(code_of(error), explain(error, self.rank), should_requeue(error))
+            self.fail_in_time(self.store, error)
         mark_reported(error, self.decided_code())
+
+    def fail_in_time(self, store: Store, error: BaseException) -> None:
+        """fail_with_peers; without the others where the store is gone, or gives no answer."""
+        try:
+            # the first word of a live store comes at once; what follows waits for the other ranks
+            within(ANSWER_SECONDS + EXIT_SECONDS, lambda: store.check(["first_failure"]))
+            within(STORE_SECONDS, lambda: self.fail_with_peers(store, error))
+        except StoreSilent as silence:
+            if self.code is None:
+                self.end_without_store(error, silence)
+        except STORE_ERRORS:
+            if self.code is None:
+                self.end(code_of(error), explain(error, self.rank), should_requeue(error))
+
+    def end_without_store(self, error: BaseException, silence: StoreSilent) -> None:
+        """Ends this rank alone, where the host of the store hangs; within EXIT_SECONDS, whatever blocks.
+
+        A lost connection is then a hang too: of a peer that ended for the same reason, a little earlier.
+        """
+        code = HANG if isinstance(error, comm.PeerError) else code_of(error)
+        keeper = "the launcher, or rank 0, that keeps it is stopped or cut off"
+        text = f"{explain(error, self.rank)}; {silence}: {keeper}"
+        requeue = code == HANG or should_requeue(error)
+        self.end(code, text, requeue)
+        self.report_exit(code, text, requeue, of_job=True)  # rank 0 may be the one that hangs
+        self.write_stacks(code)
+        timer = threading.Timer(EXIT_SECONDS, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
 
     def fail_with_peers(self, store: Store, error: BaseException) -> None:
         mine = Failure(rank=self.rank, host=self.host, code=code_of(error), requeue=should_requeue(error),
@@ -222,10 +322,11 @@ class PeerWatch:
         if isinstance(error, comm.PeerError):
             peers_text, silent = self.examine_peers(store, error)
         text = explain(error, self.rank) + peers_text
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
         write_json(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
         self.report_exit(mine.code, text, mine.requeue, of_job=not others_finished)
         self.kill_hanging_siblings(store, silent, mine.code)
+        self.write_stacks(mine.code)
 
         # the others
         deadline = time.monotonic() + EXIT_SECONDS
@@ -286,8 +387,10 @@ class PeerWatch:
             first = as_failure(store.get("first_failure"))
             if first is None or first.rank == self.rank:
                 return
-            self.follow(store, first)
-        except (RuntimeError, OSError) as error:
+            within(STORE_SECONDS, lambda: self.follow(store, first))
+        except STORE_ERRORS as error:
+            if self.code is not None:  # the main thread has found it first
+                return
             cause = one_line(error)[:80]
             text = (f"error: rank {self.rank} on {self.host}: in {self.activity}: the launcher, or rank 0, "
                     f"that kept the job's store is gone ({cause})")
@@ -318,10 +421,7 @@ class PeerWatch:
 
         exchange, seconds = waited
         error = comm.PeerError(f"no answer for {seconds:.1f} s in {exchange}", HANG)
-        try:
-            self.fail_with_peers(store, error)
-        except (RuntimeError, OSError):  # the store is gone, with the rank or the launcher that kept it
-            self.end(HANG, explain(error, self.rank), should_requeue(error))
+        self.fail_in_time(store, error)
         time.sleep(EXIT_SECONDS)  # a main thread that is not blocked ends by itself, and closes its files
         os._exit(self.decided_code())
 
@@ -340,10 +440,8 @@ class PeerWatch:
             store.add("num_states", 1)
 
             wait_for_key(store, "verdict")
-            verdict = {"line": first.line, "silent": []}
-            if store.check(["verdict"]):
-                verdict = read_json(store, "verdict")
-            cause = f"rank {first.rank} on {first.host}: {verdict['line']}"
+            line, silent = read_verdict(store, first)
+            cause = f"rank {first.rank} on {first.host}: {line}"
             text = f"error: rank {self.rank} on {self.host}: stopped in {state.activity}, because of {cause}"
 
             # a mistake of the user, and an error that all ranks raise alike, is printed once
@@ -351,8 +449,9 @@ class PeerWatch:
             is_same_error = is_own_error and str(error) == first.text
             quiet = first.code == USER_MISTAKE or is_same_error
             self.end(first.code, text, first.requeue, quiet)
+            self.write_stacks(first.code)
         store.add("num_reasons", 1)
-        self.kill_hanging_siblings(store, verdict["silent"], first.code)
+        self.kill_hanging_siblings(store, silent, first.code)
 
     def describe_state(self) -> RankState:
         frame = main_frame()
@@ -371,10 +470,24 @@ class PeerWatch:
     def end(self, code: int, text: str, requeue: bool, quiet: bool = False) -> None:
         """Decides the exit code, prints the text unless quiet, and writes the exit reason."""
         self.code = code
-        text = setup.redact(text)
+        text = printable(setup.redact(text))
         if not quiet:
             print(text, file=sys.stderr, flush=True)
         self.report_exit(code, text, requeue)
+
+    def write_stacks(self, code: int) -> None:
+        """After a hang: stacks.rankN.txt in the run folder, with this rank's threads and last exchanges."""
+        if code != HANG or self.folder is None:
+            return
+        with contextlib.suppress(OSError):
+            with open(Path(self.folder) / f"stacks.rank{self.rank}.txt", "w") as file:
+                file.write(f"rank {self.rank} on {self.host}, process {os.getpid()}: in {self.activity}\n")
+                file.write("\nLast exchanges, the newest at the end:\n")
+                now = time.monotonic()
+                file.writelines(f"  {past.line(now)}\n" for past in list(self.activity.past))
+                file.write("\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
 
     def kill_hanging_siblings(self, store: Store, silent: list[int], code: int) -> None:
         """After a hang: kills the silent ranks on this host, else the launcher waits 30 s for them."""

@@ -362,10 +362,14 @@ def redact(text: str) -> str:
 
 
 def remove_exit_reasons(run_dir: Path) -> None:
-    """Removes the exit reasons of an earlier start. Call it under the run's lock, before a rank can fail."""
-    for file in Path(run_dir).glob("exit_reason*.json"):
-        with contextlib.suppress(OSError):
-            file.unlink()
+    """Removes the exit reasons of an earlier start, and the stacks of its ranks.
+
+    Call it under the run's lock, before a rank can fail.
+    """
+    for pattern in ("exit_reason*.json", "stacks.rank*.txt"):
+        for file in Path(run_dir).glob(pattern):
+            with contextlib.suppress(OSError):
+                file.unlink()
 
 
 def write_exit_reason(run_dir: Path, rank: int, code: int, reason: str, *, requeue: bool = False,

@@ -3,6 +3,7 @@ once, and every rank says in one line what happened; its exit_reason.json carrie
 loses.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -36,7 +37,8 @@ def run(tmp_path, args, world=2, **how):
 def old_reasons(tmp_path):
     """Left by an earlier start, which had more ranks."""
     (tmp_path / "run").mkdir()
-    for name in ("exit_reason.json", "exit_reason.rank1.json", "exit_reason.rank9.json"):
+    names = ("exit_reason.json", "exit_reason.rank1.json", "exit_reason.rank9.json", "stacks.rank9.txt")
+    for name in names:
         (tmp_path / "run" / name).write_text('{"code": 0, "reason": "finished", "requeue": false, "rank": 0}')
 
 
@@ -97,6 +99,9 @@ def test_a_stopped_rank_is_found_named_and_ended(tmp_path, args):
     assert {r: x["code"] for r, x in found.items()} == {0: 76, 1: 76, 2: 76, 3: 76} and all(
         x["requeue"] for x in found.values()
     )
+    assert {file.name for file in (tmp_path / "run").glob("stacks.*")} == {
+        f"stacks.rank{rank}.txt" for rank in (1, 2, 3)
+    }
     assert found[0]["rank"] in (1, 2, 3) and not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
 
@@ -109,6 +114,78 @@ def test_a_killed_first_rank_is_told_of_by_another(tmp_path, args):
     assert not (tmp_path / "run" / "exit_reason.rank9.json").exists()
 
 
+LAUNCHERS = {
+    "launch": ("scripts.launch", "--nproc", "2", "--"),
+    "torchrun": ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"),
+}
+
+
+def state_of(pid):
+    """R, S, T (stopped), Z (has ended); None: there is no such process."""
+    with contextlib.suppress(OSError):
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return None
+
+
+def ranks_of(launcher):
+    """{rank: process id} of the ranks that it has started."""
+    found = {}
+    for pid in pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            words = pathlib.Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            found.update({int(word[5:]): int(pid) for word in words if word.startswith(b"RANK=")})
+    return found
+
+
+def wait_until(condition, seconds):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.parametrize("how", list(LAUNCHERS))
+def test_a_frozen_host_of_the_store_holds_up_nobody(tmp_path, args, how):
+    """The launcher, which keeps the store, and rank 0 are stopped, not dead: nothing that rank 1 asks the
+    store is ever answered.
+    """
+    command = [sys.executable, "-m", *LAUNCHERS[how], *args, *SHORT, "--parallel.tp", "2"]
+    command += ["--log.dir", str(tmp_path), "--log.name", "run"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "step.begin:rank=0:step=3:act=SIGSTOP"}
+    log = tmp_path / "log"
+    with open(log, "w") as out:
+        root = pathlib.Path(__file__).parent.parent
+        launcher = subprocess.Popen(command, cwd=root, env=environment, stdout=out, stderr=out)
+    ranks = {}
+    try:
+        assert wait_until(lambda: len(ranks_of(launcher.pid)) == 2, 120), log.read_text()
+        ranks = ranks_of(launcher.pid)
+        assert wait_until(lambda: state_of(ranks[0]) == "T", 120), log.read_text()
+        launcher.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert wait_until(lambda: state_of(ranks[1]) in ("Z", None), 120), log.read_text()
+        assert time.monotonic() - began < float(SHORT[1]) + AT_ONCE
+
+        (line,) = [line for line in log.read_text().splitlines() if line.startswith("error:")]
+        assert line.startswith("error: rank 1 on ") and " in group tp (ranks 0, 1) at step 3" in line
+        assert "the job's store gave no answer" in line
+        for name in ("exit_reason.json", "exit_reason.rank1.json"):
+            reason = json.loads((tmp_path / "run" / name).read_text())
+            assert (reason["code"], reason["requeue"], reason["rank"]) == (76, True, 1)
+        stacks = (tmp_path / "run" / "stacks.rank1.txt").read_text()
+        assert "of 4 bytes in group job" in stacks or "in group tp at step 3" in stacks
+        assert "train.py" in stacks and "run_exchange" in stacks
+
+        os.kill(ranks[0], signal.SIGKILL)
+        launcher.send_signal(signal.SIGCONT)
+        assert launcher.wait(60) == (76 if how == "launch" else 1)
+    finally:
+        for pid in [*ranks.values(), launcher.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        launcher.wait()
+
+
 def test_a_rank_that_hangs_outside_of_any_exchange(tmp_path, args):
     end = run(tmp_path, [*args, *SHORT, "--parallel.tp", "2"], fault="step.begin:rank=1:step=3:act=sleep=100")
     assert end.codes == [76, 76], end.logs
@@ -117,6 +194,9 @@ def test_a_rank_that_hangs_outside_of_any_exchange(tmp_path, args):
         and "is in no exchange at step 3" in end.errors()[0]
         and "faults.py" in end.errors()[0]
     )
+    stacks = [(tmp_path / "run" / f"stacks.rank{rank}.txt").read_text() for rank in range(2)]
+    assert all("in group tp at step 2" in text for text in stacks)  # the last exchanges
+    assert "comm.py" in stacks[0] and "run_exchange" in stacks[0] and "faults.py" in stacks[1]
     assert end.seconds < AT_ONCE
 
 

@@ -11,11 +11,11 @@ do not (gloo names a port). So every exchange is first recorded in Activity, whi
 """
 import re
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ Ledger = Counter[tuple[str, str, str]]  # (group, verb, "calls" or "bytes") -> h
 Arguments = ParamSpec("Arguments")  # of what Group.run_exchange calls
 Result = TypeVar("Result")
 Data = TypeVar("Data")  # plain data of a rank
+
+NUM_PAST = 32  # exchanges that a rank remembers, for what it writes after a hang
 
 # What gloo, nccl and the store say of a peer that does not answer, or that is gone.
 TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -115,6 +117,22 @@ def at_step(step: int) -> str:
     return f" at step {step}" if step else ""
 
 
+class PastExchange(NamedTuple):
+    """An exchange that the host has waited for. It holds no Group: that would keep its connections open."""
+    verb: str
+    group: str  # its name
+    nbytes: int | None
+    step: int
+    began: float  # time.monotonic()
+    seconds: float
+
+    def line(self, now: float) -> str:
+        """12.3 s ago: all_reduce of 4,096 bytes in group dp at step 7, 0.0012 s"""
+        size = "" if self.nbytes is None else f" of {self.nbytes:,} bytes"
+        what = f"{self.verb}{size} in group {self.group}{at_step(self.step)}"
+        return f"{now - self.began:.1f} s ago: {what}, {self.seconds:.4f} s"
+
+
 @dataclass
 class Activity:
     """What this rank is doing: one for all groups of a job."""
@@ -126,6 +144,7 @@ class Activity:
         default_factory=DeviceWaits[AwaitedExchange]
     )
     clock: CommunicationClock = field(default_factory=CommunicationClock)
+    past: deque[PastExchange] = field(default_factory=lambda: deque(maxlen=NUM_PAST))
     strict: StrictMode | None = None  # of proofs; None: started exchanges run on the tensors themselves
 
     def current_exchange(self) -> tuple[AwaitedExchange | None, float]:
@@ -187,7 +206,10 @@ class Group:
         except RuntimeError as error:
             raise as_peer_error(error, activity) from error
         activity.exchange = None
+        began = activity.since
         activity.since = time.monotonic()
+        seconds = activity.since - began
+        activity.past.append(PastExchange(verb, self.name, nbytes, exchange.step, began, seconds))
 
         end = activity.clock.record_wait(start, self.name)
         if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):

@@ -4,6 +4,7 @@ tests/test_launch.py has what gloo shows: torchrun, all ranks, their exit reason
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -15,6 +16,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+
+from runtime.peers import Failure, StoreSilent, as_failure, within
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,3 +61,95 @@ def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, 
         assert "no exchange at step 3" in text and "fake_gpu.py:" in text
     reason = json.loads((tmp_path / "exit_reason.json").read_text())
     assert (reason["code"], reason["requeue"]) == (76, True)
+
+
+# ---- words in the store ------------------------------------------------------------------------------------
+
+WORDS = [
+    b'{"code": 0, "rank": 0, "host": "h", "requeue": false, "line": "finished", "text": ""}',
+    b'{"code": 256, "rank": 0, "host": "h", "requeue": false, "line": "", "text": ""}',
+    b'{"code": "76", "rank": 0, "host": "h", "requeue": true, "line": "", "text": ""}',
+    b'{"code": true, "rank": 0, "host": "h", "requeue": true, "line": "", "text": ""}',
+    b'{"code": 76}',
+    b'{"code": 0}',
+    b"[]",
+    b"null",
+    b"0",
+    b"\xff\x00",
+    b"[" * 100_000,
+]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_word_of_a_stranger_is_never_a_success(word):
+    failure = as_failure(word)
+    assert failure is not None and failure.code == 1 and not failure.requeue
+    assert "no rank writes" in failure.line
+
+
+def test_a_word_of_a_rank_is_believed():
+    own = Failure(rank=3, host="h", code=82, requeue=True, line="full", text="full")
+    assert as_failure(json.dumps(dataclasses.asdict(own))) == own
+    assert as_failure("{}") is None
+
+
+STRANGER = """
+import sys, time, torch.distributed as dist
+from pathlib import Path
+from runtime import failure
+from runtime.peers import PeerWatch
+
+def main(argv):
+    with PeerWatch(0, 2) as peers:
+        peers.folder = Path(sys.argv[1])
+        Path(sys.argv[1], "ready").touch()
+        time.sleep(60)
+    return 0
+
+failure.exit_process(failure.fail_cleanly(main, []))
+"""
+
+
+def test_a_stranger_ends_the_job_but_not_with_success(tmp_path):
+    """Another program writes into the store of a rank that trains: code 0, and an escape code."""
+    port = free_port()
+    environment = {
+        **os.environ, "PYTHONPATH": str(ROOT), "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    keeper = dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
+    words = [
+        ({"code": 0, "line": "finished"}, 1),
+        ({"code": 82, "line": "\x1b]0;owned\x07 full"}, 82),
+    ]
+    for number, (word, code) in enumerate(words):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        environment["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        script = STRANGER.replace("PeerWatch(0, 2)", f"PeerWatch(0, 2, '{number}')")
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(folder)], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while not (folder / "ready").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            full = {"rank": 1, "host": "h", "requeue": False, "text": "", **word}
+            keeper.set(f"attempt_{number}/first_failure", json.dumps(full))
+            _, text = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            process.wait()
+        assert process.returncode == code, text
+        assert json.loads((folder / "exit_reason.json").read_text())["code"] == code
+        assert "error: rank 0 on " in text and "\x1b" not in text and "\x07" not in text
+
+
+def test_work_that_does_not_end_is_left_behind():
+    began = time.monotonic()
+    with pytest.raises(StoreSilent, match="no answer for 0.2 s"):
+        within(0.2, lambda: time.sleep(30))
+    assert time.monotonic() - began < 10
+    assert within(10, lambda: 7) == 7
+    with pytest.raises(KeyError):
+        within(10, lambda: {}["a"])
