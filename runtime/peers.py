@@ -207,6 +207,7 @@ class PeerWatch:
         self.host = socket.gethostname()
         self.folder: Path | None = None
         self.code: int | None = None  # the exit code of this rank, once it is decided
+        self.has_told = False  # whether the cause has been printed and written
         self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
         self.store: Store | None = None  # None in a process that is alone
         if size > 1:
@@ -273,10 +274,10 @@ class PeerWatch:
             within(ANSWER_SECONDS + EXIT_SECONDS, lambda: store.check(["first_failure"]))
             within(STORE_SECONDS, lambda: self.fail_with_peers(store, error))
         except StoreSilent as silence:
-            if self.code is None:
+            if not self.has_told:
                 self.end_without_store(error, silence)
         except STORE_ERRORS:
-            if self.code is None:
+            if not self.has_told:
                 self.end(code_of(error), explain(error, self.rank), should_requeue(error))
 
     def end_without_store(self, error: BaseException, silence: StoreSilent) -> None:
@@ -323,8 +324,9 @@ class PeerWatch:
             peers_text, silent = self.examine_peers(store, error)
         text = explain(error, self.rank) + peers_text
         print(printable(text), file=sys.stderr, flush=True)
-        write_json(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
+        self.has_told = True
         self.report_exit(mine.code, text, mine.requeue, of_job=not others_finished)
+        write_json(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
         self.kill_hanging_siblings(store, silent, mine.code)
         self.write_stacks(mine.code)
 
@@ -389,12 +391,11 @@ class PeerWatch:
                 return
             within(STORE_SECONDS, lambda: self.follow(store, first))
         except STORE_ERRORS as error:
-            if self.code is not None:  # the main thread has found it first
-                return
-            cause = one_line(error)[:80]
-            text = (f"error: rank {self.rank} on {self.host}: in {self.activity}: the launcher, or rank 0, "
-                    f"that kept the job's store is gone ({cause})")
-            self.end(1, text, requeue=True)
+            if not self.has_told:
+                cause = one_line(error)[:80]
+                text = (f"error: rank {self.rank} on {self.host}: in {self.activity}: the launcher, or rank "
+                        f"0, that kept the job's store is gone ({cause})")
+                self.end(1, text, requeue=True)
         wait_for_key(store, "all_reported")
         # the main thread ends by itself when its peers are gone, and closes its files
         time.sleep(EXIT_SECONDS)
@@ -470,6 +471,7 @@ class PeerWatch:
     def end(self, code: int, text: str, requeue: bool, quiet: bool = False) -> None:
         """Decides the exit code, prints the text unless quiet, and writes the exit reason."""
         self.code = code
+        self.has_told = True
         text = printable(setup.redact(text))
         if not quiet:
             print(text, file=sys.stderr, flush=True)
