@@ -173,7 +173,7 @@ def test_a_frozen_host_of_the_store_holds_up_nobody(tmp_path, args, how):
             reason = json.loads((tmp_path / "run" / name).read_text())
             assert (reason["code"], reason["requeue"], reason["rank"]) == (76, True, 1)
         stacks = (tmp_path / "run" / "stacks.rank1.txt").read_text()
-        assert "of 4 bytes in group job" in stacks or "in group tp at step 3" in stacks
+        assert "in group tp (ranks 0, 1) at step 3" in stacks and " at step 2, " in stacks
         assert "train.py" in stacks and "run_exchange" in stacks
 
         os.kill(ranks[0], signal.SIGKILL)
