@@ -9,8 +9,8 @@ blocked in a full launch queue: another thread finds it (watch_device). Then:
 - Every rank writes its exit_reason.rankN.json with the exit code of the cause, and exits. exit_reason.json,
   the job's, comes from rank 0 or from the rank that failed first.
 - A process that is stopped is killed by another rank on its host.
-- After a hang, every rank that still runs writes stacks.rankN.txt: the stacks of its threads and its last
-  exchanges.
+- After a hang, every rank that still runs writes stacks.rankN.txt: its last exchanges, the stacks of its
+  threads, and where its own exchange failed.
 
 The store is kept by the launcher, or by rank 0. If its host is stopped (not dead), an operation on the store
 never returns, and torch has no timeout that ends it. So no rank waits for the store longer than
@@ -36,6 +36,7 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -57,10 +58,14 @@ from runtime.failure import (
     should_requeue,
 )
 
-ANSWER_SECONDS = 1.5  # in which a running rank writes its state
-EXIT_SECONDS = 3.0  # in which all write their reason; then the main thread has as long again to end by itself
-# in which the whole exchange of words ends, up to the last report; else the store is lost
-STORE_SECONDS = 2 * (ANSWER_SECONDS + EXIT_SECONDS) + 1.0
+# in which a running rank writes its state, on a busy machine too: after a lost connection, whose only use of
+# it is a line; and after a hang, where a rank that does not answer is killed
+ANSWER_SECONDS = {1: 1.5, HANG: 6.0}
+VERDICT_SECONDS = 8.0  # in which the first rank writes its verdict
+REPORT_SECONDS = 8.0  # in which the others then write their reason; it ends when they have
+STORE_SECONDS = VERDICT_SECONDS + REPORT_SECONDS + 2.0  # in which all words are written; else the store is lost
+LIVE_SECONDS = 6.0  # in which a live store answers at all
+EXIT_SECONDS = 3.0  # that the main thread then has to end by itself, and to close its files
 POLL_SECONDS = 0.02
 DEVICE_POLL_SECONDS = 0.25  # between two looks at what the GPU waits for
 Result = TypeVar("Result")
@@ -176,9 +181,8 @@ def within(seconds: float, work: Callable[[], Result]) -> Result:
     return results[0]
 
 
-def wait_for_key(store: Store, key: str) -> None:
+def wait_for_key(store: Store, key: str, seconds: float) -> None:
     """Waits until the key is set, or the time for it is over, or the store is gone."""
-    seconds = ANSWER_SECONDS + EXIT_SECONDS
     with contextlib.suppress(RuntimeError, OSError):
         within(seconds + 1.0, lambda: store.wait([key], timedelta(seconds=seconds)))
 
@@ -207,8 +211,9 @@ class PeerWatch:
         self.host = socket.gethostname()
         self.folder: Path | None = None
         self.code: int | None = None  # the exit code of this rank, once it is decided
-        self.has_told = False  # whether the cause has been printed and written
         self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
+        self.has_told = False  # whether the cause has been printed and written
+        self.telling = threading.Lock()  # for whoever tells it: one of them, or a thread that the store held up
         self.store: Store | None = None  # None in a process that is alone
         if size > 1:
             self.store = open_store(rank, size, restart_count=restart_count)
@@ -271,30 +276,26 @@ class PeerWatch:
         """fail_with_peers; without the others where the store is gone, or gives no answer."""
         try:
             # the first word of a live store comes at once; what follows waits for the other ranks
-            within(ANSWER_SECONDS + EXIT_SECONDS, lambda: store.check(["first_failure"]))
+            within(LIVE_SECONDS, lambda: store.check(["first_failure"]))
             within(STORE_SECONDS, lambda: self.fail_with_peers(store, error))
         except StoreSilent as silence:
-            if not self.has_told:
-                self.end_without_store(error, silence)
+            self.end_without_store(error, silence)
         except STORE_ERRORS:
-            if not self.has_told:
-                self.end(code_of(error), explain(error, self.rank), should_requeue(error))
+            self.tell(code_of(error), explain(error, self.rank), should_requeue(error))
 
     def end_without_store(self, error: BaseException, silence: StoreSilent) -> None:
-        """Ends this rank alone, where the host of the store hangs; within EXIT_SECONDS, whatever blocks.
+        """Ends this rank alone, where the host of the store hangs; within STORE_SECONDS, whatever blocks.
 
         A lost connection is then a hang too: of a peer that ended for the same reason, a little earlier.
         """
         code = HANG if isinstance(error, comm.PeerError) else code_of(error)
+        timer = threading.Timer(STORE_SECONDS, os._exit, (code,))
+        timer.daemon = True
+        timer.start()
         keeper = "the launcher, or rank 0, that keeps it is stopped or cut off"
         text = f"{explain(error, self.rank)}; {silence}: {keeper}"
         requeue = code == HANG or should_requeue(error)
-        self.end(code, text, requeue)
-        self.report_exit(code, text, requeue, of_job=True)  # rank 0 may be the one that hangs
-        self.write_stacks(code)
-        timer = threading.Timer(EXIT_SECONDS, os._exit, (code,))
-        timer.daemon = True
-        timer.start()
+        self.tell(code, text, requeue, of_job=True)  # rank 0 may be the one that hangs
 
     def fail_with_peers(self, store: Store, error: BaseException) -> None:
         mine = Failure(rank=self.rank, host=self.host, code=code_of(error), requeue=should_requeue(error),
@@ -305,7 +306,7 @@ class PeerWatch:
             self.lead(store, error, mine, others_finished=first is None)
         else:
             self.follow(store, first, error)
-            wait_for_key(store, "all_reported")
+            wait_for_key(store, "all_reported", REPORT_SECONDS)
 
     def lead(self, store: Store, error: BaseException, mine: Failure, others_finished: bool) -> None:
         """On the rank that failed first: publishes the cause, and waits until all have written their reason.
@@ -323,15 +324,12 @@ class PeerWatch:
         if isinstance(error, comm.PeerError):
             peers_text, silent = self.examine_peers(store, error)
         text = explain(error, self.rank) + peers_text
-        print(printable(text), file=sys.stderr, flush=True)
-        self.has_told = True
-        self.report_exit(mine.code, text, mine.requeue, of_job=not others_finished)
+        self.tell(mine.code, text, mine.requeue, of_job=not others_finished)
         write_json(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
         self.kill_hanging_siblings(store, silent, mine.code)
-        self.write_stacks(mine.code)
 
         # the others
-        deadline = time.monotonic() + EXIT_SECONDS
+        deadline = time.monotonic() + REPORT_SECONDS
         while time.monotonic() < deadline:
             num_states = min(store.add("num_states", 0), self.size - 1)
             if store.add("num_reasons", 0) >= num_states:
@@ -341,7 +339,7 @@ class PeerWatch:
 
     def examine_peers(self, store: Store, error: comm.PeerError) -> tuple[str, list[int]]:
         """Returns what the other ranks do, as text for the error, and the ranks that do not answer."""
-        deadline = time.monotonic() + ANSWER_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS[error.exit_code]
         while store.add("num_states", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         others = [rank for rank in range(self.size) if rank != self.rank]
@@ -391,12 +389,11 @@ class PeerWatch:
                 return
             within(STORE_SECONDS, lambda: self.follow(store, first))
         except STORE_ERRORS as error:
-            if not self.has_told:
-                cause = one_line(error)[:80]
-                text = (f"error: rank {self.rank} on {self.host}: in {self.activity}: the launcher, or rank "
-                        f"0, that kept the job's store is gone ({cause})")
-                self.end(1, text, requeue=True)
-        wait_for_key(store, "all_reported")
+            cause = one_line(error)[:80]
+            text = (f"error: rank {self.rank} on {self.host}: in {self.activity}: the launcher, or rank 0, "
+                    f"that kept the job's store is gone ({cause})")
+            self.tell(1, text, requeue=True)
+        wait_for_key(store, "all_reported", REPORT_SECONDS)
         # the main thread ends by itself when its peers are gone, and closes its files
         time.sleep(EXIT_SECONDS)
         os._exit(self.decided_code())
@@ -440,7 +437,7 @@ class PeerWatch:
             write_json(store, f"state/{self.rank}", dataclasses.asdict(state))
             store.add("num_states", 1)
 
-            wait_for_key(store, "verdict")
+            wait_for_key(store, "verdict", VERDICT_SECONDS)
             line, silent = read_verdict(store, first)
             cause = f"rank {first.rank} on {first.host}: {line}"
             text = f"error: rank {self.rank} on {self.host}: stopped in {state.activity}, because of {cause}"
@@ -449,8 +446,7 @@ class PeerWatch:
             is_own_error = error is not None and not isinstance(error, comm.PeerError)
             is_same_error = is_own_error and str(error) == first.text
             quiet = first.code == USER_MISTAKE or is_same_error
-            self.end(first.code, text, first.requeue, quiet)
-            self.write_stacks(first.code)
+            self.tell(first.code, text, first.requeue, quiet=quiet)
         store.add("num_reasons", 1)
         self.kill_hanging_siblings(store, silent, first.code)
 
@@ -468,18 +464,30 @@ class PeerWatch:
             raise RuntimeError("no exit code was decided")
         return self.code
 
-    def end(self, code: int, text: str, requeue: bool, quiet: bool = False) -> None:
-        """Decides the exit code, prints the text unless quiet, and writes the exit reason."""
-        self.code = code
-        self.has_told = True
-        text = printable(setup.redact(text))
-        if not quiet:
-            print(text, file=sys.stderr, flush=True)
-        self.report_exit(code, text, requeue)
+    def tell(self, code: int, text: str, requeue: bool, of_job: bool = False, quiet: bool = False) -> None:
+        """Once: prints the cause unless quiet, and writes the exit reason and, after a hang, the stacks.
 
-    def write_stacks(self, code: int) -> None:
-        """After a hang: stacks.rankN.txt in the run folder, with this rank's threads and last exchanges."""
-        if code != HANG or self.folder is None:
+        This decides the exit code. Whoever comes later finds it told: a thread that the store held up.
+        """
+        with self.telling:
+            if self.has_told:
+                return
+            self.code = code
+            text = printable(setup.redact(text))
+            if not quiet:
+                print(text, file=sys.stderr, flush=True)
+            self.report_exit(code, text, requeue, of_job)
+            if code == HANG:
+                self.write_stacks()
+            self.has_told = True
+
+    def write_stacks(self) -> None:
+        """Writes stacks.rankN.txt into the run folder: the last exchanges, and where the threads are.
+
+        A main thread whose exchange failed has left it; the traceback of the error has the place. It is
+        written after the stacks: whenever it leaves, one of the two has it.
+        """
+        if self.folder is None:
             return
         with contextlib.suppress(OSError):
             with open(Path(self.folder) / f"stacks.rank{self.rank}.txt", "w") as file:
@@ -490,6 +498,10 @@ class PeerWatch:
                 file.write("\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
+                error = self.activity.error
+                if error is not None:
+                    where = "".join(traceback.format_exception(error, chain=False))
+                    file.write(f"\nWhere its exchange failed:\n{setup.redact(where)}")
 
     def kill_hanging_siblings(self, store: Store, silent: list[int], code: int) -> None:
         """After a hang: kills the silent ranks on this host, else the launcher waits 30 s for them."""

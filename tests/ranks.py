@@ -86,7 +86,7 @@ def job(
     args,
     fault: str = "",
     rank_args=None,
-    limit: float = 60.0,
+    limit: float = 240.0,  # seconds; a loaded machine takes a minute
     before=lambda rank: None,
     meanwhile=lambda pids: None,
 ) -> End:

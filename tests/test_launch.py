@@ -137,6 +137,11 @@ def ranks_of(launcher):
     return found
 
 
+def last_exchanges(stacks):
+    """The lines of stacks.rankN.txt between its head and its threads."""
+    return stacks.partition("Last exchanges, the newest at the end:\n")[2].partition("\n\n")[0]
+
+
 def wait_until(condition, seconds):
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
@@ -173,8 +178,14 @@ def test_a_frozen_host_of_the_store_holds_up_nobody(tmp_path, args, how):
             reason = json.loads((tmp_path / "run" / name).read_text())
             assert (reason["code"], reason["requeue"], reason["rank"]) == (76, True, 1)
         stacks = (tmp_path / "run" / "stacks.rank1.txt").read_text()
-        assert "in group tp (ranks 0, 1) at step 3" in stacks and " at step 2, " in stacks
-        assert "train.py" in stacks and "run_exchange" in stacks
+        assert stacks.startswith("rank 1 on ") and ": in all_reduce of " in stacks.splitlines()[0]
+        assert stacks.splitlines()[0].endswith(" bytes in group tp (ranks 0, 1) at step 3")
+        assert " in group tp at step 2, " in last_exchanges(stacks)
+        assert "Thread 0x" in stacks and "failure_scope" in stacks
+        # its exchange has failed, so no thread is in it any more
+        frames, last = stacks.partition("Where its exchange failed:")[2].rstrip().rsplit("\n", 1)
+        assert "train.py" in frames and "in run_exchange" in frames
+        assert "PeerError: no answer for " in last and " in group tp (ranks 0, 1) at step 3" in last
 
         os.kill(ranks[0], signal.SIGKILL)
         launcher.send_signal(signal.SIGCONT)
@@ -195,8 +206,13 @@ def test_a_rank_that_hangs_outside_of_any_exchange(tmp_path, args):
         and "faults.py" in end.errors()[0]
     )
     stacks = [(tmp_path / "run" / f"stacks.rank{rank}.txt").read_text() for rank in range(2)]
-    assert all("in group tp at step 2" in text for text in stacks)  # the last exchanges
-    assert "comm.py" in stacks[0] and "run_exchange" in stacks[0] and "faults.py" in stacks[1]
+    assert all(" in group tp at step 2, " in last_exchanges(text) for text in stacks)
+    # rank 0 failed in its exchange, and rank 1 is in none: its main thread sleeps where the fault is
+    assert " in group tp (ranks 0, 1) at step 3" in stacks[0].splitlines()[0]
+    assert "in run_exchange" in stacks[0].partition("Where its exchange failed:")[2]
+    assert "in no exchange at step 3" in stacks[1].splitlines()[0]
+    assert "Where its exchange failed" not in stacks[1]
+    assert "faults.py" in stacks[1] and "in train_loop" in stacks[1]
     assert end.seconds < AT_ONCE
 
 

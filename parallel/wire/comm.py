@@ -145,6 +145,7 @@ class Activity:
     )
     clock: CommunicationClock = field(default_factory=CommunicationClock)
     past: deque[PastExchange] = field(default_factory=lambda: deque(maxlen=NUM_PAST))
+    error: RuntimeError | None = None  # of the last exchange that failed
     strict: StrictMode | None = None  # of proofs; None: started exchanges run on the tensors themselves
 
     def current_exchange(self) -> tuple[AwaitedExchange | None, float]:
@@ -204,7 +205,8 @@ class Group:
         try:
             result = work(*args, **kwargs)
         except RuntimeError as error:
-            raise as_peer_error(error, activity) from error
+            activity.error = as_peer_error(error, activity)
+            raise activity.error from error
         activity.exchange = None
         began = activity.since
         activity.since = time.monotonic()
