@@ -42,6 +42,7 @@ from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
+from parallel.sharding.replicas import check_replicas
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
@@ -406,14 +407,20 @@ def evaluate_tasks(session: Session, step: int) -> TaskReport | None:
 
 
 def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
-    """Saves a checkpoint, in the background under checkpoint.async_save. Waits for the final one."""
+    """Saves a checkpoint, in the background under checkpoint.async_save. Waits for the final one.
+
+    Raises ReplicasDiffer before anything is written if ranks that must hold the same numbers do not.
+    """
     saver = session.saver
     session.train_data.check_unchanged()
     if session.is_first_rank:
         restore_run_folder(session, step)
     started = time.perf_counter()
-    wait_param_gathers(session.run.buckets)
-    state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
+    run = session.run
+    wait_param_gathers(run.buckets)
+    routers = [(box.key, tensor) for box, tensor in run.routers.boxes()]
+    check_replicas(run.buckets, run.optim.state(), run.mesh, routers)
+    state.save_run(run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
     if not saver.in_background or is_final:
         path = saver.wait_saved()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())

@@ -1,0 +1,228 @@
+"""Whether ranks that hold the same numbers still do: a checksum of the state, before a checkpoint is saved.
+
+A flipped bit in one rank's memory, or a NaN in its reduced gradient alone, stays unseen otherwise: the norm
+and the checkpoint take the first replica's numbers. Megatron-LM compares weights by their hash too (its
+--check-weight-hash-across-dp-replicas-interval). Compared bit by bit are:
+- masters and moments over the ranks that own the same shard;
+- full weights in the compute dtype over the data-parallel ranks (ZeRO-0, 1 and 2);
+- masters and moments of parameters that every tp rank holds whole, over tp (norms, routers, biases);
+- those of a tied table over the two ends of the pipeline.
+
+Cost: each number is read once, and 8 bytes a flat tensor and rank are gathered. Only where they differ, the
+parameters are compared one by one. Not compared: what PowerSGD keeps; keys and values that a part of the tp
+ranks share; over tp, a table of positions whose gradient each rank computes by itself, since a GPU may add
+it in another order.
+"""
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.slots import Slot
+from parallel.sharding.views import owned_part
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+WORD = 8  # bytes that are added as one integer
+COLUMNS = 64  # words with factors of their own, so that a number that moves changes the sum too
+MAX_NAMED = 4  # differences that a message names
+Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
+
+
+class ReplicasDiffer(RuntimeError):
+    """Ranks that must hold the same numbers do not. The message names ranks and parameters. Exit code 80."""
+
+    exit_code = 80
+
+
+class Copy(NamedTuple):
+    """A tensor of this rank that all ranks of a group hold alike."""
+
+    name: str  # for messages: norm.weight@m
+    tensor: Tensor
+
+
+class FlatCopy(NamedTuple):
+    """Copies that are compared together first.
+
+    whole: flat; the copies are parts of it. None: the copies alone are compared.
+    """
+
+    whole: Tensor | None
+    copies: list[Copy]
+
+
+@torch.no_grad()
+def check_replicas(
+    buckets: list[Bucket], moments: Moments, mesh: Mesh, more: Sequence[tuple[str, Tensor]] = ()
+) -> None:
+    """Raises ReplicasDiffer on the ranks of every group whose ranks hold different numbers. Collective.
+
+    The weights' gathers must have been awaited. more: (name, tensor) that all ranks with the same layers hold
+    alike.
+    """
+    differences: list[str] = []
+    device = buckets[0].weights.local.device
+    for group, flats in shared_by_group(buckets, moments, mesh, more):
+        if group.size > 1 and flats:
+            # a ledger of its own: what a step sends is compared with closed forms
+            differences += compare(dataclasses.replace(group, ledger=Counter()), flats, device)
+    if differences:
+        named = "; ".join(differences[:MAX_NAMED])
+        more_text = f"; and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
+        raise ReplicasDiffer(f"replicas differ, nothing is saved: {named}{more_text}")
+
+
+def shared_by_group(
+    buckets: list[Bucket], moments: Moments, mesh: Mesh, more: Sequence[tuple[str, Tensor]]
+) -> Iterator[tuple[Group, list[FlatCopy]]]:
+    """(group, what all its ranks hold alike), in the same order on all ranks of each group."""
+    for is_expert in (False, True):
+        kind = [(number, bucket) for number, bucket in enumerate(buckets) if bucket.is_expert == is_expert]
+        if not kind:
+            continue
+        groups = kind[0][1].groups
+        owners = groups.replica if kind[0][1].zero else groups.reduce
+        owned: list[FlatCopy] = []
+        full: list[FlatCopy] = []
+        for number, bucket in kind:
+            for suffix, flat in flats_of(bucket, number, moments):
+                owned.append(FlatCopy(flat, copies_of(bucket, bucket.slots, flat, suffix)))
+            weights = bucket.weights.full
+            if bucket.zero < 3 and weights is not None and weights is not bucket.weights.master:
+                copies = [Copy(name_of(slot), slot.view_in(weights)) for slot in bucket.slots]
+                full.append(FlatCopy(weights, copies))
+        yield owners, owned
+        yield groups.reduce, full
+
+    yield mesh.tp, parts_of(buckets, moments, [slots_whole_on_tp_ranks(bucket) for bucket in buckets])
+    if mesh.embedding_ends is not None:
+        yield mesh.embedding_ends, parts_of(buckets, moments, [tied_slots(bucket) for bucket in buckets])
+    if more:
+        yield mesh.pipeline_stage, [FlatCopy(None, [Copy(name, tensor)]) for name, tensor in more]
+
+
+def flats_of(bucket: Bucket, number: int, moments: Moments) -> Iterator[tuple[str, Tensor]]:
+    """(suffix of its keys, flat tensor) of the masters and the moments of bucket number `number`."""
+    yield "", bucket.weights.master
+    for name, of_buckets in moments.items():
+        flat = of_buckets[number]
+        if flat is not None:
+            yield f"@{name}", flat
+
+
+def slots_whole_on_tp_ranks(bucket: Bucket) -> list[Slot]:
+    """The parameters of a bucket that every tp rank holds whole. The experts' are held by one rank."""
+    found: list[Slot] = []
+    for slot in bucket.slots:
+        spec = slot.param.spec
+        may_drift = spec.role == "positions" and "tp" not in spec.partial_over
+        if spec.is_replicated_over_tp and not spec.is_expert and not may_drift:
+            found.append(slot)
+    return found
+
+
+def tied_slots(bucket: Bucket) -> list[Slot]:
+    """The tables of a bucket that both ends of the pipeline hold."""
+    return [slot for slot in bucket.slots if "embedding_ends" in slot.param.spec.partial_over]
+
+
+def parts_of(buckets: list[Bucket], moments: Moments, slots: list[list[Slot]]) -> list[FlatCopy]:
+    """The owned elements of some parameters of each bucket, as one thing to compare for each bucket."""
+    found: list[FlatCopy] = []
+    for number, bucket in enumerate(buckets):
+        copies: list[Copy] = []
+        for suffix, flat in flats_of(bucket, number, moments):
+            copies += copies_of(bucket, slots[number], flat, suffix)
+        if slots[number]:
+            found.append(FlatCopy(None, copies))
+    return found
+
+
+def copies_of(bucket: Bucket, slots: Sequence[Slot], flat: Tensor, suffix: str) -> list[Copy]:
+    """One for each parameter, also where this rank owns none of its elements: all ranks list the same."""
+    found: list[Copy] = []
+    for slot in slots:
+        start, end = owned_part(bucket, slot.offset, slot.numel)
+        owned = flat[start:end] if start < end else flat[:0]
+        found.append(Copy(name_of(slot) + suffix, owned))
+    return found
+
+
+def name_of(slot: Slot) -> str:
+    """The keys of a parameter: of a merged one, of its first parts."""
+    keys = list(dict.fromkeys(box.key for box in slot.param.spec.boxes))
+    more = "+..." if len(keys) > MAX_NAMED else ""
+    return "+".join(keys[:MAX_NAMED]) + more
+
+
+# ---- the comparison ----------------------------------------------------------------------------------------
+
+
+def compare(group: Group, flats: list[FlatCopy], device: torch.device) -> list[str]:
+    """What differs over the group, in words; the same on all its ranks. Collective."""
+    sums = [sum_of(flat) for flat in flats]
+    by_rank = gather_sums(sums, group, device)
+    different = [flat for position, flat in enumerate(flats) if len({row[position] for row in by_rank}) > 1]
+    if not different:
+        return []
+
+    copies = [copy for flat in different for copy in flat.copies]
+    by_rank = gather_sums([checksum(copy.tensor) for copy in copies], group, device)
+    found: list[str] = []
+    for position, copy in enumerate(copies):
+        column = [row[position] for row in by_rank]
+        if len(set(column)) > 1:
+            found.append(f"{copy.name} {who_differs(column, group)}")
+    return found  # empty where only the padding differs, which nobody reads
+
+
+def gather_sums(sums: list[Tensor], group: Group, device: torch.device) -> list[list[int]]:
+    """The numbers of each rank of the group. Collective."""
+    own = torch.stack([value.to(device) for value in sums])
+    rows = comm.all_gather(own, group).view(group.size, len(sums))
+    return rows.tolist()
+
+
+def who_differs(column: list[int], group: Group) -> str:
+    """Names the ranks that are alone against a majority; else says that there is none."""
+    (usual, most), *_ = Counter(column).most_common(1)
+    odd = [group.ranks[index] for index, value in enumerate(column) if value != usual]
+    if 2 * most > len(column):
+        ranks = ", ".join(f"rank {rank}" for rank in odd[:MAX_NAMED])
+        return f"of {ranks} is not that of the others in {group}"
+    return f"is not the same on the ranks of {group}: no majority tells which is right"
+
+
+def sum_of(flat: FlatCopy) -> Tensor:
+    if flat.whole is not None:
+        return checksum(flat.whole)
+    total: Tensor | None = None
+    for position, copy in enumerate(flat.copies):
+        weighted = (2 * position + 1) * checksum(copy.tensor)
+        total = weighted if total is None else total + weighted
+    assert total is not None  # nothing is compared that has no copies
+    return total
+
+
+def checksum(x: Tensor) -> Tensor:
+    """A sum of the bits of x as 64-bit integers, with overflow: int64 scalar on the device of x.
+
+    A change of one number always changes it, since each word is multiplied by an odd factor. It reads x once,
+    and copies it only where its bytes are no whole words.
+    """
+    data = x.detach().reshape(-1).view(torch.uint8)
+    is_aligned = data.numel() % WORD == 0 and data.storage_offset() % WORD == 0
+    if not is_aligned:
+        data = torch.cat([data, data.new_zeros(-data.numel() % WORD)])
+    words = data.view(torch.int64)
+    factors = torch.arange(COLUMNS, device=x.device) * 2 + 1
+    whole_rows = len(words) // COLUMNS * COLUMNS
+    sums = words[:whole_rows].view(-1, COLUMNS).sum(0)
+    rest = words[whole_rows:]
+    return (sums * factors).sum() + (rest * factors[:len(rest)]).sum()
