@@ -310,7 +310,10 @@ def train_loop(session: Session) -> LoopEnd:
         if is_evaluated:
             evaluate(session, step)
         ends_phase = step == run.last_step
-        if ends_phase or reason or is_save_due(cfg.checkpoint, step):
+        is_saved = bool(ends_phase or reason or is_save_due(cfg.checkpoint, step))
+        if is_due(cfg.checkpoint.check_replicas, step) and not is_saved:  # a save compares by itself
+            compare_replicas(run)
+        if is_saved:
             # a run that must end for its skipped steps ends here, before it is saved
             session.guard.count_skipped(session.log.flush())
             save_checkpoint(session, step, is_final=bool(ends_phase or reason))
@@ -416,15 +419,19 @@ def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
     if session.is_first_rank:
         restore_run_folder(session, step)
     started = time.perf_counter()
-    run = session.run
-    wait_param_gathers(run.buckets)
-    routers = [(box.key, tensor) for box, tensor in run.routers.boxes()]
-    check_replicas(run.buckets, run.optim.state(), run.mesh, routers)
-    state.save_run(run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
+    compare_replicas(session.run)
+    state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
     if not saver.in_background or is_final:
         path = saver.wait_saved()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         session.log.log_save(path, num_bytes, time.perf_counter() - started)
+
+
+def compare_replicas(run: TrainingRun) -> None:
+    """Waits for the updated weights. Raises ReplicasDiffer if ranks that hold the same numbers differ."""
+    wait_param_gathers(run.buckets)
+    routers = [(box.key, tensor) for box, tensor in run.routers.boxes()]
+    check_replicas(run.buckets, state.moments_of(run), run.mesh, routers)
 
 
 def restore_run_folder(session: Session, step: int) -> None:

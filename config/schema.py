@@ -278,6 +278,8 @@ class CheckpointConfig:
     #   state, step 0)
     branch: str | None = None  # RUN or RUN@STEP: begin at that checkpoint of another run, with its weights,
     #   optimizer state, step, settings and position in the data; what else is set begins there
+    check_replicas: int | None = 100  # steps between two comparisons, bit by bit, of weights and moments that
+    #   several ranks hold; none: only before each save
     async_save: bool = False  # write checkpoints in a background thread while training continues
     timeout_s: float = 3600.0  # seconds that a rank may take for its part of a save or a resume
 
@@ -337,7 +339,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
     "data": "span",
     "eval": "every batches tasks_every tasks_limit",
-    "checkpoint": "every keep keep_every keep_minutes timeout_s",
+    "checkpoint": "every keep keep_every keep_minutes check_replicas timeout_s",
     "log": "every slow_window",
 })
 NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0, {

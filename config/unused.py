@@ -245,6 +245,14 @@ TABLE = (
         note=MANY_SIZES,
     ),
     UnusedKeys(
+        section="checkpoint",
+        keys="check_replicas",
+        when=lambda _, world: world == 1,
+        why="compares this rank with others, and there are none",
+        remedy="leave it out",
+        note=MANY_SIZES,
+    ),
+    UnusedKeys(
         section="parallel",
         keys="timeout_s",
         when=lambda _, world: world == 1,

@@ -63,7 +63,7 @@ from runtime.failure import (
 ANSWER_SECONDS = {1: 1.5, HANG: 6.0}
 VERDICT_SECONDS = 8.0  # in which the first rank writes its verdict
 REPORT_SECONDS = 8.0  # in which the others then write their reason; it ends when they have
-STORE_SECONDS = VERDICT_SECONDS + REPORT_SECONDS + 2.0  # in which all words are written; else the store is lost
+STORE_SECONDS = VERDICT_SECONDS + REPORT_SECONDS + 2.0  # in which all words are written; else it is lost
 LIVE_SECONDS = 6.0  # in which a live store answers at all
 EXIT_SECONDS = 3.0  # that the main thread then has to end by itself, and to close its files
 POLL_SECONDS = 0.02
@@ -213,7 +213,7 @@ class PeerWatch:
         self.code: int | None = None  # the exit code of this rank, once it is decided
         self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
         self.has_told = False  # whether the cause has been printed and written
-        self.telling = threading.Lock()  # for whoever tells it: one of them, or a thread that the store held up
+        self.telling = threading.Lock()  # for whoever tells it: one of them, or one that the store held up
         self.store: Store | None = None  # None in a process that is alone
         if size > 1:
             self.store = open_store(rank, size, restart_count=restart_count)

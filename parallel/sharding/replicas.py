@@ -1,17 +1,22 @@
-"""Whether ranks that hold the same numbers still do: a checksum of the state, before a checkpoint is saved.
+"""Whether ranks that hold the same numbers still do: checksums of the state, every so many steps
+(checkpoint.check_replicas) and before a checkpoint is saved.
 
 A flipped bit in one rank's memory, or a NaN in its reduced gradient alone, stays unseen otherwise: the norm
 and the checkpoint take the first replica's numbers. Megatron-LM compares weights by their hash too (its
 --check-weight-hash-across-dp-replicas-interval). Compared bit by bit are:
-- masters and moments over the ranks that own the same shard;
+- masters, moments and averages over the ranks that own the same shard;
 - full weights in the compute dtype over the data-parallel ranks (ZeRO-0, 1 and 2);
-- masters and moments of parameters that every tp rank holds whole, over tp (norms, routers, biases);
-- those of a tied table over the two ends of the pipeline.
+- masters, moments and averages of parameters that every tp rank holds whole, over tp (norms, routers,
+  biases);
+- those of a tied table over the two ends of the pipeline;
+- the states of routers over the ranks with the same layers.
 
 Cost: each number is read once, and 8 bytes a flat tensor and rank are gathered. Only where they differ, the
-parameters are compared one by one. Not compared: what PowerSGD keeps; keys and values that a part of the tp
-ranks share; over tp, a table of positions whose gradient each rank computes by itself, since a GPU may add
-it in another order.
+parameters are compared one by one, and the first element that differs is looked for by halves.
+
+Not compared: what PowerSGD keeps. On GPUs, over tp: parameters whose gradient each tp rank has computed by
+itself (norms without sequence parallelism). NCCL may add the gradients of two tp ranks in another order, and
+a sound run then differs in the last bit.
 """
 import dataclasses
 from collections import Counter
@@ -30,7 +35,7 @@ from parallel.wire.comm import Group
 
 WORD = 8  # bytes that are added as one integer
 COLUMNS = 64  # words with factors of their own, so that a number that moves changes the sum too
-MAX_NAMED = 4  # differences that a message names
+MAX_NAMED = 4  # differences, and ranks, that a message names
 Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
 
 
@@ -68,18 +73,23 @@ def check_replicas(
     """
     differences: list[str] = []
     device = buckets[0].weights.local.device
-    for group, flats in shared_by_group(buckets, moments, mesh, more):
+    for group, flats in shared_by_group(buckets, moments, mesh, more, device):
         if group.size > 1 and flats:
             # a ledger of its own: what a step sends is compared with closed forms
             differences += compare(dataclasses.replace(group, ledger=Counter()), flats, device)
     if differences:
         named = "; ".join(differences[:MAX_NAMED])
         more_text = f"; and {len(differences) - MAX_NAMED} more" if len(differences) > MAX_NAMED else ""
-        raise ReplicasDiffer(f"replicas differ, nothing is saved: {named}{more_text}")
+        step = comm.at_step(mesh.world.activity.step)
+        raise ReplicasDiffer(f"replicas differ{step}: {named}{more_text}")
 
 
 def shared_by_group(
-    buckets: list[Bucket], moments: Moments, mesh: Mesh, more: Sequence[tuple[str, Tensor]]
+    buckets: list[Bucket],
+    moments: Moments,
+    mesh: Mesh,
+    more: Sequence[tuple[str, Tensor]],
+    device: torch.device,
 ) -> Iterator[tuple[Group, list[FlatCopy]]]:
     """(group, what all its ranks hold alike), in the same order on all ranks of each group."""
     for is_expert in (False, True):
@@ -94,17 +104,23 @@ def shared_by_group(
             for suffix, flat in flats_of(bucket, number, moments):
                 owned.append(FlatCopy(flat, copies_of(bucket, bucket.slots, flat, suffix)))
             weights = bucket.weights.full
-            if bucket.zero < 3 and weights is not None and weights is not bucket.weights.master:
+            if bucket.zero < 3 and weights is not None and not is_same_memory(weights, bucket.weights.master):
                 copies = [Copy(name_of(slot), slot.view_in(weights)) for slot in bucket.slots]
                 full.append(FlatCopy(weights, copies))
         yield owners, owned
         yield groups.reduce, full
 
-    yield mesh.tp, parts_of(buckets, moments, [slots_whole_on_tp_ranks(bucket) for bucket in buckets])
+    sums_alone = device.type != "cpu"
+    whole = [slots_whole_on_tp_ranks(bucket, sums_alone) for bucket in buckets]
+    yield mesh.tp, parts_of(buckets, moments, whole)
     if mesh.embedding_ends is not None:
         yield mesh.embedding_ends, parts_of(buckets, moments, [tied_slots(bucket) for bucket in buckets])
     if more:
         yield mesh.pipeline_stage, [FlatCopy(None, [Copy(name, tensor)]) for name, tensor in more]
+
+
+def is_same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.dtype == y.dtype
 
 
 def flats_of(bucket: Bucket, number: int, moments: Moments) -> Iterator[tuple[str, Tensor]]:
@@ -116,13 +132,16 @@ def flats_of(bucket: Bucket, number: int, moments: Moments) -> Iterator[tuple[st
             yield f"@{name}", flat
 
 
-def slots_whole_on_tp_ranks(bucket: Bucket) -> list[Slot]:
-    """The parameters of a bucket that every tp rank holds whole. The experts' are held by one rank."""
+def slots_whole_on_tp_ranks(bucket: Bucket, sums_alone: bool) -> list[Slot]:
+    """The parameters of a bucket that every tp rank holds whole. The experts' are held by one rank.
+
+    sums_alone: only those whose gradient is summed over tp, after which all have the same bits.
+    """
     found: list[Slot] = []
     for slot in bucket.slots:
         spec = slot.param.spec
-        may_drift = spec.role == "positions" and "tp" not in spec.partial_over
-        if spec.is_replicated_over_tp and not spec.is_expert and not may_drift:
+        is_summed = "tp" in spec.partial_over or not sums_alone
+        if spec.is_replicated_over_tp and not spec.is_expert and is_summed:
             found.append(slot)
     return found
 
@@ -178,7 +197,8 @@ def compare(group: Group, flats: list[FlatCopy], device: torch.device) -> list[s
     for position, copy in enumerate(copies):
         column = [row[position] for row in by_rank]
         if len(set(column)) > 1:
-            found.append(f"{copy.name} {who_differs(column, group)}")
+            values = first_difference(copy.tensor, group, device) if len(found) < MAX_NAMED else ""
+            found.append(f"{copy.name} {who_differs(column, group)}{values}")
     return found  # empty where only the padding differs, which nobody reads
 
 
@@ -192,11 +212,32 @@ def gather_sums(sums: list[Tensor], group: Group, device: torch.device) -> list[
 def who_differs(column: list[int], group: Group) -> str:
     """Names the ranks that are alone against a majority; else says that there is none."""
     (usual, most), *_ = Counter(column).most_common(1)
+    if 2 * most <= len(column):
+        return f"is not the same on the ranks of {group}, and no majority tells which is right"
     odd = [group.ranks[index] for index, value in enumerate(column) if value != usual]
-    if 2 * most > len(column):
-        ranks = ", ".join(f"rank {rank}" for rank in odd[:MAX_NAMED])
-        return f"of {ranks} is not that of the others in {group}"
-    return f"is not the same on the ranks of {group}: no majority tells which is right"
+    more = f" and {len(odd) - MAX_NAMED} more" if len(odd) > MAX_NAMED else ""
+    ranks = ", ".join(f"rank {rank}" for rank in odd[:MAX_NAMED])
+    return f"of {ranks}{more} is not that of the others in {group}"
+
+
+def first_difference(x: Tensor, group: Group, device: torch.device) -> str:
+    """(element 17: 0.5 on rank 0, 0.75 on rank 1), of tensors that differ and are equally long. Collective.
+
+    The element is found by halves: only checksums travel, and one number of each rank.
+    """
+    x = x.detach().reshape(-1)
+    start, end = 0, x.numel()
+    while end - start > 1:
+        middle = (start + end) // 2
+        sums = gather_sums([checksum(x[start:middle])], group, device)
+        if len({row[0] for row in sums}) > 1:
+            end = middle
+        else:
+            start = middle
+    own = x[start:end].double().to(device)
+    values = comm.all_gather(own, group).tolist()
+    named = [f"{value:.9g} on rank {rank}" for value, rank in zip(values[:MAX_NAMED], group.ranks)]
+    return f" (element {start}: {', '.join(named)})"
 
 
 def sum_of(flat: FlatCopy) -> Tensor:

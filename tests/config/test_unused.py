@@ -73,6 +73,7 @@ CASES = (
     ({"cp_kind": "ulysses"}, "", "--parallel.cp 2", 2),
     ({"zero": 1, "reduce": "ring", "compress": "int8", "compress_weights": "int8"}, "--parallel.tp 1", "", 2),
     ({"timeout_s": 20}, "", "", 2),
+    ({"check_replicas": 2}, "", "", 2),
     ({"stages": "4"}, "", "--parallel.pp 2", 2),
     ({"recompute": "full"}, "--parallel.recompute_stages none,full --parallel.pp 2", "", 1),
     ({"recompute_parts": "norm"}, "--parallel.recompute full", "--parallel.recompute_stages selective", 1),
