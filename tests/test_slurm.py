@@ -42,7 +42,7 @@ while [ -n "$WAIT" ] && [ ! -e "$RUN/STOP" ]; do sleep 0.02; done
 rm -f "$RUN/STOP"
 [ -z "$STEP" ] || mkdir -p "$RUN/checkpoints/step_$STEP"
 [ -z "$CODE" ] || echo "{\\"code\\": $CODE$AGAIN}" > "$RUN/exit_reason$OF.json"
-[ "$CODE" = 0 ] || exit 1  # what srun makes of many codes is not relied upon
+[ "$CODE" = 0 ] || exit ${DEATH:-1}  # what srun makes of many codes is not relied upon
 """
 
 
@@ -141,6 +141,17 @@ def test_a_lost_peer_is_requeued_while_steps_advance_and_told_by_any_rank(tmp_pa
         tmp_path, code="1", step="00000008", again=False, of=".rank3"
     )  # an error of the code
     assert rc == 1 and "scontrol requeue" not in calls
+
+
+@pytest.mark.parametrize("death", ["137", "139", "135"])  # killed for want of memory, SIGSEGV, SIGBUS
+def test_ranks_that_a_signal_ended_without_a_word_are_requeued_while_steps_advance(tmp_path, death):
+    rc, calls, _ = submit(tmp_path, step="00000005", DEATH=death)
+    assert rc == 0 and "scontrol requeue 40123" in calls
+    rc, calls, out = submit(tmp_path, step="00000005", DEATH=death)  # again, from the same step
+    assert rc == int(death) and "scontrol requeue" not in calls and "no new checkpoint" in out
+    # what a rank has said counts more
+    rc, calls, _ = submit(tmp_path, code="79", step="00000008", of=".rank2", DEATH=death)
+    assert rc == 79 and "scontrol requeue" not in calls
 
 
 def test_a_reason_that_is_no_json_is_passed_over(tmp_path):
