@@ -942,7 +942,8 @@ def main(argv: list[str]) -> int:
             show_help(name, file, argv, index)
             return 0
 
-    with PeerWatch(*setup.rank_and_world()[:2], setup.restart_count()) as peers:
+    rank, size = setup.rank_and_world()[:2]
+    with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
         # refuse what cannot run, before anything starts
         cfg = branch.resolve(name, file, argv)
         usual_name = cfg.log.name

@@ -14,8 +14,11 @@ blocked in a full launch queue: another thread finds it (watch_device). Then:
 
 The store is kept by the launcher, or by rank 0. If its host is stopped (not dead), an operation on the store
 never returns, and torch has no timeout that ends it. So no rank waits for the store longer than
-STORE_SECONDS: it then ends by itself, with its own error. A word in the store is checked before it is
-believed, since whoever reaches the port can write there: it can end the job, but never with success.
+STORE_SECONDS: it then ends by itself, with its own error.
+
+Whoever reaches the port can write into the store. So a word is checked before it is believed: where the
+launcher has given its ranks a secret (scripts/launch.py, train.sbatch), it carries a code that nobody can
+compute without it (HMAC, RFC 2104). A stranger's word can end the job, but never with success.
 
 Keys of the store
     first_failure    the first Failure, or {} once a rank has finished without one
@@ -29,6 +32,8 @@ Keys of the store
 import contextlib
 import dataclasses
 import faulthandler
+import hashlib
+import hmac
 import json
 import os
 import signal
@@ -117,26 +122,49 @@ def clone(store: Store) -> Store:
     return store.clone()  # pyright: ignore[reportAttributeAccessIssue]  torch's stubs leave it out
 
 
-def write_json(store: Store, key: str, value: dict[str, Any]) -> None:
-    store.set(key, json.dumps(value))
+@dataclass(frozen=True)
+class Words:
+    """JSON in the job's store, as its ranks write it.
+
+    secret: of the job; "": there is none, and nothing is sealed. attempt: a word of another start is foreign.
+    """
+
+    secret: str = ""
+    attempt: str = "0"
+
+    def write(self, store: Store, key: str, value: dict[str, Any]) -> None:
+        store.set(key, self.sealed(key, value))
+
+    def read(self, store: Store, key: str) -> dict[str, Any]:
+        return self.opened(key, store.get(key))
+
+    def sealed(self, key: str, value: dict[str, Any]) -> str:
+        """The value as JSON, behind its seal where there is a secret."""
+        text = json.dumps(value)
+        return f"{self.seal_of(key, text)} {text}" if self.secret else text
+
+    def opened(self, key: str, word: str | bytes) -> dict[str, Any]:
+        """The value of a word that was written under this key. Raises ValueError for a word of a stranger."""
+        text = word.decode() if isinstance(word, bytes) else word
+        if self.secret:
+            seal, _, text = text.partition(" ")
+            if not hmac.compare_digest(seal.encode(), self.seal_of(key, text).encode()):
+                raise ValueError(f"{key}: no rank of this job has written it")
+        return json.loads(text)
+
+    def seal_of(self, key: str, text: str) -> str:
+        message = f"{self.attempt}/{key} {text}"
+        return hmac.new(self.secret.encode(), message.encode(), hashlib.sha256).hexdigest()
 
 
-def read_json(store: Store, key: str) -> dict[str, Any]:
-    return json.loads(store.get(key))
-
-
-def read_process(store: Store, rank: int) -> Process:
-    return Process(**read_json(store, f"process/{rank}"))
-
-
-def as_failure(text: str | bytes) -> Failure | None:
+def as_failure(word: str | bytes, words: Words) -> Failure | None:
     """The value of first_failure; None where a rank had finished before anything failed.
 
     A word that no rank can have written, as one with code 0, is a failure of code 1: the job must not end
     with success because of it.
     """
     try:
-        fields = json.loads(text)
+        fields = words.opened("first_failure", word)
         if fields == {}:
             return None
         failure = Failure(**fields)
@@ -149,11 +177,11 @@ def as_failure(text: str | bytes) -> Failure | None:
     return Failure(rank=-1, host="an unknown host", code=1, requeue=False, line=line, text=line)
 
 
-def read_verdict(store: Store, first: Failure) -> tuple[str, list[int]]:
+def read_verdict(store: Store, first: Failure, words: Words) -> tuple[str, list[int]]:
     """(the cause in one line, the ranks that are silent), as the first rank wrote them; else of `first`."""
     try:
         if store.check(["verdict"]):
-            fields = read_json(store, "verdict")
+            fields = words.read(store, "verdict")
             return str(fields["line"]), [int(rank) for rank in fields["silent"]]
     except (ValueError, TypeError, KeyError, RecursionError):  # no rank wrote it
         pass
@@ -204,7 +232,7 @@ class PeerWatch:
     folder (attribute): the run folder, once it is known; exit reasons go there.
     """
 
-    def __init__(self, rank: int, size: int, restart_count: str = "0") -> None:
+    def __init__(self, rank: int, size: int, restart_count: str = "0", secret: str = "") -> None:
         self.rank = rank
         self.size = size
         self.activity = comm.Activity()
@@ -214,11 +242,12 @@ class PeerWatch:
         self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
         self.has_told = False  # whether the cause has been printed and written
         self.telling = threading.Lock()  # for whoever tells it: one of them, or one that the store held up
+        self.words = Words(secret, restart_count)
         self.store: Store | None = None  # None in a process that is alone
         if size > 1:
             self.store = open_store(rank, size, restart_count=restart_count)
             process = Process(self.host, os.getpid(), os.getppid())
-            write_json(self.store, f"process/{rank}", dataclasses.asdict(process))
+            self.words.write(self.store, f"process/{rank}", dataclasses.asdict(process))
             watcher_store = clone(self.store)
             self.watcher = threading.Thread(
                 target=self.watch, args=(watcher_store,), daemon=True, name="peers")
@@ -236,8 +265,9 @@ class PeerWatch:
                 return
         elif self.store is not None:
             store = self.store
+            finished = self.words.sealed("first_failure", {})
             with contextlib.suppress(Exception):  # the rank that keeps the store may have exited, or hang
-                within(EXIT_SECONDS, lambda: store.compare_set("first_failure", "", "{}"))
+                within(EXIT_SECONDS, lambda: store.compare_set("first_failure", "", finished))
                 self.watcher.join(EXIT_SECONDS)
         leave_job()
 
@@ -300,8 +330,8 @@ class PeerWatch:
     def fail_with_peers(self, store: Store, error: BaseException) -> None:
         mine = Failure(rank=self.rank, host=self.host, code=code_of(error), requeue=should_requeue(error),
                        line=one_line(error), text=str(error))
-        stored = store.compare_set("first_failure", "", json.dumps(dataclasses.asdict(mine)))
-        first = as_failure(stored)
+        word = self.words.sealed("first_failure", dataclasses.asdict(mine))
+        first = as_failure(store.compare_set("first_failure", "", word), self.words)
         if first is None or first == mine:
             self.lead(store, error, mine, others_finished=first is None)
         else:
@@ -325,7 +355,7 @@ class PeerWatch:
             peers_text, silent = self.examine_peers(store, error)
         text = explain(error, self.rank) + peers_text
         self.tell(mine.code, text, mine.requeue, of_job=not others_finished)
-        write_json(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
+        self.words.write(store, "verdict", {"line": mine.line + peers_text, "silent": silent})
         self.kill_hanging_siblings(store, silent, mine.code)
 
         # the others
@@ -349,11 +379,14 @@ class PeerWatch:
             return self.silent_text(store, silent, is_hang), silent
         return self.suspects_text(store, others), []
 
+    def process_of(self, store: Store, rank: int) -> Process:
+        return Process(**self.words.read(store, f"process/{rank}"))
+
     def silent_text(self, store: Store, silent: list[int], is_hang: bool) -> str:
         names: list[str] = []
         for rank in silent[:MAX_SILENT]:
             has_started = store.check([f"process/{rank}"])
-            names.append(f"rank {rank} on {read_process(store, rank).host}" if has_started
+            names.append(f"rank {rank} on {self.process_of(store, rank).host}" if has_started
                          else f"rank {rank} (never started)")
         more = f" and {len(silent) - MAX_SILENT} more" if len(silent) > MAX_SILENT else ""
         state = "is stopped or cut off" if is_hang else "is gone"
@@ -364,7 +397,7 @@ class PeerWatch:
 
         If there are none: the ranks of this rank's group that are in another exchange than this one.
         """
-        states = {rank: RankState(**read_json(store, f"state/{rank}")) for rank in others}
+        states = {rank: RankState(**self.words.read(store, f"state/{rank}")) for rank in others}
         suspects = [rank for rank in others if not states[rank].in_exchange]
         own_exchange, _ = self.activity.current_exchange()
         if not suspects and own_exchange is not None:
@@ -384,7 +417,7 @@ class PeerWatch:
         """Waits for the failure of another rank; then ends this one, whatever its main thread waits for."""
         try:
             store.wait(["first_failure"], FOREVER)
-            first = as_failure(store.get("first_failure"))
+            first = as_failure(store.get("first_failure"), self.words)
             if first is None or first.rank == self.rank:
                 return
             within(STORE_SECONDS, lambda: self.follow(store, first))
@@ -434,11 +467,12 @@ class PeerWatch:
             if self.code is not None:
                 return
             state = self.describe_state()
-            write_json(store, f"state/{self.rank}", dataclasses.asdict(state))
+            self.words.write(store, f"state/{self.rank}", dataclasses.asdict(state))
             store.add("num_states", 1)
 
-            wait_for_key(store, "verdict", VERDICT_SECONDS)
-            line, silent = read_verdict(store, first)
+            if first.rank >= 0:  # a stranger writes none
+                wait_for_key(store, "verdict", VERDICT_SECONDS)
+            line, silent = read_verdict(store, first, self.words)
             cause = f"rank {first.rank} on {first.host}: {line}"
             text = f"error: rank {self.rank} on {self.host}: stopped in {state.activity}, because of {cause}"
 
@@ -509,7 +543,7 @@ class PeerWatch:
             return
         for rank in silent:
             with contextlib.suppress(OSError, RuntimeError, ValueError, IndexError):
-                process = read_process(clone(store), rank)
+                process = self.process_of(clone(store), rank)
                 after_name = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
                 parent = int(after_name[1])
                 is_sibling = parent == process.parent == os.getppid()  # its pid may be another process by now

@@ -183,6 +183,11 @@ def restart_count() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def store_secret() -> str:
+    """What the ranks of this job alone know, for the words in its store (runtime/peers.py); "": nothing."""
+    return os.environ.get("BEVATRON_STORE_SECRET", "")
+
+
 def in_batch_script() -> bool:
     """True in the body of an sbatch script: it has the job's SLURM_NTASKS, but is one process, not srun's."""
     return environment_number("SLURM_STEP_ID", 0) >= BATCH_STEP_ID

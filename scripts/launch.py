@@ -12,11 +12,14 @@ It does what torchrun does for this program, and shows what the ranks say and no
 
 The ranks of one node meet at 127.0.0.1, at a free port. Those of several nodes meet at --rdzv, a host and
 port of node 0, and each node has its --node-rank. Whoever reaches that port can disturb the job, as with
-torchrun: it belongs into a network of your own.
+torchrun: it belongs into a network of your own. What ranks tell each other about failures there is sealed
+with BEVATRON_STORE_SECRET, so that nobody else can say how the job ended: any word, the same on all nodes.
+On one node the launcher makes it up.
 """
 import argparse
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -47,6 +50,7 @@ class Node:
     node_rank: int
     host: str
     port: int
+    secret: str = ""  # of the words in the store; "": that of the environment, if there is one
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Of a rank: that of this process, with torchrun's variables, which runtime/setup.py reads."""
@@ -62,6 +66,8 @@ class Node:
             TORCHELASTIC_RUN_ID="launch",  # a rank with this variable dies with its parent
             TORCHELASTIC_RESTART_COUNT="0",
         )
+        if self.secret:
+            found.setdefault("BEVATRON_STORE_SECRET", self.secret)
         if self.nnodes == 1 and os.path.exists("/sys/class/net/lo"):
             found.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo's sockets are not open to the network either
         return found
@@ -85,7 +91,8 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
     """
     if options.nnodes == 1:
         listener = socket.create_server(("127.0.0.1", 0))
-        return Node(options.nproc, 1, 0, "127.0.0.1", listener.getsockname()[1]), listener
+        port = listener.getsockname()[1]
+        return Node(options.nproc, 1, 0, "127.0.0.1", port, secrets.token_hex(16)), listener
 
     host, colon, port = (options.rdzv or "").rpartition(":")
     if not (host and colon and port.isdigit() and 0 < int(port) < 65536):

@@ -26,7 +26,9 @@ start_ranks() { # one launcher a node
         HEAD=$(scontrol show node "$HEAD" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     PORT=${MASTER_PORT:-$((10000 + SLURM_JOB_ID % 20000))}
     GPUS=${GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-${SLURM_GPUS_PER_NODE:-1}}}
-    export HEAD PORT GPUS
+    # seals what ranks say of failures in their store; srun passes it on to all nodes
+    BEVATRON_STORE_SECRET=${BEVATRON_STORE_SECRET:-$("$PYTHON" -c 'import secrets; print(secrets.token_hex(16))')}
+    export HEAD PORT GPUS BEVATRON_STORE_SECRET
     # The variables of a task are known inside srun alone; hence the quotes.
     # shellcheck disable=SC2016
     srun --ntasks-per-node=1 --kill-on-bad-exit=1 "${IMAGE[@]}" bash -c 'exec "$PYTHON" -m scripts.launch \

@@ -5,6 +5,7 @@ tests/test_launch.py has what gloo shows: torchrun, all ranks, their exit reason
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import random
@@ -18,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from runtime.peers import Failure, StoreSilent, as_failure, within
+from runtime.peers import Failure, StoreSilent, Words, as_failure, within
 
 ROOT = Path(__file__).parents[2]
 
@@ -82,15 +83,46 @@ WORDS = [
 
 @pytest.mark.parametrize("word", WORDS)
 def test_a_word_of_a_stranger_is_never_a_success(word):
-    failure = as_failure(word)
+    failure = as_failure(word, Words())
     assert failure is not None and failure.code == 1 and not failure.requeue
     assert "no rank writes" in failure.line
 
 
 def test_a_word_of_a_rank_is_believed():
     own = Failure(rank=3, host="h", code=82, requeue=True, line="full", text="full")
-    assert as_failure(json.dumps(dataclasses.asdict(own))) == own
-    assert as_failure("{}") is None
+    assert as_failure(json.dumps(dataclasses.asdict(own)), Words()) == own
+    assert as_failure("{}", Words()) is None
+
+
+def seal(secret, message, text):
+    """RFC 2104 by hand, with SHA-256 and a secret of at most a block."""
+    key = secret.encode().ljust(64, b"\0")
+    inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in key) + f"{message} {text}".encode()).digest()
+    return hashlib.sha256(bytes(byte ^ 0x5C for byte in key) + inner).hexdigest() + " " + text
+
+
+def test_with_a_secret_only_sealed_words_count():
+    own = Failure(rank=3, host="h", code=82, requeue=True, line="full", text="full")
+    text = json.dumps(dataclasses.asdict(own))
+    words = Words("of this job", "2")
+    word = words.sealed("first_failure", dataclasses.asdict(own))
+    assert word == seal("of this job", "2/first_failure", text)
+    for stored in (word, word.encode()):
+        assert as_failure(stored, words) == own
+    assert as_failure(words.sealed("first_failure", {}), words) is None
+    foreign = [
+        text,  # not sealed
+        "{}",
+        "",
+        word[1:],
+        word.replace('"code": 82', '"code": 75'),
+        seal("of another job", "2/first_failure", text),
+        seal("of this job", "1/first_failure", text),  # of the start before
+        seal("of this job", "2/verdict", text),  # of another place
+    ]
+    for stored in foreign:
+        failure = as_failure(stored, words)
+        assert failure is not None and failure.code == 1 and "no rank writes" in failure.line
 
 
 STRANGER = """
@@ -119,14 +151,15 @@ def test_a_stranger_ends_the_job_but_not_with_success(tmp_path):
     }
     keeper = dist.TCPStore("127.0.0.1", int(port), is_master=True, wait_for_workers=False)
     words = [
-        ({"code": 0, "line": "finished"}, 1),
-        ({"code": 82, "line": "\x1b]0;owned\x07 full"}, 82),
+        ({"code": 0, "line": "finished"}, "", 1),
+        ({"code": 82, "line": "\x1b]0;owned\x07 full"}, "", 82),
+        ({"code": 82, "line": "full"}, "secret", 1),  # it is not sealed
     ]
-    for number, (word, code) in enumerate(words):
+    for number, (word, secret, code) in enumerate(words):
         folder = tmp_path / str(number)
         folder.mkdir()
         environment["TORCHELASTIC_RESTART_COUNT"] = str(number)
-        script = STRANGER.replace("PeerWatch(0, 2)", f"PeerWatch(0, 2, '{number}')")
+        script = STRANGER.replace("PeerWatch(0, 2)", f"PeerWatch(0, 2, '{number}', '{secret}')")
         process = subprocess.Popen(
             [sys.executable, "-c", script, str(folder)], env=environment, stderr=subprocess.PIPE, text=True
         )
