@@ -301,7 +301,7 @@ def train_loop(session: Session) -> LoopEnd:
         collect_after_step(step)
         session.log.log_slow(step, *session.slow.add(session.log.take_shares()))
 
-        reason, restart = agree_to_stop(session.stop, session.saver, run.mesh)
+        reason, restart = agree_to_stop(session)
         end = LoopEnd(step, reason, restart)
         is_last = step == run.steps
 
@@ -412,7 +412,8 @@ def evaluate_tasks(session: Session, step: int) -> TaskReport | None:
 def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
     """Saves a checkpoint, in the background under checkpoint.async_save. Waits for the final one.
 
-    Raises ReplicasDiffer before anything is written if ranks that must hold the same numbers do not.
+    Raises ReplicasDiffer before anything is written if ranks that must hold the same numbers do not, and
+    StorageError where the final save fails, or more in a row than checkpoint.failed_saves.
     """
     saver = session.saver
     session.train_data.check_unchanged()
@@ -420,11 +421,33 @@ def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
         restore_run_folder(session, step)
     started = time.perf_counter()
     compare_replicas(session.run)
-    state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
-    if not saver.in_background or is_final:
+    with excused_failure(session):  # of the save before, in the background
+        saver.wait()
+    with excused_failure(session, is_final):
+        state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
+        if saver.in_background and not is_final:
+            return
         path = saver.wait_saved()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
         session.log.log_save(path, num_bytes, time.perf_counter() - started)
+
+
+@contextlib.contextmanager
+def excused_failure(session: Session, is_final: bool = False) -> Iterator[None]:
+    """A save that fails inside for its storage is a warning: the next one tries again. All ranks do alike.
+
+    Raises its StorageError if it is the final one, or if more in a row failed than checkpoint.failed_saves.
+    """
+    try:
+        yield
+    except store.StorageError as error:
+        failed, excused = session.saver.num_failed, session.cfg.checkpoint.failed_saves
+        if is_final or failed > excused:
+            raise
+        session.log.log_line(
+            f"warning: a checkpoint was not saved ({failed} of {excused} in a row that may fail, "
+            f"checkpoint.failed_saves): {failure.one_line(error)}"
+        )
 
 
 def compare_replicas(run: TrainingRun) -> None:
@@ -852,12 +875,14 @@ def is_save_due(checkpoint: CheckpointConfig, step: int) -> bool:
 NO_STOP, STOP_AND_RESTART, STOP_FOR_GOOD, SAVE_FAILED = range(4)
 
 
-def agree_to_stop(stop: StopRequest, saver: CheckpointSaver, mesh: Mesh) -> tuple[str | None, bool]:
+def agree_to_stop(session: Session) -> tuple[str | None, bool]:
     """(why to stop, or None; whether another start is wanted): the same on all ranks.
 
     A rank that was asked to stop stops all ranks at this step. Raises on every rank, at the same step, what a
-    background save raised on any. One all-reduce of a number over the world, on the host.
+    background save raised on any and is not excused; a wish to stop is then heard at the next step. One
+    all-reduce of a number over the world, on the host.
     """
+    stop, saver = session.stop, session.saver
     reason = stop.reason_to_stop()
     own_answer = NO_STOP
     if saver.has_failed():
@@ -865,9 +890,12 @@ def agree_to_stop(stop: StopRequest, saver: CheckpointSaver, mesh: Mesh) -> tupl
     elif reason is not None:
         own_answer = STOP_AND_RESTART if stop.requeue else STOP_FOR_GOOD
 
-    answer = int(comm.all_reduce_max(torch.tensor(own_answer, dtype=torch.int32), mesh.world))
+    world = session.run.mesh.world
+    answer = int(comm.all_reduce_max(torch.tensor(own_answer, dtype=torch.int32), world))
     if answer == SAVE_FAILED:
-        saver.wait()
+        with excused_failure(session):
+            saver.wait()
+        return None, False
     if answer == NO_STOP:
         return None, False
     return reason or "another rank was told to stop", answer != STOP_FOR_GOOD

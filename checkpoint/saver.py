@@ -2,6 +2,7 @@
 
 - At most one save is in progress; the next save waits for it.
 - An error of the writer thread is raised by the next call. has_failed() shows it before that.
+- num_failed counts the saves in a row that have failed for their storage, as all ranks do alike.
 - On a single rank, the exit of the process waits for the writer.
 - The writer threads of several ranks exchange messages over a group of their own (World.separate_group).
 - The cost is one copy of this rank's pieces in host memory. From a GPU it is made at the speed of the bus:
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import store
+from checkpoint.files import StorageError
 from checkpoint.together import Gather
 from config import Tree
 from parallel.offload import host_like
@@ -35,6 +37,7 @@ class CheckpointSaver:
         self.thread: threading.Thread | None = None  # the writer in progress
         self.path: Path | None = None  # the last committed checkpoint folder
         self.error: BaseException | None = None  # what the writer raised; wait() raises it again
+        self.num_failed = 0  # saves in a row
 
     def save(
         self,
@@ -75,13 +78,13 @@ class CheckpointSaver:
         if self.in_background:
             self.write_in_background(write)
         else:
-            self.path = write()
+            self.path = self.counted(write)
 
     def write_in_background(self, write: Callable[[], Path]) -> None:
         """Starts the background thread that calls `write` and keeps its result or its error."""
         def run() -> None:
             try:
-                self.path = write()
+                self.path = self.counted(write)
             except BaseException as error:
                 self.error = error
 
@@ -90,6 +93,16 @@ class CheckpointSaver:
         several_ranks = self.group is not None and self.group.size > 1
         self.thread = threading.Thread(target=run, name="saver", daemon=several_ranks)
         self.thread.start()
+
+    def counted(self, write: Callable[[], Path]) -> Path:
+        """write(), and how many in a row have failed for their storage. All ranks fail together."""
+        try:
+            path = write()
+        except StorageError:
+            self.num_failed += 1
+            raise
+        self.num_failed = 0
+        return path
 
     def has_failed(self) -> bool:
         """Whether the save in progress has failed.

@@ -29,6 +29,7 @@ IDLE = (
     "checkpoint.keep_at",
     "checkpoint.keep_minutes",
     "checkpoint.resume",
+    "checkpoint.failed_saves",
     "checkpoint.check_replicas",
     "checkpoint.async_save",
     "checkpoint.timeout_s",

@@ -278,6 +278,8 @@ class CheckpointConfig:
     #   state, step 0)
     branch: str | None = None  # RUN or RUN@STEP: begin at that checkpoint of another run, with its weights,
     #   optimizer state, step, settings and position in the data; what else is set begins there
+    failed_saves: int = 2  # saves in a row that may fail for their storage, such as a full disk: the run goes
+    #   on, and saves again when the next save is due; one more ends it. The last save of a run may not fail
     check_replicas: int | None = 100  # steps between two comparisons, bit by bit, of weights and moments that
     #   several ranks hold; none: only before each save
     async_save: bool = False  # write checkpoints in a background thread while training continues
@@ -346,6 +348,7 @@ NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0, {
     "model": "mtp mtp_weight shared_experts first_dense aux_loss z_loss router_bias_rate rope_mscale "
              "rope_mscale_all",
     "train": "seed fp8_keep",
+    "checkpoint": "failed_saves",
     "optim": "min_lr weight_decay warmup",
     "data": "prefetch",
     "eval": "source_batches sample temperature",

@@ -260,11 +260,36 @@ def test_saving_in_a_thread_gives_the_same_checkpoint(home):
 
 
 def test_full_disk(home):
-    assert run(home, "full", "ckpt.mid_shard:step=6:act=ENOSPC") == 82
+    none = ("--checkpoint.failed_saves", "0")
+    assert run(home, "full", "ckpt.mid_shard:step=6:act=ENOSPC", none) == 82
     assert "error:" in (home / "full.log").read_text()
     assert store.read_index(store.newest_checkpoint(home / "full" / "checkpoints", []))["step"] == 3
     assert run(home, "full") == 0
     same_as_clean(home, "full")
+
+
+def test_a_save_that_fails_is_tried_again_at_the_next(home):
+    """At step 6; those of 3 and 9 are there, and the weights are those of a run without a fault."""
+    assert run(home, "excused", "ckpt.mid_shard:step=6:act=ENOSPC") == 0
+    told = (home / "excused.log").read_text()
+    assert told.count("warning: a checkpoint was not saved (1 of 2 in a row that may fail") == 1
+    assert "ENOSPC" in told and "error:" not in told
+    assert [step for step, _ in store.committed_checkpoints(home / "excused" / "checkpoints")] == [9, 3]
+    same_as_clean(home, "excused")
+
+
+def test_saves_that_fail_again_and_again_end_the_run(home):
+    how = ("--checkpoint.every", "1", "--checkpoint.failed_saves", "1")
+    assert run(home, "failing", "ckpt.mid_shard:act=ENOSPC", how) == 82
+    told = (home / "failing.log").read_text()
+    assert told.count("warning: a checkpoint was not saved") == 1 and told.count("error:") == 1
+    assert '"step": 2' in (home / "failing" / "metrics.jsonl").read_text().splitlines()[-1]
+
+
+def test_the_last_save_of_a_run_may_not_fail(home):
+    assert run(home, "last", "ckpt.mid_shard:step=9:act=ENOSPC") == 82
+    assert run(home, "last") == 0
+    same_as_clean(home, "last")
 
 
 def test_settings_that_would_spoil_the_run_are_refused(home):

@@ -99,7 +99,8 @@ READ = {
     "parallel": "tp pp cp bucket_mb offload recompute_stages",
     "data": "path tokenizer split doc_mask span prefetch",
     "eval": "every batches sample tasks",
-    "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch async_save timeout_s",
+    "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
+    "failed_saves async_save timeout_s",
     "log": "dir name every wandb tensorboard",
     "profile": "steps",
 }
