@@ -240,7 +240,7 @@ class PeerWatch:
         self.folder: Path | None = None
         self.code: int | None = None  # the exit code of this rank, once it is decided
         self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
-        self.has_told = False  # whether the cause has been printed and written
+        self.told = threading.Event()  # the cause has been printed and written
         self.telling = threading.Lock()  # for whoever tells it: one of them, or one that the store held up
         self.words = Words(secret, restart_count)
         self.store: Store | None = None  # None in a process that is alone
@@ -300,7 +300,12 @@ class PeerWatch:
             return
         if self.code is None:
             self.fail_in_time(self.store, error)
+        self.wait_until_told()
         mark_reported(error, self.decided_code())
+
+    def wait_until_told(self) -> None:
+        """Where another thread ends this rank: this process must not exit before that has told the cause."""
+        self.told.wait(STORE_SECONDS)
 
     def fail_in_time(self, store: Store, error: BaseException) -> None:
         """fail_with_peers; without the others where the store is gone, or gives no answer."""
@@ -481,7 +486,7 @@ class PeerWatch:
             is_same_error = is_own_error and str(error) == first.text
             quiet = first.code == USER_MISTAKE or is_same_error
             self.tell(first.code, text, first.requeue, quiet=quiet)
-        store.add("num_reasons", 1)
+            store.add("num_reasons", 1)
         self.kill_hanging_siblings(store, silent, first.code)
 
     def describe_state(self) -> RankState:
@@ -504,7 +509,7 @@ class PeerWatch:
         This decides the exit code. Whoever comes later finds it told: a thread that the store held up.
         """
         with self.telling:
-            if self.has_told:
+            if self.told.is_set():
                 return
             self.code = code
             text = printable(setup.redact(text))
@@ -513,7 +518,7 @@ class PeerWatch:
             self.report_exit(code, text, requeue, of_job)
             if code == HANG:
                 self.write_stacks()
-            self.has_told = True
+            self.told.set()
 
     def write_stacks(self) -> None:
         """Writes stacks.rankN.txt into the run folder: the last exchanges, and where the threads are.
