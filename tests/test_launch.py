@@ -16,6 +16,7 @@ import pytest
 from ranks import MODEL, corpus, job
 
 from checkpoint import store
+from runtime.peers import PeerWatch
 
 SHORT = (
     "--parallel.timeout_s",
@@ -214,6 +215,24 @@ def test_a_rank_that_hangs_outside_of_any_exchange(tmp_path, args):
     assert "Where its exchange failed" not in stacks[1]
     assert "faults.py" in stacks[1] and "in train_loop" in stacks[1]
     assert end.seconds < AT_ONCE
+
+
+def test_a_rank_that_is_slow_to_answer_is_not_killed(tmp_path, args, monkeypatch):
+    """As on a machine with more ranks than cores: it says what it does three seconds late, and the first
+    rank waits for it.
+    """
+    describe = PeerWatch.describe_state
+
+    def late(self):
+        time.sleep(3)
+        return describe(self)
+
+    monkeypatch.setattr(PeerWatch, "describe_state", late)  # ranks are forked from this process
+    end = run(tmp_path, [*args, *SHORT, "--parallel.tp", "2"], fault="step.begin:rank=1:step=3:act=sleep=100")
+    assert end.codes == [76, 76], end.logs
+    assert "is in no exchange at step 3" in end.errors()[0] and "no sign of life" not in end.errors()[0]
+    assert {x["code"] for x in reasons(tmp_path).values()} == {76} and len(reasons(tmp_path)) == 2
+    assert len(list((tmp_path / "run").glob("stacks.rank*.txt"))) == 2
 
 
 def test_a_rank_that_is_stopped_for_less_than_the_timeout_goes_on(tmp_path, args):

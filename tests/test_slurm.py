@@ -37,6 +37,7 @@ esac
 PYTHON = """#!/bin/bash
 case "$*" in *scripts.launch*) ;; *) exec "$REAL" "$@" ;; esac
 echo "launch $*" >> "$CALLS"
+echo "secret $BEVATRON_STORE_SECRET" >> "$CALLS"
 while [ -n "$WAIT" ] && [ ! -e "$RUN/STOP" ]; do sleep 0.02; done
 [ -z "$WAIT" ] || echo "STOP says $(cat "$RUN/STOP")" >> "$CALLS"
 rm -f "$RUN/STOP"
@@ -110,6 +111,14 @@ def test_the_time_limit_stops_saves_and_requeues(tmp_path):
     words = "--nproc 4 --nnodes 2 --node-rank 1 --rdzv 10.1.2.3:10123 -- llama3-tiny --log.name r"
     assert f"launch -m scripts.launch {words} " in calls
     assert (tmp_path / "r" / "REQUEUE").exists() and not (tmp_path / "r" / "STOP").exists()
+
+
+def test_each_job_seals_the_words_of_its_ranks(tmp_path):
+    """With a secret of its own, which is not that of the job before; one that is given counts."""
+    told = [re.findall("secret (.*)\n", submit(tmp_path, code="0")[1]) for _ in range(2)]
+    (first,), (second,) = told
+    assert first != second and all(re.fullmatch("[0-9a-f]{32}", secret) for secret in (first, second))
+    assert "secret mine\n" in submit(tmp_path, code="0", BEVATRON_STORE_SECRET="mine")[1]
 
 
 def test_only_while_steps_advance(tmp_path):

@@ -320,6 +320,25 @@ def test_a_port_that_is_taken_is_one_line(monkeypatch, capsys):
     assert f"cannot listen at {address} (Address already in use)" in capsys.readouterr().err
 
 
+def test_the_ranks_of_a_node_share_a_secret_of_their_job(monkeypatch):
+    """For the words in their store. That of the environment counts: nodes of a job must have the same."""
+    monkeypatch.delenv("BEVATRON_STORE_SECRET", raising=False)
+    options = launch.arguments().parse_args(["--nproc", "2"])
+    told = []
+    for _ in range(2):
+        node, listener = launch.listen(options)
+        listener.close()
+        (secret,) = {node.environment(rank)["BEVATRON_STORE_SECRET"] for rank in range(2)}
+        told.append(secret)
+    assert len(set(told)) == 2 and all(re.fullmatch("[0-9a-f]{32}", secret) for secret in told)
+
+    first_of_two = Node(2, 2, 0, "127.0.0.1", 1)
+    assert "BEVATRON_STORE_SECRET" not in first_of_two.environment(0)
+    monkeypatch.setenv("BEVATRON_STORE_SECRET", "of the cluster")
+    for given in (node, first_of_two):
+        assert given.environment(1)["BEVATRON_STORE_SECRET"] == "of the cluster"
+
+
 @pytest.mark.parametrize("nproc", ["0", "-1", "many"])
 def test_a_number_of_ranks_that_is_none(nproc, capsys):
     with pytest.raises(SystemExit) as end:
