@@ -203,7 +203,8 @@ def loaded_class(name: str) -> type | None:
 def is_plain_class(kind: type) -> bool:
     """Whether it is a frozen dataclass of a package of this project, at the top of its module."""
     is_ours = kind.__module__.partition(".")[0] in PACKAGES and "." not in kind.__qualname__
-    return is_ours and dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+    parameters = vars(kind).get("__dataclass_params__")  # of a dataclass
+    return is_ours and parameters is not None and parameters.frozen
 
 
 # ---- tags --------------------------------------------------------------------------------------------------
