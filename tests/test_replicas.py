@@ -190,7 +190,7 @@ SOUND = [
     "--parallel.zero 0 --parallel.compress int8 --parallel.tp 2",
     "--parallel.zero 0 --parallel.compress powersgd --parallel.powersgd_rank 2 --checkpoint.async_save true",
     "--parallel.zero 2 --train.dtype bf16 --parallel.compress_weights fp8 --checkpoint.async_save true",
-    "--parallel.zero 1 --train.dtype fp8 --train.fp8_keep 0 --parallel.tp 2 --model.ffn 64",
+    "--parallel.zero 1 --train.dtype fp8 --train.fp8_keep 0 --parallel.tp 2 --model.hidden 64 --model.ffn 64",
     "--parallel.zero 1 --parallel.offload optimizer --train.dtype fp16 --parallel.tp 2",
     "--model.experts 4 --model.top_k 2 --parallel.ep 2 --parallel.tp 2 --model.router_bias true",
     "--model.experts 4 --model.top_k 2 --parallel.ep 2 --parallel.zero 1 --optim.name muon",
