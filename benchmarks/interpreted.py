@@ -9,19 +9,23 @@ import importlib
 import runpy
 import sys
 
+SMALL_TILES = (  # (module of kernels/, its table, tile)
+    ("linear", "TILE", {"M": 16, "N": 16, "K": 16}),
+    ("grouped_gemm", "TILE", {"M": 16, "N": 16, "K": 16}),
+    ("grouped_gemm", "WGRAD", {"M": 16, "N": 16, "K": 16}),
+    ("newton_schulz", "TILE", {"M": 32, "K": 16}),
+    ("fp8_grouped", "TILE", {"M": 16, "N": 16}),
+    ("fp8_grouped", "EXACT", {"M": 16, "N": 16}),
+    ("fp8_grouped", "EACH", {"M": 16, "N": 16}),
+)
+
 
 def interpret_kernels() -> None:
     """Makes the public functions of kernels/ run their Triton kernels on a CPU, in this process."""
     importlib.import_module("tests.interpreter")  # before kernels/: it imports Triton, and repairs it
     kernels = importlib.import_module("kernels.triton_")
     kernels.DEVICES = ("cpu",)
-    for module, table, tile in (
-        ("linear", "TILE", {"M": 16, "N": 16, "K": 16}),
-        ("grouped_gemm", "TILE", {"M": 16, "N": 16, "K": 16}),
-        ("grouped_gemm", "WGRAD", {"M": 16, "N": 16, "K": 16}),
-        ("newton_schulz", "TILE", {"M": 32, "K": 16}),
-        ("fp8_grouped", "EACH", {"M": 16, "N": 16}),
-    ):
+    for module, table, tile in SMALL_TILES:
         owner = importlib.import_module(f"kernels.{module}")
         setattr(owner, table, getattr(owner, table) | tile)
 

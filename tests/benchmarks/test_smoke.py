@@ -2,6 +2,7 @@
 kernel, a crash and a hang are rows of its table.
 """
 
+import importlib
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import triton_kernels
 
 from benchmarks import smoke, smoke_exchanges, smoke_kernels, smoke_models, smoke_phases, travel
 from benchmarks.gpu_case import Inputs
+from benchmarks.interpreted import SMALL_TILES
 from benchmarks.process import Task
 from benchmarks.smoke_families import FAMILIES
 from benchmarks.smoke_table import make_table
@@ -155,6 +157,14 @@ def test_the_peers_that_are_there_are_named(tmp_path):
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.2.2\n")
     line = travel.describe_peers(str(tmp_path))
     assert line.startswith("peers: torchtitan 0.2.2; not there: ") and "docs/benchmarks.md" in line
+
+
+@needs_interpreter
+def test_products_in_fp8_run_with_the_small_tiles(first_check, monkeypatch):
+    for module, table, tile in SMALL_TILES:
+        owner = importlib.import_module(f"kernels.{module}")
+        monkeypatch.setattr(owner, table, getattr(owner, table) | tile)
+    assert first_check("fp8-grouped")["ok"]
 
 
 # ---- wrong kernels -----------------------------------------------------------------------------------------
