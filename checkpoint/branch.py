@@ -46,7 +46,8 @@ def branch_config(where: str, layers: list[Tree]) -> Config:
     for section, keys in NOT_INHERITED.items():
         for key in keys:
             del tree[section][key]
-    tree["data"]["span"] = span_of(before, before.all[0])  # the past keeps its order of samples
+    if here.cfg.data.pack == "stream":  # the past keeps its order of samples
+        tree["data"]["span"] = span_of(before, before.all[0])
     later: list[Tree] = []
     for layer in layers:
         layer = {section: dict(keys) if isinstance(keys, dict) else keys for section, keys in layer.items()}

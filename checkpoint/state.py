@@ -47,6 +47,7 @@ MUST_MATCH = (
     "train.ramp",
     "data.split",
     "data.doc_mask",
+    "data.pack",
     "optim.name",
 )
 # All other keys of model.* must match, too.
@@ -239,7 +240,8 @@ def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
     where: the checkpoint, for messages. Returns a warning for each setting that changed since the save.
     Raises ConfigError for a setting that must not change, and for other data or another tokenizer.
     """
-    old = flatten_tree(meta["config"])
+    defaults = flatten_tree(dataclasses.asdict(Config()))  # of keys that are younger than the checkpoint
+    old = {**defaults, **flatten_tree(meta["config"])}
     new = flatten_tree(dataclasses.asdict(run.phases.whole))
     phase_notes: list[str] = []
     if any(settings.get(key) for settings in (old, new) for key in ("train.phases", "data.span")):

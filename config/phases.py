@@ -237,7 +237,10 @@ def with_values(cfg: Config, values: Tree) -> Config:
 
 
 def span_of(phases: Phases, phase: Phase) -> int:
-    """Tokens that stay together when the samples of a phase are shuffled (data.span)."""
+    """Tokens that stay together when the samples of a phase are shuffled (data.span); with data.pack best_fit
+    those of one sample."""
+    if phases.whole.data.pack == "best_fit":
+        return phase.cfg.train.seq_len
     longest = max(each.cfg.train.seq_len for each in phases.all)
     return max(phases.whole.data.span or longest, phase.cfg.train.seq_len)
 

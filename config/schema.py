@@ -242,6 +242,8 @@ class DataConfig:
     #   within documents, with the document lengths of the first million tokens of the run
     span: int | None = None  # consecutive tokens that stay together when samples are shuffled, so that a
     #   later phase can read longer sequences of what is unread; none: the longest train.seq_len of all phases
+    pack: Literal["stream", "best_fit"] = "stream"  # how documents fill sequences: one after the other, or
+    #   placed whole, and cut only where they are longer than a sequence (arXiv 2404.10830), with padding
     cache: str = "runs/data"  # folder for data that is made when the run starts
     prefetch: int = 2  # steps that the loader thread reads ahead; 0: each step is read when needed
 

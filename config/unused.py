@@ -305,6 +305,13 @@ TABLE = (
     # ---- data, evaluation, logging
     UnusedKeys(
         section="data",
+        keys="span",
+        when=lambda cfg, _: cfg.data.pack == "best_fit",
+        why="keeps neighbouring tokens together, and data.pack best_fit places documents",
+        remedy="leave it out",
+    ),
+    UnusedKeys(
+        section="data",
         keys="cache",
         when=lambda cfg, _: "stdlib" not in cfg.data.path.split(),
         why="is the folder of data that is made when the run starts, and data.path names files",

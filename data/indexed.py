@@ -295,11 +295,9 @@ class IndexedDataset:
         """The tokens strictly between `first` and `stop` that begin a document."""
         first_document = self.document_at(first) + 1  # that can begin after `first`
         last_document = self.document_at(stop - 1)
-        # a set, because an empty document begins where the next one does
-        starts: set[int] = set()
-        for document in range(first_document, last_document + 1):
-            starts.add(self.document_start(document))
-        return np.array(sorted(starts), np.int64)
+        sequences = self._bounds[first_document:last_document + 1]
+        # unique, because an empty document begins where the next one does
+        return np.unique(self._offsets[sequences]) // self.dtype.itemsize
 
     def split_point(self, part: int, whole: int) -> int:
         """First token after part/whole of the documents, rounded half up to a document: where a split

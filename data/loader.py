@@ -6,6 +6,7 @@ also under train.ramp). Each global sample number passes through these files:
     blend.py     global sample number -> dataset, and sample number in that dataset
     sources.py   that number -> sample number in the stretch of the run that reads sequences of this length
     sampler.py   sample number -> first token of its window in the dataset's split
+    best_fit.py  with data.pack best_fit, in its place: sample number -> pieces of whole documents
     indexed.py   window -> seq_len + 1 token ids, from a memory-mapped file (raw.py: files without an index)
     pack.py      windows -> Microbatch
 
@@ -32,6 +33,7 @@ import torch
 
 from config import Config, ConfigError, global_batch_at, phases_of, sequences_seen
 from data import prepare, tokenizer
+from data.best_fit import PackedSampler, document_ranges
 from data.blend import parse_blend
 from data.indexed import IndexedDataset
 from data.lengths import token_byte_lengths
@@ -40,6 +42,7 @@ from data.raw import RawShards
 from data.sampler import SpanSampler, derive_seed
 from data.sources import PhaseReading, SourceStart, read_phases
 from data.tokenizer import Tokenizer
+from data.window import Window, read_pieces, read_stream
 from parallel.microbatch import IGNORE_INDEX, Microbatch
 from parallel.offload import CopyStream, Event
 
@@ -67,7 +70,7 @@ class SampleLocation(NamedTuple):
     """Where a global sample is stored."""
     dataset: int  # index in BatchLoader.datasets
     sample_id: int  # of the dataset's split, unique over all epochs
-    first_token: int  # of its window in the dataset's stream
+    first_token: int  # of its window in the dataset's stream, or of its first piece (data.pack best_fit)
 
 
 class StepRead(NamedTuple):
@@ -110,10 +113,11 @@ class BatchLoader:
         self._train = cfg.train if is_train else replace(cfg.train, ramp=None)
         seed = derive_seed(cfg.train.seed) if is_train else 0
 
-        self._windows: list[SpanSampler] = []
+        self._windows: list[SpanSampler | PackedSampler] = []
         for dataset, start in zip(datasets, reading.starts):
             self._windows.append(self._sampler_of(dataset, start, derive_seed(seed, start.number)))
-        self.tokens = sum(windows.spans.last - windows.spans.first for windows in self._windows)
+        splits = [self._split_of(dataset) for dataset in datasets]
+        self.tokens = sum(last - first for first, last in splits)
         self.samples = sum(windows.count for windows in self._windows)
         self.tokenizer = next((dataset.tokenizer for dataset in datasets if dataset.tokenizer), None)
 
@@ -122,16 +126,32 @@ class BatchLoader:
         self._prefetched: dict[int, Future[StepRead]] = {}  # by step
         self._copies = CopyStream(device)
 
-    def _sampler_of(self, dataset: BlendedDataset, start: SourceStart, seed: int) -> SpanSampler:
+    def _split_of(self, dataset: BlendedDataset) -> tuple[int, int]:
+        """The tokens [first, last) of a dataset that the split has."""
         part = SPLITS.index(self.split)
-        first, last = dataset.split_points[part:part + 2]
+        return dataset.split_points[part], dataset.split_points[part + 1]
+
+    def _sampler_of(
+        self, dataset: BlendedDataset, start: SourceStart, seed: int
+    ) -> SpanSampler | PackedSampler:
+        first, last = self._split_of(dataset)
+        split = f"data.split: {self._cfg.data.split} leaves {self.split} {last - first} tokens of " \
+                f"{dataset.name} ({dataset.index.documents} documents)"
+        if self._cfg.data.pack == "best_fit":
+            if dataset.index.documents == 0:
+                raise ConfigError(f"data.pack: best_fit places whole documents, and {dataset.name} has no "
+                                  ".idx that names them; make one with scripts.prepare_data, or take stream")
+            documents = document_ranges(dataset.index, first, last)
+            if (documents[:, 1] - documents[:, 0]).max() < 2:  # nothing is predicted in any of them
+                raise ConfigError(f"{split}, and no document of two tokens; raise its share, or give more "
+                                  "documents")
+            return start.packed_sampler(documents, seed)
+
         span = start.longest_span
         if last - first <= span:
             what = "a sample" if span == self._cfg.train.seq_len else "the longest sample of the run"
-            size = f"{last - first} tokens of {dataset.name} ({dataset.index.documents} documents)"
-            raise ConfigError(f"data.split: {self._cfg.data.split} leaves {self.split} {size}, "
-                              f"{what} is {span + 1}; "
-                              "raise its share, shorten train.seq_len, or give more documents")
+            raise ConfigError(f"{split}, {what} is {span + 1}; raise its share, shorten train.seq_len, or "
+                              "give more documents")
         return start.sampler(first, last, seed)
 
     # ---- reading -------------------------------------------------------------------------------------------
@@ -208,23 +228,27 @@ class BatchLoader:
         offset = self.rank * share  # of this rank's sequences in the global batch
 
         # read this rank's windows
-        tokens: list[np.ndarray] = []
-        starts: list[np.ndarray] = []  # where documents begin in each window; empty without data.doc_mask
-        counted: list[np.ndarray | None] = []  # does the loss count each token of each window? None: all
+        windows: list[Window] = []
         for location in self._locate_samples(self._first_sequence(step) + offset, share):
             index = self.datasets[location.dataset].index
-            first = location.first_token
-            tokens.append(index.read(first, first + window_size))
-            counted.append(index.counted(first, first + window_size))
-            if doc_mask:
-                starts.append(index.document_starts(first, first + window_size) - first)
+            sampler = self._windows[location.dataset]
+            if isinstance(sampler, PackedSampler):
+                pad_id = self.tokenizer.eod if self.tokenizer else 0
+                pieces = sampler.pieces(location.sample_id)
+                windows.append(read_pieces(index, pieces, window_size, pad_id))
+            else:
+                windows.append(read_stream(index, location.first_token, window_size, doc_mask))
 
         # pack them
         sequence_ids = torch.arange(share) + offset
         batches: list[Microbatch] = []
         for begin in range(0, share, micro_batch):
             rows = slice(begin, begin + micro_batch)
-            batch = pack_windows(tokens[rows], starts[rows] if doc_mask else None, counted[rows])
+            batch = pack_windows(
+                [window.tokens for window in windows[rows]],
+                [window.starts for window in windows[rows]] if doc_mask else None,
+                [window.counted for window in windows[rows]],
+            )
             batch = replace(batch, step=step, sequence_ids=sequence_ids[rows])
             batches.append(batch)
         return batches
@@ -252,11 +276,13 @@ class BatchLoader:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the tokenizer, the content of every dataset, the weights and the split. Loaders with
+        """sha256 of the tokenizer, the content of every dataset, the weights, split and packing. Loaders with
         equal fingerprints read equal samples where train.* is equal."""
         tokenizer_digest = self.tokenizer.fingerprint if self.tokenizer is not None else None
         identities = [dataset.index.identity for dataset in self.datasets]
         parts = [tokenizer_digest, identities, self._mix.weights, self._cfg.data.split]
+        if self._cfg.data.pack != "stream":
+            parts.append(self._cfg.data.pack)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
@@ -272,7 +298,13 @@ class BatchLoader:
         lengths: list[int] = []
         for location in self._locate_samples(self._reading.sequences_before, count):
             first = location.first_token
-            starts = self.datasets[location.dataset].index.document_starts(first, first + seq_len) - first
+            sampler = self._windows[location.dataset]
+            if isinstance(sampler, PackedSampler):
+                sizes = [stop - begin for begin, stop in sampler.pieces(location.sample_id)]
+                starts = np.cumsum(sizes)
+                starts = starts[starts < seq_len]
+            else:
+                starts = self.datasets[location.dataset].index.document_starts(first, first + seq_len) - first
             lengths += np.diff(starts, prepend=0, append=seq_len).tolist()
         return lengths
 
@@ -299,6 +331,10 @@ class BatchLoader:
             share = f"{100 * weight / total:.3g} % " if len(self.datasets) > 1 else ""
             texts.append(share + describe_dataset(dataset))
         tokenizer_name = self.tokenizer.name if self.tokenizer else "unknown"
+        if self._cfg.data.pack == "best_fit":
+            packed = [sampler for sampler in self._windows if isinstance(sampler, PackedSampler)]
+            share = sum(sampler.whole.utilization * sampler.count for sampler in packed) / self.samples
+            texts[-1] += f"   best fit: {self.samples:,} sequences, {100 * share:.1f} % full"
         note = f" ({self.datasets[0].note})" if self.datasets[0].note else ""
         return f"{' + '.join(texts)}   tokenizer {tokenizer_name}{note}"
 

@@ -8,13 +8,18 @@ keeps its order of samples from phase to phase, under whatever weights and besid
   read. Nothing comes twice before the epoch ends. What the last phase has not read of its spans is left out
   of this epoch: less than one span in all, for each source and change of length.
 - A phase with another span begins the source's next epoch.
+- With data.pack best_fit there are no spans: a phase with another length packs anew what is unread of the
+  epoch (best_fit.py). Nothing is lost, none comes twice.
 
 A source that comes back after phases without it stands where it was.
 """
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from config import Phase, Phases, sequences_seen, span_of
 from data import blend
+from data.best_fit import PackedSampler, pack_ranges
 from data.sampler import SpanSampler, WindowSampler
 
 Source = tuple[str, int]  # a path of data.path, and how often the blend has named it before
@@ -68,6 +73,20 @@ class SourceStart:
                 next_span += -(-stretch.samples // stretch.in_span)
         end = None if self.now.samples is None else next_span
         return SpanSampler(WindowSampler(first, last, span, seed), self.now.seq_len, begin, end)
+
+    def packed_sampler(self, documents: np.ndarray, seed: int) -> PackedSampler:
+        """The sampler of this stretch with data.pack best_fit. documents: those of the split, int64 [n, 2].
+        seed: of the source's order."""
+        def sampler_of(stretch: Stretch) -> PackedSampler:
+            whole = pack_ranges(documents, stretch.seq_len)
+            rest = whole if unread is None else pack_ranges(unread, stretch.seq_len)
+            return PackedSampler(rest, whole, epoch, seed)
+
+        epoch, unread = 0, None
+        for stretch in self.before:
+            assert stretch.samples is not None  # its phases have ended
+            epoch, unread = sampler_of(stretch).unread(stretch.samples)
+        return sampler_of(self.now)
 
 
 @dataclass(frozen=True)

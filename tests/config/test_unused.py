@@ -80,6 +80,7 @@ CASES = (
     ({"node": 2}, "", "--parallel.reduce hierarchy", 2),
     ({"compress_block": 128}, "--parallel.compress powersgd", "--parallel.compress_weights fp8", 2),
     ({"powersgd_rank": 2}, "--parallel.compress int8", "--parallel.compress powersgd", 2),
+    ({"span": 256}, "--data.pack best_fit", "", 1),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
@@ -97,7 +98,7 @@ READ = {
     "deterministic compile cuda_graphs device threads",
     "optim": "name lr warmup decay weight_decay clip",
     "parallel": "tp pp cp bucket_mb offload recompute_stages",
-    "data": "path tokenizer split doc_mask span prefetch",
+    "data": "path tokenizer split doc_mask pack prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves async_save timeout_s",

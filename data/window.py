@@ -1,0 +1,46 @@
+"""A sample as the loader reads it: seq_len + 1 slots of tokens, where documents begin in them, what counts.
+
+    read_stream    consecutive tokens of the stream, as sampler.py locates them
+    read_pieces    pieces of documents one after the other and padding, as best_fit.py places them
+"""
+from typing import NamedTuple
+
+import numpy as np
+
+from data.indexed import IndexedDataset
+
+NO_STARTS = np.empty(0, np.int64)
+
+
+class Window(NamedTuple):
+    """The slots of one sample."""
+    tokens: np.ndarray  # [seq_len + 1]
+    starts: np.ndarray  # int64: slots from 1 on that begin a document, or the padding
+    counted: np.ndarray | None  # bool [seq_len + 1]: does the loss count the token as a target? None: all
+
+
+def read_stream(index: IndexedDataset, first: int, slots: int, wants_starts: bool) -> Window:
+    """The tokens [first, first + slots). Without wants_starts, no starts are looked up."""
+    stop = first + slots
+    starts = index.document_starts(first, stop) - first if wants_starts else NO_STARTS
+    return Window(index.read(first, stop), starts, index.counted(first, stop))
+
+
+def read_pieces(index: IndexedDataset, pieces: list[tuple[int, int]], slots: int, pad_id: int) -> Window:
+    """The tokens of the pieces [first, stop), then padding. Neither the first token of a piece nor padding
+    counts."""
+    tokens = np.full(slots, pad_id, np.int64)
+    counted = np.zeros(slots, bool)
+    starts: list[int] = []
+    slot = 0
+    for first, stop in pieces:
+        starts.append(slot)
+        end = slot + stop - first
+        tokens[slot:end] = index.read(first, stop)
+        is_counted = index.counted(first, stop)
+        counted[slot:end] = True if is_counted is None else is_counted
+        slot = end
+    counted[starts] = False
+    if slot < slots:
+        starts.append(slot)
+    return Window(tokens, np.array(starts[1:], np.int64), counted)
