@@ -48,6 +48,10 @@ MUST_MATCH = (
     "data.split",
     "data.doc_mask",
     "data.pack",
+    "data.fim_rate",
+    "data.fim_spm_rate",
+    "data.fim_split",
+    "data.fim_tokens",
     "optim.name",
 )
 # All other keys of model.* must match, too.

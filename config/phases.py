@@ -36,7 +36,7 @@ CHANGEABLE = {
     "optim": "lr min_lr warmup decay decay_fraction beta1 beta2 momentum weight_decay clip",
     "parallel": "tp sp async_tp pp vpp schedule stages cp cp_kind ep etp ep_chunks dp_rep zero recompute "
                 "recompute_parts recompute_stages offload",
-    "data": "path doc_mask",
+    "data": "path doc_mask fim_rate fim_spm_rate fim_split",
 }
 SCHEDULE_KEYS = ("lr", "min_lr", "warmup", "decay", "decay_fraction")  # of optim.*: one begins a new schedule
 

@@ -244,6 +244,15 @@ class DataConfig:
     #   later phase can read longer sequences of what is unread; none: the longest train.seq_len of all phases
     pack: Literal["stream", "best_fit"] = "stream"  # how documents fill sequences: one after the other, or
     #   placed whole, and cut only where they are longer than a sequence (arXiv 2404.10830), with padding
+    fim_rate: float = 0.0  # share of the documents in a sequence whose middle is moved to the end
+    #   (fill-in-the-middle, arXiv 2207.14255); conversations stay as they are
+    fim_spm_rate: float = 0.5  # of these, the share in the order suffix, prefix, middle (SPM); the others are
+    #   in the order prefix, suffix, middle (PSM)
+    fim_split: Literal["character", "token"] = "character"  # between what a document is cut; cut between
+    #   characters, its parts are tokenized anew
+    fim_tokens: str | None = None  # names of the tokenizer's sentinels: PREFIX,MIDDLE,SUFFIX; none: those of
+    #   StarCoder, Qwen, SantaCoder, DeepSeek or Code Llama, whichever it has
+    fim_valid: bool = False  # cut the documents of the valid split, too
     cache: str = "runs/data"  # folder for data that is made when the run starts
     prefetch: int = 2  # steps that the loader thread reads ahead; 0: each step is read when needed
 
@@ -359,7 +368,10 @@ BELOW_ONE = Range("must lie in [0, 1)", lambda value: 0 <= value < 1, {
     "model": "dropout jitter",
     "optim": "beta1 beta2 momentum",
 })
-RANGES = (POSITIVE, NOT_NEGATIVE, BELOW_ONE)
+SHARE = Range("must lie in [0, 1]", lambda value: 0 <= value <= 1, {
+    "data": "fim_rate fim_spm_rate",
+})
+RANGES = (POSITIVE, NOT_NEGATIVE, BELOW_ONE, SHARE)
 
 
 # ---- what follows from the keys: the model ----------------------------------------------------------------

@@ -312,6 +312,13 @@ TABLE = (
     ),
     UnusedKeys(
         section="data",
+        keys="fim_spm_rate fim_split fim_tokens fim_valid",
+        when=lambda cfg, _: cfg.data.fim_rate == 0,
+        why="belongs to fill-in-the-middle, and data.fim_rate is 0",
+        remedy="set that, or leave this out",
+    ),
+    UnusedKeys(
+        section="data",
         keys="cache",
         when=lambda cfg, _: "stdlib" not in cfg.data.path.split(),
         why="is the folder of data that is made when the run starts, and data.path names files",

@@ -8,6 +8,7 @@ also under train.ramp). Each global sample number passes through these files:
     sampler.py   sample number -> first token of its window in the dataset's split
     best_fit.py  with data.pack best_fit, in its place: sample number -> pieces of whole documents
     indexed.py   window -> seq_len + 1 token ids, from a memory-mapped file (raw.py: files without an index)
+    fim.py       with data.fim_rate: windows with the middle of documents at their end
     pack.py      windows -> Microbatch
 
 A rank reads its share of the step's samples. The loader keeps no state from step to step: a resume at any
@@ -35,6 +36,7 @@ from config import Config, ConfigError, global_batch_at, phases_of, sequences_se
 from data import prepare, tokenizer
 from data.best_fit import PackedSampler, document_ranges
 from data.blend import parse_blend
+from data.fim import FillInTheMiddle, open_fim
 from data.indexed import IndexedDataset
 from data.lengths import token_byte_lengths
 from data.pack import pack_windows
@@ -85,7 +87,8 @@ class BatchLoader:
     cfg: that of a phase. reading: what the phase reads, and where its sources stand.
     tokens, samples: size of the split in tokens, and in samples an epoch.
     tokenizer: that of the data; None if the files do not name theirs and data.tokenizer is not set.
-    Raises ConfigError if the split of a dataset is shorter than one sample.
+    Raises ConfigError if the split of a dataset is shorter than one sample, or if data.fim_rate asks for
+    what the data or its tokenizer cannot give.
     """
 
     def __init__(
@@ -112,19 +115,28 @@ class BatchLoader:
         is_train = split == "train"
         self._train = cfg.train if is_train else replace(cfg.train, ramp=None)
         seed = derive_seed(cfg.train.seed) if is_train else 0
+        self._seeds = [derive_seed(seed, start.number) for start in reading.starts]  # of each dataset
 
         self._windows: list[SpanSampler | PackedSampler] = []
-        for dataset, start in zip(datasets, reading.starts):
-            self._windows.append(self._sampler_of(dataset, start, derive_seed(seed, start.number)))
+        for dataset, start, dataset_seed in zip(datasets, reading.starts, self._seeds):
+            self._windows.append(self._sampler_of(dataset, start, dataset_seed))
         splits = [self._split_of(dataset) for dataset in datasets]
         self.tokens = sum(last - first for first, last in splits)
         self.samples = sum(windows.count for windows in self._windows)
         self.tokenizer = next((dataset.tokenizer for dataset in datasets if dataset.tokenizer), None)
+        has_fim = cfg.data.fim_rate > 0 and (is_train or cfg.data.fim_valid)
+        self._fim = self._open_fim() if has_fim else None
 
         has_thread = is_train and cfg.data.prefetch > 0
         self._thread = ThreadPoolExecutor(1, "loader") if has_thread else None
         self._prefetched: dict[int, Future[StepRead]] = {}  # by step
         self._copies = CopyStream(device)
+
+    def _open_fim(self) -> FillInTheMiddle:
+        if all(dataset.index.loss_mask is not None for dataset in self.datasets):
+            raise ConfigError(f"data.fim_rate: {self._cfg.data.path} holds conversations (.mask), and they "
+                              "are never cut; leave it out, or blend them with other text")
+        return open_fim(self._cfg.data, self.required_tokenizer, self._cfg.model.vocab)
 
     def _split_of(self, dataset: BlendedDataset) -> tuple[int, int]:
         """The tokens [first, last) of a dataset that the split has."""
@@ -230,14 +242,7 @@ class BatchLoader:
         # read this rank's windows
         windows: list[Window] = []
         for location in self._locate_samples(self._first_sequence(step) + offset, share):
-            index = self.datasets[location.dataset].index
-            sampler = self._windows[location.dataset]
-            if isinstance(sampler, PackedSampler):
-                pad_id = self.tokenizer.eod if self.tokenizer else 0
-                pieces = sampler.pieces(location.sample_id)
-                windows.append(read_pieces(index, pieces, window_size, pad_id))
-            else:
-                windows.append(read_stream(index, location.first_token, window_size, doc_mask))
+            windows.append(self._read_window(location, window_size))
 
         # pack them
         sequence_ids = torch.arange(share) + offset
@@ -252,6 +257,21 @@ class BatchLoader:
             batch = replace(batch, step=step, sequence_ids=sequence_ids[rows])
             batches.append(batch)
         return batches
+
+    def _read_window(self, location: SampleLocation, slots: int) -> Window:
+        """The tokens of a sample."""
+        index = self.datasets[location.dataset].index
+        sampler = self._windows[location.dataset]
+        fim = self._fim if index.loss_mask is None else None  # conversations stay as they are
+        if isinstance(sampler, PackedSampler):
+            pad_id = self.tokenizer.eod if self.tokenizer else 0
+            window = read_pieces(index, sampler.pieces(location.sample_id), slots, pad_id)
+        else:
+            wants_starts = self._cfg.data.doc_mask or fim is not None
+            window = read_stream(index, location.first_token, slots, wants_starts)
+        if fim is None:
+            return window
+        return fim.rearrange_window(window, derive_seed(self._seeds[location.dataset], location.sample_id))
 
     # ---- facts about the data ------------------------------------------------------------------------------
 
@@ -276,13 +296,15 @@ class BatchLoader:
 
     @property
     def fingerprint(self) -> str:
-        """sha256 of the tokenizer, the content of every dataset, the weights, split and packing. Loaders with
-        equal fingerprints read equal samples where train.* is equal."""
+        """sha256 of the tokenizer, the content of every dataset, the weights, the split, the packing and
+        fill-in-the-middle. Loaders with equal fingerprints read equal samples where train.* is equal."""
         tokenizer_digest = self.tokenizer.fingerprint if self.tokenizer is not None else None
         identities = [dataset.index.identity for dataset in self.datasets]
         parts = [tokenizer_digest, identities, self._mix.weights, self._cfg.data.split]
         if self._cfg.data.pack != "stream":
             parts.append(self._cfg.data.pack)
+        if self._fim is not None:
+            parts.append(self._fim.identity)
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     @cached_property
@@ -310,7 +332,10 @@ class BatchLoader:
 
     @cached_property
     def _byte_lengths(self) -> torch.Tensor:  # int64 [2, vocab]
-        return torch.from_numpy(token_byte_lengths(self.required_tokenizer))
+        lengths = token_byte_lengths(self.required_tokenizer)
+        if self._fim is not None:  # sentinels are no text, whatever the tokenizer calls them
+            lengths[:, [self._fim.prefix, self._fim.middle, self._fim.suffix]] = 0
+        return torch.from_numpy(lengths)
 
     def text_bytes(self, batch: Microbatch) -> torch.Tensor:
         """UTF-8 bytes of the text of the batch's counted targets (data/lengths.py): an int64 scalar on its
@@ -335,6 +360,9 @@ class BatchLoader:
             packed = [sampler for sampler in self._windows if isinstance(sampler, PackedSampler)]
             share = sum(sampler.whole.utilization * sampler.count for sampler in packed) / self.samples
             texts[-1] += f"   best fit: {self.samples:,} sequences, {100 * share:.1f} % full"
+        if self._fim is not None:
+            kind = f"between {self._cfg.data.fim_split}s, {100 * self._fim.spm_rate:g} % SPM"
+            texts[-1] += f"   fill-in-the-middle {100 * self._fim.rate:g} % ({kind})"
         note = f" ({self.datasets[0].note})" if self.datasets[0].note else ""
         return f"{' + '.join(texts)}   tokenizer {tokenizer_name}{note}"
 

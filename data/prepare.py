@@ -37,6 +37,7 @@ from data import documents
 from data import tokenizer as tokenizers
 from data.chat import ChatFormat, ChatText, chat_format, template_source
 from data.documents import BadDocument, DocumentPiece, DocumentRecord
+from data.fim import SENTINELS
 from data.indexed import IndexedDataset, IndexedDatasetWriter, dtype_of, naming_errors, sync_file
 from data.tokenizer import JsonTokenizer, SentencePieceTokenizer, Tokenizer
 
@@ -67,6 +68,7 @@ class TokenizeJob:
     append_eod: bool
     skip_bad: bool
     is_chat: bool = False  # documents are conversations (chat.py), and shards have masks
+    has_fim: bool = False  # a tokenizer that is trained here has the sentinels of fill-in-the-middle (fim.py)
 
 
 def prepare_corpus(
@@ -79,6 +81,7 @@ def prepare_corpus(
     append_eod: bool = True,
     skip_bad: bool = False,
     is_chat: bool = False,
+    has_fim: bool = False,
     source: str | None = None,
     unit_bytes: int = documents.UNIT_BYTES,
     say: Say = lambda text: None,
@@ -96,7 +99,10 @@ def prepare_corpus(
     units = documents.plan_units(inputs, unit_bytes)
     if not units:
         raise ConfigError(f"--input {' '.join(inputs)}: holds nothing to read")
-    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat)
+    if has_fim and not tokenizers.bpe_pieces(tokenizer):
+        raise ConfigError(f"--fim: gives sentinels to a tokenizer that is trained here, and {tokenizer} is "
+                          "ready; take --tokenizer bpe-N, or leave it out and see data.fim_tokens")
+    job = TokenizeJob(f"{out}.parts", key, append_eod, skip_bad, is_chat, has_fim)
     digest = plan_digest(job, inputs, tokenizer, units)
 
     os.makedirs(job.parts, exist_ok=True)
@@ -183,6 +189,8 @@ def plan_digest(job: TokenizeJob, inputs: list[str], tokenizer: str, units: list
         stamps.append((path, status.st_size, status.st_mtime_ns))
 
     parts = [tokenizer_digest, job.key, job.append_eod, inputs, stamps, ranges]
+    if job.has_fim:
+        parts.append("fim")
     if job.is_chat:
         known = None if is_trained_here else tokenizers.load_tokenizer(tokenizer)
         parts.append(template_source(known.files) if isinstance(known, JsonTokenizer) else "plain")
@@ -229,7 +237,8 @@ def train_tokenizer(units: list[Unit], job: TokenizeJob, pieces: int, say: Say) 
     """Trains a BPE of `pieces` ids on the text of evenly spaced units."""
     started = time.monotonic()
     chat = chat_format(None) if job.is_chat else None
-    tok = tokenizers.train_bpe(training_texts(units, job.key, chat), pieces)
+    sentinels = SENTINELS[0] if job.has_fim else ()
+    tok = tokenizers.train_bpe(training_texts(units, job.key, chat), pieces, sentinels=sentinels)
     say(f"tokenizer {tok.name} (trained, {time.monotonic() - started:.1f} s)")
     return tok
 

@@ -18,7 +18,7 @@ import io
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -115,6 +115,16 @@ class JsonTokenizer:
 
 
 Tokenizer = ByteTokenizer | SentencePieceTokenizer | JsonTokenizer
+
+
+def token_id(tok: Tokenizer, name: str) -> int | None:
+    """The id of the token of this name; None if there is none."""
+    if isinstance(tok, ByteTokenizer):
+        return None
+    if isinstance(tok, JsonTokenizer):
+        return tok.processor.token_to_id(name)
+    found = tok.processor.piece_to_id(name)
+    return None if found == tok.processor.unk_id() else found
 
 
 # ---- loading -----------------------------------------------------------------------------------------------
@@ -256,11 +266,15 @@ def bpe_pieces(spec: pathlib.Path | str) -> int | None:
     return int(match[1]) if match else None
 
 
-def train_bpe(texts: Iterable[str], pieces: int,
-              out: pathlib.Path | str | None = None) -> SentencePieceTokenizer:
+def train_bpe(
+    texts: Iterable[str],
+    pieces: int,
+    out: pathlib.Path | str | None = None,
+    sentinels: Sequence[str] = (),
+) -> SentencePieceTokenizer:
     """Trains a sentencepiece BPE of `pieces` ids whose decoding gives the text back exactly: no
     normalization; spaces, digits and newlines are kept; unknown characters become bytes. Writes it to `out`,
-    a .model path, if that is given.
+    a .model path, if that is given. sentinels: special tokens, which no text spells.
     Raises ConfigError if the text is too short for so many pieces, or has more characters than pieces."""
     model = io.BytesIO()
     num_lines = 0
@@ -286,6 +300,7 @@ def train_bpe(texts: Iterable[str], pieces: int,
             allow_whitespace_only_pieces=True,
             add_dummy_prefix=False,
             user_defined_symbols=["\n"],
+            control_symbols=list(sentinels),
             max_sentence_length=MAX_LINE_BYTES,
             unk_id=0,
             bos_id=1,

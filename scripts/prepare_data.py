@@ -50,6 +50,8 @@ def arguments() -> argparse.ArgumentParser:
     add("--chat", action="store_true",
         help="each record is a conversation (OpenAI's role and content, or ShareGPT's from and value), "
              "written with the tokenizer's chat template; the loss counts what the assistant says")
+    add("--fim", action="store_true",
+        help="a tokenizer bpe-N gets the sentinels of fill-in-the-middle (data.fim_rate)")
     add("--jsonl-key", metavar="KEY",
         help="field or column that holds the text (default: text) or the conversation (default: messages)")
     add("--workers", type=int, default=usable_cores(), metavar="N",
@@ -79,6 +81,7 @@ def main(argv: list[str] | None = None) -> int:
             append_eod=args.append_eod,
             skip_bad=args.skip_bad,
             is_chat=args.chat,
+            has_fim=args.fim,
             say=progress.say,
             progress=progress.show,
         )

@@ -497,6 +497,8 @@ SMALLER = {  # words in a command: what is changed, so that it takes a moment
     "0.7 runs": {"--data.path": "0.7 runs/data/corpus 0.3 runs/data/corpus", "--data.split": "60,30,10"},
     "--model.vocab 1024": {"--model.vocab": "257"},
     "prepare_data": {"--tokenizer": "bytes", "--workers": "1"},
+    "--fim": {"--input": "corpus/a.jsonl", "--tokenizer": "bpe-300"},
+    "--data.fim_rate": {"--data.path": "runs/data/code"},
     "scripts.generate": {"--max-new-tokens": "4"},
     "scripts.verify": {"--layouts": "1"},
     "--run llama3-tiny": {"--pp": "2", "--micro": "4"},

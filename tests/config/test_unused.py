@@ -81,6 +81,12 @@ CASES = (
     ({"compress_block": 128}, "--parallel.compress powersgd", "--parallel.compress_weights fp8", 2),
     ({"powersgd_rank": 2}, "--parallel.compress int8", "--parallel.compress powersgd", 2),
     ({"span": 256}, "--data.pack best_fit", "", 1),
+    (
+        {"fim_spm_rate": 0.1, "fim_split": "token", "fim_tokens": "a,b,c", "fim_valid": "true"},
+        "",
+        "--data.fim_rate 0.5",
+        1,
+    ),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
@@ -98,7 +104,7 @@ READ = {
     "deterministic compile cuda_graphs device threads",
     "optim": "name lr warmup decay weight_decay clip",
     "parallel": "tp pp cp bucket_mb offload recompute_stages",
-    "data": "path tokenizer split doc_mask pack prefetch",
+    "data": "path tokenizer split doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
     "failed_saves async_save timeout_s",
