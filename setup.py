@@ -8,8 +8,8 @@ from setuptools.command.build_py import build_py
 
 FILES = ("train", "build")  # that lie beside the folders
 FOLDERS = (
-    "config", "configs", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan",
-    "proof", "scaling", "scripts",
+    "config", "configs", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime",
+    "plan", "proof", "scaling", "scripts",
 )
 OF_A_CHECKOUT = ("proof.mutate", "proof.mutate.*")  # plants bugs in it
 

@@ -21,9 +21,10 @@ import runtime  # before torch (see there)
 import config
 import torch
 from build import TrainingRun, build_run, total_steps, with_vocab
-from checkpoint import branch, state, store
+from checkpoint import branch, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
+from checkpoint.uploader import CheckpointUploader, open_uploader
 from config import CheckpointConfig, Config, ConfigError, is_permanent_step, phases_of, unused, usage
 from config.optimizers import EMA
 from config.exit_codes import FINISHED, STOPPED_EARLY
@@ -31,6 +32,7 @@ from config.phases import change_text, named
 from config.run_name import with_own_folder
 from config.terminal import output_width, wrapped
 from data.blend import parse_blend, source_names
+from data.download import download_sources, local_path
 from data.loader import BatchLoader, check_paths, open_loader
 from data.task_files import ScoredTask, read_tasks
 from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
@@ -196,6 +198,7 @@ class Session:
     log: MetricsLogger
     trace: ProfilerTrace
     saver: CheckpointSaver
+    uploads: CheckpointUploader  # to checkpoint.mirror; does nothing on ranks but the first
     stop: StopRequest
     guard: NonFiniteGuard
     slow: SlowRanks
@@ -241,15 +244,20 @@ def train(
     tasks = open_tasks(cfg)
 
     # data, model, and the checkpoint to continue from
+    everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
+    restored = state.first_rank_does(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
     cfg = check_data(cfg, world)
     run, valid_data, start_step, notes = start_run(cfg, env, world, folder)
+    notes = [*restored, *notes]
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
     probe_run_folder(run, folder)
+    uploads = open_uploader(cfg, folder, is_first_rank=env.rank == 0)
     is_end = start_step == run.steps
     owes_evaluation = is_evaluation_missing(cfg, start_step, folder, world.all_ranks(), is_end=is_end)
     if start_step == run.steps and not owes_evaluation:
         run.data.close()
+        finish_uploads(uploads, cfg, world)
         return report_nothing_to_do(run, env, folder, report_exit)
 
     session = make_session(
@@ -260,6 +268,7 @@ def train(
         start_step=start_step,
         valid_data=valid_data,
         tasks=tasks,
+        uploads=uploads,
         observe=observe,
     )
     del run  # the session has it, for the length of a phase
@@ -301,6 +310,8 @@ def train_loop(session: Session) -> LoopEnd:
         collect_after_step(step)
         session.log.log_slow(step, *session.slow.add(session.log.take_shares()))
 
+        for line in session.uploads.take_lines():
+            session.log.log_line(line)
         reason, restart = agree_to_stop(session)
         end = LoopEnd(step, reason, restart)
         is_last = step == run.steps
@@ -488,6 +499,7 @@ def close_run(session: Session, end: LoopEnd) -> None:
             summarize_run(session, reason)
         except Exception as error:  # a picture is not worth a finished run
             log.log_line(f"warning: a picture or the summary is missing: {error}")
+    finish_uploads(session.uploads, session.cfg, session.world)
 
     run_words = shlex.quote(str(folder))
     hints = [
@@ -496,6 +508,12 @@ def close_run(session: Session, end: LoopEnd) -> None:
         "python train.py --list",
     ]
     log.close(reason, code=FINISHED if reason is None else STOPPED_EARLY, hints=hints)
+
+
+def finish_uploads(uploads: CheckpointUploader, cfg: Config, world: World) -> None:
+    """Waits until checkpoint.mirror has the newest checkpoint. Collective. Raises RemoteError."""
+    timeout_s = cfg.checkpoint.timeout_s
+    state.first_rank_does(lambda: uploads.finish(timeout_s), world.all_ranks(), 2 * timeout_s)
 
 
 def summarize_run(session: Session, reason: str | None) -> None:
@@ -562,10 +580,14 @@ def connect(cfg: Config, world: World) -> Mesh:
 
 def check_data(cfg: Config, world: World) -> Config:
     """The config with the vocabulary of the data. Opens that of every phase once, on rank 0, which also makes
-    what is made at the first opening. Collective.
+    what is made at the first opening. Data in a store is downloaded before. Collective.
 
     Raises ConfigError if the data of a phase cannot be read, or has another tokenizer.
     """
+    everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
+    copies = state.first_rank_does(lambda: download_sources(cfg), everyone, timeout_s)
+    state.all_ranks_do(lambda: download_sources(cfg, copies), everyone, timeout_s)  # a copy on each node
+
     def open_once() -> int:
         tokenizer = None
         for phase in phases_of(cfg).all:
@@ -584,7 +606,7 @@ def check_data(cfg: Config, world: World) -> Config:
         assert tokenizer is not None  # there is a phase
         return tokenizer.vocab
 
-    return with_vocab(cfg, state.first_rank_does(open_once, world.all_ranks(), cfg.checkpoint.timeout_s))
+    return with_vocab(cfg, state.first_rank_does(open_once, everyone, timeout_s))
 
 
 def check_source_names(cfg: Config) -> None:
@@ -699,6 +721,7 @@ def make_session(
     start_step: int,
     valid_data: BatchLoader,
     tasks: list[ScoredTask],
+    uploads: CheckpointUploader,
     observe: FaultHook,
 ) -> Session:
     """What the loop works with, beside the run. Collective under checkpoint.async_save."""
@@ -710,7 +733,7 @@ def make_session(
         keep_tokenizer(cfg, tokenizer, folder / "tokenizer")
     stop = StopRequest(folder, cfg.train.max_minutes, watches_file=env.rank == 0)
     saver_group = world.separate_group("saver") if cfg.checkpoint.async_save else None
-    saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group)
+    saver = CheckpointSaver(cfg.checkpoint.async_save, saver_group, committed=uploads.request)
     valid_batches = read_valid_batches(cfg.eval.batches, valid_data, run.mesh)
 
     flops = trained_flops_per_token(run)
@@ -734,6 +757,7 @@ def make_session(
         log=log,
         trace=ProfilerTrace(cfg.profile.steps, folder, env.rank),
         saver=saver,
+        uploads=uploads,
         stop=stop,
         guard=NonFiniteGuard(SKIPPED_STEPS_FP16 if run.scaler.dynamic else SKIPPED_STEPS),
         slow=SlowRanks(cfg.log.slow_window, run.mesh.dims, world.all_ranks(), env.host),
@@ -843,11 +867,11 @@ def tokenizer_places(cfg: Config) -> list[Path]:
     named = Path(cfg.data.tokenizer or "bytes")
     places = [named.parent if named.is_file() else named]
     for path in parse_blend(cfg.data.path)[1]:
-        prefix = path.removesuffix(".bin").removesuffix(".idx")
+        prefix = local_path(path, cfg.data.cache).removesuffix(".bin").removesuffix(".idx")
         places.append(Path(f"{prefix}.tokenizer"))
     for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
         if source not in (None, "auto", "none"):
-            checkpoint = Path(source.rpartition("@")[0] or source)
+            checkpoint = mirror.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
             for folder in (checkpoint, *list(checkpoint.parents)[:2]):
                 places.append(folder / "tokenizer")
     return places
@@ -879,13 +903,13 @@ def agree_to_stop(session: Session) -> tuple[str | None, bool]:
     """(why to stop, or None; whether another start is wanted): the same on all ranks.
 
     A rank that was asked to stop stops all ranks at this step. Raises on every rank, at the same step, what a
-    background save raised on any and is not excused; a wish to stop is then heard at the next step. One
-    all-reduce of a number over the world, on the host.
+    background save raised on any and is not excused, and what ends the run of uploads; a wish to stop is then
+    heard at the next step. One all-reduce of a number over the world, on the host.
     """
     stop, saver = session.stop, session.saver
     reason = stop.reason_to_stop()
     own_answer = NO_STOP
-    if saver.has_failed():
+    if saver.has_failed() or session.uploads.has_failed():
         own_answer = SAVE_FAILED
     elif reason is not None:
         own_answer = STOP_AND_RESTART if stop.requeue else STOP_FOR_GOOD
@@ -895,6 +919,7 @@ def agree_to_stop(session: Session) -> tuple[str | None, bool]:
     if answer == SAVE_FAILED:
         with excused_failure(session):
             saver.wait()
+        state.first_rank_does(session.uploads.check, world)
         return None, False
     if answer == NO_STOP:
         return None, False

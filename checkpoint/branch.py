@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 import config
-from checkpoint import state, store
+from checkpoint import mirror, state, store
 from config import Config, ConfigError, Tree, phases_of, span_of
 from config.phases import CHANGEABLE, differing_keys, phases_text, value_of, with_values
 
@@ -75,6 +75,7 @@ def find_source(where: str, asker: str = "checkpoint.branch") -> Path:
 
     asker: for messages. Raises ConfigError.
     """
+    mirror.refuse_url(where, asker)
     run, at, step = where.rpartition("@")
     if not at:
         return state.find_checkpoint(where, [], check=store.quick_check)

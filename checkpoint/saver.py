@@ -28,11 +28,18 @@ class CheckpointSaver:
     """Calls store.save, in the caller's thread or in a background thread.
 
     group: the ranks that write a checkpoint together. None: the group of the whole run.
+    committed: called after each save that is committed, in the thread that wrote it.
     """
 
-    def __init__(self, in_background: bool, group: Group | None = None) -> None:
+    def __init__(
+        self,
+        in_background: bool,
+        group: Group | None = None,
+        committed: Callable[[], object] = store.do_nothing,
+    ) -> None:
         self.in_background = in_background
         self.group = group
+        self.committed = committed
         self.host_memory = HostMemory()
         self.thread: threading.Thread | None = None  # the writer in progress
         self.path: Path | None = None  # the last committed checkpoint folder
@@ -79,12 +86,14 @@ class CheckpointSaver:
             self.write_in_background(write)
         else:
             self.path = self.counted(write)
+            self.committed()
 
     def write_in_background(self, write: Callable[[], Path]) -> None:
         """Starts the background thread that calls `write` and keeps its result or its error."""
         def run() -> None:
             try:
                 self.path = self.counted(write)
+                self.committed()
             except BaseException as error:
                 self.error = error
 

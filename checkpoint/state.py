@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from checkpoint import store, together
+from checkpoint import mirror, store, together
 from checkpoint.saver import CheckpointSaver
 from config import (
     CheckpointConfig,
@@ -38,6 +38,7 @@ from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
 from parallel.sharding.views import boxes_of
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
+from remote.files import is_url
 
 # If one of these changed, samples would be repeated or lost.
 MUST_MATCH = (
@@ -74,6 +75,7 @@ EMA_SUFFIX = f"@{EMA}"  # of the keys of optim/ema.py
 TRAINED = "trained"
 WEIGHTS = (TRAINED, EMA)  # which weights of a checkpoint a script reads
 BY_TIME = "keep_minutes"  # the mark of a checkpoint that is permanent by its time
+DOWNLOADS = pathlib.Path("runs/remote")  # copies of checkpoints in a store, for scripts
 FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
 BoxedTensors = list[tuple[Box, Tensor]]
@@ -323,13 +325,15 @@ def find_checkpoint(
     log: list[str],
     bad: dict[pathlib.Path, str] | None = None,
     check: Callable[[pathlib.Path], store.Index] = store.verify,
+    downloads: pathlib.Path = DOWNLOADS,
 ) -> pathlib.Path:
     """The checkpoint that `path` names: a checkpoint folder, a folder of checkpoints, or a run folder.
 
+    Of a URL it is the local copy, below `downloads`.
     log, bad, check: see store.newest_checkpoint. Raises ConfigError if there is no checkpoint; IntegrityError
     if none is good.
     """
-    folder = pathlib.Path(path)
+    folder = mirror.local_checkpoint(path, downloads) if is_url(path) else pathlib.Path(path)
     if (folder / "index.json").exists():
         why = (bad or {}).get(folder)
         if why is not None:
@@ -592,16 +596,22 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
 
     resumed = store.newest_checkpoint(root, notes, bad, store.quick_check) if root.is_dir() else None
     if resumed is None and checkpoint.resume not in ("auto", "none"):
-        resumed = find_checkpoint(checkpoint.resume, notes, bad, store.quick_check)
+        resumed = find_checkpoint(checkpoint.resume, notes, bad, store.quick_check, downloads_of(cfg))
     if resumed is None and checkpoint.branch:
         run, _, step = checkpoint.branch.rpartition("@")
         path = store.checkpoint_folder(pathlib.Path(run) / "checkpoints", int(step))
         resumed = find_checkpoint(str(path), notes, bad, store.quick_check)
     weights = None
     if resumed is None and checkpoint.init_from:
-        weights = find_checkpoint(checkpoint.init_from, notes, bad, store.quick_check)
+        named = checkpoint.init_from
+        weights = find_checkpoint(named, notes, bad, store.quick_check, downloads_of(cfg))
     meta = store.read_meta(resumed) if resumed else {}
     return StartingPoint(resumed, weights, meta, notes)
+
+
+def downloads_of(cfg: Config) -> pathlib.Path:
+    """Where a run puts copies of checkpoints in a store: beside its run folder, where every rank sees them."""
+    return pathlib.Path(cfg.log.dir) / DOWNLOADS.name
 
 
 # ---- ranks -------------------------------------------------------------------------------------------------

@@ -74,7 +74,7 @@ from config import ConfigError, Tree
 from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxes
 
 __all__ = [
-    "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StorageError",
+    "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StorageError", "adopt",
     "check_free_space", "committed_checkpoints", "load", "newest_checkpoint", "quick_check", "read_index",
     "read_meta", "remove_leftovers", "run_lock", "save", "seconds_since_mark", "storage_errors", "verify",
 ]
@@ -368,6 +368,18 @@ def rename_to_final(pending: PendingSave) -> None:
     os.rename(pending.temp, final)
     pending.fault_point("ckpt.post_rename")
     sync_dir(final.parent)
+
+
+def adopt(temp: Path, final: Path) -> None:
+    """Gives a verified folder, which was copied from elsewhere, its final name, and lets `latest` name it.
+
+    temp: named like that of a save. The caller holds the run's lock. Raises OSError.
+    """
+    if os.path.lexists(final):  # the caller found it bad
+        move_to_trash(final)
+    os.rename(temp, final)
+    sync_dir(final.parent)
+    write_latest(final, no_fault)
 
 
 def publish(final: Path, step: int, keep: int, fault_point: FaultPoint) -> None:

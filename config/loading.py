@@ -26,7 +26,9 @@ from config.strict import ConfigError, Tree, read_yaml
 
 Section = TypeVar("Section")  # a dataclass of config/schema.py
 CONFIG_FOLDER = pathlib.Path(__file__).parent.parent / "configs"
-CODE_FOLDERS = ("config", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan")
+CODE_FOLDERS = (
+    "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
+)
 TRUE_WORDS = ("true", "on", "yes", "1")
 FALSE_WORDS = ("false", "off", "no", "0")
 HORIZONS = ("steps", "tokens", "flops")  # keys of train.* that set the length of a run

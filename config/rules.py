@@ -682,7 +682,7 @@ def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """One beginning of a run; checkpoint.keep_at is a list of steps, or log2."""
+    """One beginning of a run; checkpoint.keep_at is a list of steps, or log2; checkpoint.mirror is a URL."""
     checkpoint = cfg.checkpoint
     yield Rule(
         checkpoint.branch is None or (checkpoint.resume == "auto" and checkpoint.init_from is None),
@@ -692,6 +692,10 @@ def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         keep_at in (None, "log2") or positive_integers(keep_at),
         f"checkpoint.keep_at: {keep_at!r} is neither log2 nor a list of steps; write it as 100,200,1000")
+    mirror = checkpoint.mirror
+    yield Rule(
+        mirror is None or "://" in mirror,
+        f"checkpoint.mirror: {mirror!r} is not a URL; write it like s3://bucket/runs, or file:///folder")
 
 
 def task_rules(cfg: Config, world: int) -> Iterator[Rule]:

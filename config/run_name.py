@@ -31,6 +31,8 @@ IDLE = (
     "checkpoint.resume",
     "checkpoint.failed_saves",
     "checkpoint.check_replicas",
+    "checkpoint.mirror",
+    "checkpoint.mirror_failures",
     "checkpoint.async_save",
     "checkpoint.timeout_s",
     "train.max_minutes",

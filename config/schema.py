@@ -233,8 +233,9 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     """The training and validation data."""
-    path: str = "stdlib"  # prefix of a .bin/.idx pair, or a blend "0.7 a 0.3 b"; stdlib: the source of
-    #   Python's standard library, which is tokenized when the run starts
+    path: str = "stdlib"  # prefix of a .bin/.idx pair, here or in an object store (s3://bucket/prefix), or a
+    #   blend "0.7 a 0.3 b"; stdlib: the source of Python's standard library, which is tokenized when the run
+    #   starts
     tokenizer: str | None = None  # bytes | bpe-N (trained when the run starts) | x.model | tokenizer.json;
     #   none: that of the data
     split: str = "95,5"  # train,valid[,test]: shares of the documents
@@ -253,7 +254,8 @@ class DataConfig:
     fim_tokens: str | None = None  # names of the tokenizer's sentinels: PREFIX,MIDDLE,SUFFIX; none: those of
     #   StarCoder, Qwen, SantaCoder, DeepSeek or Code Llama, whichever it has
     fim_valid: bool = False  # cut the documents of the valid split, too
-    cache: str = "runs/data"  # folder for data that is made when the run starts
+    cache: str = "runs/data"  # folder for data that is made or downloaded when the run starts; downloads are
+    #   whole, one on each node, and stay there
     prefetch: int = 2  # steps that the loader thread reads ahead; 0: each step is read when needed
 
 
@@ -293,6 +295,11 @@ class CheckpointConfig:
     #   on, and saves again when the next save is due; one more ends it. The last save of a run may not fail
     check_replicas: int | None = 100  # steps between two comparisons, bit by bit, of weights and moments that
     #   several ranks hold; none: only before each save
+    mirror: str | None = None  # URL of a folder in an object store, such as s3://bucket/runs: checkpoints are
+    #   also sent to URL/log.name, behind training, and a run whose folder has none, or an older one, goes on
+    #   from there (docs/checkpoints.md); none: they are in the run folder alone
+    mirror_failures: int | None = 5  # uploads in a row that may fail before the run ends, with exit code 82;
+    #   none: any number
     async_save: bool = False  # write checkpoints in a background thread while training continues
     timeout_s: float = 3600.0  # seconds that a rank may take for its part of a save or a resume
 
@@ -352,7 +359,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
     "data": "span",
     "eval": "every batches tasks_every tasks_limit",
-    "checkpoint": "every keep keep_every keep_minutes check_replicas timeout_s",
+    "checkpoint": "every keep keep_every keep_minutes check_replicas mirror_failures timeout_s",
     "log": "every slow_window",
 })
 NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0, {

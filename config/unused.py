@@ -320,10 +320,17 @@ TABLE = (
     UnusedKeys(
         section="data",
         keys="cache",
-        when=lambda cfg, _: "stdlib" not in cfg.data.path.split(),
-        why="is the folder of data that is made when the run starts, and data.path names files",
+        when=lambda cfg, _: "stdlib" not in cfg.data.path.split() and "://" not in cfg.data.path,
+        why="is the folder of data that is made or downloaded when the run starts, and data.path names files",
         remedy="leave it out",
         note="the job script of a site sets it once for all data",
+    ),
+    UnusedKeys(
+        section="checkpoint",
+        keys="mirror_failures",
+        when=lambda cfg, _: cfg.checkpoint.mirror is None,
+        why="counts uploads to checkpoint.mirror, which is none",
+        remedy="set that, or leave this out",
     ),
     UnusedKeys(
         section="eval",

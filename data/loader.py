@@ -36,6 +36,7 @@ from config import Config, ConfigError, global_batch_at, phases_of, sequences_se
 from data import prepare, tokenizer
 from data.best_fit import PackedSampler, document_ranges
 from data.blend import parse_blend
+from data.download import local_data
 from data.fim import FillInTheMiddle, open_fim
 from data.indexed import IndexedDataset
 from data.lengths import token_byte_lengths
@@ -462,6 +463,8 @@ def check_same_tokenizer(datasets: list[BlendedDataset]) -> None:
 
 def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     """Opens one dataset of data.path. shares: of train, valid and test. Raises as open_loader does."""
+    name = path
+    path = local_data(name, cfg.data.cache)
     prefix: pathlib.Path | str = path.removesuffix(".bin").removesuffix(".idx")
     requested = cfg.data.tokenizer
     note = ""
@@ -486,7 +489,7 @@ def open_dataset(cfg: Config, path: str, shares: list[int]) -> BlendedDataset:
     total = sum(shares)
     split_points = [index.split_point(sum(shares[:part]), total) for part in range(len(SPLITS) + 1)]
     return BlendedDataset(
-        name=path, index=index, tokenizer=tok, split_points=tuple(split_points), note=note
+        name=name, index=index, tokenizer=tok, split_points=tuple(split_points), note=note
     )
 
 

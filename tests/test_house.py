@@ -18,6 +18,7 @@ ROOMS = (
     "config",
     "kernels",
     "parallel",
+    "remote",
     "model",
     "data",
     "optim",
@@ -34,10 +35,11 @@ MAY = {  # room or file: what it may import of ours
     "config": {"config"},
     "kernels": {"kernels"},
     "parallel": {"parallel", "kernels"},
-    "data": {"data", "config", "kernels", "parallel"},
+    "remote": {"remote", "config"},
+    "data": {"data", "config", "kernels", "parallel", "remote"},
     "model": {"model", "parallel", "kernels", "config"},
     "optim": {"optim", "parallel", "kernels", "config"},
-    "checkpoint": {"checkpoint", "parallel", "config"},
+    "checkpoint": {"checkpoint", "parallel", "config", "remote"},
     "runtime": {"runtime", "parallel", "config"},
     "plan": {"plan", "config", "model", "parallel"},
     "build": {*ROOMS} - TOOLS,
@@ -173,6 +175,13 @@ def test_one_mouth_to_torch_distributed():
             assert not any(n.startswith("torch.distributed") for n in imports(tree)), where
             reached = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "distributed"]
             assert not reached, f"{where} reaches torch.distributed"
+
+
+def test_one_mouth_to_object_stores():
+    for where, tree in sources():
+        if room(where) != "tests" and str(where) != "remote/files.py":
+            firsts = {name.split(".")[0] for name in imports(tree)}
+            assert not firsts & {"fsspec", "s3fs", "gcsfs", "adlfs"}, where
 
 
 def test_environment_is_read_in_setup_alone():

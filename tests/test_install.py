@@ -76,8 +76,8 @@ def run(place, folder, *words, expect=0):
 
 def test_the_wheel_has_everything_that_runs_and_nothing_else(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
-    folders = ("config", "kernels", "parallel", "model", "data", "optim", "checkpoint", "runtime", "plan",
-               "proof", "scaling", "scripts")
+    folders = ("config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime",
+               "plan", "proof", "scaling", "scripts")
     for path in checkout_files(ROOT):
         is_code = path.endswith(".py") and path.startswith(tuple(f"{folder}/" for folder in folders))
         is_wanted = (is_code and not path.startswith("proof/mutate/")) or path in ("train.py", "build.py")
@@ -99,7 +99,7 @@ def test_the_requirements_of_the_wheel_are_those_of_the_files(wheel):
     ]
     assert len([line for line in lines if "extra ==" not in line]) == len(plain)
     assert f"\nVersion: {config.version.VERSION}\n" in text and "\nRequires-Python: >=3.10\n" in text
-    for extra in ("test", "gpu", "eval"):
+    for extra in ("test", "gpu", "eval", "stores"):
         assert any(f'extra == "{extra}"' in line for line in lines)
 
 

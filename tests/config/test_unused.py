@@ -107,7 +107,7 @@ READ = {
     "data": "path tokenizer split doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
-    "failed_saves async_save timeout_s",
+    "failed_saves mirror async_save timeout_s",
     "log": "dir name every wandb tensorboard",
     "profile": "steps",
 }

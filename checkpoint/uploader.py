@@ -1,0 +1,140 @@
+"""Sends checkpoints to checkpoint.mirror behind training: one thread of rank 0, which training never waits
+for but at the end.
+
+- A request while an upload runs is served after it, once, with what is newest then.
+- An upload that fails is named in a line, and tried again with the next checkpoint. After
+  checkpoint.mirror_failures of them in a row the run ends with the exit code of failed storage (82); all its
+  checkpoints are in the run folder, and the next start sends the newest.
+- The end of the run waits for the last upload.
+"""
+import functools
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from checkpoint import mirror
+from config import Config
+from remote.files import RemoteError, reason_of
+
+FINAL_TRIES = 3  # uploads at the end of a run, before it ends with an error
+FINAL_WAIT = 2.0  # seconds between them
+
+
+class CheckpointUploader:
+    """update: sends what the store lacks; None: there is no store, and nothing is done.
+
+    may_fail: uploads in a row that may fail; None: any number.
+    """
+
+    def __init__(
+        self, url: str, folder: Path, update: Callable[[], None] | None, may_fail: int | None = None
+    ) -> None:
+        self.url = url
+        self.folder = folder
+        self.update = update
+        self.may_fail = may_fail
+        self.failures = 0  # in a row, until now
+        self.reason = ""  # of the last one
+        self.lines: list[str] = []  # not yet taken
+        self.changed = threading.Condition()  # guards all below and above
+        self.wanted = False
+        self.busy = False
+        self.thread: threading.Thread | None = None
+
+    def request(self) -> None:
+        """Lets the thread send what is committed now. Returns at once."""
+        if self.update is None:
+            return
+        with self.changed:
+            self.wanted = True
+            if self.thread is None:
+                # a daemon: a run that fails does not wait for the store
+                self.thread = threading.Thread(target=self.run, name="uploader", daemon=True)
+                self.thread.start()
+            self.changed.notify_all()
+
+    def run(self) -> None:
+        """The thread: an upload for each request, or one for several."""
+        while True:
+            with self.changed:
+                self.busy = False
+                self.changed.notify_all()
+                self.changed.wait_for(lambda: self.wanted)
+                self.wanted = False
+                self.busy = True
+            self.upload()
+
+    def upload(self) -> None:
+        """One upload. Never raises."""
+        assert self.update is not None
+        try:
+            self.update()
+        except Exception as error:
+            with self.changed:
+                self.failures += 1
+                self.reason = str(error) if isinstance(error, RemoteError) else reason_of(error)
+                of = "" if self.may_fail is None else f" of {self.may_fail}"
+                self.lines.append(
+                    f"warning: upload to {self.url} failed ({self.failures}{of} in a row): {self.reason}; "
+                    "it is tried again with the next checkpoint"
+                )
+        else:
+            with self.changed:
+                if self.failures:
+                    self.lines.append(f"upload to {self.url} works again, after {self.failures} that failed")
+                self.failures = 0
+
+    def take_lines(self) -> list[str]:
+        """What happened since the last call, for the log."""
+        if not self.lines:
+            return []
+        with self.changed:
+            lines, self.lines = self.lines, []
+        return lines
+
+    def has_failed(self) -> bool:
+        """Whether so many uploads have failed in a row that the run must end."""
+        return self.may_fail is not None and self.failures >= self.may_fail
+
+    def check(self) -> None:
+        """Raises RemoteError if has_failed()."""
+        if self.has_failed():
+            raise self.error(f"{self.failures} uploads in a row have failed")
+
+    def error(self, what: str) -> RemoteError:
+        return RemoteError(f"{self.url}: {what} ({self.reason or 'no answer'}); {self.folder} has every "
+                           "checkpoint, and the same command goes on and sends the newest")
+
+    def finish(self, timeout_s: float) -> None:
+        """Sends what is committed now, and waits for it: again where it fails, FINAL_TRIES times in all.
+
+        Raises RemoteError if the store does not have it after that, or after timeout_s.
+        """
+        if self.update is None:
+            return
+        deadline = time.monotonic() + timeout_s
+        for number in range(FINAL_TRIES):
+            if number:
+                time.sleep(FINAL_WAIT)
+            self.request()
+            with self.changed:
+                left = deadline - time.monotonic()
+                is_done = self.changed.wait_for(lambda: not self.wanted and not self.busy, left)
+                if is_done and not self.failures:
+                    return
+            if not is_done:
+                raise self.error(f"the last upload is not done after {timeout_s:g} s (checkpoint.timeout_s)")
+        raise self.error("the last upload has failed")
+
+
+def open_uploader(cfg: Config, folder: Path, is_first_rank: bool) -> CheckpointUploader:
+    """The uploader of this rank: of the first one where checkpoint.mirror is set, else one without a store.
+
+    folder: of the run. Sends nothing.
+    """
+    run = mirror.open_mirror(cfg) if is_first_rank else None
+    if run is None:
+        return CheckpointUploader("", folder, None)
+    update = functools.partial(mirror.update, run, folder, cfg.checkpoint.keep)
+    return CheckpointUploader(run.url, folder, update, cfg.checkpoint.mirror_failures)

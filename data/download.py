@@ -1,0 +1,212 @@
+"""Data in an object store: whole files, downloaded once a node into data.cache, then read as any other data.
+
+    s3://bucket/corpora/web  ->  CACHE/s3/bucket/corpora/web.copy/web.bin, .idx, .json, .crc, ...
+
+A run reads its windows in random order, from every part of the file within the first thousands of steps. So
+ranges, fetched when they are needed, would soon be the whole file, each with the delay of a request in the
+path of a step; Megatron-LM and MosaicML's streaming put whole files, or whole shards, on the local disk, too.
+The cost: as much disk on each node as the data is long. Nothing is evicted: what is there is never fetched
+again, and whoever needs the room removes the folder.
+
+- One process of a node downloads (a lock), the others wait. A folder is downloaded under another name and
+  renamed: a copy is complete or not there.
+- Its checksums are compared before that: .json, .idx, and each block of the .bin and .mask.
+- The store is asked once, at the start, whether its files are still those of the copy.
+"""
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from config import Config, ConfigError, phases_of
+from data.blend import parse_blend
+from data.blocks import BLOCK, ChecksumError
+from data.indexed import IndexedDataset, sibling_file
+from remote.files import CHECK, FileState, RemoteError, RemoteFolder, is_url, open_folder, path_of_url
+
+ENDS = (".idx", ".bin", ".json", ".crc", ".mask", ".mask.crc")  # of the files of one data set
+TOKENIZER = ".tokenizer"  # the end of the name of the folder beside them
+SOURCE = "source.json"  # of a copy: what the store said of its files
+
+Files = dict[str, FileState]  # {name in the folder of the data set: ...}
+Copies = dict[str, Files]  # {URL of data.path: what the store said when it was downloaded}
+
+
+def local_path(path: str, cache: str) -> str:
+    """Where a path of data.path lies on this machine: a URL is that of its copy, which need not be there."""
+    if not is_url(path):
+        return path
+    place = path_of_url(prefix_of(path))
+    end = ".bin" if path.endswith(".bin") else ""
+    return str(Path(cache) / place.parent / f"{place.name}.copy" / f"{place.name}{end}")
+
+
+def prefix_of(path: str) -> str:
+    return path.rstrip("/").removesuffix(".bin").removesuffix(".idx")
+
+
+def local_data(path: str, cache: str) -> str:
+    """local_path, with the copy downloaded if it is not there. Raises ConfigError, ChecksumError, OSError."""
+    if is_url(path) and not copy_folder(path, cache).is_dir():
+        download(path, cache)
+    return local_path(path, cache)
+
+
+def download_sources(cfg: Config, known: Copies | None = None) -> Copies:
+    """Downloads what data.path names in a store and is not on this node, in every phase of the run.
+
+    known: what the first rank has; None: this is the first rank, which asks the store.
+
+    Raises ConfigError if a store cannot be reached, or if a copy is not what is there now; ChecksumError;
+    OSError.
+    """
+    copies: Copies = {}
+    for phase in phases_of(cfg).all:
+        for path in parse_blend(phase.cfg.data.path)[1]:
+            if is_url(path) and path not in copies:
+                cache = cfg.data.cache
+                wanted = stored_files(path) if known is None else known[path]
+                local_data(path, cache)
+                copies[path] = read_source(copy_folder(path, cache))
+                check_same_files(path, copy_folder(path, cache), copies[path], wanted)
+    return copies
+
+
+def check_same_files(path: str, folder: Path, copied: Files, wanted: Files) -> None:
+    """Raises ConfigError if a copy is of other files than those that are wanted."""
+    differing = sorted(name for name in {*copied, *wanted} if copied.get(name) != wanted.get(name))
+    if differing:
+        raise ConfigError(f"data.path: {path} has changed in the store since {folder} was downloaded "
+                          f"({', '.join(differing)}); remove that folder on every node to download it again")
+
+
+# ---- the store ---------------------------------------------------------------------------------------------
+
+def open_source(path: str) -> tuple[RemoteFolder, str]:
+    """(the folder that holds a data set, the name of the data set in it). Raises ConfigError."""
+    parent, _, name = prefix_of(path).rpartition("/")
+    return open_folder(parent, "data.path"), name
+
+
+def stored_files(path: str) -> Files:
+    """The files of a data set in the store. Raises ConfigError if it cannot be reached, or has none."""
+    folder, name = open_source(path)
+    try:
+        found = {f"{name}{end}": folder.state(f"{name}{end}") for end in ENDS}
+        inner = folder.folder(f"{name}{TOKENIZER}")
+        found |= {f"{name}{TOKENIZER}/{file}": inner.state(file) for file in inner.names()}
+    except RemoteError as error:
+        raise ConfigError(f"data.path: {path} cannot be reached: {error}; {CHECK}") from error
+    files = {file: state for file, state in found.items() if state is not None}
+    wanted = [f"{name}.bin"] if path.endswith(".bin") else [f"{name}.idx", f"{name}.bin"]
+    for file in wanted:
+        if file not in files:
+            raise ConfigError(f"data.path: {folder.url}/{file}: no such file in the store; data.path is the "
+                              "name without .bin and .idx of what python -m scripts.prepare_data made")
+    return files
+
+
+# ---- the copy ----------------------------------------------------------------------------------------------
+
+def copy_folder(path: str, cache: str) -> Path:
+    """The folder of the copy of a URL."""
+    return Path(local_path(path, cache)).parent
+
+
+def read_source(folder: Path) -> Files:
+    """What the store said of the files of a copy. Raises ConfigError if it is no copy."""
+    try:
+        rows = json.loads((folder / SOURCE).read_text())["files"]
+        return {name: FileState(**row) for name, row in rows.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{folder}: is no copy of data in a store; remove it") from None
+
+
+def download(path: str, cache: str) -> None:
+    """Downloads a data set, or waits for the process of this node that does."""
+    final = copy_folder(path, cache)
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with one_process(final.with_name(f".{final.name}.lock")):
+        if final.is_dir():
+            return
+        for left in final.parent.glob(f".{final.name}.tmp-*"):  # of a process that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        temp = final.with_name(f".{final.name}.tmp-{uuid.uuid4().hex}")
+        try:
+            download_files(path, temp)
+            commit_copy(temp, final)
+        finally:
+            shutil.rmtree(temp, ignore_errors=True)
+
+
+def download_files(path: str, temp: Path) -> None:
+    """Downloads all files of a data set into a new folder, and checks them. Raises as download_sources."""
+    files = stored_files(path)
+    folder, name = open_source(path)
+    temp.mkdir()
+    total = sum(state.size for state in files.values())
+    free = shutil.disk_usage(temp).free
+    if free < total:
+        raise ConfigError(f"data.cache: {path} has {total:,} bytes, and {free:,} are free in {temp.parent}; "
+                          "make room, or give another data.cache")
+    try:
+        for file, state in files.items():
+            (temp / file).parent.mkdir(exist_ok=True)
+            folder.download(file, temp / file, state.size)
+        changed = stored_files(path) != files
+    except RemoteError as error:
+        raise ConfigError(f"data.path: {path} cannot be downloaded: {error}") from error
+    if changed:
+        raise ConfigError(f"data.path: {path} was changed while it was downloaded; start again")
+    check_copy(path, temp / name)
+    rows = {file: {"size": state.size, "version": state.version} for file, state in files.items()}
+    (temp / SOURCE).write_text(json.dumps({"url": path, "files": rows}, indent=1))
+
+
+def commit_copy(temp: Path, final: Path) -> None:
+    """Gives a copy its name. A process of another node may have been first, on a folder that nodes share."""
+    try:
+        os.rename(temp, final)
+    except OSError:
+        if not final.is_dir():
+            raise
+
+
+def check_copy(path: str, prefix: Path) -> None:
+    """Raises ChecksumError or ConfigError, which name the URL, if a copy is not what was prepared."""
+    if not sibling_file(prefix, ".idx").exists():
+        return  # nanoGPT's .bin, without checksums
+    try:
+        IndexedDataset(prefix)
+        for end, crc_end in ((".bin", ".crc"), (".mask", ".mask.crc")):
+            if sibling_file(prefix, crc_end).exists():
+                check_blocks(sibling_file(prefix, end), sibling_file(prefix, crc_end))
+    except ConfigError as error:
+        kind = type(error)
+        text = str(error).replace(f"{prefix.parent}/", f"{path.rpartition('/')[0]}/")
+        raise kind(f"data.path: {path} was downloaded, and is damaged: {text}") from None
+
+
+def check_blocks(file: Path, crc_file: Path) -> None:
+    """Raises ChecksumError, which names the block, if a file is not that of its checksums."""
+    expected = np.fromfile(crc_file, "<u4").tolist()
+    with open(file, "rb") as content:
+        for block, crc in enumerate(expected):
+            if zlib.crc32(content.read(BLOCK)) != crc:
+                raise ChecksumError(f"{file}: block {block} fails its crc32: upload it again")
+
+
+@contextlib.contextmanager
+def one_process(path: Path) -> Iterator[None]:
+    """Waits until no other process of this node is inside; where a file system has no locks, does not wait."""
+    with open(path, "w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,226 @@
+"""Files in an object store, by URL: s3://bucket/folder, gs://, az://, hf://, and whatever else fsspec speaks.
+
+The only file that imports fsspec. What a store needs beside the URL (endpoint, region, credentials) comes
+from its package's own environment variables and files, and from fsspec's (FSSPEC_S3_ENDPOINT_URL, ...): so no
+secret is in a config. Requirements: requirements-stores.txt, or pip install "bevatron[stores]".
+
+A store fails in more ways than a disk: so what fails is tried again, TRIES times in all, and then raises one
+RemoteError, whatever the package's own exception is. A file that is not there, and one that may not be read
+or written, are answers and not failures: they are not tried again.
+"""
+import os
+import re
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from config import ConfigError
+
+Result = TypeVar("Result")
+URL = re.compile(r"([a-z][a-z0-9+.-]*)://(.*)", re.IGNORECASE)
+PASSWORD = re.compile(r"[^/@]*:[^/@]*@")  # user:password@host
+INSTALL = 'pip install "bevatron[stores]", or pip install -r requirements-stores.txt'
+CHECK = "check the address, the network and the credentials of the store"
+TRIES = 3  # of each request, beside those of the store's package
+FIRST_WAIT = 1.0  # seconds before the second try; each wait is twice the one before
+PART_BYTES = 16 << 20  # of a download: each part is a request of its own
+MAX_THREADS = 4  # requests at a time; of a file, and files at a time
+WITH_FOLDERS = ("file", "local", "webhdfs", "hdfs")  # protocols whose folders are more than parts of names
+VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "oid", "blob_id", "mtime", "modificationTime")
+
+
+class RemoteError(RuntimeError):
+    """The store failed, after all tries. One line that names the URL. Exit code 82."""
+    exit_code = 82
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What a store says of a file. version: changes with the content where the store has such a thing."""
+    size: int  # bytes
+    version: str
+
+
+def is_url(text: str | None) -> bool:
+    """Whether a path names a store and not a file of this machine."""
+    return text is not None and URL.match(text) is not None
+
+
+def path_of_url(url: str) -> Path:
+    """s3://bucket/a/b -> s3/bucket/a/b: where a copy lies below a folder. Raises ConfigError."""
+    match = URL.match(url)
+    if match is None:
+        raise ConfigError(f"{url}: not a URL such as s3://bucket/folder")
+    parts = [part for part in match[2].split("/") if part]
+    if not parts or any(part in (".", "..") for part in parts):
+        raise ConfigError(f"{url}: must name a place in the store, without . and ..")
+    return Path(match[1].lower(), *parts)
+
+
+@dataclass(frozen=True)
+class RemoteFolder:
+    """A folder in a store. Names of files are relative to it. open_folder makes it.
+
+    All methods raise RemoteError if the store fails.
+    """
+    url: str
+    filesystem: Any  # fsspec.AbstractFileSystem
+    path: str  # of the folder, as the filesystem names it
+
+    def folder(self, name: str) -> "RemoteFolder":
+        """A folder inside."""
+        return RemoteFolder(f"{self.url}/{name}", self.filesystem, f"{self.path}/{name}")
+
+    # ---- reading -------------------------------------------------------------------------------------------
+
+    def state(self, name: str) -> FileState | None:
+        """What the store says of a file; None if there is none."""
+        def look() -> FileState | None:
+            self.filesystem.invalidate_cache()
+            info = self.filesystem.info(f"{self.path}/{name}")
+            if info["type"] != "file":
+                return None
+            version = next((str(info[key]) for key in VERSIONS if info.get(key) is not None), "")
+            return FileState(int(info["size"]), version)
+
+        return self.call(name, look, None)
+
+    def names(self) -> list[str]:
+        """The names of the files and folders in it, sorted; none if there is no such folder."""
+        def look() -> list[str]:
+            self.filesystem.invalidate_cache()
+            found = self.filesystem.ls(self.path, detail=False)
+            return sorted({path.rstrip("/").rpartition("/")[2] for path in found} - {""})
+
+        return self.call("", look, [])
+
+    def read(self, name: str) -> bytes | None:
+        """All bytes of a small file; None if there is none."""
+        return self.call(name, lambda: self.filesystem.cat_file(f"{self.path}/{name}"), None)
+
+    def download(self, name: str, target: Path, size: int) -> None:
+        """Writes a file of `size` bytes to a new local file, in parts, and flushes it to the disk.
+
+        Raises RemoteError if the store has fewer bytes; OSError of the local disk.
+        """
+        with open(target, "xb") as file:
+            file.truncate(size)
+
+            def fetch(start: int) -> None:
+                stop = min(start + PART_BYTES, size)
+                data = self.call(
+                    name,
+                    lambda: self.filesystem.cat_file(f"{self.path}/{name}", start=start, end=stop),
+                    b"",
+                )
+                if len(data) != stop - start:
+                    raise RemoteError(f"{self.url}/{name}: bytes {start} to {stop} are not there")
+                os.pwrite(file.fileno(), data, start)
+
+            in_threads(fetch, range(0, size, PART_BYTES))
+            os.fsync(file.fileno())
+
+    # ---- writing -------------------------------------------------------------------------------------------
+
+    def write(self, name: str, data: bytes) -> None:
+        """Creates or replaces a small file."""
+        self.call(name, lambda: self.filesystem.pipe_file(f"{self.path}/{name}", data))
+
+    def upload(self, source: Path, name: str) -> None:
+        """Creates or replaces a file, and compares its size in the store. Raises OSError of the disk."""
+        size = source.stat().st_size
+        self.call(name, lambda: self.filesystem.put_file(str(source), f"{self.path}/{name}"))
+        stored = self.state(name)
+        if stored is None or stored.size != size:
+            found = "nothing" if stored is None else f"{stored.size:,} bytes"
+            raise RemoteError(f"{self.url}/{name}: {size:,} bytes were sent, and {found} are stored")
+
+    def remove(self, names: Iterable[str]) -> None:
+        """Removes files, one after the other; those that are not there are no error."""
+        for name in names:
+            self.call(name, lambda name=name: self.filesystem.rm_file(f"{self.path}/{name}"), None)
+
+    def remove_empty(self) -> None:
+        """Removes the folder itself, where the store has real folders and this one is empty."""
+        if URL.sub(r"\1", self.url) in WITH_FOLDERS and not self.names():
+            # not rmdir, which does nothing for webhdfs
+            self.call("", lambda: self.filesystem.rm(self.path, recursive=True), None)
+
+    # ---- failing -------------------------------------------------------------------------------------------
+
+    def call(self, name: str, work: Callable[[], Result], absent: Any = ...) -> Any:
+        """work(), tried again where the store fails. absent: the result if a file is not there.
+
+        Packages raise exceptions of their own here, of no common class.
+        """
+        place = f"{self.url}/{name}" if name else self.url
+        wait = FIRST_WAIT
+        for number in range(1, TRIES + 1):
+            try:
+                return work()
+            except FileNotFoundError as error:
+                if absent is not ...:
+                    return absent
+                raise RemoteError(f"{place}: no such place in the store ({reason_of(error)})") from error
+            except (PermissionError, RemoteError) as error:
+                raise as_remote_error(place, error) from error
+            except Exception as error:
+                if number == TRIES:
+                    raise as_remote_error(place, error) from error
+            time.sleep(wait)
+            wait *= 2
+        raise AssertionError("unreachable")
+
+
+def as_remote_error(place: str, error: Exception) -> RemoteError:
+    if isinstance(error, RemoteError):
+        return error
+    return RemoteError(f"{place}: the store fails: {reason_of(error)}")
+
+
+def reason_of(error: Exception) -> str:
+    """The first words of an error of another package, in one line, with the name of its class."""
+    text = " ".join(str(error).split())[:200]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def in_threads(work: Callable[[Any], object], jobs: Iterable[Any]) -> None:
+    """work(job) for each job, a few at a time. Raises the first error."""
+    with ThreadPoolExecutor(MAX_THREADS, "store") as pool:
+        for _ in pool.map(work, jobs):
+            pass
+
+
+# ---- opening -----------------------------------------------------------------------------------------------
+
+def open_folder(url: str, key: str) -> RemoteFolder:
+    """The folder that a URL names. Sends nothing.
+
+    key: the config key, for messages. Raises ConfigError if the URL holds a password, or if the package for
+    its protocol is missing.
+    """
+    protocol = str(path_of_url(url).parts[0])
+    if PASSWORD.match(url.partition("://")[2]):
+        raise ConfigError(
+            f"{key}: a password must not be in a URL, which the run writes into its files; give it in the "
+            "environment of the store's package (docs/checkpoints.md)"
+        )
+    options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+    try:
+        import fsspec  # only a run that names a store needs it, and its protocol's package
+
+        filesystem, path = fsspec.url_to_fs(url.rstrip("/"), **options)
+    except ImportError as error:
+        raise ConfigError(f"{key}: {url}: {one_line(error)}; {INSTALL}") from None
+    except ValueError as error:
+        raise ConfigError(f"{key}: {url}: {one_line(error)}; write it like s3://bucket/folder") from None
+    except Exception as error:  # some packages connect at once
+        raise ConfigError(f"{key}: {url} cannot be reached: {reason_of(error)}; {CHECK}") from error
+    return RemoteFolder(url.rstrip("/"), filesystem, path.rstrip("/"))
+
+
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
