@@ -232,7 +232,7 @@ def prepare(cfg: Config, folder: Path) -> list[str]:
                 f"checkpoint.resume: none, but {run.url} holds checkpoints; choose another --log.name, or "
                 "remove them there"
             )
-        return restore(run, folder)
+        return [f"{'mirror':<9}{run.url}", *restore(run, folder)]
     except RemoteError as error:
         raise ConfigError(f"checkpoint.mirror: {run.url} cannot be read: {error}") from error
 

@@ -610,7 +610,7 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
 
 
 def downloads_of(cfg: Config) -> pathlib.Path:
-    """Where a run puts copies of checkpoints in a store: beside its run folder, where every rank sees them."""
+    """Where a run puts copies of checkpoints in a store: beside its folder, where every rank sees them."""
     return pathlib.Path(cfg.log.dir) / DOWNLOADS.name
 
 

@@ -36,8 +36,9 @@ class CheckpointUploader:
         self.may_fail = may_fail
         self.failures = 0  # in a row, until now
         self.reason = ""  # of the last one
+        self.given_up = False
         self.lines: list[str] = []  # not yet taken
-        self.changed = threading.Condition()  # guards all below and above
+        self.changed = threading.Condition()  # guards all that changes
         self.wanted = False
         self.busy = False
         self.thread: threading.Thread | None = None
@@ -79,6 +80,8 @@ class CheckpointUploader:
                     f"warning: upload to {self.url} failed ({self.failures}{of} in a row): {self.reason}; "
                     "it is tried again with the next checkpoint"
                 )
+                if self.may_fail is not None and self.failures >= self.may_fail:
+                    self.given_up = True
         else:
             with self.changed:
                 if self.failures:
@@ -94,13 +97,13 @@ class CheckpointUploader:
         return lines
 
     def has_failed(self) -> bool:
-        """Whether so many uploads have failed in a row that the run must end."""
-        return self.may_fail is not None and self.failures >= self.may_fail
+        """Whether so many uploads have failed in a row, at one time, that the run must end."""
+        return self.given_up
 
     def check(self) -> None:
         """Raises RemoteError if has_failed()."""
         if self.has_failed():
-            raise self.error(f"{self.failures} uploads in a row have failed")
+            raise self.error(f"{self.may_fail} uploads in a row have failed")
 
     def error(self, what: str) -> RemoteError:
         return RemoteError(f"{self.url}: {what} ({self.reason or 'no answer'}); {self.folder} has every "

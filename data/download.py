@@ -205,7 +205,7 @@ def check_blocks(file: Path, crc_file: Path) -> None:
 
 @contextlib.contextmanager
 def one_process(path: Path) -> Iterator[None]:
-    """Waits until no other process of this node is inside; where a file system has no locks, does not wait."""
+    """Waits until no other process of this node is inside; without locks of the file system, does not."""
     with open(path, "w") as file:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)

@@ -8,7 +8,8 @@ It speaks as much of S3 (for s3fs) and of WebHDFS (for fsspec's own client) as t
     python tests/store_server.py FOLDER PORT [--delay S] [--die-at-write N] [--fail-from-write N]
 
 Objects are files below FOLDER, and outlive the process. --die-at-write: the N-th write is written by half
-(WebHDFS) or not at all (S3), and the process kills itself. --fail-from-write: from the N-th on, writes are answered with 500.
+(WebHDFS) or not at all (S3), and the process kills itself. --fail-from-write: from the N-th on, writes are
+answered with 500.
 """
 
 import argparse

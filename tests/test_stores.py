@@ -1,5 +1,5 @@
-"""Data and checkpoints in an object store: train.py against a server in a process of its own (store_server.py),
-which is down, dies, is slow, or refuses.
+"""Data and checkpoints in an object store: train.py against a server in a process of its own
+(store_server.py), which is down, dies, is slow, or refuses.
 
 webhdfs is fsspec's own client, and needs nothing more. s3 needs the package s3fs (requirements-test.txt).
 """
@@ -30,7 +30,8 @@ S3 = pytest.param(
     "s3", marks=pytest.mark.skipif(not HAS_S3, reason="the package s3fs is missing (requirements-test.txt)")
 )
 STEPS = 6
-ARGS = ("llama3-tiny", *MODEL, "--checkpoint.every", "2", "--model.dropout", "0.1", "--optim.decay", "constant")
+SETTINGS = "--checkpoint.every 2 --model.dropout 0.1 --optim.decay constant"
+ARGS = ("llama3-tiny", *MODEL, *SETTINGS.split())
 
 
 @pytest.fixture(params=["webhdfs", S3])
@@ -62,6 +63,7 @@ def impatient(rank):
         import s3fs
 
         s3fs.S3FileSystem.retries = 1
+        s3fs.S3FileSystem.clear_instance_cache()  # one that was made here has the address of another test
 
 
 def url_of(server, kind):
@@ -259,7 +261,8 @@ def test_failures_in_a_row_end_a_run_of_two_ranks(server, kind, tmp_path):
     prefix = put_corpus(server, tmp_path)
     server.start("--fail-from-write", "2")
     home = tmp_path / "home"
-    args = words(home, url, "--checkpoint.every", "1", "--checkpoint.mirror_failures", "2", steps=200, data=prefix)
+    more = "--checkpoint.every 1 --checkpoint.mirror_failures 2".split()
+    args = words(home, url, *more, steps=200, data=prefix)
     end = job(home, 2, args, fault="step.begin:act=sleep=0.3", before=impatient)
     assert set(end.codes) <= {82, -15} and 82 in end.codes, end.logs
     text = "".join(end.logs)
@@ -272,7 +275,7 @@ def test_failures_in_a_row_end_a_run_of_two_ranks(server, kind, tmp_path):
 
 
 def test_a_slow_store_does_not_hold_up_the_steps_and_is_waited_for_at_the_end(server, kind, tmp_path):
-    """Uploads that take longer than the time between saves: fewer are sent than saved, and the last one is."""
+    """Uploads that take longer than the time between saves: fewer are sent than saved, and the last is."""
     url = url_of(server, kind)
     prefix = put_corpus(server, tmp_path)
     server.start("--delay", "0.25")

@@ -88,6 +88,7 @@ CASES = (
         1,
     ),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
+    ({"mirror_failures": 2}, "", "--checkpoint.mirror s3://bucket/runs", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
     ({"tasks_every": 100, "tasks_limit": 7}, "", "--eval.tasks configs/tasks", 1),
