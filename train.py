@@ -310,8 +310,7 @@ def train_loop(session: Session) -> LoopEnd:
         collect_after_step(step)
         session.log.log_slow(step, *session.slow.add(session.log.take_shares()))
 
-        for line in session.uploads.take_lines():
-            session.log.log_line(line)
+        show_uploads(session)
         reason, restart = agree_to_stop(session)
         end = LoopEnd(step, reason, restart)
         is_last = step == run.steps
@@ -500,6 +499,7 @@ def close_run(session: Session, end: LoopEnd) -> None:
         except Exception as error:  # a picture is not worth a finished run
             log.log_line(f"warning: a picture or the summary is missing: {error}")
     finish_uploads(session.uploads, session.cfg, session.world)
+    show_uploads(session)
 
     run_words = shlex.quote(str(folder))
     hints = [
@@ -508,6 +508,12 @@ def close_run(session: Session, end: LoopEnd) -> None:
         "python train.py --list",
     ]
     log.close(reason, code=FINISHED if reason is None else STOPPED_EARLY, hints=hints)
+
+
+def show_uploads(session: Session) -> None:
+    """Prints what has happened to uploads since the last call."""
+    for line in session.uploads.take_lines():
+        session.log.log_line(line)
 
 
 def finish_uploads(uploads: CheckpointUploader, cfg: Config, world: World) -> None:
