@@ -15,7 +15,8 @@ import time
 from multiprocessing import get_context
 
 import pytest
-from ranks import MODEL, corpus, job
+import ranks
+from ranks import MODEL, corpus
 from store_server import Server
 
 from checkpoint import mirror, store
@@ -65,6 +66,11 @@ def impatient(rank):
 
         s3fs.S3FileSystem.retries = 1
         s3fs.S3FileSystem.clear_instance_cache()  # one that was made here has the address of another test
+
+
+def job(*args, **more):
+    """ranks.job, with a store that is soon found to be down."""
+    return ranks.job(*args, before=impatient, limit=180, **more)
 
 
 def url_of(server, kind):
@@ -150,14 +156,13 @@ def test_a_fresh_machine_goes_on_as_if_nothing_had_happened(server, kind, world,
         world,
         words(first, url, *layout),
         fault="step.begin:step=5:act=sleep=60",
-        before=impatient,
         meanwhile=kill_when_sent,
     )
     assert end.codes == [-9] * world, end.logs
     shutil.rmtree(first)
 
     second = tmp_path / "second"
-    end = job(second, world, words(second, url, *layout), before=impatient)
+    end = job(second, world, words(second, url, *layout))
     assert end.codes == [0] * world, end.logs
     assert "restored step_00000004 from" in end.logs[0] and "step_00000004 at step 4" in end.logs[0]
     assert losses(second / "r") == losses(tmp_path / "plain" / "r")
@@ -181,7 +186,7 @@ def test_a_store_that_is_down_is_named_before_any_work(server, kind, tmp_path):
     }.items():
         home = tmp_path / name
         more = ["--train.steps", "2", "--log.dir", str(home), "--log.name", "r"]
-        end = job(home, 1, [*ARGS, *args, *more], before=impatient)
+        end = job(home, 1, [*ARGS, *args, *more])
         assert end.codes == [2], end.logs
         (line,) = end.errors()
         key = {"data": "data.path", "mirror": "checkpoint.mirror"}[name]
@@ -190,7 +195,7 @@ def test_a_store_that_is_down_is_named_before_any_work(server, kind, tmp_path):
         assert not (home / "r" / "checkpoints").exists() and not (home / "r" / "metrics.jsonl").exists()
 
     server.start()
-    end = job(home, 1, [*ARGS, "--data.path", f"{url}/corpora/none", *more], before=impatient)
+    end = job(home, 1, [*ARGS, "--data.path", f"{url}/corpora/none", *more])
     assert end.codes == [2] and "corpora/none.idx: no such file in the store" in end.logs[0]
 
 
@@ -200,14 +205,14 @@ def test_a_store_that_dies_in_an_upload_loses_nothing_and_the_next_start_heals_i
     url = url_of(server, kind)
     prefix = put_corpus(server, tmp_path)
     home = tmp_path / "home"
-    end = job(home, 1, words(home, url, steps=2, data=prefix), before=impatient)
+    end = job(home, 1, words(home, url, steps=2, data=prefix))
     assert end.codes == [0], end.logs
     before = pieces(home / "r" / "checkpoints" / "step_00000002")
     sent = server.requests("step_00000002")
 
     # writes: a probe, config, metrics, tokenizer, then the files of the checkpoint
     server.start("--die-at-write", "6")
-    end = job(home, 1, words(home, url, "--checkpoint.keep", "9", data=prefix), before=impatient)
+    end = job(home, 1, words(home, url, "--checkpoint.keep", "9", data=prefix))
     assert end.codes == [82], end.logs
     assert not server.is_alive()
     assert f"{url}/runs/r: the last upload has failed" in end.errors()[0]
@@ -219,7 +224,7 @@ def test_a_store_that_dies_in_an_upload_loses_nothing_and_the_next_start_heals_i
     server.start()
     assert steps_there(url) == [2]
     assert pieces(fetched(url, 2, tmp_path / "back")) == before
-    end = job(home, 1, words(home, url, "--checkpoint.keep", "2", data=prefix), before=impatient)
+    end = job(home, 1, words(home, url, "--checkpoint.keep", "2", data=prefix))
     assert end.codes == [0] and "nothing was left to do" in end.logs[0], end.logs
     assert steps_there(url) == [6, 2]
     assert pieces(fetched(url, 6, tmp_path / "back")) == pieces(home / "r/checkpoints/step_00000006")
@@ -247,7 +252,6 @@ def test_a_save_after_the_store_is_back_heals_it_in_the_same_run(server, kind, t
         1,
         words(home, url, data=prefix),
         fault="step.begin:step=4:act=sleep=5",
-        before=impatient,
         meanwhile=bring_back,
     )
     assert end.codes == [0], end.logs
@@ -264,7 +268,7 @@ def test_failures_in_a_row_end_a_run_of_two_ranks(server, kind, tmp_path):
     home = tmp_path / "home"
     more = "--checkpoint.every 1 --checkpoint.mirror_failures 2".split()
     args = words(home, url, *more, steps=200, data=prefix)
-    end = job(home, 2, args, fault="step.begin:act=sleep=0.3", before=impatient)
+    end = job(home, 2, args, fault="step.begin:act=sleep=0.3")
     assert set(end.codes) <= {82, -15} and 82 in end.codes, end.logs
     text = "".join(end.logs)
     assert "2 uploads in a row have failed" in text and "(1 of 2 in a row)" in text
@@ -283,7 +287,7 @@ def test_a_slow_store_does_not_hold_up_the_steps_and_is_waited_for_at_the_end(se
     home = tmp_path / "home"
     steps = 20
     args = words(home, url, "--checkpoint.every", "1", steps=steps, data=prefix)
-    end = job(home, 1, args, before=impatient, limit=120)
+    end = job(home, 1, args)
     assert end.codes == [0], end.logs
     sent = {line.split("step_")[1][:8] for line in server.requests("PUT", "index.sha256")}
     assert f"{steps:08d}" in sent and len(sent) < steps, sent
@@ -297,20 +301,20 @@ def test_another_layout_goes_on_from_the_store(server, kind, tmp_path):
     url = url_of(server, kind)
     put_corpus(server, tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
-    end = job(first, 2, words(first, url, "--parallel.tp", "2", steps=2), before=impatient)
+    end = job(first, 2, words(first, url, "--parallel.tp", "2", steps=2))
     assert end.codes == [0, 0], end.logs
     shutil.rmtree(first / "r")
-    end = job(second, 1, words(second, url, steps=4), before=impatient)
+    end = job(second, 1, words(second, url, steps=4))
     assert end.codes == [0] and "step_00000002 at step 2" in end.logs[0], end.logs
     # and new runs begin with its weights, or go on in a folder of their own
     for key in ("init_from", "resume"):
         more = ["--train.steps", "5", "--log.dir", str(tmp_path / key), "--log.name", "n"]
         given = [f"--checkpoint.{key}", f"{url}/runs/r", "--data.path", str(tmp_path / "text")]
-        end = job(tmp_path / key, 1, [*ARGS, *given, *more], before=impatient)
+        end = job(tmp_path / key, 1, [*ARGS, *given, *more])
         assert end.codes == [0], end.logs
         assert f"{tmp_path / key}/remote/" in end.logs[0]
 
-    end = job(tmp_path, 1, words(tmp_path, url, "--checkpoint.resume", "none"), before=impatient)
+    end = job(tmp_path, 1, words(tmp_path, url, "--checkpoint.resume", "none"))
     assert end.codes == [2] and f"{url}/runs/r holds checkpoints" in end.errors()[0], end.logs
 
 
@@ -376,7 +380,6 @@ def test_damage_on_the_way_and_a_change_in_the_store_are_named(server, kind, tmp
         home,
         1,
         words(home, url, "--data.cache", str(tmp_path / "cache"), steps=2),
-        before=impatient,
     )
     assert end.codes == [2] and "text has changed in the store since" in end.errors()[0], end.logs
     assert "(text.bin); remove that folder" in end.errors()[0]
