@@ -48,6 +48,7 @@ from data.tokenizer import Tokenizer
 from data.window import Window, read_pieces, read_stream
 from parallel.microbatch import IGNORE_INDEX, Microbatch
 from parallel.offload import CopyStream, Event
+from remote.files import is_url
 
 SPLITS = ("train", "valid", "test")
 PROBE_TOKENS = 1 << 20  # the first tokens of the run, from whose documents the cost of attention is estimated
@@ -394,7 +395,7 @@ class BatchLoader:
 
 def check_paths(cfg: Config) -> None:
     """Raises ConfigError if data.path names something that holds no tokens; it says what to do. Opens
-    nothing."""
+    nothing; URLs are looked at when they are downloaded."""
     spec = shlex.quote(str(cfg.data.tokenizer or "bpe-32000"))
 
     def command(inputs: str, out: str) -> str:
@@ -403,7 +404,8 @@ def check_paths(cfg: Config) -> None:
     for path in parse_blend(cfg.data.path)[1]:
         prefix = path.removesuffix(".bin").removesuffix(".idx")
         is_raw = path.endswith(".bin") and os.path.isfile(path)
-        if path == "stdlib" or is_raw or any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin")):
+        is_indexed = any(os.path.exists(f"{prefix}{end}") for end in (".idx", ".bin"))
+        if path == "stdlib" or is_url(path) or is_raw or is_indexed:
             continue
         if os.path.exists(path):
             out = f"runs/data/{pathlib.Path(path).name.partition('.')[0]}"
