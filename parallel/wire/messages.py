@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
+from config.loading import CODE_FOLDERS
+
 MAX_BYTES = 256 << 20  # of one message
 MAX_TOTAL_BYTES = 4 << 30  # of the messages that a rank receives at once
 MAX_SHOWN = 100  # characters of what a peer has sent, in an error message
-PACKAGES = (
-    "build", "checkpoint", "config", "data", "kernels", "model", "optim", "parallel", "runtime", "train"
-)
+PACKAGES = (*CODE_FOLDERS, "build", "train")  # whose classes a message may name
 BUILTIN_ERRORS = {error.__name__: error for error in (
     ArithmeticError, AssertionError, AttributeError, BlockingIOError, BrokenPipeError, ConnectionError,
     EOFError, Exception, FileExistsError, FileNotFoundError, FloatingPointError, ImportError, IndexError,
