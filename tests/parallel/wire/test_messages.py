@@ -108,7 +108,11 @@ def test_an_error_that_is_known_nowhere_is_the_nearest_that_is():
     assert type(found) is ValueError and str(found) == str(caught.value)
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(2), object(), range(3), {1: [print]}, Box], ids=str)
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.ones(2), object(), range(3), {1: [print]}, Box],
+    ids=["a tensor", "an object", "a range", "a function", "a class"],
+)
 def test_what_is_not_plain_is_not_sent(wrong):
     with pytest.raises(TypeError, match="cannot be sent to another rank"):
         messages.encode(wrong)
