@@ -47,7 +47,7 @@ from runtime.lines import MetricsFile, read_metrics
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.sinks import Sink
-from runtime.slow import Slow, StepShares
+from runtime.slow import COMPUTE, DATA, LINK, STOPPED, Slow, StepShares
 from runtime.tensorboard_sink import TensorboardSink
 from runtime.wandb_sink import WandbSink
 
@@ -57,6 +57,12 @@ NOISE_DECAY = 0.95  # of the running means behind the noise scale
 ESCAPE_LENGTH = 10  # of a character that is shown as an escape, at most
 ETA_WINDOW = 64  # steps whose median time gives the ETA
 ALL_STEPS = 1 << 40  # more rows than any run has: read_metrics then skips none
+SLOW_FIELDS = {  # of metrics.jsonl: what is slow costs so much
+    COMPUTE: "slow_compute_ms",
+    DATA: "slow_data_ms",
+    LINK: "slow_link_ms",
+    STOPPED: "slow_stopped_ms",
+}
 
 
 class SmoothedNoise:
@@ -629,9 +635,9 @@ class MetricsLogger:
 
 
 def slow_fields(slow: Sequence[Slow]) -> dict[str, Any]:
-    """The fields of metrics.jsonl for what costs most of what is slow: slow_rank, slow_WHY_ms."""
+    """The fields of metrics.jsonl for what costs most of what is slow: slow_rank, and one of SLOW_FIELDS."""
     worst = max(slow, key=lambda one: one.excess_ms)
-    return {"slow_rank": worst.ranks[0], f"slow_{worst.why}_ms": worst.excess_ms}
+    return {"slow_rank": worst.ranks[0], SLOW_FIELDS[worst.why]: worst.excess_ms}
 
 
 # ---- the lines of the header -------------------------------------------------------------------------------
