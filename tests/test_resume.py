@@ -287,9 +287,9 @@ def test_saves_that_fail_again_and_again_end_the_run(home):
 
 
 def test_the_last_save_of_a_run_may_not_fail(home):
-    assert run(home, "last", "ckpt.mid_shard:step=9:act=ENOSPC") == 82
-    assert run(home, "last") == 0
-    same_as_clean(home, "last")
+    assert run(home, "unsaved", "ckpt.mid_shard:step=9:act=ENOSPC") == 82
+    assert run(home, "unsaved") == 0
+    same_as_clean(home, "unsaved")
 
 
 def test_settings_that_would_spoil_the_run_are_refused(home):

@@ -350,7 +350,7 @@ def all_gather_objects(x: Data, group: Group) -> list[Data]:
     gather = partial(all_gather_verb, group=group.handle)
     group.run_exchange("all_gather_object", lengths.nbytes, None, gather, lengths, own_length)
 
-    longest = check_lengths(lengths, group, is_padded=True)
+    longest = check_lengths(lengths, group)
     padded = own.new_zeros(longest)
     padded[:len(own)] = own
     received = own.new_empty(group.size * longest)
@@ -358,57 +358,6 @@ def all_gather_objects(x: Data, group: Group) -> list[Data]:
     rows = received.view(group.size, longest).cpu()
     return [from_tensor(row[:length], group, rank)
             for rank, (row, length) in enumerate(zip(rows, lengths.tolist()))]
-
-
-def gather_objects(x: Data, group: Group) -> list[Data] | None:
-    """[x of each rank] on the group's first rank; None on the others. Raises MessageError.
-
-    Rank 0 receives each message once, and the others receive nothing.
-    """
-    if group.size == 1:
-        return [x]
-    own = as_tensor(x, group)
-    own_length = torch.tensor([len(own)], device=own.device)
-    first = group.ranks[0]
-    if group.index > 0:
-        for message in (own_length, own):
-            send = [dist.P2POp(dist.isend, message, group=group.handle, group_peer=0)]
-            wait_for_transfers("send", message.nbytes, first, send, group)
-        return None
-
-    peers = range(1, group.size)
-    lengths = own.new_empty(group.size, dtype=torch.int64)
-    lengths[0] = len(own)
-    receive_all(list(lengths[1:].split(1)), peers, group)
-    check_lengths(lengths, group, is_padded=False)
-    messages_of_peers = [own.new_empty(length) for length in lengths[1:].tolist()]
-    receive_all(messages_of_peers, peers, group)
-    return [x, *(from_tensor(row, group, rank) for rank, row in zip(peers, messages_of_peers))]
-
-
-def broadcast_object(x: Data, group: Group) -> Data:
-    """x of the group's first rank, on every rank; what the others give is not sent. Raises MessageError."""
-    if group.size == 1:
-        return x
-    is_first = group.index == 0
-    own = as_tensor(x if is_first else None, group)
-    length = torch.tensor([len(own)], device=own.device)
-    send = partial(dist.broadcast, src=group.ranks[0], group=group.handle)
-    group.run_exchange("broadcast_object", length.nbytes, None, send, length)
-    nbytes = check_lengths(length, group, is_padded=False)
-    message = own if is_first else own.new_empty(nbytes)
-    group.run_exchange("broadcast_object", nbytes, None, send, message)
-    return x if is_first else from_tensor(message, group, 0)
-
-
-def maximum(numbers: Sequence[int], group: Group) -> list[int]:
-    """The maximum of each number over the group, on every rank."""
-    if group.size == 1:
-        return list(numbers)
-    found = torch.tensor(list(numbers), dtype=torch.int64, device=message_device(group))
-    largest = partial(dist.all_reduce, op=dist.ReduceOp.MAX, group=group.handle)
-    group.run_exchange("maximum", found.nbytes, None, largest, found)
-    return found.tolist()
 
 
 def message_device(group: Group) -> torch.device:
@@ -429,40 +378,21 @@ def from_tensor(message: Tensor, group: Group, index: int) -> Any:
     return messages.decode(message.cpu().numpy().tobytes(), f"rank {group.ranks[index]}")
 
 
-def check_lengths(lengths: Tensor, group: Group, is_padded: bool) -> int:
-    """The longest of the messages. Raises MessageError for one that is too long, before memory is taken.
-
-    is_padded: each takes as much memory as the longest.
-    """
+def check_lengths(lengths: Tensor, group: Group) -> int:
+    """The longest of the messages, as long as which each is received. Raises MessageError for one that is too
+    long, before memory is taken."""
     told = lengths.tolist()
     for rank, length in zip(group.ranks, told):
         if not 0 < length <= messages.MAX_BYTES:
             raise messages.MessageError(
                 f"rank {rank} announces a message of {length:,} bytes; the limit is {messages.MAX_BYTES:,}"
             )
-    total = len(told) * max(told) if is_padded else sum(told)
+    total = len(told) * max(told)
     if total > messages.MAX_TOTAL_BYTES:
         raise messages.MessageError(
             f"messages of {len(told)} ranks take {total:,} bytes; the limit is {messages.MAX_TOTAL_BYTES:,}"
         )
     return max(told)
-
-
-def receive_all(buffers: list[Tensor], peers: Sequence[int], group: Group) -> None:
-    """Fills one buffer from each of these ranks of the group."""
-    for peer, buffer in zip(peers, buffers):
-        receive = [dist.P2POp(dist.irecv, buffer, group=group.handle, group_peer=peer)]
-        wait_for_transfers("receive", buffer.nbytes, group.ranks[peer], receive, group)
-
-
-def wait_for_transfers(
-    verb: str, nbytes: int, peer: int, ops: list[dist.P2POp], group: Group
-) -> None:
-    """Runs the transfers to their end. peer: the other global rank."""
-    def run() -> None:
-        for handle in dist.batch_isend_irecv(ops):
-            handle.wait()
-    group.run_exchange(f"{verb} an object {'to' if verb == 'send' else 'from'}", nbytes, peer, run)
 
 
 # ---- started exchanges -------------------------------------------------------------------------------------

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 
-from config.loading import CODE_FOLDERS
-
 MAX_BYTES = 256 << 20  # of one message
 MAX_TOTAL_BYTES = 4 << 30  # of the messages that a rank receives at once
 MAX_SHOWN = 100  # characters of what a peer has sent, in an error message
-PACKAGES = (*CODE_FOLDERS, "build", "train")  # whose classes a message may name
+PACKAGES = (  # whose classes a message may name: config.loading.CODE_FOLDERS and the programs above them
+    "config", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime", "plan",
+    "build", "train",
+)
 BUILTIN_ERRORS = {error.__name__: error for error in (
     ArithmeticError, AssertionError, AttributeError, BlockingIOError, BrokenPipeError, ConnectionError,
     EOFError, Exception, FileExistsError, FileNotFoundError, FloatingPointError, ImportError, IndexError,

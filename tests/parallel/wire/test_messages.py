@@ -17,6 +17,7 @@ import config
 from checkpoint.files import IntegrityError, StorageError
 from checkpoint.folder import NewerFormat, StoredPiece
 from checkpoint.hf_rules import UnlikeFamily
+from config.loading import CODE_FOLDERS
 from parallel.sharding.boxes import Box
 from parallel.wire import comm, messages
 from parallel.wire.comm import Group, PeerError
@@ -194,6 +195,10 @@ def test_no_pickle_is_left_between_ranks():
             assert "dist.gather_object" not in text, name
 
 
+def test_messages_may_name_what_the_code_folders_hold():
+    assert messages.PACKAGES == (*CODE_FOLDERS, "build", "train")
+
+
 # ---- between ranks -----------------------------------------------------------------------------------------
 
 
@@ -203,9 +208,6 @@ def told(world) -> list:
     own = {"rank": world.rank, "box": Box.whole("w", (world.rank,)), "long": b"x" * 5000 * world.rank}
     return [
         comm.all_gather_objects(own, group),
-        comm.gather_objects(own, group),
-        comm.broadcast_object(own if world.rank == 0 else print, group),
-        comm.maximum([world.rank, -world.rank], group),
         dict(group.ledger),
     ]
 
@@ -216,27 +218,23 @@ def test_ranks_tell_each_other(ranks, size):
         {"rank": rank, "box": Box.whole("w", (rank,)), "long": b"x" * 5000 * rank} for rank in range(size)
     ]
     for rank, found in enumerate(ranks(size).run(told)):
-        assert found == [own, own if rank == 0 else None, own[0], [size - 1, 0], {}]
+        assert found == [own, {}], rank
 
 
-def announces(world, exchange: str, length: int) -> str:
+def announces(world, length: int) -> str:
     """The refusal of rank 0 when the last rank announces so many bytes."""
     group = world.all_ranks()
-    if world.rank > 0 and exchange == "all_gather_objects":
+    if world.rank > 0:
         comm.all_gather(torch.tensor([length]), group)
-    elif world.rank > 0:
-        comm.start_transfers([(torch.tensor([length]), 0)], [], group)[0].wait()
-    else:
-        with pytest.raises(messages.MessageError) as caught:
-            getattr(comm, exchange)("x", group)
-        return str(caught.value)
-    return ""
+        return ""
+    with pytest.raises(messages.MessageError) as caught:
+        comm.all_gather_objects("x", group)
+    return str(caught.value)
 
 
-@pytest.mark.parametrize("exchange", ["all_gather_objects", "gather_objects"])
 @pytest.mark.parametrize("length", [-1, 0, 1 << 62])
-def test_sizes_are_compared_before_they_are_allocated(ranks, exchange, length):
-    found, _ = ranks(2).run(announces, exchange, length)
+def test_sizes_are_compared_before_they_are_allocated(ranks, length):
+    found, _ = ranks(2).run(announces, length)
     assert found == f"rank 1 announces a message of {length:,} bytes; the limit is {256 << 20:,}"
 
 
@@ -244,15 +242,15 @@ def test_the_sum_of_many_messages_is_bounded():
     group = Group("job", tuple(range(100)))
     lengths = torch.full((100,), messages.MAX_BYTES)
     with pytest.raises(messages.MessageError, match="messages of 100 ranks take 26,843,545,600 bytes"):
-        comm.check_lengths(lengths, group, is_padded=False)
-    lengths[1:] = 1
-    assert comm.check_lengths(lengths, group, is_padded=False) == messages.MAX_BYTES
+        comm.check_lengths(lengths, group)
+    lengths[1:] = 1  # each is received as long as the longest
     with pytest.raises(messages.MessageError, match="messages of 100 ranks"):
-        comm.check_lengths(lengths, group, is_padded=True)
+        comm.check_lengths(lengths, group)
+    assert comm.check_lengths(torch.ones(100), group) == 1
 
 
 def test_a_message_that_is_none_names_its_rank(ranks):
-    assert ranks(2).run(sends_garbage) == ["rank 1 sent 3 bytes that are no message", None]
+    assert ranks(2).run(sends_garbage) == ["rank 1 sent 3 bytes that are no message"] * 2
 
 
 def sends_garbage(world) -> str | None:
@@ -260,7 +258,7 @@ def sends_garbage(world) -> str | None:
     if world.rank == 1:
         messages.encode = lambda x: b"\x80\x04\x95"
     try:
-        comm.gather_objects("x", group)
+        comm.all_gather_objects("x", group)
     except messages.MessageError as error:
         return str(error).partition(":")[0]
     finally:
