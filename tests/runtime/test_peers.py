@@ -33,14 +33,14 @@ def free_port() -> str:
     raise OSError("100 ports between 20000 and 30000 are taken")
 
 
-@pytest.mark.parametrize("how", ["started", "blocking", "stopped"])
-def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, how):
+def end_of_rank_0(folder, how):
+    """(exit code, stderr, seconds) of rank 0 in the job of two ranks in tests/fake_gpu.py."""
     port = free_port()
     script = str(ROOT / "tests" / "fake_gpu.py")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(2):
-        command = [sys.executable, script, str(rank), "2", port, str(tmp_path), how]
+        command = [sys.executable, script, str(rank), "2", port, str(folder), how]
         processes.append(
             subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         )
@@ -51,9 +51,16 @@ def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, 
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.wait()
-    assert processes[0].returncode == 76, text
-    assert time.monotonic() - began < 45
+    return processes[0].returncode, text, time.monotonic() - began
+
+
+@pytest.mark.parametrize("how", ["started", "blocking", "stopped"])
+def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, how):
+    code, text, seconds = end_of_rank_0(tmp_path, how)
+    assert code == 76, text
+    assert seconds < 45
     assert (tmp_path / "ahead0").exists()  # nothing blocked the host: the device's thread found it
+    assert not (tmp_path / "left0").exists()
     assert "in all_reduce of 12 bytes in group job (ranks 0, 1) at step 3" in text
     assert "rank 1 on " in text
     if how == "stopped":
@@ -62,6 +69,17 @@ def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, 
         assert "no exchange at step 3" in text and "fake_gpu.py:" in text
     reason = json.loads((tmp_path / "exit_reason.json").read_text())
     assert (reason["code"], reason["requeue"]) == (76, True)
+
+
+def test_a_rank_that_fails_with_an_exchange_in_flight_does_not_wait_for_it(tmp_path):
+    """Its communicators are left as they are: to destroy them would wait for a peer that never answers."""
+    code, text, seconds = end_of_rank_0(tmp_path, "raises")
+    assert code == 1, text
+    assert seconds < 45
+    assert "ZeroDivisionError: a failure of rank 0 alone" in text
+    assert not (tmp_path / "left0").exists()
+    reason = json.loads((tmp_path / "exit_reason.json").read_text())
+    assert (reason["code"], reason["requeue"]) == (1, False)
 
 
 # ---- words in the store ------------------------------------------------------------------------------------
