@@ -202,6 +202,7 @@ class Session:
     stop: StopRequest
     guard: NonFiniteGuard
     slow: SlowRanks
+    check_lease: Callable[[], object]  # raises if another run has taken the folder over
     observe: FaultHook
 
     @property
@@ -231,12 +232,14 @@ def train(
     folder: Path,
     *,
     failure_scope: FailureScope = contextlib.nullcontext,
+    check_lease: Callable[[], object] = store.do_nothing,
     observe: FaultHook | None = None,
     report_exit: ReportExit = lambda code, reason, restart: None,
 ) -> int:
     """Trains to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
 
-    failure_scope: a context for the loop, in which a failure is reported to the other ranks. observe(point,
+    failure_scope: a context for the loop, in which a failure is reported to the other ranks. check_lease:
+    called before each step; raises if another run has taken the folder over. observe(point,
     step, **seen): called at each of FAULT_POINTS instead of the injector of faults, and may answer as it
     does; so proof/verify proves this loop. report_exit: called at the end.
     """
@@ -269,6 +272,7 @@ def train(
         valid_data=valid_data,
         tasks=tasks,
         uploads=uploads,
+        check_lease=check_lease,
         observe=observe,
     )
     del run  # the session has it, for the length of a phase
@@ -305,6 +309,7 @@ def train_loop(session: Session) -> LoopEnd:
     end = LoopEnd(session.start_step, reason=None, restart=False)
     for step in range(session.start_step + 1, run.last_step + 1):
         session.world.activity.step = step
+        session.check_lease()
         session.observe("step.begin", step)
         run_one_step(session, step)
         collect_after_step(step)
@@ -728,6 +733,7 @@ def make_session(
     valid_data: BatchLoader,
     tasks: list[ScoredTask],
     uploads: CheckpointUploader,
+    check_lease: Callable[[], object],
     observe: FaultHook,
 ) -> Session:
     """What the loop works with, beside the run. Collective under checkpoint.async_save."""
@@ -767,6 +773,7 @@ def make_session(
         stop=stop,
         guard=NonFiniteGuard(SKIPPED_STEPS_FP16 if run.scaler.dynamic else SKIPPED_STEPS),
         slow=SlowRanks(cfg.log.slow_window, run.mesh.dims, world.all_ranks(), env.host),
+        check_lease=check_lease,
         observe=observe,
     )
 
@@ -1023,7 +1030,7 @@ def main(argv: list[str]) -> int:
 
         # one run at a time in the folder; rank 0 holds its lock
         folder = run_folder(cfg)
-        with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext():
+        with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext() as lease:
             if env.rank == 0:
                 run_folders.refuse_links(folder)
                 setup.remove_exit_reasons(folder)
@@ -1045,6 +1052,7 @@ def main(argv: list[str]) -> int:
                 world,
                 folder,
                 failure_scope=peers.failure_scope,
+                check_lease=store.do_nothing if lease is None else lease.check,
                 report_exit=peers.report_exit,
             )
 
