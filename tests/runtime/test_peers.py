@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from runtime.peers import Failure, StoreSilent, Words, as_failure, within
+from runtime.peers import Failure, StoreSilent, Words, as_failure, get_all, ranks_without_state, within
 
 ROOT = Path(__file__).parents[2]
 
@@ -204,3 +204,26 @@ def test_work_that_does_not_end_is_left_behind():
     assert within(10, lambda: 7) == 7
     with pytest.raises(KeyError):
         within(10, lambda: {}["a"])
+
+
+@pytest.mark.parametrize("silent", [[], [0], [63], [0, 1, 2], [7, 31, 32, 62], list(range(64))])
+def test_the_states_of_many_ranks_cost_few_questions(silent, monkeypatch):
+    monkeypatch.setattr("runtime.peers.KEYS_AT_ONCE", 10)
+    store = dist.HashStore()
+    written = [rank for rank in range(64) if rank not in silent]
+    for rank in written:
+        store.set(f"state/{rank}", str(rank))
+    questions = []
+
+    class Asked:
+        def check(self, keys):
+            questions.append(keys)
+            return store.check(keys)
+
+        def multi_get(self, keys):
+            assert len(keys) <= 10
+            return store.multi_get(keys)
+
+    assert ranks_without_state(Asked(), list(range(64))) == silent
+    assert len(questions) <= max(1, 2 * 7 * len(silent))
+    assert get_all(Asked(), [f"state/{rank}" for rank in written]) == [str(rank).encode() for rank in written]
