@@ -46,8 +46,8 @@ class Hardware(NamedTuple):
 
 
 class ElasticLayout(NamedTuple):
-    """cfg: with the layout. changed: {section.key: value} of what differs from the given settings. by_planner:
-    whether its degrees are the planner's."""
+    """cfg: with the layout. changed: {section.key: value} where it differs from the given settings.
+    by_planner: whether its degrees are the planner's."""
 
     cfg: Config
     changed: Values
@@ -172,6 +172,14 @@ def most_ranks(cfg: Config, least: int, most: int) -> int | None:
 
 
 # ---- in words ----------------------------------------------------------------------------------------------
+
+
+def in_words(cfg: Config, world: int) -> str:
+    """For example "4 ranks (dp2 tp2)": the given axes on so many ranks; else that the planner chooses."""
+    layout = same_axes(cfg, world)
+    if layout is None:
+        return f"{world} rank{'s' if world > 1 else ''} (the planner's layout)"
+    return parallel_dims(layout.cfg, world).in_words()
 
 
 def describe(layout: ElasticLayout, world: int) -> str:
