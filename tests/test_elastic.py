@@ -110,9 +110,10 @@ def test_a_frozen_rank_is_left_out_too(tmp_path, words, truth):
 def test_the_key_alone_lets_any_launcher_start_fewer_or_more_ranks(tmp_path, words, truth):
     """As torchrun does with --nnodes MIN:MAX. Four ranks have no sequence for a micro-batch of 2 each."""
     args = [*words, "--parallel.elastic", "true", "--train.micro_batch", "2", *folder(tmp_path)]
-    for world, steps in ((2, 2), (4, 4), (1, STEPS)):
-        end = job(tmp_path, world, [*args, "--train.steps", str(steps)])
-        assert end.codes == [0] * world, end.logs
+    for world, last in ((2, 2), (4, 4), (1, STEPS)):
+        stop = "" if last == STEPS else f"step.begin:rank=0:step={last}:act=SIGTERM"
+        end = job(tmp_path, world, args, fault=stop)
+        assert end.codes == [75 if stop else 0] * world, end.logs
         assert ("with --train.micro_batch 1" in end.logs[0]) == (world == 4)
     assert_same(tmp_path, truth)
 
