@@ -403,6 +403,8 @@ def run_elastic(options: argparse.Namespace, words: list[str], command: list[str
     places = choose_places(cfg, span, left_out)
     progress = restarts.Progress(restarts.newest_step(run))
     restart = 0
+    if len(places) < span.most:
+        tell(used_line(len(places), span.most))
     while True:
         # one start
         node, listener = listen(options)
@@ -446,6 +448,10 @@ def restart_line(
         plural = "s" if len(left_out) > 1 else ""
         text += f", without place{plural} {', '.join(map(str, sorted(left_out)))} of this node"
     return text
+
+
+def used_line(used: int, most: int) -> str:
+    return f"launch: {used} of {most} ranks: as many as the layout can use"
 
 
 def tell(line: str) -> None:
@@ -527,7 +533,7 @@ def main(argv: list[str]) -> int:
 
     started = time.monotonic()
     if node.world is not None and node.node_rank == 0 and node.world < node.nnodes * node.nproc:
-        tell(f"launch: {node.world} of {node.nnodes * node.nproc} ranks: as many as the layout can use")
+        tell(used_line(node.world, node.nnodes * node.nproc))
     if not node.ranks():
         return FINISHED
     ends = run_ranks(node, listener, command)

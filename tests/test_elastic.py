@@ -8,12 +8,14 @@ import pathlib
 import re
 import subprocess
 import sys
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from ranks import MODEL, corpus, job
 
 from checkpoint import store
+from data.loader import BatchLoader
 
 ROOT = pathlib.Path(__file__).parent.parent
 BOUND = 1e-9  # relative, in fp64
@@ -38,9 +40,14 @@ def words(tmp_path_factory):
 def truth(words, tmp_path_factory):
     """Losses of the run that nothing interrupts, in its own layout."""
     home = tmp_path_factory.mktemp("truth")
-    end = job(home, 4, [*words, "--parallel.tp", "2", *folder(home)])
+    end = job(home, 4, [*words, "--parallel.tp", "2", *folder(home)], before=noting_samples(home))
     assert end.codes == [0, 0, 0, 0], end.logs
-    return losses(home)
+    return Truth(losses(home), samples(home))
+
+
+class Truth(NamedTuple):
+    losses: dict
+    samples: list
 
 
 def folder(home):
@@ -57,7 +64,7 @@ def losses(home):
 
 def assert_same(home, truth):
     found = losses(home)
-    np.testing.assert_allclose(list(found.values()), list(truth.values()), rtol=BOUND, atol=0)
+    np.testing.assert_allclose(list(found.values()), list(truth.losses.values()), rtol=BOUND, atol=0)
 
 
 def launch(home, nproc, words, fault=""):
@@ -71,6 +78,31 @@ def launch(home, nproc, words, fault=""):
         timeout=300,
     )
     return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+def noting_samples(home):
+    """Makes each rank write the sequences that it trains on: step, index in the global batch, tokens."""
+
+    def before(rank):
+        read = BatchLoader.microbatches
+
+        def noted(self, step):
+            batches = read(self, step)
+            if self.split == "train":
+                with open(home / "samples", "a") as file:
+                    for batch in batches:
+                        for number, tokens in zip(batch.sequence_ids.tolist(), batch.tokens.tolist()):
+                            file.write(json.dumps([step + 1, number, tokens]) + "\n")
+            return batches
+
+        BatchLoader.microbatches = noted
+
+    return before
+
+
+def samples(home):
+    """[[step, index, tokens]] of all steps, in order, each once: ranks of tp read the same."""
+    return sorted(map(json.loads, set((home / "samples").read_text().splitlines())))
 
 
 def restart_lines(errors):
@@ -112,10 +144,11 @@ def test_the_key_alone_lets_any_launcher_start_fewer_or_more_ranks(tmp_path, wor
     args = [*words, "--parallel.elastic", "true", "--train.micro_batch", "2", *folder(tmp_path)]
     for world, last in ((2, 2), (4, 4), (1, STEPS)):
         stop = "" if last == STEPS else f"step.begin:rank=0:step={last}:act=SIGTERM"
-        end = job(tmp_path, world, args, fault=stop)
+        end = job(tmp_path, world, args, fault=stop, before=noting_samples(tmp_path))
         assert end.codes == [75 if stop else 0] * world, end.logs
         assert ("with --train.micro_batch 1" in end.logs[0]) == (world == 4)
     assert_same(tmp_path, truth)
+    assert samples(tmp_path) == truth.samples and len(truth.samples) == 4 * STEPS
 
     # a layout that the world is too small for, and one that there is none for
     (step, path), *_ = store.committed_checkpoints(tmp_path / "run" / "checkpoints")
