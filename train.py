@@ -58,6 +58,7 @@ from runtime.console import parameter_count
 from runtime.evaluate import loss_report, mean_loss
 from runtime.faults import FaultHook
 from runtime.garbage import collect_after_step, collected_between_steps
+from runtime.goodput import GoodputClock
 from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.peers import PeerWatch
@@ -203,6 +204,8 @@ class Session:
     stop: StopRequest
     guard: NonFiniteGuard
     slow: SlowRanks
+    check_lease: Callable[[], object]  # raises if another run has taken the folder over
+    goodput: GoodputClock
     observe: FaultHook
 
     @property
@@ -232,16 +235,64 @@ def train(
     folder: Path,
     *,
     failure_scope: FailureScope = contextlib.nullcontext,
+    check_lease: Callable[[], object] = store.do_nothing,
     observe: FaultHook | None = None,
     report_exit: ReportExit = lambda code, reason, restart: None,
+    seconds_before: float = 0.0,
 ) -> int:
     """Trains to the horizon; returns the exit code. Whatever can be refused is refused before the first step.
 
-    failure_scope: a context for the loop, in which a failure is reported to the other ranks. observe(point,
+    failure_scope: a context for the loop, in which a failure is reported to the other ranks. check_lease:
+    called before each step; raises if another run has taken the folder over. observe(point,
     step, **seen): called at each of FAULT_POINTS instead of the injector of faults, and may answer as it
-    does; so proof/verify proves this loop. report_exit: called at the end.
+    does; so proof/verify proves this loop. report_exit: called at the end. seconds_before: since this start
+    began.
     """
     observe = observe or setup.fault_injector(env, FAULT_POINTS)
+    goodput = GoodputClock(folder if env.rank == 0 else None, env.world, seconds_before)
+    with recorded_start(goodput):
+        return train_here(
+            cfg,
+            env,
+            world,
+            folder,
+            goodput=goodput,
+            failure_scope=failure_scope,
+            check_lease=check_lease,
+            observe=observe,
+            report_exit=report_exit,
+        )
+
+
+@contextlib.contextmanager
+def recorded_start(goodput: GoodputClock) -> Iterator[None]:
+    """Records the exit code of a failure inside. Forgets a start that is refused before its first step."""
+    try:
+        yield
+    except ConfigError:
+        if goodput.record.first_step is None:
+            goodput.forget()
+        else:
+            goodput.end(failure.USER_MISTAKE)
+        raise
+    except BaseException as error:
+        goodput.end(failure.code_of(error))
+        raise
+
+
+def train_here(
+    cfg: Config,
+    env: setup.LaunchEnv,
+    world: World,
+    folder: Path,
+    *,
+    goodput: GoodputClock,
+    failure_scope: FailureScope,
+    check_lease: Callable[[], object],
+    observe: FaultHook,
+    report_exit: ReportExit,
+) -> int:
+    """train(), with the clock of this start."""
     tasks = open_tasks(cfg)
 
     # data, model, and the checkpoint to continue from
@@ -259,6 +310,7 @@ def train(
     if start_step == run.steps and not owes_evaluation:
         run.data.close()
         finish_uploads(uploads, cfg, world)
+        goodput.forget()
         return report_nothing_to_do(run, env, folder, report_exit)
 
     session = make_session(
@@ -270,6 +322,8 @@ def train(
         valid_data=valid_data,
         tasks=tasks,
         uploads=uploads,
+        check_lease=check_lease,
+        goodput=goodput,
         observe=observe,
     )
     del run  # the session has it, for the length of a phase
@@ -277,6 +331,7 @@ def train(
         notes = [*notes, f"{'tasks':<9}{session.tasks.describe()}"]
     with (
         session.log,
+        summarized_failure(lambda: session),
         failure_scope(),
         contextlib.closing(session.slow),
         contextlib.closing(session.trace),
@@ -297,7 +352,9 @@ def train(
                 end = train_loop(session)
         session.train_data.close()
         close_run(session, end)
-    return report_end(end, session.run, report_exit)
+    code = report_end(end, session.run, report_exit)
+    goodput.end(code)
+    return code
 
 
 def train_loop(session: Session) -> LoopEnd:
@@ -306,8 +363,10 @@ def train_loop(session: Session) -> LoopEnd:
     end = LoopEnd(session.start_step, reason=None, restart=False)
     for step in range(session.start_step + 1, run.last_step + 1):
         session.world.activity.step = step
-        session.observe("step.begin", step)
-        run_one_step(session, step)
+        session.check_lease()
+        with session.goodput.in_step(step):
+            session.observe("step.begin", step)
+            run_one_step(session, step)
         collect_after_step(step)
         session.log.log_slow(step, *session.slow.add(session.log.take_shares()))
 
@@ -380,6 +439,12 @@ def run_one_step(session: Session, step: int) -> None:
 def evaluate(session: Session, step: int) -> None:
     """Writes the validation loss, that of each source and of the average of the weights (train.ema), and a
     sample of text into the log."""
+    with session.goodput.spending("validation"):
+        log_evaluation(session, step)
+
+
+def log_evaluation(session: Session, step: int) -> None:
+    """evaluate(), on no clock."""
     run = session.run
     tokenizer = session.tokenizer
 
@@ -426,6 +491,13 @@ def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
     Raises ReplicasDiffer before anything is written if ranks that must hold the same numbers do not, and
     StorageError where the final save fails, or more in a row than checkpoint.failed_saves.
     """
+    with session.goodput.spending("saving"):
+        write_checkpoint(session, step, is_final)
+    session.goodput.saved(step)
+
+
+def write_checkpoint(session: Session, step: int, is_final: bool) -> None:
+    """save_checkpoint(), on no clock."""
     saver = session.saver
     session.train_data.check_unchanged()
     if session.is_first_rank:
@@ -523,6 +595,18 @@ def finish_uploads(uploads: CheckpointUploader, cfg: Config, world: World) -> No
     state.first_rank_does(lambda: uploads.finish(timeout_s), world.all_ranks(), 2 * timeout_s)
 
 
+@contextlib.contextmanager
+def summarized_failure(session: Callable[[], Session]) -> Iterator[None]:
+    """Writes summary.json after a failure inside, too. session: the present one."""
+    try:
+        yield
+    except BaseException as error:
+        with contextlib.suppress(Exception):  # the failure itself is what counts
+            if session().is_first_rank:
+                summarize_run(session(), failure.one_line(error))
+        raise
+
+
 def summarize_run(session: Session, reason: str | None) -> None:
     """Writes summary.json. reason: why the run stopped before its horizon, or None."""
     log = session.log
@@ -540,6 +624,7 @@ def summarize_run(session: Session, reason: str | None) -> None:
         world=session.world.size,
         flops=flops_so_far(session.run, summary["step"]),
         **summary,
+        goodput=session.goodput.report(lines.skipped_seconds(session.folder)).to_summary(),
     )
 
 
@@ -729,6 +814,8 @@ def make_session(
     valid_data: BatchLoader,
     tasks: list[ScoredTask],
     uploads: CheckpointUploader,
+    check_lease: Callable[[], object],
+    goodput: GoodputClock,
     observe: FaultHook,
 ) -> Session:
     """What the loop works with, beside the run. Collective under checkpoint.async_save."""
@@ -745,7 +832,15 @@ def make_session(
 
     flops = trained_flops_per_token(run)
     whole = run.phases.whole
-    log = MetricsLogger(folder, whole, env, steps=run.steps, flops_per_token=flops, start_step=start_step)
+    log = MetricsLogger(
+        folder,
+        whole,
+        env,
+        steps=run.steps,
+        flops_per_token=flops,
+        start_step=start_step,
+        goodput=goodput,
+    )
 
     return Session(
         cfg=cfg,
@@ -768,6 +863,8 @@ def make_session(
         stop=stop,
         guard=NonFiniteGuard(SKIPPED_STEPS_FP16 if run.scaler.dynamic else SKIPPED_STEPS),
         slow=SlowRanks(cfg.log.slow_window, run.mesh.dims, world.all_ranks(), env.host),
+        check_lease=check_lease,
+        goodput=goodput,
         observe=observe,
     )
 
@@ -1040,7 +1137,7 @@ def main(argv: list[str]) -> int:
 
         # one run at a time in the folder; rank 0 holds its lock
         folder = run_folder(cfg)
-        with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext():
+        with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext() as lease:
             if env.rank == 0:
                 run_folders.refuse_links(folder)
                 setup.remove_exit_reasons(folder)
@@ -1062,7 +1159,9 @@ def main(argv: list[str]) -> int:
                 world,
                 folder,
                 failure_scope=peers.failure_scope,
+                check_lease=store.do_nothing if lease is None else lease.check,
                 report_exit=peers.report_exit,
+                seconds_before=setup.process_seconds(),
             )
 
 

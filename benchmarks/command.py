@@ -15,6 +15,8 @@
         the time of a large model's step on a GPU, modelled launch by launch; needs no GPU
     torchrun --standalone --nproc-per-node 2 -m scripts.bench machine [--out FILE]
         products, memory and links of this machine, for the planner's forecast
+    python -m scripts.bench words [--ranks 8,16,32,64]
+        what ranks tell each other through the job's store, at a start, an end, a failure and a hang
     python -m scripts.bench data
         the loader, opening 1e9 tokens, tokenizing
 
@@ -36,7 +38,7 @@ import sys
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
-from benchmarks import card, data, kernels, machine, race, shape, smoke
+from benchmarks import card, data, kernels, machine, race, shape, smoke, words
 
 COMMANDS = {
     "step": race.main,
@@ -44,6 +46,7 @@ COMMANDS = {
     "data": data.main,
     "machine": machine.main,
     "smoke": smoke.main,
+    "words": words.main,
 }
 
 
@@ -98,6 +101,10 @@ def make_parser() -> argparse.ArgumentParser:
     ranks.add_argument("--out", default="runs/machine.json")
     ranks.add_argument("--dtype", choices=machine.DTYPES, default="bf16")
     ranks.add_argument("--threads", type=int, default=1, help="of a rank")
+
+    words.add_words_options(
+        commands.add_parser("words", help="what ranks tell each other through the job's store, counted")
+    )
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 

@@ -1,8 +1,8 @@
 """Two locks: only one run writes to a run folder, and a checkpoint that is being read is not purged.
 
 Both use flock: the kernel releases the lock when the process that holds it ends, however it ends. Some
-parallel filesystems have no flock across nodes. There, two jobs on different nodes are not kept apart; two
-jobs on one node always are.
+parallel filesystems have no flock across nodes. There a lease keeps two jobs on different nodes apart
+(checkpoint/lease.py).
 """
 import contextlib
 import errno
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint.files import storage_errors
+from checkpoint.lease import Lease
 from config import ConfigError
 
 LOCK_TIMEOUT_S = 1.0  # a holder that was just killed may need a moment to end
@@ -22,10 +23,11 @@ MAX_HOLDER_BYTES = 200  # of the lock file, shown in an error message
 
 
 @contextlib.contextmanager
-def run_lock(folder: Path | str) -> Iterator[None]:
+def run_lock(folder: Path | str) -> Iterator[Lease]:
     """Holds the run lock of `folder`, which is created if it does not exist.
 
-    Raises ConfigError naming the holder if another process has the lock; StorageError if the disk fails.
+    Yields its lease. Raises ConfigError naming the holder if another process has the lock; StorageError if
+    the disk fails.
     """
     path = Path(folder) / ".lock"
     with storage_errors(path, 0):
@@ -44,9 +46,23 @@ def run_lock(folder: Path | str) -> Iterator[None]:
         # Write down who holds the lock, for the error message of another process.
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{socket.gethostname()} pid {os.getpid()}\n".encode("ascii", "replace"), 0)
-        yield
+        lease = Lease(Path(folder))
+        lease.take(flock_works(fd))
+        try:
+            yield lease
+        finally:
+            lease.release()
     finally:
         os.close(fd)  # releases the lock. The file stays: removing it would race with the next holder
+
+
+def flock_works(fd: int) -> bool:
+    """Whether this filesystem has locks at all. The caller holds the lock, if it does."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def read_holder(fd: int) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 NAME = "metrics.jsonl"
 LINE = re.compile(rb'\{"step": (\d{1,15}), .*\}\n')  # as written here; any other line is torn or foreign
+SKIPPED = b'"skipped": 1'  # is in the lines of skipped steps
 EVALUATION = b'"val_loss"'  # is in the lines of evaluations
 
 Rows = list[dict[str, Any]]
@@ -170,6 +171,16 @@ def read_metrics(
             elif damaged_lines is not None:
                 damaged_lines.append(number)
     return train, valid
+
+
+def skipped_seconds(run_dir: Path) -> float:
+    """Seconds of the steps that changed no weights. Raises OSError."""
+    path = Path(run_dir) / NAME
+    if not path.exists():
+        return 0.0
+    with open(path, "rb") as file:
+        rows = [parse(line) for line in file if SKIPPED in line]
+    return sum(row.get("step_ms") or 0 for row in rows if row is not None and row.get("skipped")) / 1000
 
 
 def is_step_line(line: bytes) -> bool:

@@ -43,7 +43,8 @@ from runtime.console import (
 )
 from runtime.experts import ExpertLoadMap, flatten_row, router_metrics
 from runtime.failure import code_of
-from runtime.lines import MetricsFile, read_metrics
+from runtime.goodput import GoodputClock
+from runtime.lines import MetricsFile, read_metrics, skipped_seconds
 from runtime.plot import LivePicture
 from runtime.setup import LaunchEnv, WandbSettings, peak_flops
 from runtime.sinks import Sink
@@ -136,11 +137,11 @@ class MetricsLogger:
 
     cfg: of the whole run, with its phases. steps: the last step of the run. flops_per_token: model FLOPs,
     forward and backward, in the phase that comes next. start_step: the step of the checkpoint that the run
-    resumes from.
+    resumes from. goodput: the clock of this start, whose report is among the last lines; None: there is none.
     """
 
     def __init__(self, run_dir: Path, cfg: Config, env: LaunchEnv, *, steps: int, flops_per_token: float,
-                 start_step: int = 0) -> None:
+                 start_step: int = 0, goodput: GoodputClock | None = None) -> None:
         self.run_dir = Path(run_dir)
         self.cfg = cfg
         self.phases = phases_of(cfg)
@@ -148,6 +149,7 @@ class MetricsLogger:
         self.env = env
         self.steps = steps
         self.start_step = start_step
+        self.goodput = goodput if env.rank == 0 else None
         self.flops_per_token = flops_per_token
         # fp8 counts against the peak of bf16, so that the two compare
         dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype
@@ -573,6 +575,7 @@ class MetricsLogger:
         self.closed = True
         parts = (
             self.write_final_rows,
+            self.report_goodput,
             lambda: self.close_sinks(code, reason),
             lambda: self.summary(reason, hints),
         )
@@ -596,6 +599,18 @@ class MetricsLogger:
         elapsed = duration(time.perf_counter() - self.created)
         for sink in self.sinks:
             sink.close(code, f"{elapsed}: {reason or f'{self.steps:,} steps'}")
+
+    def report_goodput(self) -> None:
+        """Prints the goodput of the run, over all its starts, and sends it to the sinks."""
+        if self.goodput is None:
+            return
+        report = self.goodput.report(skipped_seconds(self.run_dir))
+        if self.goodput.trouble:
+            self.log_line(f"warning: {self.goodput.trouble}")
+        self.log_line(report.line())
+        values = {"goodput": report.goodput, "ettr": report.ettr, "starts": report.starts}
+        step = self.goodput.record.last_step or self.start_step
+        self.put(step, {f"run/{name}": value for name, value in values.items()})
 
     def write_final_rows(self) -> None:
         self.read_pending()

@@ -42,7 +42,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -72,6 +72,7 @@ STORE_SECONDS = VERDICT_SECONDS + REPORT_SECONDS + 2.0  # in which all words are
 LIVE_SECONDS = 6.0  # in which a live store answers at all
 EXIT_SECONDS = 3.0  # that the main thread then has to end by itself, and to close its files
 POLL_SECONDS = 0.02
+KEYS_AT_ONCE = 1024  # values of the store that are read in one answer
 DEVICE_POLL_SECONDS = 0.25  # between two looks at what the GPU waits for
 Result = TypeVar("Result")
 # The store is gone, with the rank or the launcher that kept it; or it holds words that no rank wrote.
@@ -207,6 +208,24 @@ def within(seconds: float, work: Callable[[], Result]) -> Result:
     if not results:
         raise StoreSilent(f"the job's store gave no answer for {seconds:g} s")
     return results[0]
+
+
+def ranks_without_state(store: Store, ranks: Sequence[int]) -> list[int]:
+    """Those of the ranks that have written no state: one question where all have, else a few for each."""
+    if store.check([f"state/{rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return list(ranks)
+    middle = len(ranks) // 2
+    return [*ranks_without_state(store, ranks[:middle]), *ranks_without_state(store, ranks[middle:])]
+
+
+def get_all(store: Store, keys: list[str]) -> list[bytes]:
+    """The values of these keys, which are set; KEYS_AT_ONCE of them in one answer."""
+    values: list[bytes] = []
+    for first in range(0, len(keys), KEYS_AT_ONCE):
+        values += store.multi_get(keys[first:first + KEYS_AT_ONCE])
+    return values
 
 
 def wait_for_key(store: Store, key: str, seconds: float) -> None:
@@ -378,7 +397,7 @@ class PeerWatch:
         while store.add("num_states", 0) < self.size - 1 and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        silent = [rank for rank in others if not store.check([f"state/{rank}"])]
+        silent = ranks_without_state(store, others)
         if silent:
             is_hang = error.exit_code == HANG
             return self.silent_text(store, silent, is_hang), silent
@@ -402,7 +421,9 @@ class PeerWatch:
 
         If there are none: the ranks of this rank's group that are in another exchange than this one.
         """
-        states = {rank: RankState(**self.words.read(store, f"state/{rank}")) for rank in others}
+        keys = [f"state/{rank}" for rank in others]
+        fields = [self.words.opened(key, word) for key, word in zip(keys, get_all(store, keys))]
+        states = {rank: RankState(**values) for rank, values in zip(others, fields)}
         suspects = [rank for rank in others if not states[rank].in_exchange]
         own_exchange, _ = self.activity.current_exchange()
         if not suspects and own_exchange is not None:

@@ -35,6 +35,7 @@ WANDB_MODES = ("off", "offline", "online")  # from the most private on
 WANDB_MODE_NAMES = {"disabled": "off", "dryrun": "offline", "run": "online"}  # W&B's own names -> ours
 
 PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
+START_TIME_FIELD = 19  # of /proc/PID/stat, counted behind the name: starttime, in clock ticks since boot
 PARENT_POLL_SECONDS = 0.5  # between two looks at whether the parent lives, where there is no prctl
 # unless the environment has them. Read when CUDA starts, which may be when GPUs are counted:
 CUDA_ENVIRONMENT = {
@@ -217,6 +218,16 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def process_seconds() -> float:
+    """Seconds since the kernel started this process; 0.0 where there is no /proc to read it from."""
+    try:
+        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started = int(after_name[START_TIME_FIELD]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
 
 
 def end_with_parent(parent: int) -> None:

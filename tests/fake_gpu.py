@@ -3,7 +3,8 @@
 The exchanges themselves run over gloo, beside the host.
 
 `python tests/fake_gpu.py RANK SIZE PORT FOLDER HOW` is a rank of a job of several sums. Rank 1 leaves off in
-the middle. HOW: the sums are "started" and awaited, or "blocking"; "stopped": rank 1 stops as a process.
+the middle. HOW: the sums are "started" and awaited, or "blocking"; "stopped": rank 1 stops as a process;
+"raises": rank 0 then fails, with a sum in flight.
 """
 
 import contextlib
@@ -67,13 +68,20 @@ def fake_gpu(activity):
         yield
 
 
+def leave_like_nccl(folder, rank):
+    """Destroying a process group waits for what is in flight: for ever, where a peer never answers."""
+    Path(folder, f"left{rank}").touch()
+    time.sleep(20)
+
+
 def main(rank, size, port, folder, how):
     from parallel.wire import comm
     from parallel.wire.world import join_job
     from runtime.peers import PeerWatch
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    with PeerWatch(rank, size) as peers:
+    leave = mock.patch.object(dist, "destroy_process_group", lambda: leave_like_nccl(folder, rank))
+    with leave, PeerWatch(rank, size) as peers:
         # gloo's own timeout must not come first here, as NCCL's watchdog must not
         world = join_job(torch.device("cpu"), rank, size, 600.0, store=peers.store, activity=peers.activity)
         peers.folder = Path(folder)
@@ -88,6 +96,8 @@ def main(rank, size, port, folder, how):
                         time.sleep(1.0)  # a stopped host does not stop what its GPU has enqueued; gloo stops
                         os.kill(os.getpid(), signal.SIGSTOP)
                     time.sleep(120)
+                if how == "raises" and step == 4:
+                    raise ZeroDivisionError("a failure of rank 0 alone")
                 if how == "started":
                     comm.start_all_reduce(torch.ones(3), group).wait()
                 else:
@@ -96,5 +106,12 @@ def main(rank, size, port, folder, how):
             time.sleep(120)  # as a host in a full launch queue
 
 
+def run(argv):
+    main(int(argv[0]), int(argv[1]), *argv[2:])
+    return 0
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
+    from runtime.failure import exit_process, fail_cleanly
+
+    exit_process(fail_cleanly(run, sys.argv[1:]))

@@ -12,7 +12,6 @@ add_transfers), so messages need no tags.
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from kernels.grad import AccumulatingWeight, Compute, write_grad
 from parallel.microbatch import Microbatch
 from parallel.offload import ActivationOffload
-from parallel.pipeline.schedule import COMPUTE_KINDS, Op, Schedule, add_transfers
+from parallel.pipeline.schedule import COMPUTE_KINDS, Op, Schedule, add_transfers, evaluation_order
 from parallel.sharding.zero import ZeroScheduler
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -243,11 +242,7 @@ class Pipeline:
         Forwards alone, with the transfers and all-reduces of `run`.
         """
         rank_of_stage = self.schedule.rank_of_stage
-        order: list[list[Op]] = []
-        for rank in range(self.mesh.pp.size):
-            stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
-            pairs = product(range(len(microbatches)), stages)
-            order.append([Op("F", stage, microbatch) for microbatch, stage in pairs])
+        order = evaluation_order(rank_of_stage, len(microbatches))
         ops = add_transfers(order, rank_of_stage)[self.mesh.pp.index]
         return self.run(ops, microbatches, 1.0)
 

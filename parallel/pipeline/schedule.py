@@ -409,6 +409,28 @@ def add_transfers(order: Order, rank_of_stage: StagePlacement) -> Order:
     return lowered
 
 
+def evaluation_order(rank_of_stage: StagePlacement, microbatches: int) -> Order:
+    """The forwards of an evaluation, for each rank.
+
+    In each slot of time a rank runs the last of its stages whose next microbatch has come: all ranks are busy
+    soon, and few hidden states wait. In the order of microbatches a rank with several stages would wait for
+    each microbatch to come round.
+    """
+    n_stages = len(rank_of_stage)
+    order: Order = [[] for _ in range(max(rank_of_stage) + 1)]
+    n_done = [0] * n_stages  # microbatches, of each stage
+    while n_done[-1] < microbatches:
+        n_ready = [microbatches, *n_done[:-1]]  # at the start of this slot
+        busy: set[int] = set()
+        for stage in reversed(range(n_stages)):
+            rank = rank_of_stage[stage]
+            if rank not in busy and n_done[stage] < n_ready[stage]:
+                order[rank].append(Op("F", stage, n_done[stage]))
+                n_done[stage] += 1
+                busy.add(rank)
+    return order
+
+
 def matching_transfer(op: Op) -> Op:
     """The other end of a transfer."""
     kind, distance = MATCHING_TRANSFER[op.kind]

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from runtime.peers import Failure, StoreSilent, Words, as_failure, within
+from runtime.peers import Failure, StoreSilent, Words, as_failure, get_all, ranks_without_state, within
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,14 +33,14 @@ def free_port() -> str:
     raise OSError("100 ports between 20000 and 30000 are taken")
 
 
-@pytest.mark.parametrize("how", ["started", "blocking", "stopped"])
-def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, how):
+def end_of_rank_0(folder, how):
+    """(exit code, stderr, seconds) of rank 0 in the job of two ranks in tests/fake_gpu.py."""
     port = free_port()
     script = str(ROOT / "tests" / "fake_gpu.py")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     processes = []
     for rank in range(2):
-        command = [sys.executable, script, str(rank), "2", port, str(tmp_path), how]
+        command = [sys.executable, script, str(rank), "2", port, str(folder), how]
         processes.append(
             subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
         )
@@ -51,9 +51,16 @@ def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, 
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.wait()
-    assert processes[0].returncode == 76, text
-    assert time.monotonic() - began < 45
+    return processes[0].returncode, text, time.monotonic() - began
+
+
+@pytest.mark.parametrize("how", ["started", "blocking", "stopped"])
+def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, how):
+    code, text, seconds = end_of_rank_0(tmp_path, how)
+    assert code == 76, text
+    assert seconds < 45
     assert (tmp_path / "ahead0").exists()  # nothing blocked the host: the device's thread found it
+    assert not (tmp_path / "left0").exists()
     assert "in all_reduce of 12 bytes in group job (ranks 0, 1) at step 3" in text
     assert "rank 1 on " in text
     if how == "stopped":
@@ -62,6 +69,17 @@ def test_a_rank_that_never_answers_is_named_over_an_asynchronous_wire(tmp_path, 
         assert "no exchange at step 3" in text and "fake_gpu.py:" in text
     reason = json.loads((tmp_path / "exit_reason.json").read_text())
     assert (reason["code"], reason["requeue"]) == (76, True)
+
+
+def test_a_rank_that_fails_with_an_exchange_in_flight_does_not_wait_for_it(tmp_path):
+    """Its communicators are left as they are: to destroy them would wait for a peer that never answers."""
+    code, text, seconds = end_of_rank_0(tmp_path, "raises")
+    assert code == 1, text
+    assert seconds < 45
+    assert "ZeroDivisionError: a failure of rank 0 alone" in text
+    assert not (tmp_path / "left0").exists()
+    reason = json.loads((tmp_path / "exit_reason.json").read_text())
+    assert (reason["code"], reason["requeue"]) == (1, False)
 
 
 # ---- words in the store ------------------------------------------------------------------------------------
@@ -186,3 +204,26 @@ def test_work_that_does_not_end_is_left_behind():
     assert within(10, lambda: 7) == 7
     with pytest.raises(KeyError):
         within(10, lambda: {}["a"])
+
+
+@pytest.mark.parametrize("silent", [[], [0], [63], [0, 1, 2], [7, 31, 32, 62], list(range(64))])
+def test_the_states_of_many_ranks_cost_few_questions(silent, monkeypatch):
+    monkeypatch.setattr("runtime.peers.KEYS_AT_ONCE", 10)
+    store = dist.HashStore()
+    written = [rank for rank in range(64) if rank not in silent]
+    for rank in written:
+        store.set(f"state/{rank}", str(rank))
+    questions = []
+
+    class Asked:
+        def check(self, keys):
+            questions.append(keys)
+            return store.check(keys)
+
+        def multi_get(self, keys):
+            assert len(keys) <= 10
+            return store.multi_get(keys)
+
+    assert ranks_without_state(Asked(), list(range(64))) == silent
+    assert len(questions) <= max(1, 2 * 7 * len(silent))
+    assert get_all(Asked(), [f"state/{rank}" for rank in written]) == [str(rank).encode() for rank in written]

@@ -14,6 +14,7 @@ from parallel.pipeline.schedule import (
     add_transfers,
     check_schedule,
     check_transfers_match,
+    evaluation_order,
     gpipe,
     interleaved,
     loop_placement,
@@ -117,6 +118,52 @@ def test_every_list_ends_where_a_communicator_runs_in_order(kind):
     for s in lists:
         assert ends_on_gpus(add_transfers(s.order, s.rank_of_stage)), (s.kind, len(s.order), s.microbatches)
     assert len(lists) >= 130
+
+
+def slots_of(order, n_stages):
+    """Slots of time that forwards of one slot each take, if a rank waits for the input of its next one."""
+    ends, clocks = {}, [0] * len(order)
+    queues = [deque(ops) for ops in order]
+    while any(queues):
+        runnable = [
+            rank for rank, ops in enumerate(queues)
+            if ops and (ops[0].stage == 0 or (ops[0].stage - 1, ops[0].microbatch) in ends)
+        ]
+        assert runnable, "no rank can go on"
+        for rank in runnable:
+            op = queues[rank].popleft()
+            begun = max(clocks[rank], ends.get((op.stage - 1, op.microbatch), 0))
+            ends[op.stage, op.microbatch] = clocks[rank] = begun + 1
+    return max(ends.values())
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+@pytest.mark.parametrize("placement", ["loop 1", "loop 2", "loop 3", "v"])
+def test_an_evaluation_is_complete_ends_everywhere_and_keeps_all_ranks_busy(placement, ranks):
+    rank_of_stage = v_placement(ranks) if placement == "v" else loop_placement(ranks, int(placement[5:]))
+    n_stages = len(rank_of_stage)
+    for microbatches in (1, 2, 3, 5, 8, 16, 31):
+        order = evaluation_order(rank_of_stage, microbatches)
+        for rank, ops in enumerate(order):
+            stages = [stage for stage, owner in enumerate(rank_of_stage) if owner == rank]
+            assert Counter(ops) == Counter(Op("F", s, k) for s in stages for k in range(microbatches))
+        last = [op.microbatch for op in order[rank_of_stage[-1]] if op.stage == n_stages - 1]
+        assert last == list(range(microbatches))  # losses are added in one order, whatever the placement
+        lowered = add_transfers(order, rank_of_stage)
+        assert check_transfers_match(lowered) and ends_on_gpus(lowered)
+        # the work of a rank, and the way of one microbatch through the others
+        assert slots_of(order, n_stages) <= microbatches * (n_stages // ranks) + n_stages - 1
+
+
+def test_an_evaluation_in_the_order_of_microbatches_would_wait_for_each():
+    """What slots_of is to see."""
+    rank_of_stage = v_placement(4)
+    in_order = [
+        [Op("F", stage, k) for k in range(16) for stage, owner in enumerate(rank_of_stage) if owner == rank]
+        for rank in range(4)
+    ]
+    assert slots_of(in_order, 8) == 16 * 8
+    assert slots_of(evaluation_order(rank_of_stage, 16), 8) <= 16 * 2 + 7
 
 
 def test_that_model_of_gpus_sees_a_cycle():

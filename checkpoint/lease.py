@@ -1,0 +1,149 @@
+"""A lease on the run folder, for filesystems whose flock does not reach other hosts.
+
+Where flock is absent, or known to one host only, two jobs on different hosts would both write to a run folder
+without a word. So the holder of the run lock (checkpoint/locks.py) also keeps a small file there, which says
+who holds it and is written again every few seconds with another number.
+
+- Of two processes under one kernel flock decides, where the filesystem has it at all.
+- A lease of another host is watched: it is held if the number changes, and left behind by a host that died if
+  it does not change for EXPIRES_S. Clocks of hosts are never compared.
+- A holder that was cut off for that long, and comes back, finds the lease of the run that took over, and ends
+  before its next step.
+"""
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from checkpoint.files import StorageError, storage_errors
+from config import ConfigError
+
+NAME = ".lease"
+RENEW_S = 4.0  # from one sign of life of the holder to the next
+EXPIRES_S = 20.0  # without a sign of life
+POLL_S = 0.5  # between two looks at a lease of another host
+MAX_BYTES = 1000
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Lease:
+    """Taken by `take`, renewed by a thread, given up by `release`.
+
+    folder: the run folder. renew_s, expires_s: see above.
+    """
+
+    def __init__(self, folder: Path, renew_s: float = RENEW_S, expires_s: float = EXPIRES_S) -> None:
+        self.folder = folder
+        self.path = folder / NAME
+        self.renew_s = renew_s
+        self.expires_s = expires_s
+        self.id = uuid.uuid4().hex
+        self.number = 0
+        self.successor = ""  # who has taken the lease over
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
+
+    def take(self, flock_works: bool) -> None:
+        """Waits until no run that flock does not keep away holds the folder. The caller holds the flock.
+
+        Raises ConfigError naming the holder; StorageError if the disk fails.
+        """
+        before = read(self.path)
+        is_decided = flock_works and before.get("kernel") == kernel_id()
+        if before and not is_decided:
+            self.wait_until_expired(before)
+        for left_behind in self.folder.glob(f"{NAME}-*"):
+            with contextlib.suppress(OSError):
+                left_behind.unlink()
+        self.write()
+        if before and not is_decided:  # another host may have waited, too: the last one to write has it
+            time.sleep(min(POLL_S, self.renew_s))
+            self.check()
+        self.thread.start()
+
+    def wait_until_expired(self, before: dict[str, object]) -> None:
+        deadline = time.monotonic() + self.expires_s
+        while time.monotonic() < deadline:
+            time.sleep(min(POLL_S, self.renew_s / 2))
+            now = read(self.path)
+            if not now:  # given up
+                return
+            if now != before:
+                raise ConfigError(
+                    f"{self.folder}: in use by {holder_of(now)}; wait for it, stop it, or choose another "
+                    "log.name"
+                )
+
+    def write(self) -> None:
+        """Raises StorageError."""
+        self.number += 1
+        text = json.dumps({
+            "id": self.id,
+            "kernel": kernel_id(),
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "number": self.number,
+        })
+        beside = self.path.with_name(f"{NAME}-{self.id}")
+        with storage_errors(self.path, 0):
+            beside.write_text(text)
+            os.replace(beside, self.path)
+
+    def renew(self) -> None:
+        """The thread: a disk that fails for a while is no reason to end; another holder is."""
+        while not self.ended.wait(self.renew_s):
+            with contextlib.suppress(StorageError):
+                if self.is_taken_over():
+                    return
+                self.write()
+
+    def is_taken_over(self) -> bool:
+        now = read(self.path)
+        if now and now.get("id") != self.id:
+            self.successor = holder_of(now)
+        return bool(self.successor)
+
+    def check(self) -> None:
+        """Raises ConfigError if another run has taken the folder over."""
+        if not self.thread.is_alive():
+            self.is_taken_over()
+        if self.successor:
+            raise ConfigError(
+                f"{self.folder}: taken over by {self.successor}, which saw no sign of life of this run for "
+                f"{self.expires_s:g} s; this one ends here, and what it saved is kept"
+            )
+
+    def release(self) -> None:
+        """Removes the lease, if it is still this one's."""
+        self.ended.set()
+        if self.thread.is_alive():
+            self.thread.join(self.renew_s)
+        if not self.is_taken_over():
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+
+def read(path: Path) -> dict[str, object]:
+    """What the file says; empty if there is none, or it is damaged."""
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read(MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def holder_of(found: dict[str, object]) -> str:
+    return f"{found.get('host')} pid {found.get('pid')}"
+
+
+def kernel_id() -> str:
+    """One for all processes under a kernel, those in containers too; the host's name where it is unknown."""
+    try:
+        return BOOT_ID.read_text("ascii").strip()
+    except (OSError, ValueError):
+        return socket.gethostname()

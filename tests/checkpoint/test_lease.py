@@ -1,0 +1,173 @@
+"""Two hosts and one run folder, where flock keeps nobody away. Another kernel's name stands for a host."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from checkpoint import lease as leases
+from checkpoint.lease import Lease
+from checkpoint.locks import run_lock
+from config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import sys
+sys.path.insert(0, {root!r})
+import fcntl, time
+from pathlib import Path
+from checkpoint import lease
+lease.kernel_id = lambda: "another"
+print("ready", flush=True)
+taken = lease.Lease(Path({folder!r}), renew_s=0.2, expires_s=1.0)
+taken.take(flock_works=True)
+print("mine", flush=True)
+while True:
+    time.sleep(0.05)
+    taken.check()
+"""
+
+
+@pytest.fixture
+def other_host(tmp_path):
+    """A process on another host that holds the folder."""
+    code = HOLDER.format(root=str(ROOT), folder=str(tmp_path))
+    child = subprocess.Popen([sys.executable, "-c", code], text=True, stdout=-1, stderr=-1)
+    try:
+        assert child.stdout.readline() + child.stdout.readline() == "ready\nmine\n"
+        yield child
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def lease_here(folder):
+    return Lease(folder, renew_s=0.2, expires_s=1.0)
+
+
+def goes_on(call, *arguments):
+    """Whether the call does not refuse."""
+    try:
+        call(*arguments)
+    except ConfigError:
+        return False
+    return True
+
+
+def test_a_run_on_another_host_that_lives_is_named_at_once(tmp_path, other_host):
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match=f"in use by .* pid {other_host.pid}; wait for it, stop it"):
+        lease_here(tmp_path).take(flock_works=True)
+    assert time.monotonic() - began < 0.9
+    assert other_host.poll() is None
+
+
+def test_what_a_host_that_died_left_behind_is_taken_when_it_has_expired(tmp_path, other_host):
+    other_host.kill()
+    other_host.wait()
+    lease = lease_here(tmp_path)
+    began = time.monotonic()
+    lease.take(flock_works=True)
+    assert time.monotonic() - began >= 1.0
+    lease.check()
+    lease.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_holder_that_was_cut_off_ends_when_it_comes_back(tmp_path, other_host):
+    other_host.send_signal(signal.SIGSTOP)
+    lease = lease_here(tmp_path)
+    lease.take(flock_works=True)
+    other_host.send_signal(signal.SIGCONT)
+    _, text = other_host.communicate(timeout=20)
+    assert f"taken over by {os.uname().nodename} pid {os.getpid()}" in text
+    assert "saw no sign of life of this run for 1 s" in text
+    time.sleep(0.5)  # several signs of life
+    lease.check()  # and this one keeps it
+    lease.release()
+
+
+def test_of_two_that_wait_for_a_dead_host_one_gets_it(tmp_path, other_host):
+    other_host.kill()
+    other_host.wait()
+    code = HOLDER.format(root=str(ROOT), folder=str(tmp_path)).replace('"another"', '"a third"')
+    waiting = subprocess.Popen([sys.executable, "-c", code], text=True, stdout=-1, stderr=-1)
+    lease = lease_here(tmp_path)
+    assert waiting.stdout.readline() == "ready\n"
+    try:
+        began = time.monotonic()
+        is_mine = goes_on(lease.take, True)
+        time.sleep(1.0)  # several signs of life
+        while is_mine == (waiting.poll() is None):  # until exactly one goes on
+            assert time.monotonic() - began < 30, f"both go on: {is_mine}; or none"
+            time.sleep(0.1)
+            is_mine = is_mine and goes_on(lease.check)
+        time.sleep(1.0)
+        assert is_mine == (waiting.poll() is not None)
+    finally:
+        waiting.kill()
+        waiting.communicate()
+        lease.release()
+
+
+def test_under_one_kernel_flock_decides_without_a_wait(tmp_path):
+    path = tmp_path / leases.NAME
+    path.write_text(json.dumps({"id": "x", "kernel": leases.kernel_id(), "host": "h", "pid": 1, "number": 7}))
+    began = time.monotonic()
+    with run_lock(tmp_path) as lease:
+        assert time.monotonic() - began < 0.5
+        assert json.loads(path.read_text())["id"] == lease.id
+    assert not path.exists()
+
+
+def test_without_flock_the_lease_keeps_two_processes_of_one_kernel_apart(tmp_path, monkeypatch):
+    def no_locks(fd, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(leases, "RENEW_S", 0.2)
+    with run_lock(tmp_path) as first:
+        first.renew_s = 0.1
+        with pytest.raises(ConfigError, match=f"in use by .* pid {os.getpid()}"), run_lock(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("text", ["", "x", "[]", "{}", "[" * 900, "null", '{"kernel": []}'])
+def test_a_damaged_lease_is_no_crash(tmp_path, text):
+    (tmp_path / leases.NAME).write_text(text)
+    lease = lease_here(tmp_path)
+    lease.take(flock_works=True)
+    lease.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_ends_before_its_next_step_when_its_folder_was_taken_over(tmp_path):
+    """The real program: another host writes its lease while this one trains."""
+    command = [
+        sys.executable, str(ROOT / "train.py"), "llama3-tiny",
+        "--log.dir", str(tmp_path), "--log.name", "run",
+        "--train.steps", "100000", "--eval.every", "none", "--checkpoint.every", "none",
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(command, text=True, stdout=-1, stderr=-1, env=environment)
+    path = tmp_path / "run" / leases.NAME
+    try:
+        deadline = time.monotonic() + 90
+        while not (tmp_path / "run" / "config.yaml").exists():  # written after the first step
+            assert time.monotonic() < deadline and child.poll() is None
+            time.sleep(0.1)
+        path.write_text(json.dumps({"id": "y", "kernel": "k", "host": "node-b", "pid": 7, "number": 1}))
+        _, text = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert child.returncode == 2
+    assert "taken over by node-b pid 7" in text and text.count("\n") == 1
+    assert json.loads(path.read_text())["id"] == "y"
+    assert not list((tmp_path / "run").glob("checkpoints/step_*"))
