@@ -331,6 +331,15 @@ def test_places_of_lost_ranks_stay_out_as_long_as_enough_remain(tmp_path, capsys
     assert "from step 4: 2 ranks (dp2) -> 2 ranks (dp2), without places 0, 1 of this node" in errors
 
 
+def test_a_place_that_the_layout_cannot_use_is_a_spare(tmp_path, capsys):
+    """Three ranks do not divide a batch of 8: two train, and the third place takes over."""
+    code, starts = elastic_run(tmp_path, "2:3", [{"0": -9, "others": 1, "save": 2}, {}])
+    assert code == 0 and [place for *_, place in starts] == ["0,1", "0,1", "1,2", "1,2"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "launch: 2 of 3 ranks: as many as the layout can use"
+    assert "2 ranks (dp2) -> 2 ranks (dp2), without place 0 of this node" in lines[2]
+
+
 def test_too_few_that_remain_make_all_places_start_again(tmp_path):
     code, starts = elastic_run(tmp_path, "2:2", [{"1": -9, "others": 1, "save": 2}, {}])
     assert code == 0 and [[start, rank] for start, rank, *_ in starts] == [[0, 0], [0, 1], [1, 0], [1, 1]]
