@@ -50,6 +50,7 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
 from plan.advice import memory_advice
+from plan import elastic
 from plan.communicators import Gpu
 from plan.count import flops_per_token, parameters, table
 from runtime import failure, lines, setup
@@ -1075,6 +1076,21 @@ def check_same_everywhere(cfg: Config, world: World) -> None:
             )
 
 
+def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
+    """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
+    if not cfg.parallel.elastic:
+        return cfg
+    hardware = elastic.Hardware()
+    if env.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(env.device)
+        hardware = elastic.Hardware(properties.name, properties.total_memory)
+    layout = elastic.layout_for(cfg, env.world, hardware)
+    note = elastic.describe(layout, env.world)
+    if note and env.rank == 0:
+        print("\n".join(wrapped(note, output_width())), flush=True)
+    return layout.cfg
+
+
 def run_folder(cfg: Config) -> Path:
     """log.dir / log.name. Raises ConfigError without a name; a recipe gives its own."""
     if cfg.log.name is None:
@@ -1108,6 +1124,7 @@ def main(argv: list[str]) -> int:
         usual_name = cfg.log.name
         cfg = with_own_folder(cfg, file, argv)
         env = setup.read_environment(cfg)
+        cfg = elastic_layout(cfg, env)
         plan_pipeline(cfg, env.world)
         open_tasks(cfg)
         for phase in phases_of(cfg).all:

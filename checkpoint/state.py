@@ -31,11 +31,12 @@ from config import (
 )
 from config.optimizers import EMA
 from config.phases import check_same_past
-from config.run_name import HORIZON_KEYS, IDLE
+from config.run_name import HORIZON_KEYS, is_idle
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
 from parallel.sharding.views import boxes_of
+from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from remote.files import is_url
@@ -311,7 +312,7 @@ def check_horizon(meta: Tree, run: RunState, where: pathlib.Path, own_folder: bo
     old = flatten_tree(meta["config"])
     new = flatten_tree(dataclasses.asdict(run.phases.whole))
     for key, value in new.items():
-        if key in old and old[key] != value and not key.startswith(IDLE):
+        if key in old and old[key] != value and not is_idle(key, run.cfg):
             name = run.cfg.log.name
             raise ConfigError(
                 f"{key}: {name} is {finished}, trained with {old[key]}, not {value}; set it back, {advice}"
@@ -561,7 +562,8 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
         check_horizon(start.meta, run, path, own_folder=path.parent == root)
         warnings = load(run, path, start.meta)
         step = start.meta["step"]
-        return step, [*start.notes, *warnings, f"resumed from {path} at step {step}"]
+        notes = [*start.notes, *warnings, *layout_change(start.meta, run.mesh.dims)]
+        return step, [*notes, f"resumed from {path} at step {step}"]
 
     if start.weights is None:
         return 0, start.notes
@@ -576,6 +578,15 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
     if run.ema is not None:
         run.ema.start()
     return 0, [*start.notes, f"weights from {start.weights}"]
+
+
+def layout_change(meta: Tree, dims: ParallelDims) -> list[str]:
+    """[a line that says from which layout to which the run goes]; [] where the checkpoint has the same."""
+    try:
+        saved = ParallelDims(**meta["layout"])
+    except (KeyError, TypeError, ValueError):  # of another version
+        return []
+    return [] if saved == dims else [f"saved on {saved.in_words()}, goes on with {dims.in_words()}"]
 
 
 def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) -> StartingPoint:

@@ -38,10 +38,29 @@ IDLE = (
     "train.max_minutes",
     "train.threads",
     "parallel.timeout_s",
+    "parallel.elastic",
     "data.path",
     "data.tokenizer",
     "data.cache",
     "data.prefetch",
+)
+# Under parallel.elastic the number of ranks decides about these (plan/elastic.py). They change no result but
+# in its rounding.
+ELASTIC_KEYS = (
+    "parallel.tp",
+    "parallel.sp",
+    "parallel.cp",
+    "parallel.pp",
+    "parallel.ep",
+    "parallel.ep_chunks",
+    "parallel.dp_rep",
+    "parallel.zero",
+    "parallel.schedule",
+    "parallel.vpp",
+    "parallel.stages",
+    "parallel.recompute",
+    "parallel.recompute_stages",
+    "train.micro_batch",
 )
 MAX_NAME = 200  # characters; file systems take 255
 
@@ -89,9 +108,15 @@ def settings_that_differ(old: Config, new: Config) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in differing_keys(old, new).items():
         is_open = key == "model.vocab" and value is None
-        if not is_open and not key.startswith(IDLE):
+        if not is_open and not is_idle(key, new):
             found[key] = value
     return found
+
+
+def is_idle(key: str, cfg: Config) -> bool:
+    """Whether a finished run that is started again with this config may have another value of the key."""
+    is_elastic = cfg.parallel.elastic and key in ELASTIC_KEYS
+    return is_elastic or key.startswith(IDLE)
 
 
 def plain(value: object) -> str:

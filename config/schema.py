@@ -220,6 +220,8 @@ class ParallelConfig:
     powersgd_rank: int = 4  # rank of the compressed gradient of a matrix; a rank of at least the smaller side
     #   of the matrix loses nothing
     timeout_s: float = 300.0  # seconds that a rank waits for another rank before it stops
+    elastic: bool = False  # the layout follows the number of ranks that a start has: dp, then dp_rep and
+    #   train.micro_batch are lowered, then the planner's layout; the global batch and the samples stay
     recompute: Literal["none", "selective", "full"] = "none"  # activations that the backward computes again:
     #   parts of a block, or whole blocks
     offload: Literal["none", "optimizer", "activations", "both"] = "none"  # what is kept in host memory:

@@ -2,6 +2,7 @@
 
     python -m scripts.launch --nproc 8 -- NAME [--section.field VALUE ...]
     python -m scripts.launch --nproc 8 --nnodes 2 --node-rank 0 --rdzv node0:29500 -- NAME ...
+    python -m scripts.launch --nproc 4:8 -- NAME ...
 
 It does what torchrun does for this program, and shows what the ranks say and nothing else:
 - A mistake in the config is one line, before a rank is started.
@@ -9,6 +10,17 @@ It does what torchrun does for this program, and shows what the ranks say and no
 - SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which save and end with code 75. Under
   `nohup` SIGHUP stays ignored.
 - Ranks that have not ended 30 s after the first failure are killed. All of them die with this process.
+
+With --nproc MIN:MAX the job is elastic: after the loss of a rank it starts again by itself, from the newest
+checkpoint, with the ranks that are left.
+- A rank is lost that a signal has ended (SIGKILL, a crash, the kernel for want of memory), or that hung and
+  was killed for it. Its place, a GPU, is left out as long as MIN ranks remain. After a hang that nobody was
+  killed for, and where replicas differ, all places start again.
+- The layout follows the number of ranks (parallel.elastic, which MIN:MAX sets): MAX or as many as it can use.
+- Places that were left out are used again after --regrow minutes: the job saves and stops for it. Without
+  --regrow they stay out until this command is given again.
+- Three restarts in a row that bring no newer checkpoint end the job, with the last exit code.
+With parallel.elastic alone, and over several nodes, a start takes as many ranks as the layout can use.
 
 The ranks of one node meet at 127.0.0.1, at a free port. Those of several nodes meet at --rdzv, a host and
 port of node 0, and each node has its --node-rank. Whoever reaches that port can disturb the job, as with
@@ -25,20 +37,29 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import config
-from config import ConfigError
+from config import Config, ConfigError
 from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
 from config.terminal import ParagraphHelp
+from runtime import restarts
 from runtime.stop import SIGNALS, is_under_nohup
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
 LINGER_SECONDS = 30.0  # how long node 0 keeps the store for the ranks of other nodes, after its own ended
 POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Span:
+    """What --nproc says. least: None: exactly `most`, and no restart."""
+
+    most: int
+    least: int | None = None
 
 
 @dataclass(frozen=True)
@@ -51,21 +72,43 @@ class Node:
     host: str
     port: int
     secret: str = ""  # of the words in the store; "": that of the environment, if there is one
+    world: int | None = None  # ranks of the job; None: nproc on each node
+    places: tuple[int, ...] = ()  # the GPU of each rank of this node; (): the first ones
+    restart: int = 0  # how often this process has started the job again
+
+    @property
+    def world_size(self) -> int:
+        return self.nnodes * self.nproc if self.world is None else self.world
+
+    def ranks(self) -> range:
+        """Those of this node, which has none if the nodes before it have all that are used."""
+        first = self.node_rank * self.nproc
+        return range(first, max(first, min(first + self.nproc, self.world_size)))
+
+    def nodes_with_ranks(self) -> int:
+        return -(-self.world_size // self.nproc)
+
+    def place(self, rank: int) -> int:
+        """The GPU of a rank of this node."""
+        local_rank = rank - self.node_rank * self.nproc
+        return self.places[local_rank] if self.places else local_rank
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """Of a rank: that of this process, with torchrun's variables, which runtime/setup.py reads."""
         found = dict(os.environ)
         found.update(
             RANK=str(self.node_rank * self.nproc + local_rank),
-            WORLD_SIZE=str(self.nnodes * self.nproc),
+            WORLD_SIZE=str(self.world_size),
             LOCAL_RANK=str(local_rank),
-            LOCAL_WORLD_SIZE=str(self.nproc),
+            LOCAL_WORLD_SIZE=str(len(self.ranks())),
             MASTER_ADDR=self.host,
             MASTER_PORT=str(self.port),
             TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the launcher's, not rank 0's
             TORCHELASTIC_RUN_ID="launch",  # a rank with this variable dies with its parent
-            TORCHELASTIC_RESTART_COUNT="0",
+            TORCHELASTIC_RESTART_COUNT=str(self.restart),
         )
+        if self.places:
+            found["CUDA_VISIBLE_DEVICES"] = visible_devices(self.places, found.get("CUDA_VISIBLE_DEVICES"))
         if self.secret:
             found.setdefault("BEVATRON_STORE_SECRET", self.secret)
         if self.nnodes == 1 and os.path.exists("/sys/class/net/lo"):
@@ -73,12 +116,37 @@ class Node:
         return found
 
 
+def visible_devices(places: tuple[int, ...], given: str | None) -> str:
+    """CUDA_VISIBLE_DEVICES of ranks in these places. given: that of this process, whose GPUs are counted."""
+    if given is None:
+        return ",".join(map(str, places))
+    names = given.split(",")
+    return ",".join(names[place] for place in places if place < len(names))
+
+
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended. code: as subprocess has it, minus the signal that ended it."""
+    """How a rank ended. code: as subprocess has it, minus the signal that ended it. killed: by the launcher,
+    because it did not end after another's failure."""
 
     rank: int
     code: int
+    killed: bool = field(default=False, compare=False)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether something ended the rank that was not asked to."""
+        return self.code < 0 and not self.killed
+
+
+@dataclass
+class StartWatch:
+    """What reaches the ranks of one start from here. stop_after: seconds until they are asked to save and
+    stop, for a larger start; None: never. was_signalled, was_stopped: whether that has happened."""
+
+    stop_after: float | None = None
+    was_signalled: bool = False
+    was_stopped: bool = False
 
 
 # ---- where the ranks meet ----------------------------------------------------------------------------------
@@ -89,10 +157,11 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
 
     Raises ConfigError if --rdzv is missing, or is no address that can be listened at.
     """
+    nproc = options.nproc.most
     if options.nnodes == 1:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        return Node(options.nproc, 1, 0, "127.0.0.1", port, secrets.token_hex(16)), listener
+        return Node(nproc, 1, 0, "127.0.0.1", port, secrets.token_hex(16)), listener
 
     host, colon, port = (options.rdzv or "").rpartition(":")
     if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
@@ -100,7 +169,7 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
                           f"node0:29500; got {options.rdzv}")
     if not 0 <= options.node_rank < options.nnodes:
         raise ConfigError(f"--node-rank: {options.node_rank} is not one of 0 to {options.nnodes - 1}")
-    node = Node(options.nproc, options.nnodes, options.node_rank, host.strip("[]"), int(port))
+    node = Node(nproc, options.nnodes, options.node_rank, host.strip("[]"), int(port))
     if node.node_rank > 0:
         return node, None
     try:
@@ -133,34 +202,39 @@ def is_address(family: socket.AddressFamily, text: str) -> bool:
 # ---- the ranks ---------------------------------------------------------------------------------------------
 
 
-def check_words(argv: list[str]) -> None:
-    """Raises ConfigError for a mistake in the words of train.py.
+def check_words(argv: list[str]) -> Config | None:
+    """The config that the words of train.py mean. Raises ConfigError for a mistake in them.
 
-    Those of a branch are left to the ranks: the settings that it goes on with are in a checkpoint.
+    None for a branch, which is left to the ranks: the settings that it goes on with are in a checkpoint.
     """
     name, file, overrides = config.split_argv(argv)
     if config.dotted_overrides(overrides).get("checkpoint", {}).get("branch") in (None, "none"):
-        config.resolve(name, file, overrides)
+        return config.resolve(name, file, overrides)
+    return None
 
 
-def run_ranks(node: Node, listener: socket.socket | None, command: list[str]) -> list[RankEnd]:
+def run_ranks(
+    node: Node, listener: socket.socket | None, command: list[str], watch: StartWatch | None = None
+) -> list[RankEnd]:
     """Runs the command as every rank of this node. Returns how they ended, in that order."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
+    watch = watch or StartWatch()
 
     def pass_on(number: int, _: Any) -> None:
+        watch.was_signalled = True
         for process in processes.values():
             process.send_signal(number)  # does nothing to one that has ended
 
     wanted = [number for number in SIGNALS if not is_under_nohup(number)]
     previous = {number: signal.signal(number, pass_on) for number in wanted}
     try:
-        for local_rank in range(node.nproc):
+        for local_rank, rank in enumerate(node.ranks()):
             # a session of its own: Ctrl-C comes once, from here
-            processes[node.node_rank * node.nproc + local_rank] = subprocess.Popen(
+            processes[rank] = subprocess.Popen(
                 command, env=node.environment(local_rank), stdin=subprocess.DEVNULL, start_new_session=True
             )
         store = None if listener is None else host_store(node, listener)
-        ends = wait_for_ranks(processes)
+        ends = wait_for_ranks(processes, watch)
         linger(node, store)
         return ends
     finally:
@@ -176,22 +250,33 @@ def host_store(node: Node, listener: socket.socket) -> Any:
     return launcher_store(node.host, node.port, listener)
 
 
-def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]]) -> list[RankEnd]:
+def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWatch) -> list[RankEnd]:
     """Waits until all have ended. After a failure they end by themselves, or are killed."""
     ends: list[RankEnd] = []
+    killed: set[int] = set()
     deadline: float | None = None
+    started = time.monotonic()
     while len(ends) < len(processes):
+        # who has ended, and what follows for the others
         ended = {end.rank for end in ends}
         for rank, process in processes.items():
             code = process.poll()
             if rank in ended or code is None:
                 continue
-            ends.append(RankEnd(rank, code))
+            ends.append(RankEnd(rank, code, killed=rank in killed))
             if code not in (FINISHED, STOPPED_EARLY) and deadline is None:
                 deadline = time.monotonic() + FAILURE_SECONDS
-        if deadline is not None and time.monotonic() > deadline:
+
+        now = time.monotonic()
+        if deadline is not None and now > deadline:
+            killed = {rank for rank, process in processes.items() if process.poll() is None}
             kill(processes)
             deadline = None
+        is_time_over = watch.stop_after is not None and now > started + watch.stop_after
+        if is_time_over and not watch.was_stopped and not ends:
+            watch.was_stopped = True
+            for process in processes.values():
+                process.send_signal(signal.SIGUSR1)  # they save at the same step, and end
         time.sleep(POLL_SECONDS)
     return ends
 
@@ -207,7 +292,8 @@ def kill(processes: dict[int, subprocess.Popen[bytes]]) -> None:
 
 def linger(node: Node, store: Any) -> None:
     """Node 0 keeps the store until the other nodes have told it there that their ranks ended too."""
-    if node.nnodes == 1:
+    num_nodes = node.nodes_with_ranks()
+    if num_nodes == 1 or not node.ranks():
         return
     from parallel.wire.world import launcher_store
 
@@ -216,7 +302,7 @@ def linger(node: Node, store: Any) -> None:
             launcher_store(node.host, node.port).add("nodes_ended", 1)
             return
         deadline = time.monotonic() + LINGER_SECONDS
-        while store.add("nodes_ended", 0) < node.nnodes - 1 and time.monotonic() < deadline:
+        while store.add("nodes_ended", 0) < num_nodes - 1 and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
 
 
@@ -251,6 +337,127 @@ def closing_line(ends: list[RankEnd], seconds: float) -> str:
     return line
 
 
+# ---- elastic jobs ------------------------------------------------------------------------------------------
+
+
+def elastic_config(words: list[str]) -> tuple[Config, Path]:
+    """The config of an elastic job, and its run folder, as the ranks will find them. Raises ConfigError."""
+    from checkpoint import branch
+    from config.run_name import with_own_folder
+
+    name, file, overrides = config.split_argv(words)
+    given = config.dotted_overrides(overrides)
+    if "branch" in given.get("checkpoint", {}) and not {"name", "dir"} <= set(given.get("log", {})):
+        raise ConfigError("checkpoint.branch: of an elastic job, give --log.name and --log.dir too")
+    cfg = with_own_folder(branch.resolve(name, file, overrides), file, overrides)
+    if cfg.log.name is None:
+        raise ConfigError("log.name: none; give the run folder's name")
+    return cfg, Path(cfg.log.dir) / cfg.log.name
+
+
+def usable_ranks(cfg: Config, least: int, most: int) -> int:
+    """How many of so many ranks the job can use. Raises ConfigError, with numbers that would do, for none."""
+    from plan import elastic
+
+    found = elastic.most_ranks(cfg, least, most)
+    if found is None:
+        elastic.layout_for(cfg, most, elastic.Hardware())  # raises
+        raise ConfigError(f"--nproc: no layout of this run has {least} to {most} ranks")
+    return found
+
+
+def choose_places(cfg: Config, span: Span, left_out: set[int]) -> tuple[int, ...]:
+    """The places of the next start: without those left out, as long as enough remain; else of all of them.
+
+    Raises ConfigError if no number of ranks in the span has a layout.
+    """
+    least = span.least or span.most
+    every = tuple(range(span.most))
+    remaining = tuple(place for place in every if place not in left_out)
+    if len(remaining) >= least:
+        with contextlib.suppress(ConfigError):
+            return remaining[: usable_ranks(cfg, least, len(remaining))]
+    left_out.clear()
+    return every[: usable_ranks(cfg, least, span.most)]
+
+
+def may_restart(ends: list[RankEnd], reason: restarts.ExitReason | None, watch: StartWatch) -> bool:
+    """Whether the job has lost a rank, so that another start may succeed. reason: what its ranks left."""
+    is_lost = any(end.is_lost for end in ends)
+    code = exit_code(ends)
+    if watch.was_signalled:
+        return False
+    if code in restarts.LOST:
+        return is_lost if reason is None else reason.requeue
+    return is_lost and code > 128  # none could say why
+
+
+def run_elastic(options: argparse.Namespace, words: list[str], command: list[str]) -> int:
+    """Starts the job, and again after the loss of a rank. Returns the exit code of the last start.
+
+    Raises ConfigError before the first start.
+    """
+    cfg, run = elastic_config(words)
+    span = options.nproc
+    left_out: set[int] = set()
+    places = choose_places(cfg, span, left_out)
+    progress = restarts.Progress(restarts.newest_step(run))
+    restart = 0
+    if len(places) < span.most:
+        tell(used_line(len(places), span.most))
+    while True:
+        # one start
+        node, listener = listen(options)
+        node = replace(node, nproc=len(places), places=places, restart=restart)
+        watch = StartWatch(60 * options.regrow if options.regrow and left_out else None)
+        restarts.remove_reasons(run)
+        started = time.monotonic()
+        ends = run_ranks(node, listener, command, watch)
+        tell(closing_line(ends, time.monotonic() - started))
+
+        # whether another one follows
+        code = exit_code(ends)
+        step = restarts.newest_step(run)
+        is_regrowing = watch.was_stopped and not watch.was_signalled and code == STOPPED_EARLY
+        if is_regrowing:
+            left_out.clear()
+        elif not may_restart(ends, restarts.read_reason(run), watch):
+            return code
+        elif not progress.allows_restart(step):
+            tell(f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row have brought no newer checkpoint: "
+                 "the job ends")
+            return code
+
+        # with which ranks
+        left_out |= {node.place(end.rank) for end in ends if end.is_lost}
+        before, places = places, choose_places(cfg, span, left_out)
+        restart += 1
+        tell(restart_line(cfg, restart, step, before, places, left_out))
+
+
+def restart_line(
+    cfg: Config, restart: int, step: int, before: tuple[int, ...], places: tuple[int, ...], left_out: set[int]
+) -> str:
+    """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2), without place 3 of this node"""
+    from plan import elastic
+
+    where = "the beginning" if step == restarts.FIRST_STEP else f"step {step:,}"
+    text = f"launch: restart {restart}, from {where}: {elastic.in_words(cfg, len(before))}"
+    text += f" -> {elastic.in_words(cfg, len(places))}"
+    if left_out:
+        plural = "s" if len(left_out) > 1 else ""
+        text += f", without place{plural} {', '.join(map(str, sorted(left_out)))} of this node"
+    return text
+
+
+def used_line(used: int, most: int) -> str:
+    return f"launch: {used} of {most} ranks: as many as the layout can use"
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 # ---- the command -------------------------------------------------------------------------------------------
 
 
@@ -261,13 +468,42 @@ def positive(text: str) -> int:
     return value
 
 
+def parse_span(text: str) -> Span:
+    """8, or 4:8."""
+    least, colon, most = text.rpartition(":")
+    span = Span(positive(most), positive(least) if colon else None)
+    if span.least is not None and span.least > span.most:
+        raise argparse.ArgumentTypeError(f"MIN:MAX, as {span.most}:{span.least}")
+    return span
+
+
+def minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError("a number of minutes above 0")
+    return value
+
+
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m scripts.launch",
         description=__doc__,
         formatter_class=ParagraphHelp,
     )
-    parser.add_argument("--nproc", type=positive, required=True, help="ranks of this node: one a GPU")
+    parser.add_argument(
+        "--nproc",
+        "--nproc-per-node",
+        type=parse_span,
+        required=True,
+        metavar="N|MIN:MAX",
+        help="ranks of this node: one a GPU; MIN:MAX: as many as there are, and restarts",
+    )
+    parser.add_argument(
+        "--regrow",
+        type=minutes,
+        metavar="MINUTES",
+        help="with MIN:MAX: save and start with all ranks again, so long after a start with fewer",
+    )
     parser.add_argument("--nnodes", type=positive, default=1, help="nodes of the job, all with --nproc ranks")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="where several nodes meet: on node 0")
@@ -280,18 +516,45 @@ def main(argv: list[str]) -> int:
     command = [sys.executable, str(TRAIN_FILE), *options.words]
     if {"--help", "-h", "--list"} & set(options.words):
         return subprocess.call(command)
+    words = [word for word in options.words if word != "--traceback"]
+    is_elastic = options.nproc.least is not None
     try:
-        check_words([word for word in options.words if word != "--traceback"])
+        check_elastic_options(options)
+        cfg = check_words(words)
+        if is_elastic:
+            elastic_words = ["--parallel.elastic", "true"]
+            return run_elastic(options, [*words, *elastic_words], [*command, *elastic_words])
         node, listener = listen(options)
+        if cfg is not None and cfg.parallel.elastic:
+            node = replace(node, world=usable_ranks(cfg, 1, node.world_size))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
     started = time.monotonic()
+    if node.world is not None and node.node_rank == 0 and node.world < node.nnodes * node.nproc:
+        tell(used_line(node.world, node.nnodes * node.nproc))
+    if not node.ranks():
+        return FINISHED
     ends = run_ranks(node, listener, command)
     if node.node_rank == 0 or any(end.code < 0 for end in ends):  # once, and where a rank was lost
-        print(closing_line(ends, time.monotonic() - started), file=sys.stderr, flush=True)
+        tell(closing_line(ends, time.monotonic() - started))
     return exit_code(ends)
+
+
+def check_elastic_options(options: argparse.Namespace) -> None:
+    """Raises ConfigError for options that do not go with --nproc MIN:MAX, or need it."""
+    is_elastic = options.nproc.least is not None
+    if is_elastic and options.nnodes > 1:
+        raise ConfigError(
+            "--nproc: MIN:MAX starts the ranks of one node again; of several nodes, let the scheduler "
+            "requeue the job (scripts/slurm/train.sbatch) or torchrun restart it (--nnodes MIN:MAX "
+            "--max-restarts N), with --parallel.elastic true"
+        )
+    if options.regrow is not None and not is_elastic:
+        raise ConfigError(
+            f"--regrow: goes with --nproc MIN:MAX, as 1:{options.nproc.most}; without it no place is left out"
+        )
 
 
 if __name__ == "__main__":

@@ -429,7 +429,7 @@ def parse_script(module: str, words: list[str]) -> None:
         return
     if module == "scripts.launch":
         options = scripts.launch.arguments().parse_args(words)
-        parse_train("train.py", options.words, options.nproc * options.nnodes)
+        parse_train("train.py", options.words, options.nproc.most * options.nnodes)
         return
     options, rest = PARSERS[module](words)
     if module == "scripts.plan" and options.name:
@@ -567,7 +567,7 @@ def run(command: Command, folder: pathlib.Path) -> tuple[int, str]:
         options = scripts.launch.arguments().parse_args(words[3:])
         end = job(
             folder,
-            options.nproc,
+            options.nproc.most,
             [
                 *options.words,
                 "--log.dir",

@@ -78,6 +78,20 @@ class ParallelDims:
         if foldable % (self.ep * self.etp):
             raise ValueError(f"ep*etp = {self.ep * self.etp} does not divide dp*cp*tp = {foldable}")
 
+    def in_words(self) -> str:
+        """For example "4 ranks (dp2 tp2)"; "1 rank"."""
+        degrees = {
+            "dp": self.dp_replicate * self.dp_shard,
+            "tp": self.tp,
+            "pp": self.pp,
+            "cp": self.cp,
+            "ep": self.ep,
+            "etp": self.etp,
+        }
+        words = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1)
+        plural = "s" if self.world > 1 else ""
+        return f"{self.world} rank{plural}" + (f" ({words})" if words else "")
+
     @property
     def non_data_size(self) -> int:
         """The product of all degrees but dp_shard."""

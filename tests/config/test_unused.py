@@ -104,7 +104,7 @@ READ = {
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic compile cuda_graphs device threads",
     "optim": "name lr warmup decay weight_decay clip",
-    "parallel": "tp pp cp bucket_mb offload recompute_stages",
+    "parallel": "tp pp cp bucket_mb offload recompute_stages elastic",
     "data": "path tokenizer split doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "

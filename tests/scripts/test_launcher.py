@@ -3,6 +3,7 @@ prints, its exit code, and who is left.
 """
 
 import contextlib
+import json
 import os
 import pathlib
 import re
@@ -271,6 +272,157 @@ def test_two_nodes_meet_at_an_address_of_the_first(tmp_path, words):
     ends = [finished(launcher) for launcher in nodes]
     assert [code for code, _, _ in ends] == [0, 0], ends
     assert ends[0][2] == [] and "launch: 1 rank ended with code 0" in ends[1][2][-1]  # node 0 says it for all
+
+
+# ---- elastic jobs ------------------------------------------------------------------------------------------
+
+# ranks of start N do what the plan says: N-th of the list {rank: signal or code}; and rank 0 saves a step
+ELASTIC_RANK = """
+import json, os, pathlib, signal, sys, time
+run, plan = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+told = [start, rank, os.environ["WORLD_SIZE"], os.environ["CUDA_VISIBLE_DEVICES"]]
+with open(run / "starts", "a") as file:
+    file.write(json.dumps(told) + "\\n")
+act = plan[min(start, len(plan) - 1)]
+if rank == 0 and act.get("save"):
+    (run / "checkpoints" / f"step_{act['save']:08d}").mkdir(parents=True)
+if act.get("waits"):
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+    time.sleep(60)
+code = act.get(str(rank), act.get("others", 0))
+if code < 0:
+    os.kill(os.getpid(), -code)
+sys.exit(code)
+"""
+
+
+def elastic_run(folder, span, plan, *words, regrow=()):
+    """(exit code, [[start, rank, world, GPUs] of each rank]) of a job with stand-ins."""
+    run = folder / "r"
+    run.mkdir()
+    options = launch.arguments().parse_args(["--nproc", span, *regrow, "--", "llama3-tiny"])
+    words = ["llama3-tiny", "--log.dir", str(folder), "--log.name", "r", "--train.global_batch", "8", *words]
+    command = [sys.executable, "-S", "-c", ELASTIC_RANK, str(run), json.dumps(plan)]
+    code = launch.run_elastic(options, words, command)
+    return code, sorted(map(json.loads, (run / "starts").read_text().splitlines()))
+
+
+def test_three_restarts_in_a_row_without_a_newer_checkpoint_end_the_job(tmp_path, capsys):
+    """The second start saves, so three more follow it."""
+    code, starts = elastic_run(tmp_path, "1:1", [{"0": -9}, {"0": -11, "save": 5}, {"0": -7}])
+    assert code == 128 + 7 and [start for start, *_ in starts] == [0, 1, 2, 3, 4]
+    lines = [line for line in capsys.readouterr().err.splitlines() if "ended with" not in line]
+    assert lines[0] == "launch: restart 1, from the beginning: 1 rank -> 1 rank"
+    assert lines[1:4] == [f"launch: restart {n}, from step 5: 1 rank -> 1 rank" for n in (2, 3, 4)]
+    assert lines[4:] == ["launch: 3 restarts in a row have brought no newer checkpoint: the job ends"]
+
+
+def test_places_of_lost_ranks_stay_out_as_long_as_enough_remain(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    plan = [{"1": -9, "others": 1, "save": 2}, {"0": -9, "others": 1, "save": 4}, {"others": 0}]
+    code, starts = elastic_run(tmp_path, "2:4", plan, "--train.micro_batch", "1")
+    assert code == 0
+    assert starts[:4] == [[0, rank, "4", "4,5,6,7"] for rank in range(4)]
+    assert starts[4:6] == [[1, rank, "2", "4,6"] for rank in range(2)]  # three ranks do not divide the batch
+    assert starts[6:] == [[2, rank, "2", "6,7"] for rank in range(2)]
+    errors = capsys.readouterr().err
+    assert "from step 2: 4 ranks (dp4) -> 2 ranks (dp2), without place 1 of this node" in errors
+    assert "from step 4: 2 ranks (dp2) -> 2 ranks (dp2), without places 0, 1 of this node" in errors
+
+
+def test_a_place_that_the_layout_cannot_use_is_a_spare(tmp_path, capsys):
+    """Three ranks do not divide a batch of 8: two train, and the third place takes over."""
+    code, starts = elastic_run(tmp_path, "2:3", [{"0": -9, "others": 1, "save": 2}, {}])
+    assert code == 0 and [place for *_, place in starts] == ["0,1", "0,1", "1,2", "1,2"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "launch: 2 of 3 ranks: as many as the layout can use"
+    assert "2 ranks (dp2) -> 2 ranks (dp2), without place 0 of this node" in lines[2]
+
+
+def test_too_few_that_remain_make_all_places_start_again(tmp_path):
+    code, starts = elastic_run(tmp_path, "2:2", [{"1": -9, "others": 1, "save": 2}, {}])
+    assert code == 0 and [[start, rank] for start, rank, *_ in starts] == [[0, 0], [0, 1], [1, 0], [1, 1]]
+
+
+def test_a_smaller_job_grows_again_after_its_time(tmp_path):
+    plan = [{"1": -9, "others": 1, "save": 2}, {"waits": True}, {}]
+    code, starts = elastic_run(tmp_path, "1:2", plan, regrow=("--regrow", "0.02"))
+    assert code == 0
+    worlds = [(start, world) for start, _, world, _ in starts]
+    assert worlds == [(0, "2"), (0, "2"), (1, "1"), (2, "2"), (2, "2")]
+
+
+@pytest.mark.parametrize(
+    "codes, reason, restarts",
+    [
+        ([-9, 1], None, True),
+        ([-9, 1], (1, True), True),
+        ([-9, 1], (1, False), False),  # an error of the code, which comes again
+        ([1, 1], None, False),
+        ([1, 1], (1, True), True),  # the rank was lost elsewhere
+        ([76, 76], (76, True), True),
+        ([80, 80], (80, True), True),
+        ([-11, -6], None, True),
+        *(([code, code], (code, True), False) for code in (75, 82)),
+        *(([code, -9], (code, False), False) for code in (2, 77, 79, 81)),
+        ([0, 0], (0, False), False),
+    ],
+)
+def test_what_starts_again(codes, reason, restarts):
+    ends = [RankEnd(rank, code) for rank, code in enumerate(codes)]
+    reason = reason and launch.restarts.ExitReason(*reason)
+    assert launch.may_restart(ends, reason, launch.StartWatch()) == restarts
+    assert not launch.may_restart(ends, reason, launch.StartWatch(was_signalled=True))
+    killed = [RankEnd(end.rank, end.code, killed=True) for end in ends]
+    assert launch.may_restart(killed, None, launch.StartWatch()) is False
+
+
+@pytest.mark.parametrize(
+    "options, words, line",
+    [
+        (["--nproc", "3:3"], ["--parallel.tp", "2"], "no layout for 3 ranks: start 2, 4"),
+        (["--nproc", "1:2", "--nnodes", "2"], [], "--nproc: MIN:MAX starts the ranks of one node again"),
+        (["--nproc", "2", "--regrow", "5"], [], "--regrow: goes with --nproc MIN:MAX, as 1:2"),
+        (["--nproc", "1:2"], ["--checkpoint.branch", "runs/x@5"], "give --log.name and --log.dir too"),
+    ],
+)
+def test_an_elastic_job_that_cannot_be(options, words, line, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "run_ranks", None)
+    recipe = [] if "--checkpoint.branch" in words else ["llama3-tiny", "--train.global_batch", "8"]
+    assert launch.main([*options, "--", *recipe, *words, "--model.layers", "2"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ") and line in err and err.count("\n") == 1
+
+
+def test_the_ranks_of_a_smaller_world_fill_the_nodes_in_order():
+    nodes = [Node(4, 3, number, "a", 1, world=6) for number in range(3)]
+    assert [list(node.ranks()) for node in nodes] == [[0, 1, 2, 3], [4, 5], []]
+    assert nodes[1].environment(1)["RANK"] == "5" and nodes[1].environment(1)["LOCAL_WORLD_SIZE"] == "2"
+    assert {node.environment(0)["WORLD_SIZE"] for node in nodes} == {"6"}
+    assert [node.nodes_with_ranks() for node in nodes] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("node_rank, ranks", [(0, 4), (1, 2), (2, 0)])
+def test_of_fewer_nodes_than_the_layout_has_as_many_ranks_start_as_it_can_use(
+    node_rank, ranks, monkeypatch, capsys
+):
+    """As a SLURM job that is requeued with fewer nodes: 12 ranks would be dp6, which 24 sequences allow and
+    21 do not."""
+    started = []
+    monkeypatch.setattr(launch, "listen", lambda options: (Node(4, 3, node_rank, "a", 1), None))
+    monkeypatch.setattr(launch, "run_ranks", lambda node, *_: started.append(node) or [RankEnd(0, 0)])
+    words = ["llama3-tiny", "--parallel.tp", "2", "--parallel.elastic", "true", "--train.micro_batch", "1"]
+    options = ["--nproc", "4", "--nnodes", "3", "--node-rank", str(node_rank), "--rdzv", "a:1"]
+    assert launch.main([*options, "--", *words, "--train.global_batch", "24"]) == 0
+    assert [node.world_size for node in started] == [12]
+    capsys.readouterr()
+
+    started.clear()
+    assert launch.main([*options, "--", *words, "--train.global_batch", "21"]) == 0
+    assert [len(node.ranks()) for node in started] == ([ranks] if ranks else [])
+    line = "launch: 6 of 12 ranks: as many as the layout can use"
+    assert (line in capsys.readouterr().err) == (node_rank == 0)
 
 
 # ---- mistakes that need no rank ----------------------------------------------------------------------------

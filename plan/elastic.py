@@ -1,0 +1,191 @@
+"""The layout of a run on another number of ranks than its settings were made for (parallel.elastic).
+
+The global batch, the samples of each step and their order stay as they are; only who computes what changes.
+In this order:
+1. The settings as they are: the data-parallel axis is what is left of the world, so it follows by itself.
+2. The same tp, pp, cp and ep, with fewer replicas (parallel.dp_rep) or a smaller train.micro_batch, where the
+   global batch is no multiple of the given micro-batch on so many ranks.
+3. The fastest layout by the planner (plan/search.py), with any degrees.
+
+A function of the config, the world and the kind of GPU alone: all ranks choose the same.
+"""
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+from config import CONFIG_FOLDER, Config, ConfigError, divisors, read_yaml
+from config.run_name import ELASTIC_KEYS
+from config.values import Values
+from model.schedules import plan_pipeline
+from model.sharding import parallel_dims
+from plan.cost import Cluster, Efficiency, cluster
+from plan.machine import UNBOUNDED_MEMORY, Machine
+from plan.search import Target, search, set_keys
+
+NOMINAL_VOCAB = 32768  # tokens, for the count of bytes where the vocabulary is still to be read from the data
+NUM_SIZES = 4  # numbers of ranks that a refusal names
+# A machine that nobody has measured: what its rates are to each other orders the layouts, not what they are.
+UNKNOWN_RATES = {
+    "flops": 1e12,
+    "attention_flops": 5e11,
+    "stream": 1e11,
+    "link": 1e10,
+    "hop": 2e-5,
+    "operation": 1e-5,
+}
+# keys whose entries belong to stages of the given pp, and have no meaning under another one
+OF_STAGES: Values = {"parallel.stages": None, "parallel.recompute_stages": None}
+
+
+class Hardware(NamedTuple):
+    """What the planner plans for. gpu: its name as torch has it; "": CPUs. memory: bytes of a GPU."""
+
+    gpu: str = ""
+    memory: float = UNBOUNDED_MEMORY
+
+
+class ElasticLayout(NamedTuple):
+    """cfg: with the layout. changed: {section.key: value} where it differs from the given settings.
+    by_planner: whether its degrees are the planner's."""
+
+    cfg: Config
+    changed: Values
+    by_planner: bool = False
+
+
+def fits(cfg: Config, world: int) -> bool:
+    """Whether train.py accepts the config on so many ranks."""
+    try:
+        plan_pipeline(cfg, world, advise=False)
+    except ConfigError:
+        return False
+    return True
+
+
+# ---- the same axes -----------------------------------------------------------------------------------------
+
+
+def same_axes(cfg: Config, world: int) -> ElasticLayout | None:
+    """The layout with the given tp, pp, cp and ep; None if there is none on so many ranks."""
+    for changed in same_axes_changes(cfg):
+        changed_cfg = set_keys(cfg, changed)
+        if fits(changed_cfg, world):
+            return ElasticLayout(changed_cfg, changed)
+    return None
+
+
+def same_axes_changes(cfg: Config) -> Iterator[Values]:
+    """What may be set to less, the least change first: {} is none."""
+    for micro_batch in reversed(divisors(cfg.train.micro_batch)):
+        for dp_rep in reversed(divisors(cfg.parallel.dp_rep)):
+            values = {"train.micro_batch": micro_batch, "parallel.dp_rep": dp_rep}
+            given = {"train.micro_batch": cfg.train.micro_batch, "parallel.dp_rep": cfg.parallel.dp_rep}
+            yield {key: value for key, value in values.items() if value != given[key]}
+
+
+# ---- the planner's -----------------------------------------------------------------------------------------
+
+
+def planned(cfg: Config, world: int, hardware: Hardware) -> ElasticLayout | None:
+    """The planner's fastest layout that fits into memory; None if there is none."""
+    target = target_of(cfg, world, hardware)
+    model = replace(cfg.model, vocab=cfg.model.vocab or NOMINAL_VOCAB)
+    whole = set_keys(replace(cfg, model=model), OF_STAGES)
+    found, _ = search(whole, target, fixed={}, top=1)
+    if not found:
+        return None
+    values = {key: value_of(found[0].cfg, key) for key in ELASTIC_KEYS} | OF_STAGES
+    changed = {key: value for key, value in values.items() if value != value_of(cfg, key)}
+    changed_cfg = set_keys(cfg, changed)
+    return ElasticLayout(changed_cfg, changed, by_planner=True) if fits(changed_cfg, world) else None
+
+
+def value_of(cfg: Config, path: str) -> object:
+    """The value of section.key."""
+    section, key = path.split(".")
+    return getattr(getattr(cfg, section), key)
+
+
+def target_of(cfg: Config, world: int, hardware: Hardware) -> Target:
+    """What the planner plans for: a cluster of these GPUs where configs/clusters.yaml has one."""
+    known = known_cluster(hardware)
+    if known is not None and cfg.train.dtype in known.flops:
+        return Target(world, replace(known, memory=hardware.memory), Efficiency())
+    machine = Machine(ranks=world, dtype=cfg.train.dtype, **UNKNOWN_RATES)
+    return Target(world, replace(machine.as_cluster(), memory=hardware.memory), machine.as_efficiency())
+
+
+def known_cluster(hardware: Hardware) -> Cluster | None:
+    """Of those with this GPU the one whose memory is nearest; None if there is none."""
+    clusters = [cluster(name) for name in read_yaml(CONFIG_FOLDER / "clusters.yaml")["clusters"]]
+    alike = [each for each in clusters if each.gpu in hardware.gpu.lower()]
+    return min(alike, key=lambda each: abs(each.memory - hardware.memory), default=None)
+
+
+# ---- the choice --------------------------------------------------------------------------------------------
+
+
+def layout_for(cfg: Config, world: int, hardware: Hardware) -> ElasticLayout:
+    """The layout of the run on so many ranks.
+
+    Raises ConfigError, as without parallel.elastic, with the numbers of ranks that would do.
+    """
+    layout = same_axes(cfg, world) or planned(cfg, world, hardware)
+    if layout is not None:
+        return layout
+    try:
+        plan_pipeline(cfg, world, advise=False)
+    except ConfigError as error:
+        sizes = ", ".join(map(str, legal_sizes(cfg, world)))
+        raise ConfigError(
+            f"{error}; parallel.elastic finds no layout for {world} ranks: start {sizes or 'more'} ranks, "
+            "or another train.global_batch"
+        ) from None
+    raise ConfigError(f"parallel.elastic: no layout on {world} ranks fits into the memory of a GPU")
+
+
+def legal_sizes(cfg: Config, world: int) -> list[int]:
+    """Numbers of ranks near `world` that the given axes run on, in order."""
+    parallel = cfg.parallel
+    unit = parallel.tp * parallel.pp * parallel.cp
+    last = max(world, unit * cfg.train.global_batch)  # more ranks have no sequence of their own
+    sizes = range(unit, min(last, 2 * max(world, unit)) + 1, unit)
+    nearest_first = sorted(sizes, key=lambda size: abs(size - world))
+    found: list[int] = []
+    for size in nearest_first:
+        if len(found) < NUM_SIZES and same_axes(cfg, size) is not None:
+            found.append(size)
+    return sorted(found)
+
+
+def most_ranks(cfg: Config, least: int, most: int) -> int | None:
+    """Of least to most ranks, how many a start takes: as many as the given axes can use, or else as many as
+    any layout can, whatever it holds in memory. None if there is no layout for any of them."""
+    downwards = range(most, least - 1, -1)
+    any_layout = partial(planned, hardware=Hardware())
+    for layout_of in (same_axes, any_layout):
+        for world in downwards:
+            if layout_of(cfg, world) is not None:
+                return world
+    return None
+
+
+# ---- in words ----------------------------------------------------------------------------------------------
+
+
+def in_words(cfg: Config, world: int) -> str:
+    """For example "4 ranks (dp2 tp2)": the given axes on so many ranks; else that the planner chooses."""
+    layout = same_axes(cfg, world)
+    if layout is None:
+        return f"{world} rank{'s' if world > 1 else ''} (the planner's layout)"
+    return parallel_dims(layout.cfg, world).in_words()
+
+
+def describe(layout: ElasticLayout, world: int) -> str:
+    """One line: what was chosen, and what differs from the settings that were given; "" if nothing does."""
+    if not layout.changed:
+        return ""
+    settings = " ".join(f"--{key} {str(value).lower()}" for key, value in layout.changed.items())
+    source = "the planner's layout" if layout.by_planner else "the given axes"
+    return f"elastic: {parallel_dims(layout.cfg, world).in_words()}, {source}, with {settings}"

@@ -1,0 +1,83 @@
+"""Whether a job that has ended may start again by itself, and what it left in its run folder to judge by.
+
+scripts/launch.py and scripts/slurm/train.sbatch ask here, so both believe the same words. Needs no torch.
+
+    python -m runtime.restarts RUN     prints the newest saved step, the job's exit code, and 1 where another
+                                       start may succeed; the last two are - where no rank left a reason
+"""
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LOST = (1, 76, 80)  # codes of a job that lost a rank: its connection, a hang, replicas that differ
+REQUEUED = (75, 76, 80, 82)  # where an older exit reason says nothing of another start
+MAX_IDLE_RESTARTS = 3  # restarts in a row without a newer checkpoint
+FIRST_STEP = -1  # before the first checkpoint
+CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed one (checkpoint/store.py)
+
+
+@dataclass(frozen=True)
+class ExitReason:
+    """What a rank has left of why the job ended. requeue: whether another start may succeed."""
+
+    code: int
+    requeue: bool
+
+
+def newest_step(run: Path) -> int:
+    """The step of the newest committed checkpoint; FIRST_STEP before there is one."""
+    names = [path.name for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
+    found = [CHECKPOINT.fullmatch(name) for name in names]
+    return max((int(match[1]) for match in found if match), default=FIRST_STEP)
+
+
+def read_reason(run: Path) -> ExitReason | None:
+    """The job's exit reason, or that of the first rank that left one; None without any.
+
+    exit_reason.json is that of rank 0, or of the rank that failed first.
+    """
+    for file in sorted(run.glob("exit_reason*.json")):  # exit_reason.json is the first
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            fields = json.loads(file.read_text())
+            code = int(fields["code"])
+            return ExitReason(code, bool(fields.get("requeue", code in REQUEUED)))
+    return None
+
+
+def remove_reasons(run: Path) -> None:
+    """Removes those of an earlier start, which would be taken for the next one's."""
+    for file in run.glob("exit_reason*.json"):
+        with contextlib.suppress(OSError):
+            file.unlink()
+
+
+class Progress:
+    """Counts restarts that bring no newer checkpoint. step: the newest one when the count begins."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.num_idle = 0
+
+    def allows_restart(self, step: int) -> bool:
+        """Whether to start again. step: the newest checkpoint now, after a start has failed."""
+        if step > self.step:
+            self.num_idle = 0
+        self.step = step
+        self.num_idle += 1
+        return self.num_idle <= MAX_IDLE_RESTARTS
+
+
+def main(argv: Sequence[str]) -> int:
+    run = Path(argv[0])
+    reason = read_reason(run)
+    told = "- -" if reason is None else f"{reason.code} {int(reason.requeue)}"
+    print(newest_step(run), told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""plan/elastic.py: which layout a run gets on other numbers of ranks, and which numbers are refused."""
+
+import dataclasses
+
+import pytest
+
+import config
+from config.run_name import ELASTIC_KEYS, with_own_folder
+from model.schedules import plan_pipeline
+from plan import elastic
+from plan.cost import cluster
+from plan.elastic import Hardware, layout_for
+
+TINY = ("--parallel.tp 2", "--train.global_batch 8", "--train.micro_batch 4", "--parallel.elastic true")
+
+
+def tiny(*words, name="llama3-tiny"):
+    return config.resolve(name, None, " ".join([*TINY, *words]).split())
+
+
+@pytest.mark.parametrize(
+    "world, words, changed",
+    [
+        (2, "", {}),
+        (4, "", {}),
+        (8, "", {"train.micro_batch": 2}),
+        (16, "", {"train.micro_batch": 1}),
+        (8, "--parallel.zero 1 --parallel.dp_rep 2", {"train.micro_batch": 2}),
+        (4, "--parallel.zero 1 --parallel.dp_rep 4", {"parallel.dp_rep": 2}),
+        (2, "--parallel.zero 1 --parallel.dp_rep 2", {"parallel.dp_rep": 1}),
+        (2, "--parallel.tp 1 --parallel.pp 2 --train.micro_batch 8", {}),
+    ],
+)
+def test_the_given_axes_stay(world, words, changed):
+    cfg = tiny(words)
+    layout = layout_for(cfg, world, Hardware())
+    assert (layout.changed, layout.by_planner) == (changed, False)
+    plan_pipeline(layout.cfg, world)
+    assert elastic.set_keys(cfg, changed) == layout.cfg
+    line = elastic.describe(layout, world)
+    assert (line == "") == (not changed)
+    assert all(f"--{key} {value}" in line for key, value in changed.items())
+
+
+@pytest.mark.parametrize(
+    "world, name, words",
+    [(3, "llama3-tiny", ""), (2, "mixtral-tiny", "--parallel.ep 4")],
+)
+def test_else_the_planner_proposes_one_and_nothing_but_the_layout_changes(world, name, words):
+    cfg = tiny("--parallel.pp 2 --parallel.stages 2,2 --model.layers 4", words, name=name)
+    layout = layout_for(cfg, world, Hardware())
+    assert layout.by_planner and set(layout.changed) <= set(ELASTIC_KEYS)
+    assert layout.changed["parallel.pp"] != 2 and layout.cfg.parallel.stages is None
+    plan_pipeline(layout.cfg, world)
+    assert (layout.cfg.train.global_batch, layout.cfg.model) == (8, cfg.model)
+    assert "the planner's layout" in elastic.describe(layout, world)
+
+
+def test_what_a_gpu_cannot_hold_is_not_proposed():
+    """8B parameters, Adam and its gradients: 128 GB and more. Of a card with 79 GiB, two with ZeRO do."""
+    cfg = config.resolve("llama3-8b", None, "--parallel.tp 8 --train.steps 9 --train.seq_len 2048".split())
+    card = Hardware("NVIDIA H100 80GB HBM3", cluster("h100-ib").memory)
+    assert elastic.target_of(cfg, 4, card).cluster.name == "h100-ib"
+    assert layout_for(cfg, 4, card).by_planner
+    with pytest.raises(config.ConfigError, match="start 8, 16 ranks"):
+        layout_for(cfg, 1, card)
+    assert layout_for(cfg, 1, Hardware()).by_planner  # on a host with any memory
+
+
+@pytest.mark.parametrize("world", [5, 7])
+def test_a_refusal_names_the_sizes_that_run(world):
+    cfg = tiny()
+    with pytest.raises(config.ConfigError) as error:
+        layout_for(cfg, world, Hardware())
+    assert f"does not divide the world size {world}; " in str(error.value)
+    assert f"no layout for {world} ranks: start 2, 4, 8 ranks" in str(error.value)
+    for size in (2, 4, 8):
+        assert elastic.same_axes(cfg, size) is not None
+    assert elastic.same_axes(cfg, 6) is None
+
+
+def test_as_many_ranks_as_the_given_axes_can_use():
+    cfg = tiny()
+    assert [elastic.most_ranks(cfg, 1, most) for most in (8, 7, 4, 3, 2)] == [8, 4, 4, 2, 2]
+    assert elastic.most_ranks(cfg, 1, 1) == 1  # the planner's
+    assert elastic.most_ranks(cfg, 5, 5) is None
+    assert elastic.most_ranks(cfg, 5, 7) == 6  # the planner's: none of the given axes
+
+
+def test_a_run_that_finished_on_fewer_ranks_is_not_another_run(tmp_path):
+    """The same command finds its folder: the layout was chosen, not asked for."""
+    cfg = tiny("--train.steps 5", f"--log.dir {tmp_path}")
+    folder = tmp_path / "llama3-tiny"
+    folder.mkdir()
+    (folder / "summary.json").write_text('{"finished": true}')
+    (folder / "config.yaml").write_text(config.dump(layout_for(cfg, 1, Hardware()).cfg))
+    assert with_own_folder(cfg, None, []).log.name == "llama3-tiny"
+    fixed = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, elastic=False))
+    assert "+parallel.tp=2" in with_own_folder(fixed, None, []).log.name

@@ -1,0 +1,63 @@
+"""runtime/restarts.py: what a job left behind, and how many starts without progress are too many."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from checkpoint import store
+from runtime import restarts
+from runtime.restarts import ExitReason, Progress
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def test_the_newest_step_is_that_of_the_store(tmp_path):
+    """Of committed checkpoints alone: not of a save under way, a mark, or a file of that name."""
+    assert restarts.newest_step(tmp_path) == restarts.FIRST_STEP
+    root = tmp_path / "checkpoints"
+    for name in ("step_00000008", "step_00000010", f"step_00000012.tmp-{'0' * 32}", "step_123456789"):
+        (root / name).mkdir(parents=True)
+    for name in ("step_00000014", "step_00000010.keep", "latest"):
+        (root / name).touch()
+    assert restarts.newest_step(tmp_path) == 123456789 == store.committed_checkpoints(root)[0][0]
+
+
+@pytest.mark.parametrize(
+    "files, reason",
+    [
+        ({}, None),
+        ({"": {"code": 76, "requeue": True}, ".rank1": {"code": 1, "requeue": False}}, ExitReason(76, True)),
+        ({".rank3": {"code": 1, "requeue": True}}, ExitReason(1, True)),
+        ({"": {"code": 82}}, ExitReason(82, True)),
+        ({"": {"code": 79}}, ExitReason(79, False)),
+        ({"": [], ".rank1": {"code": "x"}, ".rank2": {"code": 0}}, ExitReason(0, False)),
+    ],
+)
+def test_the_reason_of_a_job(tmp_path, files, reason):
+    for name, fields in files.items():
+        (tmp_path / f"exit_reason{name}.json").write_text(json.dumps(fields))
+    assert restarts.read_reason(tmp_path) == reason
+    restarts.remove_reasons(tmp_path)
+    assert restarts.read_reason(tmp_path) is None
+
+
+def test_progress_is_a_newer_checkpoint():
+    progress = Progress(4)
+    assert [progress.allows_restart(step) for step in (4, 4, 4, 4)] == [True, True, True, False]
+    progress = Progress(4)
+    assert all(progress.allows_restart(step) for step in (4, 4, 4, 5, 5, 5, 6))
+    assert [progress.allows_restart(6) for _ in range(3)] == [True, True, False]
+
+
+def test_as_the_slurm_script_asks(tmp_path):
+    def told():
+        words = [sys.executable, "-m", "runtime.restarts", str(tmp_path)]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+    assert told() == "-1 - -\n"
+    (tmp_path / "checkpoints" / "step_00000009").mkdir(parents=True)
+    (tmp_path / "exit_reason.json").write_text('{"code": 76, "requeue": true}')
+    assert told() == "9 76 1\n"

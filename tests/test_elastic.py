@@ -1,0 +1,160 @@
+"""A job that loses ranks goes on with those that are left: the launcher's MIN:MAX and parallel.elastic, in
+real processes. What it trains is what it would have trained: the same losses to 1e-9 in float64.
+"""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from ranks import MODEL, corpus, job
+
+from checkpoint import store
+from data.loader import BatchLoader
+
+ROOT = pathlib.Path(__file__).parent.parent
+BOUND = 1e-9  # relative, in fp64
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    home = tmp_path_factory.mktemp("elastic")
+    return [
+        "llama3-tiny",
+        *MODEL,
+        *("--data.path", corpus(home)),
+        *("--train.steps", str(STEPS)),
+        *("--train.dtype", "fp64"),
+        *("--checkpoint.every", "2"),
+        *("--checkpoint.keep", "9"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def truth(words, tmp_path_factory):
+    """Losses of the run that nothing interrupts, in its own layout."""
+    home = tmp_path_factory.mktemp("truth")
+    end = job(home, 4, [*words, "--parallel.tp", "2", *folder(home)], before=noting_samples(home))
+    assert end.codes == [0, 0, 0, 0], end.logs
+    return Truth(losses(home), samples(home))
+
+
+class Truth(NamedTuple):
+    losses: dict
+    samples: list
+
+
+def folder(home):
+    return ["--log.dir", str(home), "--log.name", "run"]
+
+
+def losses(home):
+    """{step: loss}; each step is there once."""
+    lines = (home / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "loss" in row]
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    return {row["step"]: row["loss"] for row in rows}
+
+
+def assert_same(home, truth):
+    found = losses(home)
+    np.testing.assert_allclose(list(found.values()), list(truth.losses.values()), rtol=BOUND, atol=0)
+
+
+def launch(home, nproc, words, fault=""):
+    """(exit code, stdout, lines on stderr) of the launcher."""
+    done = subprocess.run(
+        [sys.executable, "-m", "scripts.launch", "--nproc", nproc, "--", *words, *folder(home)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+def noting_samples(home):
+    """Makes each rank write the sequences that it trains on: step, index in the global batch, tokens."""
+
+    def before(rank):
+        read = BatchLoader.microbatches
+
+        def noted(self, step):
+            batches = read(self, step)
+            if self.split == "train":
+                with open(home / "samples", "a") as file:
+                    for batch in batches:
+                        for number, tokens in zip(batch.sequence_ids.tolist(), batch.tokens.tolist()):
+                            file.write(json.dumps([step + 1, number, tokens]) + "\n")
+            return batches
+
+        BatchLoader.microbatches = noted
+
+    return before
+
+
+def samples(home):
+    """[[step, index, tokens]] of all steps, in order, each once: ranks of tp read the same."""
+    return sorted(map(json.loads, set((home / "samples").read_text().splitlines())))
+
+
+def restart_lines(errors):
+    return [line for line in errors if line.startswith("launch: restart ")]
+
+
+def test_a_killed_rank_halves_the_data_parallel_axis(tmp_path, words, truth):
+    """In the backward of step 4: the checkpoint of step 2 counts."""
+    code, out, errors = launch(
+        tmp_path, "2:4", [*words, "--parallel.tp", "2"], "step.backward:rank=3:step=4:act=SIGKILL"
+    )
+    assert code == 0, (out, errors)
+    change = "4 ranks (dp2 tp2) -> 2 ranks (tp2)"
+    assert restart_lines(errors) == [
+        f"launch: restart 1, from step 2: {change}, without place 3 of this node"
+    ]
+    ends = [line for line in errors if re.match(r"launch: \d ranks ended", line)]
+    assert "4 ranks ended with code 1 after" in ends[0] and "rank 3 was ended by SIGKILL" in ends[0]
+    assert "2 ranks ended with code 0 after" in ends[1] and len(ends) == 2
+    assert "saved on 4 ranks (dp2 tp2), goes on with 2 ranks (tp2)" in " ".join(out.split())
+    assert_same(tmp_path, truth)
+    assert json.loads((tmp_path / "run" / "exit_reason.json").read_text())["code"] == 0
+
+
+def test_a_frozen_rank_is_left_out_too(tmp_path, words, truth):
+    seconds = str(5 + 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
+    more = ["--parallel.timeout_s", seconds, "--train.micro_batch", "2"]
+    code, out, errors = launch(tmp_path, "1:2", [*words, *more], "step.begin:rank=1:step=5:act=SIGSTOP")
+    assert code == 0, (out, errors)
+    assert restart_lines(errors) == [
+        "launch: restart 1, from step 4: 2 ranks (dp2) -> 1 rank, without place 1 of this node"
+    ]
+    assert any("2 ranks ended with code 76" in line for line in errors)
+    assert_same(tmp_path, truth)
+
+
+def test_the_key_alone_lets_any_launcher_start_fewer_or_more_ranks(tmp_path, words, truth):
+    """As torchrun does with --nnodes MIN:MAX. Four ranks have no sequence for a micro-batch of 2 each."""
+    args = [*words, "--parallel.elastic", "true", "--train.micro_batch", "2", *folder(tmp_path)]
+    for world, last in ((2, 2), (4, 4), (1, STEPS)):
+        stop = "" if last == STEPS else f"step.begin:rank=0:step={last}:act=SIGTERM"
+        end = job(tmp_path, world, args, fault=stop, before=noting_samples(tmp_path))
+        assert end.codes == [75 if stop else 0] * world, end.logs
+        assert ("with --train.micro_batch 1" in end.logs[0]) == (world == 4)
+    assert_same(tmp_path, truth)
+    assert samples(tmp_path) == truth.samples and len(truth.samples) == 4 * STEPS
+
+    # a layout that the world is too small for, and one that there is none for
+    (step, path), *_ = store.committed_checkpoints(tmp_path / "run" / "checkpoints")
+    assert (step, store.read_meta(path)["layout"]["world"]) == (STEPS, 1)
+    end = job(tmp_path, 1, [*args, "--parallel.tp", "4", "--parallel.pp", "2"])
+    assert end.codes == [0] and "nothing was left to do" in end.logs[0], end.logs
+    end = job(tmp_path, 3, [*args, "--parallel.tp", "2", "--log.name", "other"])
+    (line,) = end.errors()
+    assert "does not divide the world size 3; " in line and "start 2, 4, 8 ranks" in line and 2 in end.codes
