@@ -19,7 +19,9 @@ SPILLS = {
     ("fp8_swiglu_back_row", "sm_100"): 2,
     ("fp8_swiglu_back_group", "sm_100"): 4,
     ("grouped_gather_dgrad", "sm_100"): 3,
-}  # instructions, of triton 3.7.1 alone: around the loop over query heads, or over tiles. Nothing else may.
+    ("latent_queries_backward", "sm_100"): 4,
+}  # instructions, of triton 3.7.1 alone: around the loop over query heads, over tiles, or in a kernel that is
+# bound by memory. Nothing else may.
 # of a processor, at least: of a short product, another program hides where one begins and ends
 PROGRAMS = {
     "grouped": 2,
