@@ -349,8 +349,7 @@ def run_one_step(session: Session, step: int) -> None:
 
     # train
     def grads_ready() -> None:
-        if observe("step.backward", step) == "nan":  # an injected fault
-            run.buckets[0].grads.local[0] = float("nan")
+        disturb_grads(run.buckets[0].grads.local, fault=observe("step.backward", step))
 
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
@@ -374,6 +373,17 @@ def run_one_step(session: Session, step: int) -> None:
     )
     session.guard.count_skipped(skipped)
     observe("step.logged", step)
+
+
+def disturb_grads(grads: Tensor, fault: str | None) -> None:
+    """Does what an injected fault asks for. bitflip: of the largest number, the first bit of the mantissa."""
+    if fault == "nan":
+        grads[0] = float("nan")
+    elif fault == "bitflip":
+        place = int(grads.abs().argmax())
+        first_bit = {torch.float64: 51, torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}[grads.dtype]
+        words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[grads.itemsize]
+        grads[place:place + 1].view(words).bitwise_xor_(1 << first_bit)
 
 
 def evaluate(session: Session, step: int) -> None:

@@ -17,6 +17,8 @@
         products, memory and links of this machine, for the planner's forecast
     python -m scripts.bench data
         the loader, opening 1e9 tokens, tokenizing
+    python -m scripts.bench chaos --rounds N [--seed S] [--layouts one,tp2-async] [--only K]
+        does it survive? Faults drawn by the seed in real runs of train.py
 
 What the columns mean
   wall x, cpu x   the baseline's time over this one's, above 1 is faster: medians over the rounds, each round
@@ -37,6 +39,7 @@ import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
 from benchmarks import card, data, kernels, machine, race, shape, smoke
+from benchmarks.chaos import command as chaos
 
 COMMANDS = {
     "step": race.main,
@@ -44,6 +47,7 @@ COMMANDS = {
     "data": data.main,
     "machine": machine.main,
     "smoke": smoke.main,
+    "chaos": chaos.main,
 }
 
 
@@ -98,6 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
     ranks.add_argument("--out", default="runs/machine.json")
     ranks.add_argument("--dtype", choices=machine.DTYPES, default="bf16")
     ranks.add_argument("--threads", type=int, default=1, help="of a rank")
+
+    chaos.add_chaos_options(commands.add_parser("chaos", help=chaos.HELP))
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 

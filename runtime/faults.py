@@ -5,9 +5,9 @@
 Without FAULT the points do nothing. Random kills find little, enumerated points find much: 90 random kills of
 a bad checkpoint writer found no bug, 22 points found 8.
 
-Actions: SIGKILL, SIGSTOP, SIGTERM, SIGHUP (sent to this process), raise, ENOSPC (an OSError),
-sleep=SECONDS, nan and bitflip. The last two are only returned: the caller corrupts its own
-number. A fault without rank or step applies to every rank or step.
+Actions: SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, SIGHUP (sent to this process), raise, ENOSPC (an OSError),
+ENOMEM (a MemoryError), sleep=SECONDS, nan and bitflip. The last two are only returned: the caller
+corrupts its own number. A fault without rank or step applies to every rank or step.
 """
 import errno
 import os
@@ -20,7 +20,8 @@ from typing import Protocol
 
 from config import ConfigError
 
-ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP", "raise", "ENOSPC", "sleep=SECONDS", "nan", "bitflip")
+ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",
+           "nan", "bitflip")
 ACTION_NAMES = tuple(action.partition("=")[0] for action in ACTIONS)
 KEYS = ("rank", "step", "act")
 
@@ -94,7 +95,7 @@ class FaultInjector:
         self.step: int | None = None
 
     def __call__(self, point: str, step: int | None = None, **seen: object) -> str | None:
-        """Returns None, or the action that happened here (nan, bitflip, sleep, SIGTERM, SIGHUP, SIGSTOP).
+        """Returns None, or the action that happened here (nan, bitflip, sleep, SIGTERM, ...).
 
         May raise or never return. seen: for observers (FaultHook); not used here.
         """
@@ -108,7 +109,7 @@ class FaultInjector:
         return hits[-1].action if hits else None
 
     def fire(self, fault: Fault) -> None:
-        """Does what the fault says. Raises InjectedFault (raise) or OSError (ENOSPC)."""
+        """Does what the fault says. Raises InjectedFault, OSError or MemoryError for raise, ENOSPC, ENOMEM."""
         message = f"fault {fault.point}: rank {self.rank} step {self.step} act {fault.action}"
         print(message, file=sys.stderr, flush=True)
         if fault.action.startswith("SIG"):
@@ -119,3 +120,5 @@ class FaultInjector:
             raise InjectedFault(f"injected at {fault.point}, step {self.step}")
         elif fault.action == "ENOSPC":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)
+        elif fault.action == "ENOMEM":
+            raise MemoryError(f"injected at {fault.point}, step {self.step}")
