@@ -248,7 +248,7 @@ def train(
     restored = state.first_rank_does(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
     cfg = check_data(cfg, world)
     run, valid_data, start_step, notes = start_run(cfg, env, world, folder)
-    notes = [*restored, *notes]
+    notes = [*setup.launcher_notes(), *restored, *notes]
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
     probe_run_folder(run, folder)

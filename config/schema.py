@@ -219,7 +219,7 @@ class ParallelConfig:
     compress_block: int = 256  # number of elements that share a scale in int8 and fp8, a multiple of 64
     powersgd_rank: int = 4  # rank of the compressed gradient of a matrix; a rank of at least the smaller side
     #   of the matrix loses nothing
-    timeout_s: float = 300.0  # seconds that a rank waits for another rank before it stops
+    timeout_s: float = 300.0  # seconds that a rank waits for another rank, or for its data, before it stops
     recompute: Literal["none", "selective", "full"] = "none"  # activations that the backward computes again:
     #   parts of a block, or whole blocks
     offload: Literal["none", "optimizer", "activations", "both"] = "none"  # what is kept in host memory:

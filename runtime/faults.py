@@ -109,7 +109,7 @@ class FaultInjector:
         return hits[-1].action if hits else None
 
     def fire(self, fault: Fault) -> None:
-        """Does what the fault says. Raises InjectedFault, OSError or MemoryError for raise, ENOSPC, ENOMEM."""
+        """Does what the fault says: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
         message = f"fault {fault.point}: rank {self.rank} step {self.step} act {fault.action}"
         print(message, file=sys.stderr, flush=True)
         if fault.action.startswith("SIG"):

@@ -88,7 +88,7 @@ def ledger_problems(found: Evidence, clean: Evidence, lost_lines: int, exact: bo
         ("evaluation", [step for step, _ in found.evaluations], [step for step, _ in clean.evaluations]),
     ):
         if len(set(seen)) < len(seen):
-            problems.append(f"a {name} is there twice: {seen}")
+            problems.append(f"the same {name} is there twice: {seen}")
         missing = [step for step in expected if step not in seen]
         if sorted(seen) != seen or len(missing) > lost_lines or set(seen) - set(expected):
             problems.append(f"the {name}s are {seen}, not {expected}")

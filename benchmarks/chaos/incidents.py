@@ -76,6 +76,13 @@ class Situation:
     def rank(self) -> int:
         return self.draw.randrange(self.layout.world)
 
+    def save_point(self, rank: int) -> str:
+        """A point of a save that the rank comes by."""
+        if rank == 0:
+            return self.draw.choice((*RANK_SAVE_POINTS, *SAVE_POINTS))
+        writes = not self.layout.has_replicas  # of copies, rank 0 writes one
+        return self.draw.choice([point for point in RANK_SAVE_POINTS if writes or point != "ckpt.mid_shard"])
+
     def lost(self) -> tuple[int, ...]:
         """The code after one rank is killed: another rank says so, if there is one."""
         return (KILLED,) if self.layout.world == 1 else (1,)
@@ -141,8 +148,7 @@ def kill_in_evaluation(s: Situation) -> Incidents:
 
 def kill_in_save(s: Situation) -> Incidents:
     rank = s.rank()
-    points = RANK_SAVE_POINTS if rank else (*RANK_SAVE_POINTS, *SAVE_POINTS)
-    fault = at(s.draw.choice(points), s.save_step(), "SIGKILL", rank)
+    fault = at(s.save_point(rank), s.save_step(), "SIGKILL", rank)
     return [Incident("SIGKILL in a save", s.lost(), fault)]
 
 
@@ -202,9 +208,8 @@ def request_in_save(s: Situation) -> Incidents | None:
     if not steps:
         return None
     rank = s.rank()
-    points = RANK_SAVE_POINTS if rank else (*RANK_SAVE_POINTS, *SAVE_POINTS)
     codes = (75, 0) if s.layout.is_async else (75,)
-    fault = at(s.draw.choice(points), s.draw.choice(steps), s.draw.choice(("SIGTERM", "SIGUSR1")), rank)
+    fault = at(s.save_point(rank), s.draw.choice(steps), s.draw.choice(("SIGTERM", "SIGUSR1")), rank)
     return [Incident("a signal in a save", codes, fault)]
 
 
@@ -224,7 +229,8 @@ def stop_file(s: Situation) -> Incidents:
 
 
 def full_disk(s: Situation) -> Incidents:
-    step, rank = s.save_step(), s.rank()
+    step = s.save_step()
+    rank = 0 if s.layout.has_replicas else s.rank()
     fault = at("ckpt.mid_shard", step, "ENOSPC", rank)
     if step == STEPS:
         return [Incident("a full disk at the last save", (82,), fault, says=("ENOSPC",), requeue=True)]
