@@ -45,6 +45,7 @@ from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.sharding.replicas import check_replicas
+from parallel.topology.dims import GROUP_AXES
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
@@ -443,8 +444,12 @@ def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
     compare_replicas(session.run)
     with excused_failure(session):  # of the save before, in the background
         saver.wait()
+
+    def fault_point(point: str) -> object:
+        return session.observe(point, step)  # of the save, which may end at a later one
+
     with excused_failure(session, is_final):
-        state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
+        state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=fault_point)
         if saver.in_background and not is_final:
             return
         path = saver.wait_saved()
@@ -471,8 +476,11 @@ def excused_failure(session: Session, is_final: bool = False) -> Iterator[None]:
 
 
 def compare_replicas(run: TrainingRun) -> None:
-    """Waits for the updated weights. Raises ReplicasDiffer if ranks that hold the same numbers differ."""
+    """Waits for the updated weights. Raises ReplicasDiffer if ranks that hold the same numbers differ, and
+    ExchangesDiffer if those of a group have not run the same collectives.
+    """
     wait_param_gathers(run.buckets)
+    comm.check_collectives([getattr(run.mesh, name) for name in GROUP_AXES])
     routers = [(box.key, tensor) for box, tensor in run.routers.boxes()]
     check_replicas(run.buckets, state.moments_of(run), run.mesh, routers)
 

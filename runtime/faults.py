@@ -101,24 +101,24 @@ class FaultInjector:
         """
         if not self.armed:
             return None
-        if step is not None:
-            self.step = step
-        hits = [fault for fault in self.armed if fault.point == point and fault.step in (None, self.step)]
+        at_step = self.step if step is None else step  # a save in the background is of an earlier one
+        self.step = at_step
+        hits = [fault for fault in self.armed if fault.point == point and fault.step in (None, at_step)]
         for fault in hits:
-            self.fire(fault)
+            self.fire(fault, at_step)
         return hits[-1].action if hits else None
 
-    def fire(self, fault: Fault) -> None:
+    def fire(self, fault: Fault, step: int | None) -> None:
         """Does what the fault says: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
-        message = f"fault {fault.point}: rank {self.rank} step {self.step} act {fault.action}"
+        message = f"fault {fault.point}: rank {self.rank} step {step} act {fault.action}"
         print(message, file=sys.stderr, flush=True)
         if fault.action.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, fault.action))
         elif fault.action == "sleep":
             time.sleep(fault.seconds)
         elif fault.action == "raise":
-            raise InjectedFault(f"injected at {fault.point}, step {self.step}")
+            raise InjectedFault(f"injected at {fault.point}, step {step}")
         elif fault.action == "ENOSPC":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)
         elif fault.action == "ENOMEM":
-            raise MemoryError(f"injected at {fault.point}, step {self.step}")
+            raise MemoryError(f"injected at {fault.point}, step {step}")

@@ -9,6 +9,7 @@ Exit code 1 if a round fails; the command that repeats that round alone is print
 import argparse
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +39,7 @@ def add_chaos_options(chaos: argparse.ArgumentParser) -> None:
         "--faults", default="", help="separated by commas: faults whose name contains one of these words"
     )
     chaos.add_argument("--home", default="", help="where the runs lie; without it a temporary folder")
+    chaos.add_argument("--minutes", type=float, default=float("inf"), help="start no round after this time")
     chaos.add_argument("--list", action="store_true", help="show the rounds and run none")
 
 
@@ -61,8 +63,11 @@ def main(args: argparse.Namespace) -> int:
         home.mkdir(parents=True, exist_ok=True)
         harness = Harness(home, write_corpus(home), args.seed)
         reports: list[Report] = []
+        started = time.monotonic()
         with terminates_cleanly():
             for draw in draws:
+                if time.monotonic() - started > 60 * args.minutes:
+                    break
                 reports.append(harness.run_round(draw))
                 show(reports[-1], args)
     print()
