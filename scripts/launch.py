@@ -18,6 +18,7 @@ On one node the launcher makes it up.
 """
 import argparse
 import contextlib
+import ctypes
 import os
 import secrets
 import signal
@@ -25,6 +26,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,7 @@ TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
 LINGER_SECONDS = 30.0  # how long node 0 keeps the store for the ranks of other nodes, after its own ended
 POLL_SECONDS = 0.05
+PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
 
 
 @dataclass(frozen=True)
@@ -147,18 +150,29 @@ def run_ranks(node: Node, listener: socket.socket | None, command: list[str]) ->
     """Runs the command as every rank of this node. Returns how they ended, in that order."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
 
+    received: list[int] = []
+
     def pass_on(number: int, _: Any) -> None:
+        received.append(number)
         for process in processes.values():
             process.send_signal(number)  # does nothing to one that has ended
 
     wanted = [number for number in SIGNALS if not is_under_nohup(number)]
     previous = {number: signal.signal(number, pass_on) for number in wanted}
+    die_with_launcher = dying_with(os.getpid())
     try:
         for local_rank in range(node.nproc):
             # a session of its own: Ctrl-C comes once, from here
-            processes[node.node_rank * node.nproc + local_rank] = subprocess.Popen(
-                command, env=node.environment(local_rank), stdin=subprocess.DEVNULL, start_new_session=True
+            process = subprocess.Popen(
+                command,
+                env=node.environment(local_rank),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_launcher,
             )
+            processes[node.node_rank * node.nproc + local_rank] = process
+            for number in received:  # while it was being started
+                process.send_signal(number)
         store = None if listener is None else host_store(node, listener)
         ends = wait_for_ranks(processes)
         linger(node, store)
@@ -167,6 +181,22 @@ def run_ranks(node: Node, listener: socket.socket | None, command: list[str]) ->
         kill(processes)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def dying_with(launcher: int) -> Callable[[], None] | None:
+    """What a rank does before it becomes train.py, which asks for the same when it has been loaded: dies with
+    the launcher, whenever that is. None where the kernel cannot do it (macOS).
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        return None
+
+    def ask_for_death() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before the call
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask_for_death
 
 
 def host_store(node: Node, listener: socket.socket) -> Any:
