@@ -18,7 +18,7 @@ from statistics import mean
 import numpy as np
 
 from benchmarks.chaos.incidents import FAULTS
-from benchmarks.chaos.layouts import BY_NAME, LAYOUTS, Layout
+from benchmarks.chaos.layouts import BY_NAME, LAYOUTS, RunLayout
 from benchmarks.chaos.rounds import Draw, Harness, Report, draw_rounds
 from benchmarks.markdown import markdown_table
 from benchmarks.process import terminates_cleanly
@@ -77,7 +77,7 @@ def main(args: argparse.Namespace) -> int:
     return 1 if any(report.problems for report in reports) else 0
 
 
-def chosen_layouts(names: str) -> list[Layout]:
+def chosen_layouts(names: str) -> list[RunLayout]:
     """Raises ConfigError for a name that is none."""
     wanted = names.split(",") if names else list(BY_NAME)
     for name in wanted:

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.chaos.layouts import EVALUATE_EVERY, LAYOUTS, SAVES, STEPS, Layout, moved_to
+from benchmarks.chaos.layouts import EVALUATE_EVERY, LAYOUTS, SAVES, STEPS, RunLayout, moved_to
 
 KILLED = 128 + 9  # as a shell tells of a process that SIGKILL has ended
 LAST_CHANCE = STEPS - 1  # a step after which there is another one
@@ -42,7 +42,7 @@ class Incident:
     codes: tuple[int, ...]
     fault: str = ""
     more: tuple[str, ...] = ()
-    layout: Layout | None = None
+    layout: RunLayout | None = None
     send: tuple[str, int | str] | None = None
     at_s: float | None = None
     prepare: str = ""
@@ -62,7 +62,7 @@ class Situation:
     """
 
     draw: random.Random
-    layout: Layout
+    layout: RunLayout
     done: int
     clean_s: float
 

@@ -20,7 +20,7 @@ RUN = (
 
 
 @dataclass(frozen=True)
-class Layout:
+class RunLayout:
     """How a run is started.
 
     words: of train.py, without those of the model. has_replicas: whether the last rank holds a copy of what
@@ -47,22 +47,22 @@ class Layout:
 
 # two ranks are started by scripts.launch, one as `python train.py`
 LAYOUTS = (
-    Layout("one", 1),
-    Layout("one-async", 1, is_async=True, dtype="bf16"),
-    Layout("dp2", 2, ("--parallel.zero", "0"), has_replicas=True),
-    Layout("zero1-async", 2, ("--parallel.zero", "1"), dtype="bf16", is_async=True),
-    Layout("tp2-async", 2, ("--parallel.tp", "2"), is_async=True),
-    Layout("pp2", 2, ("--parallel.pp", "2")),
-    Layout("ep2", 2, ("--parallel.ep", "2", "--parallel.zero", "1"), model=MIXTURE),
+    RunLayout("one", 1),
+    RunLayout("one-async", 1, is_async=True, dtype="bf16"),
+    RunLayout("dp2", 2, ("--parallel.zero", "0"), has_replicas=True),
+    RunLayout("zero1-async", 2, ("--parallel.zero", "1"), dtype="bf16", is_async=True),
+    RunLayout("tp2-async", 2, ("--parallel.tp", "2"), is_async=True),
+    RunLayout("pp2", 2, ("--parallel.pp", "2")),
+    RunLayout("ep2", 2, ("--parallel.ep", "2", "--parallel.zero", "1"), model=MIXTURE),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
-def in_fp64(layout: Layout) -> Layout:
+def in_fp64(layout: RunLayout) -> RunLayout:
     """The same layout, so exact that another one must give the same numbers."""
     return replace(layout, name=f"{layout.name} in fp64", dtype="fp64")
 
 
-def moved_to(layout: Layout, other: Layout) -> Layout:
+def moved_to(layout: RunLayout, other: RunLayout) -> RunLayout:
     """The model of `layout` on the ranks of `other`, in fp64."""
     return replace(in_fp64(other), name=f"{layout.name} on {other.name}", model=layout.model)

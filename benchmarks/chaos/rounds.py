@@ -15,7 +15,7 @@ from benchmarks.chaos.incidents import (
     Situation,
     left_in_the_middle,
 )
-from benchmarks.chaos.layouts import Layout, in_fp64
+from benchmarks.chaos.layouts import RunLayout, in_fp64
 from benchmarks.chaos.start import Ended, RunningStart
 
 UNDISTURBED = Incident("nothing", (0,))
@@ -41,7 +41,7 @@ class Draw:
 
     number: int
     fault: str
-    layout: Layout
+    layout: RunLayout
     disturbed_before: bool
 
 
@@ -56,7 +56,7 @@ class Report:
     lost_s: float = 0.0
 
 
-def draw_rounds(seed: int, rounds: int, layouts: list[Layout], faults: list[str]) -> list[Draw]:
+def draw_rounds(seed: int, rounds: int, layouts: list[RunLayout], faults: list[str]) -> list[Draw]:
     """Faults and layouts in turn, each in an order that the seed gives: few rounds already meet many."""
     stream = random.Random(f"chaos {seed}")
     drawn: list[Draw] = []
@@ -77,7 +77,7 @@ def draw_rounds(seed: int, rounds: int, layouts: list[Layout], faults: list[str]
     return drawn
 
 
-def fits(fault: str, layout: Layout) -> bool:
+def fits(fault: str, layout: RunLayout) -> bool:
     """Whether the fault can be put into a run of this layout."""
     situation = Situation(random.Random(0), layout, done=0, clean_s=1.0)
     return FAULTS[fault](situation) is not None
@@ -92,11 +92,11 @@ class Harness:
         self.seed = seed
         self.references: dict[str, Reference] = {}
 
-    def arguments(self, layout: Layout, name: str) -> list[str]:
+    def arguments(self, layout: RunLayout, name: str) -> list[str]:
         paths = ("--data.path", self.data, "--log.dir", str(self.home), "--log.name", name)
         return [*layout.arguments(), *paths]
 
-    def reference(self, layout: Layout) -> Reference:
+    def reference(self, layout: RunLayout) -> Reference:
         """The clean run of a layout, made at its first use. Raises RuntimeError if it does not end well."""
         if layout.name not in self.references:
             name = f"clean-{layout.name.replace(' ', '-')}"
@@ -136,7 +136,7 @@ class Harness:
             shutil.rmtree(folder)
         return report
 
-    def start(self, incident: Incident, layout: Layout, folder: Path, report: Report,
+    def start(self, incident: Incident, layout: RunLayout, folder: Path, report: Report,
               stream: random.Random) -> None:
         """One start and what must be true after it. Does nothing once something is wrong."""
         if report.problems:
@@ -161,7 +161,7 @@ class Harness:
             tail = ended.output.strip().splitlines()[-SHOWN_LINES:]
             report.problems += [*wrong, "the end of its output:", *(f"  | {line}" for line in tail)]
 
-    def final_problems(self, draw: Draw, layout: Layout, folder: Path, clean: Reference) -> list[str]:
+    def final_problems(self, draw: Draw, layout: RunLayout, folder: Path, clean: Reference) -> list[str]:
         """What is wrong with a run that has ended."""
         lost_lines = 1 if draw.fault == "line of metrics.jsonl damaged" else 0
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.chaos.incidents import Incident
-from benchmarks.chaos.layouts import Layout
+from benchmarks.chaos.layouts import RunLayout
 
 ROOT = Path(__file__).parent.parent.parent
 MARK = "BEVATRON_CHAOS"
@@ -47,7 +47,7 @@ def hang_timeout_s() -> float:
     return 5 + 2 * os.getloadavg()[0] / (os.cpu_count() or 1)
 
 
-def command_of(layout: Layout, arguments: list[str]) -> list[str]:
+def command_of(layout: RunLayout, arguments: list[str]) -> list[str]:
     """As a user starts a run."""
     if layout.world == 1:
         return [sys.executable, "train.py", *arguments]
@@ -85,7 +85,7 @@ def send(number: int, pids: list[int]) -> None:
 class RunningStart:
     """The processes of one start. `folder` is that of the run; its parent has the log."""
 
-    def __init__(self, layout: Layout, incident: Incident, folder: Path, arguments: list[str],
+    def __init__(self, layout: RunLayout, incident: Incident, folder: Path, arguments: list[str],
                  limit_s: float) -> None:
         self.incident = incident
         self.folder = folder

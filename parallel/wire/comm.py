@@ -406,10 +406,11 @@ def check_collectives(groups: Sequence[Group]) -> None:
         if len(set(digests)) == 1:
             continue
         other = next(index for index, digest in enumerate(digests) if digest != digests[0])
-        told = all_gather_objects([log.digest, dict(log.times), [list(mark) for mark in log.marks]], group)
+        times = all_gather_objects(dict(log.times), group)
+        marks = all_gather_objects([list(mark) for mark in log.marks], group)
         logs = [
-            CollectiveLog(digest, Counter(times), deque((step, at) for step, at in marks))
-            for digest, times, marks in told
+            CollectiveLog(digest, Counter(each), deque((step, at) for step, at in late))
+            for digest, each, late in zip(digests, times, marks)
         ]
         raise ExchangesDiffer(
             f"ranks of {group} run different exchanges{difference(logs[0], logs[other], group, other)}"
