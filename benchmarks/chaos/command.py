@@ -64,16 +64,15 @@ def main(args: argparse.Namespace) -> int:
         harness = Harness(home, write_corpus(home), args.seed)
         reports: list[Report] = []
         started = time.monotonic()
-        with terminates_cleanly():
-            for draw in draws:
-                if time.monotonic() - started > 60 * args.minutes:
-                    break
-                reports.append(harness.run_round(draw))
-                show(reports[-1], args)
-    print()
-    print(*markdown_table(rows_by(reports, "fault", lambda draw: draw.fault)), "", sep="\n")
-    print(*markdown_table(rows_by(reports, "layout", lambda draw: draw.layout.name)), "", sep="\n")
-    print(verdict(reports, args.seed))
+        try:
+            with terminates_cleanly():
+                for draw in draws:
+                    if time.monotonic() - started > 60 * args.minutes:
+                        break
+                    reports.append(harness.run_round(draw))
+                    show(reports[-1], args)
+        finally:
+            show_tables(reports, args.seed)
     return 1 if any(report.problems for report in reports) else 0
 
 
@@ -123,6 +122,14 @@ def show(report: Report, args: argparse.Namespace) -> None:
     starts = [f"start: {line}" for line in report.starts]
     print(*(f"  {line}" for line in (*starts, *report.problems)), sep="\n")
     print(f"  again: {repeat_command(report.draw, args)}", flush=True)
+
+
+def show_tables(reports: list[Report], seed: int) -> None:
+    """What all rounds so far have shown, by fault and by layout, and the verdict as the last line."""
+    print()
+    print(*markdown_table(rows_by(reports, "fault", lambda draw: draw.fault)), "", sep="\n")
+    print(*markdown_table(rows_by(reports, "layout", lambda draw: draw.layout.name)), "", sep="\n")
+    print(verdict(reports, seed), flush=True)
 
 
 def repeat_command(draw: Draw, args: argparse.Namespace) -> str:
