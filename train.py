@@ -46,6 +46,7 @@ from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
 from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.sharding.replicas import check_replicas
+from parallel.topology.dims import GROUP_AXES
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
@@ -302,7 +303,7 @@ def train_here(
     restored = state.first_rank_does(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
     cfg = check_data(cfg, world)
     run, valid_data, start_step, notes = start_run(cfg, env, world, folder)
-    notes = [*restored, *notes]
+    notes = [*setup.launcher_notes(), *restored, *notes]
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
     probe_run_folder(run, folder)
@@ -412,8 +413,7 @@ def run_one_step(session: Session, step: int) -> None:
 
     # train
     def grads_ready() -> None:
-        if observe("step.backward", step) == "nan":  # an injected fault
-            run.buckets[0].grads.local[0] = float("nan")
+        disturb_grads(run.buckets[0].grads.local, fault=observe("step.backward", step))
 
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
@@ -437,6 +437,17 @@ def run_one_step(session: Session, step: int) -> None:
     )
     session.guard.count_skipped(skipped)
     observe("step.logged", step)
+
+
+def disturb_grads(grads: Tensor, fault: str | None) -> None:
+    """Does what an injected fault asks for. bitflip: of the largest number, the first bit of the mantissa."""
+    if fault == "nan":
+        grads[0] = float("nan")
+    elif fault == "bitflip":
+        place = int(grads.abs().argmax())
+        first_bit = {torch.float64: 51, torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}[grads.dtype]
+        words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[grads.itemsize]
+        grads[place:place + 1].view(words).bitwise_xor_(1 << first_bit)
 
 
 def evaluate(session: Session, step: int) -> None:
@@ -509,8 +520,12 @@ def write_checkpoint(session: Session, step: int, is_final: bool) -> None:
     compare_replicas(session.run)
     with excused_failure(session):  # of the save before, in the background
         saver.wait()
+
+    def fault_point(point: str) -> object:
+        return session.observe(point, step)  # of the save, which may end at a later one
+
     with excused_failure(session, is_final):
-        state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=session.observe)
+        state.save_run(session.run, saver, session.folder / "checkpoints", step, fault_point=fault_point)
         if saver.in_background and not is_final:
             return
         path = saver.wait_saved()
@@ -537,8 +552,11 @@ def excused_failure(session: Session, is_final: bool = False) -> Iterator[None]:
 
 
 def compare_replicas(run: TrainingRun) -> None:
-    """Waits for the updated weights. Raises ReplicasDiffer if ranks that hold the same numbers differ."""
+    """Waits for the updated weights. Raises ReplicasDiffer if ranks that hold the same numbers differ, and
+    ExchangesDiffer if those of a group have not run the same collectives.
+    """
     wait_param_gathers(run.buckets)
+    comm.check_collectives([getattr(run.mesh, name) for name in GROUP_AXES])
     routers = [(box.key, tensor) for box, tensor in run.routers.boxes()]
     check_replicas(run.buckets, state.moments_of(run), run.mesh, routers)
 

@@ -19,6 +19,8 @@
         what ranks tell each other through the job's store, at a start, an end, a failure and a hang
     python -m scripts.bench data
         the loader, opening 1e9 tokens, tokenizing
+    python -m scripts.bench chaos --rounds N [--seed S] [--layouts one,tp2-async] [--only K]
+        does it survive? Faults drawn by the seed in real runs of train.py
 
 What the columns mean
   wall x, cpu x   the baseline's time over this one's, above 1 is faster: medians over the rounds, each round
@@ -39,6 +41,7 @@ import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
 from benchmarks import card, data, kernels, machine, race, shape, smoke, words
+from benchmarks.chaos import command as chaos
 
 COMMANDS = {
     "step": race.main,
@@ -47,6 +50,7 @@ COMMANDS = {
     "machine": machine.main,
     "smoke": smoke.main,
     "words": words.main,
+    "chaos": chaos.main,
 }
 
 
@@ -105,6 +109,8 @@ def make_parser() -> argparse.ArgumentParser:
     words.add_words_options(
         commands.add_parser("words", help="what ranks tell each other through the job's store, counted")
     )
+
+    chaos.add_chaos_options(commands.add_parser("chaos", help=chaos.HELP))
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 

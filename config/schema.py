@@ -219,7 +219,7 @@ class ParallelConfig:
     compress_block: int = 256  # number of elements that share a scale in int8 and fp8, a multiple of 64
     powersgd_rank: int = 4  # rank of the compressed gradient of a matrix; a rank of at least the smaller side
     #   of the matrix loses nothing
-    timeout_s: float = 300.0  # seconds that a rank waits for another rank before it stops
+    timeout_s: float = 300.0  # seconds that a rank waits for another rank, or for its data, before it stops
     elastic: bool = False  # the layout follows the number of ranks that a start has: dp, then dp_rep and
     #   train.micro_batch are lowered, then the planner's layout; the global batch and the samples stay
     recompute: Literal["none", "selective", "full"] = "none"  # activations that the backward computes again:

@@ -106,6 +106,7 @@ def read_yaml_value(path: Path | str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise ConfigError(f"{path}{line}: not YAML: {getattr(error, 'problem', error)}") from None
+        problem = str(getattr(error, "problem", error)).partition("\n")[0]  # some repeat the file below it
+        raise ConfigError(f"{path}{line}: not YAML: {problem}") from None
     except RecursionError:
         raise ConfigError(f"{path}: brackets are nested too deep; no config needs that") from None

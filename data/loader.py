@@ -23,7 +23,7 @@ import os
 import pathlib
 import re
 import shlex
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -58,6 +58,12 @@ OPENING_TOKENS = 64  # of a split, from which its first words are taken
 OPENING_CHARACTERS = 32  # of these words, at most
 FIRST_WORDS = re.compile(r"\s*(\S+(?:[ \t]+\S+){0,2})")  # of a text: up to three of its first line
 CPU = torch.device("cpu")
+
+
+class ReadHangs(RuntimeError):
+    """The thread that reads ahead does not come back: the storage hangs, as it may over a network."""
+
+    exit_code = 76
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ class BatchLoader:
         global batch.
 
         Raises ChecksumError if tokens of the step are damaged, ConfigError if an id is not below the
-        vocabulary.
+        vocabulary, ReadHangs if the thread has not read them after parallel.timeout_s.
         """
         if self._thread is None:
             return self._for_compute(self._read_and_copy(step))
@@ -188,7 +194,18 @@ class BatchLoader:
         for other in wanted:
             if other not in self._prefetched:
                 self._prefetched[other] = self._thread.submit(self._read_and_copy, other)
-        return self._for_compute(self._prefetched.pop(step).result())
+        return self._for_compute(self._awaited(self._prefetched.pop(step), step))
+
+    def _awaited(self, read: Future[StepRead], step: int) -> StepRead:
+        """What the thread has read. Raises ReadHangs if it does not come back in time."""
+        limit_s = self._cfg.parallel.timeout_s
+        wait([read], limit_s)
+        if not read.done():
+            raise ReadHangs(
+                f"data.path: the samples of step {step + 1:,} were not read in {limit_s:g} s "
+                "(parallel.timeout_s): the storage hangs"
+            )
+        return read.result()
 
     def sample_ids(self, step: int) -> list[int]:
         """An id for each sample of the global batch of a step, in order; no two samples of a phase have the

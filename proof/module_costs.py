@@ -275,7 +275,7 @@ def saved_bound(cfg: Config) -> float:
     if cfg.parallel.schedule.startswith("zb"):
         bound = 0.05  # the operands that a split backward keeps from its I to its W are estimated
     if cfg.model.experts is not None:
-        bound += 0.15  # experts get unequal numbers of tokens, which ones depends on the processor's last bits
+        bound += 0.15  # experts get unequal numbers of tokens, by the last bits of a processor, too
     return bound
 
 

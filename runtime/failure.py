@@ -117,9 +117,10 @@ def exit_process(code: int) -> NoReturn:
     """Ends the process with this code.
 
     After a failure in a job of several ranks it exits at once, without the interpreter's clean-up: threads of
-    torch that wait for lost ranks abort (SIGABRT) when they are stopped. All files are closed before.
+    torch that wait for lost ranks abort (SIGABRT) when they are stopped. So it does after a hang: the
+    clean-up would wait for the thread that hangs. All files are closed before.
     """
-    if code and is_distributed():
+    if code == HANG or (code and is_distributed()):
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -5,9 +5,9 @@
 Without FAULT the points do nothing. Random kills find little, enumerated points find much: 90 random kills of
 a bad checkpoint writer found no bug, 22 points found 8.
 
-Actions: SIGKILL, SIGSTOP, SIGTERM, SIGHUP (sent to this process), raise, ENOSPC (an OSError),
-sleep=SECONDS, nan and bitflip. The last two are only returned: the caller corrupts its own
-number. A fault without rank or step applies to every rank or step.
+Actions: SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, SIGHUP (sent to this process), raise, ENOSPC (an OSError),
+ENOMEM (a MemoryError), sleep=SECONDS, nan and bitflip. The last two are only returned: the caller
+corrupts its own number. A fault without rank or step applies to every rank or step.
 """
 import errno
 import os
@@ -20,7 +20,8 @@ from typing import Protocol
 
 from config import ConfigError
 
-ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGHUP", "raise", "ENOSPC", "sleep=SECONDS", "nan", "bitflip")
+ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",
+           "nan", "bitflip")
 ACTION_NAMES = tuple(action.partition("=")[0] for action in ACTIONS)
 KEYS = ("rank", "step", "act")
 
@@ -94,28 +95,30 @@ class FaultInjector:
         self.step: int | None = None
 
     def __call__(self, point: str, step: int | None = None, **seen: object) -> str | None:
-        """Returns None, or the action that happened here (nan, bitflip, sleep, SIGTERM, SIGHUP, SIGSTOP).
+        """Returns None, or the action that happened here (nan, bitflip, sleep, SIGTERM, ...).
 
         May raise or never return. seen: for observers (FaultHook); not used here.
         """
         if not self.armed:
             return None
-        if step is not None:
-            self.step = step
-        hits = [fault for fault in self.armed if fault.point == point and fault.step in (None, self.step)]
+        at_step = self.step if step is None else step  # a save in the background is of an earlier one
+        self.step = at_step
+        hits = [fault for fault in self.armed if fault.point == point and fault.step in (None, at_step)]
         for fault in hits:
-            self.fire(fault)
+            self.fire(fault, at_step)
         return hits[-1].action if hits else None
 
-    def fire(self, fault: Fault) -> None:
-        """Does what the fault says. Raises InjectedFault (raise) or OSError (ENOSPC)."""
-        message = f"fault {fault.point}: rank {self.rank} step {self.step} act {fault.action}"
+    def fire(self, fault: Fault, step: int | None) -> None:
+        """Does what the fault says: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
+        message = f"fault {fault.point}: rank {self.rank} step {step} act {fault.action}"
         print(message, file=sys.stderr, flush=True)
         if fault.action.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, fault.action))
         elif fault.action == "sleep":
             time.sleep(fault.seconds)
         elif fault.action == "raise":
-            raise InjectedFault(f"injected at {fault.point}, step {self.step}")
+            raise InjectedFault(f"injected at {fault.point}, step {step}")
         elif fault.action == "ENOSPC":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)
+        elif fault.action == "ENOMEM":
+            raise MemoryError(f"injected at {fault.point}, step {step}")

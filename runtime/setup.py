@@ -184,6 +184,24 @@ def restart_count() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
+def launcher_notes() -> list[str]:
+    """A line for the log where a torchrun would die of the SIGUSR1 that schedulers send before they stop a
+    job, and the ranks with it, before they can save. Empty otherwise, and where /proc does not tell.
+    """
+    # no launcher, or scripts.launch, which passes it on
+    if os.environ.get("TORCHELASTIC_RUN_ID", "launch") == "launch":
+        return []
+    try:
+        status = Path(f"/proc/{os.getppid()}/status").read_text()
+    except OSError:
+        return []
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    if caught >> (signal.SIGUSR1 - 1) & 1:
+        return []
+    return ["warning: SIGUSR1 would end this torchrun and its ranks before they can save; start it with "
+            "--signals-to-handle SIGTERM,SIGINT,SIGUSR1, or use python -m scripts.launch"]
+
+
 def store_secret() -> str:
     """What the ranks of this job alone know, for the words in its store (runtime/peers.py); "": nothing."""
     return os.environ.get("BEVATRON_STORE_SECRET", "")

@@ -30,6 +30,7 @@ On one node the launcher makes it up.
 """
 import argparse
 import contextlib
+import ctypes
 import os
 import secrets
 import signal
@@ -37,6 +38,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,7 @@ TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
 LINGER_SECONDS = 30.0  # how long node 0 keeps the store for the ranks of other nodes, after its own ended
 POLL_SECONDS = 0.05
+PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
 
 
 @dataclass(frozen=True)
@@ -219,20 +222,30 @@ def run_ranks(
     """Runs the command as every rank of this node. Returns how they ended, in that order."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
     watch = watch or StartWatch()
+    received: list[int] = []
 
     def pass_on(number: int, _: Any) -> None:
         watch.was_signalled = True
+        received.append(number)
         for process in processes.values():
             process.send_signal(number)  # does nothing to one that has ended
 
     wanted = [number for number in SIGNALS if not is_under_nohup(number)]
     previous = {number: signal.signal(number, pass_on) for number in wanted}
+    die_with_launcher = dying_with(os.getpid())
     try:
         for local_rank, rank in enumerate(node.ranks()):
             # a session of its own: Ctrl-C comes once, from here
-            processes[rank] = subprocess.Popen(
-                command, env=node.environment(local_rank), stdin=subprocess.DEVNULL, start_new_session=True
+            process = subprocess.Popen(
+                command,
+                env=node.environment(local_rank),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                preexec_fn=die_with_launcher,
             )
+            processes[rank] = process
+            for number in received:  # while it was being started
+                process.send_signal(number)
         store = None if listener is None else host_store(node, listener)
         ends = wait_for_ranks(processes, watch)
         linger(node, store)
@@ -241,6 +254,22 @@ def run_ranks(
         kill(processes)
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def dying_with(launcher: int) -> Callable[[], None] | None:
+    """What a rank does before it becomes train.py, which asks for the same when it has been loaded: dies with
+    the launcher, whenever that is. None where the kernel cannot do it (macOS).
+    """
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is None:
+        return None
+
+    def ask_for_death() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != launcher:  # it died before the call
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return ask_for_death
 
 
 def host_store(node: Node, listener: socket.socket) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 # tests of many cases that guard one thing in many shapes: the share of each function's cases that a run takes
 SHARES = {
+    "tests/chaos/test_real_runs.py": 0.5,
     "tests/config/test_unused.py": 0.5,
     "tests/kernels/test_aot.py": 0.15,
     "tests/kernels/test_fp8_grouped.py": 0.5,
@@ -35,6 +36,7 @@ SHARES = {
     "tests/test_defaults.py": 0.5,
     "tests/test_editing.py": 0.25,
     "tests/test_fp8_training.py": 0.3,
+    "tests/test_golden.py": 0.5,
     "tests/test_invariance.py": 0.15,
     "tests/test_layouts.py": 0.12,
     "tests/test_layouts_resume.py": 0.25,

@@ -15,6 +15,7 @@ import time
 import pytest
 from ranks import MODEL, corpus, job
 
+import train
 from checkpoint import store
 from runtime.peers import PeerWatch
 
@@ -329,3 +330,123 @@ def test_a_sigterm_to_torchrun_saves_on_every_rank(tmp_path, args):
     assert {r: x["code"] for r, x in reasons(tmp_path).items()} == {0: 75, 1: 75}
     ((step, _),) = store.committed_checkpoints(tmp_path / "run" / "checkpoints")
     assert step >= 2 and step == json.loads(rows.read_text().splitlines()[-1])["step"]
+
+
+def torchrun(tmp_path, args, *options, fault=""):
+    """train.py on two ranks of a real torchrun -> (its exit code, what it and they printed)."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, *options, "train.py", *args, "--log.dir", str(tmp_path), "--log.name", "run"],
+        cwd=pathlib.Path(__file__).parent.parent,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("handled", [False, True])
+def test_a_torchrun_that_passes_no_sigusr1_on_is_told_of(tmp_path, args, handled):
+    options = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1") if handled else ()
+    code, text = torchrun(tmp_path, [*args, "--train.steps", "1"], *options)
+    assert code == 0, text
+    warned = text.count("warning: SIGUSR1 would end this torchrun")
+    assert warned == (0 if handled else 1)
+
+
+def test_a_store_of_an_earlier_start_is_not_believed(tmp_path, args):
+    """torchrun starts the ranks again with the store of those that died, which holds their failure and their
+    addresses.
+    """
+    more = ["--checkpoint.every", "3", "--parallel.tp", "2"]
+    fault = "ckpt.pre_purge:rank=0:step=3:act=SIGKILL"
+    code, text = torchrun(tmp_path, [*args, *more], "--max-restarts", "1", fault=fault)
+    assert code == 0 and text.count("fault ckpt.pre_purge: rank 0 step 3") == 1, text
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert {reason["code"] for reason in reasons(tmp_path).values()} == {0}
+
+
+def test_out_of_memory_on_one_rank_is_that_of_all(tmp_path, args):
+    end = run(
+        tmp_path,
+        [*args, "--parallel.tp", "2", "--checkpoint.every", "2"],
+        fault="step.backward:rank=1:step=3:act=ENOMEM",
+    )
+    assert end.codes == [81, 81], end.logs
+    told = "out of memory: MemoryError: injected at step.backward, step 3; "
+    assert all(told in line for line in end.errors()) and len(end.errors()) == 2
+    assert "the fullest rank holds" in end.logs[1]
+    assert {r: (x["code"], x["requeue"]) for r, x in reasons(tmp_path).items()} == {
+        0: (81, False),
+        1: (81, False),
+    }
+    assert end.seconds < AT_ONCE
+    ((step, path),) = store.committed_checkpoints(tmp_path / "run" / "checkpoints")
+    assert step == 2 and store.verify(path)["step"] == 2
+
+
+HANGING = """
+import runpy, sys, time
+sys.path.insert(0, ".")
+from data.indexed import IndexedDataset
+
+read, calls = IndexedDataset.read, []
+
+def hanging(self, *where):
+    calls.append(where)
+    return time.sleep(1000) if len(calls) > 12 else read(self, *where)
+
+IndexedDataset.read = hanging
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_a_read_that_never_ends_is_a_hang(tmp_path, args):
+    """As on a file system of a server that has gone: one process, whose reader does not come back."""
+    words = [*args, "--log.dir", str(tmp_path), "--log.name", "run", *SHORT]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING, *words],
+        cwd=pathlib.Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 76, done.stdout + done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "data.path: the samples of step " in line and "were not read in " in line
+    reason = reasons(tmp_path, 1)[0]
+    assert (reason["code"], reason["requeue"]) == (76, True)
+    assert time.monotonic() - began < float(SHORT[1]) + 2 * AT_ONCE
+
+
+CANARY = "canary-31415926-of-a-token"
+
+
+@pytest.mark.parametrize("how", ["finishes", "raises", "hangs"])
+def test_no_secret_is_in_anything_a_run_writes(tmp_path, args, how):
+    """Not in its folder, its checkpoints, its stacks, nor what it prints; and errors may quote anything."""
+
+    def before(rank):
+        os.environ.update(MY_API_KEY=CANARY, WANDB_API_KEY=CANARY, SOME_PASSWORD=CANARY)
+        step_of = train.train_step
+
+        def telling(session, step, *rest, **more):
+            if rank == 1 and step == 3 and how == "raises":
+                raise RuntimeError(f"login with {os.environ['MY_API_KEY']} was refused")
+            return step_of(session, step, *rest, **more)
+
+        train.train_step = telling
+
+    more = ["--parallel.tp", "2", "--checkpoint.every", "2"]
+    fault = "step.begin:rank=1:step=3:act=sleep=100" if how == "hangs" else ""
+    end = run(tmp_path, [*args, *more, *SHORT], fault=fault, before=before)
+    assert end.codes == {"finishes": [0, 0], "raises": [1, 1], "hangs": [76, 76]}[how], end.logs
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) > 8 and any(path.suffix == ".safetensors" for path in written)
+    assert how != "raises" or "login with " in end.logs[0] and "was refused" in end.logs[1]
+    assert how != "hangs" or (tmp_path / "run" / "stacks.rank1.txt").exists()
+    assert not [path for path in written if CANARY.encode() in path.read_bytes()]

@@ -13,6 +13,7 @@ from ranks import MODEL, corpus, job
 import train
 from checkpoint import store
 from parallel.sharding.replicas import ReplicasDiffer, checksum
+from parallel.wire import comm
 
 MOE = ("--model.experts", "4", "--model.top_k", "2")
 OUT = "layers.0.attn.o.weight"  # the output projection of the first block's attention
@@ -290,3 +291,66 @@ def test_every_single_bit_counts():
 def test_the_page_tells_of_the_code():
     text = (pathlib.Path(__file__).parents[1] / "docs" / "training.md").read_text()
     assert "| 80 | ranks that must hold the same" in text
+
+
+# ---- exchanges ---------------------------------------------------------------------------------------------
+
+
+def swapped(session):
+    """The same two exchanges on all ranks, but the last has them in another order: gloo sums bytes as they
+    come.
+    """
+    group = session.run.mesh.tp
+    exchanges = [torch.ones(8), torch.ones(4, dtype=torch.int64)]
+    for x in exchanges if group.index == 0 else exchanges[::-1]:
+        comm.all_reduce_sum(x, group)
+
+
+def of_two_types(session):
+    group = session.run.mesh.tp
+    comm.all_reduce_sum(torch.ones(8, dtype=(torch.bfloat16, torch.float16)[group.index]), group)
+
+
+def started_of_two_types(session):
+    group = session.run.mesh.tp
+    x = torch.ones(8, dtype=(torch.float32, torch.int32)[group.index])
+    comm.start_all_gather(x, group, x.new_zeros(16)).wait()
+
+
+@pytest.mark.parametrize("exchange, told", [
+    (swapped, "the same ones on rank 0 and on rank 1, in another order"),
+    (of_two_types, "all_reduce of 16 bytes in torch.bfloat16: 1 on rank 0, 0 on rank 1; all_reduce of 16 "
+                   "bytes in torch.float16: 0 on rank 0, 1 on rank 1"),
+    (started_of_two_types, "all_gather of 64 bytes in torch.float32: 1 on rank 0, 0 on rank 1; all_gather of "
+                           "64 bytes in torch.int32: 0 on rank 0, 1 on rank 1"),
+])
+def test_exchanges_that_do_not_match_are_named_and_nothing_is_saved(tmp_path, args, exchange, told):
+    def before(own_rank):
+        one_step = train.run_one_step
+
+        def changed(session, step):
+            one_step(session, step)
+            if step == 2:
+                exchange(session)
+
+        train.run_one_step = changed
+
+    end = run(tmp_path, [*args, "--parallel.tp", "2", "--train.steps", "3"], before=before)
+    assert end.codes == [1, 1], end.logs
+    (line, *_) = [line for line in end.errors() if told in line] or pytest.fail(f"{end.errors()}")
+    assert "ranks of group tp (ranks 0, 1) run different exchanges by step 2: " in line
+    assert not store.committed_checkpoints(tmp_path / "run" / "checkpoints")
+
+
+def test_a_difference_of_long_ago_has_no_step_any_more():
+    logs = [comm.CollectiveLog(), comm.CollectiveLog()]
+    for step in range(1, comm.NUM_MARKS + 9):
+        for rank, log in enumerate(logs):
+            log.add(f"all_reduce of {8 * (1 + rank) if step == 2 else 8} bytes", step)
+    group = comm.Group("tp", (4, 6))
+    assert logs[0].digest != logs[1].digest
+    many = "all_reduce of 8 bytes: 264 on rank 4, 263 on rank 6"
+    told = comm.difference(*logs, group, 1)
+    assert told == f" by step 9: {many}; all_reduce of 16 bytes: 0 on rank 4, 1 on rank 6" or told == (
+        f" by step 9: all_reduce of 16 bytes: 0 on rank 4, 1 on rank 6; {many}"
+    )

@@ -11,7 +11,8 @@ do not (gloo names a port). So every exchange is first recorded in Activity, whi
 """
 import re
 import time
-from collections import Counter, deque
+import zlib
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,8 @@ Result = TypeVar("Result")
 Data = TypeVar("Data")  # plain data of a rank
 
 NUM_PAST = 32  # exchanges that a rank remembers, for what it writes after a hang
+NUM_MARKS = 256  # steps after which it remembers a digest of its collectives
+MAX_NAMED = 4  # kinds of exchanges that a message names
 
 # What gloo, nccl and the store say of a peer that does not answer, or that is gone.
 TIMEOUT_TEXT = re.compile(r"timed? ?out", re.IGNORECASE)
@@ -117,6 +120,30 @@ def at_step(step: int) -> str:
     return f" at step {step}" if step else ""
 
 
+class ExchangesDiffer(RuntimeError):
+    """Ranks of a group have not run the same collectives: what they received is not what was meant."""
+
+    exit_code = 1
+
+
+@dataclass
+class CollectiveLog:
+    """The collectives of a group, which all its ranks must have alike, and in one order.
+
+    digest: of all of them. times: how often each was run. marks: (step, the digest after it) of late steps.
+    """
+    digest: int = 0
+    times: Counter[str] = field(default_factory=Counter[str])
+    marks: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=NUM_MARKS))
+
+    def add(self, what: str, step: int) -> None:
+        self.digest = zlib.crc32(what.encode(), self.digest)
+        self.times[what] += 1
+        if self.marks and self.marks[-1][0] == step:
+            self.marks.pop()
+        self.marks.append((step, self.digest))
+
+
 class PastExchange(NamedTuple):
     """An exchange that the host has waited for. It holds no Group: that would keep its connections open."""
     verb: str
@@ -145,6 +172,9 @@ class Activity:
     )
     clock: CommunicationClock = field(default_factory=CommunicationClock)
     past: deque[PastExchange] = field(default_factory=lambda: deque(maxlen=NUM_PAST))
+    collectives: dict[tuple[str, tuple[int, ...]], CollectiveLog] = field(  # by the group's name and ranks
+        default_factory=lambda: defaultdict(CollectiveLog)
+    )
     error: RuntimeError | None = None  # of the last exchange that failed
     strict: StrictMode | None = None  # of proofs; None: started exchanges run on the tensors themselves
 
@@ -236,7 +266,12 @@ class Group:
     def count_exchange(self, verb: str, x: Tensor) -> None:
         """Adds an exchange to the ledger. x: the tensor of its larger side."""
         self.ledger[self.name, verb, "calls"] += 1
-        self.ledger[self.name, verb, "bytes"] += x.numel() * x.element_size()
+        self.ledger[self.name, verb, "bytes"] += x.nbytes
+        if verb != "send":
+            size = "" if verb == "all_to_all" else f" of {x.nbytes:,} bytes"  # there each rank has its own
+            self.activity.collectives[self.name, self.ranks].add(
+                f"{verb}{size} in {x.dtype}", self.activity.step
+            )
 
 
 def as_peer_error(error: RuntimeError, activity: Activity) -> RuntimeError:
@@ -358,6 +393,42 @@ def all_gather_objects(x: Data, group: Group) -> list[Data]:
     rows = received.view(group.size, longest).cpu()
     return [from_tensor(row[:length], group, rank)
             for rank, (row, length) in enumerate(zip(rows, lengths.tolist()))]
+
+
+def check_collectives(groups: Sequence[Group]) -> None:
+    """Raises ExchangesDiffer if ranks of a group have not run the same collectives: verbs, types, sizes.
+
+    Collective; all ranks name the groups in one order.
+    """
+    for group in groups:
+        log = group.activity.collectives[group.name, group.ranks]
+        digests = all_gather_objects(log.digest, group)
+        if len(set(digests)) == 1:
+            continue
+        other = next(index for index, digest in enumerate(digests) if digest != digests[0])
+        times = all_gather_objects(dict(log.times), group)
+        marks = all_gather_objects([list(mark) for mark in log.marks], group)
+        logs = [
+            CollectiveLog(digest, Counter(each), deque((step, at) for step, at in late))
+            for digest, each, late in zip(digests, times, marks)
+        ]
+        raise ExchangesDiffer(
+            f"ranks of {group} run different exchanges{difference(logs[0], logs[other], group, other)}"
+        )
+
+
+def difference(first: CollectiveLog, log: CollectiveLog, group: Group, index: int) -> str:
+    """How the exchanges of rank number `index` of the group are others than those of its first rank."""
+    ranks = (f"on rank {group.ranks[0]}", f"on rank {group.ranks[index]}")
+    steps, own_steps = dict(first.marks), dict(log.marks)
+    since = [step for step in steps if step in own_steps and steps[step] != own_steps[step]]
+    when = f" by step {since[0]}" if since and since[0] else ""
+    others = sorted(what for what in first.times | log.times if first.times[what] != log.times[what])
+    if not others:
+        return f"{when}: the same ones {ranks[0]} and {ranks[1]}, in another order"
+    named = [f"{what}: {first.times[what]:,} {ranks[0]}, {log.times[what]:,} {ranks[1]}" for what in others]
+    more = f"; and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
+    return f"{when}: {'; '.join(named[:MAX_NAMED])}{more}"
 
 
 def message_device(group: Group) -> torch.device:

@@ -142,6 +142,26 @@ time.sleep(60)
     assert signal.getsignal(number) is before
 
 
+def test_a_signal_reaches_a_rank_that_is_just_being_started(monkeypatch, tmp_path):
+    """It comes before the launcher knows the rank's process."""
+    program = f"""
+import pathlib, signal, sys, time
+signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
+pathlib.Path({str(tmp_path)!r}, "ready").touch()
+time.sleep(20)
+"""
+
+    class Slow(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            while not (tmp_path / "ready").exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(launch.subprocess, "Popen", Slow)
+    assert run_stand_ins([0], program) == [RankEnd(0, 75)]
+
+
 def is_gone(pid):
     """Whether a process ends within a while; one that nobody waits for any more is gone too."""
     deadline = time.monotonic() + 20
@@ -502,3 +522,15 @@ def test_the_launcher_starts_without_torch():
     """Ranks import it meanwhile: the store comes after them."""
     code = "import sys, scripts.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_ranks_die_with_a_launcher_that_is_killed_before_they_have_begun(tmp_path, words):
+    """They have not looked for their parent yet: python and torch are still being loaded."""
+    launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "100000"])
+    deadline = time.monotonic() + 100
+    while len(ranks_of(launcher)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    ranks = ranks_of(launcher)
+    launcher.kill()
+    assert len(ranks) == 2 and all(is_gone(pid) for pid in ranks)
+    finished(launcher)

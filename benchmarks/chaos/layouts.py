@@ -1,0 +1,68 @@
+"""The runs that faults are put into: a tiny model, under several layouts."""
+
+from dataclasses import dataclass, replace
+
+STEPS = 12
+SAVE_EVERY = 5  # so there are checkpoints at 5, 10 and 12
+SAVES = (5, 10, STEPS)
+EVALUATE_EVERY = 4
+MODEL = (
+    "--model.layers", "2", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2",
+    "--model.ffn", "48", "--model.dropout", "0.1",
+)
+MIXTURE = ("--model.experts", "4", "--model.top_k", "2")
+RUN = (
+    "--train.steps", str(STEPS), "--train.seq_len", "16", "--train.micro_batch", "1",
+    "--train.global_batch", "4", "--train.threads", "1", "--optim.warmup", "2",
+    "--eval.every", str(EVALUATE_EVERY), "--eval.batches", "1", "--eval.sample", "0", "--log.every", "1",
+    "--checkpoint.every", str(SAVE_EVERY), "--checkpoint.keep", "2",
+)
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """How a run is started.
+
+    words: of train.py, without those of the model. has_replicas: whether the last rank holds a copy of what
+    the first gradient of another rank belongs to, so that a wrong number in it is found by comparing.
+    """
+
+    name: str
+    world: int
+    words: tuple[str, ...] = ()
+    model: tuple[str, ...] = ()
+    dtype: str = "fp32"
+    is_async: bool = False
+    has_replicas: bool = False
+
+    @property
+    def last_rank(self) -> int:
+        return self.world - 1
+
+    def arguments(self) -> list[str]:
+        """Of train.py, without those that name the run and its data."""
+        saving = ("--checkpoint.async_save", "true" if self.is_async else "false")
+        return ["llama3-tiny", *MODEL, *self.model, *RUN, *self.words, "--train.dtype", self.dtype, *saving]
+
+
+# two ranks are started by scripts.launch, one as `python train.py`
+LAYOUTS = (
+    RunLayout("one", 1),
+    RunLayout("one-async", 1, is_async=True, dtype="bf16"),
+    RunLayout("dp2", 2, ("--parallel.zero", "0"), has_replicas=True),
+    RunLayout("zero1-async", 2, ("--parallel.zero", "1"), dtype="bf16", is_async=True),
+    RunLayout("tp2-async", 2, ("--parallel.tp", "2"), is_async=True),
+    RunLayout("pp2", 2, ("--parallel.pp", "2")),
+    RunLayout("ep2", 2, ("--parallel.ep", "2", "--parallel.zero", "1"), model=MIXTURE),
+)
+BY_NAME = {layout.name: layout for layout in LAYOUTS}
+
+
+def in_fp64(layout: RunLayout) -> RunLayout:
+    """The same layout, so exact that another one must give the same numbers."""
+    return replace(layout, name=f"{layout.name} in fp64", dtype="fp64")
+
+
+def moved_to(layout: RunLayout, other: RunLayout) -> RunLayout:
+    """The model of `layout` on the ranks of `other`, in fp64."""
+    return replace(in_fp64(other), name=f"{layout.name} on {other.name}", model=layout.model)

@@ -1,0 +1,77 @@
+"""What small runs gave when they were last looked at: losses and the sha256 of weights and moments.
+
+    PYTHONPATH=.:tests python tests/golden.py
+
+writes tests/golden.json anew. Do it after a change that is meant to change numbers, and let the difference
+show that it changes those alone: it is read line by line in a review.
+"""
+
+import json
+import pathlib
+import platform
+import re
+import sys
+import tempfile
+
+import torch
+from ranks import MODEL, corpus, job
+
+from checkpoint import store
+
+FILE = pathlib.Path(__file__).with_name("golden.json")
+STEPS = 24
+RUN = (*MODEL, "--train.steps", str(STEPS), "--model.dropout", "0.1", "--checkpoint.every", "none")
+MIXTURE = ("--model.experts", "4", "--model.top_k", "2")
+LAYOUTS = {  # name: (ranks, words)
+    "one rank": (1, ()),
+    "dp2 zero1 in bf16": (2, ("--parallel.zero", "1", "--train.dtype", "bf16")),
+    "tp2 sp": (2, ("--parallel.tp", "2", "--parallel.sp", "true")),
+    "pp2": (2, ("--parallel.pp", "2", "--model.tied", "true")),
+    "cp2 zero3": (2, ("--parallel.cp", "2", "--parallel.zero", "3")),
+    "a mixture on ep2": (2, (*MIXTURE, "--parallel.ep", "2")),
+}
+
+
+def processor() -> str:
+    """What decides which kernels torch and its libraries take."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    told = dict(re.split(r"\s*: ?", line, maxsplit=1) for line in lines if ":" in line)
+    words = [told[key] for key in ("model name", "cpu family", "model", "stepping") if key in told]
+    return ", ".join([*(words or [platform.processor()]), torch.backends.cpu.get_cpu_capability()])
+
+
+def machine() -> dict[str, str]:
+    """Where the bits of a run repeat."""
+    return {"torch": torch.__version__.partition("+")[0], "processor": processor()}
+
+
+def record(folder: pathlib.Path, data: str, name: str) -> dict:
+    """A run of a layout: {"losses": of each step, "checksums": {stored piece: sha256}}."""
+    world, words = LAYOUTS[name]
+    args = ["llama3-tiny", *RUN, *words, "--data.path", data, "--log.dir", str(folder), "--log.name", "run"]
+    end = job(folder, world, args)
+    assert end.codes == [0] * world, end.logs
+    rows = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    (_, path), *_ = store.committed_checkpoints(folder / "run" / "checkpoints")
+    pieces = store.read_index(path)["pieces"]
+    return {
+        "losses": [row["loss"] for row in rows if "loss" in row],
+        "checksums": {f"{piece['key']} at {list(piece['start'])}": piece["sha256"][:16] for piece in pieces},
+    }
+
+
+def main() -> None:
+    """Writes FILE."""
+    with tempfile.TemporaryDirectory() as name:
+        home = pathlib.Path(name)
+        data = corpus(home)
+        layouts = {}
+        for number, layout in enumerate(LAYOUTS):
+            layouts[layout] = record(home / str(number), data, layout)
+            print(layout, layouts[layout]["losses"][-1], file=sys.stderr)
+    FILE.write_text(json.dumps({"of": machine(), "layouts": layouts}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

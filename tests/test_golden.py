@@ -1,0 +1,44 @@
+"""Small runs give what they gave (tests/golden.py): bit for bit where the recorded torch runs on the recorded
+processor, elsewhere to 1e-5. A change that is meant to change numbers writes tests/golden.json anew.
+"""
+
+import json
+import warnings
+
+import golden
+import pytest
+from ranks import corpus
+
+TOLERANCE = 1e-5  # relative, of losses in fp32 under another torch or on another processor
+TOLERANCE_BF16 = 1e-2
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("golden"))
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    return json.loads(golden.FILE.read_text())
+
+
+@pytest.mark.parametrize("name", list(golden.LAYOUTS))
+def test_a_run_is_what_it_was(tmp_path, data, recorded, name):
+    found, was = golden.record(tmp_path, data, name), recorded["layouts"][name]
+    assert len(found["losses"]) == len(was["losses"]) == golden.STEPS
+    assert found["checksums"].keys() == was["checksums"].keys()
+    if golden.machine() == recorded["of"]:
+        assert found == was, "meant? PYTHONPATH=.:tests python tests/golden.py"
+        return
+    told = f"compared to a tolerance: recorded on {recorded['of']}, this is {golden.machine()}"
+    warnings.warn(told, stacklevel=1)
+    tolerance = TOLERANCE_BF16 if "bf16" in name else TOLERANCE
+    assert found["losses"] == pytest.approx(was["losses"], rel=tolerance)
+
+
+def test_the_file_has_these_layouts(recorded):
+    assert list(recorded["layouts"]) == list(golden.LAYOUTS)
+    finals = [layout["losses"][-1] for layout in recorded["layouts"].values()]
+    firsts = [layout["losses"][0] for layout in recorded["layouts"].values()]
+    assert all(final < first - 0.2 for first, final in zip(firsts, finals))  # they learn
