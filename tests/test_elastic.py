@@ -139,6 +139,16 @@ def test_a_frozen_rank_is_left_out_too(tmp_path, words, truth):
     assert_same(tmp_path, truth)
 
 
+def test_the_same_layout_goes_on_bit_for_bit(tmp_path, words):
+    """A place that no other can stand in for is used again. Killed when the checkpoint of step 2 is there."""
+    code, out, errors = launch(tmp_path, "1:1", words, "ckpt.pre_latest:step=2:act=SIGKILL")
+    assert code == 0, (out, errors)
+    assert restart_lines(errors) == ["launch: restart 1, from step 2: 1 rank -> 1 rank"]
+    whole = tmp_path / "whole"
+    assert job(whole, 1, [*words, *folder(whole)]).codes == [0]
+    assert losses(tmp_path) == losses(whole)
+
+
 def test_the_key_alone_lets_any_launcher_start_fewer_or_more_ranks(tmp_path, words, truth):
     """As torchrun does with --nnodes MIN:MAX. Four ranks have no sequence for a micro-batch of 2 each."""
     args = [*words, "--parallel.elastic", "true", "--train.micro_batch", "2", *folder(tmp_path)]
