@@ -149,6 +149,13 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path, words):
     assert losses(tmp_path) == losses(whole)
 
 
+def test_a_fault_that_comes_again_ends_the_job_after_three_restarts(tmp_path, words):
+    code, _, errors = launch(tmp_path, "1:1", words, "step.begin:step=3:act=SIGKILL")
+    assert code == 137
+    assert restart_lines(errors) == [f"launch: restart {n}, from step 2: 1 rank -> 1 rank" for n in (1, 2, 3)]
+    assert errors[-1] == "launch: 3 restarts in a row have brought no newer checkpoint: the job ends"
+
+
 def test_the_key_alone_lets_any_launcher_start_fewer_or_more_ranks(tmp_path, words, truth):
     """As torchrun does with --nnodes MIN:MAX. Four ranks have no sequence for a micro-batch of 2 each."""
     args = [*words, "--parallel.elastic", "true", "--train.micro_batch", "2", *folder(tmp_path)]
