@@ -38,6 +38,7 @@ from data.task_files import ScoredTask, read_tasks
 from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
 from data.tokenizer import Tokenizer, load_tokenizer
 from model.generate import generate
+from model.precision import DTYPES
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
 from optim.clip import clip_factor, grad_norm
@@ -62,6 +63,7 @@ from runtime.goodput import GoodputClock
 from runtime.guard import NonFiniteGuard
 from runtime.metrics import MetricsLogger
 from runtime.peers import PeerWatch
+from runtime.probes import probe
 from runtime.plot import loss_png
 from runtime.profile import ProfilerTrace
 from runtime.slow import SlowRanks
@@ -312,6 +314,7 @@ def train_here(
         finish_uploads(uploads, cfg, world)
         goodput.forget()
         return report_nothing_to_do(run, env, folder, report_exit)
+    notes = [*notes, *probe(run.mesh, env.device, DTYPES[cfg.train.dtype], env.host)]
 
     session = make_session(
         run,

@@ -1,0 +1,219 @@
+"""Devices and links, looked at before the first step: what computes or carries wrongly, or slowly, is named.
+
+A device that multiplies wrongly or a link that loses bits ends a run after days, or never, and spoils it. So
+before the first step
+
+- each rank multiplies matrices of small whole numbers, whose product is known exactly, in the dtype of the
+  run: a difference ends the job with code 80, which leaves the host out;
+- each group of ranks gathers a message that all can foretell: the same;
+- the time of both is compared with that of the other ranks, and of the other groups of an axis: what takes
+  longer than SLOW_RATIO times the median, and SLOW_MS more, is named in one line, and the run goes on.
+
+Costs: one small product, one or two small exchanges in each group that has a connection of its own, and a
+gather of some numbers. Collective.
+"""
+import dataclasses
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.topology.dims import GROUP_AXES
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+SLOW_RATIO = 3.0
+SLOW_MS = 5.0  # less is noise of clocks
+MAX_NAMED = 4  # slow ones of a kind that are named
+
+
+@dataclass(frozen=True)
+class ProbeSize:
+    """n: rows and columns of the product. message: bytes a rank sends. repeats: of which the fastest counts,
+    after one that connects."""
+
+    n: int
+    message: int
+    repeats: int
+
+
+# A GPU needs a message that is longer than its latency. On a CPU, where runs are tests, a glance is enough.
+SIZES = {"cuda": ProbeSize(n=4096, message=4 << 20, repeats=3)}
+SMALL = ProbeSize(n=64, message=1 << 10, repeats=1)
+
+
+class WrongResult(RuntimeError):
+    """A device multiplies wrongly, or a link loses bits. Exit code 80, for a host to be left out."""
+
+    exit_code = 80
+
+
+@dataclass(frozen=True)
+class Probed:
+    """What this rank measured, in ms. links: {name of an axis: its group's exchange}."""
+
+    product: float
+    links: dict[str, float]
+
+    def row(self) -> list[float]:
+        """One number for each of COLUMNS; -1 where this rank has no group of several ranks."""
+        return [self.product, *(self.links.get(name, -1.0) for name in GROUP_AXES)]
+
+
+def probe(mesh: Mesh, device: torch.device, dtype: torch.dtype, host: str) -> list[str]:
+    """Lines that name what is slow; on rank 0. Collective.
+
+    dtype: of the products. host: of this rank. Raises WrongResult.
+    """
+    size = SIZES.get(device.type, SMALL)
+    probed = Probed(check_product(size, device, dtype, host), check_links(mesh, size, device, host))
+    if mesh.world.size == 1:
+        return []
+
+    # everyone's numbers, and where they come from
+    everyone = uncounted(mesh.world)
+    rows = comm.all_gather(torch.tensor([probed.row()], dtype=torch.float64), everyone).tolist()
+    hosts = comm.all_gather_objects(host, everyone)
+    if mesh.world.index > 0:
+        return []
+    return [*slow_devices(rows, hosts), *slow_links(rows, hosts, mesh)]
+
+
+# ---- devices -----------------------------------------------------------------------------------------------
+
+
+def check_product(size: ProbeSize, device: torch.device, dtype: torch.dtype, host: str) -> float:
+    """Milliseconds of a product whose result is known. Raises WrongResult."""
+    left, right, expected = known_product(size.n, device, dtype)
+    fastest = float("inf")
+    for _ in range(size.repeats):
+        comm.synchronize(device)
+        began = time.perf_counter()
+        product = left @ right
+        comm.synchronize(device)
+        fastest = min(fastest, time.perf_counter() - began)
+        num_wrong = int((product != expected).sum())
+        if num_wrong:
+            raise WrongResult(
+                f"{device} of {host} multiplies wrongly: {num_wrong:,} of {expected.numel():,} elements of a "
+                "known product differ; leave this host out, and have it looked at"
+            )
+    return 1000 * fastest
+
+
+def known_product(n: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """(two matrices [n, n], their product in dtype). Whole numbers, so that every order of sums is exact.
+
+    Both have rank 1, so the product is known without one: (u v') (w z') = (v' w) u z'.
+    """
+    numbers = torch.arange(n, dtype=torch.float64)
+    u, v = numbers % 3 - 1, numbers % 5 - 2
+    w, z = numbers % 7 - 3, numbers % 4 - 1
+    inner = (v @ w).item()
+    left, right = torch.outer(u, v), torch.outer(w, z)
+    expected = inner * torch.outer(u, z)
+    return (
+        left.to(device, dtype),
+        right.to(device, dtype),
+        expected.to(dtype).to(device),
+    )
+
+
+def slow_devices(rows: Sequence[Sequence[float]], hosts: Sequence[str]) -> list[str]:
+    """A line for each of the slowest. rows: Probed.row() of each rank."""
+    times = [row[0] for row in rows]
+    usual = statistics.median_low(times)
+    slow = [rank for rank, ms in enumerate(times) if is_slow(ms, usual)]
+    slow.sort(key=lambda rank: -times[rank])
+    return [
+        f"slow rank {rank} on {hosts[rank]}: a product takes {times[rank]:.1f} ms, usually {usual:.1f} ms"
+        for rank in slow[:MAX_NAMED]
+    ]
+
+
+def is_slow(ms: float, usual: float) -> bool:
+    return ms > SLOW_RATIO * usual and ms > usual + SLOW_MS
+
+
+# ---- links -------------------------------------------------------------------------------------------------
+
+
+def check_links(mesh: Mesh, size: ProbeSize, device: torch.device, host: str) -> dict[str, float]:
+    """{name of an axis: ms of a gather in this rank's group}; groups of the same ranks are asked once.
+
+    Raises WrongResult.
+    """
+    found: dict[str, float] = {}
+    done: dict[tuple[int, ...], float] = {}
+    for name in GROUP_AXES:
+        group: Group = getattr(mesh, name)
+        if group.size == 1:
+            continue
+        if group.ranks not in done:
+            done[group.ranks] = check_link(uncounted(group), size, device, host)
+        found[name] = done[group.ranks]
+    return found
+
+
+def check_link(group: Group, size: ProbeSize, device: torch.device, host: str) -> float:
+    """Milliseconds of a gather of a known message. Raises WrongResult, which names the ranks it came from."""
+    own = message_of(group.ranks[group.index], size.message).to(device)
+    expected = torch.cat([message_of(rank, size.message) for rank in group.ranks]).to(device)
+    fastest = float("inf")
+    for _ in range(size.repeats):
+        comm.all_gather(own[:1], group)  # all are here, and connected
+        comm.synchronize(device)
+        began = time.perf_counter()
+        received = comm.all_gather(own, group)
+        comm.synchronize(device)
+        fastest = min(fastest, time.perf_counter() - began)
+        wrong = (received != expected).view(group.size, -1).any(1).tolist()
+        senders = [rank for rank, is_wrong in zip(group.ranks, wrong) if is_wrong]
+        if senders:
+            raise WrongResult(
+                f"what {host} receives in group {group.name} from rank {', '.join(map(str, senders))} is not "
+                "what was sent; leave one of these hosts out"
+            )
+    return 1000 * fastest
+
+
+def message_of(rank: int, num_bytes: int) -> Tensor:
+    """Bytes that no other rank sends, nor the same at another place: uint8 [num_bytes]."""
+    position = torch.arange(num_bytes, dtype=torch.int64)
+    of_rank = 97 * rank + (rank // 256) * (position // 7)
+    return ((131 * position + position // 251 + of_rank) % 256).to(torch.uint8)
+
+
+def uncounted(group: Group) -> Group:
+    """The group with a ledger of its own: what is exchanged here is no part of a step."""
+    return dataclasses.replace(group, ledger=Counter())
+
+
+def slow_links(rows: Sequence[Sequence[float]], hosts: Sequence[str], mesh: Mesh) -> list[str]:
+    """A line for each of the slowest groups, beside the others of its axis. rows: Probed.row() of each rank.
+
+    The rank of a group that comes last waits for the link alone: the least time counts.
+    """
+    lines: list[str] = []
+    named: set[tuple[int, ...]] = set()
+    for column, name in enumerate(GROUP_AXES, start=1):
+        groups = [tuple(ranks) for ranks in mesh.dims.groups(*GROUP_AXES[name]) if len(ranks) > 1]
+        if len(groups) < 2:
+            continue
+        times = {ranks: min(rows[rank][column] for rank in ranks) for ranks in groups}
+        usual = statistics.median_low(times.values())
+        slow = [ranks for ranks in groups if is_slow(times[ranks], usual) and ranks not in named]
+        slow.sort(key=lambda ranks: -times[ranks])
+        for ranks in slow[:MAX_NAMED]:
+            named.add(ranks)
+            where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+            lines.append(
+                f"slow link of ranks {', '.join(map(str, ranks))} on {where}: a gather in group {name} takes "
+                f"{times[ranks]:.1f} ms, usually {usual:.1f} ms"
+            )
+    return lines
