@@ -1098,11 +1098,11 @@ def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
     """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
     if not cfg.parallel.elastic:
         return cfg
-    hardware = elastic.Hardware()
+    device = elastic.RankDevice()
     if env.device.type == "cuda":
         properties = torch.cuda.get_device_properties(env.device)
-        hardware = elastic.Hardware(properties.name, properties.total_memory)
-    layout = elastic.layout_for(cfg, env.world, hardware)
+        device = elastic.RankDevice(properties.name, properties.total_memory)
+    layout = elastic.layout_for(cfg, env.world, device)
     note = elastic.describe(layout, env.world)
     if note and env.rank == 0:
         print("\n".join(wrapped(note, output_width())), flush=True)

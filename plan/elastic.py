@@ -38,7 +38,7 @@ UNKNOWN_RATES = {
 OF_STAGES: Values = {"parallel.stages": None, "parallel.recompute_stages": None}
 
 
-class Hardware(NamedTuple):
+class RankDevice(NamedTuple):
     """What the planner plans for. gpu: its name as torch has it; "": CPUs. memory: bytes of a GPU."""
 
     gpu: str = ""
@@ -87,9 +87,9 @@ def same_axes_changes(cfg: Config) -> Iterator[Values]:
 # ---- the planner's -----------------------------------------------------------------------------------------
 
 
-def planned(cfg: Config, world: int, hardware: Hardware) -> ElasticLayout | None:
+def planned(cfg: Config, world: int, device: RankDevice) -> ElasticLayout | None:
     """The planner's fastest layout that fits into memory; None if there is none."""
-    target = target_of(cfg, world, hardware)
+    target = target_of(cfg, world, device)
     model = replace(cfg.model, vocab=cfg.model.vocab or NOMINAL_VOCAB)
     whole = set_keys(replace(cfg, model=model), OF_STAGES)
     found, _ = search(whole, target, fixed={}, top=1)
@@ -107,31 +107,31 @@ def value_of(cfg: Config, path: str) -> object:
     return getattr(getattr(cfg, section), key)
 
 
-def target_of(cfg: Config, world: int, hardware: Hardware) -> Target:
+def target_of(cfg: Config, world: int, device: RankDevice) -> Target:
     """What the planner plans for: a cluster of these GPUs where configs/clusters.yaml has one."""
-    known = known_cluster(hardware)
+    known = known_cluster(device)
     if known is not None and cfg.train.dtype in known.flops:
-        return Target(world, replace(known, memory=hardware.memory), Efficiency())
+        return Target(world, replace(known, memory=device.memory), Efficiency())
     machine = Machine(ranks=world, dtype=cfg.train.dtype, **UNKNOWN_RATES)
-    return Target(world, replace(machine.as_cluster(), memory=hardware.memory), machine.as_efficiency())
+    return Target(world, replace(machine.as_cluster(), memory=device.memory), machine.as_efficiency())
 
 
-def known_cluster(hardware: Hardware) -> Cluster | None:
+def known_cluster(device: RankDevice) -> Cluster | None:
     """Of those with this GPU the one whose memory is nearest; None if there is none."""
     clusters = [cluster(name) for name in read_yaml(CONFIG_FOLDER / "clusters.yaml")["clusters"]]
-    alike = [each for each in clusters if each.gpu in hardware.gpu.lower()]
-    return min(alike, key=lambda each: abs(each.memory - hardware.memory), default=None)
+    alike = [each for each in clusters if each.gpu in device.gpu.lower()]
+    return min(alike, key=lambda each: abs(each.memory - device.memory), default=None)
 
 
 # ---- the choice --------------------------------------------------------------------------------------------
 
 
-def layout_for(cfg: Config, world: int, hardware: Hardware) -> ElasticLayout:
+def layout_for(cfg: Config, world: int, device: RankDevice) -> ElasticLayout:
     """The layout of the run on so many ranks.
 
     Raises ConfigError, as without parallel.elastic, with the numbers of ranks that would do.
     """
-    layout = same_axes(cfg, world) or planned(cfg, world, hardware)
+    layout = same_axes(cfg, world) or planned(cfg, world, device)
     if layout is not None:
         return layout
     try:
@@ -163,7 +163,7 @@ def most_ranks(cfg: Config, least: int, most: int) -> int | None:
     """Of least to most ranks, how many a start takes: as many as the given axes can use, or else as many as
     any layout can, whatever it holds in memory. None if there is no layout for any of them."""
     downwards = range(most, least - 1, -1)
-    any_layout = partial(planned, hardware=Hardware())
+    any_layout = partial(planned, device=RankDevice())
     for layout_of in (same_axes, any_layout):
         for world in downwards:
             if layout_of(cfg, world) is not None:

@@ -55,7 +55,7 @@ def remove_reasons(run: Path) -> None:
             file.unlink()
 
 
-class Progress:
+class RestartCount:
     """Counts restarts that bring no newer checkpoint. step: the newest one when the count begins."""
 
     def __init__(self, step: int) -> None:

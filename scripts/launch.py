@@ -58,7 +58,7 @@ PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
 
 
 @dataclass(frozen=True)
-class Span:
+class RankSpan:
     """What --nproc says. least: None: exactly `most`, and no restart."""
 
     most: int
@@ -390,12 +390,12 @@ def usable_ranks(cfg: Config, least: int, most: int) -> int:
 
     found = elastic.most_ranks(cfg, least, most)
     if found is None:
-        elastic.layout_for(cfg, most, elastic.Hardware())  # raises
+        elastic.layout_for(cfg, most, elastic.RankDevice())  # raises
         raise ConfigError(f"--nproc: no layout of this run has {least} to {most} ranks")
     return found
 
 
-def choose_places(cfg: Config, span: Span, left_out: set[int]) -> tuple[int, ...]:
+def choose_places(cfg: Config, span: RankSpan, left_out: set[int]) -> tuple[int, ...]:
     """The places of the next start: without those left out, as long as enough remain; else of all of them.
 
     Raises ConfigError if no number of ranks in the span has a layout.
@@ -430,7 +430,7 @@ def run_elastic(options: argparse.Namespace, words: list[str], command: list[str
     span = options.nproc
     left_out: set[int] = set()
     places = choose_places(cfg, span, left_out)
-    progress = restarts.Progress(restarts.newest_step(run))
+    progress = restarts.RestartCount(restarts.newest_step(run))
     restart = 0
     if len(places) < span.most:
         tell(used_line(len(places), span.most))
@@ -497,10 +497,10 @@ def positive(text: str) -> int:
     return value
 
 
-def parse_span(text: str) -> Span:
+def parse_span(text: str) -> RankSpan:
     """8, or 4:8."""
     least, colon, most = text.rpartition(":")
-    span = Span(positive(most), positive(least) if colon else None)
+    span = RankSpan(positive(most), positive(least) if colon else None)
     if span.least is not None and span.least > span.most:
         raise argparse.ArgumentTypeError(f"MIN:MAX, as {span.most}:{span.least}")
     return span

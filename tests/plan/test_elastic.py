@@ -9,7 +9,7 @@ from config.run_name import ELASTIC_KEYS, with_own_folder
 from model.schedules import plan_pipeline
 from plan import elastic
 from plan.cost import cluster
-from plan.elastic import Hardware, layout_for
+from plan.elastic import RankDevice, layout_for
 
 TINY = ("--parallel.tp 2", "--train.global_batch 8", "--train.micro_batch 4", "--parallel.elastic true")
 
@@ -33,7 +33,7 @@ def tiny(*words, name="llama3-tiny"):
 )
 def test_the_given_axes_stay(world, words, changed):
     cfg = tiny(words)
-    layout = layout_for(cfg, world, Hardware())
+    layout = layout_for(cfg, world, RankDevice())
     assert (layout.changed, layout.by_planner) == (changed, False)
     plan_pipeline(layout.cfg, world)
     assert elastic.set_keys(cfg, changed) == layout.cfg
@@ -48,7 +48,7 @@ def test_the_given_axes_stay(world, words, changed):
 )
 def test_else_the_planner_proposes_one_and_nothing_but_the_layout_changes(world, name, words):
     cfg = tiny("--parallel.pp 2 --parallel.stages 2,2 --model.layers 4", words, name=name)
-    layout = layout_for(cfg, world, Hardware())
+    layout = layout_for(cfg, world, RankDevice())
     assert layout.by_planner and set(layout.changed) <= set(ELASTIC_KEYS)
     assert layout.changed["parallel.pp"] != 2 and layout.cfg.parallel.stages is None
     plan_pipeline(layout.cfg, world)
@@ -59,19 +59,19 @@ def test_else_the_planner_proposes_one_and_nothing_but_the_layout_changes(world,
 def test_what_a_gpu_cannot_hold_is_not_proposed():
     """8B parameters, Adam and its gradients: 128 GB and more. Of a card with 79 GiB, two with ZeRO do."""
     cfg = config.resolve("llama3-8b", None, "--parallel.tp 8 --train.steps 9 --train.seq_len 2048".split())
-    card = Hardware("NVIDIA H100 80GB HBM3", cluster("h100-ib").memory)
+    card = RankDevice("NVIDIA H100 80GB HBM3", cluster("h100-ib").memory)
     assert elastic.target_of(cfg, 4, card).cluster.name == "h100-ib"
     assert layout_for(cfg, 4, card).by_planner
     with pytest.raises(config.ConfigError, match="start 8, 16 ranks"):
         layout_for(cfg, 1, card)
-    assert layout_for(cfg, 1, Hardware()).by_planner  # on a host with any memory
+    assert layout_for(cfg, 1, RankDevice()).by_planner  # on a host with any memory
 
 
 @pytest.mark.parametrize("world", [5, 7])
 def test_a_refusal_names_the_sizes_that_run(world):
     cfg = tiny()
     with pytest.raises(config.ConfigError) as error:
-        layout_for(cfg, world, Hardware())
+        layout_for(cfg, world, RankDevice())
     assert f"does not divide the world size {world}; " in str(error.value)
     assert f"no layout for {world} ranks: start 2, 4, 8 ranks" in str(error.value)
     for size in (2, 4, 8):
@@ -93,7 +93,7 @@ def test_a_run_that_finished_on_fewer_ranks_is_not_another_run(tmp_path):
     folder = tmp_path / "llama3-tiny"
     folder.mkdir()
     (folder / "summary.json").write_text('{"finished": true}')
-    (folder / "config.yaml").write_text(config.dump(layout_for(cfg, 1, Hardware()).cfg))
+    (folder / "config.yaml").write_text(config.dump(layout_for(cfg, 1, RankDevice()).cfg))
     assert with_own_folder(cfg, None, []).log.name == "llama3-tiny"
     fixed = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, elastic=False))
     assert "+parallel.tp=2" in with_own_folder(fixed, None, []).log.name

@@ -9,7 +9,7 @@ import pytest
 
 from checkpoint import store
 from runtime import restarts
-from runtime.restarts import ExitReason, Progress
+from runtime.restarts import ExitReason, RestartCount
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -45,9 +45,9 @@ def test_the_reason_of_a_job(tmp_path, files, reason):
 
 
 def test_progress_is_a_newer_checkpoint():
-    progress = Progress(4)
+    progress = RestartCount(4)
     assert [progress.allows_restart(step) for step in (4, 4, 4, 4)] == [True, True, True, False]
-    progress = Progress(4)
+    progress = RestartCount(4)
     assert all(progress.allows_restart(step) for step in (4, 4, 4, 5, 5, 5, 6))
     assert [progress.allows_restart(6) for _ in range(3)] == [True, True, False]
 

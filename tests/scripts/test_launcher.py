@@ -367,7 +367,7 @@ def test_too_few_that_remain_make_all_places_start_again(tmp_path):
 
 def test_a_smaller_job_grows_again_after_its_time(tmp_path):
     plan = [{"1": -9, "others": 1, "save": 2}, {"waits": True}, {}]
-    code, starts = elastic_run(tmp_path, "1:2", plan, regrow=("--regrow", "0.02"))
+    code, starts = elastic_run(tmp_path, "1:2", plan, regrow=("--regrow", "0.05"))
     assert code == 0
     worlds = [(start, world) for start, _, world, _ in starts]
     assert worlds == [(0, "2"), (0, "2"), (1, "1"), (2, "2"), (2, "2")]
