@@ -661,11 +661,13 @@ def start_run(
         """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
         return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
 
-    step = 0 if len(phases.all) == 1 else state.newest_step(cfg, root, everyone)
+    start = state.newest_start(cfg, root, everyone)
+    step = start.step
     while True:
         number = phase_after(step) if len(phases.all) > 1 else 1
         run, valid_data = build_phase(cfg, env, world, number)
-        step, notes = state.resume(run, root)
+        step, notes = state.resume(run, root, start)
+        start = None
         if len(phases.all) == 1 or phase_after(step) == number:
             return run, valid_data, step, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from checkpoint import store
 from checkpoint.files import StorageError
-from checkpoint.together import Gather
+from checkpoint.together import Ranks, do_nothing
 from config import Tree
 from parallel.offload import host_like
 from parallel.wire.comm import Group, synchronize
@@ -35,7 +35,7 @@ class CheckpointSaver:
         self,
         in_background: bool,
         group: Group | None = None,
-        committed: Callable[[], object] = store.do_nothing,
+        committed: Callable[[], object] = do_nothing,
     ) -> None:
         self.in_background = in_background
         self.group = group
@@ -56,9 +56,7 @@ class CheckpointSaver:
         keep: int,
         mark: str = "",
         fault_point: store.FaultPoint = store.no_fault,
-        rank: int = 0,
-        world_size: int = 1,
-        gather: Gather = store.gather_alone,
+        ranks: Ranks = store.ALONE,
         timeout_s: float | None = None,
     ) -> None:
         """Saves as store.save does, with the same arguments.
@@ -77,9 +75,7 @@ class CheckpointSaver:
             keep=keep,
             mark=mark,
             fault_point=fault_point,
-            rank=rank,
-            world_size=world_size,
-            gather=gather,
+            ranks=ranks,
             timeout_s=timeout_s,
         )
         if self.in_background:

@@ -18,9 +18,9 @@ Guarantees:
 - Nothing is pickled.
 
 One process at a time writes to a root (`run_lock`). Many ranks write one checkpoint together: each rank
-writes its own pieces, and rank 0 writes the rest. Every phase ends in `gather`, so that a rank that fails
-makes all ranks raise the same error. The cost: one sha256 while writing, one while reading back or loading,
-and one piece in memory at a time.
+writes its own pieces, and rank 0 writes the rest. Rank 0 alone learns what the others hold. Every phase ends
+in Ranks.gather, so that a rank that fails makes all ranks raise the same error. The cost: one sha256 while
+writing, one while reading back or loading, and one piece in memory at a time.
 """
 import fcntl
 import json
@@ -30,12 +30,13 @@ import re
 import shutil
 import time
 import uuid
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -58,6 +59,8 @@ from checkpoint.files import (
 from checkpoint.folder import (
     VERSION,
     Index,
+    PieceRow,
+    StoredIndex,
     StoredPiece,
     check_pieces,
     index_bytes,
@@ -65,16 +68,17 @@ from checkpoint.folder import (
     quick_check,
     read_index,
     read_meta,
+    read_stored_index,
     seal_index,
     verify,
 )
 from checkpoint.locks import folder_lock, run_lock
-from checkpoint.together import Gather, agree_on_outcome
+from checkpoint.together import Ranks
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxes
 
 __all__ = [
-    "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StorageError", "adopt",
+    "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StorageError", "StoredIndex", "adopt",
     "check_free_space", "committed_checkpoints", "load", "newest_checkpoint", "quick_check", "read_index",
     "read_meta", "remove_leftovers", "run_lock", "save", "seconds_since_mark", "storage_errors", "verify",
 ]
@@ -97,6 +101,8 @@ FAULT_POINTS = (
 SHARD_BYTES = 1 << 30  # pieces share a file up to this size; a larger piece has a file of its own
 MAX_NAMED = 8  # differences between a checkpoint and a run that an error names; the rest is only counted
 FREE_SPACE_MARGIN = 1.2  # free space that a save asks for, over the bytes of the tensors
+PACK_LEVEL = 1  # of zlib, for what ranks tell each other
+ALONE = Ranks()
 MAX_HINT_BYTES = 200  # of `latest`, that are read
 STEP = re.compile(r"step_(\d{8,})")
 LEFTOVER = re.compile(r"(step_\d{8,}|latest)\.tmp-[0-9a-f]{32}|\.trash-.+")
@@ -106,20 +112,10 @@ Pieces = Iterable[Piece]
 Read = tuple[tuple[slice, ...], torch.Tensor]  # slices of a stored piece, and the view that they fill
 Reads = dict[StoredPiece, list[Read]]
 FaultPoint = Callable[[str], object]  # called with each name of FAULT_POINTS when it is reached
-Result = TypeVar("Result")
 
 
 def no_fault(point: str) -> None:
     """A FaultPoint that does nothing."""
-
-
-def gather_alone(mine: object) -> list[Any]:
-    """`gather` of a single rank."""
-    return [mine]
-
-
-def do_nothing() -> None:
-    """The part of a rank that has none."""
 
 
 # ---- save --------------------------------------------------------------------------------------------------
@@ -141,9 +137,22 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class RankShards:
-    """What one rank wrote, for the index."""
+    """What one rank wrote, for the index.
+
+    rows: those of its pieces in the index, packed.
+    """
     files: dict[str, FileEntry]
-    pieces: list[StoredPiece]
+    rows: bytes
+
+
+def pack(rows: object) -> bytes:
+    """JSON data in few bytes: rows of an index repeat themselves."""
+    return zlib.compress(json.dumps(rows).encode(), PACK_LEVEL)
+
+
+def unpack(packed: bytes) -> Any:
+    """What pack was given, with lists for tuples."""
+    return json.loads(zlib.decompress(packed))
 
 
 def save(
@@ -155,19 +164,17 @@ def save(
     keep: int,
     mark: str = "",
     fault_point: FaultPoint = no_fault,
-    rank: int = 0,
-    world_size: int = 1,
-    gather: Gather = gather_alone,
+    ranks: Ranks = ALONE,
     timeout_s: float | None = None,
 ) -> Path:
     """Writes and commits root/step_<step>, then purges all but permanent and the `keep` newest checkpoints.
 
-    Collective.
+    Collective. The first rank alone learns what the others hold, and writes the index.
 
     pieces: this rank's (Box, tensor of box.size). Over all ranks they cover every element of every key
     exactly once.
     meta: JSON data. mark: why it is permanent; "": it is not. Rank 0's counts.
-    fault_point: called with each name of FAULT_POINTS when it is reached. gather, timeout_s: see
+    fault_point: called with each name of FAULT_POINTS when it is reached. timeout_s: see
     together.agree_on_outcome.
 
     Returns the committed folder. A step that is committed already and verifies is left as it is: the same run
@@ -180,19 +187,9 @@ def save(
     pieces = list(pieces)
     final = checkpoint_folder(root, step)
 
-    def all_ranks_do(work: Callable[[], Result]) -> list[Result]:
-        return agree_on_outcome(gather, work, timeout_s)
-
-    def first_rank_does(work: Callable[[], Result]) -> Result:
-        own_part: Callable[[], Any] = work if rank == 0 else do_nothing
-        results = all_ranks_do(own_part)
-        return results[0]
-
     # Check everything that can be checked before a byte is written.
-    checked = all_ranks_do(lambda: check_tensors(pieces))
-    boxes = [box for rank_boxes, _ in checked for box in rank_boxes]
-    total_bytes = sum(rank_bytes for _, rank_bytes in checked)
-    save_id = first_rank_does(lambda: begin_save(final, boxes, meta, total_bytes, mark))
+    checked = ranks.gather_first(ranks.all_do(lambda: check_tensors(pieces), timeout_s))
+    save_id, total_bytes = ranks.first_does(lambda: begin_save(final, checked, meta, mark), timeout_s)
 
     # Write the shards of all ranks into a temporary folder, then rename it.
     if save_id is not None:
@@ -200,35 +197,47 @@ def save(
             final=final, step=step, save_id=save_id, total_bytes=total_bytes, fault_point=fault_point
         )
         try:
-            shards = all_ranks_do(lambda: write_pieces(pending, pieces, rank, world_size))
-            first_rank_does(lambda: commit(pending, shards, meta))
+            own = ranks.all_do(lambda: write_pieces(pending, pieces, ranks), timeout_s)
+            shards = ranks.gather_first(own)
+            ranks.first_does(lambda: commit(pending, shards, meta), timeout_s)
         except BaseException:
-            if rank == 0:
+            if ranks.rank == 0:
                 remove(pending.temp)
             raise
 
-    first_rank_does(lambda: publish(final, step, keep, fault_point))
+    ranks.first_does(lambda: publish(final, step, keep, fault_point), timeout_s)
     return final
 
 
-def check_tensors(pieces: list[Piece]) -> tuple[list[Box], int]:
-    """This rank's boxes and their bytes. Raises ValueError for a tensor that cannot be stored as its box."""
+def check_tensors(pieces: list[Piece]) -> tuple[bytes, int]:
+    """This rank's boxes, packed, and their bytes.
+
+    Raises ValueError for a tensor that cannot be stored as its box.
+    """
     for box, tensor in pieces:
         if tuple(tensor.shape) != tuple(box.size):
             raise ValueError(f"{box}: its tensor has shape {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{box}: dtype {tensor.dtype} cannot be stored")
-    boxes = [box for box, _ in pieces]
-    return boxes, sum(num_bytes(tensor) for _, tensor in pieces)
+    rows = [(box.key, box.shape, box.start, box.size) for box, _ in pieces]
+    return pack(rows), sum(num_bytes(tensor) for _, tensor in pieces)
 
 
-def begin_save(final: Path, boxes: list[Box], meta: Tree, total_bytes: int, mark: str) -> str | None:
+def begin_save(
+    final: Path, checked: list[tuple[bytes, int]], meta: Tree, mark: str
+) -> tuple[str | None, int]:
     """Rank 0: prepares the root, and marks the checkpoint before it is there: no kill can come between.
 
-    Returns the id of the new save; None if this step is committed already and verifies.
+    checked: what check_tensors found on each rank. Returns (the id of the new save, bytes of all tensors);
+    the id is None if this step is committed already and verifies.
     Raises ValueError if the boxes leave a hole or overlap; TypeError if meta is not JSON; StorageError.
     """
+    boxes: list[Box] = []
+    for rows, _ in checked:
+        for key, shape, start, size in unpack(rows):
+            boxes.append(Box(key, tuple(shape), tuple(start), tuple(size)))
     check_tiling(boxes)
+    total_bytes = sum(rank_bytes for _, rank_bytes in checked)
     json.dumps(meta)  # raises before a byte is written
     with storage_errors(final, total_bytes):
         os.makedirs(final.parent, exist_ok=True)
@@ -239,11 +248,11 @@ def begin_save(final: Path, boxes: list[Box], meta: Tree, total_bytes: int, mark
         if os.path.lexists(final):
             try:
                 verify(final)
-                return None
+                return None, total_bytes
             except IntegrityError:
                 pass  # the bad folder stays until the new one takes its name
         check_free_space(final, total_bytes)
-    return uuid.uuid4().hex
+    return uuid.uuid4().hex, total_bytes
 
 
 def check_free_space(final: Path, total_bytes: int) -> None:
@@ -255,10 +264,10 @@ def check_free_space(final: Path, total_bytes: int) -> None:
         raise StorageError(final, total_bytes, why)
 
 
-def write_pieces(pending: PendingSave, pieces: list[Piece], rank: int, world_size: int) -> RankShards:
+def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks) -> RankShards:
     """Writes this rank's shards, flushes them and reads them back. Raises StorageError; NonFiniteTensor."""
     temp = pending.temp
-    prefix = f"rank_{rank:05d}_" if world_size > 1 else ""
+    prefix = f"rank_{ranks.rank:05d}_" if ranks.size > 1 else ""
     files: dict[str, FileEntry] = {}
     stored: list[StoredPiece] = []
     with storage_errors(temp, pending.total_bytes):
@@ -271,7 +280,7 @@ def write_pieces(pending: PendingSave, pieces: list[Piece], rank: int, world_siz
         pending.fault_point("ckpt.post_shard")
         index: folder.Shards = {"save_id": pending.save_id, "files": files}
         read_back(pending, lambda: check_pieces(temp, index, stored))
-    return RankShards(files, stored)
+    return RankShards(files, pack([piece.to_row() for piece in stored]))
 
 
 def write_group(pending: PendingSave, file: str, group: list[Piece]) -> tuple[FileEntry, list[StoredPiece]]:
@@ -343,6 +352,7 @@ def write_meta_and_index(pending: PendingSave, shards: list[RankShards], meta: T
     pending.fault_point("ckpt.pre_index")
     files = {name: entry for part in shards for name, entry in part.files.items()}
     full_meta = {**meta, "step": pending.step, "save_id": pending.save_id}
+    rows: list[PieceRow] = [row for part in shards for row in unpack(part.rows)]
     files["meta.json"] = write_file(temp / "meta.json", json.dumps(full_meta, indent=1).encode())
     index = index_bytes({
         "version": VERSION,
@@ -350,7 +360,7 @@ def write_meta_and_index(pending: PendingSave, shards: list[RankShards], meta: T
         "step": pending.step,
         "world": len(shards),
         "files": files,
-        "pieces": [piece.to_row() for part in shards for piece in part.pieces],
+        "pieces": rows,
     })
     write_file(temp / "index.json", index)
     pending.fault_point("ckpt.mid_index")
@@ -451,6 +461,13 @@ def checkpoint_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint folder, by its name, which a check compares with what it holds."""
+    match = STEP.fullmatch(path.name)
+    assert match is not None  # of committed_checkpoints
+    return int(match[1])
+
+
 def committed_checkpoints(root: Path | str) -> list[tuple[int, Path]]:
     """[(step, folder)] of every checkpoint that has a final name, newest first.
 
@@ -468,7 +485,7 @@ def newest_checkpoint(
     root: Path | str,
     log: list[str] | None = None,
     bad: dict[Path, str] | None = None,
-    check: Callable[[Path], Index] = verify,
+    check: Callable[[Path], StoredIndex] = verify,
 ) -> Path | None:
     """The newest checkpoint that is good; None if there never was one.
 
@@ -507,12 +524,14 @@ def newest_checkpoint(
     return good
 
 
-def check_named_step(path: Path, step: int, bad: dict[Path, str], check: Callable[[Path], Index]) -> None:
+def check_named_step(
+    path: Path, step: int, bad: dict[Path, str], check: Callable[[Path], StoredIndex]
+) -> None:
     """Raises IntegrityError if the folder is in `bad`, fails the check, or does not hold its step."""
     why = bad.get(path)
     if why is not None:
         raise IntegrityError(why)
-    found = check(path)["step"]
+    found = check(path).step
     if found != step:
         raise IntegrityError(f"{path}: holds step {found}")
 
@@ -539,7 +558,7 @@ def remove_leftovers(root: Path | str) -> None:
 # ---- load --------------------------------------------------------------------------------------------------
 
 def load(
-    path: Path | str,
+    source: Path | str | StoredIndex,
     wants: Pieces,
     *,
     strict: bool = True,
@@ -552,6 +571,7 @@ def load(
     First the bytes of every piece to be read are verified, then the tensors are filled. So an error changes
     no tensor.
 
+    source: the checkpoint folder, or its index if it was read before.
     wants: (Box, tensor of box.size on any device).
     strict: a stored key that no rank wants is an error.
     allow: except for keys that match one of these patterns, such as "optim.*".
@@ -560,21 +580,18 @@ def load(
 
     Raises IntegrityError if the checkpoint is damaged; ConfigError, with all differences, if it does not fit.
     """
-    path = Path(path)
+    path = source.path if isinstance(source, StoredIndex) else Path(source)
     wants = list(wants)
     with folder_lock(path, fcntl.LOCK_SH):
         # Find the stored pieces of each key, and check that they fit.
-        data = read_index(path)
-        stored: dict[str, list[StoredPiece]] = defaultdict(list)
-        for row in data["pieces"]:
-            piece = StoredPiece.from_row(row)
-            stored[piece.box.key].append(piece)
+        index = source if isinstance(source, StoredIndex) else read_stored_index(path)
+        stored = index.by_key()
         extra = extra_keys(stored, wants, allow, others) if strict else []
         check_fits(path, stored, wants, extra=extra, allow_cast=allow_cast)
 
         # Verify every byte that is to be read, then copy file by file.
         reads = plan_reads(stored, wants)
-        offsets = check_pieces(path, data, reads)
+        offsets = check_pieces(path, index.shards(), reads)
         pieces_of: dict[str, list[StoredPiece]] = defaultdict(list)
         for piece in reads:
             pieces_of[piece.file].append(piece)

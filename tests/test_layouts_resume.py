@@ -105,7 +105,7 @@ def load(world: World, cfg, path, truth: dict) -> tuple[list[str], int, list[flo
         bucket.weights.master.fill_(7.0)
     for _, part in run.routers.boxes():
         part.fill_(7.0)
-    state.load(run, path)
+    state.load(run, store.quick_check(path))
     pieces = held(run, alone=False)
     wrong = [
         b.key
