@@ -39,7 +39,8 @@ from config.run_name import HORIZON_KEYS, IDLE
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
-from parallel.sharding.views import boxes_of
+from parallel.sharding.views import boxes_of, boxes_within
+from parallel.sharding.writers import WriteShare, write_shares
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from remote.files import is_url
@@ -155,22 +156,32 @@ class RunState(Protocol):
 
 # ---- tensors -----------------------------------------------------------------------------------------------
 
-def state_boxes(buckets: list[Bucket], state: Moments, each_once: bool = False) -> BoxedTensors:
+def state_boxes(
+    buckets: list[Bucket], state: Moments, shares: Sequence[WriteShare] | None = None
+) -> BoxedTensors:
     """[(box, view)] of the masters and the moments.
 
     state: {suffix: a flat tensor for each bucket, or None where the optimizer keeps no such moment}.
-    each_once: see boxes_of.
+    shares: of each bucket, what of it is wanted; None: all that this rank owns.
     """
     found: BoxedTensors = []
     for position, bucket in enumerate(buckets):
-        flats: list[tuple[str, Tensor | None]] = [("", bucket.weights.master)]
-        flats += [(f"@{name}", moments[position]) for name, moments in state.items()]
-        for suffix, flat in flats:
-            if flat is None:
-                continue
-            for box, part in boxes_of(bucket, flat, each_once):
+        share = None if shares is None else shares[position]
+        for suffix, flat in flats_of(bucket, position, state):
+            if share is None:
+                boxes = boxes_of(bucket, flat)
+            else:
+                boxes = boxes_within(bucket, flat, share.slots, share.elements)
+            for box, part in boxes:
                 found.append((dataclasses.replace(box, key=box.key + suffix), part))
     return found
+
+
+def flats_of(bucket: Bucket, position: int, state: Moments) -> list[tuple[str, Tensor]]:
+    """[(suffix of its keys, flat tensor)] of the masters and the moments of the bucket at this position."""
+    flats: list[tuple[str, Tensor | None]] = [("", bucket.weights.master)]
+    flats += [(f"@{name}", moments[position]) for name, moments in state.items()]
+    return [(suffix, flat) for suffix, flat in flats if flat is not None]
 
 
 def moments_of(run: RunState) -> Moments:
@@ -462,7 +473,7 @@ def stored_error_boxes(run: RunState, index: store.StoredIndex, errors: list[Ten
 def save_run(
     run: RunState, saver: CheckpointSaver, root: pathlib.Path, step: int, *, fault_point: store.FaultPoint
 ) -> None:
-    """Saves the run as it stands after `step`. Collective: every rank writes the pieces that only it has.
+    """Saves the run as it stands after `step`. Collective: every rank writes its share of what it has.
 
     A saver with a background thread may still be writing when this returns. Its errors are raised by its next
     call.
@@ -487,7 +498,8 @@ def save_run(
 
 def boxes_to_save(run: RunState) -> BoxedTensors:
     """What this rank writes of a checkpoint, but for the errors of PowerSGD, which are summed first."""
-    return state_boxes(run.buckets, moments_of(run), each_once=True) + run.routers.boxes(each_once=True)
+    shares = write_shares(run.buckets, run.mesh)
+    return state_boxes(run.buckets, moments_of(run), shares) + run.routers.boxes(each_once=True)
 
 
 def check_space(run: RunState, root: pathlib.Path) -> None:

@@ -81,10 +81,9 @@ def steps(run, data, first: int, last: int) -> list[float]:
 
 
 def held(run, alone: bool):
-    return [
-        (box, part.detach().numpy().copy())
-        for box, part in state.state_boxes(run.buckets, run.optim.state(), alone) + run.routers.boxes(alone)
-    ]
+    everything = state.state_boxes(run.buckets, run.optim.state()) + run.routers.boxes()
+    boxes = state.boxes_to_save(run) if alone else everything
+    return [(box, part.detach().numpy().copy()) for box, part in boxes]
 
 
 def save(world: World, cfg, root) -> tuple[list, list[float]]:

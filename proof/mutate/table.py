@@ -1377,21 +1377,18 @@ TABLE = (
     ),
     Mutation(
         what="a checkpoint has what tp ranks hold alike once a rank",
-        file="parallel/sharding/views.py",
-        old="if not each_once or (slot.counted_in_norm and copies.index == 0):",
-        new="if not each_once or copies.index == 0:",
+        file="parallel/sharding/writers.py",
+        old="for slot, rank in zip(replicated, tp_ranks) if rank != mesh.tp.index}",
+        new="for slot, rank in zip(replicated, tp_ranks) if rank == -1}",
         model="llama3-tiny",
         world=2,
         layout="tp2 zero0 mb1",
     ),
     Mutation(
         what="nobody writes what tp ranks hold alike into the checkpoint",
-        file="parallel/sharding/views.py",
-        old="if not each_once or (slot.counted_in_norm and copies.index == 0):",
-        new=(
-            "is_dropped = bucket.groups.shard.size == 1 and slot.param.spec.partial_over\n"
-            "        if not each_once or (slot.counted_in_norm and copies.index == 0 and not is_dropped):"
-        ),
+        file="parallel/sharding/writers.py",
+        old="for slot, rank in zip(replicated, tp_ranks) if rank != mesh.tp.index}",
+        new="for slot, rank in zip(replicated, tp_ranks)}",
         model="llama3-tiny",
         world=2,
         layout="tp2 sp zero0 mb1",
