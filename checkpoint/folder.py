@@ -24,6 +24,8 @@ from os import fstat
 from pathlib import Path
 from typing import Any, TypedDict
 
+import torch
+
 from checkpoint.files import (
     LENGTH_BYTES,
     TORCH,
@@ -32,6 +34,7 @@ from checkpoint.files import (
     TensorTable,
     open_shard,
     read_file,
+    read_hashed,
     read_header,
     run_in_threads,
     sha256_range,
@@ -320,11 +323,18 @@ def verify(path: Path | str) -> StoredIndex:
 
 
 def check_pieces(
-    path: Path, data: Shards, pieces: Iterable[StoredPiece], shards: Iterable[str] = ()
+    path: Path,
+    data: Shards,
+    pieces: Iterable[StoredPiece],
+    shards: Iterable[str] = (),
+    *,
+    kept: dict[StoredPiece, torch.Tensor] | None = None,
+    room: int = 0,
 ) -> dict[StoredPiece, int]:
     """Checks the headers of `shards` and of all files that hold `pieces`, then every byte of `pieces`.
 
-    data: {save_id, files} of the index. Returns {piece: byte offset in its file}. Raises IntegrityError.
+    data: {save_id, files} of the index. kept: takes the bytes [num_bytes] of the first pieces, up to `room`
+    bytes in all. Returns {piece: byte offset in its file}. Raises IntegrityError.
     """
     pieces_of: dict[str, list[StoredPiece]] = defaultdict(list, {name: [] for name in shards})
     for piece in pieces:
@@ -333,7 +343,14 @@ def check_pieces(
     offsets: dict[StoredPiece, int] = {}
     for name, inside in pieces_of.items():
         offsets |= check_header(path / name, data["files"][name], data["save_id"], inside)
-    run_in_threads(lambda item: check_bytes(path, *item), list(offsets.items()))
+
+    # The headers agree with the index and with the sizes of the files: now memory may be taken.
+    if kept is not None:
+        for piece in offsets:
+            if piece.num_bytes <= room:
+                kept[piece] = torch.empty(piece.num_bytes, dtype=torch.uint8)
+                room -= piece.num_bytes
+    run_in_threads(lambda item: check_bytes(path, *item, kept or {}), list(offsets.items()))
     return offsets
 
 
@@ -395,10 +412,18 @@ def byte_offset(
             raise IntegrityError(f"{path}: {piece.name} cannot lie at bytes {other} of a file of {file_size}")
 
 
-def check_bytes(path: Path, piece: StoredPiece, offset: int) -> None:
-    """Raises IntegrityError if the bytes of `piece` at `offset` are not what was written."""
+def check_bytes(
+    path: Path, piece: StoredPiece, offset: int, kept: dict[StoredPiece, torch.Tensor]
+) -> None:
+    """Raises IntegrityError if the bytes of `piece` at `offset` are not what was written.
+
+    kept: if it has memory for the piece, the bytes are left there.
+    """
     file = path / piece.file
     with open_shard(file) as fd:
-        checksum = sha256_range(fd, offset, piece.num_bytes)
+        if piece in kept:
+            checksum = read_hashed(fd, offset, kept[piece].numpy())
+        else:
+            checksum = sha256_range(fd, offset, piece.num_bytes)
         if checksum != piece.sha256:
             raise IntegrityError(f"{file}: {piece.name} does not match its checksum in index.json")

@@ -39,8 +39,8 @@ from config.run_name import HORIZON_KEYS, IDLE
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
+from parallel.sharding.shares import Share, pass_on, read_shares, write_shares
 from parallel.sharding.views import boxes_of, boxes_within
-from parallel.sharding.writers import WriteShare, write_shares
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from remote.files import is_url
@@ -157,7 +157,7 @@ class RunState(Protocol):
 # ---- tensors -----------------------------------------------------------------------------------------------
 
 def state_boxes(
-    buckets: list[Bucket], state: Moments, shares: Sequence[WriteShare] | None = None
+    buckets: list[Bucket], state: Moments, shares: Sequence[Share] | None = None
 ) -> BoxedTensors:
     """[(box, view)] of the masters and the moments.
 
@@ -396,16 +396,27 @@ def load_weights(
     source: the checkpoint folder, or its index. more: tensors beside those of the buckets. meet: calls its
     argument, on many ranks together.
     """
-    wants = [*state_boxes(buckets, {}), *more]
-    meet(lambda: store.load(source, wants, strict=False, allow_cast=True))
+    wants = [*state_boxes(buckets, {}, read_shares(buckets)), *more]
+    started: list[store.StartedLoad] = []
+    meet(lambda: started.append(store.start_load(source, wants, strict=False, allow_cast=True)))
+    meet(lambda: started.pop().fill())
+    pass_on_all(buckets, {})
     load_buckets(buckets)
+
+
+def pass_on_all(buckets: list[Bucket], state: Moments) -> None:
+    """Brings every replica of a shard what the others have read of it. Collective."""
+    for position, bucket in enumerate(buckets):
+        pass_on(bucket, position, [flat for _, flat in flats_of(bucket, position, state)])
 
 
 def load(run: RunState, index: store.StoredIndex) -> list[str]:
     """Loads weights and optimizer state into the run, whatever layout saved them. Collective.
 
-    index: of the checkpoint, with its meta.json. Returns warnings. Each rank verifies what it reads; an
-    IntegrityError of one rank is raised on all. Raises ConfigError if the checkpoint does not fit the run.
+    index: of the checkpoint, with its meta.json. Returns warnings. Of what several ranks hold alike, each
+    reads and verifies a share. Only when all ranks have found theirs good, tensors are filled, and the shares
+    passed on. An IntegrityError of one rank is raised on all. Raises ConfigError if the checkpoint does not
+    fit the run.
     """
     world = run.mesh.world
     path, meta = index.path, index.meta
@@ -427,7 +438,7 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     # What this rank fills. Of many ranks, each holds a part of the keys; the first looks for what none wants.
     moments = moments_of(run) if stored_ema else run.optim.state()
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
-    wants = state_boxes(run.buckets, moments) + run.routers.boxes()
+    wants = state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
     powersgd = powersgd_of(run.buckets)
     errors = [torch.zeros_like(reducer.error) for reducer in powersgd]
     wants += stored_error_boxes(run, index, errors)
@@ -435,17 +446,22 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     keys_of_ranks = [store.unpack(keys) for keys in comm.gather_objects(own_keys, world)]
     others: set[str] = set().union(*keys_of_ranks)
 
-    def read() -> None:
-        store.load(
+    started: list[store.StartedLoad] = []
+
+    def verify() -> None:
+        started.append(store.start_load(
             index,
             wants,
             strict=world.index == 0,
             allow=(f"*{ERROR_SUFFIX}", f"*{BASIS_MARK}*", *unused),
             others=others,
             allow_cast=stored_states != states,
-        )
+        ))
 
-    all_ranks_do(read, world, run.cfg.checkpoint.timeout_s)
+    timeout_s = run.cfg.checkpoint.timeout_s
+    all_ranks_do(verify, world, timeout_s)
+    all_ranks_do(lambda: started.pop().fill(), world, timeout_s)
+    pass_on_all(run.buckets, moments)
     for reducer, error in zip(powersgd, errors):
         reducer.set_summed_error(error)
     load_buckets(run.buckets)

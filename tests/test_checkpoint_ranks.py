@@ -56,14 +56,13 @@ def test_a_resume_reads_the_index_once_and_on_the_first_rank_alone(tmp_path, arg
 
 
 def written_bytes(home, world) -> list[int]:
-    (path,) = (home / "r" / "checkpoints").glob("step_*[0-9]")
-    store.verify(path)
+    path = store.newest_checkpoint(home / "r" / "checkpoints")
     return [sum(f.stat().st_size for f in path.glob(f"rank_{rank:05d}_*")) for rank in range(world)]
 
 
 def contents(home) -> dict:
     """{key: the whole tensor} of the checkpoint."""
-    (path,) = (home / "r" / "checkpoints").glob("step_*[0-9]")
+    path = store.newest_checkpoint(home / "r" / "checkpoints")
     pieces = store.quick_check(path).pieces
     found = {piece.box.key: torch.zeros(piece.box.shape, dtype=TORCH[piece.dtype]) for piece in pieces}
     store.load(path, [(Box.whole(key, x.shape), x) for key, x in found.items()])
@@ -90,6 +89,65 @@ def test_what_ranks_hold_alike_is_written_by_all_of_them(tmp_path, args, layout)
     assert together.keys() == alone.keys()
     masters = [key for key in alone if "@" not in key]
     assert masters and all(torch.equal(together[key], alone[key]) for key in masters)
+
+
+def counts_bytes(rank):
+    """Prints how many bytes of shards this rank hashes from a committed checkpoint."""
+    check_bytes = folder.check_bytes
+
+    def check(path, piece, *more):
+        if ".tmp-" not in str(path):
+            print(f"hashed {piece.num_bytes} bytes")
+        return check_bytes(path, piece, *more)
+
+    folder.check_bytes = check
+
+
+def hashed_bytes(log: str) -> int:
+    return sum(int(line.split()[1]) for line in log.splitlines() if line.startswith("hashed "))
+
+
+def losses(home) -> list[float]:
+    rows = [json.loads(line) for line in (home / "r" / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_replicas_read_a_share_each_and_go_on_alike(tmp_path, args):
+    """Four replicas: each hashes about a quarter; the run goes on as one that was never interrupted."""
+    started(tmp_path / "whole", 4, [*args, "--train.steps", "3"])
+    started(tmp_path / "cut", 4, [*args, "--train.steps", "2"])
+    end = started(
+        tmp_path / "cut", 4, [*args, "--train.steps", "3", "--checkpoint.check_replicas", "1"],
+        before=counts_bytes,
+    )
+    sizes = [hashed_bytes(log) for log in end.logs]
+    state_bytes = sum(x.numel() * x.element_size() for x in contents(tmp_path / "cut").values())
+    assert sum(sizes) < 1.5 * state_bytes and max(sizes) < 1.5 * sum(sizes) / 4, (sizes, state_bytes)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_no_rank_loads_before_all_have_verified(tmp_path, args):
+    """One rank's share of the newest checkpoint is damaged: no tensor of any rank is filled from it."""
+    started(tmp_path, 2, [*args, "--train.steps", "2", "--checkpoint.every", "1"])
+    newest = store.newest_checkpoint(tmp_path / "r" / "checkpoints")
+    shard = newest / "rank_00001_shard_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 4
+    shard.write_bytes(data)
+
+    def tells_what_is_filled(rank):
+        fill = store.StartedLoad.fill
+
+        def told(started):
+            print(f"filled from {started.path.name}")
+            fill(started)
+
+        store.StartedLoad.fill = told
+
+    end = started(tmp_path, 2, [*args, "--train.steps", "3"], before=tells_what_is_filled)
+    for log in end.logs:
+        assert log.count("filled from step_00000001") == 1 and "filled from step_00000002" not in log
+    assert "step_00000002 is rejected" in end.logs[0]
 
 
 def test_equal_parts_cover_a_range_once():

@@ -1282,8 +1282,7 @@ TABLE = (
     Mutation(
         what="a run that is started again begins anew",
         file="checkpoint/state.py",
-        old="resumed = store.newest_checkpoint(root, notes, bad, store.quick_check) "
-        "if root.is_dir() else None",
+        old="resumed = store.newest_checkpoint(root, notes, bad, check) if root.is_dir() else None",
         new="resumed = None",
         model="llama3-tiny",
         world=2,
@@ -1377,7 +1376,7 @@ TABLE = (
     ),
     Mutation(
         what="a checkpoint has what tp ranks hold alike once a rank",
-        file="parallel/sharding/writers.py",
+        file="parallel/sharding/shares.py",
         old="for slot, rank in zip(replicated, tp_ranks) if rank != mesh.tp.index}",
         new="for slot, rank in zip(replicated, tp_ranks) if rank == -1}",
         model="llama3-tiny",
@@ -1386,7 +1385,7 @@ TABLE = (
     ),
     Mutation(
         what="nobody writes what tp ranks hold alike into the checkpoint",
-        file="parallel/sharding/writers.py",
+        file="parallel/sharding/shares.py",
         old="for slot, rank in zip(replicated, tp_ranks) if rank != mesh.tp.index}",
         new="for slot, rank in zip(replicated, tp_ranks)}",
         model="llama3-tiny",
