@@ -300,6 +300,18 @@ def open_shard(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
+def forget_cached(path: Path) -> bool:
+    """Lets the next read of a file come from the disk and not from memory. False: the system cannot.
+
+    Bytes that are not flushed yet stay in memory.
+    """
+    if not hasattr(os, "posix_fadvise"):  # macOS
+        return False
+    with open_shard(path) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
+
+
 def read_file(path: Path) -> bytes:
     """All bytes of a small file. Raises IntegrityError."""
     with open_shard(path) as fd:
