@@ -15,6 +15,8 @@
         the time of a large model's step on a GPU, modelled launch by launch; needs no GPU
     torchrun --standalone --nproc-per-node 2 -m scripts.bench machine [--out FILE]
         products, memory and links of this machine, for the planner's forecast
+    python -m scripts.bench checkpoint [--parameters 5e7] [--out FOLDER]
+        saves and loads beside a plain copy, the disk's own rates, and torch.distributed.checkpoint
     python -m scripts.bench data
         the loader, opening 1e9 tokens, tokenizing
 
@@ -36,11 +38,12 @@ import sys
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
-from benchmarks import card, data, kernels, machine, race, shape, smoke
+from benchmarks import card, checkpoint, data, kernels, machine, race, shape, smoke
 
 COMMANDS = {
     "step": race.main,
     "kernels": kernels.main,
+    "checkpoint": checkpoint.main,
     "data": data.main,
     "machine": machine.main,
     "smoke": smoke.main,
@@ -101,9 +104,16 @@ def make_parser() -> argparse.ArgumentParser:
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 
-    for command in (step, kernel, loader):
+    saves = commands.add_parser("checkpoint", help="saves and loads, beside the disk and DCP")
+    saves.add_argument("--parameters", type=float, default=5e7, help="of the model; 12 bytes of state each")
+    saves.add_argument("--rounds", type=int, default=checkpoint.ROUNDS)
+    saves.add_argument(
+        "--out", default="runs/bench/checkpoint", help="a folder on the disk to be measured; it is removed"
+    )
+
+    for command in (step, kernel, loader, saves):
         command.add_argument("--threads", type=int, default=2)
-    for command in (step, kernel, loader, model):
+    for command in (step, kernel, loader, model, saves):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
 

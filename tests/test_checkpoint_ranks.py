@@ -47,7 +47,7 @@ PHASES = json.dumps([{"after_steps": 1, "optim.clip": 0.5}])
 
 @pytest.mark.parametrize("phases", [(), ("--train.phases", PHASES)], ids=["one phase", "two phases"])
 def test_a_resume_reads_the_index_once_and_on_the_first_rank_alone(tmp_path, args, phases):
-    layout = ("--parallel.tp", "2", "--train.ema", "0.9", *phases)
+    layout = ("--parallel.tp", "2", "--train.ema", "0.9", "--checkpoint.keep", "9", *phases)
     started(tmp_path, 2, [*args, *layout, "--train.steps", "2"])
     end = started(tmp_path, 2, [*args, *layout, "--train.steps", "3"], before=counts_reads)
     assert "resumed from" in end.logs[0]
