@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import runtime  # before torch (see there)
 import config
 import torch
-from build import TrainingRun, build_run, total_steps, with_vocab
+from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import branch, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
@@ -663,6 +663,8 @@ def start_run(
 
     start = state.newest_start(cfg, root, everyone)
     step = start.step
+    if start.resumed is not None and cfg.checkpoint.branch:  # its model is as large as the source says
+        check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
     while True:
         number = phase_after(step) if len(phases.all) > 1 else 1
         run, valid_data = build_phase(cfg, env, world, number)
