@@ -379,7 +379,7 @@ def sha256_range(fd: int, start: int, size: int) -> str:
 
 
 def available_bytes() -> int:
-    """This rank's part of the memory of the machine that can be had without swapping.
+    """This rank's part of the memory that can be had without swapping, within the limits of its cgroups.
 
     0 where the system does not say (macOS).
     """
@@ -387,9 +387,30 @@ def available_bytes() -> int:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return 0
-    kilobytes = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    return 1024 * int(kilobytes[0]) // local_ranks if kilobytes else 0
+    rooms = cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return min([*free, *rooms], default=0) // local_ranks
+
+
+def cgroup_rooms(own: Path, root: Path) -> list[int]:
+    """Bytes up to the limit of each cgroup (version 2) around this process; [] without limits.
+
+    own: the file that names the process' cgroup. root: where cgroups are mounted.
+    """
+    try:
+        line = own.read_text().splitlines()[-1]
+    except (OSError, IndexError):
+        return []
+    place = root / line.rpartition("::")[2].lstrip("/")
+    rooms: list[int] = []
+    for folder in (place, *place.parents):
+        if not folder.is_relative_to(root):
+            break
+        with contextlib.suppress(OSError, ValueError):  # no limit: "max", or no file
+            limit = int((folder / "memory.max").read_text())
+            rooms.append(max(0, limit - int((folder / "memory.current").read_text())))
+    return rooms
 
 
 def run_in_threads(
