@@ -24,6 +24,7 @@ from os import fstat
 from pathlib import Path
 from typing import Any, TypedDict
 
+import numpy as np
 import torch
 
 from checkpoint.files import (
@@ -348,7 +349,8 @@ def check_pieces(
     if kept is not None:
         for piece in offsets:
             if piece.num_bytes <= room:
-                kept[piece] = torch.empty(piece.num_bytes, dtype=torch.uint8)
+                buffer = np.empty(piece.num_bytes, dtype=np.uint8)  # numpy asks for huge pages
+                kept[piece] = torch.from_numpy(buffer)
                 room -= piece.num_bytes
     run_in_threads(lambda item: check_bytes(path, *item, kept or {}), list(offsets.items()))
     return offsets
