@@ -40,7 +40,7 @@ Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
-class Place:
+class SavedState:
     """Where the files of the benchmark lie, and what is saved."""
     folder: Path
     state: State
@@ -63,7 +63,7 @@ class Place:
 def main(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises StorageError where the disk has too little room."""
     torch.set_num_threads(args.threads)
-    place = Place(Path(args.out), make_state(int(args.parameters)))
+    place = SavedState(Path(args.out), make_state(int(args.parameters)))
     place.folder.mkdir(parents=True, exist_ok=True)
     try:
         store.check_free_space(place.folder / "plain", 3 * place.num_bytes)
@@ -93,7 +93,7 @@ def make_state(parameters: int) -> State:
     return state
 
 
-def cache_text(place: Place) -> str:
+def cache_text(place: SavedState) -> str:
     """Whether reads come from the disk."""
     probe = place.folder.parent / f".{place.folder.name}-probe"
     probe.write_bytes(b"x")
@@ -105,12 +105,12 @@ def cache_text(place: Place) -> str:
 
 # ---- a round -----------------------------------------------------------------------------------------------
 
-def measure_round(place: Place, threads: int) -> Seconds:
+def measure_round(place: SavedState, threads: int) -> Seconds:
     """{what: seconds} of one round."""
     return {**measure_plain(place), **measure_ours(place), **measure_dcp(place, threads)}
 
 
-def measure_plain(place: Place) -> Seconds:
+def measure_plain(place: SavedState) -> Seconds:
     """The copy of the tensors, and the disk."""
     copies = [torch.empty_like(tensor).zero_() for tensor in place.state.values()]
 
@@ -127,7 +127,7 @@ def measure_plain(place: Place) -> Seconds:
     return {"copy": copy_s, "disk write": write_s, "disk read": read_s, "step alone": step_seconds(20)}
 
 
-def measure_ours(place: Place) -> Seconds:
+def measure_ours(place: SavedState) -> Seconds:
     """Our saves and our load."""
     root = place.empty("ours")
     found: Seconds = {}
@@ -151,7 +151,7 @@ def measure_ours(place: Place) -> Seconds:
     return found
 
 
-def measure_dcp(place: Place, threads: int) -> Seconds:
+def measure_dcp(place: SavedState, threads: int) -> Seconds:
     """DCP's saves and its load of the same tensors."""
     dcp: Any = importlib.import_module("torch.distributed.checkpoint")  # raced, and no exchange of ours
     root = place.empty("dcp")
@@ -179,7 +179,7 @@ def measure_dcp(place: Place, threads: int) -> Seconds:
     return found
 
 
-def check_loaded(place: Place, loaded: State) -> None:
+def check_loaded(place: SavedState, loaded: State) -> None:
     """Raises ValueError if a load did not bring what was saved."""
     for key, tensor in place.state.items():
         if not torch.equal(loaded[key], tensor):
@@ -236,7 +236,7 @@ def steps_until(is_done: Callable[[], bool]) -> float:
 # ---- the table ---------------------------------------------------------------------------------------------
 
 @dataclass(frozen=True)
-class Line:
+class Timing:
     """A row of the table: names of measured seconds, and of what they are compared with."""
     what: str
     ours: str
@@ -246,19 +246,19 @@ class Line:
     is_rate: bool  # shown as GB/s: a larger ratio to the base is better
 
 
-LINES = (
-    Line("blocked by a save in the background", "ours blocked", "dcp blocked", "copy", "1.2 or less", False),
-    Line("written in the step", "ours save", "dcp save", "disk write", "0.8 or more", True),
-    Line("written behind the run", "ours behind", "dcp behind", "disk write", "0.8 or more", True),
-    Line("loaded", "ours load", "dcp load", "disk read", "0.8 or more", True),
-    Line("a step beside the writer", "ours step", "dcp step", "step alone", "", False),
+TIMINGS = (
+    Timing("blocked by a save in the background", "ours blocked", "dcp blocked", "copy", "1.2 or less", False),
+    Timing("written in the step", "ours save", "dcp save", "disk write", "0.8 or more", True),
+    Timing("written behind the run", "ours behind", "dcp behind", "disk write", "0.8 or more", True),
+    Timing("loaded", "ours load", "dcp load", "disk read", "0.8 or more", True),
+    Timing("a step beside the writer", "ours step", "dcp step", "step alone", "", False),
 )
 
 
 def table_rows(seconds: Seconds, num_bytes: int) -> list[dict[str, str]]:
     """The rows of the table. Rates count the bytes of the tensors."""
     rows: list[dict[str, str]] = []
-    for line in LINES:
+    for line in TIMINGS:
         ours, dcp, base = seconds[line.ours], seconds[line.dcp], seconds[line.base]
         ratio = base / ours if line.is_rate else ours / base
         rows.append({

@@ -379,7 +379,7 @@ def sha256_range(fd: int, start: int, size: int) -> str:
 
 
 def available_bytes() -> int:
-    """This rank's part of the memory that can be had without swapping, within the limits of its cgroups.
+    """The memory that can be had without swapping, within the limits of this process' cgroups.
 
     0 where the system does not say (macOS).
     """
@@ -388,9 +388,8 @@ def available_bytes() -> int:
     except OSError:
         return 0
     free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     rooms = cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    return min([*free, *rooms], default=0) // local_ranks
+    return min([*free, *rooms], default=0)
 
 
 def cgroup_rooms(own: Path, root: Path) -> list[int]:

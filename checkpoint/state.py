@@ -10,6 +10,7 @@ same when the run is continued; the others may change.
 import dataclasses
 import functools
 import pathlib
+import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -390,15 +391,20 @@ def load_weights(
     source: pathlib.Path | store.StoredIndex,
     more: Sequence[tuple[Box, Tensor]] = (),
     meet: Callable[[Callable[[], None]], object] = lambda work: work(),
+    sharers: int = 1,
 ) -> None:
     """Loads the weights alone, whatever else the checkpoint holds: for evaluation, init_from and export.
 
     source: the checkpoint folder, or its index. more: tensors beside those of the buckets. meet: calls its
-    argument, on many ranks together.
+    argument, on many ranks together. sharers: see store.start_load.
     """
     wants = [*state_boxes(buckets, {}, read_shares(buckets)), *more]
     started: list[store.StartedLoad] = []
-    meet(lambda: started.append(store.start_load(source, wants, strict=False, allow_cast=True)))
+
+    def verify() -> None:
+        started.append(store.start_load(source, wants, strict=False, allow_cast=True, sharers=sharers))
+
+    meet(verify)
     meet(lambda: started.pop().fill())
     pass_on_all(buckets, {})
     load_buckets(buckets)
@@ -446,6 +452,7 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     keys_of_ranks = [store.unpack(keys) for keys in comm.gather_objects(own_keys, world)]
     others: set[str] = set().union(*keys_of_ranks)
 
+    sharers = ranks_on_this_host(world)
     started: list[store.StartedLoad] = []
 
     def verify() -> None:
@@ -456,6 +463,7 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
             allow=(f"*{ERROR_SUFFIX}", f"*{BASIS_MARK}*", *unused),
             others=others,
             allow_cast=stored_states != states,
+            sharers=sharers,
         ))
 
     timeout_s = run.cfg.checkpoint.timeout_s
@@ -669,6 +677,7 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
         start.weights,
         more=run.routers.boxes(weights=True),
         meet=lambda work: all_ranks_do(work, world, timeout_s),
+        sharers=ranks_on_this_host(world),
     )
     if run.ema is not None:
         run.ema.start()
@@ -724,6 +733,12 @@ def ranks_of(group: comm.Group) -> Ranks:
         gather_first=functools.partial(comm.gather_objects, group=group),
         broadcast=functools.partial(comm.broadcast_object, group=group),
     )
+
+
+def ranks_on_this_host(world: comm.Group) -> int:
+    """How many ranks share this machine's memory. Collective."""
+    own = socket.gethostname()
+    return comm.all_gather_objects(own, world).count(own)
 
 
 def all_ranks_do(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:

@@ -110,7 +110,7 @@ SHARD_BYTES = 1 << 30  # pieces share a file up to this size; a larger piece has
 LEAST_SHARD_BYTES = 64 << 20  # a smaller file is not made for the sake of threads
 FILES_A_THREAD = 4
 PIECE_BYTES = 256 << 20  # a larger tensor is stored in several pieces, if it has rows
-KEPT_SHARE = 0.5  # of this rank's part of the free memory, that loading takes for verified bytes
+KEPT_SHARE = 0.5  # of the free memory of a machine, that loading takes for verified bytes
 MAX_NAMED = 8  # differences between a checkpoint and a run that an error names; the rest is only counted
 FREE_SPACE_MARGIN = 1.2  # free space that a save asks for, over the bytes of the tensors
 PACK_LEVEL = 1  # of zlib, for what ranks tell each other
@@ -687,11 +687,12 @@ def start_load(
     allow: Sequence[str] = (),
     allow_cast: bool = False,
     others: Iterable[str] = (),
+    sharers: int = 1,
 ) -> StartedLoad:
     """Verifies every byte that load would read, in several threads, and changes no tensor. See load.
 
     What is verified is kept in memory, within KEPT_SHARE of what is free, and so read once. Memory is taken
-    only for what the headers of the files confirm.
+    only for what the headers of the files confirm. sharers: processes of this machine that load at the time.
     """
     path = source.path if isinstance(source, StoredIndex) else Path(source)
     wants = list(wants)
@@ -705,7 +706,7 @@ def start_load(
         # Verify every byte that is to be read.
         reads = plan_reads(stored, wants)
         kept: dict[StoredPiece, torch.Tensor] = {}
-        room = int(KEPT_SHARE * available_bytes())
+        room = int(KEPT_SHARE * available_bytes() / sharers)
         offsets = check_pieces(path, index.shards(), reads, kept=kept, room=room)
         return StartedLoad(path, reads, offsets, kept)
 

@@ -17,14 +17,14 @@ def test_every_row_is_measured_beside_its_baseline(tmp_path):
     assert end.returncode == 0, end.stderr
     found = json.loads(end.stdout.splitlines()[-1])
     assert found["checkpoint"].startswith("0.01 GB of state, 1 threads")
-    assert [row["what"] for row in found["rows"]] == [line.what for line in checkpoint.LINES]
+    assert [row["what"] for row in found["rows"]] == [line.what for line in checkpoint.TIMINGS]
     for row in found["rows"]:
         assert float(row["ours / base"]) > 0 and float(row["faster than DCP"].split()[0]) > 0
     assert not (tmp_path / "out").exists()
 
 
 def test_ratios_of_rates_and_of_seconds():
-    names = {name for line in checkpoint.LINES for name in (line.ours, line.dcp, line.base)}
+    names = {name for line in checkpoint.TIMINGS for name in (line.ours, line.dcp, line.base)}
     seconds = {name: 1.0 for name in names} | {"ours save": 2.0, "ours blocked": 3.0, "dcp load": 5.0}
     rows = {row["what"]: row for row in checkpoint.table_rows(seconds, 4_000_000_000)}
     assert rows["written in the step"]["ours / base"] == "0.50"
