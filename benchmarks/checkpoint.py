@@ -247,7 +247,7 @@ class Timing:
 
 
 TIMINGS = (
-    Timing("blocked by a save in the background", "ours blocked", "dcp blocked", "copy", "1.2 or less", False),
+    Timing("blocked by a background save", "ours blocked", "dcp blocked", "copy", "1.2 or less", False),
     Timing("written in the step", "ours save", "dcp save", "disk write", "0.8 or more", True),
     Timing("written behind the run", "ours behind", "dcp behind", "disk write", "0.8 or more", True),
     Timing("loaded", "ours load", "dcp load", "disk read", "0.8 or more", True),

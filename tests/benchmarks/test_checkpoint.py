@@ -29,6 +29,6 @@ def test_ratios_of_rates_and_of_seconds():
     rows = {row["what"]: row for row in checkpoint.table_rows(seconds, 4_000_000_000)}
     assert rows["written in the step"]["ours / base"] == "0.50"
     assert rows["written in the step"]["ours"] == "2.00 GB/s"
-    assert rows["blocked by a save in the background"]["ours / base"] == "3.00"
-    assert rows["blocked by a save in the background"]["faster than DCP"] == "0.33 x"
+    assert rows["blocked by a background save"]["ours / base"] == "3.00"
+    assert rows["blocked by a background save"]["faster than DCP"] == "0.33 x"
     assert rows["loaded"]["faster than DCP"] == "5.00 x"
