@@ -2,7 +2,6 @@
 
 Used by train.py, and by scripts that evaluate, generate and convert.
 """
-import math
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from checkpoint import state, store
-from checkpoint.folder import PieceRow
+from checkpoint.folder import StoredPiece
 from checkpoint.state import TRAINED
 from config import (
     OPTIMIZERS,
@@ -384,10 +383,10 @@ def weights_only(
     return stage, boxes + routers.boxes(weights=True)
 
 
-def check_size(model: ModelConfig, pieces: list[PieceRow], where: str) -> None:
+def check_size(model: ModelConfig, pieces: list[StoredPiece], where: str) -> None:
     """check_counts, with what a checkpoint holds: the stored boxes of its weights."""
-    weights = [piece for piece in pieces if "@" not in piece["key"]]
-    num_elements = sum(math.prod(piece["size"]) for piece in weights)
+    weights = [piece.box for piece in pieces if "@" not in piece.box.key]
+    num_elements = sum(box.volume for box in weights)
     check_counts(model, num_tensors=len(weights), num_elements=num_elements, where=where)
 
 
@@ -424,18 +423,18 @@ def load_run(
 
     Raises ConfigError if `where` has no model, and IntegrityError if the checkpoint is damaged.
     """
-    path = state.find_checkpoint(where, [])
-    meta = store.read_meta(path)
+    index = state.find_index(where, [])
+    path, meta = index.path, index.meta
     cfg = state.config_of(meta)
     if dtype is None:
         dtype = "bf16" if cfg.train.dtype == "fp8" else cfg.train.dtype  # the weights of fp8 are bf16
     train = replace(cfg.train, dtype=dtype, fp8=None)
     cfg = replace(cfg, train=train, parallel=ParallelConfig())
 
-    check_size(cfg.model, store.read_index(path)["pieces"], str(path))
+    check_size(cfg.model, index.pieces, str(path))
     known_tokenizer = tokenizer_of_run(path, meta["tokenizer"], tokenizer_spec)
     stage, boxes = weights_only(cfg, device, cfg.train.dtype)
-    store.load(path, state.stored_as(path, boxes, weights), strict=False, allow_cast=True)
+    store.load(index, state.stored_as(index, boxes, weights), strict=False, allow_cast=True)
     return TrainedModel(cfg, stage, known_tokenizer, path=path, step=meta["step"])
 
 

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import runtime  # before torch (see there)
 import config
 import torch
-from build import TrainingRun, build_run, total_steps, with_vocab
+from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import branch, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
+from checkpoint.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
 from config import CheckpointConfig, Config, ConfigError, is_permanent_step, phases_of, unused, usage
 from config.optimizers import EMA
@@ -238,7 +239,7 @@ def train(
     folder: Path,
     *,
     failure_scope: FailureScope = contextlib.nullcontext,
-    check_lease: Callable[[], object] = store.do_nothing,
+    check_lease: Callable[[], object] = do_nothing,
     observe: FaultHook | None = None,
     report_exit: ReportExit = lambda code, reason, restart: None,
     seconds_before: float = 0.0,
@@ -768,11 +769,15 @@ def start_run(
         """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
         return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
 
-    step = 0 if len(phases.all) == 1 else state.newest_step(cfg, root, everyone)
+    start = state.newest_start(cfg, root, everyone)
+    step = start.step
+    if start.resumed is not None and cfg.checkpoint.branch:  # its model is as large as the source says
+        check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
     while True:
         number = phase_after(step) if len(phases.all) > 1 else 1
         run, valid_data = build_phase(cfg, env, world, number)
-        step, notes = state.resume(run, root)
+        step, notes = state.resume(run, root, start)
+        start = None
         if len(phases.all) == 1 or phase_after(step) == number:
             return run, valid_data, step, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
@@ -1180,7 +1185,7 @@ def main(argv: list[str]) -> int:
                 world,
                 folder,
                 failure_scope=peers.failure_scope,
-                check_lease=store.do_nothing if lease is None else lease.check,
+                check_lease=do_nothing if lease is None else lease.check,
                 report_exit=peers.report_exit,
                 seconds_before=setup.process_seconds(),
             )

@@ -17,6 +17,8 @@
         products, memory and links of this machine, for the planner's forecast
     python -m scripts.bench words [--ranks 8,16,32,64]
         what ranks tell each other through the job's store, at a start, an end, a failure and a hang
+    python -m scripts.bench checkpoint [--parameters 5e7] [--out FOLDER]
+        saves and loads beside a plain copy, the disk's own rates, and torch.distributed.checkpoint
     python -m scripts.bench data
         the loader, opening 1e9 tokens, tokenizing
     python -m scripts.bench chaos --rounds N [--seed S] [--layouts one,tp2-async] [--only K]
@@ -40,12 +42,13 @@ import sys
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
-from benchmarks import card, data, kernels, machine, race, shape, smoke, words
+from benchmarks import card, checkpoint, data, kernels, machine, race, shape, smoke, words
 from benchmarks.chaos import command as chaos
 
 COMMANDS = {
     "step": race.main,
     "kernels": kernels.main,
+    "checkpoint": checkpoint.main,
     "data": data.main,
     "machine": machine.main,
     "smoke": smoke.main,
@@ -114,9 +117,16 @@ def make_parser() -> argparse.ArgumentParser:
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
 
-    for command in (step, kernel, loader):
+    saves = commands.add_parser("checkpoint", help="saves and loads, beside the disk and DCP")
+    saves.add_argument("--parameters", type=float, default=5e7, help="of the model; 12 bytes of state each")
+    saves.add_argument("--rounds", type=int, default=checkpoint.ROUNDS)
+    saves.add_argument(
+        "--out", default="runs/bench/checkpoint", help="a folder on the disk to be measured; it is removed"
+    )
+
+    for command in (step, kernel, loader, saves):
         command.add_argument("--threads", type=int, default=2)
-    for command in (step, kernel, loader, model):
+    for command in (step, kernel, loader, model, saves):
         command.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
 

@@ -209,6 +209,20 @@ def objects(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return torch.tensor([one["rank"] for one in got]), torch.arange(place.num_ranks)
 
 
+def objects_of_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Plain data of each rank, of different lengths, which the first rank alone receives."""
+    got = comm.gather_objects(["x"] * place.group.index + [place.group.index], place.group)
+    expected = torch.arange(place.num_ranks if place.group.index == 0 else 0)
+    return torch.tensor([one[-1] for one in got], dtype=torch.int64), expected
+
+
+def object_of_one(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Plain data of the last rank, which all receive."""
+    last = place.num_ranks - 1
+    got = comm.broadcast_object({"rank": place.group.index}, place.group, source=last)
+    return torch.tensor([got["rank"]]), torch.tensor([last])
+
+
 def sum_of(messages: list[Tensor]) -> Tensor:
     return torch.stack(messages).sum(0).to(messages[0].dtype)
 
@@ -230,6 +244,8 @@ CHECKS: dict[str, tuple[Check, tuple[torch.dtype, ...]]] = {
     "sends and receives": (transfers, MOVED),
     "largest": (largest, (torch.float64, torch.float32, torch.int64, torch.int32)),
     "objects": (objects, (torch.int64,)),
+    "objects, to the first": (objects_of_all, (torch.int64,)),
+    "object, from one": (object_of_one, (torch.int64,)),
 }
 NEEDS_A_PEER = {"cpu": {"sends and receives"}, "cuda": set()}  # gloo does not send to its own rank
 
@@ -246,7 +262,7 @@ def run_checks(place: Place) -> None:
             try:
                 place.group.ledger.clear()
                 got, expected = check(place, dtype)
-                assert place.group.ledger or name == "objects", "nothing was exchanged"
+                assert place.group.ledger or name.startswith("object"), "nothing was exchanged"
                 is_right = got.shape == expected.shape and torch.equal(got, expected)
                 (right if is_right else wrong).append(short(dtype) if is_right else f"{short(dtype)}: wrong")
             except Exception as error:

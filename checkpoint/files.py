@@ -1,4 +1,4 @@
-"""Bytes on disk: writes safetensors files in one hashed pass, and reads them back with checks.
+"""Bytes on disk: writes safetensors files in one hashed pass, and reads them with checks.
 
 This file knows nothing of steps or of the index. A shard is a safetensors file (8-byte little-endian header
 length, JSON header, tensors back to back), so other tools can read it. It is written and read here, without
@@ -14,11 +14,12 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
 from config import usable_cores
@@ -26,12 +27,13 @@ from config import usable_cores
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 FileEntry = dict[str, int | str]  # in index.json: {bytes, sha256} of meta.json, {bytes, header} of a shard
+Named = list[tuple[str, torch.Tensor]]  # [(name in a shard, tensor)]
 TensorTable = dict[str, dict[str, Any]]  # a safetensors header: {name: {dtype, shape, data_offsets}, ...}
-CHUNK = 4 << 20  # bytes that are hashed and written at a time
+CHUNK = 1 << 20  # bytes that are hashed and written at a time: they stay in a core's cache meanwhile
 LENGTH_BYTES = 8  # at the start of a safetensors file: the length of the header
 ALIGNMENT = 8  # bytes; the header is padded to a multiple of this, so that the first tensor is aligned
 MAX_HEADER = 100_000_000  # bytes; the safetensors library refuses a longer header
-MAX_THREADS = 4
+MAX_THREADS = 8  # that read or write
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -47,6 +49,14 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 TORCH = {name: dtype for dtype, name in DTYPES.items()}
+LEAST_NON_FINITE: dict[torch.dtype, tuple[Any, int]] = {  # dtype: integers of its size, Inf among them
+    torch.float64: (np.uint64, 0x7FF0_0000_0000_0000),
+    torch.float32: (np.uint32, 0x7F80_0000),
+    torch.float16: (np.uint16, 0x7C00),
+    torch.bfloat16: (np.uint16, 0x7F80),
+    torch.float8_e4m3fn: (np.uint8, 0x7F),
+    torch.float8_e5m2: (np.uint8, 0x7C),
+}
 
 
 # ---- errors ------------------------------------------------------------------------------------------------
@@ -149,27 +159,28 @@ def remove(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds no NaN and no Inf.
+def is_finite(values: np.ndarray, dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype, given as bytes, hold no NaN and no Inf.
 
-    The least and the greatest element show both, since aminmax propagates NaN: one pass and no copy.
+    Without its sign, a number that is not finite is at least as large, read as an integer, as Inf (fp8 e4m3:
+    as its only NaN). One thread does it, so that it takes no core from training.
     """
-    if not tensor.is_floating_point() or not tensor.numel():
+    if dtype not in LEAST_NON_FINITE or not values.size:
         return True
-    if tensor.element_size() == 1:
-        tensor = tensor.float()  # torch cannot compare fp8
-    return all(bool(torch.isfinite(extreme)) for extreme in tensor.aminmax())
+    integer, least = LEAST_NON_FINITE[dtype]
+    without_sign = integer(np.iinfo(integer).max >> 1)
+    return bool((values.view(integer) & without_sign).max() < least)
 
 
-def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in row-major order.
+def raw_bytes(tensor: torch.Tensor) -> np.ndarray:
+    """The bytes of a tensor in row-major order, as uint8.
 
     Copies only a tensor on a device or one that is not contiguous.
     """
     tensor = tensor.detach().cpu().contiguous()
     # reshape(-1) would keep the odd stride of a dim of size 1.
     flat = tensor.as_strided((tensor.numel(),), (1,))
-    return flat.view(torch.uint8).numpy().data
+    return flat.view(torch.uint8).numpy()
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
@@ -178,38 +189,52 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def write_shard(
-    path: Path, named: list[tuple[str, torch.Tensor]], save_id: str, halfway: Callable[[], object]
-) -> tuple[FileEntry, list[str]]:
-    """Writes tensors into a new safetensors file and flushes it to disk.
+    path: Path, named: Named, save_id: str, halfway: Callable[[], object]
+) -> tuple[FileEntry, list[str], int]:
+    """Writes tensors into a new safetensors file, which is not flushed to disk yet.
 
     named: [(name in the file, tensor)]. halfway: called when half of the tensors are written.
     One tensor at a time is in host memory.
 
-    Returns ({bytes, header: sha256 of length and header}, [sha256 of each tensor]). The hashes are made in
-    the same pass, and together they cover every byte of the file.
+    Returns ({bytes, header: sha256 of length and header}, [sha256 of each tensor], the open descriptor). Each
+    chunk is looked at for NaN, hashed and written while it is in the cache: one pass over the bytes. The
+    hashes together cover every byte of the file.
 
     Raises NonFiniteTensor naming the tensor. Does not catch OSError.
     """
     header, data_bytes = shard_header(named, save_id)
     checksums: list[str] = []
-    with open(path, "xb") as file:
-        file.write(header)
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        write_all(fd, header)
         for position, (name, tensor) in enumerate(named):
             if position == len(named) // 2:
-                file.flush()
                 halfway()
-            tensor = tensor.detach().cpu()
-            if not is_finite(tensor):
-                raise NonFiniteTensor(f"{name}: holds NaN or Inf; this checkpoint is not written")
-            checksums.append(write_hashed(file, raw_bytes(tensor)))
-        file.flush()
-        os.fsync(file.fileno())
+            checksums.append(write_hashed(fd, name, tensor))
+    except BaseException:
+        os.close(fd)
+        raise
 
     entry: FileEntry = {"bytes": len(header) + data_bytes, "header": hashlib.sha256(header).hexdigest()}
-    return entry, checksums
+    return entry, checksums, fd
 
 
-def shard_header(named: list[tuple[str, torch.Tensor]], save_id: str) -> tuple[bytes, int]:
+def flush(fd: int) -> None:
+    """Flushes a file to disk and closes it."""
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Writes all bytes: one call may write less."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view):]
+
+
+def shard_header(named: Named, save_id: str) -> tuple[bytes, int]:
     """(length and header of the safetensors file, bytes of the tensors that follow)."""
     table: TensorTable = {"__metadata__": {"format": "pt", "save_id": save_id}}
     end = 0
@@ -228,14 +253,32 @@ def header_bytes(table: TensorTable) -> bytes:
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def write_hashed(file: BinaryIO, data: memoryview) -> str:
-    """Writes the bytes chunk by chunk. Returns their sha256."""
+def write_hashed(fd: int, name: str, tensor: torch.Tensor) -> str:
+    """Writes the bytes of a tensor chunk by chunk. Returns their sha256. Raises NonFiniteTensor."""
     digest = hashlib.sha256()
-    for start in range(0, len(data), CHUNK):
-        chunk = data[start:start + CHUNK]
-        file.write(chunk)
-        digest.update(chunk)
+    for chunk in chunks_of(raw_bytes(tensor)):
+        if not is_finite(chunk, tensor.dtype):
+            raise NonFiniteTensor(f"{name}: holds NaN or Inf; this checkpoint is not written")
+        digest.update(chunk.data)
+        write_all(fd, chunk.data)
     return digest.hexdigest()
+
+
+def chunks_of(data: np.ndarray) -> Iterator[np.ndarray]:
+    """The bytes, CHUNK at a time."""
+    for start in range(0, len(data), CHUNK):
+        yield data[start:start + CHUNK]
+
+
+def reads_as(fd: int, start: int, data: np.ndarray) -> bool:
+    """Whether the file has these bytes from `start` on."""
+    buffer = np.empty(min(CHUNK, len(data)), dtype=np.uint8)
+    for chunk in chunks_of(data):
+        found = buffer[:len(chunk)]
+        if not read_into(fd, start, found) or not np.array_equal(found, chunk):
+            return False
+        start += len(chunk)
+    return True
 
 
 # ---- reading -----------------------------------------------------------------------------------------------
@@ -255,6 +298,18 @@ def open_shard(path: Path) -> Iterator[int]:
             yield fd
     finally:
         os.close(fd)
+
+
+def forget_cached(path: Path) -> bool:
+    """Lets the next read of a file come from the disk and not from memory. False: the system cannot.
+
+    Bytes that are not flushed yet stay in memory.
+    """
+    if not hasattr(os, "posix_fadvise"):  # macOS
+        return False
+    with open_shard(path) as fd:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    return True
 
 
 def read_file(path: Path) -> bytes:
@@ -284,30 +339,88 @@ def read_header(fd: int, path: Path) -> tuple[bytes, TensorTable]:
     return prefix + text, table
 
 
-def sha256_range(fd: int, start: int, size: int) -> str:
-    """sha256 of the bytes [start, start + size).
+def read_into(fd: int, start: int, target: np.ndarray) -> bool:
+    """Fills `target` with the bytes of the file from `start` on. False: the file ends before."""
+    view = target.data
+    os.lseek(fd, start, os.SEEK_SET)
+    while view:
+        size = os.readv(fd, [view])
+        if not size:
+            return False
+        view = view[size:]
+    return True
 
-    It reads the file and does not map it: then a disk that fails raises OSError, and does not kill with
-    SIGBUS.
+
+def read_hashed(fd: int, start: int, target: np.ndarray) -> str:
+    """Fills `target` with the bytes of the file from `start` on, and returns their sha256.
+
+    "": the file ends before. It reads the file and does not map it: then a disk that fails raises OSError,
+    and does not kill with SIGBUS.
     """
     digest = hashlib.sha256()
-    offset = start
-    end = start + size
-    while offset < end:
-        data = os.pread(fd, min(CHUNK, end - offset), offset)
-        if not data:  # the file ends here: the sum will not match
-            break
-        digest.update(data)
-        offset += len(data)
+    for chunk in chunks_of(target):
+        if not read_into(fd, start, chunk):
+            return ""
+        digest.update(chunk.data)
+        start += len(chunk)
     return digest.hexdigest()
 
 
-def run_in_threads(work: Callable[[Job], Result], jobs: list[Job]) -> list[Result]:
+def sha256_range(fd: int, start: int, size: int) -> str:
+    """sha256 of the bytes [start, start + size); "": the file ends before."""
+    digest = hashlib.sha256()
+    buffer = np.empty(min(CHUNK, size), dtype=np.uint8)
+    for first in range(0, size, CHUNK):
+        chunk = buffer[:min(CHUNK, size - first)]
+        if not read_into(fd, start + first, chunk):
+            return ""
+        digest.update(chunk.data)
+    return digest.hexdigest()
+
+
+def available_bytes() -> int:
+    """The memory that can be had without swapping, within the limits of this process' cgroups.
+
+    0 where the system does not say (macOS).
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    free = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    rooms = cgroup_rooms(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    return min([*free, *rooms], default=0)
+
+
+def cgroup_rooms(own: Path, root: Path) -> list[int]:
+    """Bytes up to the limit of each cgroup (version 2) around this process; [] without limits.
+
+    own: the file that names the process' cgroup. root: where cgroups are mounted.
+    """
+    try:
+        line = own.read_text().splitlines()[-1]
+    except (OSError, IndexError):
+        return []
+    place = root / line.rpartition("::")[2].lstrip("/")
+    rooms: list[int] = []
+    for folder in (place, *place.parents):
+        if not folder.is_relative_to(root):
+            break
+        with contextlib.suppress(OSError, ValueError):  # no limit: "max", or no file
+            limit = int((folder / "memory.max").read_text())
+            rooms.append(max(0, limit - int((folder / "memory.current").read_text())))
+    return rooms
+
+
+def run_in_threads(
+    work: Callable[[Job], Result], jobs: Sequence[Job], max_threads: int = MAX_THREADS
+) -> list[Result]:
     """[work(job) for each job], in a few threads: hashing and reading release the GIL.
 
     Raises the first error.
     """
-    if len(jobs) < 2:
+    num_threads = min(max_threads, len(jobs), usable_cores())
+    if num_threads < 2:
         return [work(job) for job in jobs]
-    with ThreadPoolExecutor(min(MAX_THREADS, len(jobs), usable_cores())) as pool:
+    with ThreadPoolExecutor(num_threads) as pool:
         return list(pool.map(work, jobs))

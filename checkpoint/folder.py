@@ -18,10 +18,14 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from operator import add, gt
 from os import fstat
 from pathlib import Path
 from typing import Any, TypedDict
+
+import numpy as np
+import torch
 
 from checkpoint.files import (
     LENGTH_BYTES,
@@ -31,6 +35,7 @@ from checkpoint.files import (
     TensorTable,
     open_shard,
     read_file,
+    read_hashed,
     read_header,
     run_in_threads,
     sha256_range,
@@ -77,7 +82,7 @@ class Index(Shards):
     pieces: list[PieceRow]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredPiece:
     """A stored box: the tensor `name` in `file`, whose bytes have the hash `sha256`."""
     box: Box
@@ -102,35 +107,78 @@ class StoredPiece:
             "sha256": self.sha256,
         }
 
-    @staticmethod
-    def from_row(row: PieceRow) -> "StoredPiece":
-        """Raises KeyError, TypeError or ValueError if the row is not a piece."""
-        box = Box(row["key"], tuple(row["shape"]), tuple(row["start"]), tuple(row["size"]))
-        piece = StoredPiece(
-            box=box, dtype=row["dtype"], file=row["file"], name=row["name"], sha256=row["sha256"]
+
+@dataclass(frozen=True)
+class StoredIndex:
+    """index.json as it is worked with: checked, about 0.5 KB of memory a piece.
+
+    text: of index.json, for the ranks that have not read it. meta: of meta.json; {}: not read yet.
+    """
+    path: Path
+    save_id: str
+    step: int
+    files: dict[str, FileEntry]
+    pieces: list[StoredPiece]
+    text: bytes = b""
+    meta: Tree = field(default_factory=dict)
+
+    def shards(self) -> "Shards":
+        """The part that shards are checked against."""
+        return {"save_id": self.save_id, "files": self.files}
+
+    def by_key(self) -> dict[str, list[StoredPiece]]:
+        """{key: its pieces}."""
+        found: dict[str, list[StoredPiece]] = defaultdict(list)
+        for piece in self.pieces:
+            found[piece.box.key].append(piece)
+        return found
+
+
+class PieceReader:
+    """Makes StoredPieces of rows. What many rows repeat is held once."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Any] = {}
+
+    def once(self, value: Any) -> Any:
+        """The first value that was equal to this one."""
+        return self.known.setdefault(value, value)
+
+    def read(self, row: dict[str, Any]) -> Any:
+        """A StoredPiece if the row has a key, else the row: a hook of json.loads.
+
+        Raises KeyError, TypeError or ValueError if the row has a key and is not a piece.
+        """
+        if "key" not in row:
+            return row
+        shape, start, size = tuple(row["shape"]), tuple(row["start"]), tuple(row["size"])
+        key, dtype, file, name, checksum = (
+            row["key"], row["dtype"], row["file"], row["name"], row["sha256"]
         )
-        check_types(piece, row)
+        check_types((*shape, *start, *size), (key, dtype, file, name, checksum))
+        box = Box(self.once(key), self.once(shape), self.once(start), self.once(size))
         check_inside(box)
-        if piece.dtype not in TORCH:
-            raise ValueError(f"{box.key}: unknown dtype {piece.dtype!r}")
-        return piece
+        if dtype not in TORCH:
+            raise ValueError(f"{key}: unknown dtype {dtype!r}")
+        name = box.key if name == box.key else name
+        return StoredPiece(box, self.once(dtype), self.once(file), name, checksum)
 
 
-def check_types(piece: StoredPiece, row: PieceRow) -> None:
+def check_types(numbers: tuple[Any, ...], texts: tuple[Any, ...]) -> None:
     """Raises ValueError unless all numbers are whole and not negative, and all texts are texts."""
-    numbers = (*piece.box.shape, *piece.box.start, *piece.box.size)
-    texts = (piece.box.key, piece.dtype, piece.file, piece.name, piece.sha256)
-    numbers_are_sound = all(type(number) is int and number >= 0 for number in numbers)
-    texts_are_sound = all(type(text) is str for text in texts)
-    if not numbers_are_sound or not texts_are_sound:
-        raise ValueError(f"not a piece: {row}")
+    for number in numbers:
+        if type(number) is not int or number < 0:
+            raise ValueError(f"not a piece: {texts[0]!r} with the number {number!r}")
+    for text in texts:
+        if type(text) is not str:
+            raise ValueError(f"not a piece: {text!r} where a text is wanted")
 
 
 def check_inside(box: Box) -> None:
     """Raises ValueError unless the box lies inside its tensor."""
     same_dims = len(box.shape) == len(box.start) == len(box.size)
-    ends = [start + size for start, size in zip(box.start, box.size)]
-    if not same_dims or any(end > length for end, length in zip(ends, box.shape)):
+    ends = map(add, box.start, box.size)
+    if not same_dims or any(map(gt, ends, box.shape)):
         raise ValueError(f"{box} does not lie inside its tensor of shape {box.shape}")
 
 
@@ -149,6 +197,14 @@ def seal_index(index: bytes) -> bytes:
 
 
 def read_index(path: Path | str) -> Index:
+    """index.json as it is stored, after the checks of read_stored_index: for tools.
+
+    path: the checkpoint folder. Raises IntegrityError; NewerFormat.
+    """
+    return json.loads(read_stored_index(path).text)
+
+
+def read_stored_index(path: Path | str) -> StoredIndex:
     """Reads index.json and checks it against its checksum and its own rules.
 
     path: the checkpoint folder. Raises IntegrityError; NewerFormat.
@@ -159,8 +215,13 @@ def read_index(path: Path | str) -> Index:
     text = read_file(path / "index.json")
     if read_file(path / "index.sha256") != seal_index(text):
         raise IntegrityError(f"{path}/index.json: does not match its checksum in index.sha256")
+    return parse_index(path, text)
+
+
+def parse_index(path: Path, text: bytes) -> StoredIndex:
+    """The index of this text. Raises IntegrityError; NewerFormat."""
     try:
-        data = json.loads(text)
+        data = json.loads(text, object_hook=PieceReader().read)
         check_version(path, data)
         check_index(data)
     except NewerFormat:
@@ -168,7 +229,12 @@ def read_index(path: Path | str) -> Index:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise IntegrityError(f"{path}/index.json: not a checkpoint index: {why}") from None
-    return data
+    return StoredIndex(path, data["save_id"], data["step"], data["files"], data["pieces"], text)
+
+
+def with_checked_meta(index: StoredIndex) -> StoredIndex:
+    """The index with what meta.json holds. Raises IntegrityError."""
+    return replace(index, meta=read_checked_meta(index.path, index.shards()))
 
 
 def check_version(path: Path, data: Any) -> None:
@@ -194,8 +260,9 @@ def check_index(data: Any) -> None:
             raise ValueError(f"bad entry of file {name}")
     if type(data["save_id"]) is not str or type(data["step"]) is not int or META not in files:
         raise ValueError("save_id, step or meta.json is missing")
-    for row in data["pieces"]:
-        piece = StoredPiece.from_row(row)
+    if type(data["pieces"]) is not list:
+        raise ValueError("the pieces are not a list")
+    for piece in data["pieces"]:
         if piece.file not in files or piece.file == META:
             raise ValueError(f"{piece.box}: its file {piece.file!r} is not listed")
 
@@ -205,7 +272,7 @@ def read_meta(path: Path | str) -> Tree:
 
     Raises IntegrityError; NewerFormat.
     """
-    return read_checked_meta(Path(path), read_index(path))
+    return quick_check(path).meta
 
 
 def read_checked_meta(path: Path, data: Shards) -> Tree:
@@ -225,17 +292,15 @@ def read_checked_meta(path: Path, data: Shards) -> Tree:
         raise IntegrityError(f"{path}/{META}: damaged: {error}") from None
 
 
-def quick_check(path: Path | str) -> Index:
-    """Checks the index and meta.json, but no shard. Returns the index. Raises IntegrityError; NewerFormat."""
-    data = read_index(path)
-    read_checked_meta(Path(path), data)
-    return data
+def quick_check(path: Path | str) -> StoredIndex:
+    """Checks the index and meta.json, but no shard. Returns both. Raises IntegrityError; NewerFormat."""
+    return with_checked_meta(read_stored_index(path))
 
 
 def is_newer_format(path: Path | str) -> bool:
     """Whether this folder has a later version of the format."""
     try:
-        read_index(path)
+        read_stored_index(path)
     except NewerFormat:
         return True
     except IntegrityError:
@@ -245,27 +310,32 @@ def is_newer_format(path: Path | str) -> bool:
 
 # ---- the shards --------------------------------------------------------------------------------------------
 
-def verify(path: Path | str) -> Index:
-    """Checks that every byte of the folder is what was written. Returns its index.
+def verify(path: Path | str) -> StoredIndex:
+    """Checks that every byte of the folder is what was written. Returns its index, with meta.json.
 
     Raises IntegrityError naming the file and what is wrong; NewerFormat.
     """
     path = Path(path)
     with folder_lock(path, fcntl.LOCK_SH):
-        data = read_index(path)
-        read_checked_meta(path, data)
-        pieces = map(StoredPiece.from_row, data["pieces"])
-        shards = [name for name in data["files"] if name != META]
-        check_pieces(path, data, pieces, shards)
-    return data
+        index = quick_check(path)
+        shards = [name for name in index.files if name != META]
+        check_pieces(path, index.shards(), index.pieces, shards)
+    return index
 
 
 def check_pieces(
-    path: Path, data: Shards, pieces: Iterable[StoredPiece], shards: Iterable[str] = ()
+    path: Path,
+    data: Shards,
+    pieces: Iterable[StoredPiece],
+    shards: Iterable[str] = (),
+    *,
+    kept: dict[StoredPiece, torch.Tensor] | None = None,
+    room: int = 0,
 ) -> dict[StoredPiece, int]:
     """Checks the headers of `shards` and of all files that hold `pieces`, then every byte of `pieces`.
 
-    data: {save_id, files} of the index. Returns {piece: byte offset in its file}. Raises IntegrityError.
+    data: {save_id, files} of the index. kept: takes the bytes [num_bytes] of the first pieces, up to `room`
+    bytes in all. Returns {piece: byte offset in its file}. Raises IntegrityError.
     """
     pieces_of: dict[str, list[StoredPiece]] = defaultdict(list, {name: [] for name in shards})
     for piece in pieces:
@@ -274,7 +344,15 @@ def check_pieces(
     offsets: dict[StoredPiece, int] = {}
     for name, inside in pieces_of.items():
         offsets |= check_header(path / name, data["files"][name], data["save_id"], inside)
-    run_in_threads(lambda item: check_bytes(path, *item), list(offsets.items()))
+
+    # The headers agree with the index and with the sizes of the files: now memory may be taken.
+    if kept is not None:
+        for piece in offsets:
+            if piece.num_bytes <= room:
+                buffer = np.empty(piece.num_bytes, dtype=np.uint8)  # numpy asks for huge pages
+                kept[piece] = torch.from_numpy(buffer)
+                room -= piece.num_bytes
+    run_in_threads(lambda item: check_bytes(path, *item, kept or {}), list(offsets.items()))
     return offsets
 
 
@@ -336,10 +414,18 @@ def byte_offset(
             raise IntegrityError(f"{path}: {piece.name} cannot lie at bytes {other} of a file of {file_size}")
 
 
-def check_bytes(path: Path, piece: StoredPiece, offset: int) -> None:
-    """Raises IntegrityError if the bytes of `piece` at `offset` are not what was written."""
+def check_bytes(
+    path: Path, piece: StoredPiece, offset: int, kept: dict[StoredPiece, torch.Tensor]
+) -> None:
+    """Raises IntegrityError if the bytes of `piece` at `offset` are not what was written.
+
+    kept: if it has memory for the piece, the bytes are left there.
+    """
     file = path / piece.file
     with open_shard(file) as fd:
-        checksum = sha256_range(fd, offset, piece.num_bytes)
+        if piece in kept:
+            checksum = read_hashed(fd, offset, kept[piece].numpy())
+        else:
+            checksum = sha256_range(fd, offset, piece.num_bytes)
         if checksum != piece.sha256:
             raise IntegrityError(f"{file}: {piece.name} does not match its checksum in index.json")

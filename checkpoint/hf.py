@@ -326,7 +326,7 @@ def write_tensors(path: Path, group: list[HFTensor], dtype: torch.dtype) -> int:
             value = tensor.parts[0] if len(tensor.parts) == 1 else torch.cat(tensor.parts)
             if tensor.transpose:
                 value = value.t()
-            data = raw_bytes(value.to(tensor.dtype(dtype)))
+            data = raw_bytes(value.to(tensor.dtype(dtype))).data
             for start in range(0, len(data), CHUNK):
                 file.write(data[start:start + CHUNK])
         file.flush()

@@ -173,7 +173,7 @@ def newest_local(root: Path) -> int:
         path = store.newest_checkpoint(root, check=store.quick_check)
     except IntegrityError:
         return -1
-    return -1 if path is None else store.read_index(path)["step"]
+    return -1 if path is None else store.step_of(path)
 
 
 def fetch(checkpoints: RemoteFolder, step: int, marker: bytes, root: Path) -> Path:
@@ -196,7 +196,7 @@ def fetch(checkpoints: RemoteFolder, step: int, marker: bytes, root: Path) -> Pa
             in_threads(lambda file: source.download(file[0], temp / file[0], file[1]), files)
             (temp / MARKER).write_bytes(marker)
             sync_dir(temp)
-            if store.verify(temp)["step"] != step:
+            if store.verify(temp).step != step:
                 raise IntegrityError(f"{source.url}: holds another step")
             mark = checkpoints.read(f"{final.name}{KEEP}")
             if mark is not None:

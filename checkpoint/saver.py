@@ -5,11 +5,12 @@
 - num_failed counts the saves in a row that have failed for their storage, as all ranks do alike.
 - On a single rank, the exit of the process waits for the writer.
 - The writer threads of several ranks exchange messages over a group of their own (World.separate_group).
-- The cost is one copy of this rank's pieces in host memory. From a GPU it is made at the speed of the bus:
-  into pinned memory, all pieces at once.
+- The cost is one copy of this rank's pieces in host memory, which is kept. From a GPU it is made at the
+  speed of the bus: into pinned memory, all pieces at once.
 """
 import functools
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor
 
 from checkpoint import store
-from checkpoint.files import StorageError
-from checkpoint.together import Gather
+from checkpoint.files import MAX_THREADS, StorageError
+from checkpoint.together import Ranks, do_nothing
 from config import Tree
 from parallel.offload import host_like
 from parallel.wire.comm import Group, synchronize
@@ -35,7 +36,7 @@ class CheckpointSaver:
         self,
         in_background: bool,
         group: Group | None = None,
-        committed: Callable[[], object] = store.do_nothing,
+        committed: Callable[[], object] = do_nothing,
     ) -> None:
         self.in_background = in_background
         self.group = group
@@ -56,9 +57,7 @@ class CheckpointSaver:
         keep: int,
         mark: str = "",
         fault_point: store.FaultPoint = store.no_fault,
-        rank: int = 0,
-        world_size: int = 1,
-        gather: Gather = store.gather_alone,
+        ranks: Ranks = store.ALONE,
         timeout_s: float | None = None,
     ) -> None:
         """Saves as store.save does, with the same arguments.
@@ -77,10 +76,9 @@ class CheckpointSaver:
             keep=keep,
             mark=mark,
             fault_point=fault_point,
-            rank=rank,
-            world_size=world_size,
-            gather=gather,
+            ranks=ranks,
             timeout_s=timeout_s,
+            threads=writer_threads(self.in_background),
         )
         if self.in_background:
             self.write_in_background(write)
@@ -148,28 +146,25 @@ class CheckpointSaver:
 class HostMemory:
     """Takes copies of tensors, which training cannot change any more.
 
-    pinned: what tensors of a GPU are copied into, kept from one save to the next, because to pin memory takes
-    longer than to fill it. The copies of tensors on the host are new each time.
+    buffers: what they are copied into, kept from one save to the next: to pin memory, and to get fresh pages
+    from the system, takes longer than to fill it. So a run that saves in the background holds its state
+    twice.
     """
 
     def __init__(self) -> None:
-        self.pinned: list[Tensor] = []
+        self.buffers: list[Tensor] = []
 
     def copy(self, pieces: store.Pieces) -> list[store.Piece]:
         """A copy of the pieces, complete when this returns. The copy before is overwritten."""
-        unused = self.pinned
-        self.pinned = []
+        unused = deque(self.buffers)
+        self.buffers = []
         copies: list[store.Piece] = []
         devices: set[torch.device] = set()
         for box, tensor in pieces:
             devices.add(tensor.device)
-            is_beside = is_on_gpu(tensor)
-            if is_beside:
-                target = take_like(tensor, unused)
-                self.pinned.append(target)
-            else:
-                target = host_like(tensor)
-            copies.append((box, target.copy_(tensor.detach(), non_blocking=is_beside)))
+            target = take_like(tensor, unused)
+            self.buffers.append(target)
+            copies.append((box, target.copy_(tensor.detach(), non_blocking=is_on_gpu(tensor))))
         for device in devices:
             synchronize(device)
         return copies
@@ -179,13 +174,19 @@ def is_on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type == "cuda"
 
 
-def take_like(tensor: Tensor, unused: list[Tensor]) -> Tensor:
+def take_like(tensor: Tensor, unused: deque[Tensor]) -> Tensor:
     """The first of the unused tensors, if it has the shape and dtype of this one; else a new one.
 
     The pieces of one save are those of the next, in the same order.
     """
     if unused:
-        first = unused.pop(0)
+        first = unused.popleft()
         if first.shape == tensor.shape and first.dtype == tensor.dtype:
             return first
     return host_like(tensor)
+
+
+def writer_threads(in_background: bool) -> int:
+    """Threads of a save: as many as computations of this rank have, or half of them beside training."""
+    cores = torch.get_num_threads()
+    return min(max(1, cores // 2) if in_background else cores, MAX_THREADS)

@@ -8,15 +8,20 @@ same when the run is continued; the others may change.
 `run` is a build.TrainingRun. RunState lists what is used of it here.
 """
 import dataclasses
+import functools
 import pathlib
+import socket
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from checkpoint import mirror, store, together
+from checkpoint import mirror, store
+from checkpoint.folder import parse_index
 from checkpoint.saver import CheckpointSaver
+from checkpoint.together import Ranks
 from config import (
     CheckpointConfig,
     Config,
@@ -35,7 +40,8 @@ from config.run_name import HORIZON_KEYS, is_idle
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
-from parallel.sharding.views import boxes_of
+from parallel.sharding.shares import Share, pass_on, read_shares, write_shares
+from parallel.sharding.views import boxes_of, boxes_within
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
@@ -81,6 +87,8 @@ FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
 BoxedTensors = list[tuple[Box, Tensor]]
 Result = TypeVar("Result")
+Check = Callable[[pathlib.Path], store.StoredIndex]  # raises IntegrityError: store.verify, store.quick_check
+Indexes = dict[pathlib.Path, store.StoredIndex]
 Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
 
 
@@ -150,22 +158,32 @@ class RunState(Protocol):
 
 # ---- tensors -----------------------------------------------------------------------------------------------
 
-def state_boxes(buckets: list[Bucket], state: Moments, each_once: bool = False) -> BoxedTensors:
+def state_boxes(
+    buckets: list[Bucket], state: Moments, shares: Sequence[Share] | None = None
+) -> BoxedTensors:
     """[(box, view)] of the masters and the moments.
 
     state: {suffix: a flat tensor for each bucket, or None where the optimizer keeps no such moment}.
-    each_once: see boxes_of.
+    shares: of each bucket, what of it is wanted; None: all that this rank owns.
     """
     found: BoxedTensors = []
     for position, bucket in enumerate(buckets):
-        flats: list[tuple[str, Tensor | None]] = [("", bucket.weights.master)]
-        flats += [(f"@{name}", moments[position]) for name, moments in state.items()]
-        for suffix, flat in flats:
-            if flat is None:
-                continue
-            for box, part in boxes_of(bucket, flat, each_once):
+        share = None if shares is None else shares[position]
+        for suffix, flat in flats_of(bucket, position, state):
+            if share is None:
+                boxes = boxes_of(bucket, flat)
+            else:
+                boxes = boxes_within(bucket, flat, share.slots, share.elements)
+            for box, part in boxes:
                 found.append((dataclasses.replace(box, key=box.key + suffix), part))
     return found
+
+
+def flats_of(bucket: Bucket, position: int, state: Moments) -> list[tuple[str, Tensor]]:
+    """[(suffix of its keys, flat tensor)] of the masters and the moments of the bucket at this position."""
+    flats: list[tuple[str, Tensor | None]] = [("", bucket.weights.master)]
+    flats += [(f"@{name}", moments[position]) for name, moments in state.items()]
+    return [(suffix, flat) for suffix, flat in flats if flat is not None]
 
 
 def moments_of(run: RunState) -> Moments:
@@ -173,7 +191,7 @@ def moments_of(run: RunState) -> Moments:
     return {**run.optim.state(), **(run.ema.state() if run.ema is not None else {})}
 
 
-def stored_as(path: pathlib.Path, boxes: BoxedTensors, weights: str) -> BoxedTensors:
+def stored_as(index: store.StoredIndex, boxes: BoxedTensors, weights: str) -> BoxedTensors:
     """The boxes of weights under the keys that hold them in the checkpoint: those of `weights` (WEIGHTS).
 
     What has no average, such as the biases of routers, keeps its key. Raises ConfigError if the checkpoint
@@ -181,9 +199,9 @@ def stored_as(path: pathlib.Path, boxes: BoxedTensors, weights: str) -> BoxedTen
     """
     if weights == TRAINED:
         return boxes
-    averaged = averaged_keys(path)
+    averaged = averaged_keys(index)
     if not averaged:
-        raise ConfigError(f"--weights: {path} holds no moving average (train.ema); leave it out")
+        raise ConfigError(f"--weights: {index.path} holds no moving average (train.ema); leave it out")
     found: BoxedTensors = []
     for box, tensor in boxes:
         suffix = EMA_SUFFIX if box.key in averaged else ""
@@ -191,9 +209,9 @@ def stored_as(path: pathlib.Path, boxes: BoxedTensors, weights: str) -> BoxedTen
     return found
 
 
-def averaged_keys(path: pathlib.Path) -> set[str]:
+def averaged_keys(index: store.StoredIndex) -> set[str]:
     """The keys of the weights of which a checkpoint holds the moving average."""
-    keys = {row["key"] for row in store.read_index(path)["pieces"]}
+    keys = {piece.box.key for piece in index.pieces}
     return {key.removesuffix(EMA_SUFFIX) for key in keys if key.endswith(EMA_SUFFIX)}
 
 
@@ -325,7 +343,7 @@ def find_checkpoint(
     path: str,
     log: list[str],
     bad: dict[pathlib.Path, str] | None = None,
-    check: Callable[[pathlib.Path], store.Index] = store.verify,
+    check: Check = store.verify,
     downloads: pathlib.Path = DOWNLOADS,
 ) -> pathlib.Path:
     """The checkpoint that `path` names: a checkpoint folder, a folder of checkpoints, or a run folder.
@@ -354,29 +372,61 @@ def find_checkpoint(
     return found
 
 
+def find_index(path: str, log: list[str]) -> store.StoredIndex:
+    """The index of the checkpoint that find_checkpoint finds, whose every byte is verified."""
+    indexes: Indexes = {}
+    return indexes[find_checkpoint(path, log, check=kept_in(indexes, store.verify))]
+
+
+def kept_in(indexes: Indexes, check: Check) -> Check:
+    """`check` of a folder, which keeps what it returns: so that each index is read once."""
+    def keep(path: pathlib.Path) -> store.StoredIndex:
+        indexes[path] = check(path)
+        return indexes[path]
+
+    return keep
+
+
 def load_weights(
     buckets: list[Bucket],
-    path: pathlib.Path,
+    source: pathlib.Path | store.StoredIndex,
     more: Sequence[tuple[Box, Tensor]] = (),
     meet: Callable[[Callable[[], None]], object] = lambda work: work(),
+    sharers: int = 1,
 ) -> None:
     """Loads the weights alone, whatever else the checkpoint holds: for evaluation, init_from and export.
 
-    more: tensors beside those of the buckets. meet: calls its argument, on many ranks together.
+    source: the checkpoint folder, or its index. more: tensors beside those of the buckets. meet: calls its
+    argument, on many ranks together. sharers: see store.start_load.
     """
-    wants = [*state_boxes(buckets, {}), *more]
-    meet(lambda: store.load(path, wants, strict=False, allow_cast=True))
+    wants = [*state_boxes(buckets, {}, read_shares(buckets)), *more]
+    started: list[store.StartedLoad] = []
+
+    def verify() -> None:
+        started.append(store.start_load(source, wants, strict=False, allow_cast=True, sharers=sharers))
+
+    meet(verify)
+    meet(lambda: started.pop().fill())
+    pass_on_all(buckets, {})
     load_buckets(buckets)
 
 
-def load(run: RunState, path: pathlib.Path, meta: Tree | None = None) -> list[str]:
+def pass_on_all(buckets: list[Bucket], state: Moments) -> None:
+    """Brings every replica of a shard what the others have read of it. Collective."""
+    for position, bucket in enumerate(buckets):
+        pass_on(bucket, position, [flat for _, flat in flats_of(bucket, position, state)])
+
+
+def load(run: RunState, index: store.StoredIndex) -> list[str]:
     """Loads weights and optimizer state into the run, whatever layout saved them. Collective.
 
-    Returns warnings. Each rank verifies what it reads; an IntegrityError of one rank is raised on all. Raises
-    ConfigError if the checkpoint does not fit the run.
+    index: of the checkpoint, with its meta.json. Returns warnings. Of what several ranks hold alike, each
+    reads and verifies a share. Only when all ranks have found theirs good, tensors are filled, and the shares
+    passed on. An IntegrityError of one rank is raised on all. Raises ConfigError if the checkpoint does not
+    fit the run.
     """
     world = run.mesh.world
-    meta = store.read_meta(path) if meta is None else meta
+    path, meta = index.path, index.meta
     warnings = check_same_run(meta, run, str(path))
     stored_states = flatten_tree(meta["config"]).get("optim.states", "fp32")
     states = run.cfg.optim.states
@@ -386,32 +436,41 @@ def load(run: RunState, path: pathlib.Path, meta: Tree | None = None) -> list[st
         warnings.append(f"optim.states: {converted}{rounding}")
 
     # A run that begins to average, or no longer does.
-    stored_ema = first_rank_does(lambda: bool(averaged_keys(path)), world)
+    stored_ema = bool(averaged_keys(index))
     if run.ema is not None and not stored_ema:
         warnings.append(f"train.ema: {path} holds no moving average; it starts at the weights of that step")
     if run.ema is None and stored_ema:
         warnings.append(f"train.ema: none; the moving average in {path} is left behind")
 
-    # What this rank fills. Of many ranks, each holds a part of the keys.
+    # What this rank fills. Of many ranks, each holds a part of the keys; the first looks for what none wants.
     moments = moments_of(run) if stored_ema else run.optim.state()
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
-    wants = state_boxes(run.buckets, moments) + run.routers.boxes()
+    wants = state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
     powersgd = powersgd_of(run.buckets)
     errors = [torch.zeros_like(reducer.error) for reducer in powersgd]
-    wants += stored_error_boxes(run, path, errors)
-    keys = {box.key for box, _ in wants}
-    others: set[str] = set().union(*comm.all_gather_objects(keys, world))
+    wants += stored_error_boxes(run, index, errors)
+    own_keys = store.pack(sorted({box.key for box, _ in wants}))
+    keys_of_ranks = [store.unpack(keys) for keys in comm.gather_objects(own_keys, world)]
+    others: set[str] = set().union(*keys_of_ranks)
 
-    def read() -> None:
-        store.load(
-            path,
+    sharers = ranks_on_this_host(world)
+    started: list[store.StartedLoad] = []
+
+    def verify() -> None:
+        started.append(store.start_load(
+            index,
             wants,
+            strict=world.index == 0,
             allow=(f"*{ERROR_SUFFIX}", f"*{BASIS_MARK}*", *unused),
             others=others,
             allow_cast=stored_states != states,
-        )
+            sharers=sharers,
+        ))
 
-    all_ranks_do(read, world, run.cfg.checkpoint.timeout_s)
+    timeout_s = run.cfg.checkpoint.timeout_s
+    all_ranks_do(verify, world, timeout_s)
+    all_ranks_do(lambda: started.pop().fill(), world, timeout_s)
+    pass_on_all(run.buckets, moments)
     for reducer, error in zip(powersgd, errors):
         reducer.set_summed_error(error)
     load_buckets(run.buckets)
@@ -421,23 +480,17 @@ def load(run: RunState, path: pathlib.Path, meta: Tree | None = None) -> list[st
     return warnings
 
 
-def stored_error_boxes(run: RunState, path: pathlib.Path, errors: list[Tensor]) -> BoxedTensors:
+def stored_error_boxes(run: RunState, index: store.StoredIndex, errors: list[Tensor]) -> BoxedTensors:
     """[(box, view)] of PowerSGD's `errors` and bases that the checkpoint holds; the others start anew.
 
-    errors: a flat tensor for each PowerSGD of the run. Collective if the run compresses with PowerSGD.
+    errors: a flat tensor for each PowerSGD of the run.
     """
-    stored: set[tuple[str, tuple[int, ...]]] = set()
-    if run.cfg.parallel.compress == "powersgd":  # asked on every rank, though one may have no such bucket
-        stored = first_rank_does(lambda: stored_shapes(path), run.mesh.world)
+    reducers = powersgd_of(run.buckets)
+    stored = {(piece.box.key, piece.box.shape) for piece in index.pieces} if reducers else set()
     found: BoxedTensors = []
-    for reducer, error in zip(powersgd_of(run.buckets), errors):
+    for reducer, error in zip(reducers, errors):
         found += [(box, part) for box, part in reducer.boxes_of(error) if (box.key, box.shape) in stored]
     return found
-
-
-def stored_shapes(path: pathlib.Path) -> set[tuple[str, tuple[int, ...]]]:
-    """{(key, shape of the whole tensor)} of a checkpoint."""
-    return {(row["key"], tuple(row["shape"])) for row in store.read_index(path)["pieces"]}
 
 
 # ---- save --------------------------------------------------------------------------------------------------
@@ -445,7 +498,7 @@ def stored_shapes(path: pathlib.Path) -> set[tuple[str, tuple[int, ...]]]:
 def save_run(
     run: RunState, saver: CheckpointSaver, root: pathlib.Path, step: int, *, fault_point: store.FaultPoint
 ) -> None:
-    """Saves the run as it stands after `step`. Collective: every rank writes the pieces that only it has.
+    """Saves the run as it stands after `step`. Collective: every rank writes its share of what it has.
 
     A saver with a background thread may still be writing when this returns. Its errors are raised by its next
     call.
@@ -463,16 +516,15 @@ def save_run(
         keep=checkpoint.keep,
         mark=permanent_mark(checkpoint, root, step) if world.index == 0 else "",
         fault_point=fault_point,
-        rank=world.index,
-        world_size=world.size,
-        gather=lambda mine: comm.all_gather_objects(mine, world),
-        timeout_s=checkpoint.timeout_s if world.size > 1 else None,
+        ranks=ranks_of(world),
+        timeout_s=checkpoint.timeout_s,
     )
 
 
 def boxes_to_save(run: RunState) -> BoxedTensors:
     """What this rank writes of a checkpoint, but for the errors of PowerSGD, which are summed first."""
-    return state_boxes(run.buckets, moments_of(run), each_once=True) + run.routers.boxes(each_once=True)
+    shares = write_shares(run.buckets, run.mesh)
+    return state_boxes(run.buckets, moments_of(run), shares) + run.routers.boxes(each_once=True)
 
 
 def check_space(run: RunState, root: pathlib.Path) -> None:
@@ -500,16 +552,71 @@ def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) 
 @dataclasses.dataclass(frozen=True)
 class StartingPoint:
     """What a run starts from, as rank 0 chose it. At most one of `resumed` and `weights` is set."""
-    resumed: pathlib.Path | None  # the checkpoint that the run continues
-    weights: pathlib.Path | None  # the checkpoint whose weights a new run starts with
-    meta: Tree  # of `resumed`
+    resumed: store.StoredIndex | None  # the checkpoint that the run continues
+    weights: store.StoredIndex | None  # the checkpoint whose weights a new run starts with
     notes: list[str]  # for the log
 
+    @property
+    def step(self) -> int:
+        """The steps that are done."""
+        return self.resumed.step if self.resumed is not None else 0
 
-def resume(run: RunState, root: pathlib.Path) -> tuple[int, list[str]]:
+
+@dataclasses.dataclass(frozen=True)
+class ToldStart:
+    """A StartingPoint on its way to the other ranks, which then read neither index.json nor meta.json."""
+    path: pathlib.Path | None  # of the checkpoint, if there is one
+    is_resumed: bool
+    text: bytes  # of index.json, compressed
+    meta: Tree
+    notes: list[str]
+
+
+def tell(start: StartingPoint) -> ToldStart:
+    """What rank 0 tells of the start that it chose."""
+    index = start.resumed or start.weights
+    if index is None:
+        return ToldStart(path=None, is_resumed=False, text=b"", meta={}, notes=start.notes)
+    is_resumed = start.resumed is not None
+    text = zlib.compress(index.text, store.PACK_LEVEL)
+    return ToldStart(path=index.path, is_resumed=is_resumed, text=text, meta=index.meta, notes=start.notes)
+
+
+def hear(told: ToldStart) -> StartingPoint:
+    """What another rank makes of it."""
+    if told.path is None:
+        return StartingPoint(None, None, told.notes)
+    parsed = parse_index(told.path, zlib.decompress(told.text))
+    index = dataclasses.replace(parsed, text=b"", meta=told.meta)
+    is_resumed = told.is_resumed
+    return StartingPoint(index if is_resumed else None, None if is_resumed else index, told.notes)
+
+
+def choose_together(
+    choose: Callable[[], StartingPoint], world: comm.Group, timeout_s: float | None
+) -> StartingPoint:
+    """choose() of rank 0, on every rank. Collective. The index is read from the disk and parsed once by rank
+    0, and sent once to the others."""
+    own: list[StartingPoint] = []
+
+    def look() -> ToldStart | None:
+        own.append(choose())
+        return tell(own[0]) if world.size > 1 else None
+
+    told = first_rank_does(look, world, timeout_s)
+    if own:
+        return own[0]
+    assert told is not None  # only a world of one is told nothing
+    return hear(told)
+
+
+def resume(
+    run: RunState, root: pathlib.Path, start: StartingPoint | None = None
+) -> tuple[int, list[str]]:
     """Loads what checkpoint.resume and checkpoint.init_from name. Collective.
 
-    root: the folder of this run's checkpoints. Returns (steps done, notes for the log).
+    root: the folder of this run's checkpoints. start: of newest_start; None: it is chosen here. Returns
+    (steps done, notes for the log).
 
     Rank 0 chooses for all, so that ranks that see the disk differently still load the same checkpoint. It
     reads the small files alone. Then every rank verifies what it reads. If one rank finds damage, all ranks
@@ -517,26 +624,25 @@ def resume(run: RunState, root: pathlib.Path) -> tuple[int, list[str]]:
 
     Raises ConfigError if the checkpoint does not fit the run; IntegrityError if no good checkpoint is left.
     """
-    world = run.mesh.world
-    timeout_s = run.cfg.checkpoint.timeout_s
     bad: dict[pathlib.Path, str] = {}  # {checkpoint: why it is damaged}
     while True:
-        start = first_rank_does(lambda: choose_start(run.cfg, root, bad), world, timeout_s)
+        if start is None:
+            start = newest_start(run.cfg, root, run.mesh.world, bad)
         try:
             return load_start(run, root, start)
         except store.IntegrityError as error:  # raised on every rank
             damaged = start.resumed or start.weights
             if damaged is None:
                 raise
-            bad[damaged] = str(error)
+            bad[damaged.path] = str(error)
+            start = None
 
 
-def newest_step(cfg: Config, root: pathlib.Path, world: comm.Group) -> int:
-    """The step of the checkpoint that resume() will try first; 0 for a new run. Collective."""
-    def look() -> int:
-        return choose_start(cfg, root, {}).meta.get("step", 0)
-
-    return first_rank_does(look, world, cfg.checkpoint.timeout_s)
+def newest_start(
+    cfg: Config, root: pathlib.Path, world: comm.Group, bad: dict[pathlib.Path, str] | None = None
+) -> StartingPoint:
+    """What resume() tries first; with `bad`, {checkpoint: why it is damaged}, next. Collective."""
+    return choose_together(lambda: choose_start(cfg, root, bad or {}), world, cfg.checkpoint.timeout_s)
 
 
 def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
@@ -545,10 +651,9 @@ def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
     Raises IntegrityError, on all ranks, if it is damaged.
     """
     def look() -> StartingPoint:
-        path = store.checkpoint_folder(root, step)
-        return StartingPoint(path, None, store.read_meta(path), [])
+        return StartingPoint(store.quick_check(store.checkpoint_folder(root, step)), None, [])
 
-    load_start(run, root, first_rank_does(look, run.mesh.world, run.cfg.checkpoint.timeout_s))
+    load_start(run, root, choose_together(look, run.mesh.world, run.cfg.checkpoint.timeout_s))
 
 
 def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple[int, list[str]]:
@@ -557,12 +662,12 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
     Raises ConfigError if the checkpoint does not fit the run; IntegrityError, on all ranks, if it is damaged.
     """
     if start.resumed is not None:
-        path = start.resumed
-        check_same_run(start.meta, run, str(path))  # first, what no run may change
-        check_horizon(start.meta, run, path, own_folder=path.parent == root)
-        warnings = load(run, path, start.meta)
-        step = start.meta["step"]
-        notes = [*start.notes, *warnings, *layout_change(start.meta, run.mesh.dims)]
+        path, meta = start.resumed.path, start.resumed.meta
+        check_same_run(meta, run, str(path))  # first, what no run may change
+        check_horizon(meta, run, path, own_folder=path.parent == root)
+        warnings = load(run, start.resumed)
+        step = meta["step"]
+        notes = [*start.notes, *warnings, *layout_change(meta, run.mesh.dims)]
         return step, [*notes, f"resumed from {path} at step {step}"]
 
     if start.weights is None:
@@ -574,10 +679,11 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
         start.weights,
         more=run.routers.boxes(weights=True),
         meet=lambda work: all_ranks_do(work, world, timeout_s),
+        sharers=ranks_on_this_host(world),
     )
     if run.ema is not None:
         run.ema.start()
-    return 0, [*start.notes, f"weights from {start.weights}"]
+    return 0, [*start.notes, f"weights from {start.weights.path}"]
 
 
 def layout_change(meta: Tree, dims: ParallelDims) -> list[str]:
@@ -605,19 +711,21 @@ def choose_start(cfg: Config, root: pathlib.Path, bad: dict[pathlib.Path, str]) 
             f"choose another --log.name, or move them away"
         )
 
-    resumed = store.newest_checkpoint(root, notes, bad, store.quick_check) if root.is_dir() else None
+    indexes: Indexes = {}
+    check = kept_in(indexes, store.quick_check)
+    resumed = store.newest_checkpoint(root, notes, bad, check) if root.is_dir() else None
     if resumed is None and checkpoint.resume not in ("auto", "none"):
-        resumed = find_checkpoint(checkpoint.resume, notes, bad, store.quick_check, downloads_of(cfg))
+        resumed = find_checkpoint(checkpoint.resume, notes, bad, check, downloads_of(cfg))
     if resumed is None and checkpoint.branch:
         run, _, step = checkpoint.branch.rpartition("@")
         path = store.checkpoint_folder(pathlib.Path(run) / "checkpoints", int(step))
-        resumed = find_checkpoint(str(path), notes, bad, store.quick_check)
-    weights = None
-    if resumed is None and checkpoint.init_from:
-        named = checkpoint.init_from
-        weights = find_checkpoint(named, notes, bad, store.quick_check, downloads_of(cfg))
-    meta = store.read_meta(resumed) if resumed else {}
-    return StartingPoint(resumed, weights, meta, notes)
+        resumed = find_checkpoint(str(path), notes, bad, check)
+    if resumed is not None:
+        return StartingPoint(indexes[resumed], None, notes)
+    if checkpoint.init_from:
+        weights = find_checkpoint(checkpoint.init_from, notes, bad, check, downloads_of(cfg))
+        return StartingPoint(None, indexes[weights], notes)
+    return StartingPoint(None, None, notes)
 
 
 def downloads_of(cfg: Config) -> pathlib.Path:
@@ -627,21 +735,31 @@ def downloads_of(cfg: Config) -> pathlib.Path:
 
 # ---- ranks -------------------------------------------------------------------------------------------------
 
-def all_ranks_do(
-    work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None
-) -> list[Result]:
-    """[work() of every rank], on every rank. If it fails on one rank, all raise. Collective.
+def ranks_of(group: comm.Group) -> Ranks:
+    """How the ranks of a group tell each other plain data."""
+    return Ranks(
+        rank=group.index,
+        size=group.size,
+        gather=functools.partial(comm.all_gather_objects, group=group),
+        gather_first=functools.partial(comm.gather_objects, group=group),
+        broadcast=functools.partial(comm.broadcast_object, group=group),
+    )
+
+
+def ranks_on_this_host(world: comm.Group) -> int:
+    """How many ranks share this machine's memory. Collective."""
+    own = socket.gethostname()
+    return comm.all_gather_objects(own, world).count(own)
+
+
+def all_ranks_do(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
+    """work() once it is done on every rank. If it fails on one rank, all raise. Collective.
 
     timeout_s: see together.agree_on_outcome.
     """
-    def gather(mine: object) -> list[Any]:
-        return comm.all_gather_objects(mine, world)
-
-    return together.agree_on_outcome(gather, work, timeout_s if world.size > 1 else None)
+    return ranks_of(world).all_do(work, timeout_s)
 
 
 def first_rank_does(work: Callable[[], Result], world: comm.Group, timeout_s: float | None = None) -> Result:
     """work() of rank 0, its result or its error, on every rank. Collective."""
-    own_part: Callable[[], Any] = work if world.index == 0 else store.do_nothing
-    results = all_ranks_do(own_part, world, timeout_s)
-    return results[0]
+    return ranks_of(world).first_does(work, timeout_s)

@@ -18,9 +18,9 @@ Guarantees:
 - Nothing is pickled.
 
 One process at a time writes to a root (`run_lock`). Many ranks write one checkpoint together: each rank
-writes its own pieces, and rank 0 writes the rest. Every phase ends in `gather`, so that a rank that fails
-makes all ranks raise the same error. The cost: one sha256 while writing, one while reading back or loading,
-and one piece in memory at a time.
+writes its own pieces, and rank 0 writes the rest. Rank 0 alone learns what the others hold. Every phase ends
+in Ranks.gather, so that a rank that fails makes all ranks raise the same error. The cost: one sha256 while
+writing, a comparison with the tensors while reading back, one sha256 while loading.
 """
 import fcntl
 import json
@@ -30,16 +30,17 @@ import re
 import shutil
 import time
 import uuid
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from checkpoint import folder
 from checkpoint.files import (
     DTYPES,
     TORCH,
@@ -47,9 +48,14 @@ from checkpoint.files import (
     IntegrityError,
     NonFiniteTensor,
     StorageError,
+    available_bytes,
+    flush,
     num_bytes,
     open_shard,
+    raw_bytes,
+    reads_as,
     remove,
+    run_in_threads,
     storage_errors,
     sync_dir,
     write_file,
@@ -58,25 +64,31 @@ from checkpoint.files import (
 from checkpoint.folder import (
     VERSION,
     Index,
+    PieceRow,
+    StoredIndex,
     StoredPiece,
+    check_header,
     check_pieces,
     index_bytes,
     is_newer_format,
     quick_check,
     read_index,
     read_meta,
+    read_stored_index,
     seal_index,
     verify,
 )
 from checkpoint.locks import folder_lock, run_lock
-from checkpoint.together import Gather, agree_on_outcome
+from checkpoint.together import Ranks
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxes
+from parallel.sharding.packing import equal_part
 
 __all__ = [
-    "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StorageError", "adopt",
-    "check_free_space", "committed_checkpoints", "load", "newest_checkpoint", "quick_check", "read_index",
-    "read_meta", "remove_leftovers", "run_lock", "save", "seconds_since_mark", "storage_errors", "verify",
+    "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StartedLoad", "StorageError",
+    "StoredIndex", "adopt", "check_free_space", "committed_checkpoints", "load", "newest_checkpoint",
+    "quick_check", "read_index", "read_meta", "remove_leftovers", "run_lock", "save", "seconds_since_mark",
+    "start_load", "storage_errors", "verify",
 ]
 
 # Where a writer can die and leave a different folder behind. The crash tests kill it at each of these points.
@@ -95,8 +107,14 @@ FAULT_POINTS = (
     "ckpt.mid_purge",
 )
 SHARD_BYTES = 1 << 30  # pieces share a file up to this size; a larger piece has a file of its own
+LEAST_SHARD_BYTES = 64 << 20  # a smaller file is not made for the sake of threads
+FILES_A_THREAD = 4
+PIECE_BYTES = 256 << 20  # a larger tensor is stored in several pieces, if it has rows
+KEPT_SHARE = 0.5  # of the free memory of a machine, that loading takes for verified bytes
 MAX_NAMED = 8  # differences between a checkpoint and a run that an error names; the rest is only counted
 FREE_SPACE_MARGIN = 1.2  # free space that a save asks for, over the bytes of the tensors
+PACK_LEVEL = 1  # of zlib, for what ranks tell each other
+ALONE = Ranks()
 MAX_HINT_BYTES = 200  # of `latest`, that are read
 STEP = re.compile(r"step_(\d{8,})")
 LEFTOVER = re.compile(r"(step_\d{8,}|latest)\.tmp-[0-9a-f]{32}|\.trash-.+")
@@ -106,20 +124,10 @@ Pieces = Iterable[Piece]
 Read = tuple[tuple[slice, ...], torch.Tensor]  # slices of a stored piece, and the view that they fill
 Reads = dict[StoredPiece, list[Read]]
 FaultPoint = Callable[[str], object]  # called with each name of FAULT_POINTS when it is reached
-Result = TypeVar("Result")
 
 
 def no_fault(point: str) -> None:
     """A FaultPoint that does nothing."""
-
-
-def gather_alone(mine: object) -> list[Any]:
-    """`gather` of a single rank."""
-    return [mine]
-
-
-def do_nothing() -> None:
-    """The part of a rank that has none."""
 
 
 # ---- save --------------------------------------------------------------------------------------------------
@@ -141,9 +149,22 @@ class PendingSave:
 
 @dataclass(frozen=True)
 class RankShards:
-    """What one rank wrote, for the index."""
+    """What one rank wrote, for the index.
+
+    rows: those of its pieces in the index, packed.
+    """
     files: dict[str, FileEntry]
-    pieces: list[StoredPiece]
+    rows: bytes
+
+
+def pack(rows: object) -> bytes:
+    """JSON data in few bytes: rows of an index repeat themselves."""
+    return zlib.compress(json.dumps(rows).encode(), PACK_LEVEL)
+
+
+def unpack(packed: bytes) -> Any:
+    """What pack was given, with lists for tuples."""
+    return json.loads(zlib.decompress(packed))
 
 
 def save(
@@ -155,20 +176,19 @@ def save(
     keep: int,
     mark: str = "",
     fault_point: FaultPoint = no_fault,
-    rank: int = 0,
-    world_size: int = 1,
-    gather: Gather = gather_alone,
+    ranks: Ranks = ALONE,
     timeout_s: float | None = None,
+    threads: int = 1,
 ) -> Path:
     """Writes and commits root/step_<step>, then purges all but permanent and the `keep` newest checkpoints.
 
-    Collective.
+    Collective. The first rank alone learns what the others hold, and writes the index.
 
     pieces: this rank's (Box, tensor of box.size). Over all ranks they cover every element of every key
     exactly once.
     meta: JSON data. mark: why it is permanent; "": it is not. Rank 0's counts.
-    fault_point: called with each name of FAULT_POINTS when it is reached. gather, timeout_s: see
-    together.agree_on_outcome.
+    fault_point: called with each name of FAULT_POINTS when it is reached. timeout_s: see
+    together.agree_on_outcome. threads: of this rank, that look for NaN, hash and write.
 
     Returns the committed folder. A step that is committed already and verifies is left as it is: the same run
     saved it before it was resumed.
@@ -180,19 +200,9 @@ def save(
     pieces = list(pieces)
     final = checkpoint_folder(root, step)
 
-    def all_ranks_do(work: Callable[[], Result]) -> list[Result]:
-        return agree_on_outcome(gather, work, timeout_s)
-
-    def first_rank_does(work: Callable[[], Result]) -> Result:
-        own_part: Callable[[], Any] = work if rank == 0 else do_nothing
-        results = all_ranks_do(own_part)
-        return results[0]
-
     # Check everything that can be checked before a byte is written.
-    checked = all_ranks_do(lambda: check_tensors(pieces))
-    boxes = [box for rank_boxes, _ in checked for box in rank_boxes]
-    total_bytes = sum(rank_bytes for _, rank_bytes in checked)
-    save_id = first_rank_does(lambda: begin_save(final, boxes, meta, total_bytes, mark))
+    checked = ranks.gather_first(ranks.all_do(lambda: check_tensors(pieces), timeout_s))
+    save_id, total_bytes = ranks.first_does(lambda: begin_save(final, checked, meta, mark), timeout_s)
 
     # Write the shards of all ranks into a temporary folder, then rename it.
     if save_id is not None:
@@ -200,35 +210,47 @@ def save(
             final=final, step=step, save_id=save_id, total_bytes=total_bytes, fault_point=fault_point
         )
         try:
-            shards = all_ranks_do(lambda: write_pieces(pending, pieces, rank, world_size))
-            first_rank_does(lambda: commit(pending, shards, meta))
+            own = ranks.all_do(lambda: write_pieces(pending, pieces, ranks, threads), timeout_s)
+            shards = ranks.gather_first(own)
+            ranks.first_does(lambda: commit(pending, shards, meta), timeout_s)
         except BaseException:
-            if rank == 0:
+            if ranks.rank == 0:
                 remove(pending.temp)
             raise
 
-    first_rank_does(lambda: publish(final, step, keep, fault_point))
+    ranks.first_does(lambda: publish(final, step, keep, fault_point), timeout_s)
     return final
 
 
-def check_tensors(pieces: list[Piece]) -> tuple[list[Box], int]:
-    """This rank's boxes and their bytes. Raises ValueError for a tensor that cannot be stored as its box."""
+def check_tensors(pieces: list[Piece]) -> tuple[bytes, int]:
+    """This rank's boxes, packed, and their bytes.
+
+    Raises ValueError for a tensor that cannot be stored as its box.
+    """
     for box, tensor in pieces:
         if tuple(tensor.shape) != tuple(box.size):
             raise ValueError(f"{box}: its tensor has shape {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{box}: dtype {tensor.dtype} cannot be stored")
-    boxes = [box for box, _ in pieces]
-    return boxes, sum(num_bytes(tensor) for _, tensor in pieces)
+    rows = [(box.key, box.shape, box.start, box.size) for box, _ in pieces]
+    return pack(rows), sum(num_bytes(tensor) for _, tensor in pieces)
 
 
-def begin_save(final: Path, boxes: list[Box], meta: Tree, total_bytes: int, mark: str) -> str | None:
+def begin_save(
+    final: Path, checked: list[tuple[bytes, int]], meta: Tree, mark: str
+) -> tuple[str | None, int]:
     """Rank 0: prepares the root, and marks the checkpoint before it is there: no kill can come between.
 
-    Returns the id of the new save; None if this step is committed already and verifies.
+    checked: what check_tensors found on each rank. Returns (the id of the new save, bytes of all tensors);
+    the id is None if this step is committed already and verifies.
     Raises ValueError if the boxes leave a hole or overlap; TypeError if meta is not JSON; StorageError.
     """
+    boxes: list[Box] = []
+    for rows, _ in checked:
+        for key, shape, start, size in unpack(rows):
+            boxes.append(Box(key, tuple(shape), tuple(start), tuple(size)))
     check_tiling(boxes)
+    total_bytes = sum(rank_bytes for _, rank_bytes in checked)
     json.dumps(meta)  # raises before a byte is written
     with storage_errors(final, total_bytes):
         os.makedirs(final.parent, exist_ok=True)
@@ -239,11 +261,11 @@ def begin_save(final: Path, boxes: list[Box], meta: Tree, total_bytes: int, mark
         if os.path.lexists(final):
             try:
                 verify(final)
-                return None
+                return None, total_bytes
             except IntegrityError:
                 pass  # the bad folder stays until the new one takes its name
         check_free_space(final, total_bytes)
-    return uuid.uuid4().hex
+    return uuid.uuid4().hex, total_bytes
 
 
 def check_free_space(final: Path, total_bytes: int) -> None:
@@ -255,52 +277,112 @@ def check_free_space(final: Path, total_bytes: int) -> None:
         raise StorageError(final, total_bytes, why)
 
 
-def write_pieces(pending: PendingSave, pieces: list[Piece], rank: int, world_size: int) -> RankShards:
-    """Writes this rank's shards, flushes them and reads them back. Raises StorageError; NonFiniteTensor."""
+def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks, threads: int) -> RankShards:
+    """Writes this rank's shards, flushes them and reads them back. Raises StorageError; NonFiniteTensor.
+
+    Each of the threads writes a file at a time; others wait for the disk meanwhile.
+    """
     temp = pending.temp
-    prefix = f"rank_{rank:05d}_" if world_size > 1 else ""
-    files: dict[str, FileEntry] = {}
-    stored: list[StoredPiece] = []
+    prefix = f"rank_{ranks.rank:05d}_" if ranks.size > 1 else ""
+    groups: dict[str, list[Piece]] = {}
     with storage_errors(temp, pending.total_bytes):
         temp.mkdir(exist_ok=True)
         pending.fault_point("ckpt.pre_write")
-        for number, group in enumerate(assign_shard_files(pieces)):
-            file = f"{prefix}shard_{number:05d}.safetensors"
-            files[file], pieces_of_file = write_group(pending, file, group)
-            stored += pieces_of_file
+        for number, group in enumerate(assign_shard_files(divide_large(pieces), threads)):
+            groups[f"{prefix}shard_{number:05d}.safetensors"] = group
+
+        with ThreadPoolExecutor(max(threads, 1), "flush") as flushers:
+            written = run_in_threads(
+                lambda file: write_group(pending, file, groups[file], flushers), list(groups), threads
+            )
+            for shard in written:
+                shard.flushed.result()
         pending.fault_point("ckpt.post_shard")
-        index: folder.Shards = {"save_id": pending.save_id, "files": files}
-        read_back(pending, lambda: check_pieces(temp, index, stored))
-    return RankShards(files, stored)
+        files = {shard.file: shard.entry for shard in written}
+        read_back(pending, lambda: compare_shards(pending, files, written, groups, threads))
+    rows = [piece.to_row() for shard in written for piece in shard.pieces]
+    return RankShards(files, pack(rows))
 
 
-def write_group(pending: PendingSave, file: str, group: list[Piece]) -> tuple[FileEntry, list[StoredPiece]]:
-    """Writes one shard file. Returns its entry in the index, and its pieces."""
+@dataclass(frozen=True)
+class WrittenShard:
+    """A shard file: its entry in the index, its pieces in order, and when it is on disk."""
+    file: str
+    entry: FileEntry
+    pieces: list[StoredPiece]
+    flushed: "Future[None]"
+
+
+def write_group(
+    pending: PendingSave, file: str, group: list[Piece], flushers: ThreadPoolExecutor
+) -> WrittenShard:
+    """Writes one shard file, and lets a thread of `flushers` bring it to the disk."""
     names = [box.key if box.size == box.shape else str(box) for box, _ in group]
     tensors = [tensor for _, tensor in group]
-    entry, checksums = write_shard(
+    entry, checksums, fd = write_shard(
         pending.temp / file,
         list(zip(names, tensors)),
         pending.save_id,
         halfway=lambda: pending.fault_point("ckpt.mid_shard"),
     )
+    flushed = flushers.submit(flush, fd)
     stored: list[StoredPiece] = []
     for (box, tensor), name, checksum in zip(group, names, checksums):
         dtype = DTYPES[tensor.dtype]
         stored.append(StoredPiece(box=box, dtype=dtype, file=file, name=name, sha256=checksum))
-    return entry, stored
+    return WrittenShard(file, entry, stored, flushed)
 
 
-def assign_shard_files(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Groups the pieces, one group for each file.
+def compare_shards(
+    pending: PendingSave,
+    files: dict[str, FileEntry],
+    written: list[WrittenShard],
+    groups: dict[str, list[Piece]],
+    threads: int,
+) -> None:
+    """Raises IntegrityError unless the shards read back as the tensors that they were made of.
+
+    The tensors are still in memory, so the bytes are compared and not hashed a second time.
+    """
+    def compare(shard: WrittenShard) -> None:
+        path = pending.temp / shard.file
+        offsets = check_header(path, files[shard.file], pending.save_id, shard.pieces)
+        with open_shard(path) as fd:
+            for piece, (_, tensor) in zip(shard.pieces, groups[shard.file]):
+                if not reads_as(fd, offsets[piece], raw_bytes(tensor)):
+                    raise IntegrityError(f"{path}: {piece.name} is not what was written")
+
+    run_in_threads(compare, written, threads)
+
+
+def divide_large(pieces: list[Piece]) -> Iterator[Piece]:
+    """The pieces; one that is larger than PIECE_BYTES in parts of its rows, for several threads."""
+    for box, tensor in pieces:
+        num_rows = box.size[0] if box.size else 1
+        num_parts = min(num_rows, -(-num_bytes(tensor) // PIECE_BYTES))
+        if num_parts < 2:
+            yield box, tensor
+            continue
+        for part in range(num_parts):
+            rows = equal_part(num_rows, part, num_parts, grain=1)
+            yield box.rows(rows.start, rows.stop), tensor[rows.start:rows.stop]
+
+
+def assign_shard_files(pieces: Iterable[Piece], threads: int) -> Iterator[list[Piece]]:
+    """Groups the pieces, one group for each file: large ones, but a few for each thread.
 
     In a file, wide dtypes come first, so that every tensor is aligned.
     """
+    pieces = list(pieces)
+    total_bytes = sum(num_bytes(tensor) for _, tensor in pieces)
+    share = total_bytes // (FILES_A_THREAD * threads)
+    file_bytes = min(SHARD_BYTES, max(share, LEAST_SHARD_BYTES))
+
     group: list[Piece] = []
     group_bytes = 0
     for box, tensor in pieces:
         size = num_bytes(tensor)
-        if group and group_bytes + size > SHARD_BYTES:
+        if group and group_bytes + size > file_bytes:
             yield widest_first(group)
             group = []
             group_bytes = 0
@@ -343,6 +425,7 @@ def write_meta_and_index(pending: PendingSave, shards: list[RankShards], meta: T
     pending.fault_point("ckpt.pre_index")
     files = {name: entry for part in shards for name, entry in part.files.items()}
     full_meta = {**meta, "step": pending.step, "save_id": pending.save_id}
+    rows: list[PieceRow] = [row for part in shards for row in unpack(part.rows)]
     files["meta.json"] = write_file(temp / "meta.json", json.dumps(full_meta, indent=1).encode())
     index = index_bytes({
         "version": VERSION,
@@ -350,7 +433,7 @@ def write_meta_and_index(pending: PendingSave, shards: list[RankShards], meta: T
         "step": pending.step,
         "world": len(shards),
         "files": files,
-        "pieces": [piece.to_row() for part in shards for piece in part.pieces],
+        "pieces": rows,
     })
     write_file(temp / "index.json", index)
     pending.fault_point("ckpt.mid_index")
@@ -451,6 +534,13 @@ def checkpoint_folder(root: Path, step: int) -> Path:
     return root / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint folder, by its name, which a check compares with what it holds."""
+    match = STEP.fullmatch(path.name)
+    assert match is not None  # of committed_checkpoints
+    return int(match[1])
+
+
 def committed_checkpoints(root: Path | str) -> list[tuple[int, Path]]:
     """[(step, folder)] of every checkpoint that has a final name, newest first.
 
@@ -468,7 +558,7 @@ def newest_checkpoint(
     root: Path | str,
     log: list[str] | None = None,
     bad: dict[Path, str] | None = None,
-    check: Callable[[Path], Index] = verify,
+    check: Callable[[Path], StoredIndex] = verify,
 ) -> Path | None:
     """The newest checkpoint that is good; None if there never was one.
 
@@ -507,12 +597,14 @@ def newest_checkpoint(
     return good
 
 
-def check_named_step(path: Path, step: int, bad: dict[Path, str], check: Callable[[Path], Index]) -> None:
+def check_named_step(
+    path: Path, step: int, bad: dict[Path, str], check: Callable[[Path], StoredIndex]
+) -> None:
     """Raises IntegrityError if the folder is in `bad`, fails the check, or does not hold its step."""
     why = bad.get(path)
     if why is not None:
         raise IntegrityError(why)
-    found = check(path)["step"]
+    found = check(path).step
     if found != step:
         raise IntegrityError(f"{path}: holds step {found}")
 
@@ -539,7 +631,7 @@ def remove_leftovers(root: Path | str) -> None:
 # ---- load --------------------------------------------------------------------------------------------------
 
 def load(
-    path: Path | str,
+    source: Path | str | StoredIndex,
     wants: Pieces,
     *,
     strict: bool = True,
@@ -550,8 +642,9 @@ def load(
     """Fills each tensor of `wants` from a checkpoint that any layout saved.
 
     First the bytes of every piece to be read are verified, then the tensors are filled. So an error changes
-    no tensor.
+    no tensor. For many ranks, which must agree between the two: start_load.
 
+    source: the checkpoint folder, or its index if it was read before.
     wants: (Box, tensor of box.size on any device).
     strict: a stored key that no rank wants is an error.
     allow: except for keys that match one of these patterns, such as "optim.*".
@@ -560,26 +653,62 @@ def load(
 
     Raises IntegrityError if the checkpoint is damaged; ConfigError, with all differences, if it does not fit.
     """
-    path = Path(path)
+    start_load(source, wants, strict=strict, allow=allow, allow_cast=allow_cast, others=others).fill()
+
+
+@dataclass(frozen=True)
+class StartedLoad:
+    """Pieces that are verified, and not yet in their tensors.
+
+    kept: {piece: its bytes}. The others are read again: there was no memory for them.
+    """
+    path: Path
+    reads: Reads
+    offsets: dict[StoredPiece, int]
+    kept: dict[StoredPiece, torch.Tensor]
+
+    def fill(self) -> None:
+        """Copies the pieces into their tensors. Raises IntegrityError."""
+        again: dict[str, list[StoredPiece]] = defaultdict(list)
+        for piece in self.reads:
+            if piece not in self.kept:
+                again[piece.file].append(piece)
+                continue
+            copy_piece(piece, self.kept.pop(piece), self.reads)
+        for file, pieces in again.items():
+            copy_from_file(self.path / file, pieces, self.offsets, self.reads)
+
+
+def start_load(
+    source: Path | str | StoredIndex,
+    wants: Pieces,
+    *,
+    strict: bool = True,
+    allow: Sequence[str] = (),
+    allow_cast: bool = False,
+    others: Iterable[str] = (),
+    sharers: int = 1,
+) -> StartedLoad:
+    """Verifies every byte that load would read, in several threads, and changes no tensor. See load.
+
+    What is verified is kept in memory, within KEPT_SHARE of what is free, and so read once. Memory is taken
+    only for what the headers of the files confirm. sharers: processes of this machine that load at the time.
+    """
+    path = source.path if isinstance(source, StoredIndex) else Path(source)
     wants = list(wants)
     with folder_lock(path, fcntl.LOCK_SH):
         # Find the stored pieces of each key, and check that they fit.
-        data = read_index(path)
-        stored: dict[str, list[StoredPiece]] = defaultdict(list)
-        for row in data["pieces"]:
-            piece = StoredPiece.from_row(row)
-            stored[piece.box.key].append(piece)
+        index = source if isinstance(source, StoredIndex) else read_stored_index(path)
+        stored = index.by_key()
         extra = extra_keys(stored, wants, allow, others) if strict else []
         check_fits(path, stored, wants, extra=extra, allow_cast=allow_cast)
 
-        # Verify every byte that is to be read, then copy file by file.
+        # Verify every byte that is to be read.
         reads = plan_reads(stored, wants)
-        offsets = check_pieces(path, data, reads)
-        pieces_of: dict[str, list[StoredPiece]] = defaultdict(list)
-        for piece in reads:
-            pieces_of[piece.file].append(piece)
-        for file, pieces in pieces_of.items():
-            copy_from_file(path / file, pieces, offsets, reads)
+        kept: dict[StoredPiece, torch.Tensor] = {}
+        room = int(KEPT_SHARE * available_bytes() / sharers)
+        offsets = check_pieces(path, index.shards(), reads, kept=kept, room=room)
+        return StartedLoad(path, reads, offsets, kept)
 
 
 def extra_keys(
@@ -662,8 +791,13 @@ def copy_from_file(
         # Private and copied on write: torch wants writable memory.
         memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
     for piece in pieces:
-        dtype = TORCH[piece.dtype]
-        values = torch.frombuffer(memory, dtype=dtype, count=piece.box.volume, offset=offsets[piece])
-        values = values.view(piece.box.size)
-        for source, target in reads[piece]:
-            target.copy_(values[source])
+        count = piece.num_bytes
+        values = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offsets[piece])
+        copy_piece(piece, values, reads)
+
+
+def copy_piece(piece: StoredPiece, values: torch.Tensor, reads: Reads) -> None:
+    """Copies the bytes of a piece into the tensors that want a part of it."""
+    shaped = values.view(TORCH[piece.dtype]).view(piece.box.size)
+    for source, target in reads[piece]:
+        target.copy_(shaped[source])

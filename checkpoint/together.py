@@ -10,12 +10,14 @@ in short exchanges until all parts are done:
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from parallel.wire.comm import PeerError
 
 Result = TypeVar("Result")
-Gather = Callable[[object], list[Any]]  # gives every rank the list of all ranks' objects
+Gather = Callable[[object], list[Any]]  # gives the list of all ranks' objects, to every rank or to the first
+Broadcast = Callable[[Any], Any]  # gives every rank the first rank's object
 Outcome = tuple[object, Exception | None]  # (result, None) or (None, error)
 
 FIRST_INTERVAL = 0.02  # seconds between the first two exchanges; each interval is twice the one before ...
@@ -24,28 +26,66 @@ MAX_NAMED_RANKS = 8  # in an error message
 PEER_TIMEOUT = 76  # exit code: a peer did not answer in time
 
 
-def agree_on_outcome(
-    gather: Gather, work: Callable[[], Result], timeout_s: float | None = None
-) -> list[Result]:
-    """Returns [work() of every rank], on every rank. Collective.
+def gather_alone(mine: object) -> list[Any]:
+    """`gather` of a single rank."""
+    return [mine]
 
-    gather: gives every rank the list of all ranks' objects.
+
+def broadcast_alone(mine: object) -> object:
+    """`broadcast` of a single rank."""
+    return mine
+
+
+def do_nothing() -> None:
+    """The part of a rank that has none."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that write or read a checkpoint together, and how they tell each other plain data.
+
+    gather: every rank gets the list of all ranks' objects, which must be small.
+    gather_first: the first rank gets it, the others get []: for what grows with the number of ranks.
+    broadcast: every rank gets the first rank's object; the others' is ignored.
+    """
+    rank: int = 0
+    size: int = 1
+    gather: Gather = gather_alone
+    gather_first: Gather = gather_alone
+    broadcast: Broadcast = broadcast_alone
+
+    def all_do(self, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
+        """agree_on_outcome among these ranks."""
+        return agree_on_outcome(self.gather, work, timeout_s if self.size > 1 else None)
+
+    def first_does(self, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
+        """work() of the first rank, its result or its error, on every rank. Collective."""
+        own_part: Callable[[], Any] = work if self.rank == 0 else do_nothing
+        return self.broadcast(self.all_do(own_part, timeout_s))
+
+
+def agree_on_outcome(gather: Gather, work: Callable[[], Result], timeout_s: float | None = None) -> Result:
+    """Returns work() once it is done on every rank. Collective.
+
+    gather: gives every rank the list of all ranks' objects. Errors alone are exchanged, and no results.
     timeout_s: seconds that the slowest rank may take. None: work() runs in the calling thread, and the ranks
     that are done wait in `gather`.
 
     If work() fails on one rank, every rank raises: its own error, or else the error of the first rank that
     failed. Raises PeerError (exit code 76) on all ranks when a rank is not done after `timeout_s`.
     """
-    own_outcome = outcome_of(work) if timeout_s is None else while_others_wait(gather, work, timeout_s)
-    outcomes = gather(own_outcome)
+    if timeout_s is None:
+        result, own_error = outcome_of(work)
+    else:
+        result, own_error = while_others_wait(gather, work, timeout_s)
+    errors = gather(own_error)
 
-    own_error = own_outcome[1]
     if own_error is not None:
         raise own_error
-    for _, error in outcomes:
+    for error in errors:
         if error is not None:
             raise error
-    return [result for result, _ in outcomes]
+    return cast(Result, result)
 
 
 def outcome_of(work: Callable[[], object]) -> Outcome:

@@ -67,18 +67,19 @@ def find_checkpoints(sources: list[str], last: int | None) -> list[Path]:
 
 def average(paths: list[Path], folder: Path) -> None:
     """Writes the run folder with the mean of the checkpoints. Raises ConfigError if they do not match."""
-    metas = [store.read_meta(path) for path in paths]
+    indexes = [store.quick_check(path) for path in paths]
+    metas = [index.meta for index in indexes]
     cfgs = [state.config_of(meta) for meta in metas]
     for path, meta, cfg in zip(paths[1:], metas[1:], cfgs[1:]):
         check_same_model(paths[0], path, cfgs[0], cfg)
         if meta["tokenizer"] != metas[0]["tokenizer"]:
             raise ConfigError(f"{path}: has another tokenizer than {paths[0]}; average runs of one tokenizer")
 
-    check_size(cfgs[-1].model, store.read_index(paths[-1])["pieces"], str(paths[-1]))
+    check_size(cfgs[-1].model, indexes[-1].pieces, str(paths[-1]))
     _, boxes = weights_only(cfgs[-1], CPU, "fp32")
     sums = [torch.zeros(tensor.shape, dtype=torch.float64) for _, tensor in boxes]
-    for path in paths:
-        store.load(path, boxes, strict=False, allow_cast=True)
+    for index in indexes:
+        store.load(index, boxes, strict=False, allow_cast=True)
         for total, (_, tensor) in zip(sums, boxes):
             total += tensor
     for total, (_, tensor) in zip(sums, boxes):

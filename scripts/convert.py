@@ -220,8 +220,8 @@ def to_hf(
     Raises ConfigError; IntegrityError; LogitsDiffer; StorageError.
     """
     notes: list[str] = []
-    path = state.find_checkpoint(run, notes)
-    meta = store.read_meta(path)
+    index = state.find_index(run, notes)
+    path, meta = index.path, index.meta
     cfg = state.config_of(meta)
     model = cfg.model
     family = hf_config.family_of(model)
@@ -237,7 +237,7 @@ def to_hf(
 
     with new_folder(folder) as temp:
         ours, num_tensors = export_weights(
-            path, cfg, family, target=temp, dtype=DTYPES[dtype], weights=weights
+            index, cfg, family, target=temp, dtype=DTYPES[dtype], weights=weights
         )
         gc.collect()  # one model in memory at a time
         with storage_errors(temp, 0):
@@ -261,17 +261,17 @@ def to_hf(
 
 
 def export_weights(
-    path: Path, cfg: Config, family: str, *, target: Path, dtype: torch.dtype, weights: str
+    index: store.StoredIndex, cfg: Config, family: str, *, target: Path, dtype: torch.dtype, weights: str
 ) -> tuple[Tensor, int]:
     """Writes the weights of a checkpoint into `target`, in `dtype`. weights: see to_hf.
 
     Returns our logits [2, s, vocab] of the probe with the weights as written, and the number of tensors.
     """
     model = cfg.model
-    check_size(model, store.read_index(path)["pieces"], str(path))
+    check_size(model, index.pieces, str(index.path))
     stage, pieces = weights_only(cfg, CPU, "fp64" if cfg.train.dtype == "fp64" else "fp32")
     tensors = hf.hf_tensors(family, model, pieces)  # refuses a tensor that the family does not have
-    store.load(path, state.stored_as(path, pieces, weights), strict=False)
+    store.load(index, state.stored_as(index, pieces, weights), strict=False)
     hf.fold_mup(model, pieces)
     hf.write_weights(target, family, model, pieces, dtype=dtype)
 

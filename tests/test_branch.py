@@ -1,13 +1,15 @@
 """A branch of a run: what it has of its source, what it records, and what is refused."""
 
+import hashlib
 import json
+import shutil
 
 import pytest
 from ranks import corpus
 from test_resume import run, story, weights
 
 import config
-from checkpoint import branch, store
+from checkpoint import branch, folder, store
 from config import ConfigError, phases_of
 
 
@@ -86,6 +88,25 @@ def test_what_is_refused(home, monkeypatch, words, at, line):
         assert code == 0, told
         return
     assert code == 2 and told.startswith("error: ") and line in told, told
+
+
+def test_a_source_that_says_it_is_huge_is_refused_before_memory_is_taken(home, monkeypatch):
+    """meta.json of anybody, under matching checksums: 1e6 wide, beside tensors that are 32 wide."""
+    path = home / "huge" / "checkpoints" / "step_00000006"
+    shutil.copytree(home / "source" / "checkpoints" / "step_00000006", path)
+    meta, index = (json.loads((path / name).read_text()) for name in ("meta.json", "index.json"))
+    meta["config"]["model"]["hidden"] = meta["config"]["model"]["ffn"] = 1_000_000
+    text = json.dumps(meta).encode()
+    (path / "meta.json").write_bytes(text)
+    index["files"]["meta.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text).hexdigest()}
+    sealed = json.dumps(index).encode()
+    (path / "index.json").write_bytes(sealed)
+    (path / "index.sha256").write_bytes(folder.seal_index(sealed))
+
+    monkeypatch.setattr("test_resume.ARGS", [])
+    assert run(home, "of-huge", extra=("--checkpoint.branch", f"{home / 'huge'}@6")) == 2
+    told = (home / "of-huge.log").read_text().splitlines()[-1]
+    assert "step_00000006: the config says" in told and "the two are not of one model" in told, told
 
 
 def test_a_recipe_beside_it(home):

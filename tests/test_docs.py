@@ -39,6 +39,7 @@ import scripts.launch
 import scripts.plan
 import scripts.prepare_data
 import scripts.schedule
+import scripts.scrub
 import train
 from config import ConfigError, unused
 from model.schedules import plan_pipeline
@@ -295,6 +296,7 @@ PROGRAMS = ("python", "torchrun", "bash", "sbatch", "pip", "bevatron")
 PARSERS: dict[str, Callable] = {
     "scripts.bench": lambda words: benchmarks.command.make_parser().parse_known_args(words),
     "scripts.average": lambda words: scripts.average.arguments().parse_known_args(words),
+    "scripts.scrub": lambda words: scripts.scrub.arguments().parse_known_args(words),
     "scripts.compare": lambda words: scripts.compare.arguments().parse_known_args(words),
     "scripts.convert": lambda words: scripts.convert.arguments().parse_known_args(words),
     "scripts.evaluate": lambda words: scripts.evaluate.arguments().parse_known_args(words),

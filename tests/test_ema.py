@@ -14,7 +14,7 @@ from test_resume import run, same_as_clean, weights
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from build import build_run, load_run
-from checkpoint import state
+from checkpoint import state, store
 from checkpoint.saver import CheckpointSaver
 from config import ConfigError
 from model.sharding import parallel_dims
@@ -168,7 +168,7 @@ def fill_or_check(world, layout: str, root, is_writer: bool) -> int:
     made = build_run(cfg, mesh, CPU, Facts(), cfg.train.steps)
     checked = 0
     if not is_writer:
-        state.load(made, root / "step_00000001")
+        state.load(made, store.quick_check(root / "step_00000001"))
     for bucket, average in zip(made.buckets, made.ema.averages):
         for offset, flat in enumerate((bucket.weights.master, average)):
             for box, part in boxes_of(bucket, flat):

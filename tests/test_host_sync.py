@@ -145,6 +145,8 @@ def exchange_nothing(monkeypatch) -> None:
     for name in ("all_reduce", "all_to_all_single", "broadcast"):
         monkeypatch.setattr(comm.dist, name, verb)
     monkeypatch.setattr(comm, "all_gather_objects", lambda x, group: [x] * group.size)
+    monkeypatch.setattr(comm, "gather_objects", lambda x, group: [x] * group.size)
+    monkeypatch.setattr(comm, "broadcast_object", lambda x, group: x)
     for name in ("all_gather_verb", "reduce_scatter_verb", "gather_each_verb", "scatter_each_verb"):
         monkeypatch.setattr(comm, name, verb)
     monkeypatch.setattr(comm.dist, "P2POp", lambda *args, **options: args)

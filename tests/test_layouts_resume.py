@@ -81,10 +81,9 @@ def steps(run, data, first: int, last: int) -> list[float]:
 
 
 def held(run, alone: bool):
-    return [
-        (box, part.detach().numpy().copy())
-        for box, part in state.state_boxes(run.buckets, run.optim.state(), alone) + run.routers.boxes(alone)
-    ]
+    everything = state.state_boxes(run.buckets, run.optim.state()) + run.routers.boxes()
+    boxes = state.boxes_to_save(run) if alone else everything
+    return [(box, part.detach().numpy().copy()) for box, part in boxes]
 
 
 def save(world: World, cfg, root) -> tuple[list, list[float]]:
@@ -105,7 +104,7 @@ def load(world: World, cfg, path, truth: dict) -> tuple[list[str], int, list[flo
         bucket.weights.master.fill_(7.0)
     for _, part in run.routers.boxes():
         part.fill_(7.0)
-    state.load(run, path)
+    state.load(run, store.quick_check(path))
     pieces = held(run, alone=False)
     wrong = [
         b.key

@@ -11,7 +11,7 @@ Slices = tuple[slice, ...]  # one a dim
 ReadPlan = list[tuple[int, Slices, Slices]]  # (index of a stored piece, its slices, those of what is filled)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Box:
     """A rectangle of a global tensor; start and size in elements, one number a dim."""
     key: str  # global name, the same under every layout

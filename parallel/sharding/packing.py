@@ -79,3 +79,21 @@ def pack_into_buckets(sizes: Sequence[int], max_elements: int, alignment: int = 
 def round_up(n: int, multiple: int = ALIGNMENT) -> int:
     """n rounded up to a multiple of `multiple`."""
     return -(-n // multiple) * multiple
+
+
+def least_loaded(sizes: Sequence[int], num_parts: int) -> list[int]:
+    """The part of each of these sizes: in order, each goes to the part that has least, the first of them."""
+    loads = [0] * num_parts
+    found: list[int] = []
+    for size in sizes:
+        part = loads.index(min(loads))
+        loads[part] += size
+        found.append(part)
+    return found
+
+
+def equal_part(size: int, part: int, num_parts: int, grain: int) -> range:
+    """Part number `part` of range(size), cut into parts that differ by at most `grain`, at its multiples."""
+    num_grains = -(-size // grain)
+    first, end = (num_grains * index // num_parts for index in (part, part + 1))
+    return range(min(first * grain, size), min(end * grain, size))

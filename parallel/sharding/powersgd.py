@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from parallel.sharding.boxes import Box
+from parallel.sharding.packing import least_loaded
 from parallel.sharding.slots import Slot
 from parallel.sharding.spec import ParameterSpec
 from parallel.wire import comm
@@ -183,11 +184,12 @@ class PowerSGD:
     def boxes_of(self, total: Tensor, each_once: bool = False) -> list[tuple[Box, Tensor]]:
         """[(box, its elements)] of what a checkpoint holds. total [size]: what sum_errors returned.
 
-        each_once: leaves out what another rank has too, and saves.
+        each_once: leaves out what another rank has too, and saves: the matrices are divided by their size.
         """
+        writers = least_loaded([slot.numel for slot in self.matrices], self.group.size)
         found: list[tuple[Box, Tensor]] = []
-        for slot, basis in zip(self.matrices, self.bases):
-            if each_once and not (slot.counted_in_norm and self.group.index == 0):
+        for slot, basis, writer in zip(self.matrices, self.bases, writers):
+            if each_once and not (slot.counted_in_norm and self.group.index == writer):
                 continue
             spec = slot.param.spec
             for box, error in spec.split(slot.view_in(total)):

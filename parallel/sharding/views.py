@@ -1,4 +1,5 @@
 """What the optimizer, clipping and checkpoints read of a bucket: the elements that this rank owns."""
+from collections.abc import Sequence
 from math import prod
 from operator import add
 from typing import NamedTuple
@@ -54,7 +55,7 @@ def boxes_of(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tupl
     """[(box, its elements)] of a flat tensor over the owned shard, such as masters, gradients or moments.
 
     The elements are views. A tensor of n dims falls into at most 2n - 1 boxes. each_once: leaves out what
-    another rank has too, and saves, so that all ranks together have every element once.
+    another rank has too, and counts, so that all ranks together have every element once.
     """
     # the ranks that own the same shard
     copies = bucket.groups.replica if bucket.zero else bucket.groups.reduce
@@ -65,12 +66,29 @@ def boxes_of(bucket: Bucket, flat: Tensor, each_once: bool = False) -> list[tupl
     return found
 
 
-def boxes_of_slot(bucket: Bucket, slot: Slot, flat: Tensor) -> list[tuple[Box, Tensor]]:
-    """[(box, its elements)] of one parameter in a flat tensor over the owned shard."""
+def boxes_within(
+    bucket: Bucket, flat: Tensor, slots: Sequence[Slot], within: range
+) -> list[tuple[Box, Tensor]]:
+    """boxes_of, of these parameters and these elements of the owned shard alone."""
+    found: list[tuple[Box, Tensor]] = []
+    for slot in slots:
+        found += boxes_of_slot(bucket, slot, flat, within)
+    return found
+
+
+def boxes_of_slot(
+    bucket: Bucket, slot: Slot, flat: Tensor, within: range | None = None
+) -> list[tuple[Box, Tensor]]:
+    """[(box, its elements)] of one parameter in a flat tensor over the owned shard.
+
+    within: the elements of the owned shard to which the boxes are confined; None: all.
+    """
     found: list[tuple[Box, Tensor]] = []
     offset = slot.offset  # of the spec's box in the bucket
     for whole in slot.param.spec.boxes:
         start, end = owned_part(bucket, offset, whole.volume)
+        if within is not None:
+            start, end = max(start, within.start), min(end, within.stop)
         if start < end:
             first = start + bucket.shard_start - offset  # of the owned elements in the box
             last = first + end - start

@@ -380,19 +380,66 @@ def all_gather_objects(x: Data, group: Group) -> list[Data]:
     if group.size == 1:
         return [x]
     own = as_tensor(x, group)
+    lengths = gather_lengths(own, group, "all_gather_object")
+    padded = padded_to(max(lengths), own)
+    received = own.new_empty(group.size * len(padded))
+    gather = partial(all_gather_verb, group=group.handle)
+    group.run_exchange("all_gather_object", received.nbytes, None, gather, received, padded)
+    return from_rows(received.view(group.size, len(padded)).cpu(), lengths, group)
+
+
+def gather_objects(x: Data, group: Group) -> list[Data]:
+    """[x of each rank], on the first rank of the group alone; [] on the others. Raises MessageError.
+
+    For what grows with the number of ranks: no rank but the first receives or holds it.
+    """
+    if group.size == 1:
+        return [x]
+    own = as_tensor(x, group)
+    lengths = gather_lengths(own, group, "gather_object")
+    padded = padded_to(max(lengths), own)
+    rows = [torch.empty_like(padded) for _ in group.ranks] if group.index == 0 else None
+    gather = partial(dist.gather, dst=group.ranks[0], group=group.handle)
+    group.run_exchange("gather_object", padded.nbytes, None, gather, padded, rows)
+    return [] if rows is None else from_rows(rows, lengths, group)
+
+
+def broadcast_object(x: Data, group: Group, source: int = 0) -> Data:
+    """x of the group's rank number `source`, on every rank; there it is x itself. Raises MessageError."""
+    if group.size == 1:
+        return x
+    is_source = group.index == source
+    device = message_device(group)
+    message = as_tensor(x, group) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
+    send = partial(dist.broadcast, src=group.ranks[source], group=group.handle)
+    length = torch.tensor([len(message)], device=device)
+    group.run_exchange("broadcast_object", length.nbytes, None, send, length)
+
+    check_length(group.ranks[source], int(length.item()))
+    received = message if is_source else message.new_empty(int(length.item()))
+    group.run_exchange("broadcast_object", received.nbytes, None, send, received)
+    return x if is_source else from_tensor(received, group, source)
+
+
+def gather_lengths(own: Tensor, group: Group, verb: str) -> list[int]:
+    """The lengths of all ranks' messages. Raises MessageError, before memory is taken for one too long."""
     lengths = own.new_empty(group.size, dtype=torch.int64)
     own_length = torch.tensor([len(own)], device=own.device)
     gather = partial(all_gather_verb, group=group.handle)
-    group.run_exchange("all_gather_object", lengths.nbytes, None, gather, lengths, own_length)
+    group.run_exchange(verb, lengths.nbytes, None, gather, lengths, own_length)
+    return check_lengths(lengths.tolist(), group)
 
-    longest = check_lengths(lengths, group)
-    padded = own.new_zeros(longest)
-    padded[:len(own)] = own
-    received = own.new_empty(group.size * longest)
-    group.run_exchange("all_gather_object", received.nbytes, None, gather, received, padded)
-    rows = received.view(group.size, longest).cpu()
-    return [from_tensor(row[:length], group, rank)
-            for rank, (row, length) in enumerate(zip(rows, lengths.tolist()))]
+
+def padded_to(length: int, message: Tensor) -> Tensor:
+    """The message with zeros after it."""
+    padded = message.new_zeros(length)
+    padded[:len(message)] = message
+    return padded
+
+
+def from_rows(rows: Sequence[Tensor] | Tensor, lengths: list[int], group: Group) -> list[Any]:
+    """What each rank has said: rows[i] holds lengths[i] bytes of rank i. Raises MessageError."""
+    return [from_tensor(row[:length], group, rank) for rank, (row, length) in enumerate(zip(rows, lengths))]
 
 
 def check_collectives(groups: Sequence[Group]) -> None:
@@ -449,21 +496,26 @@ def from_tensor(message: Tensor, group: Group, index: int) -> Any:
     return messages.decode(message.cpu().numpy().tobytes(), f"rank {group.ranks[index]}")
 
 
-def check_lengths(lengths: Tensor, group: Group) -> int:
-    """The longest of the messages, as long as which each is received. Raises MessageError for one that is too
-    long, before memory is taken."""
-    told = lengths.tolist()
-    for rank, length in zip(group.ranks, told):
-        if not 0 < length <= messages.MAX_BYTES:
-            raise messages.MessageError(
-                f"rank {rank} announces a message of {length:,} bytes; the limit is {messages.MAX_BYTES:,}"
-            )
-    total = len(told) * max(told)
-    if total > messages.MAX_TOTAL_BYTES:
+def check_lengths(lengths: list[int], group: Group) -> list[int]:
+    """The lengths. Raises MessageError for messages that are too long, alone or together, before memory is
+    taken: each is received as long as the longest."""
+    for rank, length in zip(group.ranks, lengths):
+        check_length(rank, length)
+    total = len(lengths) * max(lengths)
+    limit = messages.MAX_TOTAL_BYTES
+    if total > limit:
         raise messages.MessageError(
-            f"messages of {len(told)} ranks take {total:,} bytes; the limit is {messages.MAX_TOTAL_BYTES:,}"
+            f"messages of {len(lengths)} ranks take {total:,} bytes; the limit is {limit:,}"
         )
-    return max(told)
+    return lengths
+
+
+def check_length(rank: int, length: int) -> None:
+    """Raises MessageError for a message of the global rank `rank` that is too long."""
+    if not 0 < length <= messages.MAX_BYTES:
+        raise messages.MessageError(
+            f"rank {rank} announces a message of {length:,} bytes; the limit is {messages.MAX_BYTES:,}"
+        )
 
 
 # ---- started exchanges -------------------------------------------------------------------------------------

@@ -1282,8 +1282,7 @@ TABLE = (
     Mutation(
         what="a run that is started again begins anew",
         file="checkpoint/state.py",
-        old="resumed = store.newest_checkpoint(root, notes, bad, store.quick_check) "
-        "if root.is_dir() else None",
+        old="resumed = store.newest_checkpoint(root, notes, bad, check) if root.is_dir() else None",
         new="resumed = None",
         model="llama3-tiny",
         world=2,
@@ -1377,21 +1376,18 @@ TABLE = (
     ),
     Mutation(
         what="a checkpoint has what tp ranks hold alike once a rank",
-        file="parallel/sharding/views.py",
-        old="if not each_once or (slot.counted_in_norm and copies.index == 0):",
-        new="if not each_once or copies.index == 0:",
+        file="parallel/sharding/shares.py",
+        old="for slot, rank in zip(replicated, tp_ranks) if rank != mesh.tp.index}",
+        new="for slot, rank in zip(replicated, tp_ranks) if rank == -1}",
         model="llama3-tiny",
         world=2,
         layout="tp2 zero0 mb1",
     ),
     Mutation(
         what="nobody writes what tp ranks hold alike into the checkpoint",
-        file="parallel/sharding/views.py",
-        old="if not each_once or (slot.counted_in_norm and copies.index == 0):",
-        new=(
-            "is_dropped = bucket.groups.shard.size == 1 and slot.param.spec.partial_over\n"
-            "        if not each_once or (slot.counted_in_norm and copies.index == 0 and not is_dropped):"
-        ),
+        file="parallel/sharding/shares.py",
+        old="for slot, rank in zip(replicated, tp_ranks) if rank != mesh.tp.index}",
+        new="for slot, rank in zip(replicated, tp_ranks)}",
         model="llama3-tiny",
         world=2,
         layout="tp2 sp zero0 mb1",

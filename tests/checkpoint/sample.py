@@ -6,6 +6,7 @@ import threading
 import torch
 
 from checkpoint import folder, store
+from checkpoint.together import Ranks
 from parallel.sharding.boxes import Box
 from parallel.sharding.ranges import range_boxes
 
@@ -77,7 +78,7 @@ def reseal(path, change):
 
 
 def ranks(n):
-    """gather functions for n threads."""
+    """together.Ranks for n threads."""
     slots, barrier = [None] * n, threading.Barrier(n, timeout=20)
 
     def gather(rank, x):
@@ -87,14 +88,23 @@ def ranks(n):
         barrier.wait()
         return every
 
-    return [lambda x, r=r: gather(r, x) for r in range(n)]
+    def of_rank(rank):
+        return Ranks(
+            rank,
+            n,
+            gather=lambda x: gather(rank, x),
+            gather_first=lambda x: gather(rank, x) if rank == 0 else gather(rank, x)[:0],
+            broadcast=lambda x: gather(rank, x)[0],
+        )
+
+    return [of_rank(rank) for rank in range(n)]
 
 
 def save_in_threads(root, step, parts, at=lambda rank, point: None):
     """store.save as len(parts) ranks; returns each rank's result or exception."""
     out = [None] * len(parts)
 
-    def one(rank, gather):
+    def one(rank, among):
         try:
             out[rank] = store.save(
                 root,
@@ -102,10 +112,8 @@ def save_in_threads(root, step, parts, at=lambda rank, point: None):
                 parts[rank],
                 {"ranks": len(parts)},
                 keep=2,
-                rank=rank,
-                world_size=len(parts),
                 fault_point=lambda point: at(rank, point),
-                gather=gather,
+                ranks=among,
             )
         except Exception as e:
             out[rank] = e

@@ -57,7 +57,7 @@ def test_copies_from_a_gpu_are_started_together_into_memory_that_is_kept(tmp_pat
         for x in weights.values():
             x.fill_(step)
         saver.save(tmp_path, step, whole(weights), {}, keep=9)
-        kept.append([x.data_ptr() for x in saver.host_memory.pinned])
+        kept.append([x.data_ptr() for x in saver.host_memory.buffers])
         for x in weights.values():
             x.fill_(-1)  # training goes on
         found = loaded(saver.wait_saved(), weights)
@@ -82,11 +82,22 @@ def test_copies_that_nothing_waits_for_are_made_at_once(tmp_path, monkeypatch):
     assert len(waits) >= 2 and all(waits)
 
 
-def test_copies_on_the_host_are_not_kept(tmp_path):
-    saver = CheckpointSaver(in_background=True)
-    saver.save(tmp_path, 1, whole({"w": torch.ones(3)}), {}, keep=9)
-    assert not saver.host_memory.pinned
-    saver.wait()
+def test_memory_for_copies_is_kept_from_one_save_to_the_next(tmp_path):
+    saver, weights = CheckpointSaver(in_background=True), {"w": torch.ones(3, 5).t(), "m": torch.ones(4)}
+    kept = []
+    for step in (1, 2):
+        weights["w"].fill_(step)
+        saver.save(tmp_path, step, whole(weights), {}, keep=9)
+        kept.append([x.data_ptr() for x in saver.host_memory.buffers])
+        assert (loaded(saver.wait_saved(), weights)["w"] == step).all()
+    assert kept[0] == kept[1]
+
+
+def test_beside_training_half_of_the_threads_write(monkeypatch):
+    for cores, beside, alone in ((1, 1, 1), (2, 1, 2), (6, 3, 6), (64, 8, 8)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda cores=cores: cores)
+        assert saver_module.writer_threads(in_background=True) == beside
+        assert saver_module.writer_threads(in_background=False) == alone
 
 
 def test_saver_raises_the_writers_error_at_the_next_call_once(tmp_path):

@@ -143,6 +143,46 @@ def test_huge_finite_values_are_fine(tmp_path):
     store.save(tmp_path, 1, whole({"w": t, "b": t.new_full((9,), 3e38).bfloat16()}), {}, keep=1)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_several_threads_files_and_parts_of_a_tensor(tmp_path, monkeypatch, share):
+    """Large tensors in parts of their rows; loaded with memory for what is verified, and without."""
+    for name, value in (("LEAST_SHARD_BYTES", 500), ("PIECE_BYTES", 64), ("KEPT_SHARE", share)):
+        monkeypatch.setattr(store, name, value)
+    truth = state(7, ((9, 7), (1, 40), (11,), ()))
+    path = store.save(tmp_path, 1, layout(random.Random(3), truth), {}, keep=1, threads=3)
+    assert len(list(path.glob("shard_*"))) > 3
+    store.verify(path)
+    got = blank(truth)
+    store.load(path, layout(random.Random(4), got))
+    assert same(got, truth)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_started_load_has_verified_all_and_filled_nothing(tmp_path, monkeypatch, share):
+    monkeypatch.setattr(store, "KEPT_SHARE", share)
+    truth = state(7)
+    path = store.save(tmp_path, 1, whole(truth), {}, keep=1)
+    got = blank(truth)
+    started = store.start_load(path, whole(got))
+    assert same(got, blank(truth)) and len(started.kept) == (len(started.reads) if share else 0)
+    started.fill()
+    assert same(got, truth) and not started.kept
+
+
+def test_memory_is_taken_within_the_limits_of_every_cgroup(tmp_path):
+    own, root = tmp_path / "cgroup", tmp_path / "mounted"
+    inner = root / "job" / "step"
+    inner.mkdir(parents=True)
+    own.write_text("0::/job/step\n")
+    assert files.cgroup_rooms(own, root) == []
+    for folder_, limit, used in ((inner, "max", "5"), (root / "job", "1000", "400"), (root, "9000", "9999")):
+        (folder_ / "memory.max").write_text(limit)
+        (folder_ / "memory.current").write_text(used)
+    assert files.cgroup_rooms(own, root) == [600, 0]
+    assert files.cgroup_rooms(tmp_path / "none", root) == []
+    assert files.available_bytes() > 0
+
+
 # ---- fit ---------------------------------------------------------------------------------------------------
 
 

@@ -181,7 +181,7 @@ def loaded(world: World, cfg, path) -> tuple[list[str], list[float]]:
     run, data = begin(world, cfg)
     for b in run.buckets:
         b.weights.master.fill_(7.0)
-    notes = state.load(run, path)
+    notes = state.load(run, store.quick_check(path))
     return notes, steps(run, data, 3, 5)
 
 
@@ -208,12 +208,12 @@ def test_the_other_setting_is_converted_and_said(tmp_path, was, now):
     saved(World(), made("llama3-tiny", "bf16", was), tmp_path)
     ((_, path),) = store.committed_checkpoints(tmp_path)
     run, _ = begin(World(), made("llama3-tiny", "bf16", now))
-    notes = state.load(run, path)
+    notes = state.load(run, store.quick_check(path))
     assert any(
         line.startswith("optim.states: ") and f"converted from {was} to {now}" in line for line in notes
     ), notes
     old, _ = begin(World(), made("llama3-tiny", "bf16", was))
-    state.load(old, path)
+    state.load(old, store.quick_check(path))
     for (box, a), (_, b) in zip(*(state.state_boxes(r.buckets, r.optim.state()) for r in (run, old))):
         assert torch.equal(a, b.to(a.dtype)) and a.any(), box
     fresh, _ = begin(World(), made("llama3-tiny", "bf16", now))

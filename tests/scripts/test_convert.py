@@ -708,7 +708,7 @@ def test_resume_in_place_is_refused_with_the_way_out(alone, exported, tmp_path, 
     data = SimpleNamespace(tokenizer=tokenizer.load_tokenizer(cfg.data.tokenizer), fingerprint="x")
     fresh = build_run(cfg, Mesh.single(), torch.device("cpu"), data, 1)
     with pytest.raises(config.ConfigError, match="start anew with --log.name OTHER --checkpoint.init_from"):
-        state.load(fresh, state.find_checkpoint(str(tmp_path / "back"), []))
+        state.load(fresh, state.find_index(str(tmp_path / "back"), []))
 
 
 def test_the_next_steps_of_an_import_run_as_they_are_printed(alone, exported, tmp_path, capsys, monkeypatch):

@@ -289,7 +289,7 @@ def saved(world: World, cfg, root):
 
 def resumed(world: World, cfg, path):
     run, data = begin(world, cfg)
-    state.load(run, path)
+    state.load(run, store.quick_check(path))
     left = max(
         [float(b.grads.powersgd.error.abs().max()) for b in run.buckets if b.grads.powersgd], default=0.0
     )

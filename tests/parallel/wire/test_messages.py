@@ -208,6 +208,8 @@ def told(world) -> list:
     own = {"rank": world.rank, "box": Box.whole("w", (world.rank,)), "long": b"x" * 5000 * world.rank}
     return [
         comm.all_gather_objects(own, group),
+        comm.gather_objects(own, group),
+        comm.broadcast_object(own, group, source=group.size - 1),
         dict(group.ledger),
     ]
 
@@ -218,35 +220,47 @@ def test_ranks_tell_each_other(ranks, size):
         {"rank": rank, "box": Box.whole("w", (rank,)), "long": b"x" * 5000 * rank} for rank in range(size)
     ]
     for rank, found in enumerate(ranks(size).run(told)):
-        assert found == [own, {}], rank
+        assert found == [own, own if rank == 0 else [], own[-1], {}], rank
 
 
-def announces(world, length: int) -> str:
+RECEIVERS = {
+    "all_gather_objects": lambda group: comm.all_gather_objects("x", group),
+    "gather_objects": lambda group: comm.gather_objects("x", group),
+    "broadcast_object": lambda group: comm.broadcast_object("x", group, source=1),
+}
+
+
+def announces(world, length: int, verb: str) -> str:
     """The refusal of rank 0 when the last rank announces so many bytes."""
     group = world.all_ranks()
     if world.rank > 0:
-        comm.all_gather(torch.tensor([length]), group)
+        announced = torch.tensor([length])
+        if verb == "broadcast_object":
+            comm.broadcast(announced, group, source=1)
+        else:
+            comm.all_gather(announced, group)
         return ""
     with pytest.raises(messages.MessageError) as caught:
-        comm.all_gather_objects("x", group)
+        RECEIVERS[verb](group)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("verb", RECEIVERS)
 @pytest.mark.parametrize("length", [-1, 0, 1 << 62])
-def test_sizes_are_compared_before_they_are_allocated(ranks, length):
-    found, _ = ranks(2).run(announces, length)
+def test_sizes_are_compared_before_they_are_allocated(ranks, length, verb):
+    found, _ = ranks(2).run(announces, length, verb)
     assert found == f"rank 1 announces a message of {length:,} bytes; the limit is {256 << 20:,}"
 
 
 def test_the_sum_of_many_messages_is_bounded():
     group = Group("job", tuple(range(100)))
-    lengths = torch.full((100,), messages.MAX_BYTES)
+    lengths = [messages.MAX_BYTES] * 100
     with pytest.raises(messages.MessageError, match="messages of 100 ranks take 26,843,545,600 bytes"):
         comm.check_lengths(lengths, group)
-    lengths[1:] = 1  # each is received as long as the longest
+    lengths[1:] = [1] * 99  # each is received as long as the longest
     with pytest.raises(messages.MessageError, match="messages of 100 ranks"):
         comm.check_lengths(lengths, group)
-    assert comm.check_lengths(torch.ones(100), group) == 1
+    assert comm.check_lengths([1] * 100, group) == [1] * 100
 
 
 def test_a_message_that_is_none_names_its_rank(ranks):

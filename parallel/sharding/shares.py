@@ -1,0 +1,119 @@
+"""Which rank writes and reads what several ranks hold alike, so that a checkpoint has every element once, and
+no rank writes or reads far more than the others. Every rank works it out by itself; all come to the same.
+
+- Data-parallel replicas own the same flat shard: each writes an equal range of it, and of each moment. The
+  ranges of a bucket are turned by its number, so that small buckets do not all fall to one rank.
+- A parameter that all tp ranks hold whole is written by one of them, with its moments: one after the other
+  goes to the rank that has least.
+- A tied table is written by the first end of the pipeline.
+- At a resume the first MAX_READERS of the replicas read an equal range each, and pass it on to all of them.
+
+What a few numbers make up (the states of routers) is written by the first rank of those that have it, and
+read by all.
+"""
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from parallel.sharding.bucket import Bucket
+from parallel.sharding.packing import equal_part, least_loaded
+from parallel.sharding.slots import Slot
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+GRAIN = 256  # elements: ranges begin at its multiples, so that small tensors are seldom cut
+MAX_READERS = 8  # of the replicas of a shard: more would send many small messages
+STAGED_BYTES = 64 << 20  # of a tensor in host memory that pass through the device at once
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank writes or reads of a bucket: these elements of its shard, of these parameters."""
+    elements: range
+    slots: tuple[Slot, ...]
+
+
+def write_shares(buckets: list[Bucket], mesh: Mesh) -> list[Share]:
+    """The share of this rank in each bucket."""
+    replicated: list[Slot] = []
+    for bucket in buckets:
+        replicated += [slot for slot in bucket.slots if is_whole_on_tp_ranks(slot)]
+    tp_ranks = least_loaded([slot.numel for slot in replicated], mesh.tp.size)
+    others = {id(slot) for slot, rank in zip(replicated, tp_ranks) if rank != mesh.tp.index}
+
+    shares: list[Share] = []
+    for number, bucket in enumerate(buckets):
+        slots = [slot for slot in bucket.slots if id(slot) not in others and is_first_end(slot, mesh)]
+        shares.append(Share(replica_range(bucket, number), tuple(slots)))
+    return shares
+
+
+def read_shares(buckets: list[Bucket]) -> list[Share]:
+    """What this rank reads of each bucket; pass_on brings it the rest."""
+    shares: list[Share] = []
+    for number, bucket in enumerate(buckets):
+        shares.append(Share(read_range(bucket, number, copies_of(bucket).index), bucket.slots))
+    return shares
+
+
+def pass_on(bucket: Bucket, number: int, flats: Iterable[Tensor]) -> None:
+    """Brings every replica of a shard what each of them has read of it. Collective in copies_of(bucket).
+
+    number: of the bucket. flats: masters and moments over the owned shard, on the device or in host memory.
+    """
+    # A ledger of its own: what a step sends is compared with closed forms.
+    group = replace(copies_of(bucket), ledger=Counter())
+    if group.size == 1:
+        return
+    device = bucket.weights.local.device
+    for flat in flats:
+        for reader in range(min(group.size, MAX_READERS)):
+            part = read_range(bucket, number, reader)
+            if part:
+                broadcast_through(flat[part.start:part.stop], group, reader, device)
+
+
+def broadcast_through(x: Tensor, group: Group, source: int, device: torch.device) -> None:
+    """comm.broadcast of a flat tensor, through the device where the group's connections are."""
+    for part in x.view(torch.uint8).split(STAGED_BYTES):
+        if x.device == device:
+            comm.broadcast(part, group, source)
+        else:
+            part.copy_(comm.broadcast(part.to(device), group, source))
+
+
+def replica_range(bucket: Bucket, number: int) -> range:
+    """The elements of the owned shard that this replica of it writes. number: of the bucket."""
+    group = copies_of(bucket)
+    return turned_part(bucket, number, group.index, group.size)
+
+
+def read_range(bucket: Bucket, number: int, replica: int) -> range:
+    """The elements of the owned shard that a replica of it reads for all; none, if others do."""
+    readers = min(copies_of(bucket).size, MAX_READERS)
+    return turned_part(bucket, number, replica, readers) if replica < readers else range(0)
+
+
+def turned_part(bucket: Bucket, number: int, index: int, num_parts: int) -> range:
+    """An equal part of the owned shard. Which one is turned by the number of the bucket."""
+    size = bucket.shard_end - bucket.shard_start
+    return equal_part(size, (index + number) % num_parts, num_parts, GRAIN)
+
+
+def copies_of(bucket: Bucket) -> Group:
+    """The ranks that own the same shard of the bucket."""
+    return bucket.groups.replica if bucket.zero else bucket.groups.reduce
+
+
+def is_whole_on_tp_ranks(slot: Slot) -> bool:
+    """Whether every tp rank holds the parameter. That of an expert is held by one rank."""
+    return slot.param.spec.is_replicated_over_tp and not slot.param.spec.is_expert
+
+
+def is_first_end(slot: Slot, mesh: Mesh) -> bool:
+    """False for a table that the first stage of the pipeline holds too, and writes."""
+    return "embedding_ends" not in slot.param.spec.partial_over or mesh.pp.index == 0

@@ -1,0 +1,163 @@
+"""What each rank reads and writes of a checkpoint, in real runs of train.py."""
+
+import json
+
+import pytest
+import torch
+from ranks import MODEL, corpus, job
+
+from checkpoint import folder, state, store
+from checkpoint.files import TORCH
+from parallel.sharding.boxes import Box
+from parallel.sharding.packing import equal_part, least_loaded
+
+
+@pytest.fixture(scope="module")
+def args(tmp_path_factory):
+    home = tmp_path_factory.mktemp("corpus")
+    settings = ("--data.path", corpus(home), "--optim.decay", "constant", "--log.name", "r")
+    return ["llama3-tiny", *MODEL, *settings]
+
+
+def started(home, world, args, **how):
+    end = job(home, world, [*args, "--log.dir", str(home)], **how)
+    assert not any(end.codes), end.logs
+    return end
+
+
+def counts_reads(rank):
+    """Prints a line for each time that index.json of a committed checkpoint is read from disk or parsed."""
+    read_file, parse_index = folder.read_file, folder.parse_index
+
+    def read(path):
+        if path.name == "index.json" and ".tmp-" not in str(path):
+            print("read the index")
+        return read_file(path)
+
+    def parse(path, text):
+        if ".tmp-" not in str(path):
+            print("parsed the index")
+        return parse_index(path, text)
+
+    folder.read_file, folder.parse_index, state.parse_index = read, parse, parse
+
+
+PHASES = json.dumps([{"after_steps": 1, "optim.clip": 0.5}])
+
+
+@pytest.mark.parametrize("phases", [(), ("--train.phases", PHASES)], ids=["one phase", "two phases"])
+def test_a_resume_reads_the_index_once_and_on_the_first_rank_alone(tmp_path, args, phases):
+    layout = ("--parallel.tp", "2", "--train.ema", "0.9", "--checkpoint.keep", "9", *phases)
+    started(tmp_path, 2, [*args, *layout, "--train.steps", "2"])
+    end = started(tmp_path, 2, [*args, *layout, "--train.steps", "3"], before=counts_reads)
+    assert "resumed from" in end.logs[0]
+    assert [log.count("read the index") for log in end.logs] == [1, 0]
+    assert [log.count("parsed the index") for log in end.logs] == [1, 1]
+
+
+def written_bytes(home, world) -> list[int]:
+    path = store.newest_checkpoint(home / "r" / "checkpoints")
+    return [sum(f.stat().st_size for f in path.glob(f"rank_{rank:05d}_*")) for rank in range(world)]
+
+
+def contents(home) -> dict:
+    """{key: the whole tensor} of the checkpoint."""
+    path = store.newest_checkpoint(home / "r" / "checkpoints")
+    pieces = store.quick_check(path).pieces
+    found = {piece.box.key: torch.zeros(piece.box.shape, dtype=TORCH[piece.dtype]) for piece in pieces}
+    store.load(path, [(Box.whole(key, x.shape), x) for key, x in found.items()])
+    return found
+
+
+SHARED = {
+    "dp4 zero0": (4, ()),
+    "dp2 tp2 zero0": (4, ("--parallel.tp", "2")),
+    "dp2 fsdp2": (4, ("--parallel.zero", "1", "--parallel.dp_rep", "2")),
+}
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_what_ranks_hold_alike_is_written_by_all_of_them(tmp_path, args, layout):
+    """Each within 1.3 of the mean; and the weights are those that one process saves."""
+    world, words = SHARED[layout]
+    wider = ("--model.hidden", "64", "--train.steps", "1", "--optim.lr", "1e-30")
+    started(tmp_path, world, [*args, *wider, *words])
+    sizes = written_bytes(tmp_path, world)
+    assert max(sizes) < 1.3 * sum(sizes) / world, sizes
+    started(tmp_path / "alone", 1, [*args, *wider])
+    together, alone = contents(tmp_path), contents(tmp_path / "alone")
+    assert together.keys() == alone.keys()
+    masters = [key for key in alone if "@" not in key]
+    assert masters and all(torch.equal(together[key], alone[key]) for key in masters)
+
+
+def counts_bytes(rank):
+    """Prints how many bytes of shards this rank hashes from a committed checkpoint."""
+    check_bytes = folder.check_bytes
+
+    def check(path, piece, *more):
+        if ".tmp-" not in str(path):
+            print(f"hashed {piece.num_bytes} bytes")
+        return check_bytes(path, piece, *more)
+
+    folder.check_bytes = check
+
+
+def hashed_bytes(log: str) -> int:
+    return sum(int(line.split()[1]) for line in log.splitlines() if line.startswith("hashed "))
+
+
+def losses(home) -> list[float]:
+    rows = [json.loads(line) for line in (home / "r" / "metrics.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows if "loss" in row]
+
+
+def test_replicas_read_a_share_each_and_go_on_alike(tmp_path, args):
+    """Four replicas: each hashes about a quarter; the run goes on as one that was never interrupted."""
+    started(tmp_path / "whole", 4, [*args, "--train.steps", "3"])
+    started(tmp_path / "cut", 4, [*args, "--train.steps", "2"])
+    end = started(
+        tmp_path / "cut", 4, [*args, "--train.steps", "3", "--checkpoint.check_replicas", "1"],
+        before=counts_bytes,
+    )
+    sizes = [hashed_bytes(log) for log in end.logs]
+    state_bytes = sum(x.numel() * x.element_size() for x in contents(tmp_path / "cut").values())
+    assert sum(sizes) < 1.5 * state_bytes and max(sizes) < 1.5 * sum(sizes) / 4, (sizes, state_bytes)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+def test_no_rank_loads_before_all_have_verified(tmp_path, args):
+    """One rank's share of the newest checkpoint is damaged: no tensor of any rank is filled from it."""
+    started(tmp_path, 2, [*args, "--train.steps", "2", "--checkpoint.every", "1"])
+    newest = store.newest_checkpoint(tmp_path / "r" / "checkpoints")
+    shard = newest / "rank_00001_shard_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-5] ^= 4
+    shard.write_bytes(data)
+
+    def tells_what_is_filled(rank):
+        fill = store.StartedLoad.fill
+
+        def told(started):
+            print(f"filled from {started.path.name}")
+            fill(started)
+
+        store.StartedLoad.fill = told
+
+    end = started(tmp_path, 2, [*args, "--train.steps", "3"], before=tells_what_is_filled)
+    for log in end.logs:
+        assert log.count("filled from step_00000001") == 1 and "filled from step_00000002" not in log
+    assert "step_00000002 is rejected" in end.logs[0]
+
+
+def test_equal_parts_cover_a_range_once():
+    for size in (0, 1, 255, 256, 257, 5000):
+        for parts in (1, 2, 3, 7):
+            ranges = [equal_part(size, part, parts, 256) for part in range(parts)]
+            assert [at for one in ranges for at in one] == list(range(size))
+            assert max(map(len, ranges)) - min(map(len, ranges)) <= 256 or size < 256 * parts
+
+
+def test_the_least_loaded_gets_the_next():
+    assert least_loaded([5, 1, 1, 1, 9, 3], 2) == [0, 1, 1, 1, 1, 0]
+    assert least_loaded([4, 4, 4], 1) == [0, 0, 0]
