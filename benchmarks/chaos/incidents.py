@@ -331,15 +331,15 @@ def other_layout(s: Situation) -> Incidents:
 
 
 FAULTS: dict[str, Builder] = {
-    "SIGKILL of a rank, any time": kill_rank_any_time,
-    "SIGKILL of all ranks, any time": kill_all_any_time,
-    "SIGKILL of the launcher, any time": kill_launcher_any_time,
-    "SIGKILL of the launcher, in a step": kill_launcher_in_step,
-    "SIGKILL of a rank, in a step": kill_rank_in_step,
-    "SIGKILL of all ranks, in a step": kill_all_in_step,
-    "SIGKILL of a rank, evaluation": kill_in_evaluation,
-    "SIGKILL of a rank, in a save": kill_in_save,
-    "SIGKILL of all ranks, in a save": kill_all_in_save,
+    "SIGKILL of a rank at any time": kill_rank_any_time,
+    "SIGKILL of all ranks at any time": kill_all_any_time,
+    "SIGKILL of the launcher at any time": kill_launcher_any_time,
+    "SIGKILL of the launcher in a step": kill_launcher_in_step,
+    "SIGKILL of a rank in a step": kill_rank_in_step,
+    "SIGKILL of all ranks in a step": kill_all_in_step,
+    "SIGKILL of a rank after an evaluation": kill_in_evaluation,
+    "SIGKILL of a rank in a save": kill_in_save,
+    "SIGKILL of all ranks in a save": kill_all_in_save,
     "SIGSTOP of a rank": stop_rank,
     "SIGSTOP and SIGCONT in time": stop_and_wake,
     "SIGSTOP of the launcher": stop_launcher,
@@ -350,8 +350,8 @@ FAULTS: dict[str, Builder] = {
     "SIGTERM twice": request_twice,
     "STOP file": stop_file,
     "disk full": full_disk,
-    "byte flipped, newest checkpoint": flipped_newest,
-    "byte flipped, all checkpoints": flipped_all,
+    "byte flipped in the newest checkpoint": flipped_newest,
+    "byte flipped in all checkpoints": flipped_all,
     "line of metrics.jsonl damaged": damaged_metrics,
     "latest names nothing": lost_latest,
     "NaN on one rank": nan_on_one_rank,
@@ -363,4 +363,4 @@ FAULTS: dict[str, Builder] = {
     "another layout": other_layout,
 }
 IN_FP64 = ("another layout",)  # two layouts round alike in no other type
-FROM_THE_START = ("byte flipped, newest checkpoint",)  # faults that no other may precede
+FROM_THE_START = ("byte flipped in the newest checkpoint",)  # faults that no other may precede

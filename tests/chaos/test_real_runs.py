@@ -35,7 +35,7 @@ PLANTED = {
             ("    if os.path.lexists(final):  # begin_save found it bad\n        move_to_trash(final)\n"
              '        pending.fault_point("ckpt.mid_replace")\n    os.rename(pending.temp, final)\n', ""),
         ],
-        "SIGKILL of all ranks, in a save",
+        "SIGKILL of all ranks in a save",
         "is committed and does not verify",
     ),
     "a resumed run leaves out a step": (
