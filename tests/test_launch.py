@@ -385,7 +385,7 @@ def test_out_of_memory_on_one_rank_is_that_of_all(tmp_path, args):
     }
     assert end.seconds < AT_ONCE
     ((step, path),) = store.committed_checkpoints(tmp_path / "run" / "checkpoints")
-    assert step == 2 and store.verify(path)["step"] == 2
+    assert step == 2 and store.verify(path).step == 2
 
 
 HANGING = """

@@ -37,7 +37,7 @@ def test_which_steps(tmp_path, keys, permanent):
     for step in range(1, 21):
         save(tmp_path, step, state.permanent_mark(checkpoint, tmp_path, step))
     assert steps(tmp_path) == sorted({*permanent, 19, 20})
-    assert store.verify(tmp_path / "step_00000020")["step"] == 20
+    assert store.verify(tmp_path / "step_00000020").step == 20
 
 
 def test_one_by_hand_and_its_release(tmp_path):
