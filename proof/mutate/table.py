@@ -1273,8 +1273,8 @@ TABLE = (
     Mutation(
         what="a resumed run reads the first samples again",
         file="train.py",
-        old="session.train_data.microbatches(step - 1)",
-        new="session.train_data.microbatches(step - 1 - session.start_step)",
+        old="run.spikes.data_step(step)",
+        new="run.spikes.data_step(step - session.start_step)",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",
