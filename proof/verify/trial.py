@@ -104,8 +104,8 @@ class TrialObserver:
     Without `reference`, the values are kept in `recorded`, {name of the value: tensor}. With it,
     `deviations` says how far off each value is.
 
-    It does two things to the run: it makes the gradient of step SKIPPED non-finite, and it asks the run to
-    stop in step `stop_step`. With a reference a third: NaN stands wherever a step could read gradients that
+    It does two things to the run: it makes the gradient of step SKIPPED non-finite (and, with
+    optim.spike_sigma, that of step LAST a spike), and it asks the run to stop in step `stop_step`. With a reference a third: NaN stands wherever a step could read gradients that
     it has not written itself.
     """
 
@@ -123,7 +123,7 @@ class TrialObserver:
         self.logits_of_sample: list[Tensor] = []  # [vocab] of each token of the sample that is being drawn
 
     def __call__(self, point: str, step: int | None = None, **shown: Any) -> str | None:
-        """train.train calls it at each of its FAULT_POINTS. Returns "nan" where a gradient shall be NaN."""
+        """train.train calls it at each of its FAULT_POINTS. Returns "nan" or "spike" where a gradient shall be so."""
         methods = {
             "run.built": self.run_built,
             "step.begin": self.step_begin,
@@ -211,7 +211,8 @@ class TrialObserver:
         for bucket in self.run.buckets:
             for box, part in boxes_of(bucket, bucket.grads.local):
                 self.compare_close(f"step {step} gradient of {box.key}", part, step, box)
-        return "nan" if step == SKIPPED else None
+        has_spike = step == LAST and self.run.cfg.optim.spike_sigma is not None
+        return "nan" if step == SKIPPED else "spike" if has_spike else None
 
     def step_end(self, step: int, loss: Tensor, norm: Tensor, ok: Tensor) -> None:
         self.compare_close(f"step {step} loss", loss, step)
@@ -370,11 +371,11 @@ def prove(
 
 def check_trained(reference: Path) -> None:
     """Raises ConfigError if one process skips a step beside SKIPPED, as a key may make it: its layouts would
-    agree with it, and nothing would be proved of that step.
+    agree with it, and nothing would be proved of that step. With optim.spike_sigma it skips LAST, too.
     """
     with safe_open(reference, "pt") as file:
         skipped = [step for step in range(1, LAST + 1) if not file.get_tensor(f"step {step} is good")]
-    if skipped != [SKIPPED]:
+    if skipped not in ([SKIPPED], [SKIPPED, LAST]):
         steps = ", ".join(map(str, skipped))
         raise ConfigError(
             f"the proof skips step {SKIPPED} alone, and with these settings one process skips {steps}: the "

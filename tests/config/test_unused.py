@@ -63,6 +63,8 @@ CASES = (
     ({"loss_scale": 1024.0, "loss_scale_window": 100}, "--train.dtype bf16", "--train.dtype fp16", 1),
     ({"min_lr": 1e-5}, "--optim.decay constant", "--optim.decay linear", 1),
     ({"decay_fraction": 0.5}, "--optim.decay linear", "--optim.decay wsd", 1),
+    ({"spike_window": 4}, "", "--optim.spike_sigma 1e-3", 1),
+    ({"spike_rewinds": 1}, "--optim.spike_sigma 1e9", "--optim.spike_sigma 1e9 --optim.spike_rewind 9", 1),
     ({"momentum": 0.5}, "--optim.name lion", "--optim.name lars", 1),
     ({"beta1": 0.5}, "--optim.name lars", "--optim.name lion", 1),
     ({"beta2": 0.5}, "--optim.name lars", "--optim.name lion", 1),
