@@ -105,7 +105,7 @@ READ = {
     "activation positions tied bias qk_norm kv_rank mtp window dropout init_std mup_base experts",
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
     "deterministic compile cuda_graphs device threads",
-    "optim": "name lr warmup decay weight_decay clip",
+    "optim": "name lr warmup decay weight_decay clip spike_sigma",
     "parallel": "tp pp cp bucket_mb offload recompute_stages",
     "data": "path tokenizer split doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
@@ -123,6 +123,7 @@ RULED = {
     "model.mup_head_dim": "8",
     "model.capacity": "1",
     "train.fp8": "rowwise",
+    "optim.spike_rewind": "2",
     "optim.states": "bf16 --optim.name lion",
     "parallel.ep": "2",
     "parallel.etp": "2",
