@@ -15,6 +15,7 @@ import train
 from checkpoint import state, store
 from config import ConfigError
 from config.schema import OptimConfig
+from config.suggestions import check_rules
 from data.loader import BatchLoader
 from optim.spikes import SpikeState, SpikeWindow
 from runtime.guard import SpikeRewinds, SpikesPersist
@@ -363,4 +364,4 @@ def test_progress_resets_how_often_a_run_has_gone_back():
 ])
 def test_bad_values_are_refused(words, key):
     with pytest.raises(ConfigError, match=f"^{key}: "):
-        config.check_rules(config.resolve("llama3-tiny", None, ["--train.micro_batch", "8", *words.split()]))
+        check_rules(config.resolve("llama3-tiny", None, ["--train.micro_batch", "8", *words.split()]))
