@@ -42,6 +42,7 @@ from optim.ema import WeightEMA
 from optim.lr import learning_rate_of_run, schedules_of
 from optim.noise import GradientNoiseScale
 from optim.scaler import LossScaler
+from optim.spikes import SpikeState
 from parallel.offload import ActivationOffload, copy_stream
 from parallel.pipeline.executor import HiddenShape, Pipeline, WeightGradStore
 from parallel.pipeline.schedule import Op, add_transfers
@@ -75,6 +76,7 @@ class TrainingRun:
     steps: int  # the horizon
     routers: RouterStates  # what a mixture's routers keep beside their weights
     scaler: LossScaler  # of the loss, in fp16
+    spikes: SpikeState  # which steps are not applied (optim.spike_sigma), and which data is left out
     noise_scale: GradientNoiseScale
     recording: RecordedPipeline | None = None  # runs in place of the pipeline (train.cuda_graphs)
     ema: WeightEMA | None = None  # of the master weights (train.ema)
@@ -293,6 +295,7 @@ def build_run(
         steps=steps,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),
+        spikes=SpikeState(cfg.optim, device),
         noise_scale=GradientNoiseScale(cfg.log.noise_scale, made.buckets, mesh),
         recording=RecordedPipeline(pipeline, device) if cfg.train.cuda_graphs else None,
         ema=WeightEMA(cfg.train.ema, made.buckets, mesh) if cfg.train.ema is not None else None,

@@ -45,7 +45,12 @@ from model.sharding import parallel_dims
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
-from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
+from parallel.sharding.bucket import (
+    Bucket,
+    finish_grad_reductions,
+    start_param_gathers,
+    wait_param_gathers,
+)
 from parallel.sharding.replicas import check_replicas
 from parallel.topology.dims import GROUP_AXES
 from parallel.topology.mesh import Mesh
@@ -62,7 +67,7 @@ from runtime.evaluate import loss_report, mean_loss
 from runtime.faults import FaultHook
 from runtime.garbage import collect_after_step, collected_between_steps
 from runtime.goodput import GoodputClock
-from runtime.guard import NonFiniteGuard
+from runtime.guard import NonFiniteGuard, SpikeRewinds, SpikesPersist
 from runtime.metrics import MetricsLogger
 from runtime.peers import PeerWatch
 from runtime.probes import probe
@@ -76,6 +81,7 @@ from torch import Tensor
 # Skipped steps in a row that end a run. In fp16 the loss scale must first come down: a halving a step.
 SKIPPED_STEPS = 5
 SKIPPED_STEPS_FP16 = 20
+SPIKE_FACTOR = 1e4  # of the gradients, in an injected spike
 
 
 # ---- one step ----------------------------------------------------------------------------------------------
@@ -110,14 +116,15 @@ def train_step(
     grads_ready()
 
     norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / loss_scale
-    is_good = guard.is_good_step(loss, norm)
+    is_finite = guard.is_good_step(loss, norm)
+    is_good = run.spikes.window.accept(loss, norm, is_finite)
     run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_tokens, loss_scale)
     grad_scale = clip_factor(norm, run.cfg.optim.clip) / loss_scale
     run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
     if run.ema is not None:
         run.ema.update(is_good)
     start_param_gathers(run.buckets, is_good)  # the next step waits for them
-    update_scaler_and_routers(run, is_good, loss_scale)
+    update_scaler_and_routers(run, is_finite, is_good, loss_scale)
     return StepResult(loss, norm, is_good)
 
 
@@ -152,12 +159,14 @@ def forward_backward(run: TrainingRun, microbatches: list[Microbatch], token_sca
     return pipeline.run(ops, microbatches, token_scale)
 
 
-def update_scaler_and_routers(run: TrainingRun, is_good: Tensor, loss_scale: Tensor) -> None:
+def update_scaler_and_routers(
+    run: TrainingRun, is_finite: Tensor, is_good: Tensor, loss_scale: Tensor
+) -> None:
     """Adapts the loss scale and the biases of routers to the step.
 
-    loss_scale: what the step's loss was multiplied by.
+    is_finite: else it overflowed. is_good: it was applied. loss_scale: what its loss was multiplied by.
     """
-    run.scaler.adapt(is_good)
+    run.scaler.adapt(is_finite)
     run.routers.update_after_step(is_good, loss_scale)
 
 
@@ -366,7 +375,10 @@ def train_loop(session: Session) -> LoopEnd:
     """Runs the steps of a phase, up to the horizon after the last, or until a rank is asked to stop."""
     cfg, run = session.cfg, session.run
     end = LoopEnd(session.start_step, reason=None, restart=False)
-    for step in range(session.start_step + 1, run.last_step + 1):
+    rewinds = SpikeRewinds(cfg.optim)
+    step = session.start_step
+    while step < run.last_step:
+        step += 1
         session.world.activity.step = step
         session.check_lease()
         with session.goodput.in_step(step):
@@ -376,6 +388,10 @@ def train_loop(session: Session) -> LoopEnd:
         session.log.log_slow(step, *session.slow.add(session.log.take_shares()))
 
         show_uploads(session)
+        first_spike = rewinds.find(run.spikes, session.log.take_spikes())
+        if first_spike is not None:
+            step = go_back(session, first_spike)
+            continue
         reason, restart = agree_to_stop(session)
         end = LoopEnd(step, reason, restart)
         is_last = step == run.steps
@@ -391,12 +407,59 @@ def train_loop(session: Session) -> LoopEnd:
         if is_saved:
             # a run that must end for its skipped steps ends here, before it is saved
             session.guard.count_skipped(session.log.flush())
+            rewinds.find(run.spikes, session.log.take_spikes())
             save_checkpoint(session, step, is_final=bool(ends_phase or reason))
         if is_last and not is_evaluated:
             evaluate(session, step)
         if reason:  # there may be no time left to evaluate: the next start does it
             break
     return end
+
+
+def go_back(session: Session, first_spike: int) -> int:
+    """Goes back to the newest good checkpoint before a step, and leaves out the data of the last spikes.
+
+    Returns the step of that checkpoint. Raises SpikesPersist if there is none; StorageError. Collective.
+    """
+    run, folder = session.run, session.folder / "checkpoints"
+    everyone, timeout_s = run.mesh.world, session.cfg.checkpoint.timeout_s
+    with excused_failure(session):
+        session.saver.wait()
+    wait_param_gathers(run.buckets)
+    spikes, left_out = run.spikes.in_a_row, run.spikes.left_out_with_spikes()
+    session.log.log_line(
+        f"{len(spikes)} spikes in a row, steps {', '.join(f'{step:,}' for step in spikes)}: going back"
+    )
+
+    # the newest good checkpoint
+    def list_steps() -> list[int]:
+        return [step for step, _ in store.committed_checkpoints(folder) if step < first_spike]
+
+    step = None
+    for candidate in state.first_rank_does(list_steps, everyone, timeout_s):
+        try:
+            state.resume_after(run, folder, candidate)
+        except store.IntegrityError as error:
+            session.log.log_line(f"warning: {failure.one_line(error)}")
+            continue
+        step = candidate
+        break
+    if step is None:
+        raise SpikesPersist(
+            f"{len(spikes)} spikes in a row from step {first_spike:,} on (optim.spike_rewind), and no good "
+            "checkpoint before them to go back to; lower checkpoint.every"
+        )
+
+    # what came after it is not there any more
+    run.spikes.continue_without(left_out)
+    state.first_rank_does(lambda: store.drop_after(folder, step), everyone, timeout_s)
+    session.log.go_back(step)
+    session.goodput.went_back(step)
+    session.log.log_line(
+        f"back at the checkpoint of step {step:,}; steps of the data that are left out from now on, from 0: "
+        f"{', '.join(f'{number:,}' for number in left_out)}"
+    )
+    return step
 
 
 def run_one_step(session: Session, step: int) -> None:
@@ -408,13 +471,13 @@ def run_one_step(session: Session, step: int) -> None:
     # read
     started = time.perf_counter()
     observe("step.load", step)
-    microbatches = session.train_data.microbatches(step - 1)
+    microbatches = session.train_data.microbatches(run.spikes.data_step(step))
     data_seconds = time.perf_counter() - started
     observe("step.read", step, batches=microbatches)
 
     # train
     def grads_ready() -> None:
-        disturb_grads(run.buckets[0].grads.local, fault=observe("step.backward", step))
+        disturb_grads(run.buckets, fault=observe("step.backward", step))
 
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
@@ -440,10 +503,17 @@ def run_one_step(session: Session, step: int) -> None:
     observe("step.logged", step)
 
 
-def disturb_grads(grads: Tensor, fault: str | None) -> None:
-    """Does what an injected fault asks for. bitflip: of the largest number, the first bit of the mantissa."""
+def disturb_grads(buckets: list[Bucket], fault: str | None) -> None:
+    """Does what an injected fault asks for: one number is NaN, or all are SPIKE_FACTOR times as large.
+
+    bitflip: of the largest number of the first bucket, the first bit of the mantissa.
+    """
+    grads = buckets[0].grads.local
     if fault == "nan":
         grads[0] = float("nan")
+    elif fault == "spike":
+        for bucket in buckets:
+            bucket.grads.local.mul_(SPIKE_FACTOR)
     elif fault == "bitflip":
         place = int(grads.abs().argmax())
         first_bit = {torch.float64: 51, torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}[grads.dtype]

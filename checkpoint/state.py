@@ -130,6 +130,14 @@ class Scaler(Protocol):
     def load(self, state: list[float] | None) -> None: ...
 
 
+class Spikes(Protocol):
+    """optim.spikes.SpikeState"""
+    @property
+    def left_out(self) -> list[int]: ...
+    def state(self) -> Tree: ...
+    def load(self, state: Tree | None) -> None: ...
+
+
 class RunState(Protocol):
     """What a checkpoint reads and fills of a build.Run."""
     @property
@@ -152,6 +160,8 @@ class RunState(Protocol):
     def routers(self) -> Routers: ...
     @property
     def scaler(self) -> Scaler: ...
+    @property
+    def spikes(self) -> Spikes: ...
     @property
     def steps(self) -> int: ...
 
@@ -251,6 +261,7 @@ def describe_run(run: RunState, step: int) -> Tree:
         "torch": torch.__version__,
         "layout": dataclasses.asdict(run.mesh.dims),
         "loss_scale": run.scaler.state(),
+        "spikes": run.spikes.state(),
     }
 
 
@@ -269,6 +280,7 @@ def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
     old = {**defaults, **flatten_tree(meta["config"])}
     new = flatten_tree(dataclasses.asdict(run.phases.whole))
     phase_notes: list[str] = []
+    check_left_out(meta, new, where)
     if any(settings.get(key) for settings in (old, new) for key in ("train.phases", "data.span")):
         before = phases_of(build_tree(Config, meta["config"]))
         phase_notes = check_same_past(before, run.phases, meta["step"], where)
@@ -297,6 +309,21 @@ def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
     if meta["torch"] != torch.__version__:
         warnings.append(f"resumed with another torch {meta['torch']} -> {torch.__version__}")
     return warnings + phase_notes
+
+
+def check_left_out(meta: Tree, new: Tree, where: str) -> None:
+    """Raises ConfigError if the run cannot leave out the data that the checkpoint has left out.
+
+    new: {section.key: value} of the run.
+    """
+    if not meta.get("spikes", {}).get("left_out"):
+        return
+    for key in ("train.phases", "train.ramp"):
+        if new[key] is not None:
+            raise ConfigError(
+                f"{key}: {where} has left out data after spikes (optim.spike_rewind), and a run with {key} "
+                "cannot follow it; leave it out, or start anew with --checkpoint.init_from"
+            )
 
 
 def must_match(key: str) -> bool:
@@ -477,6 +504,7 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     if run.ema is not None and not stored_ema:
         run.ema.start()
     run.scaler.load(meta.get("loss_scale"))
+    run.spikes.load(meta.get("spikes"))
     return warnings
 
 

@@ -502,6 +502,19 @@ def purge_older(root: Path, step: int, keep: int, fault_point: FaultPoint) -> No
     remove_leftovers(root)
 
 
+def drop_after(root: Path, step: int) -> None:
+    """Removes the checkpoints of later steps, the newest first, and their marks: the run goes another way.
+
+    So a start that finds one of them, after a kill in between, finds also those before it.
+    """
+    for other_step, path in committed_checkpoints(root):
+        if other_step > step:
+            move_to_trash(path)
+            mark_of(path).unlink(missing_ok=True)
+    write_latest(checkpoint_folder(root, step), no_fault)
+    remove_leftovers(root)
+
+
 def mark_of(checkpoint: Path) -> Path:
     """The file beside a checkpoint that makes it permanent."""
     return checkpoint.with_name(f"{checkpoint.name}.keep")

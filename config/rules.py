@@ -562,6 +562,31 @@ def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
         "or optim.states fp32")
 
 
+def spike_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """optim.spike_*: a window that has a deviation, and runs whose data can be left out."""
+    optim = cfg.optim
+    yield Rule(
+        optim.spike_window >= 2,
+        f"optim.spike_window: {optim.spike_window} steps have no deviation; it must be at least 2")
+    obstacles = {
+        "optim.spike_sigma none, which finds no spikes: set it (OLMo takes 6)": optim.spike_sigma is None,
+        "train.ramp, under which steps read batches of other sizes: leave one of them out":
+            cfg.train.ramp is not None,
+        "train.phases, whose data begins at a step of its own: leave one of them out":
+            cfg.train.phases is not None,
+        "checkpoint.mirror, which keeps checkpoints that the run goes back behind: leave one of them out":
+            cfg.checkpoint.mirror is not None,
+    }
+    for obstacle, is_present in obstacles.items():
+        yield Rule(
+            optim.spike_rewind is None or not is_present,
+            f"optim.spike_rewind: not possible with {obstacle}")
+    yield Rule(
+        optim.spike_rewind is None or optim.spike_rewind <= optim.spike_window,
+        f"optim.spike_rewind: {optim.spike_rewind} spikes in a row never come, since as many as "
+        f"optim.spike_window={optim.spike_window} end the run; take a smaller number")
+
+
 def data_parallel_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """ZeRO, reductions and their compression."""
     parallel = cfg.parallel
@@ -737,6 +762,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     mps_rules,
     cuda_graph_rules,
     optimizer_state_rules,
+    spike_rules,
     data_parallel_rules,
     batch_rules,
     noise_scale_rules,

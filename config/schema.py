@@ -180,6 +180,13 @@ class OptimConfig:
     eps: float = 1e-8  # added to the square root of the second moment
     weight_decay: float = 0.1  # decoupled weight decay of matrices; norms and biases have none
     clip: float | None = 1.0  # largest global gradient norm; none: gradients are not clipped
+    spike_sigma: float | None = None  # a step whose loss or gradient norm is more than this many standard
+    #   deviations above the mean of the last spike_window applied steps is not applied (OLMo: 6); none: each
+    #   finite step is applied
+    spike_window: int = 128  # applied steps that say what is usual; from half of them on, steps are judged
+    spike_rewind: int | None = None  # after this many such steps in a row, go back to the last checkpoint
+    #   before them and leave their data out (PaLM, arXiv 2204.02311); none: never
+    spike_rewinds: int = 3  # times that the run may go back before the same steps; one more ends it (77)
     states: Literal["fp32", "bf16"] = "fp32"  # dtype of master weights and moments; bf16 (of adamw) is
     #   rounded stochastically (arXiv 2010.06192) and takes half the bytes
 
@@ -357,7 +364,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
              "rope_low_freq rope_high_freq rope_original",
     "train": "steps tokens flops seq_len micro_batch global_batch max_minutes threads fp8_block "
              "loss_scale_window",
-    "optim": "lr eps clip",
+    "optim": "lr eps clip spike_sigma spike_rewind spike_rewinds",
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
     "data": "span",
     "eval": "every batches tasks_every tasks_limit",

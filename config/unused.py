@@ -202,6 +202,20 @@ TABLE = (
         why="is the decaying fraction of wsd, and optim.decay is another",
         remedy="select wsd, or leave it out",
     ),
+    UnusedKeys(
+        section="optim",
+        keys="spike_window",
+        when=lambda cfg, _: cfg.optim.spike_sigma is None,
+        why="says what is usual to optim.spike_sigma, which is none",
+        remedy="set that, or leave it out",
+    ),
+    UnusedKeys(
+        section="optim",
+        keys="spike_rewinds",
+        when=lambda cfg, _: cfg.optim.spike_rewind is None,
+        why="limits optim.spike_rewind, which is none",
+        remedy="set that, or leave it out",
+    ),
     *optimizer_rows(),
     # ---- the layout
     UnusedKeys(

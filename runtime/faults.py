@@ -6,7 +6,7 @@ Without FAULT the points do nothing. Random kills find little, enumerated points
 a bad checkpoint writer found no bug, 22 points found 8.
 
 Actions: SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, SIGHUP (sent to this process), raise, ENOSPC (an OSError),
-ENOMEM (a MemoryError), sleep=SECONDS, nan and bitflip. The last two are only returned: the caller
+ENOMEM (a MemoryError), sleep=SECONDS, nan, spike and bitflip. The last three are only returned: the caller
 corrupts its own number. A fault without rank or step applies to every rank or step.
 """
 import errno
@@ -21,7 +21,7 @@ from typing import Protocol
 from config import ConfigError
 
 ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",
-           "nan", "bitflip")
+           "nan", "spike", "bitflip")
 ACTION_NAMES = tuple(action.partition("=")[0] for action in ACTIONS)
 KEYS = ("rank", "step", "act")
 
@@ -34,7 +34,7 @@ class FaultHook(Protocol):
     """What the code calls at each fault point: a FaultInjector, or an observer in its place."""
 
     def __call__(self, point: str, step: int | None = None, /, **seen: object) -> str | None:
-        """Returns None or the action: "nan" and "bitflip" ask the caller to corrupt its own number.
+        """Returns None or the action: "nan", "spike" and "bitflip" ask the caller to corrupt its own number.
 
         seen: objects that an observer may look at, by name.
         """
@@ -95,7 +95,7 @@ class FaultInjector:
         self.step: int | None = None
 
     def __call__(self, point: str, step: int | None = None, **seen: object) -> str | None:
-        """Returns None, or the action that happened here (nan, bitflip, sleep, SIGTERM, ...).
+        """Returns None, or the action that happened here: one that does not end the process.
 
         May raise or never return. seen: for observers (FaultHook); not used here.
         """

@@ -35,6 +35,14 @@ class MetricsFile:
         except OSError as error:
             self.trouble = error.strerror
 
+    def go_back(self, step: int) -> None:
+        """Removes the lines after this step. A failure is told by warning()."""
+        self.close()
+        try:
+            truncate_after(self.path, step or -1)
+        except OSError as error:
+            self.trouble = error.strerror
+
     def open(self) -> int:
         """Returns the file's descriptor; opens the file if needed. Raises OSError."""
         if self.fd is None:

@@ -12,6 +12,7 @@ Guarantees
 - Times are monotonic. On a GPU they are the device's own (CUDA events), because the host runs ahead of the
   device.
 """
+import contextlib
 import dataclasses
 import math
 import resource
@@ -161,6 +162,7 @@ class MetricsLogger:
         self.unreturned: list[int] = []
         self.rows_since_shown: list[dict[str, Any]] = []
         self.shares: list[StepShares] = []  # of steps that were read, and not yet compared with other ranks
+        self.spikes: list[tuple[int, bool]] = []  # of steps that were read, and not yet returned
         self.slow: list[Slow] = []  # for the next row
         self.last_sample = ""
         self.closed = False
@@ -227,7 +229,7 @@ class MetricsLogger:
     ) -> list[int]:
         """Records one step without waiting for the device.
 
-        Returns the skipped flags (0 or 1) of the steps that this call has read, oldest first: often none.
+        Returns the flags (1: not finite) of the steps that this call has read, oldest first: often none.
 
         loss, grad_norm, is_good (the update was made): scalars [] on any device; they are copied.
         seconds: of the whole step on the host. data_seconds: of these, waiting for data.
@@ -259,10 +261,12 @@ class MetricsLogger:
         if step % self.cfg.log.every == 0 or step in (self.start_step + 1, self.steps):
             self.read_pending()
             self.show()
+        elif self.cfg.optim.spike_rewind is not None:
+            self.read_pending()  # a run that may go back knows of each step when it ends
         return self.take_flags()
 
     def flush(self) -> list[int]:
-        """Reads and writes every pending step. Returns the skipped flags that no call has returned yet.
+        """Reads and writes every pending step. Returns the flags that no call has returned yet.
 
         Call it before a checkpoint is committed, so that metrics.jsonl is never behind a checkpoint.
         """
@@ -278,6 +282,37 @@ class MetricsLogger:
         flags = self.unreturned
         self.unreturned = []
         return flags
+
+    def take_spikes(self) -> list[tuple[int, bool]]:
+        """(step, whether it was a spike) of the finite steps that were read since the last call."""
+        found = self.spikes
+        self.spikes = []
+        return found
+
+    def add_spike(self, row: dict[str, Any]) -> None:
+        """Keeps for take_spikes() what a row says; a spike has a line of its own on the console."""
+        is_spike = bool(row.get("spike"))
+        if is_spike or not row["skipped"]:
+            self.spikes.append((row["step"], is_spike))
+        if is_spike:
+            numbers = f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}"
+            self.log_line(f"spike at step {row['step']:,}: {numbers}; the step was not applied")
+
+    def go_back(self, step: int) -> None:
+        """The steps after this one are trained again: what was written of them is removed."""
+        self.read_pending()
+        self.rows_since_shown = []
+        self.shares = []
+        self.spikes = []
+        self.unreturned = []
+        if self.file:
+            self.file.go_back(step)
+        if self.experts:
+            with contextlib.suppress(OSError):
+                self.experts.save()
+            self.experts = ExpertLoadMap(self.run_dir, self.cfg.model, step)
+        if self.cfg.log.noise_scale and self.file:
+            self.smoothed_noise = SmoothedNoise(read_metrics(self.run_dir, ALL_STEPS)[0])
 
     def take_shares(self) -> list[StepShares]:
         """Where the time of the steps went on this rank that were read since the last call: on all ranks
@@ -317,7 +352,8 @@ class MetricsLogger:
         self.pending = []
 
         for row in rows:
-            self.unreturned.append(row["skipped"])
+            self.unreturned.append(row["skipped"] - row.get("spike", 0))
+            self.add_spike(row)
             self.recent_ms.append(row["step_ms"])
             self.seconds_in_steps += row["step_ms"] / 1000
             values = {f"train/{name}": value for name, value in flatten_row(row).items()}
@@ -366,6 +402,9 @@ class MetricsLogger:
             "mem_gib": memory_gib,
             "skipped": int(not is_good),
         }
+        if self.cfg.optim.spike_sigma is not None:
+            is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
+            row["spike"] = int(not is_good and is_finite)
         if self.slow:
             row |= slow_fields(self.slow)
             self.slow = []

@@ -1273,8 +1273,8 @@ TABLE = (
     Mutation(
         what="a resumed run reads the first samples again",
         file="train.py",
-        old="session.train_data.microbatches(step - 1)",
-        new="session.train_data.microbatches(step - 1 - session.start_step)",
+        old="run.spikes.data_step(step)",
+        new="run.spikes.data_step(step - session.start_step)",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero0 mb1",
@@ -2064,6 +2064,39 @@ TABLE = (
         world=2,
         layout="dp2 zero1 mb1",
         settings=("--train.ema", "0.9"),
+    ),
+    Mutation(
+        what="spike: the window of what is usual is not in the checkpoint, and a spike after it is applied",
+        file="checkpoint/state.py",
+        old='        "spikes": run.spikes.state(),\n',
+        new="",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero1 mb1",
+        settings=("--optim.spike_sigma", "50", "--optim.spike_window", "2"),
+    ),
+    Mutation(
+        what="spike: a resume forgets how many steps its window knows",
+        file="optim/spikes.py",
+        old="self.count = torch.full_like(self.count, count)",
+        new="self.count = torch.zeros_like(self.count)",
+        model="llama3-tiny",
+        world=2,
+        layout="pp2 zero0 1f1b mb1",
+        settings=("--optim.spike_sigma", "50", "--optim.spike_window", "2"),
+    ),
+    Mutation(
+        what="spike: rank 0 alone does not apply the step",
+        file="train.py",
+        old="is_good = run.spikes.window.accept(loss, norm, is_finite)",
+        new=(
+            "is_good = run.spikes.window.accept(loss, norm, is_finite)\n"
+            "    is_good = is_finite if run.mesh.world.index else is_good"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+        settings=("--optim.spike_sigma", "50", "--optim.spike_window", "2"),
     ),
     Mutation(
         what="weights are averaged after the all-gather that overwrites them has begun",

@@ -104,9 +104,9 @@ class TrialObserver:
     Without `reference`, the values are kept in `recorded`, {name of the value: tensor}. With it,
     `deviations` says how far off each value is.
 
-    It does two things to the run: it makes the gradient of step SKIPPED non-finite, and it asks the run to
-    stop in step `stop_step`. With a reference a third: NaN stands wherever a step could read gradients that
-    it has not written itself.
+    It does two things to the run: it makes the gradient of step SKIPPED non-finite, and with
+    optim.spike_sigma that of step LAST a spike; and it asks the run to stop in step `stop_step`. With a
+    reference a third: NaN stands wherever a step could read gradients that it has not written itself.
     """
 
     run: TrainingRun  # from run_built on
@@ -123,7 +123,7 @@ class TrialObserver:
         self.logits_of_sample: list[Tensor] = []  # [vocab] of each token of the sample that is being drawn
 
     def __call__(self, point: str, step: int | None = None, **shown: Any) -> str | None:
-        """train.train calls it at each of its FAULT_POINTS. Returns "nan" where a gradient shall be NaN."""
+        """train.train calls it at each of its FAULT_POINTS. Returns "nan", "spike" or None."""
         methods = {
             "run.built": self.run_built,
             "step.begin": self.step_begin,
@@ -211,7 +211,8 @@ class TrialObserver:
         for bucket in self.run.buckets:
             for box, part in boxes_of(bucket, bucket.grads.local):
                 self.compare_close(f"step {step} gradient of {box.key}", part, step, box)
-        return "nan" if step == SKIPPED else None
+        has_spike = step == LAST and self.run.cfg.optim.spike_sigma is not None
+        return "nan" if step == SKIPPED else "spike" if has_spike else None
 
     def step_end(self, step: int, loss: Tensor, norm: Tensor, ok: Tensor) -> None:
         self.compare_close(f"step {step} loss", loss, step)
@@ -347,7 +348,7 @@ def prove(
     BOUND, the largest; if there are none, worst.
     """
     (reference,) = make_references(pool, [cfg], home)
-    check_trained(reference)
+    check_trained(reference, has_spike=cfg.optim.spike_sigma is not None)
     try:
         results = pool.run(run_layout, placed(cfg, home, "layout"), home, reference, is_strict)
     finally:
@@ -368,16 +369,18 @@ def prove(
     return max(of_first_step, key=lambda deviation: deviation.severity), worst
 
 
-def check_trained(reference: Path) -> None:
+def check_trained(reference: Path, has_spike: bool = False) -> None:
     """Raises ConfigError if one process skips a step beside SKIPPED, as a key may make it: its layouts would
-    agree with it, and nothing would be proved of that step.
+    agree with it, and nothing would be proved of that step. has_spike: it must skip LAST, too.
     """
+    planned = [SKIPPED, LAST] if has_spike else [SKIPPED]
     with safe_open(reference, "pt") as file:
         skipped = [step for step in range(1, LAST + 1) if not file.get_tensor(f"step {step} is good")]
-    if skipped != [SKIPPED]:
+    if skipped != planned:
         steps = ", ".join(map(str, skipped))
+        wanted = " and ".join(map(str, planned))
         raise ConfigError(
-            f"the proof skips step {SKIPPED} alone, and with these settings one process skips {steps}: the "
+            f"the proof skips step {wanted} alone, and with these settings one process skips {steps}: the "
             "others would prove nothing; choose values with which they train"
         )
 

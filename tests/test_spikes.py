@@ -1,0 +1,367 @@
+"""Spikes of the loss or the gradient norm: which step is one, that it changes nothing, on no rank, and that
+a run that goes back reads the data that it should.
+"""
+
+import hashlib
+import json
+import statistics
+
+import pytest
+import torch
+from ranks import MODEL, corpus, job
+
+import config
+import train
+from checkpoint import state, store
+from config import ConfigError
+from config.schema import OptimConfig
+from config.suggestions import check_rules
+from data.loader import BatchLoader
+from optim.spikes import SpikeState, SpikeWindow
+from runtime.guard import SpikeRewinds, SpikesPersist
+
+STEPS = 12
+SPIKES = ("--optim.spike_sigma", "20", "--optim.spike_window", "6")
+REWIND = (*SPIKES, "--optim.spike_rewind", "2")
+LAYOUTS = {
+    "alone": (1, ""),
+    "tp2": (2, "--parallel.tp 2"),
+    "dp2 zero1": (2, "--parallel.zero 1"),
+    "pp2": (2, "--parallel.pp 2"),
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("spikes"))
+
+
+def digest(run):
+    """Of all that a step may change: weights, masters, moments."""
+    train.wait_param_gathers(run.buckets)
+    flats = [bucket.weights.master for bucket in run.buckets]
+    flats += [b.weights.full for b in run.buckets if b.weights.full is not None]
+    flats += [flat for moments in state.moments_of(run).values() for flat in moments]
+    found = hashlib.sha256()
+    for flat in flats:
+        found.update(flat.detach().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def watched(folder, bad=(), follow=None):
+    """before(rank) of a job: a line in ledger.RANK for each step.
+
+    bad: steps of the data whose gradients are 1e4 times as large. follow: the steps of the data that the run
+    is made to read, by its own steps.
+    """
+
+    def before(rank):
+        one_step, read, finish = train.run_one_step, BatchLoader.microbatches, train.finish_grad_reductions
+        current = {}
+
+        def microbatches(loader, step):
+            if loader.split != "train":
+                return read(loader, step)
+            if follow is not None:
+                step = follow[step]
+            current.update(step=step, samples=loader.sample_ids(step))
+            return read(loader, step)
+
+        def finish_grad_reductions(buckets, mesh):
+            finish(buckets, mesh)
+            if current["step"] in bad:
+                for bucket in buckets:
+                    bucket.grads.local.mul_(1e4)
+
+        def run_one_step(session, step):
+            old = digest(session.run)
+            one_step(session, step)
+            row = {"at": step, **current, "changed": digest(session.run) != old}
+            with open(folder / f"ledger.{rank}", "a") as file:
+                file.write(json.dumps(row) + "\n")
+
+        train.run_one_step = run_one_step
+        train.finish_grad_reductions = finish_grad_reductions
+        BatchLoader.microbatches = microbatches
+
+    return before
+
+
+@pytest.fixture
+def trains(tmp_path, prefix):
+    """trains(name, layout, *more, fault, bad, follow) -> what job() gives."""
+
+    def run(name, layout, *more, fault="", bad=(), follow=None):
+        world, words = LAYOUTS[layout]
+        (tmp_path / name).mkdir(exist_ok=True)
+        args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words.split()]
+        args += ["--log.dir", str(tmp_path), "--log.name", name, "--checkpoint.every", "4", *more]
+        args += ["--model.dropout", "0.1", "--checkpoint.check_replicas", "1"]
+        return job(tmp_path / name, world, args, fault=fault, before=watched(tmp_path / name, bad, follow))
+
+    return run
+
+
+def ledger(folder, rank=0):
+    return [json.loads(line) for line in (folder / f"ledger.{rank}").read_text().splitlines()]
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if "loss" in row]
+
+
+def course(folder):
+    """Step, loss, norm and flags of each step."""
+    names = ("step", "loss", "grad_norm", "skipped", "spike")
+    return [tuple(row.get(name) for name in names) for row in rows(folder)]
+
+
+def saved(folder):
+    """{key: sha256} of the last checkpoint, and its meta."""
+    path = store.newest_checkpoint(folder / "checkpoints", [])
+    index, meta = store.read_index(path), store.read_meta(path)
+    return {piece["key"]: piece["sha256"] for piece in index["pieces"]}, meta
+
+
+# ---- a step that is not applied ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_spike_changes_nothing_on_any_rank(tmp_path, trains, layout):
+    """One rank alone has the large gradients; its part is in the norm of all."""
+    world = LAYOUTS[layout][0]
+    end = trains("r", layout, *SPIKES, fault=f"step.backward:rank={world - 1}:step=7:act=spike")
+    assert end.codes == [0] * world, end.logs
+    assert "spike at step 7: loss " in end.logs[0] and "not applied" in end.logs[0]
+    assert [row["step"] for row in rows(tmp_path / "r") if row["spike"]] == [7]
+    assert [row["step"] for row in rows(tmp_path / "r") if row["skipped"]] == [7]
+    for rank in range(world):
+        lines = ledger(tmp_path / "r", rank)
+        assert [line["step"] for line in lines] == list(range(STEPS))  # the data moves on once
+        assert [line["at"] for line in lines if not line["changed"]] == [7]
+    assert len({sample for line in lines for sample in line["samples"]}) == 4 * STEPS
+
+    # as a step that is not finite
+    end = trains("nan", layout, fault=f"step.backward:rank={world - 1}:step=7:act=nan")
+    assert end.codes == [0] * world, end.logs
+    assert saved(tmp_path / "nan")[0] == saved(tmp_path / "r")[0]
+    meta = saved(tmp_path / "r")[1]["spikes"]
+    assert meta["count"] == STEPS - 1 and meta["in_a_row"] == meta["left_out"] == []
+    losses = [row["loss"] for row in rows(tmp_path / "r") if not row["skipped"]]
+    assert meta["losses"] == losses[-6:]
+
+
+@pytest.mark.parametrize("layout", ["alone", "pp2"])
+def test_a_resume_in_the_middle_of_the_window(tmp_path, trains, layout):
+    """Step 10 is judged by steps before the checkpoint of step 8: two after it would be too few."""
+    world = LAYOUTS[layout][0]
+    spike = "step.backward:step=10:act=spike"
+    assert trains("whole", layout, *SPIKES, fault=spike).codes == [0] * world
+    killed = trains("r", layout, *SPIKES, fault=f"{spike}; step.begin:step=10:act=SIGKILL")
+    assert killed.codes == [-9] * world
+    assert saved(tmp_path / "r")[1]["step"] == 8
+    assert trains("r", layout, *SPIKES, fault=spike).codes == [0] * world
+    assert course(tmp_path / "r") == course(tmp_path / "whole")
+    assert [row["step"] for row in rows(tmp_path / "r") if row["spike"]] == [10]
+    assert saved(tmp_path / "r")[0] == saved(tmp_path / "whole")[0]
+    assert saved(tmp_path / "r")[1]["spikes"] == saved(tmp_path / "whole")[1]["spikes"]
+
+
+def test_as_many_spikes_as_the_window_end_the_run(tmp_path, trains):
+    end = trains("r", "alone", *SPIKES, bad=range(4, 99))
+    assert end.codes == [77] and "for 6 steps in a row" in end.errors()[0]
+    assert saved(tmp_path / "r")[1]["spikes"]["in_a_row"] == [5, 6, 7, 8]
+    end = trains("r", "alone", *SPIKES, bad=range(4, 99))  # it goes on counting
+    assert end.codes == [77] and [row["step"] for row in rows(tmp_path / "r")][-1] == 10
+
+
+# ---- a run that goes back ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_run_goes_back_and_leaves_the_data_out(tmp_path, trains, layout):
+    world, bad = LAYOUTS[layout][0], (6, 7)
+    end = trains("r", layout, *REWIND, bad=bad)
+    assert end.codes == [0] * world, end.logs
+    assert "2 spikes in a row, steps 7, 8: going back" in end.logs[0]
+    assert "back at the checkpoint of step 4; steps of the data that are left out from now on" in end.logs[0]
+    follow = [0, 1, 2, 3, 4, 5, *range(8, 14)]
+    for rank in range(world):
+        lines = ledger(tmp_path / "r", rank)
+        assert [line["at"] for line in lines] == [*range(1, 9), *range(5, 13)]
+        assert [line["step"] for line in lines] == [*range(8), *follow[4:]]
+        assert [line["at"] for line in lines if not line["changed"]] == [7, 8]
+    assert [row["step"] for row in rows(tmp_path / "r")] == list(range(1, 13))
+    assert not any(row["skipped"] for row in rows(tmp_path / "r"))
+    assert saved(tmp_path / "r")[1]["spikes"]["left_out"] == [6, 7]
+    report = json.loads((tmp_path / "r" / "summary.json").read_text())["goodput"]
+    assert report["starts"] == 1 and report["lost_minutes"]["repeated_steps"] > 0
+
+    # bit for bit a run that never read this data
+    assert trains("clean", layout, follow=follow).codes == [0] * world
+    assert saved(tmp_path / "clean")[0] == saved(tmp_path / "r")[0]
+
+    if layout not in ("alone", "dp2 zero1"):
+        return
+    # killed on its way, before and after it goes back, and resumed
+    assert trains("k", layout, *REWIND, bad=bad, fault="step.begin:step=8:act=SIGKILL").codes == [-9] * world
+    assert trains("k", layout, *REWIND, bad=bad, fault="step.begin:step=10:act=SIGKILL").codes == [-9] * world
+    assert saved(tmp_path / "k")[1]["step"] == 8
+    assert trains("k", layout, *SPIKES, bad=bad).codes == [0] * world  # the list counts without the key, too
+    assert saved(tmp_path / "k")[0] == saved(tmp_path / "r")[0]
+    assert course(tmp_path / "k") == course(tmp_path / "r")
+
+
+def test_checkpoints_of_steps_that_are_trained_again_are_gone(tmp_path, trains):
+    """A stop saves in the middle of the spikes; the next start goes back behind that checkpoint."""
+    stop = "step.begin:step=7:act=SIGTERM"
+    end = trains("r", "alone", *REWIND, "--checkpoint.keep_every", "7", bad=(6, 7), fault=stop)
+    assert end.codes == [75], end.logs
+    assert saved(tmp_path / "r")[1]["spikes"]["in_a_row"] == [7]
+    end = trains("r", "alone", *REWIND, bad=(6, 7), fault="step.begin:step=6:act=SIGKILL")
+    assert end.codes == [-9] and "going back" in end.logs[0]
+    names = {path.name for path in (tmp_path / "r" / "checkpoints").iterdir()}
+    assert names == {"step_00000004", "latest"}
+    assert (tmp_path / "r" / "checkpoints" / "latest").read_text().strip() == "step_00000004"
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, trains):
+    """The one of step 8 cannot be read; the run goes back to that of step 4."""
+    home = tmp_path / "r"
+    assert trains("r", "alone", *REWIND, "--train.max_minutes", "1e-9").codes == [75]
+    assert trains("r", "alone", *REWIND, bad=(9, 10), fault="step.begin:step=9:act=SIGKILL").codes == [-9]
+    end = trains("r", "alone", *REWIND, bad=(9, 10), fault="step.begin:step=11:act=SIGKILL")
+    assert end.codes == [-9]
+    damaged = home / "checkpoints" / "step_00000008"
+
+    def damage(pids):
+        shard = next(damaged.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1])
+
+    damage(None)
+    end = trains("r", "alone", *REWIND, bad=(9, 10))
+    assert end.codes == [0], end.logs
+    assert saved(home)[1]["spikes"]["left_out"] == [9, 10]
+
+
+def test_a_run_that_goes_back_too_often_ends(tmp_path, trains):
+    end = trains("r", "alone", *REWIND, "--optim.spike_rewinds", "2", bad=range(6, 99))
+    assert end.codes == [77]
+    assert "spikes at steps 7 to 8 again, after the run went back 2 times" in end.errors()[0]
+    assert [line["step"] for line in ledger(tmp_path / "r")] == [*range(8), 4, 5, 8, 9, 4, 5, 10, 11]
+    assert [step for step, _ in store.committed_checkpoints(tmp_path / "r" / "checkpoints")] == [4]
+
+
+def test_a_run_without_a_checkpoint_to_go_back_to_ends(trains):
+    end = trains("r", "alone", *REWIND, "--checkpoint.every", "none", bad=(6, 7))
+    assert end.codes == [77] and "no good checkpoint before them" in end.errors()[0]
+
+
+# ---- the window --------------------------------------------------------------------------------------------
+
+
+def window(size=6, sigma=3.0):
+    return SpikeWindow(OptimConfig(spike_sigma=sigma, spike_window=size), torch.device("cpu"))
+
+
+def accept(spikes, loss, norm=1.0, is_finite=True):
+    loss, norm = torch.tensor([loss, norm], dtype=torch.float64)
+    return bool(spikes.accept(loss, norm, torch.tensor(is_finite)))
+
+
+def test_the_window_by_hand():
+    """Against Python's statistics, with a spike now and then."""
+    spikes, applied = window(), []
+    draws = torch.Generator().manual_seed(3)
+    for step in range(60):
+        loss, norm = (5 + torch.rand(2, generator=draws, dtype=torch.float64)).tolist()
+        loss *= 1 + (step % 7 == 5)
+        norm *= 1 + (step % 11 == 10)
+        recent = applied[-6:]
+        expected = True
+        if len(recent) >= 3:
+            limits = [statistics.mean(values) + 3 * statistics.stdev(values) for values in zip(*recent)]
+            expected = loss <= limits[0] and norm <= limits[1]
+        assert accept(spikes, loss, norm) == expected, step
+        if expected:
+            applied.append((loss, norm))
+    assert 40 < len(applied) < 55
+    assert spikes.state()["losses"] == [loss for loss, _ in applied[-6:]]
+    assert spikes.state()["grad_norms"] == [norm for _, norm in applied[-6:]]
+
+
+def test_what_is_not_finite_stays_out_of_the_window():
+    spikes = window()
+    for loss in (1.0, 1.1, 0.9, 1.0):
+        assert accept(spikes, loss)
+    assert not accept(spikes, float("nan"), is_finite=False)
+    assert not accept(spikes, 1.0, float("inf"), is_finite=False)
+    assert spikes.state()["losses"] == [1.0, 1.1, 0.9, 1.0] and accept(spikes, 1.0)
+    assert not accept(spikes, 2.0) and not accept(spikes, 1.0, 9.0)
+
+
+def test_without_sigma_every_finite_step_is_applied():
+    spikes = window(sigma=None)
+    assert all(accept(spikes, loss) for loss in (1.0, 1.0, 1.0, 1.0, 1e9))
+    assert not accept(spikes, 1.0, is_finite=False) and spikes.state()["count"] == 0
+
+
+def test_a_window_goes_on_where_it_was():
+    whole, values = window(), [1.0, 1.1, 0.9, 1.05, 0.95, 1.0, 1.2, 0.8, 1.3]
+    for number, loss in enumerate(values):
+        before = json.loads(json.dumps(whole.state()))
+        resumed = window()
+        resumed.load(before)
+        assert torch.equal(resumed.values, whole.values) and resumed.count == whole.count
+        accept(whole, loss, number * 1.0)
+    for size in (3, 20):  # another size takes the newest
+        other = window(size)
+        other.load(whole.state())
+        assert other.state()["losses"] == whole.state()["losses"][-size:]
+
+
+def test_the_data_of_a_step():
+    spikes = SpikeState(OptimConfig(), torch.device("cpu"))
+    assert [spikes.data_step(step) for step in (1, 2, 9)] == [0, 1, 8]
+    spikes.in_a_row = [3, 4]
+    spikes.continue_without(spikes.left_out_with_spikes())
+    assert spikes.left_out == [2, 3] and spikes.in_a_row == []
+    assert [spikes.data_step(step) for step in range(1, 6)] == [0, 1, 4, 5, 6]
+    spikes.in_a_row = [2, 3]
+    spikes.continue_without(spikes.left_out_with_spikes())
+    assert spikes.left_out == [1, 2, 3, 4]
+    assert [spikes.data_step(step) for step in range(1, 4)] == [0, 5, 6]
+
+
+def test_progress_resets_how_often_a_run_has_gone_back():
+    cfg = OptimConfig(spike_sigma=6.0, spike_rewind=2, spike_rewinds=1)
+    spikes, rewinds = SpikeState(cfg, torch.device("cpu")), SpikeRewinds(cfg)
+    assert rewinds.find(spikes, [(5, True)]) is None
+    assert rewinds.find(spikes, [(6, True)]) == 5
+    spikes.in_a_row = []
+    assert rewinds.find(spikes, [(6, False), (7, False), (8, True)]) is None  # beyond 6: progress
+    assert rewinds.find(spikes, [(9, True)]) == 8
+    spikes.in_a_row = []
+    with pytest.raises(SpikesPersist, match="went back 1 times"):
+        rewinds.find(spikes, [(8, True), (9, True)])
+
+
+# ---- keys --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "key"), [
+    ("--optim.spike_sigma 0", "optim.spike_sigma"),
+    ("--optim.spike_sigma x", "optim.spike_sigma"),
+    ("--optim.spike_sigma 6 --optim.spike_window 1", "optim.spike_window"),
+    ("--optim.spike_rewind 2", "optim.spike_rewind"),
+    ("--optim.spike_sigma 6 --optim.spike_rewind 0", "optim.spike_rewind"),
+    ("--optim.spike_sigma 6 --optim.spike_window 4 --optim.spike_rewind 5", "optim.spike_rewind"),
+    ("--optim.spike_sigma 6 --optim.spike_rewind 2 --optim.spike_rewinds 0", "optim.spike_rewinds"),
+    ("--optim.spike_sigma 6 --optim.spike_rewind 2 --checkpoint.mirror file:///x", "optim.spike_rewind"),
+    ("--optim.spike_sigma 6 --optim.spike_rewind 2 --train.global_batch 16 --train.ramp 8,8,99",
+     "optim.spike_rewind"),
+])
+def test_bad_values_are_refused(words, key):
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        check_rules(config.resolve("llama3-tiny", None, ["--train.micro_batch", "8", *words.split()]))
