@@ -8,7 +8,7 @@ from benchmarks.chaos.layouts import LAYOUTS
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "faults.md").read_text()
 HOW_MANY = {"P": 16, "C": 13, "N": 6, "D": 6, "S": 9}
-NO_ROW_YET = {"P8", "P16", "N2", "N4"}
+NO_ROW_YET = {"N4"}  # a step that is run again: the code cannot do that
 NAMED = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 
 
