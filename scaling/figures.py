@@ -109,7 +109,8 @@ def draw_contours(points: Points, fit: Fit, optimum: Optimum, path: Path) -> Non
         best = np.array([optimum.parameters(budget) for budget in flops])
         axes.plot(flops, best, color=BEST, lw=2, label=f"best size, ~ C^{optimum.parameters.exponent:.2f}")
         axes.set_ylim(sizes[0], sizes[-1])
-        axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=9)
+        # above the lines, which fill the axes
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)
 
 
 def draw_fit(points: Points, fit: Fit, path: Path) -> None:
