@@ -295,7 +295,7 @@ def build_run(
         steps=steps,
         routers=RouterStates(cfg, mesh, list(stages.values()), device),
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),
-        spikes=SpikeState(cfg.optim, device),
+        spikes=SpikeState(cfg.optim, device, mesh.world),
         noise_scale=GradientNoiseScale(cfg.log.noise_scale, made.buckets, mesh),
         recording=RecordedPipeline(pipeline, device) if cfg.train.cuda_graphs else None,
         ema=WeightEMA(cfg.train.ema, made.buckets, mesh) if cfg.train.ema is not None else None,

@@ -401,13 +401,14 @@ def train_loop(session: Session) -> LoopEnd:
         if is_evaluated:
             evaluate(session, step)
         ends_phase = step == run.last_step
-        is_saved = bool(ends_phase or reason or is_save_due(cfg.checkpoint, step))
+        is_in_spikes = cfg.optim.spike_rewind is not None and bool(run.spikes.in_a_row)  # it may go back
+        is_saved = bool(ends_phase or reason or (is_save_due(cfg.checkpoint, step) and not is_in_spikes))
         if is_due(cfg.checkpoint.check_replicas, step) and not is_saved:  # a save compares by itself
             compare_replicas(run)
         if is_saved:
             # a run that must end for its skipped steps ends here, before it is saved
             session.guard.count_skipped(session.log.flush())
-            rewinds.find(run.spikes, session.log.take_spikes())
+            rewinds.find(run.spikes, session.log.take_spikes())  # under spike_rewind all have been read above
             save_checkpoint(session, step, is_final=bool(ends_phase or reason))
         if is_last and not is_evaluated:
             evaluate(session, step)
@@ -447,7 +448,7 @@ def go_back(session: Session, first_spike: int) -> int:
     if step is None:
         raise SpikesPersist(
             f"{len(spikes)} spikes in a row from step {first_spike:,} on (optim.spike_rewind), and no good "
-            "checkpoint before them to go back to; lower checkpoint.every"
+            "checkpoint before them to go back to; lower checkpoint.every, or raise checkpoint.keep"
         )
 
     # what came after it is not there any more
@@ -583,6 +584,7 @@ def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
 
 def write_checkpoint(session: Session, step: int, is_final: bool) -> None:
     """save_checkpoint(), on no clock."""
+    session.check_lease()
     saver = session.saver
     session.train_data.check_unchanged()
     if session.is_first_rank:
@@ -1006,11 +1008,11 @@ def probe_run_folder(run: TrainingRun, folder: Path) -> None:
     Raises ConfigError if a rank sees another folder than rank 0; StorageError (82) if rank 0 cannot write
     there, or a checkpoint does not fit on the disk.
     """
-    everyone = run.mesh.world
+    everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
     with store.storage_errors(folder, 0):
-        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone)
+        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone, timeout_s)
     try:
-        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone)
+        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
     finally:
         if everyone.index == 0:
             run_folders.remove_token(folder, token)

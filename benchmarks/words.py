@@ -7,7 +7,6 @@ jobs: an extrapolation, which the table says.
 """
 
 import argparse
-import contextlib
 import multiprocessing
 import os
 import socket
@@ -195,7 +194,7 @@ def run_story(context: ForkServerContext, story: str, size: int) -> tuple[Counts
         raise ConfigError(f"words: {size} ranks have not started after {ATTENDANCE_S:g} s") from error
     finally:
         for process in processes:
-            with contextlib.suppress(ValueError):
+            if process.pid is not None:  # it was started
                 process.kill()
     start = counts_of([rank.before for rank in ranks], started - began)
     return start, counts_of([rank.after for rank in ranks], ended - started)

@@ -194,7 +194,7 @@ def write_shard(
     """Writes tensors into a new safetensors file, which is not flushed to disk yet.
 
     named: [(name in the file, tensor)]. halfway: called when half of the tensors are written.
-    One tensor at a time is in host memory.
+    One tensor a thread is in host memory at a time.
 
     Returns ({bytes, header: sha256 of length and header}, [sha256 of each tensor], the open descriptor). Each
     chunk is looked at for NaN, hashed and written while it is in the cache: one pass over the bytes. The

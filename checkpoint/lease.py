@@ -4,14 +4,16 @@ Where flock is absent, or known to one host only, two jobs on different hosts wo
 without a word. So the holder of the run lock (checkpoint/locks.py) also keeps a small file there, which says
 who holds it and is written again every few seconds with another number.
 
-- Of two processes under one kernel flock decides, where the filesystem has it at all.
+- Of two processes under one kernel and one mount flock decides, where the filesystem has it at all.
 - A lease of another host is watched: it is held if the number changes, and left behind by a host that died if
-  it does not change for EXPIRES_S. Clocks of hosts are never compared.
+  it does not change in all looks of EXPIRES_S. Clocks of hosts are never compared. What cannot be read is
+  somebody's.
 - A holder that was cut off for that long, and comes back, finds the lease of the run that took over, and ends
-  before its next step.
+  before its next step or save. So does one of two that have found a fresh folder at the same time.
 """
 import contextlib
 import json
+import math
 import os
 import socket
 import threading
@@ -27,6 +29,7 @@ RENEW_S = 4.0  # from one sign of life of the holder to the next
 EXPIRES_S = 20.0  # without a sign of life
 POLL_S = 0.5  # between two looks at a lease of another host
 MAX_BYTES = 1000
+UNREADABLE = "unreadable"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -43,6 +46,7 @@ class Lease:
         self.expires_s = expires_s
         self.id = uuid.uuid4().hex
         self.number = 0
+        self.renewed = time.monotonic()
         self.successor = ""  # who has taken the lease over
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.renew, name="lease", daemon=True)
@@ -53,9 +57,10 @@ class Lease:
         Raises ConfigError naming the holder; StorageError if the disk fails.
         """
         before = read(self.path)
-        is_decided = flock_works and before.get("kernel") == kernel_id()
+        is_decided = flock_works and before.get("kernel") == kernel_of(self.folder)
         if before and not is_decided:
             self.wait_until_expired(before)
+        # also what a holder that hangs in write() would put in the place of this one's
         for left_behind in self.folder.glob(f"{NAME}-*"):
             with contextlib.suppress(OSError):
                 left_behind.unlink()
@@ -66,13 +71,15 @@ class Lease:
         self.thread.start()
 
     def wait_until_expired(self, before: dict[str, object]) -> None:
-        deadline = time.monotonic() + self.expires_s
-        while time.monotonic() < deadline:
-            time.sleep(min(POLL_S, self.renew_s / 2))
+        pause = min(POLL_S, self.renew_s / 2)
+        for _ in range(math.ceil(self.expires_s / pause)):  # looks, not time: a look may hang with its server
+            time.sleep(pause)
             now = read(self.path)
             if not now:  # given up
                 return
-            if now != before:
+            if UNREADABLE in (*now, *before):
+                before = before if UNREADABLE in now else now
+            elif now != before:
                 raise ConfigError(
                     f"{self.folder}: in use by {holder_of(now)}; wait for it, stop it, or choose another "
                     "log.name"
@@ -83,7 +90,7 @@ class Lease:
         self.number += 1
         text = json.dumps({
             "id": self.id,
-            "kernel": kernel_id(),
+            "kernel": kernel_of(self.folder),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "number": self.number,
@@ -91,7 +98,9 @@ class Lease:
         beside = self.path.with_name(f"{NAME}-{self.id}")
         with storage_errors(self.path, 0):
             beside.write_text(text)
-            os.replace(beside, self.path)
+            if not self.ended.is_set():
+                os.replace(beside, self.path)
+                self.renewed = time.monotonic()
 
     def renew(self) -> None:
         """The thread: a disk that fails for a while is no reason to end; another holder is."""
@@ -103,18 +112,19 @@ class Lease:
 
     def is_taken_over(self) -> bool:
         now = read(self.path)
-        if now and now.get("id") != self.id:
+        if now and UNREADABLE not in now and now.get("id") != self.id:
             self.successor = holder_of(now)
         return bool(self.successor)
 
     def check(self) -> None:
         """Raises ConfigError if another run has taken the folder over."""
-        if not self.thread.is_alive():
+        is_late = time.monotonic() - self.renewed > self.expires_s / 2  # the thread hangs, or the host did
+        if is_late or not self.thread.is_alive():
             self.is_taken_over()
         if self.successor:
             raise ConfigError(
                 f"{self.folder}: taken over by {self.successor}, which saw no sign of life of this run for "
-                f"{self.expires_s:g} s; this one ends here, and what it saved is kept"
+                f"{self.expires_s:g} s, or began with it; this one ends here, and what it saved is kept"
             )
 
     def release(self) -> None:
@@ -128,22 +138,28 @@ class Lease:
 
 
 def read(path: Path) -> dict[str, object]:
-    """What the file says; empty if there is none, or it is damaged."""
+    """What the file says; empty if there is none; {UNREADABLE: ...} if it is damaged, or cannot be read."""
     try:
         with open(path, "rb") as file:
             found = json.loads(file.read(MAX_BYTES))
-    except (OSError, ValueError, RecursionError):
+    except FileNotFoundError:
         return {}
-    return found if isinstance(found, dict) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        return {UNREADABLE: str(error)}
+    return found if isinstance(found, dict) and found.get("id") else {UNREADABLE: "no lease"}
 
 
 def holder_of(found: dict[str, object]) -> str:
     return f"{found.get('host')} pid {found.get('pid')}"
 
 
-def kernel_id() -> str:
-    """One for all processes under a kernel, those in containers too; the host's name where it is unknown."""
+def kernel_of(folder: Path) -> str:
+    """One for all processes for which flock decides about the folder: under one kernel and one mount.
+
+    Those in containers have it, too. Where the kernel is unknown, the host's name stands for it.
+    """
     try:
-        return BOOT_ID.read_text("ascii").strip()
+        kernel = BOOT_ID.read_text("ascii").strip()
     except (OSError, ValueError):
-        return socket.gethostname()
+        kernel = socket.gethostname()
+    return f"{kernel}/{os.stat(folder).st_dev}"

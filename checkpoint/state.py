@@ -674,7 +674,7 @@ def newest_start(
 
 
 def resume_after(run: RunState, root: pathlib.Path, step: int) -> None:
-    """Loads the checkpoint of this step, which the run has just saved. Collective.
+    """Loads the checkpoint of this step, which the run has saved. Collective.
 
     Raises IntegrityError, on all ranks, if it is damaged.
     """

@@ -22,14 +22,15 @@ writes its own pieces, and rank 0 writes the rest. Rank 0 alone learns what the 
 in Ranks.gather, so that a rank that fails makes all ranks raise the same error. The cost: one sha256 while
 writing, a comparison with the tensors while reading back, one sha256 while loading.
 """
+import contextlib
 import fcntl
 import json
-import mmap
 import os
 import re
 import shutil
 import time
 import uuid
+import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +40,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from checkpoint.files import (
@@ -53,6 +55,7 @@ from checkpoint.files import (
     num_bytes,
     open_shard,
     raw_bytes,
+    read_hashed,
     reads_as,
     remove,
     run_in_threads,
@@ -83,6 +86,7 @@ from checkpoint.together import Ranks
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxes
 from parallel.sharding.packing import equal_part
+from parallel.wire.comm import PeerError
 
 __all__ = [
     "FAULT_POINTS", "Index", "IntegrityError", "NonFiniteTensor", "StartedLoad", "StorageError",
@@ -213,8 +217,11 @@ def save(
             own = ranks.all_do(lambda: write_pieces(pending, pieces, ranks, threads), timeout_s)
             shards = ranks.gather_first(own)
             ranks.first_does(lambda: commit(pending, shards, meta), timeout_s)
-        except BaseException:
-            if ranks.rank == 0:
+        except BaseException as error:
+            # After a timeout or an interrupt a rank may still be at work, and give what is left of the folder
+            # its final name: the next start removes it.
+            have_ended = isinstance(error, Exception) and not isinstance(error, PeerError)
+            if ranks.rank == 0 and (have_ended or ranks.size == 1):
                 remove(pending.temp)
             raise
 
@@ -508,9 +515,11 @@ def drop_after(root: Path, step: int) -> None:
     So a start that finds one of them, after a kill in between, finds also those before it.
     """
     for other_step, path in committed_checkpoints(root):
-        if other_step > step:
+        if other_step <= step:
+            continue
+        with storage_errors(root, 0), folder_lock(path, fcntl.LOCK_EX):
+            mark_of(path).unlink(missing_ok=True)  # first: a kill leaves none to the next one
             move_to_trash(path)
-            mark_of(path).unlink(missing_ok=True)
     write_latest(checkpoint_folder(root, step), no_fault)
     remove_leftovers(root)
 
@@ -673,12 +682,14 @@ def load(
 class StartedLoad:
     """Pieces that are verified, and not yet in their tensors.
 
-    kept: {piece: its bytes}. The others are read again: there was no memory for them.
+    kept: {piece: its bytes}. The others are read and verified again: there was no memory for them.
+    release: gives back the lock on the folder, which nobody may remove before it is filled.
     """
     path: Path
     reads: Reads
     offsets: dict[StoredPiece, int]
     kept: dict[StoredPiece, torch.Tensor]
+    release: Callable[[], object]
 
     def fill(self) -> None:
         """Copies the pieces into their tensors. Raises IntegrityError."""
@@ -690,6 +701,7 @@ class StartedLoad:
             copy_piece(piece, self.kept.pop(piece), self.reads)
         for file, pieces in again.items():
             copy_from_file(self.path / file, pieces, self.offsets, self.reads)
+        self.release()
 
 
 def start_load(
@@ -709,7 +721,9 @@ def start_load(
     """
     path = source.path if isinstance(source, StoredIndex) else Path(source)
     wants = list(wants)
-    with folder_lock(path, fcntl.LOCK_SH):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder_lock(path, fcntl.LOCK_SH))
+
         # Find the stored pieces of each key, and check that they fit.
         index = source if isinstance(source, StoredIndex) else read_stored_index(path)
         stored = index.by_key()
@@ -721,7 +735,10 @@ def start_load(
         kept: dict[StoredPiece, torch.Tensor] = {}
         room = int(KEPT_SHARE * available_bytes() / sharers)
         offsets = check_pieces(path, index.shards(), reads, kept=kept, room=room)
-        return StartedLoad(path, reads, offsets, kept)
+        lock = stack.pop_all()
+        started = StartedLoad(path, reads, offsets, kept, lock.close)
+        weakref.finalize(started, lock.close)  # where another rank's damage is found, it is never filled
+        return started
 
 
 def extra_keys(
@@ -796,17 +813,16 @@ def plan_reads(stored: dict[str, list[StoredPiece]], wants: list[Piece]) -> Read
 def copy_from_file(
     path: Path, pieces: list[StoredPiece], offsets: dict[StoredPiece, int], reads: Reads
 ) -> None:
-    """Copies verified pieces of one file into their tensors.
+    """Copies pieces of one file into their tensors, each after its bytes were verified.
 
-    The file is mapped: a slice reads only its own bytes, and nothing is held twice.
+    One piece is in memory at a time. Raises IntegrityError.
     """
     with open_shard(path) as fd:
-        # Private and copied on write: torch wants writable memory.
-        memory = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)
-    for piece in pieces:
-        count = piece.num_bytes
-        values = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=offsets[piece])
-        copy_piece(piece, values, reads)
+        for piece in pieces:
+            data = np.empty(piece.num_bytes, dtype=np.uint8)
+            if read_hashed(fd, offsets[piece], data) != piece.sha256:
+                raise IntegrityError(f"{path}: {piece.name} does not match its checksum, and did before")
+            copy_piece(piece, torch.from_numpy(data), reads)
 
 
 def copy_piece(piece: StoredPiece, values: torch.Tensor, reads: Reads) -> None:

@@ -71,8 +71,8 @@ def agree_on_outcome(gather: Gather, work: Callable[[], Result], timeout_s: floa
     timeout_s: seconds that the slowest rank may take. None: work() runs in the calling thread, and the ranks
     that are done wait in `gather`.
 
-    If work() fails on one rank, every rank raises: its own error, or else the error of the first rank that
-    failed. Raises PeerError (exit code 76) on all ranks when a rank is not done after `timeout_s`.
+    If work() fails on one rank or more, every rank raises the error of the first of them, so that all go on
+    alike. Raises PeerError (exit code 76) on all ranks when a rank is not done after `timeout_s`.
     """
     if timeout_s is None:
         result, own_error = outcome_of(work)
@@ -80,11 +80,9 @@ def agree_on_outcome(gather: Gather, work: Callable[[], Result], timeout_s: floa
         result, own_error = while_others_wait(gather, work, timeout_s)
     errors = gather(own_error)
 
-    if own_error is not None:
-        raise own_error
     for error in errors:
         if error is not None:
-            raise error
+            raise error from own_error
     return cast(Result, result)
 
 

@@ -8,10 +8,10 @@ MEANINGS = {
     1: "an error, or a lost rank; the first line above that begins with 'error:' says which",
     2: "a mistake, named above",
     STOPPED_EARLY: "stopped early, everything is saved; the same command goes on",
-    76: "a hang; the ranks that were waited for are named above",
-    77: "loss or gradient stayed non-finite",
+    76: "a hang; what was waited for is named above",
+    77: "loss or gradient stayed non-finite, or far above what was usual",
     79: "a file is damaged, and no good one is left",
-    80: "replicas differ",
+    80: "replicas differ, or a device or a link is wrong",
     81: "out of memory",
     82: "the storage fails",
 }

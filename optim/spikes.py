@@ -9,8 +9,9 @@ checkpoint before them, and the data of these steps is left out from then on. Wh
 pure function: of its number, and of the list of what was left out, which is in every later checkpoint.
 
 Guarantees
-- All ranks decide alike: loss and gradient norm are the same numbers on all ranks already, and the same
-  arithmetic follows. Nothing is exchanged, and nothing waits for the device.
+- All ranks decide alike: a step is a spike if it is one on any rank. Loss and gradient norm are the same on
+  all ranks but for their last bits, since NCCL may add in another order in another group. One all-reduce of a
+  number a step, on the device; nothing waits for it.
 - A step that is no spike by this, but is not finite, does not enter the window either.
 """
 from typing import Any
@@ -19,16 +20,19 @@ import torch
 from torch import Tensor
 
 from config import OptimConfig
+from parallel.wire import comm
+from parallel.wire.comm import Group
 
 
 class SpikeWindow:
     """The losses and gradient norms of the last steps that were applied, on the device.
 
     values: [2, window], a ring: the number n (from 0) of all applied steps is in column n % window.
-    count: how many steps were applied, int64 scalar.
+    count: how many steps were applied, int64 scalar. everyone: all ranks.
     """
 
-    def __init__(self, cfg: OptimConfig, device: torch.device) -> None:
+    def __init__(self, cfg: OptimConfig, device: torch.device, everyone: Group) -> None:
+        self.everyone = everyone
         self.sigma = cfg.spike_sigma
         self.size = cfg.spike_window
         dtype = torch.float32 if device.type == "mps" else torch.float64  # which has no fp64
@@ -38,9 +42,9 @@ class SpikeWindow:
 
     @torch.no_grad()
     def accept(self, loss: Tensor, norm: Tensor, is_finite: Tensor) -> Tensor:
-        """Whether the step is to be applied, a bool scalar; it is in the window then. Never waits.
+        """Whether the step is to be applied, a bool scalar; it is in the window then. Collective.
 
-        loss, norm, is_finite: scalars, the same on all ranks.
+        loss, norm, is_finite: scalars. Never waits for the device.
         """
         if self.sigma is None:
             return is_finite
@@ -50,8 +54,9 @@ class SpikeWindow:
         mean = torch.where(known, self.values, 0.0).sum(1, keepdim=True) / number.clamp(min=1)
         squares = torch.where(known, self.values - mean, 0.0).square().sum(1, keepdim=True)
         deviation = (squares / (number - 1).clamp(min=1)).sqrt()
-        is_above = (latest > mean + self.sigma * deviation).any()
-        is_good = is_finite & ~(is_above & (number >= max(2, self.size // 2)))
+        is_above = (latest > mean + self.sigma * deviation).any() & (number >= max(2, self.size // 2))
+        is_spike = comm.all_reduce_max(is_above.to(torch.int32), self.everyone) > 0
+        is_good = is_finite & ~is_spike
 
         is_column = (self.columns == self.count % self.size) & is_good
         self.values = torch.where(is_column, latest, self.values)
@@ -83,9 +88,9 @@ class SpikeState:
     in_a_row: the steps of the run (from 1) that were the last spikes, with none applied after them.
     """
 
-    def __init__(self, cfg: OptimConfig, device: torch.device) -> None:
+    def __init__(self, cfg: OptimConfig, device: torch.device, everyone: Group) -> None:
         self.cfg = cfg
-        self.window = SpikeWindow(cfg, device)
+        self.window = SpikeWindow(cfg, device, everyone)
         self.left_out: list[int] = []
         self.in_a_row: list[int] = []
 
@@ -115,7 +120,8 @@ class SpikeState:
 
     def load(self, state: dict[str, Any] | None) -> None:
         """Restores `state`; None: of a checkpoint that is older than this."""
-        state = state or SpikeState(self.cfg, self.window.values.device).state()
+        state = state or SpikeState(self.cfg, self.window.values.device, self.window.everyone).state()
         self.window.load(state)
         self.left_out = [int(step) for step in state["left_out"]]
-        self.in_a_row = [int(step) for step in state["in_a_row"]]
+        is_judging = self.cfg.spike_sigma is not None  # else no step would ever end the row
+        self.in_a_row = [int(step) for step in state["in_a_row"]] if is_judging else []

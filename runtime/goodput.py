@@ -13,8 +13,9 @@ Within a start all times are monotonic. Between two starts there is the wall clo
 negative, because the clock was set back, counts as 0, and the report says so; a clock that was set forward
 cannot be told from waiting. After a start that finished the run, waiting does not count.
 
-What a killed start did after its last line is waiting, at most BEAT_SECONDS and a step. A line that does not
-read is left out, and so are lines that a full disk refuses.
+What a killed start did after its last line is waiting: in steps at most BEAT_SECONDS and a step, and what
+it was loading, validating or saving then. A line that does not read is left out, and so are lines that a full
+disk refuses.
 """
 import contextlib
 import json
@@ -57,7 +58,7 @@ class StartRecord:
     time: the wall clock at the start, since 1970. seconds: from the start until the line was written.
     first_step: the first that it trains; None: it has not come so far. last_step: the last that it has done.
     in_steps: in steps first_step .. last_step. marks: ((step, in_steps after it), ...) of its newest saves.
-    repeated: in steps that it went back before (train.spike_rewind), which in_steps leaves out.
+    repeated: in steps that it went back before (optim.spike_rewind), which in_steps leaves out.
     exit_code: None: no exit was recorded.
     """
 
@@ -336,10 +337,10 @@ class GoodputClock:
         record = self.record
         if record.first_step is None or step >= record.last_step:
             return
-        step = max(step, record.first_step - 1)  # what came before it belongs to an earlier start
         kept = record.seconds_until(step)
         self.record = replace(
             record,
+            first_step=min(record.first_step, step + 1),  # steps of an earlier start are trained again, too
             last_step=step,
             in_steps=kept,
             repeated=record.repeated + record.in_steps - kept,

@@ -4,13 +4,13 @@ A device that multiplies wrongly or a link that loses bits ends a run after days
 before the first step
 
 - each rank multiplies matrices of small whole numbers, whose product is known exactly, in the dtype of the
-  run: a difference ends the job with code 80, which leaves the host out;
+  run: a difference ends the job with code 80, and names the host;
 - each group of ranks gathers a message that all can foretell: the same;
 - the time of both is compared with that of the other ranks, and of the other groups of an axis: what takes
   longer than SLOW_RATIO times the median, and SLOW_MS more, is named in one line, and the run goes on.
 
-Costs: one small product, one or two small exchanges in each group that has a connection of its own, and a
-gather of some numbers. Collective.
+Costs: one small product, one or two exchanges of at most MAX_GATHERED bytes in each group of several ranks,
+and a gather of some numbers. Collective.
 """
 import dataclasses
 import statistics
@@ -30,6 +30,8 @@ from parallel.wire.comm import Group
 SLOW_RATIO = 3.0
 SLOW_MS = 5.0  # less is noise of clocks
 MAX_NAMED = 4  # slow ones of a kind that are named
+MAX_GATHERED = 32 << 20  # bytes that a rank receives: in a large group the messages are smaller
+MIN_MESSAGE = 1 << 10  # bytes
 
 
 @dataclass(frozen=True)
@@ -162,8 +164,9 @@ def check_links(mesh: Mesh, size: ProbeSize, device: torch.device, host: str) ->
 
 def check_link(group: Group, size: ProbeSize, device: torch.device, host: str) -> float:
     """Milliseconds of a gather of a known message. Raises WrongResult, which names the ranks it came from."""
-    own = message_of(group.ranks[group.index], size.message).to(device)
-    expected = torch.cat([message_of(rank, size.message) for rank in group.ranks]).to(device)
+    num_bytes = max(MIN_MESSAGE, min(size.message, MAX_GATHERED // group.size))
+    own = message_of(group.ranks[group.index], num_bytes).to(device)
+    expected = torch.cat([message_of(rank, num_bytes) for rank in group.ranks]).to(device)
     fastest = float("inf")
     for _ in range(size.repeats):
         comm.all_gather(own[:1], group)  # all are here, and connected
@@ -184,9 +187,11 @@ def check_link(group: Group, size: ProbeSize, device: torch.device, host: str) -
 
 def message_of(rank: int, num_bytes: int) -> Tensor:
     """Bytes that no other rank sends, nor the same at another place: uint8 [num_bytes]."""
-    position = torch.arange(num_bytes, dtype=torch.int64)
+    position = torch.arange(MIN_MESSAGE, dtype=torch.int64)
     of_rank = 97 * rank + (rank // 256) * (position // 7)
-    return ((131 * position + position // 251 + of_rank) % 256).to(torch.uint8)
+    block = ((131 * position + position // 251 + of_rank) % 256).to(torch.uint8)
+    numbers = torch.arange(-(-num_bytes // MIN_MESSAGE), dtype=torch.int64) % 251
+    return (block + numbers.to(torch.uint8).unsqueeze(1)).flatten()[:num_bytes]  # wraps at 256
 
 
 def uncounted(group: Group) -> Group:

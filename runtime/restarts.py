@@ -63,8 +63,11 @@ class RestartCount:
         self.num_idle = 0
 
     def allows_restart(self, step: int) -> bool:
-        """Whether to start again. step: the newest checkpoint now, after a start has failed."""
-        if step > self.step:
+        """Whether to start again. step: the newest checkpoint now, after a start has failed.
+
+        Another one is progress; an older one, too: a run may go back (optim.spike_rewind).
+        """
+        if step != self.step:
             self.num_idle = 0
         self.step = step
         self.num_idle += 1

@@ -302,12 +302,22 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
             kill(processes)
             deadline = None
         is_time_over = watch.stop_after is not None and now > started + watch.stop_after
-        if is_time_over and not watch.was_stopped and not ends:
+        if is_time_over and not watch.was_stopped and not ends and all(map(can_stop, processes.values())):
             watch.was_stopped = True
             for process in processes.values():
                 process.send_signal(signal.SIGUSR1)  # they save at the same step, and end
         time.sleep(POLL_SECONDS)
     return ends
+
+
+def can_stop(process: subprocess.Popen[bytes]) -> bool:
+    """Whether a rank has come so far that it saves and stops at a SIGUSR1, which would end it before."""
+    try:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+    except OSError:  # it has just ended; or no /proc, where nobody can tell
+        return not Path("/proc/self/status").exists()
+    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
 
 
 def kill(processes: dict[int, subprocess.Popen[bytes]]) -> None:
@@ -447,10 +457,11 @@ def run_elastic(options: argparse.Namespace, words: list[str], command: list[str
         # whether another one follows
         code = exit_code(ends)
         step = restarts.newest_step(run)
-        is_regrowing = watch.was_stopped and not watch.was_signalled and code == STOPPED_EARLY
-        if is_regrowing:
+        reason = restarts.read_reason(run)
+        was_asked = watch.was_stopped and not watch.was_signalled and code == STOPPED_EARLY
+        if was_asked and (reason is None or reason.requeue):  # a person's STOP came first otherwise
             left_out.clear()
-        elif not may_restart(ends, restarts.read_reason(run), watch):
+        elif not may_restart(ends, reason, watch):
             return code
         elif not progress.allows_restart(step):
             tell(f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row have brought no newer checkpoint: "

@@ -8,6 +8,7 @@ from ranks import MODEL, corpus, job
 
 from checkpoint import folder, state, store
 from checkpoint.files import TORCH
+from parallel.sharding import shares
 from parallel.sharding.boxes import Box
 from parallel.sharding.packing import equal_part, least_loaded
 
@@ -69,6 +70,11 @@ def contents(home) -> dict:
     return found
 
 
+def of_any_size(rank):
+    """The models of these tests are small: all replicas write and read them for all that."""
+    shares.LEAST_SHARE = 1
+
+
 SHARED = {
     "dp4 zero0": (4, ()),
     "dp2 tp2 zero0": (4, ("--parallel.tp", "2")),
@@ -81,7 +87,8 @@ def test_what_ranks_hold_alike_is_written_by_all_of_them(tmp_path, args, layout)
     """Each within 1.3 of the mean; and the weights are those that one process saves."""
     world, words = SHARED[layout]
     wider = ("--model.hidden", "64", "--train.steps", "1", "--optim.lr", "1e-30")
-    started(tmp_path, world, [*args, *wider, *words])
+
+    started(tmp_path, world, [*args, *wider, *words], before=of_any_size)
     sizes = written_bytes(tmp_path, world)
     assert max(sizes) < 1.3 * sum(sizes) / world, sizes
     started(tmp_path / "alone", 1, [*args, *wider])
@@ -93,6 +100,7 @@ def test_what_ranks_hold_alike_is_written_by_all_of_them(tmp_path, args, layout)
 
 def counts_bytes(rank):
     """Prints how many bytes of shards this rank hashes from a committed checkpoint."""
+    of_any_size(rank)
     check_bytes = folder.check_bytes
 
     def check(path, piece, *more):
@@ -115,7 +123,7 @@ def losses(home) -> list[float]:
 def test_replicas_read_a_share_each_and_go_on_alike(tmp_path, args):
     """Four replicas: each hashes about a quarter; the run goes on as one that was never interrupted."""
     started(tmp_path / "whole", 4, [*args, "--train.steps", "3"])
-    started(tmp_path / "cut", 4, [*args, "--train.steps", "2"])
+    started(tmp_path / "cut", 4, [*args, "--train.steps", "2"], before=of_any_size)
     end = started(
         tmp_path / "cut", 4, [*args, "--train.steps", "3", "--checkpoint.check_replicas", "1"],
         before=counts_bytes,

@@ -18,6 +18,7 @@ from config.schema import OptimConfig
 from config.suggestions import check_rules
 from data.loader import BatchLoader
 from optim.spikes import SpikeState, SpikeWindow
+from parallel.wire.comm import Group
 from runtime.guard import SpikeRewinds, SpikesPersist
 
 STEPS = 12
@@ -262,7 +263,7 @@ def test_a_run_without_a_checkpoint_to_go_back_to_ends(trains):
 
 
 def window(size=6, sigma=3.0):
-    return SpikeWindow(OptimConfig(spike_sigma=sigma, spike_window=size), torch.device("cpu"))
+    return SpikeWindow(OptimConfig(spike_sigma=sigma, spike_window=size), torch.device("cpu"), Group("job"))
 
 
 def accept(spikes, loss, norm=1.0, is_finite=True):
@@ -322,7 +323,7 @@ def test_a_window_goes_on_where_it_was():
 
 
 def test_the_data_of_a_step():
-    spikes = SpikeState(OptimConfig(), torch.device("cpu"))
+    spikes = SpikeState(OptimConfig(), torch.device("cpu"), Group("job"))
     assert [spikes.data_step(step) for step in (1, 2, 9)] == [0, 1, 8]
     spikes.in_a_row = [3, 4]
     spikes.continue_without(spikes.left_out_with_spikes())
@@ -336,7 +337,7 @@ def test_the_data_of_a_step():
 
 def test_progress_resets_how_often_a_run_has_gone_back():
     cfg = OptimConfig(spike_sigma=6.0, spike_rewind=2, spike_rewinds=1)
-    spikes, rewinds = SpikeState(cfg, torch.device("cpu")), SpikeRewinds(cfg)
+    spikes, rewinds = SpikeState(cfg, torch.device("cpu"), Group("job")), SpikeRewinds(cfg)
     assert rewinds.find(spikes, [(5, True)]) is None
     assert rewinds.find(spikes, [(6, True)]) == 5
     spikes.in_a_row = []
@@ -365,3 +366,17 @@ def test_progress_resets_how_often_a_run_has_gone_back():
 def test_bad_values_are_refused(words, key):
     with pytest.raises(ConfigError, match=f"^{key}: "):
         check_rules(config.resolve("llama3-tiny", None, ["--train.micro_batch", "8", *words.split()]))
+
+
+def test_a_row_of_spikes_ends_where_nothing_is_judged():
+    """Else one spike, long after a stretch without optim.spike_sigma, would go back before the row."""
+    judging = OptimConfig(spike_sigma=6.0, spike_window=4, spike_rewind=3)
+    spikes = SpikeState(judging, torch.device("cpu"), Group("job"))
+    for step in (9, 10):
+        spikes.count(step, True)
+    plain = SpikeState(OptimConfig(spike_window=4), torch.device("cpu"), Group("job"))
+    plain.load(spikes.state())
+    later = SpikeState(judging, torch.device("cpu"), Group("job"))
+    later.load(plain.state())
+    assert SpikeRewinds(judging).find(later, [(500, True)]) is None
+    assert later.in_a_row == [500]

@@ -2,8 +2,8 @@
 (checkpoint.check_replicas) and before a checkpoint is saved.
 
 A flipped bit in one rank's memory, or a NaN in its reduced gradient alone, stays unseen otherwise: the norm
-and the checkpoint take the first replica's numbers. Megatron-LM compares weights by their hash too (its
---check-weight-hash-across-dp-replicas-interval). Compared bit by bit are:
+takes the first replica's numbers, and a checkpoint a range of each. Megatron-LM compares weights by their
+hash too (its --check-weight-hash-across-dp-replicas-interval). Compared bit by bit are:
 - masters, moments and averages over the ranks that own the same shard;
 - full weights in the compute dtype over the data-parallel ranks (ZeRO-0, 1 and 2);
 - masters, moments and averages of parameters that every tp rank holds whole, over tp (norms, routers,

@@ -6,7 +6,7 @@ no rank writes or reads far more than the others. Every rank works it out by its
 - A parameter that all tp ranks hold whole is written by one of them, with its moments: one after the other
   goes to the rank that has least.
 - A tied table is written by the first end of the pipeline.
-- At a resume the first MAX_READERS of the replicas read an equal range each, and pass it on to all of them.
+- At a resume up to MAX_READERS of the replicas read an equal range each, and pass it on to all of them.
 
 What a few numbers make up (the states of routers) is written by the first rank of those that have it, and
 read by all.
@@ -25,6 +25,7 @@ from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
 
+LEAST_SHARE = 1 << 20  # elements that a replica writes or reads, if it does any
 GRAIN = 256  # elements: ranges begin at its multiples, so that small tensors are seldom cut
 MAX_READERS = 8  # of the replicas of a shard: more would send many small messages
 STAGED_BYTES = 64 << 20  # of a tensor in host memory that pass through the device at once
@@ -71,7 +72,7 @@ def pass_on(bucket: Bucket, number: int, flats: Iterable[Tensor]) -> None:
         return
     device = bucket.weights.local.device
     for flat in flats:
-        for reader in range(min(group.size, MAX_READERS)):
+        for reader in range(group.size):
             part = read_range(bucket, number, reader)
             if part:
                 broadcast_through(flat[part.start:part.stop], group, reader, device)
@@ -89,19 +90,25 @@ def broadcast_through(x: Tensor, group: Group, source: int, device: torch.device
 def replica_range(bucket: Bucket, number: int) -> range:
     """The elements of the owned shard that this replica of it writes. number: of the bucket."""
     group = copies_of(bucket)
-    return turned_part(bucket, number, group.index, group.size)
+    return part_of_replica(bucket, number, group.index, group.size)
 
 
 def read_range(bucket: Bucket, number: int, replica: int) -> range:
     """The elements of the owned shard that a replica of it reads for all; none, if others do."""
-    readers = min(copies_of(bucket).size, MAX_READERS)
-    return turned_part(bucket, number, replica, readers) if replica < readers else range(0)
+    return part_of_replica(bucket, number, replica, MAX_READERS)
 
 
-def turned_part(bucket: Bucket, number: int, index: int, num_parts: int) -> range:
-    """An equal part of the owned shard. Which one is turned by the number of the bucket."""
+def part_of_replica(bucket: Bucket, number: int, replica: int, most: int) -> range:
+    """The part of the owned shard that one of its replicas writes or reads. most: replicas that have a part.
+
+    So many have one as there are LEAST_SHARE elements for each: a part that is written is a row of the index.
+    Which ones they are is turned by the number of the bucket.
+    """
+    group = copies_of(bucket)
     size = bucket.shard_end - bucket.shard_start
-    return equal_part(size, (index + number) % num_parts, num_parts, GRAIN)
+    num_parts = min(group.size, most, max(1, size // LEAST_SHARE))
+    turn = (replica + number) % group.size
+    return equal_part(size, turn, num_parts, GRAIN) if turn < num_parts else range(0)
 
 
 def copies_of(bucket: Bucket) -> Group:

@@ -15,7 +15,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -126,17 +126,31 @@ class ExchangesDiffer(RuntimeError):
     exit_code = 1
 
 
+Collective = tuple[str, int | None, torch.dtype]  # its verb, its bytes if all ranks have as many, its dtype
+
+
+def in_words(verb: str, nbytes: int | None, dtype: torch.dtype) -> str:
+    """all_reduce of 4,096 bytes in torch.float32"""
+    size = "" if nbytes is None else f" of {nbytes:,} bytes"
+    return f"{verb}{size} in {dtype}"
+
+
 @dataclass
 class CollectiveLog:
     """The collectives of a group, which all its ranks must have alike, and in one order.
 
     digest: of all of them. times: how often each was run. marks: (step, the digest after it) of late steps.
+    words: each in words.
     """
     digest: int = 0
     times: Counter[str] = field(default_factory=Counter[str])
     marks: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=NUM_MARKS))
+    words: dict[Collective, str] = field(default_factory=dict[Collective, str])
 
-    def add(self, what: str, step: int) -> None:
+    def add(self, collective: Collective, step: int) -> None:
+        what = self.words.get(collective)
+        if what is None:
+            what = self.words[collective] = in_words(*collective)
         self.digest = zlib.crc32(what.encode(), self.digest)
         self.times[what] += 1
         if self.marks and self.marks[-1][0] == step:
@@ -206,6 +220,11 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    @cached_property
+    def collectives(self) -> CollectiveLog:
+        """What this rank has run in the group. Looked up once: a lookup hashes the ranks."""
+        return self.activity.collectives[self.name, self.ranks]
+
     def __str__(self) -> str:
         """group tp (ranks 0, 1)"""
         shown: Sequence[object] = self.ranks
@@ -268,10 +287,8 @@ class Group:
         self.ledger[self.name, verb, "calls"] += 1
         self.ledger[self.name, verb, "bytes"] += x.nbytes
         if verb != "send":
-            size = "" if verb == "all_to_all" else f" of {x.nbytes:,} bytes"  # there each rank has its own
-            self.activity.collectives[self.name, self.ranks].add(
-                f"{verb}{size} in {x.dtype}", self.activity.step
-            )
+            nbytes = None if verb == "all_to_all" else x.nbytes  # there each rank has its own
+            self.collectives.add((verb, nbytes, x.dtype), self.activity.step)
 
 
 def as_peer_error(error: RuntimeError, activity: Activity) -> RuntimeError:
@@ -445,13 +462,18 @@ def from_rows(rows: Sequence[Tensor] | Tensor, lengths: list[int], group: Group)
 def check_collectives(groups: Sequence[Group]) -> None:
     """Raises ExchangesDiffer if ranks of a group have not run the same collectives: verbs, types, sizes.
 
-    Collective; all ranks name the groups in one order.
+    Collective; all ranks name the groups in one order. One all-reduce of two numbers a group.
     """
     for group in groups:
-        log = group.activity.collectives[group.name, group.ranks]
-        digests = all_gather_objects(log.digest, group)
-        if len(set(digests)) == 1:
+        if group.size == 1:
             continue
+        log = group.collectives
+        own = log.digest  # before the exchanges that compare it
+        extremes = torch.tensor([own, -own], dtype=torch.int64, device=message_device(group))
+        largest, smallest = all_reduce_max(extremes, group).tolist()
+        if largest == -smallest:
+            continue
+        digests = all_gather_objects(own, group)
         other = next(index for index, digest in enumerate(digests) if digest != digests[0])
         times = all_gather_objects(dict(log.times), group)
         marks = all_gather_objects([list(mark) for mark in log.marks], group)

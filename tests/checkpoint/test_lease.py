@@ -24,7 +24,7 @@ sys.path.insert(0, {root!r})
 import fcntl, time
 from pathlib import Path
 from checkpoint import lease
-lease.kernel_id = lambda: "another"
+lease.kernel_of = lambda folder: "another"
 print("ready", flush=True)
 taken = lease.Lease(Path({folder!r}), renew_s=0.2, expires_s=1.0)
 taken.take(flock_works=True)
@@ -119,7 +119,8 @@ def test_of_two_that_wait_for_a_dead_host_one_gets_it(tmp_path, other_host):
 
 def test_under_one_kernel_flock_decides_without_a_wait(tmp_path):
     path = tmp_path / leases.NAME
-    path.write_text(json.dumps({"id": "x", "kernel": leases.kernel_id(), "host": "h", "pid": 1, "number": 7}))
+    left_behind = {"id": "x", "kernel": leases.kernel_of(tmp_path), "host": "h", "pid": 1, "number": 7}
+    path.write_text(json.dumps(left_behind))
     began = time.monotonic()
     with run_lock(tmp_path) as lease:
         assert time.monotonic() - began < 0.5
@@ -143,9 +144,24 @@ def test_without_flock_the_lease_keeps_two_processes_of_one_kernel_apart(tmp_pat
 def test_a_damaged_lease_is_no_crash(tmp_path, text):
     (tmp_path / leases.NAME).write_text(text)
     lease = lease_here(tmp_path)
+    began = time.monotonic()
     lease.take(flock_works=True)
+    assert time.monotonic() - began >= 1.0  # somebody's, until it has expired
     lease.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_look_that_fails_does_not_give_a_live_lease_away(tmp_path, other_host, monkeypatch):
+    read, looks = leases.read, []
+
+    def fails_sometimes(path):
+        looks.append(path)
+        return {leases.UNREADABLE: "Stale file handle"} if len(looks) in (1, 3) else read(path)
+
+    monkeypatch.setattr(leases, "read", fails_sometimes)
+    with pytest.raises(ConfigError, match=f"in use by .* pid {other_host.pid}"):
+        lease_here(tmp_path).take(flock_works=True)
+    assert other_host.poll() is None and len(looks) > 3
 
 
 def test_a_run_ends_before_its_next_step_when_its_folder_was_taken_over(tmp_path):

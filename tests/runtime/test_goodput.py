@@ -178,6 +178,19 @@ def test_a_step_back_within_a_start():
     assert reckon([clock.record]).lost["repeated_steps"] == pytest.approx(7 / 60)
 
 
+def test_a_step_back_behind_the_start_repeats_what_an_earlier_one_has_done():
+    """Steps 1 to 100 in one start; the next goes back from 101 to 80, and trains 81 to 120. A second each."""
+    earlier = StartRecord(time=0.0, world=1, seconds=100.0, first_step=1, last_step=100, in_steps=100.0,
+                          marks=((80, 80.0), (100, 100.0)), exit_code=75)
+    clock = GoodputClock(None, 1)
+    clock.record = StartRecord(time=100.0, world=1, seconds=41.0, first_step=101, last_step=101, in_steps=1.0)
+    clock.went_back(80)
+    clock.record = dataclasses.replace(clock.record, last_step=120, in_steps=40.0)
+    report = reckon([earlier, clock.record])
+    assert report.useful == pytest.approx(120 / 60)
+    assert report.lost["repeated_steps"] == pytest.approx(21 / 60)
+
+
 # ---- the record --------------------------------------------------------------------------------------------
 
 
