@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
-from config import CONFIG_FOLDER, Config, ConfigError, divisors, read_yaml
+from config import CONFIG_FOLDER, Config, ConfigError, divisors, phases_of, read_yaml
 from config.run_name import ELASTIC_KEYS
 from config.values import Values
 from model.schedules import plan_pipeline
@@ -123,6 +123,17 @@ def known_cluster(device: RankDevice) -> Cluster | None:
     return min(alike, key=lambda each: abs(each.memory - device.memory), default=None)
 
 
+def check_phases(cfg: Config) -> None:
+    """Raises ConfigError if a phase sets what the number of ranks is to decide."""
+    for phase in phases_of(cfg).all:
+        for key in ELASTIC_KEYS:
+            if value_of(phase.cfg, key) != value_of(cfg, key):
+                raise ConfigError(
+                    f"parallel.elastic: no layout on these ranks, where a phase sets {key} (train.phases); "
+                    "leave it out there, so that it can follow the number of ranks"
+                )
+
+
 # ---- the choice --------------------------------------------------------------------------------------------
 
 
@@ -134,6 +145,7 @@ def layout_for(cfg: Config, world: int, device: RankDevice) -> ElasticLayout:
     layout = same_axes(cfg, world) or planned(cfg, world, device)
     if layout is not None:
         return layout
+    check_phases(cfg)
     try:
         plan_pipeline(cfg, world, advise=False)
     except ConfigError as error:

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 import config
+from config import ConfigError
 from config.run_name import ELASTIC_KEYS, with_own_folder
 from model.schedules import plan_pipeline
 from plan import elastic
@@ -97,3 +98,12 @@ def test_a_run_that_finished_on_fewer_ranks_is_not_another_run(tmp_path):
     assert with_own_folder(cfg, None, []).log.name == "llama3-tiny"
     fixed = dataclasses.replace(cfg, parallel=dataclasses.replace(cfg.parallel, elastic=False))
     assert "+parallel.tp=2" in with_own_folder(fixed, None, []).log.name
+
+
+def test_a_phase_that_sets_what_should_follow_is_named(tmp_path):
+    """No number of ranks has a multiple of 8 sequences in a global batch of 12."""
+    file = tmp_path / "phases.yaml"
+    file.write_text("- after_steps: 5\n  train.micro_batch: 8\n")
+    words = f"--parallel.tp 1 --train.global_batch 12 --train.micro_batch 2 --train.phases {file}"
+    with pytest.raises(ConfigError, match="a phase sets train.micro_batch"):
+        layout_for(tiny(words), 2, RankDevice())
