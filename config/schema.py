@@ -364,7 +364,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
              "rope_low_freq rope_high_freq rope_original",
     "train": "steps tokens flops seq_len micro_batch global_batch max_minutes threads fp8_block "
              "loss_scale_window",
-    "optim": "lr eps clip spike_sigma spike_rewind spike_rewinds",
+    "optim": "lr eps clip spike_sigma spike_window spike_rewind spike_rewinds",
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
     "data": "span",
     "eval": "every batches tasks_every tasks_limit",

@@ -35,8 +35,7 @@ class SpikeWindow:
         self.everyone = everyone
         self.sigma = cfg.spike_sigma
         self.size = cfg.spike_window
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # which has no fp64
-        self.values = torch.zeros(2, self.size, dtype=dtype, device=device)
+        self.values = torch.zeros(2, self.size, dtype=torch.float32, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.columns = torch.arange(self.size, device=device)
 

@@ -481,21 +481,20 @@ def check_collectives(groups: Sequence[Group]) -> None:
             CollectiveLog(digest, Counter(each), deque((step, at) for step, at in late))
             for digest, each, late in zip(digests, times, marks)
         ]
-        raise ExchangesDiffer(
-            f"ranks of {group} run different exchanges{difference(logs[0], logs[other], group, other)}"
-        )
+        told = difference(logs[0], logs[other], (group.ranks[0], group.ranks[other]))
+        raise ExchangesDiffer(f"ranks of {group} run different exchanges{told}")
 
 
-def difference(first: CollectiveLog, log: CollectiveLog, group: Group, index: int) -> str:
-    """How the exchanges of rank number `index` of the group are others than those of its first rank."""
-    ranks = (f"on rank {group.ranks[0]}", f"on rank {group.ranks[index]}")
+def difference(first: CollectiveLog, log: CollectiveLog, ranks: tuple[int, int]) -> str:
+    """How the exchanges of the second of two ranks are others than those of the first."""
+    one, other = (f"on rank {rank}" for rank in ranks)
     steps, own_steps = dict(first.marks), dict(log.marks)
     since = [step for step in steps if step in own_steps and steps[step] != own_steps[step]]
     when = f" by step {since[0]}" if since and since[0] else ""
     others = sorted(what for what in first.times | log.times if first.times[what] != log.times[what])
     if not others:
-        return f"{when}: the same ones {ranks[0]} and {ranks[1]}, in another order"
-    named = [f"{what}: {first.times[what]:,} {ranks[0]}, {log.times[what]:,} {ranks[1]}" for what in others]
+        return f"{when}: the same ones {one} and {other}, in another order"
+    named = [f"{what}: {first.times[what]:,} {one}, {log.times[what]:,} {other}" for what in others]
     more = f"; and {len(named) - MAX_NAMED} more" if len(named) > MAX_NAMED else ""
     return f"{when}: {'; '.join(named[:MAX_NAMED])}{more}"
 
