@@ -276,7 +276,7 @@ def test_the_window_by_hand():
     spikes, applied = window(), []
     draws = torch.Generator().manual_seed(3)
     for step in range(60):
-        loss, norm = (5 + torch.rand(2, generator=draws)).tolist()
+        loss, norm = (5 + torch.rand(2, generator=draws, dtype=torch.float64)).float().tolist()
         loss *= 1 + (step % 7 == 5)
         norm *= 1 + (step % 11 == 10)
         recent = applied[-6:]
