@@ -40,8 +40,7 @@ PLANTED = {
     ),
     "a resumed run leaves out a step": (
         "train.py",
-        [("in range(session.start_step + 1, run.last_step + 1):",
-          "in range(session.start_step + 1 + (session.start_step > 0), run.last_step + 1):")],
+        [("    step = session.start_step\n", "    step = session.start_step + (session.start_step > 0)\n")],
         "SIGTERM twice",
         "the steps are [",
     ),

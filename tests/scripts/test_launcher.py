@@ -57,7 +57,7 @@ def run_stand_ins(codes, program=RANK, **node):
         ([81, 81], 81, "code 81 after 0s: out of memory"),
         ([82, 82], 82, "code 82 after 0s: the storage fails"),
         ([-9, 1], 1, "begins with 'error:' says which; rank 0 was ended by SIGKILL"),
-        ([-9, 76, 76], 76, "that were waited for are named above; rank 0 was ended by SIGKILL"),
+        ([-9, 76, 76], 76, "a hang; what was waited for is named above; rank 0 was ended by SIGKILL"),
         ([-9], 137, "1 rank ended with code 137 after 0s; rank 0 was ended by SIGKILL"),
         ([-15, -15], 143, "rank 0 was ended by SIGTERM; rank 1 was ended by SIGTERM"),
         ([75, 0], 75, "stopped early"),
