@@ -79,8 +79,9 @@ def test_planted_bugs_are_seen(bug):
     assert said
 
 
-@pytest.mark.parametrize("bug", mutate.TABLE, ids=lambda m: m.what[:50])
-def test_the_table_of_bugs_follows_the_code(bug):
-    text = mutate.ROOT.joinpath(bug.file).read_text()
-    assert text.count(bug.old) >= 1, f"{bug.file} no longer has {bug.old!r}"
-    compile(text.replace(bug.old, bug.new), bug.file, "exec")
+def test_the_table_of_bugs_follows_the_code():
+    """One test of all bugs: of a table of tests, a commit would draw some."""
+    for bug in mutate.TABLE:
+        text = mutate.ROOT.joinpath(bug.file).read_text()
+        assert text.count(bug.old) >= 1, f"{bug.file} no longer has {bug.old!r}"
+        compile(text.replace(bug.old, bug.new), bug.file, "exec")

@@ -2028,8 +2028,8 @@ TABLE = (
     Mutation(
         what="a checkpoint is written before the updated weights have arrived",
         file="train.py",
-        old="    wait_param_gathers(session.run.buckets)\n",
-        new="",
+        old="    wait_param_gathers(run.buckets)\n    comm.check_collectives(",
+        new="    comm.check_collectives(",
         model="llama3-tiny",
         world=2,
         layout="dp2 zero1 mb1",
