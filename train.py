@@ -71,6 +71,7 @@ from runtime.guard import NonFiniteGuard, SpikeRewinds, SpikesPersist
 from runtime.metrics import MetricsLogger
 from runtime.peers import PeerWatch
 from runtime.probes import probe
+from runtime.processes import process_seconds
 from runtime.plot import loss_png
 from runtime.profile import ProfilerTrace
 from runtime.slow import SlowRanks
@@ -1259,7 +1260,7 @@ def main(argv: list[str]) -> int:
                 failure_scope=peers.failure_scope,
                 check_lease=do_nothing if lease is None else lease.check,
                 report_exit=peers.report_exit,
-                seconds_before=setup.process_seconds(),
+                seconds_before=process_seconds(),
             )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
+from statistics import fmean
 from typing import Any
 from unittest import mock
 
@@ -175,7 +176,12 @@ def run_story(context: ForkServerContext, story: str, size: int) -> tuple[Counts
     def counters() -> Pair:
         return context.Value("q", 0), context.Value("q", 0)
 
-    ranks = [Rank(rank, size, port, story, counters(), counters(), meeting) for rank in range(size)]
+    def make_rank(rank: int) -> Rank:
+        return Rank(
+            rank=rank, size=size, port=port, story=story, before=counters(), after=counters(), meeting=meeting
+        )
+
+    ranks = [make_rank(rank) for rank in range(size)]
     processes = [context.Process(target=run_rank, args=(rank,), daemon=True) for rank in ranks]
     began = time.monotonic()
     try:
@@ -267,7 +273,7 @@ def sizes_of(text: str) -> list[int]:
 def rows_of(story: str, counts: Sequence[Counts], rate: float) -> list[dict[str, str]]:
     """A row for each number of ranks, and one for FAR ranks."""
     rows = [
-        row_of(story, f"{each.size}", mean(each.operations), max(each.operations), mean(each.sent))
+        row_of(story, f"{each.size}", fmean(each.operations), max(each.operations), fmean(each.sent))
         | {"seconds": f"{each.seconds:.1f}"}
         for each in counts
     ]
@@ -290,11 +296,8 @@ def row_of(story: str, ranks: str, operations: float, most: float, sent: float) 
     }
 
 
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
 def line_at_far(counts: Sequence[Counts], values: Sequence[float]) -> float:
     """The value at FAR ranks, on the line through the smallest and the largest size."""
-    slope = (values[-1] - values[0]) / (counts[-1].size - counts[0].size)
-    return values[-1] + slope * (FAR - counts[-1].size)
+    smallest, largest = counts[0].size, counts[-1].size
+    slope = (values[-1] - values[0]) / (largest - smallest)
+    return values[-1] + slope * (FAR - largest)

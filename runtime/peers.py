@@ -62,6 +62,7 @@ from runtime.failure import (
     printable,
     should_requeue,
 )
+from runtime.processes import parent_of
 
 # in which a running rank writes its state, on a busy machine too: after a lost connection, whose only use of
 # it is a line; and after a hang, where a rank that does not answer is killed
@@ -570,8 +571,7 @@ class PeerWatch:
         for rank in silent:
             with contextlib.suppress(OSError, RuntimeError, ValueError, IndexError):
                 process = self.process_of(clone(store), rank)
-                after_name = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-                parent = int(after_name[1])
-                is_sibling = parent == process.parent == os.getppid()  # its pid may be another process by now
+                # its pid may be another process by now
+                is_sibling = parent_of(process.pid) == process.parent == os.getppid()
                 if process.host == self.host and is_sibling:
                     os.kill(process.pid, signal.SIGKILL)

@@ -26,6 +26,7 @@ from parallel.topology.dims import GROUP_AXES
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.comm import Group
+from runtime.slow import slow_link
 
 SLOW_RATIO = 3.0
 SLOW_MS = 5.0  # less is noise of clocks
@@ -216,9 +217,8 @@ def slow_links(rows: Sequence[Sequence[float]], hosts: Sequence[str], mesh: Mesh
         slow.sort(key=lambda ranks: -times[ranks])
         for ranks in slow[:MAX_NAMED]:
             named.add(ranks)
-            where = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
             lines.append(
-                f"slow link of ranks {', '.join(map(str, ranks))} on {where}: a gather in group {name} takes "
-                f"{times[ranks]:.1f} ms, usually {usual:.1f} ms"
+                f"{slow_link(ranks, hosts)}: a gather in group {name} takes {times[ranks]:.1f} ms, "
+                f"usually {usual:.1f} ms"
             )
     return lines

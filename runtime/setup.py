@@ -5,7 +5,6 @@ bare `srun`, else this is the only process. The environment is never written to 
 removes secrets from text that is about to be written.
 """
 import contextlib
-import ctypes
 import faulthandler
 import json
 import os
@@ -13,8 +12,6 @@ import random
 import signal
 import socket
 import sys
-import threading
-import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +22,7 @@ import torch
 import config
 from config import Config, ConfigError, usable_cores
 from runtime.faults import FaultInjector, parse
+from runtime.processes import catches, die_with_parent
 from runtime.tensorboard_sink import check_tensorboard
 
 # in the names of environment variables whose values are never written
@@ -34,9 +32,6 @@ MIN_SECRET_LENGTH = 6  # a shorter value would also match ordinary words
 WANDB_MODES = ("off", "offline", "online")  # from the most private on
 WANDB_MODE_NAMES = {"disabled": "off", "dryrun": "offline", "run": "online"}  # W&B's own names -> ours
 
-PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
-START_TIME_FIELD = 19  # of /proc/PID/stat, counted behind the name: starttime, in clock ticks since boot
-PARENT_POLL_SECONDS = 0.5  # between two looks at whether the parent lives, where there is no prctl
 # unless the environment has them. Read when CUDA starts, which may be when GPUs are counted:
 CUDA_ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",  # hardware queues, enough for the streams of all groups
@@ -191,12 +186,7 @@ def launcher_notes() -> list[str]:
     # no launcher, or scripts.launch, which passes it on
     if os.environ.get("TORCHELASTIC_RUN_ID", "launch") == "launch":
         return []
-    try:
-        status = Path(f"/proc/{os.getppid()}/status").read_text()
-    except OSError:
-        return []
-    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-    if caught >> (signal.SIGUSR1 - 1) & 1:
+    if catches(os.getppid(), signal.SIGUSR1) is not False:
         return []
     return ["warning: SIGUSR1 would end this torchrun and its ranks before they can save; start it with "
             "--signals-to-handle SIGTERM,SIGINT,SIGUSR1, or use python -m scripts.launch"]
@@ -221,38 +211,6 @@ def environment_number(name: str, default: int | None = None) -> int:
         return int(text or "")
     except ValueError:
         raise ConfigError(f"{name}={text!r} in the environment is not a whole number") from None
-
-
-def die_with_parent() -> None:
-    """Asks the kernel to kill this process when its parent dies; where it cannot (macOS), a thread looks.
-
-    Else a worker of a killed torchrun would keep its GPU and locks.
-    """
-    parent = os.getppid()
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is None:
-        threading.Thread(target=end_with_parent, args=(parent,), daemon=True, name="parent").start()
-        return
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def process_seconds() -> float:
-    """Seconds since the kernel started this process; 0.0 where there is no /proc to read it from."""
-    try:
-        after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started = int(after_name[START_TIME_FIELD]) / os.sysconf("SC_CLK_TCK")
-        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
-    except (OSError, ValueError, IndexError, AttributeError):
-        return 0.0
-
-
-def end_with_parent(parent: int) -> None:
-    """Waits until the parent is another process than `parent`, which has died then; kills this one."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_POLL_SECONDS)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 # ---- threads, device, seeds, faults ------------------------------------------------------------------------

@@ -227,9 +227,7 @@ class SlowRanks:
         """slow rank 1 on node7: compute takes 12.8 ms a step, usually 2.8 ms (steps 2 to 21)"""
         steps = f"(steps {first:,} to {last:,})"
         if one.why == LINK:
-            hosts = ", ".join(dict.fromkeys(self.hosts[rank] for rank in one.ranks))
-            ranks = ", ".join(map(str, one.ranks))
-            return (f"slow link of ranks {ranks} on {hosts}: exchanges in group {one.group} take "
+            return (f"{slow_link(one.ranks, self.hosts)}: exchanges in group {one.group} take "
                     f"{one.ms:.1f} ms a step, usually {one.usual_ms:.1f} ms {steps}")
         rank = one.ranks[0]
         where = f"slow rank {rank} on {self.hosts[rank]}"
@@ -240,6 +238,12 @@ class SlowRanks:
     def close(self) -> None:
         if self.pauses is not None:
             self.pauses.close()
+
+
+def slow_link(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """slow link of ranks 4, 5 on node2. hosts: of all ranks."""
+    own_hosts = dict.fromkeys(hosts[rank] for rank in ranks)
+    return f"slow link of ranks {', '.join(map(str, ranks))} on {', '.join(own_hosts)}"
 
 
 def summarize(shares: Sequence[StepShares], stopped_ms: float) -> list[float]:

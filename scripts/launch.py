@@ -30,7 +30,6 @@ On one node the launcher makes it up.
 """
 import argparse
 import contextlib
-import ctypes
 import os
 import secrets
 import signal
@@ -38,7 +37,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,13 +46,13 @@ from config import Config, ConfigError
 from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
 from config.terminal import ParagraphHelp
 from runtime import restarts
+from runtime.processes import catches, dying_with
 from runtime.stop import SIGNALS, is_under_nohup
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
 LINGER_SECONDS = 30.0  # how long node 0 keeps the store for the ranks of other nodes, after its own ended
 POLL_SECONDS = 0.05
-PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
 
 
 @dataclass(frozen=True)
@@ -164,7 +162,8 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
     if options.nnodes == 1:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        return Node(nproc, 1, 0, "127.0.0.1", port, secrets.token_hex(16)), listener
+        node = Node(nproc, 1, 0, host="127.0.0.1", port=port, secret=secrets.token_hex(16))
+        return node, listener
 
     host, colon, port = (options.rdzv or "").rpartition(":")
     if not (host and colon and port.isdigit() and 0 < int(port) < 65536):
@@ -256,22 +255,6 @@ def run_ranks(
             signal.signal(number, handler)
 
 
-def dying_with(launcher: int) -> Callable[[], None] | None:
-    """What a rank does before it becomes train.py, which asks for the same when it has been loaded: dies with
-    the launcher, whenever that is. None where the kernel cannot do it (macOS).
-    """
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is None:
-        return None
-
-    def ask_for_death() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the call
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return ask_for_death
-
-
 def host_store(node: Node, listener: socket.socket) -> Any:
     """The store where ranks meet. Imports torch here, while the ranks do."""
     from parallel.wire.world import launcher_store
@@ -311,13 +294,11 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
 
 
 def can_stop(process: subprocess.Popen[bytes]) -> bool:
-    """Whether a rank has come so far that it saves and stops at a SIGUSR1, which would end it before."""
-    try:
-        status = Path(f"/proc/{process.pid}/status").read_text()
-    except OSError:  # it has just ended; or no /proc, where nobody can tell
-        return not Path("/proc/self/status").exists()
-    caught = int(status.partition("SigCgt:")[2].split()[0], 16)
-    return bool(caught >> (signal.SIGUSR1 - 1) & 1)
+    """Whether a rank has come so far that it saves and stops at a SIGUSR1, which would end it before.
+
+    Where there is no /proc, nobody can tell: it is asked.
+    """
+    return catches(process.pid, signal.SIGUSR1) is not False
 
 
 def kill(processes: dict[int, subprocess.Popen[bytes]]) -> None:
@@ -472,11 +453,17 @@ def run_elastic(options: argparse.Namespace, words: list[str], command: list[str
         left_out |= {node.place(end.rank) for end in ends if end.is_lost}
         before, places = places, choose_places(cfg, span, left_out)
         restart += 1
-        tell(restart_line(cfg, restart, step, before, places, left_out))
+        tell(restart_line(cfg, restart, step, before=before, places=places, left_out=left_out))
 
 
 def restart_line(
-    cfg: Config, restart: int, step: int, before: tuple[int, ...], places: tuple[int, ...], left_out: set[int]
+    cfg: Config,
+    restart: int,
+    step: int,
+    *,
+    before: tuple[int, ...],
+    places: tuple[int, ...],
+    left_out: set[int],
 ) -> str:
     """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2), without place 3 of this node"""
     from plan import elastic

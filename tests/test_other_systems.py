@@ -29,7 +29,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 SYSTEM = str(ROOT / "tests" / "other_system.py")
 ASKED_FIRST = {  # a name of Linux alone, where hasattr or getattr comes before it
     "checkpoint/files.py": {"posix_fadvise", "POSIX_FADV_DONTNEED"},
-    "runtime/setup.py": {"CLOCK_BOOTTIME"},  # after /proc, and an AttributeError is caught
+    "runtime/processes.py": {"CLOCK_BOOTTIME"},  # after /proc, and an AttributeError is caught
     "runtime/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},
 }
 

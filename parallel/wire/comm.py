@@ -456,7 +456,7 @@ def padded_to(length: int, message: Tensor) -> Tensor:
 
 def from_rows(rows: Sequence[Tensor] | Tensor, lengths: list[int], group: Group) -> list[Any]:
     """What each rank has said: rows[i] holds lengths[i] bytes of rank i. Raises MessageError."""
-    return [from_tensor(row[:length], group, rank) for rank, (row, length) in enumerate(zip(rows, lengths))]
+    return [from_tensor(rows[rank][:length], group, rank) for rank, length in enumerate(lengths)]
 
 
 def check_collectives(groups: Sequence[Group]) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from config import ConfigError
-from runtime import setup
+from runtime import processes, setup
 from runtime.setup import LaunchEnv
 
 
@@ -255,12 +255,12 @@ def test_no_secret_in_the_env_object(env, cfg, monkeypatch):
 def test_a_worker_dies_with_its_agent(monkeypatch, system):
     """SIGKILL to the parent ends the child too, within two seconds; on macOS without the kernel's help."""
     if system == "macos":
-        monkeypatch.setattr(setup.ctypes, "CDLL", lambda name: object())
+        monkeypatch.setattr(processes.ctypes, "CDLL", lambda name: object())
     read, write = os.pipe()
     agent = os.fork()
     if agent == 0:
         if os.fork() == 0:
-            setup.die_with_parent()
+            processes.die_with_parent()
             os.write(write, str(os.getpid()).encode())
             time.sleep(60)
         time.sleep(60)
