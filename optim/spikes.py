@@ -12,7 +12,7 @@ Guarantees
 - All ranks decide alike: a step is a spike if it is one on any rank. Loss and gradient norm are the same on
   all ranks but for their last bits, since NCCL may add in another order in another group. One all-reduce of a
   number a step, on the device; nothing waits for it.
-- A step that is no spike by this, but is not finite, does not enter the window either.
+- A step that is not finite does not enter the window.
 """
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the kernel does for processes, and tells of them: death with a parent, signals, age. Needs no torch."""
+"""What the kernel does for processes and tells of them: death with a parent, signals, age. Needs no torch."""
 import ctypes
 import os
 import signal
