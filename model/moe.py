@@ -1,6 +1,7 @@
 """A mixture of experts in the place of a block's MLP (arXiv 2101.03961, 2401.06066): router, routed and
 shared experts."""
 import math
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ class MoE(nn.Module):
         """Where every expert gets its fair share of the rows."""
         tokens = work.tokens // self.tp.size  # that this rank routes
         return total((
-            self.router.cost(work, tokens),
+            self.router.cost(work, tokens, experts_keep_input=self.experts_read_tokens),
             self.dispatch_cost(work, tokens),
             self.experts_cost(work, tokens),
             self.shared_experts_cost(work),
@@ -143,7 +144,7 @@ class MoE(nn.Module):
             work,
             rows=tokens * self.top_k * self.etp,
             num_chunks=self.num_chunks,
-            reads_tokens=self.experts_read_tokens,
+            num_tokens=tokens if self.experts_read_tokens else None,
         )
         if self.shared_experts is None:
             return cost.beside(self.ep_etp.name, late_share=1 / self.num_chunks)
@@ -165,7 +166,23 @@ class MoE(nn.Module):
                 input_part = "rest"
             input_bytes = outside_region(self.hidden_bytes(work), self.tp, self.sp)
             return Cost(saved=(SavedTensor(input_bytes, part=input_part),))
-        return self.shared_experts.cost(work, input_part).as_inner().beside(self.ep_etp.name)
+        cost = self.share_operands(self.shared_experts.cost(work, input_part), work)
+        return cost.as_inner().beside(self.ep_etp.name)
+
+    def share_operands(self, cost: Cost, work: Workload) -> Cost:
+        """The cost of the shared experts, whose input a split backward keeps for the router too, and the
+        gradient of their output for the routed experts.
+        """
+        first, *others = cost.products
+        *between, last = others
+        if self.tp.size > 1 or first.fp8:  # tensors of their own
+            return cost
+        elements = work.tokens * self.router.weight.spec.shape[1]
+        if not self.router.model.jitter:
+            first = replace(first, shared_operands=elements)
+        if self.experts_read_tokens and self.shared_gate is None:
+            last = replace(last, shared_operands=elements)
+        return replace(cost, products=(first, *between, last))
 
     def hidden_bytes(self, work: Workload) -> int:
         """Of the hidden states of this rank's tokens."""
@@ -269,9 +286,10 @@ class Experts(nn.Module):
         y = product(weighted_swiglu(gate_up, probs), self.down)
         return y if order is None else unpermute(y, *order)
 
-    def cost(self, work: Workload, rows: int, num_chunks: int, reads_tokens: bool) -> Cost:
+    def cost(self, work: Workload, rows: int, num_chunks: int, num_tokens: int | None) -> Cost:
         """rows: that the experts of this rank get. It keeps them, gate and up, the activation's output, and
-        the probabilities. reads_tokens: it gets them as tokens, which are kept anyway, and copies none.
+        the probabilities. num_tokens: it gets them as so many tokens, which are kept anyway, and copies none;
+        and the gradients of its outputs as those of the tokens. None: it gets rows.
         """
         # an expert that lies in several chunks is multiplied in each
         num_products = self.num_local + num_chunks - math.gcd(self.num_local, num_chunks)
@@ -280,13 +298,18 @@ class Experts(nn.Module):
         width = self.down.spec.shape[1]
         activation_bytes = rows * (gate_up_width + width) * work.compute_bytes
         row_bytes = 0
-        if not reads_tokens:
+        shared_rows = 0
+        if num_tokens is None:
             row_bytes = rows * hidden * work.compute_bytes
+        else:
+            shared_rows = rows - num_tokens
         probability_bytes = rows * work.accumulation_bytes
+        first = self.product(rows, hidden, gate_up_width, work, num_products=num_products)
+        last = self.product(rows, width, hidden, work, num_products=num_products)
         return Cost(
             products=(
-                self.product(rows, hidden, gate_up_width, work, num_products=num_products),
-                self.product(rows, width, hidden, work, num_products=num_products),
+                replace(first, shared_operands=shared_rows * hidden),
+                replace(last, shared_operands=shared_rows * hidden),
             ),
             traffic=(MemoryTraffic(activation_bytes),),
             saved=(SavedTensor(row_bytes + activation_bytes + probability_bytes),),

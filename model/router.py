@@ -160,8 +160,8 @@ class Router(nn.Module):
             probs = probs * is_kept
         return index, probs, stats
 
-    def cost(self, work: Workload, tokens: int) -> Cost:
-        """tokens: that this rank routes.
+    def cost(self, work: Workload, tokens: int, experts_keep_input: bool) -> Cost:
+        """tokens: that this rank routes. experts_keep_input: a split backward keeps the input for them, too.
 
         It keeps the logits of its tokens. Their choice is among what the dispatch keeps, and its input is the
         mixture's.
@@ -175,8 +175,10 @@ class Router(nn.Module):
             sequences = work.micro_batch if self.model.aux_kind == "sequence" else 1
             counts_bytes = sequences * num_experts * work.accumulation_bytes
             exchanges = (Exchange("tp_cp", "all_reduce", counts_bytes),)
+        shares_input = experts_keep_input and not self.model.jitter
+        shared = tokens * hidden if shares_input else 0
         return Cost(
-            products=(MatrixProduct(tokens, hidden, num_experts),),
+            products=(MatrixProduct(tokens, hidden, num_experts, shared_operands=shared),),
             saved=(SavedTensor(tokens * saved_bytes),),
             exchanges=exchanges,
         )

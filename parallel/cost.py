@@ -73,7 +73,9 @@ class MatrixProduct:
     rows: of all `count` products together; each has a weight of its own. fp8: the operands have 8 bits.
     scales: of each feature of an operand that is kept in 8 bits along the tokens. kept_weight_bytes: of all
     weights and their transposes in 8 bits, kept from the first forward of a step to its end.
-    grads_in_forward: the forward computes both gradients too. hides: the group whose exchange is under way at
+    grads_in_forward: the forward computes both gradients too. shared_operands: elements of its input and its
+    output's gradient that a split backward does not keep for it: another product has the same tensor, or it
+    reads fewer rows, each several times. hides: the group whose exchange is under way at
     the same time. late_share: the share of the weight gradients that runs beside the exchanges of that group
     that nothing else runs beside (Exchange.beside), and not beside its others.
     """
@@ -85,6 +87,7 @@ class MatrixProduct:
     scales: int = 0
     kept_weight_bytes: int = 0
     grads_in_forward: bool = False
+    shared_operands: int = 0
     hides: str | None = None
     late_share: float = 0.0
 
@@ -95,8 +98,13 @@ class MatrixProduct:
 
     def times(self, n: int) -> "MatrixProduct":
         """n such products."""
-        kept = n * self.kept_weight_bytes
-        return replace(self, rows=n * self.rows, count=n * self.count, kept_weight_bytes=kept)
+        return replace(
+            self,
+            rows=n * self.rows,
+            count=n * self.count,
+            kept_weight_bytes=n * self.kept_weight_bytes,
+            shared_operands=n * self.shared_operands,
+        )
 
     @property
     def elements(self) -> int:

@@ -216,16 +216,16 @@ def stage_activations(stage: StageDescription, work: Workload) -> StageActivatio
 
 
 def weight_grad_operands(cost: Cost, work: Workload) -> int:
-    """The input and the output's gradient of each matrix product."""
+    """The input and the output's gradient of each matrix product, each tensor once."""
     nbytes = 0
     for product in cost.products:
         if product.grads_in_forward:
             continue
+        features = product.inner + product.columns
         if product.fp8 and product.count == 1:  # experts quantize theirs in the W
-            of_feature = product.rows + product.scales * work.accumulation_bytes
+            nbytes += features * (product.rows + product.scales * work.accumulation_bytes)
         else:
-            of_feature = product.rows * work.compute_bytes
-        nbytes += of_feature * (product.inner + product.columns)
+            nbytes += (features * product.rows - product.shared_operands) * work.compute_bytes
     return nbytes
 
 
