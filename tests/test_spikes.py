@@ -214,6 +214,14 @@ def test_a_run_goes_back_and_leaves_the_data_out(tmp_path, trains, layout):
     assert course(tmp_path / "k") == course(tmp_path / "r")
 
 
+def test_saves_within_a_row_of_spikes_do_not_take_what_the_run_goes_back_to(tmp_path, trains):
+    every = ("--checkpoint.every", "1", "--checkpoint.keep", "1")
+    end = trains("r", "alone", *REWIND, *every, bad=(6, 7))
+    assert end.codes == [0], end.logs
+    assert "back at the checkpoint of step 6" in end.logs[0]
+    assert saved(tmp_path / "r")[1]["spikes"]["left_out"] == [6, 7]
+
+
 def test_checkpoints_of_steps_that_are_trained_again_are_gone(tmp_path, trains):
     """A stop saves in the middle of the spikes; the next start goes back behind that checkpoint."""
     stop = "step.begin:step=7:act=SIGTERM"

@@ -5,12 +5,15 @@ refused.
 import fcntl
 import random
 import subprocess
+import threading
+import time
 
 import pytest
 import torch
-from sample import blank, layout, loaded, reseal, same, save_in_threads, state, whole
+from sample import blank, layout, loaded, ranks, reseal, same, save_in_threads, state, whole
 
 from checkpoint import files, folder, store
+from checkpoint.locks import folder_lock
 from config import ConfigError
 from parallel.sharding.boxes import Box
 
@@ -265,3 +268,77 @@ def test_a_committed_step_is_kept_and_a_bad_one_replaced(tmp_path):
     store.save(tmp_path, 1, whole(state(2)), {}, keep=2)
     assert store.read_index(path)["save_id"] != first and same(loaded(path, state(2)), state(2))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_00000001"]
+
+
+# ---- loads that go on, saves that came too late ------------------------------------------------------------
+
+
+@pytest.fixture
+def started(saved, monkeypatch):
+    """A load without memory for what it has verified."""
+    _, path, truth = saved
+    monkeypatch.setattr(store, "KEPT_SHARE", 0.0)
+    started = store.start_load(path, whole(blank(truth)))
+    assert not started.kept
+    return started
+
+
+def test_a_checkpoint_is_kept_until_its_tensors_are_filled(started):
+    with folder_lock(started.path, fcntl.LOCK_EX) as is_free:
+        assert not is_free
+    started.fill()
+    with folder_lock(started.path, fcntl.LOCK_EX) as is_free:
+        assert is_free
+
+
+def test_a_load_that_is_given_up_keeps_no_checkpoint(saved, monkeypatch):
+    _, path, truth = saved
+    started = store.start_load(path, whole(blank(truth)))
+    del started
+    with folder_lock(path, fcntl.LOCK_EX) as is_free:
+        assert is_free
+
+
+def test_what_is_read_again_is_verified_again(started):
+    shard = started.path / "shard_00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(store.IntegrityError, match="does not match its checksum, and did before"):
+        started.fill()
+
+
+def test_a_commit_after_the_others_gave_up_names_no_half_of_a_folder(tmp_path, monkeypatch):
+    """Rank 0 is slow, and both ranks give up; then it goes on, while who cleans up may be at work."""
+    truth = state(1, ((5, 7), (11,)))
+    has_given_up = threading.Event()
+
+    def slow(point):
+        if point == "ckpt.pre_rename":
+            has_given_up.wait(10)
+
+    def half(path):
+        for shard in path.glob("*.safetensors"):
+            shard.unlink()
+
+    monkeypatch.setattr(store, "remove", half)
+    errors = []
+
+    def one(rank, among):
+        parts = whole(truth) if rank == 0 else []
+        try:
+            store.save(tmp_path, 1, parts, {}, keep=1, fault_point=slow, ranks=among, timeout_s=0.3)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=one, args=each) for each in enumerate(ranks(2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert [type(error).__name__ for error in errors] == ["PeerError"] * 2
+    has_given_up.set()
+    deadline = time.monotonic() + 5
+    while not (tmp_path / "step_00000001").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert store.verify(tmp_path / "step_00000001").step == 1

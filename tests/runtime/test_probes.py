@@ -60,6 +60,23 @@ def test_no_two_messages_are_alike():
     assert messages[0].unique().numel() == 256
 
 
+@pytest.mark.parametrize("size", [2, 8, 1024])
+def test_a_large_group_gets_small_messages(monkeypatch, size):
+    received = []
+
+    def gather(x, group, out=None):
+        if x.numel() > 1:
+            received.append(group.size * x.nbytes)
+            x = torch.cat([probes.message_of(rank, x.numel()) for rank in group.ranks])
+        return x
+
+    monkeypatch.setattr(comm, "all_gather", gather)
+    group = comm.Group("world", tuple(range(size)), index=1)
+    probes.check_link(group, probes.SIZES["cuda"], CPU, "h")
+    assert len(received) == 3 and max(received) <= probes.MAX_GATHERED
+    assert received[0] >= min(size * probes.SIZES["cuda"].message, probes.MAX_GATHERED) / 2
+
+
 def row(product=1.0, **links):
     return [product, *(links.get(name, -1.0) for name in GROUP_AXES)]
 

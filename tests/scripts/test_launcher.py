@@ -307,7 +307,10 @@ with open(run / "starts", "a") as file:
 act = plan[min(start, len(plan) - 1)]
 if rank == 0 and act.get("save"):
     (run / "checkpoints" / f"step_{act['save']:08d}").mkdir(parents=True)
+time.sleep(act.get("starts", 0))
 if act.get("waits"):
+    if act.get("stopped"):
+        (run / "exit_reason.json").write_text('{"code": 75, "requeue": false}')
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
     time.sleep(60)
 code = act.get(str(rank), act.get("others", 0))
@@ -371,6 +374,22 @@ def test_a_smaller_job_grows_again_after_its_time(tmp_path):
     assert code == 0
     worlds = [(start, world) for start, _, world, _ in starts]
     assert worlds == [(0, "2"), (0, "2"), (1, "1"), (2, "2"), (2, "2")]
+
+
+def test_growing_waits_for_ranks_that_can_stop(tmp_path):
+    """They still import what they need: a SIGUSR1 would end them."""
+    plan = [{"1": -9, "others": 1, "save": 2}, {"waits": True, "starts": 1.5}, {}]
+    code, starts = elastic_run(tmp_path, "1:2", plan, regrow=("--regrow", "0.01"))
+    assert code == 0
+    assert [(start, world) for start, _, world, _ in starts] == [
+        (0, "2"), (0, "2"), (1, "1"), (2, "2"), (2, "2")
+    ]
+
+
+def test_a_person_s_stop_is_not_undone_by_growing(tmp_path):
+    plan = [{"1": -9, "others": 1, "save": 2}, {"waits": True, "stopped": True}, {}]
+    code, starts = elastic_run(tmp_path, "1:2", plan, regrow=("--regrow", "0.05"))
+    assert code == 75 and [start for start, *_ in starts] == [0, 0, 1]
 
 
 @pytest.mark.parametrize(
