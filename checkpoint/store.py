@@ -30,7 +30,6 @@ import re
 import shutil
 import time
 import uuid
-import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -683,7 +682,8 @@ class StartedLoad:
     """Pieces that are verified, and not yet in their tensors.
 
     kept: {piece: its bytes}. The others are read and verified again: there was no memory for them.
-    release: gives back the lock on the folder, which nobody may remove before it is filled.
+    release: gives back the lock on the folder, which nobody may remove before it is filled. A load that is
+    dropped, because another rank has found damage, gives it back, too.
     """
     path: Path
     reads: Reads
@@ -735,10 +735,7 @@ def start_load(
         kept: dict[StoredPiece, torch.Tensor] = {}
         room = int(KEPT_SHARE * available_bytes() / sharers)
         offsets = check_pieces(path, index.shards(), reads, kept=kept, room=room)
-        lock = stack.pop_all()
-        started = StartedLoad(path, reads, offsets, kept, lock.close)
-        weakref.finalize(started, lock.close)  # where another rank's damage is found, it is never filled
-        return started
+        return StartedLoad(path, reads, offsets, kept, release=stack.pop_all().close)
 
 
 def extra_keys(

@@ -376,11 +376,11 @@ def test_a_smaller_job_grows_again_after_its_time(tmp_path):
     assert worlds == [(0, "2"), (0, "2"), (1, "1"), (2, "2"), (2, "2")]
 
 
-def test_growing_waits_for_ranks_that_can_stop(tmp_path):
+def test_growing_waits_for_ranks_that_can_stop(tmp_path, capsys):
     """They still import what they need: a SIGUSR1 would end them."""
     plan = [{"1": -9, "others": 1, "save": 2}, {"waits": True, "starts": 1.5}, {}]
     code, starts = elastic_run(tmp_path, "1:2", plan, regrow=("--regrow", "0.01"))
-    assert code == 0
+    assert code == 0 and "SIGUSR1" not in capsys.readouterr().err
     assert [(start, world) for start, _, world, _ in starts] == [
         (0, "2"), (0, "2"), (1, "1"), (2, "2"), (2, "2")
     ]
