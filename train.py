@@ -265,7 +265,7 @@ def train(
     observe = observe or setup.fault_injector(env, FAULT_POINTS)
     goodput = GoodputClock(folder if env.rank == 0 else None, env.world, seconds_before)
     with recorded_start(goodput):
-        return train_here(
+        return run_training(
             cfg,
             env,
             world,
@@ -294,7 +294,7 @@ def recorded_start(goodput: GoodputClock) -> Iterator[None]:
         raise
 
 
-def train_here(
+def run_training(
     cfg: Config,
     env: setup.LaunchEnv,
     world: World,
@@ -391,7 +391,7 @@ def train_loop(session: Session) -> LoopEnd:
         show_uploads(session)
         first_spike = rewinds.find(run.spikes, session.log.take_spikes())
         if first_spike is not None:
-            step = go_back(session, first_spike)
+            step = rewind(session, first_spike)
             continue
         reason, restart = agree_to_stop(session)
         end = LoopEnd(step, reason, restart)
@@ -418,7 +418,7 @@ def train_loop(session: Session) -> LoopEnd:
     return end
 
 
-def go_back(session: Session, first_spike: int) -> int:
+def rewind(session: Session, first_spike: int) -> int:
     """Goes back to the newest good checkpoint before a step, and leaves out the data of the last spikes.
 
     Returns the step of that checkpoint. Raises SpikesPersist if there is none; StorageError. Collective.
@@ -455,8 +455,8 @@ def go_back(session: Session, first_spike: int) -> int:
     # what came after it is not there any more
     run.spikes.continue_without(left_out)
     state.first_rank_does(lambda: store.drop_after(folder, step), everyone, timeout_s)
-    session.log.go_back(step)
-    session.goodput.went_back(step)
+    session.log.rewind(step)
+    session.goodput.rewound(step)
     session.log.log_line(
         f"back at the checkpoint of step {step:,}; steps of the data that are left out from now on, from 0: "
         f"{', '.join(f'{number:,}' for number in left_out)}"

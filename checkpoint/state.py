@@ -591,7 +591,7 @@ class StartingPoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class ToldStart:
+class PackedStart:
     """A StartingPoint on its way to the other ranks, which then read neither index.json nor meta.json."""
     path: pathlib.Path | None  # of the checkpoint, if there is one
     is_resumed: bool
@@ -600,24 +600,24 @@ class ToldStart:
     notes: list[str]
 
 
-def tell(start: StartingPoint) -> ToldStart:
+def pack_start(start: StartingPoint) -> PackedStart:
     """What rank 0 tells of the start that it chose."""
     index = start.resumed or start.weights
     if index is None:
-        return ToldStart(path=None, is_resumed=False, text=b"", meta={}, notes=start.notes)
+        return PackedStart(path=None, is_resumed=False, text=b"", meta={}, notes=start.notes)
     is_resumed = start.resumed is not None
     text = zlib.compress(index.text, store.PACK_LEVEL)
-    return ToldStart(path=index.path, is_resumed=is_resumed, text=text, meta=index.meta, notes=start.notes)
+    return PackedStart(path=index.path, is_resumed=is_resumed, text=text, meta=index.meta, notes=start.notes)
 
 
-def hear(told: ToldStart) -> StartingPoint:
+def unpack_start(packed: PackedStart) -> StartingPoint:
     """What another rank makes of it."""
-    if told.path is None:
-        return StartingPoint(None, None, told.notes)
-    parsed = parse_index(told.path, zlib.decompress(told.text))
-    index = dataclasses.replace(parsed, text=b"", meta=told.meta)
-    is_resumed = told.is_resumed
-    return StartingPoint(index if is_resumed else None, None if is_resumed else index, told.notes)
+    if packed.path is None:
+        return StartingPoint(None, None, packed.notes)
+    parsed = parse_index(packed.path, zlib.decompress(packed.text))
+    index = dataclasses.replace(parsed, text=b"", meta=packed.meta)
+    is_resumed = packed.is_resumed
+    return StartingPoint(index if is_resumed else None, None if is_resumed else index, packed.notes)
 
 
 def choose_together(
@@ -627,15 +627,15 @@ def choose_together(
     0, and sent once to the others."""
     own: list[StartingPoint] = []
 
-    def look() -> ToldStart | None:
+    def look() -> PackedStart | None:
         own.append(choose())
-        return tell(own[0]) if world.size > 1 else None
+        return pack_start(own[0]) if world.size > 1 else None
 
-    told = first_rank_does(look, world, timeout_s)
+    packed = first_rank_does(look, world, timeout_s)
     if own:
         return own[0]
-    assert told is not None  # only a world of one is told nothing
-    return hear(told)
+    assert packed is not None  # only in a world of one is nothing packed
+    return unpack_start(packed)
 
 
 def resume(

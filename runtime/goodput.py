@@ -332,7 +332,7 @@ class GoodputClock:
         self.record = replace(self.record, marks=tuple(marks[-MAX_MARKS:]))
         self.write()
 
-    def went_back(self, step: int) -> None:
+    def rewound(self, step: int) -> None:
         """The steps after this one are trained again, in this start."""
         record = self.record
         if record.first_step is None or step >= record.last_step:

@@ -35,7 +35,7 @@ class MetricsFile:
         except OSError as error:
             self.trouble = error.strerror
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """Removes the lines after this step. A failure is told by warning()."""
         self.close()
         try:

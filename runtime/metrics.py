@@ -298,7 +298,7 @@ class MetricsLogger:
             numbers = f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}"
             self.log_line(f"spike at step {row['step']:,}: {numbers}; the step was not applied")
 
-    def go_back(self, step: int) -> None:
+    def rewind(self, step: int) -> None:
         """The steps after this one are trained again: what was written of them is removed."""
         self.read_pending()
         self.rows_since_shown = []
@@ -306,7 +306,7 @@ class MetricsLogger:
         self.spikes = []
         self.unreturned = []
         if self.file:
-            self.file.go_back(step)
+            self.file.rewind(step)
         if self.experts:
             with contextlib.suppress(OSError):
                 self.experts.save()

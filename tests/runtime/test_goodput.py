@@ -171,9 +171,9 @@ def test_a_start_that_was_killed_before_its_first_step():
 def test_a_step_back_within_a_start():
     clock = GoodputClock(None, 1)
     clock.record = dataclasses.replace(FIRST)
-    clock.went_back(6)
+    clock.rewound(6)
     assert (clock.record.in_steps, clock.record.repeated, clock.record.last_step) == (6.0, 4.0, 6)
-    clock.went_back(3)
+    clock.rewound(3)
     assert (clock.record.in_steps, clock.record.repeated, clock.record.marks) == (3.0, 7.0, ())
     assert reckon([clock.record]).lost["repeated_steps"] == pytest.approx(7 / 60)
 
@@ -184,7 +184,7 @@ def test_a_step_back_behind_the_start_repeats_what_an_earlier_one_has_done():
                           marks=((80, 80.0), (100, 100.0)), exit_code=75)
     clock = GoodputClock(None, 1)
     clock.record = StartRecord(time=100.0, world=1, seconds=41.0, first_step=101, last_step=101, in_steps=1.0)
-    clock.went_back(80)
+    clock.rewound(80)
     clock.record = dataclasses.replace(clock.record, last_step=120, in_steps=40.0)
     report = reckon([earlier, clock.record])
     assert report.useful == pytest.approx(120 / 60)
