@@ -6,7 +6,7 @@ how they are found. Everything else that pip wants to know is in pyproject.toml.
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
-FILES = ("train", "build")  # that lie beside the folders
+FILES = ("train", "start", "build")  # that lie beside the folders
 FOLDERS = (
     "config", "configs", "kernels", "parallel", "remote", "model", "data", "optim", "checkpoint", "runtime",
     "plan", "proof", "scaling", "scripts",

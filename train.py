@@ -10,61 +10,47 @@ import gc
 import shlex
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import runtime  # before torch (see there)
 import config
 import torch
-from build import TrainingRun, build_run, check_size, total_steps, with_vocab
+from build import TrainingRun
 from checkpoint import branch, mirror, state, store
-from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from checkpoint.saver import CheckpointSaver
 from checkpoint.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
-from config import CheckpointConfig, Config, ConfigError, is_permanent_step, phases_of, unused, usage
-from config.optimizers import EMA
+from config import CheckpointConfig, Config, ConfigError, is_due, is_permanent_step, phases_of, unused, usage
 from config.exit_codes import FINISHED, STOPPED_EARLY
 from config.phases import change_text, named
 from config.run_name import with_own_folder
 from config.terminal import output_width, wrapped
-from data.blend import parse_blend, source_names
-from data.download import download_sources, local_path
-from data.loader import BatchLoader, check_paths, open_loader
-from data.task_files import ScoredTask, read_tasks
+from data.loader import BatchLoader, check_paths
+from data.task_files import ScoredTask
 from data.task_scores import EncodedTasks, TaskReport, encode_tasks, score_tasks
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import Tokenizer
 from model.generate import generate
 from model.precision import DTYPES
 from model.schedules import plan_pipeline
-from model.sharding import parallel_dims
 from optim.clip import clip_factor, grad_norm
 from parallel.context.zigzag import shard_batch
 from parallel.microbatch import Microbatch
-from parallel.sharding.bucket import (
-    Bucket,
-    finish_grad_reductions,
-    start_param_gathers,
-    wait_param_gathers,
-)
+from parallel.sharding.bucket import finish_grad_reductions, start_param_gathers, wait_param_gathers
 from parallel.sharding.replicas import check_replicas
 from parallel.topology.dims import GROUP_AXES
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
 from parallel.wire.world import World, join_job
-from plan.advice import memory_advice
-from plan import elastic
-from plan.communicators import Gpu
-from plan.count import flops_per_token, parameters, table
+from plan.count import parameters, table
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
 from runtime.console import parameter_count
 from runtime.evaluate import loss_report, mean_loss
-from runtime.faults import FaultHook
+from runtime.faults import FaultHook, disturb_grads
 from runtime.garbage import collect_after_step, collected_between_steps
 from runtime.goodput import GoodputClock
 from runtime.guard import NonFiniteGuard, SpikeRewinds, SpikesPersist
@@ -77,12 +63,30 @@ from runtime.profile import ProfilerTrace
 from runtime.slow import SlowRanks
 from runtime.stop import StopRequest
 from runtime.summary import summarize_metrics, write_summary
+from start import (
+    advised_on_memory,
+    build_phase,
+    check_data,
+    check_same_everywhere,
+    elastic_layout,
+    flops_so_far,
+    is_evaluation_missing,
+    keep_tokenizer,
+    open_tasks,
+    probe_run_folder,
+    read_source_batches,
+    read_valid_batches,
+    run_folder,
+    sample_prompt,
+    start_run,
+    trained_flops_per_token,
+    write_config,
+)
 from torch import Tensor
 
 # Skipped steps in a row that end a run. In fp16 the loss scale must first come down: a halving a step.
 SKIPPED_STEPS = 5
 SKIPPED_STEPS_FP16 = 20
-SPIKE_FACTOR = 1e4  # of the gradients, in an injected spike
 
 
 # ---- one step ----------------------------------------------------------------------------------------------
@@ -505,24 +509,6 @@ def run_one_step(session: Session, step: int) -> None:
     observe("step.logged", step)
 
 
-def disturb_grads(buckets: list[Bucket], fault: str | None) -> None:
-    """Does what an injected fault asks for: one number is NaN, or all are SPIKE_FACTOR times as large.
-
-    bitflip: of the largest number of the first bucket, the first bit of the mantissa.
-    """
-    grads = buckets[0].grads.local
-    if fault == "nan":
-        grads[0] = float("nan")
-    elif fault == "spike":
-        for bucket in buckets:
-            bucket.grads.local.mul_(SPIKE_FACTOR)
-    elif fault == "bitflip":
-        place = int(grads.abs().argmax())
-        first_bit = {torch.float64: 51, torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}[grads.dtype]
-        words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[grads.itemsize]
-        grads[place:place + 1].view(words).bitwise_xor_(1 << first_bit)
-
-
 def evaluate(session: Session, step: int) -> None:
     """Writes the validation loss, that of each source and of the average of the weights (train.ema), and a
     sample of text into the log."""
@@ -737,125 +723,6 @@ def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:
 # ---- before the loop ---------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
-    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not failure.is_out_of_memory(error):
-            raise
-        is_on_gpu = world.device.type == "cuda"
-        capacity = None
-        gpu = Gpu()
-        if is_on_gpu:
-            properties = torch.cuda.get_device_properties(world.device)
-            capacity = properties.total_memory
-            gpu = Gpu(properties.name.lower())
-        try:
-            advice = memory_advice(cfg, world.size, capacity, gpu)
-        except ConfigError as refusal:  # the planner takes fewer jobs than train.py
-            advice = f"the planner has no advice ({refusal})"
-        cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
-        raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
-
-
-def connect(cfg: Config, world: World) -> Mesh:
-    """The groups of this rank. Collective: every rank calls it."""
-    return Mesh.bind(parallel_dims(cfg, world.size), world)
-
-
-def check_data(cfg: Config, world: World) -> Config:
-    """The config with the vocabulary of the data. Opens that of every phase once, on rank 0, which also makes
-    what is made at the first opening. Data in a store is downloaded before. Collective.
-
-    Raises ConfigError if the data of a phase cannot be read, or has another tokenizer.
-    """
-    everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
-    copies = state.first_rank_does(lambda: download_sources(cfg), everyone, timeout_s)
-    state.all_ranks_do(lambda: download_sources(cfg, copies), everyone, timeout_s)  # a copy on each node
-
-    def open_once() -> int:
-        tokenizer = None
-        for phase in phases_of(cfg).all:
-            with named(phase):
-                check_source_names(phase.cfg)
-                data = open_loader(cfg, "train", 0, 1, phase=phase.number)
-                data.close()
-                tokenizer = tokenizer or data.required_tokenizer
-                if data.required_tokenizer.fingerprint != tokenizer.fingerprint:
-                    raise ConfigError(
-                        f"data.path: {phase.cfg.data.path} was made with another tokenizer than the data of "
-                        "the first phase; prepare it with the same one"
-                    )
-                if phase.number > 1:
-                    open_loader(cfg, "valid", 0, 1, phase=phase.number).close()
-        assert tokenizer is not None  # there is a phase
-        return tokenizer.vocab
-
-    return with_vocab(cfg, state.first_rank_does(open_once, everyone, timeout_s))
-
-
-def check_source_names(cfg: Config) -> None:
-    """Raises ConfigError if the losses of a source and of the averaged weights would have one name."""
-    paths = parse_blend(cfg.data.path)[1]
-    is_validated_apart = len(paths) > 1 and cfg.eval.source_batches != 0
-    if is_validated_apart and cfg.train.ema is not None and EMA in source_names(paths):
-        raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
-
-
-def open_data(
-    cfg: Config, mesh: Mesh, device: torch.device, phase: int = 1
-) -> tuple[BatchLoader, BatchLoader]:
-    """This rank's part of the train and the valid split of a phase."""
-    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
-    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
-    return train_data, valid_data
-
-
-def build_phase(
-    cfg: Config, env: setup.LaunchEnv, world: World, number: int
-) -> tuple[TrainingRun, BatchLoader]:
-    """The run of a phase with initial weights, and its valid split. Collective."""
-    setup.seed_everything(cfg)
-    phase = phases_of(cfg).all[number - 1]
-    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
-    mesh = connect(phase.cfg, world)
-    train_data, valid_data = open_data(cfg, mesh, env.device, number)
-    with advised_on_memory(phase.cfg, world):
-        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
-    return run, valid_data
-
-
-def start_run(
-    cfg: Config, env: setup.LaunchEnv, world: World, folder: Path
-) -> tuple[TrainingRun, BatchLoader, int, list[str]]:
-    """The run of the phase that comes next, with what it continues.
-
-    Returns (run, its valid split, steps done, notes for the log). Collective.
-    """
-    root = folder / "checkpoints"
-    phases = phases_of(cfg)
-    everyone = world.all_ranks()
-
-    def phase_after(step: int) -> int:
-        """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
-        return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
-
-    start = state.newest_start(cfg, root, everyone)
-    step = start.step
-    if start.resumed is not None and cfg.checkpoint.branch:  # its model is as large as the source says
-        check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
-    while True:
-        number = phase_after(step) if len(phases.all) > 1 else 1
-        run, valid_data = build_phase(cfg, env, world, number)
-        step, notes = state.resume(run, root, start)
-        start = None
-        if len(phases.all) == 1 or phase_after(step) == number:
-            return run, valid_data, step, notes
-        run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
-
-
 def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
     """The session of the phase after `step`, which is saved. Collective.
 
@@ -881,26 +748,6 @@ def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
         prompt=sample_prompt(run.cfg, valid_data),
         **kept,
     )
-
-
-def trained_flops_per_token(run: TrainingRun) -> float:
-    """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
-    lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
-    return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)
-
-
-def flops_so_far(run: TrainingRun, steps: int) -> float:
-    """Model FLOPs of the first steps of a run; of earlier phases, with attention over whole sequences."""
-    total = 0.0
-    for phase in run.phases.all:
-        last = run.phases.last_step(phase, steps)
-        if last <= phase.steps_before:
-            continue
-        tokens = phase.tokens_seen(last) - phase.tokens_before
-        is_present = phase == run.phase
-        of_token = flops_per_token(phase.cfg.model, phase.cfg.train.seq_len)
-        total += tokens * (trained_flops_per_token(run) if is_present else of_token)
-    return total
 
 
 def make_session(
@@ -968,77 +815,6 @@ def make_session(
     )
 
 
-def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
-    """{name of a source: its microbatches of every evaluation}; empty where data.path is no blend."""
-    paths = parse_blend(cfg.data.path)[1]
-    batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
-    if len(paths) == 1 or batches == 0:
-        return {}
-    found: dict[str, list[Microbatch]] = {}
-    for name, path in zip(source_names(paths), paths):
-        alone = replace(cfg, data=replace(cfg.data, path=f"1 {shlex.quote(path)}"))
-        data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
-        found[name] = read_valid_batches(batches, data, mesh)
-    return found
-
-
-def sample_prompt(cfg: Config, valid_data: BatchLoader) -> str:
-    """eval.prompt; without it the first words of the validation data, which suit any corpus."""
-    return valid_data.opening_words() if cfg.eval.prompt is None else cfg.eval.prompt
-
-
-def open_tasks(cfg: Config) -> list[ScoredTask]:
-    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
-    if cfg.eval.tasks is None:
-        return []
-    return read_tasks("eval.tasks", cfg.eval.tasks, cfg.eval.tasks_limit)
-
-
-def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
-    """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
-    found: list[Microbatch] = []
-    for index in range(batches):
-        for batch in valid_data.microbatches(index):
-            found.append(shard_batch(batch, mesh.cp))
-    return found
-
-
-def probe_run_folder(run: TrainingRun, folder: Path) -> None:
-    """Finds before the first step what would else end the run at its first save. Collective.
-
-    Raises ConfigError if a rank sees another folder than rank 0; StorageError (82) if rank 0 cannot write
-    there, or a checkpoint does not fit on the disk.
-    """
-    everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
-    with store.storage_errors(folder, 0):
-        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone, timeout_s)
-    try:
-        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
-    finally:
-        if everyone.index == 0:
-            run_folders.remove_token(folder, token)
-    state.check_space(run, folder / "checkpoints")
-
-
-def is_evaluation_missing(
-    cfg: Config, step: int, folder: Path, everyone: comm.Group, is_end: bool = False
-) -> bool:
-    """Whether an evaluation was due after this step, and left out because the run was asked to stop.
-
-    is_end: the run ends with this step. Collective.
-    """
-    was_due = is_end or is_due(cfg.eval.every, step)
-    if step == 0 or not was_due:
-        return False
-    return state.first_rank_does(lambda: step not in evaluated_steps(folder), everyone)
-
-
-def evaluated_steps(folder: Path) -> set[int]:
-    """The steps with a validation in metrics.jsonl."""
-    _, validations = lines.read_metrics(folder)
-    return {row["step"] for row in validations}
-
-
 def report_nothing_to_do(
     run: TrainingRun, env: setup.LaunchEnv, folder: Path, report_exit: ReportExit
 ) -> int:
@@ -1050,48 +826,7 @@ def report_nothing_to_do(
     return 0
 
 
-def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    """Saves the run's tokenizer, with the files that belong to it (chat template, generation settings).
-
-    They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder)
-    for place in tokenizer_places(cfg):
-        if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
-            continue
-        with contextlib.suppress(ConfigError, OSError):
-            if load_tokenizer(place).fingerprint == tokenizer.fingerprint:  # else the files belong to another
-                copy_tokenizer_files(place, folder)
-
-
-def tokenizer_places(cfg: Config) -> list[Path]:
-    """Folders that may hold the files of the run's tokenizer."""
-    named = Path(cfg.data.tokenizer or "bytes")
-    places = [named.parent if named.is_file() else named]
-    for path in parse_blend(cfg.data.path)[1]:
-        prefix = local_path(path, cfg.data.cache).removesuffix(".bin").removesuffix(".idx")
-        places.append(Path(f"{prefix}.tokenizer"))
-    for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
-        if source not in (None, "auto", "none"):
-            checkpoint = mirror.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
-            for folder in (checkpoint, *list(checkpoint.parents)[:2]):
-                places.append(folder / "tokenizer")
-    return places
-
-
 # ---- in the loop -------------------------------------------------------------------------------------------
-
-
-def write_config(cfg: Config, folder: Path) -> None:
-    """Writes config.yaml: a reader sees the old file or the new one."""
-    temp = folder / "config.yaml.tmp"
-    temp.write_text(config.dump(cfg))
-    temp.replace(folder / "config.yaml")
-
-
-def is_due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
 
 
 def is_save_due(checkpoint: CheckpointConfig, step: int) -> bool:
@@ -1148,50 +883,6 @@ def sample(run: TrainingRun, tokenizer: Tokenizer, prompt: str) -> list[int]:
 
 
 # ---- the command -------------------------------------------------------------------------------------------
-
-
-def check_same_everywhere(cfg: Config, world: World) -> None:
-    """Raises ConfigError, which names the rank, if ranks have different configs, code or versions of torch.
-
-    They would train different models, or wait for each other. Collective: gathers a few KiB from each rank.
-    """
-    own = {"torch": str(torch.__version__), "code": config.code_hash(), "config": config.dump(cfg)}
-    all_ranks: list[dict[str, str]] = comm.all_gather_objects(own, world.all_ranks())
-    for what in own:
-        count = Counter(theirs[what] for theirs in all_ranks)
-        usual = max(count, key=lambda value: (count[value], value == all_ranks[0][what]))
-        for rank, theirs in enumerate(all_ranks):
-            if theirs[what] == usual:
-                continue
-            usual_lines = usual.splitlines()
-            other_lines = [line.strip() for line in theirs[what].splitlines() if line not in usual_lines]
-            detail = ", ".join(other_lines) or "fewer keys"
-            raise ConfigError(
-                f"rank {rank} was started with another {what} than the others ({detail[:200]}); "
-                "start every rank with the same command, from the same checkout"
-            )
-
-
-def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
-    """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
-    if not cfg.parallel.elastic:
-        return cfg
-    device = elastic.RankDevice()
-    if env.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(env.device)
-        device = elastic.RankDevice(properties.name, properties.total_memory)
-    layout = elastic.layout_for(cfg, env.world, device)
-    note = elastic.describe(layout, env.world)
-    if note and env.rank == 0:
-        print("\n".join(wrapped(note, output_width())), flush=True)
-    return layout.cfg
-
-
-def run_folder(cfg: Config) -> Path:
-    """log.dir / log.name. Raises ConfigError without a name; a recipe gives its own."""
-    if cfg.log.name is None:
-        raise ConfigError("log.name: none; give the run folder's name")
-    return Path(cfg.log.dir) / cfg.log.name
 
 
 def show_help(name: str | None, file: str | None, argv: list[str], option_index: int) -> None:

@@ -60,6 +60,7 @@ from config.schema import (
     global_batch_sizes,
     has_experts,
     head_dim,
+    is_due,
     is_permanent_step,
     kv_heads,
     layer_in_fp8,

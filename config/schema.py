@@ -562,6 +562,11 @@ def global_batch_sizes(train: TrainConfig) -> list[int]:
     return sorted({global_batch_at(train, step) for step in first_steps})
 
 
+def is_due(every: int | None, step: int) -> bool:
+    """Whether something that is done every so many steps is done after this one. every: None: never."""
+    return every is not None and step % every == 0
+
+
 def is_permanent_step(checkpoint: CheckpointConfig, step: int) -> bool:
     """Whether checkpoint.keep_every or keep_at asks for a permanent checkpoint after this step."""
     if step == 0:

@@ -18,12 +18,16 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from config import ConfigError
+from parallel.sharding.bucket import Bucket
 
 ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",
            "nan", "spike", "bitflip")
 ACTION_NAMES = tuple(action.partition("=")[0] for action in ACTIONS)
 KEYS = ("rank", "step", "act")
+SPIKE_FACTOR = 1e4  # of the gradients, in an injected spike
 
 
 class InjectedFault(RuntimeError):
@@ -122,3 +126,21 @@ class FaultInjector:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), fault.point)
         elif fault.action == "ENOMEM":
             raise MemoryError(f"injected at {fault.point}, step {step}")
+
+
+def disturb_grads(buckets: list[Bucket], fault: str | None) -> None:
+    """Does what an injected fault asks for: one number is NaN, or all are SPIKE_FACTOR times as large.
+
+    bitflip: of the largest number of the first bucket, the first bit of the mantissa.
+    """
+    grads = buckets[0].grads.local
+    if fault == "nan":
+        grads[0] = float("nan")
+    elif fault == "spike":
+        for bucket in buckets:
+            bucket.grads.local.mul_(SPIKE_FACTOR)
+    elif fault == "bitflip":
+        place = int(grads.abs().argmax())
+        first_bit = {torch.float64: 51, torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}[grads.dtype]
+        words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[grads.itemsize]
+        grads[place:place + 1].view(words).bitwise_xor_(1 << first_bit)

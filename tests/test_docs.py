@@ -705,7 +705,7 @@ def test_the_tree_of_the_readme_has_every_folder():
     folders = {
         name for name in files() if name.count("/") == 1 and name.endswith("/") and not name.startswith(".")
     }
-    assert named == folders | {"train.py", "build.py"}
+    assert named == folders | {"train.py", "start.py", "build.py"}
 
 
 def test_the_picture_of_the_folders_is_that_of_the_imports():

@@ -80,7 +80,8 @@ def test_the_wheel_has_everything_that_runs_and_nothing_else(wheel):
                "plan", "proof", "scaling", "scripts")
     for path in checkout_files(ROOT):
         is_code = path.endswith(".py") and path.startswith(tuple(f"{folder}/" for folder in folders))
-        is_wanted = (is_code and not path.startswith("proof/mutate/")) or path in ("train.py", "build.py")
+        is_at_root = path in ("train.py", "start.py", "build.py")
+        is_wanted = is_at_root or (is_code and not path.startswith("proof/mutate/"))
         if is_wanted or path.startswith("configs/"):
             assert f"bevatron/{path}" in names, path
     unwanted = ("bevatron/tests", "bevatron/proof/mutate", "tests")

@@ -17,7 +17,7 @@ from proof.mutate.source import Edit, Source
 Bug = TypeVar("Bug")
 
 CORE_FOLDERS = ("model", "parallel", "optim", "data", "checkpoint")
-CORE_FILES = ("runtime/evaluate.py", "train.py", "build.py")
+CORE_FILES = ("runtime/evaluate.py", "train.py", "start.py", "build.py")
 
 # Calls whose arguments are messages.
 MESSAGE_CALLS = (

@@ -1367,7 +1367,7 @@ TABLE = (
     ),
     Mutation(
         what="every rank validates on the sequences of the first",
-        file="train.py",
+        file="start.py",
         old='open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)',
         new='open_loader(cfg, "valid", 0, mesh.dp.size, device=device, phase=phase)',
         model="llama3-tiny",

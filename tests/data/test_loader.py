@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import config
-import train
+import start
 from config import Config, ConfigError
 from data import loader, tokenizer
 from data.indexed import ChecksumError, IndexedDataset, IndexedDatasetWriter
@@ -131,7 +131,7 @@ def test_microbatches_for_a_gpu_are_pinned_and_copied_by_the_thread_that_reads_a
 
 
 def test_the_run_reads_for_its_device(prefix):
-    for data in train.open_data(settings(prefix), Mesh.single(), torch.device("meta")):
+    for data in start.open_data(settings(prefix), Mesh.single(), torch.device("meta")):
         assert data.microbatches(0)[0].tokens.device.type == "meta"
         data.close()
 

@@ -11,6 +11,7 @@ import torch
 from ranks import MODEL, corpus, job
 
 import config
+import start
 import train
 from model.schedules import plan_pipeline
 from plan import advice
@@ -126,19 +127,19 @@ OUT_OF_HOST = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate m
                            "Exception raised from alloc_cpu at a.cpp:1 (most recent call first):\nframe #0")
 
 
-@pytest.mark.parametrize("where, error", [
-    ("build_run", OUT_OF_CUDA),
-    ("forward_backward", OUT_OF_CUDA),
-    ("finish_grad_reductions", OUT_OF_HOST),
-    ("mean_loss", MemoryError()),  # an evaluation
+@pytest.mark.parametrize("module, where, error", [
+    (start, "build_run", OUT_OF_CUDA),
+    (train, "forward_backward", OUT_OF_CUDA),
+    (train, "finish_grad_reductions", OUT_OF_HOST),
+    (train, "mean_loss", MemoryError()),  # an evaluation
 ])
-def test_a_rank_without_memory_ends_the_job_with_advice(tmp_path, where, error):
+def test_a_rank_without_memory_ends_the_job_with_advice(tmp_path, module, where, error):
     def full(*args, **named):
         raise error
 
     def before(rank):
         if rank == 1:
-            setattr(train, where, full)
+            setattr(module, where, full)
 
     args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--train.steps", "2"]
     end = job(tmp_path / "job", 2, [*args, "--log.dir", str(tmp_path), "--log.name", "r"], before=before)

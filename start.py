@@ -1,0 +1,329 @@
+"""Before the first step: ranks that agree, data and folder looked at, a run built and continued.
+
+train.py calls what is here, from the top to the bottom; whatever can be refused is refused here.
+"""
+import contextlib
+import shlex
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+import config
+from build import TrainingRun, build_run, check_size, total_steps, with_vocab
+from checkpoint import mirror, state, store
+from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
+from config import Config, ConfigError, is_due, phases_of
+from config.optimizers import EMA
+from config.phases import named
+from config.terminal import output_width, wrapped
+from data.blend import parse_blend, source_names
+from data.download import download_sources, local_path
+from data.loader import BatchLoader, open_loader
+from data.task_files import ScoredTask, read_tasks
+from data.tokenizer import Tokenizer, load_tokenizer
+from model.sharding import parallel_dims
+from parallel.context.zigzag import shard_batch
+from parallel.microbatch import Microbatch
+from parallel.topology.mesh import Mesh
+from parallel.wire import comm
+from parallel.wire.world import World
+from plan import elastic
+from plan.advice import memory_advice
+from plan.communicators import Gpu
+from plan.count import flops_per_token
+from runtime import failure, lines, setup
+from runtime import folder as run_folders
+
+
+def check_same_everywhere(cfg: Config, world: World) -> None:
+    """Raises ConfigError, which names the rank, if ranks have different configs, code or versions of torch.
+
+    They would train different models, or wait for each other. Collective: gathers a few KiB from each rank.
+    """
+    own = {"torch": str(torch.__version__), "code": config.code_hash(), "config": config.dump(cfg)}
+    all_ranks: list[dict[str, str]] = comm.all_gather_objects(own, world.all_ranks())
+    for what in own:
+        count = Counter(theirs[what] for theirs in all_ranks)
+        usual = max(count, key=lambda value: (count[value], value == all_ranks[0][what]))
+        for rank, theirs in enumerate(all_ranks):
+            if theirs[what] == usual:
+                continue
+            usual_lines = usual.splitlines()
+            other_lines = [line.strip() for line in theirs[what].splitlines() if line not in usual_lines]
+            detail = ", ".join(other_lines) or "fewer keys"
+            raise ConfigError(
+                f"rank {rank} was started with another {what} than the others ({detail[:200]}); "
+                "start every rank with the same command, from the same checkout"
+            )
+
+
+def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
+    """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
+    if not cfg.parallel.elastic:
+        return cfg
+    device = elastic.RankDevice()
+    if env.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(env.device)
+        device = elastic.RankDevice(properties.name, properties.total_memory)
+    layout = elastic.layout_for(cfg, env.world, device)
+    note = elastic.describe(layout, env.world)
+    if note and env.rank == 0:
+        print("\n".join(wrapped(note, output_width())), flush=True)
+    return layout.cfg
+
+
+@contextlib.contextmanager
+def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
+    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not failure.is_out_of_memory(error):
+            raise
+        is_on_gpu = world.device.type == "cuda"
+        capacity = None
+        gpu = Gpu()
+        if is_on_gpu:
+            properties = torch.cuda.get_device_properties(world.device)
+            capacity = properties.total_memory
+            gpu = Gpu(properties.name.lower())
+        try:
+            advice = memory_advice(cfg, world.size, capacity, gpu)
+        except ConfigError as refusal:  # the planner takes fewer jobs than train.py
+            advice = f"the planner has no advice ({refusal})"
+        cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
+        raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
+
+
+def connect(cfg: Config, world: World) -> Mesh:
+    """The groups of this rank. Collective: every rank calls it."""
+    return Mesh.bind(parallel_dims(cfg, world.size), world)
+
+
+def check_data(cfg: Config, world: World) -> Config:
+    """The config with the vocabulary of the data. Opens that of every phase once, on rank 0, which also makes
+    what is made at the first opening. Data in a store is downloaded before. Collective.
+
+    Raises ConfigError if the data of a phase cannot be read, or has another tokenizer.
+    """
+    everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
+    copies = state.first_rank_does(lambda: download_sources(cfg), everyone, timeout_s)
+    state.all_ranks_do(lambda: download_sources(cfg, copies), everyone, timeout_s)  # a copy on each node
+
+    def open_once() -> int:
+        tokenizer = None
+        for phase in phases_of(cfg).all:
+            with named(phase):
+                check_source_names(phase.cfg)
+                data = open_loader(cfg, "train", 0, 1, phase=phase.number)
+                data.close()
+                tokenizer = tokenizer or data.required_tokenizer
+                if data.required_tokenizer.fingerprint != tokenizer.fingerprint:
+                    raise ConfigError(
+                        f"data.path: {phase.cfg.data.path} was made with another tokenizer than the data of "
+                        "the first phase; prepare it with the same one"
+                    )
+                if phase.number > 1:
+                    open_loader(cfg, "valid", 0, 1, phase=phase.number).close()
+        assert tokenizer is not None  # there is a phase
+        return tokenizer.vocab
+
+    return with_vocab(cfg, state.first_rank_does(open_once, everyone, timeout_s))
+
+
+def check_source_names(cfg: Config) -> None:
+    """Raises ConfigError if the losses of a source and of the averaged weights would have one name."""
+    paths = parse_blend(cfg.data.path)[1]
+    is_validated_apart = len(paths) > 1 and cfg.eval.source_batches != 0
+    if is_validated_apart and cfg.train.ema is not None and EMA in source_names(paths):
+        raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
+
+
+def open_data(
+    cfg: Config, mesh: Mesh, device: torch.device, phase: int = 1
+) -> tuple[BatchLoader, BatchLoader]:
+    """This rank's part of the train and the valid split of a phase."""
+    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
+    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
+    return train_data, valid_data
+
+
+def build_phase(
+    cfg: Config, env: setup.LaunchEnv, world: World, number: int
+) -> tuple[TrainingRun, BatchLoader]:
+    """The run of a phase with initial weights, and its valid split. Collective."""
+    setup.seed_everything(cfg)
+    phase = phases_of(cfg).all[number - 1]
+    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
+    mesh = connect(phase.cfg, world)
+    train_data, valid_data = open_data(cfg, mesh, env.device, number)
+    with advised_on_memory(phase.cfg, world):
+        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
+    return run, valid_data
+
+
+def start_run(
+    cfg: Config, env: setup.LaunchEnv, world: World, folder: Path
+) -> tuple[TrainingRun, BatchLoader, int, list[str]]:
+    """The run of the phase that comes next, with what it continues.
+
+    Returns (run, its valid split, steps done, notes for the log). Collective.
+    """
+    root = folder / "checkpoints"
+    phases = phases_of(cfg)
+    everyone = world.all_ranks()
+
+    def phase_after(step: int) -> int:
+        """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
+        return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
+
+    start = state.newest_start(cfg, root, everyone)
+    step = start.step
+    if start.resumed is not None and cfg.checkpoint.branch:  # its model is as large as the source says
+        check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
+    while True:
+        number = phase_after(step) if len(phases.all) > 1 else 1
+        run, valid_data = build_phase(cfg, env, world, number)
+        step, notes = state.resume(run, root, start)
+        start = None
+        if len(phases.all) == 1 or phase_after(step) == number:
+            return run, valid_data, step, notes
+        run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
+
+
+def is_evaluation_missing(
+    cfg: Config, step: int, folder: Path, everyone: comm.Group, is_end: bool = False
+) -> bool:
+    """Whether an evaluation was due after this step, and left out because the run was asked to stop.
+
+    is_end: the run ends with this step. Collective.
+    """
+    was_due = is_end or is_due(cfg.eval.every, step)
+    if step == 0 or not was_due:
+        return False
+    return state.first_rank_does(lambda: step not in evaluated_steps(folder), everyone)
+
+
+def evaluated_steps(folder: Path) -> set[int]:
+    """The steps with a validation in metrics.jsonl."""
+    _, validations = lines.read_metrics(folder)
+    return {row["step"] for row in validations}
+
+
+def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
+    """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
+    found: list[Microbatch] = []
+    for index in range(batches):
+        for batch in valid_data.microbatches(index):
+            found.append(shard_batch(batch, mesh.cp))
+    return found
+
+
+def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
+    """{name of a source: its microbatches of every evaluation}; empty where data.path is no blend."""
+    paths = parse_blend(cfg.data.path)[1]
+    batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
+    if len(paths) == 1 or batches == 0:
+        return {}
+    found: dict[str, list[Microbatch]] = {}
+    for name, path in zip(source_names(paths), paths):
+        alone = replace(cfg, data=replace(cfg.data, path=f"1 {shlex.quote(path)}"))
+        data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
+        found[name] = read_valid_batches(batches, data, mesh)
+    return found
+
+
+def sample_prompt(cfg: Config, valid_data: BatchLoader) -> str:
+    """eval.prompt; without it the first words of the validation data, which suit any corpus."""
+    return valid_data.opening_words() if cfg.eval.prompt is None else cfg.eval.prompt
+
+
+def open_tasks(cfg: Config) -> list[ScoredTask]:
+    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
+    if cfg.eval.tasks is None:
+        return []
+    return read_tasks("eval.tasks", cfg.eval.tasks, cfg.eval.tasks_limit)
+
+
+def probe_run_folder(run: TrainingRun, folder: Path) -> None:
+    """Finds before the first step what would else end the run at its first save. Collective.
+
+    Raises ConfigError if a rank sees another folder than rank 0; StorageError (82) if rank 0 cannot write
+    there, or a checkpoint does not fit on the disk.
+    """
+    everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
+    with store.storage_errors(folder, 0):
+        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone, timeout_s)
+    try:
+        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
+    finally:
+        if everyone.index == 0:
+            run_folders.remove_token(folder, token)
+    state.check_space(run, folder / "checkpoints")
+
+
+def run_folder(cfg: Config) -> Path:
+    """log.dir / log.name. Raises ConfigError without a name; a recipe gives its own."""
+    if cfg.log.name is None:
+        raise ConfigError("log.name: none; give the run folder's name")
+    return Path(cfg.log.dir) / cfg.log.name
+
+
+def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
+    """Saves the run's tokenizer, with the files that belong to it (chat template, generation settings).
+
+    They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    for place in tokenizer_places(cfg):
+        if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
+            continue
+        with contextlib.suppress(ConfigError, OSError):
+            if load_tokenizer(place).fingerprint == tokenizer.fingerprint:  # else the files belong to another
+                copy_tokenizer_files(place, folder)
+
+
+def tokenizer_places(cfg: Config) -> list[Path]:
+    """Folders that may hold the files of the run's tokenizer."""
+    named = Path(cfg.data.tokenizer or "bytes")
+    places = [named.parent if named.is_file() else named]
+    for path in parse_blend(cfg.data.path)[1]:
+        prefix = local_path(path, cfg.data.cache).removesuffix(".bin").removesuffix(".idx")
+        places.append(Path(f"{prefix}.tokenizer"))
+    for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
+        if source not in (None, "auto", "none"):
+            checkpoint = mirror.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
+            for folder in (checkpoint, *list(checkpoint.parents)[:2]):
+                places.append(folder / "tokenizer")
+    return places
+
+
+def write_config(cfg: Config, folder: Path) -> None:
+    """Writes config.yaml: a reader sees the old file or the new one."""
+    temp = folder / "config.yaml.tmp"
+    temp.write_text(config.dump(cfg))
+    temp.replace(folder / "config.yaml")
+
+
+def trained_flops_per_token(run: TrainingRun) -> float:
+    """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
+    lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
+    return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)
+
+
+def flops_so_far(run: TrainingRun, steps: int) -> float:
+    """Model FLOPs of the first steps of a run; of earlier phases, with attention over whole sequences."""
+    total = 0.0
+    for phase in run.phases.all:
+        last = run.phases.last_step(phase, steps)
+        if last <= phase.steps_before:
+            continue
+        tokens = phase.tokens_seen(last) - phase.tokens_before
+        is_present = phase == run.phase
+        of_token = flops_per_token(phase.cfg.model, phase.cfg.train.seq_len)
+        total += tokens * (trained_flops_per_token(run) if is_present else of_token)
+    return total
