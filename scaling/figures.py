@@ -13,6 +13,7 @@ from scaling.sweep import CriticalBatch, SweepCurve
 from scaling.systems import MODES, MeasuredCell, efficiencies
 
 INK, GRID, BEST = "#333333", "#e6e6e6", "#b3362b"
+HOLLOW = {"marker": "o", "ms": 5, "mfc": "none"}  # a forecast of one number of ranks is no line
 FIGURE_SIZE = (7.2, 4.8)  # inches
 DPI = 140
 CURVE_POINTS = 200
@@ -187,9 +188,9 @@ def draw_systems(measured: list[MeasuredCell], path: Path) -> None:
                           lw=1.4, ms=5, label=layout)
                 planned = [(cell.ranks, share_of[cell.name][1]) for cell in own if share_of[cell.name][1]]
                 if planned:
-                    axes.plot(*zip(*planned), "--", color=colour_of[layout], lw=1.2)
+                    axes.plot(*zip(*planned), "--", color=colour_of[layout], lw=1.2, **HOLLOW)
             counts = sorted({each.cell.ranks for each in measured})
             axes.set_xticks(counts, [str(count) for count in counts])
             axes.set_ylim(bottom=0)
-        every[0].plot([], [], "--", color=INK, lw=1.2, label="the planner's")
+        every[0].plot([], [], "--", color=INK, lw=1.2, label="the planner's", **HOLLOW)
         every[0].legend(frameon=False, fontsize=9)
