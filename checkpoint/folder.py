@@ -3,14 +3,15 @@
     index.sha256    checksum of index.json, as sha256sum writes it (`sha256sum -c index.sha256`):
                     the root of trust
     index.json      version, save_id, step, world,
-                    pieces [{key, shape, start, size, dtype, file, name, sha256}],
+                    pieces [{key, shape, start, size, dtype, file, name, checksum}],
                     files {meta.json: {bytes, sha256}, *.safetensors: {bytes, header}}
     meta.json       step, save_id, and what the run adds (tokens, config, tokenizer hash, layout)
     *.safetensors   the pieces; each file repeats the save id, so that files of two saves are never mixed
 
-A shard is its header and its pieces. So `header` and the sha256 of the pieces cover each byte of it exactly
-once. A file name in the index is a plain name in this folder and never a path. Files are opened without
-following links, and nothing is unpickled. Every damage raises an IntegrityError that names the file.
+A shard is its header and its pieces. So `header` and the checksums of the pieces cover each byte of it
+exactly once. A checksum begins with the name of its digest: "xxh3_128:...", or "sha256:..." where xxhash is
+not installed. A file name in the index is a plain name in this folder and never a path. Files are opened
+without following links, and nothing is unpickled. Every damage raises an IntegrityError that names the file.
 """
 import fcntl
 import hashlib
@@ -34,17 +35,17 @@ from checkpoint.files import (
     IntegrityError,
     TensorTable,
     open_shard,
+    range_is,
     read_file,
     read_hashed,
     read_header,
     run_in_threads,
-    sha256_range,
 )
 from checkpoint.locks import folder_lock
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box
 
-VERSION = 1  # of the format
+VERSION = 2  # of the format; 1 had a sha256 for each piece and is read, too
 META = "meta.json"
 SHARD = re.compile(r"[A-Za-z0-9_]+\.safetensors")
 
@@ -65,7 +66,7 @@ class PieceRow(TypedDict):
     dtype: str
     file: str
     name: str
-    sha256: str
+    checksum: str
 
 
 class Shards(TypedDict):
@@ -84,12 +85,12 @@ class Index(Shards):
 
 @dataclass(frozen=True, slots=True)
 class StoredPiece:
-    """A stored box: the tensor `name` in `file`, whose bytes have the hash `sha256`."""
+    """A stored box: the tensor `name` in `file`, whose bytes have the checksum `checksum`, "NAME:HEX"."""
     box: Box
     dtype: str  # as safetensors writes it: F32, BF16, ...
     file: str
     name: str
-    sha256: str
+    checksum: str
 
     @property
     def num_bytes(self) -> int:
@@ -104,7 +105,7 @@ class StoredPiece:
             "dtype": self.dtype,
             "file": self.file,
             "name": self.name,
-            "sha256": self.sha256,
+            "checksum": self.checksum,
         }
 
 
@@ -152,9 +153,8 @@ class PieceReader:
         if "key" not in row:
             return row
         shape, start, size = tuple(row["shape"]), tuple(row["start"]), tuple(row["size"])
-        key, dtype, file, name, checksum = (
-            row["key"], row["dtype"], row["file"], row["name"], row["sha256"]
-        )
+        key, dtype, file, name = row["key"], row["dtype"], row["file"], row["name"]
+        checksum = row["checksum"] if "checksum" in row else f"sha256:{row['sha256']}"  # of format 1
         check_types((*shape, *start, *size), (key, dtype, file, name, checksum))
         box = Box(self.once(key), self.once(shape), self.once(start), self.once(size))
         check_inside(box)
@@ -242,11 +242,11 @@ def check_version(path: Path, data: Any) -> None:
     version = data["version"]
     if type(version) is int and version > VERSION:
         raise NewerFormat(
-            f"{path}: written in format {version}, this code reads {VERSION}; "
+            f"{path}: written in format {version}, this code reads up to {VERSION}; "
             f"use the code that wrote it, or choose another --log.name"
         )
-    if version != VERSION:
-        raise ValueError(f"format version {version}, this code reads {VERSION}")
+    if type(version) is not int or version < 1:
+        raise ValueError(f"format version {version}, this code reads 1 to {VERSION}")
 
 
 def check_index(data: Any) -> None:
@@ -424,8 +424,8 @@ def check_bytes(
     file = path / piece.file
     with open_shard(file) as fd:
         if piece in kept:
-            checksum = read_hashed(fd, offset, kept[piece].numpy())
+            is_sound = read_hashed(fd, offset, kept[piece].numpy(), piece.checksum)
         else:
-            checksum = sha256_range(fd, offset, piece.num_bytes)
-        if checksum != piece.sha256:
+            is_sound = range_is(fd, offset, piece.num_bytes, piece.checksum)
+        if not is_sound:
             raise IntegrityError(f"{file}: {piece.name} does not match its checksum in index.json")

@@ -19,8 +19,8 @@ Guarantees:
 
 One process at a time writes to a root (`run_lock`). Many ranks write one checkpoint together: each rank
 writes its own pieces, and rank 0 writes the rest. Rank 0 alone learns what the others hold. Every phase ends
-in Ranks.gather, so that a rank that fails makes all ranks raise the same error. The cost: one sha256 while
-writing, a comparison with the tensors while reading back, one sha256 while loading.
+in Ranks.gather, so that a rank that fails makes all ranks raise the same error. The cost: one digest while
+writing, a comparison with the tensors while reading back, one digest while loading.
 """
 import contextlib
 import fcntl
@@ -335,7 +335,7 @@ def write_group(
     stored: list[StoredPiece] = []
     for (box, tensor), name, checksum in zip(group, names, checksums):
         dtype = DTYPES[tensor.dtype]
-        stored.append(StoredPiece(box=box, dtype=dtype, file=file, name=name, sha256=checksum))
+        stored.append(StoredPiece(box=box, dtype=dtype, file=file, name=name, checksum=checksum))
     return WrittenShard(file, entry, stored, flushed)
 
 
@@ -817,7 +817,7 @@ def copy_from_file(
     with open_shard(path) as fd:
         for piece in pieces:
             data = np.empty(piece.num_bytes, dtype=np.uint8)
-            if read_hashed(fd, offsets[piece], data) != piece.sha256:
+            if not read_hashed(fd, offsets[piece], data, piece.checksum):
                 raise IntegrityError(f"{path}: {piece.name} does not match its checksum, and did before")
             copy_piece(piece, torch.from_numpy(data), reads)
 

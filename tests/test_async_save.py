@@ -44,7 +44,7 @@ def weights(folder) -> dict[str, str]:
     path = store.newest_checkpoint(folder / "run" / "checkpoints", [])
     assert store.read_index(path)["step"] == STEPS
     return {
-        str(p[k] if k in p else "") + p["sha256"]: p["key"]
+        str(p[k] if k in p else "") + p["checksum"]: p["key"]
         for p in store.read_index(path)["pieces"]
         for k in ("start",)
     }

@@ -104,7 +104,7 @@ class Jobs:
         path = store.newest_checkpoint(self.home / name / "checkpoints", [])
         index = store.read_index(path)
         assert index["step"] == STEPS
-        return story, {piece["key"]: piece["sha256"] for piece in index["pieces"]}
+        return story, {piece["key"]: piece["checksum"] for piece in index["pieces"]}
 
     def reason(self, name: str) -> dict:
         return json.loads((self.home / name / "exit_reason.json").read_text())

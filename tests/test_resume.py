@@ -121,7 +121,7 @@ def weights(folder: pathlib.Path) -> dict[str, str]:
     path = store.newest_checkpoint(folder / "checkpoints", [])
     index = store.read_index(path)
     assert index["step"] == STEPS
-    return {p["key"]: p["sha256"] for p in index["pieces"]}
+    return {p["key"]: p["checksum"] for p in index["pieces"]}
 
 
 def reason(folder: pathlib.Path) -> dict:

@@ -122,7 +122,7 @@ def saved(folder):
     """{key: sha256} of the last checkpoint, and its meta."""
     path = store.newest_checkpoint(folder / "checkpoints", [])
     index, meta = store.read_index(path), store.read_meta(path)
-    return {piece["key"]: piece["sha256"] for piece in index["pieces"]}, meta
+    return {piece["key"]: piece["checksum"] for piece in index["pieces"]}, meta
 
 
 # ---- a step that is not applied ----------------------------------------------------------------------------

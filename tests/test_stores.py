@@ -116,7 +116,7 @@ def losses(folder):
 
 def pieces(checkpoint):
     return {
-        (piece["key"], *piece["start"], *piece["size"]): piece["sha256"]
+        (piece["key"], *piece["start"], *piece["size"]): piece["checksum"]
         for piece in store.read_index(checkpoint)["pieces"]
     }
 

@@ -43,7 +43,7 @@ def read_evidence(folder: Path) -> Evidence:
     return Evidence(
         steps=[(row["step"], {name: row.get(name) for name in STEP_FIELDS}) for row in rows if "loss" in row],
         evaluations=[(row["step"], row["val_loss"]) for row in rows if "val_loss" in row],
-        checksums={f"{piece['key']} at {piece['start']}": piece["sha256"] for piece in index["pieces"]},
+        checksums={f"{piece['key']} at {piece['start']}": piece["checksum"] for piece in index["pieces"]},
     )
 
 

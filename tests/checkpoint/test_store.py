@@ -3,11 +3,14 @@ refused.
 """
 
 import fcntl
+import hashlib
+import json
 import random
 import subprocess
 import threading
 import time
 
+import numpy as np
 import pytest
 import torch
 from sample import blank, layout, loaded, ranks, reseal, same, save_in_threads, state, whole
@@ -28,8 +31,77 @@ def test_round_trip_in_every_dtype(saved):
     assert (root / "latest").read_text() == "step_00000020\n"
     index = store.read_index(path)
     assert set(index) == {"version", "save_id", "step", "world", "files", "pieces"}
-    assert set(index["pieces"][0]) == {"key", "shape", "start", "size", "dtype", "file", "name", "sha256"}
+    assert set(index["pieces"][0]) == {"key", "shape", "start", "size", "dtype", "file", "name", "checksum"}
     assert subprocess.run(["sha256sum", "-c", "index.sha256"], cwd=path, capture_output=True).returncode == 0
+
+
+def test_a_checkpoint_of_format_1_is_read(saved):
+    """Its index had the sha256 of each piece, without a name."""
+    root, path, truth = saved
+    shard = path / "shard_00000.safetensors"
+    content = shard.read_bytes()
+    header_size = 8 + int.from_bytes(content[:8], "little")
+    table = json.loads(content[8:header_size])
+
+    def to_format_1(index):
+        index["version"] = 1
+        for row in index["pieces"]:
+            begin, end = table[row["name"]]["data_offsets"]
+            row["sha256"] = hashlib.sha256(content[header_size + begin:header_size + end]).hexdigest()
+            del row["checksum"]
+
+    reseal(path, to_format_1)
+    assert store.newest_checkpoint(root) == path
+    assert same(loaded(path, truth), truth)
+
+    # and its damage is seen
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(store.IntegrityError, match="does not match its checksum"):
+        loaded(path, truth)
+
+
+def test_without_xxhash_sha256_is_written_and_the_other_is_no_damage(saved, tmp_path, monkeypatch):
+    root, path, truth = saved
+    assert all(row["checksum"].startswith("xxh3_128:") for row in store.read_index(path)["pieces"])
+    monkeypatch.setattr(files, "DIGESTS", {"sha256": hashlib.sha256})
+    monkeypatch.setattr(files, "WRITTEN_DIGEST", "sha256")
+    other = store.save(tmp_path / "other", 1, whole(truth), {}, keep=1)
+    assert all(row["checksum"].startswith("sha256:") for row in store.read_index(other)["pieces"])
+    assert same(loaded(other, truth), truth)
+    for read in (lambda: loaded(path, truth), lambda: store.newest_checkpoint(root)):
+        with pytest.raises(ConfigError, match="checksums named 'xxh3_128'.*pip install xxhash"):
+            read()
+
+
+NUMBERS = {  # dtype: integers of its size
+    torch.float64: np.uint64,
+    torch.float32: np.uint32,
+    torch.float16: np.uint16,
+    torch.bfloat16: np.uint16,
+    torch.float8_e4m3fn: np.uint8,
+    torch.float8_e5m2: np.uint8,
+}
+
+
+@pytest.mark.parametrize("dtype", NUMBERS, ids=str)
+def test_every_number_that_is_not_finite_is_found(dtype):
+    """All 16-bit patterns; of wider types, these as their highest bits. torch says what is finite."""
+    width = torch.empty(0, dtype=dtype).element_size()
+    if width == 1:
+        bits = np.arange(256, dtype=np.uint8)
+    else:
+        highest = np.arange(1 << 16, dtype=np.uint64) << np.uint64(8 * width - 16)
+        bits = np.concatenate([highest, highest | np.uint64(1)]).astype(NUMBERS[dtype])
+    values = torch.from_numpy(bits.view(np.uint8).copy()).view(dtype)
+    truth = torch.isfinite(values.double())
+    one_by_one = [files.is_finite(bits[i:i + 1].view(np.uint8), dtype) for i in range(len(bits))]
+    assert one_by_one == truth.tolist()
+
+    # one bad number among good ones is found, and good ones alone are good
+    good = bits[truth.numpy()]
+    assert files.is_finite(good.view(np.uint8), dtype)
+    for bad in bits[~truth.numpy()][:50]:
+        assert not files.is_finite(np.append(good, bad).view(np.uint8), dtype)
 
 
 def test_others_can_read_the_shards(saved):
