@@ -459,7 +459,8 @@ def rewind(session: Session, first_spike: int) -> int:
     # what came after it is not there any more
     run.spikes.continue_without(left_out)
     state.first_rank_does(lambda: store.drop_after(folder, step), everyone, timeout_s)
-    session.log.rewind(step)
+    with store.storage_errors(session.folder / lines.NAME, 0):
+        session.log.rewind(step)
     session.goodput.rewound(step)
     session.log.log_line(
         f"back at the checkpoint of step {step:,}; steps of the data that are left out from now on, from 0: "
@@ -778,15 +779,16 @@ def make_session(
 
     flops = trained_flops_per_token(run)
     whole = run.phases.whole
-    log = MetricsLogger(
-        folder,
-        whole,
-        env,
-        steps=run.steps,
-        flops_per_token=flops,
-        start_step=start_step,
-        goodput=goodput,
-    )
+    with store.storage_errors(folder / lines.NAME, 0):
+        log = MetricsLogger(
+            folder,
+            whole,
+            env,
+            steps=run.steps,
+            flops_per_token=flops,
+            start_step=start_step,
+            goodput=goodput,
+        )
 
     return Session(
         cfg=cfg,

@@ -299,7 +299,7 @@ class MetricsLogger:
             self.log_line(f"spike at step {row['step']:,}: {numbers}; the step was not applied")
 
     def rewind(self, step: int) -> None:
-        """The steps after this one are trained again: what was written of them is removed."""
+        """The steps after this one are trained again: what was written of them is removed. Raises OSError."""
         self.read_pending()
         self.rows_since_shown = []
         self.shares = []
