@@ -8,6 +8,7 @@ import json
 import resource
 import statistics
 
+import fake_wandb
 import pytest
 import torch
 from ranks import MODEL, corpus, job
@@ -224,6 +225,29 @@ def test_a_run_goes_back_and_leaves_the_data_out(tmp_path, trains, layout):
     assert trains("k", layout, *SPIKES, bad=bad).codes == [0] * world  # the list counts without the key, too
     assert saved(tmp_path / "k")[0] == saved(tmp_path / "r")[0]
     assert course(tmp_path / "k") == course(tmp_path / "r")
+
+
+def test_wandb_and_tensorboard_show_the_steps_that_were_trained_again(tmp_path, trains, monkeypatch):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    told = fake_wandb.install(tmp_path, monkeypatch)
+    end = trains("r", "alone", *REWIND, "--log.wandb", "offline", "--log.tensorboard", "true", bad=(6, 7))
+    assert end.codes == [0], end.logs
+    losses = {row["step"]: row["loss"] for row in rows(tmp_path / "r")}
+
+    # W&B keeps the steps that did not count too, and says that the run went back
+    said = told()
+    logged = [words[2] for words in said if words[0] == "log" and "train/loss" in words[2]]
+    assert [values["step"] for values in logged] == [*range(1, 9), *range(5, 13)]
+    assert {values["step"]: values["train/loss"] for values in logged} == losses  # the last ones
+    assert not [words for words in said if words[0] == "dropped"]
+    assert [words[1] for words in said if words[0] == "alert"][0].endswith("went back to step 4")
+
+    # TensorBoard shows each step once
+    seen = events.EventAccumulator(str(tmp_path / "r" / "tensorboard"), size_guidance={"scalars": 0})
+    seen.Reload()
+    shown = [(event.step, event.value) for event in seen.Scalars("train/loss")]
+    assert [step for step, _ in shown] == list(range(1, 13))
+    assert dict(shown) == pytest.approx(losses)
 
 
 def test_saves_within_a_row_of_spikes_do_not_take_what_the_run_goes_back_to(tmp_path, trains):
