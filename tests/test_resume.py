@@ -278,6 +278,25 @@ def test_a_save_that_fails_is_tried_again_at_the_next(home):
     same_as_clean(home, "excused")
 
 
+def test_a_save_that_fails_or_is_killed_leaves_no_mark_behind(home):
+    """Step 6 would be permanent; it is saved again by a run that keeps none, and purged as the others."""
+
+    def marks(name):
+        return [path.name for path in (home / name / "checkpoints").glob("*.keep")]
+
+    def kept(name):
+        return [step for step, _ in store.committed_checkpoints(home / name / "checkpoints")]
+
+    permanent = ("--checkpoint.keep_at", "6", "--checkpoint.keep", "1")
+    assert run(home, "marked", "ckpt.mid_shard:step=6:act=ENOSPC", permanent) == 0
+    assert marks("marked") == [] and kept("marked") == [9]
+    assert run(home, "lost", "ckpt.mid_shard:step=6:act=SIGKILL", permanent) == -9
+    assert marks("lost") == ["step_00000006.keep"]
+    assert run(home, "lost", extra=("--checkpoint.keep", "1")) == 0
+    assert marks("lost") == [] and kept("lost") == [9]
+    same_as_clean(home, "lost")
+
+
 def test_saves_that_fail_again_and_again_end_the_run(home):
     how = ("--checkpoint.every", "1", "--checkpoint.failed_saves", "1")
     assert run(home, "failing", "ckpt.mid_shard:act=ENOSPC", how) == 82
