@@ -13,7 +13,7 @@ import torch
 
 import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
-from checkpoint import mirror, state, store
+from checkpoint import locks, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from config import Config, ConfigError, is_due, phases_of
 from config.optimizers import EMA
@@ -36,6 +36,29 @@ from plan.communicators import Gpu
 from plan.count import flops_per_token
 from runtime import failure, lines, setup
 from runtime import folder as run_folders
+
+
+def run_folder(cfg: Config) -> Path:
+    """log.dir / log.name. Raises ConfigError without a name; a recipe gives its own."""
+    if cfg.log.name is None:
+        raise ConfigError("log.name: none; give the run folder's name")
+    return Path(cfg.log.dir) / cfg.log.name
+
+
+@contextlib.contextmanager
+def refusal_in(folder: Path, rank: int) -> Iterator[None]:
+    """Leaves a ConfigError that is raised inside in exit_reason.json of the run folder: else what an earlier
+    start left there would be taken for this one's. Not where no run has been, or one is at work.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if rank == 0:
+            with locks.idle_folder(folder) as is_idle:
+                if is_idle:
+                    setup.remove_exit_reasons(folder)
+                    setup.write_exit_reason(folder, rank, failure.USER_MISTAKE, failure.explain(error))
+        raise
 
 
 def check_same_everywhere(cfg: Config, world: World) -> None:
@@ -263,13 +286,6 @@ def probe_run_folder(run: TrainingRun, folder: Path) -> None:
         if everyone.index == 0:
             run_folders.remove_token(folder, token)
     state.check_space(run, folder / "checkpoints")
-
-
-def run_folder(cfg: Config) -> Path:
-    """log.dir / log.name. Raises ConfigError without a name; a recipe gives its own."""
-    if cfg.log.name is None:
-        raise ConfigError("log.name: none; give the run folder's name")
-    return Path(cfg.log.dir) / cfg.log.name
 
 
 def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:

@@ -76,6 +76,7 @@ from start import (
     probe_run_folder,
     read_source_batches,
     read_valid_batches,
+    refusal_in,
     run_folder,
     sample_prompt,
     start_run,
@@ -908,18 +909,21 @@ def main(argv: list[str]) -> int:
 
     rank, size = setup.rank_and_world()[:2]
     with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
-        # refuse what cannot run, before anything starts
         cfg = branch.resolve(name, file, argv)
         usual_name = cfg.log.name
         cfg = with_own_folder(cfg, file, argv)
-        env = setup.read_environment(cfg)
-        cfg = elastic_layout(cfg, env)
-        plan_pipeline(cfg, env.world)
-        open_tasks(cfg)
-        for phase in phases_of(cfg).all:
-            with named(phase):
-                check_paths(phase.cfg)
-        unused_keys = unused.check_unused(cfg, env.world)
+        folder = run_folder(cfg)
+
+        # refuse what cannot run, before anything starts
+        with refusal_in(folder, rank):
+            env = setup.read_environment(cfg)
+            cfg = elastic_layout(cfg, env)
+            plan_pipeline(cfg, env.world)
+            open_tasks(cfg)
+            for phase in phases_of(cfg).all:
+                with named(phase):
+                    check_paths(phase.cfg)
+            unused_keys = unused.check_unused(cfg, env.world)
         if unused_keys and env.rank == 0:
             print("\n".join(wrapped(unused_keys, output_width())), flush=True)
         if cfg.log.name != usual_name and env.rank == 0:
@@ -928,7 +932,6 @@ def main(argv: list[str]) -> int:
             print("\n".join(wrapped(note, output_width())), flush=True)
 
         # one run at a time in the folder; rank 0 holds its lock
-        folder = run_folder(cfg)
         with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext() as lease:
             if env.rank == 0:
                 run_folders.refuse_links(folder)

@@ -327,6 +327,38 @@ def test_settings_that_would_spoil_the_run_are_refused(home):
     assert weights(home / "drift") == weights(home / "clean")
 
 
+def test_every_refusal_is_told_by_exit_reason_json(home, tmp_path):
+    """Before the folder is opened and after: what an earlier start left there would ask for another one. A
+    folder where no run has been is not made, and that of a run at work not touched."""
+    folder = home / "refused"
+
+    def refused(name, *extra):
+        (home / f"{name}.log").unlink(missing_ok=True)
+        assert run(home, name, extra=extra) == 2, extra
+        lines = (home / f"{name}.log").read_text().splitlines()
+        assert [line.startswith("error: ") for line in lines].count(True) == 1
+        return lines[-1]
+
+    assert run(home, "refused", "step.begin:step=4:act=SIGTERM") == 75 and reason(folder)["requeue"]
+    before = ("--train.global_batch", "3")  # no multiple of the microbatch
+    after = ("--data.path", corpus(tmp_path), "--data.tokenizer", "none")  # with another tokenizer
+    for extra in (before, after, before):
+        line = refused("refused", *extra)
+        told = reason(folder)
+        assert (told["code"], told["requeue"], told["reason"]) == (2, False, line)
+        for name in ("exit_reason.json", "exit_reason.rank1.json"):
+            (folder / name).write_text('{"code": 75, "requeue": true}')
+    refused("never", *before)
+    assert not (home / "never").exists()
+
+    with store.run_lock(folder):
+        for extra in (before, ()):
+            refused("refused", *extra)
+            assert reason(folder)["code"] == 75
+    refused("refused", *before)
+    assert reason(folder)["code"] == 2 and not (folder / "exit_reason.rank1.json").exists()
+
+
 def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):
     shutil.copytree(home / "clean", home / "rot")
     folders = [p for _, p in store.committed_checkpoints(home / "rot" / "checkpoints")]
