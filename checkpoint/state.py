@@ -44,7 +44,7 @@ from parallel.sharding.shares import Share, pass_on, read_shares, write_shares
 from parallel.sharding.views import boxes_of, boxes_within
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
-from parallel.wire import comm
+from parallel.wire import comm, messages
 from remote.files import is_url
 
 # If one of these changed, samples would be repeated or lost.
@@ -592,10 +592,13 @@ class StartingPoint:
 
 @dataclasses.dataclass(frozen=True)
 class PackedStart:
-    """A StartingPoint on its way to the other ranks, which then read neither index.json nor meta.json."""
+    """A StartingPoint on its way to the other ranks, which then read neither index.json nor meta.json.
+
+    The text of index.json comes after it, compressed: it may be longer than a message.
+    """
     path: pathlib.Path | None  # of the checkpoint, if there is one
     is_resumed: bool
-    text: bytes  # of index.json, compressed
+    text_bytes: int  # of index.json
     meta: Tree
     notes: list[str]
 
@@ -603,18 +606,31 @@ class PackedStart:
 def pack_start(start: StartingPoint) -> PackedStart:
     """What rank 0 tells of the start that it chose."""
     index = start.resumed or start.weights
-    if index is None:
-        return PackedStart(path=None, is_resumed=False, text=b"", meta={}, notes=start.notes)
-    is_resumed = start.resumed is not None
-    text = zlib.compress(index.text, store.PACK_LEVEL)
-    return PackedStart(path=index.path, is_resumed=is_resumed, text=text, meta=index.meta, notes=start.notes)
+    return PackedStart(
+        path=None if index is None else index.path,
+        is_resumed=start.resumed is not None,
+        text_bytes=0 if index is None else len(index.text),
+        meta={} if index is None else index.meta,
+        notes=start.notes,
+    )
 
 
-def unpack_start(packed: PackedStart) -> StartingPoint:
-    """What another rank makes of it."""
+def unpack_start(packed: PackedStart, text: bytes) -> StartingPoint:
+    """What another rank makes of it. text: of index.json, compressed. Raises MessageError."""
     if packed.path is None:
         return StartingPoint(None, None, packed.notes)
-    parsed = parse_index(packed.path, zlib.decompress(packed.text))
+    if packed.text_bytes > messages.MAX_TOTAL_BYTES:
+        raise messages.MessageError(
+            f"{packed.path}/index.json is announced with {packed.text_bytes:,} bytes; the limit is "
+            f"{messages.MAX_TOTAL_BYTES:,}"
+        )
+    index_text = store.decompress(text, packed.text_bytes)
+    if len(index_text) != packed.text_bytes:
+        raise messages.MessageError(
+            f"{packed.path}/index.json came with {len(index_text):,} bytes, announced were "
+            f"{packed.text_bytes:,} bytes"
+        )
+    parsed = parse_index(packed.path, index_text)
     index = dataclasses.replace(parsed, text=b"", meta=packed.meta)
     is_resumed = packed.is_resumed
     return StartingPoint(index if is_resumed else None, None if is_resumed else index, packed.notes)
@@ -626,16 +642,19 @@ def choose_together(
     """choose() of rank 0, on every rank. Collective. The index is read from the disk and parsed once by rank
     0, and sent once to the others."""
     own: list[StartingPoint] = []
+    texts: list[bytes] = []  # of index.json, compressed
 
-    def look() -> PackedStart | None:
-        own.append(choose())
-        return pack_start(own[0]) if world.size > 1 else None
+    def look() -> PackedStart:
+        start = choose()
+        index = start.resumed or start.weights
+        if index is not None and world.size > 1:
+            texts.append(zlib.compress(index.text, store.PACK_LEVEL))
+        own.append(start)
+        return pack_start(start)
 
     packed = first_rank_does(look, world, timeout_s)
-    if own:
-        return own[0]
-    assert packed is not None  # only in a world of one is nothing packed
-    return unpack_start(packed)
+    text = comm.broadcast_bytes(texts[0] if texts else b"", world)
+    return own[0] if own else unpack_start(packed, text)
 
 
 def resume(

@@ -85,6 +85,7 @@ from checkpoint.together import Ranks
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxes
 from parallel.sharding.packing import equal_part
+from parallel.wire import messages
 from parallel.wire.comm import PeerError
 
 __all__ = [
@@ -166,8 +167,23 @@ def pack(rows: object) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """What pack was given, with lists for tuples."""
-    return json.loads(zlib.decompress(packed))
+    """What pack was given, with lists for tuples. Raises MessageError."""
+    return json.loads(decompress(packed, messages.MAX_TOTAL_BYTES))
+
+
+def decompress(packed: bytes, max_bytes: int) -> bytes:
+    """What zlib has packed. Raises MessageError where that is longer than max_bytes, before it takes more."""
+    reader = zlib.decompressobj()
+    try:
+        data = reader.decompress(packed, max(max_bytes, 1))  # 0 would be no limit
+        is_whole = reader.eof or (not reader.decompress(reader.unconsumed_tail, 1) and reader.eof)
+    except zlib.error as error:
+        raise messages.MessageError(f"{len(packed):,} bytes are no packed data: {error}") from None
+    if not is_whole:
+        raise messages.MessageError(
+            f"{len(packed):,} bytes unpack to more than {max_bytes:,} bytes, or are cut off"
+        )
+    return data
 
 
 def save(

@@ -1,6 +1,10 @@
 """What each rank reads and writes of a checkpoint, in real runs of train.py."""
 
 import json
+import pathlib
+import tracemalloc
+import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from checkpoint.files import TORCH
 from parallel.sharding import shares
 from parallel.sharding.boxes import Box
 from parallel.sharding.packing import equal_part, least_loaded
+from parallel.wire import messages
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,47 @@ def test_a_resume_reads_the_index_once_and_on_the_first_rank_alone(tmp_path, arg
     assert "resumed from" in end.logs[0]
     assert [log.count("read the index") for log in end.logs] == [1, 0]
     assert [log.count("parsed the index") for log in end.logs] == [1, 1]
+
+
+def test_an_index_longer_than_a_message_is_sent_in_parts(tmp_path, args):
+    """Saved in many small pieces; then no message may be longer than a part of the packed index."""
+
+    def in_small_pieces(rank):
+        store.PIECE_BYTES = 32
+
+    def with_short_messages(rank):
+        messages.MAX_BYTES = 30_000
+
+    words = [*args, "--parallel.tp", "2"]
+    started(tmp_path, 2, [*words, "--train.steps", "2"], before=in_small_pieces)
+    path = store.newest_checkpoint(tmp_path / "r" / "checkpoints")
+    assert len(zlib.compress(store.read_stored_index(path).text, store.PACK_LEVEL)) > 2 * 30_000
+    end = started(tmp_path, 2, [*words, "--train.steps", "3"], before=with_short_messages)
+    assert "resumed from" in end.logs[0]
+
+
+def test_packed_data_is_never_larger_than_it_may_be(monkeypatch):
+    """A few KiB that would unpack to more than the limit, or to another size than was announced."""
+    bomb = zlib.compress(b"1" * 10_000_000)
+    assert len(bomb) < 20_000
+    monkeypatch.setattr(messages, "MAX_TOTAL_BYTES", 100_000)
+    announced = state.PackedStart(pathlib.Path("c"), True, text_bytes=50_000, meta={}, notes=[])
+    too_large = replace(announced, text_bytes=10_000_000)
+    for unpack in (
+        lambda: store.unpack(bomb),
+        lambda: state.unpack_start(announced, bomb),
+        lambda: state.unpack_start(too_large, bomb),
+    ):
+        tracemalloc.start()
+        with pytest.raises(messages.MessageError, match="bytes"):
+            unpack()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1_000_000
+    with pytest.raises(messages.MessageError, match="50,000 bytes"):
+        state.unpack_start(announced, zlib.compress(b"[]"))
+    with pytest.raises(messages.MessageError, match="cut off|no packed"):
+        store.unpack(store.pack([1, 2, 3])[:-3])
 
 
 def written_bytes(home, world) -> list[int]:

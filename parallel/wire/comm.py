@@ -438,6 +438,31 @@ def broadcast_object(x: Data, group: Group, source: int = 0) -> Data:
     return x if is_source else from_tensor(received, group, source)
 
 
+def broadcast_bytes(x: bytes, group: Group, source: int = 0) -> bytes:
+    """The bytes of the group's rank number `source`, on every rank; there it is x itself.
+
+    For what may be longer than a message: in exchanges of messages.MAX_BYTES at most. Raises MessageError,
+    before memory is taken for what is too long.
+    """
+    if group.size == 1:
+        return x
+    length = broadcast_object(len(x), group, source)
+    limit = messages.MAX_TOTAL_BYTES
+    if type(length) is not int or not 0 <= length <= limit:
+        told = f"rank {group.ranks[source]} announces {length!r} bytes; the limit is {limit:,}"
+        raise messages.MessageError(told)
+    if length == 0:
+        return b""
+
+    is_source = group.index == source
+    data = torch.frombuffer(bytearray(x if is_source else length), dtype=torch.uint8)
+    data = data.to(message_device(group))
+    send = partial(dist.broadcast, src=group.ranks[source], group=group.handle)
+    for part in data.split(messages.MAX_BYTES):
+        group.run_exchange("broadcast_bytes", part.nbytes, None, send, part)
+    return x if is_source else data.cpu().numpy().tobytes()
+
+
 def gather_lengths(own: Tensor, group: Group, verb: str) -> list[int]:
     """The lengths of all ranks' messages. Raises MessageError, before memory is taken for one too long."""
     lengths = own.new_empty(group.size, dtype=torch.int64)
