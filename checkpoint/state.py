@@ -39,7 +39,7 @@ from config.phases import check_same_past
 from config.run_name import HORIZON_KEYS, is_idle
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
+from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD, is_matrix
 from parallel.sharding.shares import Share, pass_on, read_shares, write_shares
 from parallel.sharding.views import boxes_of, boxes_within
 from parallel.topology.dims import ParallelDims
@@ -225,9 +225,28 @@ def averaged_keys(index: store.StoredIndex) -> set[str]:
     return {key.removesuffix(EMA_SUFFIX) for key in keys if key.endswith(EMA_SUFFIX)}
 
 
-def powersgd_of(buckets: list[Bucket]) -> list[PowerSGD]:
-    """The PowerSGD state of the buckets that have one."""
-    return [bucket.grads.powersgd for bucket in buckets if bucket.grads.powersgd is not None]
+def powersgd_of(buckets: list[Bucket]) -> dict[int, PowerSGD]:
+    """{position of a bucket: its PowerSGD}, of the buckets that have one."""
+    found = {position: bucket.grads.powersgd for position, bucket in enumerate(buckets)}
+    return {position: reducer for position, reducer in found.items() if reducer is not None}
+
+
+def error_boxes(
+    buckets: list[Bucket], errors: Mapping[int, Tensor], shares: Sequence[Share], each_once: bool = False
+) -> BoxedTensors:
+    """[(box, view)] of what PowerSGD keeps: of the sums of errors this rank's share, and the bases.
+
+    errors: {position of a bucket: a flat tensor of its size}. shares: of each bucket, what of it is wanted.
+    each_once: leaves out the bases that another rank has too, and saves.
+    """
+    found: BoxedTensors = []
+    for position, reducer in powersgd_of(buckets).items():
+        share = shares[position]
+        matrices = [slot for slot in share.slots if is_matrix(slot.param.spec)]
+        for box, part in boxes_within(buckets[position], errors[position], matrices, share.elements):
+            found.append((dataclasses.replace(box, key=box.key + ERROR_SUFFIX), part))
+        found += reducer.basis_boxes(each_once)
+    return found
 
 
 def load_buckets(buckets: list[Bucket]) -> None:
@@ -472,10 +491,11 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     # What this rank fills. Of many ranks, each holds a part of the keys; the first looks for what none wants.
     moments = moments_of(run) if stored_ema else run.optim.state()
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
-    wants = state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
+    shares = read_shares(run.buckets)
+    wants = state_boxes(run.buckets, moments, shares) + run.routers.boxes()
     powersgd = powersgd_of(run.buckets)
-    errors = [torch.zeros_like(reducer.error) for reducer in powersgd]
-    wants += stored_error_boxes(run, index, errors)
+    errors = {position: torch.zeros_like(reducer.error) for position, reducer in powersgd.items()}
+    wants += stored_only(index, error_boxes(run.buckets, errors, shares))
     own_keys = store.pack(sorted({box.key for box, _ in wants}))
     keys_of_ranks = [store.unpack(keys) for keys in comm.gather_objects(own_keys, world)]
     others: set[str] = set().union(*keys_of_ranks)
@@ -498,8 +518,9 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     all_ranks_do(verify, world, timeout_s)
     all_ranks_do(lambda: started.pop().fill(), world, timeout_s)
     pass_on_all(run.buckets, moments)
-    for reducer, error in zip(powersgd, errors):
-        reducer.set_summed_error(error)
+    for position, reducer in powersgd.items():
+        pass_on(run.buckets[position], position, [errors[position]])
+        reducer.set_summed_error(errors[position])
     load_buckets(run.buckets)
     if run.ema is not None and not stored_ema:
         run.ema.start()
@@ -508,17 +529,10 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     return warnings
 
 
-def stored_error_boxes(run: RunState, index: store.StoredIndex, errors: list[Tensor]) -> BoxedTensors:
-    """[(box, view)] of PowerSGD's `errors` and bases that the checkpoint holds; the others start anew.
-
-    errors: a flat tensor for each PowerSGD of the run.
-    """
-    reducers = powersgd_of(run.buckets)
-    stored = {(piece.box.key, piece.box.shape) for piece in index.pieces} if reducers else set()
-    found: BoxedTensors = []
-    for reducer, error in zip(reducers, errors):
-        found += [(box, part) for box, part in reducer.boxes_of(error) if (box.key, box.shape) in stored]
-    return found
+def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
+    """Those of the boxes that the checkpoint holds: what PowerSGD keeps starts anew where it has none."""
+    stored = {(piece.box.key, piece.box.shape) for piece in index.pieces} if boxes else set()
+    return [(box, part) for box, part in boxes if (box.key, box.shape) in stored]
 
 
 # ---- save --------------------------------------------------------------------------------------------------
@@ -533,8 +547,8 @@ def save_run(
     """
     world = saver.group or run.mesh.world
     pieces = boxes_to_save(run)
-    for reducer in powersgd_of(run.buckets):
-        pieces += reducer.boxes_of(reducer.sum_errors(), each_once=True)
+    errors = {position: reducer.sum_errors() for position, reducer in powersgd_of(run.buckets).items()}
+    pieces += error_boxes(run.buckets, errors, write_shares(run.buckets, run.mesh), each_once=True)
     checkpoint = run.cfg.checkpoint
     saver.save(
         root,

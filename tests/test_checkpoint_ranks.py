@@ -4,6 +4,7 @@ import json
 import pathlib
 import tracemalloc
 import zlib
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from checkpoint.files import TORCH
 from parallel.sharding import shares
 from parallel.sharding.boxes import Box
 from parallel.sharding.packing import equal_part, least_loaded
+from parallel.sharding.powersgd import ERROR_SUFFIX
 from parallel.wire import messages
 
 
@@ -178,6 +180,46 @@ def test_replicas_read_a_share_each_and_go_on_alike(tmp_path, args):
     state_bytes = sum(x.numel() * x.element_size() for x in contents(tmp_path / "cut").values())
     assert sum(sizes) < 1.5 * state_bytes and max(sizes) < 1.5 * sum(sizes) / 4, (sizes, state_bytes)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+POWERSGD = ("--parallel.compress", "powersgd", "--parallel.powersgd_rank", "1", "--model.hidden", "64")
+
+
+def test_errors_of_compression_are_written_and_read_in_shares(tmp_path, args):
+    """Of four replicas, which all go on with the same sum: each within 1.3 of the mean, and all once."""
+
+    def counts_errors(rank):
+        of_any_size(rank)
+        check_bytes = folder.check_bytes
+
+        def check(path, piece, *more):
+            if ".tmp-" not in str(path) and ERROR_SUFFIX in piece.box.key:
+                print(f"errors {piece.num_bytes} bytes")
+            return check_bytes(path, piece, *more)
+
+        folder.check_bytes = check
+
+    def read_errors(log: str) -> int:
+        return sum(int(line.split()[1]) for line in log.splitlines() if line.startswith("errors "))
+
+    words = [*args, *POWERSGD]
+    saves = ("--checkpoint.every", "2")  # where a run saves, it shares the errors evenly
+    started(tmp_path / "whole", 4, [*words, *saves, "--train.steps", "3"], before=of_any_size)
+    started(tmp_path / "cut", 4, [*words, "--train.steps", "2"], before=of_any_size)
+    index = store.quick_check(store.newest_checkpoint(tmp_path / "cut" / "r" / "checkpoints"))
+    errors = [piece for piece in index.pieces if ERROR_SUFFIX in piece.box.key]
+    total = sum(piece.num_bytes for piece in errors)
+    written = Counter()
+    for piece in errors:
+        written[piece.file[:10]] += piece.num_bytes
+    assert len(written) == 4 and max(written.values()) < 1.3 * total / 4, written
+
+    end = started(tmp_path / "cut", 4, [*words, "--train.steps", "3"], before=counts_errors)
+    sizes = [read_errors(log) for log in end.logs]
+    assert sum(sizes) < 1.3 * total and max(sizes) < 1.3 * sum(sizes) / 4, (sizes, total)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    whole, cut = contents(tmp_path / "whole"), contents(tmp_path / "cut")
+    assert whole.keys() == cut.keys() and all(torch.equal(cut[key], whole[key]) for key in whole)
 
 
 def test_no_rank_loads_before_all_have_verified(tmp_path, args):
