@@ -1,6 +1,7 @@
 """Before the first step: ranks that agree, data and folder looked at, a run built and continued.
 
-train.py calls what is here, from the top to the bottom; whatever can be refused is refused here.
+train.py calls what is here from the top to the bottom, and what a function calls stands below it. Whatever
+can be refused is refused here. The last two are called after the first step, and at the end.
 """
 import contextlib
 import shlex
@@ -61,6 +62,28 @@ def refusal_in(folder: Path, rank: int) -> Iterator[None]:
         raise
 
 
+def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
+    """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
+    if not cfg.parallel.elastic:
+        return cfg
+    device = elastic.RankDevice()
+    if env.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(env.device)
+        device = elastic.RankDevice(properties.name, properties.total_memory)
+    layout = elastic.layout_for(cfg, env.world, device)
+    note = elastic.describe(layout, env.world)
+    if note and env.rank == 0:
+        print("\n".join(wrapped(note, output_width())), flush=True)
+    return layout.cfg
+
+
+def open_tasks(cfg: Config) -> list[ScoredTask]:
+    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
+    if cfg.eval.tasks is None:
+        return []
+    return read_tasks("eval.tasks", cfg.eval.tasks, cfg.eval.tasks_limit)
+
+
 def check_same_everywhere(cfg: Config, world: World) -> None:
     """Raises ConfigError, which names the rank, if ranks have different configs, code or versions of torch.
 
@@ -81,49 +104,6 @@ def check_same_everywhere(cfg: Config, world: World) -> None:
                 f"rank {rank} was started with another {what} than the others ({detail[:200]}); "
                 "start every rank with the same command, from the same checkout"
             )
-
-
-def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
-    """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
-    if not cfg.parallel.elastic:
-        return cfg
-    device = elastic.RankDevice()
-    if env.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(env.device)
-        device = elastic.RankDevice(properties.name, properties.total_memory)
-    layout = elastic.layout_for(cfg, env.world, device)
-    note = elastic.describe(layout, env.world)
-    if note and env.rank == 0:
-        print("\n".join(wrapped(note, output_width())), flush=True)
-    return layout.cfg
-
-
-@contextlib.contextmanager
-def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
-    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not failure.is_out_of_memory(error):
-            raise
-        is_on_gpu = world.device.type == "cuda"
-        capacity = None
-        gpu = Gpu()
-        if is_on_gpu:
-            properties = torch.cuda.get_device_properties(world.device)
-            capacity = properties.total_memory
-            gpu = Gpu(properties.name.lower())
-        try:
-            advice = memory_advice(cfg, world.size, capacity, gpu)
-        except ConfigError as refusal:  # the planner takes fewer jobs than train.py
-            advice = f"the planner has no advice ({refusal})"
-        cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
-        raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
-
-
-def connect(cfg: Config, world: World) -> Mesh:
-    """The groups of this rank. Collective: every rank calls it."""
-    return Mesh.bind(parallel_dims(cfg, world.size), world)
 
 
 def check_data(cfg: Config, world: World) -> Config:
@@ -163,29 +143,6 @@ def check_source_names(cfg: Config) -> None:
     is_validated_apart = len(paths) > 1 and cfg.eval.source_batches != 0
     if is_validated_apart and cfg.train.ema is not None and EMA in source_names(paths):
         raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
-
-
-def open_data(
-    cfg: Config, mesh: Mesh, device: torch.device, phase: int = 1
-) -> tuple[BatchLoader, BatchLoader]:
-    """This rank's part of the train and the valid split of a phase."""
-    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
-    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
-    return train_data, valid_data
-
-
-def build_phase(
-    cfg: Config, env: setup.LaunchEnv, world: World, number: int
-) -> tuple[TrainingRun, BatchLoader]:
-    """The run of a phase with initial weights, and its valid split. Collective."""
-    setup.seed_everything(cfg)
-    phase = phases_of(cfg).all[number - 1]
-    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
-    mesh = connect(phase.cfg, world)
-    train_data, valid_data = open_data(cfg, mesh, env.device, number)
-    with advised_on_memory(phase.cfg, world):
-        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
-    return run, valid_data
 
 
 def start_run(
@@ -236,39 +193,55 @@ def evaluated_steps(folder: Path) -> set[int]:
     return {row["step"] for row in validations}
 
 
-def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
-    """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
-    found: list[Microbatch] = []
-    for index in range(batches):
-        for batch in valid_data.microbatches(index):
-            found.append(shard_batch(batch, mesh.cp))
-    return found
+def build_phase(
+    cfg: Config, env: setup.LaunchEnv, world: World, number: int
+) -> tuple[TrainingRun, BatchLoader]:
+    """The run of a phase with initial weights, and its valid split. Collective."""
+    setup.seed_everything(cfg)
+    phase = phases_of(cfg).all[number - 1]
+    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
+    mesh = connect(phase.cfg, world)
+    train_data, valid_data = open_data(cfg, mesh, env.device, number)
+    with advised_on_memory(phase.cfg, world):
+        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
+    return run, valid_data
 
 
-def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
-    """{name of a source: its microbatches of every evaluation}; empty where data.path is no blend."""
-    paths = parse_blend(cfg.data.path)[1]
-    batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
-    if len(paths) == 1 or batches == 0:
-        return {}
-    found: dict[str, list[Microbatch]] = {}
-    for name, path in zip(source_names(paths), paths):
-        alone = replace(cfg, data=replace(cfg.data, path=f"1 {shlex.quote(path)}"))
-        data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
-        found[name] = read_valid_batches(batches, data, mesh)
-    return found
+def connect(cfg: Config, world: World) -> Mesh:
+    """The groups of this rank. Collective: every rank calls it."""
+    return Mesh.bind(parallel_dims(cfg, world.size), world)
 
 
-def sample_prompt(cfg: Config, valid_data: BatchLoader) -> str:
-    """eval.prompt; without it the first words of the validation data, which suit any corpus."""
-    return valid_data.opening_words() if cfg.eval.prompt is None else cfg.eval.prompt
+def open_data(
+    cfg: Config, mesh: Mesh, device: torch.device, phase: int = 1
+) -> tuple[BatchLoader, BatchLoader]:
+    """This rank's part of the train and the valid split of a phase."""
+    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
+    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
+    return train_data, valid_data
 
 
-def open_tasks(cfg: Config) -> list[ScoredTask]:
-    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
-    if cfg.eval.tasks is None:
-        return []
-    return read_tasks("eval.tasks", cfg.eval.tasks, cfg.eval.tasks_limit)
+@contextlib.contextmanager
+def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
+    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not failure.is_out_of_memory(error):
+            raise
+        is_on_gpu = world.device.type == "cuda"
+        capacity = None
+        gpu = Gpu()
+        if is_on_gpu:
+            properties = torch.cuda.get_device_properties(world.device)
+            capacity = properties.total_memory
+            gpu = Gpu(properties.name.lower())
+        try:
+            advice = memory_advice(cfg, world.size, capacity, gpu)
+        except ConfigError as refusal:  # the planner takes fewer jobs than train.py
+            advice = f"the planner has no advice ({refusal})"
+        cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
+        raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
 
 
 def probe_run_folder(run: TrainingRun, folder: Path) -> None:
@@ -305,8 +278,8 @@ def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
 
 def tokenizer_places(cfg: Config) -> list[Path]:
     """Folders that may hold the files of the run's tokenizer."""
-    named = Path(cfg.data.tokenizer or "bytes")
-    places = [named.parent if named.is_file() else named]
+    given = Path(cfg.data.tokenizer or "bytes")
+    places = [given.parent if given.is_file() else given]
     for path in parse_blend(cfg.data.path)[1]:
         prefix = local_path(path, cfg.data.cache).removesuffix(".bin").removesuffix(".idx")
         places.append(Path(f"{prefix}.tokenizer"))
@@ -318,17 +291,45 @@ def tokenizer_places(cfg: Config) -> list[Path]:
     return places
 
 
-def write_config(cfg: Config, folder: Path) -> None:
-    """Writes config.yaml: a reader sees the old file or the new one."""
-    temp = folder / "config.yaml.tmp"
-    temp.write_text(config.dump(cfg))
-    temp.replace(folder / "config.yaml")
+def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
+    """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
+    found: list[Microbatch] = []
+    for index in range(batches):
+        for batch in valid_data.microbatches(index):
+            found.append(shard_batch(batch, mesh.cp))
+    return found
 
 
 def trained_flops_per_token(run: TrainingRun) -> float:
     """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
     lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
     return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)
+
+
+def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
+    """{name of a source: its microbatches of every evaluation}; empty where data.path is no blend."""
+    paths = parse_blend(cfg.data.path)[1]
+    batches = cfg.eval.batches if cfg.eval.source_batches is None else cfg.eval.source_batches
+    if len(paths) == 1 or batches == 0:
+        return {}
+    found: dict[str, list[Microbatch]] = {}
+    for name, path in zip(source_names(paths), paths):
+        alone = replace(cfg, data=replace(cfg.data, path=f"1 {shlex.quote(path)}"))
+        data = open_loader(alone, "valid", mesh.dp.index, mesh.dp.size, device=device)
+        found[name] = read_valid_batches(batches, data, mesh)
+    return found
+
+
+def sample_prompt(cfg: Config, valid_data: BatchLoader) -> str:
+    """eval.prompt; without it the first words of the validation data, which suit any corpus."""
+    return valid_data.opening_words() if cfg.eval.prompt is None else cfg.eval.prompt
+
+
+def write_config(cfg: Config, folder: Path) -> None:
+    """Writes config.yaml: a reader sees the old file or the new one."""
+    temp = folder / "config.yaml.tmp"
+    temp.write_text(config.dump(cfg))
+    temp.replace(folder / "config.yaml")
 
 
 def flops_so_far(run: TrainingRun, steps: int) -> float:
