@@ -1,6 +1,7 @@
 """Before the first step: ranks that agree, data and folder looked at, a run built and continued.
 
-train.py calls what is here, from the top to the bottom; whatever can be refused is refused here.
+train.py calls what is here from the top to the bottom, and what a function calls stands below it. Whatever
+can be refused is refused here. The last two are called after the first step, and at the end.
 """
 import contextlib
 import shlex
@@ -13,7 +14,7 @@ import torch
 
 import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
-from checkpoint import mirror, state, store
+from checkpoint import locks, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
 from config import Config, ConfigError, is_due, phases_of
 from config.optimizers import EMA
@@ -38,6 +39,51 @@ from runtime import failure, lines, setup
 from runtime import folder as run_folders
 
 
+def run_folder(cfg: Config) -> Path:
+    """log.dir / log.name. Raises ConfigError without a name; a recipe gives its own."""
+    if cfg.log.name is None:
+        raise ConfigError("log.name: none; give the run folder's name")
+    return Path(cfg.log.dir) / cfg.log.name
+
+
+@contextlib.contextmanager
+def refusal_in(folder: Path, rank: int) -> Iterator[None]:
+    """Leaves a ConfigError that is raised inside in exit_reason.json of the run folder: else what an earlier
+    start left there would be taken for this one's. Not where no run has been, or one is at work.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        if rank == 0:
+            with locks.idle_folder(folder) as is_idle:
+                if is_idle:
+                    setup.remove_exit_reasons(folder)
+                    setup.write_exit_reason(folder, rank, failure.USER_MISTAKE, failure.explain(error))
+        raise
+
+
+def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
+    """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
+    if not cfg.parallel.elastic:
+        return cfg
+    device = elastic.RankDevice()
+    if env.device.type == "cuda":
+        properties = torch.cuda.get_device_properties(env.device)
+        device = elastic.RankDevice(properties.name, properties.total_memory)
+    layout = elastic.layout_for(cfg, env.world, device)
+    note = elastic.describe(layout, env.world)
+    if note and env.rank == 0:
+        print("\n".join(wrapped(note, output_width())), flush=True)
+    return layout.cfg
+
+
+def open_tasks(cfg: Config) -> list[ScoredTask]:
+    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
+    if cfg.eval.tasks is None:
+        return []
+    return read_tasks("eval.tasks", cfg.eval.tasks, cfg.eval.tasks_limit)
+
+
 def check_same_everywhere(cfg: Config, world: World) -> None:
     """Raises ConfigError, which names the rank, if ranks have different configs, code or versions of torch.
 
@@ -58,49 +104,6 @@ def check_same_everywhere(cfg: Config, world: World) -> None:
                 f"rank {rank} was started with another {what} than the others ({detail[:200]}); "
                 "start every rank with the same command, from the same checkout"
             )
-
-
-def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
-    """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
-    if not cfg.parallel.elastic:
-        return cfg
-    device = elastic.RankDevice()
-    if env.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(env.device)
-        device = elastic.RankDevice(properties.name, properties.total_memory)
-    layout = elastic.layout_for(cfg, env.world, device)
-    note = elastic.describe(layout, env.world)
-    if note and env.rank == 0:
-        print("\n".join(wrapped(note, output_width())), flush=True)
-    return layout.cfg
-
-
-@contextlib.contextmanager
-def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
-    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not failure.is_out_of_memory(error):
-            raise
-        is_on_gpu = world.device.type == "cuda"
-        capacity = None
-        gpu = Gpu()
-        if is_on_gpu:
-            properties = torch.cuda.get_device_properties(world.device)
-            capacity = properties.total_memory
-            gpu = Gpu(properties.name.lower())
-        try:
-            advice = memory_advice(cfg, world.size, capacity, gpu)
-        except ConfigError as refusal:  # the planner takes fewer jobs than train.py
-            advice = f"the planner has no advice ({refusal})"
-        cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
-        raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
-
-
-def connect(cfg: Config, world: World) -> Mesh:
-    """The groups of this rank. Collective: every rank calls it."""
-    return Mesh.bind(parallel_dims(cfg, world.size), world)
 
 
 def check_data(cfg: Config, world: World) -> Config:
@@ -140,29 +143,6 @@ def check_source_names(cfg: Config) -> None:
     is_validated_apart = len(paths) > 1 and cfg.eval.source_batches != 0
     if is_validated_apart and cfg.train.ema is not None and EMA in source_names(paths):
         raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
-
-
-def open_data(
-    cfg: Config, mesh: Mesh, device: torch.device, phase: int = 1
-) -> tuple[BatchLoader, BatchLoader]:
-    """This rank's part of the train and the valid split of a phase."""
-    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
-    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
-    return train_data, valid_data
-
-
-def build_phase(
-    cfg: Config, env: setup.LaunchEnv, world: World, number: int
-) -> tuple[TrainingRun, BatchLoader]:
-    """The run of a phase with initial weights, and its valid split. Collective."""
-    setup.seed_everything(cfg)
-    phase = phases_of(cfg).all[number - 1]
-    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
-    mesh = connect(phase.cfg, world)
-    train_data, valid_data = open_data(cfg, mesh, env.device, number)
-    with advised_on_memory(phase.cfg, world):
-        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
-    return run, valid_data
 
 
 def start_run(
@@ -213,6 +193,104 @@ def evaluated_steps(folder: Path) -> set[int]:
     return {row["step"] for row in validations}
 
 
+def build_phase(
+    cfg: Config, env: setup.LaunchEnv, world: World, number: int
+) -> tuple[TrainingRun, BatchLoader]:
+    """The run of a phase with initial weights, and its valid split. Collective."""
+    setup.seed_everything(cfg)
+    phase = phases_of(cfg).all[number - 1]
+    steps = total_steps(cfg, flops_per_token(cfg.model, cfg.train.seq_len))
+    mesh = connect(phase.cfg, world)
+    train_data, valid_data = open_data(cfg, mesh, env.device, number)
+    with advised_on_memory(phase.cfg, world):
+        run = build_run(cfg, mesh, env.device, data=train_data, steps=steps, phase=number)
+    return run, valid_data
+
+
+def connect(cfg: Config, world: World) -> Mesh:
+    """The groups of this rank. Collective: every rank calls it."""
+    return Mesh.bind(parallel_dims(cfg, world.size), world)
+
+
+def open_data(
+    cfg: Config, mesh: Mesh, device: torch.device, phase: int = 1
+) -> tuple[BatchLoader, BatchLoader]:
+    """This rank's part of the train and the valid split of a phase."""
+    train_data = open_loader(cfg, "train", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
+    valid_data = open_loader(cfg, "valid", mesh.dp.index, mesh.dp.size, device=device, phase=phase)
+    return train_data, valid_data
+
+
+@contextlib.contextmanager
+def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
+    """Raises OutOfMemory where memory runs out inside, with what the planner says of it."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not failure.is_out_of_memory(error):
+            raise
+        is_on_gpu = world.device.type == "cuda"
+        capacity = None
+        gpu = Gpu()
+        if is_on_gpu:
+            properties = torch.cuda.get_device_properties(world.device)
+            capacity = properties.total_memory
+            gpu = Gpu(properties.name.lower())
+        try:
+            advice = memory_advice(cfg, world.size, capacity, gpu)
+        except ConfigError as refusal:  # the planner takes fewer jobs than train.py
+            advice = f"the planner has no advice ({refusal})"
+        cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack
+        raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
+
+
+def probe_run_folder(run: TrainingRun, folder: Path) -> None:
+    """Finds before the first step what would else end the run at its first save. Collective.
+
+    Raises ConfigError if a rank sees another folder than rank 0; StorageError (82) if rank 0 cannot write
+    there, or a checkpoint does not fit on the disk.
+    """
+    everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
+    with store.storage_errors(folder, 0):
+        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone, timeout_s)
+    try:
+        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
+    finally:
+        if everyone.index == 0:
+            run_folders.remove_token(folder, token)
+    state.check_space(run, folder / "checkpoints")
+
+
+def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
+    """Saves the run's tokenizer, with the files that belong to it (chat template, generation settings).
+
+    They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(folder)
+    for place in tokenizer_places(cfg):
+        if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
+            continue
+        with contextlib.suppress(ConfigError, OSError):
+            if load_tokenizer(place).fingerprint == tokenizer.fingerprint:  # else the files belong to another
+                copy_tokenizer_files(place, folder)
+
+
+def tokenizer_places(cfg: Config) -> list[Path]:
+    """Folders that may hold the files of the run's tokenizer."""
+    given = Path(cfg.data.tokenizer or "bytes")
+    places = [given.parent if given.is_file() else given]
+    for path in parse_blend(cfg.data.path)[1]:
+        prefix = local_path(path, cfg.data.cache).removesuffix(".bin").removesuffix(".idx")
+        places.append(Path(f"{prefix}.tokenizer"))
+    for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
+        if source not in (None, "auto", "none"):
+            checkpoint = mirror.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
+            for folder in (checkpoint, *list(checkpoint.parents)[:2]):
+                places.append(folder / "tokenizer")
+    return places
+
+
 def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> list[Microbatch]:
     """The microbatches of every evaluation: this rank's tokens [b, s/cp], on the device."""
     found: list[Microbatch] = []
@@ -220,6 +298,12 @@ def read_valid_batches(batches: int, valid_data: BatchLoader, mesh: Mesh) -> lis
         for batch in valid_data.microbatches(index):
             found.append(shard_batch(batch, mesh.cp))
     return found
+
+
+def trained_flops_per_token(run: TrainingRun) -> float:
+    """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
+    lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
+    return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)
 
 
 def read_source_batches(cfg: Config, mesh: Mesh, device: torch.device) -> dict[str, list[Microbatch]]:
@@ -241,78 +325,11 @@ def sample_prompt(cfg: Config, valid_data: BatchLoader) -> str:
     return valid_data.opening_words() if cfg.eval.prompt is None else cfg.eval.prompt
 
 
-def open_tasks(cfg: Config) -> list[ScoredTask]:
-    """The tasks of eval.tasks. Raises ConfigError, which names the file and the line."""
-    if cfg.eval.tasks is None:
-        return []
-    return read_tasks("eval.tasks", cfg.eval.tasks, cfg.eval.tasks_limit)
-
-
-def probe_run_folder(run: TrainingRun, folder: Path) -> None:
-    """Finds before the first step what would else end the run at its first save. Collective.
-
-    Raises ConfigError if a rank sees another folder than rank 0; StorageError (82) if rank 0 cannot write
-    there, or a checkpoint does not fit on the disk.
-    """
-    everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
-    with store.storage_errors(folder, 0):
-        token = state.first_rank_does(lambda: run_folders.write_token(folder), everyone, timeout_s)
-    try:
-        state.all_ranks_do(lambda: run_folders.check_token(folder, token), everyone, timeout_s)
-    finally:
-        if everyone.index == 0:
-            run_folders.remove_token(folder, token)
-    state.check_space(run, folder / "checkpoints")
-
-
-def run_folder(cfg: Config) -> Path:
-    """log.dir / log.name. Raises ConfigError without a name; a recipe gives its own."""
-    if cfg.log.name is None:
-        raise ConfigError("log.name: none; give the run folder's name")
-    return Path(cfg.log.dir) / cfg.log.name
-
-
-def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:
-    """Saves the run's tokenizer, with the files that belong to it (chat template, generation settings).
-
-    They are looked for at data.tokenizer, beside the data, and in the run whose weights are taken.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(folder)
-    for place in tokenizer_places(cfg):
-        if not place.is_dir() or not any((place / name).is_file() for name in TOKENIZER_FILES):
-            continue
-        with contextlib.suppress(ConfigError, OSError):
-            if load_tokenizer(place).fingerprint == tokenizer.fingerprint:  # else the files belong to another
-                copy_tokenizer_files(place, folder)
-
-
-def tokenizer_places(cfg: Config) -> list[Path]:
-    """Folders that may hold the files of the run's tokenizer."""
-    named = Path(cfg.data.tokenizer or "bytes")
-    places = [named.parent if named.is_file() else named]
-    for path in parse_blend(cfg.data.path)[1]:
-        prefix = local_path(path, cfg.data.cache).removesuffix(".bin").removesuffix(".idx")
-        places.append(Path(f"{prefix}.tokenizer"))
-    for source in (cfg.checkpoint.resume, cfg.checkpoint.init_from, cfg.checkpoint.branch):
-        if source not in (None, "auto", "none"):
-            checkpoint = mirror.local_place(source.rpartition("@")[0] or source, state.downloads_of(cfg))
-            for folder in (checkpoint, *list(checkpoint.parents)[:2]):
-                places.append(folder / "tokenizer")
-    return places
-
-
 def write_config(cfg: Config, folder: Path) -> None:
     """Writes config.yaml: a reader sees the old file or the new one."""
     temp = folder / "config.yaml.tmp"
     temp.write_text(config.dump(cfg))
     temp.replace(folder / "config.yaml")
-
-
-def trained_flops_per_token(run: TrainingRun) -> float:
-    """Model FLOPs, forward and backward: attention within documents alone is cheaper."""
-    lengths = tuple(run.data.document_lengths) if run.cfg.data.doc_mask else ()
-    return flops_per_token(run.cfg.model, run.cfg.train.seq_len, lengths)
 
 
 def flops_so_far(run: TrainingRun, steps: int) -> float:

@@ -76,6 +76,7 @@ from start import (
     probe_run_folder,
     read_source_batches,
     read_valid_batches,
+    refusal_in,
     run_folder,
     sample_prompt,
     start_run,
@@ -175,7 +176,7 @@ def update_scaler_and_routers(
     run.routers.update_after_step(is_good, loss_scale)
 
 
-# ---- the loop ----------------------------------------------------------------------------------------------
+# ---- a run -------------------------------------------------------------------------------------------------
 
 # Where faults are injected and proofs look on (runtime/faults.py).
 FAULT_POINTS = (
@@ -376,6 +377,9 @@ def run_training(
     return code
 
 
+# ---- in the loop -------------------------------------------------------------------------------------------
+
+
 def train_loop(session: Session) -> LoopEnd:
     """Runs the steps of a phase, up to the horizon after the last, or until a rank is asked to stop."""
     cfg, run = session.cfg, session.run
@@ -459,7 +463,8 @@ def rewind(session: Session, first_spike: int) -> int:
     # what came after it is not there any more
     run.spikes.continue_without(left_out)
     state.first_rank_does(lambda: store.drop_after(folder, step), everyone, timeout_s)
-    session.log.rewind(step)
+    with store.storage_errors(session.folder / lines.NAME, 0):
+        session.log.rewind(step)
     session.goodput.rewound(step)
     session.log.log_line(
         f"back at the checkpoint of step {step:,}; steps of the data that are left out from now on, from 0: "
@@ -509,6 +514,37 @@ def run_one_step(session: Session, step: int) -> None:
     observe("step.logged", step)
 
 
+# What ranks tell each other; the largest counts.
+NO_STOP, STOP_AND_RESTART, STOP_FOR_GOOD, SAVE_FAILED = range(4)
+
+
+def agree_to_stop(session: Session) -> tuple[str | None, bool]:
+    """(why to stop, or None; whether another start is wanted): the same on all ranks.
+
+    A rank that was asked to stop stops all ranks at this step. Raises on every rank, at the same step, what a
+    background save raised on any and is not excused, and what ends the run of uploads; a wish to stop is then
+    heard at the next step. One all-reduce of a number over the world, on the host.
+    """
+    stop, saver = session.stop, session.saver
+    reason = stop.reason_to_stop()
+    own_answer = NO_STOP
+    if saver.has_failed() or session.uploads.has_failed():
+        own_answer = SAVE_FAILED
+    elif reason is not None:
+        own_answer = STOP_AND_RESTART if stop.requeue else STOP_FOR_GOOD
+
+    world = session.run.mesh.world
+    answer = int(comm.all_reduce_max(torch.tensor(own_answer, dtype=torch.int32), world))
+    if answer == SAVE_FAILED:
+        with excused_failure(session):
+            saver.wait()
+        state.first_rank_does(session.uploads.check, world)
+        return None, False
+    if answer == NO_STOP:
+        return None, False
+    return reason or "another rank was told to stop", answer != STOP_FOR_GOOD
+
+
 def evaluate(session: Session, step: int) -> None:
     """Writes the validation loss, that of each source and of the average of the weights (train.ema), and a
     sample of text into the log."""
@@ -550,12 +586,34 @@ def log_evaluation(session: Session, step: int) -> None:
     session.observe("eval.end", step, loss=loss, ids=ids)
 
 
+def sample(run: TrainingRun, tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The ids of a text that the model writes now, after the prompt; none if eval.sample is 0."""
+    options = run.cfg.eval
+    model = run.cfg.model
+    ids = generate(
+        run.logits,
+        tokenizer.encode(prompt) or [tokenizer.eod],
+        options.sample,
+        temperature=options.temperature,
+        eod=tokenizer.eod,
+        device=run.device,
+        limit=model.context if model.positions == "learned" else None,
+        vocab=tokenizer.vocab,
+        multiple=run.pipeline.hidden_shape.sequence_shards,
+    )
+    return list(ids)
+
+
 def evaluate_tasks(session: Session, step: int) -> TaskReport | None:
     """The scores of eval.tasks; None where none are due. At the end they are."""
     every = session.cfg.eval.tasks_every or 1
     if not session.tasks or (step % every and step != session.run.steps):
         return None
     return score_tasks(session.tasks, session.run.score)
+
+
+def is_save_due(checkpoint: CheckpointConfig, step: int) -> bool:
+    return is_due(checkpoint.every, step) or is_permanent_step(checkpoint, step)
 
 
 def save_checkpoint(session: Session, step: int, is_final: bool) -> None:
@@ -634,6 +692,9 @@ def restore_run_folder(session: Session, step: int) -> None:
         keep_tokenizer(session.cfg, session.tokenizer, folder / "tokenizer")
         write_config(session.run.phases.whole, folder)
     session.log.reopen()
+
+
+# ---- after the loop ----------------------------------------------------------------------------------------
 
 
 def close_run(session: Session, end: LoopEnd) -> None:
@@ -720,7 +781,7 @@ def report_end(end: LoopEnd, run: TrainingRun, report_exit: ReportExit) -> int:
     return STOPPED_EARLY
 
 
-# ---- before the loop ---------------------------------------------------------------------------------------
+# ---- what a loop begins with -------------------------------------------------------------------------------
 
 
 def begin_phase(cfg: Config, step: int, **kept: Any) -> Session:
@@ -778,15 +839,16 @@ def make_session(
 
     flops = trained_flops_per_token(run)
     whole = run.phases.whole
-    log = MetricsLogger(
-        folder,
-        whole,
-        env,
-        steps=run.steps,
-        flops_per_token=flops,
-        start_step=start_step,
-        goodput=goodput,
-    )
+    with store.storage_errors(folder / lines.NAME, 0):
+        log = MetricsLogger(
+            folder,
+            whole,
+            env,
+            steps=run.steps,
+            flops_per_token=flops,
+            start_step=start_step,
+            goodput=goodput,
+        )
 
     return Session(
         cfg=cfg,
@@ -826,62 +888,6 @@ def report_nothing_to_do(
     return 0
 
 
-# ---- in the loop -------------------------------------------------------------------------------------------
-
-
-def is_save_due(checkpoint: CheckpointConfig, step: int) -> bool:
-    return is_due(checkpoint.every, step) or is_permanent_step(checkpoint, step)
-
-
-# What ranks tell each other; the largest counts.
-NO_STOP, STOP_AND_RESTART, STOP_FOR_GOOD, SAVE_FAILED = range(4)
-
-
-def agree_to_stop(session: Session) -> tuple[str | None, bool]:
-    """(why to stop, or None; whether another start is wanted): the same on all ranks.
-
-    A rank that was asked to stop stops all ranks at this step. Raises on every rank, at the same step, what a
-    background save raised on any and is not excused, and what ends the run of uploads; a wish to stop is then
-    heard at the next step. One all-reduce of a number over the world, on the host.
-    """
-    stop, saver = session.stop, session.saver
-    reason = stop.reason_to_stop()
-    own_answer = NO_STOP
-    if saver.has_failed() or session.uploads.has_failed():
-        own_answer = SAVE_FAILED
-    elif reason is not None:
-        own_answer = STOP_AND_RESTART if stop.requeue else STOP_FOR_GOOD
-
-    world = session.run.mesh.world
-    answer = int(comm.all_reduce_max(torch.tensor(own_answer, dtype=torch.int32), world))
-    if answer == SAVE_FAILED:
-        with excused_failure(session):
-            saver.wait()
-        state.first_rank_does(session.uploads.check, world)
-        return None, False
-    if answer == NO_STOP:
-        return None, False
-    return reason or "another rank was told to stop", answer != STOP_FOR_GOOD
-
-
-def sample(run: TrainingRun, tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The ids of a text that the model writes now, after the prompt; none if eval.sample is 0."""
-    options = run.cfg.eval
-    model = run.cfg.model
-    ids = generate(
-        run.logits,
-        tokenizer.encode(prompt) or [tokenizer.eod],
-        options.sample,
-        temperature=options.temperature,
-        eod=tokenizer.eod,
-        device=run.device,
-        limit=model.context if model.positions == "learned" else None,
-        vocab=tokenizer.vocab,
-        multiple=run.pipeline.hidden_shape.sequence_shards,
-    )
-    return list(ids)
-
-
 # ---- the command -------------------------------------------------------------------------------------------
 
 
@@ -906,18 +912,21 @@ def main(argv: list[str]) -> int:
 
     rank, size = setup.rank_and_world()[:2]
     with PeerWatch(rank, size, setup.restart_count(), setup.store_secret()) as peers:
-        # refuse what cannot run, before anything starts
         cfg = branch.resolve(name, file, argv)
         usual_name = cfg.log.name
         cfg = with_own_folder(cfg, file, argv)
-        env = setup.read_environment(cfg)
-        cfg = elastic_layout(cfg, env)
-        plan_pipeline(cfg, env.world)
-        open_tasks(cfg)
-        for phase in phases_of(cfg).all:
-            with named(phase):
-                check_paths(phase.cfg)
-        unused_keys = unused.check_unused(cfg, env.world)
+        folder = run_folder(cfg)
+
+        # refuse what cannot run, before anything starts
+        with refusal_in(folder, rank):
+            env = setup.read_environment(cfg)
+            cfg = elastic_layout(cfg, env)
+            plan_pipeline(cfg, env.world)
+            open_tasks(cfg)
+            for phase in phases_of(cfg).all:
+                with named(phase):
+                    check_paths(phase.cfg)
+            unused_keys = unused.check_unused(cfg, env.world)
         if unused_keys and env.rank == 0:
             print("\n".join(wrapped(unused_keys, output_width())), flush=True)
         if cfg.log.name != usual_name and env.rank == 0:
@@ -926,7 +935,6 @@ def main(argv: list[str]) -> int:
             print("\n".join(wrapped(note, output_width())), flush=True)
 
         # one run at a time in the folder; rank 0 holds its lock
-        folder = run_folder(cfg)
         with store.run_lock(folder) if env.rank == 0 else contextlib.nullcontext() as lease:
             if env.rank == 0:
                 run_folders.refuse_links(folder)

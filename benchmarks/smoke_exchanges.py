@@ -211,9 +211,13 @@ def objects(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def objects_of_all(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Plain data of each rank, of different lengths, which the first rank alone receives."""
-    got = comm.gather_objects(["x"] * place.group.index + [place.group.index], place.group)
-    expected = torch.arange(place.num_ranks if place.group.index == 0 else 0)
-    return torch.tensor([one[-1] for one in got], dtype=torch.int64), expected
+    index = place.group.index
+    own_words = ["x"] * index
+    received = comm.gather_objects([*own_words, index], place.group)
+
+    num_received = place.num_ranks if index == 0 else 0
+    last_words = [words[-1] for words in received]
+    return torch.tensor(last_words, dtype=torch.int64), torch.arange(num_received)
 
 
 def object_of_one(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -221,6 +225,14 @@ def object_of_one(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     last = place.num_ranks - 1
     got = comm.broadcast_object({"rank": place.group.index}, place.group, source=last)
     return torch.tensor([got["rank"]]), torch.tensor([last])
+
+
+def bytes_of_one(place: Place, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Bytes of the last rank, which all receive."""
+    last = place.num_ranks - 1
+    sent = bytes(range(256)) if place.group.index == last else b""
+    got = comm.broadcast_bytes(sent, place.group, source=last)
+    return torch.tensor(list(got)), torch.arange(256)
 
 
 def sum_of(messages: list[Tensor]) -> Tensor:
@@ -246,6 +258,7 @@ CHECKS: dict[str, tuple[Check, tuple[torch.dtype, ...]]] = {
     "objects": (objects, (torch.int64,)),
     "objects, to the first": (objects_of_all, (torch.int64,)),
     "object, from one": (object_of_one, (torch.int64,)),
+    "object of bytes, from one": (bytes_of_one, (torch.int64,)),
 }
 NEEDS_A_PEER = {"cpu": {"sends and receives"}, "cuda": set()}  # gloo does not send to its own rank
 

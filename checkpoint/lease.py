@@ -137,6 +137,13 @@ class Lease:
                 self.path.unlink()
 
 
+def is_of_another(folder: Path, flock_works: bool) -> bool:
+    """Whether there is a lease that another host may hold, or any process where there is no flock."""
+    found = read(folder / NAME)
+    is_decided = flock_works and found.get("kernel") == kernel_of(folder)
+    return bool(found) and not is_decided
+
+
 def read(path: Path) -> dict[str, object]:
     """What the file says; empty if there is none; {UNREADABLE: ...} if it is damaged, or cannot be read."""
     try:

@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from checkpoint.files import storage_errors
-from checkpoint.lease import Lease
+from checkpoint.lease import Lease, is_of_another
 from config import ConfigError
 
+LOCK_FILE = ".lock"
 LOCK_TIMEOUT_S = 1.0  # a holder that was just killed may need a moment to end
 RETRY_INTERVAL_S = 0.05
 MAX_HOLDER_BYTES = 200  # of the lock file, shown in an error message
@@ -29,7 +30,7 @@ def run_lock(folder: Path | str) -> Iterator[Lease]:
     Yields its lease. Raises ConfigError naming the holder if another process has the lock; StorageError if
     the disk fails.
     """
-    path = Path(folder) / ".lock"
+    path = Path(folder) / LOCK_FILE
     with storage_errors(path, 0):
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
@@ -54,6 +55,23 @@ def run_lock(folder: Path | str) -> Iterator[Lease]:
             lease.release()
     finally:
         os.close(fd)  # releases the lock. The file stays: removing it would race with the next holder
+
+
+@contextlib.contextmanager
+def idle_folder(folder: Path) -> Iterator[bool]:
+    """Yields whether a run has been in the folder, and none is there now; inside, none can begin.
+
+    Makes nothing, and waits for nothing.
+    """
+    try:
+        fd = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:  # no run has been there
+        yield False
+        return
+    try:
+        yield try_lock(fd) and not is_of_another(folder, flock_works(fd))
+    finally:
+        os.close(fd)
 
 
 def flock_works(fd: int) -> bool:

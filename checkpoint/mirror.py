@@ -57,8 +57,12 @@ def steps_in(checkpoints: RemoteFolder) -> dict[int, str]:
 
 def complete_steps(checkpoints: RemoteFolder) -> dict[int, bytes]:
     """{step: its index.sha256} of the checkpoints that are complete, newest first."""
-    found = {step: checkpoints.folder(name).read(MARKER) for step, name in steps_in(checkpoints).items()}
-    return {step: marker for step, marker in found.items() if marker and WHOLE_MARKER.fullmatch(marker)}
+    complete: dict[int, bytes] = {}
+    for step, name in steps_in(checkpoints).items():
+        marker = checkpoints.folder(name).read(MARKER)
+        if marker is not None and WHOLE_MARKER.fullmatch(marker):
+            complete[step] = marker
+    return complete
 
 
 # ---- to the store ------------------------------------------------------------------------------------------

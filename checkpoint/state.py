@@ -39,12 +39,12 @@ from config.phases import check_same_past
 from config.run_name import HORIZON_KEYS, is_idle
 from parallel.sharding.boxes import Box
 from parallel.sharding.bucket import Bucket
-from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD
+from parallel.sharding.powersgd import BASIS_MARK, ERROR_SUFFIX, PowerSGD, is_matrix
 from parallel.sharding.shares import Share, pass_on, read_shares, write_shares
 from parallel.sharding.views import boxes_of, boxes_within
 from parallel.topology.dims import ParallelDims
 from parallel.topology.mesh import Mesh
-from parallel.wire import comm
+from parallel.wire import comm, messages
 from remote.files import is_url
 
 # If one of these changed, samples would be repeated or lost.
@@ -225,9 +225,28 @@ def averaged_keys(index: store.StoredIndex) -> set[str]:
     return {key.removesuffix(EMA_SUFFIX) for key in keys if key.endswith(EMA_SUFFIX)}
 
 
-def powersgd_of(buckets: list[Bucket]) -> list[PowerSGD]:
-    """The PowerSGD state of the buckets that have one."""
-    return [bucket.grads.powersgd for bucket in buckets if bucket.grads.powersgd is not None]
+def powersgd_of(buckets: list[Bucket]) -> dict[int, PowerSGD]:
+    """{position of a bucket: its PowerSGD}, of the buckets that have one."""
+    found = {position: bucket.grads.powersgd for position, bucket in enumerate(buckets)}
+    return {position: reducer for position, reducer in found.items() if reducer is not None}
+
+
+def error_boxes(
+    buckets: list[Bucket], errors: Mapping[int, Tensor], shares: Sequence[Share], each_once: bool = False
+) -> BoxedTensors:
+    """[(box, view)] of what PowerSGD keeps: of the sums of errors this rank's share, and the bases.
+
+    errors: {position of a bucket: a flat tensor of its size}. shares: of each bucket, what of it is wanted.
+    each_once: leaves out the bases that another rank has too, and saves.
+    """
+    found: BoxedTensors = []
+    for position, reducer in powersgd_of(buckets).items():
+        share = shares[position]
+        matrices = [slot for slot in share.slots if is_matrix(slot.param.spec)]
+        for box, part in boxes_within(buckets[position], errors[position], matrices, share.elements):
+            found.append((dataclasses.replace(box, key=box.key + ERROR_SUFFIX), part))
+        found += reducer.basis_boxes(each_once)
+    return found
 
 
 def load_buckets(buckets: list[Bucket]) -> None:
@@ -472,10 +491,11 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     # What this rank fills. Of many ranks, each holds a part of the keys; the first looks for what none wants.
     moments = moments_of(run) if stored_ema else run.optim.state()
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
-    wants = state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
+    shares = read_shares(run.buckets)
+    wants = state_boxes(run.buckets, moments, shares) + run.routers.boxes()
     powersgd = powersgd_of(run.buckets)
-    errors = [torch.zeros_like(reducer.error) for reducer in powersgd]
-    wants += stored_error_boxes(run, index, errors)
+    errors = {position: torch.zeros_like(reducer.error) for position, reducer in powersgd.items()}
+    wants += stored_only(index, error_boxes(run.buckets, errors, shares))
     own_keys = store.pack(sorted({box.key for box, _ in wants}))
     keys_of_ranks = [store.unpack(keys) for keys in comm.gather_objects(own_keys, world)]
     others: set[str] = set().union(*keys_of_ranks)
@@ -498,8 +518,9 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     all_ranks_do(verify, world, timeout_s)
     all_ranks_do(lambda: started.pop().fill(), world, timeout_s)
     pass_on_all(run.buckets, moments)
-    for reducer, error in zip(powersgd, errors):
-        reducer.set_summed_error(error)
+    for position, reducer in powersgd.items():
+        pass_on(run.buckets[position], position, [errors[position]])
+        reducer.set_summed_error(errors[position])
     load_buckets(run.buckets)
     if run.ema is not None and not stored_ema:
         run.ema.start()
@@ -508,17 +529,10 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     return warnings
 
 
-def stored_error_boxes(run: RunState, index: store.StoredIndex, errors: list[Tensor]) -> BoxedTensors:
-    """[(box, view)] of PowerSGD's `errors` and bases that the checkpoint holds; the others start anew.
-
-    errors: a flat tensor for each PowerSGD of the run.
-    """
-    reducers = powersgd_of(run.buckets)
-    stored = {(piece.box.key, piece.box.shape) for piece in index.pieces} if reducers else set()
-    found: BoxedTensors = []
-    for reducer, error in zip(reducers, errors):
-        found += [(box, part) for box, part in reducer.boxes_of(error) if (box.key, box.shape) in stored]
-    return found
+def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
+    """Those of the boxes that the checkpoint holds: what PowerSGD keeps starts anew where it has none."""
+    stored = {(piece.box.key, piece.box.shape) for piece in index.pieces} if boxes else set()
+    return [(box, part) for box, part in boxes if (box.key, box.shape) in stored]
 
 
 # ---- save --------------------------------------------------------------------------------------------------
@@ -533,8 +547,8 @@ def save_run(
     """
     world = saver.group or run.mesh.world
     pieces = boxes_to_save(run)
-    for reducer in powersgd_of(run.buckets):
-        pieces += reducer.boxes_of(reducer.sum_errors(), each_once=True)
+    errors = {position: reducer.sum_errors() for position, reducer in powersgd_of(run.buckets).items()}
+    pieces += error_boxes(run.buckets, errors, write_shares(run.buckets, run.mesh), each_once=True)
     checkpoint = run.cfg.checkpoint
     saver.save(
         root,
@@ -592,10 +606,13 @@ class StartingPoint:
 
 @dataclasses.dataclass(frozen=True)
 class PackedStart:
-    """A StartingPoint on its way to the other ranks, which then read neither index.json nor meta.json."""
+    """A StartingPoint on its way to the other ranks, which then read neither index.json nor meta.json.
+
+    The text of index.json comes after it, compressed: it may be longer than a message.
+    """
     path: pathlib.Path | None  # of the checkpoint, if there is one
     is_resumed: bool
-    text: bytes  # of index.json, compressed
+    text_bytes: int  # of index.json
     meta: Tree
     notes: list[str]
 
@@ -603,18 +620,31 @@ class PackedStart:
 def pack_start(start: StartingPoint) -> PackedStart:
     """What rank 0 tells of the start that it chose."""
     index = start.resumed or start.weights
-    if index is None:
-        return PackedStart(path=None, is_resumed=False, text=b"", meta={}, notes=start.notes)
-    is_resumed = start.resumed is not None
-    text = zlib.compress(index.text, store.PACK_LEVEL)
-    return PackedStart(path=index.path, is_resumed=is_resumed, text=text, meta=index.meta, notes=start.notes)
+    return PackedStart(
+        path=None if index is None else index.path,
+        is_resumed=start.resumed is not None,
+        text_bytes=0 if index is None else len(index.text),
+        meta={} if index is None else index.meta,
+        notes=start.notes,
+    )
 
 
-def unpack_start(packed: PackedStart) -> StartingPoint:
-    """What another rank makes of it."""
+def unpack_start(packed: PackedStart, text: bytes) -> StartingPoint:
+    """What another rank makes of it. text: of index.json, compressed. Raises MessageError."""
     if packed.path is None:
         return StartingPoint(None, None, packed.notes)
-    parsed = parse_index(packed.path, zlib.decompress(packed.text))
+    if packed.text_bytes > messages.MAX_TOTAL_BYTES:
+        raise messages.MessageError(
+            f"{packed.path}/index.json is announced with {packed.text_bytes:,} bytes; the limit is "
+            f"{messages.MAX_TOTAL_BYTES:,}"
+        )
+    index_text = store.decompress(text, packed.text_bytes)
+    if len(index_text) != packed.text_bytes:
+        raise messages.MessageError(
+            f"{packed.path}/index.json came with {len(index_text):,} bytes, announced were "
+            f"{packed.text_bytes:,} bytes"
+        )
+    parsed = parse_index(packed.path, index_text)
     index = dataclasses.replace(parsed, text=b"", meta=packed.meta)
     is_resumed = packed.is_resumed
     return StartingPoint(index if is_resumed else None, None if is_resumed else index, packed.notes)
@@ -626,16 +656,19 @@ def choose_together(
     """choose() of rank 0, on every rank. Collective. The index is read from the disk and parsed once by rank
     0, and sent once to the others."""
     own: list[StartingPoint] = []
+    texts: list[bytes] = []  # of index.json, compressed
 
-    def look() -> PackedStart | None:
-        own.append(choose())
-        return pack_start(own[0]) if world.size > 1 else None
+    def look() -> PackedStart:
+        start = choose()
+        index = start.resumed or start.weights
+        if index is not None and world.size > 1:
+            texts.append(zlib.compress(index.text, store.PACK_LEVEL))
+        own.append(start)
+        return pack_start(start)
 
     packed = first_rank_does(look, world, timeout_s)
-    if own:
-        return own[0]
-    assert packed is not None  # only in a world of one is nothing packed
-    return unpack_start(packed)
+    text = comm.broadcast_bytes(texts[0] if texts else b"", world)
+    return own[0] if own else unpack_start(packed, text)
 
 
 def resume(

@@ -85,6 +85,7 @@ from checkpoint.together import Ranks
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxes
 from parallel.sharding.packing import equal_part
+from parallel.wire import messages
 from parallel.wire.comm import PeerError
 
 __all__ = [
@@ -166,8 +167,23 @@ def pack(rows: object) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """What pack was given, with lists for tuples."""
-    return json.loads(zlib.decompress(packed))
+    """What pack was given, with lists for tuples. Raises MessageError."""
+    return json.loads(decompress(packed, messages.MAX_TOTAL_BYTES))
+
+
+def decompress(packed: bytes, max_bytes: int) -> bytes:
+    """What zlib has packed. Raises MessageError where that is longer than max_bytes, before it takes more."""
+    reader = zlib.decompressobj()
+    try:
+        data = reader.decompress(packed, max(max_bytes, 1))  # 0 would be no limit
+        is_whole = reader.eof or (not reader.decompress(reader.unconsumed_tail, 1) and reader.eof)
+    except zlib.error as error:
+        raise messages.MessageError(f"{len(packed):,} bytes are no packed data: {error}") from None
+    if not is_whole:
+        raise messages.MessageError(
+            f"{len(packed):,} bytes unpack to more than {max_bytes:,} bytes, or are cut off"
+        )
+    return data
 
 
 def save(
@@ -222,6 +238,7 @@ def save(
             have_ended = isinstance(error, Exception) and not isinstance(error, PeerError)
             if ranks.rank == 0 and (have_ended or ranks.size == 1):
                 remove(pending.temp)
+                remove_vain_marks(root)
             raise
 
     ranks.first_does(lambda: publish(final, step, keep, fault_point), timeout_s)
@@ -262,16 +279,30 @@ def begin_save(
         os.makedirs(final.parent, exist_ok=True)
         sync_dir(final.parent.parent)  # else a power cut could take the whole folder of checkpoints
         remove_leftovers(final.parent)
+        save_id = None
+        if not verifies(final):  # a bad folder stays until the new one takes its name
+            check_free_space(final, total_bytes)
+            save_id = uuid.uuid4().hex
         if mark and not mark_of(final).exists():
-            write_file(mark_of(final), f"{mark}\n".encode())
-        if os.path.lexists(final):
-            try:
-                verify(final)
-                return None, total_bytes
-            except IntegrityError:
-                pass  # the bad folder stays until the new one takes its name
-        check_free_space(final, total_bytes)
-    return uuid.uuid4().hex, total_bytes
+            write_mark(final, mark)
+    return save_id, total_bytes
+
+
+def verifies(path: Path) -> bool:
+    """Whether every byte of the folder is what was written; False if there is none. Raises NewerFormat."""
+    try:
+        verify(path)
+        return True
+    except IntegrityError:
+        return False
+
+
+def write_mark(checkpoint: Path, mark: str) -> None:
+    """Makes a checkpoint permanent. The mark is never there in part: an empty one would be a person's."""
+    temp = checkpoint.with_name(f"{checkpoint.name}.tmp-{uuid.uuid4().hex}")
+    write_file(temp, f"{mark}\n".encode())
+    os.replace(temp, mark_of(checkpoint))
+    sync_dir(checkpoint.parent)
 
 
 def check_free_space(final: Path, total_bytes: int) -> None:
@@ -647,6 +678,21 @@ def remove_leftovers(root: Path | str) -> None:
     for path in Path(root).glob("*"):
         if LEFTOVER.fullmatch(path.name):
             remove(path)
+    remove_vain_marks(Path(root))
+
+
+def remove_vain_marks(root: Path) -> None:
+    """Removes the marks that failed saves have left: of steps after the newest checkpoint. Never raises.
+
+    Another save of that step may not be meant to be permanent. A mark that a person has made, which is empty,
+    stays; so does one of an earlier step, whose checkpoint was moved away and may come back.
+    """
+    newest = max((step for step, _ in committed_checkpoints(root)), default=-1)
+    with contextlib.suppress(OSError):
+        for path in root.glob("step_*.keep"):
+            match = STEP.fullmatch(path.stem)
+            if match and int(match[1]) > newest and path.lstat().st_size > 0:
+                remove(path)
 
 
 # ---- load --------------------------------------------------------------------------------------------------

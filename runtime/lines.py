@@ -2,8 +2,10 @@
 
 Guarantees: each step is there once, whatever killed an earlier run; a float reads back bit for bit; every
 line is valid JSON (a value that is not finite is null, and the line says nonfinite). A full disk drops
-records and raises nothing.
+records and raises nothing. Lines of steps that will be trained again are cut off, which takes no space; where
+they cannot be removed, it is an error, because each would be there twice.
 """
+import contextlib
 import json
 import math
 import os
@@ -20,7 +22,10 @@ Rows = list[dict[str, Any]]
 
 
 class MetricsFile:
-    """The file of one run, open for appending. start_step: of the checkpoint that the run resumes from."""
+    """The file of one run, open for appending.
+
+    start_step: of the checkpoint that the run resumes from. Raises OSError if later lines cannot be removed.
+    """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         self.path = Path(run_dir) / NAME
@@ -28,20 +33,17 @@ class MetricsFile:
         self.dropped = 0  # records
         self.trouble: str | None = None
         self.warned = False
+        self.rewind(start_step)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            truncate_after(self.path, start_step or -1)  # a run from step 0 evaluates step 0 again
             self.open()
         except OSError as error:
             self.trouble = error.strerror
 
     def rewind(self, step: int) -> None:
-        """Removes the lines after this step. A failure is told by warning()."""
+        """Removes the lines after this step. Raises OSError; the file is then as it was."""
         self.close()
-        try:
-            truncate_after(self.path, step or -1)
-        except OSError as error:
-            self.trouble = error.strerror
+        truncate_after(self.path, step or -1)  # a run from step 0 evaluates step 0 again
 
     def open(self) -> int:
         """Returns the file's descriptor; opens the file if needed. Raises OSError."""
@@ -98,22 +100,55 @@ def finite_row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Keeps only the whole lines up to `step`, atomically. Raises OSError; the file is then as it was."""
+    """Keeps only the whole lines up to `step`, atomically. Raises OSError; the file is then as it was.
+
+    What goes is the end of the file, which is cut off, on a full disk too. Only where a damaged line stands
+    between others, those that stay are written into a new file.
+    """
     if not path.exists():
         return
-    temp = path.with_name(path.name + ".tmp")
-    with open(path, "rb") as old, open(temp, "wb") as new:
-        for line in old:
-            found = LINE.fullmatch(line)
-            if found and int(found[1]) <= step:
-                new.write(line)
-        new.flush()
-        os.fsync(new.fileno())
-        is_same = new.tell() == old.tell()
-    if is_same:
-        os.unlink(temp)
+    first_lines = 0  # bytes of those before the first that goes
+    with open(path, "rb") as file:
+        for line in file:
+            if not is_kept(line, step):
+                break
+            first_lines += len(line)
+        is_end = not any(is_kept(line, step) for line in file)
+
+    if is_end:
+        cut(path, first_lines)
     else:
+        rewrite(path, step)
+
+
+def is_kept(line: bytes, step: int) -> bool:
+    """Whether it is a whole line of a step up to this one."""
+    found = LINE.fullmatch(line)
+    return found is not None and int(found[1]) <= step
+
+
+def cut(path: Path, size: int) -> None:
+    """Cuts off what comes after the first `size` bytes. Raises OSError."""
+    if path.stat().st_size == size:
+        return
+    with open(path, "r+b") as file:
+        file.truncate(size)
+        os.fsync(file.fileno())
+
+
+def rewrite(path: Path, step: int) -> None:
+    """Replaces the file by one of the lines that are kept. Raises OSError; the file is then as it was."""
+    temp = path.with_name(path.name + ".tmp")
+    try:
+        with open(path, "rb") as old, open(temp, "wb") as new:
+            new.writelines(line for line in old if is_kept(line, step))
+            new.flush()
+            os.fsync(new.fileno())
         os.replace(temp, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temp.unlink(missing_ok=True)
+        raise
 
 
 def parse(line: bytes) -> dict[str, Any] | None:

@@ -165,6 +165,7 @@ class MetricsLogger:
         self.spikes: list[tuple[int, bool]] = []  # of steps that were read, and not yet returned
         self.slow: list[Slow] = []  # for the next row
         self.last_sample = ""
+        self.last_step = self.start_step  # that was read
         self.closed = False
 
         # time
@@ -299,7 +300,7 @@ class MetricsLogger:
             self.log_line(f"spike at step {row['step']:,}: {numbers}; the step was not applied")
 
     def rewind(self, step: int) -> None:
-        """The steps after this one are trained again: what was written of them is removed."""
+        """The steps after this one are trained again: what was written of them is removed. Raises OSError."""
         self.read_pending()
         self.rows_since_shown = []
         self.shares = []
@@ -307,6 +308,8 @@ class MetricsLogger:
         self.unreturned = []
         if self.file:
             self.file.rewind(step)
+        for sink in self.sinks:
+            sink.rewind(step)
         if self.experts:
             with contextlib.suppress(OSError):
                 self.experts.save()
@@ -358,6 +361,7 @@ class MetricsLogger:
             self.seconds_in_steps += row["step_ms"] / 1000
             values = {f"train/{name}": value for name, value in flatten_row(row).items()}
             self.put(row["step"], values)
+            self.last_step = row["step"]
         self.rows_since_shown += rows
         self.write(rows)
 
@@ -630,7 +634,7 @@ class MetricsLogger:
         if path is None:
             return
         for sink in self.sinks:
-            sink.picture(self.steps, name, path)
+            sink.picture(self.last_step, name, path)
 
     def close_sinks(self, code: int, reason: str | None) -> None:
         if self.picture:

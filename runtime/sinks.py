@@ -29,6 +29,9 @@ class Sink(Protocol):
     def picture(self, step: int, name: str, path: Path) -> None:
         """A PNG file."""
 
+    def rewind(self, step: int) -> None:
+        """The run goes back: the steps after this one are trained, and reported, again."""
+
     def warning(self) -> str | None:
         """What went wrong: the first call says it, later ones return None."""
 

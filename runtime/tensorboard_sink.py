@@ -1,7 +1,8 @@
 """Writes TensorBoard's event files into RUN/tensorboard, with the package `tensorboard`.
 
 Its writer has a thread of its own: a put copies some numbers. A resumed run hides what a killed one wrote
-after the checkpoint (purge_step), so that the curves are those of metrics.jsonl.
+after the checkpoint (purge_step), and a run that goes back what it wrote of later steps. So the curves are
+those of metrics.jsonl.
 """
 import importlib.util
 from collections.abc import Callable
@@ -64,6 +65,15 @@ class TensorboardSink:
             from matplotlib.image import imread
             pixels = (255 * imread(path)[..., :3]).astype(np.uint8)  # [height, width, 3]
             self.writer.add_image(name, pixels, step, dataformats="HWC")
+        self.attempt(write)
+
+    def rewind(self, step: int) -> None:
+        """Hides what was written of later steps, as a resumed run does."""
+        def write() -> None:
+            from tensorboard.compat.proto import event_pb2
+            messages: Any = event_pb2  # made by protoc, which pyright cannot see into
+            log = messages.SessionLog(status=messages.SessionLog.START)
+            self.writer.file_writer.add_event(messages.Event(step=step + 1, session_log=log))
         self.attempt(write)
 
     def warning(self) -> str | None:

@@ -6,9 +6,13 @@ It imports nothing of Bevatron. The first line holds the arguments of wandb.init
     {"step": n, "values": {...}}                    numbers of a step; "tokens" is the axis of all others
     {"step": n, "name": ..., "text": ...}           a text that the model wrote
     {"step": n, "name": ..., "picture": PATH}       a PNG file
+    {"rewind": n}                                   the run goes back: later steps come again
     {"finish": exit code, "title": ..., "text": ..., "level": ...}    the last one: an alert, and the end
 
 If the pipe ends without the last, the run has died. An error is written to stdout as one line.
+
+W&B drops what is logged at a smaller step than before, as when a run goes back or is resumed. So its own step
+counts on there (HistoryStep), and the run's is among the values, as "step".
 """
 import html
 import json
@@ -22,6 +26,7 @@ from typing import Any, TextIO
 GRACE_SECONDS = 3.0  # to finish in, after the trainer has died
 POLL_SECONDS = 0.5
 MAX_ERROR_LENGTH = 200
+OVER_TOKENS = ("train/*", "val/*", "tasks/*", "run/*")  # what W&B shows over "tokens"
 
 
 def main() -> None:
@@ -47,8 +52,9 @@ def run_wandb(trainer_pid: int) -> None:
     # not ours
     settings = wandb.Settings(console="off", silent=True, save_code=False, x_stats_pid=trainer_pid)
     run = wandb.init(**init_arguments, settings=settings)
-    for names in ("train/*", "val/*"):
+    for names in OVER_TOKENS:
         run.define_metric(names, step_metric="tokens")
+    history = HistoryStep(run.step)
     exit_code = 1
     for line in sys.stdin:
         message = json.loads(line)
@@ -59,9 +65,32 @@ def run_wandb(trainer_pid: int) -> None:
             break
         if "config" in message:
             run.config.update(message["config"], allow_val_change=True)
+        elif "rewind" in message:
+            title = f"{run.name}: went back to step {message['rewind']}"
+            run.alert(title=title, text="later steps are trained again", level="WARN")
         else:
-            run.log(logged_values(wandb, message), step=message["step"])
+            step = message["step"]
+            run.log({"step": step, **logged_values(wandb, message)}, step=history.of(step))
     run.finish(exit_code=exit_code)
+
+
+class HistoryStep:
+    """The step of W&B at which a step of the run is logged: the same, as long as W&B takes it.
+
+    first: the smallest that W&B takes; of a run that is resumed online, the one after its last.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.last = first - 1
+        self.run_step = -1  # that was logged at the last
+        self.shift = 0
+
+    def of(self, run_step: int) -> int:
+        if run_step != self.run_step:
+            self.shift = max(self.shift, self.last + 1 - run_step)
+            self.run_step = run_step
+            self.last = run_step + self.shift
+        return self.last
 
 
 def logged_values(wandb: Any, message: dict[str, Any]) -> dict[str, Any]:

@@ -95,6 +95,10 @@ class WandbSink:
         """Sends where the picture lies: the child reads it."""
         self.offer({"step": step, "name": name, "picture": str(path.resolve())})
 
+    def rewind(self, step: int) -> None:
+        """Sends an alert: W&B keeps what it has of later steps, and shows beside it what comes."""
+        self.offer({"rewind": step})
+
     def offer(self, message: dict[str, Any]) -> None:
         """Sends a message, or counts it as dropped. Never waits."""
         if self.trouble:

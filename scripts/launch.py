@@ -162,7 +162,14 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
     if options.nnodes == 1:
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        node = Node(nproc, 1, 0, host="127.0.0.1", port=port, secret=secrets.token_hex(16))
+        node = Node(
+            nproc=nproc,
+            nnodes=1,
+            node_rank=0,
+            host="127.0.0.1",
+            port=port,
+            secret=secrets.token_hex(16),
+        )
         return node, listener
 
     host, colon, port = (options.rdzv or "").rpartition(":")
@@ -171,7 +178,13 @@ def listen(options: argparse.Namespace) -> tuple[Node, socket.socket | None]:
                           f"node0:29500; got {options.rdzv}")
     if not 0 <= options.node_rank < options.nnodes:
         raise ConfigError(f"--node-rank: {options.node_rank} is not one of 0 to {options.nnodes - 1}")
-    node = Node(nproc, options.nnodes, options.node_rank, host.strip("[]"), int(port))
+    node = Node(
+        nproc=nproc,
+        nnodes=options.nnodes,
+        node_rank=options.node_rank,
+        host=host.strip("[]"),
+        port=int(port),
+    )
     if node.node_rank > 0:
         return node, None
     try:

@@ -1,6 +1,11 @@
 """What each rank reads and writes of a checkpoint, in real runs of train.py."""
 
 import json
+import pathlib
+import tracemalloc
+import zlib
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +16,8 @@ from checkpoint.files import TORCH
 from parallel.sharding import shares
 from parallel.sharding.boxes import Box
 from parallel.sharding.packing import equal_part, least_loaded
+from parallel.sharding.powersgd import ERROR_SUFFIX
+from parallel.wire import messages
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +61,47 @@ def test_a_resume_reads_the_index_once_and_on_the_first_rank_alone(tmp_path, arg
     assert "resumed from" in end.logs[0]
     assert [log.count("read the index") for log in end.logs] == [1, 0]
     assert [log.count("parsed the index") for log in end.logs] == [1, 1]
+
+
+def test_an_index_longer_than_a_message_is_sent_in_parts(tmp_path, args):
+    """Saved in many small pieces; then no message may be longer than a part of the packed index."""
+
+    def in_small_pieces(rank):
+        store.PIECE_BYTES = 32
+
+    def with_short_messages(rank):
+        messages.MAX_BYTES = 30_000
+
+    words = [*args, "--parallel.tp", "2"]
+    started(tmp_path, 2, [*words, "--train.steps", "2"], before=in_small_pieces)
+    path = store.newest_checkpoint(tmp_path / "r" / "checkpoints")
+    assert len(zlib.compress(store.read_stored_index(path).text, store.PACK_LEVEL)) > 2 * 30_000
+    end = started(tmp_path, 2, [*words, "--train.steps", "3"], before=with_short_messages)
+    assert "resumed from" in end.logs[0]
+
+
+def test_packed_data_is_never_larger_than_it_may_be(monkeypatch):
+    """A few KiB that would unpack to more than the limit, or to another size than was announced."""
+    bomb = zlib.compress(b"1" * 10_000_000)
+    assert len(bomb) < 20_000
+    monkeypatch.setattr(messages, "MAX_TOTAL_BYTES", 100_000)
+    announced = state.PackedStart(pathlib.Path("c"), True, text_bytes=50_000, meta={}, notes=[])
+    too_large = replace(announced, text_bytes=10_000_000)
+    for unpack in (
+        lambda: store.unpack(bomb),
+        lambda: state.unpack_start(announced, bomb),
+        lambda: state.unpack_start(too_large, bomb),
+    ):
+        tracemalloc.start()
+        with pytest.raises(messages.MessageError, match="bytes"):
+            unpack()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1_000_000
+    with pytest.raises(messages.MessageError, match="50,000 bytes"):
+        state.unpack_start(announced, zlib.compress(b"[]"))
+    with pytest.raises(messages.MessageError, match="cut off|no packed"):
+        store.unpack(store.pack([1, 2, 3])[:-3])
 
 
 def written_bytes(home, world) -> list[int]:
@@ -132,6 +180,46 @@ def test_replicas_read_a_share_each_and_go_on_alike(tmp_path, args):
     state_bytes = sum(x.numel() * x.element_size() for x in contents(tmp_path / "cut").values())
     assert sum(sizes) < 1.5 * state_bytes and max(sizes) < 1.5 * sum(sizes) / 4, (sizes, state_bytes)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+
+
+POWERSGD = ("--parallel.compress", "powersgd", "--parallel.powersgd_rank", "1", "--model.hidden", "64")
+
+
+def test_errors_of_compression_are_written_and_read_in_shares(tmp_path, args):
+    """Of four replicas, which all go on with the same sum: each within 1.3 of the mean, and all once."""
+
+    def counts_errors(rank):
+        of_any_size(rank)
+        check_bytes = folder.check_bytes
+
+        def check(path, piece, *more):
+            if ".tmp-" not in str(path) and ERROR_SUFFIX in piece.box.key:
+                print(f"errors {piece.num_bytes} bytes")
+            return check_bytes(path, piece, *more)
+
+        folder.check_bytes = check
+
+    def read_errors(log: str) -> int:
+        return sum(int(line.split()[1]) for line in log.splitlines() if line.startswith("errors "))
+
+    words = [*args, *POWERSGD]
+    saves = ("--checkpoint.every", "2")  # where a run saves, it shares the errors evenly
+    started(tmp_path / "whole", 4, [*words, *saves, "--train.steps", "3"], before=of_any_size)
+    started(tmp_path / "cut", 4, [*words, "--train.steps", "2"], before=of_any_size)
+    index = store.quick_check(store.newest_checkpoint(tmp_path / "cut" / "r" / "checkpoints"))
+    errors = [piece for piece in index.pieces if ERROR_SUFFIX in piece.box.key]
+    total = sum(piece.num_bytes for piece in errors)
+    written = Counter()
+    for piece in errors:
+        written[piece.file[:10]] += piece.num_bytes
+    assert len(written) == 4 and max(written.values()) < 1.3 * total / 4, written
+
+    end = started(tmp_path / "cut", 4, [*words, "--train.steps", "3"], before=counts_errors)
+    sizes = [read_errors(log) for log in end.logs]
+    assert sum(sizes) < 1.3 * total and max(sizes) < 1.3 * sum(sizes) / 4, (sizes, total)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    whole, cut = contents(tmp_path / "whole"), contents(tmp_path / "cut")
+    assert whole.keys() == cut.keys() and all(torch.equal(cut[key], whole[key]) for key in whole)
 
 
 def test_no_rank_loads_before_all_have_verified(tmp_path, args):

@@ -278,6 +278,25 @@ def test_a_save_that_fails_is_tried_again_at_the_next(home):
     same_as_clean(home, "excused")
 
 
+def test_a_save_that_fails_or_is_killed_leaves_no_mark_behind(home):
+    """Step 6 would be permanent; it is saved again by a run that keeps none, and purged as the others."""
+
+    def marks(name):
+        return [path.name for path in (home / name / "checkpoints").glob("*.keep")]
+
+    def kept(name):
+        return [step for step, _ in store.committed_checkpoints(home / name / "checkpoints")]
+
+    permanent = ("--checkpoint.keep_at", "6", "--checkpoint.keep", "1")
+    assert run(home, "marked", "ckpt.mid_shard:step=6:act=ENOSPC", permanent) == 0
+    assert marks("marked") == [] and kept("marked") == [9]
+    assert run(home, "lost", "ckpt.mid_shard:step=6:act=SIGKILL", permanent) == -9
+    assert marks("lost") == ["step_00000006.keep"]
+    assert run(home, "lost", extra=("--checkpoint.keep", "1")) == 0
+    assert marks("lost") == [] and kept("lost") == [9]
+    same_as_clean(home, "lost")
+
+
 def test_saves_that_fail_again_and_again_end_the_run(home):
     how = ("--checkpoint.every", "1", "--checkpoint.failed_saves", "1")
     assert run(home, "failing", "ckpt.mid_shard:act=ENOSPC", how) == 82
@@ -306,6 +325,38 @@ def test_settings_that_would_spoil_the_run_are_refused(home):
         line = (home / "drift.log").read_text().splitlines()[-1]
         assert line.startswith("error: ") and word in line
     assert weights(home / "drift") == weights(home / "clean")
+
+
+def test_every_refusal_is_told_by_exit_reason_json(home, tmp_path):
+    """Before the folder is opened and after: what an earlier start left there would ask for another one. A
+    folder where no run has been is not made, and that of a run at work not touched."""
+    folder = home / "refused"
+
+    def refused(name, *extra):
+        (home / f"{name}.log").unlink(missing_ok=True)
+        assert run(home, name, extra=extra) == 2, extra
+        lines = (home / f"{name}.log").read_text().splitlines()
+        assert [line.startswith("error: ") for line in lines].count(True) == 1
+        return lines[-1]
+
+    assert run(home, "refused", "step.begin:step=4:act=SIGTERM") == 75 and reason(folder)["requeue"]
+    before = ("--train.global_batch", "3")  # no multiple of the microbatch
+    after = ("--data.path", corpus(tmp_path), "--data.tokenizer", "none")  # with another tokenizer
+    for extra in (before, after, before):
+        line = refused("refused", *extra)
+        told = reason(folder)
+        assert (told["code"], told["requeue"], told["reason"]) == (2, False, line)
+        for name in ("exit_reason.json", "exit_reason.rank1.json"):
+            (folder / name).write_text('{"code": 75, "requeue": true}')
+    refused("never", *before)
+    assert not (home / "never").exists()
+
+    with store.run_lock(folder):
+        for extra in (before, ()):
+            refused("refused", *extra)
+            assert reason(folder)["code"] == 75
+    refused("refused", *before)
+    assert reason(folder)["code"] == 2 and not (folder / "exit_reason.rank1.json").exists()
 
 
 def test_flipped_checkpoint_falls_back_and_none_left_is_79(home):

@@ -2,10 +2,13 @@
 a run that goes back reads the data that it should.
 """
 
+import contextlib
 import hashlib
 import json
+import resource
 import statistics
 
+import fake_wandb
 import pytest
 import torch
 from ranks import MODEL, corpus, job
@@ -20,6 +23,7 @@ from data.loader import BatchLoader
 from optim.spikes import SpikeState, SpikeWindow
 from parallel.wire.comm import Group
 from runtime.guard import SpikeRewinds, SpikesPersist
+from runtime.metrics import MetricsLogger
 
 STEPS = 12
 SPIKES = ("--optim.spike_sigma", "20", "--optim.spike_window", "6")
@@ -90,15 +94,24 @@ def watched(folder, bad=(), follow=None):
 
 @pytest.fixture
 def trains(tmp_path, prefix):
-    """trains(name, layout, *more, fault, bad, follow) -> what job() gives."""
+    """trains(name, layout, *more, fault, bad, follow, also) -> what job() gives.
 
-    def run(name, layout, *more, fault="", bad=(), follow=None):
+    also: called in each rank, before it trains.
+    """
+
+    def run(name, layout, *more, fault="", bad=(), follow=None, also=lambda: None):
         world, words = LAYOUTS[layout]
         (tmp_path / name).mkdir(exist_ok=True)
         args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words.split()]
         args += ["--log.dir", str(tmp_path), "--log.name", name, "--checkpoint.every", "4", *more]
         args += ["--model.dropout", "0.1", "--checkpoint.check_replicas", "1"]
-        return job(tmp_path / name, world, args, fault=fault, before=watched(tmp_path / name, bad, follow))
+        watch = watched(tmp_path / name, bad, follow)
+
+        def before(rank):
+            watch(rank)
+            also()
+
+        return job(tmp_path / name, world, args, fault=fault, before=before)
 
     return run
 
@@ -214,6 +227,29 @@ def test_a_run_goes_back_and_leaves_the_data_out(tmp_path, trains, layout):
     assert course(tmp_path / "k") == course(tmp_path / "r")
 
 
+def test_wandb_and_tensorboard_show_the_steps_that_were_trained_again(tmp_path, trains, monkeypatch):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    told = fake_wandb.install(tmp_path, monkeypatch)
+    end = trains("r", "alone", *REWIND, "--log.wandb", "offline", "--log.tensorboard", "true", bad=(6, 7))
+    assert end.codes == [0], end.logs
+    losses = {row["step"]: row["loss"] for row in rows(tmp_path / "r")}
+
+    # W&B keeps the steps that did not count too, and says that the run went back
+    said = told()
+    logged = [words[2] for words in said if words[0] == "log" and "train/loss" in words[2]]
+    assert [values["step"] for values in logged] == [*range(1, 9), *range(5, 13)]
+    assert {values["step"]: values["train/loss"] for values in logged} == losses  # the last ones
+    assert not [words for words in said if words[0] == "dropped"]
+    assert [words[1] for words in said if words[0] == "alert"][0].endswith("went back to step 4")
+
+    # TensorBoard shows each step once
+    seen = events.EventAccumulator(str(tmp_path / "r" / "tensorboard"), size_guidance={"scalars": 0})
+    seen.Reload()
+    shown = [(event.step, event.value) for event in seen.Scalars("train/loss")]
+    assert [step for step, _ in shown] == list(range(1, 13))
+    assert dict(shown) == pytest.approx(losses)
+
+
 def test_saves_within_a_row_of_spikes_do_not_take_what_the_run_goes_back_to(tmp_path, trains):
     every = ("--checkpoint.every", "1", "--checkpoint.keep", "1")
     end = trains("r", "alone", *REWIND, *every, bad=(6, 7))
@@ -265,6 +301,66 @@ def test_a_run_that_goes_back_too_often_ends(tmp_path, trains):
 def test_a_run_without_a_checkpoint_to_go_back_to_ends(trains):
     end = trains("r", "alone", *REWIND, "--checkpoint.every", "none", bad=(6, 7))
     assert end.codes == [77] and "no good checkpoint before them" in end.errors()[0]
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file may become longer than a byte."""
+    old, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (old, most))
+
+
+def is_full_when(name, damaged=None):
+    """For `also`: the disk is full while this method of the logger runs.
+
+    damaged: a run folder; before that, the line of step 2 in its metrics.jsonl is.
+    """
+
+    def patch():
+        method = getattr(MetricsLogger, name)
+
+        def on_a_full_disk(*args, **more):
+            if damaged:
+                path = damaged / "metrics.jsonl"
+                lines = path.read_bytes().splitlines(keepends=True)
+                assert b'"step": 2,' in lines[2]
+                lines[2] = b"damaged\n"
+                path.write_bytes(b"".join(lines))
+                (damaged / "kept").write_bytes(path.read_bytes())
+            with full_disk():
+                return method(*args, **more)
+
+        setattr(MetricsLogger, name, on_a_full_disk)
+
+    return patch
+
+
+def test_a_run_that_goes_back_on_a_full_disk_has_each_step_once(tmp_path, trains):
+    end = trains("r", "alone", *REWIND, bad=(6, 7), also=is_full_when("rewind"))
+    assert end.codes == [0], end.logs
+    assert "back at the checkpoint of step 4" in end.logs[0]
+    assert [row["step"] for row in rows(tmp_path / "r")] == list(range(1, 13))
+
+
+@pytest.mark.parametrize("moment", ["rewind", "open_outputs"])
+def test_lines_that_a_full_disk_keeps_end_the_run_and_none_is_lost(tmp_path, trains, moment):
+    """A damaged line stands between good ones: the file must be written anew, and cannot be. Where the run
+    goes back, and at a resume."""
+    home = tmp_path / "r"
+    if moment == "open_outputs":
+        killed = trains("r", "alone", *REWIND, bad=(6, 7), fault="step.begin:step=7:act=SIGKILL")
+        assert killed.codes == [-9]
+
+    end = trains("r", "alone", *REWIND, bad=(6, 7), also=is_full_when(moment, damaged=home))
+    assert end.codes == [82], end.logs
+    assert "metrics.jsonl" in end.errors()[0] and "(EFBIG)" in end.errors()[0]
+    assert (home / "metrics.jsonl").read_bytes() == (home / "kept").read_bytes()
+    assert trains("r", "alone", *REWIND, bad=(6, 7)).codes == [0]
+    assert [row["step"] for row in rows(home)] == [1, *range(3, 13)]
 
 
 # ---- the window --------------------------------------------------------------------------------------------

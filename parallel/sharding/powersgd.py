@@ -19,7 +19,6 @@ number of ranks. The bases (KEY@powersgd_basis) belong to the parts; where a new
 are drawn anew. A skipped step leaves no error behind.
 """
 import hashlib
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -181,23 +180,18 @@ class PowerSGD:
         """total [size]: a sum of errors, of which this rank takes its part."""
         torch.div(total, self.group.size, out=self.error)
 
-    def boxes_of(self, total: Tensor, each_once: bool = False) -> list[tuple[Box, Tensor]]:
-        """[(box, its elements)] of what a checkpoint holds. total [size]: what sum_errors returned.
+    def basis_boxes(self, each_once: bool = False) -> list[tuple[Box, Tensor]]:
+        """[(box, its elements)] of the bases, which a checkpoint holds beside the sum of the errors.
 
         each_once: leaves out what another rank has too, and saves: the matrices are divided by their size.
         """
-        writers = least_loaded([slot.numel for slot in self.matrices], self.group.size)
+        writers = least_loaded([basis.numel() for basis in self.bases], self.group.size)
         found: list[tuple[Box, Tensor]] = []
         for slot, basis, writer in zip(self.matrices, self.bases, writers):
             if each_once and not (slot.counted_in_norm and self.group.index == writer):
                 continue
-            spec = slot.param.spec
-            for box, error in spec.split(slot.view_in(total)):
-                error_box = replace(box, key=box.key + ERROR_SUFFIX)
-                found.append((error_box, error))
-
             # a basis belongs to the part, which its start names
-            first = spec.boxes[0]
+            first = slot.param.spec.boxes[0]
             start = "x".join(map(str, first.start))
             basis_box = Box.whole(f"{first.key}{BASIS_MARK}.{start}", basis.shape)
             found.append((basis_box, basis))

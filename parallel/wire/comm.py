@@ -16,7 +16,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,6 @@ from parallel.wire.device_waits import DeviceWaits
 from parallel.wire.strict import PrivateCopies, StrictMode
 
 Ledger = Counter[tuple[str, str, str]]  # (group, verb, "calls" or "bytes") -> how many
-Arguments = ParamSpec("Arguments")  # of what Group.run_exchange calls
 Result = TypeVar("Result")
 Data = TypeVar("Data")  # plain data of a rank
 
@@ -236,23 +235,23 @@ class Group:
     def run_exchange(
         self,
         verb: str,
-        nbytes: int | None,
-        peer: int | None,
-        work: Callable[Arguments, Result],
-        *args: Arguments.args,
-        **kwargs: Arguments.kwargs,
+        work: Callable[[], Result],
+        *,
+        nbytes: int | None = None,
+        peer: int | None = None,
     ) -> Result:
-        """Returns work(*args, **kwargs). The only place where a rank waits for others.
+        """Returns work(). The only place where a rank waits for others.
 
+        nbytes: of the message, if it is known. peer: the global rank that is waited for; None: the group.
         Raises PeerError if a peer is to blame; errors of other kinds pass.
         """
         activity = self.activity
-        exchange = AwaitedExchange(verb, self, nbytes, peer, activity.step)
+        exchange = AwaitedExchange(verb, self, nbytes=nbytes, peer=peer, step=activity.step)
         activity.exchange = exchange
         activity.since = time.monotonic()
         start = activity.clock.record_event()
         try:
-            result = work(*args, **kwargs)
+            result = work()
         except RuntimeError as error:
             activity.error = as_peer_error(error, activity)
             raise activity.error from error
@@ -260,18 +259,28 @@ class Group:
         began = activity.since
         activity.since = time.monotonic()
         seconds = activity.since - began
-        activity.past.append(PastExchange(verb, self.name, nbytes, exchange.step, began, seconds))
+        past = PastExchange(
+            verb=verb,
+            group=self.name,
+            nbytes=nbytes,
+            step=exchange.step,
+            began=began,
+            seconds=seconds,
+        )
+        activity.past.append(past)
 
         end = activity.clock.record_wait(start, self.name)
         if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
             activity.device_waits.add(exchange, start, end)
         return result
 
-    def run_collective(self, verb: str, x: Tensor, work: Callable[..., object], *args: object) -> None:
-        """Counts and runs an exchange of the whole group: work(*args). x: the tensor of its larger side."""
+    def run_collective(self, verb: str, x: Tensor, collective: Callable[..., object]) -> None:
+        """Counts and runs an exchange of the whole group: collective(group=its handle).
+
+        x: the tensor of its larger side.
+        """
         self.count_exchange(verb, x)
-        collective = partial(work, *args, group=self.handle)
-        self.run_exchange(verb, x.nbytes, None, collective)
+        self.run_exchange(verb, partial(collective, group=self.handle), nbytes=x.nbytes)
 
     def private_copies(
         self, verb: str, sources: Sequence[Tensor], results: Sequence[Tensor]
@@ -307,7 +316,7 @@ def as_peer_error(error: RuntimeError, activity: Activity) -> RuntimeError:
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """In place: the sum over the group, on every rank."""
     if group.size > 1:
-        group.run_collective("all_reduce", x, dist.all_reduce, x)
+        group.run_collective("all_reduce", x, partial(dist.all_reduce, x))
     return x
 
 
@@ -316,7 +325,7 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     if group.size > 1:
         # gloo's maximum of floats drops a NaN that is not on rank 0
         assert not x.is_floating_point(), "reduce a flag as an int: a float maximum loses NaNs"
-        group.run_collective("all_reduce", x, dist.all_reduce, x, dist.ReduceOp.MAX)
+        group.run_collective("all_reduce", x, partial(dist.all_reduce, x, dist.ReduceOp.MAX))
     return x
 
 
@@ -336,7 +345,7 @@ def all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x)
     if out is None:
         out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
-    group.run_collective("all_gather", out, all_gather_verb, out, x.contiguous())
+    group.run_collective("all_gather", out, partial(all_gather_verb, out, x.contiguous()))
     return out
 
 
@@ -346,7 +355,7 @@ def reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor
         return x if out is None else out.copy_(x)
     if out is None:
         out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    group.run_collective("reduce_scatter", x, reduce_scatter_verb, out, x.contiguous())
+    group.run_collective("reduce_scatter", x, partial(reduce_scatter_verb, out, x.contiguous()))
     return out
 
 
@@ -356,7 +365,7 @@ def all_gather_each(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = x.new_empty(x.shape[0], group.size * x.shape[1], *x.shape[2:])
-    group.run_collective("all_gather", out, gather_each_verb, out, x.contiguous())
+    group.run_collective("all_gather", out, partial(gather_each_verb, out, x.contiguous()))
     return out
 
 
@@ -366,7 +375,7 @@ def reduce_scatter_each(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = x.new_empty(x.shape[0], x.shape[1] // group.size, *x.shape[2:])
-    group.run_collective("reduce_scatter", x, scatter_each_verb, out, x.contiguous())
+    group.run_collective("reduce_scatter", x, partial(scatter_each_verb, out, x.contiguous()))
     return out
 
 
@@ -376,14 +385,14 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
         return x
     x = x.contiguous()
     out = torch.empty_like(x)
-    group.run_collective("all_to_all", x, dist.all_to_all_single, out, x)
+    group.run_collective("all_to_all", x, partial(dist.all_to_all_single, out, x))
     return out
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """In place: the tensor of the group's rank number `source`."""
     if group.size > 1:
-        group.run_collective("broadcast", x, dist.broadcast, x, group.ranks[source])
+        group.run_collective("broadcast", x, partial(dist.broadcast, x, group.ranks[source]))
     return x
 
 
@@ -401,7 +410,7 @@ def all_gather_objects(x: Data, group: Group) -> list[Data]:
     padded = padded_to(max(lengths), own)
     received = own.new_empty(group.size * len(padded))
     gather = partial(all_gather_verb, group=group.handle)
-    group.run_exchange("all_gather_object", received.nbytes, None, gather, received, padded)
+    group.run_exchange("all_gather_object", partial(gather, received, padded), nbytes=received.nbytes)
     return from_rows(received.view(group.size, len(padded)).cpu(), lengths, group)
 
 
@@ -417,7 +426,7 @@ def gather_objects(x: Data, group: Group) -> list[Data]:
     padded = padded_to(max(lengths), own)
     rows = [torch.empty_like(padded) for _ in group.ranks] if group.index == 0 else None
     gather = partial(dist.gather, dst=group.ranks[0], group=group.handle)
-    group.run_exchange("gather_object", padded.nbytes, None, gather, padded, rows)
+    group.run_exchange("gather_object", partial(gather, padded, rows), nbytes=padded.nbytes)
     return [] if rows is None else from_rows(rows, lengths, group)
 
 
@@ -430,12 +439,37 @@ def broadcast_object(x: Data, group: Group, source: int = 0) -> Data:
     message = as_tensor(x, group) if is_source else torch.empty(0, dtype=torch.uint8, device=device)
     send = partial(dist.broadcast, src=group.ranks[source], group=group.handle)
     length = torch.tensor([len(message)], device=device)
-    group.run_exchange("broadcast_object", length.nbytes, None, send, length)
+    group.run_exchange("broadcast_object", partial(send, length), nbytes=length.nbytes)
 
     check_length(group.ranks[source], int(length.item()))
     received = message if is_source else message.new_empty(int(length.item()))
-    group.run_exchange("broadcast_object", received.nbytes, None, send, received)
+    group.run_exchange("broadcast_object", partial(send, received), nbytes=received.nbytes)
     return x if is_source else from_tensor(received, group, source)
+
+
+def broadcast_bytes(x: bytes, group: Group, source: int = 0) -> bytes:
+    """The bytes of the group's rank number `source`, on every rank; there it is x itself.
+
+    For what may be longer than a message: in exchanges of messages.MAX_BYTES at most. Raises MessageError,
+    before memory is taken for what is too long.
+    """
+    if group.size == 1:
+        return x
+    length = broadcast_object(len(x), group, source)
+    limit = messages.MAX_TOTAL_BYTES
+    if type(length) is not int or not 0 <= length <= limit:
+        told = f"rank {group.ranks[source]} announces {length!r} bytes; the limit is {limit:,}"
+        raise messages.MessageError(told)
+    if length == 0:
+        return b""
+
+    is_source = group.index == source
+    data = torch.frombuffer(bytearray(x if is_source else length), dtype=torch.uint8)
+    data = data.to(message_device(group))
+    send = partial(dist.broadcast, src=group.ranks[source], group=group.handle)
+    for part in data.split(messages.MAX_BYTES):
+        group.run_exchange("broadcast_bytes", partial(send, part), nbytes=part.nbytes)
+    return x if is_source else data.cpu().numpy().tobytes()
 
 
 def gather_lengths(own: Tensor, group: Group, verb: str) -> list[int]:
@@ -443,7 +477,7 @@ def gather_lengths(own: Tensor, group: Group, verb: str) -> list[int]:
     lengths = own.new_empty(group.size, dtype=torch.int64)
     own_length = torch.tensor([len(own)], device=own.device)
     gather = partial(all_gather_verb, group=group.handle)
-    group.run_exchange(verb, lengths.nbytes, None, gather, lengths, own_length)
+    group.run_exchange(verb, partial(gather, lengths, own_length), nbytes=lengths.nbytes)
     return check_lengths(lengths.tolist(), group)
 
 
@@ -557,7 +591,7 @@ class Transfer:
         """Waits until it has ended. Raises PeerError if the peer does not answer, or is gone."""
         if self.pending is not None:
             self.group.activity.clock.record_arrival(self.pending, self.handle)
-        self.group.run_exchange(self.verb, self.nbytes, self.peer, self.handle.wait)
+        self.group.run_exchange(self.verb, self.handle.wait, nbytes=self.nbytes, peer=self.peer)
         if self.private is not None:
             self.private.release()
 
@@ -722,7 +756,7 @@ def start_transfers(
     if not ops:
         return []
 
-    handles = group.run_exchange("sends and receives", None, None, dist.batch_isend_irecv, ops)
+    handles = group.run_exchange("sends and receives", partial(dist.batch_isend_irecv, ops))
     if len(handles) < len(ops):  # nccl has one handle for all of them
         handles = [handles[-1]] * len(ops)
 

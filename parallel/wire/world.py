@@ -103,7 +103,7 @@ class World:
             timeout=timedelta(seconds=timeout_s),  # torch's default is 30 minutes
             backend="nccl" if is_on_gpu else "gloo",
         )
-        made = group.run_exchange("meeting", None, None, new_group)
+        made = group.run_exchange("meeting", new_group)
         if isinstance(made, int):  # a number: not in it
             return None
         if is_on_gpu:
@@ -120,15 +120,13 @@ class World:
         group = Group(name, tuple(range(self.size)), self.rank, activity=activity)
         if self.size == 1:
             return group
-        handle = group.run_exchange(
-            "meeting",
-            None,
-            None,
+        new_group = partial(
             dist.new_group,
             list(group.ranks),
             timeout=timedelta(seconds=activity.timeout_s),
             backend="gloo",
         )
+        handle = group.run_exchange("meeting", new_group)
         assert isinstance(handle, ProcessGroup)  # a number on ranks that are not in the group; here all are
         self.separate_handles.append(handle)
         return dataclasses.replace(group, handle=handle)
@@ -163,7 +161,7 @@ def open_store(
         store, _, _ = next(rendezvous(init, rank, size, timeout=timedelta(seconds=timeout_s)))
         return store
     job = Group("job", tuple(range(size)), rank)
-    return PrefixStore(f"attempt_{restart_count}", job.run_exchange("meeting", None, None, meet))
+    return PrefixStore(f"attempt_{restart_count}", job.run_exchange("meeting", meet))
 
 
 def launcher_store(host: str, port: int, listener: socket.socket | None = None) -> Store:
@@ -200,10 +198,7 @@ def join_job(
 
     is_on_gpu = device.type == "cuda"
     everyone = world.all_ranks()
-    everyone.run_exchange(
-        "meeting",
-        None,
-        None,
+    join = partial(
         dist.init_process_group,
         "cpu:gloo,cuda:nccl" if is_on_gpu else "gloo",
         store=store or open_store(rank, size, init),
@@ -212,6 +207,7 @@ def join_job(
         timeout=timedelta(seconds=timeout_s),
         device_id=device if is_on_gpu else None,  # NCCL then makes its communicators at once
     )
+    everyone.run_exchange("meeting", join)
     if is_on_gpu:
         whole_job = dist.group.WORLD
         assert whole_job is not None  # init_process_group has made it

@@ -1,6 +1,8 @@
 """Permanent checkpoints: the rotation removes all but them and the newest; a kill cannot take the mark."""
 
+import contextlib
 import os
+import shutil
 import time
 
 import pytest
@@ -81,6 +83,50 @@ def test_a_kill_at_any_point_leaves_it_marked(tmp_path, point):
     assert (3 in steps(tmp_path)) == is_committed
     if point in ("ckpt.post_rename", "ckpt.pre_latest", "ckpt.pre_purge"):
         assert is_committed
+
+
+def marks(root) -> list[str]:
+    return sorted(path.name for path in root.glob("*.keep"))
+
+
+@pytest.mark.parametrize("point", ["ckpt.pre_write", "ckpt.mid_shard", "ckpt.pre_index", "ckpt.pre_rename"])
+def test_a_save_that_fails_leaves_no_mark(tmp_path, point):
+    """Nor does one that is killed, once the next writer has begun. A person's mark stays, and so does that of
+    a checkpoint that was moved away."""
+
+    def fault(kind):
+        def fail(reached: str) -> None:
+            if reached == point:
+                raise kind
+
+        return fail
+
+    save(tmp_path, 1, "keep_every")
+    shutil.rmtree(tmp_path / "step_00000001")  # moved away
+    (save(tmp_path, 2), (tmp_path / "step_00000009.keep").touch())
+    kept = ["step_00000001.keep", "step_00000009.keep"]
+    with pytest.raises(store.StorageError):
+        save(tmp_path, 3, "keep_every", fault_point=fault(OSError(28, "No space left on device")))
+    assert marks(tmp_path) == kept
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(SystemExit):
+            save(tmp_path, 3, "keep_every", fault_point=lambda reached: reached == point and os._exit(0))
+        os._exit(9)
+    assert os.waitpid(pid, 0)[1] == 0 and marks(tmp_path) == sorted([*kept, "step_00000003.keep"])
+    store.remove_leftovers(tmp_path)
+    assert marks(tmp_path) == kept and steps(tmp_path) == [2]
+
+
+def test_a_save_without_room_leaves_no_mark(tmp_path, monkeypatch):
+    def no_room(final, total_bytes):
+        raise store.StorageError(final, total_bytes, "no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(store, "check_free_space", no_room)
+        with pytest.raises(store.StorageError, match="no room"):
+            save(tmp_path, 2, "keep_every")
+    assert marks(tmp_path) == []
 
 
 def test_what_is_refused():

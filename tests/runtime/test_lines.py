@@ -65,13 +65,37 @@ def test_a_start_from_nothing_begins_a_new_file(tmp_path):
     assert steps(tmp_path) == [1] and read_metrics(tmp_path)[1] == [start]
 
 
-def test_a_file_that_fits_is_not_rewritten(tmp_path):
-    MetricsFile(tmp_path, 0).add(rows(1, 2))
-    inode = (tmp_path / "metrics.jsonl").stat().st_ino
-    truncate_after(tmp_path / "metrics.jsonl", 2)
-    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
-    truncate_after(tmp_path / "metrics.jsonl", 1)
-    assert (tmp_path / "metrics.jsonl").stat().st_ino != inode
+def test_only_a_file_with_damage_between_its_lines_is_rewritten(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    MetricsFile(tmp_path, 0).add(rows(1, 2, 3))
+    inode = path.stat().st_ino
+    for last in (3, 2):
+        truncate_after(path, last)
+        assert path.stat().st_ino == inode and steps(tmp_path) == [*range(1, last + 1)]
+    path.write_bytes(b"damaged\n" + path.read_bytes())
+    truncate_after(path, 1)
+    assert path.stat().st_ino != inode and path.read_bytes().count(b"\n") == 1 and steps(tmp_path) == [1]
+
+
+def test_a_full_disk_cuts_all_the_same_or_changes_nothing(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for damage, left in ((b"", [1, 2]), (b"damaged\n", None)):
+        path.unlink(missing_ok=True)
+        MetricsFile(tmp_path, 0).add(rows(1, 2, 3, 4))
+        path.write_bytes(damage + path.read_bytes())
+        before = path.read_bytes()
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+            if left:
+                truncate_after(path, 2)
+            else:
+                with pytest.raises(OSError, match="File too large"):
+                    truncate_after(path, 2)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert steps(tmp_path) == left if left else path.read_bytes() == before
+        assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_killed_while_writing(tmp_path):

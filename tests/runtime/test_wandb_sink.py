@@ -1,7 +1,7 @@
-"""W&B as it behaves on bad days, played by a wandb.py that the child process finds first."""
+"""What W&B is told, and what becomes of a run on its bad days (fake_wandb.py)."""
 
 import base64
-import json
+import functools
 import os
 import signal
 import subprocess
@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import fake_wandb
 import pytest
 
 from runtime.setup import WandbSettings
@@ -18,53 +19,12 @@ from runtime.wandb_sink import WandbSink, stable_id
 DOT = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP6DwABBQECz6AuzQAAAABJRU5ErkJggg=="
 )
-FAKE = """
-import json, os, sys, time
-out = open({out!r}, "a")
-def tell(*words):
-    out.write(json.dumps(words) + "\\n"); out.flush()
-class Settings:
-    def __init__(self, **k): tell("settings", k)
-class Config:
-    def update(self, values, allow_val_change):
-        tell("config", values)
-class Run:
-    name, config = "name", Config()
-    def define_metric(self, names, step_metric):
-        tell("axis", names, step_metric)
-    def alert(self, title, text, level):
-        tell("alert", title, text, level)
-    def log(self, values, step):
-        {log}
-        tell("log", step, values)
-    def finish(self, exit_code):
-        {finish}
-        tell("finish", exit_code)
-def Html(text):
-    return ["html", text]
-def Image(path):
-    return ["image", path]
-def init(**k):
-    print("noise"); print("noise", file=sys.stderr)
-    {init}
-    k.pop("settings")
-    tell("init", k)
-    return Run()
-"""
 
 
 @pytest.fixture
 def fake(tmp_path, monkeypatch):
-    """fake(top=, init=, log=, finish=: code that goes there) -> told(): what wandb was told so far."""
-
-    def make(top="", init="pass", log="pass", finish="pass"):
-        out = tmp_path / "told"
-        out.touch()
-        (tmp_path / "wandb.py").write_text(top + FAKE.format(out=str(out), init=init, log=log, finish=finish))
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        return lambda: [json.loads(line) for line in out.read_text().splitlines()]
-
-    return make
+    """fake(top=, init=, log=, finish=, step=: see fake_wandb) -> told(): what wandb was told so far."""
+    return functools.partial(fake_wandb.install, tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -112,8 +72,8 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
         s.put(step, {"train/loss": 1 / (step + 1)})
     s.close(code=75, closing_line="3 s: another rank was told to stop")
     settings, start, *axes, alert, last = told()
-    axes, logs = axes[:2], axes[2:]
-    assert axes == [["axis", "train/*", "tokens"], ["axis", "val/*", "tokens"]]
+    axes, logs = axes[:4], axes[4:]
+    assert axes == [["axis", f"{names}/*", "tokens"] for names in ("train", "val", "tasks", "run")]
     assert alert == ["alert", "name: stopped early", "3 s: another rank was told to stop", "WARN"]
     assert settings[1] == {"console": "off", "silent": True, "save_code": False, "x_stats_pid": os.getpid()}
     assert start[1] == {
@@ -126,7 +86,8 @@ def test_everything_arrives_in_order(fake, sink, tmp_path, capfd):
         "resume": "allow",
         "config": {"train": {"steps": 3}},
     }
-    assert logs == [["log", i, {"train/loss": 1 / (i + 1)}] for i in range(500)] and last == ["finish", 75]
+    assert logs == [["log", i, {"step": i, "train/loss": 1 / (i + 1)}] for i in range(500)]
+    assert last == ["finish", 75]
     assert s.warning() is None and capfd.readouterr() == ("", "")
 
 
@@ -137,11 +98,11 @@ def test_facts_texts_and_pictures(fake, sink, tmp_path):
     s.text(3, "sample", "def <b>f</b>():\n  pass")
     s.picture(4, "loss", tmp_path / "loss.png")
     s.close(code=77, closing_line="")
-    said = told()[4:]
+    said = told()[6:]
     assert said == [
         ["config", {"run": {"parameters": 5, "dp": 2}}],
-        ["log", 3, {"sample": ["html", "<pre>def &lt;b&gt;f&lt;/b&gt;():\n  pass</pre>"]}],
-        ["log", 4, {"loss": ["image", str(tmp_path / "loss.png")]}],
+        ["log", 3, {"step": 3, "sample": ["html", "<pre>def &lt;b&gt;f&lt;/b&gt;():\n  pass</pre>"]}],
+        ["log", 4, {"step": 4, "loss": ["image", str(tmp_path / "loss.png")]}],
         ["alert", "name: failed with code 77", "-", "ERROR"],
         ["finish", 77],
     ]
@@ -150,6 +111,25 @@ def test_facts_texts_and_pictures(fake, sink, tmp_path):
 def test_a_resumed_run_keeps_its_id(tmp_path):
     first = stable_id(tmp_path / "run")
     assert stable_id(tmp_path / "run") == first and first != stable_id(tmp_path / "other")
+
+
+def test_steps_that_are_logged_again_are_not_dropped(fake, sink):
+    """A run that goes back, and one that is resumed behind what W&B has: W&B counts on, "step" is ours."""
+    told, s = fake(step=7), sink()  # resumed online: steps up to 6 are there, and the run goes on from 4
+    for step in (5, 6):
+        s.put(step, {"a": step})
+    s.text(6, "sample", "x")
+    s.rewind(4)
+    s.put(5, {"a": 50})
+    s.put(9, {"a": 90})
+    s.put(5, {"run/goodput": 1.0})
+    s.close()
+    said = told()
+    assert [(words[1], words[2]["step"]) for words in said if words[0] == "log"] == [
+        (7, 5), (8, 6), (8, 6), (9, 5), (13, 9), (14, 5),
+    ]
+    assert "dropped" not in [words[0] for words in said]
+    assert ["alert", "name: went back to step 4", "later steps are trained again", "WARN"] in said
 
 
 @pytest.mark.parametrize(
@@ -229,7 +209,8 @@ def test_a_killed_run_is_told_as_failed(fake, sink):
     told, s = fake(), sink()
     s.put(1, {"a": 1})
     s.child.stdin.close()  # what the kernel does for a killed trainer
-    assert s.child.wait(10) == 0 and told()[-2:] == [["log", 1, {"a": 1}], ["finish", 1]]  # and no alert
+    assert s.child.wait(10) == 0 and told()[-2:] == [["log", 1, {"step": 1, "a": 1}], ["finish", 1]]
+    assert "alert" not in [words[0] for words in told()]
 
 
 def test_real_wandb_offline(sink, tmp_path):
@@ -238,6 +219,8 @@ def test_real_wandb_offline(sink, tmp_path):
     s.describe({"parameters": 31})
     for step in range(1, 4):
         s.put(step, {"train/loss": 3.0 / step, "tokens": 100 * step})
+    s.rewind(1)
+    s.put(2, {"train/loss": 1234.25, "tokens": 200})
     s.text(3, "sample", "def f(x):")
     picture = tmp_path / "dot.png"
     picture.write_bytes(DOT)
@@ -245,4 +228,5 @@ def test_real_wandb_offline(sink, tmp_path):
     s.close(wait=60)
     assert s.warning() is None
     (file,) = (tmp_path / "run").glob(f"wandb/offline-run-*/run-{stable_id(tmp_path / 'run')}.wandb")
-    assert b"train/loss" in file.read_bytes()
+    written = file.read_bytes()
+    assert b"train/loss" in written and b"1234.25" in written and b"went back to step 1" in written

@@ -252,6 +252,31 @@ def test_sizes_are_compared_before_they_are_allocated(ranks, length, verb):
     assert found == f"rank 1 announces a message of {length:,} bytes; the limit is {256 << 20:,}"
 
 
+def long_bytes(world, own: bytes, most: int, announced=None):
+    """(what broadcast_bytes of the last rank's bytes gives, or its refusal; how many exchanges they took)."""
+    group = world.all_ranks()
+    old, messages.MAX_BYTES = messages.MAX_BYTES, most
+    group.activity.past.clear()
+    try:
+        if announced is not None and world.rank > 0:
+            return comm.broadcast_object(announced, group, source=1), 0
+        found = comm.broadcast_bytes(own if world.rank > 0 else b"", group, source=1)
+    except messages.MessageError as error:
+        found = str(error)
+    finally:
+        messages.MAX_BYTES = old
+    return found, sum(exchange.verb == "broadcast_bytes" for exchange in group.activity.past)
+
+
+def test_bytes_that_are_longer_than_a_message(ranks):
+    own = random.Random(0).randbytes(2500)
+    assert ranks(2).run(long_bytes, own, 1000) == [(own, 3)] * 2
+    assert ranks(2).run(long_bytes, b"", 1000) == [(b"", 0)] * 2
+    for length in (-1, 1 << 62, "many"):
+        found, _ = ranks(2).run(long_bytes, own, 1000, length)[0]
+        assert found == f"rank 1 announces {length!r} bytes; the limit is {4 << 30:,}"
+
+
 def test_the_sum_of_many_messages_is_bounded():
     group = Group("job", tuple(range(100)))
     lengths = [messages.MAX_BYTES] * 100
