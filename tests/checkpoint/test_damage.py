@@ -321,7 +321,7 @@ def test_no_pickle(saved):
 def test_a_newer_format_is_refused_and_neither_replaced_nor_purged(saved):
     """A run that goes back to older code must not take the newer code's checkpoints for damage."""
     root, path, tensors = saved
-    reseal(path, lambda index: index.update(version=2))
+    reseal(path, lambda index: index.update(version=3))
     before = {p.name: p.read_bytes() for p in path.iterdir()}
     for work in (
         lambda: store.newest_checkpoint(root),
@@ -333,7 +333,7 @@ def test_a_newer_format_is_refused_and_neither_replaced_nor_purged(saved):
     ):
         with pytest.raises(
             ConfigError,
-            match="step_00000020: written in format 2, this code reads 1; use the code that wrote it",
+            match="step_00000020: written in format 3, this code reads 2; use the code that wrote it",
         ):
             work()
     for step in (30, 40, 50):
