@@ -10,6 +10,7 @@ import pathlib
 import shutil
 
 import pytest
+from ranks import MODEL, corpus, job
 from test_resume import STEPS, run, story, weights
 
 from checkpoint import store
@@ -22,7 +23,7 @@ ALWAYS = ("--checkpoint.every", "1")
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory):
-    return tmp_path_factory.mktemp("linked")
+    return tmp_path_factory.mktemp("saves")
 
 
 def save_all(home: pathlib.Path, name: str, keep: int, fault: str = "", extra: tuple = ()) -> int:
@@ -35,7 +36,7 @@ def plain(home):
     """The run that links nothing, because it keeps two."""
     assert save_all(home, "plain", 2) == 0
     assert not any(linked(path) for path in checkpoints(home / "plain"))
-    assert "linked" not in (home / "plain.log").read_text()
+    assert not steps_linked(home / "plain")
     return home / "plain"
 
 
@@ -103,6 +104,29 @@ def test_resumed_from_a_linked_checkpoint_and_saved_again(home, plain):
     assert "step_00000006 at step 6" in " ".join((home / "again.log").read_text().split())
     assert (newest / "index.json").read_bytes() == before
     same_as(folder, plain)
+
+
+def test_each_rank_links_its_files(tmp_path):
+    """Two ranks, killed in the save of the skipped step, and started again."""
+    args = ["llama3-tiny", *MODEL, "--data.path", corpus(tmp_path), "--log.dir", str(tmp_path), *ALWAYS,
+            "--train.steps", "5", "--checkpoint.keep", "4", "--parallel.zero", "1"]
+    for name, fault, codes in (
+        ("whole", "", [0, 0]),
+        ("killed", "; ckpt.pre_rename:rank=0:step=4:act=SIGKILL", [-9, 76]),
+        ("killed", "", [0, 0]),
+    ):
+        nan = "step.backward:step=4:act=nan"
+        end = job(tmp_path / name, 2, [*args, "--log.name", name], fault=f"{nan}{fault}")
+        assert end.codes[0] == codes[0] and bool(end.codes[1]) is bool(codes[1]), end.logs
+    digests = []
+    for name in ("whole", "killed"):
+        path = checkpoints(tmp_path / name)[1]
+        assert path.name == "step_00000004" and store.verify(path)
+        shards = {file.name for file in path.glob("*.safetensors")}
+        assert linked(path) == shards and {file[:10] for file in shards} == {"rank_00000", "rank_00001"}
+        pieces = store.read_index(checkpoints(tmp_path / name)[0])["pieces"]
+        digests.append(sorted((piece["key"], piece["start"], piece["sha256"]) for piece in pieces))
+    assert digests[0] == digests[1]
 
 
 def test_without_hard_links_all_is_written(home, plain, monkeypatch):
