@@ -648,7 +648,7 @@ def write_checkpoint(session: Session, step: int, is_final: bool) -> None:
             return
         path = saver.wait_saved()
         num_bytes = sum(file.stat().st_size for file in path.iterdir())
-        session.log.log_save(path, num_bytes, time.perf_counter() - started)
+        session.log.log_save(path, num_bytes, time.perf_counter() - started, linked_bytes=sum(saver.linked))
 
 
 @contextlib.contextmanager

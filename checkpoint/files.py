@@ -31,7 +31,8 @@ except ImportError:  # where nothing can be installed: its place takes sha256, a
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
-FileEntry = dict[str, int | str]  # in index.json: {bytes, sha256} of meta.json, {bytes, header} of a shard
+# in index.json: {bytes, sha256} of meta.json, {bytes, header} of a shard, {bytes, header, save_id} if linked
+FileEntry = dict[str, int | str]
 Named = list[tuple[str, torch.Tensor]]  # [(name in a shard, tensor)]
 TensorTable = dict[str, dict[str, Any]]  # a safetensors header: {name: {dtype, shape, data_offsets}, ...}
 CHUNK = 1 << 20  # bytes that are hashed and written at a time: they stay in a core's cache meanwhile

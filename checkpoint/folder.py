@@ -4,9 +4,11 @@
                     the root of trust
     index.json      version, save_id, step, world,
                     pieces [{key, shape, start, size, dtype, file, name, checksum}],
-                    files {meta.json: {bytes, sha256}, *.safetensors: {bytes, header}}
+                    files {meta.json: {bytes, sha256}, *.safetensors: {bytes, header}}; of a file that is
+                    linked (checkpoint/links.py): {bytes, header, save_id}
     meta.json       step, save_id, and what the run adds (tokens, config, tokenizer hash, layout)
-    *.safetensors   the pieces; each file repeats the save id, so that files of two saves are never mixed
+    *.safetensors   the pieces; each file repeats the save id, so that files of two saves are never mixed;
+                    a linked file repeats the id of the save that wrote it, which the index names
 
 A shard is its header and its pieces. So `header` and the checksums of the pieces cover each byte of it
 exactly once. A checksum begins with the name of its digest: "xxh3_128:...", or "sha256:..." where xxhash is
@@ -45,7 +47,7 @@ from checkpoint.locks import folder_lock
 from config import ConfigError, Tree
 from parallel.sharding.boxes import Box
 
-VERSION = 2  # of the format; 1 had a sha256 for each piece and is read, too
+VERSION = 2  # of the format. Version 1, which is read too, had a sha256 for each piece and no linked files
 META = "meta.json"
 SHARD = re.compile(r"[A-Za-z0-9_]+\.safetensors")
 
@@ -256,7 +258,8 @@ def check_index(data: Any) -> None:
         if name != META and not SHARD.fullmatch(name):
             raise ValueError(f"{name!r} is not a plain file name")
         checksum = entry["sha256" if name == META else "header"]
-        if type(entry["bytes"]) is not int or type(checksum) is not str:
+        linked_id = entry.get("save_id", "")
+        if type(entry["bytes"]) is not int or type(checksum) is not str or type(linked_id) is not str:
             raise ValueError(f"bad entry of file {name}")
     if type(data["save_id"]) is not str or type(data["step"]) is not int or META not in files:
         raise ValueError("save_id, step or meta.json is missing")
@@ -361,7 +364,8 @@ def check_header(
 ) -> dict[StoredPiece, int]:
     """Checks a shard's save id, size and header, and that it holds `pieces` as the index says.
 
-    entry: of this file in the index. Returns {piece: byte offset in the file}. Raises IntegrityError.
+    entry: of this file in the index. save_id: of the index; that of a linked file is in its entry. Returns
+    {piece: byte offset in the file}. Raises IntegrityError.
     """
     with open_shard(path) as fd:
         size = fstat(fd).st_size
@@ -377,9 +381,10 @@ def check_header(
 
     # The save id comes first: a shard of another save has another size too, and its id is the better message.
     found = table.get("__metadata__", {}).get("save_id")
-    if found != save_id:
+    wanted = entry.get("save_id", save_id)
+    if found != wanted:
         raise IntegrityError(
-            f"{path}: save id mismatch: {found}, index.json has {save_id}; it is of another save"
+            f"{path}: save id mismatch: {found}, index.json has {wanted}; it is of another save"
         )
     if size != entry["bytes"]:
         raise IntegrityError(wrong_size)

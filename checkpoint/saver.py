@@ -44,6 +44,7 @@ class CheckpointSaver:
         self.host_memory = HostMemory()
         self.thread: threading.Thread | None = None  # the writer in progress
         self.path: Path | None = None  # the last committed checkpoint folder
+        self.linked: list[int] = []  # bytes of its files that are linked; none if it was there before
         self.error: BaseException | None = None  # what the writer raised; wait() raises it again
         self.num_failed = 0  # saves in a row
 
@@ -67,6 +68,7 @@ class CheckpointSaver:
         self.wait()
         if self.in_background:
             pieces = self.host_memory.copy(pieces)  # wait() has ended the save that read the last copy
+        self.linked = []
         write = functools.partial(
             store.save,
             root,
@@ -79,6 +81,7 @@ class CheckpointSaver:
             ranks=ranks,
             timeout_s=timeout_s,
             threads=writer_threads(self.in_background),
+            linked=self.linked,
         )
         if self.in_background:
             self.write_in_background(write)

@@ -17,6 +17,8 @@ Guarantees:
 - Loading reshards from any layout to any other.
 - Nothing is pickled.
 
+What did not change since the newest earlier checkpoint is linked, file by file (checkpoint/links.py).
+
 One process at a time writes to a root (`run_lock`). Many ranks write one checkpoint together: each rank
 writes its own pieces, and rank 0 writes the rest. Rank 0 alone learns what the others hold. Every phase ends
 in Ranks.gather, so that a rank that fails makes all ranks raise the same error. The cost: one digest while
@@ -80,6 +82,7 @@ from checkpoint.folder import (
     seal_index,
     verify,
 )
+from checkpoint.links import link_shard
 from checkpoint.locks import folder_lock, run_lock
 from checkpoint.together import Ranks
 from config import ConfigError, Tree
@@ -141,8 +144,9 @@ class PendingSave:
     """A save that has begun and is not committed yet: the same on every rank, except for fault_point."""
     final: Path  # the folder once it is committed
     step: int
-    save_id: str  # of 32 hex digits; the index, meta.json and every shard repeat it
+    save_id: str  # of 32 hex digits; the index, meta.json and every shard that is written repeat it
     total_bytes: int  # of the tensors of all ranks
+    earlier: Path | None  # the checkpoint whose files may be linked
     fault_point: FaultPoint
 
     @property
@@ -198,6 +202,7 @@ def save(
     ranks: Ranks = ALONE,
     timeout_s: float | None = None,
     threads: int = 1,
+    linked: list[int] | None = None,
 ) -> Path:
     """Writes and commits root/step_<step>, then purges all but permanent and the `keep` newest checkpoints.
 
@@ -207,7 +212,8 @@ def save(
     exactly once.
     meta: JSON data. mark: why it is permanent; "": it is not. Rank 0's counts.
     fault_point: called with each name of FAULT_POINTS when it is reached. timeout_s: see
-    together.agree_on_outcome. threads: of this rank, that look for NaN, hash and write.
+    together.agree_on_outcome. threads: of this rank, that look for NaN, hash and write. linked: gets the
+    bytes of all files that were linked, once they are committed.
 
     Returns the committed folder. A step that is committed already and verifies is left as it is: the same run
     saved it before it was resumed.
@@ -221,17 +227,24 @@ def save(
 
     # Check everything that can be checked before a byte is written.
     checked = ranks.gather_first(ranks.all_do(lambda: check_tensors(pieces), timeout_s))
-    save_id, total_bytes = ranks.first_does(lambda: begin_save(final, checked, meta, mark), timeout_s)
+    save_id, total_bytes, earlier = ranks.first_does(
+        lambda: begin_save(final, checked, meta, mark, keep), timeout_s
+    )
 
     # Write the shards of all ranks into a temporary folder, then rename it.
     if save_id is not None:
         pending = PendingSave(
-            final=final, step=step, save_id=save_id, total_bytes=total_bytes, fault_point=fault_point
+            final=final,
+            step=step,
+            save_id=save_id,
+            total_bytes=total_bytes,
+            earlier=earlier,
+            fault_point=fault_point,
         )
         try:
             own = ranks.all_do(lambda: write_pieces(pending, pieces, ranks, threads), timeout_s)
             shards = ranks.gather_first(own)
-            ranks.first_does(lambda: commit(pending, shards, meta), timeout_s)
+            linked_bytes = ranks.first_does(lambda: commit(pending, shards, meta), timeout_s)
         except BaseException as error:
             # After a timeout or an interrupt a rank may still be at work, and give what is left of the folder
             # its final name: the next start removes it.
@@ -240,6 +253,8 @@ def save(
                 remove(pending.temp)
                 remove_vain_marks(root)
             raise
+        if linked is not None:
+            linked.append(linked_bytes)
 
     ranks.first_does(lambda: publish(final, step, keep, fault_point), timeout_s)
     return final
@@ -260,12 +275,12 @@ def check_tensors(pieces: list[Piece]) -> tuple[bytes, int]:
 
 
 def begin_save(
-    final: Path, checked: list[tuple[bytes, int]], meta: Tree, mark: str
-) -> tuple[str | None, int]:
+    final: Path, checked: list[tuple[bytes, int]], meta: Tree, mark: str, keep: int
+) -> tuple[str | None, int, Path | None]:
     """Rank 0: prepares the root, and marks the checkpoint before it is there: no kill can come between.
 
-    checked: what check_tensors found on each rank. Returns (the id of the new save, bytes of all tensors);
-    the id is None if this step is committed already and verifies.
+    checked: what check_tensors found on each rank. Returns (the id of the new save, bytes of all tensors,
+    folder_to_link()); the id is None if this step is committed already and verifies.
     Raises ValueError if the boxes leave a hole or overlap; TypeError if meta is not JSON; StorageError.
     """
     boxes: list[Box] = []
@@ -285,7 +300,8 @@ def begin_save(
             save_id = uuid.uuid4().hex
         if mark and not mark_of(final).exists():
             write_mark(final, mark)
-    return save_id, total_bytes
+        earlier = folder_to_link(final, keep) if save_id is not None else None
+    return save_id, total_bytes, earlier
 
 
 def verifies(path: Path) -> bool:
@@ -303,6 +319,20 @@ def write_mark(checkpoint: Path, mark: str) -> None:
     write_file(temp, f"{mark}\n".encode())
     os.replace(temp, mark_of(checkpoint))
     sync_dir(checkpoint.parent)
+
+
+def folder_to_link(final: Path, keep: int) -> Path | None:
+    """The checkpoint whose files a save may link: the newest earlier one. None: it may link none.
+
+    A byte that the disk loses of a linked file damages both checkpoints. So none is linked where these two
+    are all that is left after the save. Nor for a permanent checkpoint, which may have to outlast all others.
+    """
+    earlier = earlier_checkpoints(final.parent, step_of(final))
+    if not earlier or mark_of(final).exists():
+        return None
+    purged = too_old(earlier, keep)
+    num_left = len(earlier) - len(purged)
+    return earlier[0] if earlier[0] in purged or num_left > 1 else None
 
 
 def check_free_space(final: Path, total_bytes: int) -> None:
@@ -333,7 +363,8 @@ def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks, thread
                 lambda file: write_group(pending, file, groups[file], flushers), list(groups), threads
             )
             for shard in written:
-                shard.flushed.result()
+                if shard.flushed is not None:
+                    shard.flushed.result()
         pending.fault_point("ckpt.post_shard")
         files = {shard.file: shard.entry for shard in written}
         read_back(pending, lambda: compare_shards(pending, files, written, groups, threads))
@@ -343,26 +374,32 @@ def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks, thread
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A shard file: its entry in the index, its pieces in order, and when it is on disk."""
+    """A shard file: its entry in the index, its pieces in order, and when it is on disk.
+
+    flushed: None: it is linked, and so it was on disk before.
+    """
     file: str
     entry: FileEntry
     pieces: list[StoredPiece]
-    flushed: "Future[None]"
+    flushed: "Future[None] | None"
 
 
 def write_group(
     pending: PendingSave, file: str, group: list[Piece], flushers: ThreadPoolExecutor
 ) -> WrittenShard:
-    """Writes one shard file, and lets a thread of `flushers` bring it to the disk."""
+    """Links a shard file that did not change; or writes it, and a thread of `flushers` brings it to disk."""
     names = [box.key if box.size == box.shape else str(box) for box, _ in group]
-    tensors = [tensor for _, tensor in group]
-    entry, checksums, fd = write_shard(
-        pending.temp / file,
-        list(zip(names, tensors)),
-        pending.save_id,
-        halfway=lambda: pending.fault_point("ckpt.mid_shard"),
-    )
-    flushed = flushers.submit(flush, fd)
+    named = [(name, tensor) for name, (_, tensor) in zip(names, group)]
+    target = pending.temp / file
+    same = link_shard(pending.earlier / file, target, named) if pending.earlier is not None else None
+    if same is not None:
+        entry, checksums = same
+        flushed = None
+    else:
+        entry, checksums, fd = write_shard(
+            target, named, pending.save_id, halfway=lambda: pending.fault_point("ckpt.mid_shard")
+        )
+        flushed = flushers.submit(flush, fd)
     stored: list[StoredPiece] = []
     for (box, tensor), name, checksum in zip(group, names, checksums):
         dtype = DTYPES[tensor.dtype]
@@ -379,11 +416,14 @@ def compare_shards(
 ) -> None:
     """Raises IntegrityError unless the shards read back as the tensors that they were made of.
 
-    The tensors are still in memory, so the bytes are compared and not hashed a second time.
+    The tensors are still in memory, so the bytes are compared and not hashed a second time. Those of a linked
+    file were compared before.
     """
     def compare(shard: WrittenShard) -> None:
         path = pending.temp / shard.file
         offsets = check_header(path, files[shard.file], pending.save_id, shard.pieces)
+        if shard.flushed is None:
+            return
         with open_shard(path) as fd:
             for piece, (_, tensor) in zip(shard.pieces, groups[shard.file]):
                 if not reads_as(fd, offsets[piece], raw_bytes(tensor)):
@@ -445,15 +485,17 @@ def read_back(pending: PendingSave, check: Callable[[], object]) -> None:
         raise StorageError(pending.temp, pending.total_bytes, why) from error
 
 
-def commit(pending: PendingSave, shards: list[RankShards], meta: Tree) -> None:
+def commit(pending: PendingSave, shards: list[RankShards], meta: Tree) -> int:
     """Rank 0, once all shards are on disk: writes the small files and renames the folder.
 
-    This one rename makes it a checkpoint.
+    This one rename makes it a checkpoint. Returns the bytes of its files that are linked.
     """
     with storage_errors(pending.temp, pending.total_bytes):
         write_meta_and_index(pending, shards, meta)
         read_back(pending, lambda: read_meta(pending.temp))
         rename_to_final(pending)
+    entries = [entry for part in shards for entry in part.files.values()]
+    return sum(int(entry["bytes"]) for entry in entries if "save_id" in entry)
 
 
 def write_meta_and_index(pending: PendingSave, shards: list[RankShards], meta: Tree) -> None:
@@ -529,14 +571,22 @@ def purge_older(root: Path, step: int, keep: int, fault_point: FaultPoint) -> No
     alone, too.
     """
     fault_point("ckpt.pre_purge")
-    earlier = [path for other_step, path in committed_checkpoints(root) if other_step < step]
-    too_many = earlier[max(keep, 1) - 1:]
-    for path in reversed([path for path in too_many if not mark_of(path).exists()]):
+    for path in reversed(too_old(earlier_checkpoints(root, step), keep)):
         with folder_lock(path, fcntl.LOCK_EX) as nobody_reads:
             if nobody_reads and not is_newer_format(path):
                 move_to_trash(path)
                 fault_point("ckpt.mid_purge")
     remove_leftovers(root)
+
+
+def earlier_checkpoints(root: Path, step: int) -> list[Path]:
+    """The committed checkpoints of earlier steps, newest first."""
+    return [path for other_step, path in committed_checkpoints(root) if other_step < step]
+
+
+def too_old(earlier: list[Path], keep: int) -> list[Path]:
+    """Of the checkpoints before the newest one, those that are purged: beyond `keep`, and not permanent."""
+    return [path for path in earlier[max(keep, 1) - 1:] if not mark_of(path).exists()]
 
 
 def drop_after(root: Path, step: int) -> None:

@@ -591,8 +591,12 @@ class MetricsLogger:
         self.recent_ms.clear()
         self.log_line(text)
 
-    def log_save(self, path: Path, size_bytes: int, seconds: float) -> None:
-        self.log_line(f"saved {path} ({byte_count(size_bytes)}, {seconds:.1f} s)")
+    def log_save(self, path: Path, size_bytes: int, seconds: float, linked_bytes: int = 0) -> None:
+        """linked_bytes: of size_bytes, those of files that did not change and were linked."""
+        size = byte_count(size_bytes)
+        if linked_bytes:
+            size = f"wrote {byte_count(size_bytes - linked_bytes)}, linked {byte_count(linked_bytes)}"
+        self.log_line(f"saved {path} ({size}, {seconds:.1f} s)")
 
     def reopen(self) -> None:
         """Writes the next rows into a new metrics.jsonl: the file was removed."""

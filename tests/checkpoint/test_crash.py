@@ -186,6 +186,47 @@ def test_killed_between_shards(tmp_path, monkeypatch):
     assert content(store.newest_checkpoint(tmp_path)) == 30 and not leftovers(tmp_path)
 
 
+def test_killed_after_a_file_was_linked(tmp_path, monkeypatch):
+    """At every point between the first link and the end of the save: the checkpoint that was linked to is
+    whole, and the next save links to it again. No file has more names than two.
+    """
+    monkeypatch.setattr(store, "SHARD_BYTES", 1)
+    frozen = torch.arange(3000.0)  # in all steps alike
+
+    def save_linked(root, step, at=lambda point: None):
+        boxes = [(Box.whole("a", (3000,)), frozen), *pieces(step)]
+        return store.save(root, step, boxes, {"tokens": step * 100}, keep=3, fault_point=at)
+
+    def check(path, is_linked):
+        step = store.verify(path).step
+        got = {"a": torch.zeros(3000)} | {key: torch.zeros_like(x) for key, x in tensors(0).items()}
+        store.load(path, [(Box.whole(key, x.shape), x) for key, x in got.items()])
+        truth = {"a": frozen} | tensors(step)
+        assert all(torch.equal(got[key], truth[key]) for key in truth)
+        (entry,) = [e for f, e in store.read_index(path)["files"].items() if f == "shard_00000.safetensors"]
+        assert ("save_id" in entry) is is_linked
+
+    for step in (10, 20):
+        save_linked(tmp_path / "start", step)
+    for point in store.FAULT_POINTS[1:]:
+        root = tmp_path / point
+        shutil.copytree(tmp_path / "start", root)
+        code = child(lambda: save_linked(root, 30, die(point)))  # noqa: B023
+        committed = code == 0 or store.FAULT_POINTS.index(point) >= COMMITTED
+        assert code in (0, -signal.SIGKILL)
+        if not code:
+            assert point in ("ckpt.mid_replace", "ckpt.mid_purge"), point  # nothing to replace or to purge
+        newest = store.newest_checkpoint(root)
+        assert newest.name == ("step_00000030" if committed else "step_00000020")
+        check(newest, is_linked=committed)
+        save_linked(root, 30)  # that is there, or anew
+        check(root / "step_00000030", is_linked=True)
+        check(save_linked(root, 40), is_linked=False)  # that of 30 has two names
+        shared = [path.stat().st_nlink for path in root.glob("step_*/shard_00000.safetensors")]
+        assert sorted(shared) == [1, 2, 2] and not leftovers(root)
+        shutil.rmtree(root)
+
+
 @pytest.mark.parametrize("cause", ["ENOSPC", "EIO", "EROFS", "EDQUOT", "EFBIG"])
 def test_an_error_of_the_disk_at_every_point(tmp_path, cause):
     """StorageError with path, bytes and cause; the previous checkpoint is intact; the same process can save
