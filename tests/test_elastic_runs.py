@@ -6,8 +6,10 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import numpy as np
@@ -67,17 +69,25 @@ def assert_same(home, truth):
     np.testing.assert_allclose(list(found.values()), list(truth.losses.values()), rtol=BOUND, atol=0)
 
 
-def launch(home, nproc, words, fault=""):
-    """(exit code, stdout, lines on stderr) of the launcher."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.launch", "--nproc", nproc, "--", *words, *folder(home)],
+def open_launcher(home, nproc, words, fault="", options=()):
+    return subprocess.Popen(
+        [sys.executable, "-m", "scripts.launch", "--nproc", nproc, *options, "--", *words, *folder(home)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+def launch(home, nproc, words, fault="", options=()):
+    """(exit code, stdout, lines on stderr) of the launcher."""
+    with open_launcher(home, nproc, words, fault, options) as launcher:
+        try:
+            out, errors = launcher.communicate(timeout=300)
+        finally:
+            launcher.kill()
+    return launcher.returncode, out, errors.splitlines()
 
 
 def noting_samples(home):
@@ -154,6 +164,26 @@ def test_a_fault_that_comes_again_ends_the_job_after_three_restarts(tmp_path, wo
     assert code == 137
     assert restart_lines(errors) == [f"launch: restart {n}, from step 2: 1 rank -> 1 rank" for n in (1, 2, 3)]
     assert errors[-1] == "launch: 3 restarts in a row have brought no newer checkpoint: the job ends"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_after_a_loss_stops_the_job_and_the_command_goes_on(tmp_path, words, number):
+    """It comes as soon as the restart is told of: before the ranks are there, or while they import."""
+    fault = "step.begin:step=3:act=SIGKILL"
+    with open_launcher(tmp_path, "1:1", words, fault) as launcher:
+        for line in launcher.stderr:
+            if line.startswith("launch: restart 1"):
+                break
+        began = time.monotonic()
+        launcher.send_signal(number)
+        out, rest = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75 and time.monotonic() - began < 20, (out, rest)
+    assert rest.count("\n") == 1 and number.name in rest and "the same command goes on" in rest
+    reason = json.loads((tmp_path / "run" / "exit_reason.json").read_text())
+    assert (reason["code"], reason["requeue"]) == (75, True)
+    if number == signal.SIGTERM:
+        code, out, errors = launch(tmp_path, "1:1", words)
+        assert code == 0 and len(losses(tmp_path)) == STEPS, (out, errors)
 
 
 def test_the_key_alone_lets_any_launcher_start_fewer_or_more_ranks(tmp_path, words, truth):
