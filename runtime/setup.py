@@ -365,11 +365,12 @@ def remove_exit_reasons(run_dir: Path) -> None:
 
 
 def write_exit_reason(run_dir: Path, rank: int, code: int, reason: str, *, requeue: bool = False,
-                      of_job: bool = False) -> bool:
+                      of_job: bool = False, of_device: bool = False) -> bool:
     """Writes exit_reason.json (rank 0) or exit_reason.rankN.json atomically.
 
     It keeps the exit code, because torchrun turns every cause into code 1.
     requeue: whether another start may succeed. of_job: writes exit_reason.json whatever the rank is.
+    of_device: the rank's device computes wrongly, so that the next start is to be without it.
     Returns False instead of raising OSError: a full disk must not hide why the process ends.
     """
     file = Path(run_dir) / ("exit_reason.json" if rank == 0 or of_job else f"exit_reason.rank{rank}.json")
@@ -381,6 +382,8 @@ def write_exit_reason(run_dir: Path, rank: int, code: int, reason: str, *, reque
         "rank": rank,
         "host": socket.gethostname(),
     }
+    if of_device:
+        record["wrong_device"] = True
     try:
         with open(temp, "w") as out:
             out.write(json.dumps(record) + "\n")

@@ -16,6 +16,7 @@ checkpoint, with the ranks that are left.
 - A rank is lost that a signal has ended (SIGKILL, a crash, the kernel for want of memory), or that hung and
   was killed for it. Its place, a GPU, is left out as long as MIN ranks remain. After a hang that nobody was
   killed for, and where replicas differ, all places start again.
+- A rank that finds before the first step that its device computes wrongly (code 80) is left out for good.
 - The layout follows the number of ranks (parallel.elastic, which MIN:MAX sets): MAX or as many as it can use.
 - Places that were left out are used again after --regrow minutes: the job saves and stops for it. Without
   --regrow they stay out until this command is given again.
@@ -37,6 +38,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -396,19 +398,24 @@ def usable_ranks(cfg: Config, least: int, most: int) -> int:
     return found
 
 
-def choose_places(cfg: Config, span: RankSpan, left_out: set[int]) -> tuple[int, ...]:
-    """The places of the next start: without those left out, as long as enough remain; else of all of them.
+def choose_places(
+    cfg: Config, span: RankSpan, left_out: set[int], wrong: Collection[int] = ()
+) -> tuple[int, ...]:
+    """The places of the next start: without those left out, as long as enough remain; else with them again.
 
-    Raises ConfigError if no number of ranks in the span has a layout.
+    wrong: those whose devices compute wrongly, which are never used again. Raises ConfigError if no number of
+    ranks in the span has a layout, or too few places are sound.
     """
     least = span.least or span.most
-    every = tuple(range(span.most))
-    remaining = tuple(place for place in every if place not in left_out)
+    sound = tuple(place for place in range(span.most) if place not in wrong)
+    if len(sound) < least:
+        raise ConfigError(f"--nproc: fewer than {least} places of this node compute as they should")
+    remaining = tuple(place for place in sound if place not in left_out)
     if len(remaining) >= least:
         with contextlib.suppress(ConfigError):
             return remaining[: usable_ranks(cfg, least, len(remaining))]
     left_out.clear()
-    return every[: usable_ranks(cfg, least, span.most)]
+    return sound[: usable_ranks(cfg, least, len(sound))]
 
 
 def may_restart(ends: list[RankEnd], reason: restarts.ExitReason | None) -> bool:
@@ -428,9 +435,12 @@ def run_elastic(
 
     Raises ConfigError before the first start.
     """
+    from plan import elastic
+
     cfg, run = elastic_config(words)
     span = options.nproc
-    left_out: set[int] = set()
+    left_out: set[int] = set()  # places of ranks that were lost
+    wrong: set[int] = set()  # places whose devices compute wrongly
     places = choose_places(cfg, span, left_out)
     progress = restarts.RestartCount(restarts.newest_step(run))
     restart = 0
@@ -470,9 +480,16 @@ def run_elastic(
 
         # with which ranks
         left_out |= {node.place(end.rank) for end in ends if end.is_lost}
-        before, places = places, choose_places(cfg, span, left_out)
+        wrong |= {node.place(rank) for rank in restarts.ranks_with_wrong_devices(run)}
+        before = places
+        try:
+            places = choose_places(cfg, span, left_out, wrong)
+        except ConfigError as error:
+            tell(f"launch: no restart{without_places(left_out, wrong)}: {error}")
+            return code
         restart += 1
-        tell(restart_line(cfg, restart, step, before=before, places=places, left_out=left_out))
+        change = f"{elastic.in_words(cfg, len(before))} -> {elastic.in_words(cfg, len(places))}"
+        tell(restart_line(restart, step, change) + without_places(left_out, wrong))
     if has_run:
         leave_reason(run, STOPPED_EARLY, f"{relay.first_name()} received between two starts")
     return stop_without_ranks(relay, has_run)
@@ -488,25 +505,24 @@ def leave_reason(run: Path, code: int, text: str) -> None:
     setup.write_exit_reason(run, 0, code, text, requeue=code == STOPPED_EARLY)
 
 
-def restart_line(
-    cfg: Config,
-    restart: int,
-    step: int,
-    *,
-    before: tuple[int, ...],
-    places: tuple[int, ...],
-    left_out: set[int],
-) -> str:
-    """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2), without place 3 of this node"""
-    from plan import elastic
-
+def restart_line(restart: int, step: int, change: str) -> str:
+    """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2)"""
     where = "the beginning" if step == restarts.FIRST_STEP else f"step {step:,}"
-    text = f"launch: restart {restart}, from {where}: {elastic.in_words(cfg, len(before))}"
-    text += f" -> {elastic.in_words(cfg, len(places))}"
-    if left_out:
-        plural = "s" if len(left_out) > 1 else ""
-        text += f", without place{plural} {', '.join(map(str, sorted(left_out)))} of this node"
+    return f"launch: restart {restart}, from {where}: {change}"
+
+
+def without_places(left_out: set[int], wrong: set[int]) -> str:
+    """, without places 1, 3 of this node (of place 1 the device computes wrongly); "" with all places"""
+    if not left_out | wrong:
+        return ""
+    text = f", without {named_places(left_out | wrong)} of this node"
+    if wrong:
+        text += f" (of {named_places(wrong)} the device computes wrongly)"
     return text
+
+
+def named_places(places: set[int]) -> str:
+    return f"place{'s' if len(places) > 1 else ''} {', '.join(map(str, sorted(places)))}"
 
 
 def used_line(used: int, most: int) -> str:

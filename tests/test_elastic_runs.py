@@ -166,6 +166,52 @@ def test_a_fault_that_comes_again_ends_the_job_after_three_restarts(tmp_path, wo
     assert errors[-1] == "launch: 3 restarts in a row have brought no newer checkpoint: the job ends"
 
 
+# train.py as ranks start it; in places 1 and 3 the device multiplies wrongly
+WRONG_DEVICE = """
+import os, runpy, sys
+sys.path.insert(0, ".")
+from runtime import probes
+
+places = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+sound = probes.known_product
+
+def flipped(n, device, dtype):
+    left, right, expected = sound(n, device, dtype)
+    left[3, 5] += 1
+    return left, right, expected
+
+if places[int(os.environ["LOCAL_RANK"])] in ("1", "3"):
+    probes.known_product = flipped
+runpy.run_path("train.py", run_name="__main__")
+"""
+WITH_ANOTHER_FILE = "import sys; from scripts import launch; launch.TRAIN_FILE = sys.argv[1]; " \
+    "sys.exit(launch.main(sys.argv[2:]))"
+
+
+def test_places_whose_devices_multiply_wrongly_are_left_out(tmp_path, words, truth):
+    """Both ranks may say so at the first start, or one at each; two sound places are enough."""
+    file = tmp_path / "wrong.py"
+    file.write_text(WRONG_DEVICE)
+    options = ["--nproc", "1:4", "--", *words, *folder(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_ANOTHER_FILE, str(file), *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    errors = done.stderr.splitlines()
+    assert done.returncode == 0, (done.stdout, errors)
+    assert any("multiplies wrongly" in line for line in errors if line.startswith("error: rank "))
+    first, *second = restart_lines(errors)
+    assert first.startswith("launch: restart 1, from the beginning: 4 ranks (dp4) -> 2 ranks (dp2)")
+    assert len(second) <= 1
+    wrong = r"place(s 1, 3| 1) of this node \(of place\1 the device computes wrongly\)"
+    assert re.search(f"2 ranks \\(dp2\\), without {wrong}$", [first, *second][-1])
+    assert_same(tmp_path, truth)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_signal_after_a_loss_stops_the_job_and_the_command_goes_on(tmp_path, words, number):
     """It comes as soon as the restart is told of: before the ranks are there, or while they import."""

@@ -332,6 +332,9 @@ told = [start, rank, os.environ["WORLD_SIZE"], os.environ["CUDA_VISIBLE_DEVICES"
 with open(run / "starts", "a") as file:
     file.write(json.dumps(told) + "\\n")
 act = plan[min(start, len(plan) - 1)]
+if rank in act.get("wrong", []):
+    reason = {"code": 80, "requeue": True, "rank": rank, "wrong_device": True}
+    (run / f"exit_reason.rank{rank}.json").write_text(json.dumps(reason))
 if rank == 0 and act.get("save"):
     (run / "checkpoints" / f"step_{act['save']:08d}").mkdir(parents=True)
 time.sleep(act.get("starts", 0))
@@ -389,6 +392,37 @@ def test_a_place_that_the_layout_cannot_use_is_a_spare(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "launch: 2 of 3 ranks: as many as the layout can use"
     assert "2 ranks (dp2) -> 2 ranks (dp2), without place 0 of this node" in lines[2]
+
+
+def test_a_place_whose_device_computes_wrongly_stays_out(tmp_path, capsys):
+    """Also where others that were lost must be used again, and when the job grows."""
+    plan = [
+        {"wrong": [1], "others": 80},
+        {"0": -9, "others": 1, "save": 2},
+        {"0": -9, "others": 1, "save": 4},  # too few remain: all that are sound
+        {"0": -9, "others": 1, "save": 6},
+        {"waits": True},
+        {},
+    ]
+    words = ("--train.micro_batch", "1", "--train.global_batch", "12")
+    code, starts = elastic_run(tmp_path, "2:4", plan, *words, regrow=("--regrow", "0.05"))
+    assert code == 0
+    used = {start: places for start, _, _, places in starts}
+    assert used == {0: "0,1,2,3", 1: "0,2,3", 2: "2,3", 3: "0,2,3", 4: "2,3", 5: "0,2,3"}
+    lines = [line for line in capsys.readouterr().err.splitlines() if "launch: restart" in line]
+    wrong = "(of place 1 the device computes wrongly)"
+    assert lines[0].endswith(f"4 ranks (dp4) -> 3 ranks (dp3), without place 1 of this node {wrong}")
+    assert lines[1].endswith(f"3 ranks (dp3) -> 2 ranks (dp2), without places 0, 1 of this node {wrong}")
+    assert lines[2].endswith(f"2 ranks (dp2) -> 3 ranks (dp3), without place 1 of this node {wrong}")
+
+
+def test_too_few_sound_places_end_the_job_with_80(tmp_path, capsys):
+    code, starts = elastic_run(tmp_path, "2:3", [{"wrong": [0], "others": 80}, {"wrong": [1], "others": 80}])
+    assert code == 80 and [start for start, *_ in starts] == [0, 0, 1, 1]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "launch: no restart, without places 0, 2 of this node (of places 0, 2 the device computes wrongly): "
+        "--nproc: fewer than 2 places of this node compute as they should"
+    )
 
 
 def test_too_few_that_remain_make_all_places_start_again(tmp_path):
