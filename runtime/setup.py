@@ -22,7 +22,8 @@ import torch
 import config
 from config import Config, ConfigError, usable_cores
 from runtime.faults import FaultInjector, parse
-from runtime.processes import catches, die_with_parent
+from runtime.processes import catches, die_with_parent, process_seconds
+from runtime.spares import SPARE_WORD, wait_for_job
 from runtime.tensorboard_sink import check_tensorboard
 
 # in the names of environment variables whose values are never written
@@ -177,6 +178,26 @@ def rank_and_world() -> tuple[int, int, int, int]:
 def restart_count() -> str:
     """How often torchrun (--max-restarts) has restarted this job. The store keeps its keys over a restart."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def words_of_process(argv: list[str]) -> list[str]:
+    """argv; in a spare (runtime/spares.py) the words of the rank that it becomes, when its launcher says so.
+
+    Its environment is that rank's then. A spare that is needed no more ends here.
+    """
+    if argv != [SPARE_WORD]:
+        return argv
+    job = wait_for_job()
+    if job is None:
+        sys.exit(0)
+    os.environ.update(job.environment)
+    os.environ["BEVATRON_SPARE_SECONDS"] = str(process_seconds())
+    return job.words
+
+
+def seconds_since_start() -> float:
+    """Since the kernel started this process, or it became a rank; 0.0 where nobody knows."""
+    return max(0.0, process_seconds() - float(os.environ.get("BEVATRON_SPARE_SECONDS", "0")))
 
 
 def launcher_notes() -> list[str]:

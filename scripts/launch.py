@@ -20,6 +20,7 @@ checkpoint, with the ranks that are left.
 - The layout follows the number of ranks (parallel.elastic, which MIN:MAX sets): MAX or as many as it can use.
 - Places that were left out are used again after --regrow minutes: the job saves and stops for it. Without
   --regrow they stay out until this command is given again.
+- Processes wait with their imports done, as many as ranks, or --spares of them: the next start is sooner.
 - Three restarts in a row that bring no newer checkpoint end the job, with the last exit code.
 With parallel.elastic alone, and over several nodes, a start takes as many ranks as the layout can use.
 
@@ -50,6 +51,7 @@ from config.terminal import ParagraphHelp
 from runtime import restarts
 from runtime.processes import catches, dying_with
 from runtime.relay import SignalRelay
+from runtime.spares import Spares
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
@@ -146,10 +148,12 @@ class RankEnd:
 
 @dataclass
 class StartWatch:
-    """What reaches the ranks of one start from here. relay: the signals to this process. stop_after: seconds
-    until they are asked to save and stop, for a larger start; None: never. was_stopped: whether they were."""
+    """What reaches the ranks of one start from here. relay: the signals to this process. spares: processes
+    that become ranks sooner than new ones; None: none. stop_after: seconds until the ranks are asked to save
+    and stop, for a larger start; None: never. was_stopped: whether they were."""
 
     relay: SignalRelay
+    spares: Spares | None = None
     stop_after: float | None = None
     was_stopped: bool = False
 
@@ -224,19 +228,10 @@ def run_ranks(
 ) -> list[RankEnd]:
     """Runs the command as every rank of this node. Returns how they ended, in that order."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    die_with_launcher = dying_with(os.getpid())
     try:
         for local_rank, rank in enumerate(node.ranks()):
-            # a session of its own: Ctrl-C comes once, from here
-            process = subprocess.Popen(
-                command,
-                env=node.environment(local_rank),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with_launcher,
-            )
-            processes[rank] = process
-            watch.relay.add(process)
+            processes[rank] = start_rank(command, node.environment(local_rank), watch.spares)
+            watch.relay.add(processes[rank])
         store = None if listener is None else host_store(node, listener)
         ends = wait_for_ranks(processes, watch)
         linger(node, store, watch.relay)
@@ -244,6 +239,24 @@ def run_ranks(
     finally:
         kill(processes)
         watch.relay.processes.clear()
+
+
+def start_rank(
+    command: list[str], environment: dict[str, str], spares: Spares | None
+) -> subprocess.Popen[bytes]:
+    """A process that runs the command: a spare where one waits, else a new one."""
+    if spares is not None:
+        changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        process = spares.take(command[2:], changed)  # behind python and train.py
+        if process is not None:
+            return process
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C comes once, from here
+        preexec_fn=dying_with(os.getpid()),
+    )
 
 
 def host_store(node: Node, listener: socket.socket) -> Any:
@@ -260,6 +273,7 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
     killed: set[int] = set()
     deadline: float | None = None
     has_answered = False  # a Ctrl-C
+    are_training = False
     started = time.monotonic()
     while len(ends) < len(processes):
         # who has ended, and what follows for the others
@@ -281,6 +295,12 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
             killed |= {rank for rank, process in processes.items() if process.poll() is None}
             kill(processes)
             deadline = None
+
+        # spares for the next start, when this one needs no core for its imports any more
+        if watch.spares is not None and deadline is None and not ends:
+            are_training = are_training or all(map(can_stop, processes.values()))
+            if are_training:
+                watch.spares.tend()
 
         # a larger start
         is_time_over = watch.stop_after is not None and now > started + watch.stop_after
@@ -428,7 +448,11 @@ def may_restart(ends: list[RankEnd], reason: restarts.ExitReason | None) -> bool
 
 
 def run_elastic(
-    options: argparse.Namespace, words: list[str], command: list[str], relay: SignalRelay
+    options: argparse.Namespace,
+    words: list[str],
+    command: list[str],
+    relay: SignalRelay,
+    spares: Spares,
 ) -> int:
     """Starts the job, and again after the loss of a rank. Returns the exit code of the last start; 75 where a
     signal has come instead of the next one.
@@ -451,7 +475,7 @@ def run_elastic(
         # one start
         node, listener = listen(options)
         node = replace(node, nproc=len(places), places=places, restart=restart)
-        watch = StartWatch(relay, 60 * options.regrow if options.regrow and left_out else None)
+        watch = StartWatch(relay, spares, 60 * options.regrow if options.regrow and left_out else None)
         restarts.remove_reasons(run)
         started = time.monotonic()
         has_run = True
@@ -587,6 +611,12 @@ def arguments() -> argparse.ArgumentParser:
         metavar="MINUTES",
         help="with MIN:MAX: save and start with all ranks again, so long after a start with fewer",
     )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        metavar="N",
+        help="with MIN:MAX: processes that wait with their imports done; without it as many as ranks",
+    )
     parser.add_argument("--nnodes", type=positive, default=1, help="nodes of the job, all with --nproc ranks")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="where several nodes meet: on node 0")
@@ -607,7 +637,10 @@ def main(argv: list[str]) -> int:
             if options.nproc.least is None:
                 return run_once(options, cfg, command, relay)
             elastic_words = ["--parallel.elastic", "true"]
-            return run_elastic(options, [*words, *elastic_words], [*command, *elastic_words], relay)
+            wanted = options.nproc.most if options.spares is None else options.spares
+            with Spares(command[:2], wanted) as spares:
+                whole = [*command, *elastic_words]
+                return run_elastic(options, [*words, *elastic_words], whole, relay, spares)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -649,6 +682,12 @@ def check_elastic_options(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--regrow: goes with --nproc MIN:MAX, as 1:{options.nproc.most}; without it no place is left out"
         )
+    if options.spares is not None and not is_elastic:
+        raise ConfigError(
+            f"--spares: goes with --nproc MIN:MAX, as 1:{options.nproc.most}; without it nothing starts again"
+        )
+    if options.spares is not None and not 0 <= options.spares <= options.nproc.most:
+        raise ConfigError(f"--spares: at most one for each place, 0 to {options.nproc.most}")
 
 
 if __name__ == "__main__":

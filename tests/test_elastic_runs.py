@@ -2,6 +2,7 @@
 real processes. What it trains is what it would have trained: the same losses to 1e-9 in float64.
 """
 
+import contextlib
 import json
 import os
 import pathlib
@@ -192,7 +193,7 @@ def test_places_whose_devices_multiply_wrongly_are_left_out(tmp_path, words, tru
     """Both ranks may say so at the first start, or one at each; two sound places are enough."""
     file = tmp_path / "wrong.py"
     file.write_text(WRONG_DEVICE)
-    options = ["--nproc", "1:4", "--", *words, *folder(tmp_path)]
+    options = ["--nproc", "1:4", "--spares", "0", "--", *words, *folder(tmp_path)]
     done = subprocess.run(
         [sys.executable, "-c", WITH_ANOTHER_FILE, str(file), *options],
         cwd=ROOT,
@@ -210,6 +211,60 @@ def test_places_whose_devices_multiply_wrongly_are_left_out(tmp_path, words, tru
     wrong = r"place(s 1, 3| 1) of this node \(of place\1 the device computes wrongly\)"
     assert re.search(f"2 ranks \\(dp2\\), without {wrong}$", [first, *second][-1])
     assert_same(tmp_path, truth)
+
+
+def children(launcher):
+    """{process: its command line and environment} of the launcher's children."""
+    found = {}
+    for pid in pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            parts = [pathlib.Path(f"/proc/{pid}/{part}").read_text() for part in ("cmdline", "environ")]
+            found[int(pid)] = "\0".join(parts)
+    return found
+
+
+def newest_row(home):
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        lines = (home / "run" / "metrics.jsonl").read_text().splitlines()
+        return json.loads(lines[-1])["step"]
+    return 0
+
+
+def wait_until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_spares_become_the_ranks_of_the_next_start(tmp_path, words):
+    """Processes that waited before the loss; and others wait after it."""
+    more = [*words, "--train.steps", "100000", "--checkpoint.every", "50", "--checkpoint.keep", "2"]
+    more += ["--log.every", "1000"]
+
+    def spares():
+        return {pid for pid, words in children(launcher).items() if "\0--spare\0" in words}
+
+    with open_launcher(tmp_path, "2:2", more) as launcher:
+        try:
+            assert wait_until(lambda: len(spares()) == 2)
+            assert wait_until(lambda: newest_row(tmp_path) > 100)
+            waited = spares()
+            ranks = {words.partition("\0RANK=")[2][:1]: pid for pid, words in children(launcher).items()}
+            os.kill(ranks["1"], signal.SIGKILL)
+            assert wait_until(lambda: set(children(launcher)) >= waited and len(spares() - waited) == 2)
+            assert ranks["0"] not in children(launcher)
+            launcher.send_signal(signal.SIGTERM)
+            out, errors = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 75, (out, errors)
+    assert len(restart_lines(errors.splitlines())) == 1 and "2 ranks (dp2) -> 2 ranks (dp2)" in errors
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+    starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert len(starts) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)

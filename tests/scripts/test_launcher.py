@@ -17,6 +17,7 @@ import pytest
 from ranks import MODEL, corpus
 
 from runtime.relay import SignalRelay
+from runtime.spares import Spares
 from scripts import launch
 from scripts.launch import Node, RankEnd, StartWatch
 
@@ -358,7 +359,7 @@ def elastic_run(folder, span, plan, *words, regrow=()):
     words = ["llama3-tiny", "--log.dir", str(folder), "--log.name", "r", "--train.global_batch", "8", *words]
     command = [sys.executable, "-S", "-c", ELASTIC_RANK, str(run), json.dumps(plan)]
     with SignalRelay() as relay:
-        code = launch.run_elastic(options, words, command, relay)
+        code = launch.run_elastic(options, words, command, relay, Spares([], 0))
     return code, sorted(map(json.loads, (run / "starts").read_text().splitlines()))
 
 
@@ -484,6 +485,8 @@ def test_what_starts_again(codes, reason, restarts):
         (["--nproc", "3:3"], ["--parallel.tp", "2"], "no layout for 3 ranks: start 2, 4"),
         (["--nproc", "1:2", "--nnodes", "2"], [], "--nproc: MIN:MAX starts the ranks of one node again"),
         (["--nproc", "2", "--regrow", "5"], [], "--regrow: goes with --nproc MIN:MAX, as 1:2"),
+        (["--nproc", "2", "--spares", "1"], [], "--spares: goes with --nproc MIN:MAX, as 1:2"),
+        (["--nproc", "1:2", "--spares", "3"], [], "--spares: at most one for each place, 0 to 2"),
         (["--nproc", "1:2"], ["--checkpoint.branch", "runs/x@5"], "give --log.name and --log.dir too"),
     ],
 )
@@ -562,6 +565,8 @@ def start_signalled(folder, function, call, number, options, program=LOST_ONCE):
     file = folder / "stand_in.py"
     file.write_text(program)
     where = [function, str(call), str(int(number)), str(file)]
+    if ":" in options[1]:
+        options = [*options, "--spares", "0"]
     words = ["--", "llama3-tiny", "--log.name", "r", "--log.dir", ".", "--train.global_batch", "8"]
     return subprocess.Popen(
         [sys.executable, "-c", SIGNALLED_LAUNCHER, *where, *options, *words],
