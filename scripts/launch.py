@@ -471,9 +471,11 @@ def run_elastic(
     has_run = False
     if len(places) < span.most:
         tell(used_line(len(places), span.most))
-    while not relay.received:
+    while True:
         # one start
         node, listener = listen(options)
+        if relay.received:
+            break
         node = replace(node, nproc=len(places), places=places, restart=restart)
         watch = StartWatch(relay, spares, 60 * options.regrow if options.regrow and left_out else None)
         restarts.remove_reasons(run)

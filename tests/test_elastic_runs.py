@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 from ranks import MODEL, corpus, job
 
+import config
 from checkpoint import store
 from data.loader import BatchLoader
+from plan import elastic
 
 ROOT = pathlib.Path(__file__).parent.parent
 BOUND = 1e-9  # relative, in fp64
@@ -213,6 +215,55 @@ def test_places_whose_devices_multiply_wrongly_are_left_out(tmp_path, words, tru
     assert_same(tmp_path, truth)
 
 
+# train.py as ranks start it, on devices of so many bytes
+SMALL_DEVICE = """
+import runpy, sys
+sys.path.insert(0, ".")
+import start
+from plan.elastic import RankDevice
+
+start.rank_device = lambda device: RankDevice("NVIDIA A100", {memory})
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_fewer_ranks_take_a_layout_that_fits_or_are_refused(tmp_path, words, truth):
+    """Under ZeRO-3 two ranks hold more each than four: here a byte more than there is. A refusal comes before
+    the first step."""
+    more = [*words, "--parallel.zero", "3"]
+    cfg = config.resolve(more[0], None, [*more[1:], "--parallel.elastic", "true"])
+    card = elastic.RankDevice("NVIDIA A100")
+    of_two, of_four = (elastic.held_by_fullest(cfg, world, card) for world in (2, 4))
+    assert of_four < of_two - 1
+
+    def run(home, memory):
+        file = home / "small.py"
+        file.write_text(SMALL_DEVICE.format(memory=memory))
+        done = subprocess.run(
+            [sys.executable, "-c", WITH_ANOTHER_FILE, str(file)]
+            + ["--nproc", "2:4", "--spares", "0", "--", *more, *folder(home)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "step.begin:rank=3:step=4:act=SIGKILL"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return done.returncode, " ".join(done.stdout.split()), done.stderr.splitlines()
+
+    code, out, errors = run(tmp_path, of_two - 1)
+    assert code == 0, (out, errors)
+    assert re.search(r"elastic: 2 ranks \(dp2\), the given axes, with --.*, because the given settings", out)
+    assert "would take 2.3 GiB of a GPU by the planner" in out and out.count("elastic: ") == 1
+    assert_same(tmp_path, truth)
+
+    none = tmp_path / "none"
+    none.mkdir()
+    code, out, errors = run(none, of_two // 2)
+    said = [line for line in errors if line.startswith("error: ")]
+    assert code == 2 and len(said) == 1 and not (none / "run" / "metrics.jsonl").exists(), (out, errors)
+    assert "no layout on 4 ranks fits into the " in said[0] and "start more ranks" in said[0]
+
+
 def children(launcher):
     """{process: its command line and environment} of the launcher's children."""
     found = {}
@@ -240,7 +291,7 @@ def wait_until(condition, seconds=120):
 def test_spares_become_the_ranks_of_the_next_start(tmp_path, words):
     """Processes that waited before the loss; and others wait after it."""
     more = [*words, "--train.steps", "100000", "--checkpoint.every", "50", "--checkpoint.keep", "2"]
-    more += ["--log.every", "1000"]
+    more += ["--log.every", "10"]
 
     def spares():
         return {pid for pid, words in children(launcher).items() if "\0--spare\0" in words}

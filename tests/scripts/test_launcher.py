@@ -18,6 +18,7 @@ from ranks import MODEL, corpus
 
 from runtime.relay import SignalRelay
 from runtime.spares import Spares
+from runtime.stop import SIGNALS
 from scripts import launch
 from scripts.launch import Node, RankEnd, StartWatch
 
@@ -144,7 +145,7 @@ def test_who_has_stopped_early_has_the_others_killed_never(monkeypatch):
     assert run_stand_ins([75, 0, 0]) == [RankEnd(0, 75), RankEnd(1, 0), RankEnd(2, 0)]
 
 
-@pytest.mark.parametrize("number", launch.SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_signals_are_passed_on_to_every_rank(number, tmp_path):
     program = f"""
 import os, pathlib, signal, sys, time
