@@ -66,15 +66,19 @@ def elastic_layout(cfg: Config, env: setup.LaunchEnv) -> Config:
     """The config; under parallel.elastic with a layout for the ranks that there are. Raises ConfigError."""
     if not cfg.parallel.elastic:
         return cfg
-    device = elastic.RankDevice()
-    if env.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(env.device)
-        device = elastic.RankDevice(properties.name, properties.total_memory)
-    layout = elastic.layout_for(cfg, env.world, device)
+    layout = elastic.layout_for(cfg, env.world, rank_device(env.device))
     note = elastic.describe(layout, env.world)
     if note and env.rank == 0:
         print("\n".join(wrapped(note, output_width())), flush=True)
     return layout.cfg
+
+
+def rank_device(device: torch.device) -> elastic.RankDevice:
+    """What the planner knows of it: of a GPU its name and memory."""
+    if device.type != "cuda":
+        return elastic.RankDevice()
+    properties = torch.cuda.get_device_properties(device)
+    return elastic.RankDevice(properties.name, properties.total_memory)
 
 
 def open_tasks(cfg: Config) -> list[ScoredTask]:

@@ -57,7 +57,6 @@ from runtime.guard import NonFiniteGuard, SpikeRewinds, SpikesPersist
 from runtime.metrics import MetricsLogger
 from runtime.peers import PeerWatch
 from runtime.probes import probe
-from runtime.processes import process_seconds
 from runtime.plot import loss_png
 from runtime.profile import ProfilerTrace
 from runtime.slow import SlowRanks
@@ -959,9 +958,9 @@ def main(argv: list[str]) -> int:
                 failure_scope=peers.failure_scope,
                 check_lease=do_nothing if lease is None else lease.check,
                 report_exit=peers.report_exit,
-                seconds_before=process_seconds(),
+                seconds_before=setup.seconds_since_start(),
             )
 
 
 if __name__ == "__main__":
-    failure.exit_process(failure.fail_cleanly(main, sys.argv[1:]))
+    failure.exit_process(failure.fail_cleanly(main, setup.words_of_process(sys.argv[1:])))

@@ -2,6 +2,7 @@
 
 FINISHED = 0
 STOPPED_EARLY = 75  # the run is not at its horizon, and everything is saved
+INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 
 MEANINGS = {
     FINISHED: "finished",
@@ -14,4 +15,5 @@ MEANINGS = {
     80: "replicas differ, or a device or a link is wrong",
     81: "out of memory",
     82: "the storage fails",
+    INTERRUPTED: "interrupted; the same command goes on from the newest checkpoint",
 }

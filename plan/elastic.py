@@ -5,11 +5,15 @@ In this order:
 1. The settings as they are: the data-parallel axis is what is left of the world, so it follows by itself.
 2. The same tp, pp, cp and ep, with fewer replicas (parallel.dp_rep) or a smaller train.micro_batch, where the
    global batch is no multiple of the given micro-batch on so many ranks.
-3. The fastest layout by the planner (plan/search.py), with any degrees.
+3. Where the fullest rank would hold more than its GPU by the planner's count, as fewer ranks do under ZeRO:
+   the fastest layout by the planner (plan/search.py) with those degrees, which may recompute, shard more or
+   take a smaller micro-batch.
+4. The fastest layout by the planner with any degrees.
 
 A function of the config, the world and the kind of GPU alone: all ranks choose the same.
 """
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -19,9 +23,10 @@ from config.run_name import ELASTIC_KEYS
 from config.values import Values
 from model.schedules import plan_pipeline
 from model.sharding import parallel_dims
+from plan.advice import size_text
 from plan.cost import Cluster, Efficiency, cluster
 from plan.machine import UNBOUNDED_MEMORY, Machine
-from plan.search import Target, search, set_keys
+from plan.search import Target, held_bytes, job_of, search, set_keys
 
 NOMINAL_VOCAB = 32768  # tokens, for the count of bytes where the vocabulary is still to be read from the data
 NUM_SIZES = 4  # numbers of ranks that a refusal names
@@ -47,11 +52,13 @@ class RankDevice(NamedTuple):
 
 class ElasticLayout(NamedTuple):
     """cfg: with the layout. changed: {section.key: value} where it differs from the given settings.
-    by_planner: whether its degrees are the planner's."""
+    by_planner: whether its degrees are the planner's. too_large: bytes that the fullest rank would hold with
+    the given ones, if that is more than a GPU has; else 0."""
 
     cfg: Config
     changed: Values
     by_planner: bool = False
+    too_large: int = 0
 
 
 def fits(cfg: Config, world: int) -> bool:
@@ -87,18 +94,45 @@ def same_axes_changes(cfg: Config) -> Iterator[Values]:
 # ---- the planner's -----------------------------------------------------------------------------------------
 
 
-def planned(cfg: Config, world: int, device: RankDevice) -> ElasticLayout | None:
-    """The planner's fastest layout that fits into memory; None if there is none."""
+def planned(
+    cfg: Config, world: int, device: RankDevice, fixed: Sequence[str] = ()
+) -> ElasticLayout | None:
+    """The planner's fastest layout that fits into memory; None if there is none. fixed: keys that stay."""
     target = target_of(cfg, world, device)
-    model = replace(cfg.model, vocab=cfg.model.vocab or NOMINAL_VOCAB)
-    whole = set_keys(replace(cfg, model=model), OF_STAGES)
-    found, _ = search(whole, target, fixed={}, top=1)
+    whole = set_keys(with_any_vocab(cfg), OF_STAGES)
+    found, _ = search(whole, target, fixed={key: value_of(cfg, key) for key in fixed}, top=1)
     if not found:
         return None
     values = {key: value_of(found[0].cfg, key) for key in ELASTIC_KEYS} | OF_STAGES
     changed = {key: value for key, value in values.items() if value != value_of(cfg, key)}
     changed_cfg = set_keys(cfg, changed)
-    return ElasticLayout(changed_cfg, changed, by_planner=True) if fits(changed_cfg, world) else None
+    if not fits(changed_cfg, world) or bytes_too_many(changed_cfg, world, device):
+        return None  # train.py refuses it, or a phase (train.phases) holds more than the first
+    return ElasticLayout(changed_cfg, changed, by_planner=not fixed)
+
+
+def with_any_vocab(cfg: Config) -> Config:
+    """The config with a vocabulary, as the planner needs: a usual one where the data is still to be read."""
+    return replace(cfg, model=replace(cfg.model, vocab=cfg.model.vocab or NOMINAL_VOCAB))
+
+
+def held_by_fullest(cfg: Config, world: int, device: RankDevice) -> int:
+    """Bytes of the fullest rank in its fullest phase, by the planner; 0 for a job that it does not take."""
+    gpu = target_of(cfg, world, device).gpu
+    most = 0
+    for phase in phases_of(with_any_vocab(cfg)).all:
+        with contextlib.suppress(ConfigError):
+            job, _ = job_of(phase.cfg, world)
+            most = max(most, held_bytes(job, gpu).total)
+    return most
+
+
+def bytes_too_many(cfg: Config, world: int, device: RankDevice) -> int:
+    """What the fullest rank would hold by the planner's count, if that is more than its GPU has; else 0."""
+    if device.memory >= UNBOUNDED_MEMORY:
+        return 0
+    held = held_by_fullest(cfg, world, device)
+    return held if held > device.memory else 0
 
 
 def value_of(cfg: Config, path: str) -> object:
@@ -142,14 +176,27 @@ def layout_for(cfg: Config, world: int, device: RankDevice) -> ElasticLayout:
 
     Raises ConfigError, as without parallel.elastic, with the numbers of ranks that would do.
     """
-    layout = same_axes(cfg, world) or planned(cfg, world, device)
+    given = same_axes(cfg, world)
+    too_large = 0 if given is None else bytes_too_many(given.cfg, world, device)
+    if given is not None and not too_large:
+        return given
+    layout = None if given is None else planned(cfg, world, device, fixed=degrees_of(cfg))
+    layout = layout or planned(cfg, world, device)
     if layout is not None:
-        return layout
+        return layout._replace(too_large=too_large)
+
+    # why there is none
     check_phases(cfg)
+    sizes = ", ".join(map(str, legal_sizes(cfg, world, device)))
+    if given is not None:
+        raise ConfigError(
+            f"parallel.elastic: no layout on {world} rank{'s' if world > 1 else ''} fits into the "
+            f"{size_text(device.memory)} of a GPU "
+            f"(the given axes would take {size_text(too_large)} of it): start {sizes or 'more'} ranks"
+        )
     try:
         plan_pipeline(cfg, world, advise=False)
     except ConfigError as error:
-        sizes = ", ".join(map(str, legal_sizes(cfg, world)))
         raise ConfigError(
             f"{error}; parallel.elastic finds no layout for {world} ranks: start {sizes or 'more'} ranks, "
             "or another train.global_batch"
@@ -157,8 +204,14 @@ def layout_for(cfg: Config, world: int, device: RankDevice) -> ElasticLayout:
     raise ConfigError(f"parallel.elastic: no layout on {world} ranks fits into the memory of a GPU")
 
 
-def legal_sizes(cfg: Config, world: int) -> list[int]:
-    """Numbers of ranks near `world` that the given axes run on, in order."""
+def degrees_of(cfg: Config) -> list[str]:
+    """The keys that stay where the given axes do; of a pipeline also how it runs."""
+    degrees = [f"parallel.{axis}" for axis in ("tp", "sp", "cp", "pp", "ep")]
+    return [*degrees, "parallel.schedule", "parallel.vpp"] if cfg.parallel.pp > 1 else degrees
+
+
+def legal_sizes(cfg: Config, world: int, device: RankDevice = RankDevice()) -> list[int]:
+    """Numbers of ranks near `world` that the given axes run on, in the device's memory, in order."""
     parallel = cfg.parallel
     unit = parallel.tp * parallel.pp * parallel.cp
     last = max(world, unit * cfg.train.global_batch)  # more ranks have no sequence of their own
@@ -166,7 +219,10 @@ def legal_sizes(cfg: Config, world: int) -> list[int]:
     nearest_first = sorted(sizes, key=lambda size: abs(size - world))
     found: list[int] = []
     for size in nearest_first:
-        if len(found) < NUM_SIZES and same_axes(cfg, size) is not None:
+        if len(found) == NUM_SIZES:
+            break
+        layout = same_axes(cfg, size)
+        if layout is not None and not bytes_too_many(layout.cfg, size, device):
             found.append(size)
     return sorted(found)
 
@@ -200,4 +256,7 @@ def describe(layout: ElasticLayout, world: int) -> str:
         return ""
     settings = " ".join(f"--{key} {str(value).lower()}" for key, value in layout.changed.items())
     source = "the planner's layout" if layout.by_planner else "the given axes"
-    return f"elastic: {parallel_dims(layout.cfg, world).in_words()}, {source}, with {settings}"
+    why = ""
+    if layout.too_large:
+        why = f", because the given settings would take {size_text(layout.too_large)} of a GPU by the planner"
+    return f"elastic: {parallel_dims(layout.cfg, world).in_words()}, {source}, with {settings}{why}"

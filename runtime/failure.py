@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 
 from config import ConfigError
+from config.exit_codes import INTERRUPTED
 from parallel.wire.comm import PeerError
 from runtime.setup import rank_and_world, redact
 
@@ -29,7 +30,6 @@ STORAGE_FAILED = 82
 MEMORY_TEXT = re.compile(
     r"DefaultCPUAllocator: (can't|not enough)|MPS backend out of memory|(CUDA|HIP) error: out of memory|"
     r"(CUBLAS|HIPBLAS|CUDNN|MIOPEN)_STATUS_ALLOC_FAILED|(Cuda|HIP) failure \d+ '?out of memory")
-INTERRUPTED = 130  # Ctrl-C, as a shell reports it
 STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.EMFILE,
                   errno.ENFILE)
 

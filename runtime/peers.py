@@ -258,6 +258,7 @@ class PeerWatch:
         self.activity = comm.Activity()
         self.host = socket.gethostname()
         self.folder: Path | None = None
+        self.has_wrong_device = False  # which this rank found itself
         self.code: int | None = None  # the exit code of this rank, once it is decided
         self.lock = threading.Lock()  # for whoever decides it: the main thread or the watcher
         self.told = threading.Event()  # the cause has been printed and written
@@ -305,14 +306,18 @@ class PeerWatch:
         if self.folder is None:
             return
         folder = Path(self.folder)
-        setup.write_exit_reason(folder, self.rank, code, text, requeue=requeue)
+        found = self.has_wrong_device
+        setup.write_exit_reason(folder, self.rank, code, text, requeue=requeue, of_device=found)
         if of_job and self.rank:
-            setup.write_exit_reason(folder, self.rank, code, text, requeue=requeue, of_job=True)
+            setup.write_exit_reason(
+                folder, self.rank, code, text, requeue=requeue, of_job=True, of_device=found
+            )
 
     # ---- the main thread -----------------------------------------------------------------------------------
 
     def fail(self, error: BaseException) -> None:
         """Ends the job because of `error`, once. Marks the error as reported where it has been printed."""
+        self.has_wrong_device = self.has_wrong_device or getattr(error, "is_of_device", False)
         if self.store is None:
             if self.code is None:
                 self.code = code_of(error)

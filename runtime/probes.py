@@ -51,9 +51,15 @@ SMALL = ProbeSize(n=64, message=1 << 10, repeats=1)
 
 
 class WrongResult(RuntimeError):
-    """A device multiplies wrongly, or a link loses bits. Exit code 80, for a host to be left out."""
+    """A link loses bits. Exit code 80, for a host to be left out."""
 
     exit_code = 80
+
+
+class WrongDevice(WrongResult):
+    """The device of this rank multiplies wrongly. scripts/launch.py can do without its place."""
+
+    is_of_device = True
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def probe(mesh: Mesh, device: torch.device, dtype: torch.dtype, host: str) -> li
 
 
 def check_product(size: ProbeSize, device: torch.device, dtype: torch.dtype, host: str) -> float:
-    """Milliseconds of a product whose result is known. Raises WrongResult."""
+    """Milliseconds of a product whose result is known. Raises WrongDevice."""
     left, right, expected = known_product(size.n, device, dtype)
     fastest = float("inf")
     for _ in range(size.repeats):
@@ -102,7 +108,7 @@ def check_product(size: ProbeSize, device: torch.device, dtype: torch.dtype, hos
         fastest = min(fastest, time.perf_counter() - began)
         num_wrong = int((product != expected).sum())
         if num_wrong:
-            raise WrongResult(
+            raise WrongDevice(
                 f"{device} of {host} multiplies wrongly: {num_wrong:,} of {expected.numel():,} elements of a "
                 "known product differ; leave this host out, and have it looked at"
             )

@@ -48,6 +48,17 @@ def read_reason(run: Path) -> ExitReason | None:
     return None
 
 
+def ranks_with_wrong_devices(run: Path) -> set[int]:
+    """The ranks that found before the first step that their device computes wrongly (runtime/probes.py)."""
+    found: set[int] = set()
+    for file in run.glob("exit_reason*.json"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            fields = json.loads(file.read_text())
+            if fields.get("wrong_device") is True:
+                found.add(int(fields["rank"]))
+    return found
+
+
 def remove_reasons(run: Path) -> None:
     """Removes those of an earlier start, which would be taken for the next one's."""
     for file in run.glob("exit_reason*.json"):

@@ -22,7 +22,8 @@ import torch
 import config
 from config import Config, ConfigError, usable_cores
 from runtime.faults import FaultInjector, parse
-from runtime.processes import catches, die_with_parent
+from runtime.processes import catches, die_with_parent, process_seconds
+from runtime.spares import SPARE_WORD, wait_for_job
 from runtime.tensorboard_sink import check_tensorboard
 
 # in the names of environment variables whose values are never written
@@ -177,6 +178,26 @@ def rank_and_world() -> tuple[int, int, int, int]:
 def restart_count() -> str:
     """How often torchrun (--max-restarts) has restarted this job. The store keeps its keys over a restart."""
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+
+
+def words_of_process(argv: list[str]) -> list[str]:
+    """argv; in a spare (runtime/spares.py) the words of the rank that it becomes, when its launcher says so.
+
+    Its environment is that rank's then. A spare that is needed no more ends here.
+    """
+    if argv != [SPARE_WORD]:
+        return argv
+    job = wait_for_job()
+    if job is None:
+        sys.exit(0)
+    os.environ.update(job.environment)
+    os.environ["BEVATRON_SPARE_SECONDS"] = str(process_seconds())
+    return job.words
+
+
+def seconds_since_start() -> float:
+    """Since the kernel started this process, or it became a rank; 0.0 where nobody knows."""
+    return max(0.0, process_seconds() - float(os.environ.get("BEVATRON_SPARE_SECONDS", "0")))
 
 
 def launcher_notes() -> list[str]:
@@ -365,11 +386,12 @@ def remove_exit_reasons(run_dir: Path) -> None:
 
 
 def write_exit_reason(run_dir: Path, rank: int, code: int, reason: str, *, requeue: bool = False,
-                      of_job: bool = False) -> bool:
+                      of_job: bool = False, of_device: bool = False) -> bool:
     """Writes exit_reason.json (rank 0) or exit_reason.rankN.json atomically.
 
     It keeps the exit code, because torchrun turns every cause into code 1.
     requeue: whether another start may succeed. of_job: writes exit_reason.json whatever the rank is.
+    of_device: the rank's device computes wrongly, so that the next start is to be without it.
     Returns False instead of raising OSError: a full disk must not hide why the process ends.
     """
     file = Path(run_dir) / ("exit_reason.json" if rank == 0 or of_job else f"exit_reason.rank{rank}.json")
@@ -381,6 +403,8 @@ def write_exit_reason(run_dir: Path, rank: int, code: int, reason: str, *, reque
         "rank": rank,
         "host": socket.gethostname(),
     }
+    if of_device:
+        record["wrong_device"] = True
     try:
         with open(temp, "w") as out:
             out.write(json.dumps(record) + "\n")

@@ -8,7 +8,7 @@ It does what torchrun does for this program, and shows what the ranks say and no
 - A mistake in the config is one line, before a rank is started.
 - The exit code is that of the ranks (docs/training.md has them), where torchrun makes 1 of each.
 - SIGTERM, SIGINT, SIGUSR1 and SIGHUP are passed on to the ranks, which save and end with code 75. Under
-  `nohup` SIGHUP stays ignored.
+  `nohup` SIGHUP stays ignored. A second Ctrl-C kills them.
 - Ranks that have not ended 30 s after the first failure are killed. All of them die with this process.
 
 With --nproc MIN:MAX the job is elastic: after the loss of a rank it starts again by itself, from the newest
@@ -16,9 +16,11 @@ checkpoint, with the ranks that are left.
 - A rank is lost that a signal has ended (SIGKILL, a crash, the kernel for want of memory), or that hung and
   was killed for it. Its place, a GPU, is left out as long as MIN ranks remain. After a hang that nobody was
   killed for, and where replicas differ, all places start again.
+- A rank that finds before the first step that its device computes wrongly (code 80) is left out for good.
 - The layout follows the number of ranks (parallel.elastic, which MIN:MAX sets): MAX or as many as it can use.
 - Places that were left out are used again after --regrow minutes: the job saves and stops for it. Without
   --regrow they stay out until this command is given again.
+- Processes wait with their imports done, as many as ranks, or --spares of them: the next start is sooner.
 - Three restarts in a row that bring no newer checkpoint end the job, with the last exit code.
 With parallel.elastic alone, and over several nodes, a start takes as many ranks as the layout can use.
 
@@ -37,17 +39,19 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import config
 from config import Config, ConfigError
-from config.exit_codes import FINISHED, MEANINGS, STOPPED_EARLY
+from config.exit_codes import FINISHED, INTERRUPTED, MEANINGS, STOPPED_EARLY
 from config.terminal import ParagraphHelp
 from runtime import restarts
 from runtime.processes import catches, dying_with
-from runtime.stop import SIGNALS, is_under_nohup
+from runtime.relay import SignalRelay
+from runtime.spares import Spares
 
 TRAIN_FILE = Path(__file__).resolve().parent.parent / "train.py"
 FAILURE_SECONDS = 30.0  # from the first failure until the ranks that are left are killed
@@ -128,25 +132,29 @@ def visible_devices(places: tuple[int, ...], given: str | None) -> str:
 @dataclass(frozen=True)
 class RankEnd:
     """How a rank ended. code: as subprocess has it, minus the signal that ended it. killed: by the launcher,
-    because it did not end after another's failure."""
+    because it did not end after another's failure. stopped: by a signal that was passed on to it, before it
+    could catch one; so it had nothing to save yet."""
 
     rank: int
     code: int
     killed: bool = field(default=False, compare=False)
+    stopped: bool = field(default=False, compare=False)
 
     @property
     def is_lost(self) -> bool:
         """Whether something ended the rank that was not asked to."""
-        return self.code < 0 and not self.killed
+        return self.code < 0 and not self.killed and not self.stopped
 
 
 @dataclass
 class StartWatch:
-    """What reaches the ranks of one start from here. stop_after: seconds until they are asked to save and
-    stop, for a larger start; None: never. was_signalled, was_stopped: whether that has happened."""
+    """What reaches the ranks of one start from here. relay: the signals to this process. spares: processes
+    that become ranks sooner than new ones; None: none. stop_after: seconds until the ranks are asked to save
+    and stop, for a larger start; None: never. was_stopped: whether they were."""
 
+    relay: SignalRelay
+    spares: Spares | None = None
     stop_after: float | None = None
-    was_signalled: bool = False
     was_stopped: bool = False
 
 
@@ -229,43 +237,39 @@ def check_words(argv: list[str]) -> Config | None:
 
 
 def run_ranks(
-    node: Node, listener: socket.socket | None, command: list[str], watch: StartWatch | None = None
+    node: Node, listener: socket.socket | None, command: list[str], watch: StartWatch
 ) -> list[RankEnd]:
     """Runs the command as every rank of this node. Returns how they ended, in that order."""
     processes: dict[int, subprocess.Popen[bytes]] = {}
-    watch = watch or StartWatch()
-    received: list[int] = []
-
-    def pass_on(number: int, _: Any) -> None:
-        watch.was_signalled = True
-        received.append(number)
-        for process in processes.values():
-            process.send_signal(number)  # does nothing to one that has ended
-
-    wanted = [number for number in SIGNALS if not is_under_nohup(number)]
-    previous = {number: signal.signal(number, pass_on) for number in wanted}
-    die_with_launcher = dying_with(os.getpid())
     try:
         for local_rank, rank in enumerate(node.ranks()):
-            # a session of its own: Ctrl-C comes once, from here
-            process = subprocess.Popen(
-                command,
-                env=node.environment(local_rank),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-                preexec_fn=die_with_launcher,
-            )
-            processes[rank] = process
-            for number in received:  # while it was being started
-                process.send_signal(number)
+            processes[rank] = start_rank(command, node.environment(local_rank), watch.spares)
+            watch.relay.add(processes[rank])
         store = None if listener is None else host_store(node, listener)
         ends = wait_for_ranks(processes, watch)
-        linger(node, store)
+        linger(node, store, watch.relay)
         return ends
     finally:
         kill(processes)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        watch.relay.processes.clear()
+
+
+def start_rank(
+    command: list[str], environment: dict[str, str], spares: Spares | None
+) -> subprocess.Popen[bytes]:
+    """A process that runs the command: a spare where one waits, else a new one."""
+    if spares is not None:
+        changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
+        process = spares.take(command[2:], changed)  # behind python and train.py
+        if process is not None:
+            return process
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C comes once, from here
+        preexec_fn=dying_with(os.getpid()),
+    )
 
 
 def host_store(node: Node, listener: socket.socket) -> Any:
@@ -277,9 +281,12 @@ def host_store(node: Node, listener: socket.socket) -> Any:
 
 def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWatch) -> list[RankEnd]:
     """Waits until all have ended. After a failure they end by themselves, or are killed."""
+    relay = watch.relay
     ends: list[RankEnd] = []
     killed: set[int] = set()
     deadline: float | None = None
+    has_answered = False  # a Ctrl-C
+    are_training = False
     started = time.monotonic()
     while len(ends) < len(processes):
         # who has ended, and what follows for the others
@@ -288,15 +295,27 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
             code = process.poll()
             if rank in ended or code is None:
                 continue
-            ends.append(RankEnd(rank, code, killed=rank in killed))
+            ends.append(RankEnd(rank, code, killed=rank in killed, stopped=is_stop(code, relay)))
             if code not in (FINISHED, STOPPED_EARLY) and deadline is None:
                 deadline = time.monotonic() + FAILURE_SECONDS
 
+        # those that have had their time, or that a person does not want to wait for
+        if relay.interrupted_at is not None and not has_answered:
+            has_answered = True
+            tell("launch: SIGINT: the ranks save and end; a second Ctrl-C kills them")
         now = time.monotonic()
-        if deadline is not None and now > deadline:
-            killed = {rank for rank, process in processes.items() if process.poll() is None}
+        if relay.is_impatient or (deadline is not None and now > deadline):
+            killed |= {rank for rank, process in processes.items() if process.poll() is None}
             kill(processes)
             deadline = None
+
+        # spares for the next start, when this one needs no core for its imports any more
+        if watch.spares is not None and deadline is None and not ends:
+            are_training = are_training or all(map(can_stop, processes.values()))
+            if are_training:
+                watch.spares.tend()
+
+        # a larger start
         is_time_over = watch.stop_after is not None and now > started + watch.stop_after
         if is_time_over and not watch.was_stopped and not ends and all(map(can_stop, processes.values())):
             watch.was_stopped = True
@@ -304,6 +323,11 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
                 process.send_signal(signal.SIGUSR1)  # they save at the same step, and end
         time.sleep(POLL_SECONDS)
     return ends
+
+
+def is_stop(code: int, relay: SignalRelay) -> bool:
+    """Whether a rank ended at a signal from here that it did not catch yet. Of SIGINT Python may make 130."""
+    return -code in relay.received or (code == INTERRUPTED and signal.SIGINT in relay.received)
 
 
 def can_stop(process: subprocess.Popen[bytes]) -> bool:
@@ -323,7 +347,7 @@ def kill(processes: dict[int, subprocess.Popen[bytes]]) -> None:
             process.wait()
 
 
-def linger(node: Node, store: Any) -> None:
+def linger(node: Node, store: Any, relay: SignalRelay) -> None:
     """Node 0 keeps the store until the other nodes have told it there that their ranks ended too."""
     num_nodes = node.nodes_with_ranks()
     if num_nodes == 1 or not node.ranks():
@@ -336,6 +360,8 @@ def linger(node: Node, store: Any) -> None:
             return
         deadline = time.monotonic() + LINGER_SECONDS
         while store.add("nodes_ended", 0) < num_nodes - 1 and time.monotonic() < deadline:
+            if relay.is_impatient:
+                break
             time.sleep(POLL_SECONDS)
 
 
@@ -343,19 +369,25 @@ def linger(node: Node, store: Any) -> None:
 
 
 def exit_code(ends: list[RankEnd]) -> int:
-    """Of the job: of the first rank that failed and could say why; else 128 + the signal that ended one."""
-    failures = [end.code for end in ends if end.code not in (FINISHED, STOPPED_EARLY)]
+    """Of the job: of the first rank that failed and could say why; else 128 + the signal that ended one.
+
+    75 where ranks were stopped before they could save; the others may have lost the connection to them then.
+    """
+    was_stopped = any(end.stopped for end in ends)
+    consequences = (FINISHED, STOPPED_EARLY, 1) if was_stopped else (FINISHED, STOPPED_EARLY)
+    failures = [end.code for end in ends if not end.stopped and end.code not in consequences]
     said = [code for code in failures if code > 0]
     if said:
         return said[0]
+    if was_stopped:
+        return STOPPED_EARLY
     if failures:
         return 128 - failures[0]
     return max(end.code for end in ends)
 
 
-def closing_line(ends: list[RankEnd], seconds: float) -> str:
+def closing_line(ends: list[RankEnd], seconds: float, code: int) -> str:
     """launch: 8 ranks ended with code 75 after 3m20s: stopped early, everything is saved; ..."""
-    code = exit_code(ends)
     minutes, rest = divmod(round(seconds), 60)
     duration = f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
     plural = "s" if len(ends) > 1 else ""
@@ -399,64 +431,87 @@ def usable_ranks(cfg: Config, least: int, most: int) -> int:
     return found
 
 
-def choose_places(cfg: Config, span: RankSpan, left_out: set[int]) -> tuple[int, ...]:
-    """The places of the next start: without those left out, as long as enough remain; else of all of them.
+def choose_places(
+    cfg: Config, span: RankSpan, left_out: set[int], wrong: Collection[int] = ()
+) -> tuple[int, ...]:
+    """The places of the next start: without those left out, as long as enough remain; else with them again.
 
-    Raises ConfigError if no number of ranks in the span has a layout.
+    wrong: those whose devices compute wrongly, which are never used again. Raises ConfigError if no number of
+    ranks in the span has a layout, or too few places are sound.
     """
     least = span.least or span.most
-    every = tuple(range(span.most))
-    remaining = tuple(place for place in every if place not in left_out)
+    sound = tuple(place for place in range(span.most) if place not in wrong)
+    if len(sound) < least:
+        raise ConfigError(f"--nproc: fewer than {least} places of this node compute as they should")
+    remaining = tuple(place for place in sound if place not in left_out)
     if len(remaining) >= least:
         with contextlib.suppress(ConfigError):
             return remaining[: usable_ranks(cfg, least, len(remaining))]
     left_out.clear()
-    return every[: usable_ranks(cfg, least, span.most)]
+    return sound[: usable_ranks(cfg, least, len(sound))]
 
 
-def may_restart(ends: list[RankEnd], reason: restarts.ExitReason | None, watch: StartWatch) -> bool:
+def may_restart(ends: list[RankEnd], reason: restarts.ExitReason | None) -> bool:
     """Whether the job has lost a rank, so that another start may succeed. reason: what its ranks left."""
     is_lost = any(end.is_lost for end in ends)
     code = exit_code(ends)
-    if watch.was_signalled:
-        return False
     if code in restarts.LOST:
         return is_lost if reason is None else reason.requeue
     return is_lost and code > 128  # none could say why
 
 
-def run_elastic(options: argparse.Namespace, words: list[str], command: list[str]) -> int:
-    """Starts the job, and again after the loss of a rank. Returns the exit code of the last start.
+def run_elastic(
+    options: argparse.Namespace,
+    words: list[str],
+    command: list[str],
+    relay: SignalRelay,
+    spares: Spares,
+) -> int:
+    """Starts the job, and again after the loss of a rank. Returns the exit code of the last start; 75 where a
+    signal has come instead of the next one.
 
     Raises ConfigError before the first start.
     """
+    from plan import elastic
+
     cfg, run = elastic_config(words)
     span = options.nproc
-    left_out: set[int] = set()
+    left_out: set[int] = set()  # places of ranks that were lost
+    wrong: set[int] = set()  # places whose devices compute wrongly
     places = choose_places(cfg, span, left_out)
     progress = restarts.RestartCount(restarts.newest_step(run))
     restart = 0
+    has_run = False
     if len(places) < span.most:
         tell(used_line(len(places), span.most))
     while True:
         # one start
         node, listener = listen(options)
+        if relay.received:
+            break
         node = replace(node, nproc=len(places), places=places, restart=restart)
-        watch = StartWatch(60 * options.regrow if options.regrow and left_out else None)
+        watch = StartWatch(relay, spares, 60 * options.regrow if options.regrow and left_out else None)
         restarts.remove_reasons(run)
         started = time.monotonic()
+        has_run = True
         ends = run_ranks(node, listener, command, watch)
-        tell(closing_line(ends, time.monotonic() - started))
+        code = INTERRUPTED if relay.is_impatient else exit_code(ends)
+        tell(closing_line(ends, time.monotonic() - started, code))
 
         # whether another one follows
-        code = exit_code(ends)
         step = restarts.newest_step(run)
         reason = restarts.read_reason(run)
-        was_asked = watch.was_stopped and not watch.was_signalled and code == STOPPED_EARLY
+        if relay.is_impatient or any(end.stopped for end in ends):
+            if code in (STOPPED_EARLY, INTERRUPTED):
+                leave_reason(run, code, f"{relay.first_name()} received before the ranks could save")
+            return code
+        was_asked = watch.was_stopped and not relay.received and code == STOPPED_EARLY
         if was_asked and (reason is None or reason.requeue):  # a person's STOP came first otherwise
             left_out.clear()
-        elif not may_restart(ends, reason, watch):
+        elif not may_restart(ends, reason):
             return code
+        elif relay.received:
+            break
         elif not progress.allows_restart(step):
             tell(f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row have brought no newer checkpoint: "
                  "the job ends")
@@ -464,34 +519,61 @@ def run_elastic(options: argparse.Namespace, words: list[str], command: list[str
 
         # with which ranks
         left_out |= {node.place(end.rank) for end in ends if end.is_lost}
-        before, places = places, choose_places(cfg, span, left_out)
+        wrong |= {node.place(rank) for rank in restarts.ranks_with_wrong_devices(run)}
+        before = places
+        try:
+            places = choose_places(cfg, span, left_out, wrong)
+        except ConfigError as error:
+            tell(f"launch: no restart{without_places(left_out, wrong)}: {error}")
+            return code
         restart += 1
-        tell(restart_line(cfg, restart, step, before=before, places=places, left_out=left_out))
+        change = f"{elastic.in_words(cfg, len(before))} -> {elastic.in_words(cfg, len(places))}"
+        tell(restart_line(restart, step, change) + without_places(left_out, wrong))
+    if has_run:
+        leave_reason(run, STOPPED_EARLY, f"{relay.first_name()} received between two starts")
+    return stop_without_ranks(relay, has_run)
 
 
-def restart_line(
-    cfg: Config,
-    restart: int,
-    step: int,
-    *,
-    before: tuple[int, ...],
-    places: tuple[int, ...],
-    left_out: set[int],
-) -> str:
-    """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2), without place 3 of this node"""
-    from plan import elastic
+def leave_reason(run: Path, code: int, text: str) -> None:
+    """Writes exit_reason.json in place of ranks that could not, or had failed before the job was stopped.
 
+    Another start is wanted, unless a person killed the ranks.
+    """
+    from runtime import setup
+
+    setup.write_exit_reason(run, 0, code, text, requeue=code == STOPPED_EARLY)
+
+
+def restart_line(restart: int, step: int, change: str) -> str:
+    """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2)"""
     where = "the beginning" if step == restarts.FIRST_STEP else f"step {step:,}"
-    text = f"launch: restart {restart}, from {where}: {elastic.in_words(cfg, len(before))}"
-    text += f" -> {elastic.in_words(cfg, len(places))}"
-    if left_out:
-        plural = "s" if len(left_out) > 1 else ""
-        text += f", without place{plural} {', '.join(map(str, sorted(left_out)))} of this node"
+    return f"launch: restart {restart}, from {where}: {change}"
+
+
+def without_places(left_out: set[int], wrong: set[int]) -> str:
+    """, without places 1, 3 of this node (of place 1 the device computes wrongly); "" with all places"""
+    if not left_out | wrong:
+        return ""
+    text = f", without {named_places(left_out | wrong)} of this node"
+    if wrong:
+        text += f" (of {named_places(wrong)} the device computes wrongly)"
     return text
+
+
+def named_places(places: set[int]) -> str:
+    return f"place{'s' if len(places) > 1 else ''} {', '.join(map(str, sorted(places)))}"
 
 
 def used_line(used: int, most: int) -> str:
     return f"launch: {used} of {most} ranks: as many as the layout can use"
+
+
+def stop_without_ranks(relay: SignalRelay, has_run: bool = False) -> int:
+    """Ends a job at a signal that came while no rank ran: there is nothing to save. Returns the exit code."""
+    which, effect = ("next", "goes on") if has_run else ("first", "starts it")
+    tell(f"launch: {relay.first_name()} before the {which} start: the job ends with code {STOPPED_EARLY}; "
+         f"the same command {effect}")
+    return STOPPED_EARLY
 
 
 def tell(line: str) -> None:
@@ -544,6 +626,12 @@ def arguments() -> argparse.ArgumentParser:
         metavar="MINUTES",
         help="with MIN:MAX: save and start with all ranks again, so long after a start with fewer",
     )
+    parser.add_argument(
+        "--spares",
+        type=int,
+        metavar="N",
+        help="with MIN:MAX: processes that wait with their imports done; without it as many as ranks",
+    )
     parser.add_argument("--nnodes", type=positive, default=1, help="nodes of the job, all with --nproc ranks")
     parser.add_argument("--node-rank", type=int, default=0, help="which of them this is, from 0")
     parser.add_argument("--rdzv", metavar="HOST:PORT", help="where several nodes meet: on node 0")
@@ -557,29 +645,43 @@ def main(argv: list[str]) -> int:
     if {"--help", "-h", "--list"} & set(options.words):
         return subprocess.call(command)
     words = [word for word in options.words if word != "--traceback"]
-    is_elastic = options.nproc.least is not None
     try:
         check_elastic_options(options)
         cfg = check_words(words)
-        if is_elastic:
+        with SignalRelay() as relay:
+            if options.nproc.least is None:
+                return run_once(options, cfg, command, relay)
             elastic_words = ["--parallel.elastic", "true"]
-            return run_elastic(options, [*words, *elastic_words], [*command, *elastic_words])
-        node, listener = listen(options)
-        if cfg is not None and cfg.parallel.elastic:
-            node = replace(node, world=usable_ranks(cfg, 1, node.world_size))
+            wanted = options.nproc.most if options.spares is None else options.spares
+            with Spares(command[:2], wanted) as spares:
+                whole = [*command, *elastic_words]
+                return run_elastic(options, [*words, *elastic_words], whole, relay, spares)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def run_once(options: argparse.Namespace, cfg: Config | None, command: list[str], relay: SignalRelay) -> int:
+    """Starts the ranks of this node, and returns the exit code. cfg: None: the ranks will read it.
+
+    Raises ConfigError before that.
+    """
+    node, listener = listen(options)
+    if cfg is not None and cfg.parallel.elastic:
+        node = replace(node, world=usable_ranks(cfg, 1, node.world_size))
+    if relay.received:
+        return stop_without_ranks(relay)
 
     started = time.monotonic()
     if node.world is not None and node.node_rank == 0 and node.world < node.nnodes * node.nproc:
         tell(used_line(node.world, node.nnodes * node.nproc))
     if not node.ranks():
         return FINISHED
-    ends = run_ranks(node, listener, command)
+    ends = run_ranks(node, listener, command, StartWatch(relay))
+    code = INTERRUPTED if relay.is_impatient else exit_code(ends)
     if node.node_rank == 0 or any(end.code < 0 for end in ends):  # once, and where a rank was lost
-        tell(closing_line(ends, time.monotonic() - started))
-    return exit_code(ends)
+        tell(closing_line(ends, time.monotonic() - started, code))
+    return code
 
 
 def check_elastic_options(options: argparse.Namespace) -> None:
@@ -595,6 +697,12 @@ def check_elastic_options(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--regrow: goes with --nproc MIN:MAX, as 1:{options.nproc.most}; without it no place is left out"
         )
+    if options.spares is not None and not is_elastic:
+        raise ConfigError(
+            f"--spares: goes with --nproc MIN:MAX, as 1:{options.nproc.most}; without it nothing starts again"
+        )
+    if options.spares is not None and not 0 <= options.spares <= options.nproc.most:
+        raise ConfigError(f"--spares: at most one for each place, 0 to {options.nproc.most}")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,14 @@
 """The fastest layouts of a job on a cluster.
 
     python -m scripts.plan NAME --gpus 1024 --cluster h100-ib [--top 10] [--section.key VALUE ...]
+    python -m scripts.plan NAME --gpus 4:8 --cluster h100-ib [--section.key VALUE ...]
 
 Searches tp, cp, pp, ep, ZeRO, replicas, schedules, stages on a rank, micro-batch and recompute for the
 layouts with the shortest step among those that fit into memory. What the command line sets (--parallel.tp 8)
 is not searched.
+
+With --gpus MIN:MAX: the layout that an elastic job (scripts.launch --nproc MIN:MAX) takes on each number of
+GPUs, or that it has none there, as where the fullest rank of fewer GPUs would hold more than one has.
 
 Bytes are those that our code exchanges (plan/bytes.py: exact) and holds (plan/memory.py: within some
 percent). Times come from a model of the chip and its links (plan/cost.py), which is fitted to published
@@ -19,7 +23,7 @@ import time
 import config
 from config import Config, ConfigError, phases_of
 from config.terminal import ParagraphHelp, output_width, table_lines, wrapped
-from plan import published
+from plan import elastic, published
 from plan.cost import Cluster, Efficiency, cluster
 from plan.count import flops_per_token, parameters
 from plan.search import (
@@ -36,6 +40,7 @@ from runtime.failure import fail_cleanly
 GIB = 2**30
 MIN_SHOWN_SHARE = 0.005  # of a step: shorter waits for an exchange are not listed
 TEXT_COLUMNS = ("layout", "exposed")  # of the table; the others are numbers, which are right-aligned
+ELASTIC_TEXT = ("layout", "why")  # the same of --gpus MIN:MAX
 FIRST_TO_GO = ("GB inside", "GB between", "tokens/s/GPU", "exposed", "bubble")  # in a narrow terminal
 
 
@@ -47,7 +52,7 @@ def arguments() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("name", nargs="?", help="recipe")
-    add("--gpus", type=int)
+    add("--gpus", type=parse_span, metavar="N|MIN:MAX")
     add("--cluster", help="a cluster of configs/clusters.yaml")
     add("--top", type=int, default=10)
     add("--json", action="store_true", help="print one JSON object for each layout, the fastest first")
@@ -64,8 +69,14 @@ def main(argv: list[str]) -> int:
     if not args.name or args.gpus is None or not args.cluster:
         raise ConfigError("plan: needs NAME, --gpus N and --cluster C, "
                           "as llama3-8b --gpus 64 --cluster h100-ib")
-    if args.gpus < 1 or args.top < 1:
-        raise ConfigError(f"--{'gpus' if args.gpus < 1 else 'top'}: must be at least 1")
+    least, most = args.gpus
+    if least < 1 or args.top < 1:
+        raise ConfigError(f"--{'gpus' if least < 1 else 'top'}: must be at least 1")
+    if least > most:
+        raise ConfigError(f"--gpus: MIN:MAX, as {most}:{least}")
+    if least < most:
+        return print_elastic(args, rest)
+    args.gpus = most
 
     cfg, phase_note = longest_phase(config.resolve(args.name, None, rest))
     hardware = cluster(args.cluster)
@@ -103,6 +114,57 @@ def settings(given: list[str], of_layout: list[str]) -> str:
         for section, values in config.dotted_overrides(argv).items():
             words |= {f"--{section}.{key}": value for key, value in values.items()}
     return " ".join(f"{key} {shlex.quote(value)}" for key, value in words.items())
+
+
+def parse_span(text: str) -> tuple[int, int]:
+    """8 is (8, 8), and 4:8 is (4, 8). Raises ValueError."""
+    least, _, most = text.rpartition(":")
+    return int(least or most), int(most)
+
+
+def print_elastic(args: argparse.Namespace, rest: list[str]) -> int:
+    """Prints the layout of an elastic job on each number of GPUs. Returns 2 if there is none for any."""
+    cfg = config.resolve(args.name, None, [*rest, "--parallel.elastic", "true"])
+    hardware = cluster(args.cluster)
+    check_plannable(cfg, hardware)
+    device = elastic.RankDevice(hardware.gpu, hardware.memory)
+    least, most = args.gpus
+    reports = [elastic_report(cfg, world, device) for world in range(most, least - 1, -1)]
+    if args.json:
+        print("\n".join(map(json.dumps, reports)))
+    else:
+        print("\n".join(table_lines([elastic_row(each) for each in reports], to_left=ELASTIC_TEXT)))
+    return 0 if any("layout" in each for each in reports) else 2
+
+
+def elastic_report(cfg: Config, world: int, device: elastic.RankDevice) -> dict:
+    """What an elastic job does on so many GPUs: its layout and bytes, or why it has none."""
+    try:
+        layout = elastic.layout_for(cfg, world, device)
+    except ConfigError as error:
+        return {"gpus": world, "refused": str(error)}
+    return {
+        "gpus": world,
+        "layout": layout_text(layout.cfg, world),
+        "memory": elastic.held_by_fullest(layout.cfg, world, device),
+        "given_memory": layout.too_large or None,
+        "by_planner": layout.by_planner,
+        "changed": layout.changed,
+    }
+
+
+def elastic_row(numbers: dict) -> dict[str, str]:
+    """{column: its text} of one number of GPUs."""
+    row = {"GPUs": str(numbers["gpus"]), "layout": "none", "GiB": "-", "why": numbers.get("refused", "")}
+    if "layout" not in numbers:
+        return row
+    row |= {"layout": numbers["layout"], "GiB": f"{numbers['memory'] / GIB:.0f}"}
+    given = numbers["given_memory"]
+    if given:
+        row["why"] = f"the given settings would take {given / GIB:.0f} GiB"
+    elif numbers["by_planner"]:
+        row["why"] = "the given degrees do not divide"
+    return row
 
 
 def print_published(fit: bool) -> None:

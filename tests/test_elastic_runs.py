@@ -2,20 +2,25 @@
 real processes. What it trains is what it would have trained: the same losses to 1e-9 in float64.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 from ranks import MODEL, corpus, job
 
+import config
 from checkpoint import store
 from data.loader import BatchLoader
+from plan import elastic
 
 ROOT = pathlib.Path(__file__).parent.parent
 BOUND = 1e-9  # relative, in fp64
@@ -67,17 +72,25 @@ def assert_same(home, truth):
     np.testing.assert_allclose(list(found.values()), list(truth.losses.values()), rtol=BOUND, atol=0)
 
 
-def launch(home, nproc, words, fault=""):
-    """(exit code, stdout, lines on stderr) of the launcher."""
-    done = subprocess.run(
-        [sys.executable, "-m", "scripts.launch", "--nproc", nproc, "--", *words, *folder(home)],
+def open_launcher(home, nproc, words, fault="", options=()):
+    return subprocess.Popen(
+        [sys.executable, "-m", "scripts.launch", "--nproc", nproc, *options, "--", *words, *folder(home)],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=300,
     )
-    return done.returncode, done.stdout, done.stderr.splitlines()
+
+
+def launch(home, nproc, words, fault="", options=()):
+    """(exit code, stdout, lines on stderr) of the launcher."""
+    with open_launcher(home, nproc, words, fault, options) as launcher:
+        try:
+            out, errors = launcher.communicate(timeout=300)
+        finally:
+            launcher.kill()
+    return launcher.returncode, out, errors.splitlines()
 
 
 def noting_samples(home):
@@ -154,6 +167,173 @@ def test_a_fault_that_comes_again_ends_the_job_after_three_restarts(tmp_path, wo
     assert code == 137
     assert restart_lines(errors) == [f"launch: restart {n}, from step 2: 1 rank -> 1 rank" for n in (1, 2, 3)]
     assert errors[-1] == "launch: 3 restarts in a row have brought no newer checkpoint: the job ends"
+
+
+# train.py as ranks start it; in places 1 and 3 the device multiplies wrongly
+WRONG_DEVICE = """
+import os, runpy, sys
+sys.path.insert(0, ".")
+from runtime import probes
+
+places = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+sound = probes.known_product
+
+def flipped(n, device, dtype):
+    left, right, expected = sound(n, device, dtype)
+    left[3, 5] += 1
+    return left, right, expected
+
+if places[int(os.environ["LOCAL_RANK"])] in ("1", "3"):
+    probes.known_product = flipped
+runpy.run_path("train.py", run_name="__main__")
+"""
+WITH_ANOTHER_FILE = "import sys; from scripts import launch; launch.TRAIN_FILE = sys.argv[1]; " \
+    "sys.exit(launch.main(sys.argv[2:]))"
+
+
+def test_places_whose_devices_multiply_wrongly_are_left_out(tmp_path, words, truth):
+    """Both ranks may say so at the first start, or one at each; two sound places are enough."""
+    file = tmp_path / "wrong.py"
+    file.write_text(WRONG_DEVICE)
+    options = ["--nproc", "1:4", "--spares", "0", "--", *words, *folder(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-c", WITH_ANOTHER_FILE, str(file), *options],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    errors = done.stderr.splitlines()
+    assert done.returncode == 0, (done.stdout, errors)
+    assert any("multiplies wrongly" in line for line in errors if line.startswith("error: rank "))
+    first, *second = restart_lines(errors)
+    assert first.startswith("launch: restart 1, from the beginning: 4 ranks (dp4) -> 2 ranks (dp2)")
+    assert len(second) <= 1
+    wrong = r"place(s 1, 3| 1) of this node \(of place\1 the device computes wrongly\)"
+    assert re.search(f"2 ranks \\(dp2\\), without {wrong}$", [first, *second][-1])
+    assert_same(tmp_path, truth)
+
+
+# train.py as ranks start it, on devices of so many bytes
+SMALL_DEVICE = """
+import runpy, sys
+sys.path.insert(0, ".")
+import start
+from plan.elastic import RankDevice
+
+start.rank_device = lambda device: RankDevice("NVIDIA A100", {memory})
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def test_fewer_ranks_take_a_layout_that_fits_or_are_refused(tmp_path, words, truth):
+    """Under ZeRO-3 two ranks hold more each than four: here a byte more than there is. A refusal comes before
+    the first step."""
+    more = [*words, "--parallel.zero", "3"]
+    cfg = config.resolve(more[0], None, [*more[1:], "--parallel.elastic", "true"])
+    card = elastic.RankDevice("NVIDIA A100")
+    of_two, of_four = (elastic.held_by_fullest(cfg, world, card) for world in (2, 4))
+    assert of_four < of_two - 1
+
+    def run(home, memory):
+        file = home / "small.py"
+        file.write_text(SMALL_DEVICE.format(memory=memory))
+        done = subprocess.run(
+            [sys.executable, "-c", WITH_ANOTHER_FILE, str(file)]
+            + ["--nproc", "2:4", "--spares", "0", "--", *more, *folder(home)],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "step.begin:rank=3:step=4:act=SIGKILL"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        return done.returncode, " ".join(done.stdout.split()), done.stderr.splitlines()
+
+    code, out, errors = run(tmp_path, of_two - 1)
+    assert code == 0, (out, errors)
+    assert re.search(r"elastic: 2 ranks \(dp2\), the given axes, with --.*, because the given settings", out)
+    assert "would take 2.3 GiB of a GPU by the planner" in out and out.count("elastic: ") == 1
+    assert_same(tmp_path, truth)
+
+    none = tmp_path / "none"
+    none.mkdir()
+    code, out, errors = run(none, of_two // 2)
+    said = [line for line in errors if line.startswith("error: ")]
+    assert code == 2 and len(said) == 1 and not (none / "run" / "metrics.jsonl").exists(), (out, errors)
+    assert "no layout on 4 ranks fits into the " in said[0] and "start more ranks" in said[0]
+
+
+def children(launcher):
+    """{process: its command line and environment} of the launcher's children."""
+    found = {}
+    for pid in pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+        with contextlib.suppress(OSError):
+            parts = [pathlib.Path(f"/proc/{pid}/{part}").read_text() for part in ("cmdline", "environ")]
+            found[int(pid)] = "\0".join(parts)
+    return found
+
+
+def newest_row(home):
+    with contextlib.suppress(OSError, ValueError, IndexError, KeyError):
+        lines = (home / "run" / "metrics.jsonl").read_text().splitlines()
+        return json.loads(lines[-1])["step"]
+    return 0
+
+
+def wait_until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_spares_become_the_ranks_of_the_next_start(tmp_path, words):
+    """Processes that waited before the loss; and others wait after it."""
+    more = [*words, "--train.steps", "100000", "--checkpoint.every", "50", "--checkpoint.keep", "2"]
+    more += ["--log.every", "10"]
+
+    def spares():
+        return {pid for pid, words in children(launcher).items() if "\0--spare\0" in words}
+
+    with open_launcher(tmp_path, "2:2", more) as launcher:
+        try:
+            assert wait_until(lambda: len(spares()) == 2)
+            assert wait_until(lambda: newest_row(tmp_path) > 100)
+            waited = spares()
+            ranks = {words.partition("\0RANK=")[2][:1]: pid for pid, words in children(launcher).items()}
+            os.kill(ranks["1"], signal.SIGKILL)
+            assert wait_until(lambda: set(children(launcher)) >= waited and len(spares() - waited) == 2)
+            assert ranks["0"] not in children(launcher)
+            launcher.send_signal(signal.SIGTERM)
+            out, errors = launcher.communicate(timeout=60)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 75, (out, errors)
+    assert len(restart_lines(errors.splitlines())) == 1 and "2 ranks (dp2) -> 2 ranks (dp2)" in errors
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == list(range(1, len(steps) + 1))
+    starts = [json.loads(line) for line in (tmp_path / "run" / "starts.jsonl").read_text().splitlines()]
+    assert len(starts) == 2
+
+
+def test_a_signal_after_a_loss_stops_the_job_and_the_command_goes_on(tmp_path, words):
+    """It comes as soon as the restart is told of: before the ranks are there, or while they import."""
+    fault = "step.begin:step=3:act=SIGKILL"
+    with open_launcher(tmp_path, "1:1", words, fault) as launcher:
+        for line in launcher.stderr:
+            if line.startswith("launch: restart 1"):
+                break
+        began = time.monotonic()
+        launcher.send_signal(signal.SIGTERM)
+        out, rest = launcher.communicate(timeout=60)
+    assert launcher.returncode == 75 and time.monotonic() - began < 20, (out, rest)
+    assert rest.count("\n") == 1 and "SIGTERM" in rest and "the same command goes on" in rest
+    reason = json.loads((tmp_path / "run" / "exit_reason.json").read_text())
+    assert (reason["code"], reason["requeue"]) == (75, True)
+    code, out, errors = launch(tmp_path, "1:1", words)
+    assert code == 0 and len(losses(tmp_path)) == STEPS, (out, errors)
 
 
 def test_the_key_alone_lets_any_launcher_start_fewer_or_more_ranks(tmp_path, words, truth):

@@ -68,6 +68,41 @@ def test_what_a_gpu_cannot_hold_is_not_proposed():
     assert layout_for(cfg, 1, RankDevice()).by_planner  # on a host with any memory
 
 
+OF_8B = "--train.seq_len 2048 --train.global_batch 64 --train.micro_batch 2 --parallel.elastic true".split()
+H100 = RankDevice("NVIDIA H100 80GB HBM3", cluster("h100-ib").memory)
+
+
+@pytest.mark.parametrize("zero", ["1", "3"])
+def test_where_fewer_gpus_hold_more_each_the_given_degrees_stay_and_the_rest_fits(zero):
+    """8B parameters with tp 2, on 16 GPUs as given; on ever fewer until nothing fits."""
+    cfg = config.resolve("llama3-8b", None, [*OF_8B, "--parallel.tp", "2", "--parallel.zero", zero])
+    changed = []
+    for world in (16, 8, 4, 2):
+        layout = layout_for(cfg, world, H100)
+        assert elastic.held_by_fullest(layout.cfg, world, H100) <= H100.memory
+        plan_pipeline(layout.cfg, world)
+        given = elastic.held_by_fullest(cfg, world, H100)
+        assert layout.too_large == (given if given > H100.memory else 0)
+        if layout.too_large and not layout.by_planner:
+            assert layout.cfg.parallel.tp == 2 and layout.cfg.parallel.pp == 1
+            assert "the given settings would take" in elastic.describe(layout, world)
+        changed.append(bool(layout.changed))
+    assert changed[0] is False and changed[-1] is True
+
+
+def test_what_no_layout_can_hold_is_refused_with_sizes_that_do():
+    """70B parameters on 4 GPUs; of those that would do, only such that fit are named."""
+    cfg = config.resolve("llama3-70b", None, [*OF_8B, "--parallel.tp", "4", "--parallel.zero", "3"])
+    with pytest.raises(ConfigError) as error:
+        layout_for(cfg, 4, H100)
+    line = str(error.value)
+    assert line.startswith("parallel.elastic: no layout on 4 ranks fits into the 79.1 GiB of a GPU (the ")
+    assert "\n" not in line and line.endswith("ranks")
+    for size in elastic.legal_sizes(cfg, 4, H100):
+        assert elastic.held_by_fullest(cfg, size, H100) <= H100.memory
+    assert layout_for(cfg, 4, RankDevice()).changed == {}  # a host has any memory
+
+
 @pytest.mark.parametrize("world", [5, 7])
 def test_a_refusal_names_the_sizes_that_run(world):
     cfg = tiny()

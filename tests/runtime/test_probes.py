@@ -10,7 +10,7 @@ from ranks import MODEL, corpus, job
 from parallel.topology.dims import GROUP_AXES, ParallelDims
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from runtime import probes
+from runtime import probes, restarts
 
 CPU = torch.device("cpu")
 COLUMN = {name: column for column, name in enumerate(GROUP_AXES, start=1)}
@@ -49,9 +49,9 @@ def test_a_device_that_multiplies_wrongly_ends_the_run(monkeypatch):
         return left, right, expected
 
     monkeypatch.setattr(probes, "known_product", flipped)
-    with pytest.raises(probes.WrongResult, match=r"cpu of node7 multiplies wrongly: \d+ of 4,096 elements"):
+    with pytest.raises(probes.WrongDevice, match=r"cpu of node7 multiplies wrongly: \d+ of 4,096 elements"):
         probes.probe(Mesh.single(), CPU, torch.float32, "node7")
-    assert probes.WrongResult.exit_code == 80
+    assert probes.WrongDevice.exit_code == 80
 
 
 def test_no_two_messages_are_alike():
@@ -140,6 +140,7 @@ def test_a_link_that_loses_a_bit_ends_the_job_before_the_first_step(tmp_path, ar
     end = job(tmp_path, 4, run, before=on_ranks({3}, lose))
     assert 80 in end.codes and set(end.codes) <= {80, -15}, end.logs  # the launcher ends who is late
     reason = json.loads((tmp_path / "run" / "exit_reason.json").read_text())
+    assert restarts.ranks_with_wrong_devices(tmp_path / "run") == set()  # nobody knows which of the two it is
     assert reason["code"] == 80 and "from rank 3 is not what was sent" in reason["reason"]
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

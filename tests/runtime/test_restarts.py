@@ -44,6 +44,21 @@ def test_the_reason_of_a_job(tmp_path, files, reason):
     assert restarts.read_reason(tmp_path) is None
 
 
+def test_ranks_that_found_their_own_device_wrong(tmp_path):
+    """Not those whose replicas differ, or that read a link; and words of another form are no rank."""
+    assert restarts.ranks_with_wrong_devices(tmp_path) == set()
+    of_rank = {
+        "": {"code": 80, "rank": 0},
+        ".rank1": {"code": 80, "rank": 1, "wrong_device": True},
+        ".rank2": {"code": 80, "rank": "x", "wrong_device": True},
+        ".rank3": [],
+        ".rank4": {"code": 80, "rank": 4, "wrong_device": "no"},
+    }
+    for name, fields in of_rank.items():
+        (tmp_path / f"exit_reason{name}.json").write_text(json.dumps(fields))
+    assert restarts.ranks_with_wrong_devices(tmp_path) == {1}
+
+
 def test_progress_is_a_newer_checkpoint():
     progress = RestartCount(4)
     assert [progress.allows_restart(step) for step in (4, 4, 4, 4)] == [True, True, True, False]

@@ -16,8 +16,11 @@ import time
 import pytest
 from ranks import MODEL, corpus
 
+from runtime.relay import SignalRelay
+from runtime.spares import Spares
+from runtime.stop import SIGNALS
 from scripts import launch
-from scripts.launch import Node, RankEnd
+from scripts.launch import Node, RankEnd, StartWatch
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 # ranks that take a moment, and end with the code at their place, or by the signal where it is negative
@@ -37,7 +40,9 @@ sys.exit(code)
 def run_stand_ins(codes, program=RANK, **node):
     """The ends of ranks on this node, without a store: stand-ins need none."""
     node = Node(**{"nproc": len(codes), "nnodes": 1, "node_rank": 0, "host": "127.0.0.1", "port": 1, **node})
-    return launch.run_ranks(node, None, [sys.executable, "-c", program, ",".join(map(str, codes))])
+    command = [sys.executable, "-c", program, ",".join(map(str, codes))]
+    with SignalRelay() as relay:
+        return launch.run_ranks(node, None, command, StartWatch(relay))
 
 
 # ---- the pairs of a line and a code ------------------------------------------------------------------------
@@ -70,8 +75,25 @@ def run_stand_ins(codes, program=RANK, **node):
 def test_the_code_and_its_line(codes, code, words):
     ends = [RankEnd(rank, code) for rank, code in enumerate(codes)]
     assert launch.exit_code(ends) == code
-    line = launch.closing_line(ends, 0.2)
+    line = launch.closing_line(ends, 0.2, code)
     assert words in line and line.startswith("launch: ") and "\n" not in line, line
+
+
+@pytest.mark.parametrize(
+    "codes, stopped, code",
+    [
+        ([-15, -15], (0, 1), 75),
+        ([-15, 1], (0,), 75),  # it lost the connection to the one that had nothing to save yet
+        ([75, -10], (1,), 75),
+        ([-15, 82], (0,), 82),
+        ([-15, -9], (0,), 75),
+        ([130, 130], (0, 1), 75),
+        ([-15, -15], (), 143),
+    ],
+)
+def test_the_code_of_ranks_that_are_stopped_before_they_can_save(codes, stopped, code):
+    ends = [RankEnd(rank, code, stopped=rank in stopped) for rank, code in enumerate(codes)]
+    assert launch.exit_code(ends) == code and not any(end.is_lost for end in ends if end.stopped)
 
 
 def test_every_code_of_the_pages_has_a_meaning():
@@ -81,8 +103,8 @@ def test_every_code_of_the_pages_has_a_meaning():
 
 
 def test_durations():
-    assert "after 3m20s:" in launch.closing_line([RankEnd(0, 0)], 200.4)
-    assert "after 59s:" in launch.closing_line([RankEnd(0, 0)], 59.2)
+    assert "after 3m20s:" in launch.closing_line([RankEnd(0, 0)], 200.4, 0)
+    assert "after 59s:" in launch.closing_line([RankEnd(0, 0)], 59.2, 0)
 
 
 # ---- processes ---------------------------------------------------------------------------------------------
@@ -123,7 +145,7 @@ def test_who_has_stopped_early_has_the_others_killed_never(monkeypatch):
     assert run_stand_ins([75, 0, 0]) == [RankEnd(0, 75), RankEnd(1, 0), RankEnd(2, 0)]
 
 
-@pytest.mark.parametrize("number", launch.SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_signals_are_passed_on_to_every_rank(number, tmp_path):
     program = f"""
 import os, pathlib, signal, sys, time
@@ -204,6 +226,13 @@ def finished(launcher):
     finally:
         launcher.kill()
     return launcher.returncode, out, [line for line in err.splitlines() if not line.startswith("fault ")]
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
 
 
 def wait_for_step(folder, launcher, step=2):
@@ -305,6 +334,9 @@ told = [start, rank, os.environ["WORLD_SIZE"], os.environ["CUDA_VISIBLE_DEVICES"
 with open(run / "starts", "a") as file:
     file.write(json.dumps(told) + "\\n")
 act = plan[min(start, len(plan) - 1)]
+if rank in act.get("wrong", []):
+    reason = {"code": 80, "requeue": True, "rank": rank, "wrong_device": True}
+    (run / f"exit_reason.rank{rank}.json").write_text(json.dumps(reason))
 if rank == 0 and act.get("save"):
     (run / "checkpoints" / f"step_{act['save']:08d}").mkdir(parents=True)
 time.sleep(act.get("starts", 0))
@@ -327,7 +359,8 @@ def elastic_run(folder, span, plan, *words, regrow=()):
     options = launch.arguments().parse_args(["--nproc", span, *regrow, "--", "llama3-tiny"])
     words = ["llama3-tiny", "--log.dir", str(folder), "--log.name", "r", "--train.global_batch", "8", *words]
     command = [sys.executable, "-S", "-c", ELASTIC_RANK, str(run), json.dumps(plan)]
-    code = launch.run_elastic(options, words, command)
+    with SignalRelay() as relay:
+        code = launch.run_elastic(options, words, command, relay, Spares([], 0))
     return code, sorted(map(json.loads, (run / "starts").read_text().splitlines()))
 
 
@@ -361,6 +394,37 @@ def test_a_place_that_the_layout_cannot_use_is_a_spare(tmp_path, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "launch: 2 of 3 ranks: as many as the layout can use"
     assert "2 ranks (dp2) -> 2 ranks (dp2), without place 0 of this node" in lines[2]
+
+
+def test_a_place_whose_device_computes_wrongly_stays_out(tmp_path, capsys):
+    """Also where others that were lost must be used again, and when the job grows."""
+    plan = [
+        {"wrong": [1], "others": 80},
+        {"0": -9, "others": 1, "save": 2},
+        {"0": -9, "others": 1, "save": 4},  # too few remain: all that are sound
+        {"0": -9, "others": 1, "save": 6},
+        {"waits": True},
+        {},
+    ]
+    words = ("--train.micro_batch", "1", "--train.global_batch", "12")
+    code, starts = elastic_run(tmp_path, "2:4", plan, *words, regrow=("--regrow", "0.05"))
+    assert code == 0
+    used = {start: places for start, _, _, places in starts}
+    assert used == {0: "0,1,2,3", 1: "0,2,3", 2: "2,3", 3: "0,2,3", 4: "2,3", 5: "0,2,3"}
+    lines = [line for line in capsys.readouterr().err.splitlines() if "launch: restart" in line]
+    wrong = "(of place 1 the device computes wrongly)"
+    assert lines[0].endswith(f"4 ranks (dp4) -> 3 ranks (dp3), without place 1 of this node {wrong}")
+    assert lines[1].endswith(f"3 ranks (dp3) -> 2 ranks (dp2), without places 0, 1 of this node {wrong}")
+    assert lines[2].endswith(f"2 ranks (dp2) -> 3 ranks (dp3), without place 1 of this node {wrong}")
+
+
+def test_too_few_sound_places_end_the_job_with_80(tmp_path, capsys):
+    code, starts = elastic_run(tmp_path, "2:3", [{"wrong": [0], "others": 80}, {"wrong": [1], "others": 80}])
+    assert code == 80 and [start for start, *_ in starts] == [0, 0, 1, 1]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "launch: no restart, without places 0, 2 of this node (of places 0, 2 the device computes wrongly): "
+        "--nproc: fewer than 2 places of this node compute as they should"
+    )
 
 
 def test_too_few_that_remain_make_all_places_start_again(tmp_path):
@@ -411,10 +475,9 @@ def test_a_person_s_stop_is_not_undone_by_growing(tmp_path):
 def test_what_starts_again(codes, reason, restarts):
     ends = [RankEnd(rank, code) for rank, code in enumerate(codes)]
     reason = reason and launch.restarts.ExitReason(*reason)
-    assert launch.may_restart(ends, reason, launch.StartWatch()) == restarts
-    assert not launch.may_restart(ends, reason, launch.StartWatch(was_signalled=True))
+    assert launch.may_restart(ends, reason) == restarts
     killed = [RankEnd(end.rank, end.code, killed=True) for end in ends]
-    assert launch.may_restart(killed, None, launch.StartWatch()) is False
+    assert launch.may_restart(killed, None) is False
 
 
 @pytest.mark.parametrize(
@@ -423,6 +486,8 @@ def test_what_starts_again(codes, reason, restarts):
         (["--nproc", "3:3"], ["--parallel.tp", "2"], "no layout for 3 ranks: start 2, 4"),
         (["--nproc", "1:2", "--nnodes", "2"], [], "--nproc: MIN:MAX starts the ranks of one node again"),
         (["--nproc", "2", "--regrow", "5"], [], "--regrow: goes with --nproc MIN:MAX, as 1:2"),
+        (["--nproc", "2", "--spares", "1"], [], "--spares: goes with --nproc MIN:MAX, as 1:2"),
+        (["--nproc", "1:2", "--spares", "3"], [], "--spares: at most one for each place, 0 to 2"),
         (["--nproc", "1:2"], ["--checkpoint.branch", "runs/x@5"], "give --log.name and --log.dir too"),
     ],
 )
@@ -462,6 +527,117 @@ def test_of_fewer_nodes_than_the_layout_has_as_many_ranks_start_as_it_can_use(
     assert [len(node.ranks()) for node in started] == ([ranks] if ranks else [])
     line = "launch: 6 of 12 ranks: as many as the layout can use"
     assert (line in capsys.readouterr().err) == (node_rank == 0)
+
+
+# ---- signals while no rank runs ----------------------------------------------------------------------------
+
+# the launcher, which gets a signal at the N-th call of one of its functions; its ranks are stand-ins
+SIGNALLED_LAUNCHER = """
+import os, sys
+from scripts import launch
+
+function, call, number, launch.TRAIN_FILE = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+sound, calls = getattr(launch, function), []
+
+def signalled(*args, **more):
+    calls.append(args)
+    if len(calls) == call:
+        os.kill(os.getpid(), number)
+    return sound(*args, **more)
+
+setattr(launch, function, signalled)
+launch.host_store = lambda *_: None
+sys.exit(launch.main(sys.argv[5:]))
+"""
+# a rank that is lost at the first start, and that later ones would wait for
+LOST_ONCE = """
+import os, pathlib, signal, time
+start = os.environ["TORCHELASTIC_RESTART_COUNT"]
+pathlib.Path("r").mkdir(exist_ok=True)
+with open("r/starts", "a") as file:
+    file.write(start)
+if start == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+
+
+def start_signalled(folder, function, call, number, options, program=LOST_ONCE):
+    file = folder / "stand_in.py"
+    file.write_text(program)
+    where = [function, str(call), str(int(number)), str(file)]
+    if ":" in options[1]:
+        options = [*options, "--spares", "0"]
+    words = ["--", "llama3-tiny", "--log.name", "r", "--log.dir", ".", "--train.global_batch", "8"]
+    return subprocess.Popen(
+        [sys.executable, "-c", SIGNALLED_LAUNCHER, *where, *options, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "function, call, number",
+    [
+        ("closing_line", 1, signal.SIGTERM),  # the ranks of the first start have just ended
+        ("choose_places", 2, signal.SIGUSR1),
+        ("restart_line", 1, signal.SIGINT),
+        ("listen", 2, signal.SIGHUP),
+        ("run_ranks", 2, signal.SIGTERM),
+        ("wait_for_ranks", 2, signal.SIGUSR1),  # they have begun, and catch nothing yet
+    ],
+)
+def test_a_signal_between_two_starts_ends_the_job(tmp_path, function, call, number):
+    """Nothing is left to save: the job is stopped, not failed, and the same command goes on."""
+    began = time.monotonic()
+    code, out, errors = finished(start_signalled(tmp_path, function, call, number, ["--nproc", "1:1"]))
+    assert code == 75 and not out, (code, out, errors)
+    assert time.monotonic() - began < 30  # the second start would have taken 60
+    assert f"{number.name}" in errors[-1] and "the same command goes on" in errors[-1], errors
+    assert "Traceback" not in "".join(errors)
+    reason = json.loads((tmp_path / "r" / "exit_reason.json").read_text())
+    assert (reason["code"], reason["requeue"]) == (75, True) and number.name in reason["reason"]
+    allowed = {"0", "01"} if function == "wait_for_ranks" else {"0"}
+    assert (tmp_path / "r" / "starts").read_text() in allowed
+
+
+@pytest.mark.parametrize("options", [["--nproc", "1:1"], ["--nproc", "1"]])
+def test_a_signal_before_the_first_start_ends_the_job(tmp_path, options):
+    code, out, errors = finished(start_signalled(tmp_path, "listen", 1, signal.SIGTERM, options))
+    assert code == 75 and not out and not (tmp_path / "r").exists(), (out, errors)
+    assert errors == ["launch: SIGTERM before the first start: the job ends with code 75; the same command "
+                      "starts it"]
+
+
+STUBBORN = """
+import pathlib, signal, time
+number_of = lambda number, frame: open("heard", "a").write(f"{number} ")
+signal.signal(signal.SIGINT, number_of)
+pathlib.Path("ready").touch()
+time.sleep(60)
+"""
+
+
+def test_a_second_ctrl_c_kills(tmp_path):
+    """Two that come at once, as through a wrapper that passes its own on, are one."""
+    launcher = start_signalled(tmp_path, "main", 9, 0, ["--nproc", "1:1"], program=STUBBORN)
+    assert wait_until(lambda: (tmp_path / "ready").exists())
+    for _ in range(2):
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert wait_until(lambda: (tmp_path / "heard").exists())
+    time.sleep(1)
+    assert launcher.poll() is None
+    began = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    code, _, errors = finished(launcher)
+    assert code == 130 and time.monotonic() - began < 15
+    assert errors[0] == "launch: SIGINT: the ranks save and end; a second Ctrl-C kills them"
+    assert "1 rank ended with code 130 after" in errors[1] and ": interrupted; " in errors[1]
+    assert errors[1].endswith("; rank 0 was ended by SIGKILL") and len(errors) == 2
 
 
 # ---- mistakes that need no rank ----------------------------------------------------------------------------

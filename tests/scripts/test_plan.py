@@ -9,6 +9,8 @@ import pytest
 import config
 from config import ConfigError
 from config.suggestions import check_rules
+from plan import elastic
+from plan.cost import cluster
 from scripts import plan
 
 SMALL = [
@@ -133,6 +135,7 @@ def test_json_has_the_parts_of_a_step(capsys):
             "--cluster: no such cluster 'h101-ib'; configs/clusters.yaml has v100-ib",
         ),
         (["llama3-8b", "--gpus", "0", "--cluster", "h100-ib"], "--gpus: must be at least 1"),
+        (["llama3-8b", "--gpus", "8:4", "--cluster", "h100-ib"], "--gpus: MIN:MAX, as 4:8"),
         (["llama3-8b", "--gpus", "16"], "plan: needs NAME, --gpus N and --cluster C"),
         (["llama3-9b", "--gpus", "16", "--cluster", "h100-ib"], "llama3-9b: no such recipe"),
         (["llama-mini", "--gpus", "8", "--cluster", "h100-ib"], "model.vocab: is the tokenizer's"),
@@ -161,3 +164,33 @@ def test_json_has_the_parts_of_a_step(capsys):
 def test_refusals(argv, said):
     with pytest.raises(ConfigError, match="^" + re.escape(said)):
         plan.main(argv)
+
+
+def test_an_elastic_job_on_each_number_of_gpus(capsys):
+    """As train.py chooses: as given where that fits, and lighter on fewer GPUs, which hold more each."""
+    of_run = ["--parallel.zero", "3", "--train.seq_len", "8192", "--train.global_batch", "48"]
+    words = ["llama3-8b", "--gpus", "2:4", "--cluster", "h100-ib", *of_run]
+    assert plan.main([*words, "--json"]) == 0
+    reports = list(map(json.loads, capsys.readouterr().out.splitlines()))
+    assert [each["gpus"] for each in reports] == [4, 3, 2]
+    memory = cluster("h100-ib").memory
+    cfg = config.resolve("llama3-8b", None, [*of_run, "--parallel.elastic", "true"])
+    for each in reports:
+        layout = elastic.layout_for(cfg, each["gpus"], elastic.RankDevice("NVIDIA H100 80GB HBM3", memory))
+        assert (each["changed"], each["given_memory"] or 0) == (layout.changed, layout.too_large)
+        assert each["memory"] <= memory and not each["by_planner"]
+    assert not reports[0]["changed"] and reports[0]["given_memory"] is None
+    assert all(each["given_memory"] > memory for each in reports[1:])
+
+    assert plan.main(words) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["GPUs", "layout", "GiB", "why"] and len(table) == 4
+    assert table[1].split()[:3] == ["4", "dp4", "zero3"] and "GiB" not in table[1]
+    assert "full" in table[3] and "the given settings would take" in table[3]
+
+
+def test_an_elastic_job_that_no_number_of_gpus_can_hold(capsys):
+    words = ["llama3-70b", "--gpus", "1:2", "--cluster", "h100-ib", "--train.seq_len", "2048"]
+    assert plan.main([*words, "--train.global_batch", "8"]) == 2
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 3 and all("none" in line and " fits into the 79.1 GiB" in line for line in table[1:])
