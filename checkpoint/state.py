@@ -472,7 +472,7 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     # What this rank fills. Of many ranks, each holds a part of the keys; the first looks for what none wants.
     moments = moments_of(run) if stored_ema else run.optim.state()
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
-    wants = state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
+    wants = boxes_to_read(run, moments)
     powersgd = powersgd_of(run.buckets)
     errors = [torch.zeros_like(reducer.error) for reducer in powersgd]
     wants += stored_error_boxes(run, index, errors)
@@ -506,6 +506,11 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     run.scaler.load(meta.get("loss_scale"))
     run.spikes.load(meta.get("spikes"))
     return warnings
+
+
+def boxes_to_read(run: RunState, moments: Moments) -> BoxedTensors:
+    """What this rank reads of a checkpoint, but for PowerSGD's errors; pass_on_all brings it the rest."""
+    return state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
 
 
 def stored_error_boxes(run: RunState, index: store.StoredIndex, errors: list[Tensor]) -> BoxedTensors:
@@ -555,6 +560,17 @@ def boxes_to_save(run: RunState) -> BoxedTensors:
     return state_boxes(run.buckets, moments_of(run), shares) + run.routers.boxes(each_once=True)
 
 
+def boxes_of_rank(run: RunState) -> BoxedTensors:
+    """What this rank reads at a resume under the same layout: all that it needs of a checkpoint in memory.
+
+    Collective: the errors of PowerSGD are summed.
+    """
+    pieces = boxes_to_read(run, moments_of(run))
+    for reducer in powersgd_of(run.buckets):
+        pieces += reducer.boxes_of(reducer.sum_errors())
+    return list({box: (box, tensor) for box, tensor in pieces}.values())  # each box once
+
+
 def check_space(run: RunState, root: pathlib.Path) -> None:
     """Raises StorageError, on all ranks, if the disk has no room for one checkpoint. Collective.
 
@@ -579,10 +595,15 @@ def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) 
 
 @dataclasses.dataclass(frozen=True)
 class StartingPoint:
-    """What a run starts from, as rank 0 chose it. At most one of `resumed` and `weights` is set."""
+    """What a run starts from, as rank 0 chose it. At most one of `resumed` and `weights` is set.
+
+    memory: of a checkpoint in memory (checkpoint/memory.py), which nodes have it, in words; then `resumed` is
+    the part of this rank. "": it is on the disk.
+    """
     resumed: store.StoredIndex | None  # the checkpoint that the run continues
     weights: store.StoredIndex | None  # the checkpoint whose weights a new run starts with
     notes: list[str]  # for the log
+    memory: str = ""
 
     @property
     def step(self) -> int:
@@ -653,9 +674,9 @@ def resume(
     Raises ConfigError if the checkpoint does not fit the run; IntegrityError if no good checkpoint is left.
     """
     bad: dict[pathlib.Path, str] = {}  # {checkpoint: why it is damaged}
+    if start is None:
+        start = newest_start(run.cfg, root, run.mesh.world)
     while True:
-        if start is None:
-            start = newest_start(run.cfg, root, run.mesh.world, bad)
         try:
             return load_start(run, root, start)
         except store.IntegrityError as error:  # raised on every rank
@@ -663,7 +684,9 @@ def resume(
             if damaged is None:
                 raise
             bad[damaged.path] = str(error)
-            start = None
+            notes = [*start.notes, f"{start.memory} is not used: {error}"] if start.memory else []
+            start = newest_start(run.cfg, root, run.mesh.world, bad)
+            start = dataclasses.replace(start, notes=[*notes, *start.notes])
 
 
 def newest_start(
@@ -691,12 +714,13 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
     """
     if start.resumed is not None:
         path, meta = start.resumed.path, start.resumed.meta
+        is_own = bool(start.memory) or path.parent == root
         check_same_run(meta, run, str(path))  # first, what no run may change
-        check_horizon(meta, run, path, own_folder=path.parent == root)
+        check_horizon(meta, run, path, own_folder=is_own)
         warnings = load(run, start.resumed)
         step = meta["step"]
         notes = [*start.notes, *warnings, *layout_change(meta, run.mesh.dims)]
-        return step, [*notes, f"resumed from {path} at step {step}"]
+        return step, [*notes, f"resumed from {start.memory or path} at step {step}"]
 
     if start.weights is None:
         return 0, start.notes

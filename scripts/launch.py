@@ -421,7 +421,7 @@ def run_elastic(options: argparse.Namespace, words: list[str], command: list[str
     span = options.nproc
     left_out: set[int] = set()
     places = choose_places(cfg, span, left_out)
-    progress = restarts.RestartCount(restarts.newest_step(run))
+    progress = restarts.RestartCount(restarts.progress(run))
     restart = 0
     if len(places) < span.most:
         tell(used_line(len(places), span.most))
@@ -444,7 +444,7 @@ def run_elastic(options: argparse.Namespace, words: list[str], command: list[str
             left_out.clear()
         elif not may_restart(ends, reason, watch):
             return code
-        elif not progress.allows_restart(step):
+        elif not progress.allows_restart(restarts.progress(run)):
             tell(f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row have brought no newer checkpoint: "
                  "the job ends")
             return code
