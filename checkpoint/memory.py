@@ -37,7 +37,7 @@ from typing import Any
 
 from checkpoint import store
 from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
-from checkpoint.files import available_bytes, read_file, remove, storage_errors
+from checkpoint.files import IntegrityError, StorageError, read_file, remove, storage_errors
 from checkpoint.saver import writer_threads
 from checkpoint.state import StartingPoint, ranks_of
 from checkpoint.together import Ranks
@@ -125,7 +125,7 @@ def read_record(run: Path, key: str) -> tuple[list[Generation], str | None]:
         if data["version"] != VERSION:
             raise ValueError(f"version {data['version']!r}, this code reads {VERSION}")
         found = [parse_generation(row) for row in data["generations"]]
-    except (store.IntegrityError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (IntegrityError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [], f"{path} is damaged: {error}"
     if data["key"] != key:
         return [], f"{path} is of another run folder"
@@ -234,21 +234,8 @@ def rank_folder(rank: int) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """What a folder can still take: of its file system, and if that is in memory, of the memory."""
-    free = shutil.disk_usage(folder).free
-    if is_in_memory(folder):
-        free = min(free, available_bytes())
-    return free
-
-
-def is_in_memory(folder: Path) -> bool:
-    """Whether the folder's file system is tmpfs; False where the system does not say."""
-    try:
-        rows = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    around = [(len(row[1]), row[2]) for row in rows if folder.resolve().is_relative_to(row[1])]
-    return max(around, default=(0, ""))[1] in ("tmpfs", "ramfs")
+    """What the folder's file system can still take: of /dev/shm half of the memory, if nobody says else."""
+    return shutil.disk_usage(folder).free
 
 
 def bytes_in(folder: Path) -> int:
@@ -262,7 +249,7 @@ class MemoryCheckpoints:
     """The checkpoints in memory of one run. Its methods are collective, but for those that say otherwise.
 
     folder: of this node. committed: the generations that the record names, the newest first, alike on all
-    ranks. trouble: why the record is not used, or None.
+    ranks. notes: for the log.
     """
 
     def __init__(self, cfg: Config, run: Path, host: str, world: Group) -> None:
@@ -277,14 +264,18 @@ class MemoryCheckpoints:
         self.timeout_s = cfg.checkpoint.timeout_s
         self.layout = layout_of(cfg, world.size)
         self.nodes = Nodes(tuple(comm.all_gather_objects(host, world)))
-        check_nodes(self.nodes, self.copies)
+        self.notes: list[str] = []
+        num_others = len(self.nodes.names()) - 1
+        if self.copies > num_others:
+            self.copies = fewer_copies(cfg, num_others, self.notes)
         self.key = self.ranks.first_does(lambda: key_of(run), self.timeout_s)
         self.folder = self.ranks.all_do(
             lambda: make_private(memory_root(cfg), [self.key, host.replace("/", "_")]), self.timeout_s
         )
         found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
         self.committed: list[Generation] = found
-        self.trouble: str | None = trouble
+        if trouble is not None:
+            self.notes.append(f"checkpoints in memory are not used: {trouble}")
 
     @property
     def host(self) -> str:
@@ -328,7 +319,15 @@ class MemoryCheckpoints:
         fault_point: called with each name of FAULT_POINTS when it is reached. Raises StorageError and
         NonFiniteTensor, on all ranks: the newest generation is still there, and counts.
         """
-        pieces = list(pieces)
+        try:
+            self.save_generation(step, list(pieces), meta, fault_point)
+        except (IntegrityError, ConfigError) as error:  # of what this save has just written or made
+            raise StorageError(self.folder, 0, str(error)) from error
+
+    def save_generation(
+        self, step: int, pieces: list[store.Piece], meta: Tree, fault_point: store.FaultPoint
+    ) -> None:
+        """save(), with the errors of its parts."""
         newest = self.committed[:1]
         self.ranks.all_do(lambda: self.make_way(newest), self.timeout_s)
         pending = self.ranks.first_does(lambda: self.begin(step), self.timeout_s)
@@ -435,9 +434,9 @@ class MemoryCheckpoints:
         """(the newest generation that is newer than every checkpoint on the disk, verified, or None; why
         others are not used, a line each)."""
         if cfg.checkpoint.resume == "none":
-            return None, []
+            return None, self.notes
         on_disk = self.ranks.first_does(lambda: newest_step_on_disk(self.run), self.timeout_s)
-        notes = [] if self.trouble is None else [f"checkpoints in memory are not used: {self.trouble}"]
+        notes = list(self.notes)
         for generation in self.committed:
             if generation.step <= on_disk:
                 continue
@@ -445,7 +444,7 @@ class MemoryCheckpoints:
             if why is None:
                 try:
                     return self.collect(generation, notes), notes
-                except store.IntegrityError as error:  # on all ranks
+                except IntegrityError as error:  # on all ranks
                     why = str(error)
             notes.append(f"the checkpoint of step {generation.step:,} in memory is not used: {why}")
         return None, notes
@@ -497,11 +496,11 @@ class MemoryCheckpoints:
             return OwnShard(None, f"rank {rank} has no shard on {self.host}")
         try:
             if path.is_symlink() or path.parent.is_symlink():
-                raise store.IntegrityError(f"{path}: is a link")
+                raise IntegrityError(f"{path}: is a link")
             index = store.verify(path)
             if hashlib.sha256(index.text).hexdigest() != generation.indexes[rank]:
-                raise store.IntegrityError(f"{path}: is not the one that {RECORD} names")
-        except (store.IntegrityError, ConfigError) as error:  # ConfigError: of a newer format
+                raise IntegrityError(f"{path}: is not the one that {RECORD} names")
+        except (IntegrityError, ConfigError) as error:  # ConfigError: of a newer format
             return OwnShard(None, str(error))
         return OwnShard(index, "")
 
@@ -531,7 +530,7 @@ class MemoryCheckpoints:
             holders = [other for other in self.nodes.ranks_on(host) if rank in held[other]]
             if holders and host != self.nodes.hosts[rank] and (rank, host) not in asked:
                 return holders[rank % len(holders)]
-        raise store.IntegrityError(f"{problem}, and no other node has a good copy")
+        raise IntegrityError(f"{problem}, and no other node has a good copy")
 
     def exchange(self, generation: Generation, senders: dict[int, int]) -> Exception | None:
         """Sends each rank of `senders` its shard. Returns the first error on this rank (copies.deliver)."""
@@ -539,7 +538,7 @@ class MemoryCheckpoints:
         own: dict[int, Manifest] = {}
         for receiver, sender in senders.items():
             if sender == rank:
-                with contextlib.suppress(store.IntegrityError):  # it has nothing that can be sent
+                with contextlib.suppress(IntegrityError):  # it has nothing that can be sent
                     own[receiver] = manifest_of(self.path_of(generation, receiver))
         manifests = {receiver: files for part in self.ranks.gather(own) for receiver, files in part.items()}
         if rank in senders:
@@ -559,15 +558,20 @@ class OwnShard:
     problem: str
 
 
-def check_nodes(nodes: Nodes, copies: int) -> None:
-    """Raises ConfigError if there are not so many other nodes."""
-    others = len(nodes.names()) - 1
-    if copies > others:
-        remedy = f"take {others}" if others else "leave it out, and this node keeps its own part alone"
-        raise ConfigError(
-            f"checkpoint.replicas: {copies} is the number of other nodes with a copy, and this job has "
-            f"{others} other nodes; {remedy}"
-        )
+def fewer_copies(cfg: Config, num_others: int, notes: list[str]) -> int:
+    """The copies that a job with so few other nodes has, under parallel.elastic; else raises ConfigError.
+
+    notes: gets a line.
+    """
+    asked = cfg.checkpoint.replicas
+    if cfg.parallel.elastic:
+        notes.append(f"checkpoint.replicas: {asked}, and this start has {num_others} other nodes: fewer copies")
+        return num_others
+    remedy = f"take {num_others}" if num_others else "leave it out, and this node keeps its own part alone"
+    raise ConfigError(
+        f"checkpoint.replicas: {asked} is the number of other nodes with a copy, and this job has "
+        f"{num_others} other nodes; {remedy}"
+    )
 
 
 def raise_error(error: Exception | None) -> None:

@@ -258,9 +258,11 @@ def test_a_run_that_goes_back_forgets_what_came_after(tmp_path, trains):
 
 
 def test_one_process_keeps_its_own_part(tmp_path, trains, clean):
+    """Also where it is what is left of an elastic job."""
     killed(trains, "alone", 6, rank=0, replicas="0")
-    end = trains("alone", replicas="0")
+    end = trains("alone", "--parallel.elastic", "true", replicas="1")
     assert said(end, "resumed from memory of node0 at step 4")
+    assert said(end, "checkpoint.replicas: 1, and this start has 0 other nodes")
     assert_like_clean(tmp_path, end, clean("alone"))
 
 
