@@ -565,7 +565,7 @@ def fewer_copies(cfg: Config, num_others: int, notes: list[str]) -> int:
     """
     asked = cfg.checkpoint.replicas
     if cfg.parallel.elastic:
-        notes.append(f"checkpoint.replicas: {asked}, and this start has {num_others} other nodes: fewer copies")
+        notes.append(f"checkpoint.replicas: {asked}, and this start has {num_others} other nodes")
         return num_others
     remedy = f"take {num_others}" if num_others else "leave it out, and this node keeps its own part alone"
     raise ConfigError(

@@ -193,7 +193,7 @@ def test_a_node_that_comes_back_with_another_history_is_not_believed(tmp_path, t
     killed(trains, "dp2 zero1", 9)
     shutil.copytree(node_folder(tmp_path, 1), tmp_path / "away")
     killed(trains, "dp2 zero0", 7)  # goes on from step 6 of the disk, under another layout
-    assert not list(node_folder(tmp_path, 1).iterdir())
+    assert not list(node_folder(tmp_path, 1).glob("step_00000008-*"))
     shutil.copytree(tmp_path / "away", node_folder(tmp_path, 1), dirs_exist_ok=True)
     end = trains("dp2 zero1")
     assert said(end, "step_00000006 at step 6")
