@@ -67,7 +67,7 @@ MAX_NAMED = 8  # ranks in a line of the log
 
 
 @dataclass(frozen=True)
-class Generation:
+class MemoryGeneration:
     """The state of all ranks after one step, as memory.json names it.
 
     indexes: sha256 of the index.json of each rank; (): it is not complete yet. disk_step: of the newest
@@ -110,7 +110,7 @@ class Nodes:
 
 # ---- the record --------------------------------------------------------------------------------------------
 
-def read_record(run: Path, key: str) -> tuple[list[Generation], str | None]:
+def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None]:
     """(the generations of memory.json, the newest first, None), or ([], why it is not used).
 
     run: the run folder. key: of the run's folder in memory. Without a record ([], None).
@@ -132,9 +132,9 @@ def read_record(run: Path, key: str) -> tuple[list[Generation], str | None]:
     return sorted(found, key=lambda generation: -generation.step), None
 
 
-def parse_generation(row: Any) -> Generation:
+def parse_generation(row: Any) -> MemoryGeneration:
     """A generation of the record. Raises ValueError, KeyError or TypeError if it is none."""
-    found = Generation(
+    found = MemoryGeneration(
         step=row["step"],
         save_id=row["save_id"],
         disk_step=row["disk_step"],
@@ -154,7 +154,7 @@ def parse_generation(row: Any) -> Generation:
     return found
 
 
-def write_record(run: Path, key: str, generations: list[Generation]) -> None:
+def write_record(run: Path, key: str, generations: list[MemoryGeneration]) -> None:
     """Names these generations, and no others; none: removes the record. Raises StorageError."""
     path = run / RECORD
     with storage_errors(path, 0):
@@ -273,7 +273,7 @@ class MemoryCheckpoints:
             lambda: make_private(memory_root(cfg), [self.key, host.replace("/", "_")]), self.timeout_s
         )
         found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
-        self.committed: list[Generation] = found
+        self.committed: list[MemoryGeneration] = found
         if trouble is not None:
             self.notes.append(f"checkpoints in memory are not used: {trouble}")
 
@@ -285,7 +285,7 @@ class MemoryCheckpoints:
     def is_first_of_node(self) -> bool:
         return self.nodes.ranks_on(self.host)[0] == self.group.index
 
-    def path_of(self, generation: Generation, rank: int) -> Path:
+    def path_of(self, generation: MemoryGeneration, rank: int) -> Path:
         """Where this node has the shard of a rank, its own or a copy."""
         return self.folder / generation.name / rank_folder(rank)
 
@@ -351,9 +351,9 @@ class MemoryCheckpoints:
         self.committed = named
         fault_point("memory.post_commit")
 
-    def begin(self, step: int) -> Generation:
+    def begin(self, step: int) -> MemoryGeneration:
         """Rank 0: the generation that is to be written."""
-        return Generation(
+        return MemoryGeneration(
             step=step,
             save_id=uuid.uuid4().hex,
             disk_step=newest_step_on_disk(self.run),
@@ -361,7 +361,7 @@ class MemoryCheckpoints:
         )
 
     def write_own(
-        self, pending: Generation, pieces: list[store.Piece], meta: Tree, fault_point: store.FaultPoint
+        self, pending: MemoryGeneration, pieces: list[store.Piece], meta: Tree, fault_point: store.FaultPoint
     ) -> str:
         """Writes this rank's shard. Returns the sha256 of its index. Not collective."""
         def reached(point: str) -> None:
@@ -383,7 +383,7 @@ class MemoryCheckpoints:
         store.commit(shard, [written], meta)
         return hashlib.sha256(read_file(final / "index.json")).hexdigest()
 
-    def send_copies(self, pending: Generation, fault_point: store.FaultPoint) -> None:
+    def send_copies(self, pending: MemoryGeneration, fault_point: store.FaultPoint) -> None:
         """Sends this rank's shard to the nodes that keep it, and takes those of others."""
         if not self.copies:
             return
@@ -396,13 +396,13 @@ class MemoryCheckpoints:
         error = deliver(deliveries, self.group, halfway=lambda: fault_point("memory.mid_send"))
         self.ranks.all_do(lambda: raise_error(error), self.timeout_s)
 
-    def make_way(self, kept: list[Generation]) -> None:
+    def make_way(self, kept: list[MemoryGeneration]) -> None:
         """Removes all but these generations from this node; makes the folder again where somebody has
         removed it. Not collective."""
         make_private(self.folder.parents[1], [self.folder.parent.name, self.folder.name])
         self.remove_all_but(kept)
 
-    def remove_all_but(self, generations: list[Generation]) -> None:
+    def remove_all_but(self, generations: list[MemoryGeneration]) -> None:
         """Removes all others from this node; its first rank does. Not collective."""
         if not self.is_first_of_node:
             return
@@ -449,7 +449,7 @@ class MemoryCheckpoints:
             notes.append(f"the checkpoint of step {generation.step:,} in memory is not used: {why}")
         return None, notes
 
-    def obstacle(self, generation: Generation, on_disk: int) -> str | None:
+    def obstacle(self, generation: MemoryGeneration, on_disk: int) -> str | None:
         """Why a generation does not fit this start; None if it does. Not collective.
 
         on_disk: the newest step of the checkpoints in the run folder.
@@ -460,7 +460,7 @@ class MemoryCheckpoints:
             return f"it is of {len(generation.indexes)} ranks, not {self.group.size}"
         return layout_difference(generation.layout, self.layout)
 
-    def collect(self, generation: Generation, notes: list[str]) -> StartingPoint:
+    def collect(self, generation: MemoryGeneration, notes: list[str]) -> StartingPoint:
         """The start from a generation, once every rank has its shard.
 
         A rank that has none, or a damaged one, is sent it by one of another node. Raises IntegrityError, on
@@ -488,7 +488,7 @@ class MemoryCheckpoints:
             where += f" (rank{plural} {named}: sent by another node)"
         return StartingPoint(found.index, None, notes, memory=where)
 
-    def look(self, generation: Generation) -> "OwnShard":
+    def look(self, generation: MemoryGeneration) -> "OwnShard":
         """This rank's own shard of a generation, every byte of it verified. Not collective."""
         rank = self.group.index
         path = self.path_of(generation, rank)
@@ -504,14 +504,16 @@ class MemoryCheckpoints:
             return OwnShard(None, str(error))
         return OwnShard(index, "")
 
-    def look_again(self, generation: Generation, before: "OwnShard", error: Exception | None) -> "OwnShard":
+    def look_again(
+        self, generation: MemoryGeneration, before: "OwnShard", error: Exception | None
+    ) -> "OwnShard":
         """look() after an exchange, if there was a problem before. error: of the exchange. Not collective."""
         if not before.problem:
             return before
         found = self.look(generation)
         return OwnShard(None, str(error)) if found.problem and error is not None else found
 
-    def held_ranks(self, generation: Generation) -> list[int]:
+    def held_ranks(self, generation: MemoryGeneration) -> list[int]:
         """The ranks of which this node has a folder, good or not. Not collective."""
         try:
             names = [path.name for path in (self.folder / generation.name).iterdir()]
@@ -532,7 +534,7 @@ class MemoryCheckpoints:
                 return holders[rank % len(holders)]
         raise IntegrityError(f"{problem}, and no other node has a good copy")
 
-    def exchange(self, generation: Generation, senders: dict[int, int]) -> Exception | None:
+    def exchange(self, generation: MemoryGeneration, senders: dict[int, int]) -> Exception | None:
         """Sends each rank of `senders` its shard. Returns the first error on this rank (copies.deliver)."""
         rank = self.group.index
         own: dict[int, Manifest] = {}

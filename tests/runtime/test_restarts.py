@@ -32,7 +32,7 @@ def test_a_checkpoint_in_memory_is_progress(tmp_path):
     for text in ("", "[]", '{"generations": 3}', '{"generations": [{"step": "x"}]}', '{"generations": []}'):
         record.write_text(text)
         assert restarts.progress(tmp_path) == 8
-    memory.write_record(tmp_path, "key", [memory.Generation(step, "", 8, {}) for step in (12, 10)])
+    memory.write_record(tmp_path, "key", [memory.MemoryGeneration(step, "", 8, {}) for step in (12, 10)])
     assert restarts.progress(tmp_path) == 12 and restarts.newest_step(tmp_path) == 8
 
 
