@@ -175,8 +175,7 @@ def test_killed_in_the_middle(tmp_path, trains, clean, point):
 
 
 def test_flipped_bits(tmp_path, trains, clean):
-    """In a rank's own shard: the copy is used. The copy is a sound one of another step: the generation before.
-    """
+    """In a rank's own shard: the copy is used. That is a sound one of another step: the generation before."""
     killed(trains, "dp2 zero1", 5)
     (own,) = node_folder(tmp_path, 1).glob("step_00000004-*/rank_00001/*.safetensors")
     (copy,) = node_folder(tmp_path, 0).glob("step_00000004-*/rank_00001/*.safetensors")
