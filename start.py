@@ -16,6 +16,7 @@ import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
+from checkpoint.memory import MemoryCheckpoints
 from config import Config, ConfigError, is_due, phases_of
 from config.optimizers import EMA
 from config.phases import named
@@ -149,8 +150,32 @@ def check_source_names(cfg: Config) -> None:
         raise ConfigError(f"data.path: a source named {EMA} would share val/{EMA}/loss with train.ema")
 
 
+def open_memory(cfg: Config, env: setup.LaunchEnv, world: World, folder: Path) -> MemoryCheckpoints | None:
+    """The checkpoints in memory; None without checkpoint.memory_every. Collective. Raises ConfigError."""
+    if cfg.checkpoint.memory_every is None:
+        return None
+    return MemoryCheckpoints(cfg, folder, env.host, world.all_ranks())
+
+
+def choose_start(
+    cfg: Config, world: World, root: Path, in_memory: MemoryCheckpoints | None
+) -> state.StartingPoint:
+    """The newest checkpoint, in memory or on the disk. Collective."""
+    notes: list[str] = []
+    if in_memory is not None:
+        start, notes = in_memory.newest_start(cfg)
+        if start is not None:
+            return start
+    start = state.newest_start(cfg, root, world.all_ranks())
+    return replace(start, notes=[*notes, *start.notes])
+
+
 def start_run(
-    cfg: Config, env: setup.LaunchEnv, world: World, folder: Path
+    cfg: Config,
+    env: setup.LaunchEnv,
+    world: World,
+    folder: Path,
+    in_memory: MemoryCheckpoints | None = None,
 ) -> tuple[TrainingRun, BatchLoader, int, list[str]]:
     """The run of the phase that comes next, with what it continues.
 
@@ -164,9 +189,10 @@ def start_run(
         """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
         return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
 
-    start = state.newest_start(cfg, root, everyone)
+    start = choose_start(cfg, world, root, in_memory)
     step = start.step
-    if start.resumed is not None and cfg.checkpoint.branch:  # its model is as large as the source says
+    may_be_large = bool(cfg.checkpoint.branch) and not start.memory
+    if start.resumed is not None and may_be_large:  # its model is as large as the source says
         check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
     while True:
         number = phase_after(step) if len(phases.all) > 1 else 1
@@ -174,6 +200,8 @@ def start_run(
         step, notes = state.resume(run, root, start)
         start = None
         if len(phases.all) == 1 or phase_after(step) == number:
+            if in_memory is not None:
+                in_memory.drop_after(step)  # what this run goes on from is its only past
             return run, valid_data, step, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 
@@ -248,11 +276,11 @@ def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
         raise failure.OutOfMemory(f"out of memory: {cause}; {advice}") from error
 
 
-def probe_run_folder(run: TrainingRun, folder: Path) -> None:
+def probe_run_folder(run: TrainingRun, folder: Path, in_memory: MemoryCheckpoints | None = None) -> None:
     """Finds before the first step what would else end the run at its first save. Collective.
 
-    Raises ConfigError if a rank sees another folder than rank 0; StorageError (82) if rank 0 cannot write
-    there, or a checkpoint does not fit on the disk.
+    Raises ConfigError if a rank sees another folder than rank 0, or a node has no room for checkpoints in
+    memory; StorageError (82) if rank 0 cannot write there, or a checkpoint does not fit on the disk.
     """
     everyone, timeout_s = run.mesh.world, run.cfg.checkpoint.timeout_s
     with store.storage_errors(folder, 0):
@@ -263,6 +291,9 @@ def probe_run_folder(run: TrainingRun, folder: Path) -> None:
         if everyone.index == 0:
             run_folders.remove_token(folder, token)
     state.check_space(run, folder / "checkpoints")
+    if in_memory is not None:
+        boxes = state.boxes_to_read(run, state.moments_of(run))
+        in_memory.check_room(sum(part.numel() * part.element_size() for _, part in boxes))
 
 
 def keep_tokenizer(cfg: Config, tokenizer: Tokenizer, folder: Path) -> None:

@@ -20,7 +20,8 @@ import runtime  # before torch (see there)
 import config
 import torch
 from build import TrainingRun
-from checkpoint import branch, mirror, state, store
+from checkpoint import branch, memory, mirror, state, store
+from checkpoint.memory import MemoryCheckpoints
 from checkpoint.saver import CheckpointSaver
 from checkpoint.together import do_nothing
 from checkpoint.uploader import CheckpointUploader, open_uploader
@@ -71,6 +72,7 @@ from start import (
     flops_so_far,
     is_evaluation_missing,
     keep_tokenizer,
+    open_memory,
     open_tasks,
     probe_run_folder,
     read_source_batches,
@@ -219,6 +221,7 @@ class Session:
     trace: ProfilerTrace
     saver: CheckpointSaver
     uploads: CheckpointUploader  # to checkpoint.mirror; does nothing on ranks but the first
+    in_memory: MemoryCheckpoints | None  # of checkpoint.memory_every
     stop: StopRequest
     guard: NonFiniteGuard
     slow: SlowRanks
@@ -266,7 +269,7 @@ def train(
     does; so proof/verify proves this loop. report_exit: called at the end. seconds_before: since this start
     began.
     """
-    observe = observe or setup.fault_injector(env, FAULT_POINTS)
+    observe = observe or setup.fault_injector(env, (*FAULT_POINTS, *memory.FAULT_POINTS))
     goodput = GoodputClock(folder if env.rank == 0 else None, env.world, seconds_before)
     with recorded_start(goodput):
         return run_training(
@@ -317,17 +320,19 @@ def run_training(
     everyone, timeout_s = world.all_ranks(), cfg.checkpoint.timeout_s
     restored = state.first_rank_does(lambda: mirror.prepare(cfg, folder), everyone, timeout_s)
     cfg = check_data(cfg, world)
-    run, valid_data, start_step, notes = start_run(cfg, env, world, folder)
+    in_memory = open_memory(cfg, env, world, folder)
+    run, valid_data, start_step, notes = start_run(cfg, env, world, folder, in_memory)
     notes = [*setup.launcher_notes(), *restored, *notes]
     observe("run.built", start_step, run=run, data=run.data, valid=valid_data)
 
-    probe_run_folder(run, folder)
+    probe_run_folder(run, folder, in_memory)
     uploads = open_uploader(cfg, folder, is_first_rank=env.rank == 0)
     is_end = start_step == run.steps
     owes_evaluation = is_evaluation_missing(cfg, start_step, folder, world.all_ranks(), is_end=is_end)
     if start_step == run.steps and not owes_evaluation:
         run.data.close()
         finish_uploads(uploads, cfg, world)
+        clear_memory(in_memory)
         goodput.forget()
         return report_nothing_to_do(run, env, folder, report_exit)
     notes = [*notes, *probe(run.mesh, env.device, DTYPES[cfg.train.dtype], env.host)]
@@ -341,6 +346,7 @@ def run_training(
         valid_data=valid_data,
         tasks=tasks,
         uploads=uploads,
+        in_memory=in_memory,
         check_lease=check_lease,
         goodput=goodput,
         observe=observe,
@@ -370,6 +376,7 @@ def run_training(
                 session = begin_phase(whole, end.step, **kept)
                 end = train_loop(session)
         session.train_data.close()
+        clear_memory(session.in_memory)
         close_run(session, end)
     code = report_end(end, session.run, report_exit)
     goodput.end(code)
@@ -411,13 +418,17 @@ def train_loop(session: Session) -> LoopEnd:
         ends_phase = step == run.last_step
         is_in_spikes = cfg.optim.spike_rewind is not None and bool(run.spikes.in_a_row)  # it may go back
         is_saved = bool(ends_phase or reason or (is_save_due(cfg.checkpoint, step) and not is_in_spikes))
-        if is_due(cfg.checkpoint.check_replicas, step) and not is_saved:  # a save compares by itself
+        is_kept = not is_saved and is_due(cfg.checkpoint.memory_every, step) and not is_in_spikes
+        if is_due(cfg.checkpoint.check_replicas, step) and not (is_saved or is_kept):  # a save compares, too
             compare_replicas(run)
-        if is_saved:
+        if is_saved or is_kept:
             # a run that must end for its skipped steps ends here, before it is saved
             session.guard.count_skipped(session.log.flush())
             rewinds.find(run.spikes, session.log.take_spikes())  # under spike_rewind all have been read above
+        if is_saved:
             save_checkpoint(session, step, is_final=bool(ends_phase or reason))
+        elif is_kept:
+            save_in_memory(session, step)
         if is_last and not is_evaluated:
             evaluate(session, step)
         if reason:  # there may be no time left to evaluate: the next start does it
@@ -461,6 +472,8 @@ def rewind(session: Session, first_spike: int) -> int:
 
     # what came after it is not there any more
     run.spikes.continue_without(left_out)
+    if session.in_memory is not None:
+        session.in_memory.drop_after(step)
     state.first_rank_does(lambda: store.drop_after(folder, step), everyone, timeout_s)
     with store.storage_errors(session.folder / lines.NAME, 0):
         session.log.rewind(step)
@@ -650,6 +663,38 @@ def write_checkpoint(session: Session, step: int, is_final: bool) -> None:
         session.log.log_save(path, num_bytes, time.perf_counter() - started, linked_bytes=sum(saver.linked))
 
 
+def save_in_memory(session: Session, step: int) -> None:
+    """Keeps the state in the memory of this node and others (checkpoint/memory.py). Where its storage fails,
+    that is a warning: the disk has the older state.
+
+    Raises ReplicasDiffer before anything is written, as save_checkpoint does.
+    """
+    if session.in_memory is None:
+        return
+    run = session.run
+
+    def fault_point(point: str) -> object:
+        return session.observe(point, step)
+
+    with session.goodput.spending("saving"):
+        session.check_lease()
+        session.train_data.check_unchanged()
+        compare_replicas(run)
+        try:
+            pieces, meta = state.boxes_of_rank(run), state.describe_run(run, step)
+            session.in_memory.save(step, pieces, meta, fault_point)
+        except store.StorageError as error:  # on all ranks
+            session.log.log_line(f"warning: step {step:,} is not kept in memory: {failure.one_line(error)}")
+            return
+    session.goodput.saved(step)
+
+
+def clear_memory(in_memory: MemoryCheckpoints | None) -> None:
+    """Gives the memory of checkpoints back, once the run is saved on the disk. Collective."""
+    if in_memory is not None:
+        in_memory.clear()
+
+
 @contextlib.contextmanager
 def excused_failure(session: Session, is_final: bool = False) -> Iterator[None]:
     """A save that fails inside for its storage is a warning: the next one tries again. All ranks do alike.
@@ -820,6 +865,7 @@ def make_session(
     valid_data: BatchLoader,
     tasks: list[ScoredTask],
     uploads: CheckpointUploader,
+    in_memory: MemoryCheckpoints | None,
     check_lease: Callable[[], object],
     goodput: GoodputClock,
     observe: FaultHook,
@@ -867,6 +913,7 @@ def make_session(
         trace=ProfilerTrace(cfg.profile.steps, folder, env.rank),
         saver=saver,
         uploads=uploads,
+        in_memory=in_memory,
         stop=stop,
         guard=NonFiniteGuard(SKIPPED_STEPS_FP16 if run.scaler.dynamic else SKIPPED_STEPS),
         slow=SlowRanks(cfg.log.slow_window, run.mesh.dims, world.all_ranks(), env.host),

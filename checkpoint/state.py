@@ -231,6 +231,11 @@ def powersgd_of(buckets: list[Bucket]) -> dict[int, PowerSGD]:
     return {position: reducer for position, reducer in found.items() if reducer is not None}
 
 
+def summed_errors(buckets: list[Bucket]) -> dict[int, Tensor]:
+    """{position of a bucket: the sum of its ranks' errors, flat}. Collective."""
+    return {position: reducer.sum_errors() for position, reducer in powersgd_of(buckets).items()}
+
+
 def error_boxes(
     buckets: list[Bucket], errors: Mapping[int, Tensor], shares: Sequence[Share], each_once: bool = False
 ) -> BoxedTensors:
@@ -492,7 +497,7 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     moments = moments_of(run) if stored_ema else run.optim.state()
     unused = [f"*{EMA_SUFFIX}"] if run.ema is None else []
     shares = read_shares(run.buckets)
-    wants = state_boxes(run.buckets, moments, shares) + run.routers.boxes()
+    wants = boxes_to_read(run, moments)
     powersgd = powersgd_of(run.buckets)
     errors = {position: torch.zeros_like(reducer.error) for position, reducer in powersgd.items()}
     wants += stored_only(index, error_boxes(run.buckets, errors, shares))
@@ -529,6 +534,11 @@ def load(run: RunState, index: store.StoredIndex) -> list[str]:
     return warnings
 
 
+def boxes_to_read(run: RunState, moments: Moments) -> BoxedTensors:
+    """What this rank reads of a checkpoint, but for what PowerSGD keeps; pass_on_all brings it the rest."""
+    return state_boxes(run.buckets, moments, read_shares(run.buckets)) + run.routers.boxes()
+
+
 def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
     """Those of the boxes that the checkpoint holds: what PowerSGD keeps starts anew where it has none."""
     stored = {(piece.box.key, piece.box.shape) for piece in index.pieces} if boxes else set()
@@ -547,8 +557,8 @@ def save_run(
     """
     world = saver.group or run.mesh.world
     pieces = boxes_to_save(run)
-    errors = {position: reducer.sum_errors() for position, reducer in powersgd_of(run.buckets).items()}
-    pieces += error_boxes(run.buckets, errors, write_shares(run.buckets, run.mesh), each_once=True)
+    shares = write_shares(run.buckets, run.mesh)
+    pieces += error_boxes(run.buckets, summed_errors(run.buckets), shares, each_once=True)
     checkpoint = run.cfg.checkpoint
     saver.save(
         root,
@@ -567,6 +577,16 @@ def boxes_to_save(run: RunState) -> BoxedTensors:
     """What this rank writes of a checkpoint, but for the errors of PowerSGD, which are summed first."""
     shares = write_shares(run.buckets, run.mesh)
     return state_boxes(run.buckets, moments_of(run), shares) + run.routers.boxes(each_once=True)
+
+
+def boxes_of_rank(run: RunState) -> BoxedTensors:
+    """What this rank reads at a resume under the same layout: all that it needs of a checkpoint in memory.
+
+    Collective: the errors of PowerSGD are summed.
+    """
+    pieces = boxes_to_read(run, moments_of(run))
+    pieces += error_boxes(run.buckets, summed_errors(run.buckets), read_shares(run.buckets))
+    return list({box: (box, tensor) for box, tensor in pieces}.values())  # each box once
 
 
 def check_space(run: RunState, root: pathlib.Path) -> None:
@@ -593,10 +613,15 @@ def permanent_mark(checkpoint: CheckpointConfig, root: pathlib.Path, step: int) 
 
 @dataclasses.dataclass(frozen=True)
 class StartingPoint:
-    """What a run starts from, as rank 0 chose it. At most one of `resumed` and `weights` is set."""
+    """What a run starts from, as rank 0 chose it. At most one of `resumed` and `weights` is set.
+
+    memory: of a checkpoint in memory (checkpoint/memory.py), which nodes have it, in words; then `resumed` is
+    the part of this rank. "": it is on the disk.
+    """
     resumed: store.StoredIndex | None  # the checkpoint that the run continues
     weights: store.StoredIndex | None  # the checkpoint whose weights a new run starts with
     notes: list[str]  # for the log
+    memory: str = ""
 
     @property
     def step(self) -> int:
@@ -686,9 +711,9 @@ def resume(
     Raises ConfigError if the checkpoint does not fit the run; IntegrityError if no good checkpoint is left.
     """
     bad: dict[pathlib.Path, str] = {}  # {checkpoint: why it is damaged}
+    if start is None:
+        start = newest_start(run.cfg, root, run.mesh.world)
     while True:
-        if start is None:
-            start = newest_start(run.cfg, root, run.mesh.world, bad)
         try:
             return load_start(run, root, start)
         except store.IntegrityError as error:  # raised on every rank
@@ -696,7 +721,9 @@ def resume(
             if damaged is None:
                 raise
             bad[damaged.path] = str(error)
-            start = None
+            notes = [*start.notes, f"{start.memory} is not used: {error}"] if start.memory else []
+            start = newest_start(run.cfg, root, run.mesh.world, bad)
+            start = dataclasses.replace(start, notes=[*notes, *start.notes])
 
 
 def newest_start(
@@ -724,12 +751,13 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
     """
     if start.resumed is not None:
         path, meta = start.resumed.path, start.resumed.meta
+        is_own = bool(start.memory) or path.parent == root
         check_same_run(meta, run, str(path))  # first, what no run may change
-        check_horizon(meta, run, path, own_folder=path.parent == root)
+        check_horizon(meta, run, path, own_folder=is_own)
         warnings = load(run, start.resumed)
         step = meta["step"]
         notes = [*start.notes, *warnings, *layout_change(meta, run.mesh.dims)]
-        return step, [*notes, f"resumed from {path} at step {step}"]
+        return step, [*notes, f"resumed from {start.memory or path} at step {step}"]
 
     if start.weights is None:
         return 0, start.notes

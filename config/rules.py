@@ -707,7 +707,8 @@ def ramp_rules(cfg: Config, world: int) -> Iterator[Rule]:
 
 
 def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
-    """One beginning of a run; checkpoint.keep_at is a list of steps, or log2; checkpoint.mirror is a URL."""
+    """One beginning of a run; checkpoint.keep_at is a list of steps, or log2; checkpoint.mirror is a URL;
+    saves into memory come more often than those to the disk."""
     checkpoint = cfg.checkpoint
     yield Rule(
         checkpoint.branch is None or (checkpoint.resume == "auto" and checkpoint.init_from is None),
@@ -721,6 +722,11 @@ def checkpoint_rules(cfg: Config, world: int) -> Iterator[Rule]:
     yield Rule(
         mirror is None or "://" in mirror,
         f"checkpoint.mirror: {mirror!r} is not a URL; write it like s3://bucket/runs, or file:///folder")
+    memory_every, every = checkpoint.memory_every, checkpoint.every
+    yield Rule(
+        memory_every is None or every is None or memory_every < every,
+        f"checkpoint.memory_every: {memory_every} is not below checkpoint.every={every}, which saves to the "
+        "disk; lower it, or leave it out")
 
 
 def task_rules(cfg: Config, world: int) -> Iterator[Rule]:

@@ -309,6 +309,11 @@ class CheckpointConfig:
     #   from there (docs/checkpoints.md); none: they are in the run folder alone
     mirror_failures: int | None = 5  # uploads in a row that may fail before the run ends, with exit code 82;
     #   none: any number
+    memory_every: int | None = None  # steps between saves into the memory of each node, from where a rank
+    #   that is started again resumes without the disk (docs/checkpoints.md); none: never
+    replicas: int = 0  # copies of each node's part, in the memory of so many other nodes: a node that takes
+    #   the place of a lost one is sent them
+    memory_dir: str = "/dev/shm"  # folder in memory, on each node, for checkpoint.memory_every
     async_save: bool = False  # write checkpoints in a background thread while training continues
     timeout_s: float = 3600.0  # seconds that a rank may take for its part of a save or a resume
 
@@ -368,14 +373,15 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",
     "data": "span",
     "eval": "every batches tasks_every tasks_limit",
-    "checkpoint": "every keep keep_every keep_minutes check_replicas mirror_failures timeout_s",
+    "checkpoint": "every keep keep_every keep_minutes check_replicas mirror_failures memory_every "
+                  "timeout_s",
     "log": "every slow_window",
 })
 NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0, {
     "model": "mtp mtp_weight shared_experts first_dense aux_loss z_loss router_bias_rate rope_mscale "
              "rope_mscale_all",
     "train": "seed fp8_keep",
-    "checkpoint": "failed_saves",
+    "checkpoint": "failed_saves replicas",
     "optim": "min_lr weight_decay warmup",
     "data": "prefetch",
     "eval": "source_batches sample temperature",

@@ -347,6 +347,13 @@ TABLE = (
         remedy="set that, or leave this out",
     ),
     UnusedKeys(
+        section="checkpoint",
+        keys="replicas memory_dir",
+        when=lambda cfg, _: cfg.checkpoint.memory_every is None,
+        why="belongs to checkpoints in memory, and checkpoint.memory_every is none",
+        remedy="set that, or leave this out",
+    ),
+    UnusedKeys(
         section="eval",
         keys="source_batches",
         when=lambda cfg, _: not has_sources(cfg.data.path),

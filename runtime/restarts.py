@@ -2,8 +2,9 @@
 
 scripts/launch.py and scripts/slurm/train.sbatch ask here, so both believe the same words. Needs no torch.
 
-    python -m runtime.restarts RUN     prints the newest saved step, the job's exit code, and 1 where another
-                                       start may succeed; the last two are - where no rank left a reason
+    python -m runtime.restarts RUN     prints the newest step that was kept, the job's exit code, and 1 where
+                                       another start may succeed; the last two are - where no rank left a
+                                       reason
 """
 import contextlib
 import json
@@ -17,6 +18,7 @@ LOST = (1, 76, 80)  # codes of a job that lost a rank: its connection, a hang, r
 REQUEUED = (75, 76, 80, 82)  # where an older exit reason says nothing of another start
 MAX_IDLE_RESTARTS = 3  # restarts in a row without a newer checkpoint
 FIRST_STEP = -1  # before the first checkpoint
+MEMORY_RECORD = "memory.json"  # which checkpoints in memory count (checkpoint/memory.py)
 CHECKPOINT = re.compile(r"step_(\d{8,})")  # a committed one (checkpoint/store.py)
 
 
@@ -33,6 +35,15 @@ def newest_step(run: Path) -> int:
     names = [path.name for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
     found = [CHECKPOINT.fullmatch(name) for name in names]
     return max((int(match[1]) for match in found if match), default=FIRST_STEP)
+
+
+def progress(run: Path) -> int:
+    """The newest step that a start has kept, on the disk or in the memory of nodes."""
+    steps = [newest_step(run)]
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        record = json.loads((run / MEMORY_RECORD).read_text())
+        steps += [int(generation["step"]) for generation in record["generations"]]
+    return max(steps)
 
 
 def read_reason(run: Path) -> ExitReason | None:
@@ -89,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
     run = Path(argv[0])
     reason = read_reason(run)
     told = "- -" if reason is None else f"{reason.code} {int(reason.requeue)}"
-    print(newest_step(run), told)
+    print(progress(run), told)
     return 0
 
 

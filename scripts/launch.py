@@ -479,7 +479,7 @@ def run_elastic(
     left_out: set[int] = set()  # places of ranks that were lost
     wrong: set[int] = set()  # places whose devices compute wrongly
     places = choose_places(cfg, span, left_out)
-    progress = restarts.RestartCount(restarts.newest_step(run))
+    progress = restarts.RestartCount(restarts.progress(run))
     restart = 0
     has_run = False
     if len(places) < span.most:
@@ -512,7 +512,7 @@ def run_elastic(
             return code
         elif relay.received:
             break
-        elif not progress.allows_restart(step):
+        elif not progress.allows_restart(restarts.progress(run)):
             tell(f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row have brought no newer checkpoint: "
                  "the job ends")
             return code

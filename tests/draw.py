@@ -40,6 +40,7 @@ SHARES = {
     "tests/test_invariance.py": 0.15,
     "tests/test_layouts.py": 0.12,
     "tests/test_layouts_resume.py": 0.25,
+    "tests/test_memory_checkpoints.py": 0.4,
     "tests/test_model_keys.py": 0.3,
     "tests/test_parallel_keys.py": 0.3,
     "tests/test_resume.py": 0.2,

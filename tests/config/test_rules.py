@@ -73,6 +73,7 @@ MIXTURE = {"model__experts": 8, "model__moe_ffn": 48}
 RECORDED_MIXTURE = {**MIXTURE, "train__dtype": "bf16"}
 # (settings that break one rule, world, the key that the line names, whether a value must be offered)
 CASES = [
+    (having(checkpoint__memory_every=100), 1, "checkpoint.memory_every", False),
     (having(log__name=""), 1, "log.name", False),
     (having(train__loss_scale=3000.0), 1, "train.loss_scale", False),
     (having(train__loss_scale=2.0**25), 1, "train.loss_scale", False),

@@ -91,6 +91,7 @@ CASES = (
     ),
     ({"cache": "elsewhere"}, "--data.path text", "--data.path stdlib", 1),
     ({"mirror_failures": 2}, "", "--checkpoint.mirror s3://bucket/runs", 1),
+    ({"replicas": 1, "memory_dir": "/tmp"}, "", "--checkpoint.memory_every 10", 1),
     ({"source_batches": 4}, "--data.path text", "--data.path '0.5 a 0.5 b'", 1),
     ({"prompt": "a", "temperature": 0.5}, "--eval.sample 0", "", 1),
     ({"tasks_every": 100, "tasks_limit": 7}, "", "--eval.tasks configs/tasks", 1),
@@ -110,7 +111,7 @@ READ = {
     "data": "path tokenizer split doc_mask pack fim_rate prefetch",
     "eval": "every batches sample tasks",
     "checkpoint": "every keep keep_every keep_at keep_minutes resume init_from branch "
-    "failed_saves mirror async_save timeout_s",
+    "failed_saves mirror memory_every async_save timeout_s",
     "log": "dir name every wandb tensorboard",
     "profile": "steps",
 }

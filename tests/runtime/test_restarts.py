@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from checkpoint import store
+from checkpoint import memory, store
 from runtime import restarts
 from runtime.restarts import ExitReason, RestartCount
 
@@ -23,6 +23,17 @@ def test_the_newest_step_is_that_of_the_store(tmp_path):
     for name in ("step_00000014", "step_00000010.keep", "latest"):
         (root / name).touch()
     assert restarts.newest_step(tmp_path) == 123456789 == store.committed_checkpoints(root)[0][0]
+
+
+def test_a_checkpoint_in_memory_is_progress(tmp_path):
+    (tmp_path / "checkpoints" / "step_00000008").mkdir(parents=True)
+    record = tmp_path / memory.RECORD
+    assert record.name == restarts.MEMORY_RECORD
+    for text in ("", "[]", '{"generations": 3}', '{"generations": [{"step": "x"}]}', '{"generations": []}'):
+        record.write_text(text)
+        assert restarts.progress(tmp_path) == 8
+    memory.write_record(tmp_path, "key", [memory.MemoryGeneration(step, "", 8, {}) for step in (12, 10)])
+    assert restarts.progress(tmp_path) == 12 and restarts.newest_step(tmp_path) == 8
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,159 @@
+"""Sends checkpoint folders from rank to rank, over the connections of the job, file by file in chunks.
+
+Both sides know from a manifest what comes: {file: bytes}. So each receives into a buffer of at most
+CHUNK_BYTES, and takes no memory for a size that nobody has compared. A disk that fails on one side holds
+nobody up: that rank goes on with its exchanges, and gives its error back at their end. What has arrived is
+not verified here.
+"""
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from checkpoint.files import IntegrityError, StorageError, open_shard, read_into, storage_errors, write_all
+from checkpoint.folder import META, SHARD
+from checkpoint.together import do_nothing
+from parallel.wire import comm
+from parallel.wire.comm import Group
+
+CHUNK_BYTES = 16 << 20
+SMALL_FILES = ("index.json", "index.sha256", META)
+Manifest = dict[str, int]  # {name of a file: its bytes}, in the order in which the files are sent
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """A folder that one rank sends to another. sender, receiver: positions in the group.
+
+    folder: where it lies on the sender, or will lie on the receiver; the other ranks do not use it.
+    """
+    sender: int
+    receiver: int
+    manifest: Manifest
+    folder: Path
+
+
+def manifest_of(folder: Path) -> Manifest:
+    """What a checkpoint folder holds. Raises IntegrityError if it holds anything but plain files of one."""
+    found: Manifest = {}
+    try:
+        for path in sorted(folder.iterdir()):
+            status = path.lstat()
+            if not stat.S_ISREG(status.st_mode):
+                raise IntegrityError(f"{path}: not a regular file")
+            found[path.name] = status.st_size
+    except OSError as error:
+        raise IntegrityError(f"{folder}: {error.strerror or error}") from error
+    check_names(folder, found)
+    return found
+
+
+def check_names(folder: Path, manifest: Manifest) -> None:
+    """Raises IntegrityError unless every file is one of a checkpoint folder, by its name."""
+    for name in manifest:
+        if name not in SMALL_FILES and not SHARD.fullmatch(name):
+            raise IntegrityError(f"{folder}: {name!r} is no file of a checkpoint")
+
+
+def deliver(
+    deliveries: list[Delivery], group: Group, halfway: Callable[[], object] = do_nothing
+) -> Exception | None:
+    """Sends and receives what concerns this rank. Collective among the ranks that the deliveries name.
+
+    Every rank has the same list, in which two ranks meet at most once each way. halfway: called while files
+    are under way. Returns the first error of the storage or of a file on this rank, so that all ranks may
+    agree on it. Raises PeerError.
+    """
+    quiet = replace(group, ledger=comm.Ledger())  # what a step sends is compared with closed forms
+    sent = [OutgoingFolder(each) for each in deliveries if each.sender == group.index]
+    received = [IncomingFolder(each) for each in deliveries if each.receiver == group.index]
+    while True:
+        sends = [(chunk, one.delivery.receiver) for one in sent if (chunk := one.next_chunk()) is not None]
+        buffers = [(one, buffer) for one in received if (buffer := one.next_buffer()) is not None]
+        if not sends and not buffers:
+            break
+        receives = [(buffer, one.delivery.sender) for one, buffer in buffers]
+        for transfer in comm.start_transfers(sends, receives, quiet):
+            transfer.wait()
+        for one, buffer in buffers:
+            one.keep(buffer)
+        halfway()
+    errors = [one.error for one in (*sent, *received) if one.error is not None]
+    return errors[0] if errors else None
+
+
+def chunks_of_files(manifest: Manifest) -> Iterator[tuple[str, int, int]]:
+    """(file, first byte, bytes) of each chunk. An empty file has none; a checkpoint folder holds none."""
+    for name, size in manifest.items():
+        for start in range(0, size, CHUNK_BYTES):
+            yield name, start, min(CHUNK_BYTES, size - start)
+
+
+class OutgoingFolder:
+    """The chunks of a folder that is sent. error: why what is sent is not what the files hold."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+        self.chunks = chunks_of_files(delivery.manifest)
+        self.error: Exception | None = None
+
+    def next_chunk(self) -> Tensor | None:
+        """The next bytes to send; None: that was all. After an error they are zeros."""
+        for name, start, size in self.chunks:
+            chunk = torch.zeros(size, dtype=torch.uint8)
+            if self.error is None:
+                self.read(self.delivery.folder / name, start, chunk)
+            return chunk
+        return None
+
+    def read(self, path: Path, start: int, chunk: Tensor) -> None:
+        """Fills the chunk from the file. Keeps an error."""
+        try:
+            with open_shard(path) as fd:
+                if not read_into(fd, start, chunk.numpy()):
+                    raise IntegrityError(f"{path}: has become shorter")
+        except (IntegrityError, StorageError) as error:
+            self.error = error
+
+
+class IncomingFolder:
+    """The chunks of a folder that arrives, and is made new. error: why it is not kept."""
+
+    def __init__(self, delivery: Delivery) -> None:
+        self.delivery = delivery
+        self.chunks = chunks_of_files(delivery.manifest)
+        self.expected: tuple[Path, int] | None = None  # file and first byte of the chunk that comes next
+        self.error: Exception | None = None
+        try:
+            check_names(delivery.folder, delivery.manifest)
+            with storage_errors(delivery.folder, sum(delivery.manifest.values())):
+                delivery.folder.mkdir(parents=True)
+        except (IntegrityError, StorageError) as error:
+            self.error = error
+
+    def next_buffer(self) -> Tensor | None:
+        """A buffer for the next chunk; None: that was all."""
+        for name, start, size in self.chunks:
+            self.expected = self.delivery.folder / name, start
+            return torch.empty(size, dtype=torch.uint8)
+        return None
+
+    def keep(self, buffer: Tensor) -> None:
+        """Appends what has arrived to its file, which the first chunk creates. Keeps an error."""
+        if self.expected is None or self.error is not None:
+            return
+        path, start = self.expected
+        created = os.O_CREAT | os.O_EXCL if start == 0 else os.O_APPEND
+        try:
+            with storage_errors(path, buffer.numel()):
+                fd = os.open(path, os.O_WRONLY | created | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                try:
+                    write_all(fd, buffer.numpy().data)
+                finally:
+                    os.close(fd)
+        except StorageError as error:
+            self.error = error

@@ -1,0 +1,583 @@
+"""Checkpoints in memory: the newest state of each rank on its own node, with copies on other nodes.
+
+    MEMORY_DIR/bevatron-UID/RUN-KEY/HOST/  of one node: private (0700), and it outlives the processes
+      step_00000120-SAVE_ID/               a generation
+        rank_00003/                        what rank 3 reads at a resume under the same layout
+    runs/NAME/memory.json                  which generations count: step, save id, and the sha256 of each
+                                           rank's index.json
+
+The idea is that of GEMINI (SOSP 2023, "Fast Failure Recovery in Distributed Training with In-Memory
+Checkpoints"): a rank that is started again on its node finds its own shard, and one that takes the place of a
+lost node is sent it by a node that keeps a copy. The copies of a node's ranks are on the nodes that follow it
+in a ring. A rank's folder is an ordinary checkpoint folder (checkpoint/folder.py), but for the one difference
+that it holds the part of one rank.
+
+Guarantees:
+
+- A generation counts once every rank has written its part, every copy has arrived, and rank 0 has named it in
+  memory.json, by one rename. The one before it is there until then; the one before that is removed first. So
+  a node has room for two.
+- What is not named there is never used: neither a torn generation, nor one that another history of the run
+  has left on a node that comes back, nor what somebody else has put there.
+- Before a tensor changes, every byte is verified on the rank that loads it: its own, or what it was sent.
+- All ranks load the same generation, or none.
+"""
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import uuid
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from checkpoint import store
+from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
+from checkpoint.files import IntegrityError, StorageError, read_file, remove, storage_errors
+from checkpoint.saver import writer_threads
+from checkpoint.state import StartingPoint, ranks_of
+from checkpoint.together import Ranks
+from config import Config, ConfigError, Tree
+from parallel.wire import comm
+from parallel.wire.comm import Group, PeerError
+
+# Where tests kill a rank; memory.mid_shard is the ckpt.mid_shard of the writer (checkpoint/store.py).
+FAULT_POINTS = (
+    "memory.mid_shard",
+    "memory.pre_send",
+    "memory.mid_send",
+    "memory.pre_commit",
+    "memory.post_commit",
+)
+RECORD = "memory.json"
+VERSION = 1  # of the record
+GENERATIONS = 2  # for which a node needs room
+MAX_RECORD_BYTES = 64 << 20
+MAX_KEY_NAME = 60  # characters of log.name in the name of the folder
+PRIVATE = 0o700
+NOT_LAYOUT = ("timeout_s", "elastic")  # of parallel.*: they change nothing of what a rank holds
+SAVE_ID = re.compile(r"[0-9a-f]{32}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+RANK_FOLDER = re.compile(r"rank_(\d{5,})")
+MAX_NAMED = 8  # ranks in a line of the log
+
+
+@dataclass(frozen=True)
+class MemoryGeneration:
+    """The state of all ranks after one step, as memory.json names it.
+
+    indexes: sha256 of the index.json of each rank; (): it is not complete yet. disk_step: of the newest
+    checkpoint in the run folder at the time; -1: there was none. layout: see layout_of.
+    """
+    step: int
+    save_id: str
+    disk_step: int
+    layout: Tree
+    indexes: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"step_{self.step:08d}-{self.save_id}"
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Which ranks are on which node. hosts: the node's name for each rank."""
+    hosts: tuple[str, ...]
+
+    def names(self) -> list[str]:
+        """Of each node once, in the order of their first ranks."""
+        return list(dict.fromkeys(self.hosts))
+
+    def ranks_on(self, host: str) -> list[int]:
+        return [rank for rank, name in enumerate(self.hosts) if name == host]
+
+    def keepers(self, rank: int, copies: int) -> list[int]:
+        """The ranks that keep a copy of this rank's shard: one on each of the next nodes."""
+        names = self.names()
+        place = names.index(self.hosts[rank])
+        position = self.ranks_on(self.hosts[rank]).index(rank)
+        found: list[int] = []
+        for distance in range(1, copies + 1):
+            there = self.ranks_on(names[(place + distance) % len(names)])
+            found.append(there[position % len(there)])
+        return found
+
+
+# ---- the record --------------------------------------------------------------------------------------------
+
+def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None]:
+    """(the generations of memory.json, the newest first, None), or ([], why it is not used).
+
+    run: the run folder. key: of the run's folder in memory. Without a record ([], None).
+    """
+    path = run / RECORD
+    if not os.path.lexists(path):
+        return [], None
+    try:
+        if path.lstat().st_size > MAX_RECORD_BYTES:
+            raise ValueError("it is too long")
+        data = json.loads(read_file(path))
+        if data["version"] != VERSION:
+            raise ValueError(f"version {data['version']!r}, this code reads {VERSION}")
+        found = [parse_generation(row) for row in data["generations"]]
+    except (IntegrityError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        return [], f"{path} is damaged: {error}"
+    if data["key"] != key:
+        return [], f"{path} is of another run folder"
+    return sorted(found, key=lambda generation: -generation.step), None
+
+
+def parse_generation(row: Any) -> MemoryGeneration:
+    """A generation of the record. Raises ValueError, KeyError or TypeError if it is none."""
+    found = MemoryGeneration(
+        step=row["step"],
+        save_id=row["save_id"],
+        disk_step=row["disk_step"],
+        layout=row["layout"],
+        indexes=tuple(row["indexes"]),
+    )
+    is_sound = (
+        type(found.step) is int
+        and found.step >= 0
+        and type(found.disk_step) is int
+        and SAVE_ID.fullmatch(found.save_id)
+        and isinstance(found.layout, dict)
+        and all(SHA256.fullmatch(index) for index in found.indexes)
+    )
+    if not is_sound:
+        raise ValueError("a generation in it does not read as one")
+    return found
+
+
+def write_record(run: Path, key: str, generations: list[MemoryGeneration]) -> None:
+    """Names these generations, and no others; none: removes the record. Raises StorageError."""
+    path = run / RECORD
+    with storage_errors(path, 0):
+        if not generations:
+            path.unlink(missing_ok=True)
+            return
+        rows = [asdict(generation) for generation in generations]
+        temp = run / f"{RECORD}.tmp"
+        temp.unlink(missing_ok=True)
+        with open(temp, "x") as file:
+            json.dump({"version": VERSION, "key": key, "generations": rows}, file)
+        os.replace(temp, path)
+
+
+def newest_step_on_disk(run: Path) -> int:
+    """Of the committed checkpoints of the run folder, good or not; -1: there is none."""
+    found = store.committed_checkpoints(run / "checkpoints")
+    return found[0][0] if found else -1
+
+
+def layout_of(cfg: Config, world: int) -> Tree:
+    """What must be the same for a rank to read its own part again: {key: value} of parallel.*, and ranks."""
+    keys = {name: value for name, value in asdict(cfg.parallel).items() if name not in NOT_LAYOUT}
+    return {"ranks": world, **{f"parallel.{name}": value for name, value in keys.items()}}
+
+
+def layout_difference(saved: Tree, present: Tree) -> str | None:
+    """How the layout has changed since, in words; None if it has not."""
+    for key in present:
+        if saved.get(key) != present[key]:
+            return f"it was saved with {key} {saved.get(key)}, not {present[key]}"
+    return None
+
+
+# ---- the folder --------------------------------------------------------------------------------------------
+
+def memory_root(cfg: Config) -> Path:
+    """The folder of this user's runs in memory."""
+    return Path(cfg.checkpoint.memory_dir) / f"bevatron-{os.geteuid()}"
+
+
+def key_of(run: Path) -> str:
+    """The name of a run's folder in memory: of its run folder, wherever that is named from."""
+    where = run.resolve()
+    return f"{where.name[:MAX_KEY_NAME]}-{hashlib.sha256(str(where).encode()).hexdigest()[:16]}"
+
+
+def make_private(root: Path, folders: list[str]) -> Path:
+    """root/folders..., each made for this user alone. Raises ConfigError if one is not; StorageError.
+
+    root itself is one of them; what it lies in is there.
+    """
+    parent = root.parent
+    if not parent.is_dir():
+        raise ConfigError(
+            f"checkpoint.memory_dir: {parent} is no folder on this node; give one in memory, such as "
+            "/dev/shm, or leave checkpoint.memory_every out"
+        )
+    path = parent
+    for name in (root.name, *folders):
+        path = path / name
+        with storage_errors(path, 0):
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(PRIVATE)
+            status = path.lstat()
+        is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if not is_ours or stat.S_IMODE(status.st_mode) != PRIVATE:
+            raise ConfigError(
+                f"checkpoint.memory_dir: {path} is not a folder of this user alone (mode 700), and what lies "
+                "in it is not trusted; remove it, or give another checkpoint.memory_dir"
+            )
+    return path
+
+
+def rank_folder(rank: int) -> str:
+    return f"rank_{rank:05d}"
+
+
+def free_bytes(folder: Path) -> int:
+    """What the folder's file system can still take: of /dev/shm half of the memory, if nobody says else."""
+    return shutil.disk_usage(folder).free
+
+
+def bytes_in(folder: Path) -> int:
+    """Of all files in the folder."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+# ---- the checkpoints ---------------------------------------------------------------------------------------
+
+class MemoryCheckpoints:
+    """The checkpoints in memory of one run. Its methods are collective, but for those that say otherwise.
+
+    folder: of this node. committed: the generations that the record names, the newest first, alike on all
+    ranks. notes: for the log.
+    """
+
+    def __init__(self, cfg: Config, run: Path, host: str, world: Group) -> None:
+        """run: the run folder. host: the name of this node.
+
+        Raises ConfigError if there are too few nodes, or the folder cannot be had; StorageError.
+        """
+        self.run = run
+        self.group = world
+        self.ranks: Ranks = ranks_of(world)
+        self.copies = cfg.checkpoint.replicas
+        self.timeout_s = cfg.checkpoint.timeout_s
+        self.layout = layout_of(cfg, world.size)
+        self.nodes = Nodes(tuple(comm.all_gather_objects(host, world)))
+        self.notes: list[str] = []
+        num_others = len(self.nodes.names()) - 1
+        if self.copies > num_others:
+            self.copies = fewer_copies(cfg, num_others, self.notes)
+        self.key = self.ranks.first_does(lambda: key_of(run), self.timeout_s)
+        self.folder = self.ranks.all_do(
+            lambda: make_private(memory_root(cfg), [self.key, host.replace("/", "_")]), self.timeout_s
+        )
+        found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
+        self.committed: list[MemoryGeneration] = found
+        if trouble is not None:
+            self.notes.append(f"checkpoints in memory are not used: {trouble}")
+
+    @property
+    def host(self) -> str:
+        return self.nodes.hosts[self.group.index]
+
+    @property
+    def is_first_of_node(self) -> bool:
+        return self.nodes.ranks_on(self.host)[0] == self.group.index
+
+    def path_of(self, generation: MemoryGeneration, rank: int) -> Path:
+        """Where this node has the shard of a rank, its own or a copy."""
+        return self.folder / generation.name / rank_folder(rank)
+
+    def check_room(self, own_bytes: int) -> None:
+        """Raises ConfigError if a node has no room. own_bytes: of the tensors that this rank saves."""
+        sizes = self.ranks.gather(own_bytes)
+
+        def check() -> None:
+            here = self.nodes.ranks_on(self.host)
+            kept = list(here)
+            for rank in range(self.group.size):
+                kept += [rank for keeper in self.nodes.keepers(rank, self.copies) if keeper in here]
+            wanted = int(store.FREE_SPACE_MARGIN * GENERATIONS * sum(sizes[rank] for rank in kept))
+            with storage_errors(self.folder, wanted):
+                free = free_bytes(self.folder) + bytes_in(self.folder)
+            if free < wanted:
+                where = self.folder.parents[2]
+                raise ConfigError(
+                    f"checkpoint.memory_dir: {where} on {self.host} can take {free:,} bytes, and "
+                    f"{GENERATIONS} checkpoints of {len(kept)} shards ask for {wanted:,}; enlarge it "
+                    "(docker: --shm-size), give another folder, or leave checkpoint.memory_every out"
+                )
+
+        self.ranks.all_do(check, self.timeout_s)
+
+    # ---- saving
+
+    def save(self, step: int, pieces: store.Pieces, meta: Tree, fault_point: store.FaultPoint) -> None:
+        """Keeps the state after `step`, with its copies. pieces: what this rank reads at a resume.
+
+        fault_point: called with each name of FAULT_POINTS when it is reached. Raises StorageError and
+        NonFiniteTensor, on all ranks: the newest generation is still there, and counts.
+        """
+        try:
+            self.save_generation(step, list(pieces), meta, fault_point)
+        except (IntegrityError, ConfigError) as error:  # of what this save has just written or made
+            raise StorageError(self.folder, 0, str(error)) from error
+
+    def save_generation(
+        self, step: int, pieces: list[store.Piece], meta: Tree, fault_point: store.FaultPoint
+    ) -> None:
+        """save(), with the errors of its parts."""
+        newest = self.committed[:1]
+        self.ranks.all_do(lambda: self.make_way(newest), self.timeout_s)
+        pending = self.ranks.first_does(lambda: self.begin(step), self.timeout_s)
+        try:
+            # this rank's own shard, then copies of others
+            index = self.ranks.all_do(
+                lambda: self.write_own(pending, pieces, meta, fault_point), self.timeout_s
+            )
+            fault_point("memory.pre_send")
+            self.send_copies(pending, fault_point)
+
+            # from here on it counts
+            complete = replace(pending, indexes=tuple(self.ranks.gather(index)))
+            fault_point("memory.pre_commit")
+            named = [complete, *newest]
+            self.ranks.first_does(lambda: write_record(self.run, self.key, named), self.timeout_s)
+        except Exception as error:
+            if not isinstance(error, PeerError):  # then no rank is at work any more
+                self.remove_all_but(newest)
+            raise
+        self.committed = named
+        fault_point("memory.post_commit")
+
+    def begin(self, step: int) -> MemoryGeneration:
+        """Rank 0: the generation that is to be written."""
+        return MemoryGeneration(
+            step=step,
+            save_id=uuid.uuid4().hex,
+            disk_step=newest_step_on_disk(self.run),
+            layout=self.layout,
+        )
+
+    def write_own(
+        self, pending: MemoryGeneration, pieces: list[store.Piece], meta: Tree, fault_point: store.FaultPoint
+    ) -> str:
+        """Writes this rank's shard. Returns the sha256 of its index. Not collective."""
+        def reached(point: str) -> None:
+            if point == "ckpt.mid_shard":
+                fault_point("memory.mid_shard")
+
+        _, total_bytes = store.check_tensors(pieces)
+        final = self.path_of(pending, self.group.index)
+        shard = store.PendingSave(
+            final=final,
+            step=pending.step,
+            save_id=pending.save_id,
+            total_bytes=total_bytes,
+            earlier=None,
+            fault_point=reached,
+        )
+        with storage_errors(final, total_bytes):
+            final.parent.mkdir(PRIVATE, exist_ok=True)
+        written = store.write_pieces(shard, pieces, store.ALONE, writer_threads(in_background=False))
+        store.commit(shard, [written], meta)
+        return hashlib.sha256(read_file(final / "index.json")).hexdigest()
+
+    def send_copies(self, pending: MemoryGeneration, fault_point: store.FaultPoint) -> None:
+        """Sends this rank's shard to the nodes that keep it, and takes those of others."""
+        if not self.copies:
+            return
+        own = self.path_of(pending, self.group.index)
+        manifests = self.ranks.gather(self.ranks.all_do(lambda: manifest_of(own), self.timeout_s))
+        deliveries: list[Delivery] = []
+        for sender, manifest in enumerate(manifests):
+            for keeper in self.nodes.keepers(sender, self.copies):
+                deliveries.append(Delivery(sender, keeper, manifest, self.path_of(pending, sender)))
+        error = deliver(deliveries, self.group, halfway=lambda: fault_point("memory.mid_send"))
+        self.ranks.all_do(lambda: raise_error(error), self.timeout_s)
+
+    def make_way(self, kept: list[MemoryGeneration]) -> None:
+        """Removes all but these generations from this node; makes the folder again where somebody has
+        removed it. Not collective."""
+        make_private(self.folder.parents[1], [self.folder.parent.name, self.folder.name])
+        self.remove_all_but(kept)
+
+    def remove_all_but(self, generations: list[MemoryGeneration]) -> None:
+        """Removes all others from this node; its first rank does. Not collective."""
+        if not self.is_first_of_node:
+            return
+        kept = {generation.name for generation in generations}
+        with storage_errors(self.folder, 0):
+            for path in self.folder.iterdir():
+                if path.name not in kept:
+                    remove(path)
+
+    def drop_after(self, step: int) -> None:
+        """Forgets the generations of later steps: the run goes another way. First in the record, so that none
+        of them counts any more, wherever it lies. Raises StorageError."""
+        kept = [generation for generation in self.committed if generation.step <= step]
+        self.ranks.first_does(lambda: write_record(self.run, self.key, kept), self.timeout_s)
+        self.committed = kept
+        self.ranks.all_do(lambda: self.remove_all_but(kept), self.timeout_s)
+
+    def clear(self) -> None:
+        """Gives the memory back: what the run has is on the disk. Raises StorageError."""
+        self.drop_after(-1)
+        if self.is_first_of_node:
+            for path in (self.folder, *self.folder.parents[:2]):
+                with contextlib.suppress(OSError):  # another run, or another node's folder, is there
+                    path.rmdir()
+
+    # ---- resuming
+
+    def newest_start(self, cfg: Config) -> tuple[StartingPoint | None, list[str]]:
+        """(the newest generation that is newer than every checkpoint on the disk, verified, or None; why
+        others are not used, a line each)."""
+        if cfg.checkpoint.resume == "none":
+            return None, self.notes
+        on_disk = self.ranks.first_does(lambda: newest_step_on_disk(self.run), self.timeout_s)
+        notes = list(self.notes)
+        for generation in self.committed:
+            if generation.step <= on_disk:
+                continue
+            why = self.obstacle(generation, on_disk)
+            if why is None:
+                try:
+                    return self.collect(generation, notes), notes
+                except IntegrityError as error:  # on all ranks
+                    why = str(error)
+            notes.append(f"the checkpoint of step {generation.step:,} in memory is not used: {why}")
+        return None, notes
+
+    def obstacle(self, generation: MemoryGeneration, on_disk: int) -> str | None:
+        """Why a generation does not fit this start; None if it does. Not collective.
+
+        on_disk: the newest step of the checkpoints in the run folder.
+        """
+        if generation.disk_step > on_disk:
+            return f"the checkpoint of step {generation.disk_step:,}, which was there before it, is removed"
+        if len(generation.indexes) != self.group.size:
+            return f"it is of {len(generation.indexes)} ranks, not {self.group.size}"
+        return layout_difference(generation.layout, self.layout)
+
+    def collect(self, generation: MemoryGeneration, notes: list[str]) -> StartingPoint:
+        """The start from a generation, once every rank has its shard.
+
+        A rank that has none, or a damaged one, is sent it by one of another node. Raises IntegrityError, on
+        all ranks, if no good copy is left of one.
+        """
+        found = self.ranks.all_do(lambda: self.look(generation), self.timeout_s)
+        held = self.ranks.gather(self.held_ranks(generation))
+        problems = self.ranks.gather(found.problem)
+        was_sent = [rank for rank, problem in enumerate(problems) if problem]
+        asked: set[tuple[int, str]] = set()  # (rank, host that has sent it its shard)
+        while any(problems):
+            senders: dict[int, int] = {}  # {rank: who sends it its shard}
+            for rank, problem in enumerate(problems):
+                if problem:
+                    senders[rank] = self.next_holder(rank, problem, held, asked)
+                    asked.add((rank, self.nodes.hosts[senders[rank]]))
+            error = self.exchange(generation, senders)
+            found = self.ranks.all_do(partial(self.look_again, generation, found, error), self.timeout_s)
+            problems = self.ranks.gather(found.problem)
+
+        where = f"memory of {', '.join(self.nodes.names()[:MAX_NAMED])}"
+        if was_sent:
+            plural = "s" if len(was_sent) > 1 else ""
+            named = ", ".join(map(str, was_sent[:MAX_NAMED]))
+            where += f" (rank{plural} {named}: sent by another node)"
+        return StartingPoint(found.index, None, notes, memory=where)
+
+    def look(self, generation: MemoryGeneration) -> "OwnShard":
+        """This rank's own shard of a generation, every byte of it verified. Not collective."""
+        rank = self.group.index
+        path = self.path_of(generation, rank)
+        if not os.path.lexists(path):
+            return OwnShard(None, f"rank {rank} has no shard on {self.host}")
+        try:
+            if path.is_symlink() or path.parent.is_symlink():
+                raise IntegrityError(f"{path}: is a link")
+            index = store.verify(path)
+            if hashlib.sha256(index.text).hexdigest() != generation.indexes[rank]:
+                raise IntegrityError(f"{path}: is not the one that {RECORD} names")
+        except (IntegrityError, ConfigError) as error:  # ConfigError: of a newer format
+            return OwnShard(None, str(error))
+        return OwnShard(index, "")
+
+    def look_again(
+        self, generation: MemoryGeneration, before: "OwnShard", error: Exception | None
+    ) -> "OwnShard":
+        """look() after an exchange, if there was a problem before. error: of the exchange. Not collective."""
+        if not before.problem:
+            return before
+        found = self.look(generation)
+        return OwnShard(None, str(error)) if found.problem and error is not None else found
+
+    def held_ranks(self, generation: MemoryGeneration) -> list[int]:
+        """The ranks of which this node has a folder, good or not. Not collective."""
+        try:
+            names = [path.name for path in (self.folder / generation.name).iterdir()]
+        except OSError:
+            return []
+        return [int(match[1]) for name in names if (match := RANK_FOLDER.fullmatch(name))]
+
+    def next_holder(
+        self, rank: int, problem: str, held: list[list[int]], asked: set[tuple[int, str]]
+    ) -> int:
+        """A rank of another node that has the shard of this one, and has not sent it yet. Not collective.
+
+        problem: why the rank has none. held: held_ranks of each rank. Raises IntegrityError if there is none.
+        """
+        for host in self.nodes.names():
+            holders = [other for other in self.nodes.ranks_on(host) if rank in held[other]]
+            if holders and host != self.nodes.hosts[rank] and (rank, host) not in asked:
+                return holders[rank % len(holders)]
+        raise IntegrityError(f"{problem}, and no other node has a good copy")
+
+    def exchange(self, generation: MemoryGeneration, senders: dict[int, int]) -> Exception | None:
+        """Sends each rank of `senders` its shard. Returns the first error on this rank (copies.deliver)."""
+        rank = self.group.index
+        own: dict[int, Manifest] = {}
+        for receiver, sender in senders.items():
+            if sender == rank:
+                with contextlib.suppress(IntegrityError):  # it has nothing that can be sent
+                    own[receiver] = manifest_of(self.path_of(generation, receiver))
+        manifests = {receiver: files for part in self.ranks.gather(own) for receiver, files in part.items()}
+        if rank in senders:
+            remove(self.path_of(generation, rank))
+        deliveries: list[Delivery] = []
+        for receiver, sender in senders.items():
+            if receiver in manifests:
+                path = self.path_of(generation, receiver)
+                deliveries.append(Delivery(sender, receiver, manifests[receiver], path))
+        return deliver(deliveries, self.group)
+
+
+@dataclass(frozen=True)
+class OwnShard:
+    """What a rank has found of its own shard. problem: why it cannot be used; "": it can."""
+    index: store.StoredIndex | None
+    problem: str
+
+
+def fewer_copies(cfg: Config, num_others: int, notes: list[str]) -> int:
+    """The copies that a job with so few other nodes has, under parallel.elastic; else raises ConfigError.
+
+    notes: gets a line.
+    """
+    asked = cfg.checkpoint.replicas
+    if cfg.parallel.elastic:
+        notes.append(f"checkpoint.replicas: {asked}, and this start has {num_others} other nodes")
+        return num_others
+    remedy = f"take {num_others}" if num_others else "leave it out, and this node keeps its own part alone"
+    raise ConfigError(
+        f"checkpoint.replicas: {asked} is the number of other nodes with a copy, and this job has "
+        f"{num_others} other nodes; {remedy}"
+    )
+
+
+def raise_error(error: Exception | None) -> None:
+    """Raises the error, if there is one."""
+    if error is not None:
+        raise error

@@ -1,0 +1,394 @@
+"""checkpoint.memory_every and replicas: train.py on ranks whose nodes are names, killed and started again.
+
+What is compared is an uninterrupted run: losses and weights, bit for bit. A node is lost by removing its
+folder in memory.
+"""
+
+import errno
+import fnmatch
+import json
+import os
+import shutil
+import socket
+import stat
+from collections import Counter
+
+import pytest
+import test_spikes as spikes
+from ranks import MODEL, corpus, job
+
+from checkpoint import copies, memory, store
+from checkpoint.memory import Nodes
+
+STEPS = 9
+EVERY = ("--checkpoint.every", "6", "--checkpoint.memory_every", "2")  # memory: 2, 4 and 8
+LAYOUTS = {
+    "alone": (1, ()),
+    "dp2 zero0": (2, ()),
+    "dp2 zero1": (2, ("--parallel.zero", "1")),
+    "dp4 zero3": (4, ("--parallel.zero", "3")),
+    "tp2 pp2": (4, ("--parallel.tp", "2", "--parallel.pp", "2")),
+}
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("memory"))
+
+
+def on_nodes(world, nodes=2):
+    """before(rank) of a job: the ranks lie on so many nodes, in order."""
+
+    def before(rank):
+        size = max(1, world // nodes)
+        host = f"node{rank // size}"
+        os.environ.update(LOCAL_RANK=str(rank % size), LOCAL_WORLD_SIZE=str(size))
+        socket.gethostname = lambda: host
+
+    return before
+
+
+@pytest.fixture
+def trains(tmp_path, prefix):
+    """trains(layout, *more, fault, name, before) -> what job() gives. Memory is a folder of the test."""
+    shm = tmp_path / "shm"
+    shm.mkdir()
+
+    def run(layout, *more, fault="", name="run", before=None, replicas="1"):
+        world, words = LAYOUTS[layout]
+        args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words]
+        args += ["--model.dropout", "0.1", "--log.dir", str(tmp_path), "--log.name", name, *EVERY]
+        args += ["--checkpoint.memory_dir", str(shm), "--checkpoint.replicas", replicas, *more]
+        return job(tmp_path / name, world, args, fault=fault, before=before or on_nodes(world))
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory, prefix):
+    """clean(layout) -> (losses, weights) of the run that nothing interrupts and that keeps none in memory."""
+    done = {}
+
+    def of(layout):
+        if layout not in done:
+            home = tmp_path_factory.mktemp("clean")
+            world, words = LAYOUTS[layout]
+            args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words]
+            args += ["--model.dropout", "0.1", "--log.dir", str(home), "--log.name", "run"]
+            end = job(home, world, args)
+            assert not any(end.codes), end.logs
+            done[layout] = losses(home / "run"), weights(home / "run")
+        return done[layout]
+
+    return of
+
+
+def losses(folder):
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+    assert [step for step, *_ in found] == list(range(1, STEPS + 1))  # each once
+    return found
+
+
+def weights(folder):
+    path = store.newest_checkpoint(folder / "checkpoints", [])
+    index = store.read_index(path)
+    assert index["step"] == STEPS
+    return Counter((piece["key"], tuple(piece["start"]), piece["sha256"]) for piece in index["pieces"])
+
+
+def said(end, words):
+    """The lines of rank 0's log with these words."""
+    return [line for line in end.logs[0].splitlines() if words in line]
+
+
+def node_folder(tmp_path, node):
+    (found,) = (tmp_path / "shm").glob(f"bevatron-*/*/node{node}")
+    return found
+
+
+def killed(trains, layout, step, *more, point="step.backward", rank=1, **how):
+    end = trains(layout, *more, fault=f"{point}:rank={rank}:step={step}:act=SIGKILL", **how)
+    assert end.codes[rank] == -9 and all(end.codes), end.logs
+
+
+def assert_like_clean(tmp_path, end, truth, name="run"):
+    assert not any(end.codes), end.logs
+    assert (losses(tmp_path / name), weights(tmp_path / name)) == truth
+    assert list((tmp_path / "shm").iterdir()) == []  # the memory is given back
+    assert not (tmp_path / name / "memory.json").exists()
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "alone"])
+def test_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
+    """First a rank alone is lost, before there is anything on the disk; then a whole node, after a save."""
+    killed(trains, layout, 6)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    killed(trains, layout, 9, rank=0)  # resumed at 4
+    assert [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")] == [1, 5]
+    shutil.rmtree(node_folder(tmp_path, 1))
+    end = trains(layout)
+    (line,) = said(end, "resumed from")
+    sent = "rank 1" if len(end.codes) == 2 else "ranks 2, 3"
+    assert f"resumed from memory of node0, node1 ({sent}: sent by another node) at step 8" in line
+    assert_like_clean(tmp_path, end, clean(layout))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--model.experts 4 --model.top_k 2 --model.router_bias true --parallel.ep 2 --train.ema 0.9",
+        "--parallel.compress powersgd --train.dtype bf16",
+    ],
+    ids=["mixture", "powersgd"],
+)
+def test_what_else_a_checkpoint_holds(tmp_path, trains, words):
+    """Compared with a run that saves as often: PowerSGD sums its errors at each save."""
+    more = words.split()
+    assert not any(trains("dp2 zero0", *more, name="clean").codes)
+    truth = losses(tmp_path / "clean"), weights(tmp_path / "clean")
+    killed(trains, "dp2 zero0", 6, *more)
+    shutil.rmtree(node_folder(tmp_path, 0))
+    end = trains("dp2 zero0", *more)
+    assert said(end, "(rank 0: sent by another node) at step 4"), end.logs
+    assert_like_clean(tmp_path, end, truth)
+
+
+def test_both_nodes_are_lost(tmp_path, trains, clean):
+    killed(trains, "dp2 zero1", 9)
+    for node in (0, 1):
+        shutil.rmtree(node_folder(tmp_path, node))
+    end = trains("dp2 zero1")
+    (line,) = said(end, "is not used")
+    assert "step 8 in memory" in line and "no other node has a good copy" in line
+    assert said(end, "step_00000006 at step 6")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+@pytest.mark.parametrize("point", memory.FAULT_POINTS)
+def test_killed_in_the_middle(tmp_path, trains, clean, point):
+    """The generation before counts, until the new one is named."""
+    killed(trains, "dp2 zero1", 4, point=point, rank=0)
+    end = trains("dp2 zero1")
+    assert said(end, f"at step {4 if point == 'memory.post_commit' else 2}")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def test_flipped_bits(tmp_path, trains, clean):
+    """In a rank's own shard: the copy is used. That is a sound one of another step: the generation before."""
+    killed(trains, "dp2 zero1", 5)
+    (own,) = node_folder(tmp_path, 1).glob("step_00000004-*/rank_00001/*.safetensors")
+    (copy,) = node_folder(tmp_path, 0).glob("step_00000004-*/rank_00001/*.safetensors")
+    assert own.read_bytes() == copy.read_bytes()
+    flip_bit(own)
+    killed(trains, "dp2 zero1", 5)
+    assert own.read_bytes() == copy.read_bytes()  # it was sent again
+    flip_bit(own)
+    (older,) = node_folder(tmp_path, 0).glob("step_00000002-*/rank_00001")
+    shutil.rmtree(copy.parent)
+    shutil.copytree(older, copy.parent)
+    end = trains("dp2 zero1")
+    (line,) = said(end, "is not used")
+    assert "step 4 in memory" in line and "is not the one that memory.json names" in line
+    assert said(end, "at step 2")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def flip_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 4
+    path.write_bytes(data)
+
+
+def test_another_layout_takes_the_disk(tmp_path, trains):
+    killed(trains, "dp2 zero1", 9)
+    end = trains("dp2 zero0")
+    assert not any(end.codes), end.logs
+    (line,) = said(end, "is not used")
+    assert line.split("not used: ")[1] == "it was saved with parallel.zero 1, not 0"
+    assert said(end, "step_00000006 at step 6")
+    assert losses(tmp_path / "run")
+
+
+def test_a_node_that_comes_back_with_another_history_is_not_believed(tmp_path, trains, clean):
+    """Its memory is complete, and of a later step than the disk has."""
+    killed(trains, "dp2 zero1", 9)
+    shutil.copytree(node_folder(tmp_path, 1), tmp_path / "away")
+    killed(trains, "dp2 zero0", 7)  # goes on from step 6 of the disk, under another layout
+    assert not list(node_folder(tmp_path, 1).glob("step_00000008-*"))
+    shutil.copytree(tmp_path / "away", node_folder(tmp_path, 1), dirs_exist_ok=True)
+    end = trains("dp2 zero1")
+    assert said(end, "step_00000006 at step 6")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def test_a_checkpoint_that_is_removed_by_hand_takes_what_came_after_it_along(tmp_path, trains, clean):
+    killed(trains, "dp2 zero1", 9)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    end = trains("dp2 zero1")
+    (line,) = said(end, "is not used")
+    assert "the checkpoint of step 6, which was there before it, is removed" in line
+    assert said(end, "at step 4")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def refusing_bytes(rank):
+    """Rank 1 can write nothing of what it is sent."""
+    on_nodes(2)(rank)
+    if rank == 1:
+        copies.write_all = full_disk
+
+
+def full_disk(fd, data):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    "fault, before, failed",
+    [("memory.mid_shard:rank=1:step=4:act=ENOSPC", None, [4]), ("", refusing_bytes, [2, 4, 8])],
+    ids=["own", "copy"],
+)
+def test_a_full_memory_is_a_warning(tmp_path, trains, clean, fault, before, failed):
+    end = trains("dp2 zero1", fault=fault, before=before)
+    lines = said(end, "is not kept in memory")
+    assert [int(line.split("step ")[1].split()[0]) for line in lines] == failed, end.logs
+    assert all("ENOSPC" in line for line in lines)
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def test_a_run_that_goes_back_forgets_what_came_after(tmp_path, trains):
+    """Spikes in the steps 8 and 9, after memory has step 6: back to step 4 of the disk."""
+    def before(rank):
+        spikes.watched(tmp_path / "run", bad=(7, 8))(rank)
+        on_nodes(2)(rank)
+        drop = memory.MemoryCheckpoints.drop_after
+
+        def noted(self, step):
+            drop(self, step)
+            kept = [generation.step for generation in self.committed]
+            with open(tmp_path / f"dropped.{rank}", "a") as file:
+                file.write(json.dumps([step, kept, len(os.listdir(self.folder))]) + "\n")
+
+        memory.MemoryCheckpoints.drop_after = noted
+
+    more = (*spikes.REWIND, "--checkpoint.every", "4", "--checkpoint.memory_every", "3")
+    end = trains("dp2 zero1", *more, before=before)
+    assert not any(end.codes) and said(end, "back at the checkpoint of step 4"), end.logs
+    for rank in (0, 1):
+        lines = (tmp_path / f"dropped.{rank}").read_text().splitlines()
+        assert list(map(json.loads, lines)) == [[0, [], 0], [4, [3], 1], [-1, [], 0]]
+
+
+def test_one_process_keeps_its_own_part(tmp_path, trains, clean):
+    """Also where it is what is left of an elastic job."""
+    killed(trains, "alone", 6, rank=0, replicas="0")
+    end = trains("alone", "--parallel.elastic", "true", replicas="1")
+    assert said(end, "resumed from memory of node0 at step 4")
+    assert said(end, "checkpoint.replicas: 1, and this start has 0 other nodes")
+    assert_like_clean(tmp_path, end, clean("alone"))
+
+
+def test_stopped_runs_give_the_memory_back_and_crashed_ones_do_not(tmp_path, trains):
+    end = trains("dp2 zero1", fault="step.begin:rank=1:step=5:act=SIGTERM")
+    assert end.codes == [75, 75], end.logs
+    assert list((tmp_path / "shm").iterdir()) == [] and not (tmp_path / "run" / memory.RECORD).exists()
+    killed(trains, "dp2 zero1", 9)
+    assert (tmp_path / "run" / memory.RECORD).exists()
+    for node in (0, 1):
+        folder = node_folder(tmp_path, node)
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+        steps = sorted(path.name[:13] for path in folder.iterdir())
+        assert steps == ["step_00000008"]  # and no second one: the others were before the stop
+
+
+# ---- what is refused before the first step -----------------------------------------------------------------
+
+
+def one_node(rank):
+    return on_nodes(2, nodes=1)(rank)
+
+
+def little_memory(rank):
+    on_nodes(2)(rank)
+    memory.free_bytes = lambda folder: 1000
+
+
+def read_by_others(shm):
+    (shm / f"bevatron-{os.geteuid()}").mkdir(0o755)
+
+
+def led_elsewhere(shm):
+    (shm / "elsewhere").mkdir(0o700)
+    (shm / f"bevatron-{os.geteuid()}").symlink_to(shm / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    "before, prepare, words",
+    [
+        (None, shutil.rmtree, "checkpoint.memory_dir: * is no folder on this node; give one"),
+        (None, read_by_others, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
+        (None, led_elsewhere, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
+        (one_node, lambda shm: None, "checkpoint.replicas: 1 is the * has 0 other nodes; leave it out"),
+        (little_memory, lambda shm: None, "checkpoint.memory_dir: * can take 1,000 bytes, and 2 *"),
+    ],
+    ids=["missing", "readable", "link", "one node", "too small"],
+)
+def test_what_cannot_be_had_is_one_line(tmp_path, trains, before, prepare, words):
+    prepare(tmp_path / "shm")
+    end = trains("dp2 zero1", before=before)
+    assert end.codes == [2, 2], end.logs
+    assert fnmatch.fnmatch(end.errors()[0], f"error: {words}*"), end.errors()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# ---- the parts ---------------------------------------------------------------------------------------------
+
+
+def test_copies_lie_on_the_next_nodes_of_the_ring():
+    nodes = Nodes(("a", "a", "b", "b", "c"))  # the last node has one rank
+    assert [nodes.keepers(rank, 1) for rank in range(5)] == [[2], [3], [4], [4], [0]]
+    assert [nodes.keepers(rank, 2) for rank in range(5)] == [[2, 4], [3, 4], [4, 0], [4, 1], [0, 2]]
+    assert nodes.keepers(3, 0) == []
+
+
+def test_a_record_reads_back_or_says_why_not(tmp_path):
+    kept = [memory.MemoryGeneration(step, "ab" * 16, 6, {"ranks": 2}, ("0f" * 32,) * 2) for step in (8, 4)]
+    memory.write_record(tmp_path, "run-1", kept)
+    assert memory.read_record(tmp_path, "run-1") == (kept, None)
+    found, why = memory.read_record(tmp_path, "run-2")
+    assert found == [] and "another run folder" in str(why)
+
+    sound = json.loads((tmp_path / memory.RECORD).read_text())
+    for change in (
+        {"version": 2},
+        {"generations": None},
+        {"generations": [{**sound["generations"][0], "save_id": "../" * 11}]},
+        {"generations": [{**sound["generations"][0], "step": "8"}]},
+        {"generations": [{**sound["generations"][0], "indexes": ["x"]}]},
+        {"generations": [{"step": 8}]},
+    ):
+        (tmp_path / memory.RECORD).write_text(json.dumps({**sound, **change}))
+        found, why = memory.read_record(tmp_path, "run-1")
+        assert found == [] and "is damaged" in str(why), change
+
+    memory.write_record(tmp_path, "run-1", [])
+    assert memory.read_record(tmp_path, "run-1") == ([], None)
+
+
+def test_nothing_but_files_of_a_checkpoint_is_sent_or_taken(tmp_path):
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "index.json").write_text("{}")
+    assert copies.manifest_of(tmp_path / "from") == {"index.json": 2}
+    (tmp_path / "from" / "meta.json").symlink_to("/etc/passwd")
+    with pytest.raises(store.IntegrityError, match=r"meta\.json: not a regular file"):
+        copies.manifest_of(tmp_path / "from")
+    forged = copies.IncomingFolder(copies.Delivery(0, 1, {"../../.profile": 1 << 60}, tmp_path / "to"))
+    assert "no file of a checkpoint" in str(forged.error) and not (tmp_path / "to").exists()
+
+
+def test_a_file_that_is_gone_holds_up_nobody(tmp_path):
+    """Its sender gives the error back, and goes on with its exchanges."""
+    sent = copies.OutgoingFolder(copies.Delivery(0, 1, {"index.json": 3, "meta.json": 2}, tmp_path))
+    chunks = [sent.next_chunk() for _ in range(3)]
+    assert [None if chunk is None else chunk.tolist() for chunk in chunks] == [[0, 0, 0], [0, 0], None]
+    assert "index.json" in str(sent.error)
