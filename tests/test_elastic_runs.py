@@ -236,12 +236,12 @@ def test_fewer_ranks_take_a_layout_that_fits_or_are_refused(tmp_path, words, tru
     of_two, of_four = (elastic.held_by_fullest(cfg, world, card) for world in (2, 4))
     assert of_four < of_two - 1
 
-    def run(home, memory):
+    def run(home, nproc, memory):
         file = home / "small.py"
         file.write_text(SMALL_DEVICE.format(memory=memory))
         done = subprocess.run(
             [sys.executable, "-c", WITH_ANOTHER_FILE, str(file)]
-            + ["--nproc", "2:4", "--spares", "0", "--", *more, *folder(home)],
+            + ["--nproc", nproc, "--spares", "0", "--", *more, *folder(home)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "FAULT": "step.begin:rank=3:step=4:act=SIGKILL"},
             capture_output=True,
@@ -250,7 +250,7 @@ def test_fewer_ranks_take_a_layout_that_fits_or_are_refused(tmp_path, words, tru
         )
         return done.returncode, " ".join(done.stdout.split()), done.stderr.splitlines()
 
-    code, out, errors = run(tmp_path, of_two - 1)
+    code, out, errors = run(tmp_path, "2:4", of_two - 1)
     assert code == 0, (out, errors)
     assert re.search(r"elastic: 2 ranks \(dp2\), the given axes, with --.*, because the given settings", out)
     assert "would take 2.3 GiB of a GPU by the planner" in out and out.count("elastic: ") == 1
@@ -258,10 +258,10 @@ def test_fewer_ranks_take_a_layout_that_fits_or_are_refused(tmp_path, words, tru
 
     none = tmp_path / "none"
     none.mkdir()
-    code, out, errors = run(none, of_two // 2)
+    code, out, errors = run(none, "1:1", of_two // 2)
     said = [line for line in errors if line.startswith("error: ")]
     assert code == 2 and len(said) == 1 and not (none / "run" / "metrics.jsonl").exists(), (out, errors)
-    assert "no layout on 4 ranks fits into the " in said[0] and "start more ranks" in said[0]
+    assert "no layout on 1 rank fits into the " in said[0] and "start more ranks" in said[0]
 
 
 def children(launcher):
@@ -289,21 +289,21 @@ def wait_until(condition, seconds=120):
 
 
 def test_spares_become_the_ranks_of_the_next_start(tmp_path, words):
-    """Processes that waited before the loss; and others wait after it."""
+    """One that waited before the loss, and a new process; and another waits after it."""
     more = [*words, "--train.steps", "100000", "--checkpoint.every", "50", "--checkpoint.keep", "2"]
     more += ["--log.every", "10"]
 
     def spares():
         return {pid for pid, words in children(launcher).items() if "\0--spare\0" in words}
 
-    with open_launcher(tmp_path, "2:2", more) as launcher:
+    with open_launcher(tmp_path, "2:2", more, options=("--spares", "1")) as launcher:
         try:
-            assert wait_until(lambda: len(spares()) == 2)
+            assert wait_until(lambda: len(spares()) == 1)
             assert wait_until(lambda: newest_row(tmp_path) > 100)
             waited = spares()
             ranks = {words.partition("\0RANK=")[2][:1]: pid for pid, words in children(launcher).items()}
             os.kill(ranks["1"], signal.SIGKILL)
-            assert wait_until(lambda: set(children(launcher)) >= waited and len(spares() - waited) == 2)
+            assert wait_until(lambda: set(children(launcher)) >= waited and len(spares() - waited) == 1)
             assert ranks["0"] not in children(launcher)
             launcher.send_signal(signal.SIGTERM)
             out, errors = launcher.communicate(timeout=60)
