@@ -154,6 +154,18 @@ def test_what_else_a_checkpoint_holds(tmp_path, trains, words):
     assert_like_clean(tmp_path, end, truth)
 
 
+def test_a_later_phase_beside_saves_in_the_background(tmp_path, trains):
+    phases = tmp_path / "phases.yaml"
+    phases.write_text("- after_steps: 3\n  train.seq_len: 32\n  model.rope_theta: 2e5\n")
+    more = ("--train.phases", str(phases), "--checkpoint.async_save", "true")
+    assert not any(trains("dp2 zero1", *more, name="clean").codes)
+    truth = losses(tmp_path / "clean"), weights(tmp_path / "clean")
+    killed(trains, "dp2 zero1", 6, *more)
+    end = trains("dp2 zero1", *more)
+    assert said(end, "resumed from memory of node0, node1 at step 4"), end.logs
+    assert_like_clean(tmp_path, end, truth)
+
+
 def test_both_nodes_are_lost(tmp_path, trains, clean):
     killed(trains, "dp2 zero1", 9)
     for node in (0, 1):
