@@ -35,7 +35,7 @@ from parallel.sharding.replicas import name_of
 from parallel.sharding.views import owned_part
 from parallel.topology.mesh import Mesh
 from parallel.wire import comm
-from parallel.wire.record import NumbersRecord, RecordedTensor, different
+from parallel.wire.record import NumbersRecord, RecordEntry, different
 
 GRADIENT = "the gradient of "  # begins the name of an entry
 MAX_NAMED = 4  # ranks that a message names
@@ -183,7 +183,7 @@ class StepReruns:
         own = torch.tensor(flags, dtype=torch.int32)
         return [bool(flag) for flag in comm.all_reduce_max(own, self.everyone).tolist()]
 
-    def who_is_wrong(self, entries: list[RecordedTensor]) -> str:
+    def who_is_wrong(self, entries: list[RecordEntry]) -> str:
         """Names ranks and hosts, in the same words on every rank. Collective.
 
         entries: those of this rank that differ.

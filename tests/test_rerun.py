@@ -177,13 +177,13 @@ def wrong_block(rank, runs):
 
 
 @pytest.mark.parametrize("layout, rank, first", [
-    ("tp2", 0, "what it sends into "),
-    ("tp2", 1, "what it sends into "),
-    ("pp2", 0, "what it sends into send to rank 1 in group pp "),
-    ("pp2", 1, "what it sends into send to rank 0 in group pp_backward "),
-    ("zb", 0, "what it sends into send to rank 1 in group pp "),
-    ("cp2", 1, "what it sends into "),
-    ("ep2", 0, "what it sends into "),
+    ("tp2", 0, "the input of "),
+    ("tp2", 1, "the input of "),
+    ("pp2", 0, "the input of send to rank 1 in group pp "),
+    ("pp2", 1, "the input of send to rank 0 in group pp "),
+    ("zb", 0, "the input of send to rank 1 in group pp "),
+    ("cp2", 1, "the input of "),
+    ("ep2", 0, "the input of "),
     ("dp2 zero1", 1, "the gradient of "),
 ])
 def test_the_rank_is_told_from_those_that_got_its_numbers(tmp_path, trains, layout, rank, first):
@@ -245,7 +245,7 @@ def test_a_link_that_changes_what_it_carries(tmp_path, trains):
     assert end.codes == [80, 80], end.logs
     told = end.errors()[0]
     assert f"rank 1 on {socket.gethostname()} received other numbers, though all sent the same: " in told
-    assert "first in what it gets from receive from rank 0 in group pp " in told
+    assert "first in the result of receive from rank 0 in group pp " in told
 
 
 def test_only_every_nth_step_is_run_again(tmp_path, trains):

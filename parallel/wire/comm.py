@@ -283,12 +283,12 @@ class Group:
     def record_sent(self, verb: str, x: Tensor) -> None:
         """Notes what is about to be sent, if there is a record."""
         if self.activity.record is not None:
-            self.activity.record.add_own(f"what it sends into {verb} in {self}", x)
+            self.activity.record.add_own(f"the input of {verb} in {self}", x)
 
     def record_received(self, verb: str, x: Tensor) -> None:
         """Notes what has arrived, if there is a record."""
         if self.activity.record is not None:
-            self.activity.record.add_received(f"what it gets from {verb} in {self}", x)
+            self.activity.record.add_received(f"the result of {verb} in {self}", x)
 
     def private_copies(
         self, verb: str, sources: Sequence[Tensor], results: Sequence[Tensor]

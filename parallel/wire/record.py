@@ -16,7 +16,7 @@ from torch import Tensor
 from parallel.wire.checksum import checksum
 
 
-class RecordedTensor(NamedTuple):
+class RecordEntry(NamedTuple):
     """One tensor of a record.
 
     what: in words. is_own: whether this rank made it, else it was received. digest: int64 scalar.
@@ -30,15 +30,15 @@ class NumbersRecord:
     """What one rank had in one run of a step. entries: in the order in which they came."""
 
     def __init__(self) -> None:
-        self.entries: list[RecordedTensor] = []
+        self.entries: list[RecordEntry] = []
 
     def add_own(self, what: str, x: Tensor) -> None:
         """Notes what this rank has computed, or is about to send."""
-        self.entries.append(RecordedTensor(what, True, checksum(x)))
+        self.entries.append(RecordEntry(what, True, checksum(x)))
 
     def add_received(self, what: str, x: Tensor) -> None:
         """Notes what has arrived."""
-        self.entries.append(RecordedTensor(what, False, checksum(x)))
+        self.entries.append(RecordEntry(what, False, checksum(x)))
 
     def digests(self, device: torch.device) -> list[int]:
         """The checksum of each entry. Waits for the device, once."""
@@ -47,7 +47,7 @@ class NumbersRecord:
         return torch.stack([entry.digest.to(device) for entry in self.entries]).tolist()
 
 
-def different(record: NumbersRecord, digests: Sequence[int], others: Sequence[int]) -> list[RecordedTensor]:
+def different(record: NumbersRecord, digests: Sequence[int], others: Sequence[int]) -> list[RecordEntry]:
     """The entries whose checksums differ, in order. digests: of the record; others: of another run."""
     found = [entry for entry, one, other in zip(record.entries, digests, others) if one != other]
     if not found and len(digests) != len(others):
