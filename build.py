@@ -52,6 +52,7 @@ from parallel.sharding.spec import ShardedParameter, sharded_parameters
 from parallel.sharding.zero import ZeroScheduler
 from parallel.topology.mesh import Mesh
 from runtime.graphs import RecordedPipeline
+from runtime.rerun import StepReruns
 
 SIZE_MARGIN = 2  # a size of a model beyond this times what is stored is refused before anything is made
 
@@ -78,6 +79,7 @@ class TrainingRun:
     scaler: LossScaler  # of the loss, in fp16
     spikes: SpikeState  # which steps are not applied (optim.spike_sigma), and which data is left out
     noise_scale: GradientNoiseScale
+    reruns: StepReruns  # of steps that are computed twice (train.rerun_every, train.rerun_suspects)
     recording: RecordedPipeline | None = None  # runs in place of the pipeline (train.cuda_graphs)
     ema: WeightEMA | None = None  # of the master weights (train.ema)
 
@@ -297,6 +299,7 @@ def build_run(
         scaler=LossScaler(dtype, device, cfg.train.loss_scale, cfg.train.loss_scale_window),
         spikes=SpikeState(cfg.optim, device, mesh.world),
         noise_scale=GradientNoiseScale(cfg.log.noise_scale, made.buckets, mesh),
+        reruns=StepReruns(cfg.train, made.buckets, mesh),
         recording=RecordedPipeline(pipeline, device) if cfg.train.cuda_graphs else None,
         ema=WeightEMA(cfg.train.ema, made.buckets, mesh) if cfg.train.ema is not None else None,
     )

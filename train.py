@@ -51,7 +51,7 @@ from runtime import failure, lines, setup
 from runtime import folder as run_folders
 from runtime.console import parameter_count
 from runtime.evaluate import loss_report, mean_loss
-from runtime.faults import FaultHook, disturb_grads
+from runtime.faults import FaultHook, disturb_grads, disturb_next_sums
 from runtime.garbage import collect_after_step, collected_between_steps
 from runtime.goodput import GoodputClock
 from runtime.guard import NonFiniteGuard, SpikeRewinds, SpikesPersist
@@ -60,6 +60,7 @@ from runtime.peers import PeerWatch
 from runtime.probes import probe
 from runtime.plot import loss_png
 from runtime.profile import ProfilerTrace
+from runtime.rerun import StepNumbers
 from runtime.slow import SlowRanks
 from runtime.stop import StopRequest
 from runtime.summary import summarize_metrics, write_summary
@@ -110,21 +111,31 @@ def train_step(
     microbatches: list[Microbatch],
     guard: NonFiniteGuard,
     grads_ready: Callable[[], None] = lambda: None,
+    begin: Callable[[], None] = lambda: None,
 ) -> StepResult:
-    """Optimizer step number `step` (from 1) over the microbatches of this rank. Never waits for the device.
+    """Optimizer step number `step` (from 1) over the microbatches of this rank. Never waits for the device,
+    unless it may be computed again (runtime/rerun.py).
 
-    grads_ready: called when the gradients are summed over all ranks.
+    grads_ready: called when the gradients are summed over all ranks; begin: before the forward. In a step
+    that is computed again both are called again.
     """
     loss_scale = run.scaler.scale  # 1 but in fp16
-    local_microbatches = shard_microbatches(run, microbatches)
-    num_tokens = count_tokens(local_microbatches, run.mesh)
-    loss = forward_backward(run, local_microbatches, loss_scale / num_tokens) / loss_scale
-    finish_grad_reductions(run.buckets, run.mesh)
-    grads_ready()
 
-    norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / loss_scale
+    def compute() -> StepNumbers:
+        begin()
+        local_microbatches = shard_microbatches(run, microbatches)
+        num_tokens = count_tokens(local_microbatches, run.mesh)
+        loss = forward_backward(run, local_microbatches, loss_scale / num_tokens) / loss_scale
+        finish_grad_reductions(run.buckets, run.mesh)
+        grads_ready()
+        norm = grad_norm(run.buckets, run.mesh, run.cfg.model.experts is not None) / loss_scale
+        return StepNumbers(loss, norm, num_tokens)
+
+    loss, norm, num_tokens = run.reruns.run_first(step, compute)
     is_finite = guard.is_good_step(loss, norm)
     is_good = run.spikes.window.accept(loss, norm, is_finite)
+    run.reruns.compare(step, compute, is_good)
+
     run.noise_scale.estimate(microbatches[0].num_counted(), len(microbatches), num_tokens, loss_scale)
     grad_scale = clip_factor(norm, run.cfg.optim.clip) / loss_scale
     run.optim.step(step, run.learning_rate(step), grad_scale, is_good)
@@ -186,6 +197,7 @@ FAULT_POINTS = (
     "step.begin",
     "step.load",
     "step.read",
+    "step.compute",
     "step.backward",
     "step.end",
     "step.logged",
@@ -499,12 +511,19 @@ def run_one_step(session: Session, step: int) -> None:
     observe("step.read", step, batches=microbatches)
 
     # train
+    def begin() -> None:
+        disturb_next_sums(run.buckets, fault=observe("step.compute", step))
+
     def grads_ready() -> None:
         disturb_grads(run.buckets, fault=observe("step.backward", step))
 
     clock.collect()  # drops what happened between the steps
     with session.trace.around(step):
-        loss, norm, is_good = train_step(run, step, microbatches, session.guard, grads_ready=grads_ready)
+        loss, norm, is_good = train_step(
+            run, step, microbatches, session.guard, grads_ready=grads_ready, begin=begin
+        )
+    if run.reruns.latest is not None:
+        session.log.log_line(run.reruns.latest)
     if step == session.start_step + 1 and session.is_first_rank:
         write_config(run.phases.whole, session.folder)  # it says what was trained: not before a step was
     observe("step.end", step, loss=loss, norm=norm, ok=is_good)

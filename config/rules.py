@@ -545,6 +545,24 @@ def mixture_obstacles(cfg: Config) -> dict[str, bool]:
     }
 
 
+def rerun_rules(cfg: Config, world: int) -> Iterator[Rule]:
+    """train.rerun_*: a step that gives the same bits twice, and numbers that the host can look at."""
+    train = cfg.train
+    wishes = {
+        "train.rerun_every": train.rerun_every is not None,
+        "train.rerun_suspects": train.rerun_suspects,
+    }
+    obstacles = {
+        "train.deterministic=false, whose kernels may give other bits each time":
+            train.deterministic is False,
+        "train.cuda_graphs, whose replay shows nothing of what is computed in it": train.cuda_graphs,
+        "train.device=mps, whose kernels are not known to give the same bits twice": train.device == "mps",
+    }
+    for key, is_wished in wishes.items():
+        for obstacle, is_present in obstacles.items():
+            yield Rule(not is_wished or not is_present, f"{key}: not possible with {obstacle}; leave one out")
+
+
 def optimizer_state_rules(cfg: Config, world: int) -> Iterator[Rule]:
     """Offload and bf16 states, which not every optimizer supports."""
     optim, offload = cfg.optim, cfg.parallel.offload
@@ -767,6 +785,7 @@ RULES: tuple[Callable[[Config, int], Iterator[Rule]], ...] = (
     fp8_rules,
     mps_rules,
     cuda_graph_rules,
+    rerun_rules,
     optimizer_state_rules,
     spike_rules,
     data_parallel_rules,

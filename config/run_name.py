@@ -39,6 +39,8 @@ IDLE = (
     "checkpoint.async_save",
     "checkpoint.timeout_s",
     "train.max_minutes",
+    "train.rerun_every",
+    "train.rerun_suspects",
     "train.threads",
     "parallel.timeout_s",
     "parallel.elastic",

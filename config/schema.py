@@ -156,7 +156,14 @@ class TrainConfig:
     #   at the initial weights, without warmup of the decay (as timm's ModelEmaV3 does); none: no average
     max_minutes: float | None = None  # after this many minutes: save, exit with code 75; none: no limit
     deterministic: bool | None = None  # deterministic kernels only, so that a run repeats bit for bit;
-    #   none: on a CPU, where they cost nothing, and not on a GPU, where attention's backward is slower
+    #   none: on a CPU, where they cost nothing, and with rerun_every or rerun_suspects; else not on a GPU,
+    #   where attention's backward is slower
+    rerun_every: int | None = None  # every so many steps forward and backward are computed twice and compared
+    #   bit by bit on each rank; other bits end the run (80), and the rank that computed wrongly is named;
+    #   none: never
+    rerun_suspects: bool = False  # a step that would be skipped (not finite, or a spike) is computed twice:
+    #   the same bits are due to the data or the code, others to a device (80). Each step is recorded for it,
+    #   and the host waits for each
     compile: bool = False  # torch.compile the elementwise kernels (on a CPU: needs a C++ compiler)
     cuda_graphs: bool = False  # record forward and backward once and replay them; helps steps in which the
     #   host is busier than the GPU. With experts: in bf16 or fp16, from Hopper on, where none drops tokens
@@ -367,7 +374,7 @@ POSITIVE = Range("must be above 0", lambda value: value > 0, {
              "moe_ffn moe_every router_groups router_group_top_k router_scale capacity kv_rank q_rank "
              "nope_dim rope_dim v_dim mup_base mup_head_dim norm_eps init_std rope_theta rope_factor "
              "rope_low_freq rope_high_freq rope_original",
-    "train": "steps tokens flops seq_len micro_batch global_batch max_minutes threads fp8_block "
+    "train": "steps tokens flops seq_len micro_batch global_batch max_minutes rerun_every threads fp8_block "
              "loss_scale_window",
     "optim": "lr eps clip spike_sigma spike_window spike_rewind spike_rewinds",
     "parallel": "tp pp vpp cp ep etp ep_chunks dp_rep bucket_mb node compress_block powersgd_rank timeout_s",

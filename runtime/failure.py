@@ -1,8 +1,8 @@
 """How a process ends: the exit code of each error, and what is printed about it.
 
 A mistake of the user is one line. Every other error begins with the rank and its host. An exception class may
-carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 80 ReplicasDiffer,
-81 OutOfMemory, 82 StorageError.
+carry its own code (`exit_code`): 2 ConfigError, 77 NonFiniteLoss, 79 IntegrityError, 80 ReplicasDiffer and
+ComputeDiffers, 81 OutOfMemory, 82 StorageError.
 """
 import contextlib
 import errno

@@ -7,26 +7,31 @@ a bad checkpoint writer found no bug, 22 points found 8.
 
 Actions: SIGKILL, SIGSTOP, SIGTERM, SIGUSR1, SIGHUP (sent to this process), raise, ENOSPC (an OSError),
 ENOMEM (a MemoryError), sleep=SECONDS, nan, spike and bitflip. The last three are only returned: the caller
-corrupts its own number. A fault without rank or step applies to every rank or step.
+corrupts its own number. A fault without rank or step applies to every rank or step. One with times=N happens
+at the first N times alone that a rank comes by: step.compute:rank=1:step=4:times=1:act=bitflip disturbs the
+first run of a step, and not the second (train.rerun_every).
 """
 import errno
 import os
 import signal
 import sys
 import time
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from config import ConfigError
 from parallel.sharding.bucket import Bucket
+from parallel.sharding.gradients import BucketGrads
 
 ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",
            "nan", "spike", "bitflip")
 ACTION_NAMES = tuple(action.partition("=")[0] for action in ACTIONS)
-KEYS = ("rank", "step", "act")
+KEYS = ("rank", "step", "times", "act")
 SPIKE_FACTOR = 1e4  # of the gradients, in an injected spike
 
 
@@ -46,13 +51,14 @@ class FaultHook(Protocol):
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault of FAULT. rank, step: None for every one."""
+    """One fault of FAULT. rank, step: None for every one. times: how often it happens; None: each time."""
 
     point: str
     action: str
     seconds: float = 0.0  # of sleep
     rank: int | None = None
     step: int | None = None
+    times: int | None = None
 
 
 def parse(text: str) -> list[Fault]:
@@ -62,20 +68,22 @@ def parse(text: str) -> list[Fault]:
 
 
 def parse_one(text: str) -> Fault:
-    """POINT[:rank=N][:step=N]:act=ACT -> Fault. Raises ConfigError."""
+    """POINT[:rank=N][:step=N][:times=N]:act=ACT -> Fault. Raises ConfigError."""
     point, *settings = text.split(":")
     values: dict[str, str] = {}
     for setting in settings:
         key, _, value = setting.partition("=")
         if key not in KEYS or key in values:
-            raise ConfigError(f"FAULT: {setting!r} in {text!r} is not rank=N, step=N or act=ACT (each once)")
+            raise ConfigError(
+                f"FAULT: {setting!r} in {text!r} is not rank=N, step=N, times=N or act=ACT (each once)"
+            )
         values[key] = value
 
     action, _, seconds = values.pop("act", "").partition("=")
     has_seconds = bool(seconds)
     if not point or action not in ACTION_NAMES or has_seconds != (action == "sleep"):
-        raise ConfigError(f"FAULT: {text!r} must be POINT[:rank=N][:step=N]:act=ACT with ACT one of "
-                          f"{', '.join(ACTIONS)}")
+        raise ConfigError(f"FAULT: {text!r} must be POINT[:rank=N][:step=N][:times=N]:act=ACT with ACT one "
+                          f"of {', '.join(ACTIONS)}")
     try:
         numbers = {key: int(value) for key, value in values.items()}
         return Fault(point, action, float(seconds or 0), **numbers)
@@ -97,6 +105,7 @@ class FaultInjector:
         self.armed = [fault for fault in faults if fault.rank in (None, rank)]
         self.rank = rank
         self.step: int | None = None
+        self.fired: Counter[Fault] = Counter()
 
     def __call__(self, point: str, step: int | None = None, **seen: object) -> str | None:
         """Returns None, or the action that happened here: one that does not end the process.
@@ -107,8 +116,10 @@ class FaultInjector:
             return None
         at_step = self.step if step is None else step  # a save in the background is of an earlier one
         self.step = at_step
-        hits = [fault for fault in self.armed if fault.point == point and fault.step in (None, at_step)]
+        here = [fault for fault in self.armed if fault.point == point and fault.step in (None, at_step)]
+        hits = [fault for fault in here if fault.times is None or self.fired[fault] < fault.times]
         for fault in hits:
+            self.fired[fault] += 1
             self.fire(fault, at_step)
         return hits[-1].action if hits else None
 
@@ -129,16 +140,36 @@ class FaultInjector:
 
 
 def disturb_grads(buckets: list[Bucket], fault: str | None) -> None:
-    """Does what an injected fault asks for: one number is NaN, or all are SPIKE_FACTOR times as large.
+    """Does what an injected fault asks for, to the summed gradients that this rank owns."""
+    for bucket in disturbed(buckets, fault):
+        disturb(bucket.grads.local, fault)
 
-    bitflip: of the largest number of the first bucket, the first bit of the mantissa.
+
+def disturb_next_sums(buckets: list[Bucket], fault: str | None) -> None:
+    """Does what an injected fault asks for, to the gradients of this rank alone, before their next sum."""
+    def disturb_once(grads: BucketGrads) -> Callable[[Tensor], None]:
+        def before_sum(flat: Tensor) -> None:
+            grads.before_sum.remove(before_sum)
+            disturb(flat, fault)
+        return before_sum
+
+    for bucket in disturbed(buckets, fault):
+        bucket.grads.before_sum.insert(0, disturb_once(bucket.grads))
+
+
+def disturbed(buckets: list[Bucket], fault: str | None) -> list[Bucket]:
+    """The buckets whose gradients a fault disturbs: all by a spike, the first by a NaN or a flipped bit."""
+    return {"nan": buckets[:1], "bitflip": buckets[:1], "spike": buckets}.get(fault or "", [])
+
+
+def disturb(grads: Tensor, fault: str | None) -> None:
+    """One number is NaN, or all are SPIKE_FACTOR times as large; or of the largest the first bit of the
+    mantissa is another. grads: flat.
     """
-    grads = buckets[0].grads.local
     if fault == "nan":
         grads[0] = float("nan")
     elif fault == "spike":
-        for bucket in buckets:
-            bucket.grads.local.mul_(SPIKE_FACTOR)
+        grads.mul_(SPIKE_FACTOR)
     elif fault == "bitflip":
         place = int(grads.abs().argmax())
         first_bit = {torch.float64: 51, torch.float32: 22, torch.bfloat16: 6, torch.float16: 9}[grads.dtype]

@@ -126,9 +126,9 @@ def read_environment(cfg: Config) -> LaunchEnv:
 
 
 def is_deterministic(cfg: Config, device: torch.device) -> bool:
-    """train.deterministic; without it, whether the device loses nothing by it."""
+    """train.deterministic; without it, whether steps are run again, or the device loses nothing by it."""
     if cfg.train.deterministic is None:
-        return device.type == "cpu"
+        return device.type == "cpu" or cfg.train.rerun_every is not None or cfg.train.rerun_suspects
     return cfg.train.deterministic
 
 

@@ -43,6 +43,7 @@ SHARES = {
     "tests/test_memory_checkpoints.py": 0.4,
     "tests/test_model_keys.py": 0.3,
     "tests/test_parallel_keys.py": 0.3,
+    "tests/test_rerun.py": 0.25,
     "tests/test_resume.py": 0.2,
 }
 

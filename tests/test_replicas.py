@@ -12,8 +12,9 @@ from ranks import MODEL, corpus, job
 
 import train
 from checkpoint import store
-from parallel.sharding.replicas import ReplicasDiffer, checksum
+from parallel.sharding.replicas import ReplicasDiffer
 from parallel.wire import comm
+from parallel.wire.checksum import checksum
 
 MOE = ("--model.experts", "4", "--model.top_k", "2")
 OUT = "layers.0.attn.o.weight"  # the output projection of the first block's attention

@@ -12,7 +12,9 @@ from benchmarks.chaos.layouts import EVALUATE_EVERY, LAYOUTS, SAVES, STEPS, RunL
 
 KILLED = 128 + 9  # as a shell tells of a process that SIGKILL has ended
 LAST_CHANCE = STEPS - 1  # a step after which there is another one
-STEP_POINTS = ("step.begin", "step.load", "step.read", "step.backward", "step.end", "step.logged")
+STEP_POINTS = (
+    "step.begin", "step.load", "step.read", "step.compute", "step.backward", "step.end", "step.logged",
+)
 RANK_SAVE_POINTS = ("ckpt.pre_write", "ckpt.mid_shard", "ckpt.post_shard")  # each rank comes by
 SAVE_POINTS = (  # rank 0 alone comes by
     "ckpt.pre_index", "ckpt.mid_index", "ckpt.pre_rename", "ckpt.post_rename", "ckpt.pre_latest",

@@ -6,6 +6,8 @@ continue_reduce() .. finish_reduce(). zero.py says when.
 Gradients are not zeroed before a step: the first one of each parameter overwrites those of the step before
 (kernels/grad.py). What none has written is zeroed before it is read or summed: zero_unwritten().
 """
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,8 @@ class BucketGrads:
         self.first_microbatch_squares: Tensor | None = None  # by record_first_microbatch
         self.local_is_written = False  # whether `local` holds gradients of this step (ZeRO-2 and 3)
         self.powersgd: PowerSGD | None = None
+        # called before each sum, with the gradients of this rank alone [size]
+        self.before_sum: list[Callable[[Tensor], object]] = []
 
         # exchanges under way: a reduce-scatter of a microbatch, or of the step; and a sum of the step
         self.pending_scatter: PendingExchange | compress.CompressedReduceScatter | None = None
@@ -137,6 +141,8 @@ class BucketGrads:
         if self.full is None:
             raise RuntimeError("the gradients of a bucket are reduced before they were allocated")
         self.zero_unwritten(self.full)
+        for look in tuple(self.before_sum):
+            look(self.full)
         if self.zero == 0:
             if self.powersgd is not None:
                 self.pending_sum = self.powersgd.start(self.full)

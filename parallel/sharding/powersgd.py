@@ -19,6 +19,7 @@ number of ranks. The bases (KEY@powersgd_basis) belong to the parts; where a new
 are drawn anew. A skipped step leaves no error behind.
 """
 import hashlib
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,6 +72,14 @@ def draw_basis(spec: ParameterSpec, rank: int, seed: int) -> Tensor:
     count, rows, columns = matrix_shape(spec)
     shape = (count, columns, min(rank, rows, columns))
     return orthonormal(torch.randn(shape, generator=generator, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class CompressionState:
+    """What an exchange of PowerSGD begins with: a copy of the error, and the bases."""
+    error: Tensor
+    bases: list[Tensor]
+    previous_bases: list[Tensor]
 
 
 class PowerSGD:
@@ -164,6 +173,16 @@ class PowerSGD:
         self.error.copy_(torch.where(is_good, self.error, 0))
         both = zip(self.bases, self.previous_bases)
         self.bases = [torch.where(is_good, new, old) for new, old in both]
+
+    def state(self) -> CompressionState:
+        """What the next exchange begins with. Takes memory for a copy of the error."""
+        return CompressionState(self.error.clone(), self.bases, self.previous_bases)
+
+    def restore(self, state: CompressionState) -> None:
+        """Undoes the exchanges since state()."""
+        self.error.copy_(state.error)
+        self.bases = state.bases
+        self.previous_bases = state.previous_bases
 
     # ---- checkpoints ---------------------------------------------------------------------------------------
 

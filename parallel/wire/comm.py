@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import Work as Handle
 from parallel.wire import messages
 from parallel.wire.clock import CommunicationClock, PendingSpan
 from parallel.wire.device_waits import DeviceWaits
+from parallel.wire.record import NumbersRecord
 from parallel.wire.strict import PrivateCopies, StrictMode
 
 Ledger = Counter[tuple[str, str, str]]  # (group, verb, "calls" or "bytes") -> how many
@@ -190,6 +191,7 @@ class Activity:
     )
     error: RuntimeError | None = None  # of the last exchange that failed
     strict: StrictMode | None = None  # of proofs; None: started exchanges run on the tensors themselves
+    record: NumbersRecord | None = None  # of a step that may be run again: what is sent and received
 
     def current_exchange(self) -> tuple[AwaitedExchange | None, float]:
         """(the exchange that the host or the GPU waits for, or None; for how many seconds)."""
@@ -274,13 +276,28 @@ class Group:
             activity.device_waits.add(exchange, start, end)
         return result
 
-    def run_collective(self, verb: str, x: Tensor, collective: Callable[..., object]) -> None:
+    def run_collective(
+        self, verb: str, collective: Callable[..., object], *, sent: Tensor, received: Tensor
+    ) -> None:
         """Counts and runs an exchange of the whole group: collective(group=its handle).
 
-        x: the tensor of its larger side.
+        received: where its result is.
         """
-        self.count_exchange(verb, x)
-        self.run_exchange(verb, partial(collective, group=self.handle), nbytes=x.nbytes)
+        larger = max(sent, received, key=lambda x: x.nbytes)
+        self.count_exchange(verb, larger)
+        self.record_sent(verb, sent)
+        self.run_exchange(verb, partial(collective, group=self.handle), nbytes=larger.nbytes)
+        self.record_received(verb, received)
+
+    def record_sent(self, verb: str, x: Tensor) -> None:
+        """Notes what is about to be sent, if there is a record."""
+        if self.activity.record is not None:
+            self.activity.record.add_own(f"the input of {verb} in {self}", x)
+
+    def record_received(self, verb: str, x: Tensor) -> None:
+        """Notes what has arrived, if there is a record."""
+        if self.activity.record is not None:
+            self.activity.record.add_received(f"the result of {verb} in {self}", x)
 
     def private_copies(
         self, verb: str, sources: Sequence[Tensor], results: Sequence[Tensor]
@@ -316,7 +333,7 @@ def as_peer_error(error: RuntimeError, activity: Activity) -> RuntimeError:
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
     """In place: the sum over the group, on every rank."""
     if group.size > 1:
-        group.run_collective("all_reduce", x, partial(dist.all_reduce, x))
+        group.run_collective("all_reduce", partial(dist.all_reduce, x), sent=x, received=x)
     return x
 
 
@@ -325,7 +342,7 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     if group.size > 1:
         # gloo's maximum of floats drops a NaN that is not on rank 0
         assert not x.is_floating_point(), "reduce a flag as an int: a float maximum loses NaNs"
-        group.run_collective("all_reduce", x, partial(dist.all_reduce, x, dist.ReduceOp.MAX))
+        group.run_collective("all_reduce", partial(dist.all_reduce, x, dist.ReduceOp.MAX), sent=x, received=x)
     return x
 
 
@@ -345,7 +362,7 @@ def all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
         return x if out is None else out.copy_(x)
     if out is None:
         out = x.new_empty(group.size * x.shape[0], *x.shape[1:])
-    group.run_collective("all_gather", out, partial(all_gather_verb, out, x.contiguous()))
+    group.run_collective("all_gather", partial(all_gather_verb, out, x.contiguous()), sent=x, received=out)
     return out
 
 
@@ -355,7 +372,9 @@ def reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Tensor
         return x if out is None else out.copy_(x)
     if out is None:
         out = x.new_empty(x.shape[0] // group.size, *x.shape[1:])
-    group.run_collective("reduce_scatter", x, partial(reduce_scatter_verb, out, x.contiguous()))
+    group.run_collective(
+        "reduce_scatter", partial(reduce_scatter_verb, out, x.contiguous()), sent=x, received=out
+    )
     return out
 
 
@@ -365,7 +384,7 @@ def all_gather_each(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = x.new_empty(x.shape[0], group.size * x.shape[1], *x.shape[2:])
-    group.run_collective("all_gather", out, partial(gather_each_verb, out, x.contiguous()))
+    group.run_collective("all_gather", partial(gather_each_verb, out, x.contiguous()), sent=x, received=out)
     return out
 
 
@@ -375,7 +394,9 @@ def reduce_scatter_each(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = x.new_empty(x.shape[0], x.shape[1] // group.size, *x.shape[2:])
-    group.run_collective("reduce_scatter", x, partial(scatter_each_verb, out, x.contiguous()))
+    group.run_collective(
+        "reduce_scatter", partial(scatter_each_verb, out, x.contiguous()), sent=x, received=out
+    )
     return out
 
 
@@ -385,14 +406,16 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
         return x
     x = x.contiguous()
     out = torch.empty_like(x)
-    group.run_collective("all_to_all", x, partial(dist.all_to_all_single, out, x))
+    group.run_collective("all_to_all", partial(dist.all_to_all_single, out, x), sent=x, received=out)
     return out
 
 
 def broadcast(x: Tensor, group: Group, source: int = 0) -> Tensor:
     """In place: the tensor of the group's rank number `source`."""
     if group.size > 1:
-        group.run_collective("broadcast", x, partial(dist.broadcast, x, group.ranks[source]))
+        sent = x if group.index == source else x.new_empty(0)
+        send = partial(dist.broadcast, x, group.ranks[source])
+        group.run_collective("broadcast", send, sent=sent, received=x)
     return x
 
 
@@ -584,6 +607,7 @@ class Transfer:
     nbytes: int
     peer: int | None  # the other global rank of a send or receive; None: the whole group takes part
     group: Group
+    received: Tensor | None = None  # where its result is; None: it is a send
     pending: PendingSpan | None = None  # its time; None: the clock cannot know it
     private: PrivateCopies | None = None  # in strict mode
 
@@ -594,6 +618,8 @@ class Transfer:
         self.group.run_exchange(self.verb, self.handle.wait, nbytes=self.nbytes, peer=self.peer)
         if self.private is not None:
             self.private.release()
+        if self.received is not None:
+            self.group.record_received(with_peer(self.verb, self.peer), self.received)
 
 
 class PendingExchange:
@@ -636,15 +662,26 @@ def start_collective(
     source: the message of this rank; the result itself if the exchange is in place. nbytes: of the larger of
     the two, or of the message.
     """
+    group.record_sent(verb, source)
     private = group.private_copies(verb, [source], [result])
     if private is None:
         handle = start(result, source)
     else:
         handle = start(private.of(result), private.of(source))
     if handle is None:  # it has ended
+        group.record_received(verb, result)
         return PendingExchange(result)
     pending = group.activity.clock.record_start(handle)
-    transfer = Transfer(handle, verb, nbytes, peer=None, group=group, pending=pending, private=private)
+    transfer = Transfer(
+        handle,
+        verb,
+        nbytes,
+        peer=None,
+        group=group,
+        received=result,
+        pending=pending,
+        private=private,
+    )
     return PendingExchange(result, transfer, source=None if source is result else source)
 
 
@@ -746,6 +783,7 @@ def start_transfers(
         private = group.private_copies(f"send to {group.ranks[target]}", [x], [])
         message = x.contiguous() if private is None else private.of(x)
         copies.append(private)
+        group.record_sent(with_peer("send to", group.ranks[target]), x)
         ops.append(dist.P2POp(dist.isend, message, group=group.handle, group_peer=target))
         group.count_exchange("send", x)
     for buffer, source in receives:
@@ -761,12 +799,25 @@ def start_transfers(
         handles = [handles[-1]] * len(ops)
 
     verbs = ["send to"] * len(sends) + ["receive from"] * len(receives)
+    buffers: list[Tensor | None] = [*(None for _ in sends), *(buffer for buffer, _ in receives)]
     transfers: list[Transfer] = []
-    for handle, verb, (x, peer), private in zip(handles, verbs, sends + receives, copies):
-        global_peer = group.ranks[peer]
-        transfer = Transfer(handle, verb, x.nbytes, peer=global_peer, group=group, private=private)
+    for handle, verb, (x, peer), buffer, private in zip(handles, verbs, sends + receives, buffers, copies):
+        transfer = Transfer(
+            handle,
+            verb,
+            x.nbytes,
+            peer=group.ranks[peer],
+            group=group,
+            received=buffer,
+            private=private,
+        )
         transfers.append(transfer)
     return transfers
+
+
+def with_peer(verb: str, peer: int | None) -> str:
+    """send to rank 3"""
+    return verb if peer is None else f"{verb} rank {peer}"
 
 
 def synchronize(device: torch.device) -> None:

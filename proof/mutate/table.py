@@ -2086,6 +2086,40 @@ TABLE = (
         settings=("--optim.spike_sigma", "50", "--optim.spike_window", "2"),
     ),
     Mutation(
+        what="rerun: the counts of routers are those of all runs of the step",
+        file="train.py",
+        old="    run.routers.start_step()\n",
+        new="    if run.reruns.first is None:\n        run.routers.start_step()\n",
+        model="mixtral-tiny",
+        world=2,
+        layout="ep2 zero0 mb1",
+        settings=("--train.rerun_every", "1"),
+    ),
+    Mutation(
+        what="rerun: PowerSGD's error is that of all runs of the step",
+        file="runtime/rerun.py",
+        old="                bucket.grads.powersgd.restore(state)\n",
+        new="                bucket.grads.powersgd.bases = state.bases\n",
+        model="llama3-tiny",
+        world=2,
+        layout="dp2 zero0 powersgd mb1",
+        settings=("--train.rerun_every", "1"),
+    ),
+    Mutation(
+        what="rerun: a step that is computed again draws the masks of the step after it",
+        file="train.py",
+        old="local_microbatches = shard_microbatches(run, microbatches)",
+        new=(
+            "local_microbatches = shard_microbatches(run, microbatches)\n"
+            "        for batch in local_microbatches:\n"
+            "            object.__setattr__(batch, 'step', batch.step + (run.reruns.first is not None))"
+        ),
+        model="llama3-tiny",
+        world=2,
+        layout="tp2 zero0 mb1",
+        settings=("--train.rerun_every", "1", "--model.dropout", "0.1"),
+    ),
+    Mutation(
         what="spike: rank 0 alone does not apply the step",
         file="train.py",
         old="is_good = run.spikes.window.accept(loss, norm, is_finite)",

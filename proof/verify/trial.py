@@ -480,7 +480,7 @@ def single_process(cfg: Config) -> Config:
     """The same job in one process: the whole batch in one microbatch, no parallelism, synchronous saves.
 
     Under a batch ramp a microbatch is the first, smallest batch. Recipes of fp8 whose scales depend on the
-    microbatch have the same microbatches as the layout.
+    microbatch have the same microbatches as the layout. No step is computed twice.
     """
     if cfg.train.fp8 in FP8_BY_MICROBATCH:
         micro_batch = cfg.train.micro_batch
@@ -489,7 +489,13 @@ def single_process(cfg: Config) -> Config:
     return replace(
         cfg,
         parallel=config.ParallelConfig(),
-        train=replace(cfg.train, micro_batch=micro_batch, phases=phases_without_layout(cfg)),
+        train=replace(
+            cfg.train,
+            micro_batch=micro_batch,
+            phases=phases_without_layout(cfg),
+            rerun_every=None,
+            rerun_suspects=False,
+        ),
         checkpoint=replace(cfg.checkpoint, async_save=False),
     )
 

@@ -105,7 +105,7 @@ READ = {
     "model": "preset layers hidden heads kv_heads head_dim ffn vocab vocab_multiple norm norm_eps "
     "activation positions tied bias qk_norm kv_rank mtp window dropout init_std mup_base experts",
     "train": "steps tokens flops seq_len micro_batch global_batch ramp phases seed dtype ema max_minutes "
-    "deterministic compile cuda_graphs device threads",
+    "deterministic rerun_every rerun_suspects compile cuda_graphs device threads",
     "optim": "name lr warmup decay weight_decay clip spike_sigma",
     "parallel": "tp pp cp bucket_mb offload recompute_stages elastic",
     "data": "path tokenizer split doc_mask pack fim_rate prefetch",

@@ -1,12 +1,15 @@
 import errno
+import math
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from config import ConfigError
-from runtime.faults import Fault, FaultInjector, InjectedFault, parse
+from runtime.faults import Fault, FaultInjector, InjectedFault, disturb_next_sums, parse
 
 
 def test_text_is_read_in_full():
@@ -31,6 +34,7 @@ def test_text_is_read_in_full():
         "a:step=x:act=raise",
         "a:step=1:step=2:act=raise",
         "a:node=1:act=raise",
+        "a:times=x:act=raise",
     ],
 )
 def test_bad_text_is_the_users_mistake(text):
@@ -48,6 +52,40 @@ def test_fires_at_its_point_rank_and_step_only():
     at = FaultInjector(parse("a:rank=1:step=3:act=nan"), rank=1)
     assert [at("a", 2), at("b", 3), at("a", 3), at("a", 4)] == [None, None, "nan", None]
     assert FaultInjector(parse("a:rank=1:step=3:act=nan"), rank=0)("a", 3) is None
+
+
+def test_happens_so_many_times():
+    at = FaultInjector(parse("a:step=3:times=2:act=nan; a:step=4:act=spike"))
+    assert [at("a", step) for step in (2, 3, 3, 3, 4, 4)] == [None, "nan", "nan", None, "spike", "spike"]
+
+
+class Sums:
+    """A bucket's gradients, of which those before the sum and after it are two tensors."""
+
+    def __init__(self):
+        self.full, self.local, self.before_sum = torch.tensor([1.0, -3.0]), torch.tensor([2.0]), []
+
+    def reduce(self):
+        for look in tuple(self.before_sum):
+            look(self.full)
+
+
+@pytest.mark.parametrize("action, disturbed", [
+    ("nan", ([math.nan, -3.0], [1.0, -3.0])),
+    ("bitflip", ([1.0, -2.0], [1.0, -3.0])),
+    ("spike", ([1e4, -3e4], [1e4, -3e4])),
+    ("sleep", ([1.0, -3.0], [1.0, -3.0])),
+    (None, ([1.0, -3.0], [1.0, -3.0])),
+])
+def test_the_next_sum_is_disturbed_and_no_other(action, disturbed):
+    buckets = [SimpleNamespace(grads=Sums()), SimpleNamespace(grads=Sums())]
+    disturb_next_sums(buckets, action)
+    for bucket, numbers in zip(buckets, disturbed):
+        bucket.grads.reduce()
+        assert torch.equal(bucket.grads.full.nan_to_num(7), torch.tensor(numbers).nan_to_num(7))
+        bucket.grads.full.fill_(5)
+        bucket.grads.reduce()  # of the next microbatch
+        assert bucket.grads.full.tolist() == [5, 5] and bucket.grads.local.tolist() == [2]
 
 
 def test_a_point_without_a_step_belongs_to_the_last_step_named():

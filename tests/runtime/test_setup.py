@@ -142,6 +142,13 @@ def test_a_gpu_runs_its_fastest_kernels_unless_asked(
     assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) is deterministic
 
 
+@pytest.mark.parametrize("wish", [{"rerun_every": 5}, {"rerun_suspects": True}])
+def test_a_gpu_that_computes_steps_again_repeats_itself(env, cfg, monkeypatch, torch_state, wish):
+    monkeypatch.setattr(setup, "pick_device", lambda kind, local_rank: torch.device("cuda"))
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, threads=1, **wish))
+    assert setup.read_environment(cfg).deterministic is True
+
+
 def test_seed_is_the_same_twice(cfg):
     setup.seed_everything(cfg)
     a = torch.rand(3)

@@ -1,0 +1,296 @@
+"""Steps that are computed again: what is sound passes and trains as it would without, the rank that computed
+wrongly once is named and the run goes on from its last checkpoint, and what repeats is skipped as ever.
+"""
+
+import json
+import socket
+
+import pytest
+import torch
+from ranks import MODEL, corpus, job
+
+import config
+import train
+from checkpoint import store
+from config import ConfigError
+from config.suggestions import check_rules
+from model.block import TransformerBlock
+from parallel.wire.comm import Group
+from parallel.wire.record import NumbersRecord, different
+
+STEPS = 4
+BAD = 3  # the step that is disturbed
+EVERY = ("--train.rerun_every", "1")
+SUSPECTS = ("--train.rerun_suspects", "true")
+MOE = "--model.experts 4 --model.top_k 2 --model.router_bias true --model.aux_loss 0.01"
+LAYOUTS = {  # (ranks, words)
+    "alone": (1, "--train.micro_batch 2"),
+    "fp16": (1, "--train.dtype fp16"),
+    "dp2 zero0": (2, "--parallel.zero 0"),
+    "dp2 zero1": (2, "--parallel.zero 1 --train.dtype bf16 --optim.states bf16"),
+    "dp2 zero2": (2, "--parallel.zero 2 --log.noise_scale true"),
+    "dp2 zero3": (2, "--parallel.zero 3 --model.tied true --eval.every 2"),
+    "fp8": (2, "--parallel.zero 1 --train.dtype fp8 --train.fp8_keep 0 --model.hidden 64 --model.ffn 64"),
+    "int8": (2, "--parallel.zero 0 --parallel.compress int8"),
+    "powersgd": (2, "--parallel.zero 0 --parallel.compress powersgd --parallel.powersgd_rank 2"),
+    "ring": (2, "--parallel.zero 1 --parallel.reduce ring"),
+    "tp2": (2, "--parallel.tp 2 --parallel.sp true --parallel.async_tp true"),
+    "cp2": (2, "--parallel.cp 2 --parallel.zero 1"),
+    "pp2": (2, "--parallel.pp 2 --model.tied true"),
+    "zb": (2, "--parallel.pp 2 --parallel.schedule zb-h1"),
+    "ep2": (2, f"{MOE} --model.aux_kind global --model.jitter 0.1 --parallel.ep 2 --parallel.zero 1"),
+    "drops": (2, f"{MOE} --model.capacity 1 --parallel.ep 2 --parallel.ep_chunks 2"),
+}
+CLEAN = ("tp2", "pp2", "dp2 zero1", "ep2")
+
+
+@pytest.fixture(scope="module")
+def prefix(tmp_path_factory):
+    return corpus(tmp_path_factory.mktemp("rerun"))
+
+
+@pytest.fixture
+def trains(tmp_path, prefix):
+    """trains(name, layout, *more, fault, before) -> what job() gives."""
+
+    def run(name, layout, *more, fault="", before=lambda rank: None):
+        world, words = LAYOUTS[layout]
+        args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS)]
+        args += ["--model.dropout", "0.1", "--checkpoint.every", "1", "--checkpoint.keep", "9"]
+        args += ["--log.dir", str(tmp_path), "--log.name", name, *words.split(), *more]
+        return job(tmp_path / name, world, args, fault=fault, before=before)
+
+    return run
+
+
+def rows(folder):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    names = ("step", "loss", "grad_norm", "skipped", "noise_scale", "val_loss", "expert_load_max")
+    return [tuple(row.get(name) for name in names) for row in map(json.loads, lines)]
+
+
+def saved(folder):
+    """{step: {(key, start): sha256}} of the checkpoints."""
+    found = {}
+    for step, path in store.committed_checkpoints(folder / "checkpoints"):
+        pieces = store.read_index(path)["pieces"]
+        found[step] = {(piece["key"], str(piece["start"])): piece["sha256"] for piece in pieces}
+    return found
+
+
+# ---- sound ranks, and what repeats -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_run_is_what_it_is_without(tmp_path, trains, layout):
+    """Steps without a fault, and one whose fault repeats: a NaN that each run of the step has."""
+    world = LAYOUTS[layout][0]
+    fault = f"step.compute:rank={world - 1}:step={BAD}:act=nan"
+    without = trains("without", layout, fault=fault)
+    end = trains("again", layout, *EVERY, *SUSPECTS, fault=fault)
+    assert without.codes == end.codes == [0] * world, (without.logs, end.logs)
+    assert rows(tmp_path / "again") == rows(tmp_path / "without")
+    assert [row[0] for row in rows(tmp_path / "again") if row[3]] == [BAD]
+    assert saved(tmp_path / "again") == saved(tmp_path / "without")
+    assert list(saved(tmp_path / "again")) == [4, 3, 2, 1]
+
+    told = [line for line in end.logs[0].splitlines() if "computed again" in line]
+    assert len(told) == 1 and f"step {BAD} is not finite or a spike" in told[0]
+    assert end.logs[-1].count("fault step.compute") == 2  # each run had the fault
+    assert without.logs[-1].count("fault step.compute") == 1
+
+
+def test_a_spike_that_repeats_is_skipped(tmp_path, trains):
+    spikes = ("--optim.spike_sigma", "50", "--optim.spike_window", "2")
+    end = trains("r", "dp2 zero0", *SUSPECTS, *spikes, fault=f"step.compute:step={BAD}:act=spike")
+    assert end.codes == [0, 0], end.logs
+    assert f"step {BAD} is not finite or a spike, and was computed again" in end.logs[0]
+    assert [row[0] for row in rows(tmp_path / "r") if row[3]] == [BAD]
+
+
+# ---- a rank that computes wrongly once ---------------------------------------------------------------------
+
+
+def check_named(end, tmp_path, rank, *told):
+    """All ranks end with 80, that rank alone is named, and nothing of the step is saved."""
+    world = len(end.codes)
+    assert end.codes == [80] * world, end.logs
+    begins = f"step {BAD}, computed again from the same state, gave other numbers: "
+    assert end.errors() and all(begins in line for line in end.errors()), end.errors()
+    texts = [line.partition(begins)[2] for line in end.errors()]
+    assert len(set(texts)) == 1, texts
+    assert texts[0].startswith(f"rank {rank} on {socket.gethostname()} computed wrongly, first in ")
+    assert texts[0].count(" computed wrongly") == 1
+    for words in (*told, "nothing of the step is applied or saved"):
+        assert words in texts[0], texts
+    assert list(saved(tmp_path / "r")) == [2, 1]
+    reason = json.loads((tmp_path / "r" / "exit_reason.json").read_text())
+    assert (reason["code"], reason["requeue"]) == (80, True)
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if LAYOUTS[name][0] == 2])
+def test_a_gradient_that_is_wrong_once(tmp_path, trains, layout):
+    fault = f"step.compute:rank=1:step={BAD}:times=1:act=bitflip"
+    end = trains("r", layout, *EVERY, fault=fault)
+    check_named(end, tmp_path, 1, "first in the gradient of ", "so the first was wrong")
+
+    if layout in CLEAN:  # another start goes on as if nothing had happened
+        assert trains("r", layout, *EVERY).codes == [0, 0]
+        assert trains("clean", layout).codes == [0, 0]
+        assert rows(tmp_path / "r") == rows(tmp_path / "clean")
+        assert saved(tmp_path / "r") == saved(tmp_path / "clean")
+
+
+def wrong_block(rank, runs):
+    """before(rank) of a job: on that rank the first block adds 1 to a number, in these runs of step BAD (the
+    first is 1), a larger one each time.
+    """
+
+    def before(own_rank):
+        if own_rank != rank:
+            return
+        forward, compute, one_step = TransformerBlock.forward, train.forward_backward, train.run_one_step
+        now = {"step": 0, "run": 0, "is_done": True}
+
+        def run_one_step(session, step):
+            now.update(step=step, run=0)
+            one_step(session, step)
+
+        def forward_backward(*args):
+            now["run"] += 1
+            now["is_done"] = not (now["step"] == BAD and now["run"] in runs)
+            return compute(*args)
+
+        def wrong_forward(block, *args):
+            y = forward(block, *args)
+            if now["is_done"]:
+                return y
+            now["is_done"] = True
+            first = y[0].clone()
+            first[0, 0, 0] += now["run"]
+            return (first, *y[1:])
+
+        train.run_one_step, train.forward_backward = run_one_step, forward_backward
+        TransformerBlock.forward = wrong_forward
+
+    return before
+
+
+@pytest.mark.parametrize("layout, rank, first", [
+    ("tp2", 0, "the input of "),
+    ("tp2", 1, "the input of "),
+    ("pp2", 0, "the input of send to rank 1 in group pp "),
+    ("pp2", 1, "the input of send to rank 0 in group pp "),
+    ("zb", 0, "the input of send to rank 1 in group pp "),
+    ("cp2", 1, "the input of "),
+    ("ep2", 0, "the input of "),
+    ("dp2 zero1", 1, "the gradient of "),
+])
+def test_the_rank_is_told_from_those_that_got_its_numbers(tmp_path, trains, layout, rank, first):
+    """A wrong activation reaches the other rank, whose numbers differ too."""
+    end = trains("r", layout, *EVERY, before=wrong_block(rank, {1}))
+    check_named(end, tmp_path, rank, f"first in {first}", "so the first was wrong")
+
+
+@pytest.mark.parametrize("runs, told", [
+    ({2}, "a third run is like the first, so the second was wrong"),
+    ({1, 2, 3}, "a third run is like neither"),
+])
+def test_a_third_run_decides(tmp_path, trains, runs, told):
+    check_named(trains("r", "pp2", *EVERY, before=wrong_block(1, runs)), tmp_path, 1, told)
+
+
+def test_one_process_is_named_too(tmp_path, trains):
+    fault = f"step.compute:step={BAD}:times=1:act=bitflip"
+    check_named(trains("r", "alone", *EVERY, fault=fault), tmp_path, 0, "first in the gradient of ")
+
+
+@pytest.mark.parametrize("action", ["nan", "spike"])
+@pytest.mark.parametrize("point, first", [
+    ("step.compute", "the gradient of "),
+    ("step.backward", ", summed"),  # in the memory that the sum was written to
+])
+def test_a_suspect_step_is_cleared(tmp_path, trains, action, point, first):
+    """Without rerun_every: the step is looked at because it would be skipped."""
+    spikes = ("--optim.spike_sigma", "50", "--optim.spike_window", "2")
+    fault = f"{point}:rank=1:step={BAD}:times=1:act={action}"
+    end = trains("r", "dp2 zero1", *SUSPECTS, *spikes, fault=fault)
+    check_named(end, tmp_path, 1, first, "so the first was wrong")
+
+
+def test_a_link_that_changes_what_it_carries(tmp_path, trains):
+    def before(rank):
+        if rank != 1:
+            return
+        note, compute, one_step = Group.record_received, train.forward_backward, train.run_one_step
+        now = {"step": 0, "run": 0}
+
+        def run_one_step(session, step):
+            now.update(step=step, run=0)
+            one_step(session, step)
+
+        def forward_backward(*args):
+            now["run"] += 1
+            return compute(*args)
+
+        def record_received(group, verb, x):
+            if (now["step"], now["run"]) == (BAD, 1) and group.name == "pp" and verb.startswith("receive"):
+                x.view(-1)[0] += 1
+            note(group, verb, x)
+
+        train.run_one_step, train.forward_backward = run_one_step, forward_backward
+        Group.record_received = record_received
+
+    end = trains("r", "pp2", *EVERY, before=before)
+    assert end.codes == [80, 80], end.logs
+    told = end.errors()[0]
+    assert f"rank 1 on {socket.gethostname()} received other numbers, though all sent the same: " in told
+    assert "first in the result of receive from rank 0 in group pp " in told
+
+
+def test_only_every_nth_step_is_run_again(tmp_path, trains):
+    """A fault in another step is not seen: that is what the key costs less for."""
+    fault = f"step.compute:rank=1:step={BAD}:times=1:act=bitflip"
+    end = trains("r", "dp2 zero0", "--train.rerun_every", "2", fault=fault)
+    assert end.codes == [0, 0], end.logs
+    assert end.logs[1].count("fault step.compute") == 1
+
+
+# ---- the record --------------------------------------------------------------------------------------------
+
+
+def record_of(*values):
+    record = NumbersRecord()
+    for number, value in enumerate(values):
+        add = record.add_received if number % 2 else record.add_own
+        add(f"number {number}", torch.tensor([value, 2.0]))
+    return record, record.digests(torch.device("cpu"))
+
+
+def test_the_first_entry_that_differs():
+    record, digests = record_of(1.0, 2.0, float("nan"))
+    assert different(record, digests, record_of(1.0, 2.0, float("nan"))[1]) == []
+    (found,) = different(record, digests, record_of(1.0, 2.5, float("nan"))[1])
+    assert found.what == "number 1" and not found.is_own
+    assert [entry.what for entry in different(record, digests, record_of(0.0, 2.0, 0.0)[1])] == [
+        "number 0", "number 2",
+    ]
+    assert record_of(0.0)[1] != record_of(-0.0)[1]  # bits, not values
+    assert [entry.what for entry in different(record, digests, record_of(1.0, 2.0)[1])] == ["number 2"]
+    assert NumbersRecord().digests(torch.device("cpu")) == []
+
+
+# ---- keys --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words, key", [
+    ("--train.rerun_every 0", "train.rerun_every"),
+    ("--train.rerun_every 1.5", "train.rerun_every"),
+    ("--train.rerun_every 2 --train.deterministic false", "train.rerun_every"),
+    ("--train.rerun_suspects true --train.deterministic false", "train.rerun_suspects"),
+    ("--train.rerun_suspects true --train.cuda_graphs true --train.device cuda", "train.rerun_suspects"),
+    ("--train.rerun_every 2 --train.device mps", "train.rerun_every"),
+])
+def test_bad_values_are_refused(words, key):
+    with pytest.raises(ConfigError, match=f"^{key}: "):
+        check_rules(config.resolve("llama3-tiny", None, words.split()))
