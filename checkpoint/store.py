@@ -347,7 +347,8 @@ def check_free_space(final: Path, total_bytes: int) -> None:
 def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks, threads: int) -> RankShards:
     """Writes this rank's shards, flushes them and reads them back. Raises StorageError; NonFiniteTensor.
 
-    Each of the threads writes a file at a time; others wait for the disk meanwhile.
+    Each of the threads writes a file at a time. Others wait for the disk meanwhile, and what it has is read
+    back while it still writes the rest.
     """
     temp = pending.temp
     prefix = f"rank_{ranks.rank:05d}_" if ranks.size > 1 else ""
@@ -362,12 +363,9 @@ def write_pieces(pending: PendingSave, pieces: list[Piece], ranks: Ranks, thread
             written = run_in_threads(
                 lambda file: write_group(pending, file, groups[file], flushers), list(groups), threads
             )
-            for shard in written:
-                if shard.flushed is not None:
-                    shard.flushed.result()
-        pending.fault_point("ckpt.post_shard")
-        files = {shard.file: shard.entry for shard in written}
-        read_back(pending, lambda: compare_shards(pending, files, written, groups, threads))
+            pending.fault_point("ckpt.post_shard")
+            files = {shard.file: shard.entry for shard in written}
+            read_back(pending, lambda: compare_shards(pending, files, written, groups, threads))
     rows = [piece.to_row() for shard in written for piece in shard.pieces]
     return RankShards(files, pack(rows))
 
@@ -414,12 +412,15 @@ def compare_shards(
     groups: dict[str, list[Piece]],
     threads: int,
 ) -> None:
-    """Raises IntegrityError unless the shards read back as the tensors that they were made of.
+    """Waits until each shard is on disk. Raises IntegrityError unless it reads back as the tensors that it
+    was made of; OSError if it could not be flushed.
 
     The tensors are still in memory, so the bytes are compared and not hashed a second time. Those of a linked
     file were compared before.
     """
     def compare(shard: WrittenShard) -> None:
+        if shard.flushed is not None:
+            shard.flushed.result()
         path = pending.temp / shard.file
         offsets = check_header(path, files[shard.file], pending.save_id, shard.pieces)
         if shard.flushed is None:
