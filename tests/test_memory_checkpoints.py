@@ -94,7 +94,7 @@ def weights(folder):
     path = store.newest_checkpoint(folder / "checkpoints", [])
     index = store.read_index(path)
     assert index["step"] == STEPS
-    return Counter((piece["key"], tuple(piece["start"]), piece["sha256"]) for piece in index["pieces"])
+    return Counter((piece["key"], tuple(piece["start"]), piece["checksum"]) for piece in index["pieces"])
 
 
 def said(end, words):

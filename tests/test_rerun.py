@@ -74,7 +74,7 @@ def saved(folder):
     found = {}
     for step, path in store.committed_checkpoints(folder / "checkpoints"):
         pieces = store.read_index(path)["pieces"]
-        found[step] = {(piece["key"], str(piece["start"])): piece["sha256"] for piece in pieces}
+        found[step] = {(piece["key"], str(piece["start"])): piece["checksum"] for piece in pieces}
     return found
 
 
