@@ -437,6 +437,9 @@ def parse_script(module: str, words: list[str]) -> None:
     if module == "scripts.plan" and options.name:
         config.resolve(options.name, None, rest)
         return
+    if module == "scripts.scaling" and "recipe" in options:
+        config.resolve(options.recipe, None, rest)
+        return
     assert not rest, f"{module} does not know {rest}"
     if module == "scripts.mutate" and options.draw is None:
         texts = [f"{bug.what} {bug.file}" for bug in proof.mutate.table.TABLE]

@@ -7,7 +7,7 @@ import time
 from ranks import MODEL, corpus, job
 
 import checkpoint.folder
-import train
+import start
 from checkpoint import store
 
 TIMEOUT = 3 + os.getloadavg()[0] / os.cpu_count() / 2  # s
@@ -50,7 +50,7 @@ def test_data_a_save_and_a_resume_that_take_longer_than_a_peer_may(tmp_path):
 
     def opens_late(rank):
         if rank == 0:
-            train.open_loader = late(train.open_loader)
+            start.open_loader = late(start.open_loader)
 
     end = job(
         tmp_path,

@@ -59,6 +59,10 @@ class Report:
 def draw_rounds(seed: int, rounds: int, layouts: list[RunLayout], faults: list[str]) -> list[Draw]:
     """Faults and layouts in turn, each in an order that the seed gives: few rounds already meet many."""
     stream = random.Random(f"chaos {seed}")
+    fitting = {fault: [layout for layout in layouts if fits(fault, layout)] for fault in faults}
+    faults = [fault for fault in faults if fitting[fault]]
+    if not faults:
+        return []
     drawn: list[Draw] = []
     waiting: list[str] = []
     decks = {name: [] for name in faults}
@@ -66,11 +70,8 @@ def draw_rounds(seed: int, rounds: int, layouts: list[RunLayout], faults: list[s
         if not waiting:
             waiting = stream.sample(faults, len(faults))
         fault = waiting.pop()
-        fitting = [layout for layout in layouts if fits(fault, layout)]
-        if not fitting:
-            continue
         if not decks[fault]:
-            decks[fault] = stream.sample(fitting, len(fitting))
+            decks[fault] = stream.sample(fitting[fault], len(fitting[fault]))
         layout = decks[fault].pop()
         before = stream.random() < DISTURBED_BEFORE and fault not in FROM_THE_START
         drawn.append(Draw(number, fault, in_fp64(layout) if fault in IN_FP64 else layout, before))
