@@ -261,15 +261,10 @@ def advised_on_memory(cfg: Config, world: World) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not failure.is_out_of_memory(error):
             raise
-        is_on_gpu = world.device.type == "cuda"
-        capacity = None
-        gpu = Gpu()
-        if is_on_gpu:
-            properties = torch.cuda.get_device_properties(world.device)
-            capacity = properties.total_memory
-            gpu = Gpu(properties.name.lower())
+        device = rank_device(world.device)
+        capacity = device.memory if device.gpu else None
         try:
-            advice = memory_advice(cfg, world.size, capacity, gpu)
+            advice = memory_advice(cfg, world.size, capacity, Gpu(device.gpu.lower()))
         except ConfigError as refusal:  # the planner takes fewer jobs than train.py
             advice = f"the planner has no advice ({refusal})"
         cause = failure.one_line(error).partition(" Exception raised from ")[0]  # the C++ stack

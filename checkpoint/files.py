@@ -26,7 +26,7 @@ from config import ConfigError, usable_cores
 
 try:
     import xxhash
-except ImportError:  # where nothing can be installed: its place takes sha256, a tenth as fast
+except ImportError:  # where nothing can be installed: sha256 takes its place, and is slower
     xxhash = None
 
 Job = TypeVar("Job")

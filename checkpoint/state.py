@@ -541,8 +541,14 @@ def boxes_to_read(run: RunState, moments: Moments) -> BoxedTensors:
 
 def stored_only(index: store.StoredIndex, boxes: BoxedTensors) -> BoxedTensors:
     """Those of the boxes that the checkpoint holds: what PowerSGD keeps starts anew where it has none."""
-    stored = {(piece.box.key, piece.box.shape) for piece in index.pieces} if boxes else set()
-    return [(box, part) for box, part in boxes if (box.key, box.shape) in stored]
+    if not boxes:
+        return []
+    stored = {(piece.box.key, piece.box.shape) for piece in index.pieces}
+    found: BoxedTensors = []
+    for box, part in boxes:
+        if (box.key, box.shape) in stored:
+            found.append((box, part))
+    return found
 
 
 # ---- save --------------------------------------------------------------------------------------------------
