@@ -1,6 +1,7 @@
 """The process that talks to W&B: wandb_sink.py starts it and sends JSON lines to its stdin.
 
-It imports nothing of Bevatron. The first line holds the arguments of wandb.init. The lines after it:
+It imports nothing of Bevatron. The first line holds {"init": the arguments of wandb.init, "shift_file": PATH}.
+The lines after it:
 
     {"config": {...}}                               more of what the run is
     {"step": n, "values": {...}}                    numbers of a step; "tokens" is the axis of all others
@@ -12,7 +13,8 @@ It imports nothing of Bevatron. The first line holds the arguments of wandb.init
 If the pipe ends without the last, the run has died. An error is written to stdout as one line.
 
 W&B drops what is logged at a smaller step than before, as when a run goes back or is resumed. So its own step
-counts on there (HistoryStep), and the run's is among the values, as "step".
+counts on there (HistoryStep), and the run's is among the values, as "step". How far the two are apart is kept
+in the run folder: a start offline cannot ask W&B.
 """
 import html
 import json
@@ -21,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, TextIO
 
 GRACE_SECONDS = 3.0  # to finish in, after the trainer has died
@@ -46,15 +49,15 @@ def main() -> None:
 
 def run_wandb(trainer_pid: int) -> None:
     """Reads stdin and passes it on to wandb, until {"finish": ...} or the end of the pipe."""
-    init_arguments = json.loads(sys.stdin.readline())
+    first_line = json.loads(sys.stdin.readline())
     import wandb
     # console off: wandb does not capture our streams; x_stats_pid: it watches the trainer's CPU and memory,
     # not ours
     settings = wandb.Settings(console="off", silent=True, save_code=False, x_stats_pid=trainer_pid)
-    run = wandb.init(**init_arguments, settings=settings)
+    run = wandb.init(**first_line["init"], settings=settings)
     for names in OVER_TOKENS:
         run.define_metric(names, step_metric="tokens")
-    history = HistoryStep(run.step)
+    history = HistoryStep(run.step, Path(first_line["shift_file"]))
     exit_code = 1
     for line in sys.stdin:
         message = json.loads(line)
@@ -77,20 +80,33 @@ def run_wandb(trainer_pid: int) -> None:
 class HistoryStep:
     """The step of W&B at which a step of the run is logged: the same, as long as W&B takes it.
 
-    first: the smallest that W&B takes; of a run that is resumed online, the one after its last.
+    first: the smallest that W&B takes; of a run that is resumed online, the one after its last. file: keeps
+    how much larger W&B's step is, for the next start.
     """
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, file: Path) -> None:
         self.last = first - 1
         self.run_step = -1  # that was logged at the last
-        self.shift = 0
+        self.file = file
+        self.shift = read_number(file)
 
     def of(self, run_step: int) -> int:
         if run_step != self.run_step:
-            self.shift = max(self.shift, self.last + 1 - run_step)
+            shift = max(self.shift, self.last + 1 - run_step)
+            if shift != self.shift:
+                self.file.write_text(f"{shift}\n")
+            self.shift = shift
             self.run_step = run_step
             self.last = run_step + self.shift
         return self.last
+
+
+def read_number(file: Path) -> int:
+    """What the file holds; 0 without one, or if it is damaged."""
+    try:
+        return max(0, int(file.read_text()))
+    except (OSError, ValueError):
+        return 0
 
 
 def logged_values(wandb: Any, message: dict[str, Any]) -> dict[str, Any]:

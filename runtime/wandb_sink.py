@@ -6,7 +6,8 @@ wandb's exit hooks wait for its server (9 s and a flood of messages, measured).
 
 Guarantees: put() returns at once; records that do not fit are dropped and counted; there is at most one
 warning; close() waits a few seconds, then kills. metrics.jsonl has everything. A resumed run keeps its W&B id
-(file wandb_id in the run folder), so that W&B shows one run.
+(file wandb_id in the run folder), so that W&B shows one run, and how far W&B's step is ahead of its own
+(wandb_shift).
 """
 import json
 import os
@@ -78,7 +79,7 @@ class WandbSink:
         program = str(Path(__file__).with_name("wandb_child.py"))
         self.child = Child([sys.executable, program, str(os.getpid())])
         os.set_blocking(self.child.stdin.fileno(), False)
-        self.send(init_arguments)
+        self.send({"init": init_arguments, "shift_file": str((run_dir / "wandb_shift").resolve())})
 
     def describe(self, facts: dict[str, Any]) -> None:
         """Adds facts of the run to its config in W&B, under "run"."""

@@ -132,6 +132,30 @@ def test_steps_that_are_logged_again_are_not_dropped(fake, sink):
     assert ["alert", "name: went back to step 4", "later steps are trained again", "WARN"] in said
 
 
+def test_a_start_offline_counts_on_from_where_the_one_before_it_was(fake, sink, tmp_path):
+    """W&B is not asked there, and drops what a run that once went back logs at smaller steps than before."""
+    told, s = fake(step=0), sink()
+    for step in (5, 6, 7):
+        s.put(step, {"a": step})
+    s.rewind(4)
+    s.put(5, {"a": 50})  # at 8
+    s.close()
+    steps = [words[1] for words in told() if words[0] == "log"]
+    assert steps == [5, 6, 7, 8]
+
+    s = sink()  # from the checkpoint of step 5
+    s.put(6, {"a": 60})
+    s.close()
+    assert [words[1] for words in told() if words[0] == "log"] == [*steps, 9]
+
+    (shift,) = tmp_path.rglob("wandb_shift")
+    shift.write_text("no number")
+    s = sink()
+    s.put(7, {"a": 70})
+    s.close()
+    assert [words[1] for words in told() if words[0] == "log"][-1] == 7
+
+
 @pytest.mark.parametrize(
     "where",
     [
