@@ -16,7 +16,7 @@ import config
 from build import TrainingRun, build_run, check_size, total_steps, with_vocab
 from checkpoint import locks, mirror, state, store
 from checkpoint.hf_tokenizer import TOKENIZER_FILES, copy_tokenizer_files
-from checkpoint.memory import MemoryCheckpoints
+from checkpoint.memory import MemoryCheckpoints, has_record
 from config import Config, ConfigError, is_due, phases_of
 from config.optimizers import EMA
 from config.phases import named
@@ -151,10 +151,15 @@ def check_source_names(cfg: Config) -> None:
 
 
 def open_memory(cfg: Config, env: setup.LaunchEnv, world: World, folder: Path) -> MemoryCheckpoints | None:
-    """The checkpoints in memory; None without checkpoint.memory_every. Collective. Raises ConfigError."""
+    """The checkpoints in memory: of checkpoint.memory_every, and of a run that had it until this start, which
+    may be newer than those on the disk. None where there are neither. Collective. Raises ConfigError.
+    """
+    everyone = world.all_ranks()
     if cfg.checkpoint.memory_every is None:
-        return None
-    return MemoryCheckpoints(cfg, folder, env.host, world.all_ranks())
+        has_some = state.first_rank_does(lambda: has_record(folder), everyone, cfg.checkpoint.timeout_s)
+        if not has_some:
+            return None
+    return MemoryCheckpoints(cfg, folder, env.host, everyone)
 
 
 def choose_start(
@@ -190,8 +195,8 @@ def start_run(
         return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
 
     start = choose_start(cfg, world, root, in_memory)
-    step = start.step
-    may_be_large = bool(cfg.checkpoint.branch) and not start.memory
+    step, is_from_memory = start.step, bool(start.memory)
+    may_be_large = bool(cfg.checkpoint.branch) and not is_from_memory
     if start.resumed is not None and may_be_large:  # its model is as large as the source says
         check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
     while True:
@@ -202,6 +207,8 @@ def start_run(
         if len(phases.all) == 1 or phase_after(step) == number:
             if in_memory is not None:
                 in_memory.drop_after(step)  # what this run goes on from is its only past
+                if cfg.checkpoint.memory_every is None and not is_from_memory:
+                    in_memory.clear()  # nothing will be saved there any more
             return run, valid_data, step, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 
@@ -286,7 +293,7 @@ def probe_run_folder(run: TrainingRun, folder: Path, in_memory: MemoryCheckpoint
         if everyone.index == 0:
             run_folders.remove_token(folder, token)
     state.check_space(run, folder / "checkpoints")
-    if in_memory is not None:
+    if in_memory is not None and run.cfg.checkpoint.memory_every is not None:
         boxes = state.boxes_to_read(run, state.moments_of(run))
         in_memory.check_room(sum(part.numel() * part.element_size() for _, part in boxes))
 

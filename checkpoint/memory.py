@@ -110,13 +110,18 @@ class Nodes:
 
 # ---- the record --------------------------------------------------------------------------------------------
 
+def has_record(run: Path) -> bool:
+    """Whether the run in this folder has checkpoints in memory, as far as the folder knows."""
+    return os.path.lexists(run / RECORD)
+
+
 def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None]:
     """(the generations of memory.json, the newest first, None), or ([], why it is not used).
 
     run: the run folder. key: of the run's folder in memory. Without a record ([], None).
     """
     path = run / RECORD
-    if not os.path.lexists(path):
+    if not has_record(run):
         return [], None
     try:
         if path.lstat().st_size > MAX_RECORD_BYTES:
@@ -211,7 +216,7 @@ def make_private(root: Path, folders: list[str]) -> Path:
     if not parent.is_dir():
         raise ConfigError(
             f"checkpoint.memory_dir: {parent} is no folder on this node; give one in memory, such as "
-            "/dev/shm, or leave checkpoint.memory_every out"
+            f"/dev/shm, or leave checkpoint.memory_every out and remove {RECORD} from the run folder"
         )
     path = parent
     for name in (root.name, *folders):
@@ -260,7 +265,7 @@ class MemoryCheckpoints:
         self.run = run
         self.group = world
         self.ranks: Ranks = ranks_of(world)
-        self.copies = cfg.checkpoint.replicas
+        self.copies = cfg.checkpoint.replicas if cfg.checkpoint.memory_every is not None else 0
         self.timeout_s = cfg.checkpoint.timeout_s
         self.layout = layout_of(cfg, world.size)
         self.nodes = Nodes(tuple(comm.all_gather_objects(host, world)))
@@ -405,7 +410,7 @@ class MemoryCheckpoints:
 
     def remove_all_but(self, generations: list[MemoryGeneration]) -> None:
         """Removes all others from this node; its first rank does. Not collective."""
-        if not self.is_first_of_node:
+        if not self.is_first_of_node or not self.folder.is_dir():
             return
         kept = {generation.name for generation in generations}
         with storage_errors(self.folder, 0):

@@ -222,6 +222,24 @@ def test_another_layout_takes_the_disk(tmp_path, trains):
     assert losses(tmp_path / "run")
 
 
+@pytest.mark.parametrize("layout, resumed", [("dp2 zero1", "memory"), ("dp2 zero0", "disk")])
+def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, layout, resumed):
+    """What a start before it has kept there is newer, and is used where it fits; then the memory is free."""
+    killed(trains, "dp2 zero1", 9)
+    node = node_folder(tmp_path, 0)
+    none = ("--checkpoint.memory_every", "none")
+    killed(trains, layout, 9, *none)  # it has given back what it does not use, and kept what it does
+    assert node.exists() == (resumed == "memory")
+    assert (tmp_path / "run" / "memory.json").exists() == (resumed == "memory")
+    starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
+    assert starts == [1, 9 if resumed == "memory" else 7]
+    end = trains(layout, *none)
+    assert bool(said(end, "resumed from memory of node0, node1 at step 8")) == (resumed == "memory")
+    if resumed == "memory":
+        assert_like_clean(tmp_path, end, clean(layout))
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
 def test_a_node_that_comes_back_with_another_history_is_not_believed(tmp_path, trains, clean):
     """Its memory is complete, and of a later step than the disk has."""
     killed(trains, "dp2 zero1", 9)
