@@ -51,8 +51,7 @@ def state_bytes(job: Job) -> dict[str, int]:
     on_device = 0 if parallel.offload in ("optimizer", "both") else master_bytes(job)
     with_master = [bucket for bucket in every if has_separate_master(job, bucket)]
     masters = sum(bucket.shard_size for bucket in with_master)
-    with_error = [bucket for bucket in every if has_powersgd_error(job, bucket)]
-    errors = sum(bucket.size for bucket in with_error)
+    errors = powersgd_errors(job, every)
 
     weights = owned if parallel.zero == 3 else full
     grads = full if parallel.zero < 2 else owned
@@ -103,6 +102,11 @@ def has_separate_master(job: Job, bucket: PlannedBucket) -> bool:
     return other_dtype or (is_compressed and is_shared)
 
 
+def powersgd_errors(job: Job, every: Iterable[PlannedBucket]) -> int:
+    """Elements of what PowerSGD has not sent yet."""
+    return sum(bucket.size for bucket in every if has_powersgd_error(job, bucket))
+
+
 def has_powersgd_error(job: Job, bucket: PlannedBucket) -> bool:
     parallel = job.cfg.parallel
     if parallel.compress != "powersgd" or job.shards(bucket.is_expert) == 1:
@@ -112,8 +116,8 @@ def has_powersgd_error(job: Job, bucket: PlannedBucket) -> bool:
 
 
 def passing_bytes(job: Job) -> int:
-    """The most that full gradients (ZeRO-2, 3), full weights (ZeRO-3) and weights in 8 bits (fp8) add during
-    a step."""
+    """The most that full gradients (ZeRO-2, 3), full weights (ZeRO-3), weights in 8 bits (fp8) and what a
+    rerun begins with add during a step."""
     zero, dtype = job.cfg.parallel.zero, job.cfg.train.dtype
     of_element = 0
     if zero >= 2:
@@ -124,7 +128,15 @@ def passing_bytes(job: Job) -> int:
     for parts in buckets(job).values():
         sizes = [sum(bucket.size for bucket in part) for part in parts]
         most = max(most, most_together(sizes, FULL_PARTS))
-    return of_element * most + quantized_weight_bytes(job)
+    return of_element * most + quantized_weight_bytes(job) + rerun_bytes(job)
+
+
+def rerun_bytes(job: Job) -> int:
+    """The copy of PowerSGD's errors in a step that may be computed again (runtime/rerun.py)."""
+    train = job.cfg.train
+    if train.rerun_every is None and not train.rerun_suspects:
+        return 0
+    return accumulation_bytes(train.dtype) * powersgd_errors(job, unique_buckets(buckets(job)))
 
 
 def quantized_weight_bytes(job: Job) -> int:

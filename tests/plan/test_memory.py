@@ -106,6 +106,38 @@ def test_state(ranks, name, parallel):
         assert state == memory.state_bytes(job_of_rank(cfg, 4, rank))
 
 
+def copied_for_a_rerun(world, cfg):
+    """Bytes of a rank that are there to run a step again, when its gradients are summed."""
+    mesh = Mesh.bind(parallel_dims(cfg, world.size), world)
+    run = build_run(cfg, mesh, torch.device("cpu"), None, cfg.train.steps)
+    microbatches = RandomTokens(cfg, mesh.dp.index, mesh.dp.size).microbatches(0)
+    seen = []
+
+    def look():
+        seen.append(stores([one.error for one in run.reruns.begun_with if one is not None]))
+
+    train_step(run, 1, microbatches, NonFiniteGuard(), look)
+    for bucket in run.buckets:
+        bucket.weights.wait_unshard()
+    return max(seen)
+
+
+@pytest.mark.parametrize("compress, more", [
+    ("powersgd", {"rerun_every": 1}),
+    ("powersgd", {"rerun_suspects": True}),
+    ("powersgd", {}),
+    ("none", {"rerun_every": 1}),
+])
+def test_what_a_rerun_begins_with(ranks, compress, more):
+    cfg = laid("llama3-tiny", dict(compress=compress, pp=2), **more)
+    for rank, copied in enumerate(ranks(4).run(copied_for_a_rerun, cfg)):
+        job = job_of_rank(cfg, 4, rank)
+        assert copied == memory.rerun_bytes(job)
+        assert bool(copied) == (compress == "powersgd" and bool(more))
+        without = job_of_rank(laid("llama3-tiny", dict(compress=compress, pp=2)), 4, rank)
+        assert memory.passing_bytes(job) - memory.passing_bytes(without) == copied
+
+
 @pytest.mark.parametrize("parallel", [{"zero": 0}, {"zero": 3, "pp": 2}, {"zero": 1, "offload": "optimizer"}])
 @pytest.mark.parametrize("states", ["fp32", "bf16"])
 def test_the_average_of_the_weights(ranks, parallel, states):
