@@ -1,8 +1,8 @@
 """Scaling experiments, from a ladder of models to the loss of the next one.
 
-    python -m scripts.scaling ladder [--out FOLDER] [--depths 3,4,5,6,7] [--flops 1e12] [--budgets 4]
+    python -m scripts.scaling ladder [--out FOLDER] [--depths 2,3,4,5,6] [--flops 6e11] [--budgets 4]
     python -m scripts.scaling fit FOLDER
-    python -m scripts.scaling next FOLDER --depth 8
+    python -m scripts.scaling next FOLDER --depth 7
     python -m scripts.scaling sweep --rates 2e-3,4e-3,8e-3 --batches 8,16,32 --tokens 1e6
     python -m scripts.scaling systems --ranks 1,2 --layout "" --layout "tp 2"
 
@@ -43,12 +43,12 @@ def arguments() -> argparse.ArgumentParser:
     ladder = commands.add_parser("ladder", help="train the models of a ladder")
     ladder.add_argument("--out", type=Path, default=Path("runs/ladder"), help="folder of the runs")
     ladder.add_argument("--recipe", default="quickstart", help="of train.py, for what the depth leaves open")
-    ladder.add_argument("--depths", default="3,4,5,6,7", help="numbers of layers: the dial")
-    ladder.add_argument("--flops", type=float, default=1e12, help="the first budget, FLOPs of a run")
+    ladder.add_argument("--depths", default="2,3,4,5,6", help="numbers of layers: the dial")
+    ladder.add_argument("--flops", type=float, default=6e11, help="the first budget, FLOPs of a run")
     ladder.add_argument("--budgets", type=int, default=4)
     ladder.add_argument("--ratio", type=int, default=2, help="between one budget and the next")
-    ladder.add_argument("--aspect", type=int, default=8, help="width for each layer")
-    ladder.add_argument("--head-dim", type=int, default=8, help="channels of a head")
+    ladder.add_argument("--aspect", type=int, default=12, help="width for each layer")
+    ladder.add_argument("--head-dim", type=int, default=12, help="channels of a head")
     ladder.add_argument("--rung", type=int, help="run one size alone: its place in --depths, from 0")
     ladder.add_argument("--ranks", type=int, default=1, help="processes of a run, on this node")
     ladder.add_argument("--jobs", type=int, help="sizes that are trained at a time (default: for the "

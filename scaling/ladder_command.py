@@ -14,7 +14,7 @@ from scaling.laws import CHINCHILLA, KAPLAN, Fit, fit_law
 from scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
 from scaling.points import Points, check_enough, read_points, write_points
 from scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
-from scaling.settings import jobs_of, parse_settings, say
+from scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, jobs_of, parse_settings, say
 
 # ---- ladder ------------------------------------------------------------------------------------------------
 
@@ -28,7 +28,7 @@ def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
         ratio=args.ratio,
         aspect=args.aspect,
         head_dim=args.head_dim,
-        settings=parse_settings(args.recipe, rest),
+        settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_LADDER),
     )
     check_ladder(ladder)
     if args.rung is not None and not 0 <= args.rung < len(ladder.depths):

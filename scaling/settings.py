@@ -17,6 +17,8 @@ LAPTOP_SETTINGS = {
     "eval.batches": "64",
     "train.threads": "1",  # of a process: --jobs uses the other cores
 }
+# Of a ladder on a laptop, whose smallest models spend most of their time in attention: shorter sequences.
+LAPTOP_LADDER = {"train.seq_len": "64", "train.micro_batch": "32", "train.global_batch": "32"}
 # Of the model that sweep and systems train on a laptop.
 LAPTOP_MODEL = {
     "model.layers": "4",
@@ -67,4 +69,5 @@ def jobs_of(args: argparse.Namespace) -> int:
 
 
 def say(text: str) -> None:
-    print(text, flush=True)
+    """Prints a line as a whole, from any thread."""
+    print(f"{text}\n", end="", flush=True)
