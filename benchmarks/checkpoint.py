@@ -5,6 +5,7 @@ One process saves and loads the state of a model (masters and two moments in fp3
 - a plain copy of the tensors, into memory that was used before: what a save in the background cannot undercut
 - a plain write of the same bytes with fsync, and a plain read of them, with the system's cache dropped first
 - our save in the step, our save in the background with steps beside it, our load with the cache dropped
+- a plain file in memory, written and read; our save in memory (checkpoint.memory_every) and our start from it
 - the same of torch.distributed.checkpoint (DCP) with as many threads, which neither hashes nor reads back
 
 A step is a row of matrix products on all threads. The table has medians over the rounds.
@@ -23,11 +24,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import config
 from benchmarks.shape import show
-from checkpoint import store
+from checkpoint import memory, store
 from checkpoint.files import forget_cached, raw_bytes
+from checkpoint.memory import MemoryCheckpoints
 from checkpoint.saver import CheckpointSaver, writer_threads
 from parallel.sharding.boxes import Box
+from parallel.wire.comm import Group
 from parallel.wire.world import join_alone, leave_job
 
 WIDTH = 1024  # of the weights, which are square
@@ -35,14 +39,19 @@ BYTES_A_PARAMETER = 12
 STEP_PRODUCTS = 4  # of 1024 x 1024 matrices
 READ_BYTES = 4 << 20  # of a plain read, at a time
 ROUNDS = 3
+FILES_IN_MEMORY = 3  # of the state, at the same time
 State = dict[str, Tensor]
 Seconds = dict[str, float]
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """Where the files of the benchmark lie, and what is saved."""
+    """Where the files of the benchmark lie, on the disk and in memory, and what is saved.
+
+    memory: None: there is no room in memory.
+    """
     folder: Path
+    memory: Path | None
     state: State
 
     @property
@@ -54,16 +63,20 @@ class SavedState:
 
     def empty(self, name: str) -> Path:
         """A folder with nothing in it."""
-        path = self.folder / name
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        return path
+        return emptied(self.folder / name)
+
+
+def emptied(path: Path) -> Path:
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    return path
 
 
 def main(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises StorageError where the disk has too little room."""
     torch.set_num_threads(args.threads)
-    place = SavedState(Path(args.out), make_state(int(args.parameters)))
+    state = make_state(int(args.parameters))
+    place = SavedState(Path(args.out), folder_in_memory(Path(args.memory), state), state)
     place.folder.mkdir(parents=True, exist_ok=True)
     try:
         store.check_free_space(place.folder / "plain", 3 * place.num_bytes)
@@ -72,6 +85,8 @@ def main(args: argparse.Namespace) -> int:
     finally:
         leave_job()
         shutil.rmtree(place.folder, ignore_errors=True)
+        if place.memory is not None:
+            shutil.rmtree(place.memory, ignore_errors=True)
     timed = rounds[1:]  # the first makes buffers and files
     seconds = {name: statistics.median(one[name] for one in timed) for name in timed[0]}
     title = (
@@ -79,6 +94,8 @@ def main(args: argparse.Namespace) -> int:
         f"{writer_threads(in_background=True)}; medians of {len(timed)} rounds, load "
         f"{os.getloadavg()[0]:.1f}; {cache_text(place)}"
     )
+    if place.memory is None:
+        title += f"; nothing in memory: {args.memory} is missing or has too little room"
     show(table_rows(seconds, place.num_bytes), args.json, checkpoint=title)
     return 0
 
@@ -91,6 +108,14 @@ def make_state(parameters: int) -> State:
         for suffix in ("", "@adam_m", "@adam_v"):
             state[f"layers.{number}.weight{suffix}"] = torch.randn(WIDTH, WIDTH, generator=generator)
     return state
+
+
+def folder_in_memory(parent: Path, state: State) -> Path | None:
+    """A folder for this benchmark in memory; None where it has no room."""
+    wanted = FILES_IN_MEMORY * sum(tensor.nbytes for tensor in state.values())
+    if not parent.is_dir() or memory.free_bytes(parent) < wanted:
+        return None
+    return emptied(parent / f"bevatron-bench-{os.getpid()}")
 
 
 def cache_text(place: SavedState) -> str:
@@ -107,7 +132,10 @@ def cache_text(place: SavedState) -> str:
 
 def measure_round(place: SavedState, threads: int) -> Seconds:
     """{what: seconds} of one round."""
-    return {**measure_plain(place), **measure_ours(place), **measure_dcp(place, threads)}
+    seconds = {**measure_plain(place), **measure_ours(place), **measure_dcp(place, threads)}
+    if place.memory is not None:
+        seconds |= measure_in_memory(place, place.memory, threads)
+    return seconds
 
 
 def measure_plain(place: SavedState) -> Seconds:
@@ -183,6 +211,42 @@ def measure_dcp(place: SavedState, threads: int) -> Seconds:
     return found
 
 
+def measure_in_memory(place: SavedState, folder: Path, threads: int) -> Seconds:
+    """A plain file in memory, our checkpoints there as those of a run of one rank, and DCP's."""
+    found: Seconds = {}
+    path = emptied(folder / "plain") / "file"
+    found["memory write"] = seconds_of(lambda: write_plainly(path, place.state))
+    found["memory read"] = seconds_of(lambda: read_plainly(path))
+    shutil.rmtree(path.parent)
+
+    words = ["--checkpoint.memory_every", "1", "--checkpoint.memory_dir", str(folder)]
+    cfg = config.resolve("quickstart", None, words)
+    run = place.empty("run")
+    kept = MemoryCheckpoints(cfg, run, "node0", Group("job", (0,), 0))
+    found["ours memory"] = seconds_of(lambda: kept.save(1, place.pieces(), {}, lambda point: None))
+    targets = [(box, torch.zeros_like(tensor)) for box, tensor in place.pieces()]
+
+    def resume() -> None:
+        start, notes = kept.newest_start(cfg)
+        if start is None or start.resumed is None:
+            raise ValueError(f"nothing in memory is used: {notes}")
+        store.load(start.resumed.path, targets)
+
+    found["ours from memory"] = seconds_of(resume)
+    check_loaded(place, {box.key: tensor for box, tensor in targets})
+    kept.clear()
+
+    dcp: Any = importlib.import_module("torch.distributed.checkpoint")
+    root = folder / "dcp"
+    writer = dcp.FileSystemWriter(root, thread_count=threads)
+    found["dcp memory"] = seconds_of(lambda: dcp.save(dict(place.state), storage_writer=writer))
+    loaded = {key: torch.zeros_like(tensor) for key, tensor in place.state.items()}
+    found["dcp from memory"] = seconds_of(lambda: dcp.load(loaded, checkpoint_id=root))
+    check_loaded(place, loaded)
+    shutil.rmtree(root)
+    return found
+
+
 def check_loaded(place: SavedState, loaded: State) -> None:
     """Raises ValueError if a load did not bring what was saved."""
     for key, tensor in place.state.items():
@@ -241,28 +305,44 @@ def steps_until(is_done: Callable[[], bool]) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """A row of the table: names of measured seconds, and of what they are compared with."""
+    """A row of the table.
+
+    of: what both sides do. base: measured seconds that theirs are compared with. is_rate: shown as GB/s: a
+    larger ratio to the base is better.
+    """
     what: str
-    ours: str
-    dcp: str
+    of: str
     base: str
-    aim: str
-    is_rate: bool  # shown as GB/s: a larger ratio to the base is better
+    aim: str = ""
+    is_rate: bool = False
+
+    @property
+    def ours(self) -> str:
+        """The name of our seconds."""
+        return f"ours {self.of}"
+
+    @property
+    def dcp(self) -> str:
+        return f"dcp {self.of}"
 
 
 TIMINGS = (
-    Timing("blocked by a background save", "ours blocked", "dcp blocked", "copy", "1.2 or less", False),
-    Timing("written in the step", "ours save", "dcp save", "disk write", "0.8 or more", True),
-    Timing("written behind the run", "ours behind", "dcp behind", "disk write", "0.8 or more", True),
-    Timing("loaded", "ours load", "dcp load", "disk read", "0.8 or more", True),
-    Timing("a step beside the writer", "ours step", "dcp step", "step alone", "", False),
+    Timing("blocked by a background save", of="blocked", base="copy", aim="1.2 or less"),
+    Timing("written in the step", of="save", base="disk write", aim="0.8 or more", is_rate=True),
+    Timing("written behind the run", of="behind", base="disk write", aim="0.8 or more", is_rate=True),
+    Timing("loaded", of="load", base="disk read", aim="0.8 or more", is_rate=True),
+    Timing("a step beside the writer", of="step", base="step alone"),
+    Timing("kept in memory", of="memory", base="memory write", is_rate=True),
+    Timing("loaded from memory", of="from memory", base="memory read", is_rate=True),
 )
 
 
 def table_rows(seconds: Seconds, num_bytes: int) -> list[dict[str, str]]:
-    """The rows of the table. Rates count the bytes of the tensors."""
+    """The rows of the table, of what was measured. Rates count the bytes of the tensors."""
     rows: list[dict[str, str]] = []
     for line in TIMINGS:
+        if line.ours not in seconds:
+            continue
         ours, dcp, base = seconds[line.ours], seconds[line.dcp], seconds[line.base]
         ratio = base / ours if line.is_rate else ours / base
         rows.append({

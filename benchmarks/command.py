@@ -17,6 +17,8 @@
         products, memory and links of this machine, for the planner's forecast
     python -m scripts.bench words [--ranks 8,16,32,64]
         what ranks tell each other through the job's store, at a start, an end, a failure and a hang
+    python -m scripts.bench watching [--ranks 2] [--steps 40]
+        what it costs a step to watch for faults: comparisons of replicas and of times, leases, threads, probes
     python -m scripts.bench checkpoint [--parameters 5e7] [--out FOLDER]
         saves and loads beside a plain copy, the disk's own rates, and torch.distributed.checkpoint
     python -m scripts.bench data
@@ -42,7 +44,7 @@ import sys
 import runtime  # noqa: F401  before torch: OpenMP and malloc settings
 import torch
 
-from benchmarks import card, checkpoint, data, kernels, machine, race, shape, smoke, words
+from benchmarks import card, checkpoint, data, kernels, machine, race, shape, smoke, watching, words
 from benchmarks.chaos import command as chaos
 
 COMMANDS = {
@@ -53,6 +55,7 @@ COMMANDS = {
     "machine": machine.main,
     "smoke": smoke.main,
     "words": words.main,
+    "watching": watching.main,
     "chaos": chaos.main,
 }
 
@@ -113,6 +116,10 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser("words", help="what ranks tell each other through the job's store, counted")
     )
 
+    watching.add_watching_options(
+        commands.add_parser("watching", help="what it costs a step to watch for faults, in a real run")
+    )
+
     chaos.add_chaos_options(commands.add_parser("chaos", help=chaos.HELP))
 
     loader = commands.add_parser("data", help="loader, opening a data set of 1e9 tokens, tokenizing")
@@ -123,6 +130,7 @@ def make_parser() -> argparse.ArgumentParser:
     saves.add_argument(
         "--out", default="runs/bench/checkpoint", help="a folder on the disk to be measured; it is removed"
     )
+    saves.add_argument("--memory", default="/dev/shm", help="a folder in memory")
 
     for command in (step, kernel, loader, saves):
         command.add_argument("--threads", type=int, default=2)

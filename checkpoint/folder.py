@@ -231,7 +231,14 @@ def parse_index(path: Path, text: bytes) -> StoredIndex:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise IntegrityError(f"{path}/index.json: not a checkpoint index: {why}") from None
-    return StoredIndex(path, data["save_id"], data["step"], data["files"], data["pieces"], text)
+    return StoredIndex(
+        path,
+        save_id=data["save_id"],
+        step=data["step"],
+        files=data["files"],
+        pieces=data["pieces"],
+        text=text,
+    )
 
 
 def with_checked_meta(index: StoredIndex) -> StoredIndex:

@@ -15,16 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
-import numpy as np
-
 from benchmarks.chaos.incidents import FAULTS
 from benchmarks.chaos.layouts import BY_NAME, LAYOUTS, RunLayout
 from benchmarks.chaos.rounds import Draw, Harness, Report, draw_rounds
+from benchmarks.corpus import write_corpus
 from benchmarks.markdown import markdown_table
 from benchmarks.process import terminates_cleanly
 from config import ConfigError
-from data.indexed import IndexedDatasetWriter
-from data.tokenizer import load_tokenizer
 
 DOCUMENTS = 60
 HELP = "faults drawn by a seed in real runs of train.py: exit codes, weights, metrics, files, processes"
@@ -61,7 +58,7 @@ def main(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="bevatron-chaos-", ignore_cleanup_errors=True) as temporary:
         home = Path(args.home or temporary).resolve()
         home.mkdir(parents=True, exist_ok=True)
-        harness = Harness(home, write_corpus(home), args.seed)
+        harness = Harness(home, write_corpus(home, DOCUMENTS), args.seed)
         reports: list[Report] = []
         started = time.monotonic()
         try:
@@ -93,16 +90,6 @@ def chosen_faults(words: str) -> list[str]:
         if not any(word in name for name in FAULTS):
             raise ConfigError(f"--faults: {word!r} is in none of: {', '.join(FAULTS)}")
     return [name for name in FAULTS if any(word in name for word in words.split(","))]
-
-
-def write_corpus(home: Path) -> str:
-    """A prefix of documents of random letters, one token a letter."""
-    tokenizer, stream = load_tokenizer("bytes"), np.random.default_rng(0)
-    with IndexedDatasetWriter(home / "text", tokenizer.vocab) as writer:
-        for _ in range(DOCUMENTS):
-            writer.add([*stream.integers(97, 123, stream.integers(10, 60)), tokenizer.eod])
-        writer.finish(tokenizer, 1)
-    return str(home / "text")
 
 
 # ---- what is printed ---------------------------------------------------------------------------------------

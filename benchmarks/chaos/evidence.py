@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.chaos.layouts import STEPS
 from checkpoint import store
+from checkpoint.memory import RECORD
 from parallel.sharding.boxes import Box
 
 TOLERANCE = 1e-9  # of numbers in fp64 under two layouts, relative
@@ -24,7 +25,7 @@ class Evidence:
     """What a run did.
 
     steps: (step, its fields) of each line of a step, in order: with other samples a step has another loss.
-    evaluations: (step, validation loss). checksums: {key and place: sha256} of each stored piece of weights
+    evaluations: (step, validation loss). checksums: {key and place: checksum} of each stored piece of weights
     and moments after the last step.
     """
 
@@ -61,9 +62,12 @@ def read_rows(folder: Path) -> list[Row]:
 
 
 def newest_step(folder: Path) -> int:
-    """Of the checkpoints that have a final name; 0 without one."""
-    found = store.committed_checkpoints(folder / "checkpoints")
-    return found[0][0] if found else 0
+    """Of the checkpoints that have a final name, and of those in memory that count; 0 without one."""
+    steps = [step for step, _ in store.committed_checkpoints(folder / "checkpoints")]
+    record = folder / RECORD
+    if record.exists():
+        steps += [generation["step"] for generation in json.loads(record.read_text())["generations"]]
+    return max(steps, default=0)
 
 
 # ---- a comparison: each gives the problems in words --------------------------------------------------------
@@ -148,6 +152,8 @@ def checkpoint_problems(folder: Path) -> list[str]:
 def folder_problems(folder: Path) -> list[str]:
     """Whether nothing is left of a writer, a lock or a STOP file."""
     problems = []
+    if (folder / RECORD).exists():
+        problems.append(f"{RECORD} is left, and what it names in memory")
     for path in sorted(folder.rglob("*")):
         if ".tmp" in path.name or path.name.startswith((".trash", ".probe")) or path.name == "STOP":
             problems.append(f"{path.relative_to(folder)} is left")

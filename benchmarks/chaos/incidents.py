@@ -8,7 +8,16 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.chaos.layouts import EVALUATE_EVERY, LAYOUTS, SAVES, STEPS, RunLayout, moved_to
+from benchmarks.chaos.layouts import (
+    EVALUATE_EVERY,
+    LAYOUTS,
+    MEMORY_SAVES,
+    SAVES,
+    STEPS,
+    RunLayout,
+    elastic,
+    moved_to,
+)
 
 KILLED = 128 + 9  # as a shell tells of a process that SIGKILL has ended
 LAST_CHANCE = STEPS - 1  # a step after which there is another one
@@ -20,6 +29,7 @@ SAVE_POINTS = (  # rank 0 alone comes by
     "ckpt.pre_index", "ckpt.mid_index", "ckpt.pre_rename", "ckpt.post_rename", "ckpt.pre_latest",
     "ckpt.mid_latest", "ckpt.pre_purge",
 )
+MEMORY_POINTS = ("memory.mid_shard", "memory.pre_send", "memory.pre_commit", "memory.post_commit")
 HOLD = "sleep=1.5"  # seconds in which the harness sees that a point is reached, and acts
 RETRY_WORDS = "warning: a checkpoint was not saved"
 
@@ -60,7 +70,7 @@ class Incident:
 class Situation:
     """What a fault is drawn for.
 
-    done: the step of the newest checkpoint, 0 without one. clean_s: seconds of a run without a fault.
+    done: the step of the newest checkpoint, on the disk or in memory; 0 without one. clean_s: seconds of a run without a fault.
     """
 
     draw: random.Random
@@ -152,6 +162,24 @@ def kill_in_save(s: Situation) -> Incidents:
     rank = s.rank()
     fault = at(s.save_point(rank), s.save_step(), "SIGKILL", rank)
     return [Incident("SIGKILL in a save", s.lost(), fault)]
+
+
+def kill_in_memory_save(s: Situation) -> Incidents | None:
+    """The one before it is still there, and the next start goes on from it."""
+    steps = [step for step in MEMORY_SAVES if step > s.done]
+    if not s.layout.in_memory or not steps:
+        return None
+    fault = at(s.draw.choice(MEMORY_POINTS), s.draw.choice(steps), "SIGKILL", s.rank())
+    return [Incident("SIGKILL in a save in memory", s.lost(), fault)]
+
+
+def kill_under_elastic_launcher(s: Situation) -> Incidents | None:
+    """The launcher starts again by itself, with the rank that is left, in the same job."""
+    if s.layout.world == 1:
+        return None
+    last = s.layout.last_rank  # so the fault has no rank to happen on in the next start
+    fault = at(s.draw.choice(STEP_POINTS), s.step(last=STEPS), "SIGKILL", last)
+    return [Incident("SIGKILL of a rank, and on with the other", (0,), fault, layout=elastic(s.layout))]
 
 
 def kill_all_in_save(s: Situation) -> Incidents:
@@ -248,14 +276,16 @@ def left_in_the_middle(s: Situation, step: int) -> Incident:
 
 def flipped_newest(s: Situation) -> Incidents | None:
     """Two checkpoints are there: the older one is used."""
-    if s.done:
+    if s.done or s.layout.in_memory:  # there the next start goes on from memory
         return None
     flipped = Incident("the newest is damaged", (0,), prepare="flip newest", says=("is rejected: ",))
     return [left_in_the_middle(s, STEPS), flipped]
 
 
-def flipped_all(s: Situation) -> Incidents:
+def flipped_all(s: Situation) -> Incidents | None:
     """No checkpoint is good. With the bytes as they were the run goes on."""
+    if s.layout.in_memory:
+        return None
     flipped = Incident("all are damaged", (79,), prepare="flip all", says=("no good checkpoint",))
     return [left_in_the_middle(s, STEPS), flipped, Incident("they are restored", (0,), prepare="mend")]
 
@@ -280,7 +310,7 @@ def lost_latest(s: Situation) -> Incidents:
 def nan_on_one_rank(s: Situation) -> Incidents | None:
     """Skipped by all ranks. A kill before the next save lets the run make that step again, without it."""
     step = next((step for step in (7, 3) if step > s.done), None)
-    if s.layout.has_replicas or step is None:
+    if s.layout.has_replicas or s.layout.in_memory or step is None:
         return None
     nan = at("step.backward", step, "nan", s.layout.last_rank)
     fault = f"{nan}; {at('step.begin', step + 2, 'SIGKILL')}"
@@ -289,7 +319,7 @@ def nan_on_one_rank(s: Situation) -> Incidents | None:
 
 def nan_again_and_again(s: Situation) -> Incidents | None:
     """In the five steps up to the save of step 10, which must not be made."""
-    if s.layout.has_replicas or s.done > 5:
+    if s.layout.has_replicas or s.layout.in_memory or s.done > 5:
         return None
     fault = "; ".join(at("step.backward", step, "nan", s.layout.last_rank) for step in range(6, 11))
     return [Incident("NaN in five steps", (77,), fault, says=("error: ",), requeue=False)]
@@ -342,6 +372,8 @@ FAULTS: dict[str, Builder] = {
     "SIGKILL of a rank after an evaluation": kill_in_evaluation,
     "SIGKILL of a rank in a save": kill_in_save,
     "SIGKILL of all ranks in a save": kill_all_in_save,
+    "SIGKILL of a rank in a save in memory": kill_in_memory_save,
+    "SIGKILL of a rank under --nproc 1:2": kill_under_elastic_launcher,
     "SIGSTOP of a rank": stop_rank,
     "SIGSTOP and SIGCONT in time": stop_and_wake,
     "SIGSTOP of the launcher": stop_launcher,
@@ -364,5 +396,5 @@ FAULTS: dict[str, Builder] = {
     "other settings": other_settings,
     "another layout": other_layout,
 }
-IN_FP64 = ("another layout",)  # two layouts round alike in no other type
+IN_FP64 = ("another layout", "SIGKILL of a rank under --nproc 1:2")  # two layouts round alike in no other type
 FROM_THE_START = ("byte flipped in the newest checkpoint",)  # faults that no other may precede

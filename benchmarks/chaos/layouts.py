@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 STEPS = 12
 SAVE_EVERY = 5  # so there are checkpoints at 5, 10 and 12
 SAVES = (5, 10, STEPS)
+MEMORY_EVERY = 2
+MEMORY_SAVES = (2, 4, 6, 8)  # a save on the disk takes the place of one in memory
 EVALUATE_EVERY = 4
 MODEL = (
     "--model.layers", "2", "--model.hidden", "32", "--model.heads", "4", "--model.kv_heads", "2",
@@ -25,6 +27,8 @@ class RunLayout:
 
     words: of train.py, without those of the model. has_replicas: whether the last rank holds a copy of what
     the first gradient of another rank belongs to, so that a wrong number in it is found by comparing.
+    in_memory: whether the run keeps checkpoints in memory too. nproc: of scripts.launch; "": the number of
+    ranks.
     """
 
     name: str
@@ -34,6 +38,8 @@ class RunLayout:
     dtype: str = "fp32"
     is_async: bool = False
     has_replicas: bool = False
+    in_memory: bool = False
+    nproc: str = ""
 
     @property
     def last_rank(self) -> int:
@@ -53,6 +59,12 @@ LAYOUTS = (
     RunLayout("zero1-async", 2, ("--parallel.zero", "1"), dtype="bf16", is_async=True),
     RunLayout("tp2-async", 2, ("--parallel.tp", "2"), is_async=True),
     RunLayout("pp2", 2, ("--parallel.pp", "2")),
+    RunLayout(
+        "zero1-memory",
+        2,
+        ("--parallel.zero", "1", "--checkpoint.memory_every", str(MEMORY_EVERY)),
+        in_memory=True,
+    ),
     RunLayout("ep2", 2, ("--parallel.ep", "2", "--parallel.zero", "1"), model=MIXTURE),
 )
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
@@ -61,6 +73,11 @@ BY_NAME = {layout.name: layout for layout in LAYOUTS}
 def in_fp64(layout: RunLayout) -> RunLayout:
     """The same layout, so exact that another one must give the same numbers."""
     return replace(layout, name=f"{layout.name} in fp64", dtype="fp64")
+
+
+def elastic(layout: RunLayout) -> RunLayout:
+    """The same layout under a launcher that goes on with one rank where the other is lost, in fp64."""
+    return replace(in_fp64(layout), name=f"{layout.name} on one rank or two", nproc=f"1:{layout.world}")
 
 
 def moved_to(layout: RunLayout, other: RunLayout) -> RunLayout:

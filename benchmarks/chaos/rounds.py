@@ -94,7 +94,9 @@ class Harness:
         self.references: dict[str, Reference] = {}
 
     def arguments(self, layout: RunLayout, name: str) -> list[str]:
-        paths = ("--data.path", self.data, "--log.dir", str(self.home), "--log.name", name)
+        paths = ["--data.path", self.data, "--log.dir", str(self.home), "--log.name", name]
+        if layout.in_memory:
+            paths += ["--checkpoint.memory_dir", str(self.home)]
         return [*layout.arguments(), *paths]
 
     def reference(self, layout: RunLayout) -> Reference:

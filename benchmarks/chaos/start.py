@@ -51,7 +51,8 @@ def command_of(layout: RunLayout, arguments: list[str]) -> list[str]:
     """As a user starts a run."""
     if layout.world == 1:
         return [sys.executable, "train.py", *arguments]
-    launcher = [sys.executable, "-m", "scripts.launch", "--nproc", str(layout.world), "--"]
+    nproc = layout.nproc or str(layout.world)
+    launcher = [sys.executable, "-m", "scripts.launch", "--nproc", nproc, "--"]
     return [*launcher, *arguments]
 
 

@@ -1,0 +1,48 @@
+"""scripts.bench watching: a real run of two ranks, and the table of hand-made reports."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.watching import OFTEN, WATCHES, Report, rows_of
+from config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_a_real_run_has_every_watch():
+    command = [sys.executable, "-m", "scripts.bench", "watching", "--steps", str(2 * OFTEN), "--batch", "4"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line.split("|")[1].strip(): line for line in done.stdout.splitlines() if line.startswith("|")}
+    for watch in WATCHES.values():
+        assert watch.what in rows
+    assert "thread `peers`" in rows and "thread `pauses`" in rows
+    assert re.search(r"2 ranks, a step of [\d,]+ ms: all watches of a step take \d+\.\d+% of it", done.stdout)
+
+
+def report(seconds, steps=20, threads=None):
+    """Of a rank whose watches each take so many seconds in a call, and whose steps take one second."""
+    calls = {name: [seconds] * (steps if watch.every in (1, 10) else 2) for name, watch in WATCHES.items()}
+    return Report(calls, threads or {}, [1.0] * steps, seconds=10.0)
+
+
+def test_the_slowest_rank_counts_at_the_usual_intervals():
+    rows, share = rows_of([report(0.01), report(0.02, threads={"peers": 0.05})])
+    shares = {row["watch"]: row.get("share of a step") for row in rows}
+    assert shares["what replicas share is compared"] == "0.020%"  # 20 ms in 100 steps of 1 s
+    assert shares["the times of ranks are compared"] == "1.000%"  # of a window of 10 steps: 5 calls of 20 ms
+    assert shares["ranks agree to go on"] == "2.000%"
+    assert shares["the disk is tried"] is None  # before the first step
+    assert shares["thread `peers`"] == "0.500%"  # 50 ms of CPU in 10 s
+    assert share == pytest.approx(0.0002 + 0.01 + 0.02 + 0.02 + 0.005)
+
+
+def test_a_watch_that_nobody_has_called_is_named():
+    silent = report(0.01)
+    silent.calls["agree_to_stop"] = []
+    with pytest.raises(ConfigError, match="no rank has called agree_to_stop"):
+        rows_of([silent])
