@@ -8,12 +8,12 @@ reaches the training loop; colours appear only where `color` allows them; text f
 its control characters.
 """
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from config.terminal import columns_of, fitting_columns, hanging_lines, output_width, wrapped
+from runtime.processes import lead_nowhere
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_WIDTH = 50  # columns for a sample of the model, at most
@@ -186,17 +186,9 @@ class Console:
             self.lost += 1
 
     def disconnect(self) -> None:
-        """Stops writing.
-
-        Points stdout to /dev/null: else Python's flush at the exit makes the exit code 120.
-        """
+        """Stops writing. Without more, Python's flush of stdout at the exit makes the exit code 120."""
         if self.out is not None and self.out is sys.stdout:
-            try:
-                null = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(null, self.out.fileno())
-                os.close(null)
-            except (OSError, ValueError, AttributeError):  # stdout has no file descriptor
-                pass
+            lead_nowhere(self.out)
         self.out = None
 
     def paint(self, text: str, color: int) -> str:

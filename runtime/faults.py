@@ -14,7 +14,6 @@ first run of a step, and not the second (train.rerun_every).
 import errno
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -27,6 +26,7 @@ from torch import Tensor
 from config import ConfigError
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
+from runtime.processes import tell
 
 ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",
            "nan", "spike", "bitflip")
@@ -126,7 +126,7 @@ class FaultInjector:
     def fire(self, fault: Fault, step: int | None) -> None:
         """Does what the fault says: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
         message = f"fault {fault.point}: rank {self.rank} step {step} act {fault.action}"
-        print(message, file=sys.stderr, flush=True)
+        tell(message)
         if fault.action.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, fault.action))
         elif fault.action == "sleep":

@@ -63,6 +63,7 @@ from runtime.failure import (
     should_requeue,
 )
 from runtime.processes import parent_of
+from runtime.processes import tell as tell_on_stderr
 
 # in which a running rank writes its state, on a busy machine too: after a lost connection, whose only use of
 # it is a line; and after a hang, where a rank that does not answer is killed
@@ -541,7 +542,7 @@ class PeerWatch:
             self.code = code
             text = printable(setup.redact(text))
             if not quiet:
-                print(text, file=sys.stderr, flush=True)
+                tell_on_stderr(text)
             self.report_exit(code, text, requeue, of_job)
             if code == HANG:
                 self.write_stacks()

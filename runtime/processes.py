@@ -1,11 +1,16 @@
-"""What the kernel does for processes and tells of them: death with a parent, signals, age. Needs no torch."""
+"""What the kernel does for processes and tells of them: death with a parent, signals, age; and a last line on
+stderr. Needs no torch.
+"""
+import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 PR_SET_PDEATHSIG = 1  # prctl: send this signal when the parent dies
 PARENT_FIELD = 1  # of /proc/PID/stat, counted behind the name: ppid
@@ -83,3 +88,24 @@ def process_seconds() -> float:
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
+
+
+# ---- streams whose readers may be gone ---------------------------------------------------------------------
+
+
+def tell(line: str) -> None:
+    """Prints a line on stderr. Never raises: what has to be done after it is done, whoever reads."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except BrokenPipeError:  # as of `2>&1 | tee log`, which the same Ctrl-C ends
+        lead_nowhere(sys.stderr)
+    except (OSError, ValueError):  # a full disk, a terminal that is gone; a closed file
+        pass
+
+
+def lead_nowhere(stream: IO[str]) -> None:
+    """Points a standard stream to /dev/null, where all further writes succeed, Python's last flush too."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no file descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 LOST = (1, 76, 80)  # codes of a job that lost a rank: its connection, a hang, replicas that differ
 REQUEUED = (75, 76, 80, 82)  # where an older exit reason says nothing of another start
@@ -30,6 +31,13 @@ class ExitReason:
     requeue: bool
 
 
+class Kept(NamedTuple):
+    """The newest steps that the starts of a run have kept. newest: on the disk or in the memory of nodes."""
+
+    on_disk: int
+    newest: int
+
+
 def newest_step(run: Path) -> int:
     """The step of the newest committed checkpoint; FIRST_STEP before there is one."""
     names = [path.name for path in (run / "checkpoints").glob("step_*") if path.is_dir()]
@@ -37,13 +45,14 @@ def newest_step(run: Path) -> int:
     return max((int(match[1]) for match in found if match), default=FIRST_STEP)
 
 
-def progress(run: Path) -> int:
-    """The newest step that a start has kept, on the disk or in the memory of nodes."""
-    steps = [newest_step(run)]
+def progress(run: Path) -> Kept:
+    """What the starts of the run have kept until now."""
+    on_disk = newest_step(run)
+    steps = [on_disk]
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads((run / MEMORY_RECORD).read_text())
         steps += [int(generation["step"]) for generation in record["generations"]]
-    return max(steps)
+    return Kept(on_disk, max(steps))
 
 
 def read_reason(run: Path) -> ExitReason | None:
@@ -78,20 +87,25 @@ def remove_reasons(run: Path) -> None:
 
 
 class RestartCount:
-    """Counts restarts that bring no newer checkpoint. step: the newest one when the count begins."""
+    """Counts restarts that bring no newer checkpoint. best: the newest ones when the count begins."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, best: Kept) -> None:
+        self.best = best
         self.num_idle = 0
 
-    def allows_restart(self, step: int) -> bool:
-        """Whether to start again. step: the newest checkpoint now, after a start has failed.
+    def allows_restart(self, kept: Kept) -> bool:
+        """Whether to start again. kept: the newest checkpoints now, after a start has failed.
 
-        Another one is progress; an older one, too: a run may go back (optim.spike_rewind).
+        Progress is another one on the disk: a newer one, or an older one of a run that has gone back
+        (optim.spike_rewind). One in memory is progress if no start since then has had a newer one: what is in
+        memory is lost with nodes and with the layout, and the same steps could come again and again.
         """
-        if step != self.step:
+        if kept.on_disk != self.best.on_disk:
             self.num_idle = 0
-        self.step = step
+            self.best = kept
+        elif kept.newest > self.best.newest:
+            self.num_idle = 0
+            self.best = kept
         self.num_idle += 1
         return self.num_idle <= MAX_IDLE_RESTARTS
 
@@ -100,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     run = Path(argv[0])
     reason = read_reason(run)
     told = "- -" if reason is None else f"{reason.code} {int(reason.requeue)}"
-    print(progress(run), told)
+    print(progress(run).newest, told)
     return 0
 
 

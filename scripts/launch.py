@@ -49,7 +49,7 @@ from config import Config, ConfigError
 from config.exit_codes import FINISHED, INTERRUPTED, MEANINGS, STOPPED_EARLY
 from config.terminal import ParagraphHelp
 from runtime import restarts
-from runtime.processes import catches, dying_with
+from runtime.processes import catches, dying_with, tell
 from runtime.relay import SignalRelay
 from runtime.spares import Spares
 
@@ -490,7 +490,8 @@ def run_elastic(
         if relay.received:
             break
         node = replace(node, nproc=len(places), places=places, restart=restart)
-        watch = StartWatch(relay, spares, 60 * options.regrow if options.regrow and left_out else None)
+        grows = bool(options.regrow) and can_grow(cfg, span, len(places), wrong)
+        watch = StartWatch(relay, spares, 60 * options.regrow if grows else None)
         restarts.remove_reasons(run)
         started = time.monotonic()
         has_run = True
@@ -499,7 +500,6 @@ def run_elastic(
         tell(closing_line(ends, time.monotonic() - started, code))
 
         # whether another one follows
-        step = restarts.newest_step(run)
         reason = restarts.read_reason(run)
         if relay.is_impatient or any(end.stopped for end in ends):
             if code in (STOPPED_EARLY, INTERRUPTED):
@@ -527,11 +527,20 @@ def run_elastic(
             tell(f"launch: no restart{without_places(left_out, wrong)}: {error}")
             return code
         restart += 1
+        kept = restarts.progress(run)
+        step = kept.newest if len(places) == len(before) else kept.on_disk  # memory serves the same layout
         change = f"{elastic.in_words(cfg, len(before))} -> {elastic.in_words(cfg, len(places))}"
         tell(restart_line(restart, step, change) + without_places(left_out, wrong))
     if has_run:
         leave_reason(run, STOPPED_EARLY, f"{relay.first_name()} received between two starts")
     return stop_without_ranks(relay, has_run)
+
+
+def can_grow(cfg: Config, span: RankSpan, num_ranks: int, wrong: set[int]) -> bool:
+    """Whether more ranks than these start where no place but the wrong ones is left out."""
+    with contextlib.suppress(ConfigError):
+        return len(choose_places(cfg, span, set(), wrong)) > num_ranks
+    return False
 
 
 def leave_reason(run: Path, code: int, text: str) -> None:
@@ -574,10 +583,6 @@ def stop_without_ranks(relay: SignalRelay, has_run: bool = False) -> int:
     tell(f"launch: {relay.first_name()} before the {which} start: the job ends with code {STOPPED_EARLY}; "
          f"the same command {effect}")
     return STOPPED_EARLY
-
-
-def tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 # ---- the command -------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from checkpoint import memory, store
 from runtime import restarts
-from runtime.restarts import ExitReason, RestartCount
+from runtime.restarts import ExitReason, Kept, RestartCount
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -31,9 +31,9 @@ def test_a_checkpoint_in_memory_is_progress(tmp_path):
     assert record.name == restarts.MEMORY_RECORD
     for text in ("", "[]", '{"generations": 3}', '{"generations": [{"step": "x"}]}', '{"generations": []}'):
         record.write_text(text)
-        assert restarts.progress(tmp_path) == 8
+        assert restarts.progress(tmp_path) == (8, 8)
     memory.write_record(tmp_path, "key", [memory.MemoryGeneration(step, "", 8, {}) for step in (12, 10)])
-    assert restarts.progress(tmp_path) == 12 and restarts.newest_step(tmp_path) == 8
+    assert restarts.progress(tmp_path) == Kept(on_disk=8, newest=12)
 
 
 @pytest.mark.parametrize(
@@ -70,12 +70,24 @@ def test_ranks_that_found_their_own_device_wrong(tmp_path):
     assert restarts.ranks_with_wrong_devices(tmp_path) == {1}
 
 
+def allowed(first, *kept):
+    """Whether each restart is allowed, after starts that have kept (on disk, newest)."""
+    progress = RestartCount(Kept(*first))
+    return [progress.allows_restart(Kept(*each)) for each in kept]
+
+
 def test_progress_is_a_newer_checkpoint():
-    progress = RestartCount(4)
-    assert [progress.allows_restart(step) for step in (4, 4, 4, 4)] == [True, True, True, False]
-    progress = RestartCount(4)
-    assert all(progress.allows_restart(step) for step in (4, 4, 4, 5, 5, 5, 6))
-    assert [progress.allows_restart(6) for _ in range(3)] == [True, True, False]
+    assert allowed((4, 4), *[(4, 4)] * 4) == [True, True, True, False]
+    assert all(allowed((4, 4), *[(step, step) for step in (4, 4, 4, 5, 5, 5, 6)]))
+    assert allowed((6, 6), *[(6, 6)] * 4) == [True, True, True, False]
+    assert all(allowed((8, 8), (8, 8), (8, 8), (6, 6), (6, 6), (6, 6)))  # it has gone back
+
+
+def test_what_is_lost_from_memory_and_made_again_is_no_progress():
+    """Steps after a checkpoint on the disk, by starts in two layouts in turn, which lose each other's memory."""
+    assert allowed((100, 100), (100, 140), (100, 120), (100, 140), (100, 120)) == [True, True, True, False]
+    assert all(allowed((100, 100), *[(100, step) for step in (120, 120, 130, 130, 130, 140)]))
+    assert all(allowed((100, 140), (100, 120), (120, 120), (120, 130), (120, 130), (120, 130)))
 
 
 def test_as_the_slurm_script_asks(tmp_path):

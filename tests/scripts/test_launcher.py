@@ -278,6 +278,31 @@ def test_two_ranks_train_and_nothing_listens_to_the_network_and_a_signal_saves(t
     assert re.fullmatch(r"launch: 2 ranks ended with code 2 after .*: a mistake, named above", errors[1])
 
 
+def test_a_ctrl_c_that_also_ends_the_reader_of_the_pipe_saves(tmp_path, words):
+    """As of `2>&1 | tee log`: what the launcher and the ranks still say has no reader."""
+    launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "100000"])
+    wait_for_step(tmp_path, launcher)
+    launcher.stdout.close()
+    launcher.stderr.close()
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(60) == 75
+    assert json.loads((tmp_path / "r" / "exit_reason.json").read_text())["code"] == 75
+    assert list((tmp_path / "r" / "checkpoints").glob("step_*"))
+
+
+def test_a_failure_whose_line_nobody_reads_still_leaves_its_reason(tmp_path, words):
+    fault = "step.begin:rank=1:step=60:act=raise"
+    launcher = start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "100000"], fault=fault)
+    wait_for_step(tmp_path, launcher)
+    launcher.stdout.close()
+    launcher.stderr.close()
+    assert launcher.wait(60) == 1
+    own = json.loads((tmp_path / "r" / "exit_reason.rank1.json").read_text())
+    assert own["code"] == 1 and "InjectedFault" in own["reason"]
+    job = json.loads((tmp_path / "r" / "exit_reason.json").read_text())
+    assert job["code"] == 1 and "rank 1" in job["reason"]
+
+
 def test_a_job_that_finishes_and_a_mistake_that_only_ranks_can_see(tmp_path, words):
     code, out, errors = finished(start(tmp_path, ["--nproc", "2"], [*words, "--train.steps", "2"]))
     assert code == 0 and "done" in out and len(errors) == 1 and "code 0" in errors[0], (out, errors)
@@ -344,7 +369,7 @@ if act.get("waits"):
     if act.get("stopped"):
         (run / "exit_reason.json").write_text('{"code": 75, "requeue": false}')
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
-    time.sleep(60)
+    time.sleep(act.get("lives", 60))
 code = act.get(str(rank), act.get("others", 0))
 if code < 0:
     os.kill(os.getpid(), -code)
@@ -438,6 +463,15 @@ def test_a_smaller_job_grows_again_after_its_time(tmp_path):
     assert code == 0
     worlds = [(start, world) for start, _, world, _ in starts]
     assert worlds == [(0, "2"), (0, "2"), (1, "1"), (2, "2"), (2, "2")]
+
+
+def test_a_job_that_no_place_would_make_larger_is_not_stopped_to_grow(tmp_path):
+    """Three ranks do not divide the batch: without the lost place there are as many as the layout can use."""
+    plan = [{"0": -9, "others": 1, "save": 2}, {"waits": True, "lives": 4}, {}]
+    code, starts = elastic_run(tmp_path, "2:3", plan, regrow=("--regrow", "0.02"))
+    assert code == 0 and [(start, places) for start, _, _, places in starts] == [
+        (0, "0,1"), (0, "0,1"), (1, "1,2"), (1, "1,2")
+    ]
 
 
 def test_growing_waits_for_ranks_that_can_stop(tmp_path, capsys):
