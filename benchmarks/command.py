@@ -18,7 +18,7 @@
     python -m scripts.bench words [--ranks 8,16,32,64]
         what ranks tell each other through the job's store, at a start, an end, a failure and a hang
     python -m scripts.bench watching [--ranks 2] [--steps 40]
-        what it costs a step to watch for faults: comparisons of replicas and of times, leases, threads, probes
+        what it costs a step to watch for faults: comparisons of replicas and times, leases, threads, probes
     python -m scripts.bench checkpoint [--parameters 5e7] [--out FOLDER]
         saves and loads beside a plain copy, the disk's own rates, and torch.distributed.checkpoint
     python -m scripts.bench data

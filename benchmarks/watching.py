@@ -170,7 +170,9 @@ def add_watching_options(watching: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises ConfigError if the run fails."""
     if args.ranks < 2 or args.steps < 2 * OFTEN or args.batch < 4 or args.batch % 4:
-        raise ConfigError(f"watching: two ranks or more, {2 * OFTEN} steps or more, a --batch of 4, 8, 12, ...")
+        raise ConfigError(
+            f"watching: two ranks or more, {2 * OFTEN} steps or more, a --batch of 4, 8, 12, ..."
+        )
     with tempfile.TemporaryDirectory(prefix="bevatron-watching-") as temporary:
         home = Path(temporary)
         reports = run_all(home, args)

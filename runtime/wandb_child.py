@@ -1,6 +1,9 @@
 """The process that talks to W&B: wandb_sink.py starts it and sends JSON lines to its stdin.
 
-It imports nothing of Bevatron. The first line holds {"init": the arguments of wandb.init, "shift_file": PATH}.
+It imports nothing of Bevatron. The first line is
+
+    {"init": the arguments of wandb.init, "shift_file": PATH}
+
 The lines after it:
 
     {"config": {...}}                               more of what the run is

@@ -70,7 +70,8 @@ class Incident:
 class Situation:
     """What a fault is drawn for.
 
-    done: the step of the newest checkpoint, on the disk or in memory; 0 without one. clean_s: seconds of a run without a fault.
+    done: the step of the newest checkpoint, on the disk or in memory; 0 without one. clean_s: seconds of
+    a run without a fault.
     """
 
     draw: random.Random
@@ -396,5 +397,6 @@ FAULTS: dict[str, Builder] = {
     "other settings": other_settings,
     "another layout": other_layout,
 }
-IN_FP64 = ("another layout", "SIGKILL of a rank under --nproc 1:2")  # two layouts round alike in no other type
+# two layouts round alike in no other type
+IN_FP64 = ("another layout", "SIGKILL of a rank under --nproc 1:2")
 FROM_THE_START = ("byte flipped in the newest checkpoint",)  # faults that no other may precede
