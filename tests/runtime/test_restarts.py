@@ -84,7 +84,7 @@ def test_progress_is_a_newer_checkpoint():
 
 
 def test_what_is_lost_from_memory_and_made_again_is_no_progress():
-    """Steps after a checkpoint on the disk, by starts in two layouts in turn, which lose what the other kept."""
+    """Starts in two layouts in turn, none of which finds what the other has kept in memory."""
     assert allowed((100, 100), (100, 140), (100, 120), (100, 140), (100, 120)) == [True, True, True, False]
     assert all(allowed((100, 100), *[(100, step) for step in (120, 120, 130, 130, 130, 140)]))
     assert all(allowed((100, 140), (100, 120), (120, 120), (120, 130), (120, 130), (120, 130)))
