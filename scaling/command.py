@@ -7,16 +7,18 @@
     python -m scripts.scaling systems --ranks 1,2 --layout "" --layout "tp 2"
 
 `ladder` trains models of one family (scaling/ladder.py) for the same budgets of FLOPs. What is done is
-skipped, so the same command finishes a ladder that was stopped. --show prints its sizes, and trains nothing;
---rung N runs one size alone, as an array job does (scripts/scaling/). Keys of train.py hold for all runs.
+skipped, so the same command finishes a ladder that was stopped; larger depths may be added. --show prints its
+sizes, and trains nothing; --rung N runs one size alone, as an array job does (scripts/scaling/). Keys of
+train.py hold for all runs.
 
 `fit` gives the laws and the best sizes, with figures and points.csv, in FOLDER/fit; of a CSV with the columns
-run, parameters, tokens, flops and loss, with --points.
+run, parameters, tokens, flops and loss, with --points. N of Kaplan's law is the column
+parameters_without_embeddings, if there is one.
 
 `next` foretells the loss of a size that is not in the ladder, trains it, and says by how much it was missed.
 
 `sweep` trains one model at every rate and batch for the same tokens: the best rate of each batch, and the
-critical batch beside the gradient noise scale (scaling/sweep.py).
+critical batch beside the gradient noise scale (scaling/sweep.py). All are validated on the same sequences.
 
 `systems` runs some steps on more and more ranks, in one or more layouts, with the same batch (strong scaling)
 and with one that grows (weak), and prints efficiency and MFU beside the planner's forecast

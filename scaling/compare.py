@@ -1,14 +1,20 @@
 """Several runs side by side: what differs in their settings, their losses at equal tokens and at equal FLOPs,
 their speed; as a table, a picture, and a page that needs no other file.
 
-Training losses are means over the last SMOOTHING of the steps before a point, and every place that shows one
-says so. Losses are compared where all runs have been: at the tokens, and at the FLOPs, of the shortest.
+Training losses are means over the last SMOOTHING of the tokens before a point, and every place that shows one
+says so: runs that have done the same are alike, however long they are. Losses are
+compared where all runs have been: at the tokens, and at the FLOPs, of the shortest.
 """
 import base64
+import contextlib
 import html
 import io
 import json
+import math
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -20,6 +26,8 @@ from config import Config, ConfigError
 from config.terminal import table_lines
 from plan.count import flops_per_token, parameters
 from runtime.console import short_number
+from runtime.goodput import FINISHED, STARTS_FILE, StartRecord, read_starts
+from runtime.lines import NAME as METRICS_FILE
 from runtime.lines import Rows, read_metrics
 from runtime.summary import SUMMARY_FILE
 from scaling.optimum import SMOOTHING, smoothed
@@ -28,9 +36,18 @@ from scaling.points import Array
 # Keys that say where a run is, not what it is.
 PLACES = ("log.", "checkpoint.", "profile.", "train.threads", "data.cache", "data.prefetch")
 COLOURS = ("#2a5caa", "#d9822b", "#4f8f63", "#b3362b", "#7a5aa6", "#8c6d46", "#3a9fb0", "#c25b93")
-FIRST_TO_GO = ("MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens")  # in a narrow terminal
+FIRST_TO_GO = (  # in a narrow terminal
+    "MFU", "tokens/s", "FLOPs", "params", "train loss", "tokens", "bits/byte",
+)
 MOST_DRAWN = 1500  # points of a curve
-STATES = {True: "finished", False: "stopped", None: "running"}
+SILENT_MINUTES = 10.0  # without a line from a run, before it may no longer be running
+# Keys that decide which tokens a loss is a mean over, and which tokens an evaluation reads.
+TOKENIZER_KEYS = ("data.tokenizer", "data.path", "model.vocab")
+EVALUATION_KEYS = (
+    "data.path", "data.split", "data.doc_mask", "data.pack", "data.span", "data.fim_valid", "train.seq_len",
+)
+EVALUATION_SIZE = ("eval.batches", "train.global_batch")  # their product is its sequences
+DIVERGED = "diverged"
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #333; max-width: 1150px; margin: 2em auto }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; margin: 0.6em 0 }
@@ -39,7 +56,7 @@ th:first-child, td:first-child { text-align: left }
 img { max-width: 100% }
 summary { cursor: pointer; font-size: 1.2em; margin: 1.2em 0 }
 """
-SMOOTHING_TEXT = f"mean of the last {SMOOTHING:.0%} of the steps"
+SMOOTHING_TEXT = f"mean over the last {SMOOTHING:.0%} of the tokens before a point"
 
 
 @dataclass(frozen=True)
@@ -47,8 +64,9 @@ class Run:
     """A run as its folder tells it.
 
     tokens, flops, loss, tokens_per_s, mfu: of each step [steps]; NaN where a step has none.
-    validation_tokens, validation_loss: of each evaluation [n].
-    finished: None where it trains still, or ended without a summary.
+    validation_tokens, validation_loss, validation_bpb (bits a byte): of each evaluation [n].
+    finished: None where its last start has not said how it ended.
+    silent_minutes: since it last wrote a line.
     """
     name: str
     settings: dict[str, Any]
@@ -60,14 +78,21 @@ class Run:
     mfu: Array
     validation_tokens: Array
     validation_loss: Array
+    validation_bpb: Array
     finished: bool | None
+    silent_minutes: float
+
+    @cached_property
+    def smooth_loss(self) -> Array:
+        """Training loss, smoothed: [steps]."""
+        return smoothed(self.tokens, self.loss)
 
     def loss_at(self, tokens: float) -> float:
         """Training loss, smoothed, after so many tokens; NaN before the first step of a branch."""
-        return float(np.interp(tokens, self.tokens, smoothed(self.loss), left=np.nan))
+        return float(np.interp(tokens, self.tokens, self.smooth_loss, left=np.nan))
 
     def loss_at_flops(self, flops: float) -> float:
-        return float(np.interp(flops, self.flops, smoothed(self.loss), left=np.nan))
+        return float(np.interp(flops, self.flops, self.smooth_loss, left=np.nan))
 
 
 def read_run(folder: Path) -> Run:
@@ -77,17 +102,18 @@ def read_run(folder: Path) -> Run:
     except (OSError, ConfigError) as error:
         raise ConfigError(f"{folder}: no run that can be read ({error}); give folders that train.py has "
                           "written, as runs/NAME") from error
+    # before the steps: what ends meanwhile is still running here, and is read again
+    summary, starts = read_summary(folder), known_starts(folder)
     steps, evaluations = read_metrics(folder)
     if not steps:
         raise ConfigError(f"{folder}: no step in metrics.jsonl yet; leave the run out, or wait for its first")
 
-    summary = read_summary(folder)
     of_token = flops_per_token(cfg.model, cfg.train.seq_len)
     if summary.get("tokens"):  # it knows the lengths of the documents
         of_token = summary["flops"] / summary["tokens"]
     tokens = column(steps, "tokens")
-    tokens_at = {row["step"]: row["tokens"] for row in steps}
-    evaluated = [row for row in evaluations if row["val_loss"] is not None and row["step"] in tokens_at]
+    all_steps = column(steps, "step")
+    evaluated = [row for row in evaluations if all_steps[0] <= row["step"] <= all_steps[-1]]
     return Run(
         name=folder.name,
         settings=flat_settings(cfg),
@@ -97,18 +123,49 @@ def read_run(folder: Path) -> Run:
         loss=column(steps, "loss"),
         tokens_per_s=column(steps, "tokens_per_s"),
         mfu=column(steps, "mfu"),
-        validation_tokens=np.array([tokens_at[row["step"]] for row in evaluated], float),
+        # of a long run not every step was read
+        validation_tokens=np.interp(column(evaluated, "step"), all_steps, tokens),
         validation_loss=column(evaluated, "val_loss"),
-        finished=summary.get("finished"),
+        validation_bpb=column(evaluated, "val_bpb"),
+        finished=how_it_ended(summary, starts, last_step=steps[-1]["step"]),
+        silent_minutes=silent_minutes(folder),
     )
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """summary.json; empty while the run trains."""
+    """summary.json, of the last start that has ended; empty where none has."""
     try:
-        return json.loads((folder / SUMMARY_FILE).read_text())
+        summary = json.loads((folder / SUMMARY_FILE).read_text())
     except (OSError, ValueError):
         return {}
+    return summary if isinstance(summary, dict) else {}
+
+
+def known_starts(folder: Path) -> list[StartRecord]:
+    try:
+        return read_starts(folder)
+    except OSError:
+        return []
+
+
+def how_it_ended(summary: dict[str, Any], starts: list[StartRecord], last_step: int) -> bool | None:
+    """Whether the run is finished; None where its last start has not said how it ended: it trains, or was
+    killed. A summary of another step, or before a start that has not ended, is of an earlier start.
+    """
+    if starts and starts[-1].exit_code is None:
+        return None
+    if summary.get("step") == last_step:
+        return bool(summary.get("finished"))
+    return starts[-1].exit_code == FINISHED if starts else None
+
+
+def silent_minutes(folder: Path) -> float:
+    """Since the run wrote a line, by the clocks of this machine and of the file system."""
+    newest = 0.0
+    for name in (METRICS_FILE, STARTS_FILE):
+        with contextlib.suppress(OSError):
+            newest = max(newest, (folder / name).stat().st_mtime)
+    return max(0.0, time.time() - newest) / 60
 
 
 def column(rows: Rows, name: str) -> Array:
@@ -132,6 +189,22 @@ def different_settings(runs: list[Run]) -> dict[str, list[Any]]:
     return differing
 
 
+def doubts(runs: list[Run]) -> list[str]:
+    """A line for each reason why losses in nats a token may not be compared between these runs."""
+    differing = different_settings(runs)
+    lines: list[str] = []
+    tokenizer = [key for key in TOKENIZER_KEYS if key in differing]
+    if tokenizer:
+        lines.append(f"{', '.join(tokenizer)}: not the same; where tokenizers differ, nats per token do not "
+                     "compare, and bits/byte do")
+    evaluation = [key for key in EVALUATION_KEYS if key in differing]
+    if len({math.prod(run.settings[key] for key in EVALUATION_SIZE) for run in runs}) > 1:
+        evaluation.append(" x ".join(EVALUATION_SIZE))
+    if evaluation:
+        lines.append(f"{', '.join(evaluation)}: not the same; validation losses are of different tokens")
+    return lines
+
+
 # ---- as a table --------------------------------------------------------------------------------------------
 
 
@@ -147,18 +220,34 @@ def table_rows(runs: list[Run]) -> list[dict[str, str]]:
             "tokens": short_number(run.tokens[-1]),
             "FLOPs": f"{run.flops[-1]:.2e}",
             "val loss": last_text(run.validation_loss),
-            "train loss": loss_text(run.loss_at(run.tokens[-1])),
+            "bits/byte": bits_text(run),
+            "train loss": loss_text(run.smooth_loss[-1]) if np.isfinite(run.loss[-1]) else DIVERGED,
             f"at {short_number(tokens)} tokens": loss_text(run.loss_at(tokens)),
             f"at {flops:.2e} FLOPs": loss_text(run.loss_at_flops(flops)),
-            "tokens/s": short_number(median(run.tokens_per_s)),
-            "MFU": "n/a" if np.isnan(run.mfu).all() else f"{median(run.mfu):.1%}",
-            "state": STATES[run.finished],
+            "tokens/s": median_text(run.tokens_per_s, short_number),
+            "MFU": median_text(run.mfu, "{:.1%}".format),
+            "state": state_of(run),
         })
     return rows
 
 
 def last_text(losses: Array) -> str:
-    return loss_text(losses[-1]) if len(losses) else "none"
+    if not len(losses):
+        return "none"
+    return loss_text(losses[-1]) if np.isfinite(losses[-1]) else DIVERGED
+
+
+def bits_text(run: Run) -> str:
+    """Of the last evaluation; "n/a" where the bytes of its text are not known."""
+    return loss_text(run.validation_bpb[-1]) if len(run.validation_bpb) else "none"
+
+
+def state_of(run: Run) -> str:
+    if run.finished is not None:
+        return "finished" if run.finished else "stopped"
+    if run.silent_minutes < SILENT_MINUTES:
+        return "running"
+    return f"no news for {run.silent_minutes:,.0f} min"
 
 
 def loss_text(loss: float) -> str:
@@ -166,8 +255,15 @@ def loss_text(loss: float) -> str:
 
 
 def median(values: Array) -> float:
-    """Without the first step, which compiles and connects."""
-    return float(np.nanmedian(values[1:] if len(values) > 1 else values))
+    """Without the first step, which compiles and connects; NaN where there is no other number."""
+    known = values[1:] if len(values) > 1 else values
+    known = known[np.isfinite(known)]
+    return float(np.median(known)) if len(known) else np.nan
+
+
+def median_text(values: Array, text_of: Callable[[float], str]) -> str:
+    middle = median(values)
+    return "n/a" if np.isnan(middle) else text_of(middle)
 
 
 def text_table(rows: list[dict[str, str]], width: int | None = None) -> list[str]:
@@ -188,7 +284,7 @@ def draw_runs(runs: list[Run]) -> bytes:
     FigureCanvasAgg(drawing)
     by_tokens, by_flops = drawing.subplots(1, 2, sharey=True)
     for run, colour in zip(runs, cycle(COLOURS)):
-        losses = smoothed(run.loss)
+        losses = run.smooth_loss
         shown = np.unique(np.linspace(0, len(losses) - 1, MOST_DRAWN).astype(int))
         of_token = run.flops[-1] / run.tokens[-1]
         for axes, x, x_of_token in ((by_tokens, run.tokens, 1.0), (by_flops, run.flops, of_token)):
@@ -196,9 +292,11 @@ def draw_runs(runs: list[Run]) -> bytes:
             axes.plot(run.validation_tokens * x_of_token, run.validation_loss, "o", color=colour, ms=4.5,
                       mec="white", mew=0.7)
 
-    late = np.concatenate([smoothed(run.loss)[len(run.loss) // 10:] for run in runs])
-    margin = 0.05 * (np.nanmax(late) - np.nanmin(late)) + 1e-6
-    by_tokens.set_ylim(np.nanmin(late) - margin, np.nanmax(late) + margin)
+    late = np.concatenate([run.smooth_loss[len(run.loss) // 10:] for run in runs])
+    late = late[np.isfinite(late)]
+    if len(late):
+        margin = 0.05 * (late.max() - late.min()) + 1e-6
+        by_tokens.set_ylim(late.min() - margin, late.max() + margin)
     by_tokens.set_ylabel("loss (nats per token)")
     by_tokens.set_xlabel("tokens")
     by_flops.set_xlabel("FLOPs")
@@ -230,6 +328,7 @@ def page(runs: list[Run], refresh_s: int | None = None) -> str:
         f'<img alt="losses over tokens and FLOPs" src="data:image/png;base64,{picture}">',
         f"<h2>Results</h2><p>Training losses: {SMOOTHING_TEXT}.</p>",
         html_table(table_rows(runs)),
+        *(f"<p>{html.escape(line)}</p>" for line in doubts(runs)),
     ]
     if len(runs) > 1:
         parts.append("<h2>What differs in their settings</h2>")

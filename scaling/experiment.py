@@ -3,6 +3,7 @@
 A run that is done is skipped, one that was stopped goes on where it was. So the same command again finishes a
 ladder that was killed, and an array job may run each size on a machine of its own.
 """
+import math
 import os
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from config.exit_codes import STOPPED_EARLY
 from runtime.lines import read_metrics
 from runtime.stop import SIGNALS, is_under_nohup
 from scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
-from scaling.points import Array, Points, make_points
+from scaling.points import BODY, Array, Points, make_points
 
 TRAIN_FILE = Path(__file__).parent.parent / "train.py"
 Report = Callable[[str], None]
@@ -145,15 +146,19 @@ def run_size(
                 report(f"{run.name}: ended with code {code}; {output} says why")
                 return code
             loss = final_loss(folder / run.name, run.steps)
-        report(f"{run.name}: validation loss {loss}")
+        is_diverged = loss is not None and math.isnan(loss)
+        report(f"{run.name}: diverged: its validation loss is not finite" if is_diverged
+               else f"{run.name}: validation loss {loss}")
     return 0
 
 
 def final_loss(folder: Path, steps: int) -> float | None:
-    """The validation loss at the horizon of a run; None if it has not got there."""
+    """The validation loss at the horizon of a run; None if it has not got there, NaN if it is not finite."""
     _, validations = read_metrics(folder)
     at_end = [row["val_loss"] for row in validations if row["step"] == steps]
-    return at_end[-1] if at_end else None
+    if not at_end:
+        return None
+    return math.nan if at_end[-1] is None else at_end[-1]
 
 
 def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = None) -> Points:
@@ -167,9 +172,13 @@ def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = N
         if loss is None:
             raise ConfigError(f"{folder / run.name}: not done ({run.steps} steps and an evaluation); finish "
                               "it with the command of the ladder, which skips what is done")
+        if math.isnan(loss):
+            raise ConfigError(f"{folder / run.name}: diverged: its validation loss is not finite; train a "
+                              "ladder with a lower optim.lr in another folder")
         rows.append({
             "run": run.name,
             "parameters": run.parameters,
+            BODY: run.body_parameters,
             "tokens": run.tokens,
             "flops": run.flops,
             "loss": loss,
@@ -185,6 +194,6 @@ def training_curves(ladder: Ladder, folder: Path) -> dict[int, tuple[Array, Arra
         rows, _ = read_metrics(folder / trunk.name)
         of_step = trunk.flops / trunk.steps
         flops = np.array([row["step"] * of_step for row in rows])
-        losses = np.array([np.nan if row["loss"] is None else row["loss"] for row in rows])
+        losses = np.array([np.nan if row["loss"] is None else row["loss"] for row in rows], float)
         curves[depth] = flops, losses
     return curves

@@ -77,7 +77,7 @@ def draw_isoflop(points: Points, parabolas: list[Parabola], path: Path) -> None:
 
 def draw_envelope(curves: dict[float, tuple[Array, Array]], path: Path) -> None:
     """Training losses over FLOPs of all sizes, and their lower envelope."""
-    smooth = {size: (flops, smoothed(loss)) for size, (flops, loss) in curves.items()}
+    smooth = {size: (flops, smoothed(flops, loss)) for size, (flops, loss) in curves.items()}
     title = "training loss over FLOPs, smoothed, with its envelope"
     with figure(path, title, "FLOPs", "training loss (nats per token)") as axes:
         axes.set_xscale("log")
@@ -87,19 +87,20 @@ def draw_envelope(curves: dict[float, tuple[Array, Array]], path: Path) -> None:
         budgets, _, losses = envelope(smooth)
         axes.plot(budgets, losses, color=BEST, lw=2.2, label="least at each budget")
         late = np.concatenate([loss[len(loss) // 20:] for _, loss in smooth.values()])
-        axes.set_ylim(0.97 * late.min(), 1.02 * late.max())
+        axes.set_ylim(0.97 * np.nanmin(late), 1.02 * np.nanmax(late))
         axes.legend(frameon=False, fontsize=9)
 
 
-def draw_contours(points: Points, fit: Fit, optimum: Optimum, path: Path) -> None:
-    """Lines of equal predicted loss over FLOPs and sizes, the runs, and the best size of each budget."""
+def draw_contours(points: Points, fit: Fit, optimum: Optimum | None, path: Path) -> None:
+    """Lines of equal predicted loss over FLOPs and sizes, the runs, and the best size of each budget, if the
+    law has one."""
     title = f"loss = {fit.law.formula}"
     with figure(path, title, "FLOPs", "parameters") as axes:
         axes.set_xscale("log")
         axes.set_yscale("log")
         flops = np.geomspace(points.flops.min() / 2, points.flops.max() * 4, CURVE_POINTS)
         sizes = np.geomspace(points.parameters.min() / 2, points.parameters.max() * 2, CURVE_POINTS)
-        tokens = flops[None, :] / (optimum.flops_factor * sizes[:, None])
+        tokens = flops[None, :] / (points.flops_factor * sizes[:, None])
         log_n = np.broadcast_to(np.log(sizes)[:, None], tokens.shape).ravel()
         predicted = np.exp(fit.law.log_loss(fit.theta, log_n, np.log(tokens).ravel())).reshape(tokens.shape)
         least, most = points.loss.min(), points.loss.max()
@@ -107,8 +108,10 @@ def draw_contours(points: Points, fit: Fit, optimum: Optimum, path: Path) -> Non
         lines = axes.contour(flops, sizes, predicted, levels=levels, cmap="viridis", linewidths=1)
         axes.clabel(lines, fontsize=8, fmt="%.2f")
         axes.plot(points.flops, points.parameters, "o", color=INK, ms=4, label="runs")
-        best = np.array([optimum.parameters(budget) for budget in flops])
-        axes.plot(flops, best, color=BEST, lw=2, label=f"best size, ~ C^{optimum.parameters.exponent:.2f}")
+        if optimum is not None:
+            best = np.array([optimum.parameters(budget) for budget in flops])
+            exponent = optimum.parameters.exponent
+            axes.plot(flops, best, color=BEST, lw=2, label=f"best size, ~ C^{exponent:.2f}")
         axes.set_ylim(sizes[0], sizes[-1])
         # above the lines, which fill the axes
         axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False, fontsize=9)

@@ -7,19 +7,21 @@ it from the smallest width.
 The schedule is warmup, stable, decay (arXiv 2404.06395): so one run serves all horizons of a size (arXiv
 2405.18392). The longest budget is trained as a whole, and leaves a checkpoint where the decay of each shorter
 budget begins; a run of a shorter budget resumes from it and decays. Budgets are `ratio` apart, so these steps
-are multiples of the first.
+are multiples of the first. So all runs of a size have the warmup of its longest, and check_ladder sees to it
+that it leaves the shortest one its stable part.
 """
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import config
 from config import Config, ConfigError
 from config.suggestions import check_rules
 from plan.count import flops_per_token, parameters
-from scaling.settings import words_of
+from scaling.kept import first_difference, refuse, write_tree
+from scaling.settings import refuse_own_keys, words_of
 
 LADDER_FILE = "ladder.json"  # in the folder of a ladder
 FFN_RATIO = 8 / 3  # inner width of the MLP over the width: three matrices hold what two of 4 would
@@ -27,6 +29,14 @@ FFN_MULTIPLE = 16
 DECAY_FRACTION = 0.2  # of a run, at its end (arXiv 2405.18392 finds 10 to 20 % enough)
 STEP_UNIT = round(1 / DECAY_FRACTION)  # steps of a run are a multiple: its decay begins at a whole step
 LEAST_STEPS = 50  # of the shortest run
+LEAST_BUDGETS = 2  # a power law of the budget goes through two or more
+WARMUP_SHARE = 0.1  # of the shortest run: what train.py gives a run of its own at most
+# what a ladder sets itself in every run, besides what follows from the depth (model_keys)
+OWN_KEYS = (
+    "log.dir", "log.name", "train.steps", "train.tokens", "train.flops",
+    "optim.decay", "optim.decay_fraction", "optim.min_lr", "eval.every", "eval.sample",
+    "checkpoint.every", "checkpoint.keep", "checkpoint.resume",
+)
 
 
 @dataclass(frozen=True)
@@ -50,9 +60,13 @@ class Ladder:
 
 @dataclass(frozen=True)
 class LadderRun:
-    """One run of a ladder. flops: what it takes, close to the budget. trunk: the run whose checkpoint at step
+    """One run of a ladder.
+
+    flops: what it takes, close to the budget. parameters: of a mixture those that a token uses.
+    body_parameters: of these, the ones outside of embedding and head. trunk: the run whose checkpoint at step
     `branch_step` it continues; None: it starts from nothing. stable_steps: before the first decay of any
-    budget; a trunk saves at its multiples."""
+    budget; a trunk saves at its multiples.
+    """
     name: str
     depth: int
     budget: int
@@ -60,6 +74,7 @@ class LadderRun:
     tokens: int
     flops: float
     parameters: int
+    body_parameters: int
     trunk: str | None
     branch_step: int
     stable_steps: int
@@ -78,33 +93,56 @@ def read_ladder(folder: Path) -> Ladder:
 
 
 def write_ladder(ladder: Ladder, folder: Path) -> None:
-    """Keeps what the ladder is. Raises ConfigError if another one was started in the folder."""
+    """Keeps what the ladder is, to which depths may be added.
+
+    Raises ConfigError if another one was started in the folder.
+    """
     path = folder / LADDER_FILE
     if path.exists():
         before = read_ladder(folder)
-        old, new = asdict(before), asdict(ladder)
-        changed = [key for key in new if new[key] != old[key]]
-        if changed:
-            key = changed[0]
-            raise ConfigError(f"--out: {folder} holds a ladder with {key} {old[key]}, not {new[key]}; its "
-                              "runs could not be compared: set it back, or choose another folder")
-        return
+        if ladder == before:
+            return
+        changed = first_difference(comparable_tree(before), comparable_tree(ladder), left_out=("depths",))
+        if changed is not None:
+            refuse(path, "ladder", *changed)
+        check_added_depths(before, ladder, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    temp = path.with_name(f"{LADDER_FILE}.{os.getpid()}")  # the jobs of an array start together
-    temp.write_text(json.dumps(asdict(ladder), indent=1) + "\n")
-    temp.replace(path)
+    write_tree(path, asdict(ladder))
+
+
+def comparable_tree(ladder: Ladder) -> dict[str, Any]:
+    """Settings in any order are the same."""
+    return {**asdict(ladder), "settings": dict(ladder.settings)}
+
+
+def check_added_depths(before: Ladder, ladder: Ladder, folder: Path) -> None:
+    """Raises ConfigError unless all depths are still there, and muP's base, which is the smallest."""
+    missing = sorted(set(before.depths) - set(ladder.depths))
+    told = ",".join(map(str, before.depths))
+    if missing:
+        raise ConfigError(f"--depths: {folder} holds a ladder of {told}, and {missing[0]} is left out: "
+                          "name all depths, to which others may be added, or choose another folder")
+    if min(ladder.depths) < min(before.depths):
+        raise ConfigError(f"--depths: {folder} holds a ladder of {told}, and muP scales from the smallest: "
+                          f"add depths above {min(before.depths)}, or choose another folder")
 
 
 def check_ladder(ladder: Ladder) -> None:
     """Raises ConfigError for a ladder that cannot be run, or from which no law could be seen."""
+    if not (math.isfinite(ladder.flops) and ladder.flops > 0):
+        raise ConfigError(f"--flops: {ladder.flops}; FLOPs of the first budget, above 0, as 6e11")
     if len(set(ladder.depths)) != len(ladder.depths) or min(ladder.depths, default=0) < 1:
         raise ConfigError("--depths: different numbers of layers, all at least 1, as 2,3,4,5")
     if len(ladder.depths) < 3:
         raise ConfigError(f"--depths: {len(ladder.depths)} sizes, and a law needs three or more, as 2,3,4,5")
-    if ladder.budgets < 1 or ladder.ratio < 2:
-        raise ConfigError("--budgets: at least 1, with a --ratio of 2 or more between one and the next")
+    if ladder.budgets < LEAST_BUDGETS or ladder.ratio < 2:
+        raise ConfigError(f"--budgets: at least {LEAST_BUDGETS}, from which the fit has a power law, with a "
+                          "--ratio of 2 or more between one and the next")
+    if ladder.aspect < 1 or ladder.head_dim < 1:
+        raise ConfigError(f"--aspect, --head-dim: {ladder.aspect} and {ladder.head_dim}; both at least 1")
     if ladder.aspect % ladder.head_dim:
         raise ConfigError(f"--aspect: {ladder.aspect} is no multiple of --head-dim {ladder.head_dim}")
+    check_settings(ladder)
     for run in runs_of(ladder):
         check_rules(config_of_depth(ladder, run.depth))
         if run.steps < LEAST_STEPS:
@@ -113,6 +151,48 @@ def check_ladder(ladder: Ladder) -> None:
                 f"--flops: {run.name} would have {run.steps} steps in {budget:.3g} FLOPs, and fewer than "
                 f"{LEAST_STEPS} show no law; raise --flops, or set a smaller train.global_batch"
             )
+    check_warmup(ladder)
+
+
+def check_settings(ladder: Ladder) -> None:
+    """Raises ConfigError for keys of train.py that a ladder sets itself, or cannot count with."""
+    own = (*OWN_KEYS, *(f"model.{key}" for key in model_keys(ladder, min(ladder.depths))))
+    refuse_own_keys(ladder.settings, own, "a ladder")
+    train = config.resolve(ladder.recipe, None, words_of(ladder.settings)).train
+    for key in ("ramp", "phases"):
+        if getattr(train, key) is not None:
+            raise ConfigError(f"train.{key}: a ladder counts steps of train.global_batch sequences, all with "
+                              "the same settings; set it to none")
+
+
+def warmup_of(ladder: Ladder, depth: int) -> int:
+    """Steps of the warmup of every run of this size: those of its trunk, which the others continue."""
+    trunk = runs_of_depth(ladder, depth)[0]
+    # as optim/lr.py has it
+    return min(config_of_depth(ladder, depth).optim.warmup, trunk.steps // 10)
+
+
+def check_warmup(ladder: Ladder) -> None:
+    """Raises ConfigError where the warmup takes more of a size's shortest run than the decay does."""
+    depth = min(ladder.depths, key=lambda each: runs_of_depth(ladder, each)[-1].steps)
+    warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
+    if warmup > DECAY_FRACTION * shortest.steps:
+        raise ConfigError(
+            f"optim.warmup: {warmup} steps in all runs of depth {depth}, of which {shortest.name} has "
+            f"{shortest.steps} and decays from step {shortest.branch_step} on; set it to a tenth, "
+            f"{int(WARMUP_SHARE * shortest.steps)}, or raise --flops"
+        )
+
+
+def warmup_line(ladder: Ladder, depth: int) -> str | None:
+    """Says by how much the warmup of a size's shortest run is longer than in a run of its own; None: it is
+    not."""
+    warmup, shortest = warmup_of(ladder, depth), runs_of_depth(ladder, depth)[-1]
+    most = int(WARMUP_SHARE * shortest.steps)
+    if warmup <= most:
+        return None
+    return (f"{shortest.name}: {warmup} of its {shortest.steps} steps are warmup, as in all runs of its "
+            f"size; alone it would have {most}")
 
 
 def config_of_depth(ladder: Ladder, depth: int) -> Config:
@@ -149,6 +229,7 @@ def runs_of_depth(ladder: Ladder, depth: int) -> list[LadderRun]:
     if cfg.model.vocab is None:
         raise ConfigError("model.vocab: none, and a ladder counts parameters before the tokenizer is read; "
                           "set it")
+    counts = parameters(cfg.model)
     of_token = flops_per_token(cfg.model, cfg.train.seq_len)
     step_tokens = cfg.train.global_batch * cfg.train.seq_len
     first_steps = max(1, round(ladder.flops / (of_token * step_tokens * STEP_UNIT))) * STEP_UNIT
@@ -165,7 +246,8 @@ def runs_of_depth(ladder: Ladder, depth: int) -> list[LadderRun]:
             steps=steps,
             tokens=steps * step_tokens,
             flops=steps * step_tokens * of_token,
-            parameters=parameters(cfg.model)["total"],
+            parameters=counts["active"],
+            body_parameters=counts["active"] - counts["embedding"],
             trunk=None if is_trunk else trunk_name,
             branch_step=0 if is_trunk else stable_part(steps),
             stable_steps=stable_part(first_steps),

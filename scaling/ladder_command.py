@@ -1,6 +1,9 @@
 """The commands of a ladder: `ladder` trains it, `fit` gives its laws, `next` tests them on another size."""
 import argparse
 import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +12,22 @@ from config import ConfigError
 from config.terminal import output_width, wrapped
 from scaling import figures
 from scaling.experiment import final_loss, ladder_points, run_ladder, training_curves
-from scaling.ladder import Ladder, check_ladder, describe_ladder, read_ladder, runs_of, write_ladder
+from scaling.ladder import (
+    Ladder,
+    check_ladder,
+    describe_ladder,
+    read_ladder,
+    runs_of,
+    warmup_line,
+    write_ladder,
+)
 from scaling.laws import CHINCHILLA, KAPLAN, Fit, fit_law
 from scaling.optimum import Optimum, envelope_optimum, isoflop_optimum, parametric_optimum
-from scaling.points import Points, check_enough, read_points, write_points
+from scaling.points import Array, Points, check_enough, read_points, write_points
 from scaling.report import LossForecast, as_tree, forecast_line, law_lines, optimum_lines
 from scaling.settings import LAPTOP_LADDER, LAPTOP_SETTINGS, jobs_of, parse_settings, say
+
+LEAST_BOOTSTRAPS = 2  # a percentile is of several draws
 
 # ---- ladder ------------------------------------------------------------------------------------------------
 
@@ -36,6 +49,7 @@ def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
                           f"{len(ladder.depths) - 1}")
     jobs = jobs_of(args)
     say(describe_ladder(ladder))
+    say_warmups(ladder, ladder.depths)
     if args.show:
         return 0
     write_ladder(ladder, args.out)
@@ -44,6 +58,14 @@ def ladder_command(args: argparse.Namespace, rest: list[str]) -> int:
     if code == 0 and args.rung is None:
         say(f"next     python -m scripts.scaling fit {args.out}")
     return code
+
+
+def say_warmups(ladder: Ladder, depths: Iterable[int]) -> None:
+    """One line for each size whose shortest run has a longer warmup than a run of its own would."""
+    for depth in depths:
+        line = warmup_line(ladder, depth)
+        if line is not None:
+            say("\n".join(wrapped(line, output_width())))
 
 
 def parse_depths(text: str) -> tuple[int, ...]:
@@ -59,8 +81,7 @@ def parse_depths(text: str) -> tuple[int, ...]:
 def fit_command(args: argparse.Namespace) -> int:
     if (args.folder is None) == (args.points is None):
         raise ConfigError("fit: needs the folder of a ladder, or --points CSV")
-    if args.bootstraps < 0:
-        raise ConfigError(f"--bootstraps: {args.bootstraps}; at least 0")
+    check_bootstraps(args.bootstraps)
     if args.points is not None:
         points, ladder = read_points(args.points), None
         out = args.out or args.points.with_suffix("")
@@ -75,13 +96,16 @@ def fit_command(args: argparse.Namespace) -> int:
     budgets = np.geomspace(points.flops.min(), points.flops.max(), 4)
     if ladder is not None:
         budgets = np.array(ladder.all_flops())
-    optima = [parametric_optimum(fits[0], points.flops_factor, budgets)]
+    found = Approaches()
     if ladder is not None:
-        optima = ladder_optima(ladder, args.folder, points, out) + optima
-    figures.draw_contours(points, fits[0], optima[-1], out / "contours.png")
+        add_ladder_optima(found, ladder, args.folder, points, out)
+    by_law = found.add(
+        "parametric", lambda: parametric_optimum(fits[0], points.flops_factor, budgets), out / "contours.png"
+    )
+    figures.draw_contours(points, fits[0], by_law, out / "contours.png")
     figures.draw_fit(points, fits[0], out / "fit.png")
 
-    tree = as_tree(fits, optima)
+    tree = as_tree(fits, found.optima, points, found.missing)
     (out / "fit.json").write_text(json.dumps(tree, indent=1) + "\n")
     if args.json:
         say(json.dumps(tree))
@@ -89,34 +113,73 @@ def fit_command(args: argparse.Namespace) -> int:
     for fit in fits:
         say("\n".join(law_lines(fit, points)) + "\n")
     shown = [float(budgets[0]), float(budgets[-1]), 10 * float(budgets[-1])]
-    say("\n".join(optimum_lines(optima, shown, output_width())))
+    if found.optima:
+        say("\n".join(optimum_lines(found.optima, shown, output_width())))
+    for approach, why in found.missing.items():
+        say("\n".join(wrapped(f"{approach}: not to be had: {why}", output_width())))
     say(f"\nfigures, points.csv and fit.json in {out}")
     if ladder is not None:
         say(f"next     python -m scripts.scaling next {args.folder}")
     return 0
 
 
-def ladder_optima(ladder: Ladder, folder: Path, points: Points, out: Path) -> list[Optimum]:
+def check_bootstraps(count: int) -> None:
+    """Raises ConfigError."""
+    if count < LEAST_BOOTSTRAPS:
+        raise ConfigError(f"--bootstraps: {count}; at least {LEAST_BOOTSTRAPS}, from which the intervals are")
+
+
+@dataclass
+class Approaches:
+    """The optima that could be had. missing: {approach: why it could not}."""
+    optima: list[Optimum] = field(default_factory=list)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, find: Callable[[], Optimum], picture: Path) -> Optimum | None:
+        """picture: of the approach; where it cannot be had, that of an earlier fit is removed."""
+        try:
+            optimum = find()
+        except ConfigError as error:
+            self.missing[name] = str(error).removeprefix("fit: ")
+            picture.unlink(missing_ok=True)
+            return None
+        self.optima.append(optimum)
+        return optimum
+
+
+def add_ladder_optima(found: Approaches, ladder: Ladder, folder: Path, points: Points, out: Path) -> None:
     """The two approaches that need a ladder, with their figures."""
     sizes = {run.depth: float(run.parameters) for run in runs_of(ladder)}
-    curves = {sizes[depth]: curve for depth, curve in training_curves(ladder, folder).items()}
-    along_curves = envelope_optimum(curves, points.flops_factor)
-    figures.draw_envelope(curves, out / "envelope.png")
-
     budget_of = {run.name: run.budget for run in runs_of(ladder)}
-    at_equal_flops, parabolas = isoflop_optimum(points, budget_of)
-    figures.draw_isoflop(points, parabolas, out / "isoflop.png")
-    return [along_curves, at_equal_flops]
+
+    def along_curves() -> Optimum:
+        curves: dict[float, tuple[Array, Array]] = {}
+        for depth, curve in training_curves(ladder, folder).items():
+            curves[sizes[depth]] = curve
+        optimum = envelope_optimum(curves, points.flops_factor)
+        figures.draw_envelope(curves, out / "envelope.png")
+        return optimum
+
+    def at_equal_flops() -> Optimum:
+        optimum, parabolas = isoflop_optimum(points, budget_of)
+        figures.draw_isoflop(points, parabolas, out / "isoflop.png")
+        return optimum
+
+    found.add("envelope", along_curves, out / "envelope.png")
+    found.add("isoflop", at_equal_flops, out / "isoflop.png")
 
 
 # ---- next --------------------------------------------------------------------------------------------------
 
 
 def next_command(args: argparse.Namespace) -> int:
+    check_bootstraps(args.bootstraps)
     ladder = read_ladder(args.folder)
     points = ladder_points(ladder, args.folder)
     check_enough(points)
-    depth = args.depth or max(ladder.depths) + 1
+    depth = max(ladder.depths) + 1 if args.depth is None else args.depth
+    if depth < 1:
+        raise ConfigError(f"--depth: {depth}; at least 1")
     if depth in ladder.depths:
         raise ConfigError(f"--depth: {depth} is in the ladder; the next size is one that is not")
 
@@ -126,6 +189,7 @@ def next_command(args: argparse.Namespace) -> int:
     for run in runs:
         line = forecast_line(forecast(fit, run.name, run.parameters, run.tokens))
         say("\n".join(wrapped(line, output_width())))
+    say_warmups(ladder, [depth])
     if args.predict:
         return 0
     code = run_ladder(ladder, runs, args.folder, ranks=args.ranks, jobs=1, report=say)
@@ -135,6 +199,8 @@ def next_command(args: argparse.Namespace) -> int:
     told = []
     for run in runs:
         measured = final_loss(args.folder / run.name, run.steps)
+        if measured is not None and math.isnan(measured):  # said so by run_ladder
+            continue
         told.append(forecast(fit, run.name, run.parameters, run.tokens, measured))
         say("\n".join(wrapped(forecast_line(told[-1]), output_width())))
     report = [{**forecast.__dict__, "miss": forecast.miss} for forecast in told]

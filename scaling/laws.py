@@ -3,6 +3,9 @@
     chinchilla   E + A / N^alpha + B / D^beta                          (arXiv 2203.15556, equation 2)
     kaplan       ((N_c / N)^(alpha_N / alpha_D) + D_c / D)^alpha_D     (arXiv 2001.08361, equation 1.5)
 
+N counts all parameters in the first, and those without embeddings in the second, as in the two papers; where
+the points do not say how many these are, all as well.
+
 Fitted as in arXiv 2203.15556, section 3.3: the least sum of Huber losses, delta 1e-3, of the differences of
 logarithms of losses, from a grid of starts. The minimizer is not stopped too early, which is what arXiv
 2404.10102 found in the published fit. Intervals are percentiles over fits to runs that were drawn again with
@@ -11,7 +14,7 @@ replacement, as there.
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from math import exp
+from math import exp, inf
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -22,6 +25,7 @@ HUBER_DELTA = 1e-3  # of logarithms of losses
 TOLERANCE = 1e-12  # relative, of the sum and of the numbers
 DIFFERENCE = 1e-6  # of a number, for its derivative
 INTERVAL = (2.5, 97.5)  # percentiles: 95 %
+MAX_EXPONENT = 709.0  # of e, in a float
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,21 @@ class Law:
     log_loss(theta [.., k], log N [n], log D [n]) -> log of the loss [.., n].
     numbers(theta [k]) -> {name: value} as papers print them.
     grid: values at which each number of theta starts.
+    without_embeddings: what N counts, where the points know it.
     """
     name: str
     formula: str
     log_loss: Callable[[Array, Array, Array], Array]
     numbers: Callable[[Array], dict[str, float]]
     grid: tuple[tuple[float, ...], ...]
+    without_embeddings: bool = False
+
+    def counts_body(self, points: Points) -> bool:
+        return self.without_embeddings and points.body is not None
+
+    def sizes(self, points: Points) -> Array:
+        """N of each run, as this law counts: [n]."""
+        return points.parameters if points.body is None or not self.without_embeddings else points.body
 
 
 @dataclass(frozen=True)
@@ -85,9 +98,14 @@ def chinchilla_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
     return np.logaddexp(np.logaddexp(by_size, by_tokens), log_e)
 
 
+def grown(exponent: float) -> float:
+    """exp of it, inf where no float holds that: runs from which a number cannot be seen push it there."""
+    return exp(exponent) if exponent < MAX_EXPONENT else inf
+
+
 def chinchilla_numbers(theta: Array) -> dict[str, float]:
     log_a, log_b, log_e, alpha, beta = map(float, theta)
-    return {"A": exp(log_a), "B": exp(log_b), "E": exp(log_e), "alpha": alpha, "beta": beta}
+    return {"A": grown(log_a), "B": grown(log_b), "E": grown(log_e), "alpha": alpha, "beta": beta}
 
 
 def kaplan_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
@@ -99,7 +117,7 @@ def kaplan_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
 
 def kaplan_numbers(theta: Array) -> dict[str, float]:
     log_nc, log_dc, alpha_n, alpha_d = map(float, theta)
-    return {"N_c": exp(log_nc), "D_c": exp(log_dc), "alpha_N": alpha_n, "alpha_D": alpha_d}
+    return {"N_c": grown(log_nc), "D_c": grown(log_dc), "alpha_N": alpha_n, "alpha_D": alpha_d}
 
 
 CHINCHILLA = Law(
@@ -126,6 +144,7 @@ KAPLAN = Law(
         (0.05, 0.1, 0.2, 0.4),
         (0.05, 0.1, 0.2, 0.4),
     ),
+    without_embeddings=True,
 )
 
 
@@ -183,7 +202,7 @@ def minimize_from(start: Array, law: Law, points: Points) -> Array:
 
 def residuals(theta: Array, law: Law, points: Points) -> Array:
     """Predicted less measured logarithms of the loss: theta [.., k] -> [.., n]."""
-    predicted = law.log_loss(theta, np.log(points.parameters), np.log(points.tokens))
+    predicted = law.log_loss(theta, np.log(law.sizes(points)), np.log(points.tokens))
     return predicted - np.log(points.loss)
 
 

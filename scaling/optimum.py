@@ -14,7 +14,7 @@ from config import ConfigError
 from scaling.laws import INTERVAL, Fit
 from scaling.points import Array, Points
 
-SMOOTHING = 0.02  # of the steps of a curve, over which a loss is averaged
+SMOOTHING = 0.02  # of the way to a point, over whose last steps its loss is averaged
 ENVELOPE_BINS = 100  # budgets, evenly spaced in logarithms, at which the envelope is read
 
 
@@ -60,14 +60,17 @@ def envelope_optimum(curves: dict[float, tuple[Array, Array]], flops_factor: flo
     Before the decay of their learning rate losses are higher than those of finished runs, of all sizes alike:
     sizes are compared with each other here, not with the other approaches.
     """
-    smooth = {size: (flops, smoothed(loss)) for size, (flops, loss) in curves.items()}
+    smooth = {size: (flops, smoothed(flops, loss)) for size, (flops, loss) in curves.items()}
     budgets, sizes, _ = envelope(smooth)
     law = fit_power_law(budgets, sizes)
     return Optimum("envelope", law, flops_factor, None, budgets, sizes)
 
 
 def envelope(curves: dict[float, tuple[Array, Array]]) -> tuple[Array, Array, Array]:
-    """(budgets, the size with the least loss at each, that loss), where all sizes were trained so far."""
+    """(budgets, the size with the least loss at each, that loss), where all sizes were trained so far.
+
+    A loss that is not finite is the least nowhere.
+    """
     low = max(flops[0] for flops, _ in curves.values())
     high = min(flops[-1] for flops, _ in curves.values())
     if not low < high:
@@ -76,17 +79,28 @@ def envelope(curves: dict[float, tuple[Array, Array]]) -> tuple[Array, Array, Ar
     budgets = np.geomspace(low, high, ENVELOPE_BINS)
     sizes = np.array(list(curves))
     losses = np.array([np.interp(np.log(budgets), np.log(flops), loss) for flops, loss in curves.values()])
+    losses[np.isnan(losses)] = np.inf
+    known = np.isfinite(losses).any(0)
+    if not known.any():
+        raise ConfigError("fit: no training curve has a finite loss where all sizes were trained")
     best = losses.argmin(0)
-    return budgets, sizes[best], losses.min(0)
+    return budgets[known], sizes[best][known], losses.min(0)[known]
 
 
-def smoothed(loss: Array) -> Array:
-    """The mean over a window of steps, SMOOTHING of all, that ends at each."""
-    window = max(1, round(SMOOTHING * len(loss)))
-    sums = np.cumsum(np.insert(np.nan_to_num(loss, nan=float(np.nanmean(loss))), 0, 0.0))
+def smoothed(position: Array, loss: Array) -> Array:
+    """At each step the mean loss of those since (1 - SMOOTHING) of its position, itself included: [steps].
+
+    position: what the steps are counted in, as tokens or FLOPs, rising. What comes after a step changes
+    nothing, so runs of any length are alike where they have done the same. Losses that are not finite are
+    left out; NaN where there is no other.
+    """
+    finite = np.isfinite(loss)
+    sums = np.cumsum(np.insert(np.where(finite, loss, 0.0), 0, 0.0))
+    counts = np.cumsum(np.insert(finite.astype(float), 0, 0.0))
     ends = np.arange(1, len(loss) + 1)
-    starts = np.maximum(0, ends - window)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    starts = np.minimum(ends - 1, np.searchsorted(position, (1 - SMOOTHING) * position, side="right"))
+    sums, counts = sums[ends] - sums[starts], counts[ends] - counts[starts]
+    return np.divide(sums, counts, out=np.full(len(loss), np.nan), where=counts > 0)
 
 
 # ---- at equal FLOPs ----------------------------------------------------------------------------------------

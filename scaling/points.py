@@ -10,16 +10,21 @@ from config import ConfigError
 
 Array = NDArray[np.float64]
 COLUMNS = ("run", "parameters", "tokens", "flops", "loss")  # of a table of points
+BODY = "parameters_without_embeddings"  # one more column, which a table may have
 
 
 @dataclass(frozen=True)
 class Points:
-    """n runs. parameters, tokens, flops (of the whole run) and loss (nats a token, at its end): [n]."""
+    """n runs. parameters, tokens, flops (of the whole run) and loss (nats a token, at its end): [n].
+
+    body: parameters outside of embedding and output head, [n]; None where the table does not say.
+    """
     runs: tuple[str, ...]
     parameters: Array
     tokens: Array
     flops: Array
     loss: Array
+    body: Array | None = None
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -32,6 +37,7 @@ class Points:
             self.tokens[rows],
             self.flops[rows],
             self.loss[rows],
+            None if self.body is None else self.body[rows],
         )
 
     @property
@@ -46,38 +52,43 @@ class Points:
 
 
 def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
-    """Points from rows with the keys of COLUMNS. source: named in errors.
+    """Points from rows with the keys of COLUMNS, and of BODY where all have it. source: named in errors.
 
     Raises ConfigError, which names the run, for a number that no law can take.
     """
+    has_body = all(BODY in row for row in rows)
+    columns = [*COLUMNS[1:], *([BODY] if has_body else [])]
     for row in rows:
-        for column in COLUMNS[1:]:
+        for column in columns:
             value = float(row[column])
             if not (np.isfinite(value) and value > 0):
                 raise ConfigError(
                     f"{source}: {row['run']} has {column} {row[column]}, and a law is fitted to numbers "
                     "above 0; leave the run out, or finish it"
                 )
-    values = {column: np.array([float(row[column]) for row in rows]) for column in COLUMNS[1:]}
-    return Points(tuple(str(row["run"]) for row in rows), **values)
+    values = {column: np.array([float(row[column]) for row in rows]) for column in columns}
+    body = values.pop(BODY, None)
+    return Points(tuple(str(row["run"]) for row in rows), **values, body=body)
 
 
 def read_points(path: Path) -> Points:
-    """The points of a CSV file with the columns of COLUMNS. Raises ConfigError."""
+    """The points of a CSV file with the columns of COLUMNS, and maybe BODY. Raises ConfigError."""
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
-            missing = set(COLUMNS) - set(reader.fieldnames or ())
+            names = set(reader.fieldnames or ())
+            missing = set(COLUMNS) - names
             rows = list(reader)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path}: cannot be read as a table of points ({error})") from error
     if missing:
         raise ConfigError(f"{path}: no column {', '.join(sorted(missing))}; a table of points has "
                           f"{', '.join(COLUMNS)}")
+    numeric = [*COLUMNS[1:], *([BODY] if BODY in names else [])]
     checked: list[dict[str, float | str]] = []
     for number, row in enumerate(rows, 2):
         try:
-            checked.append({"run": row["run"], **{column: float(row[column]) for column in COLUMNS[1:]}})
+            checked.append({"run": row["run"], **{column: float(row[column]) for column in numeric}})
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{path}:{number}: not a row of numbers ({error})") from error
     return make_points(checked, str(path))
@@ -87,8 +98,10 @@ def write_points(points: Points, path: Path) -> None:
     """Writes what read_points reads."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        columns = (points.runs, points.parameters, points.tokens, points.flops, points.loss)
+        writer.writerow(COLUMNS if points.body is None else (*COLUMNS, BODY))
+        columns = [points.runs, points.parameters, points.tokens, points.flops, points.loss]
+        if points.body is not None:
+            columns.append(points.body)
         for run, *numbers in zip(*columns):
             writer.writerow([run, *(repr(float(number)) for number in numbers)])
 

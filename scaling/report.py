@@ -1,4 +1,5 @@
 """What a fit says, as text and as data."""
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -6,7 +7,7 @@ import numpy as np
 
 from scaling.laws import Fit, huber_sum
 from scaling.optimum import Optimum
-from scaling.points import Points
+from scaling.points import BODY, Points
 
 LEFT_WIDTH = 12 + 9 + 16  # columns of optimum_lines: an approach, its exponent and interval
 BUDGET_WIDTH = 2 + 30  # of a budget
@@ -32,10 +33,14 @@ def law_lines(fit: Fit, points: Points) -> list[str]:
     """The numbers of a law with their intervals, and how far it is from the runs."""
     intervals = fit.intervals()
     lines = [f"{fit.law.name}: loss = {fit.law.formula}, {len(points)} runs of {len(points.sizes)} sizes"]
+    if fit.law.counts_body(points):
+        lines.append("  N counts the parameters without embeddings")
+    elif fit.law.without_embeddings:
+        lines.append(f"  N counts all parameters: the points have no column {BODY}")
     for name, value in fit.numbers.items():
         low, high = intervals[name]
         lines.append(f"  {name:<8}{value:>14.5g}   95 %: {low:.5g} to {high:.5g}")
-    predicted = np.exp(fit.law.log_loss(fit.theta, np.log(points.parameters), np.log(points.tokens)))
+    predicted = np.exp(fit.law.log_loss(fit.theta, np.log(fit.law.sizes(points)), np.log(points.tokens)))
     error = np.abs(predicted / points.loss - 1)
     lines.append(f"  error of a run: median {np.median(error):.2%}, largest {error.max():.2%}; "
                  f"sum of Huber losses {float(huber_sum(fit.law, fit.theta, points)):.3g}")
@@ -71,9 +76,20 @@ def forecast_line(forecast: LossForecast) -> str:
     return line
 
 
-def as_tree(fits: list[Fit], optima: list[Optimum]) -> dict[str, Any]:
-    """Both for a JSON file."""
-    laws = {fit.law.name: {"numbers": fit.numbers, "intervals": fit.intervals()} for fit in fits}
+def as_tree(
+    fits: list[Fit], optima: list[Optimum], points: Points, missing: Mapping[str, str]
+) -> dict[str, Any]:
+    """All of it for a JSON file. missing: {approach: why it cannot be had}."""
+    laws = {}
+    for fit in fits:
+        laws[fit.law.name] = {
+            "numbers": {name: finite_or_none(value) for name, value in fit.numbers.items()},
+            "intervals": {
+                name: (finite_or_none(low), finite_or_none(high))
+                for name, (low, high) in fit.intervals().items()
+            },
+            "counts_embeddings": not fit.law.counts_body(points),
+        }
     best = {
         optimum.approach: {
             "exponent": optimum.parameters.exponent,
@@ -83,4 +99,9 @@ def as_tree(fits: list[Fit], optima: list[Optimum]) -> dict[str, Any]:
         }
         for optimum in optima
     }
-    return {"laws": laws, "optima": best}
+    return {"laws": laws, "optima": best, "missing": dict(missing)}
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no other number."""
+    return value if np.isfinite(value) else None

@@ -1,5 +1,6 @@
 """The keys of train.py that a scaling experiment sets, and what the words of its command line say."""
 import argparse
+import math
 from collections.abc import Iterable
 
 from config import ConfigError, dotted_overrides, usable_cores
@@ -41,6 +42,16 @@ def parse_settings(
     return tuple(settings.items())
 
 
+def refuse_own_keys(settings: Iterable[tuple[str, str]], own: Iterable[str], what: str) -> None:
+    """Raises ConfigError for a setting that an experiment makes itself, and would override.
+
+    what: the experiment, as "a ladder".
+    """
+    for key, _ in settings:
+        if key in own:
+            raise ConfigError(f"{key}: {what} sets it itself; leave it out")
+
+
 def words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
     """The command line of train.py that says these settings, [key, value] pairs."""
     words: list[str] = []
@@ -50,10 +61,22 @@ def words_of(settings: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def parse_numbers(option: str, text: str) -> tuple[float, ...]:
+    """Finite numbers, with commas between them. Raises ConfigError."""
     try:
-        return tuple(float(word) for word in text.split(","))
+        numbers = tuple(float(word) for word in text.split(","))
     except ValueError as error:
         raise ConfigError(f"{option}: {text!r} is no list of numbers, as 1,2,4") from error
+    if not all(map(math.isfinite, numbers)):
+        raise ConfigError(f"{option}: {text!r} has a number that is not finite")
+    return numbers
+
+
+def parse_whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Raises ConfigError."""
+    numbers = parse_numbers(option, text)
+    if not all(number.is_integer() for number in numbers):
+        raise ConfigError(f"{option}: {text!r} is no list of whole numbers, as 1,2,4")
+    return tuple(int(number) for number in numbers)
 
 
 def jobs_of(args: argparse.Namespace) -> int:

@@ -20,12 +20,19 @@ import config
 from config import Config, ConfigError
 from plan.job import job_of_rank
 from runtime.lines import Rows, read_metrics
+from scaling.kept import keep_tree
 from scaling.optimum import SMOOTHING, smoothed
 from scaling.points import Array
-from scaling.settings import words_of
+from scaling.settings import refuse_own_keys, words_of
 
 COLUMNS = ("run", "rate", "batch_tokens", "steps", "loss", "train_loss", "steps_to_target", "noise_scale")
 LEAST_STEPS = 20  # of a run: the smoothing needs some
+SWEEP_FILE = "sweep.json"  # in the folder of a sweep
+# what a sweep sets itself in every run, besides train.global_batch, with which eval.batches is counted
+OWN_KEYS = (
+    "log.dir", "log.name", "train.steps", "train.tokens", "train.flops", "optim.decay", "eval.every",
+    "eval.sample",
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +80,8 @@ class SweepCurve:
         if last == 0:
             return 1.0
         before, at = self.loss[last - 1], self.loss[last]
+        if math.isnan(before):  # no step before it has a finite loss
+            return last + 1.0
         return last + float((before - target) / (before - at))
 
     def noise_scale_at(self, steps: float) -> float:
@@ -124,6 +133,20 @@ def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
         raise ConfigError("--rates: different learning rates above 0, as 1e-3,2e-3,4e-3")
     if not sweep.batches or min(sweep.batches) < 1 or len(set(sweep.batches)) != len(sweep.batches):
         raise ConfigError("--batches: different numbers of sequences, all at least 1, as 8,16,32")
+    refuse_own_keys(sweep.settings, OWN_KEYS, "a sweep")
+    cfg = config_of_sweep(sweep)
+    for key in ("ramp", "phases"):
+        if getattr(cfg.train, key) is not None:
+            raise ConfigError(f"train.{key}: a sweep counts steps of one batch, all with the same settings; "
+                              "set it to none")
+    sequences = validation_sequences(cfg)
+    for batch in sweep.batches:
+        if sequences % batch:
+            raise ConfigError(
+                f"--batches: {batch} does not divide the {sequences:,} sequences of a validation (eval."
+                f"batches {cfg.eval.batches} of {cfg.train.global_batch}), which all runs share; try "
+                f"--eval.batches {batches_for_all(sweep, cfg)}"
+            )
     for run in runs_of_sweep(sweep):
         if run.steps < LEAST_STEPS:
             raise ConfigError(
@@ -132,6 +155,34 @@ def check_sweep(sweep: Sweep, folder: Path, ranks: int) -> None:
             )
         name, *argv = sweep_arguments(sweep, run, folder, ranks)
         job_of_rank(config.resolve(name, None, argv), ranks, rank=0)
+
+
+def keep_sweep(sweep: Sweep, folder: Path) -> None:
+    """Keeps what the sweep is, to which rates and batches may be added; makes the folder.
+
+    Raises ConfigError if another one was started in it.
+    """
+    tree = {
+        "recipe": sweep.recipe,
+        "tokens": sweep.tokens,
+        "settings": dict(sweep.settings),
+        "rates": list(sweep.rates),
+        "batches": list(sweep.batches),
+    }
+    has_results = any((folder / run.name).exists() for run in runs_of_sweep(sweep))
+    keep_tree(folder / SWEEP_FILE, tree, what="sweep", may_grow=("rates", "batches"), has_results=has_results)
+
+
+def validation_sequences(cfg: Config) -> int:
+    """Sequences that every run of a sweep is validated on: those that the recipe's own batch makes of
+    eval.batches."""
+    return cfg.eval.batches * cfg.train.global_batch
+
+
+def batches_for_all(sweep: Sweep, cfg: Config) -> int:
+    """The least eval.batches, not below that of the config, whose sequences all batches divide."""
+    unit = math.lcm(*sweep.batches, cfg.train.global_batch) // cfg.train.global_batch
+    return math.ceil(cfg.eval.batches / unit) * unit
 
 
 def runs_of_sweep(sweep: Sweep) -> list[SweepRun]:
@@ -171,6 +222,7 @@ def sweep_arguments(sweep: Sweep, run: SweepRun, folder: Path, ranks: int) -> li
         "optim.lr": repr(run.rate),
         "optim.decay": "constant",
         "eval.every": "none",  # at the end alone
+        "eval.batches": str(validation_sequences(config_of_sweep(sweep)) // run.batch),
         "eval.sample": "0",
     }
     return [sweep.recipe, *words_of(settings.items())]
@@ -185,16 +237,17 @@ def micro_batch_of(sequences: int, most: int) -> int:
 
 
 def read_curve(run: SweepRun, folder: Path) -> SweepCurve | None:
-    """None if the run is not at its end yet. Raises ConfigError if its loss there is not finite."""
+    """None if the run is not at its end yet."""
     steps, validations = read_metrics(folder / run.name, max_steps=run.steps + 1)
     at_end = [row["val_loss"] for row in validations if row["step"] == run.steps]
     if not at_end:
         return None
     final_loss = at_end[-1]
+    tokens = column(steps, "tokens")
     return SweepCurve(
         run,
-        tokens=column(steps, "tokens"),
-        loss=smoothed(column(steps, "loss")),
+        tokens=tokens,
+        loss=smoothed(tokens, column(steps, "loss")),
         noise_s=column(steps, "noise_s"),
         noise_g2=column(steps, "noise_g2"),
         final_loss=math.nan if final_loss is None else float(final_loss),
@@ -245,12 +298,13 @@ def critical_batch(curves: list[SweepCurve], target: float | None = None) -> Cri
     if len(best) < 3:
         return None
     if target is None:
-        target = max(float(curve.loss.min()) for curve in best)
+        target = max(float(np.nanmin(curve.loss)) for curve in best)
     steps = np.array([curve.steps_to(target) for curve in best])
     if not np.isfinite(steps).all():
         missing = best[int(np.flatnonzero(~np.isfinite(steps))[0])]
-        raise ConfigError(f"--target: {missing.run.name} ends at {missing.loss.min():.4f} and never reaches "
-                          f"{target}; give a higher loss, or raise --tokens")
+        least = float(np.nanmin(missing.loss))
+        raise ConfigError(f"--target: {missing.run.name} ends at {least:.4f} and never reaches {target}; "
+                          "give a higher loss, or raise --tokens")
 
     # least squares of S = S_min + E_min / B, relative to the steps: they lie a factor apart
     batches = np.array([float(curve.run.batch_tokens) for curve in best])
@@ -274,8 +328,8 @@ def sweep_lines(curves: list[SweepCurve], critical: CriticalBatch | None) -> lis
     if critical is None:
         lines.append("critical batch: three batches or more are needed, whose steps fall as the batch grows")
         return lines
-    lines.append(f"\nsteps to a training loss of {critical.target:.4f} (mean of the last {SMOOTHING:.0%} of "
-                 "the steps), at the best rate of each batch")
+    lines.append(f"\nsteps to a training loss of {critical.target:.4f} (mean over the last {SMOOTHING:.0%} "
+                 "of the tokens before), at the best rate of each batch")
     for batch, steps, noise in zip(critical.batches, critical.steps, critical.noise_scales):
         measured = "not measured" if math.isnan(noise) else f"{noise:,.0f} tokens"
         lines.append(f"  {batch:>10,.0f} tokens a step {steps:>10,.1f} steps {batch * steps:>14,.0f} tokens"

@@ -20,6 +20,7 @@ from scaling.settings import (
     jobs_of,
     parse_numbers,
     parse_settings,
+    parse_whole_numbers,
     say,
 )
 from scaling.sweep import (
@@ -27,6 +28,7 @@ from scaling.sweep import (
     SweepRun,
     check_sweep,
     critical_batch,
+    keep_sweep,
     read_curve,
     runs_of_sweep,
     sweep_arguments,
@@ -43,6 +45,7 @@ from scaling.systems import (
     cell_name,
     check_systems,
     config_of_recipe,
+    keep_systems,
     make_cell,
     parse_layout,
     read_cells,
@@ -58,8 +61,8 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
     sweep = Sweep(
         recipe=args.recipe,
         rates=parse_numbers("--rates", args.rates),
-        batches=tuple(round(number) for number in parse_numbers("--batches", args.batches)),
-        tokens=round(args.tokens),
+        batches=parse_whole_numbers("--batches", args.batches),
+        tokens=tokens_of(args.tokens),
         settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_MODEL),
     )
     jobs = jobs_of(args)
@@ -69,7 +72,7 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
         if not 0 <= args.only < len(runs):
             raise ConfigError(f"--only: {args.only}, and the runs are 0 to {len(runs) - 1}")
         runs = [runs[args.only]]
-    args.out.mkdir(parents=True, exist_ok=True)
+    keep_sweep(sweep, args.out)
 
     with Programs() as programs:
         chains = [partial(run_of_sweep, sweep, run, args, programs) for run in runs]
@@ -90,6 +93,13 @@ def sweep_command(args: argparse.Namespace, rest: list[str]) -> int:
     return 0
 
 
+def tokens_of(number: float) -> int:
+    """Of --tokens. Raises ConfigError."""
+    if not (math.isfinite(number) and number >= 1):
+        raise ConfigError(f"--tokens: {number}; tokens of each run, at least 1, as 1e6")
+    return round(number)
+
+
 def run_of_sweep(sweep: Sweep, run: SweepRun, args: argparse.Namespace, programs: Programs) -> int:
     """Runs what is not done yet. A run that diverges is a result: the others go on."""
     output = args.out / f"{run.name}.log"
@@ -99,7 +109,7 @@ def run_of_sweep(sweep: Sweep, run: SweepRun, args: argparse.Namespace, programs
             say(f"{run.name}: ended with code {code}; {output} says why")
             return code
     curve = read_curve(run, args.out)
-    say(f"{run.name}: diverged" if curve is None
+    say(f"{run.name}: diverged" if curve is None or math.isnan(curve.final_loss)
         else f"{run.name}: {run.steps} steps, validation loss {curve.final_loss:.4f}")
     return 0
 
@@ -112,14 +122,15 @@ def systems_command(args: argparse.Namespace, rest: list[str]) -> int:
         recipe=args.recipe,
         modes=MODES if args.mode == "both" else (args.mode,),
         layouts=tuple(parse_layout(text) for text in args.layout or ("", "zero 1")),
-        ranks=tuple(round(number) for number in parse_numbers("--ranks", args.ranks)),
+        ranks=parse_whole_numbers("--ranks", args.ranks),
         steps=args.steps,
         settings=parse_settings(args.recipe, rest, LAPTOP_SETTINGS | LAPTOP_MODEL),
     )
     check_systems(systems)
     if args.only is not None and args.only not in systems.ranks:
         raise ConfigError(f"--only: {args.only} is none of --ranks {args.ranks}")
-    args.out.mkdir(parents=True, exist_ok=True)
+    named_hardware(systems, args)  # refused before anything is written
+    keep_systems(systems, args.out, args.cluster)
 
     with Programs() as programs:
         failed = run_cells(systems, args, programs)
@@ -152,13 +163,27 @@ def run_cell(
     systems: Systems, cell: ScalingCell, layout: ScalingLayout, args: argparse.Namespace, programs: Programs
 ) -> int:
     """Runs a cell and says how it ended; returns train.py's exit code."""
-    write_cell(cell, args.out)
     launcher = shlex.split(args.launcher) if args.launcher else None
     output = args.out / f"{cell.name}.log"
     code = programs.train(cell_arguments(systems, cell, layout, args.out), cell.ranks, output, launcher)
-    say(f"{cell.name}: ended with code {code}; {output} says why" if code
-        else f"{cell.name}: {systems.steps} steps")
-    return code
+    if code:
+        say(f"{cell.name}: ended with code {code}; {output} says why")
+        return code
+    write_cell(cell, args.out)
+    say(f"{cell.name}: {systems.steps} steps")
+    return 0
+
+
+def named_hardware(systems: Systems, args: argparse.Namespace) -> Hardware | None:
+    """The row that --cluster names; None without it. Raises ConfigError."""
+    cfg = config_of_recipe(systems)
+    if not args.cluster:
+        return None
+    hardware = Hardware(cluster(args.cluster), Efficiency())
+    if cfg.train.dtype not in hardware.cluster.flops:
+        raise ConfigError(f"train.dtype: configs/clusters.yaml has no {cfg.train.dtype} for "
+                          f"{args.cluster}; it has {', '.join(hardware.cluster.flops)}")
+    return hardware
 
 
 def hardware_of(
@@ -166,12 +191,9 @@ def hardware_of(
 ) -> Hardware | None:
     """What the forecast for so many ranks rests on; None on a GPU without --cluster."""
     cfg = config_of_recipe(systems)
-    if args.cluster:
-        hardware = Hardware(cluster(args.cluster), Efficiency())
-        if cfg.train.dtype not in hardware.cluster.flops:
-            raise ConfigError(f"train.dtype: configs/clusters.yaml has no {cfg.train.dtype} for "
-                              f"{args.cluster}; it has {', '.join(hardware.cluster.flops)}")
-        return hardware
+    named = named_hardware(systems, args)
+    if named is not None:
+        return named
     if args.launcher or pick_device(cfg.train.device, local_rank=0).type != "cpu":
         say("no forecast: --cluster names the row of configs/clusters.yaml that these GPUs are")
         return None

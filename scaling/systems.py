@@ -21,10 +21,12 @@ from plan.count import flops_per_token
 from plan.job import job_of_rank
 from plan.search import job_of
 from runtime.lines import read_metrics
+from scaling.kept import keep_tree
 from scaling.settings import words_of
 
 MODES = ("strong", "weak")
-CELL_FILE = "cell.json"  # in the folder of a cell's run
+SYSTEMS_FILE = "systems.json"  # in the folder of all cells
+CELL_FILE = "cell.json"  # in the folder of a cell's run, once it has run
 WARM_UP = 2  # steps of a run that are not counted: they compile, connect and allocate
 LEAST_STEPS = 5
 TEXT_COLUMNS = ("mode", "layout")  # of the table; the others are numbers
@@ -121,6 +123,34 @@ def check_systems(systems: Systems) -> None:
         raise ConfigError(f"--layout: the same layout twice ({', '.join(names)})")
 
 
+def keep_systems(systems: Systems, folder: Path, cluster: str | None) -> None:
+    """Keeps what is measured in the folder, to which modes, layouts and ranks may be added; makes the folder.
+
+    cluster: of the forecast. Raises ConfigError if something else was measured in it.
+    """
+    layouts: list[str] = []
+    for layout in systems.layouts:
+        words = ", ".join(f"{key} {value}" for key, value in layout.settings)
+        layouts.append(f"{layout.name}: {words}")
+    tree = {
+        "recipe": systems.recipe,
+        "steps": systems.steps,
+        "cluster": cluster,
+        "settings": dict(systems.settings),
+        "fewest ranks": min(systems.ranks),  # from which a weak batch grows
+        "modes": list(systems.modes),
+        "layouts": layouts,
+        "ranks": list(systems.ranks),
+    }
+    keep_tree(
+        folder / SYSTEMS_FILE,
+        tree,
+        what="measurement",
+        may_grow=("modes", "layouts", "ranks"),
+        has_results=any(folder.glob(f"*/{CELL_FILE}")),
+    )
+
+
 def config_of_recipe(systems: Systems, more: tuple[tuple[str, str], ...] = ()) -> Config:
     """The recipe with the settings of all cells, and more. Raises ConfigError."""
     return config.resolve(systems.recipe, None, words_of(systems.settings + more))
@@ -194,17 +224,25 @@ def cell_arguments(systems: Systems, cell: ScalingCell, layout: ScalingLayout, f
 
 
 def write_cell(cell: ScalingCell, folder: Path) -> None:
-    """Before its run, so that every folder says what it is."""
+    """After its run has ended well: a folder without it holds no times to be read."""
     own = folder / cell.name
     own.mkdir(parents=True, exist_ok=True)
     (own / CELL_FILE).write_text(json.dumps(asdict(cell), indent=1) + "\n")
 
 
+def read_cell(path: Path) -> ScalingCell:
+    """Raises ConfigError."""
+    try:
+        return ScalingCell(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: does not say what was measured ({error}); remove its folder") from error
+
+
 def read_cells(folder: Path) -> list[MeasuredCell]:
-    """All cells of a folder that have run, by mode, layout and ranks."""
+    """All cells of a folder that have run, by mode, layout and ranks. Raises ConfigError."""
     measured: list[MeasuredCell] = []
     for path in folder.glob(f"*/{CELL_FILE}"):
-        cell = ScalingCell(**json.loads(path.read_text()))
+        cell = read_cell(path)
         steps, _ = read_metrics(path.parent)
         counted = [row["step_ms"] / 1e3 for row in steps[WARM_UP:] if row["step_ms"] is not None]
         if not counted:

@@ -4,8 +4,9 @@
 
 Prints what differs in their settings, and their losses at equal tokens and at equal FLOPs. --out writes a
 page with the picture and all settings that needs no other file (.png: the picture alone). --watch writes it
-again every so many seconds, while the runs train, and a browser reads it again by itself. Of one run it is a
-report.
+again every so many seconds until all runs have ended, and a browser reads it again by itself. A run that has
+not ended and writes nothing for ten minutes is shown with "no news": it may have been killed. Of one run it
+is a report.
 """
 import argparse
 import json
@@ -14,12 +15,13 @@ import time
 from pathlib import Path
 
 from config import ConfigError
-from config.terminal import ParagraphHelp, output_width
+from config.terminal import ParagraphHelp, output_width, wrapped
 from runtime.failure import fail_cleanly
 from scaling.compare import (
     SMOOTHING_TEXT,
     Run,
     different_settings,
+    doubts,
     draw_runs,
     page,
     read_run,
@@ -65,11 +67,14 @@ def main(argv: list[str]) -> int:
 def report(runs: list[Run], as_json: bool) -> None:
     differing = different_settings(runs)
     if as_json:
-        print(json.dumps({"runs": table_rows(runs), "different": differing}))
+        print(json.dumps({"runs": table_rows(runs), "different": differing, "doubts": doubts(runs)}))
         return
     width = output_width()
     print("\n".join(text_table(table_rows(runs), width)))
-    print(f"training losses: {SMOOTHING_TEXT}\n")
+    print(f"training losses: {SMOOTHING_TEXT}")
+    for line in doubts(runs):
+        print("\n".join(wrapped(line, width)))
+    print()
     if len(runs) > 1:
         rows = [{"different": key} | {run.name: str(value) for run, value in zip(runs, values)}
                 for key, values in differing.items()]

@@ -1,13 +1,18 @@
 """Runs side by side: what differs, losses where both have been, a page that stands alone."""
 import json
+import os
+import time
+import warnings
 
 import numpy as np
 import pytest
 
 import config
+import scripts.compare
 from config import ConfigError
 from plan.count import flops_per_token
-from scaling.compare import different_settings, page, read_run, table_rows
+from runtime.goodput import STARTS_FILE, StartRecord
+from scaling.compare import different_settings, doubts, page, read_run, table_rows
 from scripts.compare import main
 
 
@@ -24,11 +29,12 @@ def make_run(folder, losses, *, start=0, finished=True, **keys):
         row = {"step": step, "loss": loss, "tokens": 100 * step, "tokens_per_s": 50.0 + step, "mfu": None}
         lines.append(json.dumps(row))
     last = start + len(losses)
-    lines.append(json.dumps({"step": last, "val_loss": losses[-1] + 0.5}))
+    val_loss = None if losses[-1] is None else losses[-1] + 0.5
+    lines.append(json.dumps({"step": last, "val_loss": val_loss, "val_bpb": 1.25}))
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     if finished is not None:
         of_token = flops_per_token(cfg.model, cfg.train.seq_len)
-        summary = {"finished": finished, "tokens": 100 * last, "flops": 100 * last * of_token}
+        summary = {"finished": finished, "step": last, "tokens": 100 * last, "flops": 100 * last * of_token}
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -67,14 +73,111 @@ def test_the_page_needs_no_other_file(tmp_path, capsys):
     text = out.read_text()
     assert "data:image/png;base64," in text and "http" not in text.replace("http-equiv", "")
     assert "a&lt;b" in text and "a<b" not in text
-    assert "running" in text and "mean of the last 2% of the steps" in text
+    assert "running" in text and "mean over the last 2% of the tokens before a point" in text
     assert "http-equiv" not in text
     assert "http-equiv" in page([read_run(second)], refresh_s=5)
 
     shown = capsys.readouterr().out
-    assert "optim.lr" in shown and "mean of the last 2% of the steps" in shown
+    assert "optim.lr" in shown and "mean over the last 2% of the tokens before a point" in shown
     assert main([str(first), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["run"] == "a<b"
+
+
+def test_equal_curves_are_equal_at_equal_tokens_however_long_they_are(tmp_path):
+    """The window of the smoothing was a share of the whole run: the longer run had a higher loss here."""
+    losses = list(np.linspace(6.0, 2.0, 3000))
+    short, long = make_run(tmp_path / "short", losses[:1000]), make_run(tmp_path / "long", losses)
+    runs = [read_run(short), read_run(long)]
+    assert [run.loss_at(100_000) for run in runs] == [runs[0].loss_at(100_000)] * 2
+    assert runs[0].loss_at(100_000) == pytest.approx(np.mean(losses[980:1000]))
+    at_equal = [row["at 100.0K tokens"] for row in table_rows(runs)]
+    assert at_equal[0] == at_equal[1]
+
+
+def test_a_long_run_keeps_all_its_evaluations(tmp_path):
+    """Of more than 20,000 steps not all rows are read; an evaluation between two that are is still there."""
+    folder = make_run(tmp_path / "a", [3.0] * 20_001)
+    evaluations = [json.dumps({"step": step, "val_loss": 3.0, "val_bpb": 1.0}) for step in (2, 10_000)]
+    lines = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(lines + "\n".join(evaluations) + "\n")
+    assert sorted(read_run(folder).validation_tokens) == [200, 1_000_000, 2_000_100]
+
+
+def test_a_diverged_run_is_called_so(tmp_path, capsys):
+    """Its last losses are null; a mean that was put in their place looked like a loss."""
+    fine = make_run(tmp_path / "fine", [5.0, 4.0, 3.0])
+    diverged = make_run(tmp_path / "diverged", [5.0, 4.0, None], optim__lr=1.0)
+    never = make_run(tmp_path / "never", [None, None, None], optim__lr=9.0)
+    runs = [read_run(folder) for folder in (fine, diverged, never)]
+    rows = table_rows(runs)
+    assert [row["train loss"] for row in rows] == ["3.0000", "diverged", "diverged"]
+    assert [row["val loss"] for row in rows] == ["3.5000", "diverged", "diverged"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        assert "diverged" in page(runs) and "diverged" in page([read_run(never)])
+
+
+def started(folder, exit_code):
+    """A line of starts.jsonl, as a start writes it."""
+    record = StartRecord(time=1.0, world=1, first_step=1, exit_code=exit_code)
+    with open(folder / STARTS_FILE, "ab") as file:
+        file.write(record.to_line())
+
+
+def test_the_summary_of_an_earlier_start_is_not_trusted(tmp_path, monkeypatch):
+    """A run that was resumed trains: --watch goes on until it has ended, and then ends."""
+    folder = make_run(tmp_path / "a", [5.0, 4.0], finished=False)
+    started(folder, 75)
+    assert table_rows([read_run(folder)])[0]["state"] == "stopped"
+
+    started(folder, None)  # no step of it yet
+    assert table_rows([read_run(folder)])[0]["state"] == "running"
+    (folder / STARTS_FILE).unlink()
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 3, "loss": 3.0, "tokens": 300}) + "\n")
+    assert table_rows([read_run(folder)])[0]["state"] == "running"
+
+    waits = []
+
+    def end_the_run(seconds):
+        waits.append(seconds)
+        summary = json.loads((folder / "summary.json").read_text())
+        (folder / "summary.json").write_text(json.dumps(summary | {"step": 3, "finished": True}))
+
+    monkeypatch.setattr(scripts.compare.time, "sleep", end_the_run)
+    out = tmp_path / "report.html"
+    assert main([str(folder), "--out", str(out), "--watch", "7"]) == 0
+    assert waits == [7] and "finished" in out.read_text() and "http-equiv" not in out.read_text()
+
+
+def test_a_run_that_was_killed_is_not_called_running_for_ever(tmp_path):
+    folder = make_run(tmp_path / "a", [5.0, 4.0], finished=None)
+    started(folder, None)
+    assert table_rows([read_run(folder)])[0]["state"] == "running"
+    for name in ("metrics.jsonl", STARTS_FILE):
+        os.utime(folder / name, (time.time() - 45 * 60,) * 2)
+    assert table_rows([read_run(folder)])[0]["state"] == "no news for 45 min"
+
+
+def test_losses_of_other_tokens_are_not_compared_without_a_word(tmp_path, capsys):
+    first = make_run(tmp_path / "a", [5.0, 4.0], eval__batches=8, train__global_batch=16)
+    same = make_run(tmp_path / "b", [5.0, 4.0], eval__batches=4, train__global_batch=32)
+    fewer = make_run(tmp_path / "c", [5.0, 4.0], eval__batches=4, train__global_batch=16)
+    other = make_run(tmp_path / "d", [5.0, 4.0], eval__batches=8, train__global_batch=16,
+                     data__tokenizer="bpe-300")
+    runs = [read_run(folder) for folder in (first, same, fewer, other)]
+    assert doubts(runs[:2]) == [], "as many sequences"
+    (line,) = doubts([runs[0], runs[2]])
+    assert line.startswith("eval.batches x train.global_batch: not the same")
+    (line,) = doubts([runs[0], runs[3]])
+    assert line.startswith("data.tokenizer: not the same") and "bits/byte" in line
+    assert [row["bits/byte"] for row in table_rows(runs)] == ["1.2500"] * 4
+
+    assert line in page([runs[0], runs[3]])
+    assert main([str(first), str(other)]) == 0
+    assert "data.tokenizer: not the same" in capsys.readouterr().out
+    assert main([str(first), str(other), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["doubts"] == [line]
 
 
 @pytest.mark.parametrize(

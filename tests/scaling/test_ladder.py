@@ -22,10 +22,12 @@ from scaling.experiment import Programs, run_all
 from scaling.ladder import (
     Ladder,
     check_ladder,
+    config_of_depth,
     read_ladder,
     runs_of,
     stable_part,
     train_arguments,
+    warmup_line,
     write_ladder,
 )
 
@@ -40,6 +42,7 @@ SETTINGS = (
     ("optim.warmup", "5"),
     ("eval.batches", "2"),
 )
+PHASES = '[{"after_steps": 10, "optim.lr": 1e-4}]'
 LADDER = Ladder("quickstart", (1, 2, 3), 5e9, budgets=3, ratio=2, aspect=16, head_dim=16, settings=SETTINGS)
 
 
@@ -57,7 +60,9 @@ def test_all_sizes_have_the_same_budgets(tmp_path):
         tokens = cfg.train.steps * cfg.train.global_batch * cfg.train.seq_len
         flops = tokens * flops_per_token(cfg.model, cfg.train.seq_len)
         assert tokens == run.tokens and flops == run.flops
-        assert parameters(cfg.model)["total"] == run.parameters
+        counts = parameters(cfg.model)
+        assert counts["total"] == run.parameters
+        assert counts["total"] - counts["embedding"] == run.body_parameters < run.parameters
         # steps are a multiple of five, so a budget is met to half of that
         assert abs(flops / LADDER.all_flops()[run.budget] - 1) < 2.5 / (cfg.train.steps / 2**run.budget)
 
@@ -98,7 +103,18 @@ def test_the_family_grows_with_its_dial(tmp_path):
         ({"depths": (2, 3)}, "--depths: 2 sizes, and a law needs three"),
         ({"depths": (2, 2, 3)}, "--depths: different numbers of layers"),
         ({"depths": (0, 2, 3)}, "--depths: different numbers of layers, all at least 1"),
-        ({"budgets": 0}, "--budgets: at least 1"),
+        ({"budgets": 0}, "--budgets: at least 2"),
+        ({"budgets": 1}, "--budgets: at least 2, from which the fit has a power law"),
+        ({"flops": float("nan")}, "--flops: nan"),
+        ({"head_dim": 0}, "--aspect, --head-dim: 16 and 0; both at least 1"),
+        ({"settings": (*SETTINGS, ("optim.decay", "cosine"))}, "optim.decay: a ladder sets it itself"),
+        ({"settings": (*SETTINGS, ("model.layers", "9"))}, "model.layers: a ladder sets it itself"),
+        ({"settings": (*SETTINGS, ("train.ramp", "2,2,100"))}, "train.ramp: a ladder counts steps of"),
+        ({"settings": (*SETTINGS, ("train.phases", PHASES))}, "train.phases: a ladder counts steps of"),
+        (
+            {"settings": (*SETTINGS, ("optim.warmup", "100"))},
+            r"optim.warmup: \d+ steps in all runs of depth 3, of which d3-b1 has .*; set it to a tenth",
+        ),
         ({"ratio": 1}, "--ratio of 2 or more"),
         ({"aspect": 24}, "--aspect: 24 is no multiple of --head-dim 16"),
         ({"flops": 1e8}, "--flops: d1-b2 would have 30 steps in 2e.08 FLOPs"),
@@ -118,6 +134,47 @@ def test_a_folder_holds_one_ladder(tmp_path):
         write_ladder(dataclasses.replace(LADDER, flops=1e10), tmp_path)
     with pytest.raises(ConfigError, match="no ladder was started here"):
         read_ladder(tmp_path / "elsewhere")
+
+
+def test_larger_depths_may_be_added(tmp_path):
+    """With the smallest muP's base would go, and with it the runs that are there."""
+    settings = tuple(reversed(SETTINGS))
+    write_ladder(LADDER, tmp_path)
+    larger = dataclasses.replace(LADDER, depths=(1, 2, 3, 5), settings=settings)
+    write_ladder(larger, tmp_path)
+    assert read_ladder(tmp_path).depths == (1, 2, 3, 5)
+    before = {run.name: run for run in runs_of(LADDER)}
+    assert {run.name: run for run in runs_of(larger) if run.depth != 5} == before
+    with pytest.raises(ConfigError, match="a ladder of 1,2,3,5, and 5 is left out"):
+        write_ladder(LADDER, tmp_path)
+
+    upper = tmp_path / "upper"
+    write_ladder(dataclasses.replace(LADDER, depths=(2, 3, 4)), upper)
+    with pytest.raises(ConfigError, match="a ladder of 2,3,4, and muP scales from the smallest"):
+        write_ladder(dataclasses.replace(LADDER, depths=(1, 2, 3, 4)), upper)
+    other = dataclasses.replace(LADDER, settings=(*SETTINGS[:-1], ("eval.batches", "3")))
+    with pytest.raises(ConfigError, match="a ladder with eval.batches 2, not 3"):
+        write_ladder(other, tmp_path)
+
+
+def test_a_warmup_that_is_long_for_the_shortest_run_is_said():
+    """It is that of the longest run, which gives it a tenth of its own steps."""
+    longer = dataclasses.replace(LADDER, settings=(*SETTINGS, ("optim.warmup", "12")))
+    check_ladder(longer)
+    shortest = runs_of(longer, 3)[-1]
+    line = warmup_line(longer, 3)
+    assert line.startswith(f"{shortest.name}: 12 of its {shortest.steps} steps are warmup")
+    assert line.endswith(f"alone it would have {shortest.steps // 10}")
+    assert all(warmup_line(LADDER, depth) is None for depth in LADDER.depths)
+
+
+def test_of_a_mixture_the_parameters_that_a_token_uses_are_counted():
+    mixture = (*SETTINGS, ("model.experts", "4"), ("model.top_k", "1"))
+    ladder = dataclasses.replace(LADDER, settings=mixture)
+    counts = parameters(config_of_depth(ladder, 2).model)
+    run = runs_of(ladder, 2)[0]
+    assert run.parameters == counts["active"] < counts["total"]
+    assert run.body_parameters == counts["active"] - counts["embedding"]
 
 
 def test_two_sizes_at_a_time_and_a_signal_that_stops_both(tmp_path):
@@ -187,6 +244,17 @@ def test_one_size_trains_and_branches(tmp_path, capsys):
     with pytest.raises(ConfigError, match="d2-b2: not done"):
         main(["fit", str(tmp_path)])
 
+    # a loss that is null is one of a run that is done
+    metrics = tmp_path / branch.name / "metrics.jsonl"
+    *steps, last = metrics.read_text().splitlines()
+    row = json.loads(last) | {"val_loss": None}
+    metrics.write_text("\n".join([*steps, json.dumps(row)]) + "\n")
+    with pytest.raises(ConfigError, match="d1-b1: diverged: its validation loss is not finite"):
+        main(["fit", str(tmp_path)])
+    capsys.readouterr()
+    assert main(argv) == 0
+    assert "d1-b1: diverged" in capsys.readouterr().out
+
 
 def test_a_fit_of_a_table_writes_what_it_says(tmp_path, capsys):
     lines = ["run,parameters,tokens,flops,loss"]
@@ -207,6 +275,27 @@ def test_a_fit_of_a_table_writes_what_it_says(tmp_path, capsys):
         assert (out / name).stat().st_size > 100
     with pytest.raises(ConfigError, match="needs the folder of a ladder, or --points CSV"):
         main(["fit"])
+    with pytest.raises(ConfigError, match="--bootstraps: 0; at least 2"):
+        main(["fit", "--points", str(table), "--bootstraps", "0"])
+
+
+def test_a_law_is_printed_where_an_approach_cannot_be_had(tmp_path, capsys):
+    """Losses that rise with the size: no best size by the law, and it took the laws with it."""
+    lines = ["run,parameters,tokens,flops,loss"]
+    for size in (1e6, 4e6, 1.6e7):
+        for tokens in (1e8, 4e8, 1.6e9):
+            lines.append(f"r,{size},{tokens},{6 * size * tokens},{2 + size**0.1 / 10 + 1 / tokens**0.1}")
+    table = tmp_path / "points.csv"
+    table.write_text("\n".join(lines) + "\n")
+    argv = ["fit", "--points", str(table), "--out", str(tmp_path), "--bootstraps", "5"]
+    assert main(argv) == 0
+    shown = capsys.readouterr().out
+    assert "chinchilla: loss =" in shown and "kaplan: loss =" in shown
+    assert "parametric: not to be had: alpha" in shown
+    tree = json.loads((tmp_path / "fit.json").read_text())
+    assert tree["optima"] == {} and tree["missing"]["parametric"].startswith("alpha")
+    assert set(tree["laws"]) == {"chinchilla", "kaplan"}
+    assert (tmp_path / "contours.png").stat().st_size > 1000
 
 
 @pytest.mark.filterwarnings("error::UserWarning")

@@ -1,21 +1,24 @@
 """Laws are found again where they are known: in made-up losses, and in published ones."""
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from config import ConfigError
-from scaling.laws import CHINCHILLA, KAPLAN, fit_law, huber_sum
+from scaling.laws import CHINCHILLA, KAPLAN, Fit, fit_law, huber_sum
 from scaling.optimum import (
     Optimum,
     PowerLaw,
+    envelope,
     envelope_optimum,
     fit_power_law,
     isoflop_optimum,
     parametric_optimum,
+    smoothed,
 )
 from scaling.points import Points, check_enough, make_points, read_points, write_points
-from scaling.report import optimum_lines
+from scaling.report import law_lines, optimum_lines
 
 # Points of figure 4 of arXiv 2203.15556, as arXiv 2404.10102 read them off, without the five largest losses,
 # which it leaves out; tokens are FLOPs / (6 parameters)
@@ -151,16 +154,72 @@ def test_the_envelope_follows_the_best_curve():
     assert got.exponent == pytest.approx(want.exponent, abs=0.03)
 
 
+def test_a_loss_is_smoothed_over_what_came_before_it():
+    position = np.arange(1, 2001) * 10.0
+    loss = np.random.default_rng(0).normal(3, 0.1, 2000)
+    smooth = smoothed(position, loss)
+    assert (smooth[:1000] == smoothed(position[:1000], loss[:1000])).all(), "whatever comes after"
+    for step in (1, 40, 1000, 2000):
+        window = loss[round(0.98 * step):step] if step > 40 else loss[step - 1:step]
+        assert smooth[step - 1] == pytest.approx(window.mean())
+
+
+def test_losses_that_are_not_finite_are_no_losses():
+    """They were replaced by the mean of the run, and a run that diverged looked like a plateau."""
+    position, loss = np.arange(1.0, 401.0), np.full(400, 3.0)
+    loss[300:] = np.nan
+    loss[100] = np.nan
+    smooth = smoothed(position, loss)
+    assert smooth[100:103] == pytest.approx([3.0] * 3), "the others of the window"
+    assert np.isfinite(smooth[300]) and np.isnan(smooth[310:]).all()
+    assert np.isnan(smoothed(position, np.full(400, np.nan))).all()
+
+
+def test_a_curve_that_diverged_is_the_least_nowhere():
+    flops = np.geomspace(1e3, 1e6, 50)
+    curves = {1.0: (flops, np.linspace(5, 4, 50)), 2.0: (flops, np.linspace(4, 3, 50))}
+    curves[2.0][1][25:] = np.nan
+    budgets, sizes, losses = envelope(curves)
+    assert len(budgets) == 100 and np.isfinite(losses).all()
+    assert sizes[0] == 2.0 and sizes[-1] == 1.0
+    curves = {size: (flops, np.full(50, np.nan)) for size in (1.0, 2.0)}
+    with pytest.raises(ConfigError, match="no training curve has a finite loss"):
+        envelope(curves)
+
+
+def test_kaplan_s_law_counts_no_embeddings():
+    """Losses by a law of the parameters without embeddings: found again where the points say how many."""
+    def loss(size, tokens):
+        return ((8.8e13 / size) ** (0.076 / 0.095) + 5.4e13 / tokens) ** 0.095
+
+    points = made_up(lambda size, tokens: loss(0.4 * size**1.02, tokens))
+    known = dataclasses.replace(points, body=0.4 * points.parameters**1.02)
+    fit = fit_law(KAPLAN, known, bootstraps=2)
+    assert fit.numbers["alpha_N"] == pytest.approx(0.076, rel=1e-3)
+    assert fit.numbers["N_c"] == pytest.approx(8.8e13, rel=0.05)
+    text = "\n".join(law_lines(fit, known))
+    assert "N counts the parameters without embeddings" in text and "largest 0.00%" in text
+
+    without = fit_law(KAPLAN, points, bootstraps=2)
+    assert without.numbers["alpha_N"] == pytest.approx(0.076 * 1.02, rel=1e-3)
+    lines = "\n".join(law_lines(without, points))
+    assert "N counts all parameters: the points have no column parameters_without_embeddings" in lines
+    theta = np.array([np.log(400), np.log(1200), np.log(1.7), 0.34, 0.31])
+    assert "N counts" not in "\n".join(law_lines(Fit(CHINCHILLA, theta, theta[None]), known))
+
+
 # ---- bad input ---------------------------------------------------------------------------------------------
 
 
 def test_a_table_reads_back_as_it_was_written(tmp_path):
     points = made_up(by_chinchilla, noise=0.01)
-    write_points(points, tmp_path / "points.csv")
-    again = read_points(tmp_path / "points.csv")
-    assert again.runs == points.runs
-    for name in ("parameters", "tokens", "flops", "loss"):
-        assert (getattr(again, name) == getattr(points, name)).all()
+    with_body = dataclasses.replace(points, body=points.parameters - 1000)
+    for written, names in ((points, ()), (with_body, ("body",))):
+        write_points(written, tmp_path / "points.csv")
+        again = read_points(tmp_path / "points.csv")
+        assert again.runs == written.runs and (again.body is None) == (written.body is None)
+        for name in ("parameters", "tokens", "flops", "loss", *names):
+            assert (getattr(again, name) == getattr(written, name)).all()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +230,10 @@ def test_a_table_reads_back_as_it_was_written(tmp_path):
         ("run,parameters,tokens,flops,loss\na,1,2,3,nan\n", "a has loss nan, .* above 0"),
         ("run,parameters,tokens,flops,loss\na,1,0,3,1\n", "a has tokens 0.0"),
         ("run,parameters,tokens,flops,loss\na,1,2\n", "not a row of numbers"),
+        (
+            "run,parameters,tokens,flops,loss,parameters_without_embeddings\na,1,2,3,4,\n",
+            "not a row of numbers",
+        ),
     ],
 )
 def test_a_table_that_cannot_be_fitted_is_named(tmp_path, text, message):

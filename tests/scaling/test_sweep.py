@@ -1,5 +1,6 @@
 """Sweeps of rates and batches: the critical batch of losses by a known formula, and a real sweep."""
 import csv
+import json
 import math
 from dataclasses import replace
 
@@ -17,6 +18,7 @@ from scaling.sweep import (
     best_rate,
     check_sweep,
     critical_batch,
+    keep_sweep,
     runs_of_sweep,
     sweep_arguments,
     sweep_lines,
@@ -93,6 +95,9 @@ def test_the_best_rate_is_the_vertex_of_a_parabola():
         ({"rates": (1e-3, 1e-3)}, "--rates: different learning rates"),
         ({"rates": (0.0,)}, "--rates: different learning rates above 0"),
         ({"batches": (0,)}, "--batches: different numbers of sequences"),
+        ({"batches": (2, 3)}, r"--batches: 3 does not divide the 32 sequences .* try --eval.batches 3"),
+        ({"settings": (*SETTINGS, ("train.ramp", "2,2,100"))}, "train.ramp: a sweep counts steps of one"),
+        ({"settings": (*SETTINGS, ("optim.decay", "wsd"))}, "optim.decay: a sweep sets it itself"),
         ({"tokens": 600}, "--tokens: batch4-lr0.001 would have 9 steps of 64 tokens"),
     ],
 )
@@ -110,6 +115,7 @@ def test_each_run_has_its_rate_its_batch_and_the_same_tokens(tmp_path):
         assert (cfg.optim.lr, cfg.train.global_batch) == (run.rate, run.batch)
         assert 0 <= SWEEP.tokens - cfg.train.steps * run.batch * 16 < run.batch * 16
         assert cfg.optim.decay == "constant" and cfg.log.noise_scale
+        assert cfg.eval.batches * cfg.train.global_batch == 32, "all are validated on the same sequences"
         assert cfg.train.micro_batch == run.batch // 2, "two parts, for the noise between them"
 
 
@@ -125,6 +131,30 @@ def test_the_noise_scale_is_measured_where_it_can_be(tmp_path):
     assert settings(2, 2) == (1, True)
     assert settings(6, 1) == (2, True), "not more than train.micro_batch"
     assert settings(8, 1, ("log.noise_scale", "false")) == (2, False)
+
+
+def test_a_folder_holds_one_sweep(tmp_path):
+    """Rates and batches may be added; with other settings old results would be shown as new ones."""
+    keep_sweep(SWEEP, tmp_path)
+    keep_sweep(replace(SWEEP, settings=tuple(reversed(SETTINGS))), tmp_path)
+    keep_sweep(replace(SWEEP, rates=(2e-3, 4e-3), batches=(8,)), tmp_path)
+    kept = json.loads((tmp_path / "sweep.json").read_text())
+    assert kept["rates"] == [1e-3, 2e-3, 4e-3] and kept["batches"] == [2, 4, 8]
+    for change, message in (
+        ({"tokens": 3000}, "a sweep with tokens 2000, not 3000; its runs could not be compared"),
+        ({"recipe": "llama3-tiny"}, "a sweep with recipe quickstart, not llama3-tiny"),
+        ({"settings": (*SETTINGS, ("optim.beta2", "0.9"))}, "a sweep with optim.beta2 not set, not 0.9"),
+        ({"settings": SETTINGS[1:]}, "a sweep with data.tokenizer bytes, not not set"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            keep_sweep(replace(SWEEP, **change), tmp_path)
+    (tmp_path / "sweep.json").write_text("{")
+    with pytest.raises(ConfigError, match="sweep.json: does not say what the sweep in its folder is"):
+        keep_sweep(SWEEP, tmp_path)
+    (tmp_path / "sweep.json").unlink()
+    (tmp_path / "batch4-lr0.001").mkdir()
+    with pytest.raises(ConfigError, match="has results, and no sweep.json that says of which sweep"):
+        keep_sweep(SWEEP, tmp_path)
 
 
 def test_a_real_sweep(tmp_path, capsys):
@@ -155,3 +185,14 @@ def test_a_real_sweep(tmp_path, capsys):
     assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("*/metrics.jsonl")}
     with pytest.raises(ConfigError, match="--rates: 'fast' is no list of numbers"):
         main(["sweep", "--rates", "fast"])
+    for option, text, message in (
+        ("--rates", "1e-3,nan", "--rates: '1e-3,nan' has a number that is not finite"),
+        ("--batches", "2,2.5", "--batches: '2,2.5' is no list of whole numbers"),
+        ("--tokens", "nan", "--tokens: nan; tokens of each run"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            main(["sweep", "--out", str(tmp_path), option, text])
+
+    # with other settings its results would be those of another sweep
+    with pytest.raises(ConfigError, match="a sweep with model.ffn 32, not 48; its runs could not be compared"):
+        main([*argv, "--model.ffn", "48"])

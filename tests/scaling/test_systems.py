@@ -1,6 +1,8 @@
 """Strong and weak scaling: cells, efficiencies by hand, and a real measurement on one and two ranks."""
 import csv
 import json
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -15,9 +17,12 @@ from scaling.systems import (
     ScalingLayout,
     Systems,
     efficiencies,
+    keep_systems,
     make_cell,
     parse_layout,
+    read_cells,
     systems_lines,
+    write_cell,
 )
 
 DP, TP = ScalingLayout("dp", ()), ScalingLayout("tp2", (("parallel.tp", "2"),))
@@ -115,6 +120,44 @@ def test_a_weak_batch_grows_in_whole_sequences():
         make_cell(odd, "weak", DP, 3, None)
 
 
+def test_a_folder_holds_the_cells_of_one_job(tmp_path):
+    keep_systems(SYSTEMS, tmp_path, "h100-ib")
+    more = replace(SYSTEMS, ranks=(1, 8), layouts=(DP, ScalingLayout("pp2", (("parallel.pp", "2"),))))
+    keep_systems(more, tmp_path, "h100-ib")
+    kept = json.loads((tmp_path / "systems.json").read_text())
+    assert kept["ranks"] == [1, 2, 4, 8] and len(kept["layouts"]) == 3
+    for other, cluster_name, message in (
+        (replace(SYSTEMS, steps=9), "h100-ib", "a measurement with steps 6, not 9"),
+        (replace(SYSTEMS, ranks=(2, 4)), "h100-ib", "a measurement with fewest ranks 1, not 2"),
+        (SYSTEMS, None, "a measurement with cluster h100-ib, not None"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            keep_systems(other, tmp_path, cluster_name)
+
+    write_cell(make_cell(SYSTEMS, "strong", DP, 2, None), tmp_path / "old")
+    with pytest.raises(ConfigError, match="has results, and no systems.json"):
+        keep_systems(SYSTEMS, tmp_path / "old", None)
+    (tmp_path / "old" / "strong-dp-2" / "cell.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cell.json: does not say what was measured"):
+        read_cells(tmp_path / "old")
+
+
+def test_a_cell_whose_run_failed_has_no_times(tmp_path, capsys):
+    """Steps of a run that did not end well are there, and are no measurement."""
+    argv = ["systems", "--out", str(tmp_path), "--mode", "strong", "--ranks", "1", "--layout", ""]
+    argv += ["--cluster", "h100-ib", "--train.dtype", "fp32", *SMALL]
+    cell = tmp_path / "strong-dp-1"
+    cell.mkdir()
+    rows = [{"step": step, "loss": 3.0, "step_ms": 5.0} for step in range(1, 9)]
+    (cell / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    failing = ["--launcher", f"{sys.executable} -c 'raise SystemExit(3)'"]
+    assert main([*argv, *failing]) == 3
+    assert "strong-dp-1: ended with code 3" in capsys.readouterr().out
+    assert read_cells(tmp_path) == [] and not (tmp_path / "systems.csv").exists()
+    assert main([*argv, "--launcher", f"{sys.executable} -c 'pass'"]) == 0
+    assert [each.cell.name for each in read_cells(tmp_path)] == ["strong-dp-1"]
+
+
 def test_measured_on_two_ranks(tmp_path, capsys):
     """The real thing: the machine is measured, train.py runs, the table is of what its metrics say."""
     argv = ["systems", "--out", str(tmp_path), "--mode", "strong", "--ranks", "2", "--steps", "6"]
@@ -131,6 +174,12 @@ def test_measured_on_two_ranks(tmp_path, capsys):
     assert machine.ranks == 2 and 0 < machine.hop < 1 and machine.link < 1e12
     assert json.loads((tmp_path / "strong-dp-2" / "cell.json").read_text())["ranks"] == 2
     assert (tmp_path / "systems.png").stat().st_size > 1000
+
+    # refused: the old times stay with the old batch
+    before = (tmp_path / "strong-dp-2" / "cell.json").read_text()
+    with pytest.raises(ConfigError, match="a measurement with train.global_batch 4, not 8"):
+        main([*argv, *SMALL, "--train.global_batch", "8"])
+    assert (tmp_path / "strong-dp-2" / "cell.json").read_text() == before
 
 
 def test_a_machine_is_a_cluster():

@@ -1,0 +1,81 @@
+"""The file in the folder of an experiment that says what it is, so that results of other settings are neither
+shown as its own nor mixed with them.
+"""
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from config import ConfigError
+
+NOT_SET = "not set"
+Tree = Mapping[str, Any]
+
+
+def keep_tree(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...], has_results: bool) -> None:
+    """Writes what an experiment is, or checks it against what was written before.
+
+    tree: {key: value} that JSON can hold; "settings" is {key of train.py: value}.
+    what: the kind of experiment. may_grow: keys that are lists, which keep the values of earlier calls.
+    has_results: whether the folder has some; without the file nothing says whose.
+    Raises ConfigError where the folder holds another experiment.
+    """
+    before: dict[str, Any] = {}
+    if path.exists():
+        before = read_tree(path, what)
+        changed = first_difference(before, tree, left_out=may_grow)
+        if changed is not None:
+            refuse(path, what, *changed)
+    elif has_results:
+        raise ConfigError(f"--out: {path.parent} has results, and no {path.name} that says of which {what}; "
+                          "choose another folder")
+    grown = {key: [*before.get(key, []), *(value for value in tree[key] if value not in before.get(key, []))]
+             for key in may_grow}
+    whole = {**tree, **grown}
+    if whole != before:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_tree(path, whole)
+
+
+def read_tree(path: Path, what: str) -> dict[str, Any]:
+    """Raises ConfigError."""
+    try:
+        tree = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: does not say what the {what} in its folder is ({error}); choose another "
+                          "folder") from error
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: does not say what the {what} in its folder is; choose another folder")
+    return tree
+
+
+def write_tree(path: Path, tree: Tree) -> None:
+    """As a whole: the jobs of an array start together."""
+    temp = path.with_name(f"{path.name}.{os.getpid()}")
+    temp.write_text(json.dumps(tree, indent=1) + "\n")
+    temp.replace(path)
+
+
+def first_difference(old: Tree, new: Tree, left_out: tuple[str, ...] = ()) -> tuple[str, Any, Any] | None:
+    """(key, its old value, its new one) of the first that is not the same; of "settings" the key within.
+
+    A value that only one has is NOT_SET in the other.
+    """
+    for key, value in new.items():
+        before = old.get(key, NOT_SET)
+        if key in left_out or before == value:
+            continue
+        if not isinstance(value, Mapping) or not isinstance(before, Mapping):
+            return key, before, value
+        inner = {name: NOT_SET for name in before} | dict(value)
+        found = first_difference(before, inner)
+        if found is not None:
+            return found
+    return None
+
+
+def refuse(path: Path, what: str, key: str, old: Any, new: Any) -> None:
+    """Raises ConfigError: the folder holds another experiment."""
+    raise ConfigError(f"--out: {path.parent} holds a {what} with {key} {old}, not {new}; its runs could not "
+                      "be compared: set it back, or choose another folder")
