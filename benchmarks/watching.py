@@ -34,7 +34,7 @@ from config import CheckpointConfig, ConfigError, LogConfig
 from runtime.slow import SlowRanks
 
 ROOT = Path(__file__).parent.parent
-REPORT = "BEVATRON_WATCHING_REPORT"  # the environment's name of the folder where each rank writes its Report
+REPORT = "BEVATRON_WATCHING_REPORT"  # names the folder where each rank writes its RankCosts
 AIM = 0.01  # of a step
 DOCUMENTS = 20_000
 LIMIT_S = 900.0
@@ -75,7 +75,7 @@ WATCHES = {
 
 
 @dataclass
-class Report:
+class RankCosts:
     """What one rank has seen.
 
     calls: {watch: seconds of each call}. threads: {name: CPU-seconds}. steps: seconds of
@@ -91,7 +91,7 @@ class Report:
 # ---- a rank ------------------------------------------------------------------------------------------------
 
 
-def timed(report: Report, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+def timed(report: RankCosts, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
     """`work`, whose seconds are written down."""
 
     @functools.wraps(work)
@@ -106,7 +106,7 @@ def timed(report: Report, name: str, work: Callable[..., Any]) -> Callable[..., 
 
 
 @contextlib.contextmanager
-def watched(report: Report) -> Iterator[None]:
+def watched(report: RankCosts) -> Iterator[None]:
     """Within it the program writes down what its watches cost."""
 
     def step_done(step: int) -> None:
@@ -128,7 +128,7 @@ def watched(report: Report) -> Iterator[None]:
         yield
 
 
-def read_threads(report: Report, ended: threading.Event) -> None:
+def read_threads(report: RankCosts, ended: threading.Event) -> None:
     """A thread of its own: the CPU-seconds of the others, by name, until the run has ended."""
     begun = time.monotonic()
     last: dict[int, tuple[str, float]] = {}
@@ -144,8 +144,8 @@ def read_threads(report: Report, ended: threading.Event) -> None:
 
 
 def run_rank(argv: list[str]) -> int:
-    """train.py on this rank, and its Report as a file. Returns the exit code."""
-    report, ended = Report(), threading.Event()
+    """train.py on this rank, and its RankCosts as a file. Returns the exit code."""
+    report, ended = RankCosts(), threading.Event()
     reader = threading.Thread(target=read_threads, args=(report, ended), daemon=True, name="reader")
     reader.start()
     try:
@@ -184,7 +184,7 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_all(home: Path, args: argparse.Namespace) -> list[Report]:
+def run_all(home: Path, args: argparse.Namespace) -> list[RankCosts]:
     """The reports of the ranks of one run. Raises ConfigError if it does not end well."""
     data = write_corpus(home, DOCUMENTS)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -200,15 +200,15 @@ def run_all(home: Path, args: argparse.Namespace) -> list[Report]:
     if done.returncode:
         raise ConfigError(f"watching: the run ends with {done.returncode}:\n{done.stdout}{done.stderr}")
     files = sorted(home.glob("rank-*.json"))
-    return [Report(**json.loads(file.read_text())) for file in files]
+    return [RankCosts(**json.loads(file.read_text())) for file in files]
 
 
-def step_seconds(reports: list[Report]) -> float:
+def step_seconds(reports: list[RankCosts]) -> float:
     """The median over steps and ranks; of the first steps none, which connect."""
     return median(seconds for report in reports for seconds in report.steps[OFTEN:])
 
 
-def rows_of(reports: list[Report]) -> tuple[list[dict[str, str]], float]:
+def rows_of(reports: list[RankCosts]) -> tuple[list[dict[str, str]], float]:
     """(the table; the share of a step that all watches take which come in steps)."""
     step_s = step_seconds(reports)
     rows, total = [], 0.0
@@ -230,7 +230,7 @@ def rows_of(reports: list[Report]) -> tuple[list[dict[str, str]], float]:
 
 
 def row_of_watch(
-    reports: list[Report], name: str, watch: Watch, step_s: float
+    reports: list[RankCosts], name: str, watch: Watch, step_s: float
 ) -> tuple[dict[str, str], float]:
     """(its row; its share of a step, 0 for what comes before the first)."""
     calls = [report.calls[name] for report in reports if report.calls[name]]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.watching import OFTEN, WATCHES, Report, rows_of
+from benchmarks.watching import OFTEN, WATCHES, RankCosts, rows_of
 from config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +27,7 @@ def test_a_real_run_has_every_watch():
 def report(seconds, steps=20, threads=None):
     """Of a rank whose watches each take so many seconds in a call, and whose steps take one second."""
     calls = {name: [seconds] * (steps if watch.every in (1, 10) else 2) for name, watch in WATCHES.items()}
-    return Report(calls, threads or {}, [1.0] * steps, seconds=10.0)
+    return RankCosts(calls, threads or {}, [1.0] * steps, seconds=10.0)
 
 
 def test_the_slowest_rank_counts_at_the_usual_intervals():
