@@ -194,5 +194,5 @@ def test_a_real_sweep(tmp_path, capsys):
             main(["sweep", "--out", str(tmp_path), option, text])
 
     # with other settings its results would be those of another sweep
-    with pytest.raises(ConfigError, match="a sweep with model.ffn 32, not 48; its runs could not be compared"):
+    with pytest.raises(ConfigError, match="a sweep with model.ffn 32, not 48; its runs could not be"):
         main([*argv, "--model.ffn", "48"])
