@@ -19,6 +19,8 @@ from ranks import MODEL, corpus, job
 
 from checkpoint import copies, memory, store
 from checkpoint.memory import Nodes
+from data import tokenizer
+from data.indexed import IndexedDatasetWriter
 
 STEPS = 9
 EVERY = ("--checkpoint.every", "6", "--checkpoint.memory_every", "2")  # memory: 2, 4 and 8
@@ -26,6 +28,7 @@ LAYOUTS = {
     "alone": (1, ()),
     "dp2 zero0": (2, ()),
     "dp2 zero1": (2, ("--parallel.zero", "1")),
+    "dp4 zero0": (4, ()),
     "dp4 zero3": (4, ("--parallel.zero", "3")),
     "tp2 pp2": (4, ("--parallel.tp", "2", "--parallel.pp", "2")),
 }
@@ -119,7 +122,7 @@ def assert_like_clean(tmp_path, end, truth, name="run"):
     assert not (tmp_path / name / "memory.json").exists()
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "alone"])
+@pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero1", "dp4 zero3", "tp2 pp2"])
 def test_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
     """First a rank alone is lost, before there is anything on the disk; then a whole node, after a save."""
     killed(trains, layout, 6)
@@ -162,6 +165,19 @@ def test_a_later_phase_beside_saves_in_the_background(tmp_path, trains):
     truth = losses(tmp_path / "clean"), weights(tmp_path / "clean")
     killed(trains, "dp2 zero1", 6, *more)
     end = trains("dp2 zero1", *more)
+    assert said(end, "resumed from memory of node0, node1 at step 4"), end.logs
+    assert_like_clean(tmp_path, end, truth)
+
+
+def test_a_rank_whose_part_is_empty(tmp_path, trains):
+    """Of three buckets and four replicas, rank 1 reads none. It must still know that there is an average."""
+    more = ("--model.layers", "1", "--train.ema", "0.9", "--parallel.timeout_s", "20")
+    assert not any(trains("dp4 zero0", *more, name="clean").codes)
+    truth = losses(tmp_path / "clean"), weights(tmp_path / "clean")
+    killed(trains, "dp4 zero0", 6, *more)
+    assert not list((tmp_path / "shm").rglob("rank_00001/*.safetensors"))
+    assert list((tmp_path / "shm").rglob("rank_00002/*.safetensors"))
+    end = trains("dp4 zero0", *more)
     assert said(end, "resumed from memory of node0, node1 at step 4"), end.logs
     assert_like_clean(tmp_path, end, truth)
 
@@ -260,6 +276,21 @@ def test_a_checkpoint_that_is_removed_by_hand_takes_what_came_after_it_along(tmp
     assert "the checkpoint of step 6, which was there before it, is removed" in line
     assert said(end, "at step 4")
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def test_other_data_is_refused_without_a_path_in_memory(tmp_path, trains):
+    """A part of one rank gives no weights to another run."""
+    killed(trains, "dp2 zero1", 5)
+    tok = tokenizer.load_tokenizer("bytes")
+    with IndexedDatasetWriter(tmp_path / "other", tok.vocab) as writer:
+        for size in range(40, 100):
+            writer.add([*(98 for _ in range(size)), tok.eod])
+        writer.finish(tok, 1)
+    end = trains("dp2 zero1", "--data.path", str(tmp_path / "other"))
+    assert 2 in end.codes, end.logs
+    assert "the data of the checkpoint of step 4 in memory has fingerprint" in end.errors()[0]
+    assert "--log.name OTHER --checkpoint.init_from CHECKPOINT" in end.errors()[0]
+    assert str(tmp_path / "shm") not in end.errors()[0]
 
 
 def refusing_bytes(rank):
