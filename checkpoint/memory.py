@@ -37,7 +37,15 @@ from typing import Any
 
 from checkpoint import store
 from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
-from checkpoint.files import IntegrityError, StorageError, read_file, remove, storage_errors
+from checkpoint.files import (
+    IntegrityError,
+    StorageError,
+    read_file,
+    remove,
+    storage_errors,
+    sync_dir,
+    write_file,
+)
 from checkpoint.saver import writer_threads
 from checkpoint.state import StartingPoint, ranks_of
 from checkpoint.together import Ranks
@@ -59,6 +67,7 @@ GENERATIONS = 2  # for which a node needs room
 MAX_RECORD_BYTES = 64 << 20
 MAX_KEY_NAME = 60  # characters of log.name in the name of the folder
 PRIVATE = 0o700
+PERMISSIONS = 0o777  # of a mode; a folder inherits set-group-ID from the one that it is in
 NOT_LAYOUT = ("timeout_s", "elastic")  # of parallel.*: they change nothing of what a rank holds
 SAVE_ID = re.compile(r"[0-9a-f]{32}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -129,10 +138,11 @@ def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None
         data = json.loads(read_file(path))
         if data["version"] != VERSION:
             raise ValueError(f"version {data['version']!r}, this code reads {VERSION}")
+        owner = data["key"]
         found = [parse_generation(row) for row in data["generations"]]
     except (IntegrityError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [], f"{path} is damaged: {error}"
-    if data["key"] != key:
+    if owner != key:
         return [], f"{path} is of another run folder"
     return sorted(found, key=lambda generation: -generation.step), None
 
@@ -160,18 +170,22 @@ def parse_generation(row: Any) -> MemoryGeneration:
 
 
 def write_record(run: Path, key: str, generations: list[MemoryGeneration]) -> None:
-    """Names these generations, and no others; none: removes the record. Raises StorageError."""
+    """Names these generations, and no others; none: removes the record. It is on disk then.
+
+    Raises StorageError.
+    """
     path = run / RECORD
     with storage_errors(path, 0):
         if not generations:
             path.unlink(missing_ok=True)
+            sync_dir(run)
             return
         rows = [asdict(generation) for generation in generations]
         temp = run / f"{RECORD}.tmp"
         temp.unlink(missing_ok=True)
-        with open(temp, "x") as file:
-            json.dump({"version": VERSION, "key": key, "generations": rows}, file)
+        write_file(temp, json.dumps({"version": VERSION, "key": key, "generations": rows}).encode())
         os.replace(temp, path)
+        sync_dir(run)
 
 
 def newest_step_on_disk(run: Path) -> int:
@@ -226,7 +240,7 @@ def make_private(root: Path, folders: list[str]) -> Path:
                 path.mkdir(PRIVATE)
             status = path.lstat()
         is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-        if not is_ours or stat.S_IMODE(status.st_mode) != PRIVATE:
+        if not is_ours or status.st_mode & PERMISSIONS != PRIVATE:
             raise ConfigError(
                 f"checkpoint.memory_dir: {path} is not a folder of this user alone (mode 700), and what lies "
                 "in it is not trusted; remove it, or give another checkpoint.memory_dir"

@@ -412,6 +412,9 @@ def test_copies_lie_on_the_next_nodes_of_the_ring():
     assert nodes.keepers(3, 0) == []
 
 
+GONE = object()
+
+
 def test_a_record_reads_back_or_says_why_not(tmp_path):
     kept = [memory.MemoryGeneration(step, "ab" * 16, 6, {"ranks": 2}, ("0f" * 32,) * 2) for step in (8, 4)]
     memory.write_record(tmp_path, "run-1", kept)
@@ -422,13 +425,16 @@ def test_a_record_reads_back_or_says_why_not(tmp_path):
     sound = json.loads((tmp_path / memory.RECORD).read_text())
     for change in (
         {"version": 2},
+        {"version": GONE},
+        {"key": GONE},
         {"generations": None},
         {"generations": [{**sound["generations"][0], "save_id": "../" * 11}]},
         {"generations": [{**sound["generations"][0], "step": "8"}]},
         {"generations": [{**sound["generations"][0], "indexes": ["x"]}]},
         {"generations": [{"step": 8}]},
     ):
-        (tmp_path / memory.RECORD).write_text(json.dumps({**sound, **change}))
+        changed = {**sound, **change}
+        (tmp_path / memory.RECORD).write_text(json.dumps({k: v for k, v in changed.items() if v is not GONE}))
         found, why = memory.read_record(tmp_path, "run-1")
         assert found == [] and "is damaged" in str(why), change
 
@@ -453,3 +459,33 @@ def test_a_file_that_is_gone_holds_up_nobody(tmp_path):
     chunks = [sent.next_chunk() for _ in range(3)]
     assert [None if chunk is None else chunk.tolist() for chunk in chunks] == [[0, 0, 0], [0, 0], None]
     assert "index.json" in str(sent.error)
+
+
+def test_the_record_is_on_disk_when_it_counts(tmp_path, monkeypatch):
+    """The file before the rename that names it, then the folder."""
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted(fd):
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def renamed(source, target):
+        calls.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", renamed)
+    memory.write_record(tmp_path, "run-1", [memory.MemoryGeneration(4, "ab" * 16, -1, {"ranks": 1})])
+    assert calls == ["memory.json.tmp", "rename", tmp_path.name]
+    calls.clear()
+    memory.write_record(tmp_path, "run-1", [])
+    assert calls == [tmp_path.name]
+
+
+def test_a_folder_that_inherits_its_group_is_private(tmp_path):
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm").chmod(0o2755)
+    for _ in range(2):
+        made = memory.make_private(tmp_path / "shm" / "bevatron-1", ["run", "node0"])
+        assert stat.S_IMODE(made.stat().st_mode) & 0o777 == 0o700
