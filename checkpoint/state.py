@@ -87,6 +87,7 @@ FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
 BoxedTensors = list[tuple[Box, Tensor]]
 Result = TypeVar("Result")
+Choose = Callable[[dict[pathlib.Path, str]], "StartingPoint"]  # {checkpoint: why it is damaged} -> another
 Check = Callable[[pathlib.Path], store.StoredIndex]  # raises IntegrityError: store.verify, store.quick_check
 Indexes = dict[pathlib.Path, store.StoredIndex]
 Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
@@ -711,12 +712,12 @@ def choose_together(
 
 
 def resume(
-    run: RunState, root: pathlib.Path, start: StartingPoint | None = None
-) -> tuple[int, list[str]]:
+    run: RunState, root: pathlib.Path, start: StartingPoint, choose: Choose
+) -> tuple[StartingPoint, list[str]]:
     """Loads what checkpoint.resume and checkpoint.init_from name. Collective.
 
-    root: the folder of this run's checkpoints. start: of newest_start; None: it is chosen here. Returns
-    (steps done, notes for the log).
+    root: the folder of this run's checkpoints. start: what is tried first. choose: of what has turned out
+    damaged, gives what is tried next; collective. Returns (what was loaded, notes for the log).
 
     Rank 0 chooses for all, so that ranks that see the disk differently still load the same checkpoint. It
     reads the small files alone. Then every rank verifies what it reads. If one rank finds damage, all ranks
@@ -724,20 +725,17 @@ def resume(
 
     Raises ConfigError if the checkpoint does not fit the run; IntegrityError if no good checkpoint is left.
     """
-    bad: dict[pathlib.Path, str] = {}  # {checkpoint: why it is damaged}
-    if start is None:
-        start = newest_start(run.cfg, root, run.mesh.world)
+    bad: dict[pathlib.Path, str] = {}
     while True:
         try:
-            return load_start(run, root, start)
+            _, notes = load_start(run, root, start)
+            return start, notes
         except store.IntegrityError as error:  # raised on every rank
             damaged = start.resumed or start.weights
             if damaged is None:
                 raise
             bad[damaged.path] = str(error)
-            notes = [*start.notes, f"{start.memory} is not used: {error}"] if start.memory else []
-            start = newest_start(run.cfg, root, run.mesh.world, bad)
-            start = dataclasses.replace(start, notes=[*notes, *start.notes])
+            start = choose(bad)
 
 
 def newest_start(

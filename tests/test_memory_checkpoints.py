@@ -6,18 +6,23 @@ folder in memory.
 
 import errno
 import fnmatch
+import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
+import time
 from collections import Counter
 
 import pytest
 import test_spikes as spikes
 from ranks import MODEL, corpus, job
 
-from checkpoint import copies, memory, store
+import train
+from checkpoint import copies, memory, state, store
+from checkpoint.files import raw_bytes
 from checkpoint.memory import Nodes
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
@@ -30,6 +35,7 @@ LAYOUTS = {
     "dp2 zero1": (2, ("--parallel.zero", "1")),
     "dp4 zero0": (4, ()),
     "dp4 zero3": (4, ("--parallel.zero", "3")),
+    "cp2": (2, ("--parallel.cp", "2")),
     "tp2 pp2": (4, ("--parallel.tp", "2", "--parallel.pp", "2")),
 }
 
@@ -182,6 +188,99 @@ def test_a_rank_whose_part_is_empty(tmp_path, trains):
     assert_like_clean(tmp_path, end, truth)
 
 
+BEGUN = "- after_steps: 3\n  parallel.zero: {}\n"
+LATER = "- after_steps: {}\n  parallel.zero: 1\n"
+
+
+@pytest.mark.parametrize(
+    "before, after, why",
+    [
+        (BEGUN.format(1), BEGUN.format(0), "parallel.zero 1, not 0"),
+        (LATER.format(5), LATER.format(4), "parallel.zero 0, not 1"),
+        (LATER.format(5), LATER.format(7), None),
+    ],
+    ids=["of the phase", "of the next step", "of a later phase"],
+)
+def test_the_layout_of_a_phase(tmp_path, trains, before, after, why):
+    """That of the phase in which memory was written, and in which the run goes on, decides."""
+    phases = tmp_path / "phases.yaml"
+    phases.write_text(before)
+    more = ("--train.phases", str(phases))
+    killed(trains, "dp2 zero0", 5, *more)
+    phases.write_text(after)
+    end = trains("dp2 zero0", *more)
+    assert not any(end.codes), end.logs
+    assert [line.split("it was saved with ")[1] for line in said(end, "4 in memory is not used")] == (
+        [why] if why else []
+    )
+    assert bool(said(end, "resumed from memory of node0, node1 at step 4")) == (why is None)
+    assert losses(tmp_path / "run")
+
+
+CHANGES = {  # of keys that change nothing of what a rank holds: (layout, both times, before, after)
+    "recompute": ("dp2 zero1", "", "", "--parallel.recompute full"),
+    "recompute_parts": (
+        "dp2 zero1",
+        "--parallel.recompute selective",
+        "",
+        "--parallel.recompute_parts core,norm,act",
+    ),
+    "recompute_stages": ("tp2 pp2", "", "", "--parallel.recompute_stages full,none"),
+    "async_tp": ("tp2 pp2", "--parallel.sp true", "", "--parallel.async_tp true"),
+    "cp_kind": ("cp2", "", "", "--parallel.cp_kind ulysses"),
+    "ep_chunks": (
+        "dp2 zero1",
+        "--model.experts 4 --model.top_k 2 --model.router_bias true --parallel.ep 2",
+        "",
+        "--parallel.ep_chunks 2",
+    ),
+    "offload": ("dp2 zero1", "--train.ema 0.9", "--parallel.offload both", "--parallel.offload none"),
+    "timeout_s": ("dp2 zero0", "", "", "--parallel.timeout_s 200"),
+    "elastic": ("dp2 zero0", "", "", "--parallel.elastic true"),
+}
+
+
+def test_each_key_that_changes_nothing_is_tried():
+    assert sorted(CHANGES) == sorted(memory.NOT_LAYOUT)
+
+
+def digest_of(run):
+    """Of every byte of the state that this rank owns."""
+    boxes = state.state_boxes(run.buckets, state.moments_of(run)) + run.routers.boxes()
+    rows = [(str(box), hashlib.sha256(raw_bytes(tensor)).hexdigest()) for box, tensor in boxes]
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_key_that_changes_nothing_of_what_a_rank_holds(tmp_path, trains, key):
+    """The newest state in memory stays of use, and each rank has of it bit for bit what was saved."""
+    layout, both, first, then = CHANGES[key]
+    world = LAYOUTS[layout][0]
+
+    def noting(rank):
+        on_nodes(world)(rank)
+        describe, load = state.describe_run, state.load
+
+        def described(run, step):
+            (tmp_path / f"saved.{step}.{rank}").write_text(digest_of(run))
+            return describe(run, step)
+
+        def loaded(run, *more):
+            notes = load(run, *more)
+            (tmp_path / f"loaded.{rank}").write_text(digest_of(run))
+            return notes
+
+        state.describe_run, state.load = described, loaded
+
+    killed(trains, layout, 9, *both.split(), *first.split(), before=noting)
+    end = trains(layout, *both.split(), *then.split(), before=noting)
+    assert not any(end.codes), end.logs
+    assert said(end, "resumed from memory of node0, node1 at step 8"), end.logs
+    for rank in range(world):
+        saved, loaded = tmp_path / f"saved.8.{rank}", tmp_path / f"loaded.{rank}"
+        assert saved.read_text() == loaded.read_text()
+
+
 def test_both_nodes_are_lost(tmp_path, trains, clean):
     killed(trains, "dp2 zero1", 9)
     for node in (0, 1):
@@ -276,6 +375,82 @@ def test_a_checkpoint_that_is_removed_by_hand_takes_what_came_after_it_along(tmp
     assert "the checkpoint of step 6, which was there before it, is removed" in line
     assert said(end, "at step 4")
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def slow_to_commit(run, commits):
+    """before(rank) of two ranks: the save of step 6, in the background, waits before its rename until memory
+    has step 8. Then rank 1 is killed; with commits, after that save.
+    """
+    def before(rank):
+        on_nodes(2)(rank)
+        commit, run_one_step = store.commit, train.run_one_step
+
+        def late(pending, *more):
+            if pending.final == run / "checkpoints" / "step_00000006":
+                wait_until(lambda: commits and '"step": 8' in (run / memory.RECORD).read_text())
+            return commit(pending, *more)
+
+        def killed_at_last(session, step):
+            if step == 7:
+                wait_until(lambda: list((run / "checkpoints").glob("step_00000006.tmp-*")))
+            if rank == 1 and step == STEPS:
+                wait_until(lambda: not commits or store.read_latest(run / "checkpoints") == "step_00000006")
+                os.kill(os.getpid(), signal.SIGKILL)
+            run_one_step(session, step)
+
+        store.commit, train.run_one_step = late, killed_at_last
+
+    return before
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("commits, resumed", [(True, 4), (False, 8)], ids=["removed", "killed"])
+def test_beside_a_save_in_progress(tmp_path, trains, clean, commits, resumed):
+    """A checkpoint that was being written when memory was, and was committed after that, is removed by hand:
+    memory goes with it. Where that save was killed, memory is all the newer.
+    """
+    run = tmp_path / "run"
+    end = trains("dp2 zero1", "--checkpoint.async_save", "true", before=slow_to_commit(run, commits))
+    assert end.codes[1] == -9, end.logs
+    steps = [row["step"] for row in json.loads((run / memory.RECORD).read_text())["generations"]]
+    assert steps == [8, 4] and (run / "checkpoints" / "step_00000006").exists() == commits
+    shutil.rmtree(run / "checkpoints" / "step_00000006", ignore_errors=True)
+    end = trains("dp2 zero1")
+    lines = said(end, "the checkpoint of step 6, which was there before it, is removed")
+    assert len(lines) == commits
+    assert said(end, f"resumed from memory of node0, node1 at step {resumed}")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+@pytest.mark.parametrize("every", ["6", "3"], ids=["none is good", "an older one is good"])
+@pytest.mark.parametrize("file", ["index.json", "*.safetensors"])
+def test_a_damaged_checkpoint_on_the_disk_hides_none_in_memory(tmp_path, trains, clean, every, file):
+    """Memory has step 4, the disk 6, and with it 3. What a rank alone reads of it is found last."""
+    more = ("--checkpoint.every", every)
+    killed(trains, "dp2 zero1", 7, *more)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000006"
+    flip_bit(max(newest.glob(file)))
+    killed(trains, "dp2 zero1", 6, "--checkpoint.memory_every", "1", point="step.begin")  # after step 5
+    shutil.rmtree(newest)  # what was no good is nothing that came before it
+    end = trains("dp2 zero1", *more)
+    assert said(end, "resumed from memory of node0, node1 at step 5")
+    starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
+    assert starts == [1, 5, 6]
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def test_what_is_damaged_on_the_disk_is_named(tmp_path, trains):
+    killed(trains, "dp2 zero1", 7)
+    flip_bit(tmp_path / "run" / "checkpoints" / "step_00000006" / "index.json")
+    end = trains("dp2 zero1")
+    assert not any(end.codes), end.logs
+    assert said(end, "index.json: does not match its checksum")
+    assert said(end, "resumed from memory of node0, node1 at step 4")
 
 
 def test_other_data_is_refused_without_a_path_in_memory(tmp_path, trains):
@@ -378,6 +553,12 @@ def read_by_others(shm):
     (shm / f"bevatron-{os.geteuid()}").mkdir(0o755)
 
 
+def left_by_others(shm):
+    """Of containers that had other names."""
+    for host in ("node8", "node9"):
+        memory.make_private(shm / f"bevatron-{os.geteuid()}", [memory.key_of(shm.parent / "run"), host])
+
+
 def led_elsewhere(shm):
     (shm / "elsewhere").mkdir(0o700)
     (shm / f"bevatron-{os.geteuid()}").symlink_to(shm / "elsewhere")
@@ -390,9 +571,10 @@ def led_elsewhere(shm):
         (None, read_by_others, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
         (None, led_elsewhere, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
         (one_node, lambda shm: None, "checkpoint.replicas: 1 is the * has 0 other nodes; leave it out"),
-        (little_memory, lambda shm: None, "checkpoint.memory_dir: * can take 1,000 bytes, and 2 *"),
+        (little_memory, lambda shm: None, "checkpoint.memory_dir: * can take 1,000 bytes, and 2 *; enlarge"),
+        (little_memory, left_by_others, "checkpoint.memory_dir: *, remove */node8, */node9; else enlarge it"),
     ],
-    ids=["missing", "readable", "link", "one node", "too small"],
+    ids=["missing", "readable", "link", "one node", "too small", "leftovers"],
 )
 def test_what_cannot_be_had_is_one_line(tmp_path, trains, before, prepare, words):
     prepare(tmp_path / "shm")
@@ -432,6 +614,7 @@ def test_a_record_reads_back_or_says_why_not(tmp_path):
         {"generations": [{**sound["generations"][0], "step": "8"}]},
         {"generations": [{**sound["generations"][0], "indexes": ["x"]}]},
         {"generations": [{"step": 8}]},
+        {"generations": [{**sound["generations"][0], "saving_step": "6"}]},
     ):
         changed = {**sound, **change}
         (tmp_path / memory.RECORD).write_text(json.dumps({k: v for k, v in changed.items() if v is not GONE}))
