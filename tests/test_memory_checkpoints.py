@@ -63,11 +63,21 @@ def trains(tmp_path, prefix):
     shm = tmp_path / "shm"
     shm.mkdir()
 
-    def run(layout, *more, fault="", name="run", before=None, replicas="1"):
+    def in_shm(world):
+        def before(rank):
+            on_nodes(world)(rank)
+            memory.memory_root = lambda cfg: shm / f"bevatron-{os.geteuid()}"
+
+        return before
+
+    def run(layout, *more, fault="", name="run", before=None, replicas="1", keeps=True):
         world, words = LAYOUTS[layout]
         args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words]
-        args += ["--model.dropout", "0.1", "--log.dir", str(tmp_path), "--log.name", name, *EVERY]
-        args += ["--checkpoint.memory_dir", str(shm), "--checkpoint.replicas", replicas, *more]
+        args += ["--model.dropout", "0.1", "--log.dir", str(tmp_path), "--log.name", name]
+        if not keeps:  # then the keys of memory are refused, and its folder is the default
+            args += [*EVERY[:2], *more]
+            return job(tmp_path / name, world, args, fault=fault, before=in_shm(world))
+        args += [*EVERY, "--checkpoint.memory_dir", str(shm), "--checkpoint.replicas", replicas, *more]
         return job(tmp_path / name, world, args, fault=fault, before=before or on_nodes(world))
 
     return run
@@ -342,13 +352,12 @@ def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, lay
     """What a start before it has kept there is newer, and is used where it fits; then the memory is free."""
     killed(trains, "dp2 zero1", 9)
     node = node_folder(tmp_path, 0)
-    none = ("--checkpoint.memory_every", "none")
-    killed(trains, layout, 9, *none)  # it has given back what it does not use, and kept what it does
+    killed(trains, layout, 9, keeps=False)  # it has given back what it does not use, and kept what it does
     assert node.exists() == (resumed == "memory")
     assert (tmp_path / "run" / "memory.json").exists() == (resumed == "memory")
     starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
     assert starts == [1, 9 if resumed == "memory" else 7]
-    end = trains(layout, *none)
+    end = trains(layout, keeps=False)
     assert bool(said(end, "resumed from memory of node0, node1 at step 8")) == (resumed == "memory")
     if resumed == "memory":
         assert_like_clean(tmp_path, end, clean(layout))
