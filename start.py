@@ -8,6 +8,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -163,16 +164,41 @@ def open_memory(cfg: Config, env: setup.LaunchEnv, world: World, folder: Path) -
 
 
 def choose_start(
-    cfg: Config, world: World, root: Path, in_memory: MemoryCheckpoints | None
+    cfg: Config,
+    world: World,
+    root: Path,
+    in_memory: MemoryCheckpoints | None,
+    bad: dict[Path, str],
 ) -> state.StartingPoint:
-    """The newest checkpoint, in memory or on the disk. Collective."""
-    notes: list[str] = []
-    if in_memory is not None:
-        start, notes = in_memory.newest_start(cfg)
-        if start is not None:
-            return start
-    start = state.newest_start(cfg, root, world.all_ranks())
-    return replace(start, notes=[*notes, *start.notes])
+    """The newest checkpoint, in memory or on the disk, that is not known to be damaged. Collective.
+
+    bad: {checkpoint: why} of those that a rank found damaged. Raises ConfigError; IntegrityError.
+    """
+    everyone = world.all_ranks()
+    if in_memory is None:
+        return state.newest_start(cfg, root, everyone, bad)
+
+    # one in memory that is newer than all on the disk
+    start, _ = in_memory.newest_start(cfg, bad=bad)
+    if start is not None:
+        return start
+
+    # the newest good one on the disk
+    on_disk, trouble = None, None
+    try:
+        on_disk = state.newest_start(cfg, root, everyone, bad)
+    except store.IntegrityError as error:  # on all ranks: there are some, and none is good
+        trouble = error
+
+    # one in memory that is newer than that: those on the disk that are newer still are damaged
+    start, notes = in_memory.newest_start(cfg, after=-1 if on_disk is None else on_disk.step, bad=bad)
+    if start is not None:
+        of_disk = [str(trouble)] if on_disk is None else on_disk.notes
+        return replace(start, notes=[*of_disk, *start.notes])
+    if on_disk is None:
+        assert trouble is not None
+        raise trouble
+    return replace(on_disk, notes=[*notes, *on_disk.notes])
 
 
 def start_run(
@@ -194,22 +220,21 @@ def start_run(
         """Where an evaluation is missing, the phase before a boundary: it has its own validation."""
         return phases.of_step(step if is_evaluation_missing(cfg, step, folder, everyone) else step + 1).number
 
-    start = choose_start(cfg, world, root, in_memory)
-    step, is_from_memory = start.step, bool(start.memory)
-    may_be_large = bool(cfg.checkpoint.branch) and not is_from_memory
+    choose = partial(choose_start, cfg, world, root, in_memory)
+    start = choose({})
+    may_be_large = bool(cfg.checkpoint.branch) and not start.memory
     if start.resumed is not None and may_be_large:  # its model is as large as the source says
         check_size(cfg.model, start.resumed.pieces, str(start.resumed.path))
     while True:
-        number = phase_after(step) if len(phases.all) > 1 else 1
+        number = phase_after(start.step) if len(phases.all) > 1 else 1
         run, valid_data = build_phase(cfg, env, world, number)
-        step, notes = state.resume(run, root, start)
-        start = None
-        if len(phases.all) == 1 or phase_after(step) == number:
+        start, notes = state.resume(run, root, start, choose)
+        if len(phases.all) == 1 or phase_after(start.step) == number:
             if in_memory is not None:
-                in_memory.drop_after(step)  # what this run goes on from is its only past
-                if cfg.checkpoint.memory_every is None and not is_from_memory:
+                in_memory.drop_after(start.step)  # what this run goes on from is its only past
+                if cfg.checkpoint.memory_every is None and not start.memory:
                     in_memory.clear()  # nothing will be saved there any more
-            return run, valid_data, step, notes
+            return run, valid_data, start.step, notes
         run.data.close()  # the newest checkpoint is damaged, and the one before it is of an earlier phase
 
 

@@ -25,11 +25,13 @@ Guarantees:
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
 import stat
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -37,11 +39,19 @@ from typing import Any
 
 from checkpoint import store
 from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
-from checkpoint.files import IntegrityError, StorageError, read_file, remove, storage_errors
+from checkpoint.files import (
+    IntegrityError,
+    StorageError,
+    read_file,
+    remove,
+    storage_errors,
+    sync_dir,
+    write_file,
+)
 from checkpoint.saver import writer_threads
 from checkpoint.state import StartingPoint, ranks_of
 from checkpoint.together import Ranks
-from config import Config, ConfigError, Tree
+from config import Config, ConfigError, Tree, phases_of
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError
 
@@ -59,7 +69,19 @@ GENERATIONS = 2  # for which a node needs room
 MAX_RECORD_BYTES = 64 << 20
 MAX_KEY_NAME = 60  # characters of log.name in the name of the folder
 PRIVATE = 0o700
-NOT_LAYOUT = ("timeout_s", "elastic")  # of parallel.*: they change nothing of what a rank holds
+PERMISSIONS = 0o777  # of a mode; a folder inherits set-group-ID from the one that it is in
+# Of parallel.*: what changes nothing of what a rank holds.
+NOT_LAYOUT = (
+    "timeout_s",
+    "elastic",
+    "recompute",
+    "recompute_parts",
+    "recompute_stages",
+    "async_tp",
+    "cp_kind",
+    "ep_chunks",
+    "offload",
+)
 SAVE_ID = re.compile(r"[0-9a-f]{32}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 RANK_FOLDER = re.compile(r"rank_(\d{5,})")
@@ -71,13 +93,15 @@ class MemoryGeneration:
     """The state of all ranks after one step, as memory.json names it.
 
     indexes: sha256 of the index.json of each rank; (): it is not complete yet. disk_step: of the newest
-    checkpoint in the run folder at the time; -1: there was none. layout: see layout_of.
+    checkpoint in the run folder at the time, up to this step; -1: there was none. saving_step: of the one
+    that was being written in the background; -1: none was. layout: see layout_of.
     """
     step: int
     save_id: str
     disk_step: int
     layout: Tree
     indexes: tuple[str, ...] = ()
+    saving_step: int = -1
 
     @property
     def name(self) -> str:
@@ -129,10 +153,11 @@ def read_record(run: Path, key: str) -> tuple[list[MemoryGeneration], str | None
         data = json.loads(read_file(path))
         if data["version"] != VERSION:
             raise ValueError(f"version {data['version']!r}, this code reads {VERSION}")
+        owner = data["key"]
         found = [parse_generation(row) for row in data["generations"]]
     except (IntegrityError, OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         return [], f"{path} is damaged: {error}"
-    if data["key"] != key:
+    if owner != key:
         return [], f"{path} is of another run folder"
     return sorted(found, key=lambda generation: -generation.step), None
 
@@ -145,11 +170,13 @@ def parse_generation(row: Any) -> MemoryGeneration:
         disk_step=row["disk_step"],
         layout=row["layout"],
         indexes=tuple(row["indexes"]),
+        saving_step=row.get("saving_step", -1),  # of a record that is older than this field: not known
     )
     is_sound = (
         type(found.step) is int
         and found.step >= 0
         and type(found.disk_step) is int
+        and type(found.saving_step) is int
         and SAVE_ID.fullmatch(found.save_id)
         and isinstance(found.layout, dict)
         and all(SHA256.fullmatch(index) for index in found.indexes)
@@ -160,29 +187,43 @@ def parse_generation(row: Any) -> MemoryGeneration:
 
 
 def write_record(run: Path, key: str, generations: list[MemoryGeneration]) -> None:
-    """Names these generations, and no others; none: removes the record. Raises StorageError."""
+    """Names these generations, and no others; none: removes the record. It is on disk then.
+
+    Raises StorageError.
+    """
     path = run / RECORD
     with storage_errors(path, 0):
         if not generations:
             path.unlink(missing_ok=True)
+            sync_dir(run)
             return
         rows = [asdict(generation) for generation in generations]
         temp = run / f"{RECORD}.tmp"
         temp.unlink(missing_ok=True)
-        with open(temp, "x") as file:
-            json.dump({"version": VERSION, "key": key, "generations": rows}, file)
+        write_file(temp, json.dumps({"version": VERSION, "key": key, "generations": rows}).encode())
         os.replace(temp, path)
+        sync_dir(run)
 
 
-def newest_step_on_disk(run: Path) -> int:
-    """Of the committed checkpoints of the run folder, good or not; -1: there is none."""
-    found = store.committed_checkpoints(run / "checkpoints")
-    return found[0][0] if found else -1
+def newest_step_on_disk(run: Path, up_to: float = math.inf) -> int:
+    """Of the committed checkpoints of the run folder, good or not, up to a step; -1: there is none."""
+    steps = [step for step, _ in store.committed_checkpoints(run / "checkpoints") if step <= up_to]
+    return max(steps, default=-1)
 
 
-def layout_of(cfg: Config, world: int) -> Tree:
-    """What must be the same for a rank to read its own part again: {key: value} of parallel.*, and ranks."""
-    keys = {name: value for name, value in asdict(cfg.parallel).items() if name not in NOT_LAYOUT}
+def step_in_latest(run: Path) -> int:
+    """Of the checkpoint that the run has committed last, there or not, as `latest` says; -1: none."""
+    match = store.STEP.fullmatch(store.read_latest(run / "checkpoints") or "")
+    return int(match[1]) if match else -1
+
+
+def layout_of(cfg: Config, world: int, step: int) -> Tree:
+    """What must be the same for a rank to read its own part again: ranks, and {key: value} of parallel.*
+
+    cfg: with train.phases, of which each may have a layout of its own. step: its phase counts.
+    """
+    parallel = phases_of(cfg).of_step(step).cfg.parallel
+    keys = {name: value for name, value in asdict(parallel).items() if name not in NOT_LAYOUT}
     return {"ranks": world, **{f"parallel.{name}": value for name, value in keys.items()}}
 
 
@@ -226,12 +267,16 @@ def make_private(root: Path, folders: list[str]) -> Path:
                 path.mkdir(PRIVATE)
             status = path.lstat()
         is_ours = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-        if not is_ours or stat.S_IMODE(status.st_mode) != PRIVATE:
+        if not is_ours or status.st_mode & PERMISSIONS != PRIVATE:
             raise ConfigError(
                 f"checkpoint.memory_dir: {path} is not a folder of this user alone (mode 700), and what lies "
                 "in it is not trusted; remove it, or give another checkpoint.memory_dir"
             )
     return path
+
+
+def folder_of_host(host: str) -> str:
+    return host.replace("/", "_")
 
 
 def rank_folder(rank: int) -> str:
@@ -262,12 +307,12 @@ class MemoryCheckpoints:
 
         Raises ConfigError if there are too few nodes, or the folder cannot be had; StorageError.
         """
+        self.cfg = cfg
         self.run = run
         self.group = world
         self.ranks: Ranks = ranks_of(world)
         self.copies = cfg.checkpoint.replicas if cfg.checkpoint.memory_every is not None else 0
         self.timeout_s = cfg.checkpoint.timeout_s
-        self.layout = layout_of(cfg, world.size)
         self.nodes = Nodes(tuple(comm.all_gather_objects(host, world)))
         self.notes: list[str] = []
         num_others = len(self.nodes.names()) - 1
@@ -275,10 +320,11 @@ class MemoryCheckpoints:
             self.copies = fewer_copies(cfg, num_others, self.notes)
         self.key = self.ranks.first_does(lambda: key_of(run), self.timeout_s)
         self.folder = self.ranks.all_do(
-            lambda: make_private(memory_root(cfg), [self.key, host.replace("/", "_")]), self.timeout_s
+            lambda: make_private(memory_root(cfg), [self.key, folder_of_host(host)]), self.timeout_s
         )
         found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
         self.committed: list[MemoryGeneration] = found
+        self.unused: dict[str, str] = {}  # {name of a generation that this start cannot use: that, in words}
         if trouble is not None:
             self.notes.append(f"checkpoints in memory are not used: {trouble}")
 
@@ -310,11 +356,28 @@ class MemoryCheckpoints:
                 where = self.folder.parents[2]
                 raise ConfigError(
                     f"checkpoint.memory_dir: {where} on {self.host} can take {free:,} bytes, and "
-                    f"{GENERATIONS} checkpoints of {len(kept)} shards ask for {wanted:,}; enlarge it "
-                    "(docker: --shm-size), give another folder, or leave checkpoint.memory_every out"
+                    f"{GENERATIONS} checkpoints of {len(kept)} shards ask for {wanted:,}; "
+                    f"{self.leftover_advice()}enlarge it (docker: --shm-size), give another folder, or leave "
+                    "checkpoint.memory_every out"
                 )
 
         self.ranks.all_do(check, self.timeout_s)
+
+    def leftover_advice(self) -> str:
+        """What may be removed by hand on this node: folders of this run under names of other nodes, such as
+        containers that are gone. "": there are none. Not collective.
+
+        They are never removed here: one may be of another job, whose run folder has the same path inside its
+        container.
+        """
+        own = {folder_of_host(host) for host in self.nodes.names()}
+        with storage_errors(self.folder, 0):
+            others = sorted(path for path in self.folder.parent.iterdir() if path.name not in own)
+        if not others:
+            return ""
+        more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+        named = ", ".join(map(str, others[:MAX_NAMED])) + more
+        return f"if the nodes of these folders are gone, remove {named}; else "
 
     # ---- saving
 
@@ -361,8 +424,9 @@ class MemoryCheckpoints:
         return MemoryGeneration(
             step=step,
             save_id=uuid.uuid4().hex,
-            disk_step=newest_step_on_disk(self.run),
-            layout=self.layout,
+            saving_step=max(store.steps_being_saved(self.run / "checkpoints"), default=-1),
+            disk_step=newest_step_on_disk(self.run, up_to=step),  # after that: it may be committed meanwhile
+            layout=layout_of(self.cfg, self.group.size, step),
         )
 
     def write_own(
@@ -436,35 +500,58 @@ class MemoryCheckpoints:
 
     # ---- resuming
 
-    def newest_start(self, cfg: Config) -> tuple[StartingPoint | None, list[str]]:
-        """(the newest generation that is newer than every checkpoint on the disk, verified, or None; why
-        others are not used, a line each)."""
+    def newest_start(
+        self, cfg: Config, after: int | None = None, bad: Mapping[Path, str] | None = None
+    ) -> tuple[StartingPoint | None, list[str]]:
+        """(the newest generation of a step after this one, verified, or None; why others are not used, a line
+        each).
+
+        after: None: the step of the newest checkpoint on the disk, good or not. bad: {folder of this rank's
+        shard: why} of generations that were found damaged before, the same ones on all ranks.
+        """
         if cfg.checkpoint.resume == "none":
             return None, self.notes
-        on_disk = self.ranks.first_does(lambda: newest_step_on_disk(self.run), self.timeout_s)
-        notes = list(self.notes)
+        disk = self.ranks.first_does(self.look_at_disk, self.timeout_s)
         for generation in self.committed:
-            if generation.step <= on_disk:
+            if generation.step <= (disk.newest if after is None else after) or generation.name in self.unused:
                 continue
-            why = self.obstacle(generation, on_disk)
+            why = (bad or {}).get(self.path_of(generation, self.group.index))
+            why = why or self.obstacle(generation, disk)
             if why is None:
                 try:
-                    return self.collect(generation, notes), notes
+                    return self.collect(generation, self.all_notes()), self.all_notes()
                 except IntegrityError as error:  # on all ranks
                     why = str(error)
-            notes.append(f"the checkpoint of step {generation.step:,} in memory is not used: {why}")
-        return None, notes
+            line = f"the checkpoint of step {generation.step:,} in memory is not used: {why}"
+            self.unused[generation.name] = line
+        return None, self.all_notes()
 
-    def obstacle(self, generation: MemoryGeneration, on_disk: int) -> str | None:
-        """Why a generation does not fit this start; None if it does. Not collective.
+    def look_at_disk(self) -> "DiskSteps":
+        """Rank 0: which checkpoints the run folder has. What a killed writer has left is removed first: it
+        would be taken for one that is being written."""
+        root = self.run / "checkpoints"
+        if root.is_dir():
+            store.remove_leftovers(root)
+        return DiskSteps(newest_step_on_disk(self.run), step_in_latest(self.run))
 
-        on_disk: the newest step of the checkpoints in the run folder.
-        """
-        if generation.disk_step > on_disk:
-            return f"the checkpoint of step {generation.disk_step:,}, which was there before it, is removed"
+    def all_notes(self) -> list[str]:
+        """For the log, with why generations are not used."""
+        return [*self.notes, *self.unused.values()]
+
+    def obstacle(self, generation: MemoryGeneration, disk: "DiskSteps") -> str | None:
+        """Why a generation does not fit this start; None if it does. Not collective."""
+        removed = generation.disk_step if generation.disk_step > disk.newest else None
+        if disk.newest < generation.saving_step <= disk.latest:  # else that save has failed, or was killed
+            removed = generation.saving_step
+        if removed is not None:
+            return f"the checkpoint of step {removed:,}, which was there before it, is removed"
         if len(generation.indexes) != self.group.size:
             return f"it is of {len(generation.indexes)} ranks, not {self.group.size}"
-        return layout_difference(generation.layout, self.layout)
+        for step in (generation.step, generation.step + 1):  # where a phase begins there, its layout, too
+            difference = layout_difference(generation.layout, layout_of(self.cfg, self.group.size, step))
+            if difference is not None:
+                return difference
+        return None
 
     def collect(self, generation: MemoryGeneration, notes: list[str]) -> StartingPoint:
         """The start from a generation, once every rank has its shard.
@@ -557,6 +644,16 @@ class MemoryCheckpoints:
                 path = self.path_of(generation, receiver)
                 deliveries.append(Delivery(sender, receiver, manifests[receiver], path))
         return deliver(deliveries, self.group)
+
+
+@dataclass(frozen=True)
+class DiskSteps:
+    """Steps of checkpoints of the run folder, good or not; -1: none.
+
+    newest: of those that are there. latest: of the one that was committed last, which may have been removed.
+    """
+    newest: int
+    latest: int
 
 
 @dataclass(frozen=True)

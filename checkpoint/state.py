@@ -87,6 +87,7 @@ FINGERPRINT_DIGITS = 12  # of a fingerprint in an error message
 
 BoxedTensors = list[tuple[Box, Tensor]]
 Result = TypeVar("Result")
+Choose = Callable[[dict[pathlib.Path, str]], "StartingPoint"]  # {checkpoint: why it is damaged} -> another
 Check = Callable[[pathlib.Path], store.StoredIndex]  # raises IntegrityError: store.verify, store.quick_check
 Indexes = dict[pathlib.Path, store.StoredIndex]
 Moments = Mapping[str, Sequence[Tensor | None]]  # {suffix: a flat tensor for each bucket, or None}
@@ -294,11 +295,16 @@ def config_of(meta: Tree) -> Config:
     return phases_of(build_tree(Config, meta["config"])).of_step(meta["step"]).cfg
 
 
-def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
+def name_of(index: store.StoredIndex, in_memory: bool) -> str:
+    """Of a checkpoint, for messages. Of one in memory there is no path to name: that is one rank's part."""
+    return f"the checkpoint of step {index.step:,} in memory" if in_memory else str(index.path)
+
+
+def check_same_run(meta: Tree, run: RunState, where: str, in_memory: bool = False) -> list[str]:
     """Compares the settings in `meta` with those of the run.
 
-    where: the checkpoint, for messages. Returns a warning for each setting that changed since the save.
-    Raises ConfigError for a setting that must not change, and for other data or another tokenizer.
+    where: name_of the checkpoint, for messages. Returns a warning for each setting that changed since the
+    save. Raises ConfigError for a setting that must not change, and for other data or another tokenizer.
     """
     defaults = flatten_tree(dataclasses.asdict(Config()))  # of keys that are younger than the checkpoint
     old = {**defaults, **flatten_tree(meta["config"])}
@@ -323,9 +329,10 @@ def check_same_run(meta: Tree, run: RunState, where: str) -> list[str]:
         if meta[name] != current and (is_of_phase or name != "data"):
             stored = meta[name][:FINGERPRINT_DIGITS]
             found = current[:FINGERPRINT_DIGITS]
+            source = "CHECKPOINT" if in_memory else where  # memory gives no weights to a new run
             raise ConfigError(
                 f"data.path: the {name} of {where} has fingerprint {stored}, this one {found}; "
-                f"give the same data, or start anew with --log.name OTHER --checkpoint.init_from {where}"
+                f"give the same data, or start anew with --log.name OTHER --checkpoint.init_from {source}"
             )
 
     # What may.
@@ -355,7 +362,7 @@ def must_match(key: str) -> bool:
     return key in MUST_MATCH or (key.startswith("model.") and key not in MAY_DIFFER)
 
 
-def check_horizon(meta: Tree, run: RunState, where: pathlib.Path, own_folder: bool) -> None:
+def check_horizon(meta: Tree, run: RunState, where: str, own_folder: bool) -> None:
     """Raises ConfigError if nothing is left to train after this checkpoint and it is not this run's result.
 
     Refused are: a checkpoint beyond the horizon; one at the horizon, in another run's folder; one at the
@@ -468,30 +475,32 @@ def pass_on_all(buckets: list[Bucket], state: Moments) -> None:
         pass_on(bucket, position, [flat for _, flat in flats_of(bucket, position, state)])
 
 
-def load(run: RunState, index: store.StoredIndex) -> list[str]:
+def load(run: RunState, index: store.StoredIndex, in_memory: bool = False) -> list[str]:
     """Loads weights and optimizer state into the run, whatever layout saved them. Collective.
 
-    index: of the checkpoint, with its meta.json. Returns warnings. Of what several ranks hold alike, each
-    reads and verifies a share. Only when all ranks have found theirs good, tensors are filled, and the shares
-    passed on. An IntegrityError of one rank is raised on all. Raises ConfigError if the checkpoint does not
-    fit the run.
+    index: of the checkpoint, with its meta.json. in_memory: it is of this rank's part alone. Returns
+    warnings. Of what several ranks hold alike, each reads and verifies a share. Only when all ranks have
+    found theirs good, tensors are filled, and the shares passed on. An IntegrityError of one rank is raised
+    on all. Raises ConfigError if the checkpoint does not fit the run.
     """
     world = run.mesh.world
-    path, meta = index.path, index.meta
-    warnings = check_same_run(meta, run, str(path))
+    meta, where = index.meta, name_of(index, in_memory)
+    warnings = check_same_run(meta, run, where, in_memory)
     stored_states = flatten_tree(meta["config"]).get("optim.states", "fp32")
     states = run.cfg.optim.states
     if stored_states != states:
         rounding = ", to nearest" if states == "bf16" else ""
-        converted = f"masters and moments of {path} were converted from {stored_states} to {states}"
+        converted = f"masters and moments of {where} were converted from {stored_states} to {states}"
         warnings.append(f"optim.states: {converted}{rounding}")
 
-    # A run that begins to average, or no longer does.
+    # A run that begins to average, or no longer does. A rank whose part is empty has no average to see.
     stored_ema = bool(averaged_keys(index))
+    if in_memory:
+        stored_ema = any(comm.all_gather_objects(stored_ema, world))
     if run.ema is not None and not stored_ema:
-        warnings.append(f"train.ema: {path} holds no moving average; it starts at the weights of that step")
+        warnings.append(f"train.ema: {where} holds no moving average; it starts at the weights of that step")
     if run.ema is None and stored_ema:
-        warnings.append(f"train.ema: none; the moving average in {path} is left behind")
+        warnings.append(f"train.ema: none; the moving average in {where} is left behind")
 
     # What this rank fills. Of many ranks, each holds a part of the keys; the first looks for what none wants.
     moments = moments_of(run) if stored_ema else run.optim.state()
@@ -703,12 +712,12 @@ def choose_together(
 
 
 def resume(
-    run: RunState, root: pathlib.Path, start: StartingPoint | None = None
-) -> tuple[int, list[str]]:
+    run: RunState, root: pathlib.Path, start: StartingPoint, choose: Choose
+) -> tuple[StartingPoint, list[str]]:
     """Loads what checkpoint.resume and checkpoint.init_from name. Collective.
 
-    root: the folder of this run's checkpoints. start: of newest_start; None: it is chosen here. Returns
-    (steps done, notes for the log).
+    root: the folder of this run's checkpoints. start: what is tried first. choose: of what has turned out
+    damaged, gives what is tried next; collective. Returns (what was loaded, notes for the log).
 
     Rank 0 chooses for all, so that ranks that see the disk differently still load the same checkpoint. It
     reads the small files alone. Then every rank verifies what it reads. If one rank finds damage, all ranks
@@ -716,20 +725,17 @@ def resume(
 
     Raises ConfigError if the checkpoint does not fit the run; IntegrityError if no good checkpoint is left.
     """
-    bad: dict[pathlib.Path, str] = {}  # {checkpoint: why it is damaged}
-    if start is None:
-        start = newest_start(run.cfg, root, run.mesh.world)
+    bad: dict[pathlib.Path, str] = {}
     while True:
         try:
-            return load_start(run, root, start)
+            _, notes = load_start(run, root, start)
+            return start, notes
         except store.IntegrityError as error:  # raised on every rank
             damaged = start.resumed or start.weights
             if damaged is None:
                 raise
             bad[damaged.path] = str(error)
-            notes = [*start.notes, f"{start.memory} is not used: {error}"] if start.memory else []
-            start = newest_start(run.cfg, root, run.mesh.world, bad)
-            start = dataclasses.replace(start, notes=[*notes, *start.notes])
+            start = choose(bad)
 
 
 def newest_start(
@@ -757,10 +763,11 @@ def load_start(run: RunState, root: pathlib.Path, start: StartingPoint) -> tuple
     """
     if start.resumed is not None:
         path, meta = start.resumed.path, start.resumed.meta
-        is_own = bool(start.memory) or path.parent == root
-        check_same_run(meta, run, str(path))  # first, what no run may change
-        check_horizon(meta, run, path, own_folder=is_own)
-        warnings = load(run, start.resumed)
+        in_memory = bool(start.memory)
+        where, is_own = name_of(start.resumed, in_memory), in_memory or path.parent == root
+        check_same_run(meta, run, where, in_memory)  # first, what no run may change
+        check_horizon(meta, run, where, own_folder=is_own)
+        warnings = load(run, start.resumed, in_memory)
         step = meta["step"]
         notes = [*start.notes, *warnings, *layout_change(meta, run.mesh.dims)]
         return step, [*notes, f"resumed from {start.memory or path} at step {step}"]

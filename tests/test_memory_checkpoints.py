@@ -6,19 +6,26 @@ folder in memory.
 
 import errno
 import fnmatch
+import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
+import time
 from collections import Counter
 
 import pytest
 import test_spikes as spikes
 from ranks import MODEL, corpus, job
 
-from checkpoint import copies, memory, store
+import train
+from checkpoint import copies, memory, state, store
+from checkpoint.files import raw_bytes
 from checkpoint.memory import Nodes
+from data import tokenizer
+from data.indexed import IndexedDatasetWriter
 
 STEPS = 9
 EVERY = ("--checkpoint.every", "6", "--checkpoint.memory_every", "2")  # memory: 2, 4 and 8
@@ -26,7 +33,9 @@ LAYOUTS = {
     "alone": (1, ()),
     "dp2 zero0": (2, ()),
     "dp2 zero1": (2, ("--parallel.zero", "1")),
+    "dp4 zero0": (4, ()),
     "dp4 zero3": (4, ("--parallel.zero", "3")),
+    "cp2": (2, ("--parallel.cp", "2")),
     "tp2 pp2": (4, ("--parallel.tp", "2", "--parallel.pp", "2")),
 }
 
@@ -54,11 +63,21 @@ def trains(tmp_path, prefix):
     shm = tmp_path / "shm"
     shm.mkdir()
 
-    def run(layout, *more, fault="", name="run", before=None, replicas="1"):
+    def in_shm(world):
+        def before(rank):
+            on_nodes(world)(rank)
+            memory.memory_root = lambda cfg: shm / f"bevatron-{os.geteuid()}"
+
+        return before
+
+    def run(layout, *more, fault="", name="run", before=None, replicas="1", keeps=True):
         world, words = LAYOUTS[layout]
         args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words]
-        args += ["--model.dropout", "0.1", "--log.dir", str(tmp_path), "--log.name", name, *EVERY]
-        args += ["--checkpoint.memory_dir", str(shm), "--checkpoint.replicas", replicas, *more]
+        args += ["--model.dropout", "0.1", "--log.dir", str(tmp_path), "--log.name", name]
+        if not keeps:  # then the keys of memory are refused, and its folder is the default
+            args += [*EVERY[:2], *more]
+            return job(tmp_path / name, world, args, fault=fault, before=in_shm(world))
+        args += [*EVERY, "--checkpoint.memory_dir", str(shm), "--checkpoint.replicas", replicas, *more]
         return job(tmp_path / name, world, args, fault=fault, before=before or on_nodes(world))
 
     return run
@@ -119,7 +138,7 @@ def assert_like_clean(tmp_path, end, truth, name="run"):
     assert not (tmp_path / name / "memory.json").exists()
 
 
-@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "alone"])
+@pytest.mark.parametrize("layout", ["dp2 zero0", "dp2 zero1", "dp4 zero3", "tp2 pp2"])
 def test_a_killed_rank_and_a_lost_node(tmp_path, trains, clean, layout):
     """First a rank alone is lost, before there is anything on the disk; then a whole node, after a save."""
     killed(trains, layout, 6)
@@ -164,6 +183,112 @@ def test_a_later_phase_beside_saves_in_the_background(tmp_path, trains):
     end = trains("dp2 zero1", *more)
     assert said(end, "resumed from memory of node0, node1 at step 4"), end.logs
     assert_like_clean(tmp_path, end, truth)
+
+
+def test_a_rank_whose_part_is_empty(tmp_path, trains):
+    """Of three buckets and four replicas, rank 1 reads none. It must still know that there is an average."""
+    more = ("--model.layers", "1", "--train.ema", "0.9", "--parallel.timeout_s", "20")
+    assert not any(trains("dp4 zero0", *more, name="clean").codes)
+    truth = losses(tmp_path / "clean"), weights(tmp_path / "clean")
+    killed(trains, "dp4 zero0", 6, *more)
+    assert not list((tmp_path / "shm").rglob("rank_00001/*.safetensors"))
+    assert list((tmp_path / "shm").rglob("rank_00002/*.safetensors"))
+    end = trains("dp4 zero0", *more)
+    assert said(end, "resumed from memory of node0, node1 at step 4"), end.logs
+    assert_like_clean(tmp_path, end, truth)
+
+
+BEGUN = "- after_steps: 3\n  parallel.zero: {}\n"
+LATER = "- after_steps: {}\n  parallel.zero: 1\n"
+
+
+@pytest.mark.parametrize(
+    "before, after, why",
+    [
+        (BEGUN.format(1), BEGUN.format(0), "parallel.zero 1, not 0"),
+        (LATER.format(5), LATER.format(4), "parallel.zero 0, not 1"),
+        (LATER.format(5), LATER.format(7), None),
+    ],
+    ids=["of the phase", "of the next step", "of a later phase"],
+)
+def test_the_layout_of_a_phase(tmp_path, trains, before, after, why):
+    """That of the phase in which memory was written, and in which the run goes on, decides."""
+    phases = tmp_path / "phases.yaml"
+    phases.write_text(before)
+    more = ("--train.phases", str(phases))
+    killed(trains, "dp2 zero0", 5, *more)
+    phases.write_text(after)
+    end = trains("dp2 zero0", *more)
+    assert not any(end.codes), end.logs
+    assert [line.split("it was saved with ")[1] for line in said(end, "4 in memory is not used")] == (
+        [why] if why else []
+    )
+    assert bool(said(end, "resumed from memory of node0, node1 at step 4")) == (why is None)
+    assert losses(tmp_path / "run")
+
+
+CHANGES = {  # of keys that change nothing of what a rank holds: (layout, both times, before, after)
+    "recompute": ("dp2 zero1", "", "", "--parallel.recompute full"),
+    "recompute_parts": (
+        "dp2 zero1",
+        "--parallel.recompute selective",
+        "",
+        "--parallel.recompute_parts core,norm,act",
+    ),
+    "recompute_stages": ("tp2 pp2", "", "", "--parallel.recompute_stages full,none"),
+    "async_tp": ("tp2 pp2", "--parallel.sp true", "", "--parallel.async_tp true"),
+    "cp_kind": ("cp2", "", "", "--parallel.cp_kind ulysses"),
+    "ep_chunks": (
+        "dp2 zero1",
+        "--model.experts 4 --model.top_k 2 --model.router_bias true --parallel.ep 2",
+        "",
+        "--parallel.ep_chunks 2",
+    ),
+    "offload": ("dp2 zero1", "--train.ema 0.9", "--parallel.offload both", "--parallel.offload none"),
+    "timeout_s": ("dp2 zero0", "", "", "--parallel.timeout_s 200"),
+    "elastic": ("dp2 zero0", "", "", "--parallel.elastic true"),
+}
+
+
+def test_each_key_that_changes_nothing_is_tried():
+    assert sorted(CHANGES) == sorted(memory.NOT_LAYOUT)
+
+
+def digest_of(run):
+    """Of every byte of the state that this rank owns."""
+    boxes = state.state_boxes(run.buckets, state.moments_of(run)) + run.routers.boxes()
+    rows = [(str(box), hashlib.sha256(raw_bytes(tensor)).hexdigest()) for box, tensor in boxes]
+    return hashlib.sha256(json.dumps(sorted(rows)).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_key_that_changes_nothing_of_what_a_rank_holds(tmp_path, trains, key):
+    """The newest state in memory stays of use, and each rank has of it bit for bit what was saved."""
+    layout, both, first, then = CHANGES[key]
+    world = LAYOUTS[layout][0]
+
+    def noting(rank):
+        on_nodes(world)(rank)
+        describe, load = state.describe_run, state.load
+
+        def described(run, step):
+            (tmp_path / f"saved.{step}.{rank}").write_text(digest_of(run))
+            return describe(run, step)
+
+        def loaded(run, *more):
+            notes = load(run, *more)
+            (tmp_path / f"loaded.{rank}").write_text(digest_of(run))
+            return notes
+
+        state.describe_run, state.load = described, loaded
+
+    killed(trains, layout, 9, *both.split(), *first.split(), before=noting)
+    end = trains(layout, *both.split(), *then.split(), before=noting)
+    assert not any(end.codes), end.logs
+    assert said(end, "resumed from memory of node0, node1 at step 8"), end.logs
+    for rank in range(world):
+        saved, loaded = tmp_path / f"saved.8.{rank}", tmp_path / f"loaded.{rank}"
+        assert saved.read_text() == loaded.read_text()
 
 
 def test_both_nodes_are_lost(tmp_path, trains, clean):
@@ -227,13 +352,12 @@ def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, lay
     """What a start before it has kept there is newer, and is used where it fits; then the memory is free."""
     killed(trains, "dp2 zero1", 9)
     node = node_folder(tmp_path, 0)
-    none = ("--checkpoint.memory_every", "none")
-    killed(trains, layout, 9, *none)  # it has given back what it does not use, and kept what it does
+    killed(trains, layout, 9, keeps=False)  # it has given back what it does not use, and kept what it does
     assert node.exists() == (resumed == "memory")
     assert (tmp_path / "run" / "memory.json").exists() == (resumed == "memory")
     starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
     assert starts == [1, 9 if resumed == "memory" else 7]
-    end = trains(layout, *none)
+    end = trains(layout, keeps=False)
     assert bool(said(end, "resumed from memory of node0, node1 at step 8")) == (resumed == "memory")
     if resumed == "memory":
         assert_like_clean(tmp_path, end, clean(layout))
@@ -260,6 +384,97 @@ def test_a_checkpoint_that_is_removed_by_hand_takes_what_came_after_it_along(tmp
     assert "the checkpoint of step 6, which was there before it, is removed" in line
     assert said(end, "at step 4")
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def slow_to_commit(run, commits):
+    """before(rank) of two ranks: the save of step 6, in the background, waits before its rename until memory
+    has step 8. Then rank 1 is killed; with commits, after that save.
+    """
+    def before(rank):
+        on_nodes(2)(rank)
+        commit, run_one_step = store.commit, train.run_one_step
+
+        def late(pending, *more):
+            if pending.final == run / "checkpoints" / "step_00000006":
+                wait_until(lambda: commits and '"step": 8' in (run / memory.RECORD).read_text())
+            return commit(pending, *more)
+
+        def killed_at_last(session, step):
+            if step == 7:
+                wait_until(lambda: list((run / "checkpoints").glob("step_00000006.tmp-*")))
+            if rank == 1 and step == STEPS:
+                wait_until(lambda: not commits or store.read_latest(run / "checkpoints") == "step_00000006")
+                os.kill(os.getpid(), signal.SIGKILL)
+            run_one_step(session, step)
+
+        store.commit, train.run_one_step = late, killed_at_last
+
+    return before
+
+
+def wait_until(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("commits, resumed", [(True, 4), (False, 8)], ids=["removed", "killed"])
+def test_beside_a_save_in_progress(tmp_path, trains, clean, commits, resumed):
+    """A checkpoint that was being written when memory was, and was committed after that, is removed by hand:
+    memory goes with it. Where that save was killed, memory is all the newer.
+    """
+    run = tmp_path / "run"
+    end = trains("dp2 zero1", "--checkpoint.async_save", "true", before=slow_to_commit(run, commits))
+    assert end.codes[1] == -9, end.logs
+    steps = [row["step"] for row in json.loads((run / memory.RECORD).read_text())["generations"]]
+    assert steps == [8, 4] and (run / "checkpoints" / "step_00000006").exists() == commits
+    shutil.rmtree(run / "checkpoints" / "step_00000006", ignore_errors=True)
+    end = trains("dp2 zero1")
+    lines = said(end, "the checkpoint of step 6, which was there before it, is removed")
+    assert len(lines) == commits
+    assert said(end, f"resumed from memory of node0, node1 at step {resumed}")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+@pytest.mark.parametrize("every", ["6", "3"], ids=["none is good", "an older one is good"])
+@pytest.mark.parametrize("file", ["index.json", "*.safetensors"])
+def test_a_damaged_checkpoint_on_the_disk_hides_none_in_memory(tmp_path, trains, clean, every, file):
+    """Memory has step 4, the disk 6, and with it 3. What a rank alone reads of it is found last."""
+    more = ("--checkpoint.every", every)
+    killed(trains, "dp2 zero1", 7, *more)
+    newest = tmp_path / "run" / "checkpoints" / "step_00000006"
+    flip_bit(max(newest.glob(file)))
+    killed(trains, "dp2 zero1", 6, "--checkpoint.memory_every", "1", point="step.begin")  # after step 5
+    shutil.rmtree(newest)  # what was no good is nothing that came before it
+    end = trains("dp2 zero1", *more)
+    assert said(end, "resumed from memory of node0, node1 at step 5")
+    starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
+    assert starts == [1, 5, 6]
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
+def test_what_is_damaged_on_the_disk_is_named(tmp_path, trains):
+    killed(trains, "dp2 zero1", 7)
+    flip_bit(tmp_path / "run" / "checkpoints" / "step_00000006" / "index.json")
+    end = trains("dp2 zero1")
+    assert not any(end.codes), end.logs
+    assert said(end, "index.json: does not match its checksum")
+    assert said(end, "resumed from memory of node0, node1 at step 4")
+
+
+def test_other_data_is_refused_without_a_path_in_memory(tmp_path, trains):
+    """A part of one rank gives no weights to another run."""
+    killed(trains, "dp2 zero1", 5)
+    tok = tokenizer.load_tokenizer("bytes")
+    with IndexedDatasetWriter(tmp_path / "other", tok.vocab) as writer:
+        for size in range(40, 100):
+            writer.add([*(98 for _ in range(size)), tok.eod])
+        writer.finish(tok, 1)
+    end = trains("dp2 zero1", "--data.path", str(tmp_path / "other"))
+    assert 2 in end.codes, end.logs
+    assert "the data of the checkpoint of step 4 in memory has fingerprint" in end.errors()[0]
+    assert "--log.name OTHER --checkpoint.init_from CHECKPOINT" in end.errors()[0]
+    assert str(tmp_path / "shm") not in end.errors()[0]
 
 
 def refusing_bytes(rank):
@@ -347,6 +562,12 @@ def read_by_others(shm):
     (shm / f"bevatron-{os.geteuid()}").mkdir(0o755)
 
 
+def left_by_others(shm):
+    """Of containers that had other names."""
+    for host in ("node8", "node9"):
+        memory.make_private(shm / f"bevatron-{os.geteuid()}", [memory.key_of(shm.parent / "run"), host])
+
+
 def led_elsewhere(shm):
     (shm / "elsewhere").mkdir(0o700)
     (shm / f"bevatron-{os.geteuid()}").symlink_to(shm / "elsewhere")
@@ -359,9 +580,10 @@ def led_elsewhere(shm):
         (None, read_by_others, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
         (None, led_elsewhere, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
         (one_node, lambda shm: None, "checkpoint.replicas: 1 is the * has 0 other nodes; leave it out"),
-        (little_memory, lambda shm: None, "checkpoint.memory_dir: * can take 1,000 bytes, and 2 *"),
+        (little_memory, lambda shm: None, "checkpoint.memory_dir: * can take 1,000 bytes, and 2 *; enlarge"),
+        (little_memory, left_by_others, "checkpoint.memory_dir: *, remove */node8, */node9; else enlarge it"),
     ],
-    ids=["missing", "readable", "link", "one node", "too small"],
+    ids=["missing", "readable", "link", "one node", "too small", "leftovers"],
 )
 def test_what_cannot_be_had_is_one_line(tmp_path, trains, before, prepare, words):
     prepare(tmp_path / "shm")
@@ -381,6 +603,9 @@ def test_copies_lie_on_the_next_nodes_of_the_ring():
     assert nodes.keepers(3, 0) == []
 
 
+GONE = object()
+
+
 def test_a_record_reads_back_or_says_why_not(tmp_path):
     kept = [memory.MemoryGeneration(step, "ab" * 16, 6, {"ranks": 2}, ("0f" * 32,) * 2) for step in (8, 4)]
     memory.write_record(tmp_path, "run-1", kept)
@@ -391,13 +616,17 @@ def test_a_record_reads_back_or_says_why_not(tmp_path):
     sound = json.loads((tmp_path / memory.RECORD).read_text())
     for change in (
         {"version": 2},
+        {"version": GONE},
+        {"key": GONE},
         {"generations": None},
         {"generations": [{**sound["generations"][0], "save_id": "../" * 11}]},
         {"generations": [{**sound["generations"][0], "step": "8"}]},
         {"generations": [{**sound["generations"][0], "indexes": ["x"]}]},
         {"generations": [{"step": 8}]},
+        {"generations": [{**sound["generations"][0], "saving_step": "6"}]},
     ):
-        (tmp_path / memory.RECORD).write_text(json.dumps({**sound, **change}))
+        changed = {**sound, **change}
+        (tmp_path / memory.RECORD).write_text(json.dumps({k: v for k, v in changed.items() if v is not GONE}))
         found, why = memory.read_record(tmp_path, "run-1")
         assert found == [] and "is damaged" in str(why), change
 
@@ -422,3 +651,33 @@ def test_a_file_that_is_gone_holds_up_nobody(tmp_path):
     chunks = [sent.next_chunk() for _ in range(3)]
     assert [None if chunk is None else chunk.tolist() for chunk in chunks] == [[0, 0, 0], [0, 0], None]
     assert "index.json" in str(sent.error)
+
+
+def test_the_record_is_on_disk_when_it_counts(tmp_path, monkeypatch):
+    """The file before the rename that names it, then the folder."""
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted(fd):
+        calls.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}")))
+        fsync(fd)
+
+    def renamed(source, target):
+        calls.append("rename")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "replace", renamed)
+    memory.write_record(tmp_path, "run-1", [memory.MemoryGeneration(4, "ab" * 16, -1, {"ranks": 1})])
+    assert calls == ["memory.json.tmp", "rename", tmp_path.name]
+    calls.clear()
+    memory.write_record(tmp_path, "run-1", [])
+    assert calls == [tmp_path.name]
+
+
+def test_a_folder_that_inherits_its_group_is_private(tmp_path):
+    (tmp_path / "shm").mkdir()
+    (tmp_path / "shm").chmod(0o2755)
+    for _ in range(2):
+        made = memory.make_private(tmp_path / "shm" / "bevatron-1", ["run", "node0"])
+        assert stat.S_IMODE(made.stat().st_mode) & 0o777 == 0o700
