@@ -27,6 +27,7 @@ from config import ConfigError
 NAME = ".lease"
 RENEW_S = 4.0  # from one sign of life of the holder to the next
 EXPIRES_S = 20.0  # without a sign of life
+TAKE_TRIES = 5  # to write the lease among others that do so at the same time
 POLL_S = 0.5  # between two looks at a lease of another host
 MAX_BYTES = 1000
 UNREADABLE = "unreadable"
@@ -64,7 +65,7 @@ class Lease:
         for left_behind in self.folder.glob(f"{NAME}-*"):
             with contextlib.suppress(OSError):
                 left_behind.unlink()
-        self.write()
+        self.write_among_others()
         if before and not is_decided:  # another host may have waited, too: the last one to write has it
             time.sleep(min(POLL_S, self.renew_s))
             self.check()
@@ -101,6 +102,19 @@ class Lease:
             if not self.ended.is_set():
                 os.replace(beside, self.path)
                 self.renewed = time.monotonic()
+
+    def write_among_others(self) -> None:
+        """write(), again where another start that takes the lease now has removed the file beside it.
+
+        Raises StorageError.
+        """
+        for number in range(1, TAKE_TRIES + 1):
+            try:
+                return self.write()
+            except StorageError as error:
+                was_removed = isinstance(error.__cause__, FileNotFoundError) and self.folder.is_dir()
+                if not was_removed or number == TAKE_TRIES:
+                    raise
 
     def renew(self) -> None:
         """The thread: a disk that fails for a while is no reason to end; another holder is."""

@@ -15,6 +15,7 @@ import pytest
 from checkpoint import lease as leases
 from checkpoint.lease import Lease
 from checkpoint.locks import run_lock
+from checkpoint.files import StorageError
 from config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +116,28 @@ def test_of_two_that_wait_for_a_dead_host_one_gets_it(tmp_path, other_host):
         waiting.kill()
         waiting.communicate()
         lease.release()
+
+
+@pytest.mark.parametrize("times", [1, 100])
+def test_others_that_take_it_at_the_same_time_remove_what_is_beside_it(tmp_path, monkeypatch, times):
+    replace, removed = os.replace, []
+
+    def raced(source, target):
+        if len(removed) < times:
+            removed.append(source)
+            os.unlink(source)
+        replace(source, target)
+
+    monkeypatch.setattr(leases.os, "replace", raced)
+    lease = leases.Lease(tmp_path)
+    if times == 1:
+        lease.take(flock_works=True)
+        assert leases.read(tmp_path / leases.NAME)["id"] == lease.id
+    else:
+        with pytest.raises(StorageError, match="ENOENT"):
+            lease.take(flock_works=True)
+        assert len(removed) == leases.TAKE_TRIES
+    lease.release()
 
 
 def test_under_one_kernel_flock_decides_without_a_wait(tmp_path):
