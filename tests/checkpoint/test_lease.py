@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from checkpoint import lease as leases
+from checkpoint.files import StorageError
 from checkpoint.lease import Lease
 from checkpoint.locks import run_lock
-from checkpoint.files import StorageError
 from config import ConfigError
 
 ROOT = Path(__file__).parents[2]
