@@ -324,7 +324,7 @@ class MemoryCheckpoints:
         )
         found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
         self.committed: list[MemoryGeneration] = found
-        self.unused: dict[str, str] = {}  # {name of a generation that this start cannot use: that, in words}
+        self.rejected: dict[str, str] = {}  # {name of a generation: why this start cannot use it}
         if trouble is not None:
             self.notes.append(f"checkpoints in memory are not used: {trouble}")
 
@@ -513,7 +513,8 @@ class MemoryCheckpoints:
             return None, self.notes
         disk = self.ranks.first_does(self.look_at_disk, self.timeout_s)
         for generation in self.committed:
-            if generation.step <= (disk.newest if after is None else after) or generation.name in self.unused:
+            is_older = generation.step <= (disk.newest if after is None else after)
+            if is_older or generation.name in self.rejected:
                 continue
             why = (bad or {}).get(self.path_of(generation, self.group.index))
             why = why or self.obstacle(generation, disk)
@@ -523,7 +524,7 @@ class MemoryCheckpoints:
                 except IntegrityError as error:  # on all ranks
                     why = str(error)
             line = f"the checkpoint of step {generation.step:,} in memory is not used: {why}"
-            self.unused[generation.name] = line
+            self.rejected[generation.name] = line
         return None, self.all_notes()
 
     def look_at_disk(self) -> "DiskSteps":
@@ -536,7 +537,7 @@ class MemoryCheckpoints:
 
     def all_notes(self) -> list[str]:
         """For the log, with why generations are not used."""
-        return [*self.notes, *self.unused.values()]
+        return [*self.notes, *self.rejected.values()]
 
     def obstacle(self, generation: MemoryGeneration, disk: "DiskSteps") -> str | None:
         """Why a generation does not fit this start; None if it does. Not collective."""

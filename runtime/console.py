@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TextIO
 
 from config.terminal import columns_of, fitting_columns, hanging_lines, output_width, wrapped
-from runtime.processes import lead_nowhere
+from runtime.processes import redirect_to_null
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SAMPLE_WIDTH = 50  # columns for a sample of the model, at most
@@ -188,7 +188,7 @@ class Console:
     def disconnect(self) -> None:
         """Stops writing. Without more, Python's flush of stdout at the exit makes the exit code 120."""
         if self.out is not None and self.out is sys.stdout:
-            lead_nowhere(self.out)
+            redirect_to_null(self.out)
         self.out = None
 
     def paint(self, text: str, color: int) -> str:

@@ -19,7 +19,7 @@ import torch
 from config import ConfigError
 from config.exit_codes import INTERRUPTED
 from parallel.wire.comm import PeerError
-from runtime.processes import tell
+from runtime.processes import print_error
 from runtime.setup import rank_and_world, redact
 
 USER_MISTAKE = 2
@@ -152,5 +152,5 @@ def fail_cleanly(main: Callable[[list[str]], int], argv: list[str]) -> int:
     except Exception as error:
         code = reported_code(error)  # set by runtime/peers.py
         if code is None or trace:
-            tell(explain(error, trace=trace))
+            print_error(explain(error, trace=trace))
         return code_of(error) if code is None else code

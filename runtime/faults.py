@@ -26,7 +26,7 @@ from torch import Tensor
 from config import ConfigError
 from parallel.sharding.bucket import Bucket
 from parallel.sharding.gradients import BucketGrads
-from runtime.processes import tell
+from runtime.processes import print_error
 
 ACTIONS = ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGUSR1", "SIGHUP", "raise", "ENOSPC", "ENOMEM", "sleep=SECONDS",
            "nan", "spike", "bitflip")
@@ -126,7 +126,7 @@ class FaultInjector:
     def fire(self, fault: Fault, step: int | None) -> None:
         """Does what the fault says: raise, ENOSPC and ENOMEM raise InjectedFault, OSError and MemoryError."""
         message = f"fault {fault.point}: rank {self.rank} step {step} act {fault.action}"
-        tell(message)
+        print_error(message)
         if fault.action.startswith("SIG"):
             os.kill(os.getpid(), getattr(signal, fault.action))
         elif fault.action == "sleep":

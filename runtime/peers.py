@@ -62,8 +62,7 @@ from runtime.failure import (
     printable,
     should_requeue,
 )
-from runtime.processes import parent_of
-from runtime.processes import tell as tell_on_stderr
+from runtime.processes import parent_of, print_error
 
 # in which a running rank writes its state, on a busy machine too: after a lost connection, whose only use of
 # it is a line; and after a hang, where a rank that does not answer is killed
@@ -542,7 +541,7 @@ class PeerWatch:
             self.code = code
             text = printable(setup.redact(text))
             if not quiet:
-                tell_on_stderr(text)
+                print_error(text)
             self.report_exit(code, text, requeue, of_job)
             if code == HANG:
                 self.write_stacks()

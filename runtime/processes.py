@@ -93,17 +93,17 @@ def process_seconds() -> float:
 # ---- streams whose readers may be gone ---------------------------------------------------------------------
 
 
-def tell(line: str) -> None:
+def print_error(line: str) -> None:
     """Prints a line on stderr. Never raises: what has to be done after it is done, whoever reads."""
     try:
         print(line, file=sys.stderr, flush=True)
     except BrokenPipeError:  # as of `2>&1 | tee log`, which the same Ctrl-C ends
-        lead_nowhere(sys.stderr)
+        redirect_to_null(sys.stderr)
     except (OSError, ValueError):  # a full disk, a terminal that is gone; a closed file
         pass
 
 
-def lead_nowhere(stream: IO[str]) -> None:
+def redirect_to_null(stream: IO[str]) -> None:
     """Points a standard stream to /dev/null, where all further writes succeed, Python's last flush too."""
     with contextlib.suppress(OSError, ValueError, AttributeError):  # it has no file descriptor
         null = os.open(os.devnull, os.O_WRONLY)

@@ -21,7 +21,7 @@ from config.exit_codes import STOPPED_EARLY
 from runtime.lines import read_metrics
 from runtime.stop import SIGNALS, is_under_nohup
 from scaling.ladder import Ladder, LadderRun, runs_of, train_arguments
-from scaling.points import BODY, Array, Points, make_points
+from scaling.points import NON_EMBEDDING, Array, Points, make_points
 
 TRAIN_FILE = Path(__file__).parent.parent / "train.py"
 Report = Callable[[str], None]
@@ -178,7 +178,7 @@ def ladder_points(ladder: Ladder, folder: Path, depths: Iterable[int] | None = N
         rows.append({
             "run": run.name,
             "parameters": run.parameters,
-            BODY: run.body_parameters,
+            NON_EMBEDDING: run.non_embedding_parameters,
             "tokens": run.tokens,
             "flops": run.flops,
             "loss": loss,

@@ -20,7 +20,7 @@ import config
 from config import Config, ConfigError
 from config.suggestions import check_rules
 from plan.count import flops_per_token, parameters
-from scaling.kept import first_difference, refuse, write_tree
+from scaling.manifest import first_difference, refuse_other, write_manifest
 from scaling.settings import refuse_own_keys, words_of
 
 LADDER_FILE = "ladder.json"  # in the folder of a ladder
@@ -62,10 +62,11 @@ class Ladder:
 class LadderRun:
     """One run of a ladder.
 
-    flops: what it takes, close to the budget. parameters: of a mixture those that a token uses.
-    body_parameters: of these, the ones outside of embedding and head. trunk: the run whose checkpoint at step
-    `branch_step` it continues; None: it starts from nothing. stable_steps: before the first decay of any
-    budget; a trunk saves at its multiples.
+    flops: what it takes, close to the budget.
+    parameters: of a mixture those that a token uses.
+    non_embedding_parameters: of these, the ones outside of embedding and head.
+    trunk: the run whose checkpoint at step `branch_step` it continues; None: it starts from nothing.
+    stable_steps: before the first decay of any budget; a trunk saves at its multiples.
     """
     name: str
     depth: int
@@ -74,7 +75,7 @@ class LadderRun:
     tokens: int
     flops: float
     parameters: int
-    body_parameters: int
+    non_embedding_parameters: int
     trunk: str | None
     branch_step: int
     stable_steps: int
@@ -104,10 +105,10 @@ def write_ladder(ladder: Ladder, folder: Path) -> None:
             return
         changed = first_difference(comparable_tree(before), comparable_tree(ladder), left_out=("depths",))
         if changed is not None:
-            refuse(path, "ladder", *changed)
+            refuse_other(path, "ladder", *changed)
         check_added_depths(before, ladder, folder)
     folder.mkdir(parents=True, exist_ok=True)
-    write_tree(path, asdict(ladder))
+    write_manifest(path, asdict(ladder))
 
 
 def comparable_tree(ladder: Ladder) -> dict[str, Any]:
@@ -247,7 +248,7 @@ def runs_of_depth(ladder: Ladder, depth: int) -> list[LadderRun]:
             tokens=steps * step_tokens,
             flops=steps * step_tokens * of_token,
             parameters=counts["active"],
-            body_parameters=counts["active"] - counts["embedding"],
+            non_embedding_parameters=counts["active"] - counts["embedding"],
             trunk=None if is_trunk else trunk_name,
             branch_step=0 if is_trunk else stable_part(steps),
             stable_steps=stable_part(first_steps),

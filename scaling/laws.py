@@ -44,12 +44,14 @@ class Law:
     grid: tuple[tuple[float, ...], ...]
     without_embeddings: bool = False
 
-    def counts_body(self, points: Points) -> bool:
-        return self.without_embeddings and points.body is not None
+    def counts_non_embedding(self, points: Points) -> bool:
+        return self.without_embeddings and points.non_embedding is not None
 
     def sizes(self, points: Points) -> Array:
         """N of each run, as this law counts: [n]."""
-        return points.parameters if points.body is None or not self.without_embeddings else points.body
+        if self.without_embeddings and points.non_embedding is not None:
+            return points.non_embedding
+        return points.parameters
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,20 @@ def chinchilla_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
     return np.logaddexp(np.logaddexp(by_size, by_tokens), log_e)
 
 
-def grown(exponent: float) -> float:
-    """exp of it, inf where no float holds that: runs from which a number cannot be seen push it there."""
+def exp_or_inf(exponent: float) -> float:
+    """inf where no float holds its exp: a fit goes there with a number that the runs do not show."""
     return exp(exponent) if exponent < MAX_EXPONENT else inf
 
 
 def chinchilla_numbers(theta: Array) -> dict[str, float]:
     log_a, log_b, log_e, alpha, beta = map(float, theta)
-    return {"A": grown(log_a), "B": grown(log_b), "E": grown(log_e), "alpha": alpha, "beta": beta}
+    return {
+        "A": exp_or_inf(log_a),
+        "B": exp_or_inf(log_b),
+        "E": exp_or_inf(log_e),
+        "alpha": alpha,
+        "beta": beta,
+    }
 
 
 def kaplan_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
@@ -117,7 +125,7 @@ def kaplan_log_loss(theta: Array, log_n: Array, log_d: Array) -> Array:
 
 def kaplan_numbers(theta: Array) -> dict[str, float]:
     log_nc, log_dc, alpha_n, alpha_d = map(float, theta)
-    return {"N_c": grown(log_nc), "D_c": grown(log_dc), "alpha_N": alpha_n, "alpha_D": alpha_d}
+    return {"N_c": exp_or_inf(log_nc), "D_c": exp_or_inf(log_dc), "alpha_N": alpha_n, "alpha_D": alpha_d}
 
 
 CHINCHILLA = Law(

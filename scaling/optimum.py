@@ -63,7 +63,14 @@ def envelope_optimum(curves: dict[float, tuple[Array, Array]], flops_factor: flo
     smooth = {size: (flops, smoothed(flops, loss)) for size, (flops, loss) in curves.items()}
     budgets, sizes, _ = envelope(smooth)
     law = fit_power_law(budgets, sizes)
-    return Optimum("envelope", law, flops_factor, None, budgets, sizes)
+    return Optimum(
+        approach="envelope",
+        parameters=law,
+        flops_factor=flops_factor,
+        exponent_interval=None,
+        budgets=budgets,
+        sizes=sizes,
+    )
 
 
 def envelope(curves: dict[float, tuple[Array, Array]]) -> tuple[Array, Array, Array]:
@@ -94,13 +101,19 @@ def smoothed(position: Array, loss: Array) -> Array:
     nothing, so runs of any length are alike where they have done the same. Losses that are not finite are
     left out; NaN where there is no other.
     """
-    finite = np.isfinite(loss)
-    sums = np.cumsum(np.insert(np.where(finite, loss, 0.0), 0, 0.0))
-    counts = np.cumsum(np.insert(finite.astype(float), 0, 0.0))
+    # the steps start .. end - 1 of each mean
     ends = np.arange(1, len(loss) + 1)
-    starts = np.minimum(ends - 1, np.searchsorted(position, (1 - SMOOTHING) * position, side="right"))
-    sums, counts = sums[ends] - sums[starts], counts[ends] - counts[starts]
-    return np.divide(sums, counts, out=np.full(len(loss), np.nan), where=counts > 0)
+    first_near = np.searchsorted(position, (1 - SMOOTHING) * position, side="right")
+    starts = np.minimum(ends - 1, first_near)
+
+    # sum and number of the finite losses among them
+    is_finite = np.isfinite(loss)
+    sums_before = np.cumsum(np.insert(np.where(is_finite, loss, 0.0), 0, 0.0))
+    counts_before = np.cumsum(np.insert(is_finite.astype(float), 0, 0.0))
+    sums = sums_before[ends] - sums_before[starts]
+    counts = counts_before[ends] - counts_before[starts]
+    unknown = np.full(len(loss), np.nan)
+    return np.divide(sums, counts, out=unknown, where=counts > 0)
 
 
 # ---- at equal FLOPs ----------------------------------------------------------------------------------------
@@ -168,7 +181,14 @@ def parametric_optimum(fit: Fit, flops_factor: float, budgets: Array) -> Optimum
     exponents = fit.draws[:, 4] / (fit.draws[:, 3] + fit.draws[:, 4])
     low, high = np.percentile(exponents, INTERVAL)
     sizes = np.array([law(flops) for flops in budgets])
-    return Optimum("parametric", law, flops_factor, (float(low), float(high)), budgets, sizes)
+    return Optimum(
+        approach="parametric",
+        parameters=law,
+        flops_factor=flops_factor,
+        exponent_interval=(float(low), float(high)),
+        budgets=budgets,
+        sizes=sizes,
+    )
 
 
 def parametric_power_law(theta: Array, flops_factor: float) -> PowerLaw:

@@ -10,21 +10,21 @@ from config import ConfigError
 
 Array = NDArray[np.float64]
 COLUMNS = ("run", "parameters", "tokens", "flops", "loss")  # of a table of points
-BODY = "parameters_without_embeddings"  # one more column, which a table may have
+NON_EMBEDDING = "parameters_without_embeddings"  # one more column, which a table may have
 
 
 @dataclass(frozen=True)
 class Points:
     """n runs. parameters, tokens, flops (of the whole run) and loss (nats a token, at its end): [n].
 
-    body: parameters outside of embedding and output head, [n]; None where the table does not say.
+    non_embedding: parameters outside of embedding and output head, [n]; None where the table does not say.
     """
     runs: tuple[str, ...]
     parameters: Array
     tokens: Array
     flops: Array
     loss: Array
-    body: Array | None = None
+    non_embedding: Array | None = None
 
     def __len__(self) -> int:
         return len(self.runs)
@@ -33,11 +33,11 @@ class Points:
         """Some of the runs, by their numbers; one may be taken several times."""
         return Points(
             tuple(self.runs[row] for row in rows),
-            self.parameters[rows],
-            self.tokens[rows],
-            self.flops[rows],
-            self.loss[rows],
-            None if self.body is None else self.body[rows],
+            parameters=self.parameters[rows],
+            tokens=self.tokens[rows],
+            flops=self.flops[rows],
+            loss=self.loss[rows],
+            non_embedding=None if self.non_embedding is None else self.non_embedding[rows],
         )
 
     @property
@@ -52,12 +52,14 @@ class Points:
 
 
 def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
-    """Points from rows with the keys of COLUMNS, and of BODY where all have it. source: named in errors.
+    """Points from rows with the keys of COLUMNS, and of NON_EMBEDDING where all have it.
+
+    source: named in errors.
 
     Raises ConfigError, which names the run, for a number that no law can take.
     """
-    has_body = all(BODY in row for row in rows)
-    columns = [*COLUMNS[1:], *([BODY] if has_body else [])]
+    has_non_embedding = all(NON_EMBEDDING in row for row in rows)
+    columns = [*COLUMNS[1:], *([NON_EMBEDDING] if has_non_embedding else [])]
     for row in rows:
         for column in columns:
             value = float(row[column])
@@ -67,12 +69,12 @@ def make_points(rows: list[dict[str, float | str]], source: str) -> Points:
                     "above 0; leave the run out, or finish it"
                 )
     values = {column: np.array([float(row[column]) for row in rows]) for column in columns}
-    body = values.pop(BODY, None)
-    return Points(tuple(str(row["run"]) for row in rows), **values, body=body)
+    non_embedding = values.pop(NON_EMBEDDING, None)
+    return Points(tuple(str(row["run"]) for row in rows), **values, non_embedding=non_embedding)
 
 
 def read_points(path: Path) -> Points:
-    """The points of a CSV file with the columns of COLUMNS, and maybe BODY. Raises ConfigError."""
+    """The points of a CSV file with the columns of COLUMNS, and maybe NON_EMBEDDING. Raises ConfigError."""
     try:
         with open(path, newline="") as file:
             reader = csv.DictReader(file)
@@ -84,7 +86,7 @@ def read_points(path: Path) -> Points:
     if missing:
         raise ConfigError(f"{path}: no column {', '.join(sorted(missing))}; a table of points has "
                           f"{', '.join(COLUMNS)}")
-    numeric = [*COLUMNS[1:], *([BODY] if BODY in names else [])]
+    numeric = [*COLUMNS[1:], *([NON_EMBEDDING] if NON_EMBEDDING in names else [])]
     checked: list[dict[str, float | str]] = []
     for number, row in enumerate(rows, 2):
         try:
@@ -98,10 +100,10 @@ def write_points(points: Points, path: Path) -> None:
     """Writes what read_points reads."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS if points.body is None else (*COLUMNS, BODY))
+        writer.writerow(COLUMNS if points.non_embedding is None else (*COLUMNS, NON_EMBEDDING))
         columns = [points.runs, points.parameters, points.tokens, points.flops, points.loss]
-        if points.body is not None:
-            columns.append(points.body)
+        if points.non_embedding is not None:
+            columns.append(points.non_embedding)
         for run, *numbers in zip(*columns):
             writer.writerow([run, *(repr(float(number)) for number in numbers)])
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from scaling.laws import Fit, huber_sum
 from scaling.optimum import Optimum
-from scaling.points import BODY, Points
+from scaling.points import NON_EMBEDDING, Points
 
 LEFT_WIDTH = 12 + 9 + 16  # columns of optimum_lines: an approach, its exponent and interval
 BUDGET_WIDTH = 2 + 30  # of a budget
@@ -33,10 +33,10 @@ def law_lines(fit: Fit, points: Points) -> list[str]:
     """The numbers of a law with their intervals, and how far it is from the runs."""
     intervals = fit.intervals()
     lines = [f"{fit.law.name}: loss = {fit.law.formula}, {len(points)} runs of {len(points.sizes)} sizes"]
-    if fit.law.counts_body(points):
+    if fit.law.counts_non_embedding(points):
         lines.append("  N counts the parameters without embeddings")
     elif fit.law.without_embeddings:
-        lines.append(f"  N counts all parameters: the points have no column {BODY}")
+        lines.append(f"  N counts all parameters: the points have no column {NON_EMBEDDING}")
     for name, value in fit.numbers.items():
         low, high = intervals[name]
         lines.append(f"  {name:<8}{value:>14.5g}   95 %: {low:.5g} to {high:.5g}")
@@ -88,7 +88,7 @@ def as_tree(
                 name: (finite_or_none(low), finite_or_none(high))
                 for name, (low, high) in fit.intervals().items()
             },
-            "counts_embeddings": not fit.law.counts_body(points),
+            "counts_embeddings": not fit.law.counts_non_embedding(points),
         }
     best = {
         optimum.approach: {

@@ -20,7 +20,7 @@ import config
 from config import Config, ConfigError
 from plan.job import job_of_rank
 from runtime.lines import Rows, read_metrics
-from scaling.kept import keep_tree
+from scaling.manifest import keep_manifest
 from scaling.optimum import SMOOTHING, smoothed
 from scaling.points import Array
 from scaling.settings import refuse_own_keys, words_of
@@ -170,7 +170,13 @@ def keep_sweep(sweep: Sweep, folder: Path) -> None:
         "batches": list(sweep.batches),
     }
     has_results = any((folder / run.name).exists() for run in runs_of_sweep(sweep))
-    keep_tree(folder / SWEEP_FILE, tree, what="sweep", may_grow=("rates", "batches"), has_results=has_results)
+    keep_manifest(
+        folder / SWEEP_FILE,
+        tree,
+        what="sweep",
+        may_grow=("rates", "batches"),
+        has_results=has_results,
+    )
 
 
 def validation_sequences(cfg: Config) -> int:
@@ -313,7 +319,14 @@ def critical_batch(curves: list[SweepCurve], target: float | None = None) -> Cri
     if least_steps <= 0 or least_tokens <= 0:
         return None
     noise = np.array([curve.noise_scale_at(step) for curve, step in zip(best, steps)])
-    return CriticalBatch(target, float(least_steps), float(least_tokens), batches, steps, noise)
+    return CriticalBatch(
+        target=target,
+        least_steps=float(least_steps),
+        least_tokens=float(least_tokens),
+        batches=batches,
+        steps=steps,
+        noise_scales=noise,
+    )
 
 
 def sweep_lines(curves: list[SweepCurve], critical: CriticalBatch | None) -> list[str]:

@@ -21,7 +21,7 @@ from plan.count import flops_per_token
 from plan.job import job_of_rank
 from plan.search import job_of
 from runtime.lines import read_metrics
-from scaling.kept import keep_tree
+from scaling.manifest import keep_manifest
 from scaling.settings import words_of
 
 MODES = ("strong", "weak")
@@ -142,7 +142,7 @@ def keep_systems(systems: Systems, folder: Path, cluster: str | None) -> None:
         "layouts": layouts,
         "ranks": list(systems.ranks),
     }
-    keep_tree(
+    keep_manifest(
         folder / SYSTEMS_FILE,
         tree,
         what="measurement",

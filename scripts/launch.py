@@ -49,7 +49,7 @@ from config import Config, ConfigError
 from config.exit_codes import FINISHED, INTERRUPTED, MEANINGS, STOPPED_EARLY
 from config.terminal import ParagraphHelp
 from runtime import restarts
-from runtime.processes import catches, dying_with, tell
+from runtime.processes import catches, dying_with, print_error
 from runtime.relay import SignalRelay
 from runtime.spares import Spares
 
@@ -302,7 +302,7 @@ def wait_for_ranks(processes: dict[int, subprocess.Popen[bytes]], watch: StartWa
         # those that have had their time, or that a person does not want to wait for
         if relay.interrupted_at is not None and not has_answered:
             has_answered = True
-            tell("launch: SIGINT: the ranks save and end; a second Ctrl-C kills them")
+            print_error("launch: SIGINT: the ranks save and end; a second Ctrl-C kills them")
         now = time.monotonic()
         if relay.is_impatient or (deadline is not None and now > deadline):
             killed |= {rank for rank, process in processes.items() if process.poll() is None}
@@ -483,7 +483,7 @@ def run_elastic(
     restart = 0
     has_run = False
     if len(places) < span.most:
-        tell(used_line(len(places), span.most))
+        print_error(used_line(len(places), span.most))
     while True:
         # one start
         node, listener = listen(options)
@@ -497,7 +497,7 @@ def run_elastic(
         has_run = True
         ends = run_ranks(node, listener, command, watch)
         code = INTERRUPTED if relay.is_impatient else exit_code(ends)
-        tell(closing_line(ends, time.monotonic() - started, code))
+        print_error(closing_line(ends, time.monotonic() - started, code))
 
         # whether another one follows
         reason = restarts.read_reason(run)
@@ -513,8 +513,10 @@ def run_elastic(
         elif relay.received:
             break
         elif not progress.allows_restart(restarts.progress(run)):
-            tell(f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row have brought no newer checkpoint: "
-                 "the job ends")
+            print_error(
+                f"launch: {restarts.MAX_IDLE_RESTARTS} restarts in a row have brought no newer checkpoint: "
+                "the job ends"
+            )
             return code
 
         # with which ranks
@@ -524,13 +526,13 @@ def run_elastic(
         try:
             places = choose_places(cfg, span, left_out, wrong)
         except ConfigError as error:
-            tell(f"launch: no restart{without_places(left_out, wrong)}: {error}")
+            print_error(f"launch: no restart{without_places(left_out, wrong)}: {error}")
             return code
         restart += 1
         kept = restarts.progress(run)
         step = kept.newest if len(places) == len(before) else kept.on_disk  # memory serves the same layout
         change = f"{elastic.in_words(cfg, len(before))} -> {elastic.in_words(cfg, len(places))}"
-        tell(restart_line(restart, step, change) + without_places(left_out, wrong))
+        print_error(restart_line(restart, step, change) + without_places(left_out, wrong))
     if has_run:
         leave_reason(run, STOPPED_EARLY, f"{relay.first_name()} received between two starts")
     return stop_without_ranks(relay, has_run)
@@ -580,8 +582,10 @@ def used_line(used: int, most: int) -> str:
 def stop_without_ranks(relay: SignalRelay, has_run: bool = False) -> int:
     """Ends a job at a signal that came while no rank ran: there is nothing to save. Returns the exit code."""
     which, effect = ("next", "goes on") if has_run else ("first", "starts it")
-    tell(f"launch: {relay.first_name()} before the {which} start: the job ends with code {STOPPED_EARLY}; "
-         f"the same command {effect}")
+    print_error(
+        f"launch: {relay.first_name()} before the {which} start: the job ends with code {STOPPED_EARLY}; "
+        f"the same command {effect}"
+    )
     return STOPPED_EARLY
 
 
@@ -679,13 +683,13 @@ def run_once(options: argparse.Namespace, cfg: Config | None, command: list[str]
 
     started = time.monotonic()
     if node.world is not None and node.node_rank == 0 and node.world < node.nnodes * node.nproc:
-        tell(used_line(node.world, node.nnodes * node.nproc))
+        print_error(used_line(node.world, node.nnodes * node.nproc))
     if not node.ranks():
         return FINISHED
     ends = run_ranks(node, listener, command, StartWatch(relay))
     code = INTERRUPTED if relay.is_impatient else exit_code(ends)
     if node.node_rank == 0 or any(end.code < 0 for end in ends):  # once, and where a rank was lost
-        tell(closing_line(ends, time.monotonic() - started, code))
+        print_error(closing_line(ends, time.monotonic() - started, code))
     return code
 
 

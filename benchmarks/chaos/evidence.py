@@ -12,8 +12,9 @@ import torch
 
 from benchmarks.chaos.layouts import STEPS
 from checkpoint import store
-from checkpoint.memory import RECORD
+from checkpoint.memory import RECORD, has_record
 from parallel.sharding.boxes import Box
+from runtime import restarts
 
 TOLERANCE = 1e-9  # of numbers in fp64 under two layouts, relative
 STEP_FIELDS = ("loss", "grad_norm", "lr", "tokens", "skipped")
@@ -63,11 +64,7 @@ def read_rows(folder: Path) -> list[Row]:
 
 def newest_step(folder: Path) -> int:
     """Of the checkpoints that have a final name, and of those in memory that count; 0 without one."""
-    steps = [step for step, _ in store.committed_checkpoints(folder / "checkpoints")]
-    record = folder / RECORD
-    if record.exists():
-        steps += [generation["step"] for generation in json.loads(record.read_text())["generations"]]
-    return max(steps, default=0)
+    return max(0, restarts.progress(folder).newest)
 
 
 # ---- a comparison: each gives the problems in words --------------------------------------------------------
@@ -152,7 +149,7 @@ def checkpoint_problems(folder: Path) -> list[str]:
 def folder_problems(folder: Path) -> list[str]:
     """Whether nothing is left of a writer, a lock or a STOP file."""
     problems = []
-    if (folder / RECORD).exists():
+    if has_record(folder):
         problems.append(f"{RECORD} is left, and what it names in memory")
     for path in sorted(folder.rglob("*")):
         if ".tmp" in path.name or path.name.startswith((".trash", ".probe")) or path.name == "STOP":

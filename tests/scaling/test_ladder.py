@@ -62,7 +62,7 @@ def test_all_sizes_have_the_same_budgets(tmp_path):
         assert tokens == run.tokens and flops == run.flops
         counts = parameters(cfg.model)
         assert counts["total"] == run.parameters
-        assert counts["total"] - counts["embedding"] == run.body_parameters < run.parameters
+        assert counts["total"] - counts["embedding"] == run.non_embedding_parameters < run.parameters
         # steps are a multiple of five, so a budget is met to half of that
         assert abs(flops / LADDER.all_flops()[run.budget] - 1) < 2.5 / (cfg.train.steps / 2**run.budget)
 
@@ -174,7 +174,7 @@ def test_of_a_mixture_the_parameters_that_a_token_uses_are_counted():
     counts = parameters(config_of_depth(ladder, 2).model)
     run = runs_of(ladder, 2)[0]
     assert run.parameters == counts["active"] < counts["total"]
-    assert run.body_parameters == counts["active"] - counts["embedding"]
+    assert run.non_embedding_parameters == counts["active"] - counts["embedding"]
 
 
 def test_two_sizes_at_a_time_and_a_signal_that_stops_both(tmp_path):

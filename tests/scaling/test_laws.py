@@ -193,7 +193,7 @@ def test_kaplan_s_law_counts_no_embeddings():
         return ((8.8e13 / size) ** (0.076 / 0.095) + 5.4e13 / tokens) ** 0.095
 
     points = made_up(lambda size, tokens: loss(0.4 * size**1.02, tokens))
-    known = dataclasses.replace(points, body=0.4 * points.parameters**1.02)
+    known = dataclasses.replace(points, non_embedding=0.4 * points.parameters**1.02)
     fit = fit_law(KAPLAN, known, bootstraps=2)
     assert fit.numbers["alpha_N"] == pytest.approx(0.076, rel=1e-3)
     assert fit.numbers["N_c"] == pytest.approx(8.8e13, rel=0.05)
@@ -213,11 +213,11 @@ def test_kaplan_s_law_counts_no_embeddings():
 
 def test_a_table_reads_back_as_it_was_written(tmp_path):
     points = made_up(by_chinchilla, noise=0.01)
-    with_body = dataclasses.replace(points, body=points.parameters - 1000)
-    for written, names in ((points, ()), (with_body, ("body",))):
+    with_non_embedding = dataclasses.replace(points, non_embedding=points.parameters - 1000)
+    for written, names in ((points, ()), (with_non_embedding, ("non_embedding",))):
         write_points(written, tmp_path / "points.csv")
         again = read_points(tmp_path / "points.csv")
-        assert again.runs == written.runs and (again.body is None) == (written.body is None)
+        assert again.runs == written.runs and (again.non_embedding is None) == (written.non_embedding is None)
         for name in ("parameters", "tokens", "flops", "loss", *names):
             assert (getattr(again, name) == getattr(written, name)).all()
 

@@ -1,5 +1,5 @@
-"""The file in the folder of an experiment that says what it is, so that results of other settings are neither
-shown as its own nor mixed with them.
+"""The manifest of an experiment: the file in its folder that says what it is. So results of other settings
+are neither shown as its own nor mixed with them.
 """
 import json
 import os
@@ -13,7 +13,7 @@ NOT_SET = "not set"
 Tree = Mapping[str, Any]
 
 
-def keep_tree(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...], has_results: bool) -> None:
+def keep_manifest(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...], has_results: bool) -> None:
     """Writes what an experiment is, or checks it against what was written before.
 
     tree: {key: value} that JSON can hold; "settings" is {key of train.py: value}.
@@ -23,22 +23,23 @@ def keep_tree(path: Path, tree: Tree, *, what: str, may_grow: tuple[str, ...], h
     """
     before: dict[str, Any] = {}
     if path.exists():
-        before = read_tree(path, what)
+        before = read_manifest(path, what)
         changed = first_difference(before, tree, left_out=may_grow)
         if changed is not None:
-            refuse(path, what, *changed)
+            refuse_other(path, what, *changed)
     elif has_results:
         raise ConfigError(f"--out: {path.parent} has results, and no {path.name} that says of which {what}; "
                           "choose another folder")
-    grown = {key: [*before.get(key, []), *(value for value in tree[key] if value not in before.get(key, []))]
-             for key in may_grow}
-    whole = {**tree, **grown}
+    whole = dict(tree)
+    for key in may_grow:
+        earlier = before.get(key, [])
+        whole[key] = [*earlier, *(value for value in tree[key] if value not in earlier)]
     if whole != before:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_tree(path, whole)
+        write_manifest(path, whole)
 
 
-def read_tree(path: Path, what: str) -> dict[str, Any]:
+def read_manifest(path: Path, what: str) -> dict[str, Any]:
     """Raises ConfigError."""
     try:
         tree = json.loads(path.read_text())
@@ -50,7 +51,7 @@ def read_tree(path: Path, what: str) -> dict[str, Any]:
     return tree
 
 
-def write_tree(path: Path, tree: Tree) -> None:
+def write_manifest(path: Path, tree: Tree) -> None:
     """As a whole: the jobs of an array start together."""
     temp = path.with_name(f"{path.name}.{os.getpid()}")
     temp.write_text(json.dumps(tree, indent=1) + "\n")
@@ -75,7 +76,7 @@ def first_difference(old: Tree, new: Tree, left_out: tuple[str, ...] = ()) -> tu
     return None
 
 
-def refuse(path: Path, what: str, key: str, old: Any, new: Any) -> None:
+def refuse_other(path: Path, what: str, key: str, old: Any, new: Any) -> None:
     """Raises ConfigError: the folder holds another experiment."""
     raise ConfigError(f"--out: {path.parent} holds a {what} with {key} {old}, not {new}; its runs could not "
                       "be compared: set it back, or choose another folder")
