@@ -41,6 +41,7 @@ LIMIT_S = 900.0
 SAMPLE_S = 0.2  # between two readings of the clocks of the threads
 OFTEN = 5  # steps between two comparisons, and steps of a window, in this run
 WATCHING_THREADS = ("peers", "device", "lease", "pauses", "parent")
+HAS_THREAD_CLOCKS = hasattr(time, "pthread_getcpuclockid")  # macOS has none
 MODEL = (
     "--model.layers", "4", "--model.hidden", "256", "--model.heads", "4", "--model.kv_heads", "4",
     "--model.ffn", "688",
@@ -130,6 +131,8 @@ def watched(report: RankCosts) -> Iterator[None]:
 
 def read_threads(report: RankCosts, ended: threading.Event) -> None:
     """A thread of its own: the CPU-seconds of the others, by name, until the run has ended."""
+    if not HAS_THREAD_CLOCKS:
+        return
     begun = time.monotonic()
     last: dict[int, tuple[str, float]] = {}
     while not ended.wait(SAMPLE_S):
@@ -181,6 +184,8 @@ def main(args: argparse.Namespace) -> int:
     step_ms = 1000 * step_seconds(reports)
     print(f"\n{args.ranks} ranks, a step of {step_ms:,.0f} ms: all watches of a step take {share:.2%} of it "
           f"(aim: less than {AIM:.0%})")
+    if not HAS_THREAD_CLOCKS:
+        print("Without the watching threads: on this system no thread reads the CPU time of another.")
     return 0
 
 

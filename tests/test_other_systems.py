@@ -28,6 +28,7 @@ from runtime.setup import LaunchEnv
 ROOT = pathlib.Path(__file__).parent.parent
 SYSTEM = str(ROOT / "tests" / "other_system.py")
 ASKED_FIRST = {  # a name of Linux alone, where hasattr or getattr comes before it
+    "benchmarks/watching.py": {"pthread_getcpuclockid"},
     "checkpoint/files.py": {"posix_fadvise", "POSIX_FADV_DONTNEED"},
     "runtime/processes.py": {"CLOCK_BOOTTIME"},  # after /proc, and an AttributeError is caught
     "runtime/pool.py": {"SCHED_BATCH", "sched_setscheduler", "sched_param"},

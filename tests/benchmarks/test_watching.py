@@ -1,5 +1,7 @@
 """scripts.bench watching: a real run of two ranks, and the table of hand-made reports."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -7,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.watching import OFTEN, WATCHES, RankCosts, rows_of
+from benchmarks.corpus import write_corpus
+from benchmarks.watching import OFTEN, REPORT, RUN, WATCHES, RankCosts, rows_of
 from config import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -22,6 +25,24 @@ def test_a_real_run_has_every_watch():
         assert watch.what in rows
     assert "thread `peers`" in rows and "thread `pauses`" in rows
     assert re.search(r"2 ranks, a step of [\d,]+ ms: all watches of a step take \d+\.\d+% of it", done.stdout)
+
+
+def test_a_mac_has_the_watches_without_the_threads(tmp_path):
+    """There is no clock of another thread: the ranks run, and report their calls."""
+    data = write_corpus(tmp_path, documents=500)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "tests/other_system.py", "macos", "benchmarks.watching", "llama3-tiny", *RUN, "--train.steps", "10",
+        "--train.global_batch", "8", "--data.path", data, "--log.dir", str(tmp_path), "--log.name", "run",
+    ]
+    environment = {**os.environ, REPORT: str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    files = [tmp_path / f"rank-{rank}.json" for rank in range(2)]
+    reports = [RankCosts(**json.loads(file.read_text())) for file in files]
+    assert [report.threads for report in reports] == [{}, {}]
+    rows, _ = rows_of(reports)  # it raises if no rank has called a watch
+    assert [row["watch"] for row in rows] == [watch.what for watch in WATCHES.values()]
 
 
 def report(seconds, steps=20, threads=None):
