@@ -701,7 +701,9 @@ def save_in_memory(session: Session, step: int) -> None:
         compare_replicas(run)
         try:
             pieces, meta = state.boxes_of_rank(run), state.describe_run(run, step)
-            session.in_memory.save(step, pieces, meta, fault_point)
+            session.in_memory.save(
+                step, pieces, meta, saving_step=session.saver.step_in_progress(), fault_point=fault_point
+            )
         except store.StorageError as error:  # on all ranks
             session.log.log_line(f"warning: step {step:,} is not kept in memory: {failure.one_line(error)}")
             return

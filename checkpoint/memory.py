@@ -3,8 +3,8 @@
     MEMORY_DIR/bevatron-UID/RUN-KEY/HOST/  of one node: private (0700), and it outlives the processes
       step_00000120-SAVE_ID/               a generation
         rank_00003/                        what rank 3 reads at a resume under the same layout
-    runs/NAME/memory.json                  which generations count: step, save id, and the sha256 of each
-                                           rank's index.json
+    runs/NAME/memory.json                  which generations count: step, save id, MEMORY_DIR, and the sha256
+                                           of each rank's index.json
 
 The idea is that of GEMINI (SOSP 2023, "Fast Failure Recovery in Distributed Training with In-Memory
 Checkpoints"): a rank that is started again on its node finds its own shard, and one that takes the place of a
@@ -51,7 +51,7 @@ from checkpoint.files import (
 from checkpoint.saver import writer_threads
 from checkpoint.state import StartingPoint, ranks_of
 from checkpoint.together import Ranks
-from config import Config, ConfigError, Tree, phases_of
+from config import CheckpointConfig, Config, ConfigError, Tree, phases_of
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError
 
@@ -94,7 +94,8 @@ class MemoryGeneration:
 
     indexes: sha256 of the index.json of each rank; (): it is not complete yet. disk_step: of the newest
     checkpoint in the run folder at the time, up to this step; -1: there was none. saving_step: of the one
-    that was being written in the background; -1: none was. layout: see layout_of.
+    that was being written in the background; -1: none was. layout: see layout_of. memory_dir: the folder
+    (checkpoint.memory_dir) in which it lies on each node.
     """
     step: int
     save_id: str
@@ -102,6 +103,7 @@ class MemoryGeneration:
     layout: Tree
     indexes: tuple[str, ...] = ()
     saving_step: int = -1
+    memory_dir: str = CheckpointConfig.memory_dir
 
     @property
     def name(self) -> str:
@@ -170,13 +172,17 @@ def parse_generation(row: Any) -> MemoryGeneration:
         disk_step=row["disk_step"],
         layout=row["layout"],
         indexes=tuple(row["indexes"]),
-        saving_step=row.get("saving_step", -1),  # of a record that is older than this field: not known
+        # a record that is older than these fields has none of them
+        saving_step=row.get("saving_step", -1),
+        memory_dir=row.get("memory_dir", CheckpointConfig.memory_dir),
     )
     is_sound = (
         type(found.step) is int
         and found.step >= 0
         and type(found.disk_step) is int
         and type(found.saving_step) is int
+        and type(found.memory_dir) is str
+        and os.path.isabs(found.memory_dir)
         and SAVE_ID.fullmatch(found.save_id)
         and isinstance(found.layout, dict)
         and all(SHA256.fullmatch(index) for index in found.indexes)
@@ -237,9 +243,18 @@ def layout_difference(saved: Tree, present: Tree) -> str | None:
 
 # ---- the folder --------------------------------------------------------------------------------------------
 
-def memory_root(cfg: Config) -> Path:
+def memory_root(memory_dir: str) -> Path:
     """The folder of this user's runs in memory."""
-    return Path(cfg.checkpoint.memory_dir) / f"bevatron-{os.geteuid()}"
+    return Path(memory_dir) / f"bevatron-{os.geteuid()}"
+
+
+def memory_dirs(cfg: Config, generations: list[MemoryGeneration]) -> list[str]:
+    """Where a start may have to read, write or remove checkpoints in memory: first where it writes them, then
+    where earlier starts, which may have had another checkpoint.memory_dir, have left some."""
+    found = [generation.memory_dir for generation in generations]
+    if cfg.checkpoint.memory_every is not None or not found:
+        found.insert(0, os.path.abspath(cfg.checkpoint.memory_dir))
+    return list(dict.fromkeys(found))
 
 
 def key_of(run: Path) -> str:
@@ -298,8 +313,8 @@ def bytes_in(folder: Path) -> int:
 class MemoryCheckpoints:
     """The checkpoints in memory of one run. Its methods are collective, but for those that say otherwise.
 
-    folder: of this node. committed: the generations that the record names, the newest first, alike on all
-    ranks. notes: for the log.
+    folders: {memory_dir: the run's folder of this node in it}, see memory_dirs. committed: the generations
+    that the record names, the newest first, alike on all ranks. notes: for the log.
     """
 
     def __init__(self, cfg: Config, run: Path, host: str, world: Group) -> None:
@@ -319,14 +334,16 @@ class MemoryCheckpoints:
         if self.copies > num_others:
             self.copies = fewer_copies(cfg, num_others, self.notes)
         self.key = self.ranks.first_does(lambda: key_of(run), self.timeout_s)
-        self.folder = self.ranks.all_do(
-            lambda: make_private(memory_root(cfg), [self.key, folder_of_host(host)]), self.timeout_s
-        )
         found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
         self.committed: list[MemoryGeneration] = found
         self.rejected: dict[str, str] = {}  # {name of a generation: why this start cannot use it}
         if trouble is not None:
             self.notes.append(f"checkpoints in memory are not used: {trouble}")
+        self.memory_dir, *_ = dirs = memory_dirs(cfg, found)
+        below = [self.key, folder_of_host(host)]
+        self.folders: dict[str, Path] = self.ranks.all_do(
+            lambda: {each: make_private(memory_root(each), below) for each in dirs}, self.timeout_s
+        )
 
     @property
     def host(self) -> str:
@@ -336,9 +353,18 @@ class MemoryCheckpoints:
     def is_first_of_node(self) -> bool:
         return self.nodes.ranks_on(self.host)[0] == self.group.index
 
+    @property
+    def folder(self) -> Path:
+        """Where this node writes."""
+        return self.folders[self.memory_dir]
+
+    def folder_of(self, generation: MemoryGeneration) -> Path:
+        """Where this node has a generation."""
+        return self.folders[generation.memory_dir] / generation.name
+
     def path_of(self, generation: MemoryGeneration, rank: int) -> Path:
         """Where this node has the shard of a rank, its own or a copy."""
-        return self.folder / generation.name / rank_folder(rank)
+        return self.folder_of(generation) / rank_folder(rank)
 
     def check_room(self, own_bytes: int) -> None:
         """Raises ConfigError if a node has no room. own_bytes: of the tensors that this rank saves."""
@@ -381,24 +407,39 @@ class MemoryCheckpoints:
 
     # ---- saving
 
-    def save(self, step: int, pieces: store.Pieces, meta: Tree, fault_point: store.FaultPoint) -> None:
-        """Keeps the state after `step`, with its copies. pieces: what this rank reads at a resume.
+    def save(
+        self,
+        step: int,
+        pieces: store.Pieces,
+        meta: Tree,
+        *,
+        saving_step: int = -1,
+        fault_point: store.FaultPoint = store.no_fault,
+    ) -> None:
+        """Keeps the state after `step`, with its copies.
 
-        fault_point: called with each name of FAULT_POINTS when it is reached. Raises StorageError and
-        NonFiniteTensor, on all ranks: the newest generation is still there, and counts.
+        pieces: what this rank reads at a resume. saving_step: of the checkpoint that is being written to the
+        disk meanwhile (MemoryGeneration). fault_point: called with each name of FAULT_POINTS when it is
+        reached. Raises StorageError and NonFiniteTensor, on all ranks: the newest generation is still there,
+        and counts.
         """
         try:
-            self.save_generation(step, list(pieces), meta, fault_point)
+            self.save_generation(step, list(pieces), meta, saving_step, fault_point)
         except (IntegrityError, ConfigError) as error:  # of what this save has just written or made
             raise StorageError(self.folder, 0, str(error)) from error
 
     def save_generation(
-        self, step: int, pieces: list[store.Piece], meta: Tree, fault_point: store.FaultPoint
+        self,
+        step: int,
+        pieces: list[store.Piece],
+        meta: Tree,
+        saving_step: int,
+        fault_point: store.FaultPoint,
     ) -> None:
         """save(), with the errors of its parts."""
         newest = self.committed[:1]
         self.ranks.all_do(lambda: self.make_way(newest), self.timeout_s)
-        pending = self.ranks.first_does(lambda: self.begin(step), self.timeout_s)
+        pending = self.ranks.first_does(lambda: self.begin(step, saving_step), self.timeout_s)
         try:
             # this rank's own shard, then copies of others
             index = self.ranks.all_do(
@@ -419,14 +460,15 @@ class MemoryCheckpoints:
         self.committed = named
         fault_point("memory.post_commit")
 
-    def begin(self, step: int) -> MemoryGeneration:
+    def begin(self, step: int, saving_step: int) -> MemoryGeneration:
         """Rank 0: the generation that is to be written."""
         return MemoryGeneration(
             step=step,
             save_id=uuid.uuid4().hex,
-            saving_step=max(store.steps_being_saved(self.run / "checkpoints"), default=-1),
+            saving_step=saving_step,
             disk_step=newest_step_on_disk(self.run, up_to=step),  # after that: it may be committed meanwhile
             layout=layout_of(self.cfg, self.group.size, step),
+            memory_dir=self.memory_dir,
         )
 
     def write_own(
@@ -474,13 +516,14 @@ class MemoryCheckpoints:
 
     def remove_all_but(self, generations: list[MemoryGeneration]) -> None:
         """Removes all others from this node; its first rank does. Not collective."""
-        if not self.is_first_of_node or not self.folder.is_dir():
+        if not self.is_first_of_node:
             return
-        kept = {generation.name for generation in generations}
-        with storage_errors(self.folder, 0):
-            for path in self.folder.iterdir():
-                if path.name not in kept:
-                    remove(path)
+        kept = {self.folder_of(generation) for generation in generations}
+        for folder in self.folders.values():
+            with storage_errors(folder, 0):
+                for path in folder.iterdir() if folder.is_dir() else ():
+                    if path not in kept:
+                        remove(path)
 
     def drop_after(self, step: int) -> None:
         """Forgets the generations of later steps: the run goes another way. First in the record, so that none
@@ -494,9 +537,10 @@ class MemoryCheckpoints:
         """Gives the memory back: what the run has is on the disk. Raises StorageError."""
         self.drop_after(-1)
         if self.is_first_of_node:
-            for path in (self.folder, *self.folder.parents[:2]):
-                with contextlib.suppress(OSError):  # another run, or another node's folder, is there
-                    path.rmdir()
+            for folder in self.folders.values():
+                for path in (folder, *folder.parents[:2]):
+                    with contextlib.suppress(OSError):  # another run, or another node's folder, is there
+                        path.rmdir()
 
     # ---- resuming
 
@@ -610,7 +654,7 @@ class MemoryCheckpoints:
     def held_ranks(self, generation: MemoryGeneration) -> list[int]:
         """The ranks of which this node has a folder, good or not. Not collective."""
         try:
-            names = [path.name for path in (self.folder / generation.name).iterdir()]
+            names = [path.name for path in self.folder_of(generation).iterdir()]
         except OSError:
             return []
         return [int(match[1]) for name in names if (match := RANK_FOLDER.fullmatch(name))]

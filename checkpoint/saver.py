@@ -43,6 +43,7 @@ class CheckpointSaver:
         self.committed = committed
         self.host_memory = HostMemory()
         self.thread: threading.Thread | None = None  # the writer in progress
+        self.step = -1  # of the last save, which may be in progress
         self.path: Path | None = None  # the last committed checkpoint folder
         self.linked: list[int] = []  # bytes of its files that are linked; none if it was there before
         self.error: BaseException | None = None  # what the writer raised; wait() raises it again
@@ -69,6 +70,7 @@ class CheckpointSaver:
         if self.in_background:
             pieces = self.host_memory.copy(pieces)  # wait() has ended the save that read the last copy
         self.linked = []
+        self.step = step
         write = functools.partial(
             store.save,
             root,
@@ -120,6 +122,10 @@ class CheckpointSaver:
         All ranks fail together; wait() raises the error on each.
         """
         return self.error is not None
+
+    def step_in_progress(self) -> int:
+        """Of the save that the background thread is writing; -1: it writes none."""
+        return self.step if self.thread is not None and self.thread.is_alive() else -1
 
     def wait(self) -> Path | None:
         """Waits until no save is in progress.

@@ -657,16 +657,6 @@ def committed_checkpoints(root: Path | str) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def steps_being_saved(root: Path) -> list[int]:
-    """The steps of which a writer has a folder that is not committed: one at work, or one that was killed."""
-    found: list[int] = []
-    for path in root.glob("step_*.tmp-*"):
-        match = STEP.fullmatch(path.name.partition(".")[0])
-        if match and LEFTOVER.fullmatch(path.name) and path.is_dir():
-            found.append(int(match[1]))
-    return found
-
-
 def newest_checkpoint(
     root: Path | str,
     log: list[str] | None = None,

@@ -63,21 +63,14 @@ def trains(tmp_path, prefix):
     shm = tmp_path / "shm"
     shm.mkdir()
 
-    def in_shm(world):
-        def before(rank):
-            on_nodes(world)(rank)
-            memory.memory_root = lambda cfg: shm / f"bevatron-{os.geteuid()}"
-
-        return before
-
     def run(layout, *more, fault="", name="run", before=None, replicas="1", keeps=True):
         world, words = LAYOUTS[layout]
         args = ["llama3-tiny", *MODEL, "--data.path", prefix, "--train.steps", str(STEPS), *words]
         args += ["--model.dropout", "0.1", "--log.dir", str(tmp_path), "--log.name", name]
-        if not keeps:  # then the keys of memory are refused, and its folder is the default
+        if keeps:
+            args += [*EVERY, "--checkpoint.memory_dir", str(shm), "--checkpoint.replicas", replicas, *more]
+        else:  # then the keys of memory are refused, and memory.json tells where it is
             args += [*EVERY[:2], *more]
-            return job(tmp_path / name, world, args, fault=fault, before=in_shm(world))
-        args += [*EVERY, "--checkpoint.memory_dir", str(shm), "--checkpoint.replicas", replicas, *more]
         return job(tmp_path / name, world, args, fault=fault, before=before or on_nodes(world))
 
     return run
@@ -364,6 +357,25 @@ def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, lay
     assert list((tmp_path / "shm").iterdir()) == []
 
 
+def test_a_start_with_another_memory_dir(tmp_path, trains, clean):
+    """What lies in the one before it is used, and sent where it is missing; then that memory is free, too."""
+    other = tmp_path / "other"
+    other.mkdir()
+    killed(trains, "dp2 zero1", 6)
+    shutil.rmtree(node_folder(tmp_path, 1))
+    killed(trains, "dp2 zero1", 9, "--checkpoint.memory_dir", str(other))
+    starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
+    assert starts == [1, 5]
+    record = json.loads((tmp_path / "run" / "memory.json").read_text())
+    assert [(row["step"], row["memory_dir"]) for row in record["generations"]] == [
+        (8, str(other)), (4, str(tmp_path / "shm"))
+    ]
+    end = trains("dp2 zero1", "--checkpoint.memory_dir", str(other))
+    assert said(end, "resumed from memory of node0, node1 at step 8")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+    assert list(other.iterdir()) == []
+
+
 def test_a_node_that_comes_back_with_another_history_is_not_believed(tmp_path, trains, clean):
     """Its memory is complete, and of a later step than the disk has."""
     killed(trains, "dp2 zero1", 9)
@@ -386,28 +398,37 @@ def test_a_checkpoint_that_is_removed_by_hand_takes_what_came_after_it_along(tmp
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
-def slow_to_commit(run, commits):
-    """before(rank) of two ranks: the save of step 6, in the background, waits before its rename until memory
-    has step 8. Then rank 1 is killed; with commits, after that save.
+def slow_to_save(run, waits_in, commits=True):
+    """before(rank) of two ranks: the save of step 6, in the background, waits until memory has step 8: before
+    it has made its folder (waits_in "save"), or before its rename ("commit"). Then rank 1 is killed; with
+    commits, after that save.
     """
     def before(rank):
         on_nodes(2)(rank)
-        commit, run_one_step = store.commit, train.run_one_step
+        save, commit, run_one_step = store.save, store.commit, train.run_one_step
 
-        def late(pending, *more):
-            if pending.final == run / "checkpoints" / "step_00000006":
-                wait_until(lambda: commits and '"step": 8' in (run / memory.RECORD).read_text())
+        def wait_for_memory():
+            wait_until(lambda: commits and '"step": 8' in (run / memory.RECORD).read_text())
+
+        def late_save(root, step, *more, **options):
+            if step == 6 and waits_in == "save":
+                wait_for_memory()
+            return save(root, step, *more, **options)
+
+        def late_commit(pending, *more):
+            if pending.final == run / "checkpoints" / "step_00000006" and waits_in == "commit":
+                wait_for_memory()
             return commit(pending, *more)
 
         def killed_at_last(session, step):
-            if step == 7:
+            if step == 7 and waits_in == "commit":
                 wait_until(lambda: list((run / "checkpoints").glob("step_00000006.tmp-*")))
             if rank == 1 and step == STEPS:
                 wait_until(lambda: not commits or store.read_latest(run / "checkpoints") == "step_00000006")
                 os.kill(os.getpid(), signal.SIGKILL)
             run_one_step(session, step)
 
-        store.commit, train.run_one_step = late, killed_at_last
+        store.save, store.commit, train.run_one_step = late_save, late_commit, killed_at_last
 
     return before
 
@@ -418,13 +439,18 @@ def wait_until(condition, seconds=60):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("commits, resumed", [(True, 4), (False, 8)], ids=["removed", "killed"])
-def test_beside_a_save_in_progress(tmp_path, trains, clean, commits, resumed):
+@pytest.mark.parametrize(
+    "waits_in, commits, resumed",
+    [("commit", True, 4), ("save", True, 4), ("commit", False, 8)],
+    ids=["removed", "begun late and removed", "killed"],
+)
+def test_beside_a_save_in_progress(tmp_path, trains, clean, waits_in, commits, resumed):
     """A checkpoint that was being written when memory was, and was committed after that, is removed by hand:
     memory goes with it. Where that save was killed, memory is all the newer.
     """
     run = tmp_path / "run"
-    end = trains("dp2 zero1", "--checkpoint.async_save", "true", before=slow_to_commit(run, commits))
+    before = slow_to_save(run, waits_in, commits)
+    end = trains("dp2 zero1", "--checkpoint.async_save", "true", before=before)
     assert end.codes[1] == -9, end.logs
     steps = [row["step"] for row in json.loads((run / memory.RECORD).read_text())["generations"]]
     assert steps == [8, 4] and (run / "checkpoints" / "step_00000006").exists() == commits
@@ -624,6 +650,7 @@ def test_a_record_reads_back_or_says_why_not(tmp_path):
         {"generations": [{**sound["generations"][0], "indexes": ["x"]}]},
         {"generations": [{"step": 8}]},
         {"generations": [{**sound["generations"][0], "saving_step": "6"}]},
+        {"generations": [{**sound["generations"][0], "memory_dir": "shm"}]},
     ):
         changed = {**sound, **change}
         (tmp_path / memory.RECORD).write_text(json.dumps({k: v for k, v in changed.items() if v is not GONE}))
