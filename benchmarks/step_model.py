@@ -24,7 +24,6 @@ import triton  # noqa: F401  before the kernels: it is what makes them import it
 
 import json
 import math
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +36,7 @@ import torch
 
 import config
 from benchmarks.card import fit_layers
+from benchmarks.commit import commit_id
 from benchmarks.launches import CHIPS, META, Chip, Launch, Recorder, claimed_gpu, without_initial_weights
 from benchmarks.shape import Shape
 from benchmarks.work import PARTS, Facts, JudgedLaunch, judge
@@ -432,19 +432,6 @@ def summary(step: ModelledStep) -> dict:
         "perfect_ms": round(step.perfect_ms, 1),
         "parts": parts,
     }
-
-
-def commit_id() -> str:
-    """Of the checkout; with a plus where Python files differ from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--", "*.py")
-        return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
-    except (OSError, subprocess.CalledProcessError):  # not a checkout
-        return "unknown"
 
 
 # ---- tables ------------------------------------------------------------------------------------------------

@@ -12,16 +12,20 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
 from benchmarks.chaos.incidents import FAULTS
 from benchmarks.chaos.layouts import BY_NAME, LAYOUTS, RunLayout
+from benchmarks.chaos.results import append_report, read_reports
 from benchmarks.chaos.rounds import Draw, Harness, Report, draw_rounds
+from benchmarks.commit import commit_id
 from benchmarks.corpus import write_corpus
 from benchmarks.markdown import markdown_table
 from benchmarks.process import terminates_cleanly
 from config import ConfigError
+from config.parts import part_of
 
 DOCUMENTS = 60
 HELP = "faults drawn by a seed in real runs of train.py: exit codes, weights, metrics, files, processes"
@@ -35,6 +39,13 @@ def add_chaos_options(chaos: argparse.ArgumentParser) -> None:
     chaos.add_argument(
         "--faults", default="", help="separated by commas: faults whose name contains one of these words"
     )
+    chaos.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="add a line for each round, leave out those that the file has, and show tables of them all",
+    )
+    chaos.add_argument("--part", default="1/1", help="K/M: the K-th of M parts of the rounds")
     chaos.add_argument("--home", default="", help="where the runs lie; without it a temporary folder")
     chaos.add_argument("--minutes", type=float, default=float("inf"), help="start no round after this time")
     chaos.add_argument("--list", action="store_true", help="show the rounds and run none")
@@ -44,33 +55,44 @@ def main(args: argparse.Namespace) -> int:
     """Returns the exit code. Raises ConfigError for names that are none."""
     layouts = chosen_layouts(args.layouts)
     faults = chosen_faults(args.faults)
-    draws = draw_rounds(args.seed, args.rounds, layouts, faults)
+    every = draw_rounds(args.seed, args.rounds, layouts, faults)
+    draws = part_of(every, args.part)
     if args.only is not None:
         draws = [draw for draw in draws if draw.number == args.only]
     if not draws:
-        raise ConfigError("--rounds, --only, --layouts, --faults: no round is left")
+        raise ConfigError("--rounds, --only, --part, --layouts, --faults: no round is left")
     if args.list:
         print(*(title_of(draw) for draw in draws), sep="\n")
         return 0
     if not sys.platform.startswith("linux"):
         raise ConfigError("chaos: finds processes in /proc, which only Linux has")
 
+    reports = read_reports(args.resume, every, args.seed) if args.resume else []
+    known = {report.draw.number for report in reports}
     with tempfile.TemporaryDirectory(prefix="bevatron-chaos-", ignore_cleanup_errors=True) as temporary:
         home = Path(args.home or temporary).resolve()
         home.mkdir(parents=True, exist_ok=True)
-        harness = Harness(home, write_corpus(home, DOCUMENTS), args.seed)
-        reports: list[Report] = []
-        started = time.monotonic()
         try:
             with terminates_cleanly():
-                for draw in draws:
-                    if time.monotonic() - started > 60 * args.minutes:
-                        break
-                    reports.append(harness.run_round(draw))
-                    show(reports[-1], args)
+                run_rounds([draw for draw in draws if draw.number not in known], home, reports, args)
         finally:
             show_tables(reports, args.seed)
     return 1 if any(report.problems for report in reports) else 0
+
+
+def run_rounds(draws: list[Draw], home: Path, reports: list[Report], args: argparse.Namespace) -> None:
+    """Runs these rounds until --minutes are over. reports: gets a report of each."""
+    harness = Harness(home, write_corpus(home, DOCUMENTS), args.seed)
+    commit = commit_id()
+    started = time.monotonic()
+    for draw in draws:
+        if time.monotonic() - started > 60 * args.minutes:
+            return
+        report = replace(harness.run_round(draw), commit=commit)
+        reports.append(report)
+        if args.resume:
+            append_report(args.resume, report, args.seed)
+        show(report, args)
 
 
 def chosen_layouts(names: str) -> list[RunLayout]:
@@ -147,8 +169,13 @@ def rows_by(reports: list[Report], column: str, key: Callable[[Draw], str]) -> l
 def verdict(reports: list[Report], seed: int) -> str:
     """The last line."""
     failed = [report.draw.number for report in reports if report.problems]
-    starts = sum(len(report.codes) for report in reports)
     if failed:
         numbers = ", ".join(map(str, failed))
         return f"FAILED: {len(failed)} of {len(reports)} rounds, seed {seed}: {numbers}"
-    return f"ok: {len(reports)} rounds, {starts} starts, seed {seed}: every run survived"
+    starts = sum(len(report.codes) for report in reports)
+    disturbed = starts - len(reports)  # the last start of a round is left alone
+    commits = ", ".join(dict.fromkeys(report.commit for report in reports if report.commit))
+    return (
+        f"ok: {len(reports)} rounds, {starts} starts ({disturbed} disturbed), seed {seed}: every run survived"
+        f"{f'; at {commits}' if commits else ''}"
+    )

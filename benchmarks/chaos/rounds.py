@@ -47,13 +47,17 @@ class Draw:
 
 @dataclass
 class Report:
-    """How a round went. starts: each in words, with its code. lost_s: more than a clean run took."""
+    """How a round went.
+
+    starts: each in words, with its code. lost_s: more than a clean run took. commit: of the code.
+    """
 
     draw: Draw
     starts: list[str] = field(default_factory=list)
     codes: list[int] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     lost_s: float = 0.0
+    commit: str = ""
 
 
 def draw_rounds(seed: int, rounds: int, layouts: list[RunLayout], faults: list[str]) -> list[Draw]:

@@ -12,16 +12,16 @@ FILE.jsonl spread a draw over several runs.
 """
 
 import argparse
-import re
 import time
 from pathlib import Path
 
 from config import ConfigError
+from config.parts import part_of
 from config.terminal import ParagraphHelp
 from proof.mutate import cover, table
 from proof.mutate.checkout import ROOT, copy_checkout
 from proof.mutate.control import Controls
-from proof.mutate.draw import Mutant, core_files, draw, part_of
+from proof.mutate.draw import Mutant, core_files, draw
 from proof.mutate.judge import BUDGET_S, Verdict, append_verdict, count_kills, judge, read_verdicts
 from proof.mutate.report import make_report, read_explanations
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
         measure(args.map)
         return 0
     if args.draw is None:
-        return table.run(args.only, args.world, *parse_part(args.part))
+        return table.run(args.only, args.world, args.part)
     return judge_draw(args)
 
 
@@ -88,19 +88,9 @@ def measure(names: list[str]) -> None:
         print(f"{name}: {len(record['tests'])} tests ({seconds:.0f} s){left_out}", flush=True)
 
 
-def parse_part(text: str) -> tuple[int, int]:
-    """Returns (K, M) of "K/M". Raises ConfigError unless 1 <= K <= M."""
-    found = re.fullmatch(r"([0-9]+)/([0-9]+)", text)
-    part, num_parts = map(int, found.groups()) if found else (0, 0)
-    if not 1 <= part <= num_parts:
-        raise ConfigError(f"--part: {text!r} must be K/M with 1 <= K <= M, as 2/4: the second quarter")
-    return part, num_parts
-
-
 def judge_draw(args: argparse.Namespace) -> int:
     """Judges the mutants of a draw and prints the report; returns the exit code."""
-    part, num_parts = parse_part(args.part)
-    mutants = part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), part, num_parts)
+    mutants = part_of(draw(ROOT, args.draw, args.seed, tuple(args.only)), args.part)
     if args.list:
         print(*(mutant.difference() for mutant in mutants), sep="\n")
         return 0

@@ -319,8 +319,3 @@ def draw(root: Path, count: int, seed: int, only: tuple[str, ...] = ()) -> list[
                 mutants.append(make_mutant(site.file, source, site.operator, edit))
                 break
     return mutants
-
-
-def part_of(bugs: list[Bug], part: int, num_parts: int) -> list[Bug]:
-    """Returns one of num_parts parts of the bugs. part: from 1. Every bug is in exactly one part."""
-    return bugs[part - 1 :: num_parts]

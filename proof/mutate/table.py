@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import OPTIMIZERS, ConfigError
+from config.parts import part_of
 from proof.mutate.checkout import ROOT, checkout_files
 from proof.mutate.control import has_verdict, last_output_line, run_command
-from proof.mutate.draw import part_of
 
 INITIAL_WEIGHTS = "initial weights"  # in the place of a layout: what verify checks before it runs one
 LIMIT_S = 600.0
@@ -2204,17 +2204,17 @@ def caught(bug: Mutation) -> tuple[bool, str]:
     return result.code == 1, wrong[0] if wrong else ""
 
 
-def run(only: Sequence[str], world: int, part: int = 1, num_parts: int = 1) -> int:
+def run(only: Sequence[str], world: int, part: str = "1/1") -> int:
     """Checks the bugs whose text has all the words of `only` and that need at most `world` ranks.
 
-    part, num_parts: of these, the ones that part_of gives. Returns the exit code.
+    part: of these, the ones that part_of gives. Returns the exit code.
     """
 
     def is_chosen(bug: Mutation) -> bool:
         text = f"{bug.what} {bug.file} {bug.layout}"
         return bug.world <= world and all(word in text for word in only)
 
-    bugs = part_of([bug for bug in TABLE if is_chosen(bug)], part, num_parts)
+    bugs = part_of([bug for bug in TABLE if is_chosen(bug)], part)
     num_caught = 0
     started = time.perf_counter()
     for bug in bugs:

@@ -1,6 +1,5 @@
 """The cells that a call of scripts.verify proves: their names in words, and which of them are chosen."""
 import difflib
-import re
 from dataclasses import replace
 
 from config import ConfigError
@@ -123,17 +122,3 @@ def possible_words(found: Lattice, layout: Values, wanted: set[str]) -> set[str]
             if added and found.is_legal(cell):
                 named |= added
     return named
-
-
-def part_of(cells: list[Values], part: str) -> list[Values]:
-    """The k-th of n parts of the cells, in their order: every cell is in exactly one part.
-
-    part: "k/n", from "1/n" to "n/n". Raises ConfigError if there is no such part.
-    """
-    match = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
-    k, n = map(int, match.groups()) if match else (0, 0)
-    if not 1 <= k <= n <= len(cells):
-        raise ConfigError(
-            f"--part: {part!r} must be K/N with 1 <= K <= N <= {len(cells)} cells, as 2/4: the second quarter"
-        )
-    return cells[(k - 1) * len(cells) // n:k * len(cells) // n]

@@ -11,7 +11,7 @@ learning rate, validation loss, sampled id, and every parameter and moment of th
 The layouts are those that train.py's own rules accept; the others are refused with the reason that train.py
 gives. `--layouts all` runs every layout, with switches (recompute, microbatches, ...) chosen so that every
 legal pair of values is in some cell; `--layouts product` runs every layout with every choice of switches.
-`--part 2/4` runs the second quarter of the chosen cells, to share a long proof among machines or sessions.
+`--part 2/4` runs every fourth of the chosen cells from the second on, to share a long proof among machines or sessions.
 
 `--strict` finds what NCCL does not forgive and gloo does: every started exchange runs on private copies, its
 result is NaN until it is awaited, and nothing may be written meanwhile (parallel/wire/strict.py).
@@ -39,11 +39,12 @@ from pathlib import Path
 
 import config
 from config import ConfigError
+from config.parts import part_of
 from config.terminal import ParagraphHelp, hanging_lines, output_width
 from model.schedules import plan_pipeline
 from proof import lattice, module_costs, mup, precision
 from proof.lattice import Lattice, Values
-from proof.verify.cells import chosen, part_of, words
+from proof.verify.cells import chosen, words
 from proof.verify.overrides import (
     Overrides,
     check_free,
@@ -113,7 +114,7 @@ def parse_options(argv: list[str]) -> Namespace:
         default=[],
         help="words that a layout's name must have, or not have: --only zb-v zero3 no-sp",
     )
-    add("--part", default="1/1", help="K/N: the K-th of N parts of the chosen cells")
+    add("--part", default="1/1", help="K/M: the K-th of M parts of the chosen cells")
     add(
         "--table",
         type=Path,

@@ -174,4 +174,63 @@ def test_the_tables_and_the_verdict():
     (row,) = command.rows_by(reports, "fault", lambda draw: draw.fault)
     assert list(row.values()) == ["disk full", "2", "1", "0 x1, 82 x2", "3"]
     assert command.verdict(reports, 7) == "FAILED: 1 of 2 rounds, seed 7: 1"
-    assert command.verdict(reports[:1], 7) == "ok: 1 rounds, 2 starts, seed 7: every run survived"
+    assert command.verdict(reports[:1], 7) == (
+        "ok: 1 rounds, 2 starts (1 disturbed), seed 7: every run survived"
+    )
+    two = [good, replace(good, commit="ab12"), replace(good, commit="cd34")]
+    assert command.verdict(two, 7).endswith(": every run survived; at ab12, cd34")
+
+
+# ---- a run of hours ----------------------------------------------------------------------------------------
+
+
+def options(*words):
+    parser = argparse.ArgumentParser()
+    command.add_chaos_options(parser)
+    return parser.parse_args(words)
+
+
+@pytest.fixture
+def rounds_run(monkeypatch):
+    """The numbers of rounds that are run; none takes any time."""
+    numbers = []
+
+    def run_round(self, draw):
+        numbers.append(draw.number)
+        return Report(draw, ["killed -> 137"], [137, 0], [], 1.5)
+
+    monkeypatch.setattr(command.Harness, "run_round", run_round)
+    monkeypatch.setattr(command, "commit_id", lambda: "ab12")
+    return numbers
+
+
+def test_another_start_goes_on_after_the_rounds_of_the_file(tmp_path, rounds_run, capsys):
+    file = tmp_path / "results.jsonl"
+    words = ("--rounds", "5", "--seed", "3", "--resume", str(file))
+    assert command.main(options(*words, "--part", "2/2")) == 0
+    assert rounds_run == [1, 3]
+    with open(file, "a") as out:
+        out.write('{"seed": 3, "numb')  # of a writer that was killed
+    assert command.main(options(*words, "--minutes", "1")) == 0
+    assert rounds_run == [1, 3, 0, 2, 4]
+    capsys.readouterr()
+    assert command.main(options(*words)) == 0
+    assert rounds_run == [1, 3, 0, 2, 4]
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert last_line == "ok: 5 rounds, 10 starts (5 disturbed), seed 3: every run survived; at ab12"
+
+
+def test_a_round_that_failed_stays_so(tmp_path, monkeypatch, rounds_run):
+    file = tmp_path / "results.jsonl"
+    words = ("--rounds", "2", "--resume", str(file))
+    monkeypatch.setattr(command.Harness, "run_round", lambda self, draw: Report(draw, [], [1], ["bad"]))
+    assert command.main(options(*words)) == 1
+    assert command.main(options(*words)) == 1
+
+
+@pytest.mark.parametrize("words", [("--seed", "4"), ("--rounds", "3"), ("--layouts", "one")])
+def test_a_file_of_another_draw_is_refused(tmp_path, rounds_run, words):
+    file = tmp_path / "results.jsonl"
+    assert command.main(options("--rounds", "5", "--seed", "3", "--resume", str(file))) == 0
+    with pytest.raises(ConfigError, match="--resume: line . of .* is of another draw"):
+        command.main(options("--rounds", "5", "--seed", "3", "--resume", str(file), *words))

@@ -18,7 +18,7 @@ from config import Config, ConfigError
 from proof import lattice, mup
 from proof.precision.cells import Cell
 from proof.verify import command
-from proof.verify.cells import chosen, every_word, part_of, words
+from proof.verify.cells import chosen, every_word, words
 from proof.verify.command import main
 from proof.verify.overrides import (
     CELL_WORDS,
@@ -32,20 +32,6 @@ from proof.verify.overrides import (
 from proof.verify.tiny_config import placed, tiny_config, write_corpora
 from proof.verify.trial import check_trained, reference_values, single_process
 from runtime.failure import fail_cleanly
-
-
-@pytest.mark.parametrize("n", [1, 2, 4, 7, 10])
-def test_parts_are_the_whole_in_its_order(n):
-    cells = [{"cell": i} for i in range(10)]
-    parts = [part_of(cells, f"{k}/{n}") for k in range(1, n + 1)]
-    assert sum(parts, []) == cells and max(map(len, parts)) - min(map(len, parts)) <= 1
-
-
-@pytest.mark.parametrize("part", ["0/4", "5/4", "2", "2/0", "-1/4", "a/b", "1/4/2", "1/11", "1/2 ", ""])
-def test_parts_that_do_not_exist_are_refused(part):
-    with pytest.raises(ConfigError, match="^--part: ") as e:
-        part_of([{}] * 10, part)
-    assert "K/N" in str(e.value) and "\n" not in str(e.value)
 
 
 @pytest.mark.parametrize("word", ["uneven", "mixed"])

@@ -1,0 +1,22 @@
+"""--part K/M of a command whose work is a list: several machines, or several starts, do a part each."""
+
+import re
+from typing import TypeVar
+
+from config import ConfigError
+
+Item = TypeVar("Item")
+
+
+def part_of(items: list[Item], part: str) -> list[Item]:
+    """Every M-th item from the K-th on: each item is in exactly one part.
+
+    part: "K/M". Raises ConfigError if there is no such part.
+    """
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
+    number, num_parts = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= number <= num_parts <= len(items):
+        raise ConfigError(
+            f"--part: {part!r} must be K/M with 1 <= K <= M <= {len(items)}, as 2/4: the second of four parts"
+        )
+    return items[number - 1 :: num_parts]
