@@ -11,7 +11,8 @@ learning rate, validation loss, sampled id, and every parameter and moment of th
 The layouts are those that train.py's own rules accept; the others are refused with the reason that train.py
 gives. `--layouts all` runs every layout, with switches (recompute, microbatches, ...) chosen so that every
 legal pair of values is in some cell; `--layouts product` runs every layout with every choice of switches.
-`--part 2/4` runs every fourth of the chosen cells from the second on, to share a long proof among machines or sessions.
+`--part 2/4` runs every fourth of the chosen cells from the second on, to share a long proof among machines or
+several starts.
 
 `--strict` finds what NCCL does not forgive and gloo does: every started exchange runs on private copies, its
 result is NaN until it is awaited, and nothing may be written meanwhile (parallel/wire/strict.py).
