@@ -193,7 +193,8 @@ def state_boxes(
 def flats_of(bucket: Bucket, position: int, state: Moments) -> list[tuple[str, Tensor]]:
     """[(suffix of its keys, flat tensor)] of the masters and the moments of the bucket at this position."""
     flats: list[tuple[str, Tensor | None]] = [("", bucket.weights.master)]
-    flats += [(f"@{name}", moments[position]) for name, moments in state.items()]
+    for name, moments in state.items():
+        flats.append((f"@{name}", moments[position]))
     return [(suffix, flat) for suffix, flat in flats if flat is not None]
 
 

@@ -30,6 +30,7 @@ SAVE_POINTS = (  # rank 0 alone comes by
     "ckpt.mid_latest", "ckpt.pre_purge",
 )
 MEMORY_POINTS = ("memory.mid_shard", "memory.pre_send", "memory.pre_commit", "memory.post_commit")
+REQUESTS = ("SIGTERM", "SIGUSR1")
 HOLD = "sleep=1.5"  # seconds in which the harness sees that a point is reached, and acts
 RETRY_WORDS = "warning: a checkpoint was not saved"
 
@@ -216,12 +217,14 @@ def stop_launcher(s: Situation) -> Incidents | None:
 
 
 def request_to_rank(s: Situation) -> Incidents:
-    fault = at(s.draw.choice(STEP_POINTS), s.step(), s.draw.choice(("SIGTERM", "SIGUSR1")), s.rank())
+    point, signal = s.draw.choice(STEP_POINTS), s.draw.choice(REQUESTS)
+    fault = at(point, s.step(), signal, s.rank())
     return [Incident("a signal to a rank", (75,), fault, requeue=True)]
 
 
 def request_to_all(s: Situation) -> Incidents:
-    fault = at(s.draw.choice(STEP_POINTS), s.step(), s.draw.choice(("SIGTERM", "SIGUSR1")))
+    point, signal = s.draw.choice(STEP_POINTS), s.draw.choice(REQUESTS)
+    fault = at(point, s.step(), signal)
     return [Incident("a signal to all ranks", (75,), fault, requeue=True)]
 
 
@@ -229,7 +232,7 @@ def request_to_launcher(s: Situation) -> Incidents | None:
     if s.layout.world == 1:
         return None
     fault = at(s.draw.choice(STEP_POINTS), s.step(), HOLD, rank=0)
-    send = (s.draw.choice(("SIGTERM", "SIGUSR1")), "launcher")
+    send = (s.draw.choice(REQUESTS), "launcher")
     return [Incident("a signal to the launcher", (75,), fault, send=send, requeue=True)]
 
 
@@ -240,7 +243,8 @@ def request_in_save(s: Situation) -> Incidents | None:
         return None
     rank = s.rank()
     codes = (75, 0) if s.layout.is_async else (75,)
-    fault = at(s.save_point(rank), s.draw.choice(steps), s.draw.choice(("SIGTERM", "SIGUSR1")), rank)
+    point, signal = s.save_point(rank), s.draw.choice(REQUESTS)
+    fault = at(point, s.draw.choice(steps), signal, rank)
     return [Incident("a signal in a save", codes, fault)]
 
 
