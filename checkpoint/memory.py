@@ -21,6 +21,8 @@ Guarantees:
   has left on a node that comes back, nor what somebody else has put there.
 - Before a tensor changes, every byte is verified on the rank that loads it: its own, or what it was sent.
 - All ranks load the same generation, or none.
+- A start under another layout, or with other ranks, writes the parts that the nodes have as a checkpoint on
+  the disk, and goes on from there.
 """
 import contextlib
 import hashlib
@@ -37,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoint import store
+from checkpoint import regroup, store
 from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
 from checkpoint.files import (
     IntegrityError,
@@ -49,9 +51,10 @@ from checkpoint.files import (
     write_file,
 )
 from checkpoint.saver import writer_threads
-from checkpoint.state import StartingPoint, ranks_of
+from checkpoint.state import StartingPoint, choose_together, ranks_of
 from checkpoint.together import Ranks
 from config import CheckpointConfig, Config, ConfigError, Tree, phases_of
+from parallel.sharding.boxes import from_rows, to_rows
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError
 
@@ -336,7 +339,8 @@ class MemoryCheckpoints:
         self.key = self.ranks.first_does(lambda: key_of(run), self.timeout_s)
         found, trouble = self.ranks.first_does(lambda: read_record(run, self.key), self.timeout_s)
         self.committed: list[MemoryGeneration] = found
-        self.rejected: dict[str, str] = {}  # {name of a generation: why this start cannot use it}
+        # {name of a generation that this start does not try again: why, for the log}
+        self.settled: dict[str, str] = {}
         if trouble is not None:
             self.notes.append(f"checkpoints in memory are not used: {trouble}")
         self.memory_dir, *_ = dirs = memory_dirs(cfg, found)
@@ -550,25 +554,29 @@ class MemoryCheckpoints:
         """(the newest generation of a step after this one, verified, or None; why others are not used, a line
         each).
 
-        after: None: the step of the newest checkpoint on the disk, good or not. bad: {folder of this rank's
-        shard: why} of generations that were found damaged before, the same ones on all ranks.
+        A generation of another layout is written to the disk, and that is the start. after: None: the step of
+        the newest checkpoint on the disk, good or not. bad: {folder of this rank's shard: why} of generations
+        that were found damaged before, the same ones on all ranks.
         """
         if cfg.checkpoint.resume == "none":
             return None, self.notes
         disk = self.ranks.first_does(self.look_at_disk, self.timeout_s)
         for generation in self.committed:
             is_older = generation.step <= (disk.newest if after is None else after)
-            if is_older or generation.name in self.rejected:
+            if is_older or generation.name in self.settled:
                 continue
             why = (bad or {}).get(self.path_of(generation, self.group.index))
-            why = why or self.obstacle(generation, disk)
+            why = why or removed_since(generation, disk)
+            difference = self.difference_to(generation)
             if why is None:
                 try:
-                    return self.collect(generation, self.all_notes()), self.all_notes()
-                except IntegrityError as error:  # on all ranks
-                    why = str(error)
+                    if difference is None:
+                        return self.collect(generation, self.all_notes()), self.all_notes()
+                    return self.move_to_disk(generation, difference), self.all_notes()
+                except (IntegrityError, StorageError) as error:  # on all ranks
+                    why = str(error) if difference is None else f"{difference}, and {error}"
             line = f"the checkpoint of step {generation.step:,} in memory is not used: {why}"
-            self.rejected[generation.name] = line
+            self.settled[generation.name] = line
         return None, self.all_notes()
 
     def look_at_disk(self) -> "DiskSteps":
@@ -581,17 +589,10 @@ class MemoryCheckpoints:
 
     def all_notes(self) -> list[str]:
         """For the log, with why generations are not used."""
-        return [*self.notes, *self.rejected.values()]
+        return [*self.notes, *self.settled.values()]
 
-    def obstacle(self, generation: MemoryGeneration, disk: "DiskSteps") -> str | None:
-        """Why a generation does not fit this start; None if it does. Not collective."""
-        removed = generation.disk_step if generation.disk_step > disk.newest else None
-        if disk.newest < generation.saving_step <= disk.latest:  # else that save has failed, or was killed
-            removed = generation.saving_step
-        if removed is not None:
-            return f"the checkpoint of step {removed:,}, which was there before it, is removed"
-        if len(generation.indexes) != self.group.size:
-            return f"it is of {len(generation.indexes)} ranks, not {self.group.size}"
+    def difference_to(self, generation: MemoryGeneration) -> str | None:
+        """What of the layout is not as it was, so that ranks read other parts; None: each reads its own."""
         for step in (generation.step, generation.step + 1):  # where a phase begins there, its layout, too
             difference = layout_difference(generation.layout, layout_of(self.cfg, self.group.size, step))
             if difference is not None:
@@ -626,9 +627,12 @@ class MemoryCheckpoints:
             where += f" (rank{plural} {named}: sent by another node)"
         return StartingPoint(found.index, None, notes, memory=where)
 
-    def look(self, generation: MemoryGeneration) -> "OwnShard":
-        """This rank's own shard of a generation, every byte of it verified. Not collective."""
-        rank = self.group.index
+    def look(self, generation: MemoryGeneration, rank: int | None = None) -> "OwnShard":
+        """The shard of a rank on this node, every byte of it verified. Not collective.
+
+        rank: None: this one.
+        """
+        rank = self.group.index if rank is None else rank
         path = self.path_of(generation, rank)
         if not os.path.lexists(path):
             return OwnShard(None, f"rank {rank} has no shard on {self.host}")
@@ -689,6 +693,105 @@ class MemoryCheckpoints:
                 path = self.path_of(generation, receiver)
                 deliveries.append(Delivery(sender, receiver, manifests[receiver], path))
         return deliver(deliveries, self.group)
+
+    # ---- resuming under another layout
+
+    def move_to_disk(self, generation: MemoryGeneration, difference: str) -> StartingPoint:
+        """The start from a generation of other ranks or another layout, once it is a checkpoint on the disk.
+
+        difference: in words, for the log. Raises IntegrityError, on all ranks, if no node has a good copy of
+        a part; StorageError, and what was there before is unchanged.
+        """
+        # who reads which part
+        indexes = self.ranks.all_do(lambda: self.look_at_parts(generation), self.timeout_s)
+        reader = share_parts(self.ranks.gather(sorted(indexes)))
+        missing = [part for part in range(len(generation.indexes)) if part not in reader]
+        if missing:
+            named = ", ".join(map(str, missing[:MAX_NAMED]))
+            plural = "s" if len(missing) > 1 else ""
+            raise IntegrityError(f"no node has a good part of rank{plural} {named}")
+        own = {part: indexes[part] for part in indexes if reader[part] == self.group.index}
+
+        # what of it: each element once, which rank 0 decides
+        boxes = store.pack([(part, to_rows(regroup.boxes_of(index))) for part, index in own.items()])
+        packed = self.ranks.gather_first(boxes)
+        shares = self.ranks.first_does(lambda: share_out(packed), self.timeout_s)
+
+        def read() -> list[store.Piece]:
+            pieces: list[store.Piece] = []
+            for part, index in own.items():
+                boxes = shares.get(part)
+                wanted = regroup.boxes_of(index) if boxes is None else from_rows(boxes)
+                pieces += regroup.read_boxes(index, wanted)
+            return pieces
+
+        # a checkpoint like any other
+        pieces = self.ranks.all_do(read, self.timeout_s)
+        metas = self.ranks.gather(own[0].meta if 0 in own else None)
+        root = self.run / "checkpoints"
+        path = store.save(
+            root,
+            generation.step,
+            pieces,
+            next(meta for meta in metas if meta is not None),
+            keep=self.cfg.checkpoint.keep,
+            ranks=self.ranks,
+            timeout_s=self.timeout_s,
+            threads=writer_threads(in_background=False),
+        )
+        self.settled[generation.name] = (
+            f"the checkpoint of step {generation.step:,} in memory was written to {path}: {difference}"
+        )
+        notes = self.all_notes()
+        return choose_together(
+            lambda: StartingPoint(store.quick_check(path), None, notes), self.group, self.timeout_s
+        )
+
+    def look_at_parts(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
+        """{part: its index} of the good parts on this node; its ranks share the work. Not collective."""
+        here = self.nodes.ranks_on(self.host)
+        parts = [part for part in self.held_ranks(generation) if part < len(generation.indexes)]
+        found: dict[int, store.StoredIndex] = {}
+        for part in sorted(parts)[here.index(self.group.index)::len(here)]:
+            index = self.look(generation, part).index
+            if index is not None:
+                found[part] = index
+        return found
+
+
+def removed_since(generation: MemoryGeneration, disk: "DiskSteps") -> str | None:
+    """In words, which checkpoint on the disk that came before a generation was removed by hand; None: none.
+    """
+    removed = generation.disk_step if generation.disk_step > disk.newest else None
+    if disk.newest < generation.saving_step <= disk.latest:  # else that save has failed, or was killed
+        removed = generation.saving_step
+    if removed is None:
+        return None
+    return f"the checkpoint of step {removed:,}, which was there before it, is removed"
+
+
+def share_parts(found: list[list[int]]) -> dict[int, int]:
+    """{part: the rank that reads it}, evenly. found: of each rank, the parts that it may read."""
+    holders: dict[int, list[int]] = {}
+    for rank, parts in enumerate(found):
+        for part in parts:
+            holders.setdefault(part, []).append(rank)
+    reader: dict[int, int] = {}
+    loads = [0] * len(found)
+    for part in sorted(holders, key=lambda part: len(holders[part])):  # first those with the least choice
+        reader[part] = min(holders[part], key=lambda rank: loads[rank])
+        loads[reader[part]] += 1
+    return reader
+
+
+def share_out(packed: list[bytes]) -> dict[int, list[tuple[object, ...]]]:
+    """Rank 0: of the parts that do not give all that they have: {part: rows of what is taken from it}.
+
+    packed: of each rank, what its parts have.
+    """
+    parts = {part: from_rows(rows) for each in packed for part, rows in store.unpack(each)}
+    once = regroup.elements_once(parts)
+    return {part: to_rows(boxes) for part, boxes in once.items() if boxes != parts[part]}
 
 
 @dataclass(frozen=True)

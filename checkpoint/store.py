@@ -86,7 +86,7 @@ from checkpoint.links import link_shard
 from checkpoint.locks import folder_lock, run_lock
 from checkpoint.together import Ranks
 from config import ConfigError, Tree
-from parallel.sharding.boxes import Box, check_tiling, plan_read, uncovered_boxes
+from parallel.sharding.boxes import Box, check_tiling, from_rows, plan_read, to_rows, uncovered_boxes
 from parallel.sharding.packing import equal_part
 from parallel.wire import messages
 from parallel.wire.comm import PeerError
@@ -270,8 +270,7 @@ def check_tensors(pieces: list[Piece]) -> tuple[bytes, int]:
             raise ValueError(f"{box}: its tensor has shape {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES:
             raise ValueError(f"{box}: dtype {tensor.dtype} cannot be stored")
-    rows = [(box.key, box.shape, box.start, box.size) for box, _ in pieces]
-    return pack(rows), sum(num_bytes(tensor) for _, tensor in pieces)
+    return pack(to_rows(box for box, _ in pieces)), sum(num_bytes(tensor) for _, tensor in pieces)
 
 
 def begin_save(
@@ -285,8 +284,7 @@ def begin_save(
     """
     boxes: list[Box] = []
     for rows, _ in checked:
-        for key, shape, start, size in unpack(rows):
-            boxes.append(Box(key, tuple(shape), tuple(start), tuple(size)))
+        boxes += from_rows(unpack(rows))
     check_tiling(boxes)
     total_bytes = sum(rank_bytes for _, rank_bytes in checked)
     json.dumps(meta)  # raises before a byte is written

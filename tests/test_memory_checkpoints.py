@@ -7,8 +7,10 @@ folder in memory.
 import errno
 import fnmatch
 import hashlib
+import itertools
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -18,14 +20,16 @@ from collections import Counter
 
 import pytest
 import test_spikes as spikes
+import torch
 from ranks import MODEL, corpus, job
 
 import train
-from checkpoint import copies, memory, state, store
-from checkpoint.files import raw_bytes
+from checkpoint import copies, memory, regroup, state, store
+from checkpoint.files import TORCH, raw_bytes
 from checkpoint.memory import Nodes
 from data import tokenizer
 from data.indexed import IndexedDatasetWriter
+from parallel.sharding.boxes import Box, from_rows, to_rows
 
 STEPS = 9
 EVERY = ("--checkpoint.every", "6", "--checkpoint.memory_every", "2")  # memory: 2, 4 and 8
@@ -36,6 +40,8 @@ LAYOUTS = {
     "dp4 zero0": (4, ()),
     "dp4 zero3": (4, ("--parallel.zero", "3")),
     "cp2": (2, ("--parallel.cp", "2")),
+    "ep2": (2, ("--parallel.ep", "2", "--parallel.zero", "1")),
+    "pp2": (2, ("--parallel.pp", "2")),
     "tp2 pp2": (4, ("--parallel.tp", "2", "--parallel.pp", "2")),
 }
 
@@ -213,9 +219,9 @@ def test_the_layout_of_a_phase(tmp_path, trains, before, after, why):
     phases.write_text(after)
     end = trains("dp2 zero0", *more)
     assert not any(end.codes), end.logs
-    assert [line.split("it was saved with ")[1] for line in said(end, "4 in memory is not used")] == (
-        [why] if why else []
-    )
+    moved = said(end, "the checkpoint of step 4 in memory was written to ")
+    assert [line.split("it was saved with ")[1] for line in moved] == ([why] if why else [])
+    assert said(end, "at step 4")
     assert bool(said(end, "resumed from memory of node0, node1 at step 4")) == (why is None)
     assert losses(tmp_path / "run")
 
@@ -330,29 +336,167 @@ def flip_bit(path):
     path.write_bytes(data)
 
 
-def test_another_layout_takes_the_disk(tmp_path, trains):
+# ---- another layout ----------------------------------------------------------------------------------------
+
+EXACT = ("--train.dtype", "fp64")
+MIXTURE = "--model.experts 4 --model.top_k 2 --model.router_bias true"
+MOVES = {  # what a node's loss, or its user, makes of a layout: (before, after, more words)
+    "a node is lost": ("dp2 zero1", "alone", ""),
+    "two of four ranks are lost": ("dp4 zero3", "dp2 zero1", "--train.ema 0.9"),
+    "more ranks": ("dp2 zero0", "dp4 zero3", ""),
+    "another zero": ("dp2 zero1", "dp2 zero0", ""),
+    "no pipeline": ("tp2 pp2", "dp2 zero1", ""),
+    "a pipeline": ("alone", "tp2 pp2", ""),
+    "tied embeddings on two stages": ("pp2", "alone", "--model.tied true"),
+    "experts": ("ep2", "dp2 zero0", MIXTURE),
+}
+
+
+def tensors_of(checkpoint):
+    """{key: the whole tensor}."""
+    index = store.quick_check(checkpoint)
+    wants = {}
+    for key, pieces in index.by_key().items():
+        shape = pieces[0].box.shape
+        wants[key] = Box.whole(key, shape), torch.empty(shape, dtype=TORCH[pieces[0].dtype])
+    store.load(index, wants.values())
+    return {key: tensor for key, (_, tensor) in wants.items()}
+
+
+def assert_same_state(found, expected):
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert torch.equal(tensor, expected[key]), key
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_another_layout_goes_on_from_memory(tmp_path, trains, move):
+    """The parts that the nodes have become a checkpoint on the disk: bit for bit the one that the layout
+    before would have saved there. So nothing is trained twice.
+    """
+    first, then, words = MOVES[move]
+    keeps = LAYOUTS[then][0] > 1  # alone there is no other node
+    more = (*EXACT, *words.split())
+    assert not any(trains(first, *more, "--checkpoint.every", "8", keeps=False, name="clean").codes)
+    world = LAYOUTS[first][0]
+    killed(trains, first, 9, *more, rank=world - 1, replicas="1" if world > 1 else "0")
+    if world > 1:
+        shutil.rmtree(node_folder(tmp_path, 1))  # its part has a copy
+    end = trains(then, *more, keeps=keeps)
+    assert not any(end.codes), end.logs
+    (line,) = said(end, "the checkpoint of step 8 in memory was written to ")
+    assert "step_00000008: it was saved with " in line
+    assert said(end, "step_00000008 at step 8")
+    saved, expected = (tmp_path / run / "checkpoints" / "step_00000008" for run in ("run", "clean"))
+    assert_same_state(tensors_of(saved), tensors_of(expected))
+    assert store.read_meta(saved)["tokens"] == store.read_meta(expected)["tokens"]
+    for found, row in zip(losses(tmp_path / "run"), losses(tmp_path / "clean"), strict=True):
+        assert found == pytest.approx(row, rel=1e-9)
+    assert list((tmp_path / "shm").iterdir()) == []
+    assert not (tmp_path / "run" / memory.RECORD).exists()
+
+
+def lose_a_part(tmp_path):
+    shutil.rmtree(node_folder(tmp_path, 1))
+    shutil.rmtree(next(node_folder(tmp_path, 0).glob("step_00000008-*/rank_00001")))
+
+
+def flip_every_copy(tmp_path):
+    for node in (0, 1):
+        (shard,) = node_folder(tmp_path, node).glob("step_00000008-*/rank_00001/*.safetensors")
+        flip_bit(shard)
+
+
+def forge_a_part(tmp_path):
+    """A sound part of another step."""
+    for node in (0, 1):
+        (older,) = node_folder(tmp_path, node).glob("step_00000004-*/rank_00001")
+        (newer,) = node_folder(tmp_path, node).glob("step_00000008-*/rank_00001")
+        shutil.rmtree(newer)
+        shutil.copytree(older, newer)
+
+
+@pytest.mark.parametrize("damage", [lose_a_part, flip_every_copy, forge_a_part])
+def test_without_a_part_another_layout_takes_the_disk(tmp_path, trains, damage):
     killed(trains, "dp2 zero1", 9)
+    damage(tmp_path)
     end = trains("dp2 zero0")
     assert not any(end.codes), end.logs
     (line,) = said(end, "is not used")
-    assert line.split("not used: ")[1] == "it was saved with parallel.zero 1, not 0"
+    assert line.split("not used: ")[1] == (
+        "it was saved with parallel.zero 1, not 0, and no node has a good part of rank 1"
+    )
     assert said(end, "step_00000006 at step 6")
     assert losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize("layout, resumed", [("dp2 zero1", "memory"), ("dp2 zero0", "disk")])
-def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, layout, resumed):
-    """What a start before it has kept there is newer, and is used where it fits; then the memory is free."""
+@pytest.mark.parametrize("node", [0, 1])
+def test_another_layout_takes_the_good_copy_of_a_part(tmp_path, trains, node):
+    killed(trains, "dp2 zero1", 9)
+    (shard,) = node_folder(tmp_path, node).glob("step_00000008-*/rank_00001/*.safetensors")
+    flip_bit(shard)
+    end = trains("dp2 zero0")
+    assert said(end, "step_00000008 at step 8"), end.logs
+    assert losses(tmp_path / "run")
+
+
+def disturbed_move(disturb):
+    """before(rank): the checkpoint of step 8 on the disk is disturbed."""
+
+    def before(rank):
+        on_nodes(2)(rank)
+        commit = store.commit
+
+        def disturbed(pending, *more):
+            if pending.final.name == "step_00000008" and "checkpoints" in pending.final.parts:
+                disturb()
+            return commit(pending, *more)
+
+        store.commit = disturbed
+
+    return before
+
+
+def test_another_layout_on_a_full_disk_takes_what_is_there(tmp_path, trains):
+    def fill():
+        raise store.StorageError(tmp_path, 8, "no space left (ENOSPC)")
+
+    killed(trains, "dp2 zero1", 9)
+    end = trains("dp2 zero0", before=disturbed_move(fill))
+    assert not any(end.codes), end.logs
+    (line,) = said(end, "is not used")
+    assert "it was saved with parallel.zero 1, not 0, and " in line and "ENOSPC" in line
+    assert said(end, "step_00000006 at step 6")
+    assert losses(tmp_path / "run")
+
+
+def test_killed_while_memory_is_written_to_the_disk(tmp_path, trains):
+    """The next start does it again."""
+    killed(trains, "dp2 zero1", 9)
+    end = trains("dp2 zero0", before=disturbed_move(lambda: os.kill(os.getpid(), signal.SIGKILL)))
+    assert end.codes[0] == -9, end.logs
+    end = trains("dp2 zero0")
+    assert said(end, "step_00000008 at step 8"), end.logs
+    assert losses(tmp_path / "run")
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp-*"))
+
+
+@pytest.mark.parametrize("layout, stays", [("dp2 zero1", True), ("dp2 zero0", False)], ids=["same", "other"])
+def test_a_start_that_keeps_none_in_memory_any_more(tmp_path, trains, clean, layout, stays):
+    """What a start before it has kept there is newer, and is used; then the memory is free. Under another
+    layout it is so from the first step on: what was there is on the disk.
+    """
     killed(trains, "dp2 zero1", 9)
     node = node_folder(tmp_path, 0)
-    killed(trains, layout, 9, keeps=False)  # it has given back what it does not use, and kept what it does
-    assert node.exists() == (resumed == "memory")
-    assert (tmp_path / "run" / "memory.json").exists() == (resumed == "memory")
+    killed(trains, layout, 9, keeps=False)
+    assert node.exists() == stays
+    assert (tmp_path / "run" / "memory.json").exists() == stays
     starts = [json.loads(line)["first_step"] for line in open(tmp_path / "run" / "starts.jsonl")]
-    assert starts == [1, 9 if resumed == "memory" else 7]
+    assert starts == [1, 9]
     end = trains(layout, keeps=False)
-    assert bool(said(end, "resumed from memory of node0, node1 at step 8")) == (resumed == "memory")
-    if resumed == "memory":
+    assert bool(said(end, "resumed from memory of node0, node1 at step 8")) == stays
+    assert bool(said(end, "step_00000008 at step 8")) != stays
+    if stays:
         assert_like_clean(tmp_path, end, clean(layout))
     assert list((tmp_path / "shm").iterdir()) == []
 
@@ -379,10 +523,12 @@ def test_a_start_with_another_memory_dir(tmp_path, trains, clean):
 def test_a_node_that_comes_back_with_another_history_is_not_believed(tmp_path, trains, clean):
     """Its memory is complete, and of a later step than the disk has."""
     killed(trains, "dp2 zero1", 9)
-    shutil.copytree(node_folder(tmp_path, 1), tmp_path / "away")
-    killed(trains, "dp2 zero0", 7)  # goes on from step 6 of the disk, under another layout
-    assert not list(node_folder(tmp_path, 1).glob("step_00000008-*"))
-    shutil.copytree(tmp_path / "away", node_folder(tmp_path, 1), dirs_exist_ok=True)
+    for node in (0, 1):
+        shutil.move(node_folder(tmp_path, node), tmp_path / f"away{node}")
+    killed(trains, "dp2 zero1", 7)  # goes on from step 6 of the disk
+    for node in (0, 1):
+        assert not list(node_folder(tmp_path, node).glob("step_00000008-*"))
+        shutil.copytree(tmp_path / f"away{node}", node_folder(tmp_path, node), dirs_exist_ok=True)
     end = trains("dp2 zero1")
     assert said(end, "step_00000006 at step 6")
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
@@ -627,6 +773,42 @@ def test_copies_lie_on_the_next_nodes_of_the_ring():
     assert [nodes.keepers(rank, 1) for rank in range(5)] == [[2], [3], [4], [4], [0]]
     assert [nodes.keepers(rank, 2) for rank in range(5)] == [[2, 4], [3, 4], [4, 0], [4, 1], [0, 2]]
     assert nodes.keepers(3, 0) == []
+
+
+def test_parts_that_several_nodes_have_are_read_by_ranks_in_turn():
+    assert memory.share_parts([[0, 1], [0, 1]]) == {0: 0, 1: 1}
+    assert memory.share_parts([[0, 1], [1]]) == {0: 0, 1: 1}
+    assert memory.share_parts([[], [0], [2]]) == {0: 1, 2: 2}  # nobody has part 1
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_parts_have_together_is_taken_once(seed):
+    """Of any parts that overlap: each element, from a part that has it."""
+    draw = random.Random(seed)
+    owner = {}
+    parts = {part: [] for part in range(draw.randint(1, 4))}
+    for key in "abc":
+        shape = (draw.randint(1, 6), draw.randint(1, 5))
+        for boxes in parts.values():
+            for _ in range(draw.randint(0, 2)):
+                start = tuple(draw.randrange(size) for size in shape)
+                size = tuple(draw.randint(0, end - first) for first, end in zip(start, shape))
+                boxes.append(Box(key, shape, start, size))
+    once = regroup.elements_once(parts)
+    for part, boxes in once.items():
+        for box in boxes:
+            for at in elements(box):
+                assert at not in owner
+                owner[at] = part
+                assert any(at in set(elements(other)) for other in parts[part])
+    assert set(owner) == {at for boxes in parts.values() for box in boxes for at in elements(box)}
+    rows = json.loads(json.dumps(to_rows(once[0])))
+    assert from_rows(rows) == once[0]
+
+
+def elements(box):
+    ranges = [range(first, first + size) for first, size in zip(box.start, box.size)]
+    return [(box.key, *at) for at in itertools.product(*ranges)]
 
 
 GONE = object()

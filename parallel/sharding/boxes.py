@@ -3,9 +3,10 @@
 Keys are global names and shapes are global shapes, so a stored box means the same under every parallel
 layout. Resharding from any layout to any other is `plan_read`. No torch, no communication.
 """
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 Slices = tuple[slice, ...]  # one a dim
 ReadPlan = list[tuple[int, Slices, Slices]]  # (index of a stored piece, its slices, those of what is filled)
@@ -93,6 +94,16 @@ def uncovered_boxes(want: Box, have: Sequence[Box]) -> list[Box]:
     for piece in sorted(have, key=lambda box: box.start):
         rest = [part for box in rest for part in box.difference(piece)]
     return rest
+
+
+def to_rows(boxes: Iterable[Box]) -> list[tuple[Any, ...]]:
+    """Plain data, for another rank."""
+    return [(box.key, box.shape, box.start, box.size) for box in boxes]
+
+
+def from_rows(rows: Iterable[Sequence[Any]]) -> list[Box]:
+    """The boxes of which to_rows has made these; JSON may have put lists in the place of tuples."""
+    return [Box(key, tuple(shape), tuple(start), tuple(size)) for key, shape, start, size in rows]
 
 
 def check_tiling(boxes: Sequence[Box]) -> None:
