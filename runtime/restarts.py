@@ -98,7 +98,7 @@ class RestartCount:
 
         Progress is another one on the disk: a newer one, or an older one of a run that has gone back
         (optim.spike_rewind). One in memory is progress if no start since then has had a newer one: what is in
-        memory is lost with nodes and with the layout, and the same steps could come again and again.
+        memory is lost with nodes, and the same steps could come again and again.
         """
         if kept.on_disk != self.best.on_disk:
             self.num_idle = 0

@@ -529,10 +529,8 @@ def run_elastic(
             print_error(f"launch: no restart{without_places(left_out, wrong)}: {error}")
             return code
         restart += 1
-        kept = restarts.progress(run)
-        step = kept.newest if len(places) == len(before) else kept.on_disk  # memory serves the same layout
         change = f"{elastic.in_words(cfg, len(before))} -> {elastic.in_words(cfg, len(places))}"
-        print_error(restart_line(restart, step, change) + without_places(left_out, wrong))
+        print_error(restart_line(restart, restarts.progress(run), change) + without_places(left_out, wrong))
     if has_run:
         leave_reason(run, STOPPED_EARLY, f"{relay.first_name()} received between two starts")
     return stop_without_ranks(relay, has_run)
@@ -555,9 +553,14 @@ def leave_reason(run: Path, code: int, text: str) -> None:
     setup.write_exit_reason(run, 0, code, text, requeue=code == STOPPED_EARLY)
 
 
-def restart_line(restart: int, step: int, change: str) -> str:
-    """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2)"""
-    where = "the beginning" if step == restarts.FIRST_STEP else f"step {step:,}"
+def restart_line(restart: int, kept: restarts.Kept, change: str) -> str:
+    """launch: restart 1, from step 40: 4 ranks (dp2 tp2) -> 2 ranks (tp2)
+
+    What is in memory counts if a part of each rank is left there, which the ranks find out.
+    """
+    where = "the beginning" if kept.on_disk == restarts.FIRST_STEP else f"step {kept.on_disk:,}"
+    if kept.newest > kept.on_disk:
+        where = f"step {kept.newest:,} in memory, or else {where}"
     return f"launch: restart {restart}, from {where}: {change}"
 
 

@@ -140,6 +140,29 @@ def test_a_killed_rank_halves_the_data_parallel_axis(tmp_path, words, truth):
     assert json.loads((tmp_path / "run" / "exit_reason.json").read_text())["code"] == 0
 
 
+def test_a_killed_rank_takes_no_step_along_that_is_in_memory(tmp_path, words, truth):
+    """The disk has step 3, the memory of the node the parts of four ranks of step 5."""
+    (tmp_path / "shm").mkdir()
+    memory = ("--checkpoint.memory_every", "1", "--checkpoint.memory_dir", str(tmp_path / "shm"))
+    every = ("--checkpoint.every", "3")
+    code, out, errors = launch(
+        tmp_path,
+        "2:4",
+        [*words, "--parallel.tp", "2", *every, *memory],
+        "step.backward:rank=3:step=6:act=SIGKILL",
+    )
+    assert code == 0, (out, errors)
+    change = "4 ranks (dp2 tp2) -> 2 ranks (tp2)"
+    assert restart_lines(errors) == [
+        f"launch: restart 1, from step 5 in memory, or else step 3: {change}, without place 3 of this node"
+    ]
+    said = " ".join(out.split())
+    assert "the checkpoint of step 5 in memory was written to" in said
+    assert "step_00000005 at step 5" in said
+    assert_same(tmp_path, truth)
+    assert list((tmp_path / "shm").iterdir()) == []
+
+
 def test_a_frozen_rank_is_left_out_too(tmp_path, words, truth):
     seconds = str(5 + 2 * os.getloadavg()[0] / (os.cpu_count() or 1))
     more = ["--parallel.timeout_s", seconds, "--train.micro_batch", "2"]
