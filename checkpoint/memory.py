@@ -44,6 +44,7 @@ from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
 from checkpoint.files import (
     IntegrityError,
     StorageError,
+    available_bytes,
     read_file,
     remove,
     storage_errors,
@@ -54,7 +55,7 @@ from checkpoint.saver import writer_threads
 from checkpoint.state import StartingPoint, choose_together, ranks_of
 from checkpoint.together import Ranks
 from config import CheckpointConfig, Config, ConfigError, Tree, phases_of
-from parallel.sharding.boxes import from_rows, to_rows
+from parallel.sharding.boxes import Box, from_rows, to_rows
 from parallel.wire import comm
 from parallel.wire.comm import Group, PeerError
 
@@ -700,37 +701,14 @@ class MemoryCheckpoints:
         """The start from a generation of other ranks or another layout, once it is a checkpoint on the disk.
 
         difference: in words, for the log. Raises IntegrityError, on all ranks, if no node has a good copy of
-        a part; StorageError, and what was there before is unchanged.
+        a part; StorageError where there is no room, and what was there before is unchanged.
         """
-        # who reads which part
-        indexes = self.ranks.all_do(lambda: self.look_at_parts(generation), self.timeout_s)
-        reader = share_parts(self.ranks.gather(sorted(indexes)))
-        missing = [part for part in range(len(generation.indexes)) if part not in reader]
-        if missing:
-            named = ", ".join(map(str, missing[:MAX_NAMED]))
-            plural = "s" if len(missing) > 1 else ""
-            raise IntegrityError(f"no node has a good part of rank{plural} {named}")
-        own = {part: indexes[part] for part in indexes if reader[part] == self.group.index}
-
-        # what of it: each element once, which rank 0 decides
-        boxes = store.pack([(part, to_rows(regroup.boxes_of(index))) for part, index in own.items()])
-        packed = self.ranks.gather_first(boxes)
-        shares = self.ranks.first_does(lambda: share_out(packed), self.timeout_s)
-
-        def read() -> list[store.Piece]:
-            pieces: list[store.Piece] = []
-            for part, index in own.items():
-                boxes = shares.get(part)
-                wanted = regroup.boxes_of(index) if boxes is None else from_rows(boxes)
-                pieces += regroup.read_boxes(index, wanted)
-            return pieces
-
-        # a checkpoint like any other
-        pieces = self.ranks.all_do(read, self.timeout_s)
-        metas = self.ranks.gather(own[0].meta if 0 in own else None)
-        root = self.run / "checkpoints"
+        parts = self.parts_to_read(generation)
+        boxes = self.boxes_to_read(parts)
+        pieces = self.ranks.all_do(lambda: self.read_parts(parts, boxes), self.timeout_s)
+        metas = self.ranks.gather(parts[0].meta if 0 in parts else None)
         path = store.save(
-            root,
+            self.run / "checkpoints",
             generation.step,
             pieces,
             next(meta for meta in metas if meta is not None),
@@ -746,6 +724,42 @@ class MemoryCheckpoints:
         return choose_together(
             lambda: StartingPoint(store.quick_check(path), None, notes), self.group, self.timeout_s
         )
+
+    def parts_to_read(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
+        """{part: its index} of those that this rank reads: each is read by one rank of a node that has it.
+
+        Raises IntegrityError, on all ranks, if one is good on no node.
+        """
+        good = self.ranks.all_do(lambda: self.look_at_parts(generation), self.timeout_s)
+        reader = share_parts(self.ranks.gather(sorted(good)))
+        missing = [part for part in range(len(generation.indexes)) if part not in reader]
+        if missing:
+            named = ", ".join(map(str, missing[:MAX_NAMED]))
+            plural = "s" if len(missing) > 1 else ""
+            raise IntegrityError(f"no node has a good part of rank{plural} {named}")
+        return {part: index for part, index in good.items() if reader[part] == self.group.index}
+
+    def boxes_to_read(self, parts: Mapping[int, store.StoredIndex]) -> dict[int, list[Box]]:
+        """{part: what of it is read}: over all ranks each element once, which rank 0 decides."""
+        own = {part: regroup.boxes_of(index) for part, index in parts.items()}
+        rows = store.pack([(part, to_rows(boxes)) for part, boxes in own.items()])
+        packed = self.ranks.gather_first(rows)
+        fewer = self.ranks.first_does(lambda: share_out(packed), self.timeout_s)
+        return own | {part: from_rows(fewer[part]) for part in own if part in fewer}
+
+    def read_parts(
+        self, parts: Mapping[int, store.StoredIndex], boxes: Mapping[int, list[Box]]
+    ) -> list[store.Piece]:
+        """What this rank reads, verified. Raises IntegrityError; StorageError if the node has not the memory
+        to hold it a second time. Not collective."""
+        wanted = sum(regroup.bytes_of(index, boxes[part]) for part, index in parts.items())
+        free = available_bytes() // len(self.nodes.ranks_on(self.host))
+        if wanted > free:
+            raise StorageError(self.folder, wanted, f"a rank can take {free:,} bytes of memory to read them")
+        pieces: list[store.Piece] = []
+        for part, index in parts.items():
+            pieces += regroup.read_boxes(index, boxes[part])
+        return pieces
 
     def look_at_parts(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
         """{part: its index} of the good parts on this node; its ranks share the work. Not collective."""

@@ -33,9 +33,20 @@ def boxes_of(index: store.StoredIndex) -> list[Box]:
     return [piece.box for piece in index.pieces]
 
 
+def bytes_of(index: store.StoredIndex, boxes: Sequence[Box]) -> int:
+    """Of the values of these boxes of a part."""
+    dtypes = dtypes_of(index)
+    return sum(box.volume * dtypes[box.key].itemsize for box in boxes)
+
+
 def read_boxes(index: store.StoredIndex, boxes: Sequence[Box]) -> list[store.Piece]:
     """[(box, its values)] of a part, each byte of them verified. Raises IntegrityError."""
-    dtypes = {piece.box.key: TORCH[piece.dtype] for piece in index.pieces}
+    dtypes = dtypes_of(index)
     pieces = [(box, torch.empty(box.size, dtype=dtypes[box.key])) for box in boxes]
     store.load(index, pieces, strict=False)
     return pieces
+
+
+def dtypes_of(index: store.StoredIndex) -> dict[str, torch.dtype]:
+    """{key: the type of its values}."""
+    return {piece.box.key: TORCH[piece.dtype] for piece in index.pieces}

@@ -470,6 +470,18 @@ def test_another_layout_on_a_full_disk_takes_what_is_there(tmp_path, trains):
     assert losses(tmp_path / "run")
 
 
+def test_another_layout_without_memory_to_read_the_parts_takes_the_disk(tmp_path, trains):
+    def before(rank):
+        on_nodes(2)(rank)
+        memory.available_bytes = lambda: 1000
+
+    killed(trains, "dp2 zero1", 9)
+    end = trains("dp2 zero0", before=before)
+    (line,) = said(end, "is not used")
+    assert "a rank can take 1,000 bytes of memory to read them" in line
+    assert said(end, "step_00000006 at step 6")
+
+
 def test_killed_while_memory_is_written_to_the_disk(tmp_path, trains):
     """The next start does it again."""
     killed(trains, "dp2 zero1", 9)
