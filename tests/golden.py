@@ -41,9 +41,12 @@ def processor() -> str:
     return ", ".join([*(words or [platform.processor()]), torch.backends.cpu.get_cpu_capability()])
 
 
-def machine() -> dict[str, str]:
-    """Where the bits of a run repeat."""
-    return {"torch": torch.__version__.partition("+")[0], "processor": processor()}
+def machine(layout: str = "") -> dict[str, str]:
+    """Where the bits of a run repeat. In bf16 AMX has its own, which one virtual machine on a processor may
+    use and another may not.
+    """
+    amx = ", AMX" if "bf16" in layout and torch.cpu._is_amx_tile_supported() else ""
+    return {"torch": torch.__version__.partition("+")[0], "processor": processor() + amx}
 
 
 def record(folder: pathlib.Path, data: str, name: str) -> dict:
