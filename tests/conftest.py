@@ -44,7 +44,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--all",
         action="store_true",
-        help="every case of the long tables, not this commit's draw (tests/draw.py)",
+        help="every case of long tables and every slow test, not this commit's draw (tests/draw.py)",
     )
 
 
@@ -70,7 +70,8 @@ def pytest_testnodedown(node):
 def pytest_terminal_summary(terminalreporter, config):
     if left_out := getattr(config, "left_out", 0):
         terminalreporter.write_line(
-            f"{left_out} cases of long tables were left out by this commit's draw; --all runs them"
+            f"{left_out} slow tests and cases of long tables were left out by this commit's draw; "
+            "--all runs them"
         )
 
 

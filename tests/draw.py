@@ -1,15 +1,34 @@
-"""Which cases of a long table a run of all tests takes: a draw by commit, so that every commit meets others
-and none takes long.
+"""Which cases of a long table, and which slow tests, a run of all tests takes: a draw by commit, so that
+every commit meets others and none takes long.
 
 `bash scripts/test.sh --all`, or naming a file, runs every case.
+
+    bash scripts/test.sh --all --durations=0 > LOG; python tests/draw.py LOG
+
+writes tests/slow.json anew: the functions whose cases take SLOW_S seconds or more, on the machine that ran
+them.
 """
 
+import json
 import math
 import random
+import re
 import subprocess
+import sys
 import zlib
 from collections import defaultdict
 from pathlib import Path
+from statistics import mean
+
+SLOW = Path(__file__).with_name("slow.json")  # {function: seconds of a case}
+SLOW_S = 15.0
+BUDGET_S = 1200.0  # of the slow cases that a run takes, in the seconds of slow.json
+ALWAYS = (  # however slow: the core of the proof, and what skips itself where a scheduler is not installed
+    "tests/test_invariance.py",
+    "tests/test_strict_layouts.py",
+    "tests/test_real_slurm.py",
+)
+DURATION = re.compile(r"([0-9.]+)s (?:call|setup) +(tests/\S+?)(\[.*)?")
 
 # tests of many cases that guard one thing in many shapes: the share of each function's cases that a run takes
 SHARES = {
@@ -76,8 +95,47 @@ def leave_out(files: dict[str, str], seed: int) -> set[str]:
     tables: dict[str, dict[str, list]] = defaultdict(lambda: defaultdict(list))
     for case, file in files.items():
         if file in SHARES:
-            tables[file][case.partition("[")[0]].append(case)
+            tables[file][function_of(case)].append(case)
     left = set()
     for file, cases in tables.items():
         left |= {case for every in cases.values() for case in every} - drawn(cases, SHARES[file], seed)
+    seconds = json.loads(SLOW.read_text())
+    slow = {case: seconds.get(function_of(case), 0.0) for case in files if case not in left}
+    return left | beyond_budget({case: each for case, each in slow.items() if each}, seed)
+
+
+def function_of(case: str) -> str:
+    """The test without its parameters."""
+    return case.partition("[")[0]
+
+
+def beyond_budget(seconds: dict[str, float], seed: int) -> set[str]:
+    """Of slow cases {node id: its seconds} those that the budget has no room for, in an order that the seed
+    decides.
+    """
+    order = sorted(seconds)
+    random.Random(f"{seed}/slow").shuffle(order)
+    left, spent = set(), 0.0
+    for case in order:
+        if spent + seconds[case] > BUDGET_S:
+            left.add(case)
+        else:
+            spent += seconds[case]
     return left
+
+
+def main(log: str) -> None:
+    """Writes SLOW from what pytest has printed."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for line in Path(log).read_text().splitlines():
+        if match := DURATION.fullmatch(line.strip()):
+            found[match[2]].append(float(match[1]))
+    slow: dict[str, float] = {}
+    for function, each in sorted(found.items()):
+        if mean(each) >= SLOW_S and not function.startswith(ALWAYS):
+            slow[function] = round(mean(each), 1)
+    SLOW.write_text(json.dumps(slow, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
