@@ -349,7 +349,11 @@ MOVES = {  # what a node's loss, or its user, makes of a layout: (before, after,
     "a pipeline": ("alone", "tp2 pp2", ""),
     "tied embeddings on two stages": ("pp2", "alone", "--model.tied true"),
     "experts": ("ep2", "dp2 zero0", MIXTURE),
+    "sums of errors": ("dp2 zero0", "dp4 zero0", "--parallel.compress powersgd"),
+    "rounded states": ("dp2 zero1", "tp2 pp2", "--optim.states bf16"),
+    "matrices of Muon": ("tp2 pp2", "dp4 zero0", "--optim.name muon"),
 }
+INEXACT = {"sums of errors", "rounded states"}  # another layout sums, or rounds, other numbers
 
 
 def tensors_of(checkpoint):
@@ -375,13 +379,15 @@ def test_another_layout_goes_on_from_memory(tmp_path, trains, move):
     before would have saved there. So nothing is trained twice.
     """
     first, then, words = MOVES[move]
-    keeps = LAYOUTS[then][0] > 1  # alone there is no other node
-    more = (*EXACT, *words.split())
-    assert not any(trains(first, *more, "--checkpoint.every", "8", keeps=False, name="clean").codes)
     world = LAYOUTS[first][0]
-    killed(trains, first, 9, *more, rank=world - 1, replicas="1" if world > 1 else "0")
+    replicas = "1" if world > 1 else "0"
+    more = words.split() if "rounded" in move else (*EXACT, *words.split())
+    end = trains(first, *more, "--checkpoint.every", "8", name="clean", replicas=replicas)
+    assert not any(end.codes), end.logs
+    killed(trains, first, 9, *more, rank=world - 1, replicas=replicas)
     if world > 1:
         shutil.rmtree(node_folder(tmp_path, 1))  # its part has a copy
+    keeps = LAYOUTS[then][0] > 1  # alone there is no other node
     end = trains(then, *more, keeps=keeps)
     assert not any(end.codes), end.logs
     (line,) = said(end, "the checkpoint of step 8 in memory was written to ")
@@ -391,7 +397,7 @@ def test_another_layout_goes_on_from_memory(tmp_path, trains, move):
     assert_same_state(tensors_of(saved), tensors_of(expected))
     assert store.read_meta(saved)["tokens"] == store.read_meta(expected)["tokens"]
     for found, row in zip(losses(tmp_path / "run"), losses(tmp_path / "clean"), strict=True):
-        assert found == pytest.approx(row, rel=1e-9)
+        assert found == pytest.approx(row, rel=1e-2 if move in INEXACT else 1e-9)
     assert list((tmp_path / "shm").iterdir()) == []
     assert not (tmp_path / "run" / memory.RECORD).exists()
 
