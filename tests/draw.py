@@ -23,10 +23,11 @@ from statistics import mean
 SLOW = Path(__file__).with_name("slow.json")  # {function: seconds of a case}
 SLOW_S = 15.0
 BUDGET_S = 1200.0  # of the slow cases that a run takes, in the seconds of slow.json
-ALWAYS = (  # however slow: the core of the proof, and what skips itself where a scheduler is not installed
-    "tests/test_invariance.py",
+ALWAYS = (  # however slow
+    "tests/test_docs.py",  # a command of a page needs what those before it have made
+    "tests/test_invariance.py",  # the core of the proof
     "tests/test_strict_layouts.py",
-    "tests/test_real_slurm.py",
+    "tests/test_real_slurm.py",  # skips itself where no scheduler is installed
 )
 DURATION = re.compile(r"([0-9.]+)s (?:call|setup) +(tests/\S+?)(\[.*)?")
 

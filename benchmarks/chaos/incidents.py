@@ -280,11 +280,13 @@ def left_in_the_middle(s: Situation, step: int) -> Incident:
 
 
 def flipped_newest(s: Situation) -> Incidents | None:
-    """Two checkpoints are there: the older one is used."""
+    """Two checkpoints are there: the older one is used. A save in the background may end steps later: the
+    kill comes when the second one is there."""
     if s.done or s.layout.in_memory:  # there the next start goes on from memory
         return None
     flipped = Incident("the newest is damaged", (0,), prepare="flip newest", says=("is rejected: ",))
-    return [left_in_the_middle(s, STEPS), flipped]
+    there = at("ckpt.pre_purge", SAVES[1], "SIGKILL", rank=0)
+    return [Incident("SIGKILL after the second save", s.lost(), there), flipped]
 
 
 def flipped_all(s: Situation) -> Incidents | None:
