@@ -9,7 +9,9 @@ torch_without_cuda() {
   if [ "$(uname -s)" != Linux ] || [ "${BEVATRON_TORCH:-}" = default ]; then return 0; fi
   if command -v nvidia-smi > /dev/null || [ -e /dev/kfd ]; then return 0; fi # /dev/kfd: an AMD GPU
   if .venv/bin/python -m pip show --quiet torch > /dev/null 2>&1; then return 0; fi
-  if .venv/bin/python -m pip config list | grep -Eq 'index|find-links'; then return 0; fi
+  local settings # not a pipe: grep -q closes it early, and under pipefail pip's complaint would count
+  settings=$(.venv/bin/python -m pip config list)
+  if grep -Eq 'index|find-links' <<< "$settings"; then return 0; fi
   echo "no GPU here: torch without CUDA, from $CPU_INDEX (BEVATRON_TORCH=default takes the other)"
   .venv/bin/python -m pip install --quiet --disable-pip-version-check --retries 1 --timeout 15 \
     --index-url "$CPU_INDEX" "$(grep '^torch' requirements.txt)" > /dev/null 2>&1 ||

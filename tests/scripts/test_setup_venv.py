@@ -18,7 +18,8 @@ case "$*" in
     --version) echo "Python VERSION.0" ;;
     "-m venv .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python && echo "made by VERSION" >> "$CALLS" ;;
     "-m pip show"*) exit $((1 - HAS_TORCH)) ;;
-    "-m pip config list") echo "$PIP_CONFIG" ;;
+    # more than a pipe holds: a reader that leaves early is seen
+    "-m pip config list") for _ in {1..9000}; do echo "$PIP_CONFIG" || exit 1; done ;;
     *--index-url*) echo "$*" >> "$CALLS"; exit "$INDEX_FAILS" ;;
     "-m pip install"*) echo "$*" >> "$CALLS" ;;
 esac
@@ -54,7 +55,8 @@ def set_up(
     }
     if named:
         environment["BEVATRON_PYTHON"] = named
-    command = ["bash", "-euc", ". scripts/setup_venv.sh requirements.txt requirements-test.txt; echo ready"]
+    sourced = ". scripts/setup_venv.sh requirements.txt requirements-test.txt; echo ready"
+    command = ["bash", "-euo", "pipefail", "-c", sourced]  # as quickstart.sh and test.sh do it
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr, calls.read_text().splitlines()
 
