@@ -741,11 +741,16 @@ class MemoryCheckpoints:
 
     def boxes_to_read(self, parts: Mapping[int, store.StoredIndex]) -> dict[int, list[Box]]:
         """{part: what of it is read}: over all ranks each element once, which rank 0 decides."""
-        own = {part: regroup.boxes_of(index) for part, index in parts.items()}
-        rows = store.pack([(part, to_rows(boxes)) for part, boxes in own.items()])
-        packed = self.ranks.gather_first(rows)
+        own: dict[int, list[Box]] = {}
+        for part, index in parts.items():
+            own[part] = regroup.boxes_of(index)
+        rows = [(part, to_rows(boxes)) for part, boxes in own.items()]
+        packed = self.ranks.gather_first(store.pack(rows))
         fewer = self.ranks.first_does(lambda: share_out(packed), self.timeout_s)
-        return own | {part: from_rows(fewer[part]) for part in own if part in fewer}
+        for part in own:
+            if part in fewer:
+                own[part] = from_rows(fewer[part])
+        return own
 
     def read_parts(
         self, parts: Mapping[int, store.StoredIndex], boxes: Mapping[int, list[Box]]
@@ -803,9 +808,16 @@ def share_out(packed: list[bytes]) -> dict[int, list[tuple[object, ...]]]:
 
     packed: of each rank, what its parts have.
     """
-    parts = {part: from_rows(rows) for each in packed for part, rows in store.unpack(each)}
-    once = regroup.elements_once(parts)
-    return {part: to_rows(boxes) for part, boxes in once.items() if boxes != parts[part]}
+    parts: dict[int, list[Box]] = {}
+    for of_rank in packed:
+        for part, rows in store.unpack(of_rank):
+            parts[part] = from_rows(rows)
+
+    fewer: dict[int, list[tuple[object, ...]]] = {}
+    for part, boxes in regroup.elements_once(parts).items():
+        if boxes != parts[part]:
+            fewer[part] = to_rows(boxes)
+    return fewer
 
 
 @dataclass(frozen=True)

@@ -343,7 +343,8 @@ def replica_differs(s: Situation) -> Incidents | None:
 
 def exception(s: Situation) -> Incidents:
     fault = at(s.draw.choice(STEP_POINTS), s.step(last=STEPS), "raise", s.rank())
-    return [Incident("an exception", (1,), fault, says=("InjectedFault: injected at ",), requeue=False)]
+    says = ("InjectedFault: injected at ",)
+    return [Incident("an exception", (1,), fault, says=says, requeue=False)]
 
 
 def out_of_memory(s: Situation) -> Incidents:

@@ -46,8 +46,8 @@ def read_reports(path: Path, draws: list[Draw], seed: int) -> list[Report]:
                 f"--resume: line {number} of {path} is of another draw; give the same --seed, --rounds, "
                 "--layouts and --faults as before, or another file"
             )
-        starts, codes, problems = row["starts"], row["codes"], row["problems"]
-        found.append(Report(draw, starts, codes, problems, row["lost_s"], row["commit"]))
+        outcome = {key: value for key, value in row.items() if key not in identity(draw, seed)}
+        found.append(Report(draw, **outcome))
     return found
 
 

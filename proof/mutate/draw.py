@@ -8,13 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from config import ConfigError
 from proof.mutate.operators import OPERATORS, called_name
 from proof.mutate.source import Edit, Source
-
-Bug = TypeVar("Bug")
 
 CORE_FOLDERS = ("model", "parallel", "optim", "data", "checkpoint")
 CORE_FILES = ("runtime/evaluate.py", "train.py", "start.py", "build.py")
