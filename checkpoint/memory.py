@@ -10,19 +10,19 @@ The idea is that of GEMINI (SOSP 2023, "Fast Failure Recovery in Distributed Tra
 Checkpoints"): a rank that is started again on its node finds its own shard, and one that takes the place of a
 lost node is sent it by a node that keeps a copy. The copies of a node's ranks are on the nodes that follow it
 in a ring. A rank's folder is an ordinary checkpoint folder (checkpoint/folder.py), but for the one difference
-that it holds the part of one rank.
+that it holds the shard of one rank.
 
 Guarantees:
 
-- A generation counts once every rank has written its part, every copy has arrived, and rank 0 has named it in
-  memory.json, by one rename. The one before it is there until then; the one before that is removed first. So
-  a node has room for two.
+- A generation counts once every rank has written its shard, every copy has arrived, and rank 0 has named it
+  in memory.json, by one rename. The one before it is there until then; the one before that is removed first.
+  So a node has room for two.
 - What is not named there is never used: neither a torn generation, nor one that another history of the run
   has left on a node that comes back, nor what somebody else has put there.
 - Before a tensor changes, every byte is verified on the rank that loads it: its own, or what it was sent.
 - All ranks load the same generation, or none.
-- A start under another layout, or with other ranks, writes the parts that the nodes have as a checkpoint on
-  the disk, and goes on from there.
+- A start under another layout, or with other ranks, consolidates the shards that the nodes have into a
+  checkpoint on the disk (checkpoint/consolidate.py), and goes on from there.
 """
 import contextlib
 import hashlib
@@ -39,7 +39,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from checkpoint import regroup, store
+from checkpoint import consolidate, store
 from checkpoint.copies import Delivery, Manifest, deliver, manifest_of
 from checkpoint.files import (
     IntegrityError,
@@ -228,7 +228,7 @@ def step_in_latest(run: Path) -> int:
 
 
 def layout_of(cfg: Config, world: int, step: int) -> Tree:
-    """What must be the same for a rank to read its own part again: ranks, and {key: value} of parallel.*
+    """What must be the same for a rank to read its own shard again: ranks, and {key: value} of parallel.*
 
     cfg: with train.phases, of which each may have a layout of its own. step: its phase counts.
     """
@@ -344,7 +344,8 @@ class MemoryCheckpoints:
         self.settled: dict[str, str] = {}
         if trouble is not None:
             self.notes.append(f"checkpoints in memory are not used: {trouble}")
-        self.memory_dir, *_ = dirs = memory_dirs(cfg, found)
+        dirs = memory_dirs(cfg, found)
+        self.memory_dir = dirs[0]
         below = [self.key, folder_of_host(host)]
         self.folders: dict[str, Path] = self.ranks.all_do(
             lambda: {each: make_private(memory_root(each), below) for each in dirs}, self.timeout_s
@@ -525,8 +526,10 @@ class MemoryCheckpoints:
             return
         kept = {self.folder_of(generation) for generation in generations}
         for folder in self.folders.values():
+            if not folder.is_dir():
+                continue
             with storage_errors(folder, 0):
-                for path in folder.iterdir() if folder.is_dir() else ():
+                for path in folder.iterdir():
                     if path not in kept:
                         remove(path)
 
@@ -593,7 +596,7 @@ class MemoryCheckpoints:
         return [*self.notes, *self.settled.values()]
 
     def difference_to(self, generation: MemoryGeneration) -> str | None:
-        """What of the layout is not as it was, so that ranks read other parts; None: each reads its own."""
+        """What of the layout is not as it was, so that ranks read other shards; None: each reads its own."""
         for step in (generation.step, generation.step + 1):  # where a phase begins there, its layout, too
             difference = layout_difference(generation.layout, layout_of(self.cfg, self.group.size, step))
             if difference is not None:
@@ -606,7 +609,7 @@ class MemoryCheckpoints:
         A rank that has none, or a damaged one, is sent it by one of another node. Raises IntegrityError, on
         all ranks, if no good copy is left of one.
         """
-        found = self.ranks.all_do(lambda: self.look(generation), self.timeout_s)
+        found = self.ranks.all_do(lambda: self.look(generation, self.group.index), self.timeout_s)
         held = self.ranks.gather(self.held_ranks(generation))
         problems = self.ranks.gather(found.problem)
         was_sent = [rank for rank, problem in enumerate(problems) if problem]
@@ -628,15 +631,11 @@ class MemoryCheckpoints:
             where += f" (rank{plural} {named}: sent by another node)"
         return StartingPoint(found.index, None, notes, memory=where)
 
-    def look(self, generation: MemoryGeneration, rank: int | None = None) -> "OwnShard":
-        """The shard of a rank on this node, every byte of it verified. Not collective.
-
-        rank: None: this one.
-        """
-        rank = self.group.index if rank is None else rank
+    def look(self, generation: MemoryGeneration, rank: int) -> "FoundShard":
+        """The shard of a rank on this node, every byte of it verified. Not collective."""
         path = self.path_of(generation, rank)
         if not os.path.lexists(path):
-            return OwnShard(None, f"rank {rank} has no shard on {self.host}")
+            return FoundShard(None, f"rank {rank} has no shard on {self.host}")
         try:
             if path.is_symlink() or path.parent.is_symlink():
                 raise IntegrityError(f"{path}: is a link")
@@ -644,17 +643,17 @@ class MemoryCheckpoints:
             if hashlib.sha256(index.text).hexdigest() != generation.indexes[rank]:
                 raise IntegrityError(f"{path}: is not the one that {RECORD} names")
         except (IntegrityError, ConfigError) as error:  # ConfigError: of a newer format
-            return OwnShard(None, str(error))
-        return OwnShard(index, "")
+            return FoundShard(None, str(error))
+        return FoundShard(index, "")
 
     def look_again(
-        self, generation: MemoryGeneration, before: "OwnShard", error: Exception | None
-    ) -> "OwnShard":
+        self, generation: MemoryGeneration, before: "FoundShard", error: Exception | None
+    ) -> "FoundShard":
         """look() after an exchange, if there was a problem before. error: of the exchange. Not collective."""
         if not before.problem:
             return before
-        found = self.look(generation)
-        return OwnShard(None, str(error)) if found.problem and error is not None else found
+        found = self.look(generation, self.group.index)
+        return FoundShard(None, str(error)) if found.problem and error is not None else found
 
     def held_ranks(self, generation: MemoryGeneration) -> list[int]:
         """The ranks of which this node has a folder, good or not. Not collective."""
@@ -701,12 +700,12 @@ class MemoryCheckpoints:
         """The start from a generation of other ranks or another layout, once it is a checkpoint on the disk.
 
         difference: in words, for the log. Raises IntegrityError, on all ranks, if no node has a good copy of
-        a part; StorageError where there is no room, and what was there before is unchanged.
+        a shard; StorageError where there is no room, and what was there before is unchanged.
         """
-        parts = self.parts_to_read(generation)
-        boxes = self.boxes_to_read(parts)
-        pieces = self.ranks.all_do(lambda: self.read_parts(parts, boxes), self.timeout_s)
-        metas = self.ranks.gather(parts[0].meta if 0 in parts else None)
+        shards = self.shards_to_read(generation)
+        boxes = self.without_overlaps(shards)
+        pieces = self.ranks.all_do(lambda: self.read_shards(shards, boxes), self.timeout_s)
+        metas = self.ranks.gather(shards[0].meta if 0 in shards else None)
         path = store.save(
             self.run / "checkpoints",
             generation.step,
@@ -725,62 +724,67 @@ class MemoryCheckpoints:
             lambda: StartingPoint(store.quick_check(path), None, notes), self.group, self.timeout_s
         )
 
-    def parts_to_read(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
-        """{part: its index} of those that this rank reads: each is read by one rank of a node that has it.
+    def shards_to_read(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
+        """{saved rank: the index of its shard} of those that this rank reads, of which its node has a good
+        copy. Each shard is read by one rank.
 
         Raises IntegrityError, on all ranks, if one is good on no node.
         """
-        good = self.ranks.all_do(lambda: self.look_at_parts(generation), self.timeout_s)
-        reader = share_parts(self.ranks.gather(sorted(good)))
-        missing = [part for part in range(len(generation.indexes)) if part not in reader]
+        good = self.ranks.all_do(lambda: self.look_at_all(generation), self.timeout_s)
+        reader = assign_readers(self.ranks.gather(sorted(good)))
+        missing = [saved for saved in range(len(generation.indexes)) if saved not in reader]
         if missing:
             named = ", ".join(map(str, missing[:MAX_NAMED]))
             plural = "s" if len(missing) > 1 else ""
-            raise IntegrityError(f"no node has a good part of rank{plural} {named}")
-        return {part: index for part, index in good.items() if reader[part] == self.group.index}
+            raise IntegrityError(f"no node has a good shard of rank{plural} {named}")
+        return {saved: index for saved, index in good.items() if reader[saved] == self.group.index}
 
-    def boxes_to_read(self, parts: Mapping[int, store.StoredIndex]) -> dict[int, list[Box]]:
-        """{part: what of it is read}: over all ranks each element once, which rank 0 decides."""
-        own: dict[int, list[Box]] = {}
-        for part, index in parts.items():
-            own[part] = regroup.boxes_of(index)
-        rows = [(part, to_rows(boxes)) for part, boxes in own.items()]
+    def look_at_all(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
+        """{saved rank: the index of its shard} of the good ones on this node; its ranks share the work.
+
+        Not collective.
+        """
+        here = self.nodes.ranks_on(self.host)
+        held = [saved for saved in self.held_ranks(generation) if saved < len(generation.indexes)]
+        found: dict[int, store.StoredIndex] = {}
+        for saved in sorted(held)[here.index(self.group.index)::len(here)]:
+            index = self.look(generation, saved).index
+            if index is not None:
+                found[saved] = index
+        return found
+
+    def without_overlaps(self, shards: Mapping[int, store.StoredIndex]) -> dict[int, list[Box]]:
+        """{saved rank: what of its shard is read}: over all ranks each element once, which rank 0 decides."""
+        found: dict[int, list[Box]] = {}
+        for saved, index in shards.items():
+            found[saved] = consolidate.boxes_of(index)
+        rows = [(saved, to_rows(boxes)) for saved, boxes in found.items()]
         packed = self.ranks.gather_first(store.pack(rows))
-        fewer = self.ranks.first_does(lambda: share_out(packed), self.timeout_s)
-        for part in own:
-            if part in fewer:
-                own[part] = from_rows(fewer[part])
-        return own
+        cut = self.ranks.first_does(lambda: cut_boxes(packed), self.timeout_s)
+        for saved in found:
+            if saved in cut:
+                found[saved] = from_rows(cut[saved])
+        return found
 
-    def read_parts(
-        self, parts: Mapping[int, store.StoredIndex], boxes: Mapping[int, list[Box]]
+    def read_shards(
+        self, shards: Mapping[int, store.StoredIndex], boxes: Mapping[int, list[Box]]
     ) -> list[store.Piece]:
-        """What this rank reads, verified. Raises IntegrityError; StorageError if the node has not the memory
-        to hold it a second time. Not collective."""
-        wanted = sum(regroup.bytes_of(index, boxes[part]) for part, index in parts.items())
+        """These boxes of the shards, verified. Not collective.
+
+        Raises IntegrityError; StorageError if the node has not the memory to hold them a second time.
+        """
+        wanted = sum(consolidate.bytes_of(index, boxes[saved]) for saved, index in shards.items())
         free = available_bytes() // len(self.nodes.ranks_on(self.host))
         if wanted > free:
             raise StorageError(self.folder, wanted, f"a rank can take {free:,} bytes of memory to read them")
         pieces: list[store.Piece] = []
-        for part, index in parts.items():
-            pieces += regroup.read_boxes(index, boxes[part])
+        for saved, index in shards.items():
+            pieces += consolidate.read_boxes(index, boxes[saved])
         return pieces
-
-    def look_at_parts(self, generation: MemoryGeneration) -> dict[int, store.StoredIndex]:
-        """{part: its index} of the good parts on this node; its ranks share the work. Not collective."""
-        here = self.nodes.ranks_on(self.host)
-        parts = [part for part in self.held_ranks(generation) if part < len(generation.indexes)]
-        found: dict[int, store.StoredIndex] = {}
-        for part in sorted(parts)[here.index(self.group.index)::len(here)]:
-            index = self.look(generation, part).index
-            if index is not None:
-                found[part] = index
-        return found
 
 
 def removed_since(generation: MemoryGeneration, disk: "DiskSteps") -> str | None:
-    """In words, which checkpoint on the disk that came before a generation was removed by hand; None: none.
-    """
+    """Which checkpoint on the disk, older than the generation, was removed by hand, in words; None: none."""
     removed = generation.disk_step if generation.disk_step > disk.newest else None
     if disk.newest < generation.saving_step <= disk.latest:  # else that save has failed, or was killed
         removed = generation.saving_step
@@ -789,35 +793,39 @@ def removed_since(generation: MemoryGeneration, disk: "DiskSteps") -> str | None
     return f"the checkpoint of step {removed:,}, which was there before it, is removed"
 
 
-def share_parts(found: list[list[int]]) -> dict[int, int]:
-    """{part: the rank that reads it}, evenly. found: of each rank, the parts that it may read."""
+def assign_readers(found: list[list[int]]) -> dict[int, int]:
+    """{saved rank: the rank that reads its shard}, evenly.
+
+    found: of each rank, the shards that it may read.
+    """
     holders: dict[int, list[int]] = {}
-    for rank, parts in enumerate(found):
-        for part in parts:
-            holders.setdefault(part, []).append(rank)
+    for rank, shards in enumerate(found):
+        for saved in shards:
+            holders.setdefault(saved, []).append(rank)
+
     reader: dict[int, int] = {}
     loads = [0] * len(found)
-    for part in sorted(holders, key=lambda part: len(holders[part])):  # first those with the least choice
-        reader[part] = min(holders[part], key=lambda rank: loads[rank])
-        loads[reader[part]] += 1
+    for saved in sorted(holders, key=lambda saved: len(holders[saved])):  # first those with the least choice
+        reader[saved] = min(holders[saved], key=lambda rank: loads[rank])
+        loads[reader[saved]] += 1
     return reader
 
 
-def share_out(packed: list[bytes]) -> dict[int, list[tuple[object, ...]]]:
-    """Rank 0: of the parts that do not give all that they have: {part: rows of what is taken from it}.
+def cut_boxes(packed: list[bytes]) -> dict[int, list[tuple[object, ...]]]:
+    """Rank 0: {saved rank: rows of what is taken of its shard} of the shards that others overlap.
 
-    packed: of each rank, what its parts have.
+    packed: of each rank, the boxes of the shards that it reads.
     """
-    parts: dict[int, list[Box]] = {}
+    shards: dict[int, list[Box]] = {}
     for of_rank in packed:
-        for part, rows in store.unpack(of_rank):
-            parts[part] = from_rows(rows)
+        for saved, rows in store.unpack(of_rank):
+            shards[saved] = from_rows(rows)
 
-    fewer: dict[int, list[tuple[object, ...]]] = {}
-    for part, boxes in regroup.elements_once(parts).items():
-        if boxes != parts[part]:
-            fewer[part] = to_rows(boxes)
-    return fewer
+    cut: dict[int, list[tuple[object, ...]]] = {}
+    for saved, boxes in consolidate.each_element_once(shards).items():
+        if boxes != shards[saved]:
+            cut[saved] = to_rows(boxes)
+    return cut
 
 
 @dataclass(frozen=True)
@@ -831,8 +839,8 @@ class DiskSteps:
 
 
 @dataclass(frozen=True)
-class OwnShard:
-    """What a rank has found of its own shard. problem: why it cannot be used; "": it can."""
+class FoundShard:
+    """What a rank has found of a shard on its node. problem: why it cannot be used; "": it can."""
     index: store.StoredIndex | None
     problem: str
 
@@ -846,7 +854,7 @@ def fewer_copies(cfg: Config, num_others: int, notes: list[str]) -> int:
     if cfg.parallel.elastic:
         notes.append(f"checkpoint.replicas: {asked}, and this start has {num_others} other nodes")
         return num_others
-    remedy = f"take {num_others}" if num_others else "leave it out, and this node keeps its own part alone"
+    remedy = f"take {num_others}" if num_others else "leave it out, and this node keeps its own shards alone"
     raise ConfigError(
         f"checkpoint.replicas: {asked} is the number of other nodes with a copy, and this job has "
         f"{num_others} other nodes; {remedy}"

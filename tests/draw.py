@@ -101,8 +101,11 @@ def leave_out(files: dict[str, str], seed: int) -> set[str]:
     for file, cases in tables.items():
         left |= {case for every in cases.values() for case in every} - drawn(cases, SHARES[file], seed)
     seconds = json.loads(SLOW.read_text())
-    slow = {case: seconds.get(function_of(case), 0.0) for case in files if case not in left}
-    return left | beyond_budget({case: each for case, each in slow.items() if each}, seed)
+    slow: dict[str, float] = {}
+    for case in files:
+        if case not in left and function_of(case) in seconds:
+            slow[case] = seconds[function_of(case)]
+    return left | beyond_budget(slow, seed)
 
 
 def function_of(case: str) -> str:

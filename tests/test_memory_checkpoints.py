@@ -24,7 +24,7 @@ import torch
 from ranks import MODEL, corpus, job
 
 import train
-from checkpoint import copies, memory, regroup, state, store
+from checkpoint import consolidate, copies, memory, state, store
 from checkpoint.files import TORCH, raw_bytes
 from checkpoint.memory import Nodes
 from data import tokenizer
@@ -184,7 +184,7 @@ def test_a_later_phase_beside_saves_in_the_background(tmp_path, trains):
     assert_like_clean(tmp_path, end, truth)
 
 
-def test_a_rank_whose_part_is_empty(tmp_path, trains):
+def test_a_rank_whose_shard_is_empty(tmp_path, trains):
     """Of three buckets and four replicas, rank 1 reads none. It must still know that there is an average."""
     more = ("--model.layers", "1", "--train.ema", "0.9", "--parallel.timeout_s", "20")
     assert not any(trains("dp4 zero0", *more, name="clean").codes)
@@ -375,7 +375,7 @@ def assert_same_state(found, expected):
 
 @pytest.mark.parametrize("move", MOVES)
 def test_another_layout_goes_on_from_memory(tmp_path, trains, move):
-    """The parts that the nodes have become a checkpoint on the disk: bit for bit the one that the layout
+    """The shards that the nodes have become a checkpoint on the disk: bit for bit the one that the layout
     before would have saved there. So nothing is trained twice.
     """
     first, then, words = MOVES[move]
@@ -386,7 +386,7 @@ def test_another_layout_goes_on_from_memory(tmp_path, trains, move):
     assert not any(end.codes), end.logs
     killed(trains, first, 9, *more, rank=world - 1, replicas=replicas)
     if world > 1:
-        shutil.rmtree(node_folder(tmp_path, 1))  # its part has a copy
+        shutil.rmtree(node_folder(tmp_path, 1))  # its shard has a copy
     keeps = LAYOUTS[then][0] > 1  # alone there is no other node
     end = trains(then, *more, keeps=keeps)
     assert not any(end.codes), end.logs
@@ -402,7 +402,7 @@ def test_another_layout_goes_on_from_memory(tmp_path, trains, move):
     assert not (tmp_path / "run" / memory.RECORD).exists()
 
 
-def lose_a_part(tmp_path):
+def lose_a_shard(tmp_path):
     shutil.rmtree(node_folder(tmp_path, 1))
     shutil.rmtree(next(node_folder(tmp_path, 0).glob("step_00000008-*/rank_00001")))
 
@@ -413,8 +413,8 @@ def flip_every_copy(tmp_path):
         flip_bit(shard)
 
 
-def forge_a_part(tmp_path):
-    """A sound part of another step."""
+def forge_a_shard(tmp_path):
+    """A sound shard of another step."""
     for node in (0, 1):
         (older,) = node_folder(tmp_path, node).glob("step_00000004-*/rank_00001")
         (newer,) = node_folder(tmp_path, node).glob("step_00000008-*/rank_00001")
@@ -422,22 +422,22 @@ def forge_a_part(tmp_path):
         shutil.copytree(older, newer)
 
 
-@pytest.mark.parametrize("damage", [lose_a_part, flip_every_copy, forge_a_part])
-def test_without_a_part_another_layout_takes_the_disk(tmp_path, trains, damage):
+@pytest.mark.parametrize("damage", [lose_a_shard, flip_every_copy, forge_a_shard])
+def test_without_a_shard_another_layout_takes_the_disk(tmp_path, trains, damage):
     killed(trains, "dp2 zero1", 9)
     damage(tmp_path)
     end = trains("dp2 zero0")
     assert not any(end.codes), end.logs
     (line,) = said(end, "is not used")
     assert line.split("not used: ")[1] == (
-        "it was saved with parallel.zero 1, not 0, and no node has a good part of rank 1"
+        "it was saved with parallel.zero 1, not 0, and no node has a good shard of rank 1"
     )
     assert said(end, "step_00000006 at step 6")
     assert losses(tmp_path / "run")
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_another_layout_takes_the_good_copy_of_a_part(tmp_path, trains, node):
+def test_another_layout_takes_the_good_copy_of_a_shard(tmp_path, trains, node):
     killed(trains, "dp2 zero1", 9)
     (shard,) = node_folder(tmp_path, node).glob("step_00000008-*/rank_00001/*.safetensors")
     flip_bit(shard)
@@ -476,7 +476,7 @@ def test_another_layout_on_a_full_disk_takes_what_is_there(tmp_path, trains):
     assert losses(tmp_path / "run")
 
 
-def test_another_layout_without_memory_to_read_the_parts_takes_the_disk(tmp_path, trains):
+def test_another_layout_without_memory_to_read_the_shards_takes_the_disk(tmp_path, trains):
     def before(rank):
         on_nodes(2)(rank)
         memory.available_bytes = lambda: 1000
@@ -653,7 +653,7 @@ def test_what_is_damaged_on_the_disk_is_named(tmp_path, trains):
 
 
 def test_other_data_is_refused_without_a_path_in_memory(tmp_path, trains):
-    """A part of one rank gives no weights to another run."""
+    """A shard of one rank gives no weights to another run."""
     killed(trains, "dp2 zero1", 5)
     tok = tokenizer.load_tokenizer("bytes")
     with IndexedDatasetWriter(tmp_path / "other", tok.vocab) as writer:
@@ -714,7 +714,7 @@ def test_a_run_that_goes_back_forgets_what_came_after(tmp_path, trains):
         assert list(map(json.loads, lines)) == [[0, [], 0], [4, [3], 1], [-1, [], 0]]
 
 
-def test_one_process_keeps_its_own_part(tmp_path, trains, clean):
+def test_one_process_keeps_its_own_shard(tmp_path, trains, clean):
     """Also where it is what is left of an elastic job."""
     killed(trains, "alone", 6, rank=0, replicas="0")
     end = trains("alone", "--parallel.elastic", "true", replicas="1")
@@ -783,7 +783,7 @@ def test_what_cannot_be_had_is_one_line(tmp_path, trains, before, prepare, words
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-# ---- the parts ---------------------------------------------------------------------------------------------
+# ---- the shards --------------------------------------------------------------------------------------------
 
 
 def test_copies_lie_on_the_next_nodes_of_the_ring():
@@ -793,33 +793,33 @@ def test_copies_lie_on_the_next_nodes_of_the_ring():
     assert nodes.keepers(3, 0) == []
 
 
-def test_parts_that_several_nodes_have_are_read_by_ranks_in_turn():
-    assert memory.share_parts([[0, 1], [0, 1]]) == {0: 0, 1: 1}
-    assert memory.share_parts([[0, 1], [1]]) == {0: 0, 1: 1}
-    assert memory.share_parts([[], [0], [2]]) == {0: 1, 2: 2}  # nobody has part 1
+def test_shards_that_several_nodes_have_are_read_by_ranks_in_turn():
+    assert memory.assign_readers([[0, 1], [0, 1]]) == {0: 0, 1: 1}
+    assert memory.assign_readers([[0, 1], [1]]) == {0: 0, 1: 1}
+    assert memory.assign_readers([[], [0], [2]]) == {0: 1, 2: 2}  # nobody has shard 1
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_what_parts_have_together_is_taken_once(seed):
-    """Of any parts that overlap: each element, from a part that has it."""
+def test_what_shards_have_together_is_taken_once(seed):
+    """Of any shards that overlap: each element, from a shard that has it."""
     draw = random.Random(seed)
     owner = {}
-    parts = {part: [] for part in range(draw.randint(1, 4))}
+    shards = {shard: [] for shard in range(draw.randint(1, 4))}
     for key in "abc":
         shape = (draw.randint(1, 6), draw.randint(1, 5))
-        for boxes in parts.values():
+        for boxes in shards.values():
             for _ in range(draw.randint(0, 2)):
                 start = tuple(draw.randrange(size) for size in shape)
                 size = tuple(draw.randint(0, end - first) for first, end in zip(start, shape))
                 boxes.append(Box(key, shape, start, size))
-    once = regroup.elements_once(parts)
-    for part, boxes in once.items():
+    once = consolidate.each_element_once(shards)
+    for shard, boxes in once.items():
         for box in boxes:
             for at in elements(box):
                 assert at not in owner
-                owner[at] = part
-                assert any(at in set(elements(other)) for other in parts[part])
-    assert set(owner) == {at for boxes in parts.values() for box in boxes for at in elements(box)}
+                owner[at] = shard
+                assert any(at in set(elements(other)) for other in shards[shard])
+    assert set(owner) == {at for boxes in shards.values() for box in boxes for at in elements(box)}
     rows = json.loads(json.dumps(to_rows(once[0])))
     assert from_rows(rows) == once[0]
 

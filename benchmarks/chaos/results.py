@@ -40,14 +40,18 @@ def read_reports(path: Path, draws: list[Draw], seed: int) -> list[Report]:
             row = json.loads(line)
         except json.JSONDecodeError:  # a killed writer's last line, or nothing after the last one
             continue
-        draw = by_number.get(row.get("number"))
-        if draw is None or {key: row.get(key) for key in identity(draw, seed)} != identity(draw, seed):
+        try:
+            draw = by_number[row["number"]]
+            told = {key: row.pop(key) for key in identity(draw, seed)}
+            report = Report(draw, **row)
+        except (KeyError, TypeError):  # no such round, or fields that are not those of a round
+            told, report = {}, None
+        if report is None or told != identity(report.draw, seed):
             raise ConfigError(
                 f"--resume: line {number} of {path} is of another draw; give the same --seed, --rounds, "
                 "--layouts and --faults as before, or another file"
             )
-        outcome = {key: value for key, value in row.items() if key not in identity(draw, seed)}
-        found.append(Report(draw, **outcome))
+        found.append(report)
     return found
 
 

@@ -234,3 +234,11 @@ def test_a_file_of_another_draw_is_refused(tmp_path, rounds_run, words):
     assert command.main(options("--rounds", "5", "--seed", "3", "--resume", str(file))) == 0
     with pytest.raises(ConfigError, match="--resume: line . of .* is of another draw"):
         command.main(options("--rounds", "5", "--seed", "3", "--resume", str(file), *words))
+
+
+@pytest.mark.parametrize("line", ["5", "[1]", "{}", '{"number": [0]}', '{"number": 0, "rain": 1}'])
+def test_a_line_that_is_no_round_is_refused(tmp_path, rounds_run, line):
+    file = tmp_path / "results.jsonl"
+    file.write_text(line + "\n")
+    with pytest.raises(ConfigError, match="--resume: line 1 of .* is of another draw"):
+        command.main(options("--rounds", "5", "--resume", str(file)))

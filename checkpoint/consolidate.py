@@ -1,7 +1,7 @@
-"""The parts of ranks, put together to a checkpoint that any layout reads.
+"""Consolidates the shards of ranks into a checkpoint that any layout reads.
 
-A checkpoint in memory (checkpoint/memory.py) is in parts: each has what one rank reads at a resume under the
-same layout. Some of it several parts have, whole or cut at other places: the bias of a router, a norm of
+A checkpoint in memory (checkpoint/memory.py) is in shards: each has what one rank reads at a resume under the
+same layout. Some of it is in several shards, whole or cut at other places: the bias of a router, a norm of
 tensor parallel ranks, an embedding that two stages share. A checkpoint on the disk has each element once.
 """
 from collections import defaultdict
@@ -13,34 +13,35 @@ from checkpoint import store
 from checkpoint.files import TORCH
 from parallel.sharding.boxes import Box, uncovered_boxes
 
-Boxes = Mapping[int, Sequence[Box]]  # {part: what it has}
 
+def each_element_once(shards: Mapping[int, Sequence[Box]]) -> dict[int, list[Box]]:
+    """{saved rank: the boxes that are taken of its shard}; of what several have, the first of them gives it.
 
-def elements_once(parts: Boxes) -> dict[int, list[Box]]:
-    """{part: what of its boxes is taken from it}: of what several parts have, the first of them."""
+    shards: {saved rank: the boxes of its shard}.
+    """
     taken: dict[str, list[Box]] = defaultdict(list)
     found: dict[int, list[Box]] = {}
-    for part in sorted(parts):
-        found[part] = []
-        for box in parts[part]:
-            found[part] += uncovered_boxes(box, taken[box.key])
+    for saved in sorted(shards):
+        found[saved] = []
+        for box in shards[saved]:
+            found[saved] += uncovered_boxes(box, taken[box.key])
             taken[box.key].append(box)
     return found
 
 
 def boxes_of(index: store.StoredIndex) -> list[Box]:
-    """What a part has."""
+    """The boxes of a shard."""
     return [piece.box for piece in index.pieces]
 
 
 def bytes_of(index: store.StoredIndex, boxes: Sequence[Box]) -> int:
-    """Of the values of these boxes of a part."""
+    """Of the values of these boxes of a shard."""
     dtypes = dtypes_of(index)
     return sum(box.volume * dtypes[box.key].itemsize for box in boxes)
 
 
 def read_boxes(index: store.StoredIndex, boxes: Sequence[Box]) -> list[store.Piece]:
-    """[(box, its values)] of a part, each byte of them verified. Raises IntegrityError."""
+    """[(box, its values)] of a shard, each byte of them verified. Raises IntegrityError."""
     dtypes = dtypes_of(index)
     pieces = [(box, torch.empty(box.size, dtype=dtypes[box.key])) for box in boxes]
     store.load(index, pieces, strict=False)
