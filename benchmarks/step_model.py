@@ -197,9 +197,15 @@ def microbatch(cfg: Config, device: torch.device, step: int, lengths: Sequence[i
     if lengths:
         documents = torch.zeros(b, s, dtype=torch.int32, device=device)
         counts = DocumentCounts(b * len(lengths), max(lengths))
-    sequence_ids = torch.arange(b, device=device)
-    targets = tokens.clone()
-    return Microbatch(tokens, targets, positions, documents, sequence_ids, step, document_counts=counts)
+    return Microbatch(
+        tokens,
+        targets=tokens.clone(),
+        positions=positions,
+        documents=documents,
+        sequence_ids=torch.arange(b, device=device),
+        step=step,
+        document_counts=counts,
+    )
 
 
 # ---- recording ---------------------------------------------------------------------------------------------

@@ -202,14 +202,14 @@ def write_record(run: Path, key: str, generations: list[MemoryGeneration]) -> No
     Raises StorageError.
     """
     path = run / RECORD
+    temp = run / f"{RECORD}.tmp"
     with storage_errors(path, 0):
+        temp.unlink(missing_ok=True)  # of a killed writer
         if not generations:
             path.unlink(missing_ok=True)
             sync_dir(run)
             return
         rows = [asdict(generation) for generation in generations]
-        temp = run / f"{RECORD}.tmp"
-        temp.unlink(missing_ok=True)
         write_file(temp, json.dumps({"version": VERSION, "key": key, "generations": rows}).encode())
         os.replace(temp, path)
         sync_dir(run)

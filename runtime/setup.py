@@ -375,11 +375,11 @@ def redact(text: str) -> str:
 
 
 def remove_exit_reasons(run_dir: Path) -> None:
-    """Removes the exit reasons of an earlier start, and the stacks of its ranks.
+    """Removes the exit reasons of an earlier start, also half written ones, and the stacks of its ranks.
 
     Call it under the run's lock, before a rank can fail.
     """
-    for pattern in ("exit_reason*.json", "stacks.rank*.txt"):
+    for pattern in ("exit_reason*.json", "exit_reason*.json.*.tmp", "stacks.rank*.txt"):
         for file in Path(run_dir).glob(pattern):
             with contextlib.suppress(OSError):
                 file.unlink()

@@ -857,8 +857,10 @@ def test_a_record_reads_back_or_says_why_not(tmp_path):
         found, why = memory.read_record(tmp_path, "run-1")
         assert found == [] and "is damaged" in str(why), change
 
+    (tmp_path / f"{memory.RECORD}.tmp").write_text("half of a rec")  # of a writer that was killed
     memory.write_record(tmp_path, "run-1", [])
     assert memory.read_record(tmp_path, "run-1") == ([], None)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_but_files_of_a_checkpoint_is_sent_or_taken(tmp_path):

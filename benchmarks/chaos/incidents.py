@@ -279,14 +279,18 @@ def left_in_the_middle(s: Situation, step: int) -> Incident:
     return Incident("SIGKILL of all ranks", s.all_lost(), at("step.begin", step, "SIGKILL"))
 
 
+def left_after_save(s: Situation, step: int) -> Incident:
+    """The checkpoint of the step is there. A save in the background may end steps later."""
+    there = at("ckpt.pre_purge", step, "SIGKILL", rank=0)
+    return Incident(f"SIGKILL after the save of step {step}", s.lost(), there)
+
+
 def flipped_newest(s: Situation) -> Incidents | None:
-    """Two checkpoints are there: the older one is used. A save in the background may end steps later: the
-    kill comes when the second one is there."""
+    """Two checkpoints are there: the older one is used."""
     if s.done or s.layout.in_memory:  # there the next start goes on from memory
         return None
     flipped = Incident("the newest is damaged", (0,), prepare="flip newest", says=("is rejected: ",))
-    there = at("ckpt.pre_purge", SAVES[1], "SIGKILL", rank=0)
-    return [Incident("SIGKILL after the second save", s.lost(), there), flipped]
+    return [left_after_save(s, SAVES[1]), flipped]
 
 
 def flipped_all(s: Situation) -> Incidents | None:
@@ -353,8 +357,11 @@ def out_of_memory(s: Situation) -> Incidents:
 
 
 def other_settings(s: Situation) -> Incidents:
+    """A checkpoint is there: without one the run would begin anew, with whatever settings."""
     refused = Incident("another seed", (2,), more=("--train.seed", "5"), says=("train.seed",))
-    return [left_in_the_middle(s, s.step(first=6, last=STEPS)), refused]
+    if s.done or not s.layout.is_async:
+        return [left_in_the_middle(s, s.step(first=6, last=STEPS)), refused]
+    return [left_after_save(s, SAVES[0]), refused]
 
 
 def other_layout(s: Situation) -> Incidents:

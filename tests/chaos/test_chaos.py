@@ -59,6 +59,18 @@ def test_every_incident_names_points_that_are_there_and_steps_that_are_to_come()
     assert set(FAULT_POINTS) - seen == {"run.built", "ckpt.mid_replace", "ckpt.mid_purge"}
 
 
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_other_settings_meet_a_checkpoint(layout):
+    """A save in the background may end steps later: there the kill waits for its end."""
+    for seed in range(100):
+        kill, _ = FAULTS["other settings"](Situation(random.Random(seed), layout, done=0, clean_s=5.0))
+        (fault,) = parse(kill.fault)
+        if layout.is_async:
+            assert (fault.point, fault.rank, fault.step) == ("ckpt.pre_purge", 0, SAVES[0])
+        else:
+            assert fault.point == "step.begin" and SAVES[0] < fault.step <= STEPS
+
+
 def test_each_fault_fits_a_layout_and_each_layout_meets_most_faults():
     for fault in FAULTS:
         assert any(fits(fault, layout) for layout in LAYOUTS), fault

@@ -2,7 +2,10 @@ import dataclasses
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,6 +251,17 @@ def test_exit_reason_is_atomic_and_keeps_secrets(tmp_path, monkeypatch):
     assert words["code"] == 1 and words["reason"] == "login with <MY_API_KEY> failed"
     assert words["rank"] == 0 and words["host"]
     assert setup.write_exit_reason(tmp_path / "gone", 0, 1, "x") is False
+
+
+def test_an_exit_reason_that_a_kill_left_half_written_is_removed(tmp_path):
+    write = f"from runtime import setup; setup.write_exit_reason({str(tmp_path)!r}, 1, 1, 'x')"
+    kill = "import os, signal; os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)"
+    done = subprocess.run([sys.executable, "-c", f"{kill}; {write}"], cwd=Path(setup.__file__).parents[1])
+    assert done.returncode == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.name.endswith(".tmp")
+    setup.remove_exit_reasons(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_no_secret_in_the_env_object(env, cfg, monkeypatch):
