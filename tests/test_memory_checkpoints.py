@@ -691,6 +691,25 @@ def test_a_full_memory_is_a_warning(tmp_path, trains, clean, fault, before, fail
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+def test_a_folder_that_somebody_removes_is_made_again(tmp_path, trains, clean):
+    """Before the second of three saves."""
+    def before(rank):
+        on_nodes(2)(rank)
+        save = memory.MemoryCheckpoints.save
+
+        def after_removal(self, step, *args, **how):
+            if step == 4:
+                shutil.rmtree(self.folder)
+            return save(self, step, *args, **how)
+
+        memory.MemoryCheckpoints.save = after_removal
+
+    killed(trains, "dp2 zero1", 6, before=before)
+    end = trains("dp2 zero1")
+    assert said(end, "resumed from memory of node0, node1 at step 4"), end.logs
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
 def test_a_run_that_goes_back_forgets_what_came_after(tmp_path, trains):
     """Spikes in the steps 8 and 9, after memory has step 6: back to step 4 of the disk."""
     def before(rank):
