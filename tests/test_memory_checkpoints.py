@@ -929,3 +929,11 @@ def test_a_folder_that_inherits_its_group_is_private(tmp_path):
     for _ in range(2):
         made = memory.make_private(tmp_path / "shm" / "bevatron-1", ["run", "node0"])
         assert stat.S_IMODE(made.stat().st_mode) & 0o777 == 0o700
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    name = "x" * 300
+    with pytest.raises(store.StorageError) as told:
+        memory.make_private(tmp_path / "bevatron-1", ["run", name])
+    path = tmp_path / "bevatron-1" / "run" / name
+    assert str(told.value) == f"{path}: cannot read or write: File name too long (ENAMETOOLONG)"
