@@ -330,6 +330,27 @@ def test_flipped_bits(tmp_path, trains, clean):
     assert_like_clean(tmp_path, end, clean("dp2 zero1"))
 
 
+def test_damage_that_the_load_alone_meets(tmp_path, trains, clean):
+    """The shard was sound when it was looked for. It is given up by all ranks, and not tried again."""
+    def before(rank):
+        on_nodes(2)(rank)
+        start_load = store.start_load
+
+        def damaged(source, *args, **how):
+            if rank == 1 and "step_00000008" in str(source.path):
+                raise store.IntegrityError("a bad cell of memory")
+            return start_load(source, *args, **how)
+
+        store.start_load = damaged
+
+    killed(trains, "dp2 zero1", 9)
+    end = trains("dp2 zero1", before=before)
+    (line,) = said(end, "step 8 in memory is not used: ")
+    assert "a bad cell of memory" in line
+    assert said(end, "step_00000006 at step 6")
+    assert_like_clean(tmp_path, end, clean("dp2 zero1"))
+
+
 def flip_bit(path):
     data = bytearray(path.read_bytes())
     data[-5] ^= 4
