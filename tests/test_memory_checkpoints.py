@@ -457,10 +457,11 @@ def test_without_a_shard_another_layout_takes_the_disk(tmp_path, trains, damage)
     assert losses(tmp_path / "run")
 
 
-@pytest.mark.parametrize("node", [0, 1])
-def test_another_layout_takes_the_good_copy_of_a_shard(tmp_path, trains, node):
+@pytest.mark.parametrize("node, rank", [(0, 1), (1, 1), (0, 0)])
+def test_another_layout_takes_the_good_copy_of_a_shard(tmp_path, trains, node, rank):
+    """That of rank 0 has the record of the whole run beside its tensors."""
     killed(trains, "dp2 zero1", 9)
-    (shard,) = node_folder(tmp_path, node).glob("step_00000008-*/rank_00001/*.safetensors")
+    (shard,) = node_folder(tmp_path, node).glob(f"step_00000008-*/rank_{rank:05d}/*.safetensors")
     flip_bit(shard)
     end = trains("dp2 zero0")
     assert said(end, "step_00000008 at step 8"), end.logs
@@ -792,6 +793,10 @@ def read_by_others(shm):
     (shm / f"bevatron-{os.geteuid()}").mkdir(0o755)
 
 
+def file_in_the_way(shm):
+    (shm / f"bevatron-{os.geteuid()}").touch(0o700)
+
+
 def left_by_others(shm):
     """Of containers that had other names."""
     for host in ("node8", "node9"):
@@ -809,11 +814,12 @@ def led_elsewhere(shm):
         (None, shutil.rmtree, "checkpoint.memory_dir: * is no folder on this node; give one"),
         (None, read_by_others, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
         (None, led_elsewhere, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
+        (None, file_in_the_way, "checkpoint.memory_dir: * is not a folder of this user alone (mode 700)"),
         (one_node, lambda shm: None, "checkpoint.replicas: 1 is the * has 0 other nodes; leave it out"),
         (little_memory, lambda shm: None, "checkpoint.memory_dir: * can take 1,000 bytes, and 2 *; enlarge"),
         (little_memory, left_by_others, "checkpoint.memory_dir: *, remove */node8, */node9; else enlarge it"),
     ],
-    ids=["missing", "readable", "link", "one node", "too small", "leftovers"],
+    ids=["missing", "readable", "link", "file", "one node", "too small", "leftovers"],
 )
 def test_what_cannot_be_had_is_one_line(tmp_path, trains, before, prepare, words):
     prepare(tmp_path / "shm")
