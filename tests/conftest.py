@@ -10,6 +10,8 @@ import os
 import pathlib
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -34,6 +36,11 @@ for name in ("CI", "BUILD_NUMBER"):
 os.environ.pop("COLUMNS", None)
 
 import draw
+import footprints
+import zygote
+
+if sys.platform == "linux":
+    subprocess.Popen = zygote.ForkingPopen
 
 from runtime.pool import WorkerPool
 
@@ -46,6 +53,16 @@ def pytest_addoption(parser):
         action="store_true",
         help="every case of long tables and every slow test, not this commit's draw (tests/draw.py)",
     )
+    parser.addoption(
+        "--record", metavar="FOLDER", help="note which test runs which functions (tests/footprints.py)"
+    )
+
+
+def pytest_configure(config):
+    if folder := config.getoption("record"):
+        worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+        if worker != "alone" or not config.getoption("numprocesses", None):
+            config.pluginmanager.register(footprints.Recorder(pathlib.Path(folder).resolve() / worker))
 
 
 def pytest_collection_modifyitems(config, items):
@@ -112,3 +129,9 @@ def ranks():
     yield pool
     for p in pools.values():
         p.close()
+
+
+@pytest.fixture
+def real_starts(monkeypatch):
+    """Programs that the test starts are processes of their own, not forks of the zygote (tests/zygote.py)."""
+    monkeypatch.setattr(zygote.ForkingPopen, "is_on", False)

@@ -311,7 +311,7 @@ def wait_until(condition, seconds=120):
     return condition()
 
 
-def test_spares_become_the_ranks_of_the_next_start(tmp_path, words):
+def test_spares_become_the_ranks_of_the_next_start(real_starts, tmp_path, words):
     """One that waited before the loss, and a new process; and another waits after it."""
     more = [*words, "--train.steps", "100000", "--checkpoint.every", "50", "--checkpoint.keep", "2"]
     more += ["--log.every", "10"]

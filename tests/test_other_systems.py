@@ -25,6 +25,7 @@ from runtime import evaluate, setup
 from runtime.metrics import MetricsLogger
 from runtime.setup import LaunchEnv
 
+pytestmark = pytest.mark.usefixtures("real_starts")  # what is hidden is hidden from imports, too
 ROOT = pathlib.Path(__file__).parent.parent
 SYSTEM = str(ROOT / "tests" / "other_system.py")
 ASKED_FIRST = {  # a name of Linux alone, where hasattr or getattr comes before it

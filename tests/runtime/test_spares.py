@@ -49,7 +49,7 @@ def is_gone(pid):
     return state == "Z"
 
 
-def test_a_spare_has_everything_loaded_and_holds_nothing(capfd):
+def test_a_spare_has_everything_loaded_and_holds_nothing(real_starts, capfd):
     """And becomes train.py, with the words and the environment that it is given."""
     with Spares(TRAIN, 1) as spares:
         assert wait_until(lambda: are_ready(spares))

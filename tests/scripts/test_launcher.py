@@ -14,6 +14,7 @@ import sys
 import time
 
 import pytest
+import zygote
 from ranks import MODEL, corpus
 
 from runtime.relay import SignalRelay
@@ -243,8 +244,7 @@ def wait_for_step(folder, launcher, step=2):
 
 
 def ranks_of(launcher):
-    text = pathlib.Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text()
-    return [int(pid) for pid in text.split()]
+    return zygote.children_of(launcher.pid)
 
 
 def listening(pid):
@@ -747,7 +747,7 @@ def test_a_number_of_ranks_that_is_none(nproc, capsys):
     assert end.value.code == 2 and "--nproc" in capsys.readouterr().err
 
 
-def test_the_launcher_starts_without_torch():
+def test_the_launcher_starts_without_torch(real_starts):
     """Ranks import it meanwhile: the store comes after them."""
     code = "import sys, scripts.launch; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0

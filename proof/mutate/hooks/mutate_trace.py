@@ -20,9 +20,11 @@ ROWS = 4096  # tests that one traced run can have, and row 0
 
 def start(folder: str) -> None:
     """Trace this thread, those it starts and the processes that it forks. folder has `lines.json`: {"width":
-    bytes of a row, "first": {a source file: the place of its line 0 in a row}}."""
+    bytes of a row, "first": {a source file: the place of its line 0 in a row}, "lines": whether each line is
+    marked, or the first lines of functions alone, and the files that are opened or started (tests/footprints.py)}.
+    """
     plan = json.loads(Path(folder, "lines.json").read_text())
-    first, width = plan["first"], plan["width"]
+    first, width, every_line = plan["first"], plan["width"], plan.get("lines", True)
     file = os.open(Path(folder, "hits"), os.O_RDWR)
     hits = mmap.mmap(file, 0)
     os.close(file)
@@ -33,6 +35,8 @@ def start(folder: str) -> None:
             return None
         at = HEAD + int.from_bytes(hits[:HEAD], "little") * width + place
         hits[at + frame.f_lineno] = 1
+        if not every_line:
+            return None
 
         def line(frame, event, arg):
             if event == "line":
@@ -41,5 +45,20 @@ def start(folder: str) -> None:
 
         return line
 
+    def mark_file(event, args):
+        if event == "open":
+            words = args[:1]
+        elif event == "subprocess.Popen":
+            words = args[1] if isinstance(args[1], (list, tuple)) else ()
+        else:
+            return
+        for word in words:
+            if isinstance(word, (str, os.PathLike)):
+                place = first.get(os.path.abspath(word))
+                if place is not None:
+                    hits[HEAD + int.from_bytes(hits[:HEAD], "little") * width + place] = 1
+
+    if not every_line:
+        sys.addaudithook(mark_file)
     threading.settrace(call)
     sys.settrace(call)

@@ -1,0 +1,283 @@
+"""What each test runs: its footprint, the functions and the other files of this checkout that it uses.
+
+    bash scripts/test.sh --all --record FOLDER       runs every test and notes its footprint and its seconds
+    python tests/footprints.py FOLDER [FOLDER ...]   packs what was noted (in parts, if so) into tests/green.xz
+
+tests/green.xz is of the commit at which every test was last seen to pass. From it `--changed` (tests/chosen.py)
+knows which tests run what has changed since, and `--all --part K/M` how long each file takes.
+
+A footprint is of all processes of a test: of this one, of ranks of the pool, of programs that it starts.
+The tracer is that of planted bugs (proof/mutate/hooks/mutate_trace.py), with one mark a call, not a line.
+What fixtures of a module run counts for each test of its file.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import lzma
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HOOKS = ROOT / "proof" / "mutate" / "hooks"
+GREEN = Path(__file__).with_name("green.xz")
+ROWS = 12000
+REST = "<rest>"  # what a file holds outside of functions; of a file that is not Python, all of it
+
+sys.path.append(str(HOOKS))
+import mutate_trace  # noqa: E402
+
+
+# ---- the parts of a file -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function, or a method: Class.method. first, last: its lines, decorators included."""
+
+    name: str
+    first: int
+    last: int
+    digest: str
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def functions_of(text: str) -> list[Function]:
+    """The functions of a Python file, outermost ones alone: what one holds inside belongs to it."""
+    functions = []
+    lines = text.splitlines()
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = min([child.lineno, *(decorator.lineno for decorator in child.decorator_list)])
+                body = "\n".join(lines[first - 1 : child.end_lineno])
+                functions.append(Function(prefix + child.name, first, child.end_lineno, digest_of(body)))
+            elif isinstance(child, ast.ClassDef):
+                visit(child, f"{prefix}{child.name}.")
+            else:
+                visit(child, prefix)
+
+    visit(ast.parse(text), "")
+    return functions
+
+
+def parts_of(file: str, text: str) -> dict[str, str]:
+    """{name of a function, or REST: digest of its text}."""
+    if not file.endswith(".py"):
+        return {REST: digest_of(text)}
+    lines = text.splitlines()
+    parts = {}
+    for function in functions_of(text):
+        name = function.name
+        while name in parts:  # a second definition of the name, in another branch
+            name += "'"
+        parts[name] = function.digest
+        for number in range(function.first - 1, function.last):
+            lines[number] = ""
+    parts[REST] = digest_of("\n".join(line for line in lines if line.strip()))
+    return parts
+
+
+def tracked_files(root: Path = ROOT) -> list[str]:
+    """The files of the checkout that git knows and that are text."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=root, capture_output=True, text=True, check=True)
+    return [name for name in listed.stdout.split("\0") if name and not name.endswith((".png", ".xz", ".bin"))]
+
+
+# ---- recording ---------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """A plugin that notes the footprint of every test of this process in a folder of its own.
+
+    tests.jsonl has a line a test: [row, node id, seconds, outcome]. `hits` has a row of bytes a test
+    (mutate_trace.py), and row 0 what ran outside of any.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True)
+        first, width = {}, 0
+        for name in tracked_files():
+            first[str(ROOT / name)] = width
+            width += 2 + (ROOT / name).read_text(errors="replace").count("\n")
+        plan = {"width": width, "first": first, "lines": False}
+        (folder / "lines.json").write_text(json.dumps(plan))
+        with open(folder / "hits", "wb") as hits:  # a sparse file
+            hits.truncate(mutate_trace.HEAD + ROWS * width)
+        self.row = 0
+        self.shared_rows: dict[str, int] = {}
+        self.seconds = 0.0
+        self.outcome = "passed"
+        os.environ["BEVATRON_TRACE"] = str(folder)
+        path = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(HOOKS), *([path] if path else [])])
+        mutate_trace.start(str(folder))
+
+    def tell(self, row: int) -> None:
+        with open(self.folder / "hits", "r+b") as hits:
+            hits.write(row.to_bytes(mutate_trace.HEAD, "little"))
+
+    def next_row(self) -> int:
+        self.row += 1
+        return self.row
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item, nextitem):
+        row = self.current = self.next_row()
+        self.seconds, self.outcome = 0.0, "passed"
+        self.tell(row)
+        result = yield
+        self.write([row, item.nodeid, round(self.seconds, 3), self.outcome])
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef, request):
+        if fixturedef.scope == "function":
+            return (yield)
+        file = request.node.nodeid.partition("::")[0]
+        if file not in self.shared_rows:
+            self.shared_rows[file] = self.next_row()
+            self.write([self.shared_rows[file], file, 0.0, "shared"])
+        self.tell(self.shared_rows[file])
+        try:
+            return (yield)
+        finally:
+            self.tell(self.current)
+
+    def pytest_runtest_logreport(self, report):
+        self.seconds += report.duration
+        if report.outcome != "passed" and self.outcome != "failed":
+            self.outcome = report.outcome
+
+    def write(self, line: list) -> None:
+        with open(self.folder / "tests.jsonl", "a") as out:
+            print(json.dumps(line), file=out)
+
+
+# ---- packing -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Footprints:
+    """What the tests ran at a commit.
+
+    parts: {file: {function or REST: digest}}; columns: (file, function) of each bit of a footprint;
+    tests: {node id: (seconds, outcome, footprint)}.
+    """
+
+    commit: str
+    summary: dict
+    parts: dict[str, dict[str, str]]
+    columns: list[tuple[str, str]]
+    tests: dict[str, tuple[float, str, int]]
+
+
+def read_footprints(file: Path = GREEN) -> Footprints:
+    tree = json.loads(lzma.decompress(file.read_bytes()))
+    tests = {}
+    for name, seconds, outcome, bits in tree["tests"]:
+        tests[name] = (seconds, outcome, int(bits, 16))
+    columns = [tuple(column) for column in tree["columns"]]
+    return Footprints(tree["commit"], tree["summary"], tree["parts"], columns, tests)
+
+
+def write_footprints(footprints: Footprints, file: Path = GREEN) -> None:
+    tests = []
+    for name, (seconds, outcome, bits) in footprints.tests.items():
+        tests.append([name, seconds, outcome, f"{bits:x}"])
+    tree = {
+        "commit": footprints.commit,
+        "summary": footprints.summary,
+        "parts": footprints.parts,
+        "columns": footprints.columns,
+        "tests": tests,
+    }
+    file.write_bytes(lzma.compress(json.dumps(tree).encode(), preset=9))
+
+
+def pack(folders: list[Path]) -> Footprints:
+    """Reads what recorders of this checkout have left."""
+    texts = {name: (ROOT / name).read_text(errors="replace") for name in tracked_files()}
+    parts = {name: parts_of(name, text) for name, text in texts.items()}
+
+    # the columns: every function and every rest; which of them a line belongs to
+    columns: list[tuple[str, str]] = []
+    column_of_line: dict[str, list[int]] = {}
+    for name, text in texts.items():
+        rest = len(columns)
+        columns.append((name, REST))
+        of_line = [rest] * (text.count("\n") + 2)
+        if name.endswith(".py"):
+            for function in functions_of(text):
+                of_line[function.first : function.last + 1] = [len(columns)] * (
+                    function.last + 1 - function.first
+                )
+                columns.append((name, function.name))
+        column_of_line[name] = of_line
+
+    tests: dict[str, tuple[float, str, int]] = {}
+    for folder in folders:
+        for recorded in sorted(folder.glob("*/tests.jsonl")):
+            tests |= read_record(recorded.parent, column_of_line)
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+    outcomes = defaultdict(int)
+    for _, outcome, _ in tests.values():
+        outcomes[outcome] += 1
+    summary = {**outcomes, "minutes": round(sum(seconds for seconds, _, _ in tests.values()) / 60, 1)}
+    return Footprints(commit.stdout.strip(), summary, parts, columns, tests)
+
+
+def read_record(folder: Path, column_of_line: dict[str, list[int]]) -> dict[str, tuple[float, str, int]]:
+    """The tests of one recorder, each with its footprint as bits, those of its file's fixtures included."""
+    plan = json.loads((folder / "lines.json").read_text())
+    width = plan["width"]
+    column_of_byte: list[int] = []
+    for path in plan["first"]:
+        column_of_byte += column_of_line[str(Path(path).relative_to(ROOT))]
+    bits_of_row: dict[int, int] = {}
+    rows = [json.loads(line) for line in (folder / "tests.jsonl").read_text().splitlines()]
+    with open(folder / "hits", "rb") as hits:
+        for row, *_ in rows:
+            hits.seek(mutate_trace.HEAD + row * width)
+            marks = hits.read(width)
+            bits, at = 0, marks.find(1)
+            while at >= 0:
+                bits |= 1 << column_of_byte[at]
+                at = marks.find(1, at + 1)
+            bits_of_row[row] = bits
+    shared = {name: bits_of_row[row] for row, name, _, outcome in rows if outcome == "shared"}
+    tests = {}
+    for row, name, seconds, outcome in rows:
+        if outcome != "shared":
+            tests[name] = (seconds, outcome, bits_of_row[row] | shared.get(name.partition("::")[0], 0))
+    return tests
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("python tests/footprints.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("folders", nargs="+", type=Path)
+    folders = parser.parse_args(argv).folders
+    footprints = pack(folders)
+    failed = [name for name, (_, outcome, _) in footprints.tests.items() if outcome == "failed"]
+    if failed:
+        print(f"error: {len(failed)} tests failed, such as {failed[0]}: nothing is green", file=sys.stderr)
+        return 2
+    write_footprints(footprints)
+    print(f"{GREEN.name}: {len(footprints.tests)} tests at {footprints.commit[:7]}: {footprints.summary}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
